@@ -1,0 +1,72 @@
+# Everything starts here. The only needs are make and Python 3.11 or later; see README.md.
+
+PYTHON ?=
+START ?= notebooks/00_gpu_checks.ipynb
+LAB_ARGS ?=
+PIP_ARGS ?=
+ARGS ?=
+
+PY := .venv/bin/python
+READY := .venv/.ready
+
+# A kernel must run in .venv, whatever kernels this user has installed elsewhere.
+export JUPYTER_PREFER_ENV_PATH := 1
+unexport JUPYTER_PATH
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help lab course test constraints clean moved
+
+help:
+	@echo "make lab     JupyterLab on $(START) (LAB_ARGS='--no-browser --port 9000' for its options)"
+	@echo "make course  run every notebook into build/ and write build/index.html (ARGS='-p NPROC 1' sets a parameter)"
+	@echo "make test    lint, then every test and every notebook"
+	@echo "make clean   remove build/ and caches; .venv stays"
+	@echo "Each installs into .venv first if needed: PYTHON=python3.12 picks the Python, PIP_ARGS adds pip options."
+
+lab: $(READY)
+	@echo "== JupyterLab: open the link with 'token' below if no browser opens. Ctrl-C stops it."
+	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url="/lab/tree/$(START)" $(LAB_ARGS)
+
+course: $(READY)
+	@echo "== Run every notebook into build/"
+	@$(PY) -m labs.kit.course $(ARGS)
+
+test: $(READY)
+	@echo "== Lint"
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@echo "== Tests of the kit, labs, exercises and repository, then every notebook against its committed outputs"
+	$(PY) -m pytest --nbval --nbval-cell-timeout=90 $(ARGS)
+
+# For maintainers: the newest versions that pyproject.toml allows, without the CUDA libraries that torch pins itself.
+constraints: $(READY)
+	@echo "== Install the newest versions into build/newest and write them to constraints.txt"
+	@$(PY) -m venv --clear build/newest
+	@build/newest/bin/python -m pip install $(PIP_ARGS) -e .
+	@grep '^#' constraints.txt > build/constraints.txt
+	@build/newest/bin/python -m pip freeze --all --exclude-editable --exclude pip | sed -e 's/^\(torch==[^+]*\)+.*/\1/' \
+		-e '/^nvidia-ml-py==/!{/^nvidia-/d;}' -e '/^triton==/d' -e '/^cuda-/d' >> build/constraints.txt
+	@mv build/constraints.txt constraints.txt
+
+clean:
+	@echo "== Remove build/ and caches"
+	@rm -rf build .pytest_cache .ruff_cache gpu_training_course.egg-info
+	@find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
+
+# .ready holds the folder it was made for: a virtual environment that was moved or copied is made again.
+ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"
+$(READY): moved
+endif
+
+$(READY): pyproject.toml constraints.txt
+	@found=; for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.14 python3.13 python3.12 python3.11 python); do \
+		if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$p; break; fi; done; \
+	if [ -z "$$found" ]; then \
+		echo "Python 3.11 or later is needed$(if $(PYTHON), ($(PYTHON) is absent or older)): install it or name it, as in 'make $(MAKECMDGOALS) PYTHON=/path/to/python3.12'." >&2; exit 1; fi; \
+	if ! "$$found" -c 'import venv, ensurepip' 2>/dev/null; then \
+		echo "$$found has no venv module: on Debian and Ubuntu, 'sudo apt install python3-venv', then run make again." >&2; exit 1; fi; \
+	if [ "$$(cat $(READY) 2>/dev/null || pwd)" != "$(CURDIR)" ] || ! $(PY) -c '' 2>/dev/null; then \
+		echo "== Create .venv with $$($$found --version)"; "$$found" -m venv --clear .venv || exit 1; fi
+	@echo "== Install into .venv: a few minutes the first time"
+	@$(PY) -m pip install $(PIP_ARGS) -c constraints.txt -e .
+	@printf '%s\n' "$(CURDIR)" > $(READY)

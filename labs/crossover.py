@@ -1,0 +1,140 @@
+"""For which models and batches are two devices faster than one?
+
+    python -m labs.crossover
+    torchrun --nproc-per-node 2 -m labs.crossover --widths 64 4096 --batches 1 1024
+
+About 8 s on 2 CPU cores. Each cell of the map trains a perceptron (width x width layers) with one rank and with
+DDP on all ranks, in turn. The prediction needs no second rank: only one rank's step times and the link.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labs import scaling
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record, Records
+from labs.models import gradient_bytes
+
+MESSAGES = (2**12, 2**16, 2**20, 2**23)  # bytes, from latency-bound to bandwidth-bound
+LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Config:
+    """The cells of the map."""
+
+    widths: tuple[int, ...] = (64, 256, 768)
+    """Width of the perceptron's layers: parameters grow with its square."""
+    batches: tuple[int, ...] = (4, 32, 256, 1024)
+    """Samples per rank."""
+    rounds: int = 7
+    """Times that one rank and all ranks take turns, per cell."""
+    budget_s: float = 0.012
+    """Least duration of a turn: fast steps are repeated up to 8 times per turn."""
+    smoke: bool = False
+    """Two by two cells, few rounds."""
+
+    def __post_init__(self) -> None:
+        require(len(self.widths) > 0 and min(self.widths) >= 1, "widths must hold positive numbers")
+        require(len(self.batches) > 0 and min(self.batches) >= 1, "batches must hold positive numbers")
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
+
+
+def predict(single_step_s: float, size: int, link: tuple[float, float], ranks: int) -> float:
+    """Weak-scaling speed-up of DDP without overlap: n t1 / (t1 + all-reduce), the all-reduce of `size` bytes.
+
+    `link` is (latency in s, bytes per s of the message that is reduced), as `fit_link` gives it. An estimate
+    from below where DDP overlaps communication with backward, from above where ranks slow each other down.
+    """
+    return ranks * single_step_s / (single_step_s + scaling.transfer_s(size, *link))
+
+
+def fit_link(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
+    """(latency_s, bytes_per_s) that minimise the relative error of t = latency + size / bytes_per_s."""
+    sizes_, seconds_ = np.asarray(sizes, float), np.asarray(seconds, float)
+    design = np.stack([np.ones_like(sizes_), sizes_], axis=1) / seconds_[:, None]
+    latency, per_byte = np.linalg.lstsq(design, np.ones_like(seconds_), rcond=None)[0]
+    return max(float(latency), 0.0), 1 / max(float(per_byte), 1e-15)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """All-reduce times by size, then the map cell by cell."""
+    for size in MESSAGES:
+        yield rank.record("all_reduce_s", "s", all_reduce_times(size, 6 if config.smoke else 14, rank), size=size)
+    widths, batches = (config.widths[:2], config.batches[:2]) if config.smoke else (config.widths, config.batches)
+    cells = [(width, batch) for width in widths for batch in batches]
+    for done, (width, batch) in enumerate(cells, start=1):
+        yield from cell(width, batch, config, rank)
+        rank.progress(done, len(cells), f"width {width}, batch {batch}")
+
+
+def all_reduce_times(size: int, n: int, rank: Rank) -> list[float]:
+    """Seconds of `n` all-reduces of `size` bytes, with a millisecond of work before each, as in training.
+
+    Back to back they would look ten times faster: the threads that communicate never fall asleep.
+    """
+    buffer, work = torch.zeros(size // 4, device=rank.device), torch.ones(256, 256, device=rank.device)
+    seconds = []
+    for _ in range(n + 2):
+        work = (work @ work).clamp(max=1.0)
+        seconds += measure.time_steps(lambda: dist.all_reduce(buffer), 1, rank.device)
+    return rank.slowest(seconds[2:])
+
+
+def cell(width: int, batch: int, config: Config, rank: Rank) -> Iterator[Record]:
+    """Step times of one rank alone and of DDP on all, in turn."""
+    torch.manual_seed(0)
+    x = torch.randn(batch, width, device=rank.device)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)]).to(rank.device)
+    size = gradient_bytes(plain)
+    steps = {"single": _step(plain, x) if rank.rank == 0 else _wait, "ddp": _step(DistributedDataParallel(plain), x)}
+    warm = [measure.time_steps(s, 4, rank.device)[-1] for s in steps.values()]
+    # All ranks must take equally many steps: the slowest decides.
+    inner = max(1, min(8, int(config.budget_s / rank.slowest(warm)[0])))
+    seconds = measure.interleave(
+        steps, 2 if config.smoke else config.rounds, rank.device, inner=inner, between=rank.barrier
+    )
+    for mode, samples in seconds.items():
+        yield rank.record("step_s", "s", rank.slowest(samples), mode=mode, width=width, batch=batch, gradient_bytes=size)
+
+
+def _wait() -> None:
+    """One rank trains alone; the others go to the next barrier."""
+
+
+def _step(module: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def crossover_map(records: Records) -> list[dict]:
+    """One row per cell: width, batch, gradient_bytes, `measured` speed-up (Estimate), `modelled` speed-up."""
+    times = records.where("all_reduce_s")
+    link = fit_link([r.case["size"] for r in times], [r.value for r in times])
+    ranks = times[0].layout["world_size"]
+    rows = []
+    for ddp in records.where("step_s", mode="ddp"):
+        case = {k: ddp.case[k] for k in ("width", "batch", "gradient_bytes")}
+        single = records.one("step_s", mode="single", **case)
+        measured = measure.paired_ratio([ranks * t for t in single.samples], ddp.samples)
+        rows.append({**case, "measured": measured, "modelled": predict(single.value, case["gradient_bytes"], link, ranks)})
+    return rows
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,229 @@
+"""How much faster do n devices train than one, and what does each way of splitting the batch move?
+
+    python -m labs.data_parallel                                # launches its own ranks
+    torchrun --nproc-per-node 2 -m labs.data_parallel --model my_package.module:factory
+
+About 6 s on 2 CPU cores.
+
+All ways take turns within one run, round by round, so that a slow spell of the machine hits all of them:
+  single   one rank trains, the others wait
+  copies   n ranks train n models, without any communication: the machine's own ceiling
+  ddp      n ranks train one model with DistributedDataParallel, for every n from 2 up (1 if there is only one)
+  dp       one process trains on n devices as nn.DataParallel does (on CPUs: its algorithm with threads)
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from labs import models, scaling
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record, Records
+from labs.replicas import ThreadedDataParallel, nbytes
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to train and how long to measure."""
+
+    model: str = "cnn"
+    """One of labs.models.MODELS, or package.module:factory."""
+    batch_size: int = 64
+    """Samples per rank (weak scaling) or in total (strong scaling)."""
+    split: Literal["weak", "strong"] = "weak"
+    """weak: every rank gets a whole batch; strong: the ranks share one batch."""
+    modes: tuple[Literal["single", "copies", "ddp", "dp"], ...] = ("single", "copies", "ddp", "dp")
+    """Ways to train, taken in turn."""
+    rounds: int = 12
+    """Times that every way takes its turn; each gives one sample."""
+    inner: int = 2
+    """Steps per turn."""
+    bucket_cap_mb: float = 25.0
+    """Size of DDP's gradient buckets in MiB; the default of torch is 25."""
+    seed: int = 0
+    """Seed of the model and of the data."""
+    smoke: bool = False
+    """Only a few steps, to see that it runs."""
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        require(self.inner >= 1, f"inner must be at least 1, not {self.inner}")
+        require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
+        require("single" in self.modes, "modes must hold 'single': every speed-up is relative to it")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if this many ranks cannot share the batch."""
+    require(
+        config.split == "weak" or config.batch_size % world_size == 0,
+        f"batch_size {config.batch_size} cannot be split over {world_size} ranks: take a multiple of {world_size}",
+    )
+    models.build(config.model)
+
+
+def predict(config: Config, ranks: int) -> dict[str, float]:
+    """Bytes each way moves per step, by closed form: `ddp`, per rank, and `dp`, through device 0, by phase."""
+    workload = models.build(config.model)
+    x, y = workload.make_batch(_rows(config, ranks) * ranks)
+    parameters = models.gradient_bytes(workload.module)
+    buffers = nbytes(*workload.module.buffers())
+    dp = scaling.data_parallel_bytes(parameters, buffers, nbytes(x), nbytes(workload.module(x)), ranks)
+    return {"ddp": scaling.ring_all_reduce_bytes(parameters, ranks), **{f"dp {k}": v for k, v in dp.items()}}
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Step times of all ways, in turn; bytes counted; start-up taken apart."""
+    check_layout(config, rank.world_size)
+    phases = dict(rank.startup_s)
+    counted: Counter[str] = Counter()
+    steps = {case: step for case, step in _steps(config, rank, phases, counted)}
+    for step in steps.values():
+        rank.barrier()
+        # A fixed number: ranks that decide for themselves would stop at different steps and hang.
+        warm = measure.time_steps(step, 2 if config.smoke else 8, rank.device)
+        phases["first step"] = max(phases.get("first step", 0.0), warm[0])
+    steps["all_reduce", rank.world_size] = _all_reduce(config, rank)
+    counted.clear()
+    rounds, inner = (2, 1) if config.smoke else (config.rounds, config.inner)
+    seconds = measure.interleave(
+        steps, rounds, rank.device, inner=inner, between=rank.barrier,
+        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+    )  # fmt: skip
+    yield rank.record("all_reduce_s", "s", rank.slowest(seconds.pop(("all_reduce", rank.world_size))))
+    for (mode, ranks), samples in seconds.items():
+        rows = _rows(config, ranks)
+        yield rank.record("step_s", "s", rank.slowest(samples), mode=mode, ranks=ranks, batch_per_rank=rows)
+    for way, total in counted.items():
+        yield rank.record("bytes_per_step", "B", total / (rounds * inner), way=way)
+    for phase, longest in zip(phases, rank.slowest(list(phases.values())), strict=True):
+        yield rank.record("startup_s", "s", longest, phase=phase)
+
+
+def _rows(config: Config, ranks: int) -> int:
+    """Samples per rank when `ranks` ranks train."""
+    return config.batch_size if config.split == "weak" else config.batch_size // ranks
+
+
+def _steps(config: Config, rank: Rank, phases: dict, counted: Counter) -> Iterator[tuple[tuple[str, int], Callable]]:
+    """A training step for each (mode, ranks); ranks that have no part in it get one that does nothing."""
+    everyone = rank.world_size
+    for mode in config.modes:
+        if mode == "single":
+            yield (mode, 1), _plain(config, rank, 1) if rank.rank == 0 else _idle
+        elif mode == "copies":
+            yield (mode, everyone), _plain(config, rank, everyone)
+        elif mode == "ddp":
+            for ranks in range(min(2, everyone), everyone + 1):
+                yield (mode, ranks), _ddp(config, rank, ranks, phases, counted)
+        else:
+            cores_or_gpus = rank.gather(rank.cores[0] if rank.cores else rank.device.index)
+            yield (mode, everyone), _dp(config, rank, cores_or_gpus, counted) if rank.rank == 0 else _idle
+
+
+def _idle() -> None:
+    """Another rank's turn; the next barrier is the wait."""
+
+
+def _ready(config: Config, rank: Rank, rows: int) -> tuple[models.Workload, nn.Module, Tensor, Tensor]:
+    """Workload, module and one batch, on the device. Made once: making data is not what is timed here."""
+    workload = models.build(config.model, config.seed)
+    x, y = workload.make_batch(rows)
+    return workload, workload.module.to(rank.device), x.to(rank.device), y.to(rank.device)
+
+
+def _trainer(module: nn.Module, backward: Callable[[], object]) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+
+    return step
+
+
+def _plain(config: Config, rank: Rank, ranks: int) -> Callable[[], None]:
+    workload, module, x, y = _ready(config, rank, _rows(config, ranks))
+    return _trainer(module, lambda: workload.loss(module(x), y).backward())
+
+
+def _ddp(config: Config, rank: Rank, ranks: int, phases: dict, counted: Counter) -> Callable[[], None]:
+    """DDP over the first `ranks` ranks: a broadcast of rank 0's parameters now, an all-reduce in every backward."""
+    group = dist.new_group(list(range(ranks)))  # every rank must call this, also those outside of the group
+    if rank.rank >= ranks:
+        return _idle
+    workload, module, x, y = _ready(config, rank, _rows(config, ranks))
+    start = time.perf_counter()
+    ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=config.bucket_cap_mb)
+    phases["DDP constructor"] = time.perf_counter() - start
+    if ranks == rank.world_size:
+        ddp.register_comm_hook((group, counted), _counting_all_reduce)
+    return _trainer(module, lambda: workload.loss(ddp(x), y).backward())
+
+
+def _all_reduce(config: Config, rank: Rank) -> Callable[[], object]:
+    """One all-reduce of as many bytes as the model has gradients, with nothing to hide behind."""
+    size = models.gradient_bytes(models.build(config.model).module)
+    buffer = torch.zeros(size // 4, device=rank.device)
+    return lambda: dist.all_reduce(buffer)
+
+
+def _counting_all_reduce(state: tuple, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's own default (average over the group), with the bytes that a ring all-reduce makes each rank send.
+
+    DDP checks these annotations and refuses strings: this module cannot use `from __future__ import annotations`.
+    """
+    group, counted = state
+    counted["ddp"] += scaling.ring_all_reduce_bytes(nbytes(bucket.buffer()), group.size())
+    return default_hooks.allreduce_hook(group, bucket)
+
+
+def _dp(config: Config, rank: Rank, places: list[int], counted: Counter) -> Callable[[], None]:
+    """One process for all devices. The whole batch goes in; scatter, replicate and gather happen inside."""
+    whole = _rows(config, len(places)) * len(places)
+    workload, module, x, y = _ready(config, rank, whole)
+    if rank.device.type == "cuda":
+        dp = nn.DataParallel(module, device_ids=places)
+        return _trainer(module, lambda: workload.loss(dp(x), y).backward())
+    threaded = ThreadedDataParallel(module, places, counted)
+    return _trainer(module, lambda: threaded.step(x, y, workload.loss))
+
+
+def modelled_speedup(records: Records) -> float:
+    """Samples per second of DDP on all ranks relative to one, if nothing overlapped and no rank slowed another.
+
+    n b t1 / (b t1 + all-reduce), b the share of the batch a rank has: from one rank's step time, taken as
+    proportional to the batch, and the time of one all-reduce alone.
+    """
+    single = records.one("step_s", mode="single")
+    ranks = single.layout["world_size"]
+    ddp = records.one("step_s", mode="ddp", ranks=ranks).case["batch_per_rank"]
+    share = ddp / single.case["batch_per_rank"]
+    return ranks * share * single.value / (share * single.value + records.one("all_reduce_s").value)
+
+
+def speedups(records: Records) -> dict[tuple[str, int], measure.Estimate]:
+    """Samples per second relative to one rank, paired round by round: `{(mode, ranks): Estimate}`."""
+    single = records.one("step_s", mode="single")
+    return {
+        (r.case["mode"], r.case["ranks"]): measure.paired_ratio(
+            [t / single.case["batch_per_rank"] for t in single.samples],
+            [t / (r.case["ranks"] * r.case["batch_per_rank"]) for t in r.samples],
+        )
+        for r in records.where("step_s")
+    }
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,228 @@
+"""Is this machine ready, and how fast can it go?
+
+    python -m labs.hardware_probe                        # preflight: checks, then the speed limits
+    python -m labs.hardware_probe --smoke --json         # quick, and readable by a program
+    python -m labs.hardware_probe --require-gpus 2       # fail unless torch can use two GPUs
+    torchrun --nproc-per-node 2 -m labs.hardware_probe   # the speed limits alone, on a cluster
+Exit code: 0 all passed (warnings allowed), 1 a check failed, 2 bad input. About 10 s on 2 CPU cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from labs import models
+from labs.kit import cli, collectives, probing
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+from labs.kit.roofline import Work, matmul_work, training_step_work
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to measure. Empty or 0: a default that suits the device."""
+
+    dtypes: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
+    """Number formats of the matrix products; those a device cannot do are left out."""
+    matmul_sizes: tuple[int, ...] = ()
+    """Sides of the square matrices. Default: 128 to 1024 on a CPU core, 1024 to 8192 on a GPU."""
+    array_mib: int = 0
+    """Size of each array of the memory bandwidth test. Default: 64 on a CPU core, 512 on a GPU."""
+    message_kib: tuple[float, ...] = (1, 8, 64, 512, 4096, 16384)
+    """Sizes of the all-reduced buffers."""
+    models: tuple[str, ...] = ("mlp", "cnn", "cnn_batchnorm")
+    """Models for the roofline: keys of labs.models.MODELS or package.module:factory."""
+    batch_size: int = 64
+    """Rows in a batch of the models."""
+    rounds: int = 9
+    """Samples of each measurement."""
+    budget_s: float = 0.3
+    """Longest that one matrix product case may take: bigger sizes of a slow format are then left out."""
+    smoke: bool = False
+    """Few samples and sizes: does it work at all?"""
+
+    def __post_init__(self) -> None:
+        unknown = set(self.dtypes) - set(probing.DTYPES)
+        require(not unknown, f"dtypes may hold {', '.join(probing.DTYPES)}, not {', '.join(sorted(unknown))}")
+        require(all(n >= 1 for n in self.matmul_sizes), "matmul_sizes must be at least 1")
+        require(
+            self.array_mib >= 0, f"array_mib must be at least 1 (or 0 for the default), not {self.array_mib}"
+        )
+        require(
+            all(k * 1024 >= 4 for k in self.message_kib),
+            "message_kib must be at least 0.004 (one float)",
+        )
+        for name in self.models:
+            known = ", ".join(models.MODELS)
+            require(
+                name in models.MODELS or ":" in name,
+                f"models may hold {known} or module:factory, not {name!r}",
+            )
+        require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
+        require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}")
+        require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
+
+    def sizes(self, device: str) -> tuple[int, ...]:
+        """The matrix sizes for this kind of device, ascending."""
+        if self.matmul_sizes:
+            return tuple(sorted(set(self.matmul_sizes)))
+        usual = (128, 256, 512, 1024) if device == "cpu" else (1024, 2048, 4096, 8192)
+        return usual[:2] if self.smoke else usual
+
+    def array_bytes(self, device: str) -> int:
+        """Bytes of one array of the bandwidth test: beyond any cache."""
+        usual = 64 if device == "cpu" else 512
+        return (self.array_mib or (usual // 4 if self.smoke else usual)) * 2**20
+
+    def messages(self) -> tuple[int, ...]:
+        """All-reduce sizes in bytes, ascending, whole float32 elements."""
+        sizes = sorted({int(k * 1024) // 4 * 4 for k in self.message_kib})
+        return tuple(sizes[:4] if self.smoke else sizes)
+
+    @property
+    def samples(self) -> int:
+        """Samples of each measurement."""
+        return 3 if self.smoke else self.rounds
+
+
+def predict(config: Config) -> dict[str, Work]:
+    """FLOPs and bytes of every matrix product and model step, counted without running any of them."""
+    work = {f"matmul {n}": matmul_work(n, 4) for n in config.sizes("cpu")}
+    return work | {m: training_step_work(models.build(m), config.batch_size) for m in config.models}
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """What each rank does; rank 0 measures alone while the others wait, then all measure at once."""
+    alone = (matmul_alone, convolution_alone, memory_alone, host_device_copies, model_steps)
+    stages = (correctness, *alone, all_together, all_reduce)
+    for done, stage in enumerate(stages):
+        rank.progress(done, len(stages), stage.__name__.replace("_", " "))
+        rank.barrier()
+        yield from stage(config, rank)
+    rank.progress(len(stages), len(stages), "done")
+
+
+def correctness(config: Config, rank: Rank) -> Iterator[Record]:
+    """A fast wrong answer is no answer: a product against float64, an all-reduce against the sum."""
+    a, b = torch.randn(2, 64, 64)
+    want = a.double() @ b.double()
+    got = (a.to(rank.device) @ b.to(rank.device)).cpu().double()
+    yield rank.record("matmul_relative_error", "", float((got - want).norm() / want.norm()), rank=rank.rank)
+    buffer = torch.full((1024,), float(rank.rank + 1), device=rank.device)
+    dist.all_reduce(buffer)
+    want_sum = rank.world_size * (rank.world_size + 1) / 2
+    yield rank.record("all_reduce_error", "", float((buffer.cpu() - want_sum).abs().max()), rank=rank.rank)
+
+
+def matmul_alone(config: Config, rank: Rank) -> Iterator[Record]:
+    """FLOP/s of square matrix products on one device, the others idle, and their share of the dense peak."""
+    formats = [d for d in config.dtypes if probing.supported(d, rank.device)] if rank.rank == 0 else []
+    for dtype in formats:
+        peak = probing.datasheet_peak(dtype, rank.device)
+        for n, seconds in probing.matmul_sweep(dtype, config.sizes(rank.device.type), config, rank.device):
+            rates = [matmul_work(n, 4).flop / s for s in seconds]
+            case = {"dtype": dtype, "n": n}
+            yield rank.record("matmul_flop_s", "FLOP/s", rates, rank=0, **case)
+            if peak:
+                shares = [r / peak.flop_s for r in rates]
+                yield rank.record("matmul_share_of_peak", "", shares, rank=0, source=peak.source, **case)
+
+
+def convolution_alone(config: Config, rank: Rank) -> Iterator[Record]:
+    """FLOP/s of a 3x3 convolution in FP32: another library than the product's, so another candidate."""
+    if rank.rank == 0:
+        step, flop = probing.convolution_step(rank.device)
+        rates = [flop / s for s in probing.timed(step, config.samples, rank.device)]
+        yield rank.record("convolution_flop_s", "FLOP/s", rates, rank=0, dtype="fp32")
+
+
+def memory_alone(config: Config, rank: Rank) -> Iterator[Record]:
+    """Bytes per second of copy and triad over arrays beyond the caches, on one device, the others idle."""
+    steps = probing.memory_steps(config.array_bytes(rank.device.type), rank.device) if rank.rank == 0 else {}
+    for op, (step, moved) in steps.items():
+        seconds = probing.timed(step, config.samples, rank.device)
+        yield rank.record("memory_b_s", "B/s", [moved / s for s in seconds], rank=0, op=op)
+
+
+def host_device_copies(config: Config, rank: Rank) -> Iterator[Record]:
+    """Bytes per second between host and GPU, from pageable and from pinned memory; nothing on a CPU."""
+    if rank.rank or rank.device.type == "cpu":
+        return
+    for (direction, memory), (step, moved) in probing.copy_steps(64 * 2**20, rank.device).items():
+        rates = [moved / s for s in probing.timed(step, config.samples, rank.device)]
+        yield rank.record("host_device_b_s", "B/s", rates, rank=0, direction=direction, memory=memory)
+
+
+def model_steps(config: Config, rank: Rank) -> Iterator[Record]:
+    """FLOP/s of a forward and backward pass of each model in FP32, with its counted FLOPs and bytes."""
+    for name in config.models if rank.rank == 0 else ():
+        work = training_step_work(models.build(name), config.batch_size)
+        step = probing.training_step(models.build(name), config.batch_size, rank.device)
+        rates = [work.flop / s for s in probing.timed(step, config.samples, rank.device)]
+        case = {"model": name, "batch_size": config.batch_size}
+        yield rank.record("model_flop_s", "FLOP/s", rates, rank=0, **case)
+        yield rank.record("model_flop", "FLOP", work.flop, kind="modelled", rank=0, **case)
+        yield rank.record("model_bytes", "B", work.bytes, kind="modelled", rank=0, **case)
+
+
+def all_together(config: Config, rank: Rank) -> Iterator[Record]:
+    """The machine's ceiling: one rank alone, then all at once, in turn, with no communication.
+
+    The ratio of the two totals is the best speed-up that any parallel training can have here.
+    """
+    sizes = config.sizes(rank.device.type)
+    n = min(512, sizes[-1]) if rank.device.type == "cpu" else sizes[-1]
+    triad, moved = probing.memory_steps(config.array_bytes(rank.device.type), rank.device)["triad"]
+    product = probing.matmul_step("fp32", n, rank.device)
+    yield from _ceiling(config, rank, "matmul", product, matmul_work(n, 4).flop, "FLOP/s")
+    yield from _ceiling(config, rank, "triad", triad, moved, "B/s")
+
+
+def _ceiling(
+    config: Config, rank: Rank, job: str, step: probing.Step, amount: float, unit: str
+) -> Iterator[Record]:
+    alone: list[float] = []
+    together: list[float] = []
+    inner = max(rank.gather(probing.inner_calls(step, rank.device, target_s=0.02)))
+    for _ in range(config.samples):
+        rank.barrier()
+        alone += rank.slowest([probing.block_s(step, inner, rank.device) if rank.rank == 0 else 0.0])
+        together += rank.slowest([probing.block_s(step, inner, rank.device)])
+    if rank.rank == 0:
+        n = rank.world_size
+        speedup = [n * a / t for a, t in zip(alone, together, strict=True)]
+        yield rank.record("ceiling_rate", unit, [inner * amount / s for s in alone], job=job, ranks=1)
+        yield rank.record("ceiling_rate", unit, [n * inner * amount / s for s in together], job=job, ranks=n)
+        yield rank.record("ceiling_speedup", "x", speedup, job=job, ranks=n)
+
+
+def all_reduce(config: Config, rank: Rank) -> Iterator[Record]:
+    """Seconds of an all-reduce by message size, slowest rank, and its bus bandwidth; nothing on one rank."""
+    n = rank.world_size
+    for size in config.messages() if n > 1 else ():
+        step = probing.all_reduce_step(size, rank.device)
+        inner = max(1, min(20, 2**20 // size))
+        seconds = []
+        for _ in range(config.samples):
+            rank.barrier()
+            seconds.append(probing.block_s(step, inner, rank.device) / inner)
+        seconds = rank.slowest(seconds)
+        if rank.rank == 0:
+            busbw = [collectives.busbw_b_s(size, s, n) for s in seconds]
+            yield rank.record("all_reduce_s", "s", seconds, bytes=size, ranks=n)
+            yield rank.record("busbw_b_s", "B/s", busbw, bytes=size, ranks=n)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        cli.main()  # one rank under torchrun: the speed limits alone
+    else:
+        from labs.kit.preflight import main
+
+        main("hardware_probe", __doc__, Config)

@@ -1,0 +1,140 @@
+"""What a launching process keeps behind the scenes: a folder, a fork server with torch loaded, a guardian.
+
+All three are made once per process, by the first launch or as soon as a notebook imports `labs.kit.launch`, and
+end with it, however it ends: see labs.kit.guardian.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+from labs.kit import guardian
+from labs.kit.cli import BadInput
+
+READY = "LABS_FORK_SERVER_READY"  # tells the fork server which file to create once torch is loaded
+SOCKET_PATH_LIMIT = 70  # the system allows 108 bytes (macOS: 104), of which a socket's name takes some 20
+WARM_WAIT_S = 60.0
+
+
+class Backstage:
+    """Folder, guardian and fork server of the process that made it."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.root = _private_folder()
+        self.runs = itertools.count()
+        self.ready = self.root / "ready"
+        self.guardian: subprocess.Popen | None = None
+        atexit.register(self.close)
+
+    def ensure(self) -> None:
+        """Start the guardian and the fork server if they are not there (any more)."""
+        if self.guardian is None or self.guardian.poll() is not None:
+            self.guardian = subprocess.Popen(
+                [sys.executable, "-I", "-S", guardian.__file__, str(self.root), str(self.owner)],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True, cwd="/",
+            )  # fmt: skip
+        self._ensure_fork_server()
+
+    def _ensure_fork_server(self) -> None:
+        before = forkserver._forkserver._forkserver_pid
+        resource_tracker.ensure_running()  # now, since it would unblock SIGINT below
+        with _environment({READY: str(self.ready), "PYTHONPATH": _import_path()}), _sigint_blocked():
+            forkserver.ensure_running()
+        if (pid := forkserver._forkserver._forkserver_pid) != before:
+            if before:
+                (self.root / f"server-{before}").unlink(missing_ok=True)
+                self.ready.unlink(missing_ok=True)
+            (self.root / f"server-{pid}").touch()
+
+    def wait_until_warm(self, check: Callable[[], None]) -> None:
+        """Return when the fork server has loaded torch. `check` is called often, and may raise."""
+        deadline = time.monotonic() + WARM_WAIT_S  # without the preload ranks start, too, only slowly
+        while not self.ready.exists() and time.monotonic() < deadline:
+            check()
+            time.sleep(0.01)
+
+    def run_folder(self) -> Path:
+        """A new folder for one run."""
+        folder = self.root / f"run-{next(self.runs)}"
+        folder.mkdir()
+        return folder
+
+    def close(self) -> None:
+        """Let the guardian clean up now, and wait for it."""
+        if self.guardian is None or os.getpid() != self.owner:
+            return
+        self.guardian.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.guardian.wait(timeout=3)
+
+
+_current: Backstage | None = None
+_lock = threading.Lock()
+
+
+def start_fork_server() -> Backstage:
+    """Start loading torch in the background; does nothing if it is there. BadInput if there is no room for it."""
+    global _current
+    with _lock:
+        if _current is None or _current.owner != os.getpid():
+            for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)  # what a learner needs of it is in RankFailed
+            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process must not initialise CUDA
+            multiprocessing.set_forkserver_preload(["labs.kit.rank"])
+            _current = Backstage()
+        _current.ensure()
+        return _current
+
+
+def _private_folder() -> Path:
+    """A folder with a short path that also takes multiprocessing's sockets, which a SIGKILL would leave in /tmp."""
+    base = tempfile.gettempdir()
+    try:
+        root = tempfile.mkdtemp(prefix="labs-", dir=base if len(os.fsencode(base)) < SOCKET_PATH_LIMIT else "/tmp")
+    except OSError as e:
+        raise BadInput(f"cannot make a folder in {base} ({e.strerror}): set TMPDIR to one with room") from None
+    multiprocessing.current_process()._config.setdefault("tempdir", root)
+    return Path(root)
+
+
+def _import_path() -> str:
+    """PYTHONPATH with which the fork server finds this package, installed or not."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(p for p in paths if p)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """A process started here never sees SIGINT: interrupting a cell must not break off its import of torch."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,263 @@
+"""Predictions that are kept, and exercises that check themselves by running what the learner wrote.
+
+    guess = predict(1.8, "speed-up of DDP on 2 ranks", unit="x")
+    check("03.1", my_function)      # prints "to do", "passed" or "not yet" with what went wrong
+    show_solution("03.1")
+
+A checker is a function of one argument, the learner's function. It returns when all is well and raises
+`Mistake` when it knows what went wrong; anything else that escapes from it is explained as an error in the
+learner's code.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from labs.kit.cli import BadInput, require
+from labs.kit.feedback import Mistake, describe_error
+
+__all__ = ["TODO", "Exercise", "Mistake", "Outcome", "Prediction", "check", "examine", "exercise_ids",
+           "get_exercise", "predict", "show_solution"]  # fmt: skip
+
+
+class Prediction(float):
+    """A number the learner wrote down before measuring; NaN where they have not decided yet."""
+
+    what: str
+    unit: str
+
+    def __new__(cls, value: float, what: str, unit: str = "") -> Prediction:
+        self = super().__new__(cls, value)
+        self.what, self.unit = what, unit
+        return self
+
+    @property
+    def value(self) -> float:
+        """The number itself, in `unit`."""
+        return float(self)
+
+    def __repr__(self) -> str:
+        number = "not made yet" if math.isnan(self) else f"{float(self):g} {self.unit}".rstrip()
+        return f"your prediction: {number} ({self.what})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prediction, (float(self), self.what, self.unit)
+
+    def against(self, measured: Any) -> str:
+        """One sentence that compares the prediction with a number or an Estimate (value, low, high)."""
+        if math.isnan(self):
+            return f"You made no prediction of the {self.what}."
+        value = float(getattr(measured, "value", measured))
+        low, high = getattr(measured, "low", value), getattr(measured, "high", value)
+        said = f"You predicted {float(self):g} {self.unit}".rstrip()
+        if low <= self <= high:
+            return f"{said}; that is within what was measured."
+        direction = "above" if self > value else "below"
+        share = f"{abs(self / value - 1):.0%} " if value else ""
+        return f"{said}; that is {share}{direction} what was measured."
+
+
+def predict(value: float | None, what: str, unit: str = "") -> Prediction:
+    """Keep a prediction of `what`, in `unit`. None means not decided yet; it is then drawn nowhere."""
+    if value is None or value is TODO or value is Ellipsis:
+        value = math.nan
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(number, f"predict() needs a number for the {what}, for example 1.5, not {value!r}")
+    require(not math.isinf(value), f"predict() needs a finite number for the {what}")
+    return Prediction(value, what, unit)
+
+
+class _Todo:
+    """What an exercise's stub returns. There is one, also after pickling."""
+
+    def __repr__(self) -> str:
+        return "TODO"
+
+    def __reduce__(self) -> str:
+        return "TODO"
+
+
+TODO = _Todo()
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What is asked, how it is judged, and one answer."""
+
+    title: str
+    checker: Callable[[Callable[..., Any]], None]
+    reference: Callable[..., Any]
+    timeout_s: float = 25.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one check: state is "to do", "passed" or "not yet"; text is what the learner reads."""
+
+    state: str
+    text: str
+
+
+def check(exercise_id: str, candidate: Any, solutions: bool = False) -> None:
+    """Run `candidate` against exercise `exercise_id` and print the outcome.
+
+    Errors in the learner's code are explained, never raised. With `solutions` the reference is judged in the
+    candidate's place, and AssertionError is raised if it does not pass.
+    """
+    outcome = examine(exercise_id, get_exercise(exercise_id).reference if solutions else candidate)
+    print(outcome.text)
+    assert outcome.state == "passed" or not solutions, f"the reference solution fails: {outcome.text}"
+
+
+def examine(exercise_id: str, candidate: Any) -> Outcome:
+    """What `check` prints, as a value."""
+    exercise = get_exercise(exercise_id)
+    if _is_todo(candidate):
+        return Outcome("to do", f"{exercise_id} to do: {exercise.title}")
+    problem = _signature_problem(candidate, exercise.reference) or _run(exercise, candidate)
+    if problem is TODO:
+        return Outcome("to do", f"{exercise_id} to do: {exercise.title}")
+    if problem:
+        return Outcome("not yet", f"{exercise_id} not yet: {problem}")
+    return Outcome("passed", f"{exercise_id} passed: {exercise.title}")
+
+
+def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
+    """None if the checker is content, TODO if the candidate still returns it, otherwise the feedback."""
+    try:
+        with _time_limit(exercise.timeout_s):
+            exercise.checker(_watch_for_todo(candidate))
+    except _ReturnedTodo:
+        return TODO
+    except Mistake as mistake:
+        return str(mistake)
+    except _TimeUp:
+        return (f"it did not finish within {exercise.timeout_s:g} s.\n    Hint: look for a loop that never ends, "
+                "or a rank that waits for a collective the others never call.")  # fmt: skip
+    except Exception as error:
+        return TODO if "_ReturnedTodo" in str(error) else describe_error(error, candidate)
+    return None
+
+
+class _ReturnedTodo(Exception):
+    """The candidate returned TODO when it ran."""
+
+
+def _watch_for_todo(candidate: Callable[..., Any]) -> Callable[..., Any]:
+    """`candidate`, except that returning TODO raises. Generators and classes pass through untouched."""
+    if not inspect.isfunction(candidate) or inspect.isgeneratorfunction(candidate):
+        return candidate
+
+    @functools.wraps(candidate)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = candidate(*args, **kwargs)
+        if type(result).__name__ == "_Todo":  # by name: this may run in another process
+            raise _ReturnedTodo("_ReturnedTodo")
+        return result
+
+    return watched
+
+
+def _is_todo(candidate: Any) -> bool:
+    """True for TODO itself and for a function that still mentions it: nothing has to be run to know."""
+    if isinstance(candidate, _Todo):
+        return True
+    code = getattr(candidate, "__code__", None)
+    names = getattr(candidate, "__globals__", {})
+    return code is not None and any(name == "TODO" or names.get(name) is TODO for name in _names(code))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _signature_problem(candidate: Any, reference: Callable[..., Any]) -> str | None:
+    if not callable(candidate):
+        return (f"check() needs the function itself, not {type(candidate).__name__} {candidate!r:.60}.\n"
+                "    Hint: leave out the parentheses after the function's name.")  # fmt: skip
+    wanted = inspect.signature(reference)
+    slots = [object() for p in wanted.parameters.values() if p.default is p.empty and p.kind in (0, 1)]
+    try:
+        inspect.signature(candidate).bind(*slots)
+    except TypeError:
+        name = getattr(candidate, "__name__", "the function")
+        takes = ", ".join(wanted.parameters)
+        return f"{name} must take the arguments ({takes}); yours takes {inspect.signature(candidate)}."
+    except ValueError:  # a builtin without a signature
+        return None
+    return None
+
+
+class _TimeUp(BaseException):
+    """Not an Exception, so that a learner's `except Exception` cannot swallow it."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TimeUp in the main thread after `seconds`; elsewhere there is no limit but the launcher's own."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def time_up(*_: Any) -> None:
+        raise _TimeUp
+
+    started = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, time_up)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:  # a test runner's own timer goes on
+            signal.setitimer(
+                signal.ITIMER_REAL, max(0.01, remaining - (time.monotonic() - started)), interval
+            )
+
+
+def exercise_ids() -> list[str]:
+    """Ids of all exercises of the course, in order."""
+    folder = Path(__file__).parents[1] / "exercises"
+    modules = [importlib.import_module(f"labs.exercises.{p.stem}") for p in sorted(folder.glob("nb*.py"))]
+    return sorted(i for m in modules for i in m.EXERCISES)
+
+
+def get_exercise(exercise_id: str) -> Exercise:
+    """The exercise with this id, for example "03.1". BadInput names the ids there are."""
+    notebook = str(exercise_id).partition(".")[0]
+    try:
+        return importlib.import_module(f"labs.exercises.nb{notebook}").EXERCISES[exercise_id]
+    except (ModuleNotFoundError, KeyError):
+        raise BadInput(
+            f"there is no exercise {exercise_id!r}; there are {', '.join(exercise_ids())}"
+        ) from None
+
+
+def show_solution(exercise_id: str) -> None:
+    """Show the source of the reference solution, highlighted in a notebook."""
+    source = inspect.getsource(get_exercise(exercise_id).reference).rstrip()
+    try:
+        from IPython import get_ipython
+        from IPython.display import Markdown, display
+    except ImportError:
+        get_ipython = None
+    if get_ipython is not None and hasattr(get_ipython(), "kernel"):
+        display(Markdown(f"```python\n{source}\n```"))
+    else:
+        print(source)

@@ -1,0 +1,72 @@
+"""Bandwidth of collectives as nccl-tests defines it, and the model "latency plus size over bandwidth".
+
+Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md. `bytes` is the size of one rank's buffer; for all-gather and
+reduce-scatter it is the size of the whole, gathered buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from labs.kit.cli import require
+
+FACTORS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+}
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """busbw / algbw: what the busiest link carries, per byte of the buffer; 0 for one rank's all-reduce."""
+    require(op in FACTORS, f"collective must be one of {', '.join(FACTORS)}, not {op!r}")
+    require(ranks >= 1, f"ranks must be at least 1, not {ranks}")
+    return FACTORS[op](ranks)
+
+
+def algbw_b_s(bytes: float, seconds: float) -> float:
+    """Algorithm bandwidth: size / time, in byte/s. Falls with the number of ranks on any hardware."""
+    return bytes / seconds
+
+
+def busbw_b_s(bytes: float, seconds: float, ranks: int, op: str = "all_reduce") -> float:
+    """Bus bandwidth in byte/s: comparable with the speed of a link, whatever the number of ranks."""
+    return algbw_b_s(bytes, seconds) * bus_factor(op, ranks)
+
+
+@dataclass(frozen=True)
+class LatencyBandwidth:
+    """Time of a message: `latency_s + bytes / b_s` (Hockney 1994)."""
+
+    latency_s: float
+    b_s: float
+
+    def seconds(self, bytes: float) -> float:
+        """Modelled time of a message of `bytes`."""
+        return self.latency_s + bytes / self.b_s
+
+    @property
+    def half_bytes(self) -> float:
+        """Message size at which half of the bandwidth is reached: latency x bandwidth."""
+        return self.latency_s * self.b_s
+
+
+def fit(bytes: Sequence[float], seconds: Sequence[float]) -> LatencyBandwidth:
+    """Least squares of relative errors, so that small messages count as much as big ones; both terms >= 0.
+
+    Needs two different sizes.
+    """
+    require(len(set(bytes)) >= 2, "a latency-bandwidth fit needs at least two message sizes")
+    import numpy as np
+    from scipy.optimize import nnls
+
+    t = np.asarray(seconds, dtype=float)
+    a = np.column_stack([np.ones(len(t)), np.asarray(bytes, dtype=float)]) / t[:, None]
+    scale = np.linalg.norm(a, axis=0)  # seconds and bytes differ by many powers of ten
+    (latency, per_byte), _ = nnls(a / scale, np.ones(len(t)))
+    latency, per_byte = latency / scale[0], per_byte / scale[1]
+    return LatencyBandwidth(float(latency), float(1 / per_byte) if per_byte > 0 else float("inf"))

@@ -1,0 +1,160 @@
+"""What a container or a job scheduler leaves of the machine: cores, memory, shared memory, files, disk.
+
+`os.cpu_count()` and `free` show the host. The limits are in the control groups, of which there are two
+layouts (v1, v2). Every reader takes the root of a file tree, so that it can be tested on a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+UNLIMITED_V1 = 2**60  # cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63
+
+
+@dataclass(frozen=True)
+class Container:
+    """Limits of this process; None where there is no limit or it cannot be read."""
+
+    cores: int
+    """Cores to plan with: affinity and quota both respected, at least 1."""
+    affinity: tuple[int, ...]
+    cpu_quota: float | None
+    """CPU seconds per second that the control group grants."""
+    memory_limit_bytes: int | None
+    memory_available_bytes: int | None
+    shm_bytes: int | None
+    """Size of /dev/shm, through which DataLoader workers hand over batches; Docker's default is 64 MiB."""
+    shm_free_bytes: int | None
+    open_files: int | None
+    locked_memory_bytes: int | None
+    disk_free_bytes: int | None
+
+
+def affinity() -> tuple[int, ...]:
+    """Cores the scheduler may put this process on. macOS and Windows have no such call: all cores."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def usable_cores(cores: Collection[int], quota: float | None) -> int:
+    """How many busy threads run at full speed at once: `cores` of the affinity, cut by a CPU quota.
+
+    A quota of 1.5 keeps one thread running all the time; a second would be stopped half of it.
+    """
+    allowed = len(cores) if quota is None else min(len(cores), math.floor(quota))
+    return max(1, allowed)
+
+
+def core_count() -> int:
+    """Usable cores of this process (affinity and control group)."""
+    return usable_cores(affinity(), cpu_quota())
+
+
+def cpu_quota_v2(text: str) -> float | None:
+    """Cores granted by the text of `cpu.max`: "150000 100000" is 1.5, "max 100000" is None."""
+    quota, _, period = text.strip().partition(" ")
+    return None if quota in ("", "max") else int(quota) / int(period or 100_000)
+
+
+def cpu_quota_v1(quota: str, period: str) -> float | None:
+    """Cores granted by `cpu.cfs_quota_us` and `cpu.cfs_period_us`; a quota of -1 is None."""
+    return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+
+
+def memory_limit(text: str) -> int | None:
+    """Bytes allowed by the text of `memory.max` (v2) or `memory.limit_in_bytes` (v1)."""
+    if text.strip() in ("", "max"):
+        return None
+    return int(text) if int(text) < UNLIMITED_V1 else None
+
+
+def cpu_quota(root: str | Path = "/") -> float | None:
+    """The tightest CPU quota on the way from this process's control group to the top."""
+    found = []
+    for group in _groups(Path(root), "cpu"):
+        if text := _text(group / "cpu.max"):
+            found.append(cpu_quota_v2(text))
+        quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
+        if quota and period:
+            found.append(cpu_quota_v1(quota, period))
+    return min((q for q in found if q is not None), default=None)
+
+
+def memory_limit_bytes(root: str | Path = "/") -> int | None:
+    """The tightest memory limit on the way from this process's control group to the top."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    texts = (_text(g / name) for g in _groups(Path(root), "memory") for name in names)
+    return min((m for t in texts if t and (m := memory_limit(t)) is not None), default=None)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control group and its parents, in both layouts.
+
+    /proc/self/cgroup has lines "id:controllers:path"; v2 has one line "0::path". In a container the path
+    can be the host's, while only the top of the tree is mounted: then just the top is found.
+    """
+    base = root / "sys/fs/cgroup"
+    for line in (_text(root / "proc/self/cgroup") or "0::/").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            tops = [base, base / "unified"]
+        elif controller in controllers.split(","):
+            tops = [base / controllers, base / controller]
+        else:
+            continue
+        inner = Path(path.lstrip("/"))
+        yield from (top / part for top in tops for part in (inner, *inner.parents) if (top / part).is_dir())
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _limit(name: str) -> int | None:
+    """Soft limit `name` (resource.RLIMIT_*) of this process; None if unlimited or unknown."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _disk(path: str | Path) -> tuple[int | None, int | None]:
+    """(size, free) in bytes of the file system that holds `path`."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None, None
+    return usage.total, usage.free
+
+
+def container(root: str | Path = "/", folder: str | Path = ".") -> Container:
+    """Limits of this process; free disk is that of `folder`."""
+    import psutil
+
+    cores, quota, limit = affinity(), cpu_quota(root), memory_limit_bytes(root)
+    available = psutil.virtual_memory().available
+    shm_bytes, shm_free = _disk(Path(root) / "dev/shm")
+    return Container(
+        cores=usable_cores(cores, quota),
+        affinity=cores,
+        cpu_quota=quota,
+        memory_limit_bytes=limit,
+        memory_available_bytes=available if limit is None else min(available, limit),
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free,
+        open_files=_limit("RLIMIT_NOFILE"),
+        locked_memory_bytes=_limit("RLIMIT_MEMLOCK") if sys.platform != "win32" else None,
+        disk_free_bytes=_disk(folder)[1],
+    )

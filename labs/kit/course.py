@@ -1,0 +1,170 @@
+"""Run every notebook of the course and write one browsable page of the results.
+
+    python -m labs.kit.course                       # all of notebooks/, into build/
+    python -m labs.kit.course 03_dataparallel_vs_ddp -p NPROC 1
+
+Executed notebooks, their HTML pages and index.html are in the output folder. A notebook that fails does not
+stop the others. Exit code: 0 all ran, 1 a notebook failed, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from labs.kit.cli import BadInput, fail, require
+from labs.kit.course_page import Entry, write_index, write_page
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+KERNEL_GRACE_S = 3.0
+
+
+def use_own_kernel() -> None:
+    """Make kernels run in this Python, whatever kernels named python3 the user has installed elsewhere."""
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    os.environ.pop("JUPYTER_PATH", None)
+
+
+def execute(source: Path, target: Path, parameters: dict[str, Any], *, cell_timeout_s: int = 300) -> str:
+    """Run the notebook `source` in its own folder and write it, with outputs, to `target`.
+
+    Returns "" when every cell ran, otherwise which cell failed and the end of its traceback.
+    """
+    import papermill
+
+    try:
+        papermill.execute_notebook(
+            source,
+            target,
+            parameters=parameters,
+            kernel_name="python3",
+            cwd=source.parent,
+            execution_timeout=cell_timeout_s,
+            extra_arguments=["--log-level=50"],  # a kernel stopped in mid-cell complains of its closed sockets
+            progress_bar={"desc": source.stem, "disable": None, "leave": False},
+        )
+    except papermill.PapermillExecutionError as e:
+        trace = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(e.traceback or [f"{e.ename}: {e.evalue}"]))
+        return f"Cell [{e.exec_count}]\n" + "\n".join(trace.strip().splitlines()[-12:])
+    except Exception as e:
+        return f"{type(e).__name__}: {e}".strip()
+    return ""
+
+
+def choose(notebooks: Path, names: list[str]) -> list[Path]:
+    """The notebooks in the folder, or those of the given names. BadInput names the ones there are."""
+    known = {p.stem: p for p in sorted(notebooks.glob("*.ipynb"))}
+    require(bool(known), f"there are no notebooks in {notebooks}: run this in a checkout of the course")
+    for name in names:
+        require(Path(name).stem in known, f"there is no notebook {name!r}; there are {', '.join(known)}")
+    return [known[Path(n).stem] for n in names] or list(known.values())
+
+
+def own_parameters(sources: list[Path], given: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+    """Each notebook's share of the given parameters: the ones its parameters cell has.
+
+    Raises:
+        BadInput: a parameter that no notebook has.
+    """
+    import papermill
+
+    has = {source: papermill.inspect_notebook(source) for source in sources}
+    known = sorted({name for parameters in has.values() for name in parameters})
+    for name in given:
+        require(name in known, f"no notebook has a parameter {name!r}; there are {', '.join(known) or 'none'}")
+    return {source: {k: v for k, v in given.items() if k in has[source]} for source in sources}
+
+
+def run_course(sources: list[Path], parameters: dict[Path, dict[str, Any]], out: Path, timeout_s: int) -> int:
+    """Run the notebooks one after the other, keep `out`/index.html up to date, return how many failed."""
+    out.mkdir(parents=True, exist_ok=True)
+    entries = [Entry.of(source) for source in sources]
+    for number, (source, entry) in enumerate(zip(sources, entries, strict=True), start=1):
+        print(f"[{number}/{len(sources)}] {source.stem}: {entry.title}", flush=True)
+        target, start = out / source.name, time.perf_counter()
+        entry.state = "running"
+        write_index(entries, out)
+        entry.error = execute(source, target, parameters[source], cell_timeout_s=timeout_s)
+        entry.seconds, entry.state = time.perf_counter() - start, "failed" if entry.error else "passed"
+        if target.exists():
+            write_page(target, entry, folder=source.parent)
+        write_index(entries, out)
+        print(f"      {entry.state} in {entry.seconds:.0f} s", *entry.error.splitlines()[:1], flush=True)
+    return sum(entry.state == "failed" for entry in entries)
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Treat SIGTERM and a closed terminal like Ctrl-C, and end every process started inside the block."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), stop)
+    try:
+        yield
+    finally:
+        left = psutil.Process().children(recursive=True)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        for process in psutil.wait_procs(left, timeout=KERNEL_GRACE_S)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m labs.kit.course",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", help="notebooks to run (default: all)")
+    parser.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter")
+    parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, help="folder of the notebooks")
+    parser.add_argument("--out", type=Path, default=NOTEBOOKS.parent / "build", help="output folder")
+    parser.add_argument("--cell-timeout", type=int, default=300, metavar="S", help="seconds a cell may take")
+    options = parser.parse_args()
+    use_own_kernel()
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    try:
+        sources = choose(options.notebooks.resolve(), options.names)
+        parameters = own_parameters(sources, {name: literal(value) for name, value in options.p})
+    except BadInput as e:
+        fail(parser.prog, str(e))
+    out = options.out.resolve()
+    try:
+        with nothing_left():
+            failed = run_course(sources, parameters, out, options.cell_timeout)
+    except KeyboardInterrupt:
+        print(f"\nstopped; {out / 'index.html'} shows what had run", file=sys.stderr)
+        return 130
+    print(f"{len(sources) - failed} passed, {failed} failed: open {out / 'index.html'}")
+    return 1 if failed else 0
+
+
+def literal(text: str) -> Any:
+    """The value of a parameter: a Python literal such as 1, 2.5, True or [1, 2], otherwise the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

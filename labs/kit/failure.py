@@ -1,0 +1,149 @@
+"""What a learner reads when a rank fails: that rank's traceback first, then which rank, where and what next."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from labs.kit import cli
+
+LOST_PEER = re.compile(r"onnection (closed|reset|refused)|Broken pipe|remote process exited|aborted|failed to recv", re.I)
+
+
+class RankFailed(RuntimeError):
+    """A rank of a launch failed. `str()` is its traceback, then one line that names rank and host."""
+
+    def __init__(self, message: str, *, rank: int | None = None, host: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.host = rank, host
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython prints this in place of the launcher's own frames, which tell a learner nothing."""
+        return str(self).splitlines()
+
+
+class RankTimeout(RankFailed):
+    """The run was stopped at its time limit; the message says what each rank was doing."""
+
+
+class Watch:
+    """The folder of a run, in which ranks announce themselves, report errors and say that they are done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.since: float | None = None  # first sign that the run cannot succeed any more, monotonic seconds
+        self.died: int | None = None
+        """The rank that vanished without a report while all others were alive."""
+
+    def pids(self) -> dict[int, int]:
+        """Process id of each rank that has announced itself."""
+        names = (p.name.split("-") for p in self.folder.glob("rank-*"))
+        return {int(rank): int(pid) for _, rank, pid in names}
+
+    def is_lost(self) -> bool:
+        """Whether a rank has failed, and there was time to see which was the first."""
+        now = time.monotonic()
+        reports = self.reports()
+        if self.died is None:
+            self.died = next((r for r, pid in self.pids().items() if _is_gone(pid) and not self._is_excused(r)), None)
+        if self.since is None and (reports or self.died is not None):
+            self.since = now
+        # The agent is to see a vanished rank itself, for its exit code; a lost connection has a cause elsewhere.
+        grace = 1.0 if self.died is not None or all(r["lost_peer"] for r in reports) else 0.05
+        return self.since is not None and now - self.since > grace
+
+    def _is_excused(self, rank: int) -> bool:
+        return any((self.folder / f"{word}-{rank}").exists() for word in ("done", "error"))
+
+    def reports(self) -> list[dict]:
+        """The errors that ranks have reported, oldest first, with whether they name a lost connection."""
+        found = [json.loads(p.read_text()) for p in self.folder.glob("error-*")]
+        return sorted(({**r, "lost_peer": bool(LOST_PEER.search(r["error"]))} for r in found), key=lambda r: r["time"])
+
+    def output(self) -> str:
+        """What the ranks printed, rank by rank."""
+        files = sorted(self.folder.glob("output-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+        lines = ((p.name.rpartition("-")[2], line) for p in files for line in p.read_text(errors="replace").splitlines())
+        return "".join(f"[rank {rank}] {line}\n" for rank, line in lines)
+
+    def failure(self, exit_codes: dict[int, int], agent_error: str) -> Exception:
+        """The exception for a run that failed: what the first failing rank reported, or how it died."""
+        reports = self.reports()
+        own = [r for r in reports if not r["lost_peer"]]
+        if not own and self.died is not None:
+            return _sudden_death(self.died, exit_codes.get(self.died))
+        if first := next(iter(own or reports), None):
+            return _reported(first, len(reports) - 1)
+        for rank, code in exit_codes.items():
+            return _sudden_death(rank, code)
+        return RankFailed(f"the ranks did not start: {agent_error or 'see what was printed above'}")
+
+    def timeout(self, timeout_s: float, ranks: int) -> RankTimeout:
+        """The exception for a run that took too long: where each rank is, as its own stack tells."""
+        pids = self.pids()
+        stopped = {rank for rank, pid in pids.items() if _status(pid) == psutil.STATUS_STOPPED}
+        for rank, pid in pids.items():
+            if rank not in stopped and not _is_gone(pid):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.2)  # faulthandler writes from the signal handler, also while a collective waits in C++
+        lines = [self._where(rank, rank in stopped) for rank in range(ranks)]
+        head = f"after timeout_s={timeout_s:g} the run was stopped. At that time"
+        return RankTimeout("\n".join([head, *lines]), rank=min(stopped, default=None))
+
+    def _where(self, rank: int, stopped: bool) -> str:
+        if stopped:
+            return f"rank {rank} was stopped (SIGSTOP or Ctrl-Z): the others waited for it"
+        if (self.folder / f"done-{rank}").exists():
+            return f"rank {rank} had finished and waited for the others"
+        stack = self.folder / f"stack-{rank}"
+        frames = _frames(stack.read_text(errors="replace")) if stack.exists() else []
+        if not frames:
+            return f"rank {rank} had not started, or did not answer"
+        return f"rank {rank} was in, innermost first:\n  " + "\n  ".join(frames)
+
+
+def _frames(stack: str) -> list[str]:
+    """Lines of a faulthandler stack, innermost first, down to where the launcher called the lab."""
+    lines = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
+    ours = next((i for i, line in enumerate(lines) if os.path.join("labs", "kit", "rank.py") in line), len(lines))
+    return lines[:ours][:12]
+
+
+def _status(pid: int) -> str | None:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _is_gone(pid: int) -> bool:
+    return _status(pid) in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def _reported(first: dict, others: int) -> Exception:
+    if first["bad_input"]:
+        return cli.BadInput(first["error"])
+    after = f"; {others} other rank{'s' if others > 1 else ''} failed after it" if others else ""
+    tail = f"rank {first['rank']} on {first['host']} failed first{after}."
+    return RankFailed(f"{first['traceback'].rstrip()}\n{tail}", rank=first["rank"], host=first["host"])
+
+
+def _sudden_death(rank: int, code: int | None) -> RankFailed:
+    if code is None:
+        return RankFailed(f"rank {rank} died without a word. {_remedy(-signal.SIGKILL)}", rank=rank)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+    return RankFailed(f"rank {rank} {how}. {_remedy(code)}", rank=rank)
+
+
+def _remedy(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "Somebody ran kill -9, or the system ran out of memory: see `dmesg`, or try a smaller batch_size."
+    if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
+        return "It crashed below Python; a bus error usually means that /dev/shm is too small."
+    return "It called os._exit() itself, or a library did."

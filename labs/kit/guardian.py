@@ -1,0 +1,84 @@
+"""Kills what a launcher leaves behind when it dies. Started by labs.kit.backstage, never by hand.
+
+    python -I -S guardian.py FOLDER LAUNCHER_PID
+
+Waits, without using any processor time, for its standard input to end or for the launcher to exit. Whatever the
+cause (restart, SIGKILL, memory exhausted), it then kills the fork server and every rank together with its
+DataLoader workers, also stopped ones and ones that hang in a collective, and removes the launcher's folder.
+
+Processes are found by announcements: empty files in the folder, named `server-<pid>` or `rank-<rank>-<pid>`. A
+rank is forked, makes a process group of its own and announces itself; one that finds its folder gone exits. So
+whoever removes an announcement after killing, and then the folder, has killed everything, however the two race.
+
+Standard library only: it starts in some 20 ms and takes 8 MB.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def kill(folder: Path) -> None:
+    """SIGKILL the process group of every rank announced in `folder`, and forget it."""
+    for announcement in folder.glob("rank-*"):
+        # A group that is gone, or on macOS one that holds only zombies, needs nothing.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(int(announcement.name.rpartition("-")[2]), signal.SIGKILL)
+        announcement.unlink(missing_ok=True)
+
+
+def clear(folder: Path) -> None:
+    """Kill all ranks announced in `folder` and remove it, with those that announce themselves meanwhile."""
+    for _ in range(200):
+        kill(folder)
+        try:
+            for path in folder.iterdir():
+                if not path.name.startswith("rank-"):
+                    path.unlink(missing_ok=True)
+            folder.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:  # not empty: a rank was faster (or, on NFS, still has a file open), so once more
+            time.sleep(0.01)
+
+
+def _wait_for_end(launcher: int) -> None:
+    """Returns when the launcher has closed our standard input or is gone.
+
+    A child that the launcher forked holds the pipe open for as long as it lives: hence the pid as well.
+    """
+    waiting = [sys.stdin.fileno()]
+    if hasattr(os, "pidfd_open"):  # Linux 5.3; elsewhere the pipe must do
+        with contextlib.suppress(OSError):
+            waiting.append(os.pidfd_open(launcher))
+    if os.getppid() == launcher:
+        select.select(waiting, [], [])
+
+
+def _kill_server(pid: int) -> None:
+    """It ends by itself when nobody can talk to it any more, but not while it is still loading torch."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline")
+        if not command.parents[1].exists() or b"forkserver" in command.read_bytes():  # else the pid was used again
+            os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """Wait, then kill and remove everything."""
+    root, launcher = Path(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _wait_for_end(launcher)
+    for announcement in root.glob("server-*"):
+        _kill_server(int(announcement.name.rpartition("-")[2]))
+    for run in root.glob("run-*"):
+        clear(run)
+    shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""One run of something on n ranks: the elastic agent in a thread, and the loop that watches it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import cloudpickle
+
+from labs.kit import guardian
+from labs.kit.backstage import start_fork_server
+from labs.kit.failure import Watch
+from labs.kit.monitor import Monitor, Trace
+from labs.kit.signals import signals_held
+from labs.kit.view import View
+
+POLL_S = 0.02
+ONE_AT_A_TIME = threading.Lock()  # two runs of one kernel would share cores and spoil each other's timings
+
+
+class Job:
+    """Runs `body(rank)`, a picklable callable, on a rank for each device in `placement`."""
+
+    def __init__(self, body: Callable, placement: list, timeout_s: float, view: View) -> None:
+        self.body, self.placement, self.timeout_s, self.view = cloudpickle.dumps(body), placement, timeout_s, view
+        self.trace: Trace | None = None
+        self.seconds, self.printed = 0.0, ""
+        self.results: list[Any] = []
+
+    def run(self) -> list[Any]:
+        """What `body` returned, by rank; raises RankFailed or RankTimeout. Leaves no process, port or file behind."""
+        with signals_held() as self.noted:
+            backstage = start_fork_server()
+            with self._turn():
+                self.watch = Watch(backstage.run_folder())
+                try:
+                    backstage.wait_until_warm(self._check)
+                    self._watched()
+                finally:
+                    self._end()
+        return self.results
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        while not ONE_AT_A_TIME.acquire(timeout=0.1):
+            self._check()
+        try:
+            yield
+        finally:
+            ONE_AT_A_TIME.release()
+
+    def _check(self) -> None:
+        if self.noted:
+            raise KeyboardInterrupt
+
+    def _watched(self) -> None:
+        start = time.monotonic()
+        self.agent = Agent(self.body, self.placement, self.watch.folder, self.timeout_s)
+        self.agent.start()
+        with Monitor(self.watch.pids) as monitor:
+            self.view.watch(monitor, self.watch.folder / "progress")
+            try:
+                self._poll_until(start + self.timeout_s)
+            finally:
+                self.seconds = time.monotonic() - start
+        self.trace = monitor.trace
+        results = [self.watch.folder / f"result-{rank}" for rank in range(len(self.placement))]
+        if self.agent.failed or not all(r.exists() for r in results):
+            raise self.watch.failure(self.agent.exit_codes, self.agent.error)
+        self.results = [cloudpickle.loads(r.read_bytes()) for r in results]
+
+    def _poll_until(self, deadline: float) -> None:
+        while self.agent.is_alive():
+            self.agent.join(POLL_S)
+            self._check()
+            if time.monotonic() > deadline:
+                raise self.watch.timeout(self.timeout_s, len(self.placement))
+            self.view.refresh()
+            if self.watch.is_lost():
+                guardian.kill(self.watch.folder)  # the agent sees it at once, and ends
+
+    def _end(self) -> None:
+        """Kill what is left, remove the folder, wait for the agent, which then has nothing left to do."""
+        self.printed = self.watch.output()
+        guardian.clear(self.watch.folder)
+        if hasattr(self, "agent"):
+            self.agent.join(timeout=10)
+
+
+class Agent(threading.Thread):
+    """`elastic_launch` in a thread: it blocks, and in the main thread it would replace the kernel's signal handlers."""
+
+    def __init__(self, body: bytes, placement: list, folder: Any, timeout_s: float) -> None:
+        super().__init__(name="elastic-agent", daemon=True)
+        self.folder, self.placement = folder, placement
+        self.arguments = (body, str(folder), placement, timeout_s, time.time())
+        self.failed = False
+        self.exit_codes: dict[int, int] = {}
+        """Exit code of the rank that the agent saw end first; negative for a signal."""
+        self.error = ""
+
+    def run(self) -> None:
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import elastic_launch
+
+        from labs.kit.rank import as_rank
+
+        try:
+            with _main_left_alone():
+                elastic_launch(self._config(), as_rank)(*self.arguments)
+        except ChildFailedError as e:
+            self.failed, self.exit_codes = True, {rank: f.exitcode for rank, f in e.failures.items()}
+        except BaseException as e:  # its text only: its frames would keep the rendezvous' port open
+            self.failed, self.error = True, f"{type(e).__name__}: {e}"
+
+    def _config(self) -> Any:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.launcher.api import LaunchConfig
+
+        return LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=len(self.placement), max_restarts=0, run_id=self.folder.name,
+            start_method="forkserver", monitor_interval=0.02, local_addr="127.0.0.1",
+            rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",  # port 0: the system picks a free one
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks redirect their output themselves
+        )  # fmt: skip
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in every rank: a rank gets all it needs pickled.
+
+    By this name multiprocessing knows a main module that is not to be imported.
+    """
+    main = sys.modules["__main__"]
+    before = main.__spec__
+    main.__spec__ = ModuleSpec("__main__", None)
+    try:
+        yield
+    finally:
+        main.__spec__ = before

@@ -1,0 +1,72 @@
+"""Start a lab on n ranks from a notebook or a shell, watch it, collect its records, leave no process behind.
+
+Ranks are started by PyTorch's elastic agent, as torchrun does it, from a fork server that has torch loaded:
+the first launch waits for one `import torch`, later ones take a few tenths of a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from labs.kit import cli, record
+from labs.kit.backstage import start_fork_server
+from labs.kit.failure import RankFailed, RankTimeout
+from labs.kit.job import Job
+from labs.kit.monitor import Trace
+from labs.kit.rank import RunFunction, RunLab, place
+from labs.kit.view import View, open_view
+
+__all__ = ["RankFailed", "RankTimeout", "Run", "launch", "run_on_ranks", "start_fork_server"]
+
+
+class Run(record.Records):
+    """The records of one launch, with the monitor's trace and what the ranks printed."""
+
+    def __init__(self, records: list[record.Record], trace: Trace | None, seconds: float, printed: str = "") -> None:
+        super().__init__(records)
+        self.monitor, self.seconds, self.printed = trace, seconds, printed
+
+
+def launch(
+    lab: str, nproc: int = 2, *, timeout_s: float = 120.0, device: str = "auto", oversubscribe: bool = False,
+    view: View | None = None, **parameters: Any,
+) -> Run:  # fmt: skip
+    """Run `lab` on `nproc` ranks with the given parameters of its Config, and return its records.
+
+    `lab` is the name of a module in labs/, or "package.module" for one of your own. What ranks print is shown
+    when they are done, each line with its rank.
+    Raises BadInput before anything starts, RankFailed with the first failing rank's traceback, RankTimeout
+    after `timeout_s` seconds. Whatever happens, also an interrupt, no process of the run survives it.
+    """
+    module = cli.lab_module(lab)
+    config = cli.make_config(module, parameters)
+    placement = place(nproc, device, oversubscribe)
+    cli.require(timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
+    if check := getattr(module, "check_layout", None):
+        check(config, nproc)
+    with open_view(lab, nproc) if view is None else view as v:
+        job = Job(RunLab(lab, parameters), placement, timeout_s, v)
+        results = _run(job)
+    return Run(record.attach_provenance(results[0]), job.trace, job.seconds, job.printed)
+
+
+def run_on_ranks(function: Callable[..., Any], nproc: int = 2, *args: Any, timeout_s: float = 30.0) -> list[Any]:
+    """Call `function(*args)` on `nproc` ranks with a process group, and return what each returned, in rank order.
+
+    The function may be defined in a notebook cell. Ranks share cores if there are too few: for correctness
+    only, never for timing. Raises as `launch` does.
+    """
+    return _run(Job(RunFunction(function, args), place(nproc, "cpu", True), timeout_s, View()))
+
+
+def _run(job: Job) -> list[Any]:
+    try:
+        return job.run()
+    finally:
+        print(job.printed, end="")
+
+
+if "ipykernel" in sys.modules:
+    start_fork_server()  # loads torch while the learner reads

@@ -1,0 +1,193 @@
+"""What is drawn inside a figure: every helper takes the kind of its numbers and marks them accordingly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+from labs.kit.cli import require
+
+# Colours that differ for every kind of colour vision: Okabe and Ito, "Color Universal Design" (2008).
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+GREY = "#5F6368"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How one kind of number is drawn. `color` None means that the series chooses."""
+
+    marker: str | None
+    line: str
+    color: str | None
+    filled: bool
+    word: str
+
+
+KIND_STYLE = {
+    "measured": Mark("o", "-", None, True, "measured"),
+    "recorded": Mark("s", "-", None, True, "recorded"),
+    "modelled": Mark(None, "--", GREY, True, "modelled"),
+    "published": Mark("D", ":", None, False, "published"),
+    "prediction": Mark("*", "", ORANGE, True, "your prediction"),
+}
+
+
+def points(
+    ax: Axes, x: Sequence[Any], y: Iterable[Any], *, kind: str = "measured", label: str = "",
+    color: str | None = None, line: bool = False,
+) -> None:  # fmt: skip
+    """Draw `y` against `x` with the mark of its kind; `line` joins the marks.
+
+    An item of `y` is a number, an Estimate (or anything with `value`, `low` and `high`), or a Record, whose
+    samples give value and interval. The interval is drawn as a bar. None and NaN are left out.
+    """
+    mark = mark_of(kind)
+    rows = [(a, *interval(b)) for a, b in zip(x, y, strict=True) if _is_there(b)]
+    if not rows:
+        return
+    a, value, low, high = (list(column) for column in zip(*rows, strict=True))
+    below = [v - bound for v, bound in zip(value, low, strict=True)]
+    above = [bound - v for v, bound in zip(value, high, strict=True)]
+    drawn = ax.errorbar(
+        a, value, yerr=(below, above) if any(below + above) else None, label=labelled(label, mark),
+        linestyle=(mark.line if line or mark.marker is None else "") or "none",
+        **_look(kind, color or mark.color or _next_color(ax)),
+    )  # fmt: skip
+    drawn.lines[0].set_gid(f"kind:{kind}")
+
+
+def bars(
+    ax: Axes, names: Sequence[str], y: Iterable[Any], *, kind: str = "measured", label: str = "",
+    color: str | None = None,
+) -> None:  # fmt: skip
+    """One horizontal row per name, best where the names are words; items of `y` as in `points`.
+
+    A mark with its interval, not a filled bar: the eye compares positions, and the interval stays visible.
+    """
+    mark = mark_of(kind)
+    color = color or mark.color or _next_color(ax)
+    first = True
+    for row, item in enumerate(y):
+        if not _is_there(item):
+            continue
+        value, low, high = interval(item)
+        drawn = ax.errorbar([value], [row], xerr=[[value - low], [high - value]], linestyle="none",
+                            label=labelled(label, mark) if first else "_", **_look(kind, color))  # fmt: skip
+        drawn.lines[0].set_gid(f"kind:{kind}")
+        first = False
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+
+
+def curve(
+    ax: Axes, x: Sequence[float], y: Sequence[float], *, label: str, kind: str = "modelled",
+    color: str | None = None,
+) -> None:  # fmt: skip
+    """A line without marks: a formula (modelled, dashed), or measured samples too dense for marks (solid)."""
+    mark = mark_of(kind)
+    color = color or mark.color or _next_color(ax)
+    (drawn,) = ax.plot(x, y, linestyle=mark.line or "-", color=color, label=labelled(label, mark))
+    drawn.set_gid(f"kind:{kind}")
+
+
+def ideal(ax: Axes, x: Sequence[float], y: Sequence[float] | None = None, label: str = "ideal") -> None:
+    """The dashed line of what would be perfect: y = x unless `y` is given."""
+    curve(ax, x, list(x) if y is None else y, label=label)
+
+
+def prediction(ax: Axes, x: Any, guess: Any, label: str = "") -> None:
+    """The learner's own prediction as a star; nothing if they made none."""
+    points(ax, [x], [float(guess)], kind="prediction", label=label)
+
+
+def heat_map(
+    ax: Axes, values: Sequence[Sequence[float]], *, columns: Sequence[Any], rows: Sequence[Any],
+    kind: str = "measured", form: str = "{:.2f}", center: float | None = None, label: str = "",
+) -> None:  # fmt: skip
+    """A table in colour, shape (rows, columns), with each value printed in its cell. NaN cells stay white.
+
+    With `center` (for example a ratio of 1) the colours diverge from it; otherwise darker is more.
+    """
+    flat = [v for row in values for v in row if not math.isnan(v)]
+    require(bool(flat), "heat_map() needs at least one number")
+    low, high = min(flat), max(flat)
+    if center is not None:
+        span = max(abs(high - center), abs(low - center)) or 1.0
+        low, high = center - span, center + span
+    cmap = "PuOr" if center is not None else "Blues"  # both are safe for colour-blind readers
+    image = ax.imshow(values, cmap=cmap, vmin=low, vmax=high if high > low else low + 1, aspect="auto")
+    image.set_gid(f"kind:{kind}")
+    for i, j, value in ((i, j, v) for i, row in enumerate(values) for j, v in enumerate(row)):
+        if not math.isnan(value):
+            dark = sum(image.cmap(image.norm(value))[:3]) < 1.5
+            ax.text(j, i, form.format(value), ha="center", va="center", color="white" if dark else "black")
+    ax.set_xticks(range(len(columns)), [str(c) for c in columns])
+    ax.set_yticks(range(len(rows)), [str(r) for r in rows])
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    ax.plot([], [], marker="s", linestyle="", color=image.cmap(0.9), label=labelled(label, mark_of(kind)))
+
+
+def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | None = None) -> None:
+    """Make x and/or y logarithmic, with plain numbers (1,024 or 0.5) as tick labels at the given places."""
+    for axis, ticks, scale in ((ax.xaxis, x, ax.set_xscale), (ax.yaxis, y, ax.set_yscale)):
+        if ticks is not None:
+            scale("log", base=2)
+            axis.set_ticks(list(ticks))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
+            axis.set_minor_locator(NullLocator())
+            axis.set_minor_formatter(NullFormatter())
+
+
+def plain_number(value: float) -> str:
+    """1234567 -> "1.23M", 32768 -> "32,768", 0.5 -> "0.5": no powers of ten on an axis."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e5, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"
+    return f"{value:,.0f}" if value == round(value) else f"{value:.3g}"
+
+
+def interval(item: Any) -> tuple[float, float, float]:
+    """(value, low, high) of a number, an Estimate or a Record; all equal where no interval is known."""
+    if hasattr(item, "samples"):
+        from labs.kit.measure import estimate
+
+        item = estimate(item.samples, item.unit)
+    value = float(getattr(item, "value", item))
+    return value, float(getattr(item, "low", value)), float(getattr(item, "high", value))
+
+
+def mark_of(kind: str) -> Mark:
+    """The mark of a kind; BadInput names the kinds there are."""
+    require(kind in KIND_STYLE, f"kind must be one of {', '.join(KIND_STYLE)}, not {kind!r}")
+    return KIND_STYLE[kind]
+
+
+def labelled(label: str, mark: Mark) -> str:
+    """A legend entry that says of which kind the mark is: "DDP (measured)"."""
+    if mark.word in label:
+        return label
+    return f"{label} ({mark.word})" if label else mark.word
+
+
+def _is_there(item: Any) -> bool:
+    return item is not None and not math.isnan(interval(item)[0])
+
+
+def _look(kind: str, color: str) -> dict[str, Any]:
+    mark, star = KIND_STYLE[kind], kind == "prediction"
+    return {
+        "color": color, "marker": mark.marker, "markersize": 16 if star else 8, "capsize": 4, "elinewidth": 1.8,
+        "markerfacecolor": color if mark.filled else "white", "markeredgecolor": "black" if star else color,
+        "markeredgewidth": 1.0 if mark.filled else 2.0, "zorder": 4 if star else 3,
+    }  # fmt: skip
+
+
+def _next_color(ax: Axes) -> str:
+    return ax._get_lines.get_next_color()

@@ -1,0 +1,248 @@
+"""What NVML, the driver's own library, says about the NVIDIA GPUs of this machine.
+
+Reading it does not initialise CUDA, so a notebook kernel may. Any single query can be unsupported (consumer
+cards, vGPU, WSL, old drivers): its field is then None, never a crash and never a guess.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+MIB = 2**20
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (NVML API reference, nvmlClocksEventReasons).
+THROTTLE_BITS = {
+    0x2: "application clocks setting",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+    0x100: "display clock setting",
+}  # fmt: skip  0x1 is "idle", which is no throttling
+
+# nvmlGpuTopologyLevel, with the names that `nvidia-smi topo -m` prints.
+TOPOLOGY = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+PROBLEMS = {
+    9: ("the NVIDIA driver is not loaded", "load it (modprobe nvidia) or reboot"),
+    12: (
+        "no NVIDIA driver library (libnvidia-ml.so) was found",
+        "with a GPU: install the driver; in a container: start it with --gpus all",
+    ),
+    4: ("NVML may not be read by this user", "give the user access to /dev/nvidia*"),
+    18: (
+        "the driver's kernel module and its library have different versions",
+        "the driver was upgraded while loaded: reboot, or reload the module",
+    ),
+    15: ("a GPU has fallen off the bus", "reboot; if it comes back, check power and seating"),
+}  # fmt: skip  keys are NVML_ERROR_* codes
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that holds memory on a GPU. Inside a container foreign pids can be hidden or renumbered."""
+
+    pid: int
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver sees it. `index` is NVML's (PCI bus order), which need not be CUDA's."""
+
+    index: int
+    name: str | None = None
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    pcie_gen: int | None = None
+    """PCIe generation now. An idle card lowers it to save power: see `pcie_gen_max`, or look under load."""
+    pcie_gen_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    nvlinks_active: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    utilization_percent: int | None = None
+    """Share of the last sample period (1/6 to 1 s) in which any kernel ran, not how much of it worked."""
+    ecc: bool | None = None
+    persistence: bool | None = None
+    mig: bool | None = None
+    mig_uuids: tuple[str, ...] = ()
+    throttle: tuple[str, ...] | None = None
+    processes: tuple[Process, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything NVML said; `problem` and `remedy` say why there are no GPUs, when NVML could not be read."""
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    cuda_driver: tuple[int, int] | None = None
+    """Newest CUDA version this driver can run, as (major, minor)."""
+    topology: tuple[tuple[str, ...], ...] = field(default=())
+    problem: str | None = None
+    remedy: str | None = None
+
+
+def ask(nvml: Any, function: str, *args: Any) -> Any:
+    """`nvml.function(*args)`, or None if this card, driver or binding does not answer it."""
+    try:
+        answer = getattr(nvml, function)(*args)
+    except (AttributeError, UnicodeDecodeError, nvml.NVMLError):
+        return None
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+
+@contextmanager
+def session(nvml: Any = None) -> Iterator[Any]:
+    """NVML, initialised and shut down again. Raises NVMLError or ImportError if it cannot be had."""
+    nvml = nvml or importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def report(nvml: Any = None) -> Report:
+    """Read everything. `nvml` stands in for the pynvml module in tests."""
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+    except ImportError:
+        return Report(problem="the Python package nvidia-ml-py is missing", remedy="pip install nvidia-ml-py")
+    try:
+        with session(nvml):
+            return _read(nvml)
+    except nvml.NVMLError as e:
+        code = getattr(e, "value", None)
+        problem, remedy = PROBLEMS.get(code, (f"NVML failed: {e}", "run nvidia-smi: it should say why"))
+        return Report(problem=problem, remedy=remedy)
+
+
+def gpus(nvml: Any = None) -> list[Gpu]:
+    """All GPUs of this machine in NVML order, also hidden ones; [] if NVML cannot be read."""
+    return list(report(nvml).gpus)
+
+
+def _read(nvml: Any) -> Report:
+    version = ask(nvml, "nvmlSystemGetCudaDriverVersion_v2") or ask(nvml, "nvmlSystemGetCudaDriverVersion")
+    count = ask(nvml, "nvmlDeviceGetCount") or 0
+    handles = [(i, ask(nvml, "nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
+    handles = [(i, h) for i, h in handles if h is not None]  # a lost card must not hide the others
+    cards = tuple(_gpu(nvml, i, h) for i, h in handles)
+    return Report(
+        gpus=cards,
+        driver=ask(nvml, "nvmlSystemGetDriverVersion"),
+        cuda_driver=(version // 1000, version % 1000 // 10) if version else None,
+        topology=_topology(nvml, [h for _, h in handles], cards),
+    )
+
+
+def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
+    def get(function: str, *args: Any, then: Callable[[Any], Any] = lambda x: x) -> Any:
+        answer = ask(nvml, function, handle, *args)
+        return None if answer is None else then(answer)
+
+    memory = get("nvmlDeviceGetMemoryInfo")
+    mig = get("nvmlDeviceGetMigMode", then=lambda modes: bool(modes[0]))
+    return Gpu(
+        index=index,
+        name=get("nvmlDeviceGetName"),
+        uuid=get("nvmlDeviceGetUUID"),
+        pci_bus_id=_bus_id(get("nvmlDeviceGetPciInfo")),
+        memory_total_bytes=getattr(memory, "total", None),
+        memory_used_bytes=getattr(memory, "used", None),
+        compute_capability=get("nvmlDeviceGetCudaComputeCapability", then=tuple),
+        pcie_gen=get("nvmlDeviceGetCurrPcieLinkGeneration"),
+        pcie_gen_max=get("nvmlDeviceGetMaxPcieLinkGeneration"),
+        pcie_width=get("nvmlDeviceGetCurrPcieLinkWidth"),
+        pcie_width_max=get("nvmlDeviceGetMaxPcieLinkWidth"),
+        nvlinks_active=_active_links(nvml, handle),
+        power_w=get("nvmlDeviceGetPowerUsage", then=lambda mw: mw / 1000),
+        power_limit_w=get("nvmlDeviceGetEnforcedPowerLimit", then=lambda mw: mw / 1000),
+        sm_clock_mhz=get("nvmlDeviceGetClockInfo", 1),  # 1: NVML_CLOCK_SM, 2: NVML_CLOCK_MEM
+        sm_clock_max_mhz=get("nvmlDeviceGetMaxClockInfo", 1),
+        memory_clock_mhz=get("nvmlDeviceGetClockInfo", 2),
+        temperature_c=get("nvmlDeviceGetTemperature", 0),  # 0: NVML_TEMPERATURE_GPU
+        utilization_percent=get("nvmlDeviceGetUtilizationRates", then=lambda u: u.gpu),
+        ecc=get("nvmlDeviceGetEccMode", then=lambda modes: bool(modes[0])),
+        persistence=get("nvmlDeviceGetPersistenceMode", then=bool),
+        mig=mig,
+        mig_uuids=_mig_uuids(nvml, handle) if mig else (),
+        throttle=_throttle(nvml, handle),
+        processes=_processes(nvml, handle),
+    )
+
+
+def _bus_id(info: Any) -> str | None:
+    bus = getattr(info, "busId", None)
+    bus = bus.decode() if isinstance(bus, bytes) else bus
+    return bus.lower() if bus else None
+
+
+def _throttle(nvml: Any, handle: Any) -> tuple[str, ...] | None:
+    bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
+    if bits is None:  # the name before driver 535
+        bits = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    return None if bits is None else tuple(name for bit, name in THROTTLE_BITS.items() if bits & bit)
+
+
+def _processes(nvml: Any, handle: Any) -> tuple[Process, ...] | None:
+    found: dict[int, int | None] = {}
+    answers = [ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) for kind in ("Compute", "Graphics")]
+    if all(a is None for a in answers):
+        return None
+    for p in (p for answer in answers if answer for p in answer):
+        found[p.pid] = max(found.get(p.pid) or 0, p.usedGpuMemory or 0) or None
+    return tuple(Process(pid, memory) for pid, memory in sorted(found.items()))
+
+
+def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
+    slots = ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+    parts = [ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i) for i in range(slots)]
+    uuids = [ask(nvml, "nvmlDeviceGetUUID", part) for part in parts if part is not None]
+    return tuple(u for u in uuids if u)
+
+
+def _links(nvml: Any, handle: Any) -> list[int] | None:
+    """Numbers of the NVLinks that are up; None if the card cannot tell."""
+    states = {k: ask(nvml, "nvmlDeviceGetNvLinkState", handle, k) for k in range(18)}
+    return None if states[0] is None else [k for k, up in states.items() if up]
+
+
+def _active_links(nvml: Any, handle: Any) -> int | None:
+    links = _links(nvml, handle)
+    return None if links is None else len(links)
+
+
+def _topology(nvml: Any, handles: list[Any], cards: tuple[Gpu, ...]) -> tuple[tuple[str, ...], ...]:
+    """Each pair's connection as `nvidia-smi topo -m` names it: NV<links>, PIX, PXB, PHB, NODE, SYS or "?"."""
+    n = len(handles)
+    return tuple(tuple(_connection(nvml, handles, cards, i, j) for j in range(n)) for i in range(n))
+
+
+def _connection(nvml: Any, handles: list[Any], cards: tuple[Gpu, ...], i: int, j: int) -> str:
+    if i == j:
+        return "X"
+    links = _links(nvml, handles[i]) or []
+    remotes = [_bus_id(ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handles[i], k)) for k in links]
+    direct = sum(r is not None and r == cards[j].pci_bus_id for r in remotes)
+    # 2: NVML_P2P_CAPS_INDEX_NVLINK, status 0: OK. Behind an NVSwitch the remote end of a link is the switch.
+    switched = ask(nvml, "nvmlDeviceGetP2PStatus", handles[i], handles[j], 2) == 0
+    if direct or (links and switched):
+        return f"NV{direct or len(links)}"
+    return TOPOLOGY.get(ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[i], handles[j]), "?")

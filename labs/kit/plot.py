@@ -1,0 +1,151 @@
+"""The figures of the course: one style, one mark per kind of number, a provenance line, an alt text.
+
+fig, ax = figure("DDP hides most of its communication", xlabel="ranks", ylabel="speed-up (x)", records=run)
+points(ax, [1, 2], [one, two], label="DDP")
+ideal(ax, [1, 2])
+prediction(ax, 2, guess)
+show(fig, alt="Speed-up against ranks: 1.0, then 1.8 against an ideal of 2.")
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+import textwrap
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from labs.kit.caption import provenance_line
+from labs.kit.cli import BadInput, require
+from labs.kit.marks import (
+    GREY,
+    KIND_STYLE,
+    SERIES,
+    bars,
+    curve,
+    heat_map,
+    ideal,
+    log_axes,
+    plain_number,
+    points,
+    prediction,
+)
+
+__all__ = ["GREY", "KIND_STYLE", "SERIES", "bars", "caption", "curve", "figure", "heat_map", "ideal", "log_axes",
+           "plain_number", "points", "prediction", "show", "to_png"]  # fmt: skip
+
+MAX_PNG_BYTES = 30_000
+LEGEND_ROW_IN = 0.26
+STYLE = {
+    "figure.facecolor": "white", "savefig.facecolor": "white", "font.family": "DejaVu Sans", "font.size": 12,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 13,
+    "axes.titleweight": "bold", "axes.titlepad": 12, "axes.grid": True, "grid.color": "#E3E3E3",
+    "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.edgecolor": GREY, "legend.frameon": False,
+    "legend.fontsize": 11, "lines.linewidth": 2.0, "lines.markersize": 8, "mathtext.default": "regular",
+    "axes.prop_cycle": mpl.cycler(color=SERIES),
+}  # fmt: skip
+
+
+def figure(
+    message: str, *, xlabel: str, ylabel: str, records: Any = None, size: tuple[float, float] = (7.0, 3.9)
+) -> tuple[Figure, Axes]:
+    """A figure whose title is the one message it has; labels carry units. `size` is in inches.
+
+    `records` (Records, a Run, or several joined) give the provenance line that `show` puts under it.
+    """
+    require(
+        bool(message.strip()), "a figure needs its message as the title, for example 'Two ranks halve it'"
+    )
+    require(bool(xlabel.strip() and ylabel.strip()), "both axes of a figure need a label with a unit")
+    with mpl.rc_context(STYLE):
+        fig = Figure(figsize=size, dpi=100, layout="constrained")
+        ax = fig.add_subplot()
+        ax.set_title("\n".join(textwrap.wrap(message, int(size[0] * 9.5))))
+        ax.set(xlabel=xlabel, ylabel=ylabel)
+    caption(fig, records if records is not None else [])
+    return fig, ax
+
+
+def caption(fig: Figure, records: Any) -> None:
+    """Add the provenance of `records` to the line under the figure."""
+    fig._course_records = [*getattr(fig, "_course_records", []), *records]
+
+
+def show(fig: Figure, alt: str) -> None:
+    """Display the figure as a PNG with `alt` as its alternative text, at most 30 KB.
+
+    It is sent as an HTML image: JupyterLab's own PNG renderer drops alternative texts.
+    """
+    require(len(alt.strip()) >= 10, "show() needs alt=..., a sentence that says what the figure shows")
+    from IPython.display import display
+
+    alt = " ".join(alt.split())
+    source = base64.b64encode(to_png(fig)).decode()
+    markup = f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{source}">'
+    display({"text/html": markup, "text/plain": f"[Figure: {alt}]"}, raw=True)
+
+
+def to_png(fig: Figure) -> bytes:
+    """The finished figure, with legend and provenance line, as PNG bytes; a palette keeps them few."""
+    from PIL import Image
+
+    with mpl.rc_context(STYLE):
+        _finish(fig)
+        fig.draw_without_rendering()  # constrained layout needs a second pass where legends changed the size
+        raw = io.BytesIO()
+        fig.savefig(raw, format="png")
+    for colors in (128, 64, 32, 16):
+        small = io.BytesIO()
+        picture = Image.open(raw).convert("RGB").quantize(colors, dither=Image.Dither.NONE)
+        picture.save(small, "PNG", optimize=True)
+        if small.tell() <= MAX_PNG_BYTES:
+            break
+    return small.getvalue()
+
+
+def _finish(fig: Figure) -> None:
+    """Add legend and provenance line, once."""
+    if hasattr(fig, "_course_caption"):
+        return
+    records = fig._course_records
+    for ax in fig.axes:
+        _add_legend(fig, ax)
+    _require_origin(kinds_in(fig), {r.kind for r in records})
+    line = provenance_line(records) or "modelled by this course"
+    fig._course_caption = line
+    wrapped = "\n".join(textwrap.wrap(line, int(fig.get_figwidth() * 15)))
+    fig.supxlabel(wrapped, fontsize=9, color=GREY, ha="left", x=0.01)
+
+
+def _add_legend(fig: Figure, ax: Axes) -> None:
+    """Inside while it is short; otherwise below the axes, with room of its own."""
+    handles, labels = ax.get_legend_handles_labels()
+    if not labels or ax.get_legend() is not None:
+        return
+    if len(labels) <= 3 and not ax.images:
+        ax.legend(handles, labels, loc="best")
+        return
+    width, height = fig.get_size_inches()
+    columns = 2 if max(map(len, labels)) < 36 else 1
+    rows = math.ceil(len(labels) / columns)
+    fig.set_size_inches(width, height + LEGEND_ROW_IN * rows)
+    ax.legend(handles, labels, loc="upper left", bbox_to_anchor=(0, -0.58 / (height - 1.1)), ncols=columns)
+
+
+def kinds_in(fig: Figure) -> set[str]:
+    """The kinds of number that were drawn into the figure."""
+    artists = [a for ax in fig.axes for a in (*ax.lines, *ax.images)]
+    return {str(a.get_gid())[5:] for a in artists if str(a.get_gid()).startswith("kind:")}
+
+
+def _require_origin(drawn: set[str], given: set[str]) -> None:
+    for kind in sorted(drawn & {"measured", "recorded"} - given):
+        raise_with = (
+            f"this figure shows {kind} numbers: pass the records they come from, figure(..., records=run)"
+        )
+        require(False, raise_with)

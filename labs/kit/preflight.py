@@ -1,0 +1,135 @@
+"""Is this machine ready for the course? One line per check: pass, warn or fail, with the remedy.
+
+The checks are functions of plain facts (`Facts`), so that every outcome can be tested on any machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from labs.kit import checks, cli, gpu_checks
+from labs.kit.checks import Check, Facts
+from labs.kit.failure import RankFailed
+from labs.kit.measure import estimate
+from labs.kit.record import Records
+
+MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL"}
+
+
+def exit_code(found: list[Check]) -> int:
+    """1 if a check failed, otherwise 0: a warning does not stop a workshop."""
+    return int(any(c.status == "fail" for c in found))
+
+
+def as_text(found: list[Check]) -> str:
+    """One line per check; what is wrong is followed by what to do."""
+    lines = []
+    for c in found:
+        lines.append(f"{MARKS[c.status]}  {c.name:<18} {c.detail}")
+        if c.remedy:
+            lines.append(f"{'':6}{'':<18} -> {c.remedy}")
+    counts = {s: sum(c.status == s for c in found) for s in MARKS}
+    verdict = "NOT READY" if counts["fail"] else "READY"
+    plural = "warning" if counts["warn"] == 1 else "warnings"
+    return "\n".join(
+        [*lines, f"{verdict}: {counts['pass']} ok, {counts['warn']} {plural}, {counts['fail']} failed"]
+    )
+
+
+def as_json(found: list[Check], facts: Facts, records: Records) -> str:
+    """The same for a program, with the inventory and the measured speed limits."""
+    speeds = [
+        {"metric": r.metric, "unit": r.unit, "value": r.value, "kind": r.kind, **r.case} for r in records
+    ]  # fmt: skip
+    return json.dumps(
+        {
+            "ready": exit_code(found) == 0,
+            "checks": [dataclasses.asdict(c) for c in found],
+            "inventory": facts.inventory,
+            "speed_limits": speeds,
+        },
+        indent=2,
+    )
+
+
+def preflight(lab: str, parameters: dict[str, Any], options: cli.Launch, require_gpus: int = 0) -> tuple:
+    """Gather the facts, run the probe on its ranks, judge both: (checks, facts, records).
+
+    A probe that cannot run is itself a failed check, not an exception.
+    """
+    facts = checks.gather(require_gpus)
+    found = gpu_checks.machine_checks(facts)
+    try:
+        records, seconds = _measure(lab, parameters, options)
+        found += gpu_checks.rank_checks(records, seconds, facts)
+    except (RankFailed, cli.BadInput, OSError) as e:
+        records = Records()
+        remedy = (
+            "read the lines above for the cause; then try: python -m labs.data_parallel --nproc 1 --smoke"
+        )
+        found.append(Check("ranks", "fail", str(e).strip().splitlines()[0], remedy))
+    return found, facts, records
+
+
+def _measure(lab: str, parameters: dict[str, Any], options: cli.Launch) -> tuple[Records, float]:
+    from labs.kit.launch import launch
+    from labs.kit.view import View
+
+    run = launch(lab, options.nproc, timeout_s=options.timeout_s, device=options.device,
+                 oversubscribe=options.oversubscribe, view=View(), **parameters)  # fmt: skip
+    return run, run.seconds
+
+
+def main(lab: str, description: str | None, config_type: type) -> None:
+    """Command line of the preflight: the lab's own options, and --json and --require-gpus. Exits."""
+    extra = [
+        ("json", bool, dataclasses.field(default=False)),
+        ("require_gpus", int, dataclasses.field(default=0)),
+    ]
+    options = dataclasses.make_dataclass("Options", extra, bases=(config_type,), frozen=True)
+    prog = f"python -m labs.{lab}"
+    command = cli.parse(types.SimpleNamespace(Config=options, __doc__=description), prog)
+    if command.config.require_gpus < 0:
+        cli.fail(prog, f"require_gpus must be at least 0, not {command.config.require_gpus}")
+    parameters = {f.name: getattr(command.config, f.name) for f in dataclasses.fields(config_type)}
+    try:
+        found, facts, records = preflight(lab, parameters, command.launch, command.config.require_gpus)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    if command.config.json:
+        print(as_json(found, facts, records))
+    else:
+        print(speed_text(records) + as_text(found))
+    raise SystemExit(max(exit_code(found), _save(records, command.output.out)))
+
+
+def speed_text(records: Records) -> str:
+    """The measured speed limits, a line each, best size of each."""
+    best: dict[tuple[str, ...], Any] = {}
+    for r in records:
+        if r.unit in ("FLOP/s", "B/s", "x") and r.metric != "ceiling_rate":
+            key = (
+                r.metric,
+                *(str(v) for k, v in r.case.items() if k not in ("n", "bytes", "batch_size", "ranks")),
+            )
+            best[key] = max(r, best.get(key, r), key=lambda r: r.value)
+    lines = [f"      {' '.join(key):<34} {estimate(r.samples, r.unit)}  {r.kind}" for key, r in best.items()]
+    return (
+        "\n".join(["Speed limits, median of the best size [95 % interval]", *lines, "", ""]) if lines else ""
+    )
+
+
+def _save(records: Records, out: Path | None) -> int:
+    if out is None or not len(records):
+        return 0
+    try:
+        print(f"saved to {records.save(out)}", file=sys.stderr)
+    except OSError as e:
+        print(f"could not save to {out}: {e.strerror}", file=sys.stderr)
+        return 1
+    return 0

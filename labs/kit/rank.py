@@ -1,0 +1,171 @@
+"""What runs inside each rank, under the notebook's launcher and under torchrun alike.
+
+This module is preloaded in the fork server: what it imports is already there when a rank starts.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import linecache
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch.nn.parallel  # noqa: F401  preloaded for DDP, which most labs use
+import typeguard  # noqa: F401  preloaded for make_config
+from torch.multiprocessing import _prctl_pr_set_pdeathsig
+
+from labs.kit import backstage, cli, measure, record  # noqa: F401  preloaded for labs: measure
+from labs.kit.dist import Rank, process_group
+from labs.kit.hardware import Device, devices
+
+
+def as_rank(body: bytes, folder: str, placement: list[Device], timeout_s: float, asked: float) -> None:
+    """Entry point of every launched rank: announce, join the group, run `body(rank)`, leave its result in `folder`.
+
+    `asked` is the launcher's time.time() when it asked for ranks.
+    `body` is a cloudpickle, since a function defined in a notebook cell cannot be imported here.
+    """
+    local_rank, run, entered = int(os.environ["LOCAL_RANK"]), Path(folder), time.time()
+    _announce(run, local_rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    with _reported(run, local_rank):
+        function = cloudpickle.loads(body)
+        # The inner report comes before the group is left, which may hang when a peer is gone.
+        with process_group(placement[local_rank], timeout_s=timeout_s) as rank, _reported(run, local_rank):
+            rank.startup_s = {"process start": entered - asked, **rank.startup_s}
+            rank.on_progress = _to_file(run / "progress")
+            _write(run / f"result-{local_rank}", cloudpickle.dumps(function(rank)))
+            sys.stdout.flush()
+            (run / f"done-{local_rank}").touch()
+            _wait_for_all(run, rank.local_world_size)
+
+
+def _announce(run: Path, local_rank: int) -> None:
+    """Become a process group that the launcher can kill as a whole, with output and stacks in `run`."""
+    try:
+        os.setsid()
+        (run / f"rank-{local_rank}-{os.getpid()}").touch()
+        out = os.open(run / f"output-{local_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        # Left open for the life of the process: the launcher asks for stacks with SIGUSR1 before it kills a hung rank.
+        stacks = (run / f"stack-{local_rank}").open("w")
+    except FileNotFoundError:  # the run was stopped while this rank was being forked
+        os._exit(1)
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux: should the fork server die, so does the rank
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides; a stray Ctrl-C would race with it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    faulthandler.enable(stacks, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # what was printed before a crash must not be lost
+
+
+def _wait_for_all(run: Path, ranks: int) -> None:
+    """Keep this rank's connections open until all are done. No collective: it could pair with a peer's own one."""
+    while not all((run / f"done-{r}").exists() for r in range(ranks)):
+        time.sleep(0.002)
+
+
+@contextmanager
+def _reported(run: Path, local_rank: int) -> Iterator[None]:
+    """Leave an exception's traceback in the run's folder, stamped, so that the first to fail can be named."""
+    try:
+        yield
+    except BaseException as e:
+        path = run / f"error-{local_rank}"
+        if not path.exists():
+            report = {"rank": int(os.environ["RANK"]), "host": socket.gethostname(), "time": time.time(),
+                      "traceback": _own_frames(e), "error": str(e), "bad_input": isinstance(e, cli.BadInput)}  # fmt: skip
+            _write(path, json.dumps(report).encode())
+            # If a peer was killed, its death reaches this rank as a connection error. Staying alive until the
+            # launcher, which looks every few ms, ends this rank shows it who died first.
+            time.sleep(2.0)
+        raise SystemExit(1) from None  # any other exception would make torch leave a file in /tmp
+
+
+def _own_frames(error: BaseException) -> str:
+    """The traceback as Python prints it, without the frames of this module and what called it."""
+    whole = chain = traceback.TracebackException.from_exception(error)
+    while chain is not None:
+        own = [f for f in chain.stack if f.filename != __file__]
+        chain.stack = traceback.StackSummary.from_list(own)
+        chain = chain.__cause__ or chain.__context__
+    return "".join(whole.format())
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Through another name, so that the launcher never reads half of it."""
+    temporary = path.with_name(f"new-{path.name}")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
+
+def _to_file(path: Path) -> Callable[[int, int, str], None]:
+    last = [0.0]
+
+    def write(done: int, total: int, message: str) -> None:
+        if time.monotonic() - last[0] > 0.1 or done == total:
+            last[0] = time.monotonic()
+            _write(path, json.dumps([done, total, message]).encode())
+
+    return write
+
+
+class RunLab:
+    """`run` of a lab with its config, and the records of all ranks as rank 0's result."""
+
+    def __init__(self, lab: str, values: dict[str, Any]) -> None:
+        self.lab, self.values = lab, values
+
+    def __call__(self, rank: Rank) -> list[record.Record]:
+        lab = cli.lab_module(self.lab)
+        config = cli.make_config(lab, self.values)
+        rank.lab, rank.config = cli.short_name(lab), record.as_json(config)
+        # What speaks for the whole job is the same on every rank: rank 0's copy is kept.
+        mine = [r for r in lab.run(config, rank) if rank.rank == 0 or r.layout["rank"] is not None]
+        everyone = rank.gather(mine)
+        return [r for records in everyone for r in records] if rank.rank == 0 else []
+
+
+class RunFunction:
+    """A learner's function, with the text of the notebook's cells, which makes its tracebacks readable here."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple) -> None:
+        self.function, self.args = function, args
+        cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
+        self.cells = {name: entry for name, entry in cells.items() if not Path(name).exists()}
+
+    def __call__(self, rank: Rank) -> Any:
+        for name, (size, _, lines, full_name) in self.cells.items():
+            linecache.cache[name] = (size, None, lines, full_name)  # without a time: it is not looked up on disk
+        return self.function(*self.args)
+
+
+def place(nproc: int, kind: str = "auto", oversubscribe: bool = False) -> list[Device]:
+    """A device for each of `nproc` ranks of this machine. BadInput names the fix if there are too few."""
+    cli.require(nproc >= 1, f"nproc must be at least 1, not {nproc}")
+    if not oversubscribe:
+        return devices(nproc, kind=kind)
+    for n in range(nproc, 1, -1):
+        try:
+            have = devices(n, kind=kind)
+        except cli.BadInput:
+            continue
+        return [have[i % n] for i in range(nproc)]
+    return devices(1, kind=kind) * nproc
+
+
+if ready := os.environ.pop(backstage.READY, None):  # this is the fork server, and torch is loaded
+    Path(ready).touch()

@@ -1,0 +1,113 @@
+"""Live progress of a run: in a notebook cell, in a terminal, or nowhere.
+
+The launching process shares its CPU cores with the ranks it watches. So a view only formats a few KB of
+text twice a second; no figure is drawn before the ranks are done.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from labs.kit.monitor import Monitor
+
+REFRESH_S = 0.5
+
+
+class View:
+    """Watches a run and shows nothing."""
+
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=error is not None)
+
+    def watch(self, monitor: Monitor, progress: Path) -> None:
+        """The run has started: `monitor` samples it, `progress` is where rank 0 writes how far it is."""
+        self.monitor, self.file, self.start, self.next = monitor, progress, time.monotonic(), 0.0
+
+    def refresh(self) -> None:
+        """Draw again if it is time to; called some 30 times a second."""
+        if (now := time.monotonic()) >= self.next:
+            self.next = now + REFRESH_S
+            self.draw(*self.read())
+
+    def read(self) -> tuple[int, int, str]:
+        """Done, total and message as rank 0 last gave them; zeros before that."""
+        try:
+            return tuple(json.loads(self.file.read_text()))
+        except (OSError, ValueError):
+            return 0, 0, ""
+
+    def draw(self, done: int, total: int, message: str) -> None: ...
+
+    def close(self, failed: bool = False) -> None: ...
+
+
+class TerminalView(View):
+    """A tqdm bar on standard error; under torchrun rank 0 feeds it directly through `progress`."""
+
+    def __init__(self, lab: str) -> None:
+        from tqdm import tqdm
+
+        bar_format = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} {postfix}"
+        self.bar = tqdm(desc=lab, total=1, bar_format=bar_format, disable=not sys.stderr.isatty(), leave=False)
+
+    def draw(self, done: int, total: int, message: str) -> None:
+        self.progress(done, total, message)
+
+    def progress(self, done: int, total: int, message: str) -> None:
+        self.bar.total, self.bar.n = max(total, 1), done
+        self.bar.set_postfix_str(message, refresh=True)
+
+    def close(self, failed: bool = False) -> None:
+        self.bar.close()
+
+
+class NotebookView(View):
+    """One output area in the cell: a bar, the last metric, and the monitor's strip."""
+
+    def __init__(self, lab: str, nproc: int) -> None:
+        from IPython.display import HTML, display
+
+        self.lab, self.nproc, self.HTML = lab, nproc, HTML
+        self.start, self.state = time.monotonic(), "starting"
+        self.handle = display(HTML(self._page(0, 0, "starting ranks")), display_id=True)
+
+    def draw(self, done: int, total: int, message: str) -> None:
+        self.state = "running"
+        self.handle.update(self.HTML(self._page(done, total, message) + self._strip()))
+
+    def close(self, failed: bool = False) -> None:
+        done, total, message = self.read() if hasattr(self, "file") else (0, 0, "not started")
+        self.state = "stopped" if failed else "done"
+        self.handle.update(self.HTML(self._page(done, total, message) + self._strip()))
+
+    def _strip(self) -> str:
+        from labs.kit.monitor import strip_svg
+
+        trace = self.monitor.trace if hasattr(self, "monitor") else None
+        return strip_svg(trace) if trace is not None and trace.t_s else ""
+
+    def _page(self, done: int, total: int, message: str) -> str:
+        seconds = time.monotonic() - self.start
+        ranks = f"{self.nproc} rank{'s' if self.nproc > 1 else ''}"
+        bar = f'<progress max="{total}" value="{done}" style="width:12em"></progress>' if total else ""
+        text = html.escape(f"{self.lab}: {ranks}, {self.state}, {seconds:.1f} s  {message}")
+        return f'<div class="labs-progress" style="font-family:monospace">{bar} {text}</div>'
+
+
+def open_view(lab: str, nproc: int) -> View:
+    """The view that fits: in the cell if this is a notebook's kernel, otherwise none."""
+    if "ipykernel" in sys.modules:
+        from IPython import get_ipython
+
+        if get_ipython() is not None:
+            return NotebookView(lab, nproc)
+    return View()

@@ -1,0 +1,84 @@
+"""Closed forms of data parallelism: bytes moved, speed-up, Amdahl's fit, break-even. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def ring_all_reduce_bytes(size: int, ranks: int) -> float:
+    """Bytes each rank sends in a ring all-reduce of `size` bytes: 2 (n-1)/n S.
+
+    Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms"; also NVIDIA/nccl-tests
+    doc/PERFORMANCE.md, where the same factor turns algbw into busbw.
+    """
+    return 2 * (ranks - 1) / ranks * size
+
+
+def data_parallel_bytes(parameters: int, buffers: int, inputs: int, outputs: int, ranks: int) -> dict[str, float]:
+    """Bytes that pass device 0 per step of `nn.DataParallel` on `ranks` devices, by phase.
+
+    `parameters`, `buffers`, `inputs` and `outputs` are the bytes of the module's own and of the whole batch's.
+    Replicas are made anew at every forward, so parameters and buffers travel out, gradients travel back.
+    """
+    others = ranks - 1
+    return {
+        "replicate": others * (parameters + buffers),
+        "scatter": others / ranks * inputs,
+        "gather": others / ranks * outputs,
+        "scatter gradients": others / ranks * outputs,
+        "reduce gradients": others * parameters,
+    }
+
+
+@dataclass(frozen=True)
+class Amdahl:
+    """T(n) = serial + parallel / n, both in the unit of the times it was fitted to."""
+
+    serial: float
+    parallel: float
+
+    def time(self, ranks: float) -> float:
+        """T(n)."""
+        return self.serial + self.parallel / ranks
+
+    def speedup(self, ranks: float) -> float:
+        """T(1) / T(n)."""
+        return self.time(1) / self.time(ranks)
+
+    @property
+    def limit(self) -> float:
+        """Speed-up with infinitely many devices; inf without a serial part."""
+        return math.inf if self.serial <= 0 else self.time(1) / self.serial
+
+
+def fit_amdahl(ranks: Sequence[int], times: Sequence[float]) -> Amdahl:
+    """Least squares fit of T(n) = s + p/n. Needs two different n; ValueError otherwise.
+
+    T(n) = p/n + 2c(n-1)/n, a ring all-reduce of cost c without overlap, has the same form with s = 2c: times
+    alone cannot tell a serial part from communication.
+    """
+    if len(set(ranks)) < 2:
+        raise ValueError(f"times of at least two different numbers of ranks are needed, not {list(ranks)}")
+    design = np.stack([np.ones(len(ranks)), 1 / np.asarray(ranks, float)], axis=1)
+    serial, parallel = np.linalg.lstsq(design, np.asarray(times, float), rcond=None)[0]
+    return Amdahl(float(serial), float(parallel))
+
+
+def karp_flatt(speedup: float, ranks: int) -> float:
+    """Serial fraction that a measured speed-up implies: (1/S - 1/n) / (1 - 1/n). Source: Karp & Flatt 1990."""
+    return (1 / speedup - 1 / ranks) / (1 - 1 / ranks)
+
+
+def break_even_epochs(startup_s: float, epoch_s_single: float, epoch_s_parallel: float) -> float:
+    """Epochs after which the faster parallel run has earned back its start-up; inf if it is not faster."""
+    saved = epoch_s_single - epoch_s_parallel
+    return math.inf if saved <= 0 else startup_s / saved
+
+
+def transfer_s(size: float, latency_s: float, bytes_per_s: float) -> float:
+    """Seconds for one message of `size` bytes: the latency-bandwidth model alpha + S / beta."""
+    return latency_s + size / bytes_per_s

@@ -1,0 +1,50 @@
+"""BatchNorm over the batch of all ranks, written out for any device and backend.
+
+`torch.nn.SyncBatchNorm` does this on GPUs only; on a CPU it refuses. The idea is the same: the mean and the
+variance are those of all ranks' rows, and the all-reduce that finds them is itself differentiated.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed.nn.functional as differentiable
+from torch import Tensor, nn
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d):
+    """A BatchNorm2d whose training statistics come from every rank's (batch, channels, height, width)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise with the statistics of all ranks while training, with the running ones otherwise."""
+        if not self.training:
+            return super().forward(x)
+        rows = torch.full_like(x[0, :1, 0, 0], x.numel() / x.shape[1])
+        local = torch.cat([x.sum((0, 2, 3)), x.square().sum((0, 2, 3)), rows])
+        total = differentiable.all_reduce(local)
+        n = total[-1]
+        mean, square = total[:-1].div(n).chunk(2)
+        variance = square - mean.square()
+        self._update(mean.detach(), (variance * n / (n - 1)).detach())
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+
+    def _update(self, mean: Tensor, unbiased_variance: Tensor) -> None:
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(unbiased_variance, self.momentum)
+        self.num_batches_tracked.add_(1)
+
+
+def synchronised(module: nn.Module) -> nn.Module:
+    """`module` with every BatchNorm2d replaced by a synchronised one: torch's own on GPUs, ours elsewhere."""
+    if any(p.is_cuda for p in module.parameters()):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.BatchNorm2d:
+                new = SyncBatchNorm2d(child.num_features, child.eps, child.momentum).to(child.weight.dtype)
+                new.load_state_dict(child.state_dict())
+                setattr(parent, name, new)
+    return module
+
+
+__all__ = ["SyncBatchNorm2d", "synchronised"]
