@@ -96,7 +96,10 @@ def cell(width: int, batch: int, config: Config, rank: Rank) -> Iterator[Record]
     x = torch.randn(batch, width, device=rank.device)
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)]).to(rank.device)
     size = gradient_bytes(plain)
-    steps = {"single": _step(plain, x) if rank.rank == 0 else _wait, "ddp": _step(DistributedDataParallel(plain), x)}
+    steps = {
+        "single": _step(plain, x) if rank.rank == 0 else _wait,
+        "ddp": _step(DistributedDataParallel(plain), x),
+    }
     warm = [measure.time_steps(s, 4, rank.device)[-1] for s in steps.values()]
     # All ranks must take equally many steps: the slowest decides.
     inner = max(1, min(8, int(config.budget_s / rank.slowest(warm)[0])))
@@ -104,7 +107,9 @@ def cell(width: int, batch: int, config: Config, rank: Rank) -> Iterator[Record]
         steps, 2 if config.smoke else config.rounds, rank.device, inner=inner, between=rank.barrier
     )
     for mode, samples in seconds.items():
-        yield rank.record("step_s", "s", rank.slowest(samples), mode=mode, width=width, batch=batch, gradient_bytes=size)
+        yield rank.record(
+            "step_s", "s", rank.slowest(samples), mode=mode, width=width, batch=batch, gradient_bytes=size
+        )
 
 
 def _wait() -> None:
@@ -132,7 +137,13 @@ def crossover_map(records: Records) -> list[dict]:
         case = {k: ddp.case[k] for k in ("width", "batch", "gradient_bytes")}
         single = records.one("step_s", mode="single", **case)
         measured = measure.paired_ratio([ranks * t for t in single.samples], ddp.samples)
-        rows.append({**case, "measured": measured, "modelled": predict(single.value, case["gradient_bytes"], link, ranks)})
+        rows.append(
+            {
+                **case,
+                "measured": measured,
+                "modelled": predict(single.value, case["gradient_bytes"], link, ranks),
+            }
+        )
     return rows
 
 

@@ -75,7 +75,7 @@ def check_layout(config: Config, world_size: int) -> None:
 def predict(config: Config, ranks: int) -> dict[str, float]:
     """Bytes each way moves per step, by closed form: `ddp`, per rank, and `dp`, through device 0, by phase."""
     workload = models.build(config.model)
-    x, y = workload.make_batch(_rows(config, ranks) * ranks)
+    x, _ = workload.make_batch(_rows(config, ranks) * ranks)
     parameters = models.gradient_bytes(workload.module)
     buffers = nbytes(*workload.module.buffers())
     dp = scaling.data_parallel_bytes(parameters, buffers, nbytes(x), nbytes(workload.module(x)), ranks)

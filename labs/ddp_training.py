@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -66,7 +67,10 @@ class Config:
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput if the images do not fill at least one step of all ranks."""
     step = config.batch_size * world_size
-    require(_images(config) >= step, f"samples must be at least {step} (batch_size x ranks), not {_images(config)}")
+    require(
+        _images(config) >= step,
+        f"samples must be at least {step} (batch_size x ranks), not {_images(config)}",
+    )
 
 
 def _images(config: Config) -> int:
@@ -134,7 +138,7 @@ def _batches(sampler: Sampler, alone: bool, config: Config, rank: Rank) -> list[
     rows = list(sampler)
     steps = [rows[i : i + config.batch_size] for i in range(0, len(rows), config.batch_size)]
     steps = [s for s in steps if len(s) == config.batch_size]
-    return [sum(ranks, []) for ranks in zip(*rank.gather(steps), strict=True)] if alone else steps
+    return [list(chain(*ranks)) for ranks in zip(*rank.gather(steps), strict=True)] if alone else steps
 
 
 def _average_gradients(module: nn.Module, world_size: int) -> None:
@@ -150,9 +154,7 @@ def _mean_over_ranks(loss: Tensor, rank: Rank) -> float:
     return mean.item() / rank.world_size
 
 
-def _signs(
-    case: Case, losses: list, orders: list, module: nn.Module, n: int, rank: Rank
-) -> Iterator[Record]:
+def _signs(case: Case, losses: list, orders: list, module: nn.Module, n: int, rank: Rank) -> Iterator[Record]:
     """What can be counted from outside, whatever the code looks like."""
     rows = [rank.gather([i for step in epoch for i in step]) for epoch in orders]
     if case == "single":

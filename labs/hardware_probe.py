@@ -28,6 +28,8 @@ from labs.kit.roofline import Work, matmul_work, training_step_work
 class Config:
     """What to measure. Empty or 0: a default that suits the device."""
 
+    parts: tuple[str, ...] = ()
+    """What to measure, of matmul, convolution, memory, copies, models, ceiling, all_reduce. Default: all."""
     dtypes: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
     """Number formats of the matrix products; those a device cannot do are left out."""
     matmul_sizes: tuple[int, ...] = ()
@@ -48,12 +50,12 @@ class Config:
     """Few samples and sizes: does it work at all?"""
 
     def __post_init__(self) -> None:
+        wrong = sorted(set(self.parts) - set(PARTS))
+        require(not wrong, f"parts may hold {', '.join(PARTS)}, not {', '.join(wrong)}")
         unknown = set(self.dtypes) - set(probing.DTYPES)
         require(not unknown, f"dtypes may hold {', '.join(probing.DTYPES)}, not {', '.join(sorted(unknown))}")
         require(all(n >= 1 for n in self.matmul_sizes), "matmul_sizes must be at least 1")
-        require(
-            self.array_mib >= 0, f"array_mib must be at least 1 (or 0 for the default), not {self.array_mib}"
-        )
+        require(self.array_mib >= 0, f"array_mib must be at least 1 (or 0 for the default), not {self.array_mib}")
         require(
             all(k * 1024 >= 4 for k in self.message_kib),
             "message_kib must be at least 0.004 (one float)",
@@ -99,8 +101,7 @@ def predict(config: Config) -> dict[str, Work]:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """What each rank does; rank 0 measures alone while the others wait, then all measure at once."""
-    alone = (matmul_alone, convolution_alone, memory_alone, host_device_copies, model_steps)
-    stages = (correctness, *alone, all_together, all_reduce)
+    stages = [correctness, *(stage for name, stage in PARTS.items() if name in (config.parts or PARTS))]
     for done, stage in enumerate(stages):
         rank.progress(done, len(stages), stage.__name__.replace("_", " "))
         rank.barrier()
@@ -174,8 +175,11 @@ def model_steps(config: Config, rank: Rank) -> Iterator[Record]:
 def all_together(config: Config, rank: Rank) -> Iterator[Record]:
     """The machine's ceiling: one rank alone, then all at once, in turn, with no communication.
 
-    The ratio of the two totals is the best speed-up that any parallel training can have here.
+    The ratio of the two totals is the best speed-up that any parallel training can have here. Nothing on one
+    rank.
     """
+    if rank.world_size == 1:
+        return
     sizes = config.sizes(rank.device.type)
     n = min(512, sizes[-1]) if rank.device.type == "cpu" else sizes[-1]
     triad, moved = probing.memory_steps(config.array_bytes(rank.device.type), rank.device)["triad"]
@@ -184,9 +188,7 @@ def all_together(config: Config, rank: Rank) -> Iterator[Record]:
     yield from _ceiling(config, rank, "triad", triad, moved, "B/s")
 
 
-def _ceiling(
-    config: Config, rank: Rank, job: str, step: probing.Step, amount: float, unit: str
-) -> Iterator[Record]:
+def _ceiling(config: Config, rank: Rank, job: str, step: probing.Step, amount: float, unit: str) -> Iterator[Record]:
     alone: list[float] = []
     together: list[float] = []
     inner = max(rank.gather(probing.inner_calls(step, rank.device, target_s=0.02)))
@@ -217,6 +219,12 @@ def all_reduce(config: Config, rank: Rank) -> Iterator[Record]:
             busbw = [collectives.busbw_b_s(size, s, n) for s in seconds]
             yield rank.record("all_reduce_s", "s", seconds, bytes=size, ranks=n)
             yield rank.record("busbw_b_s", "B/s", busbw, bytes=size, ranks=n)
+
+
+PARTS = {
+    "matmul": matmul_alone, "convolution": convolution_alone, "memory": memory_alone,
+    "copies": host_device_copies, "models": model_steps, "ceiling": all_together, "all_reduce": all_reduce,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

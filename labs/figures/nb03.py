@@ -9,7 +9,7 @@ import pandas
 from labs import crossover, data_parallel, scaling
 from labs.kit.check import Prediction
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio
-from labs.kit.plot import bars, curve, figure, heat_map, ideal, points, prediction, show
+from labs.kit.plot import SERIES, bars, curve, figure, heat_map, ideal, points, prediction, show
 from labs.kit.record import Records
 from labs.kit.say import say
 from labs.published import rtx_4090_epochs
@@ -35,8 +35,7 @@ def ways(run: Records, guess: Prediction) -> None:
     labels = [NAMES["copies"], "DDP", f"DataParallel{threads}"]
     values = [found["copies", n], found["ddp", n], found["dp", n]]
     message = f"{n} ranks train {values[1].value:.2f} times as fast as one; the machine allows {values[0].value:.2f}"
-    fig, ax = figure(message, xlabel="samples per second, relative to one rank (x)", ylabel="", records=run)
-    ax.set_ylabel("way to train")
+    fig, ax = figure(message, xlabel="samples per second, relative to one rank (x)", ylabel="way to train", records=run)
     bars(ax, labels, values)
     prediction(ax, float(guess), 1)
     modelled = data_parallel.modelled_speedup(run)
@@ -74,8 +73,8 @@ def bytes_figure(run: Records) -> None:
     ddp = [forms[n]["ddp"] / size for n in counts]
     message = "DataParallel's device 0 moves more with every device; a DDP rank never more than twice its gradients"
     fig, ax = figure(message, xlabel="devices", ylabel="bytes per step /\nbytes of the gradients", records=run)
-    curve(ax, counts, dp, label="DataParallel, through device 0")
-    curve(ax, counts, ddp, label="DDP, sent by each rank")
+    curve(ax, counts, dp, label="DataParallel, through device 0", color=SERIES[1])
+    curve(ax, counts, ddp, label="DDP, sent by each rank", color=SERIES[2])
     if counted:
         n = [ranks_of(run)] * 2
         points(ax, n, [_through_device_0(counted) / size, counted["ddp"] / size], label="counted in this run")
@@ -183,7 +182,10 @@ def scaling_figure(strong: Records, weak: Records, guess: Prediction) -> None:
     times = [r.value for r in published]
     fit = scaling.fit_amdahl(counts, times)
     top = max(4, n)
-    message = "Splitting one fixed batch pays less than giving every rank a whole one"
+    one_batch, batch_each = (data_parallel.speedups(run)["ddp", n] for run in (strong, weak))
+    message = (
+        f"{n} ranks: {one_batch.value:.2f} x when they share one batch, {batch_each.value:.2f} x with a batch each"
+    )
     fig, ax = figure(message, xlabel="devices", ylabel="speed-up (x)", records=strong + weak + published)
     ideal(ax, range(1, top + 1))
     for run, label in ((weak, "weak scaling"), (strong, "strong scaling")):
@@ -192,12 +194,16 @@ def scaling_figure(strong: Records, weak: Records, guess: Prediction) -> None:
         points(ax, range(1, len(ddp) + 1), ddp, label=f"DDP here, {label}")
     points(ax, counts, [times[0] / t for t in times], kind="published", label="article, RTX 4090")
     many = [1 + i / 10 for i in range(10 * (top - 1) + 1)]
-    curve(ax, many, [fit.speedup(k) for k in many], label=f"Amdahl's fit of it, limit {fit.limit:.1f} x")
+    curve(
+        ax, many, [fit.speedup(k) for k in many], label=f"Amdahl's fit of it, limit {fit.limit:.1f} x", color=SERIES[2]
+    )
     prediction(ax, n, guess)
     ax.set_xticks(range(1, top + 1))
-    last = data_parallel.speedups(strong)["ddp", n]
-    show(fig, alt=f"{message}. Strong scaling on {n}: {last}. The article's four cards: {times[0] / times[-1]:.2f} x.")
-    say(f"Strong scaling on {n} ranks: {last}; weak: {data_parallel.speedups(weak)['ddp', n]}. {guess.against(last)}")
+    show(fig, alt=f"{message}. The article's four cards: {times[0] / times[-1]:.2f} x. Ideal: {top} x on {top}.")
+    say(
+        f"Strong scaling on {n} ranks: {one_batch}; weak scaling: {batch_each}. {guess.against(one_batch)} Amdahl's fit"
+        f" of the article: {fit.serial:.2f} s that do not shrink and {fit.parallel:.2f} s that do."
+    )
 
 
 def crossover_figures(run: Records) -> None:
@@ -245,6 +251,7 @@ def break_even_text(run: Records, images: int = 60_000) -> None:
 
 def bug_table(run: Records) -> pandas.DataFrame:
     """What each bug looks like from outside. Deterministic: counts of steps and images, not times."""
+
     def at(metric: str, case: str) -> float:
         return run.one(metric, case=case).value
 
@@ -272,3 +279,60 @@ def saving_text(run: Records) -> None:
         say(f"* {writers:.0f} writer(s) to one path: {r.value:.0%} of the files were unreadable right after saving")
 
 
+SAID = {
+    "whole_batch": "one forward with everything", "no_sync": "right: the last backward alone synchronises",
+    "sync_every": "no no_sync at all", "forward_outside": "no_sync around backward only",
+    "loss_not_divided": "loss not divided by m", "mean_of_means": "unequal micro-batches weighed equally",
+    "last_in_no_sync": "the last one inside no_sync, too", "zero_grad_inside": "zero_grad in every micro-step",
+    "step_inside": "optimizer.step in every micro-step", "clip_inside": "clipping in every micro-step",
+    "batchnorm": "right, but a model with BatchNorm",
+}  # fmt: skip
+
+
+def accumulation_table(run: Records) -> pandas.DataFrame:
+    """What each way of accumulating does to the gradient and to the replicas. Deterministic."""
+
+    def at(metric: str, way: str) -> float:
+        return run.one(metric, way=way).value
+
+    rows = [
+        {
+            "way": way,
+            "what it does": SAID[way],
+            "all-reduces per step": int(at("all_reduces_per_step", way)),
+            "gradient": _gradient_verdict(at("gradient_relative_error", way), at("gradient_scale", way)),
+            "replicas": "equal" if at("parameter_spread", way) < 1e-3 else "drift apart",
+        }
+        for way in (r.case["way"] for r in run.where("gradient_relative_error"))
+    ]
+    return pandas.DataFrame(rows).set_index("way")
+
+
+def _gradient_verdict(error: float, scale: float) -> str:
+    if error < 1e-5:
+        return "that of the whole batch"
+    if abs(error - abs(scale - 1)) < 1e-4:
+        return f"{scale:.1f} times as long"
+    return f"another one, {error:.0%} off"
+
+
+def accumulation_figure(run: Records, guess: Prediction) -> None:
+    """Figure: time of one optimizer step, for the right way, without no_sync, and with the whole batch at once."""
+    steps = {r.case["way"]: r for r in run.where("step_s")}
+    gain = paired_ratio(steps["sync_every"].samples, steps["no_sync"].samples)
+    m = run[0].config["accumulate"]
+    if differs(gain):
+        message = f"With no_sync a step of {m} micro-batches is {gain.value:.2f} times as fast"
+    else:
+        message = f"This run shows no gain from no_sync in a step of {m} micro-batches"
+    labels = {"whole_batch": "one whole batch", "no_sync": f"{m} micro-batches,\nno_sync but for the last",
+              "sync_every": f"{m} micro-batches,\nno no_sync"}  # fmt: skip
+    fig, ax = figure(message, xlabel="optimizer step (ms)", ylabel="way", records=run)
+    bars(ax, [labels[w] for w in steps], [estimate(r.samples, "s").scaled(1e3, "ms") for r in steps.values()])
+    ax.set_xlim(left=0)
+    show(fig, alt=f"{message}: {', '.join(f'{w} {estimate(r.samples, r.unit)}' for w, r in steps.items())}.")
+    kept = {way: run.one("activation_bytes", way=way).value for way in ("whole_batch", "no_sync")}
+    say(
+        f"The gain of no_sync: {gain}. {guess.against(gain)} Accumulation is no speed-up over the whole batch, it is"
+        f" room: activations take {kept['no_sync'] / 1e3:.0f} kB in place of {kept['whole_batch'] / 1e3:.0f} kB."
+    )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import math
 import signal
 import threading
 import time
@@ -25,58 +24,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from labs.kit.cli import BadInput, require
+from labs.kit.cli import BadInput
 from labs.kit.feedback import Mistake, describe_error
+from labs.kit.prediction import Prediction, predict
 
 __all__ = ["TODO", "Exercise", "Mistake", "Outcome", "Prediction", "check", "examine", "exercise_ids",
            "get_exercise", "predict", "show_solution"]  # fmt: skip
-
-
-class Prediction(float):
-    """A number the learner wrote down before measuring; NaN where they have not decided yet."""
-
-    what: str
-    unit: str
-
-    def __new__(cls, value: float, what: str, unit: str = "") -> Prediction:
-        self = super().__new__(cls, value)
-        self.what, self.unit = what, unit
-        return self
-
-    @property
-    def value(self) -> float:
-        """The number itself, in `unit`."""
-        return float(self)
-
-    def __repr__(self) -> str:
-        number = "not made yet" if math.isnan(self) else f"{float(self):g} {self.unit}".rstrip()
-        return f"your prediction: {number} ({self.what})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Prediction, (float(self), self.what, self.unit)
-
-    def against(self, measured: Any) -> str:
-        """One sentence that compares the prediction with a number or an Estimate (value, low, high)."""
-        if math.isnan(self):
-            return f"You made no prediction of the {self.what}."
-        value = float(getattr(measured, "value", measured))
-        low, high = getattr(measured, "low", value), getattr(measured, "high", value)
-        said = f"You predicted {float(self):g} {self.unit}".rstrip()
-        if low <= self <= high:
-            return f"{said}; that is within what was measured."
-        direction = "above" if self > value else "below"
-        share = f"{abs(self / value - 1):.0%} " if value else ""
-        return f"{said}; that is {share}{direction} what was measured."
-
-
-def predict(value: float | None, what: str, unit: str = "") -> Prediction:
-    """Keep a prediction of `what`, in `unit`. None means not decided yet; it is then drawn nowhere."""
-    if value is None or value is TODO or value is Ellipsis:
-        value = math.nan
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(number, f"predict() needs a number for the {what}, for example 1.5, not {value!r}")
-    require(not math.isinf(value), f"predict() needs a finite number for the {what}")
-    return Prediction(value, what, unit)
 
 
 class _Todo:
@@ -144,8 +97,7 @@ def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
     except Mistake as mistake:
         return str(mistake)
     except _TimeUp:
-        return (f"it did not finish within {exercise.timeout_s:g} s.\n    Hint: look for a loop that never ends, "
-                "or a rank that waits for a collective the others never call.")  # fmt: skip
+        return f"it did not finish within {exercise.timeout_s:g} s.\n    Hint: {TOO_LONG}"
     except Exception as error:
         return TODO if "_ReturnedTodo" in str(error) else describe_error(error, candidate)
     return None
@@ -203,32 +155,53 @@ def _signature_problem(candidate: Any, reference: Callable[..., Any]) -> str | N
     return None
 
 
+TOO_LONG = "look for a loop that never ends, or a rank that waits for a collective the others never call."
+
+
 class _TimeUp(BaseException):
     """Not an Exception, so that a learner's `except Exception` cannot swallow it."""
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TimeUp in the main thread after `seconds`; elsewhere there is no limit but the launcher's own."""
+    """Raise _TimeUp in the main thread after `seconds`; elsewhere only the launcher's own limit holds.
+
+    The alarm acts as an interrupt does, since a launch that is running ends its ranks before it lets one through.
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
+    rang: list[bool] = []
 
-    def time_up(*_: Any) -> None:
-        raise _TimeUp
+    def ring(*_: Any) -> None:
+        rang.append(True)
+        if signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
+            raise _TimeUp
+        signal.raise_signal(signal.SIGINT)
 
+    with _alarm(ring, seconds):
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not rang:
+                raise
+            raise _TimeUp from None
+
+
+@contextmanager
+def _alarm(ring: Callable[..., None], seconds: float) -> Iterator[None]:
+    """Call `ring` after `seconds`; an alarm that a test runner has set goes on afterwards."""
     started = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, time_up)
+    handler = signal.signal(signal.SIGALRM, ring)
     remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if remaining:  # a test runner's own timer goes on
-            signal.setitimer(
-                signal.ITIMER_REAL, max(0.01, remaining - (time.monotonic() - started)), interval
-            )
+        if remaining:
+            left = max(0.01, remaining - (time.monotonic() - started))
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 
 def exercise_ids() -> list[str]:
@@ -244,9 +217,7 @@ def get_exercise(exercise_id: str) -> Exercise:
     try:
         return importlib.import_module(f"labs.exercises.nb{notebook}").EXERCISES[exercise_id]
     except (ModuleNotFoundError, KeyError):
-        raise BadInput(
-            f"there is no exercise {exercise_id!r}; there are {', '.join(exercise_ids())}"
-        ) from None
+        raise BadInput(f"there is no exercise {exercise_id!r}; there are {', '.join(exercise_ids())}") from None
 
 
 def show_solution(exercise_id: str) -> None:

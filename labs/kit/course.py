@@ -96,12 +96,17 @@ def run_course(sources: list[Path], parameters: dict[Path, dict[str, Any]], out:
         target, start = out / source.name, time.perf_counter()
         entry.state = "running"
         write_index(entries, out)
-        entry.error = execute(source, target, parameters[source], cell_timeout_s=timeout_s)
+        try:
+            entry.error = execute(source, target, parameters[source], cell_timeout_s=timeout_s)
+        except KeyboardInterrupt:
+            entry.state = "stopped"
+            write_index(entries, out)
+            raise
         entry.seconds, entry.state = time.perf_counter() - start, "failed" if entry.error else "passed"
         if target.exists():
             write_page(target, entry, folder=source.parent)
         write_index(entries, out)
-        print(f"      {entry.state} in {entry.seconds:.0f} s", *entry.error.splitlines()[:1], flush=True)
+        print(f"      {entry.state} in {entry.seconds:.0f} s", *entry.error.splitlines()[-1:], flush=True)
     return sum(entry.state == "failed" for entry in entries)
 
 

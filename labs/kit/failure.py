@@ -13,7 +13,9 @@ import psutil
 
 from labs.kit import cli
 
-LOST_PEER = re.compile(r"onnection (closed|reset|refused)|Broken pipe|remote process exited|aborted|failed to recv", re.I)
+LOST_PEER = re.compile(
+    r"onnection (closed|reset|refused)|Broken pipe|remote process exited|aborted|failed to recv", re.I
+)
 
 
 class RankFailed(RuntimeError):
@@ -69,7 +71,9 @@ class Watch:
     def output(self) -> str:
         """What the ranks printed, rank by rank."""
         files = sorted(self.folder.glob("output-*"), key=lambda p: int(p.name.rpartition("-")[2]))
-        lines = ((p.name.rpartition("-")[2], line) for p in files for line in p.read_text(errors="replace").splitlines())
+        lines = (
+            (p.name.rpartition("-")[2], line) for p in files for line in p.read_text(errors="replace").splitlines()
+        )
         return "".join(f"[rank {rank}] {line}\n" for rank, line in lines)
 
     def failure(self, exit_codes: dict[int, int], agent_error: str) -> Exception:

@@ -28,9 +28,10 @@ def describe_error(error: BaseException, candidate: Callable[..., Any]) -> str:
     """The error in one line, the learner's own frames, and a hint. Frames of other code are left out."""
     root = _root(error)
     text = f"{type(root).__name__}: {root}".strip().rstrip(":")
-    frames = list(_own_frames(root, candidate)) or list(_remote_frames(str(error), candidate))
-    if frames and root is error and FRAME.search(str(error)):  # raised on a rank: its text holds a traceback
+    frames = list(_remote_frames(str(error), candidate))  # raised on a rank: its text holds a traceback
+    if frames:
         text = _last_error_line(str(error))
+    frames = frames or list(_own_frames(root, candidate))
     lines = [f"your code raised {_first_line(text)}" if frames else f"running it raised {_first_line(text)}"]
     lines += [
         f"    line {number}, in {name}:  {source}".rstrip(": ")
@@ -87,12 +88,12 @@ def _last_error_line(text: str) -> str:
 HINTS = {
     r"NameError": "is the name spelled right, and imported or defined in this notebook?",
     r"NoneType": "a value is None: does the function end without `return`?",
-    r"default process group has not been initialized": "this must run on ranks, after the group was joined.",
-    r"initialize the default process group twice": "a process joins the default group once; it already had.",
-    r"element 0 of tensors does not require grad": "the loss does not depend on the parameters: was it detached?",
-    r"backward through the graph a second time": "each loss needs its own forward pass before its backward().",
-    r"[Ss]izes? of tensors? must match|shapes cannot be multiplied|size mismatch": "print the shapes just before.",
-    r"[Tt]imed? ?out|Connection closed by peer": "do all ranks make the same collective calls, in the same order?",
+    r"default process group has not been initialized": "this must run on ranks that have joined the group.",
+    r"initialize the default process group twice": "a process joins the default group once.",
+    r"element 0 of tensors does not require grad": "was the loss, or its input, detached?",
+    r"backward through the graph a second time": "each backward() needs a forward pass of its own.",
+    r"must match|shapes cannot be multiplied|size mismatch": "print the shapes just before.",
+    r"[Tt]imed? ?out|Connection closed by peer": "do all ranks call the same collectives, in the same order?",
     r"unexpected keyword argument|positional argument": "compare the call with the function's signature.",
 }
 

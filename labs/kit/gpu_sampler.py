@@ -34,9 +34,9 @@ SLOW_PERIOD_S = 1.0
 
 
 class GpuSampler:
-    """Utilisation, memory, power, clock and PCIe traffic of the GPUs this process may use; nothing without NVML.
+    """Utilisation, memory, power, clock and PCIe traffic of the visible GPUs; nothing without NVML.
 
-    Utilisation is NVML's: the share of time in which at least one kernel ran, not how much of the GPU it used.
+    Utilisation is NVML's: the share of time in which any kernel ran, not how much of the GPU it used.
     GPUs carry CUDA's numbers, or NVML's where the two cannot be matched.
     """
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 import cloudpickle
 
 from labs.kit import guardian
+from labs.kit.agent import Agent
 from labs.kit.backstage import start_fork_server
 from labs.kit.failure import Watch
 from labs.kit.monitor import Monitor, Trace
@@ -91,56 +89,3 @@ class Job:
         guardian.clear(self.watch.folder)
         if hasattr(self, "agent"):
             self.agent.join(timeout=10)
-
-
-class Agent(threading.Thread):
-    """`elastic_launch` in a thread: it blocks, and in the main thread it would replace the kernel's signal handlers."""
-
-    def __init__(self, body: bytes, placement: list, folder: Any, timeout_s: float) -> None:
-        super().__init__(name="elastic-agent", daemon=True)
-        self.folder, self.placement = folder, placement
-        self.arguments = (body, str(folder), placement, timeout_s, time.time())
-        self.failed = False
-        self.exit_codes: dict[int, int] = {}
-        """Exit code of the rank that the agent saw end first; negative for a signal."""
-        self.error = ""
-
-    def run(self) -> None:
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import elastic_launch
-
-        from labs.kit.rank import as_rank
-
-        try:
-            with _main_left_alone():
-                elastic_launch(self._config(), as_rank)(*self.arguments)
-        except ChildFailedError as e:
-            self.failed, self.exit_codes = True, {rank: f.exitcode for rank, f in e.failures.items()}
-        except BaseException as e:  # its text only: its frames would keep the rendezvous' port open
-            self.failed, self.error = True, f"{type(e).__name__}: {e}"
-
-    def _config(self) -> Any:
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-        from torch.distributed.launcher.api import LaunchConfig
-
-        return LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=len(self.placement), max_restarts=0, run_id=self.folder.name,
-            start_method="forkserver", monitor_interval=0.02, local_addr="127.0.0.1",
-            rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",  # port 0: the system picks a free one
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks redirect their output themselves
-        )  # fmt: skip
-
-
-@contextmanager
-def _main_left_alone() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's script again in every rank: a rank gets all it needs pickled.
-
-    By this name multiprocessing knows a main module that is not to be imported.
-    """
-    main = sys.modules["__main__"]
-    before = main.__spec__
-    main.__spec__ = ModuleSpec("__main__", None)
-    try:
-        yield
-    finally:
-        main.__spec__ = before

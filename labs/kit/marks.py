@@ -52,8 +52,8 @@ def points(
     if not rows:
         return
     a, value, low, high = (list(column) for column in zip(*rows, strict=True))
-    below = [v - bound for v, bound in zip(value, low, strict=True)]
-    above = [bound - v for v, bound in zip(value, high, strict=True)]
+    below = [max(0.0, v - bound) for v, bound in zip(value, low, strict=True)]
+    above = [max(0.0, bound - v) for v, bound in zip(value, high, strict=True)]
     drawn = ax.errorbar(
         a, value, yerr=(below, above) if any(below + above) else None, label=labelled(label, mark),
         linestyle=(mark.line if line or mark.marker is None else "") or "none",
@@ -77,7 +77,7 @@ def bars(
         if not _is_there(item):
             continue
         value, low, high = interval(item)
-        drawn = ax.errorbar([value], [row], xerr=[[value - low], [high - value]], linestyle="none",
+        drawn = ax.errorbar([value], [row], xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], linestyle="none",
                             label=labelled(label, mark) if first else "_", **_look(kind, color))  # fmt: skip
         drawn.lines[0].set_gid(f"kind:{kind}")
         first = False
@@ -183,7 +183,8 @@ def _is_there(item: Any) -> bool:
 def _look(kind: str, color: str) -> dict[str, Any]:
     mark, star = KIND_STYLE[kind], kind == "prediction"
     return {
-        "color": color, "marker": mark.marker, "markersize": 16 if star else 8, "capsize": 4, "elinewidth": 1.8,
+        "color": color, "marker": mark.marker, "markersize": 16 if star else 8, "capsize": 4,
+        "elinewidth": 1.8,
         "markerfacecolor": color if mark.filled else "white", "markeredgecolor": "black" if star else color,
         "markeredgewidth": 1.0 if mark.filled else 2.0, "zorder": 4 if star else 3,
     }  # fmt: skip

@@ -77,8 +77,8 @@ class Trace:
         """A sentence if other programs took more than `limit_percent` of the usable cores, otherwise ""."""
         if not self.neighbours_percent > limit_percent:
             return ""
-        share = f"{self.neighbours_percent:.0f} %"
-        return f"Other programs took {share} of the CPU during this run: its timings are disturbed. Run it again."
+        share = f"{self.neighbours_percent:.0f} % of the CPU"
+        return f"Other programs took {share} during this run: its timings are disturbed. Run it again."
 
     def records(self, lab: str) -> list[dict[str, Any]]:
         """Every series as plain data in the form of a Record, without provenance."""

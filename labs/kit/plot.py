@@ -36,8 +36,10 @@ from labs.kit.marks import (
     prediction,
 )
 
-__all__ = ["GREY", "KIND_STYLE", "SERIES", "bars", "caption", "curve", "figure", "heat_map", "ideal", "log_axes",
-           "plain_number", "points", "prediction", "show", "to_png"]  # fmt: skip
+__all__ = [
+    "GREY", "KIND_STYLE", "SERIES", "bars", "caption", "curve", "figure", "heat_map", "ideal", "log_axes",
+    "plain_number", "points", "prediction", "show", "to_png",
+]  # fmt: skip
 
 MAX_PNG_BYTES = 30_000
 LEGEND_ROW_IN = 0.26
@@ -145,7 +147,4 @@ def kinds_in(fig: Figure) -> set[str]:
 
 def _require_origin(drawn: set[str], given: set[str]) -> None:
     for kind in sorted(drawn & {"measured", "recorded"} - given):
-        raise_with = (
-            f"this figure shows {kind} numbers: pass the records they come from, figure(..., records=run)"
-        )
-        require(False, raise_with)
+        raise BadInput(f"this figure shows {kind} numbers: pass the records they come from, records=run")

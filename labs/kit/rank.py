@@ -6,6 +6,7 @@ This module is preloaded in the fork server: what it imports is already there wh
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import linecache
 import os
@@ -19,12 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# Some are only preloaded: what the agent needs in each rank, DDP and what make_config needs.
 import cloudpickle
-import torch.nn.parallel  # noqa: F401  preloaded for DDP, which most labs use
-import typeguard  # noqa: F401  preloaded for make_config
+import torch.distributed.elastic.multiprocessing
+import torch.nn.parallel  # noqa: F401
+import typeguard  # noqa: F401
 from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
-from labs.kit import backstage, cli, measure, record  # noqa: F401  preloaded for labs: measure
+from labs.kit import backstage, cli, measure, record  # noqa: F401
 from labs.kit.dist import Rank, process_group
 from labs.kit.hardware import Device, devices
 
@@ -168,4 +171,6 @@ def place(nproc: int, kind: str = "auto", oversubscribe: bool = False) -> list[D
 
 
 if ready := os.environ.pop(backstage.READY, None):  # this is the fork server, and torch is loaded
+    gc.collect()
+    gc.freeze()  # a collection in a rank would otherwise copy the pages of all these objects
     Path(ready).touch()

@@ -16,7 +16,7 @@ SMOOTH_SAMPLES = 5  # CPU clocks tick every 10 ms: a single 0.2 s interval is to
 
 
 class Key(NamedTuple):
-    """Name, unit and owner of one series; `per` is a tuple of (word, number) pairs so that it can be hashed."""
+    """Name, unit and owner of one series; `per` is a tuple of (word, number) pairs: it can be hashed."""
 
     name: str
     unit: str
@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children of `pid`. Linux lists them per thread; elsewhere psutil scans every process there is."""
+    """Direct children of `pid`. Linux lists them per thread; elsewhere psutil scans all processes."""
     tasks = f"/proc/{pid}/task"
     if not os.path.exists("/proc/self/task"):
         return [p.pid for p in psutil.Process(pid).children()]
@@ -128,7 +128,7 @@ class CpuSampler:
         return [c for c in cores if c in self._busy] if len(cores) < len(self.cores) else []
 
     def _spent(self, pid: int) -> float:
-        """CPU seconds `pid` has used since the last sample; a process that just began counts from its start."""
+        """CPU seconds `pid` has used since the last sample; a new process counts from its start."""
         try:
             process = self._process(pid)
             times = process.cpu_times()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -16,19 +17,24 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
 LEFT, RIGHT, LANE, GAP, TOP, AXIS = 128, 118, 26, 5, 6, 24
-MAX_LANES, PATH_CHARS = 8, 2400
+MAX_LANES, MAX_CHARS = 8, 4000
 
 
 def strip_svg(trace: Trace, width_px: int = 640) -> str:
     """`trace` as an SVG picture of that width, under 4 KB, with its content as text for screen readers."""
-    lanes = _lanes(trace)
-    others = next(iter(trace.find("neighbours_percent")), None)
-    height = TOP + (LANE + GAP) * (len(lanes) + (others is not None)) + AXIS
+    points = 96
+    while len(svg := _svg(trace, width_px, points)) > MAX_CHARS and points > 8:
+        points = points * 2 // 3
+    return svg
+
+
+def _svg(trace: Trace, width: int, points: int) -> str:
+    lanes = [*_lanes(trace), *_neighbours(trace)]
+    height = TOP + (LANE + GAP) * len(lanes) + AXIS
     span = max(trace.t_s[-1] if trace.t_s else 0.0, 1.0)
-    room = width_px - LEFT - RIGHT
-    points = max(12, min(room // 4, PATH_CHARS // (6 * max(1, len(lanes) + 1))))
+    room = width - LEFT - RIGHT
     parts = []
-    for row, (label, color, series, note) in enumerate([*lanes, *_neighbours(trace, others)]):
+    for row, (label, color, series, note) in enumerate(lanes):
         y = TOP + row * (LANE + GAP)
         area = _area(trace.t_s, series.values, span, room, points)
         parts.append(
@@ -39,10 +45,10 @@ def strip_svg(trace: Trace, width_px: int = 640) -> str:
     parts.append(_axis(span, room, height))
     alt = html.escape(alt_text(trace))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width_px} {height}" width="{width_px}" '
-        f'height="{height}" role="img" aria-label="{alt}" font-family="sans-serif" font-size="14" fill="#222" '
-        f'style="max-width:100%;height:auto"><title>{alt}</title>'
-        f'<rect width="{width_px}" height="{height}" rx="4" fill="#fff"/>{"".join(parts)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" aria-label="{alt}" font-family="sans-serif" font-size="14" '
+        f'fill="#222" style="max-width:100%;height:auto"><title>{alt}</title>'
+        f'<rect width="{width}" height="{height}" rx="4" fill="#fff"/>{"".join(parts)}</svg>'
     )
 
 
@@ -56,37 +62,38 @@ def alt_text(trace: Trace) -> str:
     """The strip in one sentence."""
     if not trace.t_s:
         return "Nothing sampled yet."
-    busy = [f"{label} {_mean(series):.0f} %" for label, _, series, _ in _lanes(trace)]
-    peak = _peak_text(trace, "resident_bytes")
-    text = f"Use over {trace.t_s[-1]:.1f} s: {', '.join(busy)}"
-    text += f"; others {trace.neighbours_percent:.0f} %" if not math.isnan(trace.neighbours_percent) else ""
-    return f"{text}; peak memory {peak}." if peak else f"{text}."
+    lanes = _lanes(trace)
+    busy = ", ".join(f"{label} {_mean(series):.0f} %" for label, _, series, _ in lanes)
+    if len(lanes) > 4:
+        means = [_mean(series) for _, _, series, _ in lanes]
+        busy = f"{len(lanes)} lanes, {min(means):.0f} to {max(means):.0f} %"
+    peak = trace.peak("resident_bytes")
+    others = trace.neighbours_percent
+    return (
+        f"Use over {trace.t_s[-1]:.1f} s: {busy}"
+        + (f"; others {others:.0f} %" if not math.isnan(others) else "")
+        + (f"; peak memory of a rank {_bytes(peak)}" if not math.isnan(peak) else "")
+    )
 
 
 def _lanes(trace: Trace) -> list[tuple[str, str, Series, str]]:
-    """(label, colour, series, note) of each lane: GPUs if there are any, otherwise cores, ranks' cores first."""
+    """(label, colour, series, note) of each lane: GPUs if there are any, otherwise cores, ranks' first."""
     gpus = trace.find("gpu_percent")
-    found = gpus or sorted(
-        _latest(trace.find("cpu_percent")), key=lambda s: (s.per.get("rank", 99), s.per["core"])
-    )
+    found = gpus or sorted(_latest(trace.find("cpu_percent")), key=lambda s: (s.per.get("rank", 99), s.per["core"]))
     lanes = []
     for i, series in enumerate(found[:MAX_LANES]):
         rank = series.per.get("rank")
         name = f"GPU {series.per['gpu']}" if gpus else f"core {series.per['core']}"
-        color = (
-            COLORS[(rank if rank is not None else i) % len(COLORS)] if gpus or rank is not None else "#777"
-        )
+        color = COLORS[(rank if rank is not None else i) % len(COLORS)] if gpus or rank is not None else "#777"
         memory = trace.peak("gpu_memory_bytes", gpu=series.per["gpu"]) if gpus else math.nan
-        memory = (
-            trace.peak("resident_bytes", rank=rank) if math.isnan(memory) and rank is not None else memory
-        )
+        memory = trace.peak("resident_bytes", rank=rank) if math.isnan(memory) and rank is not None else memory
         note = f"{_mean(series):.0f} %" + (f", {_bytes(memory)}" if not math.isnan(memory) else "")
         lanes.append((name + (f", rank {rank}" if rank is not None else ""), color, series, note))
     return lanes
 
 
 def _latest(series: list[Series]) -> list[Series]:
-    """One series per core: a core's first samples, before its rank was pinned, are joined to the later ones."""
+    """One series per core: samples from before its rank was pinned are joined to the later ones."""
     cores: dict[int, Series] = {}
     for s in series:
         old = cores.get(s.per["core"])
@@ -98,8 +105,8 @@ def _latest(series: list[Series]) -> list[Series]:
     return list(cores.values())
 
 
-def _neighbours(trace: Trace, series: Series | None) -> list[tuple[str, str, Series, str]]:
-    return [] if series is None else [("others", "#999", series, f"{_mean(series):.0f} % of CPU")]
+def _neighbours(trace: Trace) -> list[tuple[str, str, Series, str]]:
+    return [("others", "#999", s, f"{_mean(s):.0f} % of CPU") for s in trace.find("neighbours_percent")]
 
 
 def _area(t_s: list[float], values: list[float | None], span: float, room: int, points: int) -> str:
@@ -113,7 +120,7 @@ def _area(t_s: list[float], values: list[float | None], span: float, room: int, 
     xy = [(round((b + 0.5) / points * room), round(LANE * (1 - min(100.0, sum(v) / len(v)) / 100)))
           for b, v in sorted(bins.items())]  # fmt: skip
     x0, y0 = xy[0]
-    steps = "".join(f"l{x - px} {y - py}" for (px, py), (x, y) in zip(xy, xy[1:], strict=False))
+    steps = "".join(f"l{x - px} {y - py}" for (px, py), (x, y) in pairwise(xy))
     return f"M{x0} {LANE}V{y0}{steps}V{LANE}z"
 
 
@@ -121,18 +128,13 @@ def _axis(span: float, room: int, height: int) -> str:
     step = next(s for s in (0.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600, 1e9) if span / s <= 6)
     marks = [i * step for i in range(int(span / step + 1e-9) + 1)]
     ticks = "".join(f'<text x="{LEFT + round(t / span * room)}" y="{height - 6}">{t:g}</text>' for t in marks)
-    return f'<g text-anchor="middle" fill="#555">{ticks}</g><text x="{LEFT + room + 8}" y="{height - 6}" fill="#555">seconds</text>'
+    unit = f'<text x="{LEFT + room + 8}" y="{height - 6}" fill="#555">seconds</text>'
+    return f'<g text-anchor="middle" fill="#555">{ticks}</g>{unit}'
 
 
 def _mean(series: Series) -> float:
     present = series.present
     return sum(present) / len(present) if present else 0.0
-
-
-def _peak_text(trace: Trace, name: str) -> str:
-    return ", ".join(
-        f"{_bytes(max(s.present))} (rank {s.per['rank']})" for s in trace.find(name) if s.present
-    )
 
 
 def _bytes(value: float) -> str:

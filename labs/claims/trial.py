@@ -1,0 +1,146 @@
+"""Judging claims from records, and the table that shows the verdicts."""
+
+from __future__ import annotations
+
+import html
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from labs.claims.registry import WORDS, Claim, Verdict, articles, claims, judge_of
+from labs.kit.record import Record, Records
+
+SIGNS = {"holds": "✓", "does not hold": "✗", "depends": "~"}  # not by colour alone
+
+
+def judge(
+    claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None, strict: bool = False
+) -> Verdict:
+    """The verdict on `claim` that `evidence` supports, on a machine with `gpus` GPUs (default: those here).
+
+    Missing evidence gives "not tried yet" or "needs N GPUs", never a guess. A function that fails in another
+    way gives "not tried yet" with the error; with `strict`, for tests, it raises.
+    """
+    function = judge_of(claim)
+    if function is None:
+        return _untried(claim, gpus, "no lab of this course tests it yet")
+    try:
+        found = function(evidence if isinstance(evidence, Records) else Records(evidence))
+    except LookupError as e:
+        if strict and type(e) is not LookupError:  # an IndexError or KeyError is a slip in the function
+            raise
+        return _untried(claim, gpus, f"no evidence: {e}")
+    except Exception as e:
+        if strict:
+            raise
+        return Verdict("not tried yet", f"its test failed: {type(e).__name__}: {e}", "")
+    if found.word == "needs N GPUs":
+        return Verdict(_needs(claim), found.because, found.kind)
+    return found
+
+
+def _untried(claim: Claim, gpus: int | None, why: str) -> Verdict:
+    here = gpu_count() if gpus is None and claim.gpus else gpus or 0
+    if here >= claim.gpus:
+        return Verdict("not tried yet", why, "")
+    return Verdict(_needs(claim), f"this machine has {here or 'none'}", "")
+
+
+def _needs(claim: Claim) -> str:
+    n = max(1, claim.gpus)
+    return f"needs {n} GPU{'s' if n > 1 else ''}"
+
+
+def gpu_count() -> int:
+    """GPUs that CUDA would show this process, found without initialising CUDA."""
+    from labs.kit import nvml, visible
+
+    return len(visible.visible(nvml.report()) or [])
+
+
+@dataclass(frozen=True)
+class Table:
+    """Claims with their verdicts; displays as a table in a notebook and as text elsewhere."""
+
+    rows: tuple[tuple[Claim, Verdict], ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many claims got each verdict, in the order of WORDS."""
+        found = Counter("needs N GPUs" if v.word.startswith("needs") else v.word for _, v in self.rows)
+        return {word: found[word] for word in WORDS if found[word]}
+
+    def verdict(self, claim_id: str) -> Verdict:
+        """The verdict on one claim. LookupError if it is not in this table."""
+        for claim, found in self.rows:
+            if claim.id == claim_id:
+                return found
+        raise LookupError(
+            f"claim {claim_id!r} is not in this table; it has {', '.join(c.id for c, _ in self.rows)}"
+        )
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Each row as plain data."""
+        return [{**asdict(c), "verdict": v.word, "because": v.because, "kind": v.kind} for c, v in self.rows]
+
+    def __repr__(self) -> str:
+        blocks = [self._text(c, v) for c, v in self.rows]
+        return "\n".join([*blocks, self._summary(), *self._sources()])
+
+    def _text(self, claim: Claim, found: Verdict) -> str:
+        head = f"{claim.id}  {found.word.upper()}" + (f" ({found.kind})" if found.kind else "")
+        body = f"{claim.claim} [{claim.source}]"
+        lines = [*textwrap.wrap(body, 100), *textwrap.wrap(f"because: {found.because}", 100)]
+        return "\n".join([head, *(f"     {line}" for line in lines)])
+
+    def _summary(self) -> str:
+        counts = ", ".join(f"{n} {word}" for word, n in self.counts.items())
+        return f"{len(self.rows)} claims: {counts}"
+
+    def _sources(self) -> list[str]:
+        used = {c.id[0] for c, _ in self.rows}
+        return [str(a) for key, a in articles().items() if key in used]
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th {LEFT}>{h}</th>" for h in HEADINGS)
+        body = "".join(
+            f"<tr>{''.join(f'<td {LEFT}>{cell}</td>' for cell in self._cells(c, v))}</tr>"
+            for c, v in self.rows
+        )
+        notes = "<br>".join(html.escape(line) for line in (self._summary(), *self._sources()))
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{notes}</p>"
+
+    def _cells(self, claim: Claim, found: Verdict) -> tuple[str, ...]:
+        word = f"<b>{SIGNS.get(found.word, '…')} {html.escape(found.word)}</b>"
+        takeaway = f"<br><i>{_code(claim.takeaway)}</i>" if found.word in SIGNS else ""
+        return (
+            claim.id,
+            _code(claim.claim) + takeaway,
+            claim.source,
+            word,
+            html.escape(found.because),
+            found.kind,
+        )
+
+
+HEADINGS = ("", "claim", "source", "verdict here", "because", "kind")
+LEFT = 'style="text-align:left;vertical-align:top"'
+CODE = re.compile(
+    r"(?<![\w.])((?:\w+\.)*\w+_\w+(?:\.\w+)*(?:\([^()]*\))?|(?:\w+\.){1,}\w+\([^()]*\)|--?[a-z][\w-]+)"
+)
+
+
+def _code(text: str) -> str:
+    """HTML of a sentence, with what looks like an identifier or an option set as code."""
+    return CODE.sub(r"<code>\1</code>", html.escape(text, quote=False))
+
+
+def table(notebook: str | None = None, evidence: Iterable[Record] = (), *, gpus: int | None = None,
+          strict: bool = False) -> Table:  # fmt: skip
+    """Every claim of `notebook` ("03"; all, if None) with its verdict from `evidence`; see `judge`."""
+    records = evidence if isinstance(evidence, Records) else Records(evidence)
+    here = gpu_count() if gpus is None else gpus
+    return Table(tuple((c, judge(c, records, here, strict)) for c in claims(notebook)))

@@ -1,0 +1,262 @@
+"""How do you train with a batch that does not fit, and how does it go wrong without a crash?
+
+    python -m labs.gradient_accumulation                        # launches its own ranks
+    torchrun --nproc-per-node 2 -m labs.gradient_accumulation --accumulate 8 --micro-batch 4
+
+About 5 s on 2 CPU cores. effective batch = micro_batch x accumulate x world_size. Every way is compared with one
+process that takes the effective batch at once:
+  gradient   what the optimizer applied, summed over its steps: relative error, and length along the true one
+  spread     how far apart the ranks' parameters are after the step, relative to the step
+  traffic    all-reduces and bytes of one step, counted by a communication hook
+The wrong ways are in labs/accumulation_mistakes.py.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from labs import accumulation_mistakes as mistakes
+from labs import models, scaling
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+from labs.replicas import nbytes
+
+
+def accumulate(
+    ddp: DistributedDataParallel, optimizer: Optimizer, micro_batches: mistakes.MicroBatches, loss: mistakes.Loss
+) -> None:
+    """One optimizer step for all `micro_batches` of this rank, `(input, target)` each, with one synchronisation.
+
+    `loss` is a mean over rows, so each micro-batch weighs by its share of rows; with m equal ones that is 1/m.
+    DDP averages over ranks with equal weights: every rank must have the same number of rows in total.
+    """
+    rows = sum(len(x) for x, _ in micro_batches)
+    optimizer.zero_grad()
+    for i, (x, y) in enumerate(micro_batches):
+        last = i == len(micro_batches) - 1
+        with nullcontext() if last else ddp.no_sync():  # DDP looks in the forward pass: keep that inside too
+            (loss(ddp(x), y) * len(x) / rows).backward()  # adds to .grad; the last one all-reduces the sum
+    optimizer.step()
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to do one optimizer step, and what is known of it before it runs."""
+
+    step: Callable[..., None] = accumulate
+    syncs: str = "once"
+    """Backward passes that all-reduce: "once", "every" or "never"."""
+    steps: str = "once"
+    """Optimizer steps: "once" or "every"."""
+    scale: float | None = 1.0
+    """Length of the gradient along the true one; 0 stands for m, None where only a measurement can tell."""
+    rows: str = "equal"
+    """Rows of the micro-batches: "equal", "unequal" or "whole" (one micro-batch with everything)."""
+    clipped: bool = False
+    """Compare with the clipped gradient."""
+    model: str | None = None
+    """Model in place of the configured one."""
+
+
+WAYS = {
+    "whole_batch": Way(rows="whole"),
+    "no_sync": Way(),
+    "sync_every": Way(mistakes.sync_every, syncs="every"),
+    "forward_outside": Way(mistakes.forward_outside, syncs="every"),
+    "loss_not_divided": Way(mistakes.loss_not_divided, scale=0),
+    "mean_of_means": Way(mistakes.mean_of_means, scale=None, rows="unequal"),
+    "last_in_no_sync": Way(mistakes.last_in_no_sync, syncs="never", scale=None),
+    "zero_grad_inside": Way(mistakes.zero_grad_inside, scale=None),
+    "step_inside": Way(mistakes.step_inside, steps="every", scale=None),
+    "clip_inside": Way(mistakes.clip_inside, scale=None, clipped=True),
+    "batchnorm": Way(scale=None, model="cnn_batchnorm"),
+}
+TIMED = ("whole_batch", "no_sync", "sync_every")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to train, and how the batch is cut."""
+
+    model: str = "mlp"
+    """One of labs.models.MODELS, or package.module:factory."""
+    micro_batch: int = 16
+    """Samples of one forward pass on one rank: what fits."""
+    accumulate: int = 4
+    """Micro-batches per optimizer step, m."""
+    ways: tuple[str, ...] = tuple(WAYS)
+    """Ways to do a step: "no_sync" is the right one, see WAYS and labs/accumulation_mistakes.py."""
+    rounds: int = 24
+    """Times that every timed way takes its turn; each gives one sample."""
+    bucket_cap_mb: float = 0.25
+    """Size of DDP's gradient buckets in MiB; torch's default of 25 would make one bucket of a model this small."""
+    seed: int = 0
+    """Seed of the model and of the data."""
+    smoke: bool = False
+    """Only a few steps, to see that it runs."""
+
+    def __post_init__(self) -> None:
+        require(self.micro_batch >= 2, f"micro_batch must be at least 2, not {self.micro_batch}")
+        require(self.accumulate >= 2, f"accumulate must be at least 2, not {self.accumulate}: 1 is no accumulation")
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
+        for way in self.ways:
+            require(way in WAYS, f"there is no way {way!r}: the ways are {', '.join(WAYS)}")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if the model cannot be built."""
+    models.build(config.model)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one optimizer step is expected to do, on each rank."""
+
+    all_reduces: int
+    bytes: float
+    """Bytes that a ring all-reduce makes each rank send."""
+    optimizer_steps: int
+    gradient_scale: float | None
+
+
+def predict(config: Config, ranks: int) -> dict[str, Traffic]:
+    """Traffic and gradient scale of every way, by closed form: b buckets of S bytes in all, once or m times."""
+    m, expected = config.accumulate, {}
+    for name in config.ways:
+        way = WAYS[name]
+        buckets = bucket_bytes(models.build(way.model or config.model).module, config.bucket_cap_mb)
+        times = {"once": 1, "every": m, "never": 0}[way.syncs]
+        sent = times * scaling.ring_all_reduce_bytes(sum(buckets), ranks)
+        scale = m if way.scale == 0 else way.scale
+        expected[name] = Traffic(times * len(buckets), sent, m if way.steps == "every" else 1, scale)
+    return expected
+
+
+def bucket_bytes(module: nn.Module, bucket_cap_mb: float) -> list[int]:
+    """Bytes of DDP's buckets: gradients in backward order, a bucket is closed by the one that fills it.
+
+    True from the second synchronised step on: the first goes in one bucket, while DDP learns the order.
+    """
+    buckets = [0]
+    for p in reversed([p for p in module.parameters() if p.requires_grad]):
+        if buckets[-1] >= bucket_cap_mb * 2**20:
+            buckets.append(0)
+        buckets[-1] += nbytes(p)
+    return buckets
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Gradient, spread and traffic of every way; memory of activations; step times, interleaved."""
+    check_layout(config, rank.world_size)
+    for name in config.ways:
+        yield from _compare(name, config, rank)
+    timed = {way: _Trial(way, config, rank) for way in TIMED if way in config.ways}
+    for way, trial in timed.items():
+        measure.time_steps(trial.step, 2 if config.smoke else 5, rank.device)
+        if way != "sync_every":  # as no_sync
+            yield rank.record("activation_bytes", "B", trial.activation_bytes(), way=way)
+    rounds = 2 if config.smoke else config.rounds
+    seconds = measure.interleave(
+        {way: trial.step for way, trial in timed.items()}, rounds, rank.device, between=rank.barrier,
+        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+    )  # fmt: skip
+    effective = config.micro_batch * config.accumulate * rank.world_size
+    for way, samples in seconds.items():
+        yield rank.record("step_s", "s", rank.slowest(samples), way=way, effective_batch=effective)
+
+
+class _Trial:
+    """This rank's model, optimizer and micro-batches for one way, with its traffic counted."""
+
+    def __init__(self, way: str, config: Config, rank: Rank) -> None:
+        self.way, self.traffic = WAYS[way], Counter()
+        self.workload = models.build(self.way.model or config.model, config.seed)
+        self.module = self.workload.module.to(rank.device)
+        rows = config.micro_batch * config.accumulate
+        self.whole = [t.to(rank.device) for t in self.workload.make_batch(rows * rank.world_size)]
+        mine = [t[rank.rank * rows : (rank.rank + 1) * rows] for t in self.whole]
+        self.micro_batches = list(zip(*(t.split(_sizes(self.way.rows, config)) for t in mine), strict=True))
+        self.ddp = DistributedDataParallel(copy.deepcopy(self.module), bucket_cap_mb=config.bucket_cap_mb)
+        self.ddp.register_comm_hook(self.traffic, _counting_all_reduce)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
+
+    def step(self) -> None:
+        """One optimizer step, this way."""
+        self.way.step(self.ddp, self.optimizer, self.micro_batches, self.workload.loss)
+
+    def activation_bytes(self) -> int:
+        """Bytes that one forward pass keeps for its backward pass, without the parameters."""
+        kept = {p.data_ptr(): 0 for p in self.module.parameters()}
+        x, y = self.micro_batches[0]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), nbytes(t)), id):
+            self.workload.loss(self.module(x), y)
+        return sum(kept.values())
+
+
+def _sizes(rows: str, config: Config) -> list[int]:
+    """Rows of each micro-batch; unequal: half of the last one's rows are in the first one instead."""
+    sizes, moved = [config.micro_batch] * config.accumulate, config.micro_batch // 2
+    if rows == "unequal":
+        sizes[0], sizes[-1] = sizes[0] + moved, sizes[-1] - moved
+    return [sum(sizes)] if rows == "whole" else sizes
+
+
+def _counting_all_reduce(traffic: Counter, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's own default, counted. DDP refuses annotations that are strings: no `from __future__` here."""
+    traffic["all_reduces"] += 1
+    traffic["bytes"] += scaling.ring_all_reduce_bytes(nbytes(bucket.buffer()), dist.get_world_size())
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def _compare(name: str, config: Config, rank: Rank) -> Iterator[Record]:
+    """One step, this way, against one process with the whole batch, in FP32 without TF32."""
+    trial = _Trial(name, config, rank)
+    applied: list[Tensor] = []  # seen by the optimizer: what .grad holds afterwards may be only a part of it
+    trial.optimizer.register_step_pre_hook(lambda *_: applied.append(_gradient(trial.ddp.module)))
+    before = nn.utils.parameters_to_vector(trial.module.parameters()).detach()
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        trial.workload.loss(trial.ddp(trial.micro_batches[0][0]), trial.micro_batches[0][1]).backward()
+        trial.traffic.clear()  # that was DDP's first step, in one bucket
+        trial.step()
+        trial.workload.loss(trial.module(trial.whole[0]), trial.whole[1]).backward()
+    g, whole = sum(applied), _gradient(trial.module)
+    whole = mistakes.clipped(whole) if trial.way.clipped else whole
+    after = nn.utils.parameters_to_vector(trial.ddp.parameters()).detach()
+    error, scale = (g - whole).norm() / whole.norm(), g @ whole / (whole @ whole)
+    spread = _spread(after) / (after - before).norm()
+    worst = rank.slowest([error.item(), scale.item(), spread.item()])  # the rank that is furthest off
+    yield rank.record("gradient_relative_error", "1", worst[0], way=name)
+    yield rank.record("gradient_scale", "1", worst[1], way=name)
+    yield rank.record("parameter_spread", "1", worst[2], way=name)
+    yield rank.record("optimizer_steps", "1", len(applied), way=name)
+    yield rank.record("all_reduces_per_step", "1", trial.traffic["all_reduces"], way=name)
+    yield rank.record("bytes_per_step", "B", trial.traffic["bytes"], way=name)
+
+
+def _gradient(module: nn.Module) -> Tensor:
+    """All gradients as one new vector."""
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def _spread(parameters: Tensor) -> Tensor:
+    """Norm of the largest difference between ranks, element by element."""
+    highest, lowest = parameters.clone(), parameters.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    return (highest - lowest).norm()
+
+
+if __name__ == "__main__":
+    cli.main()

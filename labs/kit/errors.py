@@ -1,0 +1,17 @@
+"""Input that cannot work, told in one line."""
+
+from __future__ import annotations
+
+
+class BadInput(ValueError):
+    """A value that cannot work. The message is one line and names the fix; nothing has been started."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython prints this in place of a traceback: the one line is all there is to know."""
+        return [f"BadInput: {self}"]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise BadInput(message) unless `condition`."""
+    if not condition:
+        raise BadInput(message)

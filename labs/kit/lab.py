@@ -1,0 +1,110 @@
+"""Finding a lab's module, also after it was edited, and making its Config from a caller's values."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+import time
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from labs.kit.errors import BadInput, require
+
+
+def lab_module(name: str) -> ModuleType:
+    """The module of a lab: "data_parallel" for one in labs/, "my_package.my_lab" for your own. Edits take effect.
+
+    BadInput names the labs there are, or what the module lacks.
+    """
+    full = name if "." in name or (not _is_there(f"labs.{name}") and _is_there(name)) else f"labs.{name}"
+    try:
+        lab = _fresh(full)
+    except ModuleNotFoundError as e:
+        require(e.name == f"labs.{name}", f"cannot import lab {name!r}: {e}")
+        raise BadInput(_no_lab(name)) from None
+    if not (hasattr(lab, "run") and hasattr(lab, "Config")):
+        raise BadInput(_no_lab(name) if "." not in name else f"{name} is no lab: it needs a Config and a run()")
+    return lab
+
+
+def _is_there(full: str) -> bool:
+    return full not in sys.stdlib_module_names and importlib.util.find_spec(full) is not None
+
+
+def _no_lab(name: str) -> str:
+    known = sorted(p.stem for p in (Path(__file__).parents[1]).glob("*.py") if "\ndef run(config" in p.read_text())
+    return f"there is no lab {name!r}: {did_you_mean(name, known)}The labs are {', '.join(known)}."
+
+
+def short_name(lab: ModuleType) -> str:
+    """A lab's name in records and messages."""
+    return lab.__name__.removeprefix("labs.")
+
+
+_loaded_ns: dict[str, int] = {}  # when each module was last reloaded here, in time.time_ns()
+_START_NS = time.time_ns()  # a file that changed after this may be newer than what was imported from it
+
+
+def _fresh(full: str) -> ModuleType:
+    """Import a module; again, together with the labs' shared modules, if their files were edited meanwhile.
+
+    Not labs.kit: ranks are forked from a process that has loaded it, so its edits need a new kernel.
+    """
+    now = time.time_ns()
+    edited = [n for n in sorted(sys.modules) if _is_lab_code(n) and n != full and _is_edited(sys.modules[n])]
+    known = sys.modules.get(full)
+    if known is None and not edited:
+        return importlib.import_module(full)
+    for name in edited:
+        importlib.reload(sys.modules[name])
+    if known is not None and (edited or _is_edited(known)):
+        importlib.reload(known)
+    _loaded_ns.update(dict.fromkeys([*edited, full], now))
+    return importlib.import_module(full)
+
+
+def _is_lab_code(name: str) -> bool:
+    return name.startswith("labs.") and not name.startswith("labs.kit")
+
+
+def _is_edited(module: ModuleType) -> bool:
+    try:
+        return os.stat(module.__file__).st_mtime_ns > _loaded_ns.get(module.__name__, _START_NS)
+    except (OSError, TypeError):  # a namespace package, or the file is gone
+        return False
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "did you mean 'x'? " for the nearest of `known`, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def make_config(lab: ModuleType, values: dict[str, Any]) -> Any:
+    """`lab.Config(**values)`, with names and types checked. BadInput names the parameter and the fix."""
+    import typeguard
+
+    name = short_name(lab)
+    hints = typing.get_type_hints(lab.Config)
+    for key, value in values.items():
+        if key not in hints:
+            hint = did_you_mean(key, hints)
+            raise BadInput(f"lab {name!r} has no parameter {key!r}: {hint}It has {', '.join(hints)}.")
+        try:
+            typeguard.check_type(value, hints[key])
+        except typeguard.TypeCheckError:
+            raise BadInput(f"{key} of lab {name!r} must be {_in_words(hints[key])}, not {value!r}") from None
+    return lab.Config(**values)
+
+
+def _in_words(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(repr(a) for a in typing.get_args(hint))
+    plain = isinstance(hint, type) and not typing.get_args(hint)
+    return hint.__name__ if plain else str(hint).replace("typing.", "")

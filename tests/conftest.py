@@ -1,0 +1,24 @@
+"""What holds for all tests: kernels run in this Python, and our own deprecation warnings are errors."""
+
+import os
+from pathlib import Path
+
+import chromium
+
+from labs.kit.course import use_own_kernel
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure(config):
+    use_own_kernel()
+    # For ranks, kernels and command lines that tests start; pyproject.toml says it for this process. The
+    # module part of such a filter matches one whole name, so each module is named.
+    files = [p.relative_to(ROOT).with_suffix("") for p in (ROOT / "labs").rglob("*.py")]
+    modules = [".".join(p.parts).removesuffix(".__init__") for p in files]
+    kinds = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+    os.environ["PYTHONWARNINGS"] = ",".join(f"error::{k.__name__}:{m}" for m in modules for k in kinds)
+
+
+def pytest_report_header():
+    return f"browser: {chromium.executable() or chromium.MISSING}"

@@ -1,0 +1,237 @@
+"""The notebook contract as functions: each takes a notebook and its path and returns what is wrong with it."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nbformat import NotebookNode
+
+from labs.kit.course_page import pictures
+
+Rule = Callable[[NotebookNode, Path], list[str]]
+RULES: dict[str, Rule] = {}
+
+SECTIONS = ("You will", "You need", "Exercises", "Claims on trial", "What you learned")
+SIZE_LIMIT_BYTES = 200_000
+CELL_LINES = 12
+IMPORTS = {"labs", "torch", "numpy", "pandas", "matplotlib", "IPython"}
+# Verbs that titles and goals begin with; add yours if it is one.
+VERBS = set(
+    """accumulate answer apply avoid balance build calculate check choose combine compare compute count cut debug
+    decide derive describe detect diagnose distinguish draw estimate explain feed find fit fix follow get halve hide
+    identify interpret judge keep know launch learn locate make map match measure name overlap plot pick predict
+    profile prove put read recognise recompute reduce repair reproduce run save scale see set shard show size split
+    spot survive tell test trace train trust tune turn understand use verify watch weigh write""".split()
+)
+
+
+def rule(function: Rule) -> Rule:
+    """Register a rule of the contract."""
+    RULES[function.__name__] = function
+    return function
+
+
+def tags(cell: NotebookNode) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def code_cells(nb: NotebookNode) -> list[NotebookNode]:
+    """The code cells that contain anything."""
+    return [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
+
+
+def markdown(nb: NotebookNode) -> str:
+    return "\n\n".join(c.source for c in nb.cells if c.cell_type == "markdown")
+
+
+def section(nb: NotebookNode, name: str) -> str | None:
+    """The text under a heading (or bold first words) `name`, up to the next one; None if there is no such heading."""
+    heading = r"^(?:#{1,6} +|\*\*)"
+    found = re.search(rf"{heading}{name}\b.*$", markdown(nb), re.MULTILINE)
+    return re.split(heading, markdown(nb)[found.end() :], maxsplit=1, flags=re.MULTILINE)[0] if found else None
+
+
+def items(text: str | None) -> list[str]:
+    """The top-level items of the lists in `text`."""
+    return re.findall(r"^(?:[-*]|\d+\.) +(.+)$", text or "", re.MULTILINE)
+
+
+def starts_with_verb(text: str) -> bool:
+    word = re.match(r"[\W\d_]*([A-Za-z]+)", text)
+    return bool(word) and word[1].lower() in VERBS
+
+
+def parsed(cell: NotebookNode) -> ast.Module:
+    """The cell's syntax tree, without lines of magics."""
+    return ast.parse(re.sub(r"^[%!].*$", "", cell.source, flags=re.MULTILINE))
+
+
+def calls(nb: NotebookNode, name: str) -> Iterator[ast.Call]:
+    """Calls of the function `name` in the notebook's code."""
+    for cell in code_cells(nb):
+        for node in ast.walk(parsed(cell)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+                yield node
+
+
+@rule
+def title_is_a_verb_phrase(nb: NotebookNode, path: Path) -> list[str]:
+    titles = re.findall(r"^# +(.+)$", markdown(nb), re.MULTILINE)
+    if len(titles) != 1 or not nb.cells[0].source.startswith("# "):
+        return [f"needs one title, on its first line; has {titles}"]
+    return [] if starts_with_verb(titles[0]) else [f"title {titles[0]!r} does not begin with a verb of VERBS"]
+
+
+@rule
+def hook_gives_time_hardware_and_neighbours(nb: NotebookNode, path: Path) -> list[str]:
+    hook = re.split(r"^(?:## +|\*\*)You will", markdown(nb), maxsplit=1, flags=re.MULTILINE)[0]
+    names = sorted(p.name for p in path.parent.glob("*.ipynb"))
+    here = names.index(path.name)
+    neighbours = names[max(here - 1, 0) : here] + names[here + 1 : here + 2]
+    wanted = {"the time (.. min)": r"\bmin(utes?)?\b", "the hardware (CPU, GPU)": r"\b[CG]PUs?\b"}
+    wanted |= {f"a link to {n}": rf"\]\((\./)?{re.escape(n)}\)" for n in neighbours}
+    return [f"the hook lacks {what}" for what, pattern in wanted.items() if not re.search(pattern, hook)]
+
+
+@rule
+def has_the_fixed_sections_in_order(nb: NotebookNode, path: Path) -> list[str]:
+    places = [re.search(rf"^(?:## +|\*\*){name}\b", markdown(nb), re.MULTILINE) for name in SECTIONS]
+    missing = [f"no section {n!r}" for n, place in zip(SECTIONS, places, strict=True) if not place]
+    order = [place.start() for place in places if place]
+    return missing or ([] if order == sorted(order) else [f"sections are not in the order {SECTIONS}"])
+
+
+@rule
+def goals_are_three_to_five_verbs(nb: NotebookNode, path: Path) -> list[str]:
+    goals = items(section(nb, "You will"))
+    count = [] if 3 <= len(goals) <= 5 else [f"'You will' has {len(goals)} goals, not 3 to 5"]
+    return count + [f"goal {g!r} does not begin with a verb of VERBS" for g in goals if not starts_with_verb(g)]
+
+
+@rule
+def what_you_learned_mirrors_the_goals(nb: NotebookNode, path: Path) -> list[str]:
+    goals, learned = items(section(nb, "You will")), items(section(nb, "What you learned"))
+    same = len(goals) == len(learned)
+    return [] if same else [f"{len(goals)} goals, but {len(learned)} lines in 'What you learned'"]
+
+
+@rule
+def has_one_parameters_cell(nb: NotebookNode, path: Path) -> list[str]:
+    cells = [c for c in code_cells(nb) if "parameters" in tags(c)]
+    if len(cells) != 1:
+        return [f"{len(cells)} cells are tagged 'parameters', not 1"]
+    body = parsed(cells[0]).body
+    if not all(isinstance(node, ast.Assign | ast.AnnAssign) for node in body):
+        return ["the parameters cell does more than assign"]
+    names = {t.id for n in body for t in (n.targets if isinstance(n, ast.Assign) else [n.target])}
+    needs = {"NPROC": "launch", "SOLUTIONS": "check"}
+    return [f"calls {f}() but has no parameter {p}" for p, f in needs.items() if any(calls(nb, f)) and p not in names]
+
+
+@rule
+def exercises_follow_the_solutions_parameter(nb: NotebookNode, path: Path) -> list[str]:
+    found = list(calls(nb, "check"))
+    count = [] if 2 <= len(found) <= 4 else [f"{len(found)} exercises are checked, not 2 to 4"]
+    wrong = [c for c in found if not any(ast.unparse(a) == "SOLUTIONS" for a in [*c.args, *(k.value for k in c.keywords)])]
+    return count + [f"{ast.unparse(c)} does not pass SOLUTIONS" for c in wrong]
+
+
+@rule
+def imports_in_one_cell_and_only_from_the_course(nb: NotebookNode, path: Path) -> list[str]:
+    importing = [c for c in code_cells(nb) if any(isinstance(n, ast.Import | ast.ImportFrom) for n in parsed(c).body)]
+    problems = [] if len(importing) == 1 else [f"{len(importing)} cells import, not 1"]
+    for node in (n for c in code_cells(nb) for n in ast.walk(parsed(c))):
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        problems += [f"imports {m}" for m in modules if m.partition(".")[0] not in IMPORTS]
+    return problems
+
+
+@rule
+def outputs_are_committed(nb: NotebookNode, path: Path) -> list[str]:
+    counts = [c.execution_count for c in code_cells(nb)]
+    if None in counts:
+        return [f"{counts.count(None)} code cells have not been run"]
+    return [] if counts == list(range(1, len(counts) + 1)) else [f"not run once, top to bottom: {counts}"]
+
+
+@rule
+def no_error_outputs(nb: NotebookNode, path: Path) -> list[str]:
+    outputs = [o for c in code_cells(nb) for o in c.outputs]
+    return [f"error output: {o.ename}: {o.evalue}"[:120] for o in outputs if o.output_type == "error"]
+
+
+@rule
+def no_shell_escapes(nb: NotebookNode, path: Path) -> list[str]:
+    shell = r"^\s*(?:!|%%?(?:bash|sh|script|sx|system|!)\b)|\bos\.system\(|\bget_ipython\(\)\.system|=\s*!"
+    lines = [line for c in code_cells(nb) for line in c.source.splitlines()]
+    return [f"shell escape: {line.strip()}" for line in lines if re.search(shell, line)]
+
+
+@rule
+def is_small(nb: NotebookNode, path: Path) -> list[str]:
+    size = path.stat().st_size
+    return [] if size < SIZE_LIMIT_BYTES else [f"{size:,} bytes; the limit is {SIZE_LIMIT_BYTES:,}"]
+
+
+@rule
+def cells_have_unique_ids(nb: NotebookNode, path: Path) -> list[str]:
+    ids = [c.get("id") for c in nb.cells]
+    return [f"cell id {i!r} is missing or not unique" for i in dict.fromkeys(ids) if not i or ids.count(i) > 1]
+
+
+@rule
+def kernel_is_python3(nb: NotebookNode, path: Path) -> list[str]:
+    name = nb.metadata.get("kernelspec", {}).get("name")
+    return [] if name == "python3" else [f"kernelspec is {name!r}, not 'python3'"]
+
+
+@rule
+def nbval_compares_most_cells(nb: NotebookNode, path: Path) -> list[str]:
+    cells = code_cells(nb)
+    ignored = sum("nbval-ignore-output" in tags(c) for c in cells)
+    return [] if 2 * ignored < len(cells) else [f"nbval ignores {ignored} of {len(cells)} code cells"]
+
+
+@rule
+def no_cell_may_fail_or_be_skipped(nb: NotebookNode, path: Path) -> list[str]:
+    banned = {"raises-exception", "nbval-skip", "nbval-raises-exception", "skip-execution"}
+    tagged = [f"cell {c.get('id')} is tagged {t}" for c in nb.cells for t in tags(c) if t in banned]
+    comment = r"#\s*(NBVAL_(SKIP|RAISES_EXCEPTION)|PYTEST_VALIDATE_IGNORE_OUTPUT)"
+    return tagged + [f"cell {c.get('id')} has an nbval comment" for c in code_cells(nb) if re.search(comment, c.source)]
+
+
+@rule
+def cells_are_short(nb: NotebookNode, path: Path) -> list[str]:
+    def lines(cell: NotebookNode) -> int:
+        return sum(bool(s := line.strip()) and not s.startswith("#") for line in cell.source.splitlines())
+
+    return [f"cell {c.get('id')} has {lines(c)} lines of code" for c in code_cells(nb) if lines(c) > CELL_LINES]
+
+
+@rule
+def pictures_have_alt_text(nb: NotebookNode, path: Path) -> list[str]:
+    found = [(c.get("id"), p.alt) for c in code_cells(nb) for p in pictures(c)]
+    found += [("markdown", alt) for alt in re.findall(r"!\[([^]]*)\]\(", markdown(nb))]
+    problems = [f"a picture of cell {where} has no alt text of use: {alt!r}" for where, alt in found if len(alt) < 10]
+    html = ["".join(o.get("data", {}).get("text/html", "")) for c in code_cells(nb) for o in c.outputs]
+    bare = [svg for text in html for svg in re.findall(r"<svg\b.*?</svg>", text, re.DOTALL)]
+    return problems + ["an inline SVG has no <title>" for svg in bare if not re.search(r"<title>\w|aria-label=", svg)]
+
+
+@rule
+def no_path_of_one_machine(nb: NotebookNode, path: Path) -> list[str]:
+    outputs = [str(dict(o)) for c in code_cells(nb) for o in c.outputs]
+    text = re.sub(r"""data:[\w/+;,-]+[^"'\s)]*""", "", "\n".join([c.source for c in nb.cells] + outputs))
+    system = r"(?:sys|proc|dev|etc|usr)/"
+    found = re.findall(rf"(?<![\w<.:/)\]}}~-])/(?!{system})(?:[\w.-]+/)+[\w.-]+", text)
+    found += re.findall(r"\b[A-Z]:\\+Users\\+\w+", text)
+    return [f"path of one machine: {p}" for p in dict.fromkeys(found)]
+
+
+@rule
+def links_resolve(nb: NotebookNode, path: Path) -> list[str]:
+    targets = re.findall(r"\]\(([^)\s]+)\)", markdown(nb)) + re.findall(r'(?:href|src)="([^"]+)"', markdown(nb))
+    local = [t.partition("#")[0] for t in targets if not re.match(r"[a-z]+:|#|attachment:", t)]
+    return [f"broken link: {t}" for t in local if t and not (path.parent / t).exists()]

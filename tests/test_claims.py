@@ -1,0 +1,164 @@
+"""The claims registry: complete, self-contained, honest about what was not tried."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labs import claims as trial
+from labs.claims import registry
+from labs.claims.registry import PAPER, WORDS, Verdict, claims, verdict
+from labs.claims.trial import judge, table
+from labs.kit.record import Record, Records
+
+NOTEBOOKS = sorted(p.stem[2:] for p in Path(registry.__file__).parent.glob("nb*.py"))
+SOME = Records([Record("data_parallel", "step_s", "s", (0.02, 0.03), case={"ranks": 1})])
+
+
+@pytest.fixture(autouse=True)
+def own_judges(monkeypatch):
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_judges", dict(registry._judges))
+
+
+def test_all_167_claims_are_there_and_complete():
+    rows = claims()
+    assert len(rows) == 167
+    assert {c.id[0] for c in rows} == set(trial.articles()) == set("ABCDE")
+    for c in rows:
+        assert c.paper in PAPER and c.gpus in (0, 1, 2) and re.fullmatch(r"\d\d", c.notebook), c.id
+        assert re.fullmatch(r"\d+(-\d+)?(, \d+(-\d+)?)*", c.lines), c.id
+        for text in (c.claim, c.takeaway):
+            assert len(text) > 15 and re.search(r'[.][")]*$', text), f"{c.id}: a whole sentence, not {text!r}"
+    counts = {word: sum(c.paper == word for c in rows) for word in PAPER}
+    assert counts == {"true": 39, "true with conditions": 57, "outdated": 12, "wrong": 59}
+
+
+def test_articles_are_cited_by_title_and_date():
+    for article in trial.articles().values():
+        assert article.title_en and re.fullmatch(r"\d{4}-\d\d-\d\d|no date in the text", article.date)
+        assert article.date in str(article) and article.title in str(article)
+
+
+def test_no_claim_points_at_another_row_or_at_private_notes():
+    for c in claims():
+        assert not re.search(r"\b([ABCDELPS]\d\d?)\b", f"{c.claim} {c.takeaway}".replace("E[", "")), c.id
+
+
+def test_every_claim_gets_one_row_and_without_evidence_nothing_counts_as_measured():
+    found = table(gpus=0)
+    assert len(found.rows) == 167 and sum(found.counts.values()) == 167
+    for c, v in found.rows:
+        untried = v.word.startswith("needs") or (v.word == "not tried yet" and c.gpus == 0)
+        assert untried or v.kind in ("published", "modelled"), c.id
+        assert v.because
+
+
+def test_needs_gpus_depends_on_the_machine():
+    claim = next(c for c in claims() if c.gpus == 2)
+    assert judge(claim, gpus=0).word == judge(claim, gpus=1).word == "needs 2 GPUs"
+    assert judge(claim, gpus=2).word == "not tried yet"
+
+
+def test_a_verdict_is_computed_from_the_evidence():
+    @verdict("E23")
+    def _(evidence):
+        r = evidence.one("step_s", ranks=1)
+        return Verdict("holds", f"{r.value:g} s per step", r.kind)
+
+    found = table("01", SOME, gpus=0)
+    assert found.verdict("E23") == Verdict("holds", "0.025 s per step", "measured")
+    assert "0.025 s per step" in repr(found) and "0.025 s per step" in found._repr_html_()
+    assert found.counts["holds"] == 1
+
+
+def test_missing_evidence_names_what_is_missing():
+    @verdict("E23")
+    def _(evidence):
+        return Verdict("holds", str(evidence.one("peak_bytes", ranks=4)))
+
+    found = table("01", SOME, gpus=0, strict=True).verdict("E23")
+    assert found.word == "not tried yet" and "peak_bytes" in found.because and found.kind == ""
+
+
+def test_a_failing_function_never_breaks_the_notebook_but_breaks_a_test():
+    @verdict("E23")
+    def _(evidence):
+        return Verdict("holds", str(evidence.where("peak_bytes")[0]))
+
+    found = table("01", SOME, gpus=0).verdict("E23")
+    assert found.word == "not tried yet"
+    with pytest.raises(IndexError):
+        table("01", SOME, gpus=0, strict=True)
+
+
+def test_needs_n_gpus_is_filled_in():
+    @verdict("A19")
+    def _(evidence):
+        return Verdict("needs N GPUs", "one process sees one link", "")
+
+    assert table("07", SOME, gpus=0).verdict("A19").word == "needs 2 GPUs"
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "message"),
+    [("probably", "measured", "a verdict is one of"), ("holds", "guessed", "the kind of a verdict")],
+)
+def test_verdict_words_are_fixed(word, kind, message):
+    with pytest.raises(ValueError, match=message):
+        Verdict(word, "because", kind)
+
+
+def test_registration_errors():
+    with pytest.raises(ValueError, match=r"no claim 'Z99'"):
+        verdict("Z99")(lambda evidence: None)
+    verdict("E23")(lambda evidence: None)
+    with pytest.raises(ValueError, match="two verdict functions"):
+        verdict("E23")(lambda evidence: None)
+    stray = lambda evidence: None  # noqa: E731
+    stray.__module__ = "labs.claims.nb05"
+    with pytest.raises(ValueError, match=r"notebook 01, not into nb05\.py"):
+        verdict("E23")(stray)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_functions_of_a_notebook_say_not_tried_when_there_is_no_evidence(notebook):
+    for claim, found in table(notebook, (), gpus=0, strict=True).rows:
+        honest = (
+            found.word == "not tried yet"
+            or found.word.startswith("needs")
+            or found.kind in ("", "modelled", "published")
+        )
+        assert honest, f"{claim.id}: {found} without a single record"  # fmt: skip
+
+
+def test_html_escapes_and_marks_code():
+    text = table("08", gpus=0)._repr_html_()
+    assert "<code>init_process_group</code>" in text and "<script" not in text
+    assert text.count("<tr>") == 1 + len(claims("08"))
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "labs.claims", *args], capture_output=True, text=True, timeout=60)
+
+
+def test_command_prints_all_and_counts_them():
+    out = run().stdout
+    assert sum(f"\n{c.id}  " in f"\n{out}" for c in claims()) == 167
+    assert re.search(r"^167 claims: .*\d+ not tried yet", out, re.M)
+
+
+def test_command_json_notebook_and_bad_input(tmp_path):
+    rows = json.loads(run("--json", "--notebook", "06").stdout)
+    assert {r["id"] for r in rows} == {c.id for c in claims("06")}
+    assert all(r["verdict"] in WORDS or r["verdict"].startswith("needs") for r in rows)
+    wrong = run("--notebook", "77")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "06" in wrong.stderr
+    (tmp_path / "x.jsonl").write_text("{")
+    wrong = run("--evidence", str(tmp_path / "x.jsonl"))
+    assert wrong.returncode == 2 and "line 1" in wrong.stderr and wrong.stderr.count("\n") == 1

@@ -1,0 +1,79 @@
+"""The facts lab and the verdicts of notebook 03 that rest on it and on the other labs' records."""
+
+import math
+
+import pytest
+
+from labs.claims import table
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    def go(lab, **parameters):
+        return launch(lab, nproc=2, oversubscribe=True, smoke=True, **parameters)
+
+    runs = [go("data_parallel", model="cnn"), go("data_parallel", model="mlp"), go("ddp_parity"), go("crossover"),
+            go("ddp_training"), go("gradient_accumulation"), go("ddp_facts")]  # fmt: skip
+    return Records(r for run in runs for r in run)
+
+
+def test_facts_are_those_of_ddp(evidence):
+    facts = Records(r for r in evidence if r.lab == "ddp_facts")
+    assert facts.one("rows_in_forward").samples == (64, 64)
+    assert facts.one("parameters", where="model").value == 658_698
+    assert facts.one("parameter_spread", when="before DDP").value > 0
+    assert facts.one("parameter_spread", when="after DDP").value == 0
+    assert facts.one("relu_mse", output="always 0").value == pytest.approx(1, abs=0.02)
+    assert facts.one("bucket_bytes", gradient_as_bucket_view=False).value == 4 * 658_698
+    assert facts.one("bucket_bytes", gradient_as_bucket_view=True).value == 0
+
+
+def test_a_slow_rank_slows_all(evidence):
+    even, slow = evidence.where("step_s_of_fastest_rank")
+    assert slow.value > even.value
+    assert slow.value > 0.02
+
+
+EXPECTED = {
+    "A01": "does not hold", "A04": "holds", "A09": "does not hold", "A11": "holds", "A12": "does not hold",
+    "A14": "does not hold", "A16": "does not hold", "A17": "does not hold", "A18": "depends", "B01": "depends",
+    "B26": "does not hold", "B34": "depends", "B36": "does not hold", "B37": "depends", "D07": "holds",
+    "D08": "does not hold", "D12": "does not hold", "E13": "does not hold", "E15": "holds",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", EXPECTED)
+def test_verdicts_that_do_not_rest_on_timing(evidence, claim):
+    found = table(notebook="03", evidence=evidence).verdict(claim)
+    assert found.word == EXPECTED[claim], found.because
+    assert found.because
+
+
+def test_every_verdict_of_the_notebook_finds_its_evidence(evidence):
+    from labs.claims.registry import claims, judge_of
+    from labs.claims.trial import judge
+
+    for claim in claims("03"):
+        if judge_of(claim) is not None:
+            assert judge(claim, evidence, strict=True).word != "not tried yet", claim.id
+
+
+def test_the_verdict_follows_the_records(evidence):
+    """The same claim, with records in which DDP had split the rows, is judged the other way."""
+    split = Records(
+        Record(**{**r.__dict__, "samples": (32, 32)}) if r.metric == "rows_in_forward" else r for r in evidence
+    )
+    assert table(notebook="03", evidence=split).verdict("D08").word == "holds"
+
+
+def test_without_evidence_nothing_is_claimed():
+    words = {v.word for _, v in table(notebook="03", evidence=Records()).rows}
+    assert not words & {"holds", "depends"} or all(
+        v.kind == "published" for _, v in table(notebook="03", evidence=Records()).rows if v.word in ("holds", "depends")
+    )
+
+
+def test_the_articles_loop_cannot_learn(evidence):
+    assert evidence.one("random_label_floor").value == pytest.approx(math.log(10))
