@@ -11,21 +11,24 @@ process that takes the effective batch at once:
 The wrong ways are in labs/accumulation_mistakes.py.
 """
 
+from __future__ import annotations
+
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from labs import accumulation_mistakes as mistakes
 from labs import models, scaling
+from labs.gradient_buckets import bucket_bytes, counting_all_reduce
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
@@ -59,8 +62,8 @@ class Way:
     """Backward passes that all-reduce: "once", "every" or "never"."""
     steps: str = "once"
     """Optimizer steps: "once" or "every"."""
-    scale: float | None = 1.0
-    """Length of the gradient along the true one; 0 stands for m, None where only a measurement can tell."""
+    scale: str | None = "1"
+    """Length of the gradient along the true one: "1", "m" or None where only a measurement can tell."""
     rows: str = "equal"
     """Rows of the micro-batches: "equal", "unequal" or "whole" (one micro-batch with everything)."""
     clipped: bool = False
@@ -74,7 +77,7 @@ WAYS = {
     "no_sync": Way(),
     "sync_every": Way(mistakes.sync_every, syncs="every"),
     "forward_outside": Way(mistakes.forward_outside, syncs="every"),
-    "loss_not_divided": Way(mistakes.loss_not_divided, scale=0),
+    "loss_not_divided": Way(mistakes.loss_not_divided, scale="m"),
     "mean_of_means": Way(mistakes.mean_of_means, scale=None, rows="unequal"),
     "last_in_no_sync": Way(mistakes.last_in_no_sync, syncs="never", scale=None),
     "zero_grad_inside": Way(mistakes.zero_grad_inside, scale=None),
@@ -101,6 +104,8 @@ class Config:
     """Times that every timed way takes its turn; each gives one sample."""
     bucket_cap_mb: float = 0.25
     """Size of DDP's gradient buckets in MiB; torch's default of 25 would make one bucket of a model this small."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Numbers of the comparison, not of the timing; float64 tells rounding from a mistake."""
     seed: int = 0
     """Seed of the model and of the data."""
     smoke: bool = False
@@ -111,6 +116,7 @@ class Config:
         require(self.accumulate >= 2, f"accumulate must be at least 2, not {self.accumulate}: 1 is no accumulation")
         require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
+        require(len(self.ways) > 0, f"ways must name at least one of {', '.join(WAYS)}")
         for way in self.ways:
             require(way in WAYS, f"there is no way {way!r}: the ways are {', '.join(WAYS)}")
 
@@ -136,25 +142,13 @@ def predict(config: Config, ranks: int) -> dict[str, Traffic]:
     m, expected = config.accumulate, {}
     for name in config.ways:
         way = WAYS[name]
-        buckets = bucket_bytes(models.build(way.model or config.model).module, config.bucket_cap_mb)
+        module = models.build(way.model or config.model).module.to(getattr(torch, config.dtype))
+        buckets = bucket_bytes(module, config.bucket_cap_mb)
         times = {"once": 1, "every": m, "never": 0}[way.syncs]
         sent = times * scaling.ring_all_reduce_bytes(sum(buckets), ranks)
-        scale = m if way.scale == 0 else way.scale
+        scale = {"1": 1.0, "m": float(m), None: None}[way.scale]
         expected[name] = Traffic(times * len(buckets), sent, m if way.steps == "every" else 1, scale)
     return expected
-
-
-def bucket_bytes(module: nn.Module, bucket_cap_mb: float) -> list[int]:
-    """Bytes of DDP's buckets: gradients in backward order, a bucket is closed by the one that fills it.
-
-    True from the second synchronised step on: the first goes in one bucket, while DDP learns the order.
-    """
-    buckets = [0]
-    for p in reversed([p for p in module.parameters() if p.requires_grad]):
-        if buckets[-1] >= bucket_cap_mb * 2**20:
-            buckets.append(0)
-        buckets[-1] += nbytes(p)
-    return buckets
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -180,16 +174,17 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 class _Trial:
     """This rank's model, optimizer and micro-batches for one way, with its traffic counted."""
 
-    def __init__(self, way: str, config: Config, rank: Rank) -> None:
+    def __init__(self, way: str, config: Config, rank: Rank, dtype: torch.dtype = torch.float32) -> None:
         self.way, self.traffic = WAYS[way], Counter()
         self.workload = models.build(self.way.model or config.model, config.seed)
-        self.module = self.workload.module.to(rank.device)
+        self.module = self.workload.module.to(rank.device, dtype)
         rows = config.micro_batch * config.accumulate
         self.whole = [t.to(rank.device) for t in self.workload.make_batch(rows * rank.world_size)]
+        self.whole[0] = self.whole[0].to(dtype) if self.whole[0].is_floating_point() else self.whole[0]
         mine = [t[rank.rank * rows : (rank.rank + 1) * rows] for t in self.whole]
         self.micro_batches = list(zip(*(t.split(_sizes(self.way.rows, config)) for t in mine), strict=True))
         self.ddp = DistributedDataParallel(copy.deepcopy(self.module), bucket_cap_mb=config.bucket_cap_mb)
-        self.ddp.register_comm_hook(self.traffic, _counting_all_reduce)
+        self.ddp.register_comm_hook(self.traffic, counting_all_reduce)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
 
     def step(self) -> None:
@@ -200,7 +195,7 @@ class _Trial:
         """Bytes that one forward pass keeps for its backward pass, without the parameters."""
         kept = {p.data_ptr(): 0 for p in self.module.parameters()}
         x, y = self.micro_batches[0]
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), nbytes(t)), id):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), nbytes(t)), lambda t: t):
             self.workload.loss(self.module(x), y)
         return sum(kept.values())
 
@@ -213,16 +208,9 @@ def _sizes(rows: str, config: Config) -> list[int]:
     return [sum(sizes)] if rows == "whole" else sizes
 
 
-def _counting_all_reduce(traffic: Counter, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's own default, counted. DDP refuses annotations that are strings: no `from __future__` here."""
-    traffic["all_reduces"] += 1
-    traffic["bytes"] += scaling.ring_all_reduce_bytes(nbytes(bucket.buffer()), dist.get_world_size())
-    return default_hooks.allreduce_hook(None, bucket)
-
-
 def _compare(name: str, config: Config, rank: Rank) -> Iterator[Record]:
-    """One step, this way, against one process with the whole batch, in FP32 without TF32."""
-    trial = _Trial(name, config, rank)
+    """One step, this way, against one process with the whole batch, without TF32."""
+    trial = _Trial(name, config, rank, getattr(torch, config.dtype))
     applied: list[Tensor] = []  # seen by the optimizer: what .grad holds afterwards may be only a part of it
     trial.optimizer.register_step_pre_hook(lambda *_: applied.append(_gradient(trial.ddp.module)))
     before = nn.utils.parameters_to_vector(trial.module.parameters()).detach()

@@ -1,6 +1,7 @@
 """The notebook contract as functions: each takes a notebook and its path and returns what is wrong with it."""
 
 import ast
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,7 +134,9 @@ def has_one_parameters_cell(nb: NotebookNode, path: Path) -> list[str]:
 def exercises_follow_the_solutions_parameter(nb: NotebookNode, path: Path) -> list[str]:
     found = list(calls(nb, "check"))
     count = [] if 2 <= len(found) <= 4 else [f"{len(found)} exercises are checked, not 2 to 4"]
-    wrong = [c for c in found if not any(ast.unparse(a) == "SOLUTIONS" for a in [*c.args, *(k.value for k in c.keywords)])]
+    wrong = [
+        c for c in found if not any(ast.unparse(a) == "SOLUTIONS" for a in [*c.args, *(k.value for k in c.keywords)])
+    ]
     return count + [f"{ast.unparse(c)} does not pass SOLUTIONS" for c in wrong]
 
 
@@ -177,7 +180,7 @@ def is_small(nb: NotebookNode, path: Path) -> list[str]:
 
 @rule
 def cells_have_unique_ids(nb: NotebookNode, path: Path) -> list[str]:
-    ids = [c.get("id") for c in nb.cells]
+    ids = [c.get("id") for c in json.loads(path.read_text())["cells"]]  # nbformat mends ids as it reads
     return [f"cell id {i!r} is missing or not unique" for i in dict.fromkeys(ids) if not i or ids.count(i) > 1]
 
 

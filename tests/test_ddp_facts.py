@@ -71,7 +71,9 @@ def test_the_verdict_follows_the_records(evidence):
 def test_without_evidence_nothing_is_claimed():
     words = {v.word for _, v in table(notebook="03", evidence=Records()).rows}
     assert not words & {"holds", "depends"} or all(
-        v.kind == "published" for _, v in table(notebook="03", evidence=Records()).rows if v.word in ("holds", "depends")
+        v.kind == "published"
+        for _, v in table(notebook="03", evidence=Records()).rows
+        if v.word in ("holds", "depends")
     )
 
 

@@ -45,7 +45,9 @@ def _statistics(width):
     ours, whole = (cls(width).double() for cls in (SyncBatchNorm2d, torch.nn.BatchNorm2d))
     shard = slice(dist.get_rank() * 3, dist.get_rank() * 3 + 3)
     difference = (ours(x[shard]) - whole(x)[shard]).abs().max().item()
-    running = max((ours.running_mean - whole.running_mean).abs().max(), (ours.running_var - whole.running_var).abs().max())
+    running = max(
+        (ours.running_mean - whole.running_mean).abs().max(), (ours.running_var - whole.running_var).abs().max()
+    )
     return difference, running.item()
 
 

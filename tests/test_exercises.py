@@ -17,7 +17,7 @@ MUTANTS_NEEDED = 4
 
 def mutants(exercise_id: str) -> dict:
     """{mistake: (function, words that the feedback must hold)} of one exercise."""
-    module = importlib.import_module(f"tests.mutants.nb{exercise_id[:2]}")
+    module = importlib.import_module(f"mutants.nb{exercise_id[:2]}")
     return module.MUTANTS.get(exercise_id, {})
 
 
@@ -26,7 +26,7 @@ MUTANTS = [(i, name) for i in IDS for name in mutants(i)]
 
 def test_each_notebook_with_exercises_has_mutants_for_exercises_that_exist():
     for path in Path(exercises.__file__).parent.glob("nb*.py"):
-        module = importlib.import_module(f"tests.mutants.{path.stem}")
+        module = importlib.import_module(f"mutants.{path.stem}")
         own = importlib.import_module(f"labs.exercises.{path.stem}").EXERCISES
         assert set(module.MUTANTS) == set(own), f"{path.stem}: exercises and mutants differ"
         assert all(i.startswith(f"{path.stem[2:]}.") for i in own)

@@ -280,7 +280,7 @@ def test_strip_of_nothing_and_of_a_run_without_ranks():
 
 def test_strip_names_lanes_peaks_and_time():
     svg = strip_svg(example(2))
-    for text in ("core 0, rank 0", "core 1, rank 1", "449 MB", "others", "seconds", ">10<"):
+    for text in ("core 0, rank 0", "core 1, rank 1", "449 MB", "others", "mean, peak", ">10 s<"):
         assert text in svg
     assert ">GPU 0<" in strip_svg(example(2, gpus=1)) and "25.0 GB" in strip_svg(example(2, gpus=1))
 

@@ -16,9 +16,7 @@ PROG = "python -m labs.claims"
 def main() -> None:
     parser = argparse.ArgumentParser(prog=PROG, description="What five articles claim, and what records say.")
     parser.add_argument("--notebook", help='only the claims of one notebook, for example "03"')
-    parser.add_argument(
-        "--evidence", nargs="+", type=Path, default=[], metavar="FILE", help="record files to judge by"
-    )
+    parser.add_argument("--evidence", nargs="+", type=Path, default=[], metavar="FILE", help="record files to judge by")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     args = parser.parse_args()
     if args.notebook and not claims(args.notebook):

@@ -40,7 +40,8 @@ def _(evidence: Records) -> Verdict:
         parts = f"CUDA {here['cuda']}" + (f" and NCCL {here['nccl']}" if here["nccl"] else "")
         because = f"torch {here['torch']} brings {parts} in its own packages; only the driver is the system's"
         return Verdict("does not hold", because)
-    evidence.one("all_reduce_s", bytes=min(r.case["bytes"] for r in evidence.where("all_reduce_s")))
+    if not len(evidence.where("all_reduce_s")):
+        raise LookupError("the probe has all-reduced nothing yet")
     because = "ranks computed and all-reduced here with neither; for GPUs torch's CUDA packages bring both"
     return Verdict("does not hold", because)
 
@@ -57,9 +58,7 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     dense = card("A100 80GB SXM").tflops("fp16")
     because = f"the dense FP16 peak is {dense:g} TFLOP/s. 624 is {624 / dense:g} times that: the figure for "
-    return Verdict(
-        "does not hold", because + "2:4 structured sparsity, which training does not have", "published"
-    )
+    return Verdict("does not hold", because + "2:4 structured sparsity, which training does not have", "published")
 
 
 @verdict("B20")
@@ -96,9 +95,7 @@ def _(evidence: Records) -> Verdict:
     cuda_11_1 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86"]  # sm_86 is its newest target
     how = build.runs_on((9, 0), cuda_11_1) or "none runs"
     because = f"machine code up to sm_86 on an H100 (sm_90): {how}. The driver must be as new as the build's "
-    return Verdict(
-        "does not hold", because + "CUDA, and the build must hold kernels for the card", "modelled"
-    )
+    return Verdict("does not hold", because + "CUDA, and the build must hold kernels for the card", "modelled")
 
 
 @verdict("C02")
@@ -116,9 +113,7 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     sizes = {s.gpu: s.memory_gb for s in peaks.specs() if s.memory_gb}
     inside = [g for g, gb in sizes.items() if 8 <= gb <= 24]
-    because = (
-        f"{len(inside)} of the {len(sizes)} cards in the table ({', '.join(inside)}); the others have up to "
-    )
+    because = f"{len(inside)} of the {len(sizes)} cards in the table ({', '.join(inside)}); the others have up to "
     return Verdict("depends", because + f"{max(sizes.values()):g} GB", "published")
 
 
@@ -139,9 +134,7 @@ def _(evidence: Records) -> Verdict:
     here = build.build()
     if here["nccl"]:
         return Verdict("does not hold", f"this torch uses NCCL {here['nccl']} from its own packages")
-    return Verdict(
-        "needs N GPUs", "this torch holds no NCCL: install a CUDA build beside a GPU to see its own", ""
-    )
+    return Verdict("needs N GPUs", "this torch holds no NCCL: install a CUDA build beside a GPU to see its own", "")
 
 
 @verdict("E03")
@@ -151,20 +144,14 @@ def _(evidence: Records) -> Verdict:
         raise LookupError("the probe's matrix product has not been run")
     here = build.build()
     cuda = f"a build for CUDA {here['cuda']}" if here["cuda"] else "a CPU build: no GPU takes part"
-    because = (
-        f"what is installed here is torch {here['torch']}, {cuda}. A product that was computed (its error "
-    )
-    return Verdict(
-        "does not hold", because + f"here: {max(errors):.0e}) proves a device; an installation does not"
-    )
+    because = f"what is installed here is torch {here['torch']}, {cuda}. A product that was computed (its error "
+    return Verdict("does not hold", because + f"here: {max(errors):.0e}) proves a device; an installation does not")
 
 
 @verdict("E04")
 def _(evidence: Records) -> Verdict:
     how = build.runs_on((9, 0), ["sm_70", "sm_80"]) or "none runs"
-    because = (
-        "both answer from the driver. Neither knows whether torch has kernels for the card (those for sm_70 "
-    )
+    because = "both answer from the driver. Neither knows whether torch has kernels for the card (those for sm_70 "
     because += f"and sm_80 on an H100: {how}) or whether its memory is free; (0) is one card of several"
     return Verdict("depends", because, "modelled")
 

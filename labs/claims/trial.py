@@ -16,9 +16,7 @@ from labs.kit.record import Record, Records
 SIGNS = {"holds": "✓", "does not hold": "✗", "depends": "~"}  # not by colour alone
 
 
-def judge(
-    claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None, strict: bool = False
-) -> Verdict:
+def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None, strict: bool = False) -> Verdict:
     """The verdict on `claim` that `evidence` supports, on a machine with `gpus` GPUs (default: those here).
 
     Missing evidence gives "not tried yet" or "needs N GPUs", never a guess. A function that fails in another
@@ -27,8 +25,9 @@ def judge(
     function = judge_of(claim)
     if function is None:
         return _untried(claim, gpus, "no lab of this course tests it yet")
+    records = evidence if isinstance(evidence, Records) else Records(evidence)
     try:
-        found = function(evidence if isinstance(evidence, Records) else Records(evidence))
+        found = function(records)
     except LookupError as e:
         if strict and type(e) is not LookupError:  # an IndexError or KeyError is a slip in the function
             raise
@@ -38,8 +37,15 @@ def judge(
             raise
         return Verdict("not tried yet", f"its test failed: {type(e).__name__}: {e}", "")
     if found.word == "needs N GPUs":
-        return Verdict(_needs(claim), found.because, found.kind)
-    return found
+        return Verdict(_needs(claim), found.because, "")
+    return Verdict(found.word, found.because, _honest(found.kind, {r.kind for r in records}))
+
+
+def _honest(kind: str, given: set[str]) -> str:
+    """`kind`, unless it says "measured" and none of the records is: then "recorded", or nothing."""
+    if kind != "measured" or "measured" in given:
+        return kind
+    return "recorded" if "recorded" in given else ""
 
 
 def _untried(claim: Claim, gpus: int | None, why: str) -> Verdict:
@@ -78,9 +84,7 @@ class Table:
         for claim, found in self.rows:
             if claim.id == claim_id:
                 return found
-        raise LookupError(
-            f"claim {claim_id!r} is not in this table; it has {', '.join(c.id for c, _ in self.rows)}"
-        )
+        raise LookupError(f"claim {claim_id!r} is not in this table; it has {', '.join(c.id for c, _ in self.rows)}")
 
     def as_json(self) -> list[dict[str, Any]]:
         """Each row as plain data."""
@@ -107,8 +111,7 @@ class Table:
     def _repr_html_(self) -> str:
         head = "".join(f"<th {LEFT}>{h}</th>" for h in HEADINGS)
         body = "".join(
-            f"<tr>{''.join(f'<td {LEFT}>{cell}</td>' for cell in self._cells(c, v))}</tr>"
-            for c, v in self.rows
+            f"<tr>{''.join(f'<td {LEFT}>{cell}</td>' for cell in self._cells(c, v))}</tr>" for c, v in self.rows
         )
         notes = "<br>".join(html.escape(line) for line in (self._summary(), *self._sources()))
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{notes}</p>"
@@ -129,7 +132,10 @@ class Table:
 HEADINGS = ("", "claim", "source", "verdict here", "because", "kind")
 LEFT = 'style="text-align:left;vertical-align:top"'
 CODE = re.compile(
-    r"(?<![\w.])((?:\w+\.)*\w+_\w+(?:\.\w+)*(?:\([^()]*\))?|(?:\w+\.){1,}\w+\([^()]*\)|--?[a-z][\w-]+)"
+    r"(?<![\w.])("
+    r"(?:\w+\.)*\w+_\w+(?:\.\w+)*(?:\([^()]*\)|=\[[^\]]*\]|=\w+)?"  # a_name, with its arguments or its value
+    r"|(?:\w+\.)+\w+\([^()]*\)"  # a.call()
+    r"|--?[a-z][\w-]+)"  # an --option
 )
 
 

@@ -21,13 +21,9 @@ def check_nvml_indices(f: Function) -> None:
     """UUIDs decide, in CUDA order, with an unknown card as None."""
     got = _list(f(list(CUDA), list(NVML)))
     if got == [0, 1, 2, 3]:
-        raise Mistake(
-            "you took CUDA device i to be NVML device i", "CUDA puts the fastest card first: use the UUIDs"
-        )
+        raise Mistake("you took CUDA device i to be NVML device i", "CUDA puts the fastest card first: use the UUIDs")
     if got == [None] * 4:
-        raise Mistake(
-            "no UUID was found", 'NVML writes "GPU-" in front and may use capitals; torch does neither'
-        )
+        raise Mistake("no UUID was found", 'NVML writes "GPU-" in front and may use capitals; torch does neither')
     if got[:2] == [None, None] and got[2:] == [0, 1]:
         raise Mistake("UUIDs with capitals were not found", "compare lower-case copies")
     # A permutation of order 3 is not its own inverse: it tells a mapping from its reverse.
@@ -40,13 +36,9 @@ def check_nvml_indices(f: Function) -> None:
                       "the two lists need not have the same length")  # fmt: skip
     unknown = _outcome(lambda: f(["aa", "zz", "bb"], ["GPU-aa", "GPU-bb"]))
     if isinstance(unknown, Exception):
-        raise Mistake(
-            f"a card that NVML does not list ends in {type(unknown).__name__}", "answer None for it"
-        )
+        raise Mistake(f"a card that NVML does not list ends in {type(unknown).__name__}", "answer None for it")
     if len(unknown) == 2:
-        raise Mistake(
-            "an unknown card is left out, so the cards after it get the wrong place", "answer None for it"
-        )
+        raise Mistake("an unknown card is left out, so the cards after it get the wrong place", "answer None for it")
     _same(unknown, [0, None, 1], "CUDA aa, zz, bb and NVML aa, bb")
     _same(got, [2, 3, 0, 1], "the four cards of the listing")
     _same(shift, [2, 0, 1], "CUDA cc, aa, bb and NVML aa, bb, cc")
@@ -59,26 +51,20 @@ def check_usable_cores(f: Function) -> None:
         raise Mistake(f'"max 100000" ends in {type(free).__name__}', '"max" means that there is no quota')
     _same(free, 4, 'four cores and "max 100000"')
     if (got := f({5}, "400000 100000")) == 4:
-        raise Mistake(
-            "a quota of 4 gave 4 cores to a process that may run on one", "take the smaller of the two"
-        )
+        raise Mistake("a quota of 4 gave 4 cores to a process that may run on one", "take the smaller of the two")
     _same(got, 1, 'affinity {5} and "400000 100000"')
     if (got := f(set(range(8)), "200000 100000")) == 8:
-        raise Mistake(
-            "the quota is ignored", "200000 100000 grants 2 CPU seconds per second, whatever the affinity"
-        )
+        raise Mistake("the quota is ignored", "200000 100000 grants 2 CPU seconds per second, whatever the affinity")
     _same(got, 2, 'eight cores and "200000 100000"')
     if (got := f(set(range(8)), "100000 50000")) == 1:
-        raise Mistake(
-            "the period was taken to be 100000", "the second number is the period: 100000 / 50000 = 2 cores"
-        )
+        raise Mistake("the period was taken to be 100000", "the second number is the period: 100000 / 50000 = 2 cores")
     _same(got, 2, 'eight cores and "100000 50000"')
     if (got := f(set(range(8)), "50000 100000")) == 0:
         raise Mistake("half a core became 0 cores", "something can always run: at least 1")
+    if f(set(range(8)), "220000 100000") == 3:
+        raise Mistake("2.2 cores became 3", "the third thread would run a fifth of the time: round down")
     if (got := f(set(range(8)), "270000 100000")) == 3:
-        raise Mistake(
-            "2.7 cores became 3", "the third thread would be stopped for part of every period: round down"
-        )
+        raise Mistake("2.7 cores became 3", "the third thread would be stopped for part of every period: round down")
     _same(got, 2, 'eight cores and "270000 100000"')
     if not isinstance(got, int):
         raise Mistake(f"{got!r} is not a whole number", "a rank takes one core: answer an int")
@@ -93,13 +79,9 @@ def check_attainable(f: Function) -> None:
     if left == peak and right == 50 * bandwidth:
         raise Mistake("you took the larger of the two limits", "both must be kept: the smaller one counts")
     if math.isclose(left, 20e9) and right == 50 * bandwidth:
-        raise Mistake(
-            "nothing stops it at the arithmetic peak", "50 FLOP per byte would ask 1000 GFLOP/s of 100"
-        )
+        raise Mistake("nothing stops it at the arithmetic peak", "50 FLOP per byte would ask 1000 GFLOP/s of 100")
     if math.isclose(left, bandwidth / 1.0) and math.isclose(right, bandwidth / 50):
-        raise Mistake(
-            "bandwidth / intensity falls when there is more work per byte", "FLOP/byte x byte/s = FLOP/s"
-        )
+        raise Mistake("bandwidth / intensity falls when there is more work per byte", "FLOP/byte x byte/s = FLOP/s")
     if math.isclose(left, 1 / (1 / peak + 1 / 20e9)):
         raise Mistake(
             "you added the two times",
@@ -143,9 +125,7 @@ def check_busbw(f: Function) -> None:
 
 def _list(value: Any) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise Mistake(
-            f"a list is needed, you returned {type(value).__name__}", "one entry per CUDA device, in order"
-        )
+        raise Mistake(f"a list is needed, you returned {type(value).__name__}", "one entry per CUDA device, in order")
     return list(value)
 
 
@@ -168,11 +148,7 @@ def _close(got: float, want: float, case: str) -> None:
 
 EXERCISES = {
     "00.1": Exercise("map CUDA devices to NVML indices by UUID", check_nvml_indices, solution.nvml_indices),
-    "00.2": Exercise(
-        "count usable cores from affinity and cpu.max", check_usable_cores, solution.usable_cores
-    ),
-    "00.3": Exercise(
-        "compute the attainable FLOP/s (roofline)", check_attainable, solution.attainable_flop_s
-    ),
+    "00.2": Exercise("count usable cores from affinity and cpu.max", check_usable_cores, solution.usable_cores),
+    "00.3": Exercise("compute the attainable FLOP/s (roofline)", check_attainable, solution.attainable_flop_s),
     "00.4": Exercise("compute the bus bandwidth of an all-reduce", check_busbw, solution.busbw_gb_s),
 }

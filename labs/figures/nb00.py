@@ -83,7 +83,7 @@ def _formats_text(run: Records, guess: Prediction, best: dict[str, Record], fast
         ratio = _ratio_of_medians(best["bf16"], best["fp32"])
         text += f"BF16 over FP32: {ratio}. {guess.against(ratio)} "
     if best[slowest].value < best["fp32"].value / 2:
-        text += f"{FORMATS[slowest]} has no matrix units here and is emulated. "
+        text += f"{FORMATS[slowest]} looks emulated: sizes that would take too long were left out. "
     shares = run.where("matmul_share_of_peak")
     if not len(shares):
         return text + "No datasheet peak is known for this device, so no share of one is given."
@@ -105,9 +105,7 @@ def ceiling(run: Records, guess: Prediction) -> None:
     n = rows[0].case["ranks"]
     names = {"matmul": "arithmetic\n(matrix products)", "triad": "memory traffic\n(triad)"}
     found = {r.case["job"]: estimate(r.samples, "x") for r in rows}
-    message = (
-        f"{n} ranks: {found['matmul'].value:.2f} times the arithmetic, {found['triad'].value:.2f} times the memory"
-    )
+    message = f"{n} ranks: {found['matmul'].value:.2f} x the arithmetic, {found['triad'].value:.2f} x the memory"
     fig, ax = figure(message, xlabel=f"total rate of {n} ranks over that of one (x)", ylabel="job", records=run,
                      size=(7.0, 3.2))  # fmt: skip
     bars(ax, list(names.values()), [found[j] for j in names])
@@ -138,7 +136,7 @@ def all_reduce(run: Records, guess: Prediction) -> None:
     n, model = rows[0].case["ranks"], link_model(run)
     limit = model.b_s * collectives.bus_factor("all_reduce", n) / 1e9
     half_kib = model.half_bytes / 1024
-    message = f"Messages under {plain_number(round(half_kib))} KiB get less than half of the bandwidth"
+    message = f"Under {plain_number(float(f'{half_kib:.2g}'))} KiB, less than half of the bandwidth"
     fig, ax = figure(message, xlabel="message size (KiB)", ylabel="bus bandwidth (GB/s)", records=run)
     sizes = [r.case["bytes"] for r in rows]
     points(ax, [s / 1024 for s in sizes], [estimate(r.samples).scaled(1e-9) for r in rows], label=f"{n} ranks")
@@ -151,15 +149,15 @@ def all_reduce(run: Records, guess: Prediction) -> None:
     show(fig, alt=f"{message}; {plain_number(values[0])} GB/s for the smallest, {values[-1]:.2g} for the largest.")
     return say(
         f"The fit: latency {model.latency_s * 1e6:.0f} µs, bandwidth {limit:.2g} GB/s (busbw). "
-        f"{guess.against(half_kib)} A gradient of 10 KiB costs about as much as one of {half_kib / 4:.0f} KiB: "
-        "that is why DDP puts gradients into buckets."
+        f"{guess.against(half_kib)} By it, 10 KiB take {model.seconds(10 * 1024) * 1e3:.2f} ms and a hundred times "
+        f"as much takes {model.seconds(1000 * 1024) * 1e3:.2f} ms: that is why DDP sends gradients in buckets."
     )
 
 
 def limits(run: Records) -> tuple[float, float]:
-    """(FLOP/s, byte/s): the fastest FP32 kernel and the fastest memory stream of `run`."""
-    flop_s = [r.value for r in (*run.where("matmul_flop_s", dtype="fp32"), *run.where("convolution_flop_s"))]
-    return max(flop_s), max(r.value for r in run.where("memory_b_s"))
+    """(FLOP/s, byte/s): the best sample of any FP32 kernel and of any memory stream. A roof is a best case."""
+    kernels = (*run.where("matmul_flop_s", dtype="fp32"), *run.where("convolution_flop_s"))
+    return max(max(r.samples) for r in kernels), max(max(r.samples) for r in run.where("memory_b_s"))
 
 
 def roofline(run: Records, guess: Prediction, guessed_model: str = "mlp") -> None:
@@ -168,28 +166,32 @@ def roofline(run: Records, guess: Prediction, guessed_model: str = "mlp") -> Non
     names = [r.case["model"] for r in run.where("model_flop_s")]
     work = {m: Work(run.one("model_flop", model=m).value, run.one("model_bytes", model=m).value) for m in names}
     ridge = ridge_flop_per_byte(peak, bandwidth)
-    bound = sum(w.intensity > ridge for w in work.values())
-    side = "right" if bound > len(work) / 2 else "left"
-    limit = "arithmetic" if side == "right" else "memory"
-    message = f"{max(bound, len(work) - bound)} of {len(work)} models lie {side} of the ridge: {limit} limits them"
+    share = {m: run.one("model_flop_s", model=m).value / attainable_flop_s(w.intensity, peak, bandwidth)
+             for m, w in work.items()}  # fmt: skip
+    sides = {w.intensity > ridge for w in work.values()}
+    limit = {True: "arithmetic", False: "memory"}[sides.pop()] if len(sides) == 1 else "either"
+    message = f"The limit is {limit}; {min(share.values()):.0%} to {max(share.values()):.0%} of it is reached"
     fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="GFLOP/s", records=run)
     grid = [ridge * 2 ** (k / 4) for k in range(-20, 21)]
-    curve(ax, grid, [attainable_flop_s(i, peak, bandwidth) / 1e9 for i in grid], label="roof from measured limits")
-    for m in names:
-        points(ax, [work[m].intensity], [estimate(run.one("model_flop_s", model=m).samples).scaled(1e-9)], label=m)
+    curve(ax, grid, [attainable_flop_s(i, peak, bandwidth) / 1e9 for i in grid], label="roof from the best samples")
+    rates = [estimate(run.one("model_flop_s", model=m).samples).scaled(1e-9) for m in names]
+    points(ax, [work[m].intensity for m in names], rates, label="training step")
+    middle = sorted(w.intensity for w in work.values())[len(work) // 2]
+    for m, rate in zip(names, rates, strict=True):
+        right = work[m].intensity >= middle
+        ax.annotate(m, (work[m].intensity, rate.value), xytext=(9 if right else -9, 0), va="center",
+                    ha="left" if right else "right", textcoords="offset points")  # fmt: skip
     prediction(ax, work[guessed_model].intensity, guess, label=guessed_model)
     log_axes(
         ax, _decades(grid[0], grid[-1]), _decades(attainable_flop_s(grid[0], peak, bandwidth) / 1e9, 2 * peak / 1e9)
     )
-    shares = {m: run.one("model_flop_s", model=m).value / attainable_flop_s(work[m].intensity, peak, bandwidth)
-              for m in names}  # fmt: skip
-    text = ", ".join(f"{m} {share:.0%} of its roof" for m, share in shares.items())
+    text = ", ".join(f"{m} {value:.0%} of its roof" for m, value in share.items())
     show(fig, alt=f"{message}. {text}.")
     got = estimate(run.one("model_flop_s", model=guessed_model).samples).scaled(1e-9)
     say(
         f"The roof bends at {ridge:.1f} FLOP per byte ({peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s). Reached: "
-        f"{text}. {guess.against(got)} The roof is the fastest kernel seen here, not a datasheet's: a little over "
-        "100 % means that a model's kernel beats both probes."
+        f"{text}. {guess.against(got)} The roof is the best sample of the fastest kernel seen here, not a "
+        "datasheet's: small layers and what is no product keep a step below it, another kernel may lift it over."
     )
 
 
@@ -221,16 +223,14 @@ def sources() -> None:
     say("\n".join(f"* {', '.join(gpus)}: [{title}]({url})" for (title, url), gpus in cards.items()))
 
 
-def ridges(
-    work: dict[str, Work], names: tuple[str, ...] = ("H200 SXM", "A100 80GB SXM", "RTX 4090", "T4")
-) -> pandas.DataFrame:
-    """What limits each model's FP32 step on published cards: memory below the ridge, arithmetic above it."""
+def ridges(work: dict[str, Work]) -> pandas.DataFrame:
+    """What limits each model's step on published cards: memory below the ridge, arithmetic above it."""
     rows = {}
-    for name in names:
+    for name, dtype in (("H200 SXM", "fp32"), ("H200 SXM", "tf32"), ("RTX 4090", "fp32"), ("T4", "fp32")):
         s = peaks.spec(name)
-        ridge = ridge_flop_per_byte(s.fp32 * 1e12, s.bandwidth_gb_s * 1e9)
+        ridge = ridge_flop_per_byte(s.tflops(dtype) * 1e12, s.bandwidth_gb_s * 1e9)
         limit = {m: "arithmetic" if w.intensity > ridge else "memory" for m, w in work.items()}
-        rows[name] = {"ridge (FLOP/byte)": f"{ridge:.1f}", **limit}
+        rows[f"{name}, {FORMATS[dtype]}"] = {"ridge (FLOP/byte)": f"{ridge:.1f}", **limit}
     return pandas.DataFrame(rows).T
 
 

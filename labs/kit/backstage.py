@@ -26,7 +26,7 @@ from labs.kit import guardian
 from labs.kit.cli import BadInput
 
 READY = "LABS_FORK_SERVER_READY"  # tells the fork server which file to create once torch is loaded
-SOCKET_PATH_LIMIT = 70  # the system allows 108 bytes (macOS: 104), of which a socket's name takes some 20
+SOCKET_PATH_LIMIT = 60  # the system allows 108 bytes (macOS: 104), of which a rank's own sockets take 40
 WARM_WAIT_S = 60.0
 
 
@@ -138,3 +138,7 @@ def _sigint_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+if "ipykernel" in sys.modules:
+    start_fork_server()  # now, while the kernel itself still imports torch and the learner reads

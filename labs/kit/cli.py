@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Launch:
-    """How ranks are started on this machine. torchrun ignores these: it has flags of its own."""
+    """How ranks are started on this machine. Under torchrun, its own flags say how many."""
 
     nproc: int = 2
     """Ranks to launch, each on a device of its own."""
@@ -115,7 +115,7 @@ def _one_line(complaint: str) -> str:
     lines = [line.strip("│╭╮╰╯─ \n") for line in complaint.splitlines()]
     text = " ".join(line for line in lines[1:] if line)
     text = re.split(r" (For full helptext|Argument helptext)", text)[0]
-    return re.sub(r"^Error parsing (config|launch|output|lab): ", "", text)
+    return re.sub(r"^Error parsing ((config|launch|output|lab): )?", "", text)
 
 
 def fail(prog: str, message: str) -> typing.NoReturn:

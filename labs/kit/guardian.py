@@ -39,12 +39,19 @@ def clear(folder: Path) -> None:
         try:
             for path in folder.iterdir():
                 if not path.name.startswith("rank-"):
-                    path.unlink(missing_ok=True)
+                    _remove(path)
             folder.rmdir()
         except FileNotFoundError:
             return
         except OSError:  # not empty: a rank was faster (or, on NFS, still has a file open), so once more
             time.sleep(0.01)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _wait_for_end(launcher: int) -> None:

@@ -6,12 +6,11 @@ the first launch waits for one `import torch`, later ones take a few tenths of a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from labs.kit import cli, record
-from labs.kit.backstage import start_fork_server
+from labs.kit.backstage import start_fork_server  # before what imports torch: both load it at the same time
 from labs.kit.failure import RankFailed, RankTimeout
 from labs.kit.job import Job
 from labs.kit.monitor import Trace
@@ -66,7 +65,3 @@ def _run(job: Job) -> list[Any]:
         return job.run()
     finally:
         print(job.printed, end="")
-
-
-if "ipykernel" in sys.modules:
-    start_fork_server()  # loads torch while the learner reads

@@ -65,9 +65,10 @@ def figure(
     )
     require(bool(xlabel.strip() and ylabel.strip()), "both axes of a figure need a label with a unit")
     with mpl.rc_context(STYLE):
-        fig = Figure(figsize=size, dpi=100, layout="constrained")
+        fig = Figure(figsize=size, dpi=90, layout="constrained")
         ax = fig.add_subplot()
-        ax.set_title("\n".join(textwrap.wrap(message, int(size[0] * 9.5))))
+        title = "\n".join(textwrap.wrap(message, int(size[0] * 9)))
+        fig.suptitle(title, x=0.01, ha="left", fontsize=STYLE["axes.titlesize"], fontweight="bold")
         ax.set(xlabel=xlabel, ylabel=ylabel)
     caption(fig, records if records is not None else [])
     return fig, ax
@@ -101,7 +102,7 @@ def to_png(fig: Figure) -> bytes:
         fig.draw_without_rendering()  # constrained layout needs a second pass where legends changed the size
         raw = io.BytesIO()
         fig.savefig(raw, format="png")
-    for colors in (128, 64, 32, 16):
+    for colors in (24, 16):
         small = io.BytesIO()
         picture = Image.open(raw).convert("RGB").quantize(colors, dither=Image.Dither.NONE)
         picture.save(small, "PNG", optimize=True)

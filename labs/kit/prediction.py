@@ -41,8 +41,17 @@ class Prediction(float):
         if low <= self <= high:
             return f"{said}; that is within what was measured."
         direction = "above" if self > value else "below"
-        share = f"{abs(self / value - 1):.0%} " if value else ""
-        return f"{said}; that is {share}{direction} what was measured."
+        return f"{said}; that is {_distance(float(self), value)}{direction} what was measured."
+
+
+def _distance(guess: float, value: float) -> str:
+    """ "30 % " between nearby numbers, "a factor of 20 " between distant ones."""
+    if value == 0:
+        return ""
+    ratio = guess / value
+    if ratio <= 0 or 1 / 3 < ratio < 3:
+        return f"{abs(ratio - 1):.0%} "
+    return f"a factor of {max(ratio, 1 / ratio):.2g} "
 
 
 def predict(value: float | None, what: str, unit: str = "") -> Prediction:

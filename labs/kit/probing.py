@@ -46,7 +46,7 @@ def block_s(step: Step, inner: int, device: torch.device) -> float:
     return measure.time_steps(block, 1, device)[0]
 
 
-def inner_calls(step: Step, device: torch.device, target_s: float = 2e-3) -> int:
+def inner_calls(step: Step, device: torch.device, target_s: float = 8e-3) -> int:
     """How many calls of `step` fill about `target_s` seconds, so that the clock's own cost does not count."""
     fastest = min(measure.time_steps(step, 4, device)[1:])  # the first call may allocate or compile
     return max(1, min(1000, math.ceil(target_s / max(fastest, 1e-7))))

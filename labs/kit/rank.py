@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import json
 import linecache
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,17 @@ def _announce(run: Path, local_rank: int) -> None:
     os.close(out)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # what was printed before a crash must not be lost
+    _own_children(run)
+
+
+def _own_children(run: Path) -> None:
+    """Let DataLoader workers start as under torchrun, as children of this rank, so that they are killed with it.
+
+    By default a process from a fork server asks that same server for its own children.
+    """
+    multiprocessing.set_start_method(None, force=True)  # the platform's default
+    forkserver._forkserver.__init__()  # should it be asked for: a server of its own
+    multiprocessing.current_process()._config["tempdir"] = str(run)  # for their sockets
 
 
 def _wait_for_all(run: Path, ranks: int) -> None:
@@ -89,13 +102,18 @@ def _reported(run: Path, local_rank: int) -> Iterator[None]:
     except BaseException as e:
         path = run / f"error-{local_rank}"
         if not path.exists():
-            report = {"rank": int(os.environ["RANK"]), "host": socket.gethostname(), "time": time.time(),
-                      "traceback": _own_frames(e), "error": str(e), "bad_input": isinstance(e, cli.BadInput)}  # fmt: skip
-            _write(path, json.dumps(report).encode())
+            _write(path, json.dumps(_report(e)).encode())
             # If a peer was killed, its death reaches this rank as a connection error. Staying alive until the
             # launcher, which looks every few ms, ends this rank shows it who died first.
             time.sleep(2.0)
         raise SystemExit(1) from None  # any other exception would make torch leave a file in /tmp
+
+
+def _report(error: BaseException) -> dict[str, Any]:
+    return {
+        "rank": int(os.environ["RANK"]), "host": socket.gethostname(), "time": time.time(),
+        "traceback": _own_frames(error), "error": str(error), "bad_input": isinstance(error, cli.BadInput),
+    }  # fmt: skip
 
 
 def _own_frames(error: BaseException) -> str:

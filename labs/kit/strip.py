@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from labs.kit.monitor import Series, Trace
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
-LEFT, RIGHT, LANE, GAP, TOP, AXIS = 128, 118, 26, 5, 6, 24
+LEFT, RIGHT, LANE, GAP, TOP, AXIS = 124, 130, 26, 5, 6, 24
 MAX_LANES, MAX_CHARS = 8, 4000
 
 
@@ -40,7 +40,7 @@ def _svg(trace: Trace, width: int, points: int) -> str:
         parts.append(
             f'<g transform="translate({LEFT},{y})"><path d="M0 {LANE}h{room}" stroke="#bbb"/>'
             f'<path d="{area}" fill="{color}"/><text x="-8" y="18" text-anchor="end">{label}</text>'
-            f'<text x="{room + 8}" y="18">{note}</text></g>'
+            f'<text x="{room + 26}" y="18">{note}</text></g>'
         )
     parts.append(_axis(span, room, height))
     alt = html.escape(alt_text(trace))
@@ -125,11 +125,13 @@ def _area(t_s: list[float], values: list[float | None], span: float, room: int, 
 
 
 def _axis(span: float, room: int, height: int) -> str:
-    step = next(s for s in (0.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600, 1e9) if span / s <= 6)
+    """Time in seconds under the lanes, and what the two numbers to their right are."""
+    most = max(1, room // 60)
+    step = next(s for s in (0.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600, 1e9) if span / s <= min(6, most))
     marks = [i * step for i in range(int(span / step + 1e-9) + 1)]
-    ticks = "".join(f'<text x="{LEFT + round(t / span * room)}" y="{height - 6}">{t:g}</text>' for t in marks)
-    unit = f'<text x="{LEFT + room + 8}" y="{height - 6}" fill="#555">seconds</text>'
-    return f'<g text-anchor="middle" fill="#555">{ticks}</g>{unit}'
+    ticks = "".join(f'<text x="{LEFT + round(t / span * room)}" y="{height - 6}">{t:g} s</text>' for t in marks)
+    note = f'<text x="{LEFT + room + 26}" y="{height - 6}" fill="#555">mean, peak</text>'
+    return f'<g text-anchor="middle" fill="#555">{ticks}</g>{note}'
 
 
 def _mean(series: Series) -> float:

@@ -82,7 +82,7 @@ MUTANTS = {
         "affinity only": (_affinity_only, "quota is ignored"),
         "period assumed": (_fixed_period, "period"),
         "half a core is none": (_zero_cores, "0 cores"),
-        "rounded up": (_rounds_up, "2.7 cores became 3"),
+        "rounded up": (_rounds_up, "2.2 cores became 3"),
         "rounded to nearest": (_to_nearest, "2.7 cores became 3"),
     },
     "00.3": {

@@ -1,0 +1,160 @@
+"""Stand-ins for hardware that a test machine does not have: an NVML with any cards, broken in any way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+NOT_SUPPORTED, NO_PERMISSION, LIBRARY_NOT_FOUND, GPU_IS_LOST, MISMATCH = 3, 4, 12, 15, 18
+
+
+class NVMLError(Exception):
+    """As pynvml's: carries the code in `value`."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(f"NVML error {value}")
+        self.value = value
+
+
+def card(uuid: str = "GPU-0000", name: str = "NVIDIA H100 80GB HBM3", **changes) -> SimpleNamespace:
+    """A card that answers everything; `changes` override single answers."""
+    bus = f"00000000:{uuid[-2:]}:00.0"
+    facts = {
+        "uuid": uuid, "name": name, "bus": bus, "capability": (9, 0), "mig": (0, 0), "mig_uuids": [], "links": {},
+        "processes": [], "throttle": 1, "ecc": (1, 1), "persistence": 1, "lost": False,
+    }  # fmt: skip
+    return SimpleNamespace(**(facts | changes))
+
+
+class FakeNvml:
+    """The part of pynvml that the course calls.
+
+    `unsupported` names functions that raise NotSupported; `missing` ones are absent, as in an old binding;
+    `init_error` is the code nvmlInit fails with; `ancestors` gives the topology level of a pair.
+    """
+
+    NVMLError = NVMLError
+
+    def __init__(self, cards=(), *, init_error=None, unsupported=(), missing=(), ancestors=None, p2p=False) -> None:
+        self.cards, self.init_error, self.unsupported, self.missing = list(cards), init_error, unsupported, missing
+        self.ancestors, self.p2p, self.open = ancestors or {}, p2p, 0
+
+    def __getattribute__(self, name):
+        get = object.__getattribute__
+        if name.startswith("nvml") and name in get(self, "missing"):
+            raise AttributeError(name)
+        if name.startswith("nvml") and name in get(self, "unsupported"):
+            return _raise_not_supported
+        return get(self, name)
+
+    def nvmlInit(self):
+        if self.init_error is not None:
+            raise NVMLError(self.init_error)
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.1"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self):
+        return 13000
+
+    def nvmlDeviceGetCount(self):
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, i):
+        if self.cards[i].lost:
+            raise NVMLError(GPU_IS_LOST)
+        return self.cards[i]
+
+    def nvmlDeviceGetName(self, h):
+        return h.name
+
+    def nvmlDeviceGetUUID(self, h):
+        return h if isinstance(h, str) else h.uuid  # a MIG handle is its UUID here
+
+    def nvmlDeviceGetPciInfo(self, h):
+        return SimpleNamespace(busId=h.bus.encode())
+
+    def nvmlDeviceGetMemoryInfo(self, h):
+        return SimpleNamespace(total=80 * 2**30, used=2**30)
+
+    def nvmlDeviceGetCudaComputeCapability(self, h):
+        return h.capability
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, h):
+        return 1
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, h):
+        return 5
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, h):
+        return 16
+
+    nvmlDeviceGetMaxPcieLinkWidth = nvmlDeviceGetCurrPcieLinkWidth
+
+    def nvmlDeviceGetPowerUsage(self, h):
+        return 70_500
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, h):
+        return 700_000
+
+    def nvmlDeviceGetClockInfo(self, h, kind):
+        return {1: 345, 2: 2619}[kind]
+
+    def nvmlDeviceGetMaxClockInfo(self, h, kind):
+        return 1980
+
+    def nvmlDeviceGetTemperature(self, h, sensor):
+        return 30
+
+    def nvmlDeviceGetUtilizationRates(self, h):
+        return SimpleNamespace(gpu=7, memory=0)
+
+    def nvmlDeviceGetEccMode(self, h):
+        return h.ecc
+
+    def nvmlDeviceGetPersistenceMode(self, h):
+        return h.persistence
+
+    def nvmlDeviceGetMigMode(self, h):
+        return h.mig
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, h):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, h, i):
+        if i >= len(h.mig_uuids):
+            raise NVMLError(6)
+        return h.mig_uuids[i]
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, h):
+        return h.throttle
+
+    def nvmlDeviceGetComputeRunningProcesses(self, h):
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in h.processes]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, h):
+        return []
+
+    def nvmlDeviceGetNvLinkState(self, h, link):
+        if not h.links:
+            raise NVMLError(NOT_SUPPORTED)
+        return int(link in h.links)
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, h, link):
+        return SimpleNamespace(busId=h.links[link].encode())
+
+    def nvmlDeviceGetP2PStatus(self, a, b, what):
+        return 0 if self.p2p else 5
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, a, b):
+        pair = frozenset((a.uuid, b.uuid))
+        if pair not in self.ancestors:
+            raise NVMLError(NOT_SUPPORTED)
+        return self.ancestors[pair]
+
+
+def _raise_not_supported(*_):
+    raise NVMLError(NOT_SUPPORTED)

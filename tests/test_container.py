@@ -1,0 +1,95 @@
+"""Limits of a container, read from made-up control group trees of both layouts."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from labs.kit import container as c
+
+
+def tree(root, files):
+    """Write {path: text} under `root` and return it."""
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    "text, cores", [("max 100000", None), ("150000 100000", 1.5), ("200000 50000", 4.0), ("100000", 1.0), ("", None)]
+)
+def test_quota_v2(text, cores):
+    assert c.cpu_quota_v2(text) == cores
+
+
+@pytest.mark.parametrize("quota, cores", [("-1", None), ("50000", 0.5), ("400000", 4.0), ("0", None)])
+def test_quota_v1(quota, cores):
+    assert c.cpu_quota_v1(quota, "100000") == cores
+
+
+@pytest.mark.parametrize(
+    "text, limit", [("max", None), ("9223372036854771712", None), ("1073741824", 2**30), ("", None)]
+)
+def test_memory_limit(text, limit):
+    assert c.memory_limit(text) == limit
+
+
+@pytest.mark.parametrize(
+    "cores, quota, usable",
+    [({0, 1, 2, 3}, None, 4), ({5}, 4.0, 1), (range(64), 2.0, 2), (range(64), 0.5, 1), (range(8), 2.7, 2)],
+)
+def test_usable_cores_respects_affinity_and_quota(cores, quota, usable):
+    assert c.usable_cores(cores, quota) == usable
+
+
+def test_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "0::/pod/app\n",
+        "sys/fs/cgroup/cpu.max": "max 100000",
+        "sys/fs/cgroup/pod/cpu.max": "200000 100000", "sys/fs/cgroup/pod/memory.max": "4294967296",
+        "sys/fs/cgroup/pod/app/cpu.max": "800000 100000", "sys/fs/cgroup/pod/app/memory.max": "max",
+    })  # fmt: skip
+    assert c.cpu_quota(root) == 2.0
+    assert c.memory_limit_bytes(root) == 2**32
+
+
+def test_v1_with_joint_controllers(tmp_path):
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n1:name=systemd:/\n",
+        "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "300000",
+        "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "2147483648",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    })  # fmt: skip
+    assert c.cpu_quota(root) == 3.0
+    assert c.memory_limit_bytes(root) == 2**31
+
+
+def test_container_that_sees_only_the_top_of_its_tree(tmp_path):
+    """Docker with v1: the path in /proc is the host's, and only the container's own group is mounted, as the top."""
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "2:cpu:/docker/0123abcd\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+    })  # fmt: skip
+    assert c.cpu_quota(root) == 1.5
+
+
+def test_no_control_groups_at_all(tmp_path):
+    assert c.cpu_quota(tmp_path) is None and c.memory_limit_bytes(tmp_path) is None
+
+
+def test_shared_memory_of_a_tree_without_it_is_none(tmp_path):
+    assert c.container(tmp_path).shm_bytes is None
+
+
+def test_affinity_is_what_the_scheduler_allows():
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("no affinity on this system")
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert c.affinity() == (min(allowed),) and c.core_count() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -1,0 +1,123 @@
+"""The right loop equals one process with the whole batch; every wrong one is seen to be wrong; traffic as predicted."""
+
+import dataclasses
+
+import pytest
+
+from labs import gradient_accumulation as lab
+from labs import models
+from labs.gradient_buckets import bucket_bytes
+from labs.kit.cli import BadInput
+from labs.kit.launch import launch
+
+RIGHT = ("whole_batch", "no_sync", "sync_every", "forward_outside")
+WRONG_ANYWHERE = ("loss_not_divided", "mean_of_means", "zero_grad_inside", "step_inside", "clip_inside", "batchnorm")
+APART = ("last_in_no_sync", "step_inside")
+SMALL = {"smoke": True, "micro_batch": 8, "accumulate": 3, "oversubscribe": True}
+
+
+@pytest.fixture(scope="module", params=[(1, "mlp"), (2, "mlp"), (2, "cnn")], ids=str)
+def run(request):
+    """The comparison in float64, where all that is left is mistakes."""
+    nproc, model = request.param
+    return launch("gradient_accumulation", nproc, model=model, dtype="float64", **SMALL)
+
+
+def value(run, metric, way):
+    return run.one(metric, way=way).value
+
+
+def test_records_are_complete(run):
+    per_way = {"gradient_relative_error", "gradient_scale", "parameter_spread", "optimizer_steps",
+               "all_reduces_per_step", "bytes_per_step"}  # fmt: skip
+    assert all({r.metric for r in run.where(way=way)} >= per_way for way in lab.WAYS)
+    assert {r.case["way"] for r in run.where("step_s")} == set(lab.TIMED)
+    assert {r.case["effective_batch"] for r in run.where("step_s")} == {8 * 3 * run[0].layout["world_size"]}
+
+
+@pytest.mark.parametrize("way", RIGHT)
+def test_right_ways_have_the_gradient_of_the_whole_batch(run, way):
+    assert value(run, "gradient_relative_error", way) <= 1e-12
+    assert value(run, "parameter_spread", way) == 0
+
+
+@pytest.mark.parametrize("way", WRONG_ANYWHERE)
+def test_wrong_ways_are_seen_to_be_wrong(run, way):
+    assert value(run, "gradient_relative_error", way) > 1e-2
+
+
+def test_only_loops_without_a_last_all_reduce_drive_the_ranks_apart(run):
+    several = run[0].layout["world_size"] > 1
+    for way in lab.WAYS:
+        assert (value(run, "parameter_spread", way) > 0.1) == (several and way in APART), way
+
+
+def test_without_other_ranks_no_all_reduce_is_needed(run):
+    alone = run[0].layout["world_size"] == 1
+    assert (value(run, "gradient_relative_error", "last_in_no_sync") <= 1e-12) == alone
+
+
+@pytest.mark.parametrize("way", lab.WAYS)
+def test_traffic_and_scale_are_as_predicted(run, way):
+    config = lab.Config(**{k: v for k, v in run[0].config.items() if k != "ways"})
+    expected = lab.predict(config, run[0].layout["world_size"])[way]
+    assert value(run, "all_reduces_per_step", way) == expected.all_reduces
+    assert value(run, "bytes_per_step", way) == expected.bytes
+    assert value(run, "optimizer_steps", way) == expected.optimizer_steps
+    if expected.gradient_scale is not None:
+        assert value(run, "gradient_scale", way) == pytest.approx(expected.gradient_scale, rel=1e-9)
+
+
+def test_forgetting_all_but_the_last_loses_length(run):
+    assert value(run, "gradient_scale", "zero_grad_inside") < 0.6
+    assert value(run, "gradient_scale", "step_inside") > 1.2
+
+
+def test_activations_shrink_with_the_micro_batch(run):
+    whole, micro = (value(run, "activation_bytes", way) for way in ("whole_batch", "no_sync"))
+    assert 2 < whole / micro <= 3.01
+
+
+@pytest.mark.parametrize(("nproc", "model", "bound"), [(1, "mlp", 1e-6), (2, "mlp", 1e-6), (2, "cnn", 1e-5)])
+def test_parity_in_float32_is_rounding(nproc, model, bound):
+    """A sum of another order: the convolutions add up 1024 positions per row, so the CNN's bound is wider."""
+    run = launch("gradient_accumulation", nproc, model=model, ways=("no_sync",), **SMALL)
+    assert value(run, "gradient_relative_error", "no_sync") <= bound
+
+
+def test_buckets_by_hand():
+    # Backward order: 40 B + 10,240 B of the head, 1,024 B + 524,288 B, 2,048 B + 2,097,152 B.
+    module = models.build("mlp").module
+    assert bucket_bytes(module, 25) == [2_634_792]
+    assert bucket_bytes(module, 0.25) == [535_592, 2_099_200]
+    assert bucket_bytes(module, 1e-6) == [p.numel() * 4 for p in reversed(list(module.parameters()))]
+
+
+def test_prediction_by_hand():
+    four = lab.predict(lab.Config(accumulate=5, ways=("no_sync", "sync_every", "last_in_no_sync")), ranks=4)
+    assert [(t.all_reduces, t.bytes) for t in four.values()] == [(2, 1.5 * 2_634_792), (10, 7.5 * 2_634_792), (0, 0)]
+
+
+def test_every_way_differs_from_the_right_one():
+    plain = [lab.WAYS[name] for name in lab.WAYS if name != "no_sync"]
+    assert all(way != lab.WAYS["no_sync"] for way in plain)
+    assert len({dataclasses.astuple(way) for way in plain}) == len(plain)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"accumulate": 1}, "1 is no accumulation"),
+        ({"micro_batch": 1}, "micro_batch must be at least 2"),
+        ({"rounds": 0}, "rounds must be at least 1"),
+        ({"bucket_cap_mb": 0.0}, "must be positive"),
+        ({"ways": ("nosync",)}, "there is no way 'nosync'"),
+        ({"ways": ()}, "at least one of whole_batch"),
+        ({"model": "resnet"}, "there is no model 'resnet'"),
+        ({"dtype": "float16"}, "dtype"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(values, words):
+    with pytest.raises(BadInput, match=words) as e:
+        launch("gradient_accumulation", **values)
+    assert "\n" not in str(e.value)

@@ -1,0 +1,112 @@
+"""Which devices ranks get, and which backend goes with them: decided without a GPU being present."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from fakes import FakeNvml, card
+
+from labs.kit import hardware, nvml
+from labs.kit.build import runs_on
+from labs.kit.cli import BadInput
+from labs.kit.dist import backend_for
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize("n_gpus", [0, 1, 2, 8])
+@pytest.mark.parametrize("n", [1, 2, 64])
+@pytest.mark.parametrize("n_cores", [1, 2, 64])
+def test_auto_takes_gpus_if_there_are_enough_otherwise_cores(n, n_gpus, n_cores):
+    args = {"gpu_names": [H100] * n_gpus, "cores": range(n_cores)}
+    if n_gpus >= n:
+        found = hardware.devices(n, **args)
+        assert [(d.kind, d.index, d.cores) for d in found] == [("cuda", i, ()) for i in range(n)]
+    elif n_cores >= n:
+        found = hardware.devices(n, **args)
+        assert [(d.kind, d.cores) for d in found] == [("cpu", (i,)) for i in range(n)]
+    else:
+        with pytest.raises(BadInput, match=f"nproc={max(n_gpus, n_cores)}"):
+            hardware.devices(n, **args)
+
+
+def test_cores_are_those_of_the_affinity_not_the_first_numbers():
+    assert [d.cores for d in hardware.devices(2, gpu_names=[], cores=(5, 9, 11))] == [(5,), (9,)]
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_no_devices_is_bad_input(n):
+    with pytest.raises(BadInput, match="at least 1"):
+        hardware.devices(n, gpu_names=[], cores=[0])
+
+
+def test_kind_cuda_names_every_way_out():
+    with pytest.raises(BadInput, match='nproc=1, device="cuda-shared".*device="cpu"'):
+        hardware.devices(2, kind="cuda", gpu_names=[H100], cores=range(8))
+    with pytest.raises(BadInput, match='device="cpu"') as e:
+        hardware.devices(1, kind="cuda", gpu_names=[], cores=range(8))
+    assert "nproc=0" not in str(e.value)
+
+
+def test_kind_cpu_ignores_gpus_and_unknown_kinds_are_refused():
+    assert {d.kind for d in hardware.devices(2, kind="cpu", gpu_names=[H100] * 8, cores=range(4))} == {"cpu"}
+    with pytest.raises(BadInput, match="tpu"):
+        hardware.devices(1, kind="tpu", gpu_names=[], cores=[0])
+
+
+def test_sharing_one_gpu_is_only_on_request():
+    shared = hardware.devices(3, kind="cuda-shared", gpu_names=[H100, H100], cores=[0])
+    assert [(d.kind, d.index) for d in shared] == [("cuda-shared", 0)] * 3
+    with pytest.raises(BadInput, match="cuda-shared"):
+        hardware.devices(1, kind="cuda-shared", gpu_names=[], cores=[0])
+
+
+def test_backend_belongs_to_the_device():
+    own, shared, core = (hardware.Device(k, 0, "") for k in ("cuda", "cuda-shared", "cpu"))
+    assert backend_for(own, nccl=True) == "cpu:gloo,cuda:nccl"
+    assert [backend_for(d, nccl) for d, nccl in ((own, False), (shared, True), (core, True))] == ["gloo"] * 3
+
+
+def names(fake, monkeypatch, built=True, **environ):
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: built)
+    return hardware.visible_gpu_names(nvml.report(fake), environ)
+
+
+def test_visible_names_follow_cuda(monkeypatch):
+    fake = FakeNvml([card("GPU-01", "A"), card("GPU-02", "B")])
+    assert names(fake, monkeypatch, CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_VISIBLE_DEVICES="1,0") == ["B", "A"]
+    assert names(fake, monkeypatch, CUDA_VISIBLE_DEVICES="") == []
+    assert names(fake, monkeypatch, built=False) == []
+    assert names(fake, monkeypatch) == ["GPU 0", "GPU 1"]  # mixed cards: CUDA's order is not guessed
+
+
+def test_a_mig_card_is_one_device(monkeypatch):
+    fake = FakeNvml([card(mig=(1, 1), mig_uuids=["MIG-1", "MIG-2"])])
+    assert len(names(fake, monkeypatch)) == 1
+
+
+def test_without_nvml_torch_counts(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert names(FakeNvml(init_error=12), monkeypatch) == ["GPU 0", "GPU 1"]
+
+
+@pytest.mark.parametrize(
+    "capability, arch_list, how",
+    [((9, 0), ["sm_80", "sm_90"], "native"), ((8, 9), ["sm_80", "sm_86"], "native"), ((9, 0), ["sm_80"], None),
+     ((9, 0), ["sm_80", "compute_80"], "ptx"), ((7, 5), ["sm_80", "compute_80"], None), ((9, 0), ["sm_90a"], "native"),
+     ((10, 3), ["sm_100", "sm_90"], "native"), ((10, 3), ["sm_100a"], None), ((12, 0), ["sm_100", "compute_120"], "ptx"),
+     ((8, 0), ["sm_86"], None), ((9, 0), [], None)],
+)  # fmt: skip
+def test_kernels_for_a_card(capability, arch_list, how):
+    assert runs_on(capability, arch_list) == how
+
+
+def test_inventory_is_plain_json_and_starts_no_cuda():
+    code = (
+        "import json, torch; from labs.kit import hardware;"
+        "json.dumps(hardware.inventory()); hardware.devices(1); hardware.summary();"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

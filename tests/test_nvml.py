@@ -1,0 +1,87 @@
+"""The inventory read from NVML: complete cards, cards that answer little, and no NVML at all."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from fakes import LIBRARY_NOT_FOUND, MISMATCH, NO_PERMISSION, FakeNvml, card
+
+from labs.kit import nvml
+
+OPTIONAL = [n for n in dir(FakeNvml) if n.startswith("nvmlDeviceGet") and n not in
+            ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")]  # fmt: skip
+
+
+def test_reads_a_card_and_closes_the_session():
+    fake = FakeNvml([card(processes=[(42, 3 * 2**30), (43, None)])])
+    found = nvml.report(fake)
+    (gpu,) = found.gpus
+    assert (found.driver, found.cuda_driver, found.problem) == ("580.1", (13, 0), None)
+    assert (gpu.name, gpu.compute_capability, gpu.memory_total_bytes) == ("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30)
+    assert (gpu.pcie_gen, gpu.pcie_gen_max) == (1, 5)
+    assert (gpu.power_w, gpu.power_limit_w) == (70.5, 700.0)
+    assert (gpu.sm_clock_mhz, gpu.memory_clock_mhz) == (345, 2619)
+    assert gpu.processes == (nvml.Process(42, 3 * 2**30), nvml.Process(43, None))
+    assert gpu.throttle == () and gpu.mig is False and gpu.ecc is True
+    assert fake.open == 0
+
+
+@pytest.mark.parametrize("function", OPTIONAL)
+@pytest.mark.parametrize("how", ["unsupported", "missing"])
+def test_one_unanswered_query_costs_one_field_not_the_card(function, how):
+    """Two cards, so that the functions of the topology are called too."""
+    fake = FakeNvml([card("GPU-01"), card("GPU-02")], **{how: (function,)})
+    found = nvml.report(fake)
+    assert len(found.gpus) == 2 and found.problem is None
+    complete = vars(nvml.report(FakeNvml([card("GPU-01"), card("GPU-02")])).gpus[0])
+    lost = [k for k, v in vars(found.gpus[0]).items() if v != complete[k]]
+    assert len(lost) <= 2  # memory total and used come from one query
+    assert all(vars(found.gpus[0])[k] in (None, ()) or k == "sm_clock_mhz" for k in lost)
+
+
+def test_a_card_that_answers_nothing_is_all_none():
+    (gpu,) = nvml.gpus(FakeNvml([card()], unsupported=OPTIONAL))
+    assert {k for k, v in vars(gpu).items() if v not in (None, ())} == {"index"}
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [(LIBRARY_NOT_FOUND, "no NVIDIA driver"), (NO_PERMISSION, "may not be read"), (MISMATCH, "different versions"),
+     (999, "NVML failed")],
+)  # fmt: skip
+def test_no_nvml_is_a_problem_with_a_remedy(code, words):
+    found = nvml.report(FakeNvml([card()], init_error=code))
+    assert found.gpus == () and words in found.problem and found.remedy
+
+
+def test_missing_python_package_is_a_problem(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "nvidia-ml-py" in nvml.report().problem
+
+
+def test_a_lost_card_does_not_hide_the_others():
+    found = nvml.report(FakeNvml([card("GPU-01", lost=True), card("GPU-02")]))
+    assert [(g.index, g.uuid) for g in found.gpus] == [(1, "GPU-02")]
+
+
+def test_throttle_reasons_by_name_and_idle_is_none():
+    (gpu,) = nvml.gpus(FakeNvml([card(throttle=0x1 | 0x4 | 0x40)]))
+    assert gpu.throttle == ("power cap", "hardware thermal slowdown")
+
+
+def test_mig_instances():
+    (gpu,) = nvml.gpus(FakeNvml([card(mig=(1, 1), mig_uuids=["MIG-a", "MIG-b"])]))
+    assert gpu.mig and gpu.mig_uuids == ("MIG-a", "MIG-b")
+
+
+def test_topology_levels_nvlinks_and_switches():
+    a, b, c = card("GPU-01"), card("GPU-02"), card("GPU-03")
+    a.links, b.links = {0: b.bus, 1: b.bus, 2: b.bus}, {0: a.bus, 1: a.bus, 2: a.bus}
+    ancestors = {frozenset(("GPU-01", "GPU-03")): 30, frozenset(("GPU-02", "GPU-03")): 50}
+    rows = nvml.report(FakeNvml([a, b, c], ancestors=ancestors)).topology
+    assert rows == (("X", "NV3", "PHB"), ("NV3", "X", "SYS"), ("PHB", "SYS", "X"))
+    behind_switch = [card("GPU-01", links=dict.fromkeys(range(18), "switch")),
+                     card("GPU-02", links=dict.fromkeys(range(18), "switch"))]  # fmt: skip
+    assert nvml.report(FakeNvml(behind_switch, p2p=True)).topology[0][1] == "NV18"
+    assert nvml.report(FakeNvml([card("GPU-01"), card("GPU-02")])).topology[0][1] == "?"

@@ -1,0 +1,84 @@
+"""The hardware table: sourced, dense, and consistent with the arithmetic of bus width and data rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from labs.kit import peaks
+from labs.kit.peaks import DTYPES, bus_bandwidth_gb_s, peak, spec, specs
+from labs.kit.roofline import Work, attainable_flop_s, count, matmul_work, ridge_flop_per_byte, training_step_work
+
+ROWS = {s.gpu: s for s in specs()}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_every_row_has_a_source_and_sane_units(row):
+    assert row.source and row.url.startswith("https://")
+    assert 100 < row.bandwidth_gb_s < 10_000
+    assert row.memory_gb is None or 8 <= row.memory_gb <= 300
+    assert 50 <= row.tdp_w <= 1500
+    assert all(v is None or 1 < v < 5000 for v in map(row.tflops, DTYPES))
+
+
+@pytest.mark.parametrize("row", [s for s in ROWS.values() if s.bus_bits], ids=lambda s: s.gpu)
+def test_bandwidth_is_bus_width_times_data_rate(row):
+    assert bus_bandwidth_gb_s(row.bus_bits, row.pin_gbit_s) == pytest.approx(row.bandwidth_gb_s, rel=0.01)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_tensor_peaks_are_dense(row):
+    """TF32 is half of BF16 on every card with both, and BF16 equals FP16: a sparse figure would break this."""
+    if row.tensor_tf32:
+        assert row.tensor_tf32 == pytest.approx(row.tensor_bf16 / 2, rel=0.03)
+    if row.tensor_bf16:
+        assert row.tensor_bf16 == row.tensor_fp16
+
+
+def test_the_articles_errors_are_not_repeated():
+    assert ROWS["A100 80GB SXM"].bandwidth_gb_s == 2039 and ROWS["A100 40GB SXM"].bandwidth_gb_s == 1555
+    assert peak("NVIDIA A100-SXM4-80GB", "fp16").flop_s == 312e12
+    assert ROWS["RTX 4090"].bandwidth_gb_s == 1008 and ROWS["RTX 3090"].bandwidth_gb_s == 936
+
+
+def test_names_match_in_full_and_the_unknown_is_none():
+    assert spec("nvidia h200").gpu == "H200 SXM"
+    for name in ("NVIDIA H200 NVL", "NVIDIA A100", "AMD EPYC", ""):
+        assert spec(name) is None and peak(name, "bf16") is None
+    assert peak("Tesla T4", "bf16") is None and peak("Tesla T4", "fp16").flop_s == 65e12
+
+
+def test_names_are_unique():
+    names = [n for s in specs() for n in s.names]
+    assert len(names) == len(set(names))
+
+
+def test_unknown_format_is_an_error():
+    with pytest.raises(KeyError):
+        peaks.peak("NVIDIA H200", "fp12")
+
+
+def test_roofline_bends_at_the_ridge():
+    assert ridge_flop_per_byte(100.0, 20.0) == 5.0
+    assert [attainable_flop_s(i, 100.0, 20.0) for i in (1, 5, 50)] == [20, 100, 100]
+
+
+def test_matmul_intensity_is_n_over_six_in_fp32():
+    assert matmul_work(600, 4).intensity == pytest.approx(100)
+
+
+def test_training_step_of_the_mlp_has_the_closed_form_flops():
+    """6 FLOPs per weight and row, except that nobody needs the gradient of the input: 2 less for the first layer."""
+    from labs import models
+
+    sizes = [(1024, 512), (512, 256), (256, 10)]
+    want = sum(6 * 64 * a * b for a, b in sizes) - 2 * 64 * 1024 * 512
+    assert training_step_work(models.build("mlp"), 64).flop == want
+
+
+def test_bytes_are_inputs_and_outputs_once_and_views_are_free():
+    import torch
+
+    a = torch.empty(10, 10, device="meta")
+    assert count(lambda: a + a) == Work(0, 2 * 400)  # one tensor read, one written
+    assert count(lambda: a.t().reshape(-1, 5).view(10, 10) if a.is_contiguous() else a).bytes == 800  # one copy
+    assert count(lambda: a.view(5, 20)).bytes == 0
