@@ -43,7 +43,7 @@ def test_no_devices_is_bad_input(n):
 
 
 def test_kind_cuda_names_every_way_out():
-    with pytest.raises(BadInput, match='nproc=1, device="cuda-shared".*device="cpu"'):
+    with pytest.raises(BadInput, match=r'nproc=1, device="cuda-shared".*device="cpu"'):
         hardware.devices(2, kind="cuda", gpu_names=[H100], cores=range(8))
     with pytest.raises(BadInput, match='device="cpu"') as e:
         hardware.devices(1, kind="cuda", gpu_names=[], cores=range(8))
@@ -96,8 +96,8 @@ def test_without_nvml_torch_counts(monkeypatch):
     "capability, arch_list, how",
     [((9, 0), ["sm_80", "sm_90"], "native"), ((8, 9), ["sm_80", "sm_86"], "native"), ((9, 0), ["sm_80"], None),
      ((9, 0), ["sm_80", "compute_80"], "ptx"), ((7, 5), ["sm_80", "compute_80"], None), ((9, 0), ["sm_90a"], "native"),
-     ((10, 3), ["sm_100", "sm_90"], "native"), ((10, 3), ["sm_100a"], None), ((12, 0), ["sm_100", "compute_120"], "ptx"),
-     ((8, 0), ["sm_86"], None), ((9, 0), [], None)],
+     ((10, 3), ["sm_100", "sm_90"], "native"), ((10, 3), ["sm_100a"], None),
+     ((12, 0), ["sm_100", "compute_120"], "ptx"), ((8, 0), ["sm_86"], None), ((9, 0), [], None)],
 )  # fmt: skip
 def test_kernels_for_a_card(capability, arch_list, how):
     assert runs_on(capability, arch_list) == how

@@ -39,7 +39,7 @@ def _(evidence: Records) -> Verdict:
     if here["cuda"]:
         parts = f"CUDA {here['cuda']}" + (f" and NCCL {here['nccl']}" if here["nccl"] else "")
         because = f"torch {here['torch']} brings {parts} in its own packages; only the driver is the system's"
-        return Verdict("does not hold", because)
+        return Verdict("does not hold", because, "")
     if not len(evidence.where("all_reduce_s")):
         raise LookupError("the probe has all-reduced nothing yet")
     because = "ranks computed and all-reduced here with neither; for GPUs torch's CUDA packages bring both"
@@ -95,7 +95,7 @@ def _(evidence: Records) -> Verdict:
     cuda_11_1 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86"]  # sm_86 is its newest target
     how = build.runs_on((9, 0), cuda_11_1) or "none runs"
     because = f"machine code up to sm_86 on an H100 (sm_90): {how}. The driver must be as new as the build's "
-    return Verdict("does not hold", because + "CUDA, and the build must hold kernels for the card", "modelled")
+    return Verdict("does not hold", because + "CUDA, and the build must hold kernels for the card", "")
 
 
 @verdict("C02")
@@ -106,7 +106,7 @@ def _(evidence: Records) -> Verdict:
         raise LookupError("this course is not installed as a package: run make lab") from None
     pin = next(r for r in wanted if r.startswith("torch"))
     because = f"this course needs {pin}: torch.accelerator and fully_shard, for example, came long after 1.8"
-    return Verdict("does not hold", because, "modelled")
+    return Verdict("does not hold", because, "")
 
 
 @verdict("D01")
@@ -125,15 +125,15 @@ def _(evidence: Records) -> Verdict:
         Requirement("\N{EM DASH}extra-index-url")
     except InvalidRequirement:
         because = "the parser that pip uses takes the word for a package's name, and refuses the dash"
-        return Verdict("does not hold", because, "modelled")
-    return Verdict("holds", "the parser that pip uses accepts it", "modelled")
+        return Verdict("does not hold", because, "")
+    return Verdict("holds", "the parser that pip uses accepts it", "")
 
 
 @verdict("D29")
 def _(evidence: Records) -> Verdict:
     here = build.build()
     if here["nccl"]:
-        return Verdict("does not hold", f"this torch uses NCCL {here['nccl']} from its own packages")
+        return Verdict("does not hold", f"this torch uses NCCL {here['nccl']} from its own packages", "")
     return Verdict("needs N GPUs", "this torch holds no NCCL: install a CUDA build beside a GPU to see its own", "")
 
 
@@ -153,12 +153,12 @@ def _(evidence: Records) -> Verdict:
     how = build.runs_on((9, 0), ["sm_70", "sm_80"]) or "none runs"
     because = "both answer from the driver. Neither knows whether torch has kernels for the card (those for sm_70 "
     because += f"and sm_80 on an H100: {how}) or whether its memory is free; (0) is one card of several"
-    return Verdict("depends", because, "modelled")
+    return Verdict("depends", because, "")
 
 
 @verdict("E25")
 def _(evidence: Records) -> Verdict:
     if not hasattr(torch.cuda, "utilization"):
-        return Verdict("holds", f"torch {torch.__version__} has no torch.cuda.utilization")
+        return Verdict("holds", f"torch {torch.__version__} has no torch.cuda.utilization", "")
     says = " ".join((inspect.getdoc(torch.cuda.utilization) or "").split()).partition(". ")[0]
-    return Verdict("does not hold", f'torch.cuda.utilization: "{says}". It needs nvidia-ml-py')
+    return Verdict("does not hold", f'torch.cuda.utilization: "{says}". It needs nvidia-ml-py', "")

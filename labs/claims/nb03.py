@@ -227,8 +227,8 @@ def _(evidence: Records) -> Verdict:
     return Verdict(
         "depends",
         f"effective batch = micro-batch x m x ranks, {batch} here, if the loss is divided by m (otherwise the gradient"
-        f" is {wrong:.1f} times as long, not {right:.1f}); no_sync saves {reduces[1] - reduces[0]:.0f} of {reduces[1]:.0f}"
-        " all-reduces",
+        f" is {wrong:.1f} times as long, not {right:.1f}); no_sync saves {reduces[1] - reduces[0]:.0f} of"
+        f" {reduces[1]:.0f} all-reduces",
     )
 
 

@@ -236,7 +236,7 @@ def _crossover_text(rows: list[dict]) -> str:
     ratio = estimate([r["measured"].value / r["modelled"] for r in rows], "x")
     return (
         f"The model names the winner in {right} of {len(rows)} cells. Measured over modelled: {ratio}. It knows one"
-        f" rank's step and the link, not what DDP itself costs per step, nor what ranks take from each other. Worst cell:"
+        f" rank's step and the link, not what DDP itself costs per step, nor what ranks take from each other. Worst:"
         f" width {worst['width']}, batch {worst['batch']}, {worst['measured']}; best: width {best['width']}, batch"
         f" {best['batch']}, {best['measured']}."
     )

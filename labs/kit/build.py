@@ -44,11 +44,7 @@ def runs_on(capability: tuple[int, int], arch_list: Sequence[str]) -> str | None
         exact = digits.endswith("a")
         number = int(digits.rstrip("af"))
         major, minor = divmod(number, 10)
-        if (
-            target == "sm"
-            and major == capability[0]
-            and (minor == capability[1] if exact else minor <= capability[1])
-        ):
+        if target == "sm" and major == capability[0] and (minor == capability[1] if exact else minor <= capability[1]):
             return "native"
         if target == "compute" and not exact and (major, minor) <= capability:
             found = "ptx"

@@ -113,9 +113,7 @@ def torch_version(facts: Facts) -> Check:
     """torch is the version the course was tested with."""
     have = facts.build["torch"]
     if facts.torch_pin and have.partition("+")[0] != facts.torch_pin:
-        return Check(
-            "torch", "warn", f"{have}, tested with {facts.torch_pin}", f"pip install torch=={facts.torch_pin}"
-        )
+        return Check("torch", "warn", f"{have}, tested with {facts.torch_pin}", f"pip install torch=={facts.torch_pin}")
     return Check("torch", "pass", have)
 
 
@@ -155,9 +153,7 @@ def memory(facts: Facts) -> Check:
     if have >= 3 * GIB:
         return Check("memory", "pass", detail)
     status = "warn" if have >= 1.5 * GIB else "fail"
-    return Check(
-        "memory", status, detail + ", 3 GiB are needed", "close programs, or raise the container's limit"
-    )
+    return Check("memory", status, detail + ", 3 GiB are needed", "close programs, or raise the container's limit")
 
 
 def shared_memory(facts: Facts) -> Check:
@@ -177,9 +173,7 @@ def open_files(facts: Facts) -> Check:
     limit = facts.container.open_files
     if limit is None or limit >= 1024:
         return Check("open files", "pass", "no limit" if limit is None else f"at most {limit}")
-    return Check(
-        "open files", "warn", f"at most {limit}: many DataLoader workers may fail", "run: ulimit -n 4096"
-    )
+    return Check("open files", "warn", f"at most {limit}: many DataLoader workers may fail", "run: ulimit -n 4096")
 
 
 def disk(facts: Facts) -> Check:

@@ -26,7 +26,8 @@ INDEX = """<!DOCTYPE html>
  .state { font-weight: 600 } .failed .state { color: #d55e00 } .passed .state { color: #009e73 }
 </style></head><body>
 <h1>Course results</h1>
-<p>{{ passed }} of {{ entries | length }} notebooks passed, {{ "%.1f" | format(seconds / 60) }} min in all. {{ when }}</p>
+<p>{{ passed }} of {{ entries | length }} notebooks passed,
+{{ "%.1f" | format(seconds / 60) }} min in all. {{ when }}</p>
 {% for e in entries %}<article class="{{ e.state }}"><div>
 <h2>{% if e.page %}<a href="{{ e.page }}">{{ e.title }}</a>{% else %}{{ e.title }}{% endif %}</h2>
 <p>{{ e.name }}: <span class="state">{{ e.state }}</span>

@@ -33,10 +33,7 @@ def describe_error(error: BaseException, candidate: Callable[..., Any]) -> str:
         text = _last_error_line(str(error))
     frames = frames or list(_own_frames(root, candidate))
     lines = [f"your code raised {_first_line(text)}" if frames else f"running it raised {_first_line(text)}"]
-    lines += [
-        f"    line {number}, in {name}:  {source}".rstrip(": ")
-        for number, name, source in frames[-MAX_FRAMES:]
-    ]
+    lines += [f"    line {number}, in {name}:  {source}".rstrip(": ") for number, name, source in frames[-MAX_FRAMES:]]
     lines += [f"    Hint: {hint}"] if (hint := _hint(text)) else []
     return "\n".join(lines)
 
@@ -58,9 +55,7 @@ def _learner_file(filename: str, candidate: Callable[..., Any]) -> bool:
     code = getattr(candidate, "__code__", None)
     own = code.co_filename if code else None
     library = filename.startswith(sysconfig.get_paths()["purelib"])
-    return filename == own or (
-        not library and ("ipykernel_" in filename or filename.startswith("<ipython-input"))
-    )
+    return filename == own or (not library and ("ipykernel_" in filename or filename.startswith("<ipython-input")))
 
 
 def _own_frames(error: BaseException, candidate: Callable[..., Any]) -> Iterator[tuple[int, str, str]]:

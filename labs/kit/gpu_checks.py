@@ -56,9 +56,7 @@ def gpu_checks(card: nvml.Gpu, facts: Facts) -> Iterator[Check]:
     if card.persistence is False:
         yield Check(where, "warn", "persistence mode is off: the first use takes seconds", "nvidia-smi -pm 1")
     if slow := set(card.throttle or ()) - {"application clocks setting", "display clock setting"}:
-        yield Check(
-            where, "warn", f"clocks are held down: {', '.join(sorted(slow))}", "check cooling and power"
-        )
+        yield Check(where, "warn", f"clocks are held down: {', '.join(sorted(slow))}", "check cooling and power")
     if card.pcie_width and card.pcie_width_max and card.pcie_width < card.pcie_width_max:
         detail = f"PCIe x{card.pcie_width} of x{card.pcie_width_max}"
         yield Check(where, "warn", detail, "look again under load; if it stays, check the slot")
@@ -86,9 +84,7 @@ def architecture(where: str, capability: tuple[int, int], arch_list: list[str]) 
         return Check(where, "warn", f"no kernels for {name} in this torch: PTX is compiled at first use",
                      "the first start is slow; a newer torch build avoids it")  # fmt: skip
     have = ", ".join(arch_list) or "none"
-    return Check(
-        where, "fail", f"no kernels for {name} in this torch (it has {have})", "install a torch for this card"
-    )
+    return Check(where, "fail", f"no kernels for {name} in this torch (it has {have})", "install a torch for this card")
 
 
 def neighbours(where: str, card: nvml.Gpu, mine: frozenset[int]) -> Check:
@@ -98,9 +94,7 @@ def neighbours(where: str, card: nvml.Gpu, mine: frozenset[int]) -> Check:
     others = [p for p in card.processes if p.pid not in mine]
     if not others:
         return Check(where, "pass", "nobody else on it")
-    who = ", ".join(
-        f"pid {p.pid}" + (f" {p.memory_bytes / GIB:.1f} GiB" if p.memory_bytes else "") for p in others
-    )
+    who = ", ".join(f"pid {p.pid}" + (f" {p.memory_bytes / GIB:.1f} GiB" if p.memory_bytes else "") for p in others)
     return Check(where, "warn", f"also used by {who}", "timings will suffer: take another card or wait")
 
 
@@ -110,15 +104,11 @@ def rank_checks(records: Records, seconds: float, facts: Facts) -> list[Check]:
     n, backend, device = layout["world_size"], layout["backend"], layout["device"]
     found = [Check("process group", "pass", f"{n} ranks on {device} through {backend} in {seconds:.1f} s")]
     if device == "cuda" and "nccl" not in backend and not facts.build["nccl"]:
-        found = [
-            Check("process group", "warn", f"{n} ranks on GPUs without NCCL", "install a torch with NCCL")
-        ]
+        found = [Check("process group", "warn", f"{n} ranks on GPUs without NCCL", "install a torch with NCCL")]
     product = max(r.value for r in records.where("matmul_relative_error"))
     reduced = max(r.value for r in records.where("all_reduce_error"))
     found.append(_right("matrix product", product, 1e-2, f"relative error {product:.0e} on {device}"))
-    found.append(
-        _right("all-reduce", reduced, 0.0, f"sum over {n} ranks is " + ("right" if reduced == 0 else "wrong"))
-    )
+    found.append(_right("all-reduce", reduced, 0.0, f"sum over {n} ranks is " + ("right" if reduced == 0 else "wrong")))
     return found
 
 

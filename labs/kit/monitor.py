@@ -125,9 +125,7 @@ class Monitor:
         with self._lock:
             series = [Series(key.name, key.unit, list(v), dict(key.per)) for key, v in self._values.items()]
             cost = self._cost_s / self._elapsed_s if self._elapsed_s else 0.0
-            others = next(
-                (s.neighbours_percent for s in self._samplers if isinstance(s, CpuSampler)), math.nan
-            )
+            others = next((s.neighbours_percent for s in self._samplers if isinstance(s, CpuSampler)), math.nan)
             return Trace(list(self._t_s), series, cost, tuple(self._failures), others)
 
     def _loop(self) -> None:

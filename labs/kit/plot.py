@@ -60,9 +60,7 @@ def figure(
 
     `records` (Records, a Run, or several joined) give the provenance line that `show` puts under it.
     """
-    require(
-        bool(message.strip()), "a figure needs its message as the title, for example 'Two ranks halve it'"
-    )
+    require(bool(message.strip()), "a figure needs its message as the title, for example 'Two ranks halve it'")
     require(bool(xlabel.strip() and ylabel.strip()), "both axes of a figure need a label with a unit")
     with mpl.rc_context(STYLE):
         fig = Figure(figsize=size, dpi=90, layout="constrained")

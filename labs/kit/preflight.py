@@ -36,9 +36,7 @@ def as_text(found: list[Check]) -> str:
     counts = {s: sum(c.status == s for c in found) for s in MARKS}
     verdict = "NOT READY" if counts["fail"] else "READY"
     plural = "warning" if counts["warn"] == 1 else "warnings"
-    return "\n".join(
-        [*lines, f"{verdict}: {counts['pass']} ok, {counts['warn']} {plural}, {counts['fail']} failed"]
-    )
+    return "\n".join([*lines, f"{verdict}: {counts['pass']} ok, {counts['warn']} {plural}, {counts['fail']} failed"])
 
 
 def as_json(found: list[Check], facts: Facts, records: Records) -> str:
@@ -60,20 +58,33 @@ def as_json(found: list[Check], facts: Facts, records: Records) -> str:
 def preflight(lab: str, parameters: dict[str, Any], options: cli.Launch, require_gpus: int = 0) -> tuple:
     """Gather the facts, run the probe on its ranks, judge both: (checks, facts, records).
 
-    A probe that cannot run is itself a failed check, not an exception.
+    A probe whose ranks fail is itself a failed check, not an exception. BadInput passes through.
     """
     facts = checks.gather(require_gpus)
     found = gpu_checks.machine_checks(facts)
     try:
         records, seconds = _measure(lab, parameters, options)
         found += gpu_checks.rank_checks(records, seconds, facts)
-    except (RankFailed, cli.BadInput, OSError) as e:
+    except (RankFailed, OSError) as e:
         records = Records()
-        remedy = (
-            "read the lines above for the cause; then try: python -m labs.data_parallel --nproc 1 --smoke"
-        )
-        found.append(Check("ranks", "fail", str(e).strip().splitlines()[0], remedy))
+        print(e, file=sys.stderr)
+        remedy = "the cause is in the lines on standard error; one rank alone: --nproc 1"
+        found.append(Check("ranks", "fail", str(e).strip().splitlines()[-1], remedy))
     return found, facts, records
+
+
+def _enough_or_shared(options: cli.Launch) -> cli.Launch:
+    """The default two ranks may share the core of a small machine; the check of its cores warns."""
+    from labs.kit.rank import place
+
+    try:
+        place(options.nproc, options.device, options.oversubscribe)
+    except cli.BadInput:
+        if options.nproc != cli.Launch().nproc:
+            raise
+        options = dataclasses.replace(options, oversubscribe=True)
+        place(options.nproc, options.device, True)
+    return options
 
 
 def _measure(lab: str, parameters: dict[str, Any], options: cli.Launch) -> tuple[Records, float]:
@@ -98,7 +109,10 @@ def main(lab: str, description: str | None, config_type: type) -> None:
         cli.fail(prog, f"require_gpus must be at least 0, not {command.config.require_gpus}")
     parameters = {f.name: getattr(command.config, f.name) for f in dataclasses.fields(config_type)}
     try:
-        found, facts, records = preflight(lab, parameters, command.launch, command.config.require_gpus)
+        launch = _enough_or_shared(command.launch)
+        found, facts, records = preflight(lab, parameters, launch, command.config.require_gpus)
+    except cli.BadInput as e:
+        cli.fail(prog, str(e))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     if command.config.json:
@@ -119,9 +133,7 @@ def speed_text(records: Records) -> str:
             )
             best[key] = max(r, best.get(key, r), key=lambda r: r.value)
     lines = [f"      {' '.join(key):<34} {estimate(r.samples, r.unit)}  {r.kind}" for key, r in best.items()]
-    return (
-        "\n".join(["Speed limits, median of the best size [95 % interval]", *lines, "", ""]) if lines else ""
-    )
+    return "\n".join(["Speed limits, median of the best size [95 % interval]", *lines, "", ""]) if lines else ""
 
 
 def _save(records: Records, out: Path | None) -> int:

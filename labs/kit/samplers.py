@@ -57,11 +57,11 @@ class CpuSampler:
     def __init__(self) -> None:
         self.cores = usable_cores()
         self._processes: dict[int, psutil.Process] = {}
-        self._used_s: dict[int, float] = {}
         self._families: dict[int, list[int]] = {}
         self._core_rank: dict[int, int] = {}
         self._next_scan = 0.0
-        self._begun = time.time()
+        self._first = True
+        self._before = {pid: self._used(pid) for pid in family(os.getpid())}
         self._busy = core_times(self.cores)
         self._window: deque[tuple[float, float, float]] = deque(maxlen=SMOOTH_SAMPLES + 1)
         self._total = (0.0, 0.0, 0.0)
@@ -71,6 +71,7 @@ class CpuSampler:
         """(key, value) pairs of one moment, for ranks with process ids `pids`."""
         self._scan(pids)
         own_s = sum(self._spent(pid) for pid in self._everyone())
+        self._first = False
         busy_s, elapsed_s = 0.0, 0.0
         before, self._busy = self._busy, core_times(self.cores)
         for core, (busy, total) in self._busy.items():
@@ -108,7 +109,7 @@ class CpuSampler:
             return
         start = time.thread_time()
         self._families = {pid: family(pid) for pid in roots}
-        self._core_rank = {core: rank for rank, pid in pids.items() for core in self._pinned(pid)}
+        self._core_rank.update({core: rank for rank, pid in pids.items() for core in self._pinned(pid)})
         alive = self._everyone()
         self._processes = {pid: p for pid, p in self._processes.items() if pid in alive}
         cost = time.thread_time() - start
@@ -128,17 +129,22 @@ class CpuSampler:
         return [c for c in cores if c in self._busy] if len(cores) < len(self.cores) else []
 
     def _spent(self, pid: int) -> float:
-        """CPU seconds `pid` has used since the last sample; a new process counts from its start."""
+        """CPU seconds `pid` has used since the last sample.
+
+        Where a process was there before us, only what it uses from now on counts; all of it if it came later.
+        """
+        used = self._used(pid)
+        stranger = self._first and pid not in self._families[os.getpid()]
+        spent = used - self._before.get(pid, used if stranger else 0.0)
+        self._before[pid] = used
+        return max(0.0, spent)
+
+    def _used(self, pid: int) -> float:
         try:
-            process = self._process(pid)
-            times = process.cpu_times()
-            used = times.user + times.system
-            first = 0.0 if process.create_time() >= self._begun else used
+            times = self._process(pid).cpu_times()
         except psutil.Error:
             return 0.0
-        spent = used - self._used_s.get(pid, first)
-        self._used_s[pid] = used
-        return max(0.0, spent)
+        return times.user + times.system
 
     def _resident(self, pid: int) -> int:
         try:
@@ -159,9 +165,7 @@ def core_times(cores: Iterable[int]) -> dict[int, tuple[float, float]]:
     wanted, found = set(cores), {}
     for number, t in enumerate(psutil.cpu_times(percpu=True)):
         if number in wanted:
-            guest = getattr(t, "guest", 0.0) + getattr(
-                t, "guest_nice", 0.0
-            )  # Linux counts these in user, too
+            guest = getattr(t, "guest", 0.0) + getattr(t, "guest_nice", 0.0)  # Linux counts these in user, too
             total = sum(t) - guest
             found[number] = (total - t.idle - getattr(t, "iowait", 0.0), total)
     return found

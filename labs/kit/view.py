@@ -90,10 +90,10 @@ class NotebookView(View):
         self.handle.update(self.HTML(self._page(done, total, message) + self._strip()))
 
     def _strip(self) -> str:
-        from labs.kit.monitor import strip_svg
+        from labs.kit.monitor import strip_html
 
         trace = self.monitor.trace if hasattr(self, "monitor") else None
-        return strip_svg(trace) if trace is not None and trace.t_s else ""
+        return strip_html(trace) if trace is not None and trace.t_s else ""
 
     def _page(self, done: int, total: int, message: str) -> str:
         seconds = time.monotonic() - self.start

@@ -47,11 +47,7 @@ def _choose(wanted: str, cards: Sequence[Gpu], in_order: bool) -> list[Choice]:
     chosen: list[Choice] = []
     seen: list[str] = []
     for entry in (e.strip() for e in wanted.split(",")):
-        found = (
-            _by_uuid(entry, cards)
-            if entry.startswith(("GPU-", "MIG-"))
-            else _by_index(entry, cards, in_order)
-        )
+        found = _by_uuid(entry, cards) if entry.startswith(("GPU-", "MIG-")) else _by_index(entry, cards, in_order)
         if found is None:
             break
         key = found[1] or (str(found[0].index) if found[0] else entry)

@@ -1,0 +1,173 @@
+"""The course run as `make course` runs it: other parameters, failures, interruption. nbval runs the defaults."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from labs.kit.course import execute, literal, own_parameters
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+VARIANTS = {"one rank": {"NPROC": 1}, "solutions": {"SOLUTIONS": True}}
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+# Two cells wait for this long at most; nothing here asserts a duration shorter than a process's start.
+NAP_S = 60
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_runs_with_other_parameters(path, variant, tmp_path):
+    parameters = own_parameters([path], {})[path] or {}
+    given = own_parameters([path], VARIANTS[variant])[path]
+    assert given, f"{path.name} has no parameter for {variant}; it has {parameters}"
+    assert execute(path, tmp_path / path.name, given) == ""
+    checks = exercise_outputs(tmp_path / path.name)
+    assert checks
+    state = "passed" if variant == "solutions" else "to do"
+    assert [text for text in checks if not re.match(rf"[\w.]+ {state}: ", text)] == []
+
+
+def exercise_outputs(path):
+    """What each cell that calls check() printed."""
+    cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    outputs = [
+        [o for o in c.outputs if o.output_type == "stream"] for c in cells if re.search(r"^check\(", c.source, re.M)
+    ]
+    return ["".join(o.text for o in streams) for streams in outputs]
+
+
+def course(folder, *options, **kwargs):
+    command = [sys.executable, "-m", "labs.kit.course", "--notebooks", folder, "--out", folder / "build", *options]
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, **kwargs)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder with a notebook that draws, one that fails and one after it."""
+    figure = 'from IPython.display import HTML\nHTML(\'<img alt="a figure" src="data:image/png;base64,iVBORw0KGgo=">\')'
+    parameters = new_code_cell("NPROC = 2", metadata={"tags": ["parameters"]})
+    where = "import os, sys\nprint(NPROC, sys.prefix, os.path.basename(os.getcwd()))"
+    goals = "# Draw & see\n\n[next](b.ipynb)\n\n## You will\n\n- see `it`\n- go on\n  and on"
+    write(tmp_path / "a.ipynb", new_markdown_cell(goals), parameters, new_code_cell(where), new_code_cell(figure))
+    write(tmp_path / "b.ipynb", new_markdown_cell("# Fail"), new_code_cell("1 / 0"))
+    write(tmp_path / "c.ipynb", new_markdown_cell("# Go on"), new_code_cell("1 + 1"))
+    return tmp_path
+
+
+def write(path, *cells):
+    nbformat.write(new_notebook(cells=list(cells), metadata=KERNEL), path)
+
+
+def test_course_goes_on_after_a_failure_and_writes_one_index(small):
+    elsewhere = small / "elsewhere"
+    elsewhere.mkdir()
+    done = course(small, "-p", "NPROC", "1", cwd=elsewhere)
+    assert done.returncode == 1
+    assert "2 passed, 1 failed" in done.stdout
+    index = (small / "build" / "index.html").read_text()
+    for part in ("Draw &amp; see", "<li>see it</li>", "<li>go on and on</li>", 'alt="a figure"', "ZeroDivisionError"):
+        assert part in index
+    assert re.findall(r'<article class="(\w+)">', index) == ["passed", "failed", "passed"]
+    page = (small / "build" / "a.html").read_text()
+    assert f"1 {sys.prefix} {small.name}" in page
+    assert 'href="b.html"' in page
+
+
+def test_kernels_run_in_this_python_whatever_else_is_installed(small):
+    """A user's own kernel named python3, and one on JUPYTER_PATH, must not be used."""
+    other = small / "jupyter" / "kernels" / "python3"
+    other.mkdir(parents=True)
+    (other / "kernel.json").write_text('{"argv": ["/bin/false"], "display_name": "Other", "language": "python"}')
+    places = {"JUPYTER_PATH": str(small / "jupyter"), "JUPYTER_DATA_DIR": str(small / "jupyter")}
+    done = course(small, "a", env={**os.environ, **places, "JUPYTER_PREFER_ENV_PATH": "0"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sys.prefix in (small / "build" / "a.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        (["-p", "NPROX", "1"], "no notebook has a parameter 'NPROX'; there are NPROC"),
+        (["z"], "there is no notebook 'z'; there are a, b, c"),
+        (["--notebooks", "nowhere"], "there are no notebooks in"),
+    ],
+)
+def test_bad_input_is_one_line(small, options, answer):
+    done = course(small, *options)
+    assert done.returncode == 2
+    assert answer in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_that_is_no_notebook_is_named(small):
+    (small / "b.ipynb").write_text("<<<<<<< HEAD")
+    done = course(small, "b")
+    assert done.returncode == 2
+    assert "b.ipynb is not a notebook" in done.stderr
+
+
+def test_a_cell_that_takes_too_long_fails(small):
+    write(small / "b.ipynb", new_markdown_cell("# Wait"), new_code_cell(f"import time\ntime.sleep({NAP_S})"))
+    done = course(small, "b", "--cell-timeout", "2")
+    assert done.returncode == 1
+    assert "CellTimeoutError" in (small / "build" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_is_left_when_it_is_stopped(small, sent):
+    started = small / "started"
+    nap = f"import pathlib, subprocess, time\nsubprocess.Popen(['sleep', '{NAP_S}'])\n"
+    nap += f"pathlib.Path({str(started)!r}).touch()\ntime.sleep({NAP_S})"
+    write(small / "b.ipynb", new_markdown_cell("# Wait"), new_code_cell(nap))
+    command = [sys.executable, "-m", "labs.kit.course", "--notebooks", small, "--out", small / "build", "b"]
+    process = psutil.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(started.exists)
+    family = process.children(recursive=True)
+    assert len(family) >= 2  # the kernel and what its cell started
+    process.send_signal(sent)
+    assert process.wait(timeout=20) == 130
+    assert psutil.wait_procs(family, timeout=3)[1] == []
+    assert '<article class="stopped">' in (small / "build" / "index.html").read_text()
+
+
+def wait_until(condition, timeout_s=40.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_committed_notebook_is_never_written(small):
+    before = {p.name: p.read_bytes() for p in small.glob("*.ipynb")}
+    course(small)
+    assert {p.name: p.read_bytes() for p in small.glob("*.ipynb")} == before
+
+
+def test_nbval_notices_a_changed_output(small):
+    """The run that `make test` relies on: a strict comparison, in the notebook's own folder."""
+    write(small / "b.ipynb", new_markdown_cell("# Count"), new_code_cell("import os; os.path.basename(os.getcwd())"))
+    nbval = [sys.executable, "-m", "pytest", "--nbval", "-q", "-p", "no:cacheprovider", "--rootdir", small]
+    execute(small / "b.ipynb", small / "d.ipynb", {})
+    assert subprocess.run([*map(str, nbval), small / "d.ipynb"], capture_output=True).returncode == 0
+    stale = nbformat.read(small / "d.ipynb", as_version=4)
+    stale.cells[1].outputs[0].data["text/plain"] = "'elsewhere'"
+    nbformat.write(stale, small / "d.ipynb")
+    assert subprocess.run([*map(str, nbval), small / "d.ipynb"], capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1), ("True", True), ("[1, 2]", [1, 2]), ("ddp", "ddp")])
+def test_parameters_are_literals_or_text(text, value):
+    assert literal(text) == value
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
