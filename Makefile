@@ -36,7 +36,7 @@ test: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	@echo "== Tests of the kit, labs, exercises and repository, then every notebook against its committed outputs"
-	$(PY) -m pytest --nbval --nbval-cell-timeout=90 $(ARGS)
+	$(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=90 $(ARGS)
 
 # For maintainers: the newest versions that pyproject.toml allows, without the CUDA libraries that torch pins itself.
 constraints: $(READY)

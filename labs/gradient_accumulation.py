@@ -8,6 +8,7 @@ process that takes the effective batch at once:
   gradient   what the optimizer applied, summed over its steps: relative error, and length along the true one
   spread     how far apart the ranks' parameters are after the step, relative to the step
   traffic    all-reduces and bytes of one step, counted by a communication hook
+
 The wrong ways are in labs/accumulation_mistakes.py.
 """
 
@@ -128,11 +129,10 @@ def check_layout(config: Config, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one optimizer step is expected to do, on each rank."""
+    """What one optimizer step is expected to do on each rank; `bytes` are those that a ring makes it send."""
 
     all_reduces: int
     bytes: float
-    """Bytes that a ring all-reduce makes each rank send."""
     optimizer_steps: int
     gradient_scale: float | None
 

@@ -4,6 +4,7 @@
     python -m labs.hardware_probe --smoke --json         # quick, and readable by a program
     python -m labs.hardware_probe --require-gpus 2       # fail unless torch can use two GPUs
     torchrun --nproc-per-node 2 -m labs.hardware_probe   # the speed limits alone, on a cluster
+
 Exit code: 0 all passed (warnings allowed), 1 a check failed, 2 bad input. About 10 s on 2 CPU cores.
 """
 

@@ -203,7 +203,7 @@ def test_requiring_more_gpus_than_there_are_fails_with_a_remedy():
         (("--nproc", "0"), "nproc must be"),
         (("--nproc", "9999"), "oversubscribe"),
         (("--models", "no_such:factory", "--smoke"), "no_such"),
-        (("--out", "/proc/x/y.jsonl"), "--out"),
+        (("--out", "."), "--out"),
     ],
 )
 def test_bad_input_in_a_shell_is_one_line_and_exit_code_2(args, words):

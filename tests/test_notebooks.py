@@ -18,7 +18,6 @@ from labs.kit.course import execute, literal, own_parameters
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 VARIANTS = {"one rank": {"NPROC": 1}, "solutions": {"SOLUTIONS": True}}
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-# Two cells wait for this long at most; nothing here asserts a duration shorter than a process's start.
 NAP_S = 60
 
 
@@ -26,9 +25,7 @@ NAP_S = 60
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs_with_other_parameters(path, variant, tmp_path):
-    parameters = own_parameters([path], {})[path] or {}
     given = own_parameters([path], VARIANTS[variant])[path]
-    assert given, f"{path.name} has no parameter for {variant}; it has {parameters}"
     assert execute(path, tmp_path / path.name, given) == ""
     checks = exercise_outputs(tmp_path / path.name)
     assert checks

@@ -9,6 +9,7 @@ import re
 import warnings
 
 import pytest
+from matplotlib.colors import to_rgb
 from PIL import Image
 
 from labs.kit import plot
@@ -192,7 +193,7 @@ def test_a_busy_figure_stays_small_and_whole():
         png = plot.to_png(fig)
     assert len(png) <= plot.MAX_PNG_BYTES
     picture = Image.open(io.BytesIO(png)).convert("L")
-    assert picture.width == 7.0 * 90  # inches x dots per inch: the whole width, nothing cropped
+    assert picture.width == 7.0 * plot.DPI  # inches x dots per inch: the whole width, nothing cropped
     edge = [picture.getpixel((x, y)) for x in (0, picture.width - 1) for y in range(picture.height)]
     assert min(edge) > 200, "something is cut off at the left or right edge"
     words = ax.get_legend().get_texts()
@@ -216,3 +217,13 @@ def test_figures_are_not_kept_by_pyplot():
 
     busy_figure()
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_colours_that_few_pixels_have_survive_the_palette():
+    fig, ax = plot.figure("Every mark keeps its colour", xlabel="x (s)", ylabel="y (x)", records=[record()])
+    for x, color in enumerate(plot.SERIES):
+        plot.points(ax, [x], [1.0], color=color)
+    shown = {c for _, c in Image.open(io.BytesIO(plot.to_png(fig))).convert("RGB").getcolors(10**6)}
+    for color in plot.SERIES:
+        distance = min(max(abs(a / 255 - b) for a, b in zip(c, to_rgb(color), strict=True)) for c in shown)
+        assert distance < 0.15, color

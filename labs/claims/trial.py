@@ -108,6 +108,10 @@ class Table:
         used = {c.id[0] for c, _ in self.rows}
         return [str(a) for key, a in articles().items() if key in used]
 
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """In a notebook: the table, and one line where only text can be shown. The whole text is `print(table)`."""
+        return {"text/html": self._repr_html_(), "text/plain": self._summary()}
+
     def _repr_html_(self) -> str:
         head = "".join(f"<th {LEFT}>{h}</th>" for h in HEADINGS)
         body = "".join(
@@ -119,18 +123,12 @@ class Table:
     def _cells(self, claim: Claim, found: Verdict) -> tuple[str, ...]:
         word = f"<b>{SIGNS.get(found.word, '…')} {html.escape(found.word)}</b>"
         takeaway = f"<br><i>{_code(claim.takeaway)}</i>" if found.word in SIGNS else ""
-        return (
-            claim.id,
-            _code(claim.claim) + takeaway,
-            claim.source,
-            word,
-            html.escape(found.because),
-            found.kind,
-        )
+        kind = f"<br>{found.kind}" if found.kind else ""
+        return f"{claim.id}<br>{claim.source}", _code(claim.claim) + takeaway, word + kind, html.escape(found.because)
 
 
-HEADINGS = ("", "claim", "source", "verdict here", "because", "kind")
-LEFT = 'style="text-align:left;vertical-align:top"'
+HEADINGS = ("article, lines", "claim", "verdict here", "because")
+LEFT = 'style="text-align:left"'  # in every cell, since JupyterLab aligns cells of tables to the right
 CODE = re.compile(
     r"(?<![\w.])("
     r"(?:\w+\.)*\w+_\w+(?:\.\w+)*(?:\([^()]*\)|=\[[^\]]*\]|=\w+)?"  # a_name, with its arguments or its value

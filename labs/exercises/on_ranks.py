@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
+import linecache
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,30 +13,44 @@ from typing import Any
 import torch.distributed as dist
 
 from labs.kit.check import Mistake
-from labs.kit.failure import RankFailed
+from labs.kit.failure import RankFailed, RankTimeout
+from labs.kit.feedback import FRAME
 from labs.kit.launch import run_on_ranks
 
 WAIT_S = 2.0
 """How long a rank waits for the others. Start-up is not part of it."""
-GAVE_UP = r"[Tt]imed ?out|monitoredBarrier|[Cc]onnection (was )?(closed|reset)|Broken pipe|preamble\.length"
+RUN_S = 12.0
+"""How long a run may take in all; the first one of a kernel has to import torch."""
+GAVE_UP = r"[Tt]imed ?out|monitoredBarrier|[Cc]onnection (was )?(closed|reset)|Broken pipe|killed by SIGABRT"
+NOISE = re.compile(r"ProcessGroupGloo|gloo::|preamble\.length")
 
 
-class Hang(Exception):
-    """A rank waited for a collective that another one never called, or called with another size."""
+def on_ranks(body: Callable[..., Any], ranks: int, *args: Any, when: str) -> list[Any]:
+    """`body(*args)` on every rank; what each returned, in rank order. RankFailed if one raises.
 
-
-def on_ranks(body: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """`body(*args)` on every rank; what each returned. Hang if they wait for each other, RankFailed if one raises."""
+    Mistake if a rank waits for a collective that another one never calls, or calls with another size; `when`
+    ends its first sentence.
+    """
+    printed = io.StringIO()
     try:
-        return run_on_ranks(_impatient, ranks, body, args, timeout_s=20)
+        with contextlib.redirect_stdout(printed):
+            return run_on_ranks(_impatient, ranks, body, args, timeout_s=RUN_S)
+    except RankTimeout:
+        raise Mistake(f"your code did not finish within {RUN_S:g} s", "look for a loop that never ends") from None
     except RankFailed as e:
-        if re.search(GAVE_UP, str(e)):
-            raise Hang(str(e)) from None
-        raise
+        if not re.search(GAVE_UP, str(e)):
+            raise
+        raise Mistake(
+            f"the ranks wait for each other for ever {when}{_where(str(e))}",
+            "every rank must make the same collective calls, in the same order, with tensors of the same size",
+        ) from None
+    finally:
+        lines = printed.getvalue().splitlines()
+        print("".join(f"{line}\n" for line in lines if not NOISE.search(line)), end="")
 
 
 def _impatient(body: Callable[..., Any], args: tuple) -> Any:
-    # torch has no public way to change the timeout of the group a rank is already in.
+    # torch has no public way to change the timeout of the group that a rank is already in.
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=WAIT_S))
     result = body(*args)
     # Point to point, so that it cannot be taken for the collective that another rank still waits in; and slower
@@ -42,9 +59,11 @@ def _impatient(body: Callable[..., Any], args: tuple) -> Any:
     return result
 
 
-def waits(hang: Hang, when: str) -> Mistake:
-    """The feedback for a hang, with the ranks that were seen waiting."""
-    return Mistake(
-        f"the ranks wait for each other for ever {when}",
-        "every rank must make the same collective calls in the same order, with tensors of the same size",
-    )
+def _where(text: str) -> str:
+    """The learner's line that a rank was waiting in, from its traceback."""
+    own = [m for m in FRAME.finditer(text) if not re.search(r"site-packages|/labs/(kit|exercises)/", m["file"])]
+    rank = re.search(r"^rank (\d+) on .* failed first", text, re.MULTILINE)
+    if not own or not rank:
+        return ""
+    line = linecache.getline(own[-1]["file"], int(own[-1]["line"])).strip()
+    return f": rank {rank[1]} was in line {own[-1]['line']}, {line}"

@@ -95,6 +95,7 @@ def start_fork_server() -> Backstage:
         if _current is None or _current.owner != os.getpid():
             for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # what a learner needs of it is in RankFailed
+            logging.getLogger("torchelastic-events-null").disabled = True
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process must not initialise CUDA
             multiprocessing.set_forkserver_preload(["labs.kit.rank"])
             _current = Backstage()

@@ -57,8 +57,8 @@ class Output:
 
     def __post_init__(self) -> None:
         if self.out is not None:
-            parents = self.out.absolute().parents
-            folder = next(p for p in parents if p.exists())
+            target = self.out.absolute()
+            folder = next(p for p in (*target.parents, target) if p.exists())  # "/" has no parents
             require(folder.is_dir(), f"{folder} is not a folder: choose another file with --out")
             require(os.access(folder, os.W_OK), f"cannot write to {folder}: choose another file with --out")
             require(not self.out.is_dir(), f"{self.out} is a folder: name a file in it with --out")

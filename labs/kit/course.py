@@ -87,27 +87,27 @@ def own_parameters(sources: list[Path], given: dict[str, Any]) -> dict[Path, dic
     return {source: {k: v for k, v in given.items() if k in has[source]} for source in sources}
 
 
-def run_course(sources: list[Path], parameters: dict[Path, dict[str, Any]], out: Path, timeout_s: int) -> int:
+def run_course(entries: dict[Path, Entry], parameters: dict[Path, dict[str, Any]], out: Path, timeout_s: int) -> int:
     """Run the notebooks one after the other, keep `out`/index.html up to date, return how many failed."""
     out.mkdir(parents=True, exist_ok=True)
-    entries = [Entry.of(source) for source in sources]
-    for number, (source, entry) in enumerate(zip(sources, entries, strict=True), start=1):
-        print(f"[{number}/{len(sources)}] {source.stem}: {entry.title}", flush=True)
+    for number, (source, entry) in enumerate(entries.items(), start=1):
+        print(f"[{number}/{len(entries)}] {source.stem}: {entry.title}", flush=True)
         target, start = out / source.name, time.perf_counter()
+        target.unlink(missing_ok=True)
         entry.state = "running"
-        write_index(entries, out)
+        write_index(list(entries.values()), out)
         try:
             entry.error = execute(source, target, parameters[source], cell_timeout_s=timeout_s)
         except KeyboardInterrupt:
             entry.state = "stopped"
-            write_index(entries, out)
+            write_index(list(entries.values()), out)
             raise
         entry.seconds, entry.state = time.perf_counter() - start, "failed" if entry.error else "passed"
         if target.exists():
             write_page(target, entry, folder=source.parent)
-        write_index(entries, out)
+        write_index(list(entries.values()), out)
         print(f"      {entry.state} in {entry.seconds:.0f} s", *entry.error.splitlines()[-1:], flush=True)
-    return sum(entry.state == "failed" for entry in entries)
+    return sum(entry.state == "failed" for entry in entries.values())
 
 
 @contextlib.contextmanager
@@ -149,13 +149,14 @@ def main() -> int:
     logging.getLogger("papermill").setLevel(logging.ERROR)
     try:
         sources = choose(options.notebooks.resolve(), options.names)
+        entries = {source: Entry.of(source) for source in sources}
         parameters = own_parameters(sources, {name: literal(value) for name, value in options.p})
     except BadInput as e:
         fail(parser.prog, str(e))
     out = options.out.resolve()
     try:
         with nothing_left():
-            failed = run_course(sources, parameters, out, options.cell_timeout)
+            failed = run_course(entries, parameters, out, options.cell_timeout)
     except KeyboardInterrupt:
         print(f"\nstopped; {out / 'index.html'} shows what had run", file=sys.stderr)
         return 130

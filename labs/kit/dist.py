@@ -42,7 +42,7 @@ class Rank:
         rank: int | None = None, **case: Any,
     ) -> Record:  # fmt: skip
         """A Record of this run. `rank` None says that the samples speak for the whole job."""
-        samples = (samples,) if isinstance(samples, int | float) else tuple(samples)
+        samples = tuple(samples) if isinstance(samples, Sequence) else (float(samples),)
         layout = {"world_size": self.world_size, "rank": rank, "backend": self.backend, "device": self.device.type}
         return Record(self.lab, metric, unit, samples, kind, case, self.config, layout)
 
@@ -60,6 +60,10 @@ class Rank:
         values = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def agree(self, opinion: bool) -> bool:
+        """Whether `opinion` is true on all ranks: for loops that all ranks must leave at the same step."""
+        return self.slowest([0.0 if opinion else 1.0]) == [0.0]
 
     def slowest(self, samples: Sequence[float]) -> list[float]:
         """Elementwise maximum of `samples` over all ranks; all ranks must pass equally many."""

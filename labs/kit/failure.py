@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from labs.kit import cli
+from labs.kit import cli, guardian
 
 LOST_PEER = re.compile(
     r"onnection (closed|reset|refused)|Broken pipe|remote process exited|aborted|failed to recv", re.I
@@ -41,7 +41,8 @@ class Watch:
         self.folder = folder
         self.since: float | None = None  # first sign that the run cannot succeed any more, monotonic seconds
         self.died: int | None = None
-        """The rank that vanished without a report while all others were alive."""
+        """The rank that vanished first without a report."""
+        self.killed = False
 
     def pids(self) -> dict[int, int]:
         """Process id of each rank that has announced itself."""
@@ -80,13 +81,22 @@ class Watch:
         """The exception for a run that failed: what the first failing rank reported, or how it died."""
         reports = self.reports()
         own = [r for r in reports if not r["lost_peer"]]
-        if not own and self.died is not None:
-            return _sudden_death(self.died, exit_codes.get(self.died))
+        died = self._died_first(exit_codes)
+        if not own and died is not None:
+            return _sudden_death(died, exit_codes.get(died))
         if first := next(iter(own or reports), None):
             return _reported(first, len(reports) - 1)
-        for rank, code in exit_codes.items():
-            return _sudden_death(rank, code)
         return RankFailed(f"the ranks did not start: {agent_error or 'see what was printed above'}")
+
+    def _died_first(self, exit_codes: dict[int, int]) -> int | None:
+        """The agent ends all ranks as soon as it sees one die, and knows which. After `kill` it cannot know."""
+        silent = [rank for rank in exit_codes if not self._is_excused(rank)]
+        return silent[0] if silent and not self.killed else self.died
+
+    def kill(self) -> None:
+        """End all ranks: the run cannot succeed any more."""
+        self.killed = True
+        guardian.kill(self.folder)
 
     def timeout(self, timeout_s: float, ranks: int) -> RankTimeout:
         """The exception for a run that took too long: where each rank is, as its own stack tells."""

@@ -63,7 +63,7 @@ def devices(
 def _enough_gpus(n: int, names: Sequence[str]) -> None:
     fix = f'nproc={len(names)}, device="cuda-shared" (all on one GPU, gloo) or ' if names else ""
     fix += 'device="cpu"'
-    require(len(names) >= n, f"{n} ranks need {_count(n, 'GPU')} and torch sees {len(names)}: use {fix}")
+    require(len(names) >= n, f"{_count(n, 'GPU')} asked for and torch sees {len(names)}: use {fix}")
 
 
 def _cpu_devices(n: int, cores: tuple[int, ...], n_gpus: int) -> list[Device]:

@@ -81,7 +81,7 @@ class Job:
                 raise self.watch.timeout(self.timeout_s, len(self.placement))
             self.view.refresh()
             if self.watch.is_lost():
-                guardian.kill(self.watch.folder)  # the agent sees it at once, and ends
+                self.watch.kill()  # the agent sees it at once, and ends
 
     def _end(self) -> None:
         """Kill what is left, remove the folder, wait for the agent, which then has nothing left to do."""

@@ -42,6 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_PNG_BYTES = 30_000
+DPI = 80  # dots per inch; more of them would be bytes in every notebook
 LEGEND_ROW_IN = 0.26
 STYLE = {
     "figure.facecolor": "white", "savefig.facecolor": "white", "font.family": "DejaVu Sans", "font.size": 12,
@@ -63,7 +64,7 @@ def figure(
     require(bool(message.strip()), "a figure needs its message as the title, for example 'Two ranks halve it'")
     require(bool(xlabel.strip() and ylabel.strip()), "both axes of a figure need a label with a unit")
     with mpl.rc_context(STYLE):
-        fig = Figure(figsize=size, dpi=90, layout="constrained")
+        fig = Figure(figsize=size, dpi=DPI, layout="constrained")
         ax = fig.add_subplot()
         title = "\n".join(textwrap.wrap(message, int(size[0] * 9)))
         fig.suptitle(title, x=0.01, ha="left", fontsize=STYLE["axes.titlesize"], fontweight="bold")
@@ -100,9 +101,11 @@ def to_png(fig: Figure) -> bytes:
         fig.draw_without_rendering()  # constrained layout needs a second pass where legends changed the size
         raw = io.BytesIO()
         fig.savefig(raw, format="png")
-    for colors in (24, 16):
+    for colors in (32, 16):
         small = io.BytesIO()
-        picture = Image.open(raw).convert("RGB").quantize(colors, dither=Image.Dither.NONE)
+        # The octree keeps rare colours; median cut, the default, would merge a lone green mark into the blue ones.
+        palette = Image.Quantize.FASTOCTREE
+        picture = Image.open(raw).convert("RGB").quantize(colors, palette, dither=Image.Dither.NONE)
         picture.save(small, "PNG", optimize=True)
         if small.tell() <= MAX_PNG_BYTES:
             break

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,18 @@ def _measure(lab: str, parameters: dict[str, Any], options: cli.Launch) -> tuple
 
 def main(lab: str, description: str | None, config_type: type) -> None:
     """Command line of the preflight: the lab's own options, and --json and --require-gpus. Exits."""
-    extra = [
-        ("json", bool, dataclasses.field(default=False)),
-        ("require_gpus", int, dataclasses.field(default=0)),
-    ]
-    options = dataclasses.make_dataclass("Options", extra, bases=(config_type,), frozen=True)
+
+    @dataclass(frozen=True)
+    class Options(config_type):
+        """The lab's own options, and those of the preflight."""
+
+        json: bool = False
+        """Print one JSON object (checks, inventory, speed limits) in place of text."""
+        require_gpus: int = 0
+        """Fail unless torch can use at least so many GPUs."""
+
     prog = f"python -m labs.{lab}"
-    command = cli.parse(types.SimpleNamespace(Config=options, __doc__=description), prog)
+    command = cli.parse(types.SimpleNamespace(Config=Options, __doc__=description), prog)
     if command.config.require_gpus < 0:
         cli.fail(prog, f"require_gpus must be at least 0, not {command.config.require_gpus}")
     parameters = {f.name: getattr(command.config, f.name) for f in dataclasses.fields(config_type)}

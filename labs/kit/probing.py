@@ -77,14 +77,17 @@ def matmul_sweep(
     dtype: str, sizes: tuple[int, ...], config: Any, device: torch.device
 ) -> Iterator[tuple[int, list[float]]]:
     """(n, seconds per product) for each size, until the next one would take longer than config.budget_s."""
-    rate = None
-    for n in sizes:
-        if rate is not None and (config.samples + 3) * matmul_work(n, 4).flop / rate > config.budget_s:
-            return
-        seconds = timed(matmul_step(dtype, n, device), config.samples, device)
-        rate = matmul_work(n, 4).flop / statistics.median(seconds)
-        yield n, seconds
-    torch.set_float32_matmul_precision("highest")
+    small = min(sizes[0], 128 if device.type == "cpu" else 1024)
+    rate = matmul_work(small, 4).flop / timed(matmul_step(dtype, small, device), 1, device)[0]
+    try:
+        for n in sizes:
+            if (config.samples + 3) * matmul_work(n, 4).flop / rate > config.budget_s:
+                return
+            seconds = timed(matmul_step(dtype, n, device), config.samples, device)
+            rate = matmul_work(n, 4).flop / statistics.median(seconds)
+            yield n, seconds
+    finally:
+        torch.set_float32_matmul_precision("highest")  # a process-wide switch: the next part wants FP32
 
 
 def convolution_step(device: torch.device) -> tuple[Step, float]:

@@ -11,9 +11,9 @@ import json
 import math
 import os
 import platform
+import secrets
 import statistics
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,6 +25,7 @@ Kind = Literal["measured", "recorded", "modelled", "published"]
 KINDS: tuple[str, ...] = get_args(Kind)
 FIELDS = {"lab": str, "metric": str, "unit": str, "samples": list, "kind": str, "case": dict, "config": dict,
           "layout": dict}  # fmt: skip
+COLUMNS = {"lab", "metric", "value", "unit", "n", "kind"}
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,22 @@ class Record:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", tuple(float(s) for s in self.samples))
+        for name in ("case", "config", "layout"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        if problem := self._problem():
+            raise ValueError(f"record {self.metric!r} of lab {self.lab!r}: {problem}")
+
+    def _problem(self) -> str:
+        """What would make this record unreadable once it is saved; found while the lab still runs."""
         if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
+            return f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}"
         if not self.samples:
-            raise ValueError(f"record {self.metric!r} of lab {self.lab!r} has no samples")
+            return "there are no samples"
+        if not all(map(math.isfinite, self.samples)):
+            return f"a sample is not finite: {self.samples}"
+        if taken := sorted(COLUMNS & self.case.keys()):
+            return f"case {taken[0]!r} has the name of a column of the table: choose another"
+        return ""
 
     @property
     def value(self) -> float:
@@ -130,20 +143,24 @@ class Records(Sequence[Record]):
 
 
 def write_atomic(path: Path, text: str) -> Path:
-    """Write `text` to `path` through a temporary file beside it, so that a reader never sees half of it."""
+    """Write `text` to `path` through a temporary file beside it, so that a reader never sees half of it.
+
+    A device or pipe (/dev/stdout, /dev/full) is written to, not replaced. OSError if there is no room or no right.
+    """
+    path = path.resolve()  # a link stays a link
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
+        with temporary.open("x", encoding="utf-8") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes 0600, which a colleague could not read
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 
@@ -154,16 +171,13 @@ def load(path: str | os.PathLike) -> Records:
     Raises ValueError naming the file, the line and the field of the first thing that is wrong.
     """
     records, header = [], None
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{where}: not JSON ({e.msg} at column {e.colno})") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a JSON object is needed, this is {type(row).__name__}")
+        row = _object(line, where)
         if "provenance" in row:
             header = row["provenance"]
+            if not isinstance(header, dict) or len(row) > 1:
+                raise ValueError(f"{where}, field 'provenance': a line with one object needed, not {row!r}")
         elif header is None:
             raise ValueError(f"{where}, field 'provenance': missing, the first line of a file must hold it")
         else:
@@ -171,6 +185,18 @@ def load(path: str | os.PathLike) -> Records:
     if not records:
         raise ValueError(f"{path}: holds no records")
     return Records(records)
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{where}: not UTF-8 text (byte {e.start + 1})") from None
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise ValueError(f"{where}: not JSON ({getattr(e, 'msg', 'nested too deeply')})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a JSON object is needed, this is {type(row).__name__}")
+    return row
 
 
 def _parse(row: dict[str, Any], header: dict[str, Any], where: str) -> Record:
@@ -181,14 +207,20 @@ def _parse(row: dict[str, Any], header: dict[str, Any], where: str) -> Record:
             raise ValueError(f"{where}, field {name!r}: {kind.__name__} needed, not {row[name]!r}")
     if extra := set(row) - set(FIELDS):
         raise ValueError(f"{where}, field {min(extra)!r}: unknown")
-    bad = [s for s in row["samples"] if isinstance(s, bool) or not isinstance(s, int | float) or not math.isfinite(s)]
+    bad = [s for s in row["samples"] if not _is_number(s)]
     if bad or not row["samples"]:
-        raise ValueError(f"{where}, field 'samples': finite numbers needed, not {bad[0] if bad else 'an empty list'!r}")
+        raise ValueError(f"{where}, field 'samples': finite numbers needed, not {bad[0] if bad else []!r}")
     if row["kind"] not in KINDS:
         raise ValueError(f"{where}, field 'kind': one of {', '.join(KINDS)} needed, not {row['kind']!r}")
+    if taken := sorted(COLUMNS & row["case"].keys()):
+        raise ValueError(f"{where}, field 'case': {taken[0]!r} is the name of a column")
     if row["kind"] == "measured":
         row["kind"] = "recorded"
     return Record(**row, provenance=header)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf and value == value
 
 
 def attach_provenance(records: Iterable[Record]) -> Records:
@@ -233,4 +265,9 @@ def _commit() -> str | None:
 
 def as_json(config: Any) -> dict[str, Any]:
     """A Config dataclass as plain JSON values."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return plain(dataclasses.asdict(config))
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON would give it back: tuples are lists, NumPy and torch numbers are numbers, other things their text."""
+    return json.loads(json.dumps(values, default=lambda x: x.item() if hasattr(x, "item") else str(x)))

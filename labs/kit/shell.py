@@ -18,6 +18,8 @@ from labs.kit.monitor import Monitor, Trace
 from labs.kit.rank import RunLab, place
 from labs.kit.view import TerminalView
 
+SHORT_S = 2.0  # in less, the start and end of the ranks themselves look like a neighbour
+
 
 def run_here(lab: str, command: Any) -> int:
     """`python -m labs.X`: launch ranks on this machine. Returns the exit code."""
@@ -75,7 +77,7 @@ def report(records: record.Records, trace: Trace | None, out: Path | None) -> in
         for r in records
     ]  # fmt: skip
     print(pandas.DataFrame(rows).astype(object).fillna("").to_string(index=False) if rows else "no records")
-    if trace is not None and (warning := trace.disturbance()):
+    if trace is not None and trace.t_s[-1:] > [SHORT_S] and (warning := trace.disturbance()):
         print(warning, file=sys.stderr)
     if out is None:
         return 0

@@ -1,0 +1,34 @@
+# JupyterLab with the course, as a user without privileges. Works with and without GPUs:
+#
+#   docker build -t gpu-training-course .
+#   docker run --rm -it -p 127.0.0.1:8888:8888 --shm-size=2g gpu-training-course
+#   docker run --rm -it -p 127.0.0.1:8888:8888 --shm-size=2g --gpus all gpu-training-course
+#
+# --shm-size: DataLoader workers and NCCL exchange data through /dev/shm. Docker's default of 64 MB ends in a
+# "bus error" or an NCCL failure as soon as batches are real.
+# --gpus all: needs the NVIDIA driver and container toolkit on the host. CUDA itself comes with torch.
+# The token is random and printed at start; set your own with -e JUPYTER_TOKEN=...
+FROM python:3.11-slim
+
+# The labs' preflight reports on this user's limits, and files written to mounted folders should not be root's.
+RUN useradd --create-home --uid 1000 learner
+WORKDIR /home/learner/course
+RUN chown learner:learner .
+USER learner
+
+ENV PATH=/home/learner/venv/bin:$PATH \
+    JUPYTER_PREFER_ENV_PATH=1 \
+    PIP_NO_CACHE_DIR=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+# The packages come before the sources: an edited notebook does not install torch again.
+RUN python -m venv /home/learner/venv
+COPY --chown=learner:learner pyproject.toml constraints.txt README.md LICENSE ./
+COPY --chown=learner:learner labs/__init__.py labs/__init__.py
+RUN python -m pip install -c constraints.txt -e .
+COPY --chown=learner:learner . .
+
+EXPOSE 8888
+CMD ["python", "-m", "jupyterlab", "--ip=0.0.0.0", "--port=8888", "--no-browser", \
+     "--LabApp.default_url=/lab/tree/notebooks/00_gpu_checks.ipynb"]

@@ -1,0 +1,227 @@
+"""The repository around the notebooks: one list of dependencies, honest instructions, nothing of one machine."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["dependencies"])}
+# Dependencies that are run, not imported.
+TOOLS = {"jupyterlab", "ipykernel", "nbval", "pytest-timeout", "ruff"}
+# What torch brings for CUDA, and pins itself.
+CUDA = re.compile(r"nvidia-(?!ml-py)|triton|cuda-")
+INSTALL = "-c constraints.txt -e ."
+# In parts, so that this file passes its own test.
+HOSTS = [".".join(p) for p in (("pypi", "org"), ("pythonhosted", "org"), ("deb", "debian", "org"), ("npmjs", "org"))]
+HOSTS += [".".join(p) for p in (("anaconda", "org"), ("download", "pytorch", "org"), ("crates", "io"))]
+MACHINE_PATHS = ["/".join(["", *p, ""]) for p in (("root",), ("work",), ("farm",), ("Users",), ("home", "user"))]
+
+
+def tracked() -> list[Path]:
+    """The repository's own files: tracked, or new and not ignored."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True)
+    if listed.returncode:  # an archive without .git
+        skip = {".venv", "build", "__pycache__", ".pytest_cache", ".ruff_cache"}
+        return [p for p in ROOT.rglob("*") if p.is_file() and not skip & set(p.relative_to(ROOT).parts)]
+    return [p for name in listed.stdout.split("\0") if name and (p := ROOT / name).is_file()]
+
+
+def pins() -> dict[str, str]:
+    """Exact versions in constraints.txt by canonical name."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+# -- one list of dependencies
+
+
+def test_constraints_pin_every_dependency_within_its_bounds():
+    versions = pins()
+    for name, requirement in REQUIREMENTS.items():
+        assert name in versions, f"{name} has no exact version: run `make constraints`"
+        assert requirement.specifier.contains(versions[name]), f"{name}=={versions[name]} is out of bounds"
+    assert "+" not in "".join(versions.values()), "a local version would forbid the CUDA build"
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or sys.version_info[:2] != (3, 11), reason="versions are tested on Linux, Python 3.11"
+)
+def test_constraints_pin_everything_that_is_installed_along():
+    versions, todo, seen = pins(), list(REQUIREMENTS.values()), set()
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if (name, *requirement.extras) in seen or CUDA.match(name):
+            continue
+        seen.add((name, *requirement.extras))
+        installed = importlib.metadata.version(name).partition("+")[0]
+        assert versions.get(name) == installed, f"{name} {installed} is not the version of constraints.txt"
+        needs = map(Requirement, importlib.metadata.requires(name) or [])
+        extras = requirement.extras or {""}
+        todo += [r for r in needs if not r.marker or any(r.marker.evaluate({"extra": e}) for e in extras)]
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Names of all modules that a syntax tree imports."""
+    nodes = list(ast.walk(tree))
+    plain = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    return plain | {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module and not n.level}
+
+
+def test_dependencies_are_those_that_the_code_imports():
+    files = [*(ROOT / "labs").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    modules = {m.partition(".")[0] for f in files for m in imported(ast.parse(f.read_text()))}
+    own = {"labs"} | {p.stem for p in (ROOT / "tests").iterdir()}
+    owners = importlib.metadata.packages_distributions()
+    third_party = modules - own - set(sys.stdlib_module_names)
+    needed = {canonicalize_name(owners[m][0]) for m in third_party if m in owners}
+    assert {m for m in third_party if m not in owners} <= {"apex"}, "imports that no installed package provides"
+    assert needed - set(REQUIREMENTS) == set(), "imported, but not in pyproject.toml"
+    assert set(REQUIREMENTS) - needed - TOOLS == set(), "in pyproject.toml, but not imported"
+
+
+def test_environment_yml_holds_python_and_the_list():
+    dependencies = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    pip = next(d["pip"] for d in dependencies if isinstance(d, dict))
+    assert " ".join(pip) == INSTALL
+    names = [d for d in dependencies if isinstance(d, str)]
+    assert [n.partition("=")[0] for n in names] == ["python", "pip"]
+    assert SpecifierSet(PROJECT["requires-python"]).contains(names[0].partition("=")[2] + ".0")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile as (INSTRUCTION, arguments), comments gone and continued lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(w[0].upper(), w[1]) for line in text.splitlines() if (w := line.split(None, 1))]
+
+
+def test_dockerfile_installs_the_list_as_a_user_without_privileges():
+    steps = instructions()
+    base = next(value for name, value in steps if name == "FROM")
+    assert SpecifierSet(PROJECT["requires-python"]).contains(re.search(r"python:(\d+\.\d+)", base)[1] + ".0")
+    installs = [value for name, value in steps if name == "RUN" and "pip install" in value]
+    assert [i.partition("pip install ")[2] for i in installs] == [INSTALL]
+    users = [(index, value) for index, (name, value) in enumerate(steps) if name == "USER"]
+    assert users and all(value not in {"root", "0"} for _, value in users)
+    assert users[0][0] < min(i for i, (_, value) in enumerate(steps) if "pip install" in value)
+    assert steps[-1][0] == "CMD" and "jupyterlab" in steps[-1][1]
+
+
+def test_dockerfile_leaves_the_token_on_and_explains_shared_memory():
+    text = (ROOT / "Dockerfile").read_text()
+    code = "\n".join(value for _, value in instructions())
+    assert not re.search(r"token|password|allow.root|disable_check_xsrf", code, re.IGNORECASE)
+    assert "--shm-size" in text and "--gpus all" in text
+
+
+@pytest.mark.parametrize("name", ["Makefile", "Dockerfile", "environment.yml", ".ci/run", ".github/workflows/ci.yml"])
+def test_versions_stand_in_one_place(name):
+    assert not re.search(r"\b[\w-]+==\d", (ROOT / name).read_text())
+
+
+def test_wheel_holds_all_modules_and_data(tmp_path):
+    for path in tracked():
+        inside = path.relative_to(ROOT)
+        if inside.parts[0] in {"labs", "pyproject.toml", "README.md", "LICENSE"}:
+            (tmp_path / inside).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / inside).write_bytes(path.read_bytes())
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", tmp_path, tmp_path]
+    subprocess.run([*map(str, build)], check=True, capture_output=True)
+    wheel = next(tmp_path.glob("*.whl"))
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    assert {p for f in tracked() if (p := f.relative_to(ROOT).as_posix()).startswith("labs/")} - packed == set()
+
+
+# -- commands
+
+
+def makefile_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))} | variables
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_readme_commands_exist():
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"(?:^|`)make ([a-z]+)", readme, re.MULTILINE))
+    assert {"lab", "course", "test"} <= targets <= makefile_targets()
+    modules = set(re.findall(r"-m (labs\.[\w.]+)", readme))
+    assert modules and [m for m in modules if importlib.util.find_spec(m) is None] == []
+
+
+@pytest.mark.parametrize("target", ["lab", "course", "test", "clean", "help"])
+def test_make_knows_and_explains_each_command(target):
+    assert f"make {target}" in make("help").stdout or target == "help"
+    done = make("-n", target)
+    assert done.returncode == 0, done.stderr
+    says = "".join(re.findall(r'^echo "(.*)"$', done.stdout, re.MULTILINE))
+    assert says, f"make {target} does not say what it does"
+
+
+def test_make_says_in_one_line_that_python_is_missing():
+    done = make("-B", ".venv/.ready", PYTHON="no-such-python")
+    assert done.returncode != 0
+    assert "Python 3.11 or later is needed (no-such-python is absent or older)" in done.stderr.splitlines()[0]
+
+
+def test_ci_runs_the_readmes_test_command():
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.splitlines()[-1] == "make test"
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"]).returncode == 0
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert "bash .ci/run" in [step.get("run") for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+# -- text
+
+
+def test_readme_table_lists_the_notebooks_with_their_minutes():
+    rows = re.findall(
+        r"^\| \[(\w+)\]\(notebooks/(\w+)\.ipynb\) \|[^|]+\| (\d+) \|", (ROOT / "README.md").read_text(), re.M
+    )
+    hooks = {p.stem: nbformat.read(p, as_version=4).cells[0].source for p in (ROOT / "notebooks").glob("*.ipynb")}
+    minutes = {stem: re.search(r"(\d+)\s+min", hook) for stem, hook in hooks.items()}
+    assert {(n, n, m[1]) for n, m in minutes.items() if m} == set(rows)
+
+
+@pytest.mark.parametrize("path", [p for p in tracked() if p.suffix == ".md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_resolve(path):
+    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    assert [t for t in targets if not re.match(r"[a-z]+:", t) and not (path.parent / t).exists()] == []
+
+
+def test_no_word_of_a_registry_or_of_one_machine():
+    found = []
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(ROOT)}: {w}" for w in [*HOSTS, *MACHINE_PATHS] if w in text]
+    assert found == []
+
+
+def test_top_level_is_as_designed():
+    allowed = {"notebooks", "labs", "records", "tests", ".ci", ".github", "README.md", "LICENSE", "Makefile"}
+    allowed |= {"Dockerfile", ".dockerignore", ".gitignore", ".gitattributes", "environment.yml"}
+    assert {p.relative_to(ROOT).parts[0] for p in tracked()} - allowed == {"pyproject.toml", "constraints.txt"}
