@@ -71,7 +71,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback_first():
 
 
 def test_bad_input_found_by_a_rank_stays_bad_input():
-    with pytest.raises(BadInput, match="take a multiple of 2$"):
+    with pytest.raises(BadInput, match=r"take a multiple of 2$"):
         launch(FAULTY, fault="bad_input")
 
 

@@ -1,7 +1,7 @@
 """Draws the README's figure from a recorded run.
 
-    python -m labs.data_parallel --batch-size 128 --inner 1 --rounds 24 --out records/NAME/data_parallel.jsonl
-    python -m labs.figures records/NAME/data_parallel.jsonl notebooks/speedup.png
+python -m labs.data_parallel --batch-size 128 --inner 1 --rounds 24 --out records/NAME/data_parallel.jsonl
+python -m labs.figures records/NAME/data_parallel.jsonl notebooks/speedup.png
 """
 
 from __future__ import annotations

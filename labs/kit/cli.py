@@ -111,9 +111,9 @@ def _unknown_option(config_type: type, args: list[str]) -> str:
 
 
 def _one_line(complaint: str) -> str:
-    """What tyro printed in a box, without the box and the help it adds."""
-    lines = [line.strip("│╭╮╰╯─ \n") for line in complaint.splitlines()]
-    text = " ".join(line for line in lines[1:] if line)
+    """What tyro printed in a box, drawn in lines or in ASCII, without box, title and the help it adds."""
+    lines = [line.strip("│ ") for line in complaint.splitlines()[1:]]
+    text = " ".join(line for line in lines if line.strip("╰╯─-"))
     text = re.split(r" (For full helptext|Argument helptext)", text)[0]
     return re.sub(r"^Error parsing ((config|launch|output|lab): )?", "", text)
 
@@ -130,7 +130,7 @@ def main() -> None:
     """Entry point of every lab module: launches ranks, or is one when torchrun has set RANK."""
     spec = sys.modules["__main__"].__spec__
     full = spec.name if spec else Path(sys.argv[0]).stem  # `python -m package.lab`, or `python lab.py` in its folder
-    name, prog = full.removeprefix("labs."), f"python -m {full}"
+    name, prog = short_name(full), f"python -m {full}"
     try:
         lab = lab_module(name)
         command = parse(lab, prog)

@@ -42,7 +42,10 @@ class Rank:
         rank: int | None = None, **case: Any,
     ) -> Record:  # fmt: skip
         """A Record of this run. `rank` None says that the samples speak for the whole job."""
-        samples = tuple(samples) if isinstance(samples, Sequence) else (float(samples),)
+        try:
+            samples = tuple(samples)
+        except TypeError:  # one number, perhaps of NumPy or torch
+            samples = (float(samples),)
         layout = {"world_size": self.world_size, "rank": rank, "backend": self.backend, "device": self.device.type}
         return Record(self.lab, metric, unit, samples, kind, case, self.config, layout)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from labs.kit.nvml import report
+from labs.kit.nvml import library, report
 from labs.kit.samplers import Key
 from labs.kit.visible import visible
 
@@ -46,7 +45,7 @@ class GpuSampler:
         self._unsupported: set[tuple[int, str]] = set()
         self._next_slow = 0.0
         try:
-            nvml = nvml or importlib.import_module("pynvml")
+            nvml = library(nvml)
             nvml.nvmlInit()
         except ImportError:
             return

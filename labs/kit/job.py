@@ -67,6 +67,7 @@ class Job:
                 self._poll_until(start + self.timeout_s)
             finally:
                 self.seconds = time.monotonic() - start
+                self.view.read()  # how far it came, while that can still be read
         self.trace = monitor.trace
         results = [self.watch.folder / f"result-{rank}" for rank in range(len(self.placement))]
         if self.agent.failed or not all(r.exists() for r in results):

@@ -42,9 +42,10 @@ def _no_lab(name: str) -> str:
     return f"there is no lab {name!r}: {did_you_mean(name, known)}The labs are {', '.join(known)}."
 
 
-def short_name(lab: ModuleType) -> str:
-    """A lab's name in records and messages."""
-    return lab.__name__.removeprefix("labs.")
+def short_name(full: str) -> str:
+    """A lab's name in records and messages, and for `launch`: without "labs." for a module of labs/ itself."""
+    package, _, name = full.rpartition(".")
+    return name if package == "labs" else full
 
 
 _loaded_ns: dict[str, int] = {}  # when each module was last reloaded here, in time.time_ns()
@@ -90,7 +91,7 @@ def make_config(lab: ModuleType, values: dict[str, Any]) -> Any:
     """`lab.Config(**values)`, with names and types checked. BadInput names the parameter and the fix."""
     import typeguard
 
-    name = short_name(lab)
+    name = short_name(lab.__name__)
     hints = typing.get_type_hints(lab.Config)
     for key, value in values.items():
         if key not in hints:

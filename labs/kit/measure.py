@@ -6,6 +6,7 @@ machine hits both sides alike.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 LEVEL = 0.95
+PREFIXED = {"s": 1e-9, "B": 1.0, "FLOP": 1.0, "B/s": 1.0, "FLOP/s": 1.0}  # units that take a prefix, from which size
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 
 
@@ -42,11 +44,11 @@ def warm_up(
     """Call `step` until two windows in a row have medians within `tolerance`; returns the seconds of each call.
 
     With several ranks all must stop at the same step, or a collective waits for ever: `agree` turns this
-    rank's opinion into everyone's.
+    rank's opinion into everyone's (`rank.agree`).
     """
     seconds: list[float] = []
     while len(seconds) < max_steps:
-        seconds += time_steps(step, window, device)
+        seconds += time_steps(step, min(window, max_steps - len(seconds)), device)
         if agree(is_steady(seconds, window, tolerance)):
             break
     return seconds
@@ -71,10 +73,14 @@ class Estimate:
     unit: str = ""
 
     def __str__(self) -> str:
-        scale, prefix = _prefix(max(abs(self.value), abs(self.high)), self.unit)
-        digits = _digits(self.high / scale)
-        value, low, high = (f"{x / scale:.{digits}f}" for x in (self.value, self.low, self.high))
-        return f"{value} {prefix}{self.unit} [{low}, {high}]".replace("  ", " ")
+        """For example "12.3 ms [12.1, 12.9]", "1.76 x [1.70, 1.81]" or "3.1e-08 [2.9e-08, 3.4e-08]"."""
+        numbers = (self.value, self.low, self.high)
+        size = max(map(abs, numbers))
+        scale, prefix = _prefix(size, self.unit)
+        exact = scale == 1 and all(x == round(x) for x in numbers) and size < 1e6  # counts
+        value, low, high = (f"{x:.0f}" if exact else _text(x / scale, size / scale) for x in numbers)
+        unit = "" if self.unit == "1" else f" {prefix}{self.unit}".rstrip()
+        return f"{value}{unit} [{low}, {high}]"
 
     def scaled(self, factor: float, unit: str | None = None) -> Estimate:
         """All three numbers times `factor` > 0."""
@@ -83,23 +89,30 @@ class Estimate:
 
 
 def _prefix(size: float, unit: str) -> tuple[float, str]:
-    """SI prefix for base units; shares, ratios and counts keep their unit."""
-    if unit not in {"s", "B", "FLOP/s", "B/s", "FLOP"} or size == 0:
+    """SI prefix for base units; shares, ratios and counts keep their unit, and there are no milli-bytes."""
+    smallest = PREFIXED.get(unit, 1.0)
+    if unit not in PREFIXED or size < smallest:
         return 1.0, ""
-    return next(((scale, p) for scale, p in PREFIXES if size >= scale), PREFIXES[-1])
+    return next(((scale, p) for scale, p in PREFIXES if max(smallest, scale) <= size), (1.0, ""))
 
 
-def _digits(size: float) -> int:
-    size = abs(size)
-    return 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 4
+def _text(x: float, size: float) -> str:
+    """`x` with as many decimals as `size` needs for 3 digits; powers of ten outside of 0.001 to a million."""
+    if size and not 1e-3 <= size < 1e6:
+        return f"{x:.1e}"
+    decimals = 2 - math.floor(math.log10(size)) if size else 0
+    return f"{x:.{max(0, decimals)}f}"
 
 
 def estimate(samples: Sequence[float], unit: str = "", *, level: float = LEVEL) -> Estimate:
     """Median of `samples` with its percentile bootstrap interval (9,999 resamples, fixed seed).
 
-    With fewer than 2 different samples the interval is the point itself. A median of few samples has a coarse
-    interval: below 6 it cannot exclude more than the extremes.
+    With fewer than 2 different samples the interval is the point itself. Take at least 5: the interval cannot
+    reach beyond the extremes, which hold the true median with probability 1 - 2^(1-n), that is 75 % for 3 samples
+    and 94 % for 5. With 8 to 30 samples it misses it in 7 to 9 % of all cases, not 5. ValueError without samples.
     """
+    if not len(samples):
+        raise ValueError("an estimate needs at least one sample")
     median = statistics.median(samples)
     if len(set(samples)) < 2:
         return Estimate(median, median, median, len(samples), unit)
@@ -107,8 +120,9 @@ def estimate(samples: Sequence[float], unit: str = "", *, level: float = LEVEL) 
     from scipy.stats import bootstrap  # imported late: it costs half a second that ranks need not pay
 
     found = bootstrap(
-        (np.asarray(samples),), np.median, confidence_level=level, method="percentile", rng=np.random.default_rng(0)
-    )
+        (np.asarray(samples, float),), np.median, confidence_level=level, method="percentile",
+        n_resamples=9999 if len(samples) <= 1000 else 999, rng=np.random.default_rng(0), batch=max(1, 2_000_000 // len(samples)),  # some 16 MB at a time
+    )  # fmt: skip
     low, high = found.confidence_interval
     return Estimate(median, float(low), float(high), len(samples), unit)
 
@@ -116,8 +130,10 @@ def estimate(samples: Sequence[float], unit: str = "", *, level: float = LEVEL) 
 def paired_ratio(a: Sequence[float], b: Sequence[float], unit: str = "x") -> Estimate:
     """Median of a[i] / b[i] with its interval. Pairs must have been taken one after the other.
 
-    ValueError if the numbers of samples differ.
+    ValueError if the numbers of samples differ or a b[i] is 0.
     """
+    if not all(b):
+        raise ValueError("a ratio needs denominators other than 0")
     return estimate([x / y for x, y in zip(a, b, strict=True)], unit)
 
 

@@ -6,7 +6,6 @@ cards, vGPU, WSL, old drivers): its field is then None, never a crash and never 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,10 +106,17 @@ def ask(nvml: Any, function: str, *args: Any) -> Any:
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
 
+def library(nvml: Any = None) -> Any:
+    """`nvml` itself, or the pynvml module. ImportError if nvidia-ml-py is not installed."""
+    if nvml is None:
+        import pynvml as nvml
+    return nvml
+
+
 @contextmanager
 def session(nvml: Any = None) -> Iterator[Any]:
     """NVML, initialised and shut down again. Raises NVMLError or ImportError if it cannot be had."""
-    nvml = nvml or importlib.import_module("pynvml")
+    nvml = library(nvml)
     nvml.nvmlInit()
     try:
         yield nvml
@@ -121,7 +127,7 @@ def session(nvml: Any = None) -> Iterator[Any]:
 def report(nvml: Any = None) -> Report:
     """Read everything. `nvml` stands in for the pynvml module in tests."""
     try:
-        nvml = nvml or importlib.import_module("pynvml")
+        nvml = library(nvml)
     except ImportError:
         return Report(problem="the Python package nvidia-ml-py is missing", remedy="pip install nvidia-ml-py")
     try:

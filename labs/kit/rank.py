@@ -153,7 +153,7 @@ class RunLab:
     def __call__(self, rank: Rank) -> list[record.Record]:
         lab = cli.lab_module(self.lab)
         config = cli.make_config(lab, self.values)
-        rank.lab, rank.config = cli.short_name(lab), record.as_json(config)
+        rank.lab, rank.config = cli.short_name(lab.__name__), record.as_json(config)
         # What speaks for the whole job is the same on every rank: rank 0's copy is kept.
         mine = [r for r in lab.run(config, rank) if rank.rank == 0 or r.layout["rank"] is not None]
         everyone = rank.gather(mine)

@@ -6,6 +6,7 @@ text twice a second; no figure is drawn before the ranks are done.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import sys
@@ -31,6 +32,7 @@ class View:
     def watch(self, monitor: Monitor, progress: Path) -> None:
         """The run has started: `monitor` samples it, `progress` is where rank 0 writes how far it is."""
         self.monitor, self.file, self.start, self.next = monitor, progress, time.monotonic(), 0.0
+        self.last = (0, 0, "")
 
     def refresh(self) -> None:
         """Draw again if it is time to; called some 30 times a second."""
@@ -40,10 +42,9 @@ class View:
 
     def read(self) -> tuple[int, int, str]:
         """Done, total and message as rank 0 last gave them; zeros before that."""
-        try:
-            return tuple(json.loads(self.file.read_text()))
-        except (OSError, ValueError):
-            return 0, 0, ""
+        with contextlib.suppress(OSError):  # not there yet, or, at the end, not any more
+            self.last = tuple(json.loads(self.file.read_text()))
+        return self.last
 
     def draw(self, done: int, total: int, message: str) -> None: ...
 

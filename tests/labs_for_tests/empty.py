@@ -1,6 +1,6 @@
 """How long does it take to start and stop ranks that do nothing?
 
-    python -m labs_for_tests.empty
+python -m labs_for_tests.empty
 """
 
 from collections.abc import Iterator

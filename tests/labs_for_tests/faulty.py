@@ -1,6 +1,6 @@
 """What does a launch do when a rank goes wrong?
 
-    python -m labs_for_tests.faulty --fault raise --on-rank 1
+python -m labs_for_tests.faulty --fault raise --on-rank 1
 """
 
 import os

@@ -1,0 +1,83 @@
+"""How long does a learner wait for ranks? launch() against torchrun, in turn, with a lab that does nothing.
+
+    python -m labs.kit.bench --rounds 5 --nproc 2
+
+About 20 s on 2 CPU cores. "first launch" includes one `import torch`, which later launches do not wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import types
+from dataclasses import dataclass
+
+import torch
+
+from labs.kit import cli, shell
+from labs.kit.launch import launch
+from labs.kit.measure import interleave
+from labs.kit.record import Record, Records, attach_provenance
+from labs.kit.view import View
+
+EMPTY = "labs.kit.bench_empty"
+
+
+@dataclass(frozen=True)
+class Config:
+    """How much to measure."""
+
+    rounds: int = 5
+    """Times that both are started, in turn."""
+    smoke: bool = False
+    """One round."""
+
+    def __post_init__(self) -> None:
+        cli.require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+
+
+def start_launch(options: cli.Launch) -> None:
+    """As a notebook does it."""
+    launch(EMPTY, options.nproc, device=options.device, oversubscribe=options.oversubscribe, view=View())
+
+
+def start_torchrun(options: cli.Launch) -> None:
+    """The same lab on the same ranks, by a fresh torchrun. CalledProcessError if that fails."""
+    flags = ["--device", options.device, *(["--oversubscribe"] if options.oversubscribe else [])]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.nproc),
+         "-m", EMPTY, *flags],
+        check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def measure(config: Config, options: cli.Launch) -> Records:
+    """Seconds of a first launch, of later ones and of torchrun, and the ratio of these two, pair by pair."""
+    begin = time.perf_counter()
+    start_launch(options)
+    first = time.perf_counter() - begin
+    steps = {"launch": lambda: start_launch(options), "torchrun": lambda: start_torchrun(options)}
+    seconds = interleave(steps, 1 if config.smoke else config.rounds, torch.device("cpu"))
+    ratios = [slow / fast for slow, fast in zip(seconds["torchrun"], seconds["launch"], strict=True)]
+    case = {"ranks": options.nproc}
+    return attach_provenance(
+        [Record("kit.bench", "start_s", "s", (first,), case={"by": "first launch", **case})]
+        + [Record("kit.bench", "start_s", "s", tuple(s), case={"by": by, **case}) for by, s in seconds.items()]
+        + [Record("kit.bench", "ratio", "x", tuple(ratios), case={"by": "torchrun / launch", **case})]
+    )
+
+
+def main() -> None:
+    """Print both medians with their intervals, and their ratio; save the records if asked to."""
+    prog = "python -m labs.kit.bench"
+    command = cli.parse(types.SimpleNamespace(Config=Config, __doc__=__doc__), prog)
+    try:
+        raise SystemExit(shell.report(measure(command.config, command.launch), None, command.output.out))
+    except cli.BadInput as e:
+        cli.fail(prog, str(e))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""One rank's view of the job: backend choice, seeds, collectives, core and thread of its own."""
+
+import os
+
+import pytest
+import torch
+
+from labs.kit import dist
+from labs.kit.hardware import Device
+from labs.kit.launch import run_on_ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "nccl", "backend"),
+    [
+        ("cuda", True, "cpu:gloo,cuda:nccl"),
+        ("cuda", False, "gloo"),
+        ("cuda-shared", True, "gloo"),
+        ("cpu", True, "gloo"),
+    ],
+)
+def test_the_backend_fits_the_device(kind, nccl, backend):
+    assert dist.backend_for(Device(kind, 0, "a device"), nccl) == backend
+
+
+def test_a_gpu_rank_makes_its_device_current_before_anything_else(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert dist.use(Device("cuda", 3, "a gpu")) == torch.device("cuda", 3) and chosen == [torch.device("cuda", 3)]
+
+
+def test_a_system_without_affinity_still_limits_threads(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert dist.use(Device("cpu", 0, "a cpu", (0,))) == torch.device("cpu") and threads == [1]
+
+
+def test_collectives_of_a_rank():
+    def function(rank):
+        return {
+            "gather": rank.gather({"rank": rank.rank}),
+            "slowest": rank.slowest([1.0 + rank.rank, 5.0 - rank.rank]),
+            "agree": (rank.agree(True), rank.agree(rank.rank == 0)),
+            "seed": torch.rand(1).item(),
+            "phases": sorted(rank.startup_s),
+            "sizes": (rank.world_size, rank.local_world_size, rank.local_rank == rank.rank),
+        }
+
+    found = run_with_rank(function)
+    assert found[0] == found[1]
+    assert found[0]["gather"] == [{"rank": 0}, {"rank": 1}] and found[0]["slowest"] == [2.0, 5.0]
+    assert found[0]["agree"] == (True, False) and found[0]["sizes"] == (2, 2, True)
+    assert found[0]["phases"] == ["process group", "process start"]
+
+
+def run_with_rank(function):
+    """`function(rank)` on two ranks, as a lab's run gets it."""
+    from labs.kit.job import Job
+    from labs.kit.rank import place
+    from labs.kit.view import View
+
+    return Job(function, place(2, "cpu", True), 30, View()).run()
+
+
+def test_progress_of_rank_0_alone_is_heard():
+    heard = []
+    for number in (0, 1):
+        rank = dist.Rank(number, 2, number, 2, torch.device("cpu"), "gloo", ())
+        rank.on_progress = lambda *what: heard.append(what)
+        rank.progress(1, 4, "loss 2.3")
+    assert heard == [(1, 4, "loss 2.3")]
+
+
+def test_the_group_is_gone_after_a_run():
+    def function():
+        import torch.distributed
+
+        assert torch.distributed.is_initialized()
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    (address, port), other = run_on_ranks(function)
+    assert address == "127.0.0.1" and (address, port) == other
+    import socket
+
+    with socket.socket() as probe:
+        assert probe.connect_ex((address, port)) != 0, "the port must be free again"

@@ -1,0 +1,46 @@
+"""The same lab under launch(), `python -m` and torchrun gives the same set of records."""
+
+import subprocess
+import sys
+
+import pytest
+from processes import HERE, MARK, PYTHON, assert_no_survivors, new_environment
+
+from labs.kit import shell
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records, load
+
+EMPTY = "labs_for_tests.empty"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+
+
+def shape(records):
+    """What must not depend on how the lab was started."""
+    return sorted((r.lab, r.metric, r.unit, str(r.case), str(r.layout), str(r.config)) for r in records)
+
+
+@pytest.mark.parametrize("start", [[*PYTHON, "-m"], TORCHRUN], ids=["python -m", "torchrun"])
+def test_the_same_records_however_it_is_started(start, tmp_path):
+    environment, out = new_environment(), tmp_path / "run.jsonl"
+    done = subprocess.run([*start, EMPTY, "--out", out], env=environment, cwd=HERE, capture_output=True, text=True,
+                          timeout=90)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"saved to {out}" and "own_rank" in done.stdout
+    assert done.stdout.count("median [95 %]") == 1, "rank 0 alone prints"
+    assert shape(load(out)) == shape(launch(EMPTY, 2))
+    assert_no_survivors(environment[MARK])
+
+
+def test_bad_input_under_torchrun_names_the_fix_once_per_rank(tmp_path):
+    command, environment = [*TORCHRUN, EMPTY, "--smoky"], new_environment()
+    done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=90)
+    assert done.returncode != 0
+    assert done.stderr.count("there is no option --smoky: did you mean '--smoke'? --help lists them all") == 2
+
+
+def test_the_table_and_the_file(tmp_path, capsys):
+    run = Records([Record("a_lab", "step_s", "s", [0.010, 0.012, 0.011], case={"mode": "ddp"})])
+    assert shell.report(run, None, tmp_path / "run.jsonl") == 0
+    out = capsys.readouterr().out
+    assert "11.0 ms [10.0, 12.0]" in out and "ddp" in out and len(load(tmp_path / "run.jsonl")) == 1
+    assert shell.report(Records(), None, None) == 0 and capsys.readouterr().out == "no records\n"
