@@ -129,7 +129,7 @@ def matmul_alone(config: Config, rank: Rank) -> Iterator[Record]:
         peak = probing.datasheet_peak(dtype, rank.device)
         for n, seconds in probing.matmul_sweep(dtype, config.sizes(rank.device.type), config, rank.device):
             rates = [matmul_work(n, 4).flop / s for s in seconds]
-            case = {"dtype": dtype, "n": n}
+            case = {"dtype": dtype, "side": n}
             yield rank.record("matmul_flop_s", "FLOP/s", rates, rank=0, **case)
             if peak:
                 shares = [r / peak.flop_s for r in rates]

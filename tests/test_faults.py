@@ -176,10 +176,12 @@ class Kernel:
         wait_for(lambda: len(self.ranks()) >= processes, what="ranks")
         return request
 
-    def interrupt(self, request: str) -> None:
-        """Interrupt, and wait for the end of the request: the kernel drops what is sent before that."""
+    def interrupt(self, request: str) -> list[str]:
+        """Interrupt, and wait for the end of the request, since the kernel drops what is sent before; its traceback."""
         self.manager.interrupt_kernel()
-        wait_for(lambda: self.client.get_shell_msg(timeout=60)["parent_header"]["msg_id"] == request)
+        while (reply := self.client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != request:
+            pass
+        return reply["content"].get("traceback", [])
 
     def ranks(self) -> list[psutil.Process]:
         """All processes of the family other than the kernel and what stays behind it."""
@@ -209,7 +211,7 @@ SLEEP = f"launch({FAULTY!r}, fault='sleep', workers=2, timeout_s=100)"
 
 
 def test_interrupting_the_cell_stops_the_run_and_the_kernel_goes_on(kernel):
-    kernel.interrupt(kernel.start(SLEEP))
+    assert kernel.interrupt(kernel.start(SLEEP)) == ["KeyboardInterrupt: all ranks have been stopped"]
     assert_no_survivors(kernel.mark, kernel.pid)
     printed, traceback = kernel.execute("print(run_on_ranks(lambda: 7))")
     assert (printed, traceback) == ("[7, 7]\n", [])
@@ -223,7 +225,8 @@ def test_interrupting_the_cell_stops_the_run_and_the_kernel_goes_on(kernel):
 def test_an_interrupt_while_torch_is_still_loading_keeps_the_fork_server(own_tmp):
     kernel = Kernel(own_tmp)
     try:
-        request = kernel.client.execute("import labs.kit.launch")
+        # The kernel itself does not import torch here: an interrupted import of it is beyond repair.
+        request = kernel.client.execute("import time, labs.kit.backstage\ntime.sleep(60)")
         server = wait_for(lambda: [p for p in family(kernel.mark) if "forkserver" in " ".join(p.cmdline())])[0]
         kernel.interrupt(request)
         printed, traceback = kernel.execute("from labs.kit.launch import run_on_ranks; print(run_on_ranks(lambda: 7))")

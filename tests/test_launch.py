@@ -232,6 +232,16 @@ def test_the_guardian_removes_late_announcements(tmp_path):
     guardian.clear(run)
 
 
+def test_a_fork_server_that_was_there_before_is_used():
+    code = (
+        "import multiprocessing as m\nm.get_context('forkserver').SimpleQueue()\n"
+        "from multiprocessing import forkserver\nforkserver.ensure_running()\n"
+        "from labs.kit.launch import run_on_ranks\nprint(run_on_ranks(lambda: 7, 1, timeout_s=60))"
+    )
+    done = subprocess.run([*PYTHON, "-c", code], env=new_environment(), capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[7]\n", "")
+
+
 def test_launching_from_another_thread_works_without_signals():
     found = []
     thread = threading.Thread(target=lambda: found.append(run_on_ranks(lambda: 1)))
@@ -239,3 +249,12 @@ def test_launching_from_another_thread_works_without_signals():
         thread.start()
         thread.join(60)
     assert found == [[1, 1]]
+
+
+def test_a_warm_launch_is_many_times_faster_than_torchrun():
+    from labs.kit import bench, cli
+
+    launch(EMPTY)
+    run = bench.measure(bench.Config(smoke=True), cli.Launch(oversubscribe=True))
+    assert {r.case["by"] for r in run.where("start_s")} == {"first launch", "launch", "torchrun"}
+    assert run.one("ratio").value > 3, "it is 20 to 40 on a quiet machine"

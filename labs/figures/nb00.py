@@ -67,12 +67,12 @@ def formats(run: Records, guess: Prediction) -> None:
     for dtype in best:
         rows = run.where("matmul_flop_s", dtype=dtype)
         rates = [estimate(r.samples).scaled(1e-9) for r in rows]
-        points(ax, [r.case["n"] for r in rows], rates, label=FORMATS[dtype], line=True)
+        points(ax, [r.case["side"] for r in rows], rates, label=FORMATS[dtype], line=True)
     top = best["fp32"]
-    prediction(ax, top.case["n"], float(guess) * top.value / 1e9, label="BF16")
+    prediction(ax, top.case["side"], float(guess) * top.value / 1e9, label="BF16")
     values = [r.value / 1e9 for r in run.where("matmul_flop_s")]
-    log_axes(ax, sorted({r.case["n"] for r in run.where("matmul_flop_s")}), _decades(min(values), max(values)))
-    lines = "; ".join(f"{FORMATS[d]} {estimate(r.samples, r.unit)} at n = {r.case['n']}" for d, r in best.items())
+    log_axes(ax, sorted({r.case["side"] for r in run.where("matmul_flop_s")}), _decades(min(values), max(values)))
+    lines = "; ".join(f"{FORMATS[d]} {estimate(r.samples, r.unit)} at n = {r.case['side']}" for d, r in best.items())
     show(fig, alt=f"{message}. {lines}.")
     say(_formats_text(run, guess, best, fastest, slowest))
 

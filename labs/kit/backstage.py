@@ -23,7 +23,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from labs.kit import guardian
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
+from labs.kit.signals import signals_held
 
 READY = "LABS_FORK_SERVER_READY"  # tells the fork server which file to create once torch is loaded
 SOCKET_PATH_LIMIT = 60  # the system allows 108 bytes (macOS: 104), of which a rank's own sockets take 40
@@ -56,11 +57,15 @@ class Backstage:
         resource_tracker.ensure_running()  # now, since it would unblock SIGINT below
         with _environment({READY: str(self.ready), "PYTHONPATH": _import_path()}), _sigint_blocked():
             forkserver.ensure_running()
-        if (pid := forkserver._forkserver._forkserver_pid) != before:
-            if before:
-                (self.root / f"server-{before}").unlink(missing_ok=True)
+        pid = forkserver._forkserver._forkserver_pid
+        announcement = self.root / f"server-{pid}"
+        if not announcement.exists():
+            announcement.touch()
+            if pid == before:  # somebody else has started it: there is no knowing when it is ready
+                self.ready.touch()
+            elif before is not None:
                 self.ready.unlink(missing_ok=True)
-            (self.root / f"server-{pid}").touch()
+                (self.root / f"server-{before}").unlink(missing_ok=True)
 
     def wait_until_warm(self, check: Callable[[], None]) -> None:
         """Return when the fork server has loaded torch. `check` is called often, and may raise."""
@@ -89,9 +94,12 @@ _lock = threading.Lock()
 
 
 def start_fork_server() -> Backstage:
-    """Start loading torch in the background; does nothing if it is there. BadInput if there is no room for it."""
+    """Start loading torch in the background; does nothing if it is there. BadInput if there is no room for it.
+
+    Undisturbed by an interrupt, which would leave half of it.
+    """
     global _current
-    with _lock:
+    with signals_held(), _lock:
         if _current is None or _current.owner != os.getpid():
             for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # what a learner needs of it is in RankFailed

@@ -135,7 +135,7 @@ def speed_text(records: Records) -> str:
         if r.unit in ("FLOP/s", "B/s", "x") and r.metric != "ceiling_rate":
             key = (
                 r.metric,
-                *(str(v) for k, v in r.case.items() if k not in ("n", "bytes", "batch_size", "ranks")),
+                *(str(v) for k, v in r.case.items() if k not in ("side", "bytes", "batch_size", "ranks")),
             )
             best[key] = max(r, best.get(key, r), key=lambda r: r.value)
     lines = [f"      {' '.join(key):<34} {estimate(r.samples, r.unit)}  {r.kind}" for key, r in best.items()]

@@ -8,6 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class Interrupted(KeyboardInterrupt):
+    """The user interrupted a run."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython prints this in place of the launcher's frames."""
+        return [f"KeyboardInterrupt: {self}"]
+
+
 @contextmanager
 def signals_held() -> Iterator[list[int]]:
     """Note SIGINT and SIGTERM instead of letting them break in anywhere; deliver them at the end.
@@ -32,5 +40,6 @@ def signals_held() -> Iterator[list[int]]:
         for number in reversed(before):  # SIGINT last: from then on it may break in again
             signal.signal(number, before[number])
     if noted:
-        signal.raise_signal(noted[0])
-        raise KeyboardInterrupt
+        if signal.getsignal(noted[0]) is not signal.default_int_handler:
+            signal.raise_signal(noted[0])  # whoever handles it may end the process, or raise
+        raise Interrupted("all ranks have been stopped") from None
