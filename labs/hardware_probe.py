@@ -10,12 +10,14 @@ Exit code: 0 all passed (warnings allowed), 1 a check failed, 2 bad input. About
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from labs import models
 from labs.kit import cli, collectives, probing
@@ -110,12 +112,18 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     rank.progress(len(stages), len(stages), "done")
 
 
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||; a NaN or an infinity counts as 1e9, since a record holds finite numbers only."""
+    error = float((got - want).norm() / want.norm())
+    return error if math.isfinite(error) else 1e9
+
+
 def correctness(config: Config, rank: Rank) -> Iterator[Record]:
     """A fast wrong answer is no answer: a product against float64, an all-reduce against the sum."""
     a, b = torch.randn(2, 64, 64)
     want = a.double() @ b.double()
     got = (a.to(rank.device) @ b.to(rank.device)).cpu().double()
-    yield rank.record("matmul_relative_error", "", float((got - want).norm() / want.norm()), rank=rank.rank)
+    yield rank.record("matmul_relative_error", "", relative_error(got, want), rank=rank.rank)
     buffer = torch.full((1024,), float(rank.rank + 1), device=rank.device)
     dist.all_reduce(buffer)
     want_sum = rank.world_size * (rank.world_size + 1) / 2

@@ -32,8 +32,11 @@ SETTINGS = {
     "@jupyterlab/apputils-extension/notification.jupyterlab-settings": {"fetchNews": "false", "checkForUpdates": False},
 }
 RUN_S = 240
+expect.set_options(timeout=60_000)
 # A traceback of IPython's own is an "error"; one that an exception renders itself comes as "stderr".
-ERRORS = ", ".join(f'.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.{kind}"]' for kind in ("error", "stderr"))
+ERRORS = ", ".join(
+    f'.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.{kind}"]' for kind in ("error", "stderr")
+)
 
 pytestmark = [
     pytest.mark.timeout(RUN_S + 120),
@@ -46,7 +49,7 @@ launch("data_parallel", nproc=2, rounds=1_000_000, timeout_s=300)"""
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A copy of the notebooks without their outputs, and one whose second cell runs until it is stopped."""
+    """A copy of the notebooks without their outputs, one whose cell runs until it is stopped, one that fails."""
     folder = tmp_path_factory.mktemp("lab") / "notebooks"
     shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".*"))
     for path in folder.glob("*.ipynb"):
@@ -58,6 +61,8 @@ def folder(tmp_path_factory):
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     cells = [new_markdown_cell("# Wait"), new_code_cell(LONG), new_code_cell("print('still' + ' here')")]
     nbformat.write(new_notebook(cells=cells, metadata=kernel), folder / "long.ipynb")
+    cells = [new_markdown_cell("# Fail"), new_code_cell("1 / 0"), new_code_cell("1 + 1")]
+    nbformat.write(new_notebook(cells=cells, metadata=kernel), folder / "failing.ipynb")
     return folder
 
 
@@ -103,7 +108,6 @@ def page(browser, request):
     """A page; how it looked when the test ended is kept as a picture."""
     page = browser.new_page(viewport={"width": 1280, "height": 1600})
     page.on("dialog", lambda dialog: dialog.accept())
-    page.set_default_timeout(60_000)
     yield page
     screenshot(page, re.sub(r"\W+", "-", request.node.name).strip("-"))
     page.close()
@@ -113,9 +117,8 @@ def open_notebook(page: Page, server, name: str) -> None:
     url, token, _ = server
     page.goto(f"{url}lab/tree/{name}?token={token}&reset")
     expect(page.locator(".jp-Notebook")).to_be_visible()
-    expect(page.locator(".jp-NotebookPanel-toolbar .jp-Notebook-ExecutionIndicator")).to_have_attribute(
-        "data-status", "idle"
-    )
+    # Cells that are run before the kernel is connected do nothing, without a word.
+    expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
 
 
 def run_all(page: Page) -> None:
@@ -175,9 +178,19 @@ def test_a_learner_runs_the_notebook(page, server, folder, path):
         figure.screenshot(path=SCREENSHOTS / f"{path.stem}-figure-{number}.png")
 
 
+def test_an_error_is_noticed(page, server):
+    open_notebook(page, server, "failing.ipynb")
+    run_all(page)
+    wait_until_done(page)
+    assert has_error(page)
+
+
 def run_completely(path: Path) -> nbformat.NotebookNode | None:
-    """The notebook in the file once all its cells have been run."""
-    notebook = nbformat.read(path, as_version=4)
+    """The notebook in the file once all its cells have been run; None while it is being written, too."""
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except ValueError:
+        return None
     cells = [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
     return notebook if all(c.execution_count for c in cells) else None
 

@@ -167,8 +167,12 @@ class Kernel:
             elif message["msg_type"] == "error":
                 traceback.extend(content["traceback"])
 
-        self.client.execute_interactive(code, output_hook=hook, timeout=60)
+        # After an error the kernel drops what arrives in the next moment.
+        wait_for(lambda: self._run(code, hook) != "aborted")
         return "".join(printed), traceback
+
+    def _run(self, code: str, hook) -> str:
+        return self.client.execute_interactive(code, output_hook=hook, timeout=60)["content"]["status"]
 
     def start(self, code: str, processes: int = 6) -> str:
         """Send code and return, when its ranks and their workers are there, the id of the request."""

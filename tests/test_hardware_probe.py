@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 from fakes import FakeNvml, card
 
 from labs import hardware_probe
@@ -103,8 +105,11 @@ def rank_record(metric, value, backend="gloo", device="cpu"):
     return Record("hardware_probe", metric, "", (value,), layout=layout)
 
 
+NAN_ERROR = hardware_probe.relative_error(torch.tensor([math.nan, 1.0]), torch.ones(2))
+
+
 @pytest.mark.parametrize("product, reduced, failed", [(1e-7, 0, set()), (0.5, 0, {"matrix product"}),
-                                                      (float("nan"), 0, {"matrix product"}),
+                                                      (NAN_ERROR, 0, {"matrix product"}),
                                                       (1e-7, 3, {"all-reduce"})])  # fmt: skip
 def test_a_wrong_answer_fails(product, reduced, failed):
     records = Records([rank_record("matmul_relative_error", product), rank_record("all_reduce_error", reduced)])

@@ -8,14 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Interrupted(KeyboardInterrupt):
-    """The user interrupted a run."""
-
-    def _render_traceback_(self) -> list[str]:
-        """IPython prints this in place of the launcher's frames."""
-        return [f"KeyboardInterrupt: {self}"]
-
-
 @contextmanager
 def signals_held() -> Iterator[list[int]]:
     """Note SIGINT and SIGTERM instead of letting them break in anywhere; deliver them at the end.
@@ -42,4 +34,11 @@ def signals_held() -> Iterator[list[int]]:
     if noted:
         if signal.getsignal(noted[0]) is not signal.default_int_handler:
             signal.raise_signal(noted[0])  # whoever handles it may end the process, or raise
-        raise Interrupted("all ranks have been stopped") from None
+        raise _interrupted() from None
+
+
+def _interrupted() -> KeyboardInterrupt:
+    """No subclass: for any other class Python would not end a script by the signal, as a shell expects it."""
+    error = KeyboardInterrupt("all ranks have been stopped")
+    error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # IPython's, instead of the launcher's frames
+    return error
