@@ -31,4 +31,4 @@ COPY --chown=learner:learner . .
 
 EXPOSE 8888
 CMD ["python", "-m", "jupyterlab", "--ip=0.0.0.0", "--port=8888", "--no-browser", \
-     "--LabApp.default_url=/lab/tree/notebooks/00_gpu_checks.ipynb"]
+     "--KernelManager.transport_encryption=auto", "--LabApp.default_url=/lab/tree/notebooks/00_gpu_checks.ipynb"]

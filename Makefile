@@ -25,7 +25,8 @@ help:
 
 lab: $(READY)
 	@echo "== JupyterLab: open the link with 'token' below if no browser opens. Ctrl-C stops it."
-	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url="/lab/tree/$(START)" $(LAB_ARGS)
+	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url="/lab/tree/$(START)" \
+		--KernelManager.transport_encryption=auto $(LAB_ARGS)
 
 course: $(READY)
 	@echo "== Run every notebook into build/"

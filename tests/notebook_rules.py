@@ -21,9 +21,9 @@ IMPORTS = {"labs", "contextlib", "torch", "numpy", "pandas", "matplotlib", "IPyt
 VERBS = set(
     """accumulate answer apply avoid balance build calculate catch check choose combine compare compute count cut debug
     decide derive describe detect diagnose distinguish draw estimate explain feed find fit fix follow get halve hide
-    identify interpret judge keep know launch learn list locate make map match measure name overlap pick place plot predict
-    profile prove put read recognise recompute reduce repair reproduce run save scale see set shard show size split
-    spot survive tell test trace train trust tune turn understand use verify watch weigh write""".split()
+    identify interpret judge keep know launch learn list locate make map match measure name overlap pick place plot
+    predict profile prove put read recognise recompute reduce repair reproduce run save scale see set shard show
+    size split spot survive tell test trace train trust tune turn understand use verify watch weigh write""".split()
 )
 
 

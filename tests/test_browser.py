@@ -31,6 +31,7 @@ SETTINGS = {
     },
     "@jupyterlab/apputils-extension/notification.jupyterlab-settings": {"fetchNews": "false", "checkForUpdates": False},
 }
+ENCRYPTED = "--KernelManager.transport_encryption=auto"  # as in `make lab`
 RUN_S = 240
 expect.set_options(timeout=60_000)
 # A traceback of IPython's own is an "error"; one that an exception renders itself comes as "stderr".
@@ -76,7 +77,7 @@ def server(folder):
     for name, values in SETTINGS.items():
         (home / "JUPYTERLAB_SETTINGS_DIR" / name).parent.mkdir(parents=True, exist_ok=True)
         (home / "JUPYTERLAB_SETTINGS_DIR" / name).write_text(json.dumps(values))
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port=0", "--ip=127.0.0.1"]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port=0", "--ip=127.0.0.1", ENCRYPTED]
     command += [
         f"--ServerApp.root_dir={folder}",
         *(["--allow-root"] if os.name == "posix" and os.geteuid() == 0 else []),

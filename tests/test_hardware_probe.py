@@ -223,8 +223,8 @@ def test_recorded_runs_are_labelled_and_their_absence_is_said(tmp_path, capsys, 
     assert "No recorded GPU run" in said[0]
     layout = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cuda"}
     origin = {"gpus": ["NVIDIA H200"], "utc": "2026-11-01T00:00:00+00:00"}
-    r = Record("hardware_probe", "matmul_flop_s", "FLOP/s", (7e14,), case={"dtype": "bf16", "side": 8192}, layout=layout,
-               provenance=origin)  # fmt: skip
+    r = Record("hardware_probe", "matmul_flop_s", "FLOP/s", (7e14,), case={"dtype": "bf16", "side": 8192},
+               layout=layout, provenance=origin)  # fmt: skip
     (tmp_path / "h200").mkdir()
     Records([r]).save(tmp_path / "h200" / "hardware_probe.jsonl")
     nb00.recorded_runs(tmp_path)

@@ -120,9 +120,14 @@ def estimate(samples: Sequence[float], unit: str = "", *, level: float = LEVEL) 
     from scipy.stats import bootstrap  # imported late: it costs half a second that ranks need not pay
 
     found = bootstrap(
-        (np.asarray(samples, float),), np.median, confidence_level=level, method="percentile",
-        n_resamples=9999 if len(samples) <= 1000 else 999, rng=np.random.default_rng(0), batch=max(1, 2_000_000 // len(samples)),  # some 16 MB at a time
-    )  # fmt: skip
+        (np.asarray(samples, float),),
+        np.median,
+        confidence_level=level,
+        method="percentile",
+        n_resamples=9999 if len(samples) <= 1000 else 999,
+        batch=max(1, 2_000_000 // len(samples)),  # some 16 MB at a time
+        rng=np.random.default_rng(0),
+    )
     low, high = found.confidence_interval
     return Estimate(median, float(low), float(high), len(samples), unit)
 
