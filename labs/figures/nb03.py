@@ -218,6 +218,7 @@ def crossover_figures(run: Records) -> None:
     rows = crossover.crossover_map(run)
     widths, batches = sorted({r["width"] for r in rows}), sorted({r["batch"] for r in rows})
     n = ranks_of(run)
+    span = max(abs(v - 1) for r in rows for v in (r["modelled"], r["measured"].value))
     for kind, take in (("modelled", lambda r: r["modelled"]), ("measured", lambda r: r["measured"].value)):
         cells = {(r["width"], r["batch"]): take(r) for r in rows}
         grid = [[cells[w, b] for b in batches] for w in widths]
@@ -225,7 +226,7 @@ def crossover_figures(run: Records) -> None:
         verb = "should win" if kind == "modelled" else "won"
         message = f"DDP on {n} ranks {verb} in {wins} of {len(cells)} cells"
         fig, ax = figure(message, xlabel="samples per rank", ylabel="layer width", records=run, size=(6.4, 3.1))
-        heat_map(ax, grid, columns=batches, rows=widths, kind=kind, center=1.0, label="speed-up (x)")
+        heat_map(ax, grid, columns=batches, rows=widths, kind=kind, center=1.0, span=span, label="speed-up (x)")
         show(fig, alt=f"{message}: from {min(cells.values()):.2f} to {max(cells.values()):.2f} times as fast.")
     say(_crossover_text(rows))
 

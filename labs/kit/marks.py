@@ -109,16 +109,18 @@ def prediction(ax: Axes, x: Any, guess: Any, label: str = "") -> None:
 def heat_map(
     ax: Axes, values: Sequence[Sequence[float]], *, columns: Sequence[Any], rows: Sequence[Any],
     kind: str = "measured", form: str = "{:.2f}", center: float | None = None, label: str = "",
+    span: float | None = None,
 ) -> None:  # fmt: skip
     """A table in colour, shape (rows, columns), with each value printed in its cell. NaN cells stay white.
 
-    With `center` (for example a ratio of 1) the colours diverge from it; otherwise darker is more.
+    With `center` (for example a ratio of 1) the colours diverge from it; otherwise darker is more. Maps that are
+    compared need one `span`, the distance from the center at which a colour is full.
     """
     flat = [v for row in values for v in row if not math.isnan(v)]
     require(bool(flat), "heat_map() needs at least one number")
     low, high = min(flat), max(flat)
     if center is not None:
-        span = max(abs(high - center), abs(low - center)) or 1.0
+        span = span or max(abs(high - center), abs(low - center)) or 1.0
         low, high = center - span, center + span
     cmap = "PuOr" if center is not None else "Blues"  # both are safe for colour-blind readers
     image = ax.imshow(values, cmap=cmap, vmin=low, vmax=high if high > low else low + 1, aspect="auto")

@@ -10,16 +10,16 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import secrets
 import statistics
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from labs.kit.provenance import provenance
+
+__all__ = ["KINDS", "Kind", "Record", "Records", "as_json", "attach_provenance", "load", "provenance", "write_atomic"]
 
 Kind = Literal["measured", "recorded", "modelled", "published"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -227,40 +227,6 @@ def attach_provenance(records: Iterable[Record]) -> Records:
     """`records` with where and when they were taken: this machine, now."""
     here = provenance()
     return Records(dataclasses.replace(r, provenance=here) for r in records)
-
-
-def provenance() -> dict[str, Any]:
-    """What a reader needs to judge a number from this machine, taken now (UTC)."""
-    return {**_machine(), "utc": datetime.now(UTC).isoformat(timespec="seconds")}
-
-
-@cache
-def _machine() -> dict[str, Any]:
-    import torch
-
-    from labs.kit import hardware
-
-    return {
-        **hardware.summary(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": hardware.nccl_version(),
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "commit": _commit(),
-    }
-
-
-def _commit() -> str | None:
-    """Commit of this checkout, with '-dirty' if it was edited; None outside of git."""
-    try:
-        out = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return out.stdout.strip() or None
 
 
 def as_json(config: Any) -> dict[str, Any]:
