@@ -21,10 +21,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from labs import models, scaling
+from labs.gradient_buckets import counting_all_reduce
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
@@ -104,6 +104,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     for (mode, ranks), samples in seconds.items():
         rows = _rows(config, ranks)
         yield rank.record("step_s", "s", rank.slowest(samples), mode=mode, ranks=ranks, batch_per_rank=rows)
+    if all_reduces := counted.pop("all_reduces", 0):
+        yield rank.record("all_reduces_per_step", "1", all_reduces / (rounds * inner))
+        counted["ddp"] = counted.pop("bytes")
     for way, total in counted.items():
         yield rank.record("bytes_per_step", "B", total / (rounds * inner), way=way)
     for phase, longest in zip(phases, rank.slowest(list(phases.values())), strict=True):
@@ -168,7 +171,7 @@ def _ddp(config: Config, rank: Rank, ranks: int, phases: dict, counted: Counter)
     ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=config.bucket_cap_mb)
     phases["DDP constructor"] = time.perf_counter() - start
     if ranks == rank.world_size:
-        ddp.register_comm_hook((group, counted), _counting_all_reduce)
+        ddp.register_comm_hook(counted, counting_all_reduce)
     return _trainer(module, lambda: workload.loss(ddp(x), y).backward())
 
 
@@ -177,16 +180,6 @@ def _all_reduce(config: Config, rank: Rank) -> Callable[[], object]:
     size = models.gradient_bytes(models.build(config.model).module)
     buffer = torch.zeros(size // 4, device=rank.device)
     return lambda: dist.all_reduce(buffer)
-
-
-def _counting_all_reduce(state: tuple, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's own default (average over the group), with the bytes that a ring all-reduce makes each rank send.
-
-    DDP checks these annotations and refuses strings: this module cannot use `from __future__ import annotations`.
-    """
-    group, counted = state
-    counted["ddp"] += scaling.ring_all_reduce_bytes(nbytes(bucket.buffer()), group.size())
-    return default_hooks.allreduce_hook(group, bucket)
 
 
 def _dp(config: Config, rank: Rank, places: list[int], counted: Counter) -> Callable[[], None]:
