@@ -84,7 +84,6 @@ def predict(config: Config, ranks: int) -> dict[str, float]:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Step times of all ways, in turn; bytes counted; start-up taken apart."""
-    check_layout(config, rank.world_size)
     phases = dict(rank.startup_s)
     counted: Counter[str] = Counter()
     steps = {case: step for case, step in _steps(config, rank, phases, counted)}

@@ -153,7 +153,6 @@ def predict(config: Config, ranks: int) -> dict[str, Traffic]:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Gradient, spread and traffic of every way; memory of activations; step times, interleaved."""
-    check_layout(config, rank.world_size)
     for name in config.ways:
         yield from _compare(name, config, rank)
     timed = {way: _Trial(way, config, rank) for way in TIMED if way in config.ways}

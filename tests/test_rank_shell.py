@@ -38,6 +38,13 @@ def test_bad_input_under_torchrun_names_the_fix_once_per_rank(tmp_path):
     assert done.stderr.count("there is no option --smoky: did you mean '--smoke'? --help lists them all") == 2
 
 
+def test_a_layout_the_lab_refuses_is_one_line_per_rank_under_torchrun_too():
+    command = [*TORCHRUN, "labs.ddp_training", "--samples", "40"]
+    done = subprocess.run(command, env=new_environment(), cwd=HERE, capture_output=True, text=True, timeout=90)
+    assert done.returncode != 0
+    assert done.stderr.count("python -m labs.ddp_training: samples must be at least 64") == 2
+
+
 def test_the_table_and_the_file(tmp_path, capsys):
     run = Records([Record("a_lab", "step_s", "s", [0.010, 0.012, 0.011], case={"mode": "ddp"})])
     assert shell.report(run, None, tmp_path / "run.jsonl") == 0

@@ -18,12 +18,13 @@ from types import ModuleType
 from typing import Any
 
 from labs.kit.errors import BadInput, require
-from labs.kit.lab import did_you_mean, lab_module, make_config, short_name
+from labs.kit.lab import check_layout, did_you_mean, lab_module, make_config, short_name
 
 __all__ = [
     "BadInput",
     "Launch",
     "Output",
+    "check_layout",
     "fail",
     "lab_module",
     "main",

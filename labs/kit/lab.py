@@ -104,6 +104,12 @@ def make_config(lab: ModuleType, values: dict[str, Any]) -> Any:
     return lab.Config(**values)
 
 
+def check_layout(lab: ModuleType, config: Any, world_size: int) -> None:
+    """Let a lab that has a `check_layout(config, world_size)` refuse this many ranks, before any work. BadInput."""
+    if check := getattr(lab, "check_layout", None):
+        check(config, world_size)
+
+
 def _in_words(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(repr(a) for a in typing.get_args(hint))

@@ -43,8 +43,7 @@ def launch(
     config = cli.make_config(module, parameters)
     placement = place(nproc, device, oversubscribe)
     cli.require(timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
-    if check := getattr(module, "check_layout", None):
-        check(config, nproc)
+    cli.check_layout(module, config, nproc)
     with open_view(lab, nproc) if view is None else view as v:
         job = Job(RunLab(lab, parameters), placement, timeout_s, v)
         results = _run(job)

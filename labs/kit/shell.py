@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from labs.kit import record
+from labs.kit import cli, record
 from labs.kit.dist import Rank, process_group
 from labs.kit.failure import RankFailed
 from labs.kit.launch import launch
@@ -39,6 +39,7 @@ def run_here(lab: str, command: Any) -> int:
 def run_under_torchrun(lab: str, command: Any) -> int:
     """Be one rank of a job that torchrun has started; rank 0 prints and saves the records. Returns the exit code."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    cli.check_layout(cli.lab_module(lab), command.config, int(os.environ["WORLD_SIZE"]))
     placement = place(local_size, command.launch.device, command.launch.oversubscribe)
     body = RunLab(lab, _values(command.config))
     view = TerminalView(lab) if os.environ["RANK"] == "0" else None
