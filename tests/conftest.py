@@ -1,6 +1,7 @@
 """What holds for all tests: kernels run in this Python, and our own deprecation warnings are errors."""
 
 import os
+import signal
 from pathlib import Path
 
 import chromium
@@ -12,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 def pytest_configure(config):
     use_own_kernel()
+    # A shell without job control starts `make test &` with SIGINT ignored, and all that tests start inherits it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # For ranks, kernels and command lines that tests start; pyproject.toml says it for this process. The
     # module part of such a filter matches one whole name, so each module is named.
     files = [p.relative_to(ROOT).with_suffix("") for p in (ROOT / "labs").rglob("*.py")]
