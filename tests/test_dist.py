@@ -85,3 +85,24 @@ def test_the_group_is_gone_after_a_run():
 
     with socket.socket() as probe:
         assert probe.connect_ex((address, port)) != 0, "the port must be free again"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_a_pinned_rank_can_lend_its_workers_all_cores_of_the_job():
+    def function(rank):
+        import os
+        import subprocess
+        import sys
+
+        from labs.kit import dist
+
+        def child():
+            text = subprocess.check_output([sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"])
+            return eval(text)
+
+        with dist.unpinned(rank):
+            free = child()
+        return free, child(), sorted(os.sched_getaffinity(0)), list(rank.cores), list(rank.host_cores)
+
+    free, pinned, after, cores, host = run_with_rank(function)[1]
+    assert free == host == sorted(os.sched_getaffinity(0)) and pinned == after == cores and len(cores) == 1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labs.kit.container import affinity
 from labs.kit.hardware import Device
 from labs.kit.record import Kind, Record
 
@@ -31,6 +32,8 @@ class Rank:
     backend: str
     cores: tuple[int, ...]
     """CPU cores this rank is pinned to; empty if it is not pinned (GPU ranks)."""
+    host_cores: tuple[int, ...] = ()
+    """CPU cores that processes of this job may use: those that the rank had before it was pinned."""
     startup_s: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase before the lab began, by name."""
     lab: str = ""
@@ -92,6 +95,7 @@ def process_group(device: Device, *, seed: int = 0, timeout_s: float = 600.0) ->
     group exists (otherwise stray contexts appear on GPU 0), and seeds torch equally on all ranks.
     A collective that waits longer than `timeout_s` raises.
     """
+    host_cores = affinity()
     place = use(device)
     torch.manual_seed(seed)
     backend = backend_for(device, dist.is_nccl_available())
@@ -107,6 +111,7 @@ def process_group(device: Device, *, seed: int = 0, timeout_s: float = 600.0) ->
             device=place,
             backend=backend,
             cores=device.cores if device.kind == "cpu" else (),
+            host_cores=host_cores,
             startup_s={"process group": time.perf_counter() - start},
         )
     finally:
@@ -124,6 +129,22 @@ def use(device: Device) -> torch.device:
     place = torch.device("cuda", device.index)
     torch.cuda.set_device(place)
     return place
+
+
+@contextmanager
+def unpinned(rank: Rank) -> Iterator[None]:
+    """Let this thread, and the processes it starts meanwhile, run on all cores of the job: DataLoader workers.
+
+    Workers inherit their parent's cores: those of a pinned rank would all share the one core it computes on.
+    """
+    if not rank.cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    os.sched_setaffinity(0, rank.host_cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, rank.cores)
 
 
 def keep_freed_memory() -> None:
