@@ -29,12 +29,12 @@ from torch.optim import Optimizer
 
 from labs import accumulation_mistakes as mistakes
 from labs import models, scaling
+from labs.activation_bytes import activation_bytes
 from labs.gradient_buckets import bucket_bytes, counting_all_reduce
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.replicas import nbytes
 
 
 def accumulate(
@@ -192,11 +192,7 @@ class _Trial:
 
     def activation_bytes(self) -> int:
         """Bytes that one forward pass keeps for its backward pass, without the parameters."""
-        kept = {p.data_ptr(): 0 for p in self.module.parameters()}
-        x, y = self.micro_batches[0]
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), nbytes(t)), lambda t: t):
-            self.workload.loss(self.module(x), y)
-        return sum(kept.values())
+        return activation_bytes(self.workload, *self.micro_batches[0])
 
 
 def _sizes(rows: str, config: Config) -> list[int]:

@@ -8,13 +8,19 @@ The factory takes no arguments and returns a Workload, as those in MODELS do.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from labs.kit.cli import BadInput
+
+STEP_LIMIT_S = 100.0  # long enough to load weights; one that hangs must not hang its user for ever
 
 
 @dataclass(frozen=True)
@@ -98,22 +104,67 @@ MODELS: dict[str, Callable[[], Workload]] = {
 def build(name: str, seed: int = 0) -> Workload:
     """The workload `name`: a key of MODELS or `package.module:factory`. Parameters depend on `seed` only.
 
-    BadInput says in one line what is wrong with a factory that is missing, raises or returns something else.
+    BadInput says in one line what is wrong with a factory that is missing, raises, returns something else, or
+    makes a model that cannot be trained. To know, two rows go forward through it, within STEP_LIMIT_S.
     """
+    try:
+        with _time_limit(STEP_LIMIT_S):
+            workload = make(name, seed)
+            _check(workload)
+    except BadInput:
+        raise
+    except (Exception, SystemExit) as e:
+        told = " ".join(str(e).split())  # some messages, of torch above all, have many lines
+        raise BadInput(f"model {name!r} cannot be built: {type(e).__name__}: {told[:300]}") from e
+    return make(name, seed)
+
+
+def make(name: str, seed: int = 0) -> Workload:
+    """What `build` returns, unchecked: nothing is computed with the model."""
     factory = MODELS.get(name) or _import_factory(name)
     torch.manual_seed(seed)
-    try:
-        workload = factory()
-        if not isinstance(workload, Workload):
-            raise TypeError(f"it returned {type(workload).__name__}, not a labs.models.Workload")
-        x, y = workload.make_batch(2)
-        loss = workload.loss(workload.module(x), y)
-        if loss.dim() != 0:
-            raise TypeError(f"its loss has shape {tuple(loss.shape)}, a scalar is needed")
-    except Exception as e:
-        raise BadInput(f"model {name!r} cannot be built: {type(e).__name__}: {e}".splitlines()[0]) from e
-    torch.manual_seed(seed)
     return factory()
+
+
+def _check(workload: Workload) -> None:
+    """Raise unless two rows go through `workload` and give a finite loss that trains a parameter."""
+    if not isinstance(workload, Workload):
+        raise TypeError(f"it returned {type(workload).__name__}, not a labs.models.Workload")
+    if not any(p.requires_grad for p in workload.module.parameters()):
+        raise ValueError("its module has no parameter that requires a gradient, so that no step can train it")
+    x, y = workload.make_batch(2)
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        raise TypeError(f"its make_batch returned {type(x).__name__} and {type(y).__name__}, two tensors are needed")
+    if (len(x), len(y)) != (2, 2):
+        raise ValueError(f"its make_batch(2) returned {len(x)} rows and {len(y)} targets")
+    loss = workload.loss(workload.module(x), y)
+    if loss.dim() != 0:
+        raise TypeError(f"its loss has shape {tuple(loss.shape)}, a scalar is needed")
+    if not loss.requires_grad:
+        raise ValueError("its loss does not depend on a parameter (detached, or made under no_grad?)")
+    if not loss.isfinite():
+        raise ValueError(f"its first loss is {loss.item()}")
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError after `seconds`, where signals can be had: in the main thread of a Unix process."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"no step within {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    start, (left, interval) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        # Somebody else's timer, as that of a test's own limit, goes on from where it was.
+        rest = max(left - (time.monotonic() - start), 1e-3) if left else 0.0
+        signal.setitimer(signal.ITIMER_REAL, rest, interval)
 
 
 def _import_factory(name: str) -> Callable[[], Workload]:

@@ -25,7 +25,8 @@ def own_judges(monkeypatch):
     """What a test registers is gone after it; what a notebook's module registers, once, on import, is not."""
     for claim in claims():
         registry.judge_of(claim)
-    monkeypatch.setattr(registry, "_judges", dict(registry._judges))
+    # E23 is the claim that these tests judge themselves
+    monkeypatch.setattr(registry, "_judges", {c: j for c, j in registry._judges.items() if c != "E23"})
 
 
 def test_all_167_claims_are_there_and_complete():

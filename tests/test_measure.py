@@ -1,13 +1,27 @@
 """Timing and statistics: intervals that hold what they promise, warm-up, pairs, and how numbers are written."""
 
+import itertools
+import math
 import random
+from collections import Counter
 
 import pytest
 import torch
 
 from labs.kit import measure
 from labs.kit.launch import run_on_ranks
-from labs.kit.measure import Estimate, differs, estimate, interleave, is_steady, paired_ratio, time_steps, warm_up
+from labs.kit.measure import (
+    Estimate,
+    WarmUp,
+    differs,
+    estimate,
+    interleave,
+    orders,
+    paired_ratio,
+    steady_from,
+    time_steps,
+    warm_up,
+)
 
 CPU = torch.device("cpu")
 
@@ -36,6 +50,34 @@ def test_pairs_cancel_a_slow_spell_of_the_machine():
         paired_ratio([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match="other than 0"):
         paired_ratio([1.0], [0.0])
+
+
+@pytest.mark.parametrize("n", [7, 8, 13, 20])
+def test_a_95_percent_interval_holds_the_median_in_95_percent_of_all_cases(n):
+    rounds = 400
+    draw = random.Random(n)
+
+    def ratios():
+        return [(1 + draw.expovariate(30)) / (1 + draw.expovariate(30)) for _ in range(n)]
+
+    missed = sum(differs(estimate(ratios(), resamples=299)) for _ in range(rounds))
+    assert missed / rounds <= 0.08, "5 % are promised; a plain percentile interval of 7 samples misses 12 %"
+    assert missed / rounds >= 0.01, "an interval that always holds it is too wide to find anything"
+
+
+def test_fewer_resamples_give_about_the_same_interval():
+    samples = noise(20, 5)
+    many, few = estimate(samples), estimate(samples, resamples=999)
+    assert few.value == many.value and few.n == many.n
+    assert (few.low, few.high) == pytest.approx((many.low, many.high), rel=0.01)
+    ones = [1.0] * 20
+    assert paired_ratio(samples, ones, resamples=999) == estimate(samples, "x", resamples=999)
+
+
+def test_swapping_the_sides_inverts_the_ratio():
+    a, b = noise(21, 1, 1.3), noise(21, 2)
+    there, back = paired_ratio(a, b), paired_ratio(b, a)
+    assert (1 / there.value, 1 / there.high) == pytest.approx((back.value, back.low), rel=2e-3)
 
 
 def test_estimates_are_medians_with_an_interval_and_the_same_every_time():
@@ -81,17 +123,76 @@ def test_scaling_an_estimate():
     assert str(Estimate(2.0, 1.0, 3.0, 5, "s").scaled(0.5, "x")) == "1.00 x [0.50, 1.50]"
 
 
-def test_warm_up_ends_when_steps_are_steady(monkeypatch):
-    seconds = iter([5.0, 4.0, 3.0, 2.0, 1.0] + [1.0] * 100)
-    monkeypatch.setattr(measure, "time_steps", lambda step, n, device: [next(seconds) for _ in range(n)])
-    assert len(warm_up(lambda: None, CPU)) == 15
-    assert is_steady([1.0] * 10) and not is_steady([1.0] * 9) and not is_steady([2.0] * 5 + [1.0] * 5)
+TRACES = {  # seconds of step i, without noise; the first steady step of 40, None if there is none
+    "steady from the start": (lambda i: 1.0, 0),
+    "a slow first call": (lambda i: 50.0 if i == 0 else 1.0, 1),
+    "faster from step 7": (lambda i: 3.0 if i < 7 else 1.0, 7),
+    "faster from step 17": (lambda i: 1.3 if i < 17 else 1.0, 17),
+    "slower from step 21": (lambda i: 1.0 if i < 21 else 1.5, 21),
+    "decay to a plateau": (lambda i: 1.0 + 4.0 * math.exp(-i / 5), 19),  # 4 exp(-i / 5) < 0.1 from i = 19
+    "stairs of 5 steps": (lambda i: max(1.0, 3.0 - 0.5 * (i // 5)), 20),
+    "every fourth takes longer": (lambda i: 3.0 if i % 4 == 3 else 1.0, 0),
+    "every second takes longer": (lambda i: 3.0 if i % 2 else 1.0, 0),
+    "grows for ever": (lambda i: 1.0 + 0.05 * i, None),
+    "grows slowly for ever": (lambda i: 1.0 + 0.02 * i, None),
+    "doubles for ever": (lambda i: 2.0**i, None),
+}
 
 
-def test_warm_up_gives_up_at_the_limit(monkeypatch):
-    double = (2.0**i for i in range(1000))
-    monkeypatch.setattr(measure, "time_steps", lambda step, n, device: [next(double) for _ in range(n)])
-    assert len(warm_up(lambda: None, CPU, max_steps=12)) == 12
+@pytest.mark.parametrize("name", TRACES)
+def test_the_first_steady_step_is_found(name):
+    trace, first = TRACES[name]
+    assert steady_from([trace(i) for i in range(40)]) == first
+
+
+@pytest.mark.parametrize("name", [n for n in TRACES if "slowly" not in n])
+def test_the_first_steady_step_is_found_in_noise_with_outliers(name):
+    trace, first = TRACES[name]
+    found = []
+    for seed in range(60):
+        draw = random.Random(seed)
+        seconds = [trace(i) * draw.gauss(1, 0.05) * (3.0 if draw.random() < 0.05 else 1.0) for i in range(40)]
+        found.append(steady_from(seconds))
+    right = [f is None if first is None else f is not None and abs(f - first) <= 4 for f in found]
+    assert sum(right) >= 48, found
+
+
+def test_too_few_steps_to_tell():
+    assert steady_from([]) is steady_from([1.0] * 11) is None and steady_from([1.0] * 12) == 0
+    assert steady_from([1.0] * 4, window=2) == 0
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Give every step the duration that a trace holds for it."""
+
+    def give(trace):
+        seconds = (trace(i) for i in itertools.count())
+        monkeypatch.setattr(measure, "time_steps", lambda step, n, device: [next(seconds) for _ in range(n)])
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [("steady from the start", 12), ("a slow first call", 15), ("faster from step 7", 21),
+                        ("decay to a plateau", 33), ("every second takes longer", 12)],
+)  # fmt: skip
+def test_warm_up_ends_when_steps_are_steady(traced, name, steps):
+    trace, _ = TRACES[name]
+    traced(trace)
+    warm = warm_up(lambda: None, CPU)
+    assert warm == WarmUp(tuple(trace(i) for i in range(steps)), settled=True)
+    assert warm.steps == steps and str(warm) == f"steady after {steps} steps"
+
+
+def test_warm_up_says_that_it_gave_up_at_the_limit(traced):
+    traced(TRACES["grows for ever"][0])
+    warm = warm_up(lambda: None, CPU, max_steps=20)
+    assert warm.steps == 20 and not warm.settled
+    assert str(warm) == "not steady within 20 steps: the last 10 took 41 % longer than the first 10"
+    assert "took 50 % less than" in str(WarmUp((2.0, 2.0, 1.0, 1.0), settled=False))
+    traced(lambda i: 1.0)
+    assert str(warm_up(lambda: None, CPU, max_steps=1)).startswith("not steady within 1 step")
 
 
 def test_ranks_warm_up_for_equally_many_steps():
@@ -106,11 +207,12 @@ def test_ranks_warm_up_for_equally_many_steps():
             dist.all_gather_object(votes, opinion)
             return all(votes)
 
-        late = iter([1.0, 8.0, 1.0, 8.0, 1.0, 8.0] + [1.0] * 99 if dist.get_rank() else [1.0] * 99)
-        measure.time_steps = lambda step, n, device: [next(late)] * n
-        return len(measure.warm_up(lambda: None, torch.device("cpu"), max_steps=100, agree=agree))
+        seconds = iter([8.0] * 7 + [1.0] * 99 if dist.get_rank() else [1.0] * 99)
+        measure.time_steps = lambda step, n, device: [next(seconds) for _ in range(n)]
+        warm = measure.warm_up(lambda: None, torch.device("cpu"), max_steps=100, agree=agree)
+        return warm.steps, warm.settled
 
-    assert run_on_ranks(steps) == [40, 40]
+    assert run_on_ranks(steps) == [(21, True)] * 2
 
 
 def test_every_step_is_timed_once():
@@ -123,7 +225,48 @@ def test_interleaving_takes_turns():
     order, done = [], []
     seconds = interleave(
         {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, CPU,
-        inner=2, between=lambda: order.append("|"), on_round=done.append,
+        inner=2, between=lambda: order.append("|"), on_round=done.append, seed=None,
     )  # fmt: skip
     assert "".join(order) == "|aa|bb" * 3 and done == [1, 2, 3]
     assert {name: len(s) for name, s in seconds.items()} == {"a": 3, "b": 3}
+
+
+def test_interleaving_draws_the_order_of_every_round():
+    called = []
+    steps = {name: lambda name=name: called.append(name) for name in "abc"}
+    seconds = interleave(steps, 7, CPU, seed=3)
+    assert called == [name for order in orders("abc", 7, 3) for name in order] != list("abc") * 7
+    assert list(seconds) == ["a", "b", "c"] and {len(s) for s in seconds.values()} == {7}
+    assert interleave({}, 3, CPU) == {}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6])
+def test_every_side_has_every_place_and_every_predecessor_equally_often(n):
+    names = "abcdef"[:n]
+    rounds = list(orders(names, 2 * n))
+    assert all(sorted(r) == list(names) for r in rounds)
+    for start in (0, n):
+        for place in range(n):
+            assert Counter(r[place] for r in rounds[start : start + n]) == dict.fromkeys(names, 1)
+    pairs = Counter(pair for r in rounds for pair in itertools.pairwise(r))
+    assert set(pairs) == set(itertools.permutations(names, 2)) and set(pairs.values()) <= {2}
+
+
+def test_orders_are_seeded_and_differ_from_block_to_block():
+    assert list(orders("abcd", 30)) == list(orders("abcd", 30, seed=0)) != list(orders("abcd", 30, seed=1))
+    assert len(set(orders("abcd", 80))) > 8, "more than one square"
+    assert list(orders("ab", 3, seed=None)) == [("a", "b")] * 3 and list(orders("ab", 0)) == []
+
+
+def test_a_side_that_suffers_from_its_predecessor_is_not_taken_for_slow(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    draw, before = random.Random(1), [""]
+
+    def step(name):
+        clock[0] += draw.gauss(1, 0.01) + (0.2 if before[0] == "a" else 0.0)  # "a" leaves something behind
+        before[0] = name
+
+    steps = {name: lambda name=name: step(name) for name in "abc"}
+    fixed, drawn = (interleave(steps, 60, CPU, seed=seed) for seed in (None, 0))
+    assert differs(paired_ratio(fixed["b"], fixed["c"])) and not differs(paired_ratio(drawn["b"], drawn["c"]))

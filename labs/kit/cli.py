@@ -136,9 +136,22 @@ def main() -> None:
         lab = lab_module(name)
         command = parse(lab, prog)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            from labs.kit.shell import run_under_torchrun as start
-        else:
-            from labs.kit.shell import run_here as start
-        raise SystemExit(start(name, command))
+            from labs.kit.shell import run_under_torchrun
+
+            _leave(run_under_torchrun(name, command))
+        from labs.kit.shell import run_here
+
+        raise SystemExit(run_here(name, command))
     except BadInput as e:
         fail(prog, str(e))
+
+
+def _leave(code: int) -> typing.NoReturn:
+    """Exit at once. On a loaded machine the interpreter's own end meets threads of torch that are still running.
+
+    Then a rank whose work is done and saved now and then aborts ("terminate called without an active exception"),
+    and torchrun reports the whole job as failed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -55,9 +55,12 @@ STYLE = {
 
 
 def figure(
-    message: str, *, xlabel: str, ylabel: str, records: Any = None, size: tuple[float, float] = (7.0, 3.9)
-) -> tuple[Figure, Axes]:
+    message: str, *, xlabel: str, ylabel: str, records: Any = None, size: tuple[float, float] = (7.0, 3.9),
+    legend_below: bool = False,
+) -> tuple[Figure, Axes]:  # fmt: skip
     """A figure whose title is the one message it has; labels carry units. `size` is in inches.
+
+    A legend of up to 3 entries goes where it covers least, longer ones below; `legend_below` puts it there anyway.
 
     `records` (Records, a Run, or several joined) give the provenance line that `show` puts under it.
     """
@@ -69,6 +72,7 @@ def figure(
         title = "\n".join(textwrap.wrap(message, int(size[0] * 9)))
         fig.suptitle(title, x=0.01, ha="left", fontsize=STYLE["axes.titlesize"], fontweight="bold")
         ax.set(xlabel=xlabel, ylabel=ylabel)
+    fig._course_legend_below = legend_below
     caption(fig, records if records is not None else [])
     return fig, ax
 
@@ -131,7 +135,7 @@ def _add_legend(fig: Figure, ax: Axes) -> None:
     handles, labels = ax.get_legend_handles_labels()
     if not labels or ax.get_legend() is not None:
         return
-    if len(labels) <= 3 and not ax.images:
+    if len(labels) <= 3 and not ax.images and not getattr(fig, "_course_legend_below", False):
         ax.legend(handles, labels, loc="best")
         return
     width, height = fig.get_size_inches()

@@ -1,0 +1,104 @@
+"""Counters of busy time: what they read, and what is seen of them through windows of some length."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from labs.kit import nvml
+from labs.kit.errors import BadInput, require
+from labs.kit.visible import nvml_index_of
+
+Mark = tuple[float, float]  # (clock, busy seconds so far), both in s
+
+
+class Counter(Protocol):
+    """Something that says how long the device has been busy."""
+
+    name: str
+    memory_s: float
+    """How far back a reading looks: only after this long it is about the present job alone."""
+
+    def busy_s(self) -> float:
+        """Seconds of work since some moment in the past."""
+
+
+class CpuTime:
+    """CPU seconds of all threads of this process: exact to about a microsecond, and it looks at no past."""
+
+    name = "CPU time of the process"
+    memory_s = 0.01
+
+    def busy_s(self) -> float:
+        return time.process_time()
+
+
+class NvmlUtilization:
+    """NVML's utilization.gpu of one GPU, added up over time: each reading stands for the time since the last one.
+
+    Source: NVML API reference, nvmlUtilization_t: percent of the past sample period, 1/6 to 1 s by product, during
+    which one or more kernels was executing.
+    """
+
+    name = "NVML utilization.gpu"
+    memory_s = 1.0
+
+    def __init__(self, library: Any, handle: Any) -> None:
+        self._read = lambda: nvml.ask(library, "nvmlDeviceGetUtilizationRates", handle)
+        require(self._read() is not None, "NVML reads no utilization.gpu of this GPU (MIG, vGPU?): run on another one")
+        self._total, self._last = 0.0, time.perf_counter()
+
+    def busy_s(self) -> float:
+        rates, now = self._read(), time.perf_counter()
+        if rates is not None:
+            self._total, self._last = self._total + rates.gpu / 100 * (now - self._last), now
+        return self._total
+
+
+@contextmanager
+def counter_of(device: torch.device) -> Iterator[Counter]:
+    """The counter of `device`. BadInput, one line, if NVML cannot tell."""
+    if device.type == "cpu":
+        yield CpuTime()
+        return
+    require(device.type == "cuda", f"there is no counter for {device.type} devices: use --device cpu")
+    found = nvml.report()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    index = nvml_index_of([uuid], found.gpus)[0]
+    if index is None:
+        raise BadInput(f"NVML does not list this GPU ({found.problem or uuid}): {found.remedy or 'use --device cpu'}")
+    with nvml.session() as library:
+        yield NvmlUtilization(library, library.nvmlDeviceGetHandleByIndex(index))
+
+
+def work_for(seconds: float, chunk: Callable[[], None], counter: Counter) -> list[Mark]:
+    """Repeat `chunk` until `seconds` have passed; the counter is read before the first and after each."""
+    marks = [(time.perf_counter(), counter.busy_s())]
+    while marks[-1][0] - marks[0][0] < seconds:
+        chunk()
+        marks.append((time.perf_counter(), counter.busy_s()))
+    return marks
+
+
+def busy_between(marks: Sequence[Mark], start: float, end: float) -> float:
+    """Busy share between two readings of the clock, linear between the marks. Both must lie within the marks."""
+    clocks = [clock for clock, _ in marks]
+
+    def total(at: float) -> float:
+        i = min(max(bisect.bisect_left(clocks, at), 1), len(marks) - 1)
+        (t0, b0), (t1, b1) = marks[i - 1], marks[i]
+        return b0 + (b1 - b0) * (at - t0) / (t1 - t0)
+
+    return (total(end) - total(start)) / (end - start)
+
+
+def polled(marks: Sequence[Mark], window_s: float, total_s: float) -> list[float]:
+    """What a reader who comes every `window_s` sees in the first `total_s` of `marks`: one share per whole window."""
+    start, n = marks[0][0], math.floor(total_s / window_s + 1e-9)
+    return [busy_between(marks, start + k * window_s, start + (k + 1) * window_s) for k in range(n)]

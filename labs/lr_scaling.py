@@ -1,0 +1,248 @@
+"""Does the learning rate follow the batch, and until where?
+
+    python -m labs.lr_scaling                                     # launches its own ranks
+    torchrun --nproc-per-node 2 -m labs.lr_scaling --factors 1 8 32 --warm-up-share 0.1 --seeds 5
+
+About 15 s on 2 CPU cores. A perceptron learns Fashion-MNIST with batches of base_batch x factor, all for equally many
+epochs, so that a larger batch takes fewer steps. Every training is done for every seed; a seed fixes the weights at
+the start and the order of the images, so that rules are compared pair by pair. The ranks share the trainings out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from labs.data import fashion_mnist
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.measure import Estimate
+from labs.kit.record import Record, Records
+
+Rule = Literal["same", "linear", "linear, warm-up", "sqrt, warm-up"]
+RULES: tuple[Rule, ...] = Rule.__args__
+GUESS_LOSS = math.log(10)  # nats, of a model that gives each of the ten classes the same probability
+
+
+@dataclass(frozen=True)
+class Config:
+    """Batches, rules and trainings."""
+
+    base_batch: int = 32
+    """Batch that base_lr was chosen for."""
+    base_lr: float = 0.02
+    """Learning rate at base_batch: the largest of 0.0025 to 0.04 that was as good as any there, over 8 seeds.
+
+    0.005 and 0.01 were as good; with them all that breaks breaks at a larger factor.
+    """
+    factors: tuple[int, ...] = (1, 4, 16, 32, 64)
+    """Batches, in multiples of base_batch. They must hold 1, which all others are compared with."""
+    rules: tuple[Rule, ...] = RULES
+    """How the rate follows the batch: not at all, x factor, x factor after a warm-up, x its root after a warm-up."""
+    warm_up_share: float = 0.5
+    """Part of all steps in which the rate rises from base_lr. What it needs is steps, and large batches have few."""
+    rates: tuple[float, ...] = (2.0, 4.0, 8.0, 16.0)
+    """Further rates that are tried with the largest batch, in multiples of base_lr, without warm-up."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    epochs: int = 12
+    """Passes over the images, for every batch."""
+    samples: int = 8192
+    """Images of the training set that are used, the first ones: a multiple of every batch."""
+    seeds: int = 8
+    """Trainings of each case; fewer than 5 give no interval worth its name."""
+    seed: int = 0
+    """The first seed."""
+    smoke: bool = False
+    """One epoch, two seeds."""
+
+    def __post_init__(self) -> None:
+        require(self.base_batch >= 1, f"base_batch must be at least 1, not {self.base_batch}")
+        require(0 < self.base_lr < math.inf, f"base_lr must be positive, not {self.base_lr}")
+        require(1 in self.factors and min(self.factors) >= 1, "factors must be positive and hold 1, the reference")
+        require(len(self.rules) > 0, f"rules must name at least one of: {'; '.join(RULES)}")
+        twice = len({*self.factors}) < len(self.factors) or len({*self.rules}) < len(self.rules)
+        require(not twice, "factors and rules must be different: each pair is a case of its own")
+        require(0 <= self.warm_up_share <= 1, f"warm_up_share must be between 0 and 1, not {self.warm_up_share}")
+        require(all(0 < r < math.inf for r in self.rates), f"rates must be positive, not {self.rates}")
+        require(0 <= self.momentum < 1, f"momentum must be at least 0 and below 1, not {self.momentum}")
+        require(self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")
+        require(1 <= self.samples <= 10_000, f"samples must be between 1 and 10000, not {self.samples}")
+        require(self.seeds >= 1, f"seeds must be at least 1, not {self.seeds}")
+        bad = [b for f in self.factors if self.samples % (b := self.base_batch * f)]
+        require(
+            not bad, f"samples must be a multiple of every batch (base_batch x factor), not {self.samples} of {bad}"
+        )
+
+
+class Training(NamedTuple):
+    """One training; two with the same values are the same training."""
+
+    rule: Rule
+    factor: int
+    base_lr: float
+    seed: int
+
+
+def learning_rate(step: int, base_lr: float, factor: float, rule: Rule, warm_up_steps: int) -> float:
+    """Rate of optimizer step 0, 1, ... for a batch `factor` times as large as the one that `base_lr` is good for.
+
+    With warm-up it rises on a straight line from base_lr in step 0 to its final value in step `warm_up_steps`.
+    Linear scaling and gradual warm-up: Goyal et al. 2017, arXiv:1706.02677, sections 2.1 and 2.2. The square root
+    keeps the variance of a step: Krizhevsky 2014, "One weird trick", arXiv:1404.5997.
+    """
+    scale = {"same": 1.0, "linear": factor, "linear, warm-up": factor, "sqrt, warm-up": math.sqrt(factor)}[rule]
+    final = base_lr * scale
+    if "warm-up" not in rule or step >= warm_up_steps:
+        return final
+    return base_lr + (final - base_lr) * step / warm_up_steps
+
+
+def final_rate(config: Config, rule: Rule, factor: int) -> float:
+    """The rate that `rule` reaches, after any warm-up."""
+    return learning_rate(0, config.base_lr, factor, rule, 0)
+
+
+def predict(config: Config) -> dict[int, int]:
+    """Optimizer steps of a training by factor: equal epochs are not equal steps."""
+    return {f: config.epochs * config.samples // (config.base_batch * f) for f in config.factors}
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """All trainings, shared out over the ranks; accuracy, loss and divergence of every rule and batch."""
+    config = dataclasses.replace(config, epochs=1, seeds=2) if config.smoke else config
+    data, done = _data(config, rank), {}
+    mine = trainings(config)[rank.rank :: rank.world_size]  # in turn, as the first ones take longest
+    for i, training in enumerate(mine, start=1):
+        done[training] = evaluate(train(training, data, config), data)
+        rank.progress(i, len(mine), f"batch {config.base_batch * training.factor}, {training.rule}")
+    results = {training: result for part in rank.gather(done) for training, result in part.items()}
+    for factor in config.factors:
+        for rule in config.rules:
+            yield from _by_rule(rule, factor, results, config, rank)
+    largest = max(config.factors)
+    for lr in _rates(config):
+        found = [results[t][0] for t in _seeds(config, "same", largest, lr)]
+        yield rank.record("accuracy_at_rate", "1", found, factor=largest, batch=config.base_batch * largest, lr=lr)
+
+
+def _by_rule(rule: Rule, factor: int, results: dict, config: Config, rank: Rank) -> Iterator[Record]:
+    """One sample per seed, whatever became of it."""
+    accuracies, losses = zip(*(results[t] for t in _seeds(config, rule, factor, config.base_lr)), strict=True)
+    case = {"rule": rule, "factor": factor, "batch": config.base_batch * factor}
+    case["lr"] = final_rate(config, rule, factor)
+    yield rank.record("test_accuracy", "1", accuracies, **case)
+    yield rank.record("train_loss", "nats", losses, **case)
+    # Worse than a guess, or so near to it that the weights have died: each happens to rates that are too high.
+    yield rank.record("diverged", "runs", sum(loss > 0.99 * GUESS_LOSS for loss in losses), **case)
+
+
+def _data(config: Config, rank: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, test images and labels. Images: means of 2x2 pixels, (N, 196), about standardised."""
+    arrays, tensors = fashion_mnist(), []
+    for images, labels in ((arrays.x_train, arrays.y_train), (arrays.x_test, arrays.y_test)):
+        x = torch.from_numpy(images).float().div(255).sub(0.286).div(0.353).unsqueeze(1)
+        tensors += [nn.functional.avg_pool2d(x, 2).flatten(1), torch.from_numpy(labels).long()]
+    x, y, x_test, y_test = (t.to(rank.device) for t in tensors)
+    return x[: config.samples], y[: config.samples], x_test, y_test
+
+
+def _rates(config: Config) -> list[float]:
+    return [config.base_lr * r for r in sorted(set(config.rates))]
+
+
+def _seeds(config: Config, rule: Rule, factor: int, base_lr: float) -> list[Training]:
+    """The trainings of one case. With factor 1 all rules are one: they share them."""
+    rule = "same" if factor == 1 else rule
+    return [Training(rule, factor, base_lr, config.seed + i) for i in range(config.seeds)]
+
+
+def trainings(config: Config) -> list[Training]:
+    """Every different training of this run, small batches first: they take longest."""
+    cases = [(rule, factor, config.base_lr) for factor in sorted(config.factors) for rule in config.rules]
+    cases += [("same", max(config.factors), lr) for lr in _rates(config)]
+    return list(dict.fromkeys(t for case in cases for t in _seeds(config, *case)))
+
+
+def train(training: Training, data: tuple[Tensor, ...], config: Config) -> nn.Module:
+    """The training loop: the rate is set anew before every step."""
+    images, labels = data[:2]
+    torch.manual_seed(training.seed)
+    model = nn.Sequential(nn.Linear(196, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model.to(images.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=training.base_lr, momentum=config.momentum)
+    batch = config.base_batch * training.factor
+    warm_up_steps = round(config.warm_up_share * config.epochs * len(images) / batch)
+    step = 0
+    for _ in range(config.epochs):
+        for rows in torch.randperm(len(images)).to(images.device).view(-1, batch):
+            lr = learning_rate(step, training.base_lr, training.factor, training.rule, warm_up_steps)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+            optimizer.step()
+            step += 1
+    return model
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: tuple[Tensor, ...]) -> tuple[float, float]:
+    """Accuracy on the test images, and loss on the training images in nats, at most that of a guess.
+
+    A model of NaNs is evaluated like any other: it takes the first class for everything, and its loss is that of a
+    guess.
+    """
+    images, labels, test_images, test_labels = data
+    accuracy = (model(test_images).argmax(1) == test_labels).double().mean().item()
+    loss = nn.functional.cross_entropy(model(images), labels).item()
+    return accuracy, min(loss, GUESS_LOSS) if math.isfinite(loss) else GUESS_LOSS
+
+
+def accuracy(records: Records) -> dict[tuple[Rule, int], Estimate]:
+    """Test accuracy by rule and factor."""
+    return {_case(r): measure.estimate(r.samples, "1") for r in records.where("test_accuracy")}
+
+
+def _case(record: Record) -> tuple[Rule, int]:
+    return record.case["rule"], record.case["factor"]
+
+
+def difference(records: Records, a: tuple[Rule, int], b: tuple[Rule, int]) -> Estimate:
+    """Test accuracy of the (rule, factor) `a` minus that of `b`, seed by seed."""
+    x, y = (records.one("test_accuracy", rule=rule, factor=factor).samples for rule, factor in (a, b))
+    return measure.estimate([p - q for p, q in zip(x, y, strict=True)], "1")
+
+
+def change(records: Records) -> dict[tuple[Rule, int], Estimate]:
+    """What each rule and factor adds to the accuracy of its own factor 1, seed by seed; a loss is negative."""
+    cases = map(_case, records.where("test_accuracy"))
+    return {(rule, factor): difference(records, (rule, factor), (rule, 1)) for rule, factor in cases}
+
+
+def holds_until(records: Records, rule: Rule, margin: float = 0.01) -> int:
+    """The largest factor up to which no factor is shown to lose more than `margin` of accuracy."""
+    found = {factor: d for (r, factor), d in sorted(change(records).items()) if r == rule}
+    lost = [factor for factor, d in found.items() if d.high < -margin]
+    return max(factor for factor in found if factor < min(lost, default=math.inf))
+
+
+def best_rate(records: Records) -> tuple[float, Estimate]:
+    """The best rate of all that were tried with the largest batch, rules included, and its accuracy.
+
+    Chosen by the test images, so it flatters the large batch: if even this one loses, a better rate is no cure.
+    """
+    largest = max(r.case["factor"] for r in records.where("test_accuracy"))
+    tried = records.where("test_accuracy", factor=largest) + records.where("accuracy_at_rate", factor=largest)
+    best = max(tried, key=lambda r: r.value)
+    return best.case["lr"], measure.estimate(best.samples, "1")
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,248 @@
+"""Does the course's way of timing find what is there, and nothing else?
+
+    python -m labs.measure_validation
+    torchrun --nproc-per-node 2 -m labs.measure_validation --parts overhead timer
+
+About 18 s on 2 CPU cores. Rank 0 measures, the others wait. Differences of known size are planted, none among
+them, and counted when found; a neighbour moves in halfway; the clock's own cost and torch's own Timer are compared.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.benchmark import Timer
+
+from labs import models
+from labs.kit import cli, measure, probing
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record, Records
+
+UNITS = 100  # of work in a step, so that one unit more is 1 %
+ARMS = {"A": 0, "A again": 0, "+2 %": 2, "+5 %": 5, "+10 %": 10}  # units more than UNITS
+LONG_STEP_S = 5e-3  # of the overhead; twice that next to a neighbour, longer than a slice of the scheduler (3 ms)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to validate and how often."""
+
+    parts: tuple[str, ...] = ()
+    """What to do, of planted, neighbour, overhead, timer. Default: all."""
+    repetitions: int = 40
+    """Comparisons with each planted difference."""
+    pairs: int = 20
+    """Rounds in each comparison: each takes every side once."""
+    step_ms: float = 2.0
+    """About the duration of the step that differences are planted in."""
+    seed: int = 0
+    """Draws the order of the sides in each round."""
+    smoke: bool = False
+    """Two repetitions of six pairs."""
+
+    def __post_init__(self) -> None:
+        wrong = sorted(set(self.parts) - set(PARTS))
+        require(not wrong, f"parts may hold {', '.join(PARTS)}, not {', '.join(wrong)}")
+        require(self.repetitions >= 1, f"repetitions must be at least 1, not {self.repetitions}")
+        require(self.pairs >= 6, f"pairs must be at least 6, not {self.pairs}: fewer support no 95 % interval")
+        require(0.5 <= self.step_ms <= 1000, f"step_ms must be between 0.5 and 1000, not {self.step_ms}")
+
+
+def predict(scatter: float, slower: float, power: float = 0.9) -> int:
+    """Pairs after which a slowdown of the share `slower` is found with probability `power`, at level 95 %.
+
+    `scatter` is the relative standard deviation of the ratio of one pair. For normal noise the median of n pairs
+    has standard error sqrt(pi / 2) scatter / sqrt(n), which must be slower / (z_0.975 + z_power).
+    """
+    z = statistics.NormalDist().inv_cdf
+    return math.ceil(math.pi / 2 * (scatter / slower * (z(0.975) + z(power))) ** 2)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Each part on rank 0, the other ranks idle."""
+    if config.smoke:
+        config = dataclasses.replace(config, repetitions=2, pairs=6, step_ms=0.5)
+    for name, part in PARTS.items():
+        if name in (config.parts or PARTS) and rank.rank == 0:
+            yield from part(config, rank)
+        rank.barrier()
+
+
+def work_of(unit_s: float, device: torch.device) -> Callable[[int], None]:
+    """`work(k)` does k equal matrix products of about `unit_s` seconds each."""
+    side = 128 if device.type == "cpu" else 1024  # on a GPU a product must outlast its launch
+    weight, rows = torch.randn(side, side, device=device), side
+    for _ in range(3):  # time is proportional to the rows, but not quite
+        x, out = torch.randn(rows, side, device=device), torch.empty(rows, side, device=device)
+
+        def work(k: int, x: torch.Tensor = x, out: torch.Tensor = out) -> None:
+            for _ in range(k):
+                torch.mm(x, weight, out=out)
+
+        fastest = min(measure.time_steps(lambda: work(UNITS), 6, device)[1:]) / UNITS
+        rows = max(1, round(rows * unit_s / fastest))
+    return work
+
+
+def planted(config: Config, rank: Rank) -> Iterator[Record]:
+    """The same work and 2, 5 and 10 % more of it, all in turn; how many comparisons find it."""
+    work = work_of(config.step_ms / 1e3 / UNITS, rank.device)
+    steps = {arm: functools.partial(work, UNITS + more) for arm, more in ARMS.items()}
+    measure.warm_up(steps["A"], rank.device)
+    rounds = config.repetitions * config.pairs
+    seconds = measure.interleave(
+        steps, rounds, rank.device, seed=config.seed,
+        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+    )  # fmt: skip
+    for arm, samples in seconds.items():
+        yield rank.record("step_s", "s", samples, rank=0, part="planted", arm=arm, slower=ARMS[arm] / UNITS)
+    for arm in [*ARMS][1:]:
+        ratios = comparisons(seconds["A"], seconds[arm], config.pairs)
+        metric, counts = "slowdowns_found", [ratio.low > 1 for ratio in ratios]
+        if not ARMS[arm]:
+            metric, counts = "intervals_with_1", [not measure.differs(ratio) for ratio in ratios]
+        case = {"arm": arm, "repetitions": len(ratios), "pairs": config.pairs}
+        yield rank.record(metric, "repetitions", sum(counts), rank=0, **case)
+
+
+def comparisons(a: Sequence[float], b: Sequence[float], pairs: int, resamples: int = 9999) -> list[measure.Estimate]:
+    """Ratio of `b` to `a` in each window of `pairs` rounds; a rest that does not fill a window is left out."""
+    starts = range(0, len(a) - pairs + 1, pairs)
+    return [measure.paired_ratio(b[i : i + pairs], a[i : i + pairs], resamples=resamples) for i in starts]
+
+
+def power(records: Records, pairs_list: Sequence[int] = (5, 10, 20, 40)) -> list[dict]:
+    """How often `pairs` pairs show a difference: rows of arm, slower, pairs and share.
+
+    `share` is an Estimate over the windows of so many pairs that the samples hold, with its 95 % Wilson interval.
+    Without a difference it is the rate of false alarms. A size that does not fit even once is left out.
+    LookupError without the samples, ValueError for fewer than 2 pairs, which have no interval.
+    """
+    from scipy.stats import binomtest  # imported late: ranks need not pay for it
+
+    if min(pairs_list) < 2:
+        raise ValueError(f"an interval needs at least 2 pairs, not {min(pairs_list)}")
+    reference, rows = records.one("step_s", part="planted", arm="A"), []
+    for record in records.where("step_s", part="planted"):
+        for pairs in pairs_list if record.case["arm"] != "A" else ():
+            ratios = comparisons(reference.samples, record.samples, pairs, resamples=999)
+            shown = sum(map(measure.differs, ratios))
+            if ratios:
+                low, high = binomtest(shown, len(ratios)).proportion_ci(method="wilson")
+                share = measure.Estimate(shown / len(ratios), low, high, len(ratios), "1")
+                rows.append(
+                    {"arm": record.case["arm"], "slower": record.case["slower"], "pairs": pairs, "share": share}
+                )
+    return rows
+
+
+def neighbour(config: Config, rank: Rank) -> Iterator[Record]:
+    """A against the same A, while a neighbour moves in halfway: first all of one, and then in turn."""
+    work = work_of(2 * LONG_STEP_S / UNITS, rank.device)
+    sides = {side: functools.partial(work, UNITS) for side in "AB"}
+    measure.warm_up(sides["A"], rank.device)
+    rounds = 2 * config.pairs
+
+    def halfway(done: int) -> None:
+        if done == rounds // 2:
+            move_in()
+
+    with neighbour_on(rank.device) as move_in:
+        blocks = measure.interleave({"A": sides["A"]}, rounds, rank.device)
+        move_in()
+        blocks |= measure.interleave({"B": sides["B"]}, rounds, rank.device)
+    with neighbour_on(rank.device) as move_in:
+        turns = measure.interleave(sides, rounds, rank.device, seed=config.seed, on_round=halfway)
+    for order, seconds in (("one after the other", blocks), ("in turn", turns)):
+        for side, samples in seconds.items():
+            yield rank.record("step_s", "s", samples, rank=0, part="neighbour", order=order, side=side)
+
+
+@contextlib.contextmanager
+def neighbour_on(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Yields a function that starts a thread which multiplies matrices on `device`; it ends with the block.
+
+    torch lets go of the interpreter's lock while it multiplies, so that only the core or the GPU is shared.
+    """
+    leave = threading.Event()
+    side = 256 if device.type == "cpu" else 4096
+
+    def live() -> None:
+        stream = torch.Stream(device) if device.type != "cpu" else contextlib.nullcontext()
+        with stream:
+            x, out = torch.randn(side, side, device=device), torch.empty(side, side, device=device)
+            while not leave.is_set():
+                torch.mm(x, x, out=out)
+                if device.type != "cpu":
+                    stream.synchronize()  # a queue of its own would make everyone wait for all of it
+
+    thread = threading.Thread(target=live, name="neighbour", daemon=True)
+    try:
+        yield thread.start
+    finally:
+        leave.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+def overhead(config: Config, rank: Rank) -> Iterator[Record]:
+    """By what share two steps get longer when each has its own clock reads and synchronisations."""
+    step = functools.partial(work_of(LONG_STEP_S / UNITS, rank.device), UNITS)
+    measure.warm_up(step, rank.device)
+
+    def bare() -> None:
+        step()
+        step()
+
+    ways = {"bare": bare, "timed": lambda: measure.time_steps(step, 2, rank.device)}
+    seconds = measure.interleave(ways, 4 * config.pairs, rank.device, seed=config.seed)
+    added = [timed / plain - 1 for timed, plain in zip(seconds["timed"], seconds["bare"], strict=True)]
+    yield rank.record("overhead", "1", added, rank=0, step_ms=1e3 * LONG_STEP_S)
+
+
+def timer(config: Config, rank: Rank) -> Iterator[Record]:
+    """kit.measure and torch.utils.benchmark.Timer in turn on the same function: mean step of each turn."""
+    for function, step in functions(rank.device).items():
+        inner = probing.inner_calls(step, rank.device)
+        measure.warm_up(step, rank.device)
+        found: dict[str, list[float]] = {"kit.measure": [], "torch Timer": []}
+        by_torch = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+        ways = {
+            "kit.measure": lambda: statistics.fmean(measure.time_steps(step, inner, rank.device)),  # noqa: B023
+            "torch Timer": lambda: by_torch.timeit(inner).mean,  # noqa: B023
+        }
+        turns = {by: lambda by=by: found[by].append(ways[by]()) for by in ways}  # noqa: B023
+        measure.interleave(turns, config.pairs, rank.device, seed=config.seed)
+        for by, samples in found.items():
+            yield rank.record("step_s", "s", samples, rank=0, part="timer", function=function, by=by)
+        ratios = [ours / theirs for ours, theirs in zip(*found.values(), strict=True)]
+        yield rank.record("timer_ratio", "x", ratios, rank=0, function=function)
+
+
+def functions(device: torch.device) -> dict[str, Callable[[], object]]:
+    """A matrix product, an elementwise function over an array beyond the caches, and a training step of the CNN."""
+    on_cpu = device.type == "cpu"
+    x = torch.randn(2**21 if on_cpu else 2**27, device=device)
+    workload = models.build("cnn")
+    backward = probing.training_step(workload, 8 if on_cpu else 512, device)
+    optimizer = torch.optim.SGD(workload.module.parameters(), lr=1e-3)
+
+    def train() -> None:
+        backward()
+        optimizer.step()
+
+    product = probing.matmul_step("fp32", 384 if on_cpu else 4096, device)
+    return {"matrix product": product, "elementwise": lambda: torch.tanh(x), "training step": train}
+
+
+PARTS = {"planted": planted, "neighbour": neighbour, "overhead": overhead, "timer": timer}
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,170 @@
+"""A device that is 100 % busy: how much of its speed is used?
+
+    python -m labs.utilisation --nproc 1
+    torchrun --nproc-per-node 1 -m labs.utilisation --window-s 0.2 --poll-s 1.0 0.1
+
+About 6 s on 2 CPU cores. Rank 0 does five jobs, the other ranks wait. A counter of busy time only says that something
+ran: on a CPU it is the CPU time of this process, on a GPU NVML's utilization.gpu, which nvidia-smi shows, and for
+which a single thread of a single kernel is enough. Then bursts of work are read through windows of several lengths.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from labs.busy import Counter, Mark, counter_of, polled, work_for
+from labs.kit import cli, measure, probing, roofline
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+from labs.kit.roofline import Work
+
+CHUNK_S = 2e-3
+"""Work between two looks at the clock."""
+ARRAY_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Config:
+    """How long each job runs, and how the bursts are read."""
+
+    windows: int = 5
+    """Windows per job; each gives one sample."""
+    window_s: float = 0.1
+    """Length of a window in s."""
+    wait_ms: float = 8.0
+    """What the source of data of "waiting for data" sleeps before every batch."""
+    burst_ms: float = 100.0
+    """Length of a burst of work, and of the pause after it."""
+    bursts: int = 15
+    """Bursts that the counters of different speed read."""
+    poll_s: tuple[float, ...] = (1.0, 0.05)
+    """Window lengths in s of those counters: nvidia-smi -l 1 looks once a second."""
+    smoke: bool = False
+    """Two short windows per job and one second of bursts."""
+
+    def __post_init__(self) -> None:
+        require(self.windows >= 1, f"windows must be at least 1, not {self.windows}")
+        require(0 < self.window_s <= 60, f"window_s must be above 0 and at most 60, not {self.window_s}")
+        require(0 <= self.wait_ms <= 1000, f"wait_ms must be from 0 to 1000, not {self.wait_ms}")
+        require(10 <= self.burst_ms <= 10_000, f"burst_ms must be from 10 to 10000, not {self.burst_ms}")
+        require(self.bursts >= 1, f"bursts must be at least 1, not {self.bursts}")
+        finest = f"poll_s must hold numbers from {CHUNK_S} on: the counter is read no more often"
+        require(len(self.poll_s) > 0 and all(s >= CHUNK_S for s in self.poll_s), finest)
+        lasts = 2 * self.bursts * self.burst_ms / 1e3
+        too_long = f"a window of {max(self.poll_s):g} s does not fit into {lasts:g} s of bursts: raise bursts"
+        require(max(self.poll_s) <= lasts * (1 + 1e-9), too_long)
+
+
+def predict(work: Work, peak_flop_s: float, bandwidth_b_s: float, *, overhead_s: float = 0.0,
+            wait_s: float = 0.0) -> tuple[float, float]:  # fmt: skip
+    """(busy share, FLOP/s) at best, of a job that does `work` after waiting for `wait_s`, again and again.
+
+    The work takes what the roofline allows, but at least `overhead_s`, in which Python and torch get it under way.
+    All of this looks busy; only the wait does not.
+    """
+    busy_s = max(work.flop / peak_flop_s, work.bytes / bandwidth_b_s, overhead_s)
+    return busy_s / (busy_s + wait_s), work.flop / (busy_s + wait_s)
+
+
+@dataclass(frozen=True)
+class Job:
+    """`step` does `flop` floating point operations; before each step its data comes `wait_s` later."""
+
+    step: Callable[[], object]
+    flop: float
+    wait_s: float = 0.0
+
+
+def jobs(config: Config, device: torch.device) -> dict[str, Job]:
+    """What keeps the device busy. FLOPs of products are counted by torch, an addition counts as one per element."""
+    large = _product(512 if device.type == "cpu" else 4096, device)
+    array, number = (torch.zeros(n, device=device) for n in (ARRAY_BYTES // 4, 1))
+    return {
+        "large products": large,
+        "small products": _product(16, device),
+        "memory traffic": _addition(array),
+        "one number at a time": _addition(number),
+        "waiting for data": Job(large.step, large.flop, config.wait_ms / 1e3),
+    }
+
+
+def _product(n: int, device: torch.device) -> Job:
+    step = probing.matmul_step("fp32", n, device)
+    return Job(step, roofline.count(step).flop)
+
+
+def _addition(array: Tensor) -> Job:
+    return Job(lambda: array.add_(1.0), array.numel())
+
+
+def chunks(job: Job, device: torch.device) -> tuple[Callable[[], None], float]:
+    """(a function that works for about CHUNK_S, the FLOPs it does); a job that waits does one step per wait."""
+    inner = 1 if job.wait_s else probing.inner_calls(job.step, device, CHUNK_S)
+
+    def chunk() -> None:
+        if job.wait_s:
+            time.sleep(job.wait_s)
+        for _ in range(inner):
+            job.step()
+        measure.sync(device)
+
+    return chunk, inner * job.flop
+
+
+def watch(job: Job, config: Config, counter: Counter, device: torch.device) -> tuple[list[float], list[float]]:
+    """(busy share, FLOP/s) of each window of a job that has run long enough before for the counter to know."""
+    chunk, flop = chunks(job, device)
+    seconds, n = (0.02, 2) if config.smoke else (config.window_s, config.windows)
+    work_for(counter.memory_s, chunk, counter)
+    shares, rates = [], []
+    for _ in range(n):
+        marks = work_for(seconds, chunk, counter)
+        (start, before), (end, after) = marks[0], marks[-1]
+        shares.append((after - before) / (end - start))
+        rates.append((len(marks) - 1) * flop / (end - start))
+    return shares, rates
+
+
+def bursts(n: int, burst_s: float, job: Job, counter: Counter, device: torch.device) -> list[Mark]:
+    """`n` times work and a pause, each of burst_s, the counter read every CHUNK_S; the ends of phases do not drift."""
+    chunk, _ = chunks(job, device)
+    work_for(counter.memory_s, chunk, counter)
+    marks = [(time.perf_counter(), counter.busy_s())]
+    for phase in range(2 * n):
+        left = marks[0][0] + (phase + 1) * burst_s - time.perf_counter()
+        marks += work_for(left, (lambda: time.sleep(CHUNK_S)) if phase % 2 else chunk, counter)
+    return marks
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Rank 0 works job by job, then in bursts; the others wait for it."""
+    if rank.rank == 0:
+        with counter_of(rank.device) as counter:
+            yield from _alone(config, rank, counter)
+    rank.barrier()
+
+
+def _alone(config: Config, rank: Rank, counter: Counter) -> Iterator[Record]:
+    todo, peak = jobs(config, rank.device), 0.0
+    for done, (name, job) in enumerate(todo.items(), start=1):
+        shares, rates = watch(job, config, counter, rank.device)
+        peak = peak or max(rates)  # of the first job, the large products
+        yield rank.record("busy_share", "1", shares, rank=0, job=name, counter=counter.name)
+        yield rank.record("flop_s", "FLOP/s", rates, rank=0, job=name)
+        yield rank.record("share_of_peak", "1", [r / peak for r in rates], rank=0, job=name)
+        rank.progress(done, len(todo) + 1, name)
+    burst_s = config.burst_ms / 1e3
+    n = math.ceil(max(config.poll_s) / (2 * burst_s)) if config.smoke else config.bursts
+    marks = bursts(n, burst_s, todo["large products"], counter, rank.device)
+    for window_s in config.poll_s:
+        shares = polled(marks, window_s, 2 * n * burst_s)
+        yield rank.record("polled_share", "1", shares, rank=0, window_s=window_s, counter=counter.name)
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,212 @@
+"""Verdicts of notebook 01, each word of them from records made up for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from labs.claims import claims, table
+from labs.claims.evidence import gain, last, ratio, runs
+from labs.claims.method import PARTS
+from labs.kit.record import Record, Records
+
+CPU, GPU = "cpu", "cuda"
+NOISE = (0.995, 1.0, 1.004, 0.998, 1.003, 1.0, 0.997, 1.002)
+ARTICLE = "labs.benchmark_loop:article"
+RUNGS = ("as printed", "synchronise", "warm up", "data outside", "median of steps")
+
+
+def around(value: float, shift: int = 0) -> list[float]:
+    """Samples that differ a little; another `shift` gives pairs that differ by chance."""
+    return [value * NOISE[(i + shift) % len(NOISE)] for i in range(len(NOISE))]
+
+
+def make(lab, metric, unit, samples, *, config=None, ranks=2, rank=None, device=CPU, kind="measured", **case):
+    samples = samples if isinstance(samples, list) else [samples]
+    return Record(lab, metric, unit, samples, kind, case, config or {}, {"world_size": ranks, "rank": rank,
+                  "backend": "gloo", "device": device})  # fmt: skip
+
+
+def timing(model="cnn", answers=(1, 3, 2, 1.5, 1.4), ranks=(1.0, 1.05), no_sync=0.8, mfu=0.02, device=CPU):
+    """A launch of labs.timing. `answers` by rung and `ranks` in ms; step of 1 ms."""
+
+    def rec(metric, unit, samples, **case):
+        return make("timing", metric, unit, samples, config={"model": model}, ranks=len(ranks), device=device, **case)
+
+    found = [rec("answer_s", "s", around(1e-3 * a, k), rung=RUNGS[k], removed=k) for k, a in enumerate(answers)]
+    found += [rec("rank_step_s", "s", around(1e-3 * s, k), rank=k) for k, s in enumerate(ranks)]
+    found += [rec("step_s", "s", around(1e-3), mode="train"), rec("warm_up_s", "s", [5e-3, 1e-3, 1e-3])]
+    found += [rec("step_s", "s", around(1e-3 * no_sync, 3), mode="no_sync")] if len(ranks) > 1 else []
+    return [
+        *found,
+        rec("step_flop", "FLOP", 1e9 * mfu * 1e-3, kind="modelled"),
+        rec("peak_flop_s", "FLOP/s", [9e8, 1e9]),
+    ]
+
+
+def utilisation(speeds=(1, 0.06, 0.05, 1e-5, 0.3), busy=(0.99, 0.99, 0.97, 0.99, 0.3), slow=(0.5, 0.5), fast=(0, 1),
+                counter="CPU time of the process"):  # fmt: skip
+    jobs = ("large products", "small products", "memory traffic", "one number at a time", "waiting for data")
+    found = []
+    for job, speed, share in zip(jobs, speeds, busy, strict=True):
+        found += [make("utilisation", "busy_share", "1", around(share), job=job, counter=counter),
+                  make("utilisation", "share_of_peak", "1", around(speed), job=job)]  # fmt: skip
+    for window_s, samples in ((0.05, fast), (1.0, slow)):
+        found.append(make("utilisation", "polled_share", "1", list(samples), window_s=window_s, counter=counter))
+    return found
+
+
+def batch_size(steps=None, ddp=None, ranks=2):
+    """Step times in ms by batch, of one rank alone and of DDP."""
+    steps = steps or {4: 1.0, 32: 1.2, 256: 3.0, 2048: 20.0}
+    ddp = ddp or {b: s + 1.0 for b, s in steps.items()}
+    ways = {"single": steps, "ddp": ddp} if ranks > 1 else {"single": steps}
+    found = [make("batch_size", "step_s", "s", around(1e-3 * s, k), ranks=ranks, mode=mode, batch=b)
+             for k, (mode, by_batch) in enumerate(ways.items()) for b, s in by_batch.items()]  # fmt: skip
+    return found + [make("batch_size", "activation_bytes", "B", 1e3 * b, kind="modelled", batch=b) for b in steps]
+
+
+def lr_scaling(same=(0.85, 0.84, 0.7), linear=(0.85, 0.86, 0.5), root=(0.85, 0.85, 0.8)):
+    found = []
+    for rule, values in {"same": same, "linear, warm-up": linear, "sqrt, warm-up": root}.items():
+        for factor, value in zip((1, 4, 64), values, strict=False):
+            scale = {"same": 1, "linear, warm-up": factor, "sqrt, warm-up": factor**0.5}[rule]
+            case = {"rule": rule, "factor": factor, "batch": 32 * factor, "lr": 0.02 * scale}
+            found.append(make("lr_scaling", "test_accuracy", "1", around(value, len(rule) + factor), **case))
+    return found
+
+
+def changing_shapes(off=(1.0, 2.0), on=(1.0, 2.0), device=CPU):
+    times = {("fixed", False): off[0], ("changing", False): off[1], ("fixed", True): on[0], ("changing", True): on[1]}
+    return [make("changing_shapes", "step_s", "s", around(s, k), device=device, shapes=shapes, cudnn_benchmark=b)
+            for k, ((shapes, b), s) in enumerate(times.items())]  # fmt: skip
+
+
+def validation(timer=1.0, one_after_the_other=1.5, in_turn=1.0, scatter=0.3):
+    def rec(samples, **case):
+        return make("measure_validation", "step_s", "s", samples, ranks=1, **case)
+
+    found = []
+    for order, slower in (("one after the other", one_after_the_other), ("in turn", in_turn)):
+        found += [rec(around(s, k), part="neighbour", order=order, side=side)
+                  for k, (side, s) in enumerate({"A": 1.0, "B": slower}.items())]  # fmt: skip
+    for k, arm in enumerate(("A", "A again")):
+        found.append(rec([1.0 + scatter * k * (i % 2) for i in range(8)], part="planted", arm=arm, slower=0.0))
+    for function in ("matrix product", "elementwise", "training step"):
+        found += [rec(around(1.0), part="timer", function=function, by="kit.measure"),
+                  rec(around(timer, 1), part="timer", function=function, by="torch Timer")]  # fmt: skip
+    return found
+
+
+EVENLY = dict.fromkeys(("speeds", "busy"), (1,) * 5)
+BY_CLAIM = {
+    "A25": [("depends", utilisation()), ("holds", utilisation(**EVENLY)),
+            ("depends", utilisation(busy=(0.6, 0.6, 0.6, 0.6, 0.2))), ("holds", utilisation(busy=(0.99, *[0.1] * 4)))],
+    "C13": [("depends", utilisation()), ("holds", utilisation(**EVENLY))],
+    "E26": [("depends", utilisation()), ("holds", utilisation(speeds=(1, 1, 1, 1, 0.3))),
+            ("does not hold", utilisation(**EVENLY))],
+    "D33": [("depends", utilisation()), ("holds", utilisation(slow=(0, 1, 0.5))),
+            ("holds", utilisation(fast=(0.5, 0.52, 0.48)))],
+    "B39": [("needs 1 GPU", changing_shapes()), ("holds", changing_shapes(on=(0.5, 2), device=GPU)),
+            ("depends", changing_shapes(on=(0.5, 9), device=GPU)),
+            ("does not hold", changing_shapes(on=(1, 9), device=GPU)),
+            ("does not hold", changing_shapes(on=(1.5, 2), device=GPU)), ("depends", changing_shapes(device=GPU))],
+    "B47": [("depends", validation() + batch_size()), ("does not hold", validation(timer=1.2) + batch_size()),
+            ("holds", validation() + batch_size({4: 1.0, 8: 2.0}))],
+    "C03": [("does not hold", [])],
+    "C05": [("does not hold", timing(ARTICLE)), ("depends", timing(ARTICLE, mfu=0.5)),
+            ("not tried yet", timing("cnn"))],
+    "C06": [("needs 1 GPU", timing()), ("does not hold", timing(device=GPU)),
+            ("depends", timing(answers=(1,) * 5, device=GPU))],
+    "C07": [("does not hold", timing()), ("holds", timing(answers=(1,) * 5)),
+            ("does not hold", timing(answers=(1,) * 5) + timing(ARTICLE))],
+    "C08": [("depends", timing()), ("holds", timing(answers=(1,) * 5))],
+    "C09": [("depends", timing()), ("holds", timing(ranks=(1.0, 1.001))), ("not tried yet", timing(ranks=(1.0,)))],
+    "C10": [("holds", batch_size()), ("depends", batch_size({4: 1.0, 256: 80.0}))],
+    "C12": [("depends", lr_scaling()), ("holds", lr_scaling(same=(0.85, 0.85, 0.851))),
+            ("not tried yet", lr_scaling(same=(0.85,)))],
+    "C15": [("depends", batch_size()), ("holds", batch_size({32: 1.2, 256: 3.0, 512: 6.0})),
+            ("does not hold", batch_size({32: 1.0, 256: 8.0, 512: 16.0})),
+            ("not tried yet", batch_size({32: 1.2, 256: 3.0})), ("not tried yet", batch_size({4: 1.0, 512: 3.0}))],
+    "C22": [("does not hold", timing() + batch_size() + validation()),
+            ("depends", validation(one_after_the_other=1.0, scatter=0.0))],
+    "E22": [("holds", batch_size() + lr_scaling()), ("depends", batch_size({4: 1.0, 8: 2.0}) + lr_scaling()),
+            ("does not hold", batch_size({4: 1.0, 8: 2.0}) + lr_scaling(same=(0.85, 0.85, 0.85)))],
+    "E23": [("holds", batch_size()), ("depends", batch_size(ddp={4: 1.0, 32: 1.2, 256: 3.0, 2048: 40.0})),
+            ("not tried yet", batch_size(ranks=1))],
+    "E24": [("depends", lr_scaling()), ("holds", lr_scaling(linear=(0.85, 0.88, 0.86), same=(0.85, 0.8, 0.7))),
+            ("does not hold", lr_scaling(same=(0.85, 0.9, 0.9)))],
+}  # fmt: skip
+CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
+
+
+@pytest.mark.parametrize(("claim", "word", "records"), CASES, ids=[f"{c}-{w}" for c, w, _ in CASES])
+def test_the_records_decide(claim, word, records):
+    found = table("01", records, gpus=1 if word == "not tried yet" else 0, strict=True).verdict(claim)
+    assert found.word == word, found.because
+    assert word == "not tried yet" or len(found.because) > 20
+
+
+def test_every_claim_of_the_notebook_is_tried():
+    assert set(BY_CLAIM) == {c.id for c in claims("01")}
+    everything = [
+        *timing(ARTICLE),
+        *timing(),
+        *utilisation(),
+        *batch_size(),
+        *lr_scaling(),
+        *changing_shapes(),
+        *validation(),
+    ]
+    found = table("01", everything, gpus=0, strict=True)
+    assert found.counts.get("not tried yet", 0) == 0
+    assert all(v.kind == "measured" for c, v in found.rows if c.id not in ("C03", "B39", "C06"))
+
+
+def test_what_was_read_is_said():
+    def because(counter):
+        records = utilisation(counter=counter)
+        return [table("01", records, gpus=0).verdict(c).because for c in ("A25", "C13", "D33", "E26")]
+
+    assert all(
+        "read here: CPU time of the process, not the counter of a GPU" in b for b in because("CPU time of the process")
+    )
+    assert all("(read here: NVML utilization.gpu)" in b for b in because("NVML utilization.gpu"))
+
+
+def test_a_stand_in_for_a_stream_is_called_one():
+    for claim in ("C06", "C22"):
+        for device, said in ((CPU, True), (GPU, False)):
+            because = table("01", timing(device=device), gpus=1).verdict(claim).because
+            assert ("a thread in place of a GPU's stream" in because) is said
+
+
+def test_numbers_of_the_sentences_are_those_of_the_records():
+    records = Records([*batch_size(), *lr_scaling(), *timing(ARTICLE), *timing()])
+    found = table("01", records, gpus=0)
+    assert "batch 4 has the shortest step; batch 2048 does 25.6 x" in found.verdict("C10").because
+    assert "64 x the batch of 32: accuracy -15" in found.verdict("C12").because
+    assert "reach 2.00 %" in found.verdict("C05").because and "cnn: 20 % of a DDP step" in found.verdict("C05").because
+    assert "article" in found.verdict("C07").because and "up to 5.0 x" in found.verdict("C07").because
+
+
+def test_a_method_counts_only_what_was_tried():
+    because = table("01", timing(), gpus=0).verdict("C22").because
+    assert "of 7 parts that it lacks 3 changed an answer" in because and len(PARTS) == 7
+    assert "not tried: a baseline on one rank, a spread, taking turns" in because
+    assert "no difference shown: repeats" in because
+
+
+def test_one_more_launch_replaces_the_one_before():
+    records = Records([*batch_size({4: 1.0, 256: 80.0}, ranks=1), *batch_size()])
+    assert len(runs(records, "batch_size", "step_s")) == 2
+    assert last(records, "batch_size", "step_s", mode="ddp")[0].layout["world_size"] == 2
+    assert table("01", records, gpus=0).verdict("C10").word == "holds"
+    with pytest.raises(LookupError, match=r"no launch\('timing'\) with 'step_s'"):
+        runs(records, "timing", "step_s")
+
+
+@pytest.mark.parametrize("compare", [ratio, gain])
+def test_samples_that_are_no_pairs_are_no_evidence(compare):
+    a, b = (make("lab", "step_s", "s", [1.0] * n, side=n) for n in (5, 7))
+    with pytest.raises(LookupError, match="5 and 7 samples"):
+        compare(a, b)

@@ -1,0 +1,260 @@
+"""Checkers of notebook 01: every fair way of measuring passes, and a benchmark is led from fault to fault."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from labs.exercises.simulated_device import DriftingMachine, SimulatedDevice, Version
+from labs.kit.check import TODO, Mistake, examine
+from labs.kit.measure import estimate
+
+
+def device(**changes) -> SimulatedDevice:
+    return SimulatedDevice(**{"step_s": 0.02, "warm_up_steps": 4, "batch_s": 0.01, "seed": 1} | changes)
+
+
+# -- the simulated machines
+
+
+def test_a_step_returns_at_once_and_the_clock_shows_it_after_waiting():
+    d = device()
+    batch, start = d.make_batch(), d.clock()
+    d.step(batch)
+    launched, _ = d.clock() - start, d.synchronize()
+    assert 50 * launched < d.clock() - start
+    assert [r.queued for r in d.readings] == [0, 1, 0]
+
+
+def test_the_queue_works_while_the_host_makes_data():
+    d = device(batch_s=5.0)
+    d.step(d.make_batch())
+    d.make_batch()
+    d.clock()
+    assert d.readings[0].queued == 0 and d.readings[0].batches == 2
+
+
+def test_the_first_steps_are_slow_and_then_it_is_steady():
+    d, seconds = device(warm_up_steps=4), []
+    for _ in range(404):
+        d.step(d.make_batch())
+        start = d.clock()
+        d.synchronize()
+        seconds.append(d.clock() - start)
+    assert min(seconds[:4]) > 2 * statistics.median(seconds[4:])
+    assert statistics.median(seconds[4:]) == pytest.approx(0.02, rel=0.03)
+    assert statistics.fmean(seconds[4:]) > 1.3 * statistics.median(seconds[4:])
+
+
+def test_the_same_seed_gives_the_same_device_and_another_one_another():
+    ends = []
+    for seed in (1, 1, 2):
+        d = device(seed=seed)
+        d.step(d.make_batch())
+        d.synchronize()
+        ends.append(d.clock())
+    assert ends[0] == ends[1] != ends[2]
+
+
+def test_the_drifting_machine_slows_down_for_good_and_for_whoever_comes_second():
+    machine, a = DriftingMachine(quiet_runs=4, second_slower=0.1, noise=0.0, seed=0), Version("a", 1.0)
+    assert [machine.seconds_of(a) for _ in range(6)] == pytest.approx([1, 1.1, 1, 1.1, 1.5, 1.65])
+
+
+@pytest.mark.parametrize("wrong", [lambda m, a: m.seconds_of(a()), lambda m, a: m.seconds_of(1.0), lambda m, a: a()])
+def test_a_version_runs_only_on_the_machine(wrong):
+    with pytest.raises(Mistake):
+        wrong(DriftingMachine(4, 0.1, 0.0, 0), Version("a", 1.0))
+
+
+# -- 01.1
+
+
+def one_by_one(step, make_batch, synchronize, clock):
+    seconds = []
+    for _ in range(10):
+        step(make_batch())
+    for _ in range(20):
+        batch = make_batch()
+        synchronize()
+        start = clock()
+        step(batch)
+        synchronize()
+        seconds.append(clock() - start)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def in_blocks(step, make_batch, synchronize, clock):
+    batch = make_batch()
+    for _ in range(12):
+        step(batch)
+    seconds = []
+    for _ in range(25):
+        synchronize()
+        start = clock()
+        step(batch)
+        step(batch)
+        synchronize()
+        seconds.append((clock() - start) / 2)
+    return np.median(seconds)
+
+
+def until_steady(step, make_batch, synchronize, clock):
+    seconds = []
+    while len(seconds) < 10 or abs(statistics.median(seconds[-5:]) / statistics.median(seconds[-10:-5]) - 1) > 0.1:
+        seconds += timed(5, step, make_batch, synchronize, clock)
+    return statistics.median(timed(100, step, make_batch, synchronize, clock))
+
+
+def timed(n, step, make_batch, synchronize, clock):
+    seconds = []
+    batches = [make_batch() for _ in range(n)]
+    synchronize()
+    last = clock()
+    for batch in batches:
+        step(batch)
+        synchronize()
+        now = clock()
+        seconds.append(now - last)
+        last = now
+    return seconds
+
+
+def for_a_minute(step, make_batch, synchronize, clock):
+    seconds, end = [], clock() + 60
+    while clock() < end:
+        seconds += timed(1, step, make_batch, synchronize, clock)
+    return round(statistics.median(seconds[10:]), 9)
+
+
+def rounded_and_trimmed(step, make_batch, synchronize, clock):
+    seconds = sorted(timed(60, step, make_batch, synchronize, clock)[10:])
+    return statistics.fmean(seconds[20:30])
+
+
+@pytest.mark.parametrize("fair", [one_by_one, in_blocks, until_steady, for_a_minute, rounded_and_trimmed])
+def test_every_fair_benchmark_passes(fair):
+    assert examine("01.1", fair).state == "passed", examine("01.1", fair).text
+
+
+def test_the_listing_is_led_from_fault_to_fault():
+    stages = [(), ("wait",), ("wait", "warm"), ("wait", "warm", "data"), ("wait", "warm", "data", "each")]
+    told = [examine("01.1", listing(stage)) for stage in stages]
+    words = ["never called", "no warm-up", "30 batches were made", "can only give their mean"]
+    assert all(w in o.text for w, o in zip(words, told, strict=False)), [o.text for o in told]
+    assert [o.state for o in told] == 4 * ["not yet"] + ["passed"]
+
+
+def listing(repaired):
+    """The printed loop with some of its faults removed."""
+
+    def benchmark(step, make_batch, synchronize, clock):
+        if "warm" in repaired:
+            timed(10, step, make_batch, synchronize, clock)
+        if "each" in repaired:
+            return statistics.median(timed(30, step, make_batch, synchronize, clock))
+        batches = [make_batch() for _ in range(30)]
+        start = clock()
+        for batch in batches:
+            step(batch if "data" in repaired else make_batch())
+        if "wait" in repaired:
+            synchronize()
+        return (clock() - start) / 30
+
+    return benchmark
+
+
+def test_the_stub_is_the_listing_itself_and_to_do():
+    def benchmark(step, make_batch, synchronize, clock):
+        TODO  # noqa: B018
+        start = clock()
+        for _ in range(30):
+            step(make_batch())
+        return clock() - start
+
+    assert examine("01.1", benchmark).state == "to do"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "None, not a number"),
+        (float("nan"), "nan"),
+        (0.0, "0 ms"),
+        (-1.0, "means -1 s"),
+        ([1.0, 2.0], "list of 2"),
+    ],
+)
+def test_a_strange_answer_is_one_clear_line(answer, words):
+    def benchmark(step, make_batch, synchronize, clock):
+        one_by_one(step, make_batch, synchronize, clock)
+        return answer
+
+    assert words in examine("01.1", benchmark).text.splitlines()[0]
+
+
+def test_reading_the_clock_around_nothing_is_noticed():
+    assert "no step ran" in examine("01.1", lambda step, make_batch, synchronize, clock: clock() - clock()).text
+
+
+def test_a_minimum_after_a_good_warm_up_is_not_told_that_there_was_none():
+    text = examine("01.1", lambda *device: min(timed(40, *device)[10:])).text
+    assert "fastest step" in text and "warm-up" not in text
+
+
+# -- 01.2
+
+
+def told(ratios):
+    interval = estimate(ratios)
+    if interval.low <= 1 <= interval.high:
+        return ratios, "no difference"
+    return ratios, "b is slower" if interval.low > 1 else "b is faster"
+
+
+def b_first(a, b, seconds_of, pairs):
+    ratios = []
+    for i in range(pairs):
+        seconds = {f.name: seconds_of(f) for f in ((b, a), (a, b))[i % 2]}
+        ratios.append(seconds["b"] / seconds["a"])
+    return told(np.array(ratios))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_taking_turns_by_chance_or_starting_with_b_is_as_good(seed):
+    draw = random.Random(seed)
+
+    def by_chance(a, b, seconds_of, pairs):
+        ratios = []
+        for _ in range(pairs):
+            if draw.random() < 0.5:
+                a_s, b_s = seconds_of(a), seconds_of(b)
+            else:
+                b_s, a_s = seconds_of(b), seconds_of(a)
+            ratios.append(b_s / a_s)
+        return told(ratios)
+
+    assert examine("01.2", by_chance if seed else b_first).state == "passed"
+
+
+# -- 01.3 and 01.4
+
+
+def test_arrays_are_welcome():
+    def job(step_s_by_rank, batch_per_rank):
+        slowest = np.array(step_s_by_rank).max(axis=0)
+        return len(step_s_by_rank) * batch_per_rank / np.median(slowest)
+
+    def rate(step, base_lr, batch, base_batch, warm_up_steps):
+        return np.interp(step, [0, warm_up_steps], [base_lr, base_lr * batch / base_batch]) if warm_up_steps else \
+            np.float64(base_lr * batch / base_batch)  # fmt: skip
+
+    assert examine("01.3", job).state == examine("01.4", rate).state == "passed"
+
+
+def test_a_wrong_rate_without_a_name_shows_the_arguments_and_both_numbers():
+    text = examine("01.4", lambda step, base_lr, batch, base_batch, warm_up_steps: 0.123).text
+    assert "warm_up_steps=20" in text and "0.123, not 0.4" in text

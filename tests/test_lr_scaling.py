@@ -1,0 +1,196 @@
+"""The rate by closed form, trainings paired by seed and shared out, divergence recorded, sums over records."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from labs import lr_scaling as lab
+from labs.kit.cli import BadInput
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records
+
+SMALL = {"epochs": 1, "samples": 1024, "factors": (1, 4, 32), "rates": (8.0,), "seeds": 3, "oversubscribe": True}
+CONFIG = lab.Config(samples=1024, epochs=1, factors=(1, 16))
+
+
+@pytest.fixture(scope="module")
+def data():
+    return lab._data(CONFIG, SimpleNamespace(device=torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def run():
+    return launch("lr_scaling", 2, **SMALL)
+
+
+FINAL = {"same": 0.1, "linear": 1.6, "linear, warm-up": 1.6, "sqrt, warm-up": 0.4}
+
+
+@pytest.mark.parametrize("rule", lab.RULES)
+def test_the_rate_starts_rises_and_stays(rule):
+    rates = [lab.learning_rate(step, 0.1, 16, rule, 10) for step in range(30)]
+    warm = "warm-up" in rule
+    assert rates[0] == pytest.approx(0.1 if warm else FINAL[rule])
+    assert rates[10:] == pytest.approx([FINAL[rule]] * 20)
+    if warm:  # a straight line
+        rises = [b - a for a, b in pairwise(rates[:11])]
+        assert rises == pytest.approx([(FINAL[rule] - 0.1) / 10] * 10)
+
+
+@pytest.mark.parametrize("rule", lab.RULES)
+def test_with_factor_1_or_no_warm_up_steps_there_is_nothing_to_rise(rule):
+    assert {lab.learning_rate(step, 0.1, 1, rule, 10) for step in range(20)} == {0.1}
+    assert lab.learning_rate(0, 0.1, 16, rule, 0) == pytest.approx(FINAL[rule])
+
+
+def test_final_rates_and_steps_of_the_default():
+    config = lab.Config()
+    assert lab.final_rate(config, "linear, warm-up", 16) == pytest.approx(16 * config.base_lr)
+    assert lab.final_rate(config, "sqrt, warm-up", 16) == pytest.approx(4 * config.base_lr)
+    assert lab.predict(config) == {f: 12 * 8192 // (32 * f) for f in config.factors}
+
+
+def test_every_different_training_is_done_once():
+    config = lab.Config()
+    todo = lab.trainings(config)
+    rules, factors = len(lab.RULES), len(config.factors) - 1
+    assert len(todo) == len(set(todo)) == config.seeds * (1 + rules * factors + len(config.rates))
+    assert [t.factor for t in todo] == sorted(t.factor for t in todo)
+
+
+def test_a_rate_that_a_rule_has_tried_is_not_tried_again():
+    assert len(lab.trainings(lab.Config(rates=(1.0,)))) == len(lab.trainings(lab.Config(rates=())))
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_seed_fixes_start_and_order_whatever_the_rule(data):
+    # With rate x factor = 16 x 0.001 all along, "linear" is "same" with 0.016: bit for bit, if start and order agree.
+    a = lab.train(lab.Training("linear", 16, 0.001, 5), data, CONFIG)
+    b = lab.train(lab.Training("same", 16, 0.016, 5), data, CONFIG)
+    other = lab.train(lab.Training("same", 16, 0.016, 6), data, CONFIG)
+    assert torch.equal(weights(a), weights(b))
+    assert not torch.equal(weights(a), weights(other))
+
+
+def test_warm_up_changes_the_training_only_while_it_lasts(data):
+    plain, warm, none = (
+        weights(lab.train(lab.Training(rule, 16, 0.01, 0), data, replace(CONFIG, warm_up_share=share)))
+        for rule, share in (("linear", 0.5), ("linear, warm-up", 0.5), ("linear, warm-up", 0.0))
+    )
+    assert torch.equal(plain, none) and not torch.equal(plain, warm)
+
+
+def test_training_learns(data):
+    accuracy, loss = lab.evaluate(lab.train(lab.Training("same", 1, 0.01, 0), data, replace(CONFIG, epochs=3)), data)
+    assert accuracy > 0.65 and loss < 0.9
+
+
+def test_a_model_of_nans_is_recorded_as_a_guess(data):
+    model = lab.train(lab.Training("same", 1, 1e18, 0), data, CONFIG)
+    assert not torch.isfinite(weights(model)).all()
+    assert lab.evaluate(model, data) == (pytest.approx(0.1), pytest.approx(math.log(10)))
+
+
+def test_records_hold_every_rule_batch_and_seed(run):
+    cases = [(rule, factor) for factor in SMALL["factors"] for rule in lab.RULES]
+    for metric, samples in (("test_accuracy", 3), ("train_loss", 3), ("diverged", 1)):
+        found = run.where(metric)
+        assert [(r.case["rule"], r.case["factor"]) for r in found] == cases
+        assert all(len(r.samples) == samples and r.case["batch"] == 32 * r.case["factor"] for r in found)
+    assert {r.case["lr"] for r in run.where("test_accuracy", rule="linear", factor=32)} == {32 * 0.02}
+    assert run.one("accuracy_at_rate").case == {"factor": 32, "batch": 1024, "lr": 0.16}
+
+
+def test_with_factor_1_all_rules_are_one(run):
+    assert len({r.samples for r in run.where("test_accuracy", factor=1)}) == 1
+    assert len({r.samples for r in run.where("test_accuracy", factor=32)}) > 1
+
+
+def test_one_rank_finds_what_two_find(run):
+    alone = launch("lr_scaling", 1, **SMALL)
+    for a, b in zip(run, alone, strict=True):
+        assert (a.metric, a.case) == (b.metric, b.case)
+        assert a.samples == pytest.approx(b.samples, abs=0.02)
+
+
+def test_diverged_trainings_are_counted_not_dropped():
+    run = launch(
+        "lr_scaling", 1, **(SMALL | {"factors": (1, 32), "rules": ("same", "linear"), "base_lr": 1e6}), smoke=True
+    )
+    assert [r.value for r in run.where("diverged")] == [2, 2, 2, 2]  # smoke: two seeds
+    assert all(len(r.samples) == 2 and max(r.samples) < 0.5 for r in run.where("test_accuracy"))
+    assert all(set(r.samples) == {lab.GUESS_LOSS} for r in run.where("train_loss"))
+
+
+def records(**accuracies):
+    """`linear_4=[...]`: test accuracy by rule and factor."""
+    return Records(
+        Record("lr_scaling", "test_accuracy", "1", samples, case={"rule": rule, "factor": int(factor), "lr": 0.1})
+        for name, samples in accuracies.items()
+        for rule, factor in [name.split("_")]
+    )
+
+
+BASE = [0.80, 0.84, 0.82, 0.86, 0.88]
+
+
+def test_changes_are_judged_seed_by_seed():
+    found = records(linear_1=BASE, linear_4=[a - 0.02 for a in BASE])
+    change = lab.change(found)["linear", 4]
+    assert (change.value, change.low, change.high) == pytest.approx((-0.02, -0.02, -0.02))  # BASE spreads by 0.08
+    assert lab.difference(found, ("linear", 1), ("linear", 4)).value == pytest.approx(0.02)
+    assert lab.accuracy(found)["linear", 1].value == 0.84
+
+
+def test_a_rule_holds_until_its_first_loss():
+    found = records(
+        linear_1=BASE, linear_4=[a - 0.005 for a in BASE], linear_16=[a - 0.05 for a in BASE], linear_64=BASE,
+        same_1=BASE, same_4=[a - 0.02 for a in BASE], same_16=BASE, same_64=BASE,
+    )  # fmt: skip
+    assert lab.holds_until(found, "linear") == 4
+    assert lab.holds_until(found, "same") == 1
+    assert lab.holds_until(found, "same", margin=0.03) == 64
+
+
+def test_the_best_rate_is_looked_for_among_rules_and_rates():
+    at_rate = Record("lr_scaling", "accuracy_at_rate", "1", (0.7, 0.75), case={"factor": 64, "lr": 0.3})
+    found = records(linear_1=BASE, linear_64=[0.6, 0.62]) + Records([at_rate])
+    assert lab.best_rate(found)[0] == 0.3
+    assert lab.best_rate(found)[1].value == pytest.approx(0.725)
+    assert lab.best_rate(records(linear_1=BASE, linear_64=[0.6, 0.62]))[0] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"factors": (4, 16)}, "hold 1"),
+        ({"factors": ()}, "hold 1"),
+        ({"factors": (1, 0)}, "must be positive"),
+        ({"factors": (1, 3)}, "multiple of every batch .* 8192 of .96."),
+        ({"factors": (1, 4, 4)}, "must be different"),
+        ({"rules": ("same", "same")}, "must be different"),
+        ({"samples": 0}, "samples must be between 1 and 10000"),
+        ({"samples": 60_000}, "samples must be between 1 and 10000"),
+        ({"base_batch": 0}, "base_batch must be at least 1"),
+        ({"base_lr": 0.0}, "base_lr must be positive"),
+        ({"base_lr": math.nan}, "base_lr must be positive"),
+        ({"warm_up_share": 1.5}, "warm_up_share must be between 0 and 1"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"rates": (-1.0,)}, "rates must be positive"),
+        ({"rules": ()}, "rules must name"),
+        ({"rules": ("cosine",)}, "rules"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"seeds": 0}, "seeds must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(values, words):
+    with pytest.raises(BadInput, match=words) as e:
+        launch("lr_scaling", **values)
+    assert "\n" not in str(e.value)
