@@ -51,7 +51,7 @@ constraints: $(READY)
 
 clean:
 	@echo "== Remove build/ and caches"
-	@rm -rf build .pytest_cache .ruff_cache gpu_training_course.egg-info
+	@rm -rf build .cache .pytest_cache .ruff_cache gpu_training_course.egg-info
 	@find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
 
 # .ready holds the folder it was made for: a virtual environment that was moved or copied is made again.

@@ -227,3 +227,14 @@ def test_colours_that_few_pixels_have_survive_the_palette():
     for color in plot.SERIES:
         distance = min(max(abs(a / 255 - b) for a, b in zip(c, to_rgb(color), strict=True)) for c in shown)
         assert distance < 0.15, color
+
+
+def test_a_timeline_is_drawn_with_its_kind():
+    fig, ax = figure()
+    plot.spans(ax, 0, [(0.0, 1.0), (2.0, 2.5)], label="loads")
+    plot.spans(ax, 1, [(0.5, 1.5)], label="trains")
+    assert plot.kinds_in(fig) == {"measured"}
+    boxes = [path.get_extents() for path in ax.collections[0].get_paths()]
+    assert [(b.x0, b.x1) for b in boxes] == [(0.0, 1.0), (2.0, 2.5)] and boxes[0].y0 < 0 < boxes[0].y1
+    assert plot.to_png(fig).startswith(b"\x89PNG")
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["loads (measured)", "trains (measured)"]

@@ -37,7 +37,7 @@ def tracked() -> list[Path]:
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True)
     if listed.returncode:  # an archive without .git
-        skip = {".venv", "build", "__pycache__", ".pytest_cache", ".ruff_cache"}
+        skip = {".venv", "build", ".cache", "__pycache__", ".pytest_cache", ".ruff_cache"}
         return [p for p in ROOT.rglob("*") if p.is_file() and not skip & set(p.relative_to(ROOT).parts)]
     return [p for name in listed.stdout.split("\0") if name and (p := ROOT / name).is_file()]
 

@@ -136,6 +136,18 @@ def heat_map(
     ax.plot([], [], marker="s", linestyle="", color=image.cmap(0.9), label=labelled(label, mark_of(kind)))
 
 
+def spans(
+    ax: Axes, row: int, intervals: Sequence[tuple[float, float]], *, kind: str = "measured", label: str = "",
+    color: str | None = None, hatch: str = "",
+) -> None:  # fmt: skip
+    """Bars from start to end in one row of a timeline, in the units of the x axis. Name the rows with set_yticks."""
+    color = color or _next_color(ax)
+    bars_ = [(start, end - start) for start, end in intervals]
+    drawn = ax.broken_barh(bars_, (row - 0.38, 0.76), facecolors=color, edgecolor="white", hatch=hatch, linewidth=0.6)
+    drawn.set_gid(f"kind:{kind}")
+    drawn.set_label(labelled(label, mark_of(kind)) if label else "_")
+
+
 def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | None = None) -> None:
     """Make x and/or y logarithmic, with plain numbers (1,024 or 0.5) as tick labels at the given places."""
     for axis, ticks, scale in ((ax.xaxis, x, ax.set_xscale), (ax.yaxis, y, ax.set_yscale)):

@@ -34,11 +34,12 @@ from labs.kit.marks import (
     plain_number,
     points,
     prediction,
+    spans,
 )
 
 __all__ = [
     "GREY", "KIND_STYLE", "SERIES", "bars", "caption", "curve", "figure", "heat_map", "ideal", "log_axes",
-    "plain_number", "points", "prediction", "show", "to_png",
+    "plain_number", "points", "prediction", "show", "spans", "to_png",
 ]  # fmt: skip
 
 MAX_PNG_BYTES = 30_000
@@ -139,7 +140,8 @@ def _add_legend(fig: Figure, ax: Axes) -> None:
         ax.legend(handles, labels, loc="best")
         return
     width, height = fig.get_size_inches()
-    columns = 2 if max(map(len, labels)) < 36 else 1
+    left = max((len(line) for t in ax.get_yticklabels() for line in t.get_text().splitlines()), default=0)
+    columns = 2 if 2 * max(map(len, labels)) + left < 74 else 1  # characters that fit beside each other
     rows = math.ceil(len(labels) / columns)
     fig.set_size_inches(width, height + LEGEND_ROW_IN * rows)
     ax.legend(handles, labels, loc="upper left", bbox_to_anchor=(0, -0.58 / (height - 1.1)), ncols=columns)
@@ -147,7 +149,7 @@ def _add_legend(fig: Figure, ax: Axes) -> None:
 
 def kinds_in(fig: Figure) -> set[str]:
     """The kinds of number that were drawn into the figure."""
-    artists = [a for ax in fig.axes for a in (*ax.lines, *ax.images)]
+    artists = [a for ax in fig.axes for a in (*ax.lines, *ax.images, *ax.collections)]
     return {str(a.get_gid())[5:] for a in artists if str(a.get_gid()).startswith("kind:")}
 
 

@@ -77,7 +77,8 @@ def report(records: record.Records, trace: Trace | None, out: Path | None) -> in
          "kind": r.kind}
         for r in records
     ]  # fmt: skip
-    print(pandas.DataFrame(rows).astype(object).fillna("").to_string(index=False) if rows else "no records")
+    table = pandas.DataFrame(rows).astype(object).fillna("")
+    print(table.to_string(index=False, max_colwidth=60) if rows else "no records")
     if trace is not None and trace.t_s[-1:] > [SHORT_S] and (warning := trace.disturbance()):
         print(warning, file=sys.stderr)
     if out is None:

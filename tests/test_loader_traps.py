@@ -1,0 +1,289 @@
+"""DataLoader traps: each shows its symptom, each cure takes it away, errors name the item, no worker is left."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from labs import loader_traps, trap_datasets, trap_failures, trap_random, trap_shm, trap_speed
+from labs.kit.cli import BadInput
+from labs.kit.launch import launch
+from labs.named_items import ItemFailed, NamedItems, loader_error
+from labs.trap_datasets import Fails, Items, no_worker_left, workers_now
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="forked workers and /dev/shm")
+
+
+@pytest.fixture(scope="module")
+def run():
+    return launch("loader_traps", nproc=1, smoke=True)
+
+
+@pytest.fixture(autouse=True)
+def all_workers_end():
+    with no_worker_left():
+        yield
+
+
+# -- closed forms
+
+
+def test_predict_by_hand():
+    found = [loader_traps.predict(s, w, 0.01, 2) for s in ("sleep", "compute") for w in (0, 1, 2, 8)]
+    assert found == pytest.approx([100, 100, 200, 800, 100, 100, 200, 200])
+
+
+@pytest.mark.parametrize("items", [7, 8, 11, 12])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_padded_length_is_that_of_torch(items, ranks, drop_last):
+    read = sum(len(DistributedSampler(range(items), ranks, r, drop_last=drop_last)) for r in range(ranks))
+    assert trap_random.padded_length(items, ranks, drop_last) == read
+
+
+def test_other_closed_forms():
+    assert trap_random.expected_share(4) == 0.75 and trap_random.expected_share(1) == 0
+    assert trap_random.duplicate_share([1, 2, 1, 1]) == 0.5 and trap_random.repeated_share([1, 2], [1, 3]) == 0.5
+    assert trap_speed.copied_bytes(10, 85) == 960 and trap_speed.copied_bytes(10, 0) == 0
+    assert trap_shm.in_flight_bytes(2, 3, 10) == 80 and trap_shm.in_flight_bytes(0, 2, 10) == 0
+
+
+# -- the traps, as the lab records them
+
+
+def test_every_trap_is_run_and_leaves_no_worker(run):
+    left = run.where("processes_left")
+    assert {r.case["trap"] for r in left} == set(loader_traps.TRAPS) == set(loader_traps.Trap.__args__)
+    assert [r.value for r in left] == [0] * len(left)
+    assert {r.case["trap"] for r in run} == set(loader_traps.TRAPS)
+
+
+def test_workers_are_processes(run):
+    alone, two = run.where("worker_processes")
+    assert (alone.value, alone.case["trainer_reads"]) == (1, True)
+    assert (two.value, two.case["trainer_reads"], two.case["children"]) == (2, False, True)
+    private, resident = run.one("worker_private_bytes", workers=2), run.one("worker_resident_bytes", workers=2)
+    assert all(0 < p < r for p, r in zip(private.samples, resident.samples, strict=True)), "forked memory is shared"
+
+
+def test_random_draws_repeat_where_it_says_so(run):
+    for expected in run.where("predicted_share"):
+        case = {k: expected.case[k] for k in ("way", "across")}
+        assert run.one("duplicate_share", **case).value == expected.value, case
+    alike, by_rank = (r.value for r in run.where("duplicate_share", across="ranks"))
+    assert (alike, by_rank) == (1, 0)
+
+
+def test_held_objects_become_private_and_arrays_do_not(run):
+    growth = {r.case["held"]: r.samples[-1] for r in run.where("private_growth_bytes")}
+    predicted = {r.case["held"]: r.value for r in run.where("predicted_growth_bytes")}
+    for held, arrays in (("list of str", "NumPy array"), ("list of int", "torch tensor")):
+        assert predicted[arrays] == 0 and growth[held] > growth[arrays] + 0.5 * predicted[held]
+
+
+def test_the_sampler_repeats_items_and_orders(run):
+    def order(epoch, set_epoch):
+        return [run.one("sampler_order", epoch=epoch, set_epoch=set_epoch, of_rank=r).samples for r in range(2)]
+
+    assert order(0, False) == order(1, False) == order(0, True) != order(1, True)
+    padded, dropped = run.where("items_read")
+    assert (padded.value, dropped.value) == (12, 10)
+    assert len(padded.case["twice"]) == 1 and not padded.case["never"]
+    assert len(dropped.case["never"]) == 1 and not dropped.case["twice"]
+    assert padded.case["twice"] == [order(0, True)[0][0]], "the first item of the shuffled order fills the last step"
+
+
+def test_torch_warns_above_the_number_of_cores(run):
+    enough, more = run.where("suggested_max_workers")
+    assert enough.value == more.value == enough.case["asked"] == more.case["asked"] - 1
+    assert not enough.case["warning"] and "worker processes" in more.case["warning"]
+
+
+def test_a_dataset_without_methods(run):
+    rows = [(r.case["dataset"], r.case["at"], r.case["error"]) for r in run.where("raised", workers=0)]
+    assert rows == [
+        ("Bare", "construction", "TypeError"),
+        ("Bare", "first batch", "TypeError"),
+        ("OnlyLength", "first batch", "NotImplementedError"),
+    ]
+    assert "has no len()" in run.where("raised", dataset="Bare")[0].case["words"]
+
+
+def test_first_batches_and_rates_are_there(run):
+    cases = [(r.case["workers"], r.case["start_method"], r.case["persistent"]) for r in run.where("first_batch_s")]
+    assert cases == [(0, "none", False), (2, "fork", False), (2, "fork", True)]
+    kept = run.one("first_batch_s", persistent=True).samples
+    assert len(kept) == 3 and min(kept[1:]) < kept[0], "workers that stay need not start again"
+    found = [(r.case["source"], r.case["workers"]) for r in run.where("items_per_s")]
+    assert found == [(s, w) for s in ("sleep", "compute") for w in loader_traps.SCALED]
+    sleep = {r.case["workers"]: r.value for r in run.where("items_per_s", source="sleep")}
+    assert sleep[4] > 1.2 * sleep[1]
+    assert all(
+        r.value <= 1.1 * run.one("predicted_items_per_s", **r.case).value
+        for r in run.where("items_per_s", source="sleep")
+    )
+
+
+@linux
+def test_shared_memory_runs_out_in_a_worker_only(run):
+    before = os.statvfs("/dev/shm").f_blocks
+    own = trap_shm.small_shm("prefetch_factor=1", 5.0)
+    assert (own["error"], own["batches"]) == ("none", 7)
+    assert os.statvfs("/dev/shm").f_blocks == before
+    loud, silent = run.where("batches_received", trap="shm")
+    assert loud.value == silent.value == 0
+    assert loud.case["words"].startswith("RuntimeError: unable to") and "timed out" in silent.case["words"]
+    assert "unable to" in silent.case["printed"], "only the worker says why"
+
+
+@linux
+def test_without_the_right_to_mount_the_file_size_is_limited(monkeypatch):
+    def refuse(size):
+        raise PermissionError
+
+    monkeypatch.setattr(trap_shm, "_mount_small_shm", refuse)
+    found = trap_shm.small_shm("batch too large", 5.0)
+    assert found["how"] == "limit of the file size" and "File too large" in found["words"]
+
+
+# -- failures and their cure
+
+
+@pytest.mark.parametrize("how", ["raises", "unreadable_jpeg", "killed"])
+def test_torch_alone_does_not_name_the_item_and_named_items_do(run, how):
+    bare = run.one("seconds_until_error", failure=how, named=False)
+    named = run.one("seconds_until_error", failure=how, named=True)
+    assert not bare.case["names_item"] and named.case["names_item"]
+    assert named.case["error"] == "ItemFailed" and "item 5" in named.case["words"] and named.case["left"] == 0
+    assert max(bare.value, named.value) < 10
+    if how != "killed":
+        assert bare.case["left"] == 2, "the error keeps the workers of a plain loop alive"
+    if how == "unreadable_jpeg":
+        assert "tile-05.jpg" in named.case["words"]
+
+
+@pytest.mark.parametrize(("how", "words"), [("exits", "worker"), ("hangs", "timed out after")])
+def test_a_worker_that_exits_or_hangs(how, words):
+    found = trap_failures.fail(how, True, 1, timeout_s=0.3, hang_s=0.6)
+    assert words in found["words"] and "was reading item 5" in found["words"] and found["left"] == 0
+
+
+def test_the_cure_spares_the_wait_for_each_worker(run):
+    seconds = {(r.case["workers"], r.case["cured"]): r.value for r in run.where("seconds_to_end")}
+    interval_s = run.where("seconds_to_end")[0].case["interval_s"]
+    for n in (1, 2):
+        assert seconds[n, False] > 0.8 * n * interval_s > 2 * seconds[n, True]
+
+
+def test_named_items_is_the_same_dataset():
+    named = NamedItems([0, 1, 2, 3])
+    assert len(named) == 4 and [named[i] for i in range(4)] == list(named) == [0, 1, 2, 3]
+    with named.named():
+        assert [int(x) for batch in DataLoader(named, num_workers=2) for x in batch] == [0, 1, 2, 3]
+    assert named.being_read() == {}
+
+
+def test_errors_name_the_item_without_workers_and_by_any_name():
+    dataset = NamedItems(Fails(8, "raises", 5, 0.0), name=lambda i: f"row {i} of train.csv")
+    with pytest.raises(ItemFailed, match=r"item 5 \(row 5 of train.csv\): ValueError: label 12"), dataset.named():
+        list(DataLoader(dataset))
+
+
+def test_other_errors_pass_through():
+    dataset, before = NamedItems(trap_datasets.Source(4, 0.0)), workers_now()
+    with pytest.raises(ConnectionError, match="of the trainer"), dataset.named():
+        for _ in DataLoader(dataset, num_workers=1):
+            raise ConnectionError("of the trainer")
+    assert workers_now() == before
+    with pytest.raises(RuntimeError, match="out of memory"), dataset.named():
+        raise RuntimeError("CUDA out of memory")
+
+
+def test_which_errors_are_the_loaders():
+    cause = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    assert loader_error(error) == str(error)
+    error.__cause__ = cause
+    assert loader_error(error) == str(cause)
+    assert loader_error(ValueError("x")) == loader_error(EOFError()) == ""
+
+
+def broken_connection(why):
+    """What a trainer sees when a worker dies in the middle of a transfer; torch tells `why` a moment later."""
+
+    def _try_get_data():
+        raise ConnectionResetError("[Errno 104] Connection reset by peer")
+
+    def tell(*_):
+        raise RuntimeError(why)
+
+    before = signal.signal(signal.SIGALRM, tell if why else signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        _try_get_data()
+    except ConnectionResetError as e:
+        return loader_error(e)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_broken_connection_waits_for_its_reason():
+    assert broken_connection("DataLoader worker (pid 7) is killed") == "DataLoader worker (pid 7) is killed"
+    assert broken_connection("") == "DataLoader worker closed its connection (ConnectionResetError)"
+
+
+def test_only_the_dead_worker_is_named():
+    dataset = NamedItems(Items(8))
+    dataset._reading[1] = torch.tensor([11, 3])
+    dataset._reading[2] = torch.tensor([12, 4])
+
+    def die(words):
+        with pytest.raises(ItemFailed) as caught, dataset.named():
+            dataset._reading[1:3] = torch.tensor([[11, 3], [12, 4]])
+            raise RuntimeError(words)
+        return str(caught.value)
+
+    assert die("DataLoader worker (pid 12) is killed by signal: Killed. ").endswith(
+        "Killed: process 12 was reading item 4"
+    )
+    assert "item 3" in (both := die("DataLoader timed out after 12 seconds")) and "item 4" in both
+    assert "no item was being read" in die("DataLoader worker (pid 13) exited unexpectedly")
+
+
+def test_the_guard_ends_what_a_loop_left():
+    before = workers_now()
+    with no_worker_left():
+        iterator = iter(DataLoader(trap_datasets.Source(64, 0.01), num_workers=2))
+        iterator.me = iterator  # only the garbage collector can find it
+        del iterator
+        assert len(workers_now()) == len(before) + 2
+        start = time.perf_counter()
+    assert workers_now() == before and time.perf_counter() - start < 5
+
+
+def test_words_are_one_line():
+    error = ValueError("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback:\n  x\nValueError: y\n")
+    assert trap_failures.words(error) == "ValueError: y" and trap_failures.words(EOFError()) == "EOFError"
+    assert len(trap_failures.words(ValueError("x" * 999))) == trap_failures.WORDS
+
+
+def test_unknown_interval_is_put_back():
+    from torch.utils.data import _utils
+
+    trap_failures.seconds_to_end(1, 0.2, True)
+    assert _utils.MP_STATUS_CHECK_INTERVAL == trap_failures.TORCH_INTERVAL_S
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"traps": ()}, "traps must"), ({"traps": ("fire",)}, "traps"), ({"workers": 0}, "workers must"),
+    ({"objects": 1}, "objects must"), ({"loader_timeout_s": 0.0}, "loader_timeout_s"), ({"hang_s": 0.1}, "hang_s must"),
+    ({"interval_s": 9.0}, "interval_s must"), ({"item_ms": 0.0}, "item_ms must"), ({"rounds": 0}, "rounds must"),
+    ({"failures": ("sleeps",)}, "failures"),
+])  # fmt: skip
+def test_bad_input(values, words):
+    with pytest.raises(BadInput, match=words):
+        launch("loader_traps", nproc=1, **values)
