@@ -17,12 +17,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
-from labs import trap_failures, trap_random, trap_shm, trap_speed
 from labs.kit import cli, dist
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.trap_datasets import Failure, Held, Source, no_worker_left, object_text, workers_now
+from labs.traps import failures as trap_failures
+from labs.traps import random as trap_random
+from labs.traps import shm as trap_shm
+from labs.traps import speed as trap_speed
+from labs.traps.datasets import Failure, Held, Source, no_worker_left, object_text, workers_now
 
 Trap = Literal[
     "workers", "start", "first_batch", "scaling", "random", "sampler", "copy_on_write", "shm", "bare_dataset",
@@ -209,7 +212,7 @@ def shm(config: Config, rank: Rank) -> Iterator[Record]:
 def bare_dataset(config: Config, rank: Rank) -> Iterator[Record]:
     """(E07) A Dataset without methods."""
     for case in trap_failures.bare_datasets():
-        yield rank.record("raised", "errors", 1, rank=0, trap="bare_dataset", **case)
+        yield rank.record("raised", "errors", int(case["error"] != "none"), rank=0, trap="bare_dataset", **case)
 
 
 def failures(config: Config, rank: Rank) -> Iterator[Record]:

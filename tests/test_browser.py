@@ -32,7 +32,7 @@ SETTINGS = {
     "@jupyterlab/apputils-extension/notification.jupyterlab-settings": {"fetchNews": "false", "checkForUpdates": False},
 }
 ENCRYPTED = "--KernelManager.transport_encryption=auto"  # as in `make lab`
-RUN_S = 240
+RUN_S = 400
 expect.set_options(timeout=60_000)
 # A traceback of IPython's own is an "error"; one that an exception renders itself comes as "stderr".
 ERRORS = ", ".join(

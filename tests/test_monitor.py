@@ -11,6 +11,7 @@ import time
 import xml.etree.ElementTree as ET
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from labs.kit import monitor as module
@@ -63,6 +64,29 @@ def test_our_own_work_is_not_taken_for_a_neighbours():
     worker.kill()
     worker.wait(5)
     assert own > 0.5 * 1.0  # about one core second of the rank, on a machine that may be shared
+
+
+SPAWNS = """import subprocess, sys, time
+burn = "import time; end = time.process_time() + 0.15\\nwhile time.process_time() < end: pass"
+for _ in range(6): subprocess.run([sys.executable, "-S", "-c", burn])
+time.sleep(9)"""
+
+
+def test_children_too_short_lived_to_be_seen_are_counted_once_with_their_parent():
+    before = sum(psutil.Process().cpu_times()[:4])
+    sampler = CpuSampler()
+    parent = python(SPAWNS)
+    try:
+        deadline = time.monotonic() + 20
+        while sum(psutil.Process(parent.pid).cpu_times()[2:4]) < 6 * 0.15 and time.monotonic() < deadline:
+            list(sampler.sample({0: parent.pid}))
+            time.sleep(0.02)
+        list(sampler.sample({0: parent.pid}))
+        all_of_us = sum(psutil.Process(parent.pid).cpu_times()[:4]) + sum(psutil.Process().cpu_times()[:4]) - before
+        assert 6 * 0.15 <= sampler._total[1] <= all_of_us + 0.05
+    finally:
+        parent.kill()
+        parent.wait(5)
 
 
 def test_a_strangers_work_is_a_neighbours(monkeypatch):

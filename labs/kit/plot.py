@@ -141,7 +141,7 @@ def _add_legend(fig: Figure, ax: Axes) -> None:
         return
     width, height = fig.get_size_inches()
     left = max((len(line) for t in ax.get_yticklabels() for line in t.get_text().splitlines()), default=0)
-    columns = 2 if 2 * max(map(len, labels)) + left < 74 else 1  # characters that fit beside each other
+    columns = 2 if 2 * max(map(len, labels)) + 1.3 * left < 74 else 1  # characters that fit beside each other
     rows = math.ceil(len(labels) / columns)
     fig.set_size_inches(width, height + LEGEND_ROW_IN * rows)
     ax.legend(handles, labels, loc="upper left", bbox_to_anchor=(0, -0.58 / (height - 1.1)), ncols=columns)

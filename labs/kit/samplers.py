@@ -59,9 +59,10 @@ class CpuSampler:
         self._processes: dict[int, psutil.Process] = {}
         self._families: dict[int, list[int]] = {}
         self._core_rank: dict[int, int] = {}
+        self._parents: dict[int, int] = {}
         self._next_scan = 0.0
         self._first = True
-        self._before = {pid: self._used(pid) for pid in family(os.getpid())}
+        self._before = {pid: self._used(pid) or 0.0 for pid in family(os.getpid())}
         self._busy = core_times(self.cores)
         self._window: deque[tuple[float, float, float]] = deque(maxlen=SMOOTH_SAMPLES + 1)
         self._total = (0.0, 0.0, 0.0)
@@ -70,7 +71,8 @@ class CpuSampler:
     def sample(self, pids: dict[int, int]) -> Iterator[tuple[Key, float]]:
         """(key, value) pairs of one moment, for ranks with process ids `pids`."""
         self._scan(pids)
-        own_s = sum(self._spent(pid) for pid in self._everyone())
+        everyone = self._everyone()
+        own_s = sum(self._spent(pid, everyone) for pid in everyone | self._before.keys())
         self._first = False
         busy_s, elapsed_s = 0.0, 0.0
         before, self._busy = self._busy, core_times(self.cores)
@@ -117,7 +119,8 @@ class CpuSampler:
 
     def _process(self, pid: int) -> psutil.Process:
         if pid not in self._processes:
-            self._processes[pid] = psutil.Process(pid)
+            self._processes[pid] = process = psutil.Process(pid)
+            self._parents[pid] = process.ppid()
         return self._processes[pid]
 
     def _pinned(self, pid: int) -> list[int]:
@@ -128,23 +131,29 @@ class CpuSampler:
             return []
         return [c for c in cores if c in self._busy] if len(cores) < len(self.cores) else []
 
-    def _spent(self, pid: int) -> float:
-        """CPU seconds `pid` has used since the last sample.
+    def _spent(self, pid: int, everyone: set[int]) -> float:
+        """CPU seconds `pid` and its children that ended have used since the last sample.
 
         Where a process was there before us, only what it uses from now on counts; all of it if it came later.
+        Children that lived too short to be seen are counted by their parent. What was counted of one that was
+        seen is taken back when it is gone, since the system then adds all of it to its parent.
         """
         used = self._used(pid)
+        if used is None:
+            counted = self._before.pop(pid, 0.0)
+            return -counted if self._parents.get(pid) in everyone else 0.0
         stranger = self._first and pid not in self._families[os.getpid()]
         spent = used - self._before.get(pid, used if stranger else 0.0)
         self._before[pid] = used
-        return max(0.0, spent)
+        return spent
 
-    def _used(self, pid: int) -> float:
+    def _used(self, pid: int) -> float | None:
+        """CPU seconds of `pid` and of its children that have ended; None if it is gone itself."""
         try:
             times = self._process(pid).cpu_times()
         except psutil.Error:
-            return 0.0
-        return times.user + times.system
+            return None
+        return times.user + times.system + times.children_user + times.children_system
 
     def _resident(self, pid: int) -> int:
         try:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from labs.kit import measure
-from labs.trap_datasets import Held, Objects, Processes, Source
+from labs.traps.datasets import Held, Objects, Processes, Source
 
 READINGS = 20
 """Parts in which the objects of a dataset are read, with a look at the memory after each."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, _utils
 
 from labs.data import photos
 from labs.named_items import ItemFailed, NamedItems, end_workers, loader_error
-from labs.trap_datasets import Bare, Fails, Failure, OnlyLength, last_line, no_worker_left, print_to, workers_now
+from labs.traps.datasets import Bare, Fails, Failure, OnlyLength, last_line, no_worker_left, print_to, workers_now
 
 ITEMS, BAD, BATCH = 16, 5, 2
 WORDS = 200
@@ -131,6 +131,8 @@ def bare_datasets() -> Iterator[dict[str, Any]]:
             except (TypeError, NotImplementedError) as e:
                 yield {**case, "error": type(e).__name__, "words": words(e)}
                 end_workers(e)
+            else:
+                yield {**case, "error": "none", "words": ""}
 
 
 def suggested(asked: int) -> tuple[float, str]:

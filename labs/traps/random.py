@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from labs.trap_datasets import (
+from labs.traps.datasets import (
     Draws,
     from_held_generator,
     from_numpy,

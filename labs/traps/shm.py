@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from labs.trap_datasets import Blocks, last_line, no_worker_left, print_to
-from labs.trap_failures import WORDS, caught
+from labs.traps.datasets import Blocks, last_line, no_worker_left, print_to
+from labs.traps.failures import WORDS, caught
 
 
 class SmallSharedMemory:

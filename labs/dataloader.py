@@ -1,0 +1,239 @@
+"""Does the loader keep the device busy, and which settings matter?
+
+    python -m labs.dataloader --nproc 1
+    python -m labs.dataloader --nproc 1 --parts sweep --workers 0 1 2 4 8 --batches 16 64 256
+    torchrun --nproc-per-node 1 -m labs.dataloader
+
+About 25 s on 2 CPU cores, once the JPEG tiles have been cut. Rank 0 trains and loads; its workers may use all cores.
+"""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from labs.data.tiles import tiles
+from labs.image_datasets import JpegFolder
+from labs.kit import cli, dist
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record, Records
+from labs.loading import Feed, alone, drive, endless, expected, expected_on_cores, ready, running
+from labs.tile_training import WIDTHS, AsFloat, Trainer, Watched
+
+Part = Literal["prediction", "timeline", "sweep", "settings", "bytes", "transfer"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The images, the models and the settings to try."""
+
+    parts: tuple[Part, ...] = get_args(Part)
+    """What to measure; transfer needs a GPU."""
+    images: int = 1024
+    """JPEG tiles of 512 x 384 pixels, cut once and kept; each is decoded and resized to 224 x 224."""
+    batch_size: int = 16
+    """Images per batch, where the batch is not what varies."""
+    models: tuple[Literal["light", "even", "heavy"], ...] = ("light", "even", "heavy")
+    """Convolutional networks, from much faster to much slower than one loading process."""
+    workers: tuple[int, ...] = (0, 1, 2, 4)
+    """num_workers to try."""
+    batches: tuple[int, ...] = (4, 16, 64)
+    """Batch sizes of the sweep."""
+    timed: int = 10
+    """Batches that are timed in each case, after those that were ready before; each worker has as many: rounded up."""
+    seed: int = 0
+    """Seed of the model."""
+    smoke: bool = False
+    """Few images, cases and batches."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.parts and self.models and self.workers and self.batches), "parts, models, workers and "
+                "batches must each hold something")  # fmt: skip
+        require(self.images >= 64, f"images must be at least 64, not {self.images}")
+        require(min(self.workers) >= 0, f"workers must not be negative: {min(self.workers)}")
+        require(min(*self.batches, self.batch_size) >= 1, "batch_size and batches must be at least 1")
+        require(self.timed >= 2, f"timed must be at least 2, not {self.timed}")
+        largest = max(*self.batches, self.batch_size)
+        require(largest <= self.images, f"a batch of {largest} needs as many images: raise images or lower the batch")
+
+
+def predict(config: Config, model: float, loader: float, one: float, workers: int, cores: int) -> dict[str, float]:
+    """Images per second of both together by the two formulas: the slower one, and the same on shared cores."""
+    return {
+        "the slower one": expected(model, loader, workers),
+        "shared cores": expected_on_cores(model, loader, one, workers, cores),
+    }
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Rank 0 does everything; other ranks only wait. Its workers may run on all cores of the job."""
+    if rank.rank == 0:
+        cut = tiles(
+            64 if config.smoke else config.images, progress=lambda n, all: rank.progress(n, all, "cutting tiles")
+        )
+        data = JpegFolder(cut.paths, cut.labels)
+        for done, part in enumerate(config.parts, start=1):
+            with dist.unpinned(rank):
+                yield from PARTS[part](data, config, rank)
+            rank.progress(done, len(config.parts), part)
+    rank.barrier()
+
+
+def _batch(data: Dataset, size: int) -> tuple[Tensor, Tensor]:
+    """One real batch, loaded beforehand."""
+    images, labels = zip(*(data[i] for i in range(size)), strict=True)
+    return torch.stack(images), torch.tensor(labels)
+
+
+def _feed(
+    data: Dataset, step: Any, config: Config, rank: Rank, workers: int, batch: int, *, every_step: bool = True,
+    **options: Any,
+) -> Feed:  # fmt: skip
+    """Drive a fresh loader; its workers are gone when this returns."""
+    timed = 2 if config.smoke else config.timed
+    skip = ready(workers, options.get("prefetch_factor") or 2)
+    with running(endless(data, workers, batch, **options)) as batches:
+        return drive(batches, step, timed, rank.device, skip=skip, wave=max(1, workers), every_step=every_step)
+
+
+def _rate(rank: Rank, feed: Feed, way: str, **case: Any) -> Record:
+    return rank.record("images_per_s", "1/s", feed.samples_per_s(), rank=0, way=way, batch=feed.batch, **case)
+
+
+def prediction(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
+    """Model alone, loader alone, both: for every model and number of workers.
+
+    What is alone is measured again beside every run of both, since a machine is not equally fast all the time.
+    """
+    workers = config.workers[:2] if config.smoke else config.workers
+    stored = _batch(data, config.batch_size)
+    names = config.models[:1] if config.smoke else config.models
+    steps = {model: Trainer(WIDTHS[model], rank.device, config.seed) for model in names}
+    models: dict[str, list[float]] = {model: [] for model in names}
+    for n in workers:
+        loader = list(_feed(data, None, config, rank, n, config.batch_size).samples_per_s())
+        for model, step in steps.items():
+            models[model] += drive(alone(stored), step, config.timed, rank.device, skip=2).samples_per_s()
+            both = _feed(data, step, config, rank, n, config.batch_size)
+            yield _rate(rank, both, "both", model=model, workers=n)
+            yield rank.record("wait_share", "1", both.wait_share, rank=0, model=model, workers=n)
+        loader += _feed(data, None, config, rank, n, config.batch_size).samples_per_s()
+        yield rank.record("images_per_s", "1/s", loader, rank=0, way="loader", batch=config.batch_size, workers=n)
+    for model, rates in models.items():
+        yield rank.record("images_per_s", "1/s", rates, rank=0, way="model", batch=config.batch_size, model=model)
+
+
+def timeline(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
+    """Who loaded which batch when, and when the trainer waited: two workers, the lightest and the heaviest model."""
+    for model in dict.fromkeys((config.models[0], config.models[-1])):
+        step, workers = Trainer(WIDTHS[model], rank.device, config.seed), 2
+        spans: dict[str, list[tuple[float, float]]] = {"waits": [], "trains": []}
+        with running(endless(Watched(data), workers, config.batch_size)) as batches:
+            for _ in range(4 if config.smoke else 14):
+                asked = time.perf_counter()
+                images, labels, worker, seconds = next(batches)
+                got = time.perf_counter()
+                step((images, labels))
+                spans["waits"].append((asked, got))
+                spans["trains"].append((got, time.perf_counter()))
+                loaded = (seconds[:, 0].min().item(), seconds[:, 1].max().item())
+                spans.setdefault(f"worker {int(worker[0])}", []).append(loaded)
+        zero = min(start for found in spans.values() for start, _ in found)
+        for who, found in spans.items():
+            for edge, values in zip(("start_s", "end_s"), zip(*found, strict=True), strict=True):
+                yield rank.record(edge, "s", [v - zero for v in values], rank=0, who=who, model=model)
+
+
+def sweep(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
+    """Loader alone over workers and batch size."""
+    sizes = config.batches[:1] if config.smoke else config.batches
+    for batch in sizes:
+        for n in config.workers[:2] if config.smoke else config.workers:
+            # equally many images in every cell, so that the smallest batches are not all noise
+            fewer = max(3, config.timed * config.batch_size // batch)
+            cell = Config(timed=min(fewer, 4 * config.timed), images=config.images, smoke=config.smoke)
+            feed = _feed(data, None, cell, rank, n, batch)
+            yield _rate(rank, feed, "sweep", workers=n)
+
+
+def _in_turn(
+    cases: Sequence[tuple[dict[str, Any], Callable[[], Feed]]], rank: Rank, rounds: int = 2
+) -> Iterator[Record]:
+    """`rounds` feeds of each case, taken in turn, so that a slow spell hits all of them."""
+    feeds = [[feed() for _, feed in cases] for _ in range(rounds)]
+    for k, (case, _) in enumerate(cases):
+        samples = [rate for turn in feeds for rate in turn[k].samples_per_s()]
+        yield rank.record("images_per_s", "1/s", samples, rank=0, way="both", batch=feeds[0][k].batch, **case)
+
+
+def settings(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
+    """prefetch_factor, with the model whose speed is nearest to the loader's: where queues could matter most."""
+    step = Trainer(WIDTHS["even"], rank.device, config.seed)
+    cases = []
+    for factor in (2,) if config.smoke else (1, 2, 4):
+        feed = functools.partial(_feed, data, step, config, rank, 2, config.batch_size, prefetch_factor=factor)
+        cases.append(({"model": "even", "workers": 2, "prefetch_factor": factor}, feed))
+    yield from _in_turn(cases, rank)
+
+
+def bytes_sent(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
+    """uint8 images that the device expands, against float32 images that the worker expands."""
+    step = Trainer(WIDTHS["light"], rank.device, config.seed)
+    cases = []
+    for send, dataset in (("uint8", data), ("float32", AsFloat(data))):
+        images, _ = _batch(dataset, config.batch_size)
+        yield rank.record("batch_bytes", "B", images.numel() * images.element_size(), rank=0, send=send)
+        feed = functools.partial(_feed, dataset, step, config, rank, 2, config.batch_size)
+        cases.append(({"model": "light", "workers": 2, "send": send}, feed))
+    yield from _in_turn(cases, rank)
+
+
+def transfer(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
+    """pin_memory and non_blocking, all four ways: nothing without a GPU, where there is nothing to copy to."""
+    if rank.device.type != "cuda":
+        return
+    workers, cases = max(config.workers), []
+    for pin, non_blocking in itertools.product((False, True), repeat=2):
+        step = Trainer(WIDTHS["even"], rank.device, config.seed, non_blocking)
+        # no synchronisation between steps: it would undo the overlap that is to be measured
+        feed = functools.partial(
+            _feed, data, step, config, rank, workers, config.batch_size, every_step=False, pin_memory=pin
+        )
+        cases.append(({"model": "even", "pin_memory": pin, "non_blocking": non_blocking, "workers": workers}, feed))
+    yield from _in_turn(cases, rank)
+
+
+PARTS = {"prediction": prediction, "timeline": timeline, "sweep": sweep, "settings": settings,
+         "bytes": bytes_sent, "transfer": transfer}  # fmt: skip
+
+
+def comparisons(records: Records, cores: int) -> list[dict[str, Any]]:
+    """One row per model and number of workers: measured rates, both predictions, and measured / predicted."""
+    rows = []
+    plain = [
+        r for r in records.where("images_per_s", way="both") if set(r.case) == {"way", "model", "workers", "batch"}
+    ]
+    for both in plain:
+        model, n = both.case["model"], both.case["workers"]
+        alone_, loader = (
+            records.one("images_per_s", way="model", model=model).value,
+            records.one("images_per_s", way="loader", workers=n).value,
+        )
+        one = records.one("images_per_s", way="loader", workers=0).value
+        found = {
+            "the slower one": expected(alone_, loader, n),
+            "shared cores": expected_on_cores(alone_, loader, one, n, cores),
+        }
+        rows.append({"model": model, "workers": n, "measured": both, "alone": alone_, "loader": loader, **found})
+    return rows
+
+
+if __name__ == "__main__":
+    cli.main()

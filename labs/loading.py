@@ -1,0 +1,216 @@
+"""What loading labs and the tuner share: an input pipeline driven batch by batch, and what it should reach."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from labs.kit.measure import sync
+
+Step = Callable[[Any], object]
+WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Seconds of each timed step: waiting for its batch, and working on it; `batch` is the samples of one batch.
+
+    Workers deliver in waves: with w workers, w batches arrive at about the same time. Single steps therefore say
+    little (most of them do not wait at all), and every part of a run that is to be a sample holds whole waves.
+    """
+
+    wait_s: tuple[float, ...]
+    work_s: tuple[float, ...]
+    batch: int
+    wave: int = 1
+    """Batches that arrive together: the number of workers, at least 1."""
+
+    def parts(self, most: int = 5) -> list[tuple[float, float]]:
+        """(share of it that was spent waiting, samples per second) of each of up to `most` parts, in order of time."""
+        length = max(1, len(self.wait_s) // self.wave // most) * self.wave
+        length = min(length, len(self.wait_s))  # a run that ended before its first wave did is one part
+        found = []
+        for start in range(0, len(self.wait_s) - length + 1, length) if length else ():
+            wait, work = (sum(s[start : start + length]) for s in (self.wait_s, self.work_s))
+            found.append((wait / (wait + work), self.batch * length / (wait + work)))
+        return found
+
+    @property
+    def wait_share(self) -> tuple[float, ...]:
+        """Share of the time that was spent waiting for data, in each of up to 5 parts of the run."""
+        return tuple(share for share, _ in self.parts())
+
+    def samples_per_s(self, most: int = 5) -> tuple[float, ...]:
+        """Samples per second in each of up to `most` parts of the run."""
+        return tuple(rate for _, rate in self.parts(most))
+
+
+_END = object()
+
+
+def drive(
+    batches: Iterable[Any], step: Step | None, timed: int, device: torch.device, *, skip: int = 1, wave: int = 1,
+    every_step: bool = True, least_s: float = 0.0, deadline: float = math.inf, size: int | None = None,
+) -> Feed:  # fmt: skip
+    """Pull `skip` batches and then time `timed` of them, in whole waves and for at least `least_s` seconds.
+
+    Each goes through `step`, after which the device is synchronised or, where copies are to overlap with computing,
+    only before the first timed batch and after the last. What workers had ready before the clock started is free of
+    charge: `skip` it (see `ready`), unless the first batch is taken as soon as there is one. `size` is the number of
+    samples in a batch, if that cannot be told from the batch (see `rows`).
+    No batch is asked for after `deadline` (of time.perf_counter), so that there may be fewer, or none.
+    ValueError if the loader ends before.
+    """
+    turns = _turns(iter(batches), step, device if every_step else None, deadline)
+    for _ in itertools.islice(turns, skip):
+        pass
+    sync(device)
+    waits, works, batch, begun = [], [], None, time.perf_counter()
+    while len(waits) < timed or len(waits) % wave or time.perf_counter() - begun < least_s:
+        if (turn := next(turns, None)) is None:
+            break
+        wait, work, batch = turn
+        waits.append(wait)
+        works.append(work)
+    if works and not every_step:
+        start = time.perf_counter()
+        sync(device)
+        works[-1] += time.perf_counter() - start
+    return Feed(tuple(waits), tuple(works), size if size or not works else rows(batch), wave)
+
+
+def _turns(
+    source: Iterator[Any], step: Step | None, device: torch.device | None, deadline: float
+) -> Iterator[tuple[float, float, Any]]:
+    """(seconds of waiting, seconds of work, batch) of each batch; `device` is synchronised after each, if given."""
+    for done in itertools.count():
+        start = time.perf_counter()
+        if start >= deadline:
+            return
+        if (batch := next(source, _END)) is _END:
+            raise ValueError(f"the loader ended after {done} batches, and more are needed: take a smaller batch")
+        got = time.perf_counter()
+        if step is not None:
+            step(batch)
+            if device is not None:
+                sync(device)
+        yield got - start, time.perf_counter() - got, batch
+
+
+@contextmanager
+def _any_number_of_workers() -> Iterator[None]:
+    """DataLoader warns of 4 workers on 2 cores, which is what is to be measured; both when made and when started."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
+
+
+@contextmanager
+def running(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    """An iterator of `loader` whose workers are gone afterwards, not only when the garbage collector finds it."""
+    with _any_number_of_workers():
+        batches = iter(loader)
+    try:
+        yield batches
+    finally:
+        if hasattr(batches, "_shutdown_workers"):
+            batches._shutdown_workers()
+
+
+def rows(batch: Any) -> int:
+    """Number of samples in a batch: the length of its first tensor, however deep in lists, tuples and mappings.
+
+    TypeError if it holds no tensor that has rows.
+    """
+    if isinstance(batch, torch.Tensor) and batch.dim():
+        return len(batch)
+    if isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            try:
+                return rows(part)
+            except TypeError:
+                continue
+    raise TypeError(f"a batch must hold a tensor, this one is of type {type(batch).__name__}")
+
+
+def on_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """`batch` with every tensor in it on `device`."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=non_blocking)
+    if isinstance(batch, Mapping):
+        return {k: on_device(v, device, non_blocking) for k, v in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [on_device(v, device, non_blocking) for v in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+class Forever(torch.utils.data.Sampler[int]):
+    """Indices of a dataset of `size` in a shuffled order, epoch after epoch, without an end: timing needs no epochs."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        self.size, self.seed = size, seed
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.Generator().manual_seed(self.seed)
+        while True:
+            for some in torch.randperm(self.size, generator=order).split(4096):  # a list of all would take seconds
+                yield from some.tolist()
+
+
+def endless(
+    dataset: Dataset, workers: int, batch: int, order: Iterable[int] | None = None, **options: Any
+) -> DataLoader:
+    """A DataLoader that never runs out. `options` go to DataLoader; those that need workers are dropped without.
+
+    The same samples come in the same `order` each time, from the cache of the system. An iterator in its place
+    goes on from one loader to the next.
+    """
+    if workers == 0:
+        options = {k: v for k, v in options.items() if k not in WORKERS_ONLY}
+    sampler = Forever(len(dataset)) if order is None else order
+    with _any_number_of_workers():
+        return DataLoader(dataset, batch, sampler=sampler, num_workers=workers, drop_last=True, **options)
+
+
+def ready(workers: int, prefetch_factor: int = 2) -> int:
+    """Batches that may be ready before the first is taken, and one more."""
+    return workers * prefetch_factor + 1
+
+
+def alone(batch: Any) -> Iterator[Any]:
+    """The same batch for ever: a loader that costs nothing, so that the model is timed alone."""
+    return itertools.repeat(batch)
+
+
+def expected(model: float, loader: float, workers: int) -> float:
+    """Samples per second of both together, from those of each alone.
+
+    Without workers they take turns in one process, so their times add up: 1 / (1/model + 1/loader). With workers
+    they overlap, and the slower one decides. Nobody takes anything from anybody in this formula.
+    """
+    return min(model, loader) if workers else 1 / (1 / model + 1 / loader)
+
+
+def expected_on_cores(model: float, loader: float, one: float, workers: int, cores: int) -> float:
+    """`expected`, when the model computes on the same `cores` as the workers: their CPU times share them.
+
+    `one` is the rate of one process that loads. A sample costs 1/model + 1/one CPU seconds, and there are
+    `cores` of them per second.
+    """
+    return min(expected(model, loader, workers), cores / (1 / model + 1 / one))
+
+
+def median_rate(feed: Feed) -> float:
+    """Median samples per second over the parts of a run."""
+    return statistics.median(feed.samples_per_s())

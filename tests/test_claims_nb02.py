@@ -1,0 +1,243 @@
+"""Verdicts of notebook 02, each word of them from records made up for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from labs.claims import claims, loading, table
+from labs.kit.record import Record, Records
+
+NOISE = (0.995, 1.0, 1.004, 0.998, 1.003)
+MODELS = {"light": 4000, "even": 1000, "heavy": 250}
+LOADER = {0: 500, 1: 500, 2: 1000, 4: 2000}
+
+
+def around(value: float, shift: int = 0, n: int = 5) -> list[float]:
+    """Samples that differ a little; another `shift` gives pairs that differ by chance."""
+    return [value * NOISE[(i + shift) % len(NOISE)] for i in range(n)]
+
+
+def make(lab, metric, unit, samples, *, kind="measured", gpu=False, config=None, **case):
+    layout = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cuda" if gpu else "cpu"}
+    return Record(lab, metric, unit, samples, kind, case, config or {}, layout)
+
+
+def rate(samples, gpu=False, **case):
+    return make("dataloader", "images_per_s", "1/s", samples, batch=16, gpu=gpu, **case)
+
+
+def prediction(models=MODELS, loader=LOADER, shares=None, both=None, noise=1.0, gpu=False):
+    """labs.dataloader, part prediction; `shares` and `both` by model and workers, by default what theory expects."""
+    found = [rate(around(v, n), way="loader", workers=n, gpu=gpu) for n, v in loader.items()]
+    for model, alone in models.items():
+        found.append(rate(around(alone, 1), way="model", model=model, gpu=gpu))
+        for n, v in loader.items():
+            together = min(alone, v) if n else 1 / (1 / alone + 1 / v)
+            together, share = (both or {}).get((model, n), together), max(0.01, 1 - together / alone)
+            samples = around(together, n + 2)
+            samples[0] *= noise
+            found.append(rate(samples, way="both", model=model, workers=n, gpu=gpu))
+            waits = around((shares or {}).get((model, n), share), n)
+            found.append(make("dataloader", "wait_share", "1", waits, gpu=gpu, model=model, workers=n))
+    found.append(rate(around(1.0), way="both", model="even", workers=2, prefetch_factor=4, gpu=gpu))
+    return found
+
+
+def bytes_sent(many=4.0, ratio=0.9):
+    found = [make("dataloader", "batch_bytes", "B", [2.4e6 * k], send=s) for s, k in (("uint8", 1), ("float32", many))]
+    return [*found, *(rate(around(900 * k, i), way="both", model="light", workers=2, send=s)
+                      for i, (s, k) in enumerate((("uint8", 1), ("float32", ratio))))]  # fmt: skip
+
+
+def transfer(pinned=1.3, overlap=1.5, gpu=True):
+    """labs.dataloader, part transfer: rates with pin_memory, and with non_blocking too, over plain .to(device)."""
+    ways = {(False, False): 1.0, (False, True): 1.0, (True, False): pinned, (True, True): overlap}
+    return [rate(around(1000 * v, i), way="both", model="even", workers=4, pin_memory=p, non_blocking=n, gpu=gpu)
+            for i, ((p, n), v) in enumerate(ways.items())]  # fmt: skip
+
+
+def trap(metric, unit, samples, name, kind="measured", **case):
+    return make("loader_traps", metric, unit, samples, kind=kind, trap=name, **case)
+
+
+def processes(workers=4, found=4, trainer=False):
+    case = {"workers": workers}
+    pids = [1000.0 + i for i in range(found)]
+    return [trap("worker_processes", "processes", [found], "workers", trainer_reads=trainer, children=True, **case),
+            trap("worker_pids", "pid", [*pids, *pids], "workers", **case),
+            trap("worker_private_bytes", "B", [1.1e7] * found, "workers", **case)]  # fmt: skip
+
+
+def scaling(sleep=8.0, compute=2.0, most=8, n=5):
+    """Gains of the most workers; half of them with half as many."""
+    found = []
+    for source, gain in (("sleep", sleep), ("compute", compute)):
+        for workers, k in ((0, 1.0), (most // 2, gain), (most, gain)):
+            samples = around(300 * k, workers, n)
+            found.append(trap("items_per_s", "1/s", samples, "scaling", source=source, workers=workers))
+    return found
+
+
+def starts(slow=20.0, warning="This DataLoader will create", method="fork"):
+    found = [trap("suggested_max_workers", "workers", [2], "start", asked=3, cores=2, warning=warning),
+             trap("first_batch_s", "s", around(2e-3, n=3), "first_batch", workers=0, start_method="none",
+                  persistent=False)]  # fmt: skip
+    for persistent, k in ((False, slow), (True, 1.0)):
+        case = {"workers": 2, "start_method": method, "persistent": persistent}
+        found.append(trap("first_batch_s", "s", around(2e-3 * k, 1, 3), "first_batch", **case))
+    return found
+
+
+def bare(raised=1):
+    found = []
+    for dataset, at, error in (("Bare", "construction", "TypeError"), ("OnlyLength", "first batch", "NotImplemented")):
+        case = {"dataset": dataset, "shuffle": True, "workers": 0, "at": at, "error": error, "words": f"no {dataset}"}
+        found.append(trap("raised", "errors", [raised], "bare_dataset", **case))
+    return found
+
+
+def sweep(n=3, **gains):
+    """labs.tune_dataloader: gains of 4 workers by workload."""
+    found = []
+    for name, gain in (gains or {"tiny": 0.5, "decode": 1.8, "slow": 4.0}).items():
+        for workers, prefetch, k in ((0, 2, 1.0), (4, 2, gain), (4, 4, 99.0)):
+            case = {"workload": name, "workers": workers, "prefetch": prefetch, "by": "sweep"}
+            found.append(make("tune_dataloader", "rate_per_s", "1/s", around(1e3 * k, workers, n), **case))
+    return [*found, make("tune_dataloader", "rate_per_s", "1/s", [9.0], **{**case, "by": "tuned", "workers": 0})]
+
+
+def shares(value, **by):
+    """`wait_share` of all models: by number of workers, or `value`."""
+    return {(m, n): by.get(f"w{n}", value) for m in MODELS for n in LOADER}
+
+
+EVEN = {n: 500 for n in LOADER}  # a loader that workers do not speed up
+SLOW_MODELS = {"light": 100, "heavy": 50}
+FAST_MODELS = {"light": 20_000, "heavy": 10_000}
+ALONE = {("light", n): 490 for n in LOADER} | {("heavy", n): 490 for n in LOADER}
+FASTER = sweep(decode=1.8)
+QUICK = starts(slow=1.0)
+BY_CLAIM = {
+    "A33": [("holds", prediction()), ("does not hold", prediction(shares=shares(0.01))),
+            ("depends", prediction(shares=shares(0.4, w1=0.01))), ("not tried yet", prediction(models=SLOW_MODELS)),
+            ("not tried yet", bytes_sent())],
+    "A34": [("needs 1 GPU", prediction()), ("depends", prediction(both=ALONE)), ("depends", sweep()),
+            ("needs 1 GPU", FASTER), ("needs 1 GPU", sweep(tiny=0.5)), ("depends", prediction() + sweep()),
+            ("depends", sweep() + transfer()), ("holds", FASTER + transfer()),
+            ("depends", FASTER + transfer(1.0, 1.0)), ("does not hold", sweep(tiny=0.5) + transfer(1.0, 0.8)),
+            ("depends", sweep(tiny=0.5) + transfer()), ("needs 1 GPU", FASTER + transfer(gpu=False)),
+            ("not tried yet", bytes_sent()), ("not tried yet", sweep(n=1))],
+    "D23": [("depends", prediction()), ("holds", prediction(models=FAST_MODELS)),
+            ("does not hold", prediction(models=SLOW_MODELS)),
+            ("does not hold", prediction(models=FAST_MODELS, both=ALONE)),
+            ("does not hold", prediction(models=FAST_MODELS, shares=shares(0.01))),
+            ("depends", prediction(models=FAST_MODELS, both=ALONE, noise=1.5)),
+            ("not tried yet", prediction(loader={0: 500, 1: 500})), ("not tried yet", transfer(gpu=False))],
+    "E05": [("does not hold", processes(0, 1, True) + processes()), ("holds", processes(4, 1, True)),
+            ("depends", processes(4, 3)), ("depends", processes(4, 4, True)), ("not tried yet", processes(0, 1, True))],
+    "E06": [("holds", scaling() + prediction()), ("depends", scaling(compute=1.0) + prediction()),
+            ("depends", scaling() + prediction(shares=shares(0.5))),
+            ("does not hold", scaling(1.0, 1.0) + prediction(shares=shares(0.5))),
+            ("not tried yet", scaling()), ("not tried yet", prediction()),
+            ("not tried yet", scaling(n=1) + prediction()), ("not tried yet", scaling() + prediction(loader={1: 500}))],
+    "E07": [("does not hold", bare()), ("holds", bare(raised=0)), ("not tried yet", bare()[1:])],
+    "E08": [("depends", prediction() + scaling() + starts()), ("holds", prediction() + scaling() + QUICK),
+            ("depends", prediction() + scaling() + QUICK + sweep()),
+            ("holds", prediction() + scaling() + QUICK + FASTER),
+            ("depends", prediction() + scaling(compute=1.0) + QUICK),
+            ("does not hold", prediction(loader=EVEN) + scaling(1.0, 1.0) + QUICK + sweep(tiny=0.5)),
+            ("not tried yet", prediction(loader={0: 500, 2: 1000}) + scaling() + starts()),
+            ("not tried yet", prediction() + scaling()), ("not tried yet", prediction() + starts())],
+    "E09": [("does not hold", bytes_sent()), ("depends", bytes_sent(ratio=1.0)), ("depends", bytes_sent(many=0.5)),
+            ("holds", bytes_sent(many=0.5, ratio=1.2)), ("not tried yet", prediction())],
+    "E10": [("holds", [])],
+    "E11": [("needs 1 GPU", prediction()), ("does not hold", transfer()), ("holds", transfer(0.8, 0.7)),
+            ("depends", transfer(1.0, 1.0)), ("needs 1 GPU", transfer(gpu=False)), ("not tried yet", [])],
+}  # fmt: skip
+CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
+
+
+@pytest.mark.parametrize(("claim", "word", "records"), CASES, ids=[f"{c}-{w}" for c, w, _ in CASES])
+def test_the_records_decide(claim, word, records):
+    found = table("02", records, gpus=1 if word == "not tried yet" else 0, strict=True).verdict(claim)
+    assert found.word == word, found.because
+    assert word == "not tried yet" or len(found.because) > 20
+
+
+def test_every_claim_of_the_notebook_is_tried_and_only_transfers_need_a_gpu():
+    assert set(BY_CLAIM) == {c.id for c in claims("02")}
+    everything = [*prediction(), *bytes_sent(), *processes(), *scaling(), *starts(), *bare(), *sweep()]
+    found = table("02", everything, gpus=0, strict=True)
+    assert {c.id for c, v in found.rows if v.word == "needs 1 GPU"} == {"E11"}
+    assert found.counts.get("not tried yet", 0) == 0
+    assert all(v.kind == "measured" for c, v in found.rows if c.id not in ("E10", "E11"))
+    on_gpu = table("02", [*everything, *transfer()], gpus=1, strict=True)
+    assert not any(v.word.startswith(("needs", "not tried")) for _, v in on_gpu.rows)
+
+
+@pytest.mark.parametrize("claim", ["A33", "D23", "E06", "E08"])
+def test_no_word_without_evidence_of_each_lab(claim):
+    found = table("02", sweep(), gpus=0, strict=True).verdict(claim)
+    assert found.word == "not tried yet" and "launch('" in found.because
+
+
+def test_numbers_of_the_sentences_are_those_of_the_records():
+    records = [*prediction(), *bytes_sent(), *processes(), *scaling(), *starts(), *bare(), *sweep()]
+    found = table("02", records, gpus=0)
+
+    def because(claim):
+        return found.verdict(claim).because
+
+    assert "with a loader slower than the model 4 of 4 runs wait" in because("A33")
+    assert "light, 1 worker: the loader alone has 0.125 x" in because("A33") and "87.5 % [" in because("A33")
+    assert "heavy, 4 workers: the loader alone has 8.0" in because("A33")
+    assert "11 of 12 runs train faster" in because("A34") and "0.498 x [" in because("A34")
+    assert "(tiny, 4 workers) to 4.50 x" in because("A34")
+    assert "for 2 of 3 models" in because("D23") and "4 workers give 4.0" in because("D23")
+    assert "heavy waits 1.00 %" in because("D23") and "in place of the loader 8.0" in because("D23")
+    assert "from 4 processes (pid 1000, 1001, 1002, 1003), not from the trainer" in because("E05")
+    assert "private to each: 11.0 MB" in because("E05")
+    assert "sleep 8.0" in because("E06") and "3 of 3 models: light 89 to 50 %" in because("E06")
+    assert "TypeError at construction, no Bare; with a length only: NotImplemented at first batch" in because("E07")
+    assert "JPEG tiles 4.0" in because("E08") and "takes 20" in because("E08") and "0.50" in because("E08")
+    assert "5 of 6 sources" in because("E08") and "torch warns above 2 on 2 cores" in because("E08")
+    assert "2.4 MB to send per batch become 9.6 MB (4 x)" in because("E09") and "0.90" in because("E09")
+
+
+def test_what_is_not_said_where_it_is_not_so():
+    quiet = table("02", [*prediction(), *scaling(), *starts(warning="")], gpus=0).verdict("E08").because
+    assert "torch does not warn of 3" in quiet
+    for gpu in (False, True):
+        because = table("02", prediction(gpu=gpu), gpus=1).verdict("A33").because
+        assert ("the device is a CPU" in because) is not gpu
+    assert "among them the trainer" in table("02", processes(4, 1, True), gpus=0).verdict("E05").because
+
+
+def test_where_a_tensor_is_already_it_is_not_copied(monkeypatch):
+    assert '.to("cpu") gives the tensor itself' in table("02", (), gpus=0).verdict("E10").because
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
+    assert table("02", (), gpus=0, strict=True).verdict("E10").word == "does not hold"
+
+
+def test_runs_that_took_no_turns_are_as_uncertain_as_both_together():
+    a, b = (make("lab", "rate", "1/s", samples) for samples in ([1.0, 1.2, 1.4], [0.5, 0.6, 0.7]))
+    found = loading.quotient(a, b)
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 1.0 / 0.7, 1.4 / 0.5))
+    with pytest.raises(LookupError, match="one sample"):
+        loading.quotient(a, make("lab", "rate", "1/s", [0.5]))
+
+
+def test_words():
+    assert loading.word([True, True], [False, False]) == "holds"
+    assert loading.word([False, False], [True, True]) == "does not hold"
+    assert loading.word([True, False], [False, True]) == "depends"
+    assert loading.word([False, False], [False, False]) == "depends"  # samples that show nothing
+    with pytest.raises(LookupError):
+        loading.word([], [])
+
+
+def test_settings_of_other_parts_are_not_taken_for_the_plain_run():
+    rates = loading.together(Records([*prediction(), *bytes_sent(), *transfer()]))
+    assert {m: list(by) for m, by in rates.items()} == {m: [0, 1, 2, 4] for m in MODELS}
+    assert rates["even"][2].value == pytest.approx(1000, rel=0.01)

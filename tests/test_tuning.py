@@ -1,0 +1,569 @@
+"""The tuner: its decisions on synthetic rates, its search on simulated pipelines, and on real ones that sleep."""
+
+import os
+import random
+import time
+
+import psutil
+import pytest
+import torch
+from processes import is_backstage
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from labs import tune_dataloader as lab
+from labs.kit import plot
+from labs.kit.errors import BadInput
+from labs.kit.launch import launch
+from labs.kit.measure import Estimate
+from labs.kit.record import Record, Records
+from labs.loading import Feed, expected
+from labs.tuning import rules, search, tune_dataloader
+from labs.tuning.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn
+from labs.tuning.report import Tuning, plain
+from labs.tuning.rules import Setting
+
+CPU = torch.device("cpu")
+
+
+# -- decisions, on rates in samples per second
+
+
+def test_settings_are_ordered_by_cost_and_name_what_differs_from_the_default():
+    settings = [Setting(0), Setting(1), Setting(2), Setting(2, 8), Setting(4, 1), Setting(4)]
+    assert sorted(random.Random(0).sample(settings, 6)) == settings
+    assert Setting(0).options == {"num_workers": 0} == Setting(0, 4).options
+    assert Setting(2).options == {"num_workers": 2} and str(Setting(2)) == "num_workers=2"
+    assert str(Setting(2, 8)) == "num_workers=2, prefetch_factor=8"
+
+
+@pytest.mark.parametrize(
+    ("most", "steps"), [(0, [0]), (1, [0, 1]), (2, [0, 1, 2]), (6, [0, 1, 2, 4, 6]), (8, [0, 1, 2, 4, 8])]
+)
+def test_the_ladder_doubles_up_to_what_is_allowed(most, steps):
+    assert rules.ladder(most) == steps
+
+
+@pytest.mark.parametrize(
+    ("loaders", "reason"),
+    [
+        ({0: 50}, ""),
+        ({0: 5000}, ""),  # 2 % of the model's time
+        ({0: 10_000}, "faster than the model"),  # 1 %
+        ({0: 50, 1: 129}, ""),
+        ({0: 50, 1: 131}, "faster than the model"),
+        ({0: 50, 1: 40}, ""),  # the first worker costs more than it brings, the second may pay
+        ({0: 50, 1: 40, 2: 43}, "no gain"),
+        ({0: 50, 1: 40, 2: 60}, ""),
+        ({0: 50, 1: 50, 2: 100, 4: 109}, "no gain"),
+        ({0: 50, 1: 50, 2: 100, 4: 111}, ""),
+        ({0: 300, 1: 20, 2: 24}, "cannot catch up"),  # 24 x 1.2 x 1.2 with 8, against 75 of worker 0
+        ({0: 300, 1: 20, 2: 40}, ""),  # 160 with 8
+    ],
+)
+def test_when_more_workers_cannot_help(loaders, reason):
+    assert rules.reason_to_stop(100, loaders, most=8) == reason
+
+
+@pytest.mark.parametrize(
+    ("model", "loaders", "workers"),
+    [
+        (100, {0: 20_000}, [0]),
+        (1000, {0: 50, 1: 50, 2: 100, 4: 200}, [4]),  # half of the best is not compared
+        (100, {0: 50, 1: 80, 2: 160}, [1, 2]),
+        (1000, {0: 90, 1: 100, 2: 110, 4: 111}, [1, 2, 4]),  # both neighbours, and none beyond them
+        (1000, {0: 900, 1: 200, 2: 220}, [0]),
+        (100, {0: 350, 1: 88, 2: 150}, [1, 2]),  # 0 is far enough from 2; its neighbour is 1
+    ],
+)
+def test_who_is_compared(model, loaders, workers):
+    assert rules.finalists(model, loaders) == workers
+
+
+def test_what_alone_rates_promise():
+    assert rules.cheapest_expected(100, {0: 400, 1: 98, 2: 196}) == 1  # 80, 98, 100
+    assert rules.cheapest_expected(100, {0: 400, 1: 90, 2: 196}) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "loaders", "reached", "above"),
+    [
+        (4, {0: 50, 1: 50, 2: 100, 4: 150}, 0.9, 8),
+        (4, {0: 50, 1: 50, 2: 100, 4: 150}, 0.96, None),  # the model alone is no faster
+        (2, {0: 50, 1: 50, 2: 100, 4: 150}, 0.8, None),  # more were tried, and are no better
+        (4, {0: 50, 1: 50, 2: 100, 4: 105}, 0.8, None),  # the last doubling brought nothing
+        (8, {0: 50, 1: 50, 2: 100, 4: 150}, 0.9, None),  # none are left
+        (0, {0: 50}, 0.5, 1),
+    ],
+)
+def test_whether_one_more_is_tried(choice, loaders, reached, above):
+    assert rules.one_more(choice, 130, loaders, 8, reached) == above
+
+
+def test_a_ratio_of_few_pairs_claims_little():
+    one = rules.ratio([80.0], [100.0])
+    assert (one.value, one.low, one.high, one.n) == pytest.approx((0.8, 0.8 / 1.5, 1.2, 1))
+    three = rules.ratio([80.0, 82.0, 84.0], [100.0] * 3)
+    assert (three.value, three.low, three.high) == pytest.approx((0.82, 0.76, 0.88))
+    six = rules.ratio([80.0, 82.0, 84.0] * 2, [100.0] * 6)
+    assert 0.8 <= six.low <= 0.82 <= six.high <= 0.84 and six.value == pytest.approx(0.82)
+
+
+ZERO, ONE, TWO, FOUR = Setting(0), Setting(1), Setting(2), Setting(4)
+
+
+@pytest.mark.parametrize(
+    ("rates", "setting", "sure"),
+    [
+        ({TWO: [100] * 3}, TWO, True),
+        ({ONE: [50, 51, 50], TWO: [100, 101, 100]}, TWO, True),
+        ({TWO: [100, 101, 100], FOUR: [101, 100, 101]}, TWO, True),
+        ({TWO: [95, 99, 96], FOUR: [98, 103, 100]}, FOUR, True),  # 4 % slower in every round
+        ({TWO: [95, 104, 80], FOUR: [100, 95, 100]}, TWO, False),  # 5 % slower, or not
+        ({TWO: [80, 90, 104], FOUR: [100, 98, 97]}, FOUR, False),  # 8 % slower, or not
+        ({TWO: [100], FOUR: [100]}, TWO, False),  # one pair shows nothing
+        ({ONE: [98, 98, 98], TWO: [97, 97, 97], FOUR: [100, 100, 100]}, ONE, True),
+    ],
+)
+def test_the_cheapest_that_may_be_as_good_is_taken(rates, setting, sure):
+    found = rules.cheapest(rates)
+    assert (found.setting, found.sure) == (setting, sure)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "name"),
+    [
+        (Estimate(0.5, 0.4, 0.6, 6), "loader"),
+        (Estimate(2.0, 1.9, 2.1, 6), "model"),
+        (Estimate(0.9, 0.8, 1.01, 6), "neither by more than noise"),
+    ],
+)
+def test_what_limits(ratio, name):
+    assert rules.limit(ratio) == name
+
+
+@pytest.mark.parametrize(
+    ("loader", "waits", "bursty"),
+    [
+        (150, [0.1] * 19 + [3.0], True),  # each step takes 1
+        (105, [0.1] * 19 + [3.0], False),  # hardly faster than the model: of course it waits
+        (150, [0.0] * 19 + [0.9], False),  # too little to gain
+        (150, [0.2] * 20, False),  # each step waits: a deeper queue would be as empty
+    ],
+)
+def test_when_a_deeper_queue_may_help(loader, waits, bursty):
+    assert rules.is_bursty(100, loader, waits, [1.0] * 20) is bursty
+
+
+# -- the search, on pipelines that are simulated
+
+
+class Simulated(Bench):
+    """Turns take no time: rates come from functions, times `noise`; a turn moves the clock by `turn_s`."""
+
+    def __init__(self, model, loader, together=None, *, noise=0.0, budget_s=60.0, turn_s=0.2, seed=0, bursty=()):
+        self.model, self.loader, self.bursty = model, loader, bursty
+        self.together = together or (lambda s: 0.98 * expected(model, loader(s.workers), s.workers))
+        self.noise, self.turn_s, self.budget_s, self.clock = noise, turn_s, budget_s, 0.0
+        self.draw, self.round, self.evidence, self.begun = random.Random(seed), 0, Evidence(), []
+
+    def is_over(self, share=1.0):
+        return self.clock >= share * self.budget_s
+
+    def first(self):
+        self.take(("loader", ZERO))
+        self.take(MODEL)
+
+    def take(self, arm, batches=0):
+        self.begun.append(self.clock)
+        self.clock += self.turn_s
+        way, setting = arm
+        rate = self.model if way == "model" else getattr(self, way)(setting if way == "together" else setting.workers)
+        step_s = 1 / (rate * self.draw.gauss(1, self.noise))
+        share = max(0.0, 1 - rate / self.model) if way == "together" else 0.0
+        n = 8 * max(1, setting.workers if setting else 1)
+        waits = [share * step_s] * n
+        if setting in self.bursty:
+            waits = [0.0] * (n - 1) + [n * share * step_s]
+        feed = Feed(tuple(waits), (step_s * (1 - share),) * n, 1, max(1, setting.workers if setting else 1))
+        self.evidence.append(Turn(arm, self.round, feed))
+
+
+def tuned(bench, most=8):
+    choice, capped = search(bench, most)
+    return Tuning(choice, 1, bench.evidence, bench.clock, bench.budget_s, capped)
+
+
+def each(rate):
+    """A loader whose workers bring `rate` each."""
+    return lambda workers: rate * max(1, workers)
+
+
+@pytest.mark.parametrize(
+    ("model", "loader", "settings", "limit"),
+    [
+        (100, each(60), {"num_workers": 2}, "model"),
+        (1000, each(60), {"num_workers": 8}, "loader"),
+        (1000, lambda w: 60 * min(max(1, w), 2), {"num_workers": 2}, "loader"),  # 2 cores
+        (100, lambda w: 20_000 if w == 0 else 900, {"num_workers": 0}, "model"),
+        (1000, lambda w: 5000 if w == 0 else 100 * w, {"num_workers": 0}, "model"),
+        (1000, lambda w: 300 if w == 0 else 200 * w, {"num_workers": 8}, "model"),  # the first worker does not pay
+        (100, lambda w: 60 if w == 0 else 100 * min(w, 2) / 2, {"num_workers": 2}, "neither by more than noise"),
+    ],
+)
+def test_the_search_finds_setting_and_limit(model, loader, settings, limit):
+    found = tuned(Simulated(model, loader))
+    assert (found.settings, found.limit, found.choice.sure) == (settings, limit, True)
+
+
+def test_workers_that_share_cores_with_the_model_are_judged_together():
+    """Alone four workers load 80 % more than two; with the model on the same cores they are slower."""
+    together = {1: 40, 2: 75, 4: 60, 8: 50}
+    found = tuned(Simulated(100, lambda w: {1: 45, 2: 90, 4: 160}.get(w, 50), lambda s: together.get(s.workers, 33)))
+    assert found.settings == {"num_workers": 2} and found.choice.sure
+    assert "they share cores" in str(found)
+
+
+def test_no_more_workers_than_can_help_are_tried():
+    bench = Simulated(100, each(60))
+    tuned(bench)
+    assert bench.evidence.loaders().keys() == {0, 1, 2, 4}
+    bench = Simulated(100, each(20_000))
+    tuned(bench)
+    assert {s for _, s in (t.arm for t in bench.evidence)} == {None, ZERO} and len(bench.evidence) < 14
+
+
+def test_more_than_the_loader_alone_asked_for_are_tried_while_they_help():
+    """Two workers are fast enough alone, but the model still waits, and less so with each doubling."""
+    together = {1: 55, 2: 70, 4: 80, 8: 90}
+    bench = Simulated(100, lambda w: {0: 60, 1: 70, 2: 140}[w], lambda s: together.get(s.workers, 37))
+    bench.loader = lambda w: {0: 60, 1: 70, 2: 140}.get(w, 70 * w)
+    assert tuned(bench).settings == {"num_workers": 8}
+
+
+@pytest.mark.parametrize(("most", "capped"), [(2, True), (4, False), (0, True)])
+def test_a_search_that_ended_at_the_limit_says_so(most, capped):
+    found = tuned(Simulated(200, lambda w: 60 * min(max(1, w), 4) if w else 60), most)
+    assert found.capped is capped and ("raise max_workers" in str(found)) is capped
+
+
+def test_bursts_are_met_with_a_deeper_queue_and_nothing_else_is():
+    together = {(2, 2): 80, (2, 4): 90, (2, 8): 99, (4, 2): 85, (4, 4): 85, (4, 8): 85}
+    shares = {"bursty": [Setting(2), Setting(4)]}
+    found = tuned(Simulated(100, each(70), lambda s: together.get(s, 80 if s.workers == 8 else 40), **shares))
+    assert found.settings == {"num_workers": 2, "prefetch_factor": 8}
+    steady = Simulated(100, each(70), lambda s: together.get(s, 80 if s.workers == 8 else 40))
+    assert {s.prefetch for _, s in (t.arm for t in steady.evidence) if s} <= {2} and tuned(steady).settings.keys() == {
+        "num_workers"
+    }
+
+
+def pipeline(draw):
+    """Rates of a model, and of a loader on 2 to 64 cores whose first worker may cost much more than it brings."""
+    model, one = 10 ** draw.uniform(1.5, 4), 10 ** draw.uniform(1.5, 4)
+    inside = one * (draw.uniform(1, 1.2) if draw.random() < 0.7 else draw.uniform(1, 8))
+    cores, crowded = draw.choice([2, 4, 8, 64]), draw.uniform(0.7, 1.05)
+    return model, lambda w: one * (w if w <= cores else cores * crowded) if w else inside
+
+
+@pytest.mark.parametrize(("noise", "lost", "unsure"), [(0.01, 0, 0.02), (0.03, 0.03, 0.4)])
+def test_what_is_chosen_has_95_percent_of_the_best_rate(noise, lost, unsure):
+    shares, searched, doubts = [], 0, 0
+    for seed in range(100):
+        bench = Simulated(*pipeline(random.Random(seed)), noise=noise, seed=seed)
+        found = tuned(bench)
+        rates = {w: bench.together(Setting(w)) for w in (0, 1, 2, 4, 8)}
+        share = bench.together(found.choice.setting) / max(rates.values())
+        assert share >= 0.95 or not found.choice.sure, (seed, share)
+        shares.append(share)
+        searched += len(bench.evidence)
+        doubts += not found.choice.sure
+    assert sum(s < 0.95 for s in shares) <= 100 * lost and min(shares) > 0.9
+    assert doubts <= 100 * unsure and searched / 100 < 25
+
+
+def test_settings_that_do_not_differ_are_not_told_apart():
+    found = [tuned(Simulated(1000, lambda w: 100, lambda s: 95, noise=0.05, seed=seed)) for seed in range(20)]
+    assert sum(f.choice.setting in (ZERO, ONE) for f in found) >= 16
+    assert sum("no difference that this run can show" in str(f) for f in found) >= 15
+
+
+def test_a_noisy_machine_ends_in_doubt_not_in_a_long_search():
+    bench = Simulated(1000, lambda w: 100 * min(max(1, w), 2), noise=0.3, seed=2)
+    found = tuned(bench)
+    assert not found.choice.sure and "Not sure (too much noise)" in str(found)
+    assert len(bench.evidence) < 12 + 5 * 4 * MOST_ROUNDS
+
+
+@pytest.mark.parametrize("budget_s", [0.1, 0.5, 1.0, 1.5, 2.0, 3.0, 15.0])
+def test_no_turn_begins_when_the_budget_is_spent(budget_s):
+    bench = Simulated(200, each(60), budget_s=budget_s, noise=0.02)
+    found = tuned(bench)
+    assert all(t < budget_s for t in bench.begun[3:]), "the first batch and a turn of the model are always taken"
+    assert found.limit and len(found.table) >= 2 and str(found) == repr(found)
+    assert found.choice.sure is (budget_s == 15.0)
+    if not found.choice.sure:
+        assert "Not sure" in str(found) and "aise budget_s" in str(found)
+
+
+def test_rounds_end_when_their_share_of_the_budget_is_spent():
+    bench = Simulated(200, each(60), budget_s=4.0, turn_s=0.25)
+    bench.in_turn([MODEL, ("loader", ONE)], lambda: False, share=0.4)
+    assert bench.clock == 2.0 and bench.round == 4, "the round that was begun is completed"
+    bench.in_turn([MODEL], lambda: False)
+    assert bench.round == 4 + MOST_ROUNDS
+    bench.in_turn([MODEL], lambda: True, fewest=0)
+    assert bench.round == 4 + MOST_ROUNDS
+
+
+# -- what is told
+
+
+def report(**kwargs):
+    return tuned(Simulated(200, each(60), noise=0.01, **kwargs))
+
+
+def test_the_table_holds_every_way_and_setting_with_its_interval():
+    found = report()
+    table = found.table
+    assert list(table.columns) == ["way", "setting", "samples_per_s", "low", "high", "n", "wait_share"]
+    assert (table.low <= table.samples_per_s).all() and (table.samples_per_s <= table.high).all()
+    assert set(table.way) == {"model alone", "loader alone", "both together"}
+    assert (table.wait_share.notna() == (table.way == "both together")).all()
+    chosen = table[(table.way == "both together") & (table.setting == "num_workers=4")]
+    assert chosen.samples_per_s.item() == pytest.approx(196, rel=0.02)
+    assert {r.kind for r in found.records} == {"measured"} and found.records.provenance
+
+
+def test_the_sentence_says_setting_certainty_limit_waiting_and_what_is_next():
+    text = str(report())
+    assert text.startswith("num_workers=4: 19") and "Sure: no setting that was tried is faster by 5 %." in text
+    assert "The model limits: alone the loader gives 2" in text and "of each step waits for data" in text
+    assert text.endswith("Next: a faster step; data is not what it waits for.")
+    slow = str(tuned(Simulated(1000, lambda w: 60 * min(max(1, w), 2))))
+    assert "The loader limits" in slow and "decode less per sample" in slow and "labs.dataset_formats" in slow
+    tiny = str(tuned(Simulated(9000, lambda w: 5000 if w == 0 else 500)))
+    assert "load many samples at once" in tiny
+    even = str(tuned(Simulated(100, lambda w: 60 if w == 0 else 100 * min(w, 2) / 2, noise=0.01)))
+    assert "Neither limits by more than noise" in even and "would both have to" in even
+    assert report()._repr_markdown_().startswith("**`num_workers=4`**: 19")
+
+
+def test_the_figure_shows_all_settings():
+    fig = report().figure()
+    assert len(plot.to_png(fig)) > 3000 and plot.kinds_in(fig) == {"measured"}
+    assert [t.get_text() for t in fig.axes[0].get_xticklabels()] == ["0", "1", "2", "4", "8"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(1234.5, "1,230"), (12.345, "12.3"), (0.5, "0.5"), (987654, "988,000")])
+def test_rates_are_written_with_three_digits(value, text):
+    assert plain(value) == text
+
+
+# -- real datasets and workers
+
+
+class Waiting(Dataset):
+    """Items that take `item_s`, and note when they were asked for, in this process."""
+
+    def __init__(self, item_s=0.0, size=64, bad=-1):
+        self.item_s, self.size, self.bad, self.asked = item_s, size, bad, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.asked.append(time.perf_counter())
+        if index == self.bad:
+            raise KeyError(f"no label for item {index}")
+        time.sleep(self.item_s)
+        return torch.full((4,), float(index)), index
+
+
+@pytest.fixture(autouse=True)
+def no_process_left():
+    before = set(psutil.Process().children())
+    yield
+    left = [p for p in psutil.Process().children() if p not in before and not is_backstage(p, os.getpid())]
+    assert left == []
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_slow_source_gets_workers_and_they_are_worth_it():
+    tuning = tune_dataloader(Waiting(0.005), lambda batch: None, batch_size=2, max_workers=4, budget_s=10)
+    assert tuning.settings == {"num_workers": 4} and tuning.limit == "loader" and tuning.capped
+    assert tuning.evidence.ratio(("together", FOUR), MODEL).value < 0.5 < tuning.wait_share.value
+    loader = DataLoader(Waiting(), 2, shuffle=True, **tuning.settings)
+    assert len(list(loader)) == 32
+
+
+def test_a_slow_model_needs_no_workers():
+    tuning = tune_dataloader(Waiting(), lambda batch: time.sleep(0.02), batch_size=2, max_workers=4, budget_s=10)
+    assert tuning.settings == {"num_workers": 0} and tuning.limit == "model"
+    assert tuning.wait_share.value < 0.1 and tuning.seconds < 10
+
+
+def test_the_step_gets_whole_batches_of_the_loader_with_its_options():
+    seen = []
+    collate = lambda items: {"x": torch.stack([x for x, _ in items]), "names": ["?"] * len(items)}  # noqa: E731
+    tune_dataloader(Waiting(0.001), seen.append, batch_size=3, max_workers=0, budget_s=0.3, collate_fn=collate)
+    assert {tuple(b["x"].shape) for b in seen} == {(3, 4)} and seen[0]["names"] == ["?"] * 3
+
+
+def test_the_budget_is_a_bound_on_asking_for_batches():
+    dataset, start = Waiting(0.05), time.perf_counter()
+    tune_dataloader(dataset, lambda batch: None, batch_size=4, max_workers=0, budget_s=0.5)
+    assert 1 <= len(dataset.asked) / 4 <= 3 and dataset.asked[-4] - start < 1, "a batch takes 0.2 s, a turn has three"
+
+
+def test_every_turn_reads_on_where_the_last_one_ended():
+    """Otherwise a slow disk would look like the page cache."""
+    bench = Bench(dataset := Waiting(), lambda batch: seen.extend(batch[1].tolist()), 4, CPU)
+    seen = []
+    bench.first()
+    for _ in range(3):
+        bench.take(("together", ZERO))
+    order = seen[8:]  # the first batch goes through the step twice
+    assert len(dataset.asked) > 128 and all(sorted(order[i : i + 64]) for i in range(0, 64))
+    assert sorted(seen[:4] + order[:60]) == list(range(64))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(9)
+
+
+def no_step(batch):
+    raise RuntimeError("shapes differ\nmore of it\nsize mismatch, 3 and 4\n")
+
+
+WAITING = {"dataset": Waiting(), "step": lambda batch: None, "batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"batch_size": 65}, "a batch of 65 needs as many samples, and the dataset has 64"),
+        ({"budget_s": 0}, "budget_s must be a positive number of seconds, not 0"),
+        ({"budget_s": float("inf")}, "budget_s must be a positive"),
+        ({"max_workers": -1}, "max_workers must not be negative: -1"),
+        ({"dataset": []}, "the dataset is empty"),
+        ({"dataset": Stream()}, "an iterable dataset cannot be tuned here"),
+        ({"dataset": 7}, "the dataset, a int, needs __getitem__"),
+        ({"dataset": Waiting(bad=0, size=4)}, "loading a batch raised KeyError: 'no label for item 0'"),
+        ({"step": no_step}, "step(batch) raised RuntimeError: size mismatch, 3 and 4"),
+        ({"step": None}, "step(batch) raised TypeError: 'NoneType' object is not callable"),
+        ({"num_workers": 2, "shuffle": True}, "leave out num_workers, shuffle: the tuner"),
+        ({"collate_fn": lambda items: 1 / 0}, "loading a batch raised ZeroDivisionError: division by zero"),
+        ({"pin_memry": True}, "loading a batch raised TypeError: "),
+    ],
+)
+def test_bad_input_is_one_line(change, message):
+    with pytest.raises(BadInput) as error:
+        tune_dataloader(**(WAITING | {"budget_s": 1.0, "max_workers": 0} | change))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+class FailsInWorkers(Waiting):
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info():
+            raise ValueError(f"item {index} is damaged")
+        return super().__getitem__(index)
+
+
+def test_what_a_worker_raises_is_one_line_too():
+    with pytest.raises(BadInput, match=r"^loading a batch raised ValueError: item \d+ is damaged$"):
+        tune_dataloader(FailsInWorkers(0.005), lambda batch: None, batch_size=4, max_workers=2, budget_s=5)
+
+
+def test_an_interrupt_leaves_no_worker():
+    calls = []
+
+    def step(batch):
+        calls.append(len(psutil.Process().children()))
+        if calls[-1] > calls[0]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune_dataloader(Waiting(0.005), step, batch_size=4, max_workers=2, budget_s=10)
+
+
+def test_evidence_of_what_was_not_measured_is_anything():
+    evidence = Evidence([Turn(MODEL, 0, Feed((0.0,), (1.0,), 1))])
+    assert evidence.ratio(("loader", ONE), MODEL).high == float("inf")
+    assert evidence.rate(MODEL) == 1.0 and evidence.loaders() == {}
+
+
+# -- the lab
+
+
+def test_verdicts_put_the_share_of_rate_beside_that_of_time():
+    def record(metric, samples, **case):
+        return Record("tune_dataloader", metric, "", samples, case={"workload": "tiny", **case})
+
+    rows = lab.verdicts(
+        Records([record("tuned_workers", [2], limit="loader"), record("share_of_best", [0.97, 0.99, 0.98]),
+                 record("search_s", [2.0], by="tuner"), record("search_s", [8.0], by="sweep")])
+    )  # fmt: skip
+    assert rows[0]["share_of_best"].value == 0.98 and rows[0]["share_of_time"] == 0.25
+    assert (rows[0]["workload"], rows[0]["workers"], rows[0]["limit"]) == ("tiny", 2, "loader")
+
+
+def test_the_sweep_has_every_combination_once():
+    assert lab.settings(lab.Config(workers=(0, 2), prefetch=(1, 4))) == [Setting(0), Setting(2, 1), Setting(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workers": ()}, "must each hold something"),
+        ({"workers": (-1,)}, "workers must not be negative: -1"),
+        ({"prefetch": (0,)}, "prefetch must be at least 1, not 0"),
+        ({"checks": 0}, "rounds and checks must be at least 1"),
+        ({"rounds": 0}, "rounds and checks must be at least 1"),
+        ({"budget_s": 0.0}, "budget_s must be"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"item_s": -1.0}, "item_s must not be negative"),
+        ({"dataset": "nothing"}, "must be package.module:factory"),
+        ({"dataset": "test_tuning:nothing"}, "has no attribute 'nothing'"),
+        ({"dataset": "no_such_module:factory"}, "cannot be imported"),
+    ],
+)
+def test_a_bad_value_of_the_lab_is_one_line(change, message):
+    with pytest.raises(BadInput, match=message) as error:
+        lab.check_layout(lab.Config(**change), 1)
+    assert "\n" not in str(error.value)
+
+
+def test_smoke_run_of_the_lab():
+    run = launch("tune_dataloader", nproc=1, smoke=True)
+    assert {r.case["by"] for r in run.where("rate_per_s")} == {"sweep", "tuned", "best"}
+    assert {r.case["by"] for r in run.where("search_s")} == {"tuner", "sweep"}
+    (row,) = lab.verdicts(run)
+    assert row["workload"] == "tiny" and row["workers"] == 0 and row["share_of_best"].value > 0.5
+
+
+def factory():
+    return Waiting(0.001), len
+
+
+def test_a_dataset_of_ones_own_is_tuned_and_printed():
+    run = launch("tune_dataloader", nproc=1, dataset="test_tuning:factory", batch_size=4, budget_s=2.0)
+    assert "[rank 0] num_workers=" in run.printed and "of each step waits for data" in run.printed
+    assert {r.case["way"] for r in run} == {"model alone", "loader alone", "both together"}
+
+
+def two_things():
+    return "dataset", "step"
+
+
+def raises():
+    raise OSError("no such bucket")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("two_things", "must return"), ("raises", "raised OSError: no such bucket")]
+)
+def test_a_factory_that_cannot_be_used_is_one_line(name, message):
+    with pytest.raises(BadInput, match=message):
+        launch("tune_dataloader", nproc=1, dataset=f"test_tuning:{name}")
