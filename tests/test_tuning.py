@@ -103,7 +103,8 @@ def test_a_ratio_of_few_pairs_claims_little():
     one = rules.ratio([80.0], [100.0])
     assert (one.value, one.low, one.high, one.n) == pytest.approx((0.8, 0.8 / 1.5, 1.2, 1))
     three = rules.ratio([80.0, 82.0, 84.0], [100.0] * 3)
-    assert (three.value, three.low, three.high) == pytest.approx((0.82, 0.76, 0.88))
+    assert (three.value, three.low, three.high) == pytest.approx((0.82, 0.8**2 / 0.84, 0.84**2 / 0.8))
+    assert rules.ratio([1.0, 2.0, 9.0], [1.0] * 3).low > 0  # of rates, which are positive
     six = rules.ratio([80.0, 82.0, 84.0] * 2, [100.0] * 6)
     assert 0.8 <= six.low <= 0.82 <= six.high <= 0.84 and six.value == pytest.approx(0.82)
 
