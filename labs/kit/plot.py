@@ -43,6 +43,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_PNG_BYTES = 30_000
+TINTS = ("#E3E3E3", "#F3D9C9", "#BDBDBD")  # grid and areas
 DPI = 80  # dots per inch; more of them would be bytes in every notebook
 LEGEND_ROW_IN = 0.26
 STYLE = {
@@ -103,18 +104,33 @@ def to_png(fig: Figure) -> bytes:
 
     with mpl.rc_context(STYLE):
         _finish(fig)
-        fig.draw_without_rendering()  # constrained layout needs a second pass where legends changed the size
+        for _ in range(2):  # constrained layout needs more than one pass where legends changed the size
+            fig.draw_without_rendering()
         raw = io.BytesIO()
         fig.savefig(raw, format="png")
-    for colors in (32, 16):
+    picture = Image.open(raw).convert("RGB")
+    for colors in (64, 32, 16):
         small = io.BytesIO()
-        # The octree keeps rare colours; median cut, the default, would merge a lone green mark into the blue ones.
-        palette = Image.Quantize.FASTOCTREE
-        picture = Image.open(raw).convert("RGB").quantize(colors, palette, dither=Image.Dither.NONE)
-        picture.save(small, "PNG", optimize=True)
+        _reduced(picture, colors, fixed=not any(ax.images for ax in fig.axes)).save(small, "PNG", optimize=True)
         if small.tell() <= MAX_PNG_BYTES:
             break
     return small.getvalue()
+
+
+def _reduced(picture: Any, colors: int, fixed: bool) -> Any:
+    """`picture` with a palette of few colours: those of the course, `fixed`, or its own most frequent ones.
+
+    A palette of frequent colours would merge a thin green line into the blue ones.
+    """
+    from PIL import Image
+
+    if not fixed or colors < 64:
+        return picture.quantize(colors, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    shades = [mpl.colors.to_rgb(c) for c in (*SERIES, GREY, "black", *TINTS)]
+    steps = [[round(255 * (1 - share * (1 - c))) for c in rgb] for rgb in shades for share in (1, 0.66, 0.33)]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([255, 255, 255] + [c for rgb in steps for c in rgb])
+    return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 def _finish(fig: Figure) -> None:
@@ -141,7 +157,8 @@ def _add_legend(fig: Figure, ax: Axes) -> None:
         return
     width, height = fig.get_size_inches()
     left = max((len(line) for t in ax.get_yticklabels() for line in t.get_text().splitlines()), default=0)
-    columns = 2 if 2 * max(map(len, labels)) + 1.3 * left < 74 else 1  # characters that fit beside each other
+    fits = len(labels) > 2 and 2 * max(map(len, labels)) + 1.3 * left < 74  # characters beside each other
+    columns = 2 if fits else 1
     rows = math.ceil(len(labels) / columns)
     fig.set_size_inches(width, height + LEGEND_ROW_IN * rows)
     ax.legend(handles, labels, loc="upper left", bbox_to_anchor=(0, -0.58 / (height - 1.1)), ncols=columns)
