@@ -96,8 +96,13 @@ def fashion_cnn() -> Workload:
     return Workload(ConvNet(channels=1, width=16), make_batch, nn.functional.cross_entropy)
 
 
+def char_gpt() -> Workload:
+    """A character GPT (159,296 parameters) on Moby-Dick; a row is 64 characters."""
+    return _import_factory("labs.text_models:char_gpt")()
+
+
 MODELS: dict[str, Callable[[], Workload]] = {
-    "mlp": mlp, "cnn": cnn, "cnn_batchnorm": cnn_batchnorm, "fashion_cnn": fashion_cnn,
+    "mlp": mlp, "cnn": cnn, "cnn_batchnorm": cnn_batchnorm, "fashion_cnn": fashion_cnn, "char_gpt": char_gpt,
 }  # fmt: skip
 
 

@@ -1,0 +1,77 @@
+"""One training step in mixed precision, in the order that keeps it right, for every number format.
+
+Parameters, gradients and optimizer state stay in FP32. Autocast runs matrix products and convolutions in a 16-bit
+format; GradScaler multiplies the loss so that FP16's small gradients are not lost. A helper module, not a lab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+NO_SCALING = "fp16, no scaling"
+FORMATS = ("fp32", "tf32", "bf16", "fp16", NO_SCALING)
+LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16, NO_SCALING: torch.float16}  # what autocast lowers to
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Let FP32 matrix products and convolutions round their inputs to TF32, or not; restored afterwards.
+
+    Both are switches of the process. cuDNN's is on by default, so that an FP32 baseline must switch it off.
+    """
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = cudnn
+
+
+@contextmanager
+def precision(name: str, device: torch.device) -> Iterator[None]:
+    """What a forward pass and its loss run in, for a `name` of FORMATS. ValueError for another name."""
+    if name not in FORMATS:
+        raise ValueError(f"there is no format {name!r}: take one of {', '.join(FORMATS)}")
+    lowered = name in LOWERED
+    with tf32(name == "tf32"), torch.amp.autocast(device.type, LOWERED[name]) if lowered else nullcontext():
+        yield
+
+
+def scaler(name: str, device: torch.device, **settings: float) -> GradScaler:
+    """GradScaler for `name` of FORMATS: scales for "fp16" alone, otherwise hands everything through.
+
+    Made once, before the first step: what it has learnt is its scale. `settings` are GradScaler's own.
+    """
+    return GradScaler(device.type, enabled=name == "fp16", **settings)
+
+
+def train_step(
+    module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], micro_batches: Sequence[tuple[Tensor, Tensor]],
+    optimizer: torch.optim.Optimizer, name: str, scaler: GradScaler, max_norm: float | None = None,
+) -> Tensor:  # fmt: skip
+    """One optimizer step on all rows of `micro_batches`; returns their mean loss, a scalar on the device.
+
+    `loss(output, target)` is a mean over rows. The gradient's norm is clipped to `max_norm`, unless that is None.
+    """
+    rows = sum(len(x) for x, _ in micro_batches)
+    total = torch.zeros((), device=micro_batches[0][0].device)
+    optimizer.zero_grad()
+    for x, y in micro_batches:
+        with precision(name, x.device):
+            part = loss(module(x), y) * (len(x) / rows)
+        with tf32(name == "tf32"):  # autocast must not reach backward, but TF32 must
+            scaler.scale(part).backward()
+        total += part.detach()
+    if max_norm is not None:
+        scaler.unscale_(optimizer)  # the norm to clip is that of the true gradient
+        nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    scaler.step(optimizer)  # skips the step if a gradient is not finite
+    scaler.update()
+    return total

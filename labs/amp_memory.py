@@ -1,0 +1,223 @@
+"""How much memory does mixed precision save, and of what?
+
+    python -m labs.amp_memory --nproc 1
+    python -m labs.amp_memory --nproc 1 --sequences 128 512 --batches 8 70 --attention sdpa
+
+About 6 s on 2 CPU cores. A training step holds parameters, gradients, the optimizer's state and activations, which
+are what autograd keeps for backward. Autocast leaves the first three in FP32, keeps a part of the activations in
+16 bit, and adds 16-bit copies of the weights. Three ways to know how much that is:
+  formula    by hand, for BERT: labs/bert_memory.py
+  trace      autograd's own list, from a forward pass on tensors that have a shape but no memory
+  measured   autograd's list in a real step of small models; on a GPU also the peak of its allocator
+
+BERT-large and ResNet-152 are traced by CUDA's rules wherever this runs; small models by those of the rank's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from labs import amp, models
+from labs.bert_memory import CATEGORIES, Memory, parameter_count, predict, states
+from labs.kit import cli
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.probing import supported
+from labs.kit.record import Kind, Record, Records
+from labs.large_models import BertShape, bert, resnet, tiny_bert
+from labs.models import Workload
+from labs.saved_tensors import Line, of_step, stack, trace_line
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "adam": lambda p: torch.optim.AdamW(p, lr=1e-4),
+}
+GPU_HEADROOM = 1.2  # a large model really runs where this many times its predicted bytes are free
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which models to count, and how large."""
+
+    models: tuple[str, ...] = ("tiny_bert", "cnn", "char_gpt")
+    """Small models for a real step: of labs.models.MODELS, tiny_bert, or package.module:factory."""
+    batch: int = 8
+    """Rows of the real steps."""
+    sequences: tuple[int, ...] = (128, 384, 512)
+    """Tokens per sequence of BERT-large."""
+    batches: tuple[int, ...] = (1, 8, 10, 32, 70)
+    """Sequences per step of BERT-large."""
+    images: tuple[int, ...] = (1, 32, 64)
+    """Images per step of ResNet-152."""
+    optimizer: Literal["adam", "momentum", "sgd"] = "adam"
+    """Of all models but ResNet-152, which takes SGD with momentum."""
+    attention: Literal["eager", "sdpa"] = "eager"
+    """BERT-large's attention: written out, or torch's scaled_dot_product_attention."""
+    seed: int = 0
+    """Seed of the small models and their data."""
+    smoke: bool = False
+    """One small model, one sequence length, no ResNet-152."""
+
+    def __post_init__(self) -> None:
+        require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
+        require(len(self.sequences) > 0 and all(8 <= s <= 512 for s in self.sequences),
+                "sequences must hold numbers from 8 to 512: BERT-large has 512 places")  # fmt: skip
+        for name in ("batches", "images"):
+            values = getattr(self, name)
+            require(len(values) > 0 and min(values) >= 1, f"{name} must hold positive numbers")
+            require(len(set(values)) == len(values), f"{name} must be different: each is a point of the curve")
+        require(len(set(self.sequences)) == len(self.sequences), "sequences must be different")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if a model cannot be built."""
+    for name in config.models:
+        _small(name, config.seed)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Small models, predicted and measured; then the large ones, traced, and BERT's formula beside it."""
+    small = config.models[:1] if config.smoke else config.models
+    for done, name in enumerate(small, start=1):
+        yield from _small_model(name, config, rank)
+        rank.progress(done, len(small) + 2, name)
+    yield from _bert_large(config, rank)
+    rank.progress(len(small) + 1, len(small) + 2, "BERT-large")
+    if not config.smoke:
+        yield from _resnet152(config, rank)
+
+
+def _small(name: str, seed: int) -> Workload:
+    if name == "tiny_bert":
+        torch.manual_seed(seed)
+        return tiny_bert()
+    return models.build(name, seed)
+
+
+def _small_model(name: str, config: Config, rank: Rank) -> Iterator[Record]:
+    """One real step in every format, and what the trace said of it."""
+    for precision in [p for p in ("fp32", "bf16", "fp16") if supported(p, rank.device)]:
+        workload = _small(name, config.seed)
+        x, _ = workload.make_batch(2)
+        seq = x.shape[1] if x.dtype == torch.int64 else 0
+        line = trace_line(workload, precision, rank.device.type)
+        trained = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)
+        predicted = states(trained, config.optimizer, line.activations(config.batch), line.weight_copies)
+        case = {"model": name, "batch": config.batch, "seq": seq, "precision": precision,
+                "optimizer": config.optimizer}  # fmt: skip
+        yield from _by_category(rank, "predicted_bytes", predicted, "modelled", case)
+        measured, peak_bytes = measure_step(workload, config.batch, precision, config.optimizer, rank.device)
+        yield from _by_category(rank, "measured_bytes", measured, "measured", case)
+        if peak_bytes:
+            yield rank.record("peak_bytes", "B", peak_bytes, **case)
+
+
+def _by_category(rank: Rank, metric: str, memory: Memory, kind: Kind, case: dict) -> Iterator[Record]:
+    for category, size in memory.by_category().items():
+        yield rank.record(metric, "B", size, kind=kind, category=category, **case)
+
+
+def measure_step(
+    workload: Workload, batch: int, precision: str, optimizer: str, device: torch.device
+) -> tuple[Memory, int | None]:
+    """(what a real step holds, the peak of the allocator over a second step; None where there is no GPU)."""
+    module = workload.module.to(device)
+    x, y = (t.to(device) for t in workload.make_batch(batch))
+    saved = of_step(workload, x, y, precision)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimize, scaler = OPTIMIZERS[optimizer](trained), amp.scaler(precision, device, init_scale=1.0)
+    amp.train_step(module, workload.loss, [(x, y)], optimize, precision, scaler)
+    state = [t for s in optimize.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.dim() > 0]
+    grads = [p.grad for p in trained if p.grad is not None]
+    sizes = (sum(t.nbytes for t in tensors) for tensors in (trained, grads, state))
+    peak_bytes = None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        amp.train_step(module, workload.loss, [(x, y)], optimize, precision, scaler)
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+    return Memory(*sizes, saved.activations, saved.weight_copies), peak_bytes
+
+
+def bert_line(shape: BertShape, seq: int, precision: str, target: str = "cuda") -> Line:
+    """Saved bytes of a BERT of any depth, from traces of one and two of its layers."""
+    shallow = (replace(shape, layers=n) for n in (1, 2))
+    one, two = (trace_line(lambda s=s: bert(s, seq), precision, target) for s in shallow)
+    return stack(one, two, shape.layers)
+
+
+def _bert_large(config: Config, rank: Rank) -> Iterator[Record]:
+    shape = BertShape(attention=config.attention)
+    for seq in config.sequences[:1] if config.smoke else config.sequences:
+        for precision in ("fp32", "fp16"):
+            line = bert_line(shape, seq, precision)
+            case = {"model": "bert_large", "seq": seq, "precision": precision, "optimizer": config.optimizer}
+            yield from _traced(line, parameter_count(shape), config.batches, case, rank)
+            for batch in config.batches:
+                by_hand = predict(batch, seq, precision, shape, config.optimizer)
+                yield from _by_category(rank, "formula_bytes", by_hand, "modelled", {**case, "batch": batch})
+            yield from _on_gpu(lambda s=seq: bert(shape, s), line, config.batches, case, rank)
+
+
+def _resnet152(config: Config, rank: Rank) -> Iterator[Record]:
+    with torch.device("meta"):
+        count = sum(p.numel() for p in resnet().module.parameters())
+    for precision in ("fp32", "fp16"):
+        line = trace_line(resnet, precision, "cuda")
+        case = {"model": "resnet152", "seq": 0, "precision": precision, "optimizer": "momentum"}
+        yield from _traced(line, count, config.images, case, rank)
+        yield from _on_gpu(resnet, line, config.images, case, rank)
+
+
+def _traced(line: Line, parameters: int, batches: tuple[int, ...], case: dict, rank: Rank) -> Iterator[Record]:
+    for batch in batches:
+        memory = states(parameters, case["optimizer"], line.activations(batch), line.weight_copies)
+        yield from _by_category(rank, "predicted_bytes", memory, "modelled", {**case, "batch": batch})
+
+
+def _on_gpu(
+    make: Callable[[], Workload], line: Line, batches: tuple[int, ...], case: dict, rank: Rank
+) -> Iterator[Record]:
+    """The peak of a real step of a large model, for the largest batch that fits; nothing without a GPU."""
+    if rank.device.type != "cuda":
+        return
+    torch.cuda.empty_cache()  # models before this one are gone, but their memory would not count as free
+    free = torch.cuda.mem_get_info(rank.device)[0] - 16 * 340e6
+    fits = [b for b in batches if GPU_HEADROOM * (line.activations(b) + line.weight_copies) < free]
+    if fits:
+        measured, peak_bytes = measure_step(make(), max(fits), case["precision"], case["optimizer"], rank.device)
+        yield from _by_category(rank, "measured_bytes", measured, "measured", {**case, "batch": max(fits)})
+        yield rank.record("peak_bytes", "B", peak_bytes, batch=max(fits), **case)
+
+
+def total(records: Records, metric: str = "predicted_bytes", **case: object) -> float:
+    """Bytes of all categories of one step; LookupError if a category is missing or there are several steps."""
+    return sum(records.one(metric, category=c, **case).value for c in CATEGORIES)
+
+
+def saved_shares(records: Records, model: str, seq: int = 0) -> dict[int, float]:
+    """Share of a traced large model's memory that autocast saves, by batch; negative where its copies cost more."""
+    batches = {r.case["batch"] for r in records.where("predicted_bytes", model=model, seq=seq)}
+    case = {"model": model, "seq": seq}
+    return {
+        b: 1 - total(records, batch=b, precision="fp16", **case) / total(records, batch=b, precision="fp32", **case)
+        for b in sorted(batches)
+    }
+
+
+def relative_error(records: Records, **case: object) -> float:
+    """How far the predicted activations and weight copies of a small model are from the measured ones."""
+    kept = ("activations", "weight copies")
+    predicted, measured = (
+        sum(records.one(m, category=c, **case).value for c in kept) for m in ("predicted_bytes", "measured_bytes")
+    )
+    return predicted / measured - 1
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,250 @@
+"""Does the number format change what is learned?
+
+    python -m labs.amp_training                                   # launches its own ranks
+    torchrun --nproc-per-node 2 -m labs.amp_training --seeds 16 --loss-exponents 0 -7 -10 -12 -14
+
+About 20 s on 2 CPU cores. A perceptron learns Fashion-MNIST in every format, for every seed; a seed fixes the weights
+at the start and the order of the images, so that formats are compared pair by pair. It does so with the loss as it is
+and times 2^-12 and 2^-14, as if it were averaged over thousands of places per image: gradients that FP32 holds with
+ease, and FP16 does not. Then the sizes of real gradients, and how many FP16 makes 0. The ranks share the work out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from labs import amp, gradient_sizes, models
+from labs.data import fashion_mnist
+from labs.gradient_sizes import Fact
+from labs.kit import cli, measure, probing
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.measure import Estimate
+from labs.kit.record import Record, Records
+from labs.models import Workload
+
+PERCEPTRON = "perceptron"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Formats, trainings and gradients."""
+
+    formats: tuple[str, ...] = ()
+    """Of fp32, tf32, bf16, fp16 and "fp16, no scaling"; by default all that the device has. fp32 is always one."""
+    loss_exponents: tuple[int, ...] = (0, -12, -14)
+    """The loss is multiplied by 2 to this power, which rounds nothing. Adam's step hardly depends on such a factor.
+
+    Small ones are common: a term of a sum has a weight, a detector averages over 8732 boxes (SSD, arXiv:1512.02325).
+    """
+    loss_scale: float = 65536.0
+    """First scale of GradScaler, a power of two; 65536 is its default."""
+    lr: float = 0.002
+    """Learning rate of Adam."""
+    batch: int = 256
+    """Images per step."""
+    epochs: int = 5
+    """Passes over the images."""
+    samples: int = 8192
+    """Images of the training set that are used, the first ones: a multiple of batch."""
+    seeds: int = 8
+    """Trainings of each case; fewer than 6 give no interval worth its name."""
+    gradient_models: tuple[str, ...] = ("fashion_cnn", "char_gpt")
+    """Models whose gradients are looked at, besides the perceptron: of labs.models.MODELS or package.module:factory."""
+    gradient_steps: int = 50
+    """Steps in FP32 before the gradients are looked at."""
+    gradient_rows: int = 32
+    """Rows per such step; the perceptron takes `batch`, as in its trainings."""
+    seed: int = 0
+    """The first seed."""
+    smoke: bool = False
+    """One epoch, two seeds, five steps before the gradients."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted({*self.formats} - {*amp.FORMATS})
+        require(not unknown, f"formats may hold {'; '.join(amp.FORMATS)}, not {'; '.join(unknown)}")
+        different = 0 < len(exponents := self.loss_exponents) == len({*exponents})
+        require(different, f"loss_exponents must be different ones, at least 0 (the loss as it is), not {exponents}")
+        require(all(-40 <= e <= 10 for e in exponents), f"loss_exponents must be between -40 and 10, not {exponents}")
+        usable = 1 <= self.loss_scale <= 2**24 and math.frexp(self.loss_scale)[0] == 0.5
+        require(usable, f"loss_scale must be a power of two from 1 to 2^24, not {self.loss_scale}")
+        require(0 < self.lr < math.inf, f"lr must be positive, not {self.lr}")
+        least = {"batch": 1, "epochs": 1, "seeds": 1, "gradient_steps": 0, "gradient_rows": 1}
+        for name, low in least.items():
+            require(getattr(self, name) >= low, f"{name} must be at least {low}, not {getattr(self, name)}")
+        fits = 1 <= self.samples <= 10_000 and self.samples % self.batch == 0
+        require(fits, f"samples must be a multiple of batch between 1 and 10000, not {self.samples}")
+        require(len({*self.gradient_models}) == len(self.gradient_models), "gradient_models must be different")
+
+
+class Training(NamedTuple):
+    """One training."""
+
+    precision: str
+    loss_exponent: int
+    seed: int
+
+
+class Outcome(NamedTuple):
+    """What became of it. `train_loss` in nats, without its factor; that of a guess, ln(10), if it is not finite."""
+
+    test_accuracy: float
+    train_loss: float
+    skipped_steps: int
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if a model whose gradients are asked for cannot be built."""
+    for name in config.gradient_models:
+        models.build(name)
+
+
+predict = gradient_sizes.flushed_share
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """All trainings and all gradients, shared out over the ranks."""
+    if config.smoke:
+        config = dataclasses.replace(config, epochs=1, seeds=2, gradient_steps=5)
+    names, data, done = device_formats(config, rank.device), _data(config, rank.device), {}
+    todo: list[Training | str] = [*trainings(config, names), PERCEPTRON, *config.gradient_models]
+    mine = todo[rank.rank :: rank.world_size]
+    for i, job in enumerate(mine, start=1):
+        done[job] = (train if isinstance(job, Training) else gradient_facts)(job, data, config)
+        rank.progress(i, len(mine), job.precision if isinstance(job, Training) else f"gradients of {job}")
+    results = {job: result for part in rank.gather(done) for job, result in part.items()}
+    yield from _training_records(results, names, config, rank)
+    for name in (PERCEPTRON, *config.gradient_models):
+        for fact in results[name]:
+            yield rank.record(fact.metric, fact.unit, fact.samples, kind=fact.kind, model=name, **fact.case)
+
+
+def device_formats(config: Config, device: torch.device) -> list[str]:
+    """The formats to run, fp32 first. BadInput if one that was asked for is not supported by the device."""
+    able = [f for f in amp.FORMATS if probing.supported(f.partition(",")[0], device)]
+    for name in config.formats:
+        require(name in able, f"this {device.type} does not support {name}: take formats of {'; '.join(able)}")
+    return [f for f in able if f == "fp32" or f in (config.formats or able)]
+
+
+def trainings(config: Config, names: Sequence[str]) -> list[Training]:
+    """Every training of this run; those of one format follow each other, so that ranks get equal shares of each."""
+    seeds = range(config.seed, config.seed + config.seeds)
+    return [Training(f, e, s) for f in names for e in config.loss_exponents for s in seeds]
+
+
+def train(training: Training, data: tuple[Tensor, ...], config: Config) -> Outcome:
+    """Train a perceptron; labs.amp.train_step is the step. It is judged in FP32, whatever it was trained in."""
+    images, labels, test_images, test_labels = data
+    torch.manual_seed(training.seed)
+    model = perceptron().to(images.device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+    scaler = amp.scaler(training.precision, images.device, init_scale=config.loss_scale)
+    name, factor, skipped = training.precision, 2.0**training.loss_exponent, 0
+    for _ in range(config.epochs):
+        for rows in torch.randperm(len(images)).to(images.device).view(-1, config.batch):
+            scale = scaler.get_scale()
+            batch = images[rows], labels[rows]
+            amp.train_step(model, lambda out, y: cross_entropy(out, y) * factor, [batch], optimizer, name, scaler)
+            skipped += scaler.get_scale() < scale
+    with torch.no_grad(), amp.precision("fp32", images.device):
+        accuracy = (model(test_images).argmax(1) == test_labels).double().mean().item()
+        last = cross_entropy(model(images), labels).item()
+    return Outcome(accuracy, last if math.isfinite(last) else math.log(10), skipped)
+
+
+def perceptron() -> nn.Module:
+    """196-64-64-10, 17,418 parameters."""
+    return nn.Sequential(nn.Linear(196, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def gradient_facts(name: str, data: tuple[Tensor, ...], config: Config) -> list[Fact]:
+    """What is to be recorded of the gradients of a model; of the perceptron also with the loss times each factor."""
+    own = name == PERCEPTRON
+    workload = _perceptron_workload(data, config.seed) if own else models.make(name, config.seed)
+    rows, factors = (config.batch, config.loss_exponents) if own else (config.gradient_rows, ())
+    scales = tuple(dict.fromkeys(2.0**e * s for s in (1.0, config.loss_scale) for e in (0, *factors)))
+    batch = gradient_sizes.trained(workload, rows, config.gradient_steps, data[0].device)
+    return list(gradient_sizes.facts(workload, batch, scales))
+
+
+def _perceptron_workload(data: tuple[Tensor, ...], seed: int) -> Workload:
+    torch.manual_seed(seed)
+    images, labels = (t.cpu() for t in data[:2])
+
+    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
+        rows = torch.randint(len(images), (batch_size,))
+        return images[rows], labels[rows]
+
+    return Workload(perceptron(), make_batch, cross_entropy)
+
+
+def _data(config: Config, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, test images and labels. Images: means of 2x2 pixels, (N, 196), about standardised."""
+    arrays, tensors = fashion_mnist(), []
+    for images, labels in ((arrays.x_train, arrays.y_train), (arrays.x_test, arrays.y_test)):
+        x = torch.from_numpy(images).float().div(255).sub(0.286).div(0.353).unsqueeze(1)
+        tensors += [nn.functional.avg_pool2d(x, 2).flatten(1), torch.from_numpy(labels).long()]
+    x, y, x_test, y_test = (t.to(device) for t in tensors)
+    return x[: config.samples], y[: config.samples], x_test, y_test
+
+
+def _training_records(results: dict, names: Sequence[str], config: Config, rank: Rank) -> Iterator[Record]:
+    """One sample per seed."""
+    for exponent in config.loss_exponents:
+        for name in names:
+            outcomes = [results[t] for t in trainings(config, [name]) if t.loss_exponent == exponent]
+            case = {"model": PERCEPTRON, "precision": name, "loss_exponent": exponent}
+            for metric, unit in (("test_accuracy", "1"), ("train_loss", "nats"), ("skipped_steps", "steps")):
+                yield rank.record(metric, unit, [getattr(o, metric) for o in outcomes], **case)
+
+
+def accuracy(records: Records) -> dict[tuple[str, int], Estimate]:
+    """Test accuracy by (precision, loss_exponent)."""
+    found = {(r.case["precision"], r.case["loss_exponent"]): r.samples for r in records.where("test_accuracy")}
+    return {case: measure.estimate(samples, "1") for case, samples in found.items()}
+
+
+def against_fp32(records: Records) -> dict[tuple[str, int], Estimate]:
+    """Test accuracy minus that of FP32 with the same factor, seed by seed, by (precision, loss_exponent).
+
+    The intervals are meant to hold all together: each has the level 1 - 0.05 / (how many there are), as of 9 intervals
+    of 95 % one would miss by luck in every third run (Bonferroni). None reaches beyond the extremes of its samples,
+    so that 8 seeds make that 1 - 9 x 2^-7, or 93 %; 10 make it 98 %.
+    """
+    others, found = [r for r in records.where("test_accuracy") if r.case["precision"] != "fp32"], {}
+    level = 1 - (1 - measure.LEVEL) / max(1, len(others))
+    for r in others:
+        case = r.case["precision"], r.case["loss_exponent"]
+        exact = records.one("test_accuracy", precision="fp32", loss_exponent=case[1]).samples
+        changes = [a - b for a, b in zip(r.samples, exact, strict=True)]
+        found[case] = measure.estimate(changes, "1", level=level)
+    return found
+
+
+def seed_spread(records: Records, loss_exponent: int = 0) -> float:
+    """Largest minus smallest test accuracy of FP32 over the seeds: what one run alone cannot tell apart."""
+    samples = records.one("test_accuracy", precision="fp32", loss_exponent=loss_exponent).samples
+    return max(samples) - min(samples)
+
+
+def verdicts(records: Records) -> list[str]:
+    """By format and factor, whether its accuracy can be told from that of FP32."""
+    found = []
+    for (precision, exponent), change in against_fp32(records).items():
+        points = f"{100 * change.value:+.1f} points of accuracy [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+        text = points if measure.differs(change, 0.0) else f"not distinguishable from FP32: {points}"
+        found.append(f"{precision}, loss x 2^{exponent}: {text}")
+    return found
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,225 @@
+"""Which operations does autocast lower to 16 bits, and which does it leave alone?
+
+    python -m labs.autocast_ops --nproc 1
+    torchrun --nproc-per-node 1 -m labs.autocast_ops --models my_package.my_module:factory --precisions bf16
+
+About 2 s on 2 CPU cores. No list is consulted: a dispatch mode below autocast sees each operation as it runs, with
+the casts that autocast has put in front of it. `table` makes the table, `predict` says how often weights are cast.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from labs import amp, models
+from labs.kit import cli
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.probing import supported
+from labs.kit.record import Record, Records
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+CAST = "_to_copy"
+LOWERED, KEPT, FOLLOWS = "lowered", "kept in FP32", "follows its input"
+TREATMENTS = (LOWERED, KEPT, FOLLOWS, "cast")
+CONTEXTS = ("one", "one each")
+FORWARDS = 2
+SAME_VALUES = ("_unsafe_view", "detach", "ones_like")  # compute nothing, as views
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to trace."""
+
+    models: tuple[str, ...] = ("mlp", "cnn", "cnn_batchnorm", "char_gpt")
+    """Of labs.models.MODELS, or package.module:factory."""
+    precisions: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
+    """Formats that autocast lowers to; each model is traced without autocast ("fp32") too."""
+    batch: int = 2
+    """Rows: the operations are the same for every number."""
+    smoke: bool = False
+    """The first model and the first format only."""
+
+    def __post_init__(self) -> None:
+        require(len(self.models) > 0, f"models must name at least one of {', '.join(models.MODELS)}")
+        require(len(self.precisions) > 0, "precisions must name at least one of bf16, fp16")
+        require(len(set(self.models)) == len(self.models), "models must name each model once")
+        require(len(set(self.precisions)) == len(self.precisions), "precisions must name each format once")
+        require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if a model cannot be built."""
+    for model in config.models:
+        models.build(model)
+
+
+def predict(weights: int, forwards: int, cache: bool, contexts: str) -> int:
+    """Casts of `weights` lowered tensors in `forwards` forward passes within one autocast context, or one each.
+
+    Autocast keeps a weight's 16-bit copy until its outermost context ends; without the cache, each use casts anew.
+    """
+    return weights * (1 if cache and contexts == "one" else forwards)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation as it ran: `dtype_in` joins the formats of its floating-point inputs with +."""
+
+    phase: str
+    op: str
+    dtype_in: str
+    dtype_out: str
+    treatment: str
+
+
+class Trace(TorchDispatchMode):
+    """Counts calls and FLOPs of the floating-point operations that run inside it, without views.
+
+    An operation is "lowered" if autocast has cast an input of it to 16 bits, "kept in FP32" if it has cast one
+    back to FP32, and else "follows its input". Autocast is off in backward, where everything follows.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        super().__init__()
+        self.phase, self.calls, self.flop, self.weight_casts = "forward", Counter[Call](), Counter[Call](), 0
+        self._weights = {p.data_ptr() for p in parameters}
+        self._cast: dict[int, tuple[str, Tensor]] = {}  # keeps the tensor alive: an id would be given again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run `func` and note it."""
+        out = func(*args, **(kwargs or {}))
+        ins, outs = _floats((args, kwargs)), _floats(out)
+        if not ins or not outs:
+            return out
+        name, casts = func.overloadpacket.__name__, [self._cast[id(t)][0] for t in ins if id(t) in self._cast]
+        if name == CAST and ins[0].dtype != outs[0].dtype:
+            self._note_cast(ins[0], outs[0])
+        elif func.is_view or name in SAME_VALUES:
+            self._cast.update({id(t): (casts[0], t) for t in outs} if casts else {})
+        else:
+            treatment = casts[0] if casts and self.phase == "forward" else FOLLOWS
+            call = Call(self.phase, name, _joined(ins), _joined(outs[:1]), treatment)
+            self.calls[call] += 1
+            self.flop[call] += _flop(func, args, kwargs or {}, out)
+        return out
+
+    def _note_cast(self, before: Tensor, after: Tensor) -> None:
+        down = after.itemsize < before.itemsize
+        if self.phase == "forward":  # in backward a tensor with a second owner would be copied into .grad
+            self._cast[id(after)] = (LOWERED if down else KEPT, after)
+        self.weight_casts += down and before.data_ptr() in self._weights
+        self.calls[Call(self.phase, CAST, _joined([before]), _joined([after]), "cast")] += 1
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _joined(tensors: list[Tensor]) -> str:
+    return "+".join(sorted({NAMES.get(t.dtype, str(t.dtype)) for t in tensors}))
+
+
+def _flop(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """FLOPs by torch's own formulas, which lack attention on a CPU; operations without products count 0."""
+    packet = func.overloadpacket
+    if packet in flop_registry:
+        return flop_registry[packet](*args, **kwargs, out_val=out)
+    if not packet.__name__.startswith("_scaled_dot_product"):
+        return 0
+    shapes = [t.shape for t in args[:4] if isinstance(t, Tensor)]
+    return sdpa_backward_flop_count(*shapes) if "backward" in packet.__name__ else sdpa_flop_count(*shapes[:3])
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """For every model: its operations without autocast and in every format; how often its weights are cast."""
+    names, wanted = (c[:1] if config.smoke else c for c in (config.models, config.precisions))
+    formats = [p for p in wanted if supported(p, rank.device)]
+    for missing in set(wanted) - set(formats):
+        print(f"autocast_ops: {missing} is left out: this device does not support it")
+    for done, name in enumerate(names, start=1):
+        for precision in ("fp32", *formats):
+            yield from _step(name, precision, config, rank)
+        for precision in formats[:1]:
+            yield from _weight_casts(name, precision, config, rank)
+        rank.progress(done, len(names), name)
+
+
+def _step(name: str, precision: str, config: Config, rank: Rank) -> Iterator[Record]:
+    """Calls by operation of one training step, and the share of its FLOPs whose inputs have 16 bits."""
+    workload, x, y = _workload(name, config, rank)
+    with Trace() as trace:
+        with amp.precision(precision, rank.device):
+            loss = workload.loss(workload.module(x), y)
+        trace.phase = "backward"
+        loss.backward()
+    for call, calls in trace.calls.items():
+        yield rank.record("calls", "calls", calls, model=name, precision=precision, **vars(call))
+    for phase in ("forward", "backward"):
+        flop = {c: n for c, n in trace.flop.items() if c.phase == phase}
+        lowered = sum(n for c, n in flop.items() if precision != "fp32" and precision in c.dtype_in.split("+"))
+        share = lowered / max(1, sum(flop.values()))
+        yield rank.record("lowered_flop_share", "1", share, model=name, precision=precision, phase=phase)
+
+
+def _weight_casts(name: str, precision: str, config: Config, rank: Rank) -> Iterator[Record]:
+    """Casts of weights in two forward passes, as of two micro-batches: one autocast context or two, cache or not."""
+    workload, x, _ = _workload(name, config, rank)
+    for contexts in CONTEXTS:
+        for cache in (True, False):
+            casts = [_cast_once(workload.module, x, precision, n, cache, contexts) for n in (1, FORWARDS)]
+            case = {"model": name, "precision": precision, "contexts": contexts, "cache": cache, "forwards": FORWARDS}
+            yield rank.record("weight_casts", "casts", casts[1], **case)
+            expected = predict(casts[0], FORWARDS, cache, contexts)
+            yield rank.record("predicted_weight_casts", "casts", expected, kind="modelled", **case)
+
+
+def _cast_once(module: nn.Module, x: Tensor, precision: str, forwards: int, cache: bool, contexts: str) -> int:
+    """Casts of parameters in `forwards` forward passes."""
+
+    def autocast() -> torch.amp.autocast:
+        return torch.amp.autocast(x.device.type, amp.LOWERED[precision], cache_enabled=cache)
+
+    with Trace(module.parameters()) as trace, autocast() if contexts == "one" else nullcontext():
+        for _ in range(forwards):
+            with nullcontext() if contexts == "one" else autocast():
+                module(x)
+    return trace.weight_casts
+
+
+def _workload(name: str, config: Config, rank: Rank) -> tuple[models.Workload, Tensor, Tensor]:
+    workload = models.build(name)
+    workload.module.to(rank.device)
+    x, y = workload.make_batch(config.batch)
+    return workload, x.to(rank.device), y.to(rank.device)
+
+
+def table(records: Records, model: str, precision: str, phase: str = "forward") -> list[dict[str, Any]]:
+    """One row per operation and input format, sorted by treatment, then name; `fp32_calls`: without autocast.
+
+    Rows: treatment, op, dtype_in, dtype_out, calls, fp32_calls. An operation with two input formats has two rows
+    with the same `fp32_calls`. Without times: equal on every machine with the same torch and kind of device.
+    """
+    plain = Counter[str]()
+    for r in records.where("calls", model=model, precision="fp32", phase=phase):
+        plain[r.case["op"]] += int(r.value)
+    rows = [
+        {**{k: r.case[k] for k in ("treatment", "op", "dtype_in", "dtype_out")}, "calls": int(r.value),
+         "fp32_calls": plain[r.case["op"]]}
+        for r in records.where("calls", model=model, precision=precision, phase=phase)
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: (TREATMENTS.index(row["treatment"]), row["op"], row["dtype_in"]))
+
+
+if __name__ == "__main__":
+    cli.main()

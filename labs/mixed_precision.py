@@ -1,0 +1,211 @@
+"""What does each number format do to the time and the memory of a training step?
+
+    python -m labs.mixed_precision --nproc 1                                         # the course's models
+    python -m labs.mixed_precision --nproc 1 --model my_package.my_module:factory    # a report on your own
+    torchrun --nproc-per-node 1 -m labs.mixed_precision --formats fp32 bf16 --rounds 20
+
+About 10 s on 2 CPU cores. All formats that the device has take turns, in one model after the other; then the bytes
+that each keeps for backward, then matrix products by size, where a 16-bit format may overtake FP32 or never does.
+What would take longer than its budget is left out, and recorded as such. Your own model gets instead of the matrix
+products a comparison of loss and gradient with FP32, on the parameters that the factory returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from labs import amp_effects, matmul_ladder, models
+from labs.amp import NO_SCALING, scaler, train_step
+from labs.amp_report import report
+from labs.kit import cli, measure, probing
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record, Records
+
+ROWS = {"cnn": 8, "char_gpt": 8}  # on a CPU; 64 of other models
+GPU_ROWS = 16  # times as many on a GPU, which a small batch leaves idle
+PROBE_ROWS = (2, 8)
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to run in which formats, and for how long."""
+
+    models: tuple[str, ...] = ("cnn", "char_gpt", "mlp")
+    """Of labs.models.MODELS; without `model`."""
+    model: str = ""
+    """package.module:factory of your own model, or one of labs.models.MODELS: a report on it alone."""
+    formats: tuple[str, ...] = ()
+    """Of fp32, tf32, bf16, fp16; by default all that the device has. fp32 is always among them."""
+    batch_size: int = 0
+    """Rows per step; 0 takes 8 of the CNN and the GPT and 64 of other models, on a GPU 16 times as many."""
+    sides: tuple[int, ...] = ()
+    """Sides of the square matrices; by default 32 to 512 on a CPU, 256 to 8192 on a GPU."""
+    rounds: int = 8
+    """Times that each format takes its turn; each gives one sample."""
+    least_s: float = 0.002
+    """Least duration of a turn: faster steps are repeated."""
+    budget_s: float = 3.0
+    """A format whose turns would take longer in all is left out; a matrix product gets a tenth."""
+    seed: int = 0
+    """Seed of the models and of the data."""
+    smoke: bool = False
+    """Two rounds, small batches and matrices."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted({*self.formats} - {*probing.DTYPES})
+        require(not unknown, f"formats may hold {', '.join(probing.DTYPES)}, not {', '.join(unknown)}")
+        require(bool(self.models) or bool(self.model), f"models must name some of {', '.join(models.MODELS)}")
+        require(self.batch_size >= 0, f"batch_size must be at least 1 (or 0 for the default), not {self.batch_size}")
+        require(all(n >= 1 for n in self.sides), "sides must be at least 1")
+        require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}: one sample has no interval")
+        require(0 < self.least_s < math.inf, f"least_s must be positive, not {self.least_s}")
+        require(0 < self.budget_s < math.inf, f"budget_s must be positive, not {self.budget_s}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models to run."""
+        return (self.model,) if self.model else self.models
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if a model cannot be built, or has parameters that are not FP32."""
+    for name in config.names:
+        found = {p.dtype for p in models.build(name).module.parameters()} - {torch.float32}
+        kind = str(min(found, key=str)).removeprefix("torch.") if found else ""
+        require(not found, f"model {name!r} has {kind} parameters: give it float32 ones, autocast makes the copies")
+
+
+def predict(lowered_share: float, ratio: float, cast_share: float = 0.0) -> float:
+    """Speed-up of a step over FP32: Amdahl's law with a price.
+
+    `lowered_share` of the FP32 step is in products that run `ratio` times as fast in 16 bits; casts add `cast_share`
+    of the FP32 step's time. Below 1 if the casts cost more than the products gain.
+    """
+    return 1 / (1 - lowered_share + lowered_share / ratio + cast_share)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Rank 0 measures alone; other ranks wait."""
+    if rank.rank == 0:
+        formats = device_formats(config, rank.device)
+        records = []
+        for record in _everything(config, formats, rank):
+            records.append(record)
+            yield record
+        if config.model:
+            print(report(Records(records))["advice"])
+    rank.barrier()
+
+
+def device_formats(config: Config, device: torch.device) -> list[str]:
+    """The formats to run, fp32 first. BadInput if one that was asked for is not supported by the device."""
+    able = [f for f in probing.DTYPES if probing.supported(f, device)]
+    for name in config.formats:
+        require(name in able, f"this {device.type} does not support {name}: take formats of {', '.join(able)}")
+    return [f for f in able if f == "fp32" or f in (config.formats or able)]
+
+
+def _everything(config: Config, formats: list[str], rank: Rank) -> Iterator[Record]:
+    total = len(config.names) + 1
+    for done, name in enumerate(config.names):
+        rank.progress(done, total, name)
+        yield from model_records(name, config, formats, rank)
+    rank.progress(total - 1, total, "matrix products")
+    if not config.model:
+        yield from matmul_records(config, formats, rank)
+
+
+def model_records(name: str, config: Config, formats: list[str], rank: Rank) -> Iterator[Record]:
+    """Step times and saved bytes of one model by format; for your own also how well the formats agree."""
+    workload = models.make(name, config.seed)
+    workload.module.to(rank.device)
+    rows = batch_rows(name, config, rank.device)
+    batches = [tuple(t.to(rank.device) for t in workload.make_batch(rows)) for _ in range(2)]
+    case = {"model": name, "batch": rows}
+    steps = {}
+    for f in formats:
+        step = _training(workload, f, rank.device)
+        seconds = _step_s(step, batches[0], rank.device)
+        if f == "fp32" or seconds * _rounds(config) <= config.budget_s:
+            steps[f] = lambda step=step: step(batches[0])
+        else:
+            yield _skipped(rank, seconds, precision=f, **case)
+    times = matmul_ladder.in_turn(steps, _rounds(config), config.least_s, rank.device)
+    for f, samples in times.items():
+        yield rank.record("step_s", "s", samples, rank=0, precision=f, **case)
+    for f in steps:
+        total, copies = amp_effects.saved_bytes(workload, *batches[0], f)
+        yield rank.record("saved_bytes", "B", total, rank=0, precision=f, **case)
+        yield rank.record("weight_copy_bytes", "B", copies, rank=0, precision=f, **case)
+    if config.model:
+        yield from agreement_records(workload, batches, list(steps), rank, case)
+
+
+def batch_rows(name: str, config: Config, device: torch.device) -> int:
+    """Rows per step of model `name`."""
+    usual = ROWS.get(name, 64) * (1 if device.type == "cpu" else GPU_ROWS)
+    return config.batch_size or (2 if config.smoke else usual)
+
+
+def _rounds(config: Config) -> int:
+    return 2 if config.smoke else config.rounds
+
+
+def _training(workload: models.Workload, name: str, device: torch.device) -> Callable[[Batch], object]:
+    """A step of format `name` on a batch. The learning rate is 0: all formats train the same parameters."""
+    optimizer, scaling = torch.optim.SGD(workload.module.parameters(), lr=0.0), scaler(name, device)
+    return lambda batch: train_step(workload.module, workload.loss, [batch], optimizer, name, scaling)
+
+
+def _step_s(step: Callable[[Batch], object], batch: Batch, device: torch.device) -> float:
+    """Modelled seconds of a step, on the line through those of its first 2 and first 8 rows."""
+    rows, (few, more) = len(batch[0]), PROBE_ROWS
+    parts = [tuple(t[:n] for t in batch) for n in PROBE_ROWS]
+    first, second = (min(measure.time_steps(lambda part=part: step(part), 2, device)) for part in parts)
+    return second + max(second - first, 0.0) / (more - few) * max(rows - more, 0)
+
+
+def _skipped(rank: Rank, seconds: float | Sequence[float], **case: object) -> Record:
+    """What was left out: the seconds that each call would take, from smaller ones."""
+    why = "its turns would take longer than the budget"
+    return rank.record("skipped_step_s", "s", seconds, kind="modelled", rank=0, why=why, **case)
+
+
+def agreement_records(
+    workload: models.Workload, batches: Sequence[Batch], formats: list[str], rank: Rank, case: dict
+) -> Iterator[Record]:
+    """How far loss and gradient are from FP32's by format and scale; and those of another batch, to compare with."""
+    reference = amp_effects.gradient(workload, *batches[0], "fp32")
+    other = amp_effects.agreement(amp_effects.gradient(workload, *batches[1], "fp32"), reference)
+    yield rank.record("batch_noise", "1", other.gradient_error, rank=0, **case)
+    found = []
+    for f in (f for f in formats if f in ("tf32", "bf16")):
+        found.append((f, 1.0, amp_effects.agreement(amp_effects.gradient(workload, *batches[0], f), reference)))
+    if "fp16" in formats:
+        found += [("fp16", *a) for a in amp_effects.fp16_agreements(workload, *batches[0], reference)]
+        plain = amp_effects.gradient(workload, *batches[0], NO_SCALING)
+        found.append((NO_SCALING, 1.0, amp_effects.agreement(plain, reference)))
+    for f, scale, agreed in found:
+        metrics = ["underflow_share", "overflow_share"] + (["loss_error", "gradient_error"] if agreed.finite else [])
+        for metric in metrics:
+            yield rank.record(metric, "1", getattr(agreed, metric), rank=0, precision=f, scale=scale, **case)
+
+
+def matmul_records(config: Config, formats: list[str], rank: Rank) -> Iterator[Record]:
+    """Square matrix products by side and format; with `casts` those of autocast, which gets FP32 matrices."""
+    sides = tuple(sorted(config.sides or matmul_ladder.usual_sides(rank.device)))[: 2 if config.smoke else None]
+    climb = matmul_ladder.climb(sides, formats, _rounds(config), config.least_s, config.budget_s / 10, rank.device)
+    for side, (name, casts), seconds, measured in climb:
+        case = {"part": "matmul", "side": side, "precision": name, "casts": casts}
+        yield rank.record("step_s", "s", seconds, rank=0, **case) if measured else _skipped(rank, seconds, **case)
+
+
+if __name__ == "__main__":
+    cli.main()

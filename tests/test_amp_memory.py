@@ -1,0 +1,255 @@
+"""Formula, trace and real step agree; each would notice if the other were wrong."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from labs import amp_memory, bert_memory, large_models, models, saved_tensors
+from labs.kit.cli import BadInput
+from labs.kit.launch import launch
+from labs.large_models import TINY_BERT, BertShape
+from labs.models import Workload
+from labs.text_models import char_gpt
+
+SMALL = {"tiny_bert": large_models.tiny_bert, "tiny_resnet": large_models.tiny_resnet, "cnn": models.cnn,
+         "cnn_batchnorm": models.cnn_batchnorm, "mlp": models.mlp, "char_gpt": char_gpt}  # fmt: skip
+SDPA = BertShape(attention="sdpa")
+
+
+@pytest.fixture(scope="module")
+def run():
+    return launch("amp_memory", nproc=1, smoke=True)
+
+
+def saved(module, x, precision="fp32"):
+    return saved_tensors.of_step(Workload(module, None, lambda out, _: out.sum()), x, x, precision)
+
+
+# -- counting
+
+
+def test_by_hand():
+    """Linear keeps its input; ReLU its output, which the next Linear keeps too: counted once.
+
+    The first layer's weight is not needed: no gradient goes further back.
+    """
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    assert saved(module, torch.randn(5, 8)).activations == 4 * 5 * (8 + 16)
+    lowered = saved(module, torch.randn(5, 8), "bf16")
+    assert (lowered.activations, lowered.weight_copies) == (2 * 5 * (8 + 16), 2 * 16 * 4)
+    assert lowered.by_dtype == {"bfloat16": 2 * 5 * (8 + 16)}
+
+
+def test_a_view_keeps_its_whole_storage():
+    x = torch.randn(100, 8)
+    assert saved(nn.Linear(8, 4), x[:10]).activations == x.nbytes
+
+
+def test_relu_in_place_keeps_no_more_and_no_less():
+    a, b = (saved(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace)), torch.randn(2, 3, 8, 8))
+            for inplace in (False, True))  # fmt: skip
+    assert a == b
+
+
+def test_a_computed_tensor_of_a_weight_is_not_a_copy_of_it():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return functional.linear(x, 2 * self.weight)
+
+    assert saved(Doubled(8, 4), torch.randn(5, 8), "bf16").weight_copies == 0
+
+
+@pytest.mark.parametrize(("name", "precision"), [*itertools.product(SMALL, ("fp32", "bf16", "fp16"))])
+def test_the_trace_agrees_with_a_real_step(name, precision):
+    torch.manual_seed(0)
+    workload = SMALL[name]()
+    real = saved_tensors.of_step(workload, *workload.make_batch(6), precision)
+    line = saved_tensors.trace_line(workload, precision)
+    assert line.weight_copies == real.weight_copies
+    assert line.activations(6) == pytest.approx(real.activations, rel=0 if precision == "fp32" else 0.02)
+    assert (real.weight_copies == 0) == (precision == "fp32")
+
+
+def test_the_trace_leaves_the_workload_and_its_data_real():
+    workload = char_gpt()
+    saved_tensors.trace(workload, 2, "bf16")
+    x, y = workload.make_batch(2)
+    assert workload.loss(workload.module(x), y).item() > 0
+
+
+def test_a_line_holds_at_a_batch_that_was_not_traced():
+    for make in (lambda: large_models.bert(TINY_BERT, 40), large_models.tiny_resnet):
+        line = saved_tensors.trace_line(make, "fp16", "cuda")
+        assert line.activations(7) == saved_tensors.trace(make, 7, "fp16", "cuda").activations
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_one_layer_times_24_is_24_layers(precision):
+    slow = saved_tensors.trace_line(lambda: large_models.bert(None, 128), precision, "cuda")
+    assert amp_memory.bert_line(BertShape(), 128, precision) == slow
+
+
+def test_unknown_format():
+    with pytest.raises(ValueError, match="no format 'int8'"):
+        saved_tensors.trace(models.mlp, 2, "int8")
+
+
+# -- CUDA's rules
+
+
+def test_emulated_rules_are_autocasts_own_where_a_cpu_has_the_same():
+    """Without LayerNorm, softmax and dropout the two devices have the same rules."""
+    for name in ("mlp", "cnn"):
+        workload = SMALL[name]()
+        cpu, cuda = (saved_tensors.trace(workload, 4, "bf16", target) for target in ("cpu", "cuda"))
+        # Cross-entropy is raised to FP32 on both; a CPU's list does not say so for log_softmax.
+        assert cuda.weight_copies == cpu.weight_copies
+        assert cuda.activations - cpu.activations in (0, 2 * 4 * 10)
+
+
+def test_no_function_of_the_models_is_missing_from_the_rules():
+    """Whatever the models call and torch has a rule for on CUDA is in one of the two lists."""
+    called = set()
+
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            called.add(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    for make in SMALL.values():
+        workload = make()
+        x, y = workload.make_batch(2)
+        with Names():
+            workload.loss(workload.module(x), y)
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    ruled = {name.removeprefix("aten::").partition(".")[0] for name in registered}
+    listed = saved_tensors.LOWERED | saved_tensors.RAISED
+    assert {"linear", "softmax", "layer_norm"} <= called & ruled
+    assert called & ruled - listed == set()
+    other_names = {"__matmul__", "cross_entropy"}  # of matmul and cross_entropy_loss
+    assert listed - ruled - other_names == set()
+
+
+def test_cuda_keeps_softmax_in_fp32_and_masks_in_bytes():
+    class Probe(nn.Module):
+        def forward(self, x):
+            return functional.dropout(functional.softmax(torch.matmul(x, x.transpose(1, 2)), -1), 0.1)
+
+    x = nn.Parameter(torch.randn(2, 8, 8))
+    sizes = {}
+    for lowered in (None, torch.float16):
+        with saved_tensors.CudaRules(lowered):
+            sizes[lowered] = saved_tensors.count(lambda: Probe()(x).sum(), [x]).by_dtype
+    assert sizes[None] == {"float32": 2 * 64 * 4, "bool": 2 * 64}
+    assert sizes[torch.float16]["float32"] == 2 * 64 * 4
+    assert sizes[torch.float16]["bool"] == 2 * 64
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("name", "precision"), [*itertools.product(SMALL, ("fp32", "fp16"))])
+def test_emulated_rules_are_those_of_a_gpu(name, precision):
+    workload, device = SMALL[name](), torch.device("cuda")
+    traced = saved_tensors.trace(workload, 6, precision, "cuda")
+    workload.module.to(device)
+    real = saved_tensors.of_step(workload, *(t.to(device) for t in workload.make_batch(6)), precision)
+    assert traced.weight_copies == real.weight_copies
+    assert traced.activations == pytest.approx(real.activations, rel=0.02)
+
+
+# -- the closed form
+
+
+@pytest.mark.parametrize(("shape", "seq", "precision"), [*itertools.product(
+    (BertShape(), SDPA), (128, 384, 512), ("fp32", "fp16"))], ids=str)  # fmt: skip
+def test_formula_and_trace_agree(shape, seq, precision):
+    line, by_hand = amp_memory.bert_line(shape, seq, precision), bert_memory.predict(5, seq, precision, shape)
+    assert line.weight_copies == by_hand.weight_copies
+    exact = shape.attention == "eager"
+    assert line.activations(5) == pytest.approx(by_hand.activations, rel=0 if exact else 1e-6)
+
+
+def test_in_16_bit_throughout_a_layer_is_that_of_korthikanti():
+    """s h (34 + 5 a s / h) bytes, arXiv 2205.05198: every number of 4 bytes takes 2, statistics are left out."""
+    s, h, a = 512, 1024, 16
+    units = {"sh": s * h, "ass": a * s * s}
+    halved = sum((t.fp32 // 2 if t.fp32 > 1 else 1) * units[t.unit] for t in bert_memory.LAYER if t.unit in units)
+    assert halved == s * h * 34 + 5 * a * s * s
+
+
+def test_bert_large_cannot_go_from_24_to_12_gb():
+    batch = bert_memory.largest_batch(24e9, 128)
+    fp32, lowered = (bert_memory.predict(batch, 128, p) for p in ("fp32", "bf16"))
+    assert 23.5e9 < fp32.total <= 24e9
+    assert 18e9 < lowered.total < 19e9
+    fixed = 16 * bert_memory.parameter_count(BertShape())
+    assert fp32.total - fp32.activations == fixed
+    assert fixed + fp32.activations / 2 > 12e9  # not even with every activation halved
+
+
+def test_saved_share_grows_with_the_batch_from_below_zero_to_its_limit():
+    for seq in (128, 512):
+        shares = [bert_memory.saved_share(b, seq) for b in (1, 4, 16, 64, 10**6)]
+        assert shares == sorted(shares)
+        assert shares[0] < 0 < shares[2]
+        assert shares[-1] == pytest.approx(bert_memory.largest_saved_share(seq), abs=1e-4)
+        assert shares[-1] < 0.35
+
+
+def test_the_largest_batch_is_the_last_that_fits():
+    for precision in ("fp32", "fp16"):
+        batch = bert_memory.largest_batch(24e9, 384, precision)
+        sizes = [bert_memory.predict(b, 384, precision).total for b in (batch, batch + 1)]
+        assert sizes[0] <= 24e9 < sizes[1]
+    assert bert_memory.largest_batch(1e9, 384) == 0
+
+
+@pytest.mark.parametrize(("optimizer", "per_parameter"), [("sgd", 8), ("momentum", 12), ("adam", 16)])
+def test_states_by_hand_and_measured(optimizer, per_parameter):
+    memory, peak_bytes = amp_memory.measure_step(models.mlp(), 4, "bf16", optimizer, torch.device("cpu"))
+    assert memory.total - memory.activations - memory.weight_copies == per_parameter * 658_698
+    assert peak_bytes is None
+    expected = bert_memory.states(658_698, optimizer, memory.activations, memory.weight_copies)
+    assert memory == expected
+
+
+# -- the lab
+
+
+def test_small_models_are_predicted(run):
+    for precision in ("fp32", "bf16", "fp16"):
+        assert abs(amp_memory.relative_error(run, model="tiny_bert", precision=precision)) < 0.02
+        for category in ("parameters", "gradients", "optimizer"):
+            case = {"model": "tiny_bert", "precision": precision, "category": category}
+            assert run.one("predicted_bytes", **case).value == run.one("measured_bytes", **case).value
+
+
+def test_records_of_the_large_model(run):
+    case = {"model": "bert_large", "seq": 128, "batch": 70}
+    fp32, lowered = (amp_memory.total(run, precision=p, **case) for p in ("fp32", "fp16"))
+    assert amp_memory.saved_shares(run, "bert_large", 128)[70] == 1 - lowered / fp32
+    expected = {b: pytest.approx(bert_memory.saved_share(b, 128)) for b in amp_memory.Config().batches}
+    assert amp_memory.saved_shares(run, "bert_large", 128) == expected
+    assert amp_memory.total(run, "formula_bytes", precision="fp16", **case) == lowered
+    assert {r.kind for r in run.where("predicted_bytes")} == {"modelled"}
+    assert {r.kind for r in run.where("measured_bytes")} == {"measured"}
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"sequences": (600,)}, "sequences must hold"), ({"batches": (0,)}, "batches must hold"),
+    ({"batches": (4, 4)}, "batches must be different"), ({"images": ()}, "images must hold"),
+    ({"batch": 0}, "batch must be at least 1"), ({"models": ("bert",)}, "there is no model 'bert'"),
+    ({"optimizer": "lion"}, "optimizer"),
+])  # fmt: skip
+def test_bad_input(values, words):
+    with pytest.raises(BadInput, match=words):
+        launch("amp_memory", nproc=1, **values)
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        amp_memory.Config().batch = 3

@@ -1,0 +1,169 @@
+"""What the trace sees: products lowered, losses kept, the rest following; casts counted as predicted."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from labs import autocast_ops as lab
+from labs import models
+from labs.kit.cli import BadInput
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records
+
+
+@pytest.fixture(scope="module")
+def run():
+    return launch("autocast_ops", nproc=1)
+
+
+def treatments(run, model, precision):
+    return {row["op"]: row["treatment"] for row in lab.table(run, model, precision)}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_products_are_lowered_and_the_loss_is_kept(run, precision):
+    seen = treatments(run, "cnn_batchnorm", precision)
+    assert {op for op, t in seen.items() if t == lab.LOWERED} == {"convolution", "addmm"}
+    assert seen["_log_softmax"] == lab.KEPT
+    assert seen["relu"] == seen["mean"] == lab.FOLLOWS
+    rows = {row["op"]: row for row in lab.table(run, "cnn_batchnorm", precision)}
+    assert (rows["convolution"]["dtype_in"], rows["convolution"]["dtype_out"]) == (precision, precision)
+    assert rows["_log_softmax"]["dtype_in"] == rows["_log_softmax"]["dtype_out"] == "fp32"
+
+
+def test_calls_by_hand(run):
+    rows = {(r["op"], r["dtype_in"]): r["calls"] for r in lab.table(run, "mlp", "bf16")}
+    # three layers with weight and bias each, and the input; the last layer's output goes back up for the loss
+    assert rows["addmm", "bf16"] == 3
+    assert rows[lab.CAST, "fp32"] == 7
+    assert rows[lab.CAST, "bf16"] == 1
+
+
+def test_without_autocast_nothing_is_cast_or_lowered(run):
+    for model in lab.Config().models:
+        plain = run.where("calls", model=model, precision="fp32")
+        assert {r.case["dtype_in"] for r in plain} == {"fp32"}
+        assert {r.case["treatment"] for r in plain} == {lab.FOLLOWS}
+        assert run.one("lowered_flop_share", model=model, precision="fp32", phase="forward").value == 0
+
+
+def test_autocast_changes_formats_not_operations(run):
+    for model in lab.Config().models:
+        rows = [r for r in lab.table(run, model, "bf16") if r["treatment"] != "cast"]
+        calls = {op: sum(r["calls"] for r in rows if r["op"] == op) for op in {r["op"] for r in rows}}
+        assert calls == {r["op"]: r["fp32_calls"] for r in rows}
+
+
+def test_the_residual_stream_of_the_gpt_stays_in_fp32(run):
+    rows = [r for r in lab.table(run, "char_gpt", "bf16") if r["op"] == "add"]
+    assert {r["dtype_out"] for r in rows} == {"fp32"}
+    assert {"bf16+fp32", "fp32"} == {r["dtype_in"] for r in rows}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("model", ["mlp", "cnn", "cnn_batchnorm", "char_gpt"])
+def test_all_flops_are_in_lowered_products(run, model, phase):
+    assert run.one("lowered_flop_share", model=model, precision="bf16", phase=phase).value == 1
+
+
+def test_half_of_the_flops_where_half_of_the_products_is_outside_autocast():
+    x, weight = torch.ones(8, 8), torch.ones(8, 8)
+    with lab.Trace() as trace:
+        with torch.autocast("cpu", torch.bfloat16):
+            x @ weight
+        x @ weight
+    flop = {call.dtype_in: n for call, n in trace.flop.items()}
+    assert flop == {"bf16": 2 * 8**3, "fp32": 2 * 8**3}
+    assert {c.dtype_in: c.treatment for c in trace.calls if c.op == "mm"} == {"bf16": lab.LOWERED, "fp32": lab.FOLLOWS}
+
+
+def test_attention_counts_its_flops_on_a_cpu():
+    q = torch.randn(2, 4, 16, 8, requires_grad=True)
+    with lab.Trace() as trace:
+        out = nn.functional.scaled_dot_product_attention(q, q, q)
+        trace.phase = "backward"
+        out.sum().backward()
+    forward = sum(n for c, n in trace.flop.items() if c.phase == "forward")
+    assert forward == 2 * 2 * (2 * 4 * 16 * 16 * 8)
+    assert sum(n for c, n in trace.flop.items() if c.phase == "backward") > forward
+
+
+def test_a_cast_is_followed_through_views():
+    layer = nn.Linear(4, 4, bias=False)
+    with lab.Trace(layer.parameters()) as trace, torch.autocast("cpu", torch.bfloat16):
+        layer(layer(torch.ones(2, 4)))  # the second input is 16 bits already: only the weight's transpose was cast
+    assert {c.treatment for c in trace.calls if c.op == "mm"} == {lab.LOWERED}
+    assert trace.weight_casts == 1
+
+
+def test_tracing_changes_no_gradient():
+    gradients = []
+    for traced in (False, True):
+        workload = models.build("mlp")
+        x, y = workload.make_batch(2)
+        with lab.Trace() if traced else torch.enable_grad():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = workload.loss(workload.module(x), y)
+            loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in workload.module.parameters()]))
+    assert torch.equal(*gradients)
+
+
+def test_weights_are_cast_as_predicted(run):
+    for record in run.where("weight_casts"):
+        assert record.value == run.one("predicted_weight_casts", **record.case).value
+    once, twice = (run.one("weight_casts", model="mlp", contexts="one", cache=c).value for c in (True, False))
+    assert (once, twice) == (6, 12)
+    assert run.one("weight_casts", model="mlp", contexts="one each", cache=True).value == 12
+
+
+def test_prediction_by_hand():
+    assert lab.predict(5, 3, cache=True, contexts="one") == 5
+    assert lab.predict(5, 3, cache=False, contexts="one") == lab.predict(5, 3, cache=True, contexts="one each") == 15
+
+
+def test_table_depends_on_the_records_alone():
+    def record(precision, calls, **case):
+        case = {"model": "m", "phase": "forward", "op": "mm", "precision": precision, **case}
+        return Record("autocast_ops", "calls", "calls", (calls,), case=case)
+
+    fp32 = record("fp32", 3, dtype_in="fp32", dtype_out="fp32", treatment=lab.FOLLOWS)
+    bf16 = record("bf16", 2, dtype_in="bf16", dtype_out="bf16", treatment=lab.LOWERED)
+    rest = record("bf16", 1, dtype_in="fp32", dtype_out="fp32", treatment=lab.FOLLOWS)
+    rows = lab.table(Records([rest, fp32, bf16]), "m", "bf16")
+    assert rows == lab.table(Records([bf16, rest, fp32]), "m", "bf16")
+    assert [(r["treatment"], r["calls"], r["fp32_calls"]) for r in rows] == [(lab.LOWERED, 2, 3), (lab.FOLLOWS, 1, 3)]
+
+
+def test_two_runs_give_the_same_table(run):
+    again = launch("autocast_ops", nproc=2, smoke=True, oversubscribe=True)
+    assert lab.table(again, "mlp", "bf16") == lab.table(run, "mlp", "bf16")
+
+
+def test_a_format_that_the_device_lacks_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(lab, "supported", lambda name, device: name != "bf16")
+    rank = SimpleNamespace(device=torch.device("cpu"), progress=lambda *_: None,
+                           record=lambda metric, unit, samples, kind="", **case: case)  # fmt: skip
+    cases = list(lab.run(lab.Config(models=("mlp",)), rank))
+    assert {case["precision"] for case in cases} == {"fp32", "fp16"}
+    assert "bf16 is left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"models": ()}, "at least one of"),
+        ({"models": ("mlp", "mlp")}, "each model once"),
+        ({"models": ("resnet",)}, "there is no model 'resnet'"),
+        ({"precisions": ()}, "at least one of bf16, fp16"),
+        ({"precisions": ("fp16", "fp16")}, "each format once"),
+        ({"precisions": ("fp8",)}, "precisions"),
+        ({"batch": 0}, "batch must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(values, words):
+    with pytest.raises(BadInput, match=words) as e:
+        launch("autocast_ops", **values)
+    assert "\n" not in str(e.value)

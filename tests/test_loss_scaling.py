@@ -1,0 +1,243 @@
+"""The scaler follows its rule through a planted overflow; the right order is as FP32; each wrong one shows itself."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from labs import deprecated_amp, models
+from labs import loss_scaling as lab
+from labs.kit.cli import BadInput
+from labs.kit.launch import launch
+from labs.loss_scaling_trial import ORDERS, SPIKE, Trial, perceptron
+
+STOPS, LOSES = "stops with an error", "loses steps"
+OUTCOMES = {
+    "right": "as FP32",
+    "no zero_grad": "as FP32",
+    "no zero_grad, overflow": LOSES,
+    "no zero_grad, bf16": "wrong",
+    "zero_grad after backward": STOPS,
+    "clip before unscale_": "wrong",
+    "backward inside autocast": "as FP32",
+    "optimizer.step": "as FP32",
+    "optimizer.step, overflow": "not finite",
+    "optimizer.step, not unscaled": "wrong",
+    "optimizer.step, not unscaled or clipped": "not finite",
+    "no update": STOPS,
+    "update every micro-batch": STOPS,
+    "unscale_ every micro-batch": STOPS,
+    "unscale_ and update every micro-batch": "wrong",
+    "unscale_ twice": STOPS,
+    "loss not divided": "wrong",
+    "loss not scaled": STOPS,
+    "forward outside autocast": "as FP32",
+    "scaler, no autocast": "as FP32",
+    "autocast, no scaler": "as FP32",
+    "bf16": "as FP32",
+    "bf16 with scaler": "as FP32",
+    "parameters in fp16": STOPS,
+    "right, overflow": "as FP32",
+    "right, overflow, scheduled": "as FP32",
+    "scheduler always, overflow": "wrong",
+    "right, scale too large": LOSES,
+    "new scaler every step, scale too large": LOSES,
+}
+ADAM_HIDES = {"optimizer.step, not unscaled or clipped": "wrong"}  # the scale is divided away: finite, yet wrong
+
+
+@pytest.fixture(scope="module")
+def run():
+    return launch("loss_scaling", nproc=1)
+
+
+def value(run, metric, order, optimizer="sgd"):
+    return run.one(metric, order=order, optimizer=optimizer).value
+
+
+@pytest.mark.parametrize(
+    ("overflows", "scales"),
+    [
+        ([0, 0, 0, 0, 0], [8, 8, 8, 16, 16, 16]),
+        ([0, 0, 1, 0, 0, 0], [8, 8, 8, 4, 4, 4, 8]),  # the overflow starts the count anew
+        ([1, 1, 0], [8, 4, 2, 2]),
+        ([], [8]),
+    ],
+)
+def test_rule_of_the_scale_by_hand(overflows, scales):
+    assert lab.predict(overflows, 8.0, growth_interval=3) == scales
+
+
+def test_rule_of_the_scale_is_torchs():
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    overflows, seen = [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0], []
+    for overflow in overflows:
+        optimizer.zero_grad()
+        scaler.scale((weight * (math.inf if overflow else 1.0)).sum()).backward()
+        seen.append(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+    assert [*seen, scaler.get_scale()] == lab.predict(overflows, 64.0, growth_interval=2)
+
+
+def test_the_planted_overflow_halves_the_scale_once_and_skips_one_step(run):
+    trace = {m: run.one(m, trace="planted overflow") for m in ("scale", "found_inf", "skipped", "predicted_scale")}
+    planted, scale = trace["skipped"].case["overflow_step"], trace["scale"].samples
+    only = tuple(float(i == planted) for i in range(len(scale)))
+    assert trace["skipped"].samples == trace["found_inf"].samples == only
+    falls = [i for i in range(1, len(scale)) if scale[i] < scale[i - 1]]
+    assert falls == [planted + 1]
+    assert scale[planted + 1] == scale[planted] / 2
+    interval = trace["scale"].case["growth_interval"]
+    grown = [i for i in range(1, len(scale)) if scale[i] > scale[i - 1]]
+    assert grown == [interval, planted + 1 + interval]
+    assert scale == trace["predicted_scale"].samples
+
+
+def test_too_large_a_start_comes_down_by_skipping(run):
+    scale, skipped = (run.one(m, trace="too large a start").samples for m in ("scale", "skipped"))
+    first = skipped.index(0.0)
+    assert first >= 3
+    assert list(scale[: first + 1]) == [scale[0] / 2**i for i in range(first + 1)]
+    assert scale == run.one("predicted_scale", trace="too large a start").samples
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_every_order_does_what_is_said_of_it(run, optimizer):
+    rows = {row["order"]: row["outcome"] for row in lab.outcomes(run, optimizer)}
+    assert rows == OUTCOMES | (ADAM_HIDES if optimizer == "adamw" else {})
+
+
+def test_all_orders_are_tested():
+    assert list(OUTCOMES) == list(ORDERS)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("order", ["right", "right, overflow", "right, overflow, scheduled", "bf16"])
+def test_the_right_order_is_rounding_away_from_fp32(run, order, optimizer):
+    tolerance = lab.TOLERANCE[optimizer] * lab.ROUNDING["bf16" if order == "bf16" else "fp16"]
+    assert 0 < value(run, "parameter_error", order, optimizer) <= tolerance
+
+
+def test_clipping_before_unscaling_stops_sgd_but_not_adam(run):
+    scale = value(run, "last_scale", "clip before unscale_")
+    seen, true = (run.one("clip_norm", order=o, optimizer="sgd").samples[0] for o in ("clip before unscale_", "right"))
+    assert seen == pytest.approx(scale * true, rel=1e-2)
+    assert value(run, "update_ratio", "clip before unscale_") < 10 / scale
+    assert value(run, "update_ratio", "clip before unscale_", "adamw") > 0.5
+
+
+def test_clipping_is_at_work_in_the_right_order(run):
+    norms = run.one("clip_norm", order="right", optimizer="sgd").samples
+    assert min(norms) < lab.Config().max_norm < max(norms)
+
+
+def test_an_overflow_without_zero_grad_is_never_left(run):
+    order = "no zero_grad, overflow"
+    planted = run.one("parameter_error", order=order, optimizer="sgd").config["overflow_step"]
+    assert value(run, "optimizer_steps", order) == planted
+    steps = lab.Config().steps - planted
+    assert value(run, "last_scale", order) == lab.DEFAULT_SCALE / 2**steps
+
+
+def test_a_scale_hides_what_zero_grad_left(run):
+    ratios = {r.case["order"]: r.samples for r in run.where("same_batch_norm_ratio")}
+    assert ratios["no zero_grad, bf16"] == pytest.approx((1, 2, 3), rel=1e-3)
+    old = 1 / lab.DEFAULT_SCALE
+    assert ratios["no zero_grad"] == pytest.approx((1, 1 + old, 1 + old), abs=old / 5)
+    assert ratios["right"] == ratios["bf16"] == (1, 1, 1)
+
+
+def test_a_scale_changes_nothing_in_bf16_and_fp32(run):
+    assert value(run, "parameter_error", "bf16 with scaler") == pytest.approx(value(run, "parameter_error", "bf16"))
+    assert value(run, "parameter_error", "scaler, no autocast") < 1e-6
+
+
+def test_outside_autocast_nothing_is_lowered(run):
+    shares = {r.case["order"]: r.value for r in run.where("lowered_share", optimizer="sgd")}
+    assert {o for o, share in shares.items() if share == 0} == {"forward outside autocast", "scaler, no autocast"}
+    assert shares["right"] == 1
+
+
+def test_errors_name_the_mistake(run):
+    words = {r.case["order"]: r.case["raised"] for r in run.where("diverged", optimizer="sgd")}
+    assert "unscale_() has already been called" in words["unscale_ twice"]
+    assert "unscale_() has already been called" in words["unscale_ every micro-batch"]
+    assert "No inf checks were recorded" in words["update every micro-batch"]
+    assert "Attempting to unscale FP16 gradients" in words["parameters in fp16"]
+    assert all("\n" not in w for w in words.values())
+
+
+def test_torch_warns_of_a_scheduler_only_when_the_first_step_is_skipped():
+    batches = lab._batches(lab.Config(), torch.device("cpu"))[:3]
+    words = []
+    for overflow_step in (0, 1):
+        trial = Trial("labs.loss_scaling_trial:perceptron", 0, torch.device("cpu"), scheduled=3)
+        words.append(trial.run(ORDERS["scheduler always, overflow"], batches, overflow_step).warned)
+    assert "lr_scheduler.step()" in words[0]
+    assert words[1] == "none"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_deprecated_names_warn_and_do_nothing_without_cuda(run):
+    rows = {r.case["interface"]: r for r in run.where("warnings")}
+    for name in ("autocast", "GradScaler"):
+        old = rows[f"torch.cuda.amp.{name}()"]
+        assert "FutureWarning" in old.case["categories"]
+        assert f"torch.amp.{name}('cuda', args...)" in old.case["words"]
+        assert old.case["works"] == torch.cuda.is_available()
+    new = [row for row in deprecated_amp.interfaces(torch.device("cpu")) if "'cpu'" in row["interface"]]
+    assert len(new) == 2
+    assert all(row["works"] and not row["words"] for row in new)
+
+
+def test_trial_leaves_torch_as_it_was():
+    clip, filters = torch.nn.utils.clip_grad_norm_, list(warnings.filters)
+    trial = Trial("labs.loss_scaling_trial:perceptron", 0, torch.device("cpu"))
+    trial.run(ORDERS["unscale_ twice"], lab._batches(lab.Config(), torch.device("cpu"))[:1], 0)
+    assert trial.seen.raised.startswith("RuntimeError")
+    assert torch.nn.utils.clip_grad_norm_ is clip
+    assert warnings.filters == filters
+
+
+def test_perceptron_is_as_described():
+    assert sum(p.numel() for p in perceptron().module.parameters()) == 34_186
+    assert models.build("labs.loss_scaling_trial:perceptron").make_batch(3)[0].shape == (3, 256)
+
+
+def test_the_spike_overflows_fp16_only():
+    assert torch.isinf(torch.tensor(SPIKE * lab.DEFAULT_SCALE).half())
+    assert torch.isfinite(torch.tensor(SPIKE * lab.DEFAULT_SCALE * 1e6))
+
+
+def test_another_model_and_two_ranks():
+    run = launch("loss_scaling", nproc=2, model="char_gpt", micro_batch=1, steps=3, overflow_step=1, oversubscribe=True,
+                 orders=("right", "clip before unscale_"), smoke=True)  # fmt: skip
+    assert [row["outcome"] for row in lab.outcomes(run)] == ["as FP32", "wrong"]
+    assert run.one("skipped", trace="planted overflow").samples == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"orders": ()}, "at least one order"),
+        ({"orders": ("wrong",)}, "there is no order 'wrong'"),
+        ({"orders": ("right", "right")}, "each order once"),
+        ({"optimizers": ()}, "sgd, adamw or both"),
+        ({"micro_batch": 0}, "micro_batch must be at least 1"),
+        ({"accumulate": 1}, "1 is no accumulation"),
+        ({"max_norm": 0.0}, "max_norm must be positive"),
+        ({"max_norm": math.nan}, "max_norm must be positive"),
+        ({"growth_interval": 0}, "growth_interval must be at least 1"),
+        ({"overflow_step": 20}, "one of the 20 steps"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"model": "resnet"}, "there is no model 'resnet'"),
+    ],
+)
+def test_bad_input_is_one_line(values, words):
+    with pytest.raises(BadInput, match=words) as e:
+        launch("loss_scaling", **values)
+    assert "\n" not in str(e.value)
