@@ -16,7 +16,7 @@ RULES: dict[str, Rule] = {}
 SECTIONS = ("You will", "You need", "Exercises", "Claims on trial", "What you learned")
 SIZE_LIMIT_BYTES = 200_000
 CELL_LINES = 12
-IMPORTS = {"labs", "contextlib", "time", "torch", "numpy", "pandas", "matplotlib", "IPython"}
+IMPORTS = {"labs", "contextlib", "math", "time", "torch", "numpy", "pandas", "matplotlib", "IPython"}
 # Verbs that titles and goals begin with; add yours if it is one.
 VERBS = set(
     """accumulate answer apply avoid balance build calculate catch check choose combine compare compute count cut debug

@@ -1,0 +1,281 @@
+"""Verdicts of notebook 04, each word of them from records made up for it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from labs.claims import amp, claims, table
+from labs.kit.record import Record
+
+NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
+PLAIN = "fp16, no scaling"
+WIDE = (0.9, 1.1, 0.93, 1.08, 0.95, 1.05, 0.91, 1.09)
+STATES = ("parameters", "gradients", "optimizer")
+
+
+def around(value: float, shift: int = 0, n: int = 8) -> list[float]:
+    """Samples that differ a little; another `shift` gives pairs that differ by chance."""
+    return [value * NOISE[(i + shift) % len(NOISE)] for i in range(n)]
+
+
+def make(lab, metric, unit, samples, *, kind="measured", gpu=False, config=None, **case):
+    layout = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cuda" if gpu else "cpu"}
+    return Record(lab, metric, unit, samples, kind, case, config or {"gpu": gpu}, layout)
+
+
+# -- memory
+
+BERT = {("bert_large", 512, 1): (5.4e9, 1.6e9, 1.3e9), ("bert_large", 512, 10): (5.4e9, 18.6e9, 12.4e9)}
+RESNET = {("resnet152", 0, 64): (1e9, 20e9, 10.1e9)}
+PERFECT = {("bert_large", 512, 10): (0.4e9, 23.6e9, 11.4e9)}
+AT_20 = {("bert_large", 512, 10): (5.4e9, 18.6e9, 13.8e9)}
+
+
+def memory(steps=None, copies=0.6e9, small=True):
+    """labs.amp_memory: (bytes of states, of activations in FP32, of those under autocast) by (model, seq, batch)."""
+    found = []
+    for (model, seq, batch), (states, fp32, lowered) in (BERT | RESNET if steps is None else steps).items():
+        for precision, activations, more in (("fp32", fp32, 0.0), ("fp16", lowered, copies)):
+            parts = dict.fromkeys(STATES, states / 3) | {"activations": activations, "weight copies": more}
+            found += [make("amp_memory", "predicted_bytes", "B", [size], kind="modelled", model=model, seq=seq,
+                           batch=batch, precision=precision, category=c) for c, size in parts.items()]  # fmt: skip
+    for metric, size in (("predicted_bytes", 100.0), ("measured_bytes", 101.0)) if small else ():
+        found += [make("amp_memory", metric, "B", [v], model="cnn", seq=0, batch=8, precision="bf16", category=c)
+                  for c, v in (("activations", size), ("weight copies", 0.0))]  # fmt: skip
+    return found
+
+
+def traffic(lowered=1.0):
+    return [make("amp_communication", "bucket_bytes", "B", [1e6 * k], precision=p, hook="none")
+            for p, k in (("fp32", 1.0), ("bf16", lowered))]  # fmt: skip
+
+
+# -- accuracy
+
+
+def training(bf16=1.0, fp16=1.0, plain=0.6, n=8, flushed=(0.15, 0.001), formats=("fp32", "bf16", "fp16", PLAIN),
+             noisy=()):  # fmt: skip
+    """labs.amp_training: accuracy over FP32's by format, without scaling for the small factor alone; and what FP16
+    makes 0 without and with a scale. Formats in `noisy` differ from FP32 by up to 10 % either way."""
+    found = []
+    for exponent in (0, -14):
+        factors = {"bf16": bf16, "fp16": fp16, PLAIN: plain if exponent else 1.0}
+        for i, f in enumerate(formats):
+            samples = [factors.get(f, 1.0) * s for s in around(0.8, 3 * i + exponent, n)]
+            samples = [s * w for s, w in zip(samples, WIDE, strict=False)] if f in noisy else samples
+            case = {"model": "perceptron", "precision": f, "loss_exponent": exponent}
+            found.append(make("amp_training", "test_accuracy", "1", samples, **case))
+    for scale, share in zip((1.0, 65536.0), flushed, strict=True):
+        for precision, zeros in (("fp16", share + 0.1), ("fp32", 0.1)):
+            case = {"model": "char_gpt", "of": "activations", "scale": scale, "precision": precision}
+            found.append(make("amp_training", "zero_share", "1", [zeros], **case))
+    return found
+
+
+# -- orders
+
+ORDERS = {"right": 4e-4, "right, overflow": 4e-4, "no zero_grad": 4e-4, "no zero_grad, overflow": 0.7,
+          "no zero_grad, bf16": 3.0, "clip before unscale_": 0.99, "scaler, no autocast": 0.0}  # fmt: skip
+ALL_FINE = dict.fromkeys(ORDERS, 4e-4)
+
+
+def scaling(errors=None, lowered=0.0):
+    """labs.loss_scaling: parameter errors by order; those with "overflow" and an error of 0.5 or more lose steps."""
+    found = []
+    for optimizer, (order, error) in itertools.product(("sgd", "adamw"), (ORDERS | (errors or {})).items()):
+        steps = 8 if "overflow" in order and error > 0.5 else 20
+        case = {"order": order, "optimizer": optimizer, "precision": "bf16" if "bf16" in order else "fp16",
+                "reference_steps": 20, "raised": "none", "warned": "none", "event": "none"}  # fmt: skip
+        norm = [1e5, 2e5, 3e5] if order == "clip before unscale_" else [1.5, 1.6, 5.0]
+        values = {"parameter_error": [error], "update_ratio": [abs(1 - error)], "diverged": [0], "clip_norm": norm,
+                  "optimizer_steps": [steps], "last_scale": [65536.0],
+                  "lowered_share": [lowered if order == "scaler, no autocast" else 1.0]}  # fmt: skip
+        found += [make("loss_scaling", metric, "1", samples, **case) for metric, samples in values.items()]
+    case = {"order": "no zero_grad, bf16"}
+    return [*found, make("loss_scaling", "same_batch_norm_ratio", "1", [1.0, 2.0, 3.0], **case)]
+
+
+def traces(infinite=(0, 1, 0), skipped=None, scale=(4.0, 4.0, 2.0), expected=None, start=(1, 1, 0)):
+    found = []
+    for name, inf, skip in (("planted overflow", infinite, skipped or infinite), ("too large a start", start, start)):
+        values = {"found_inf": inf, "skipped": skip, "scale": scale, "predicted_scale": expected or scale}
+        found += [make("loss_scaling", metric, "1", v, trace=name) for metric, v in values.items()]
+    return found
+
+
+def interfaces(category="FutureWarning", works=False, gpu=False):
+    found = []
+    for call in ("autocast", "GradScaler"):
+        words = f"`torch.cuda.amp.{call}(args...)` is deprecated.; more words" if category else ""
+        case = {"interface": f"torch.cuda.amp.{call}()", "works": works, "categories": category, "words": words}
+        found.append(make("loss_scaling", "warnings", "warnings", [int(bool(category))], gpu=gpu, **case))
+        case = {"interface": f"torch.amp.{call}('cpu')", "works": True, "categories": "", "words": ""}
+        found.append(make("loss_scaling", "warnings", "warnings", [0], gpu=gpu, **case))
+    return found
+
+
+# -- speed
+
+
+def speed(factor=0.1, share=0.4, models=("cnn", "mlp"), gpu=False, n=8, skip=(), side=0.1, noisy=False):
+    """labs.mixed_precision: FP16's speed over FP32's, the share of the saved bytes that it does not keep."""
+    found = []
+
+    def record(metric, unit, samples, kind="measured", **case):
+        found.append(make("mixed_precision", metric, unit, samples, kind=kind, gpu=gpu, **case))
+
+    for model in models:
+        case = {"model": model, "batch": 8}
+        record("step_s", "s", around(0.01, n=n), precision="fp32", **case)
+        record("saved_bytes", "B", [1e6], precision="fp32", **case)
+        if model in skip:
+            record("skipped_step_s", "s", [0.01 / factor], "modelled", precision="fp16", **case)
+        else:
+            samples = [s * (w**3 if noisy else 1.0) for s, w in zip(around(0.01 / factor, 3, n), WIDE, strict=True)]
+            record("step_s", "s", samples, precision="fp16", **case)
+            record("saved_bytes", "B", [1e6 * (1 - share)], precision="fp16", **case)
+    if side:
+        for k, case in ((1.0, {"precision": "fp32", "casts": False}), (side, {"precision": "fp16", "casts": True})):
+            record("step_s", "s", around(1e-3 / k, n=n), part="matmul", side=256, **case)
+    return found
+
+
+BOTH = ("bf16", "fp16")
+TRAINED = scaling() + training()
+FINE = scaling(ALL_FINE)
+WORSE = scaling({"right": 0.1})
+OLD = interfaces()
+WORKS = interfaces("", works=True)
+BY_CLAIM = {
+    "A30": [("depends", memory()), ("holds", memory(AT_20, copies=0.0)), ("does not hold", memory(RESNET)),
+            ("not tried yet", memory({})), ("not tried yet", training())],
+    "B07": [("depends", memory()), ("holds", memory(RESNET)), ("does not hold", memory(BERT)),
+            ("does not hold", memory({("resnet152", 0, 1): (1e9, 20e9, 8e9)})), ("not tried yet", traffic())],
+    "B10": [("does not hold", memory()), ("holds", memory(PERFECT, copies=0.0)),
+            ("depends", memory(PERFECT | {("bert_large", 128, 70): BERT["bert_large", 512, 10]})),
+            ("not tried yet", memory(RESNET)),
+            ("not tried yet", memory({k: v for k, v in BERT.items() if k[2] == 1}))],
+    "A31": [("holds", training()), ("does not hold", training(bf16=0.9, fp16=0.9)), ("depends", training(bf16=0.9)),
+            ("depends", training(noisy=BOTH)), ("depends", training(bf16=0.98, fp16=0.98, noisy=BOTH)),
+            ("not tried yet", training(n=4)), ("not tried yet", training(formats=("fp32", PLAIN))),
+            ("not tried yet", memory())],
+    "B11": [("does not hold", training()), ("holds", training(bf16=0.98, fp16=0.98)),
+            ("depends", training(bf16=0.98)), ("depends", training(bf16=0.978)),
+            ("does not hold", training(bf16=0.9, fp16=0.9)), ("depends", training(noisy=BOTH)),
+            ("not tried yet", training(n=4))],
+    "A32": [("depends", TRAINED), ("holds", scaling() + training(bf16=0.9)),
+            ("does not hold", scaling() + training(plain=1.0)), ("does not hold", scaling(lowered=1.0) + training()),
+            ("depends", scaling() + training(bf16=0.9, plain=0.97, noisy=(PLAIN,))),
+            ("depends", scaling() + training(plain=0.97, noisy=(PLAIN,))),
+            ("not tried yet", training()), ("not tried yet", scaling()),
+            ("not tried yet", scaling() + training(formats=("fp32", "fp16", PLAIN))),
+            ("not tried yet", scaling() + training(formats=("fp32", "bf16", "fp16")))],
+    "E19": [("holds", TRAINED + traces()), ("depends", TRAINED + traces(skipped=(0, 0, 0))),
+            ("depends", TRAINED + traces(expected=(4.0, 4.0, 4.0))),
+            ("depends", scaling() + traces() + training(plain=1.0)),
+            ("depends", scaling() + traces() + training(flushed=(0.15, 0.1))),
+            ("does not hold", scaling() + traces(skipped=(0, 0, 0)) + training(plain=1.0, flushed=(0.15, 0.15))),
+            ("depends", scaling({"right, overflow": 0.9}) + traces() + training()),
+            ("not tried yet", TRAINED), ("not tried yet", TRAINED + traces(infinite=(0, 0, 0))),
+            ("not tried yet", scaling() + traces())],
+    "B08": [("does not hold", OLD), ("holds", WORKS), ("depends", interfaces("")), ("depends", OLD[:2] + WORKS[2:]),
+            ("does not hold", interfaces(works=True, gpu=True)), ("not tried yet", OLD[1:2]),
+            ("not tried yet", scaling())],
+    "B09": [("does not hold", scaling()), ("holds", FINE), ("depends", WORSE),
+            ("does not hold", scaling(ALL_FINE | {"no zero_grad, overflow": 0.7})),
+            ("not tried yet", [r for r in scaling() if r.case["order"] != "no zero_grad, bf16"]),
+            ("not tried yet", training())],
+    "E20": [("does not hold", scaling()), ("holds", FINE), ("depends", WORSE), ("not tried yet", traces())],
+    "D25": [("depends", scaling() + traces()), ("holds", FINE + traces(infinite=(0, 0, 0), start=(0, 0, 0))),
+            ("depends", FINE + traces()), ("depends", scaling() + traces(infinite=(0, 0, 0), start=(0, 0, 0))),
+            ("does not hold", WORSE + traces()), ("not tried yet", scaling()), ("not tried yet", traces())],
+    "E16": [("depends", speed()), ("holds", speed(2.0, gpu=True)), ("does not hold", speed(share=-0.1)),
+            ("depends", speed(1.0)), ("depends", speed(1.1, noisy=True)),
+            ("depends", speed(0.95, share=-0.1, noisy=True)), ("depends", speed() + speed(2.0, gpu=True)),
+            ("does not hold", speed(share=-0.1, skip=("mlp",))), ("depends", speed(skip=("mlp",))),
+            ("not tried yet", speed(models=())), ("not tried yet", training())],
+}  # fmt: skip
+BY_CLAIM |= {"E17": BY_CLAIM["B08"], "E18": BY_CLAIM["B09"]}
+CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
+EVERYTHING = [*memory(), *traffic(), *TRAINED, *traces(), *OLD, *speed()]
+
+
+@pytest.mark.parametrize(("claim", "word", "records"), CASES, ids=[f"{c}-{w}" for c, w, _ in CASES])
+def test_the_records_decide(claim, word, records):
+    found = table("04", records, gpus=0, strict=True).verdict(claim)
+    assert found.word == word, found.because
+    assert word == "not tried yet" or len(found.because) > 20
+    assert word != "not tried yet" or "launch('" in found.because
+
+
+def test_every_claim_of_the_notebook_is_tried_without_a_gpu():
+    assert set(BY_CLAIM) == {c.id for c in claims("04")}
+    found = table("04", EVERYTHING, gpus=0, strict=True)
+    assert not any(v.word.startswith(("needs", "not tried")) for _, v in found.rows)
+    assert {c.id for c, v in found.rows if v.kind == "modelled"} == {"A30", "B07", "B10"}
+    assert all(v.kind == "measured" for c, v in found.rows if c.id not in ("A30", "B07", "B10"))
+
+
+def test_numbers_of_the_sentences_are_those_of_the_records():
+    found = table("04", EVERYTHING, gpus=0)
+
+    def because(claim):
+        return found.verdict(claim).because
+
+    assert "-4 % (BERT-large, batch 1 of 512 tokens) to 44 % (ResNet-152, batch 64)" in because("A30")
+    assert "1 of 3 cases are between 15 and 25 %" in because("A30")
+    assert "1 real steps of small models differ by at most 0.99 %" in because("A30")
+    assert "BERT-large: 33 % of the activations, at most 23 % of everything (batch 10)" in because("B07")
+    assert "have 1 x the bytes" in because("B07")
+    assert "batch 10 of 512 tokens: 24.0 GB become 18.4 GB" in because("B10")
+    assert "take 6.0 GB whatever the batch" in because("B10") and "15.3 GB would be left" in because("B10")
+    assert "0 of 4 comparisons show a difference" in because("A31") and "0.3 points from seed" in because("A31")
+    assert "4 of 4 formats and factors are shown to lose less than 2 %" in because("B11")
+    assert "runs 0 % of the layers in 16 bits" in because("A32") and "adds 32.0 points [" in because("A32")
+    assert "loss x 2^-14" in because("A32")
+    assert "char_gpt: 15 % of the activations' gradients become 0 without, 0.1 % with it" in because("E19")
+    assert "skips 1 of 3 steps and takes the scale from 4 to 2" in because("E19")
+    assert "2 of 2 calls" in because("B08") and "is deprecated; 0 do anything on the CPU here" in because("B08")
+    assert "torch.amp.autocast('cpu'), torch.amp.GradScaler('cpu')" in because("E17")
+    assert "FP16 with its scaler: as FP32 (sgd, adamw)" in because("B09")
+    assert "after one overflow: loses steps (8 of 20, sgd)" in because("B09")
+    assert "BF16: wrong (off by 300 %, sgd)" in because("E18") and "grow 1, 2, 3 x" in because("E18")
+    assert "wrong (off by 99 %, sgd)" in because("E20") and "move 0.01 x as far" in because("E20")
+    assert "norm of 2e+05 where that of the gradient is 1.6" in because("E20")
+    assert "1 of 3 (planted overflow) and 2 of 3 (too large a start) steps" in because("D25")
+    assert "ends it in 2 of 2" in because("D25")
+    assert "on a CPU cnn 0.100 x [" in because("E16") and "40 % fewer bytes kept for backward" in because("E16")
+    assert "win at no side (tried up to 256, CPU)" in because("E16") and "no GPU" in because("E16")
+
+
+def test_what_is_not_said_where_it_is_not_so():
+    def because(claim, records):
+        return table("04", records, gpus=0, strict=True).verdict(claim).because
+
+    on_gpu = because("E16", speed(2.0, gpu=True, side=3.0))
+    assert "on a GPU cnn" in on_gpu and "no GPU" not in on_gpu and "win from side 256 on" in on_gpu
+    assert "matrix products" not in because("E16", speed(side=0))
+    assert "10 % more bytes" in because("E16", speed(share=-0.1))
+    assert "mlp 0.1 x the speed (modelled" in because("E16", speed(skip=("mlp",)))
+    assert "DDP" not in because("B07", memory()) and "0.5 x the bytes" in because("B07", memory() + traffic(0.5))
+    assert because("A30", memory(small=False)).endswith("(calculated)") and "peak" not in because("A30", memory())
+    peak = [make("amp_memory", "peak_bytes", "B", [size], model="resnet152", seq=0, batch=64, precision=p)
+            for p, size in (("fp32", 20e9), ("fp16", 12e9))]  # fmt: skip
+    assert "on this GPU 40 % of the allocator's peak (ResNet-152, batch 64)" in because("A30", memory() + peak)
+    assert "peak" not in because("A30", memory() + peak[:1])
+    assert "but the right step differs from FP32, too" in because("B09", WORSE)
+    assert "all gradients are finite" in because("D25", FINE + traces((0, 0, 0), start=(0, 0, 0)))
+    assert "do anything on the GPU here" in because("B08", interfaces(works=True, gpu=True))
+
+
+def test_the_last_launch_with_enough_in_it_is_the_evidence():
+    few = [make("amp_training", r.metric, r.unit, r.samples, config={"smoke": True}, **r.case) for r in training(n=2)]
+    assert table("04", training() + few, gpus=0, strict=True).verdict("A31").word == "holds"
+    only = [make("loss_scaling", r.metric, r.unit, r.samples, config={"orders": ["right"]}, **r.case)
+            for r in scaling() if r.case["order"] == "right"]  # fmt: skip
+    assert table("04", scaling() + only, gpus=0, strict=True).verdict("E20").word == "does not hold"
+    later = [make("mixed_precision", r.metric, r.unit, r.samples, config={"model": "cnn"}, **r.case)
+             for r in speed(2.0, models=("cnn",), side=0)]  # fmt: skip
+    assert {g.model: round(g.speed.value, 1) for g in amp.gained(speed() + later)} == {"cnn": 2.0, "mlp": 0.1}
