@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from labs import amp, gradient_sizes, models
-from labs.data import fashion_mnist
+from labs.fashion import vectors
 from labs.gradient_sizes import Fact
 from labs.kit import cli, measure, probing
 from labs.kit.cli import require
@@ -114,7 +114,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     """All trainings and all gradients, shared out over the ranks."""
     if config.smoke:
         config = dataclasses.replace(config, epochs=1, seeds=2, gradient_steps=5)
-    names, data, done = device_formats(config, rank.device), _data(config, rank.device), {}
+    names, data, done = device_formats(config, rank.device), vectors(config.samples, rank.device), {}
     todo: list[Training | str] = [*trainings(config, names), PERCEPTRON, *config.gradient_models]
     mine = todo[rank.rank :: rank.world_size]
     for i, job in enumerate(mine, start=1):
@@ -185,16 +185,6 @@ def _perceptron_workload(data: tuple[Tensor, ...], seed: int) -> Workload:
         return images[rows], labels[rows]
 
     return Workload(perceptron(), make_batch, cross_entropy)
-
-
-def _data(config: Config, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, test images and labels. Images: means of 2x2 pixels, (N, 196), about standardised."""
-    arrays, tensors = fashion_mnist(), []
-    for images, labels in ((arrays.x_train, arrays.y_train), (arrays.x_test, arrays.y_test)):
-        x = torch.from_numpy(images).float().div(255).sub(0.286).div(0.353).unsqueeze(1)
-        tensors += [nn.functional.avg_pool2d(x, 2).flatten(1), torch.from_numpy(labels).long()]
-    x, y, x_test, y_test = (t.to(device) for t in tensors)
-    return x[: config.samples], y[: config.samples], x_test, y_test
 
 
 def _training_records(results: dict, names: Sequence[str], config: Config, rank: Rank) -> Iterator[Record]:

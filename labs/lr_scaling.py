@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from labs.data import fashion_mnist
+from labs.fashion import vectors
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
@@ -118,7 +118,7 @@ def predict(config: Config) -> dict[int, int]:
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """All trainings, shared out over the ranks; accuracy, loss and divergence of every rule and batch."""
     config = dataclasses.replace(config, epochs=1, seeds=2) if config.smoke else config
-    data, done = _data(config, rank), {}
+    data, done = vectors(config.samples, rank.device), {}
     mine = trainings(config)[rank.rank :: rank.world_size]  # in turn, as the first ones take longest
     for i, training in enumerate(mine, start=1):
         done[training] = evaluate(train(training, data, config), data)
@@ -142,16 +142,6 @@ def _by_rule(rule: Rule, factor: int, results: dict, config: Config, rank: Rank)
     yield rank.record("train_loss", "nats", losses, **case)
     # Worse than a guess, or so near to it that the weights have died: each happens to rates that are too high.
     yield rank.record("diverged", "runs", sum(loss > 0.99 * GUESS_LOSS for loss in losses), **case)
-
-
-def _data(config: Config, rank: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, test images and labels. Images: means of 2x2 pixels, (N, 196), about standardised."""
-    arrays, tensors = fashion_mnist(), []
-    for images, labels in ((arrays.x_train, arrays.y_train), (arrays.x_test, arrays.y_test)):
-        x = torch.from_numpy(images).float().div(255).sub(0.286).div(0.353).unsqueeze(1)
-        tensors += [nn.functional.avg_pool2d(x, 2).flatten(1), torch.from_numpy(labels).long()]
-    x, y, x_test, y_test = (t.to(rank.device) for t in tensors)
-    return x[: config.samples], y[: config.samples], x_test, y_test
 
 
 def _rates(config: Config) -> list[float]:

@@ -10,6 +10,7 @@ from torch import nn
 from labs import amp_training as lab
 from labs import gradient_sizes as sizes
 from labs.amp import NO_SCALING
+from labs.fashion import vectors
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import differs
@@ -32,7 +33,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def data():
-    return lab._data(CONFIG, CPU)
+    return vectors(CONFIG.samples, CPU)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,12 @@
 import math
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from labs import lr_scaling as lab
+from labs.fashion import vectors
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
@@ -19,7 +19,7 @@ CONFIG = lab.Config(samples=1024, epochs=1, factors=(1, 16))
 
 @pytest.fixture(scope="module")
 def data():
-    return lab._data(CONFIG, SimpleNamespace(device=torch.device("cpu")))
+    return vectors(CONFIG.samples, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
