@@ -145,7 +145,7 @@ def tune_own(config: Config, rank: Rank) -> Iterator[Record]:
     with blame(f"dataset {config.dataset!r}"):
         found = factory()
     require(isinstance(found, tuple) and len(found) == 2 and callable(found[1]),
-            f"dataset {config.dataset!r} must return (dataset, step), not {found!r:.80}")  # fmt: skip
+            f"dataset {config.dataset!r} must return (dataset, step), not {type(found).__name__}")  # fmt: skip
     tuning = tune_dataloader(*found, batch_size=config.batch_size, budget_s=config.budget_s, device=rank.device)
     print(f"{tuning}\n{tuning.table.to_string(index=False, float_format='{:.3g}'.format, na_rep='')}")
     for r in tuning.records:
