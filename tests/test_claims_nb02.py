@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -180,6 +182,12 @@ def test_every_claim_of_the_notebook_is_tried_and_only_transfers_need_a_gpu():
 def test_no_word_without_evidence_of_each_lab(claim):
     found = table("02", sweep(), gpus=0, strict=True).verdict(claim)
     assert found.word == "not tried yet" and "launch('" in found.because
+
+
+def test_a_later_launch_of_other_parts_does_not_hide_the_models():
+    later = [dataclasses.replace(r, config={"parts": ["bytes"]}) for r in bytes_sent()]
+    records = [*prediction(), *later, *sweep(tiny=0.5)]
+    assert table("02", records, gpus=0).verdict("A34").word == "depends"
 
 
 def test_numbers_of_the_sentences_are_those_of_the_records():

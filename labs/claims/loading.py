@@ -117,7 +117,8 @@ def trained(evidence: Records) -> dict[str, Gains]:
     """{job: gains}, model and loader together, of labs.dataloader and labs.tune_dataloader. LookupError if none."""
     found: dict[str, Gains] = {}
     with contextlib.suppress(LookupError):
-        for model, by in together(last(evidence, "dataloader", "images_per_s", way="both")).items():
+        # wait_share is in the part that has every model with every number of workers; others have "both", too
+        for model, by in together(last(evidence, "dataloader", "wait_share")).items():
             found[model] = {n: quotient(r, by[0]) for n, r in by.items() if n and 0 in by}
     with contextlib.suppress(LookupError):
         found |= swept(evidence)
