@@ -64,7 +64,7 @@ class Config:
         require(largest <= self.images, f"a batch of {largest} needs as many images: raise images or lower the batch")
 
 
-def predict(config: Config, model: float, loader: float, one: float, workers: int, cores: int) -> dict[str, float]:
+def predict(model: float, loader: float, one: float, workers: int, cores: int) -> dict[str, float]:
     """Images per second of both together by the two formulas: the slower one, and the same on shared cores."""
     return {
         "the slower one": expected(model, loader, workers),
@@ -227,10 +227,7 @@ def comparisons(records: Records, cores: int) -> list[dict[str, Any]]:
             records.one("images_per_s", way="loader", workers=n).value,
         )
         one = records.one("images_per_s", way="loader", workers=0).value
-        found = {
-            "the slower one": expected(alone_, loader, n),
-            "shared cores": expected_on_cores(alone_, loader, one, n, cores),
-        }
+        found = predict(alone_, loader, one, n, cores)
         rows.append({"model": model, "workers": n, "measured": both, "alone": alone_, "loader": loader, **found})
     return rows
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -108,7 +107,7 @@ def _turns(
 
 
 @contextmanager
-def _any_number_of_workers() -> Iterator[None]:
+def any_number_of_workers() -> Iterator[None]:
     """DataLoader warns of 4 workers on 2 cores, which is what is to be measured; both when made and when started."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -118,7 +117,7 @@ def _any_number_of_workers() -> Iterator[None]:
 @contextmanager
 def running(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
     """An iterator of `loader` whose workers are gone afterwards, not only when the garbage collector finds it."""
-    with _any_number_of_workers():
+    with any_number_of_workers():
         batches = iter(loader)
     try:
         yield batches
@@ -179,7 +178,7 @@ def endless(
     if workers == 0:
         options = {k: v for k, v in options.items() if k not in WORKERS_ONLY}
     sampler = Forever(len(dataset)) if order is None else order
-    with _any_number_of_workers():
+    with any_number_of_workers():
         return DataLoader(dataset, batch, sampler=sampler, num_workers=workers, drop_last=True, **options)
 
 
@@ -209,8 +208,3 @@ def expected_on_cores(model: float, loader: float, one: float, workers: int, cor
     `cores` of them per second.
     """
     return min(expected(model, loader, workers), cores / (1 / model + 1 / one))
-
-
-def median_rate(feed: Feed) -> float:
-    """Median samples per second over the parts of a run."""
-    return statistics.median(feed.samples_per_s())

@@ -7,7 +7,6 @@ The factory takes no arguments and returns a Workload, as those in MODELS do.
 
 from __future__ import annotations
 
-import importlib
 import signal
 import threading
 import time
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from labs.kit.cli import BadInput
+from labs.kit.lab import imported
 
 STEP_LIMIT_S = 100.0  # long enough to load weights; one that hangs must not hang its user for ever
 
@@ -173,13 +173,9 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _import_factory(name: str) -> Callable[[], Workload]:
-    module, _, attribute = name.partition(":")
-    if not attribute:
+    if ":" not in name:
         raise BadInput(f"there is no model {name!r}: take one of {', '.join(MODELS)}, or package.module:factory")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise BadInput(f"model {name!r} cannot be imported: {e}") from None
+    return imported(name, "model")
 
 
 def gradient_bytes(module: nn.Module) -> int:

@@ -8,9 +8,8 @@ bring, and a source that lets every item wait. With --dataset the tuner runs on 
 arguments and returns (map-style dataset, training step that takes a batch).
 """
 
-import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -21,8 +20,9 @@ from torch.utils.data import Dataset, TensorDataset
 from labs.data.tiles import tiles
 from labs.image_datasets import JpegFolder
 from labs.kit import cli, dist
-from labs.kit.cli import BadInput, require
+from labs.kit.cli import require
 from labs.kit.dist import Rank
+from labs.kit.lab import imported
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
 from labs.loading import Step, on_device
@@ -74,17 +74,7 @@ class Config:
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput if the factory cannot be imported."""
     if config.dataset:
-        imported(config.dataset)
-
-
-def imported(name: str) -> Callable[[], Any]:
-    """The factory package.module:factory; BadInput if there is none."""
-    module, _, attribute = name.partition(":")
-    require(bool(module and attribute), f"dataset {name!r} must be package.module:factory")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as e:
-        raise BadInput(f"dataset {name!r} cannot be imported: {e}") from None
+        imported(config.dataset, "dataset")
 
 
 class SlowSource(Dataset):
@@ -141,7 +131,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 def tune_own(config: Config, rank: Rank) -> Iterator[Record]:
     """Tune what the factory makes, and print what was found."""
-    factory = imported(config.dataset)
+    factory = imported(config.dataset, "dataset")
     with blame(f"dataset {config.dataset!r}"):
         found = factory()
     require(isinstance(found, tuple) and len(found) == 2 and callable(found[1]),

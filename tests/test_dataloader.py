@@ -18,12 +18,11 @@ CPU = torch.device("cpu")
 
 
 def test_predictions_by_hand():
-    config = lab.Config()
-    found = lab.predict(config, model=100, loader=200, one=100, workers=2, cores=2)
+    found = lab.predict(model=100, loader=200, one=100, workers=2, cores=2)
     assert found == {"the slower one": 100, "shared cores": pytest.approx(100)}
-    found = lab.predict(config, model=100, loader=80, one=40, workers=4, cores=2)
+    found = lab.predict(model=100, loader=80, one=40, workers=4, cores=2)
     assert found == {"the slower one": 80, "shared cores": pytest.approx(2 / (0.01 + 0.025))}
-    alone = lab.predict(config, model=100, loader=100, one=100, workers=0, cores=2)
+    alone = lab.predict(model=100, loader=100, one=100, workers=0, cores=2)
     assert alone["the slower one"] == pytest.approx(50), "without workers they take turns"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from labs.kit.check import Mistake
+from labs.loading import any_number_of_workers, running
 
 Function = Callable[..., Any]
 WAIT_S = 5.0
@@ -34,21 +34,17 @@ def read(
         worker_init(worker_id)
 
     settings = {"multiprocessing_context": "fork", "timeout": WAIT_S, "worker_init_fn": init} if workers else {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
+    with any_number_of_workers():
         loader = DataLoader(
             dataset, None, num_workers=workers, collate_fn=_unchanged, generator=torch_seeds, **settings
         )
-        items = iter(loader)
     try:
-        return list(items)
+        with running(loader) as items:
+            return list(items)
     except RuntimeError as e:
         if "DataLoader timed out" not in str(e):
             raise
         raise Mistake(f"a worker gave nothing for {WAIT_S:g} s", "look for a loop that never ends") from None
-    finally:
-        if workers:  # after an error its traceback would keep the iterator alive, and with it the workers
-            items._shutdown_workers()
 
 
 def _unchanged(item: Any) -> Any:

@@ -102,19 +102,6 @@ def _ranks_text(run: Records) -> str:
     return f"{own}; the job, whose every step ends with its slowest rank: {job}. Only the last one is the result."
 
 
-def synchronisation(run: Records) -> None:
-    """One sentence: what exchanging gradients adds to a step, with and without no_sync, slowest rank."""
-    if not len(run.where("step_s", mode="no_sync")):
-        return say("One rank exchanges nothing: run with NPROC = 2 or more.")
-    train, alone = (run.one("step_s", mode=m).samples for m in ("train", "no_sync"))
-    share = estimate([100 * (1 - b / a) for a, b in zip(train, alone, strict=True)], "%")
-    word = "" if differs(share, 0) else ": no share that this run can show"
-    return say(
-        f"Of a step of the {run[0].config['model']}, {share} is the synchronisation of gradients{word}. With it a step "
-        f"takes {estimate(train, 's')}, under `no_sync` {estimate(alone, 's')}: slowest rank, taken in turn."
-    )
-
-
 def report(run: Records) -> pandas.DataFrame:
     """What `python -m labs.timing` says about a model: one row per quantity."""
     found = {k: str(v) for k, v in timing.report(run).items()}

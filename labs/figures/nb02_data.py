@@ -213,15 +213,3 @@ def sampler_text(run: Records) -> None:
     for r in run.where("items_read"):
         told = f"twice: {r.case['twice'] or 'none'}, never: {r.case['never'] or 'none'}"
         print(f"drop_last={r.case['drop_last']}: {r.value:.0f} items read of {r.case['items']}; {told}")
-
-
-def leftover(run: Records) -> None:
-    """What a loader that has raised still costs, in words."""
-    lines = []
-    for r in run.where("seconds_to_end", cured=False):
-        cured = run.one("seconds_to_end", workers=r.case["workers"], cured=True)
-        lines.append(
-            f"* {r.case['workers']} worker(s), torch's waiting time cut from 5 s to {r.case['interval_s']:g} s: "
-            f"{_plain(r)}; with the traceback's frames cleared: {_plain(cured)}"
-        )
-    say("\n".join(lines))

@@ -87,6 +87,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
+def imported(name: str, what: str) -> Any:
+    """The object that `name`, "package.module:factory", stands for. BadInput in one line; `what` says what it is."""
+    module, _, attribute = name.partition(":")
+    require(bool(module and attribute), f"{what} {name!r} must be package.module:factory")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as e:
+        raise BadInput(f"{what} {name!r} cannot be imported: {e}") from None
+
+
 def make_config(lab: ModuleType, values: dict[str, Any]) -> Any:
     """`lab.Config(**values)`, with names and types checked. BadInput names the parameter and the fix."""
     import typeguard
