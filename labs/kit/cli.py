@@ -30,6 +30,7 @@ __all__ = [
     "main",
     "make_config",
     "parse",
+    "parse_config",
     "require",
     "short_name",
 ]
@@ -85,24 +86,33 @@ def _command(config_type: type) -> type:
 
 def parse(lab: ModuleType, prog: str, args: list[str] | None = None) -> Any:
     """Parse `args` (default: sys.argv) into launch, config and output. Bad input: one line, exit code 2."""
+    return _parse(_command(lab.Config), (lab.Config, Launch, Output), lab.__doc__, prog, args)
+
+
+def parse_config(config_type: type, description: str, prog: str, args: list[str] | None = None) -> Any:
+    """Parse `args` into a Config alone, for a tool that launches no ranks. Bad input: one line, exit code 2."""
+    return _parse(config_type, (config_type,), description, prog, args)
+
+
+def _parse(command: type, parts: tuple[type, ...], description: str, prog: str, args: list[str] | None) -> Any:
     import tyro
 
-    command, complaint = _command(lab.Config), io.StringIO()
+    complaint = io.StringIO()
     args = sys.argv[1:] if args is None else args
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(command, args=args, prog=prog, description=lab.__doc__,
+            return tyro.cli(command, args=args, prog=prog, description=description,
                             config=(tyro.conf.FlagCreatePairsOff,))  # fmt: skip
     except BadInput as e:
         fail(prog, str(e))
     except SystemExit as e:
         if not e.code:
             raise
-        fail(prog, _unknown_option(lab.Config, args) or _one_line(complaint.getvalue()))
+        fail(prog, _unknown_option(parts, args) or _one_line(complaint.getvalue()))
 
 
-def _unknown_option(config_type: type, args: list[str]) -> str:
-    names = [f.name for kind in (config_type, Launch, Output) for f in dataclasses.fields(kind)]
+def _unknown_option(parts: tuple[type, ...], args: list[str]) -> str:
+    names = [f.name for part in parts for f in dataclasses.fields(part)]
     known = ["--help", "-h", *(f"--{name.replace('_', '-')}" for name in names)]
     for arg in args:
         option = arg.split("=")[0].replace("_", "-")
@@ -116,7 +126,7 @@ def _one_line(complaint: str) -> str:
     lines = [line.strip("│ ") for line in complaint.splitlines()[1:]]
     text = " ".join(line for line in lines if line.strip("╰╯─-"))
     text = re.split(r" (For full helptext|Argument helptext)", text)[0]
-    return re.sub(r"^Error parsing ((config|launch|output|lab): )?", "", text)
+    return re.sub(r"^Error parsing ((config|launch|output|lab|Config): )?", "", text)
 
 
 def fail(prog: str, message: str) -> typing.NoReturn:
