@@ -238,3 +238,22 @@ def test_a_timeline_is_drawn_with_its_kind():
     assert [(b.x0, b.x1) for b in boxes] == [(0.0, 1.0), (2.0, 2.5)] and boxes[0].y0 < 0 < boxes[0].y1
     assert plot.to_png(fig).startswith(b"\x89PNG")
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["loads (measured)", "trains (measured)"]
+
+
+def test_stacked_areas_end_at_the_total():
+    fig, ax = plot.figure("Activations rule", xlabel="operation", ylabel="memory (GB)")
+    plot.stack(ax, [0, 1, 2], {"parameters": [1, 1, 1], "activations": [0, 2, 1]}, kind="modelled")
+    tops = [max(v for _, v in path.vertices) for c in ax.collections for path in c.get_paths()]
+    assert tops == [1, 3] and plot.kinds_in(fig) == {"modelled"}
+    labels = ax.get_legend_handles_labels()[1]
+    assert labels == ["parameters (modelled)", "activations (modelled)"]
+
+
+def test_a_choice_map_has_one_colour_per_name_and_refuses_names_without():
+    fig, ax = plot.figure("Data parallel, mostly", xlabel="batch", ylabel="parameters")
+    colors = {"DDP": plot.SERIES[0], "nothing fits": plot.GREY}
+    plot.choice_map(ax, [["DDP", "nothing fits"], ["DDP", "DDP"]], columns=[1, 2], rows=["small", "big"], colors=colors)
+    assert ax.images[0].get_array().tolist() == [[0, 1], [0, 0]] and plot.kinds_in(fig) == {"modelled"}
+    assert ax.get_legend_handles_labels()[1] == ["DDP (modelled)", "nothing fits (modelled)"]
+    with pytest.raises(BadInput, match="a color for pipeline"):
+        plot.choice_map(ax, [["pipeline"]], columns=[1], rows=[1], colors=colors)

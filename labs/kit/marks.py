@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,46 @@ def spans(
     drawn = ax.broken_barh(bars_, (row - 0.38, 0.76), facecolors=color, edgecolor="white", hatch=hatch, linewidth=0.6)
     drawn.set_gid(f"kind:{kind}")
     drawn.set_label(labelled(label, mark_of(kind)) if label else "_")
+
+
+def stack(
+    ax: Axes, x: Sequence[float], parts: Mapping[str, Sequence[float]], *, kind: str = "measured",
+    colors: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Areas on top of each other, the first at the bottom: what a total consists of, over `x`. Keys are the labels."""
+    mark = mark_of(kind)
+    base = [0.0] * len(x)
+    for k, (label, values) in enumerate(parts.items()):
+        top = [b + v for b, v in zip(base, values, strict=True)]
+        color = colors[k] if colors else _next_color(ax)
+        drawn = ax.fill_between(x, base, top, color=color, linewidth=0, step="post", label=labelled(label, mark))
+        drawn.set_gid(f"kind:{kind}")
+        base = top
+
+
+def choice_map(
+    ax: Axes, cells: Sequence[Sequence[str]], *, columns: Sequence[Any], rows: Sequence[Any],
+    colors: Mapping[str, str], kind: str = "modelled", labels: bool = True,
+) -> None:  # fmt: skip
+    """A table, shape (rows, columns), of names: one colour each, `colors` in the order of the legend."""
+    from matplotlib.colors import ListedColormap
+
+    mark, names = mark_of(kind), list(colors)
+    unknown = {name for row in cells for name in row} - set(names)
+    require(not unknown, f"choice_map() needs a color for {', '.join(sorted(unknown))}")
+    numbers = [[names.index(name) for name in row] for row in cells]
+    image = ax.imshow(numbers, cmap=ListedColormap(list(colors.values())), vmin=-0.5, vmax=len(names) - 0.5,
+                      aspect="auto")  # fmt: skip
+    image.set_gid(f"kind:{kind}")
+    ax.set_xticks(range(len(columns)), [str(c) for c in columns])
+    ax.set_yticks(range(len(rows)), [str(r) for r in rows])
+    ax.set_xticks([i - 0.5 for i in range(1, len(columns))], minor=True)
+    ax.set_yticks([i - 0.5 for i in range(1, len(rows))], minor=True)
+    ax.grid(False)
+    ax.grid(True, which="minor", color="white", linewidth=1)
+    ax.tick_params(which="minor", length=0)
+    for name, color in colors.items() if labels else ():
+        ax.plot([], [], marker="s", markersize=10, linestyle="", color=color, label=labelled(name, mark))
 
 
 def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | None = None) -> None:

@@ -27,6 +27,7 @@ from labs.kit.marks import (
     KIND_STYLE,
     SERIES,
     bars,
+    choice_map,
     curve,
     heat_map,
     ideal,
@@ -35,11 +36,12 @@ from labs.kit.marks import (
     points,
     prediction,
     spans,
+    stack,
 )
 
 __all__ = [
-    "GREY", "KIND_STYLE", "SERIES", "bars", "caption", "curve", "figure", "heat_map", "ideal", "log_axes",
-    "plain_number", "points", "prediction", "show", "spans", "to_png",
+    "GREY", "KIND_STYLE", "SERIES", "bars", "caption", "choice_map", "curve", "figure", "heat_map", "ideal",
+    "log_axes", "plain_number", "points", "prediction", "show", "spans", "stack", "to_png",
 ]  # fmt: skip
 
 MAX_PNG_BYTES = 30_000
