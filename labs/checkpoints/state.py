@@ -1,0 +1,98 @@
+"""All that decides how training goes on: leave out one part, and it goes on differently without a word."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from labs.kit.errors import require
+
+
+def training_state(
+    model: Any, optimizer: Any, scheduler: Any = None, scaler: Any = None, data: Any = None, *,
+    random: list[dict] | None = None, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The state of everything that training depends on, as tensors and plain values: what `save` takes.
+
+    A part is anything with `state_dict` and `load_state_dict`, or a random generator of torch or NumPy; `more` are
+    parts of your own. None is left out. `data` is the position in the data (`ResumableLoader`). `random` holds the
+    random states of all ranks, `rank.gather(random_state())`; without it, those of this process.
+
+    Tensors are not copied: save them before the next step changes them. On several ranks, one saves.
+    """
+    parts = _parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, data=data, **more)
+    return {name: _state_of(part) for name, part in parts.items()} | {"random": random or [random_state()]}
+
+
+def restore(
+    state: dict[str, Any], model: Any, optimizer: Any, scheduler: Any = None, scaler: Any = None, data: Any = None, *,
+    rank: int = 0, **more: Any,
+) -> None:  # fmt: skip
+    """Put a state back into the parts it was taken from, made anew as when training began; call it last.
+
+    A rank that the saved job did not have keeps its own random state. BadInput if the state lacks a part, or holds
+    one that was not given: each would be silent otherwise.
+    """
+    parts = _parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, data=data, **more)
+    needed = parts.keys() | {"random"}
+    lacking, left = needed - state.keys(), state.keys() - needed
+    require(not lacking, f"the checkpoint lacks {', '.join(sorted(lacking))}: it holds {', '.join(state)}")
+    require(not left, f"the checkpoint also holds {', '.join(sorted(left))}: give it to restore(), too")
+    for name, part in parts.items():
+        _set_state(part, state[name])
+    if rank < len(state["random"]):
+        set_random_state(state["random"][rank])  # last: making and loading parts may draw
+
+
+def random_state() -> dict[str, Any]:
+    """Random states of this process: torch on the CPU and on the current GPU, NumPy, Python. No pickled objects."""
+    name, key, position, has_gauss, gauss = np.random.get_state()
+    version, words, next_gauss = random.getstate()
+    found = {
+        "torch": torch.get_rng_state(),
+        "numpy": [name, torch.from_numpy(key.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "python": [version, torch.tensor(words), next_gauss],
+    }
+    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on drawing where `random_state` was taken. A GPU's state waits for a GPU: on the CPU it is left out."""
+    torch.set_rng_state(state["torch"])
+    name, key, *rest = state["numpy"]
+    np.random.set_state((name, key.numpy().astype(np.uint32), *rest))
+    version, words, next_gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), next_gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _parts(**parts: Any) -> dict[str, Any]:
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _state_of(part: Any) -> Any:
+    if isinstance(part, torch.Generator):
+        return part.get_state()
+    if isinstance(part, np.random.Generator):
+        return part.bit_generator.state
+    return _bare(part).state_dict()
+
+
+def _set_state(part: Any, state: Any) -> None:
+    if isinstance(part, torch.Generator):
+        part.set_state(state)
+    elif isinstance(part, np.random.Generator):
+        part.bit_generator.state = state
+    else:  # a copy: an optimizer keeps the tensors it is given, and its next step would change them in `state`
+        _bare(part).load_state_dict(copy.deepcopy(state))
+
+
+def _bare(part: Any) -> Any:
+    """Without DDP, whose names all begin with "module.": so that a checkpoint fits any number of ranks."""
+    return part.module if isinstance(part, DistributedDataParallel) else part

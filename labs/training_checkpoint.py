@@ -1,0 +1,249 @@
+"""Does a resumed training end as one that was never stopped, and what does a checkpoint have to survive?
+
+    python -m labs.training_checkpoint --nproc 1
+    python -m labs.training_checkpoint --nproc 1 --trials save_time kills --folder /mnt/my_disk
+    torchrun --nproc-per-node 2 -m labs.training_checkpoint --trials resume
+    python -m labs.checkpoints FOLDER
+
+About 12 s on 2 CPU cores. Rank 0 writes. The last line is no lab: it lists the checkpoints of a folder, each with
+its verdict. A power cut, which fsync is for, cannot be tried here: a killed process leaves the page cache intact.
+"""
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from labs import fashion
+from labs.checkpoints import corruption, drills, load_latest, save, writers
+from labs.checkpoints.resume import Comparison, compare, refusal, without
+from labs.checkpoints.training import Forgotten, Training, states
+from labs.checkpoints.writers import WAYS
+from labs.elastic.guarded import guarded_folder
+from labs.kit import cli, dist
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+
+Trial = Literal["resume", "save_time", "kills", "corruptions", "two_writers", "full_disk"]
+PARAMETERS = 53_514  # of the perceptron
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is trained, and how much is tried on files."""
+
+    trials: tuple[Trial, ...] = Trial.__args__
+    """resume: with each part forgotten; the others: what happens to files."""
+    forgotten: tuple[Forgotten, ...] = Forgotten.__args__
+    """Parts that resume forgets, one at a time."""
+    steps: int = 160
+    """Optimizer steps of the whole training."""
+    interrupted_at: int = 90
+    """Step at which a checkpoint is taken, in the middle of an epoch."""
+    samples: int = 2048
+    """Images of an epoch."""
+    batch_size: int = 32
+    """Images per rank and step."""
+    seeds: int = 4
+    """Uninterrupted trainings with other seeds: what a difference is to be compared with."""
+    kills: int = 100
+    """Writers killed, for each of the ways in place, rename and full."""
+    kill_bytes: int = 2**18
+    """Size of the checkpoints of kills, two_writers and full_disk."""
+    corruptions: int = 200
+    """Damaged files."""
+    rounds: int = 7
+    """Times that the ways of save_time take turns."""
+    large_bytes: int = 2**25
+    """Size of the larger state of save_time: 2**25 is that of 2.8 million parameters with AdamW."""
+    folder: str = ""
+    """A folder on the disk to try; empty is the system's folder for temporary files."""
+    seed: int = 0
+    """Seed of the training, the kills and the damages."""
+    smoke: bool = False
+    """Few kills, damages, rounds and parts forgotten."""
+
+    def __post_init__(self) -> None:
+        require(len(self.trials) > 0, f"trials must hold some of {', '.join(Trial.__args__)}")
+        require(len(self.forgotten) > 0, f"forgotten must hold some of {', '.join(Forgotten.__args__)}")
+        require(1 <= self.samples <= 10_000, f"samples must be from 1 to 10000, not {self.samples}")
+        require(self.batch_size >= 2, f"batch_size must be at least 2 (BatchNorm), not {self.batch_size}")
+        between = 1 <= self.interrupted_at < self.steps
+        require(between, f"interrupted_at must be from 1 to steps - 1 ({self.steps - 1}), not {self.interrupted_at}")
+        for name in ("kills", "corruptions", "rounds"):
+            require(1 <= getattr(self, name) <= 10_000, f"{name} must be from 1 to 10000, not {getattr(self, name)}")
+        require(0 <= self.seeds <= 100, f"seeds must be from 0 to 100, not {self.seeds}")
+        for name in ("kill_bytes", "large_bytes"):
+            require(2**12 <= getattr(self, name) <= 2**32, f"{name} must be from 4 KiB to 4 GiB")
+        require(not self.folder or Path(self.folder).is_dir(), f"{self.folder} is not a folder: make it first")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if the images do not fill a batch on every rank."""
+    needed = config.batch_size * world_size
+    require(config.samples >= needed, f"samples must be at least {needed} (batch_size x ranks), not {config.samples}")
+
+
+def predict(config: Config, ranks: int) -> dict[str, float]:
+    """In closed form: samples read twice where the position is forgotten, bytes of the state, kills that do harm.
+
+    AdamW keeps two numbers for each parameter: 12 bytes with it. What is written in place is lost when the kill
+    comes before its save ends; kills come evenly until 1.2 times the length of a save.
+    """
+    epoch = config.samples // (config.batch_size * ranks)
+    return {
+        "repeated_samples": config.interrupted_at % epoch * config.batch_size * ranks,
+        "state_bytes": 12 * PARAMETERS,
+        "lost_share": 1 / drills.LATEST,
+    }
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Trial by trial; only rank 0 touches files."""
+    with guarded_folder(Path(config.folder) if config.folder else None) as folder:
+        for done, trial in enumerate(config.trials, start=1):
+            (place := folder / trial).mkdir()
+            if trial == "resume":
+                yield from resume(config, rank, place)
+            elif rank.rank == 0:
+                with dist.unpinned(rank):  # or a writer would share one core with who kills it
+                    yield from TRIALS[trial](config, rank, place)
+            rank.barrier()
+            rank.progress(done, len(config.trials), trial)
+
+
+def resume(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
+    """The same training uninterrupted, resumed, and resumed with one part forgotten."""
+    images = fashion.vectors(config.samples, rank.device)
+    new = partial(Training, images, config.steps, config.batch_size, rank=rank)
+    whole = new(config.seed)
+    whole.train(config.interrupted_at)
+    state = whole.state()
+    if rank.rank == 0:
+        save(folder, config.interrupted_at, state)
+    whole.train(config.steps - config.interrupted_at)
+    yield from _curve(whole, config.interrupted_at, run="uninterrupted", forgotten="nothing")
+    end = whole.state()
+    for forgotten in config.forgotten[:3] if config.smoke else config.forgotten:
+        # Rank 0 reads for all: its disk need not be that of the others.
+        step, state = rank.gather(load_latest(folder) if rank.rank == 0 else None)[0]
+        resumed = new(config.seed)  # as a new process makes it
+        said = refusal(resumed, without(state, forgotten))
+        yield rank.record("refused", "1", said != "none", forgotten=forgotten, words=said[:300])
+        resumed.resume(state, forgotten)
+        yield rank.record("test_loss", "nats", resumed.test_loss(), run="resumed", forgotten=forgotten, at="resume")
+        resumed.train(config.steps - step)
+        yield from _curve(resumed, 0, run="resumed", forgotten=forgotten)
+        yield from _compared(compare(whole, end, resumed, step), rank, forgotten)
+    repeated = predict(config, rank.world_size)["repeated_samples"]
+    yield rank.record("predicted_repeated_samples", "samples", repeated, kind="modelled", forgotten="data")
+    for seed in range(config.seed + 1, config.seed + 1 + (1 if config.smoke else config.seeds)):
+        other = new(seed)
+        other.train(config.steps)
+        yield from _curve(other, config.interrupted_at, run="other seed", forgotten="nothing", seed=seed)
+
+
+def _curve(training: Training, step: int, **case: Any) -> Iterator[Record]:
+    """Losses from `step` on, steps that the scaler left out, and the test loss at the end."""
+    rank = training.rank
+    yield rank.record("loss", "nats", training.losses[step:], **case)
+    yield rank.record("skipped_steps", "steps", sum(s >= step for s in training.skipped), **case)
+    yield rank.record("test_loss", "nats", training.test_loss(), **case, at="end")
+
+
+def _compared(found: Comparison, rank: Rank, forgotten: Forgotten) -> Iterator[Record]:
+    for part, equal in found.equal.items():
+        yield rank.record("bitwise_equal", "1", equal, forgotten=forgotten, part=part)
+    yield rank.record("equal_losses", "steps", found.equal_losses, forgotten=forgotten)
+    yield rank.record("parameter_difference", "1", found.parameter_difference, forgotten=forgotten)
+    yield rank.record("repeated_samples", "samples", found.repeated_samples, forgotten=forgotten)
+    yield rank.record("missed_samples", "samples", found.missed_samples, forgotten=forgotten)
+
+
+def save_time(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
+    """Seconds of a save by way and size, and of reading back with the check of every byte and without."""
+    large, rounds = (
+        config.large_bytes // 8 if config.smoke else config.large_bytes,
+        2 if config.smoke else config.rounds,
+    )
+    for name, state in (("training", next(states(config.seed))), ("large", drills.marked(1, large))):
+        (place := folder / name).mkdir()
+        for way, seconds in writers.save_seconds(place, state, rounds).items():
+            yield rank.record("save_s", "s", seconds, rank=0, state=name, way=way)
+            size = writers.newest_bytes(place, way)
+            yield rank.record("checkpoint_bytes", "B", size, rank=0, state=name, way=way)
+        for way, seconds in writers.load_seconds(place, rounds).items():
+            yield rank.record("load_s", "s", seconds, rank=0, state=name, way=way)
+    size = predict(config, rank.world_size)["state_bytes"]
+    yield rank.record("predicted_state_bytes", "B", size, kind="modelled", rank=0, state="training")
+
+
+def kills(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
+    """Writers killed while they save, for each way: what the next process finds. One sample per kill."""
+    for way in ("in place", "rename", "full"):
+        place = folder / way
+        place.mkdir()
+        count = 10 if config.smoke else config.kills
+        found = list(drills.kills(WAYS[way], place, count, config.kill_bytes, config.seed))
+        WAYS[way].write(place, 10**6, drills.marked(10**6, config.kill_bytes))
+        case = {"way": way, "leftovers_after_next_save": len(drills.leftovers(place))}
+        yield rank.record("kill_moment", "save times", [k.moment for k in found], rank=0, way=way)
+        yield rank.record("killed_while_saving", "1", [k.saving for k in found], rank=0, way=way)
+        yield rank.record("loadable", "1", [k.found is not None for k in found], rank=0, way=way)
+        yield rank.record("lost", "1", [k.lost for k in found], rank=0, way=way)
+        yield rank.record("leftovers", "files", [k.leftovers for k in found], rank=0, **case)
+        share = predict(config, rank.world_size)["lost_share"] * (way == "in place")
+        yield rank.record("predicted_lost_share", "1", share, kind="modelled", rank=0, way=way)
+
+
+def corruptions(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
+    """Damaged files by kind: how many each reader notices, takes without harm, or takes with a wrong state."""
+    for step, state in enumerate(itertools.islice(states(config.seed), 2)):
+        save(folder, step, state)
+    found = list(corruption.trials(folder, 28 if config.smoke else config.corruptions, config.seed))
+    counts = Counter((t.kind, reader, t.verdicts[reader]) for t in found for reader in corruption.READERS)
+    for kind, reader, verdict in itertools.product(corruption.KINDS, corruption.READERS, corruption.VERDICTS):
+        case = {"damage": kind, "reader": reader, "verdict": verdict}
+        yield rank.record("files", "files", counts[kind, reader, verdict], rank=0, **case)
+    for kind in corruption.KINDS:
+        messages = sorted({t.message for t in found if t.kind == kind})
+        fallback = [t.fallback == 0 for t in found if t.kind == kind]
+        if fallback:
+            yield rank.record("previous_used", "1", fallback, rank=0, damage=kind, messages=messages)
+
+
+def two_writers(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
+    """Two processes save to one folder at once: saves that raised, and reads that found no whole state."""
+    for way in WAYS:
+        (place := folder / way).mkdir()
+        saves = 5 if config.smoke else 20
+        failed, unreadable = drills.two_writers(WAYS[way], place, saves, config.kill_bytes)
+        yield rank.record("failed_saves", "saves", failed, rank=0, way=way, of=2 * saves)
+        yield rank.record("unreadable", "reads", unreadable, rank=0, way=way, of=2 * saves)
+
+
+def full_disk(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
+    """A save that finds no room, on a disk of its own: what is left of the one before, and what lies around."""
+    if not sys.platform.startswith("linux"):
+        print("training_checkpoint: full_disk is skipped: only Linux gives a process a disk of its own")
+        return
+    for way in WAYS:
+        found = drills.full_disk(way, config.kill_bytes)
+        case = {"way": way, "how": found.how, "error": found.error[:300]}
+        yield rank.record("earlier_kept", "1", found.found == 1, rank=0, **case)
+        yield rank.record("left_bytes", "B", found.left_bytes, rank=0, **case, of=2 * config.kill_bytes)
+
+
+TRIALS: dict[str, Callable[[Config, Rank, Path], Iterator[Record]]] = {
+    "save_time": save_time, "kills": kills, "corruptions": corruptions,
+    "two_writers": two_writers, "full_disk": full_disk,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,507 @@
+"""Checkpoints: whole or named as damaged, the last good one found, nothing lost whatever happens to the writer."""
+
+import fcntl
+import hashlib
+import io
+import multiprocessing
+import os
+import pickle
+import random
+import time
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from labs import checkpoints
+from labs.checkpoints import Damaged, ResumableLoader, corruption, drills, files, load, load_latest, save
+from labs.checkpoints.__main__ import main
+from labs.checkpoints.resume import differences, same
+from labs.checkpoints.training import states
+from labs.checkpoints.writers import WAYS
+from labs.kit.errors import BadInput
+from labs.traps import shm as trap_shm
+
+
+def state_of(step):
+    return {"x": torch.full((50,), float(step)), "n": step, "name": "ä", "none": None, "list": [1, (2.5, True)]}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Checkpoints of steps 1, 2 and 3."""
+    for step in (1, 2, 3):
+        save(tmp_path / "run", step, state_of(step))
+    return tmp_path / "run"
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def latest(folder):
+    """Step of the last good checkpoint, and the lines about those that were skipped."""
+    told = []
+    found = load_latest(folder, on_damaged=lambda e: told.append(str(e)))
+    return found and found[0], told
+
+
+def sealed(body, step=3, version=files.VERSION):
+    """`body` with a trailer that fits."""
+    whole = body + files.FIELDS.pack(files.MAGIC, version, step, len(body))
+    return whole + hashlib.sha256(whole).digest()
+
+
+# -- saving and loading
+
+
+def test_what_was_saved_is_loaded(folder):
+    step, state = load_latest(folder)
+    assert step == 3 and not list(differences(state, state_of(3)))
+    assert load(folder / "step-00000002.pt")[0] == 2
+
+
+def test_the_last_k_are_kept(tmp_path):
+    for step in range(5):
+        path = save(tmp_path, step, {}, keep=2)
+        assert path.name == f"step-{step:08}.pt" and path.is_file()
+    assert names(tmp_path) == ["step-00000003.pt", "step-00000004.pt"]
+
+
+def test_going_back_deletes_neither_the_new_file_nor_later_ones(folder):
+    save(folder, 0, state_of(0), keep=1)
+    assert [p.name[-4:-3] for p in checkpoints.checkpoints(folder)] == ["0", "1", "2", "3"]
+    save(folder, 2, state_of(7), keep=1)
+    assert names(folder) == ["step-00000002.pt", "step-00000003.pt"]
+    assert load(folder / "step-00000002.pt")[1]["n"] == 7
+
+
+def test_other_files_and_folders_are_left_alone(folder):
+    for name in ("step-1.pt", "notes.txt", "step-00000000.pt.bak", "other.partial"):
+        (folder / name).touch()
+    (folder / "step-00000000.pt").mkdir()
+    before = set(names(folder))
+    save(folder, 4, state_of(4))
+    assert before - set(names(folder)) == {"step-00000001.pt"}
+
+
+def test_other_tools_read_the_file(folder):
+    path = folder / "step-00000003.pt"
+    assert torch.load(path, weights_only=True)["n"] == 3
+    assert torch.load(path, weights_only=True, mmap=True)["n"] == 3
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+def test_nothing_there_is_none_and_nothing_good_is_an_error(tmp_path, folder):
+    assert load_latest(tmp_path / "missing") is None and load_latest(tmp_path) is None
+    for path in checkpoints.checkpoints(folder):
+        path.write_bytes(b"")
+    with pytest.raises(Damaged, match=r"^\S+ holds no good checkpoint: all 3 are damaged$"):
+        load_latest(folder)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        load_latest(tmp_path / "file")
+
+
+@pytest.mark.parametrize("values", [{"keep": 0}, {"step": -1}, {"step": 10**8}])
+def test_bad_input(tmp_path, values):
+    with pytest.raises(BadInput, match=rf"^{next(iter(values))} must be"):
+        save(tmp_path, **{"step": 1, "state": {}, **values})
+
+
+@pytest.mark.parametrize("what", [np.float64(1), {"f": len}, pytest])
+def test_what_could_not_be_loaded_is_not_saved(folder, what):
+    before = names(folder)
+    with pytest.raises((BadInput, TypeError, pickle.PicklingError)) as caught:
+        save(folder, 4, {"x": what})
+    assert names(folder) == before
+    if isinstance(what, np.float64):
+        assert "numpy" in str(caught.value) and "\n" not in str(caught.value)
+
+
+# -- damage
+
+
+def replace_by_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_dangling_link(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def torch_file(**state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+DAMAGES = {
+    "is empty": lambda p: p.write_bytes(b""),
+    "cut off": lambda p: p.write_bytes(p.read_bytes()[:-1]),
+    "another kind of file": lambda p: p.write_text("step,loss\n" * 20),
+    "another kind": lambda p: p.write_bytes(torch_file(x=torch.ones(3))),
+    "format version 2, this program reads version 1": lambda p: p.write_bytes(sealed(b"later", version=2)),
+    "bytes of state,": lambda p: p.write_bytes(p.read_bytes()[:100] + p.read_bytes()[200:]),
+    "SHA-256 has changed": lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])),
+    "holds step 2: it was renamed": lambda p: p.write_bytes(p.with_name("step-00000002.pt").read_bytes()),
+    "is a folder": replace_by_folder,
+    "is not a file": replace_by_pipe,
+    "cannot be read .No such file": replace_by_dangling_link,
+    "as it was written, but torch refuses": lambda p: p.write_bytes(sealed(b"no zip")),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_damage_is_named_and_the_previous_one_is_used(folder, words):
+    path = folder / "step-00000003.pt"
+    DAMAGES[words](path)
+    with pytest.raises(Damaged, match=rf"^{path} .*{words}") as caught:
+        load(path)
+    assert "\n" not in str(caught.value) and caught.value.path == path
+    assert latest(folder) == (2, [str(caught.value)])
+
+
+def test_a_file_without_the_right_to_read_is_named(folder, monkeypatch):
+    from pathlib import Path
+
+    path, opened = folder / "step-00000003.pt", Path.open
+
+    def refuse(self, *args, **options):  # root may read everything
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert latest(folder) == (2, [f"{path} cannot be read (Permission denied)"])
+
+
+def test_code_in_a_file_is_not_run(folder, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    file = io.BytesIO()
+    torch.save({"x": Evil()}, file)
+    (folder / "step-00000003.pt").write_bytes(sealed(file.getvalue()))
+    assert latest(folder)[0] == 2 and not (tmp_path / "ran").exists()
+
+
+def test_every_bit_of_the_trailer_and_of_the_zip_directory_counts(folder):
+    path = folder / "step-00000003.pt"
+    data = path.read_bytes()
+    ends = range(len(data) - files.TRAILER_BYTES - 40, len(data))
+    for place in [*range(40), *ends]:
+        for bit in range(8):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+            with pytest.raises(Damaged):
+                load(path)
+
+
+def test_skipped_files_are_told_on_stderr(folder, capsys):
+    (folder / "step-00000003.pt").write_bytes(b"")
+    load_latest(folder)
+    assert capsys.readouterr().err == f"skipped: {folder / 'step-00000003.pt'} is empty\n"
+
+
+def test_two_hundred_corruptions(tmp_path):
+    source = states(0)
+    for step in range(2):
+        save(tmp_path, step, next(source))
+    trials = list(corruption.trials(tmp_path, 200, seed=1))
+    assert len(trials) == 200 and {t.kind for t in trials} == set(corruption.KINDS)
+    assert [t for t in trials if t.verdicts["load"] != "noticed"] == []
+    assert {t.fallback for t in trials} == {0} and all(t.message != "nothing" for t in trials)
+    plain = [t.verdicts["torch.load"] for t in trials if t.kind in ("flip", "swap", "zero")]
+    assert plain.count("silent") > len(plain) / 2, "torch.load checks no CRC"
+    assert load_latest(tmp_path)[0] == 1, "put back"
+
+
+@pytest.mark.parametrize("kind", corruption.KINDS)
+def test_a_damage_changes_something(kind):
+    draw, data = random.Random(0), sealed(b"\0" * 9000 + b"x" * 9000)
+    assert all(corruption.damaged(data, b"other", kind, draw) != data for _ in range(20))
+
+
+# -- a writer that dies, or finds no room
+
+
+@pytest.mark.parametrize(("name", "count"), [("full", 100), ("rename", 15), ("in place", 15)])
+def test_kills_while_saving(tmp_path, name, count):
+    kills = list(drills.kills(WAYS[name], tmp_path, count, 2**18, seed=2))
+    assert len(kills) == count and sum(k.saving for k in kills) > count / 2
+    lost = [k for k in kills if k.lost]
+    if name == "in place":
+        assert len(lost) > count / 3 and {k.found for k in lost} == {None}
+        return
+    assert lost == []
+    assert any(k.leftovers for k in kills)
+    if name == "full":
+        assert max(k.leftovers for k in kills) == 1, "each save clears what the one before left"
+        save(tmp_path, 10**6, {})
+        assert len(names(tmp_path)) == 3 and all(n.endswith(".pt") for n in names(tmp_path))
+
+
+def test_everything_reaches_the_disk_in_this_order(folder, monkeypatch):
+    """No power cut can be tried here; what can be tried is that nothing is done before what it depends on."""
+    done, real = [], {name: getattr(os, name) for name in ("fsync", "replace", "unlink")}
+
+    def fsync(descriptor):
+        done.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "fsync file")
+        real["fsync"](descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", lambda *a: done.append("replace") or real["replace"](*a))
+    monkeypatch.setattr(os, "unlink", lambda *a: done.append("unlink") or real["unlink"](*a))
+    save(folder, 4, state_of(4))
+    assert done == ["fsync file", "replace", "fsync folder", "unlink"]
+    assert names(folder) == [f"step-0000000{i}.pt" for i in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_an_error_on_the_way_loses_nothing(folder, monkeypatch, name):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, name, fail)
+    with pytest.raises(OSError, match=r"^\[Errno 5\] Input/output error; step 4 is not saved, earlier ones are: "):
+        save(folder, 4, state_of(4))
+    assert names(folder) == [f"step-0000000{i}.pt" for i in (1, 2, 3)] and latest(folder) == (3, [])
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs Linux")
+@pytest.mark.parametrize("mount", [True, False])
+def test_a_full_disk_loses_nothing(mount, monkeypatch):
+    def refuse(size):
+        raise PermissionError
+
+    if not mount:
+        monkeypatch.setattr(trap_shm, "_mount_small_shm", refuse)
+    found = {name: drills.full_disk(name, 2**18) for name in WAYS}
+    assert {f.how for f in found.values()} <= {"private /dev/shm", "limit of the file size"}
+    assert (found["full"].found, found["full"].left_bytes) == (1, 0)
+    assert found["full"].error.startswith("OSError: [Errno 2") and "step 2 is not saved" in found["full"].error
+    assert found["in place"].found is None and found["rename"].found == 1 and found["rename"].left_bytes > 0
+    assert "none" not in {f.error for f in found.values()}
+
+
+# -- several writers
+
+
+def test_two_writers_at_once(tmp_path):
+    (tmp_path / "full").mkdir()
+    assert drills.two_writers(WAYS["full"], tmp_path / "full", 10, 2**18) == (0, 0)
+    assert len(names(tmp_path / "full")) == 3
+
+
+def test_a_writer_that_is_still_writing_is_waited_for(folder):
+    """What looks like a leftover is not, as long as somebody holds the lock."""
+    partial = folder / "step-00000009.pt.abcd.partial"
+    partial.touch()
+    context = multiprocessing.get_context("fork")
+    directory = os.open(folder, os.O_RDONLY)
+    fcntl.flock(directory, fcntl.LOCK_EX)
+    other = context.Process(target=save, args=(folder, 4, state_of(4)), daemon=True)
+    other.start()
+    try:
+        time.sleep(0.15)
+        assert partial.exists() and latest(folder)[0] == 3
+        fcntl.flock(directory, fcntl.LOCK_UN)
+        other.join(20)
+        assert other.exitcode == 0 and not partial.exists() and latest(folder)[0] == 4
+    finally:
+        other.kill()
+        other.join()
+        os.close(directory)
+
+
+def test_where_nothing_can_be_locked_it_still_saves(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    (folder / "step-00000009.pt.abcd.partial").touch()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    save(folder, 4, state_of(4))
+    assert latest(folder)[0] == 4
+    assert "step-00000009.pt.abcd.partial" in names(folder), "perhaps of a living writer"
+
+
+# -- the state of a training
+
+
+def parts(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedulers = [
+        torch.optim.lr_scheduler.ConstantLR(optimizer),
+        torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    ]
+    found = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[3]),
+        "scaler": torch.amp.GradScaler("cpu", growth_interval=2),
+        "data": ResumableLoader(TensorDataset(torch.arange(40.0)), 4),
+        "augment": np.random.default_rng(seed),
+        "noise": torch.Generator().manual_seed(seed),
+    }
+    return found
+
+
+def steps(p, n):
+    """`n` steps that draw from every source of random numbers; the losses."""
+    losses = []
+    while len(losses) < n:
+        for (rows,) in p["data"]:
+            x = torch.randn(8, 4) + random.random() + np.random.random() + p["augment"].random()
+            x = x * torch.rand(1, generator=p["noise"]) + rows.sum()
+            p["optimizer"].zero_grad()
+            loss = p["model"](x).square().mean()
+            p["scaler"].scale(loss).backward()
+            p["scaler"].step(p["optimizer"])
+            p["scaler"].update()
+            p["scheduler"].step()
+            losses.append(loss.item())
+            if len(losses) == n:
+                break
+    return losses
+
+
+def test_a_restored_training_goes_on_bit_for_bit(tmp_path):
+    whole = parts()
+    steps(whole, 13)
+    save(tmp_path, 13, checkpoints.training_state(**whole))
+    expected, end = steps(whole, 20), checkpoints.training_state(**whole)
+    state = load_latest(tmp_path)[1]
+    for _ in range(2):  # twice from one state: an optimizer must not change it
+        other = parts(seed=5)
+        random.seed(5)
+        np.random.seed(5)
+        checkpoints.restore(state, **other)
+        assert steps(other, 20) == expected
+        assert not list(differences(end, checkpoints.training_state(**other)))
+
+
+def test_a_part_that_is_forgotten_is_named():
+    whole = parts()
+    state = checkpoints.training_state(**whole)
+    with pytest.raises(BadInput, match="checkpoint lacks scaler: it holds model, optimizer, "):
+        checkpoints.restore({k: v for k, v in state.items() if k != "scaler"}, **whole)
+    with pytest.raises(BadInput, match="checkpoint lacks random"):
+        checkpoints.restore({k: v for k, v in state.items() if k != "random"}, **whole)
+    with pytest.raises(BadInput, match=r"also holds data, noise: give it to restore\(\), too"):
+        checkpoints.restore(state, **{k: v for k, v in whole.items() if k not in ("data", "noise")})
+
+
+def test_random_states_of_ranks():
+    draws, saved = [], []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        saved.append(checkpoints.random_state())
+        draws.append(torch.rand(1))
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = checkpoints.training_state(model, optimizer, random=saved)
+    for rank in (0, 1):
+        checkpoints.restore(state, model, optimizer, rank=rank)
+        assert torch.rand(1) == draws[rank]
+    torch.manual_seed(7)
+    own = torch.rand(1)
+    torch.manual_seed(7)
+    checkpoints.restore(state, model, optimizer, rank=2)
+    assert torch.rand(1) == own, "a rank that was not there keeps its own"
+
+
+def test_bitwise_comparison():
+    nan = torch.tensor([float("nan"), 0.0])
+    assert same(nan, nan.clone()) and not same(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same(torch.ones(2), torch.ones(2, dtype=torch.float64)) and not same(torch.ones(2), torch.ones(2, 1))
+    assert not same(1, 1.0) and not same(True, 1) and same(None, None)
+    assert list(differences({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]})) == ["a[1].b"]
+    assert list(differences({"a": 1}, {"b": 1})) == [""]
+
+
+# -- the position in the data
+
+
+def handed_over(loader, batches=None):
+    found = []
+    for (rows,) in loader:
+        found.append(rows.tolist())
+        if len(found) == batches:
+            break
+    return found
+
+
+def loader(n=41, batch=4, **options):
+    return ResumableLoader(TensorDataset(torch.arange(n)), batch, seed=3, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_position_counts_what_was_handed_over(workers):
+    first = loader(num_workers=workers)
+    whole, again = handed_over(first), handed_over(first)
+    assert len(whole) == len(first) == 10 and whole != again, "another order in the next epoch"
+    assert first.state_dict() == {"epoch": 2, "samples": 0}
+    stopped, resumed = loader(num_workers=workers), loader()
+    before = handed_over(stopped, 3)
+    assert stopped.state_dict() == {"epoch": 0, "samples": 12}, "not what the workers had read ahead"
+    resumed.load_state_dict(stopped.state_dict())
+    assert before + handed_over(resumed) == whole and handed_over(resumed) == again
+
+
+def test_ranks_share_the_data_and_another_number_of_ranks_goes_on():
+    two = [loader(rank=r, world_size=2) for r in range(2)]
+    before = [row for x in two for batch in handed_over(x, 2) for row in batch]
+    assert len(set(before)) == 16 and all(x.state_dict()["samples"] == 16 for x in two)
+    one = loader()
+    one.load_state_dict(two[0].state_dict())
+    after = [row for batch in handed_over(one) for row in batch]
+    assert len(set(before + after)) == len(before + after) == 40
+
+
+def test_the_last_batch_of_an_epoch_can_be_where_it_stops():
+    stopped = loader()
+    handed_over(stopped, 10)
+    assert stopped.state_dict() == {"epoch": 0, "samples": 40}
+    assert handed_over(stopped) == [] and stopped.state_dict() == {"epoch": 1, "samples": 0}
+
+
+def test_it_draws_nothing_from_the_global_state():
+    before = torch.get_rng_state()
+    handed_over(loader())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_too_few_samples():
+    with pytest.raises(BadInput, match="7 samples do not fill one batch of 4 on 2 ranks"):
+        loader(7, world_size=2)
+
+
+# -- python -m labs.checkpoints
+
+
+def test_listing(folder, tmp_path, capsys):
+    (folder / "step-00000001.pt").write_bytes(b"x")
+    assert main([str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step-00000001.pt  damaged: does not end") and "good, " in lines[2] and len(lines) == 3
+    (folder / "step-00000003.pt").write_bytes(b"")
+    assert main([str(folder)]) == 1 and "damaged: is empty" in capsys.readouterr().out
+    assert main([str(tmp_path)]) == 1 and "no checkpoints in" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "missing")])
+    assert capsys.readouterr().err.endswith("missing is not a folder\n")
