@@ -1,0 +1,241 @@
+"""Memory runs out: which of the remedies takes away how much, and of what?
+
+    python -m labs.memory_remedies --nproc 1
+    python -m labs.memory_remedies --nproc 1 --parts remedies --models char_gpt mlp --rows 32 16
+
+About 12 s on 2 CPU cores. Rank 0 works, the other ranks wait.
+  accumulation   one batch cut into micro-batches: peak, gradient, time
+  remedies       each remedy on a model full of activations and on one full of states
+  leaks          training loops that hold on to tensors: bytes after each step, the peak so far, the line they come from
+  fragmentation  (modelled) a pattern that CUDA's caching allocator cannot serve, and what empty_cache changes
+  lengths        (modelled) steps of BERT with changing lengths in CUDA's caching allocator, on devices of many sizes
+  summary        what torch.cuda's memory functions answer here
+  gpu            on a GPU only: the real allocator, its counters, empty_cache's price, cudnn.benchmark's peak
+Peaks are those of torch's allocator, on a CPU as the profiler lists what it hands out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from labs import models
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record, Records
+from labs.oracle.reality import measured
+from labs.oracle.step import step
+from labs.remedies import leaks as leaking
+from labs.remedies import on_gpu, ways_out
+from labs.remedies.blocks import MIB
+from labs.remedies.caching_allocator import Stats
+from labs.remedies.requests import bert_run, draw_lengths
+from labs.remedies.ways_out import predict
+from labs.remedies.ways_to_allocate import PATTERN_WAYS, PLAIN, WAYS, Outcome, fragment, train
+
+Part = Literal["accumulation", "remedies", "leaks", "fragmentation", "lengths", "summary", "gpu"]
+CALLS = ("memory_summary", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats", "empty_cache")
+UNLIMITED = "unlimited"
+HEADROOMS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.25, 1.3)
+PATTERN = (16, 50 * MIB, 30 * MIB)  # tensors, bytes of the large and of the smaller ones
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which parts, and how large they are."""
+
+    parts: tuple[Part, ...] = Part.__args__
+    """Parts to run."""
+    models: tuple[str, ...] = ("char_gpt", "mlp")
+    """Models of remedies: of labs.models.MODELS, or package.module:factory. Other parts take the first one."""
+    rows: tuple[int, ...] = (32, 16)
+    """Rows of a step of each model."""
+    cuts: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of micro-batches of accumulation."""
+    rounds: int = 7
+    """Times that the steps of accumulation take turns."""
+    steps: int = 8
+    """Steps of each loop of leaks."""
+    lengths: int = 8
+    """Different lengths among the batches of lengths."""
+    batches: int = 40
+    """Steps of each run of lengths."""
+    seed: int = 0
+    """Seed of models, data and lengths."""
+    smoke: bool = False
+    """Fewer micro-batches, steps, lengths and devices."""
+
+    def __post_init__(self) -> None:
+        require(len(self.parts) > 0, f"parts must hold some of {', '.join(Part.__args__)}")
+        same = f"rows must hold one number for each of the {len(self.models)} models, not {len(self.rows)}"
+        require(len(self.models) == len(self.rows) > 0, same)
+        require(min(self.rows) >= 4, f"rows must be at least 4, for 4 micro-batches, not {min(self.rows)}")
+        require(len(self.cuts) > 0 and min(self.cuts) >= 1, "cuts must hold positive numbers")
+        require(1 in self.cuts, "cuts must hold 1: the whole batch is what the others are compared with")
+        require(max(self.cuts) <= self.rows[0],
+                f"cuts must be at most {self.rows[0]}, the rows of {self.models[0]}, not {max(self.cuts)}")  # fmt: skip
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        require(self.steps >= 3, f"steps must be at least 3, not {self.steps}: growth needs a first and a last one")
+        require(2 <= self.lengths <= 100, f"lengths must be from 2 to 100, not {self.lengths}")
+        require(self.batches >= 4, f"batches must be at least 4, not {self.batches}")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if a model cannot be built."""
+    for name in config.models:
+        models.build(name, config.seed)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Part by part, on rank 0."""
+    if rank.rank == 0:
+        for done, part in enumerate(config.parts, start=1):
+            yield from PARTS[part](config, rank)
+            rank.progress(done, len(config.parts), part)
+    rank.barrier()
+
+
+def accumulation(config: Config, rank: Rank) -> Iterator[Record]:
+    """(D24, B34) The same batch in m micro-batches: the step's peak, its gradient, its time."""
+    model, rows, cuts = config.models[0], config.rows[0], config.cuts[:3] if config.smoke else config.cuts
+    case = {"part": "accumulation", "model": model, "rows": rows}
+    workload = models.make(model, config.seed)
+    workload.module.to(rank.device)
+    x, y = (t.to(rank.device) for t in workload.make_batch(rows))
+    whole = step(workload, rows, optimizer="adam", target=rank.device.type).peak
+    trained = models.gradient_bytes(workload.module)
+    for m in cuts:
+        peak = measured(workload, rows, rank.device, optimizer="adam", micro_batches=m).peak_bytes
+        yield rank.record("peak_bytes", "B", peak, rank=0, micro_batches=m, **case)
+        closed = predict(whole, m, trained)
+        yield rank.record("predicted_bytes", "B", closed, kind="modelled", rank=0, micro_batches=m, **case)
+    true = ways_out.gradient(workload, x, y, 1)
+    for m in cuts:
+        error = (ways_out.gradient(workload, x, y, m) - true).norm() / true.norm()
+        yield rank.record("gradient_error", "1", error.item(), rank=0, micro_batches=m, **case)
+    steps, rounds = ways_out.steps(workload, x, y, cuts), 2 if config.smoke else config.rounds
+    seconds = measure.interleave(steps, rounds, rank.device)
+    for m, samples in seconds.items():
+        yield rank.record("step_s", "s", samples, rank=0, micro_batches=m, **case)
+
+
+def remedies(config: Config, rank: Rank) -> Iterator[Record]:
+    """(B41, D24, C28) Peak bytes of each model under each remedy, and what they consist of."""
+    for model, rows in zip(config.models, config.rows, strict=True):
+        workload, full_of = models.make(model, config.seed), ""
+        for remedy in ways_out.SMOKE if config.smoke else ways_out.REMEDIES:
+            n, conditions = ways_out.conditions(remedy, rows)
+            trace = step(workload, n, target=rank.device.type, **conditions)
+            parts = ways_out.peak_parts(trace, remedy)
+            full_of = full_of or ways_out.dominated_by(parts)
+            case = {"part": "remedies", "model": model, "remedy": remedy, "full_of": full_of, "rows": n}
+            for category, size in parts.items():
+                yield rank.record("part_bytes", "B", size, kind="modelled", rank=0, category=category, **case)
+            peak_in = trace.peak_event.phase
+            yield rank.record("predicted_bytes", "B", sum(parts.values()), kind="modelled", rank=0, at=peak_in, **case)
+            if remedy != ways_out.LEAN:
+                peak = measured(workload, n, rank.device, **conditions).peak_bytes
+                yield rank.record("peak_bytes", "B", peak, rank=0, **case)
+
+
+def leaks(config: Config, rank: Rank) -> Iterator[Record]:
+    """(B40) Loops with and without a leak: live bytes after each step, the peak so far, where what is left was made."""
+    steps = min(config.steps, 4) if config.smoke else config.steps
+    for name, loop in leaking.LOOPS.items():
+        workload = models.make(config.models[0], config.seed)
+        job = leaking.job(workload, [8] * steps, rank.device, larger=name == leaking.LARGER)
+        found = leaking.watch(job, loop)
+        case = {"part": "leaks", "loop": name, "leaks": name in leaking.LEAKS}
+        yield rank.record("live_bytes", "B", found.live_bytes, rank=0, **case)
+        yield rank.record("peak_so_far_bytes", "B", found.peak_bytes, rank=0, **case)
+        yield rank.record("growth_bytes", "B", found.growth_bytes, rank=0, **case)
+        if found.growth_bytes > 0:
+            site = found.site
+            where = {"line": site.line, "code": site.code, "made_in": site.inner, "op": site.op}
+            yield rank.record("site_share", "1", found.share, rank=0, **where, **case)
+
+
+def fragmentation(config: Config, rank: Rank) -> Iterator[Record]:
+    """(B33, D22) Large tensors go, smaller ones come, one as large as all that is free cannot be had."""
+    for way in PATTERN_WAYS:
+        found = fragment(way, *PATTERN, capacity_bytes=PATTERN[0] * PATTERN[1])
+        case = {"part": "fragmentation", "way": way}
+        yield rank.record("fits", "1", float(found.fits), kind="modelled", rank=0, **case)
+        yield from _stats(found.stats, case, rank)
+
+
+def lengths(config: Config, rank: Rank) -> Iterator[Record]:
+    """(B33, D22, C26) A run of BERT whose batches have different lengths, on devices of many sizes."""
+    drawn = draw_lengths(3 if config.smoke else config.lengths, 8 if config.smoke else config.batches, config.seed)
+    work = bert_run(drawn, rows=8)
+    needed = train(work, drawn, WAYS[PLAIN]).stats.allocated_peak_bytes
+    for way, use in WAYS.items():
+        for headroom in (math.inf, *(HEADROOMS[::5] if config.smoke else HEADROOMS)):
+            found = train(work, drawn, use, headroom * needed)
+            named = UNLIMITED if headroom == math.inf else headroom
+            yield from _run_of(found, {"part": "lengths", "way": way, "headroom": named}, rank)
+
+
+def _run_of(found: Outcome, case: dict, rank: Rank) -> Iterator[Record]:
+    yield rank.record("fits", "1", float(found.fits), kind="modelled", rank=0, **case)
+    yield rank.record("lasting_allocs", "calls/step", found.lasting_allocs, kind="modelled", rank=0, **case)
+    yield from _stats(found.stats, case, rank)
+
+
+def _stats(stats: Stats, case: dict, rank: Rank) -> Iterator[Record]:
+    for name in ("allocated_peak_bytes", "reserved_peak_bytes"):
+        yield rank.record(name, "B", getattr(stats, name), kind="modelled", rank=0, **case)
+    for name in ("num_device_alloc", "num_device_free", "num_alloc_retries"):
+        yield rank.record(name, "calls", getattr(stats, name), kind="modelled", rank=0, **case)
+
+
+def summary(config: Config, rank: Rank) -> Iterator[Record]:
+    """(B30, B40) What the functions say that the articles ask: without CUDA some say 0, some raise."""
+    for call in CALLS:
+        answer, raised = "", ""
+        try:
+            answer = str(getattr(torch.cuda, call)())
+        except Exception as e:  # whatever this build of torch raises is the answer
+            raised = f"{type(e).__name__}: {e}"
+        case = {"part": "summary", "call": f"torch.cuda.{call}()", "words": raised, "answer": answer[:60]}
+        yield rank.record("raised", "errors", int(bool(raised)), rank=0, **case)
+
+
+def gpu(config: Config, rank: Rank) -> Iterator[Record]:
+    """(B30, B33, B38, C26) On a GPU only; nothing elsewhere."""
+    if rank.device.type == "cuda":
+        for metric, unit, samples, case in on_gpu.all_parts(rank.device, PATTERN, config.rounds):
+            yield rank.record(metric, unit, samples, rank=0, part="gpu", **case)
+
+
+def separates(records: Records, metric: str) -> bool:
+    """Whether every loop that leaks has a last `metric` above those of all loops that do not."""
+    clean, leaky = ([r.samples[-1] for r in records.where(metric, leaks=leaks)] for leaks in (False, True))
+    return min(leaky) > max(clean)
+
+
+def enough_headroom(records: Records, way: str) -> float:
+    """Memory, as a multiple of what tensors need at most, from which on a run in this `way` always fits.
+
+    inf if the largest device is too small. Not the first that fits: a little more can fragment in another way.
+    """
+    found = [r for r in records.where("fits", part="lengths", way=way) if r.case["headroom"] != UNLIMITED]
+    found.sort(key=lambda r: r.case["headroom"])
+    failed = [i for i, r in enumerate(found) if not r.value]
+    first = failed[-1] + 1 if failed else 0
+    return found[first].case["headroom"] if first < len(found) else math.inf
+
+
+PARTS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
+    "accumulation": accumulation, "remedies": remedies, "leaks": leaks, "fragmentation": fragmentation,
+    "lengths": lengths, "summary": summary, "gpu": gpu,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,1 @@
+"""What labs.memory_remedies is made of, by subject."""
