@@ -1,0 +1,201 @@
+"""What does it cost to keep only a part of every parameter on each device?
+
+    python -m labs.fully_sharded                                # launches its own ranks
+    torchrun --nproc-per-node 2 -m labs.fully_sharded --models my_package.module:factory
+
+About 8 s on 2 CPU cores. Every rank trains on its own part of the batch:
+  ddp         every rank has all parameters, gradients and optimizer states
+  fsdp        FSDP2: every rank has 1/n of each; a block's parameters are gathered when it runs, forward and backward
+  fsdp, kept  the same, but what forward gathered stays until backward is through (reshard_after_forward=False)
+  single      one process with the whole batch: what the others must compute
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from labs import models
+from labs.activation_memory.allocator import watch
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+from labs.models import Workload
+from labs.replicas import nbytes
+from labs.sharding.fsdp import Gathered, predict, shard, shard_bytes
+from labs.sharding.link import require_messages
+from labs.sharding.traffic import Traffic, tcp_sent_bytes
+
+WAYS = ("ddp", "fsdp", "fsdp, kept")
+OPTIMIZERS = {"momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adam": partial(torch.optim.Adam, lr=1e-3)}
+STATES = {"momentum": 1, "adam": 2}  # numbers per parameter
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to train."""
+
+    models: tuple[str, ...] = ("mlp", "char_gpt", "labs.sharding.blocks:uneven_mlp")
+    """Keys of labs.models.MODELS, or package.module:factory. The third has sizes that no ranks share evenly."""
+    batch_size: int = 16
+    """Samples per rank."""
+    optimizer: Literal["momentum", "adam"] = "adam"
+    """SGD with momentum keeps one number more per parameter, Adam two."""
+    steps: int = 3
+    """Steps after which the parameters of all ways are compared."""
+    rounds: int = 12
+    """Times that the ways take turns, per model."""
+    seed: int = 0
+    """Seed of models and data."""
+    smoke: bool = False
+    """Two rounds."""
+
+    def __post_init__(self) -> None:
+        require(len(self.models) > 0, "models must name at least one model")
+        require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
+        require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if a model cannot be built."""
+    for name in config.models:
+        models.build(name)
+
+
+@dataclass
+class Trainer:
+    """One way to train: its module, with an optimizer of its own, and this rank's part of the batch."""
+
+    workload: Workload
+    module: nn.Module
+    x: Tensor
+    y: Tensor
+    optimizer: torch.optim.Optimizer
+
+    def forward(self) -> Tensor:
+        """The loss; gradients of the step before are gone."""
+        self.optimizer.zero_grad()
+        return self.workload.loss(self.module(self.x), self.y)
+
+    def finish(self, loss: Tensor) -> None:
+        """Backward, and an update of the parameters."""
+        loss.backward()
+        self.optimizer.step()
+
+    def step(self) -> None:
+        """One training step."""
+        self.finish(self.forward())
+
+
+def trainers(name: str, config: Config, mesh: DeviceMesh, rank: Rank) -> dict[str, Trainer]:
+    """One for each way and for a single process, which has the whole batch; all start with the same parameters."""
+    workload = models.build(name, config.seed)
+    torch.manual_seed(config.seed + 1)
+    x, y = (t.to(rank.device) for t in workload.make_batch(config.batch_size * rank.world_size))
+    mine = slice(rank.rank * config.batch_size, (rank.rank + 1) * config.batch_size)
+    module = workload.module.to(rank.device)
+    made = {way: copy.deepcopy(module) for way in (*WAYS, "single")}
+    made["ddp"] = DistributedDataParallel(made["ddp"])
+    made["fsdp"] = shard(made["fsdp"], mesh)
+    made["fsdp, kept"] = shard(made["fsdp, kept"], mesh, reshard_after_forward=False)
+    part = {way: (x, y) if way == "single" else (x[mine], y[mine]) for way in made}
+    optimizer = OPTIMIZERS[config.optimizer]
+    return {way: Trainer(workload, m, *part[way], optimizer(m.parameters())) for way, m in made.items()}
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Parity, bytes held, bytes sent and step times of every model and way."""
+    require_messages(rank)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nobody here writes into an output
+    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    for done, name in enumerate(config.models, start=1):
+        ways = trainers(name, config, mesh, rank)
+        for trainer in ways.values():
+            for _ in range(config.steps):
+                trainer.step()
+        whole = models.build(name, config.seed).module
+        for way in WAYS:
+            case = {"way": way, "model": name}
+            yield from errors(ways[way], ways["single"], case, rank)
+            yield from held(ways[way], whole, case, config, rank)
+            yield from moved(ways[way], whole, case, rank)
+        yield from times(ways, name, config, rank)
+        rank.progress(done, len(config.models), name)
+
+
+def errors(trainer: Trainer, single: Trainer, case: dict, rank: Rank) -> Iterator[Record]:
+    """||a - b|| / ||b||, b from the single process: of parameters after the steps, and of the last gradient."""
+    for what, of in (("parameter", lambda p: p.detach()), ("gradient", lambda p: p.grad)):
+        a, b = (torch.cat([_whole(of(p)).flatten() for p in t.module.parameters()]) for t in (trainer, single))
+        yield rank.record(f"{what}_relative_error", "1", rank.slowest([((a - b).norm() / b.norm()).item()]), **case)
+
+
+def _whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def held(trainer: Trainer, whole: nn.Module, case: dict, config: Config, rank: Rank) -> Iterator[Record]:
+    """Bytes on a rank between two steps, on the rank that has the most."""
+    parameters = list(trainer.module.parameters())
+    states = [t for state in trainer.optimizer.state.values() for t in state.values() if t.dim()]  # not Adam's counter
+    found = {"parameters": parameters, "gradients": [p.grad for p in parameters], "optimizer": states}
+    n = 1 if case["way"] == "ddp" else rank.world_size
+    expected = sum(shard_bytes(p, n) for p in whole.parameters())
+    factors = {"parameters": 1, "gradients": 1, "optimizer": STATES[config.optimizer]}
+    between = sum(nbytes(*map(_local, tensors)) for tensors in found.values())
+    for what, tensors in found.items():
+        size = max(rank.gather(nbytes(*map(_local, tensors))))
+        yield rank.record("bytes_per_rank", "B", size, what=what, **case)
+        yield rank.record("bytes_per_rank", "B", factors[what] * expected, kind="modelled", what=what, **case)
+    peak = between + watch(trainer.forward, trainer.finish, rank.device).peak
+    yield rank.record("peak_bytes", "B", max(rank.gather(peak)), **case)
+
+
+def moved(trainer: Trainer, whole: nn.Module, case: dict, rank: Rank) -> Iterator[Record]:
+    """Collectives and bytes of one step, and how many bytes of parameters were whole at once."""
+    rank.barrier()
+    before = tcp_sent_bytes()
+    with Traffic() as traffic:
+        trainer.step()
+    after = tcp_sent_bytes()
+    with Gathered(trainer.module) as gathered:
+        trainer.step()
+    expected = predict(whole, case["way"], rank.world_size)
+    yield rank.record("gathered_bytes", "B", max(rank.gather(gathered.most)), **case)
+    yield rank.record("gathered_bytes", "B", expected.pop("gathered"), kind="modelled", **case)
+    for op, size in expected.items():
+        yield rank.record("calls", "1", traffic.count()[op], op=op, **case)
+        yield rank.record("sent_bytes", "B", traffic.sent()[op], op=op, **case)
+        yield rank.record("sent_bytes", "B", size, kind="modelled", op=op, **case)
+    if before is not None and after is not None and rank.device.type == "cpu":
+        yield rank.record("tcp_sent_bytes", "B", max(rank.gather(after - before)), **case)
+        really = predict(whole, case["way"], rank.world_size, gloo=True)
+        yield rank.record("tcp_sent_bytes", "B", sum(really.values()) - really["gathered"], kind="modelled", **case)
+
+
+def times(ways: dict[str, Trainer], name: str, config: Config, rank: Rank) -> Iterator[Record]:
+    """Seconds per step, the ways in turn."""
+    rounds = 2 if config.smoke else config.rounds
+    steps = {way: ways[way].step for way in WAYS}
+    for way, seconds in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
+        yield rank.record("step_s", "s", rank.slowest(seconds), way=way, model=name)
+
+
+if __name__ == "__main__":
+    cli.main()

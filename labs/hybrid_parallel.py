@@ -1,0 +1,138 @@
+"""Who talks to whom when four devices split both the batch and the model?
+
+    python -m labs.hybrid_parallel --nproc 4 --oversubscribe    # 2 x 2 on two cores: right results, no timings
+    torchrun --nproc-per-node 8 -m labs.hybrid_parallel --dp 4
+
+About 3 s on 2 CPU cores. Ranks form a mesh of dp x parts. A row of it holds one copy of the model, in parts; a column
+holds the copies of one part:
+  data x pipeline        a part is some layers; rows pass activations and their gradients, columns average gradients
+  data x pipeline, torch the same, torch.distributed.pipelining does what rows do
+  data x tensor          a part is a share of every layer; rows sum activations, columns average gradients
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+from labs.models import gradient_bytes
+from labs.pipelines import chain, even_cuts
+from labs.sharding import blocks
+from labs.sharding.blocks import halves
+from labs.sharding.hybrid import AXES, Scheme, batch, pipeline, tensor, torch_pipeline
+from labs.sharding.link import require_messages
+from labs.sharding.tensor import share
+from labs.sharding.traffic import Traffic, tcp_sent_bytes
+
+
+@dataclass(frozen=True)
+class Config:
+    """The mesh and the model."""
+
+    dp: int = 2
+    """Copies of the model; the ranks are shared out among them, so each copy has world size / dp parts."""
+    model: str = "char_gpt"
+    """Chain that the pipeline cuts: a key of labs.pipelines.CHAINS, or package.module:factory."""
+    micro_batches: int = 4
+    """Parts of each copy's batch, which follow each other through the pipeline."""
+    batch_size: int = 16
+    """Samples of all copies together."""
+    rounds: int = 8
+    """Times that the schemes take turns, where every rank has a core or GPU of its own."""
+    seed: int = 0
+    """Seed of models and data."""
+    smoke: bool = False
+    """Two rounds."""
+
+    def __post_init__(self) -> None:
+        require(self.dp >= 1, f"dp must be at least 1, not {self.dp}")
+        require(self.micro_batches >= 1, f"micro_batches must be at least 1, not {self.micro_batches}")
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        parts = self.dp * self.micro_batches
+        require(self.batch_size >= 1 and self.batch_size % parts == 0, f"batch_size {self.batch_size} cannot be split "
+                f"into {self.dp} x {self.micro_batches} micro-batches: take a multiple of {parts}")  # fmt: skip
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if the ranks form no such mesh, or there are more parts than layers or heads."""
+    require(world_size % config.dp == 0, f"nproc={world_size} cannot hold {config.dp} copies of equally many parts: "
+            f"take nproc={config.dp * max(1, world_size // config.dp)}, or another dp")  # fmt: skip
+    parts = world_size // config.dp
+    even_cuts(chain(config.model), parts)
+    model = blocks.separated(chain(config.model).module())
+    for half in map(model.get_submodule, halves(model)):
+        share(half, 0, parts)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Gradients and bytes of every scheme; step times if every rank has a device of its own."""
+    require_messages(rank)
+    parts = rank.world_size // config.dp
+    mesh = init_device_mesh(rank.device.type, (config.dp, parts), mesh_dim_names=("dp", "parts"))
+    makers = {"data x pipeline": pipeline, "data x pipeline, torch": torch_pipeline, "data x tensor": tensor}
+    if not halves(blocks.separated(chain(config.model).module())):
+        del makers["data x tensor"]  # no block of the kind that this course cuts into shares
+    schemes = {}
+    for done, (name, make) in enumerate(makers.items(), start=1):
+        schemes[name] = make(config, mesh, rank)
+        yield from trial(schemes[name], {"scheme": name, "dp": config.dp, "parts": parts}, mesh, rank)
+        rank.progress(done, len(makers) + 1, name)
+    if has_own_device(rank):
+        yield from times(schemes, config, rank)
+
+
+def trial(scheme: Scheme, case: dict, mesh: DeviceMesh, rank: Rank) -> Iterator[Record]:
+    """Is the gradient that of one process, and what does each rank send (one sample each)?"""
+    for _ in range(2):  # the first also tells neighbours and DDP what will come
+        scheme.module.zero_grad()
+        rank.barrier()
+        before = tcp_sent_bytes()
+        with Traffic() as traffic:
+            scheme.backward()
+        after = tcp_sent_bytes()
+    gradients = [p.grad for p in scheme.module.parameters()]
+    g, reference = (torch.cat([t.flatten() for t in ts]) for ts in (gradients, scheme.expected))
+    error = rank.slowest([((g - reference).norm() / reference.norm()).item()])
+    yield rank.record("gradient_relative_error", "1", error, **case)
+    yield rank.record("bytes_per_rank", "B", rank.gather(gradient_bytes(scheme.module)), what="parameters", **case)
+    for (axis, op), expected in scheme.sent_bytes.items():
+        found = traffic.sent(mesh[AXES[axis]].get_group())[op]
+        yield rank.record("sent_bytes", "B", rank.gather(found), axis=axis, op=op, **case)
+        yield rank.record("sent_bytes", "B", rank.gather(expected), kind="modelled", axis=axis, op=op, **case)
+    if before is not None and after is not None and rank.device.type == "cpu":
+        yield rank.record("tcp_sent_bytes", "B", rank.gather(after - before), **case)
+
+
+def has_own_device(rank: Rank) -> bool:
+    """Whether no two ranks of the job share a core or a GPU: otherwise a step time says nothing."""
+    places = rank.gather((socket.gethostname(), str(rank.device), rank.cores))
+    return len(set(places)) == len(places)
+
+
+def times(schemes: dict[str, Scheme], config: Config, rank: Rank) -> Iterator[Record]:
+    """Seconds per step of every scheme and of one rank with the whole batch, in turn."""
+    alone = chain(config.model, config.seed).workload()
+    x, y = batch(alone, config, rank)
+    single = Scheme(alone.module.to(rank.device), lambda: alone.loss(alone.module(x), y).backward(), [], {})
+    steps = {"single": single.step if rank.rank == 0 else _wait, **{n: s.step for n, s in schemes.items()}}
+    for step in steps.values():
+        measure.time_steps(step, 2, rank.device)
+    rounds = 2 if config.smoke else config.rounds
+    for name, seconds in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
+        yield rank.record("step_s", "s", rank.slowest(seconds), scheme=name, dp=config.dp)
+
+
+def _wait() -> None:
+    """One rank trains alone; the others go to the next barrier."""
+
+
+if __name__ == "__main__":
+    cli.main()

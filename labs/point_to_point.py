@@ -1,0 +1,187 @@
+"""One all_reduce, or many send and recv?
+
+    python -m labs.point_to_point                               # launches its own ranks
+    torchrun --nproc-per-node 2 -m labs.point_to_point --sizes 4096 134217728
+
+About 6 s on 2 CPU cores. Three ways to give every rank the sum of all ranks' vectors:
+  all_reduce   torch's collective
+  root         each rank sends its vector to rank 0, which adds them and sends the sum to each
+  hand ring    each rank has one neighbour to send to and one to receive from, 1/n of the vector at a time
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.collectives import LatencyBandwidth, fit
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+from labs.scaling import ring_all_reduce_bytes
+from labs.sharding.link import require_messages, timed
+from labs.sharding.traffic import Traffic, tcp_sent_bytes
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which messages to try, how often."""
+
+    sizes: tuple[int, ...] = (2**12, 2**16, 2**20, 2**23, 2**25)
+    """Bytes of the vector that each rank has."""
+    rounds: int = 10
+    """Times that the three ways take turns, per size."""
+    smoke: bool = False
+    """Small messages, few rounds."""
+
+    def __post_init__(self) -> None:
+        require(len(set(self.sizes)) >= 2, "sizes must hold two different sizes at least: latency and bandwidth are "
+                "fitted to them")  # fmt: skip
+        require(all(s >= 4 and s % 4 == 0 for s in self.sizes), f"sizes must be multiples of 4 bytes, not {self.sizes}")
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput for one rank, which has nobody to send to."""
+    require(world_size >= 2, "one rank has nobody to send to: use nproc=2")
+
+
+def through_root(x: Tensor) -> None:
+    """Sum over ranks, in place, through rank 0: it receives and sends everything, one message after the other."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        received = torch.empty_like(x)
+        for other in range(1, ranks):
+            dist.recv(received, other)
+            x += received
+        for other in range(1, ranks):
+            dist.send(x, other)
+    else:
+        dist.send(x, 0)
+        dist.recv(x, 0)
+
+
+def hand_ring(x: Tensor) -> None:
+    """Sum over ranks, in place: n - 1 steps in which parts travel and are added to, n - 1 in which sums are copied."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    parts = x.tensor_split(ranks)
+    received = torch.empty_like(parts[0])  # the first is the longest
+    for step in range(2 * (ranks - 1)):
+        out, into = parts[(rank - step) % ranks], parts[(rank - step - 1) % ranks]
+        buffer = received[: len(into)]
+        # Both at once: if every rank sent first, each could wait for its neighbour to receive.
+        both = [dist.P2POp(dist.isend, out, right), dist.P2POp(dist.irecv, buffer, left)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        if step < ranks - 1:
+            into += buffer
+        else:
+            into.copy_(buffer)
+
+
+WAYS: dict[str, Callable[[Tensor], object]] = {
+    "all_reduce": dist.all_reduce, "root": through_root, "hand ring": hand_ring,
+}  # fmt: skip
+
+
+def predict(way: str, numbers: int, rank: int, ranks: int) -> float:
+    """Bytes that `rank` sends to sum vectors of `numbers` FP32 numbers."""
+    if way == "all_reduce":
+        return ring_all_reduce_bytes(4 * numbers, ranks)
+    if way == "root":
+        return 4 * numbers * (ranks - 1 if rank == 0 else 1)
+    length = [numbers // ranks + (part < numbers % ranks) for part in range(ranks)]
+    return 4 * sum(length[(rank - step) % ranks] for step in range(2 * (ranks - 1)))
+
+
+def predict_s(way: str, size: int, ranks: int, message: LatencyBandwidth) -> float:
+    """Seconds of `root` and `hand ring`, from the time of one message; additions not counted."""
+    if way == "root":
+        return 2 * (ranks - 1) * message.seconds(size)
+    return 2 * (ranks - 1) * message.seconds(size / ranks)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Messages between two ranks first, then the three ways for every size: results, bytes, seconds."""
+    require_messages(rank)
+    sizes = sorted(set(config.sizes))[: 2 if config.smoke else None]
+    message: dict[int, float] = {}
+    for size in sizes:
+        seconds = ping_pong(size, 4 if config.smoke else 12, rank)
+        message[size] = statistics.median(seconds)
+        yield rank.record("message_s", "s", seconds, size=size)
+    link = fit(list(message), list(message.values()))
+    collective: dict[int, float] = {}
+    for done, size in enumerate(sizes, start=1):
+        yield from sums(size, rank)
+        for way, seconds in times(size, config, rank).items():
+            if way == "all_reduce":
+                collective[size] = statistics.median(seconds)
+            else:
+                modelled = predict_s(way, size, rank.world_size, link)
+                yield rank.record("seconds", "s", modelled, kind="modelled", way=way, size=size)
+            yield rank.record("seconds", "s", seconds, way=way, size=size)
+        rank.progress(done, len(sizes), f"{size} bytes")
+    for of, found in (("message", link), ("all_reduce", fit(list(collective), list(collective.values())))):
+        yield rank.record("latency_s", "s", found.latency_s, kind="modelled", of=of)
+        yield rank.record("bandwidth_b_s", "B/s", min(found.b_s, 1e15), kind="modelled", of=of)
+
+
+def ping_pong(size: int, n: int, rank: Rank) -> list[float]:
+    """Seconds of one message of `size` bytes, one way: half of the time there and back between ranks 0 and 1."""
+    x = torch.zeros(size // 4, device=rank.device)
+
+    def there_and_back() -> None:
+        if rank.rank < 2:
+            calls = (dist.send, dist.recv) if rank.rank == 0 else (dist.recv, dist.send)
+            for call in calls:
+                call(x, 1 - rank.rank)
+
+    return [s / 2 for s in timed(there_and_back, n, rank)]
+
+
+def sums(size: int, rank: Rank) -> Iterator[Record]:
+    """Is the sum right, and what does each rank send (one sample each): counted, by closed form, by TCP's counters?"""
+    n = rank.world_size
+    for way, reduce in WAYS.items():
+        x = torch.arange(size // 4, device=rank.device).remainder(1000).float() * (rank.rank + 1)
+        expected = x / (rank.rank + 1) * (n * (n + 1) / 2)
+        rank.barrier()
+        before = tcp_sent_bytes()
+        with Traffic() as traffic:
+            reduce(x)
+        after = tcp_sent_bytes()
+        case = {"way": way, "size": size}
+        yield rank.record("max_error", "1", rank.slowest([(x - expected).abs().max().item()]), **case)
+        yield rank.record("sent_bytes", "B", rank.gather(traffic.sent().total()), **case)
+        modelled = [predict(way, size // 4, r, n) for r in range(n)]
+        yield rank.record("sent_bytes", "B", modelled, kind="modelled", **case)
+        if before is not None and after is not None and rank.device.type == "cpu":
+            yield rank.record("tcp_sent_bytes", "B", rank.gather(after - before), **case)
+
+
+def times(size: int, config: Config, rank: Rank) -> dict[str, list[float]]:
+    """Seconds of each way on the slowest rank, in turn, with a millisecond of work before each."""
+    x, work = torch.zeros(size // 4, device=rank.device), torch.ones(256, 256, device=rank.device)
+    steps = {way: lambda r=reduce: r(x) for way, reduce in WAYS.items()}
+
+    def as_in_training() -> None:
+        rank.barrier()
+        (work @ work).clamp(max=1.0)
+
+    for step in steps.values():
+        measure.time_steps(step, 2, rank.device)
+    rounds = 2 if config.smoke else config.rounds
+    seconds = measure.interleave(steps, rounds, rank.device, between=as_in_training)
+    return {way: rank.slowest(samples) for way, samples in seconds.items()}
+
+
+if __name__ == "__main__":
+    cli.main()

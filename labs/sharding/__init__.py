@@ -1,0 +1,1 @@
+"""Models in parts: tensor parallelism by hand and with DTensor, and what a rank sends, by closed form and counted."""

@@ -1,0 +1,98 @@
+"""FSDP2: what one process computes, a part of the memory, more bytes on the way; equal to the closed forms."""
+
+import pytest
+import torch
+from torch import nn
+
+from labs import fully_sharded
+from labs.kit.errors import BadInput
+from labs.kit.launch import launch
+from labs.sharding import fsdp
+from labs.sharding.traffic import HEADER_BYTES
+
+UNEVEN = "labs.sharding.blocks:uneven_mlp"
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def run(request):
+    return launch("fully_sharded", nproc=request.param, oversubscribe=True, smoke=True)
+
+
+def test_every_way_trains_as_one_process(run):
+    for metric in ("parameter_relative_error", "gradient_relative_error"):
+        found = run.where(metric)
+        assert len(found) == 9
+        assert max(r.value for r in found) <= 1e-5
+
+
+@pytest.mark.parametrize("metric", ["bytes_per_rank", "gathered_bytes", "sent_bytes"])
+def test_measured_is_the_closed_form(run, metric):
+    measured = [r for r in run.where(metric) if r.kind == "measured"]
+    assert len(measured) == {"bytes_per_rank": 27, "gathered_bytes": 9, "sent_bytes": 15}[metric]
+    for r in measured:
+        assert [m.value for m in run.where(metric, **r.case) if m.kind == "modelled"] == [r.value]
+
+
+def test_a_rank_holds_its_share(run):
+    ranks = run[0].layout["world_size"]
+    for model, most in (("mlp", 1.001), ("char_gpt", 1.001), (UNEVEN, 1.2)):
+        for what in ("parameters", "gradients", "optimizer"):
+            ddp, ours = (run.where("bytes_per_rank", model=model, what=what, way=w)[0].value for w in ("ddp", "fsdp"))
+            assert ddp / ranks <= ours <= most * ddp / ranks
+
+
+def test_the_price_is_half_as_many_bytes_again(run):
+    def sent(way):
+        return sum(r.value for r in run.where("sent_bytes", model="mlp", way=way) if r.kind == "measured")
+
+    assert sent("fsdp") / sent("ddp") == pytest.approx(1.5, rel=0.01)
+    assert sent("fsdp, kept") / sent("ddp") == pytest.approx(1.0, rel=0.01)
+
+
+def test_gloo_sends_a_reduce_scatter_as_an_all_reduce(run):
+    ranks = run[0].layout["world_size"]
+    for model in ("mlp", "char_gpt"):
+        for way in fully_sharded.WAYS:
+            tcp, modelled = (r.value for r in run.where("tcp_sent_bytes", model=model, way=way))
+            assert 0 < tcp - modelled < 0.03 * modelled
+            assert ranks > 2 or (tcp - modelled) % HEADER_BYTES == 0
+
+
+def test_less_memory_at_the_peak(run):
+    ddp, ours = (run.one("peak_bytes", model="mlp", way=way).value for way in ("ddp", "fsdp"))
+    assert ours < 0.9 * ddp
+
+
+def test_closed_form_by_hand():
+    """Shards of (3, 5) and (3,) on 2 ranks are 2 rows: 10 + 2 numbers each, so 24 are gathered."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
+    assert [fsdp.shard_bytes(p, 2) for p in model.parameters()] == [40, 8, 12, 4]
+    sizes = fsdp.predict(model, "fsdp", 2)
+    gathered = 2 * (40 + 8 + 12 + 4)  # bytes of the padded whole
+    assert sizes == {"all_gather": 2 * gathered / 2, "reduce_scatter": gathered / 2, "gathered": 4 * 18}
+    assert fsdp.predict(model, "fsdp", 2, gloo=True)["reduce_scatter"] == gathered
+    assert fsdp.predict(model, "ddp", 2) == {"all_reduce": 4 * 26, "gathered": 4 * 26}
+
+
+def test_a_model_without_blocks_is_one_unit():
+    model = nn.Linear(4, 3)
+    assert fsdp.units(model) == [model]
+    assert fsdp.predict(model, "fsdp", 2)["gathered"] == 4 * 15
+
+
+def test_gathered_sees_what_is_whole():
+    model = nn.Linear(4, 3)
+    with fsdp.Gathered(model) as gathered:
+        model(torch.zeros(1, 4))
+    assert gathered.most == 4 * 15
+
+
+@pytest.mark.parametrize("values", [{"models": ()}, {"batch_size": 0}, {"steps": 0}, {"rounds": 0}])
+def test_bad_values(values):
+    with pytest.raises(BadInput):
+        fully_sharded.Config(**values)
+
+
+def test_a_model_that_is_not_there_is_one_line():
+    with pytest.raises(BadInput, match="there is no model 'nope'"):
+        launch("fully_sharded", models=("nope",))
