@@ -125,8 +125,6 @@ def power(records: Records, pairs_list: Sequence[int] = (5, 10, 20, 40)) -> list
     Without a difference it is the rate of false alarms. A size that does not fit even once is left out.
     LookupError without the samples, ValueError for fewer than 2 pairs, which have no interval.
     """
-    from scipy.stats import binomtest  # imported late: ranks need not pay for it
-
     if min(pairs_list) < 2:
         raise ValueError(f"an interval needs at least 2 pairs, not {min(pairs_list)}")
     reference, rows = records.one("step_s", part="planted", arm="A"), []
@@ -135,8 +133,7 @@ def power(records: Records, pairs_list: Sequence[int] = (5, 10, 20, 40)) -> list
             ratios = comparisons(reference.samples, record.samples, pairs, resamples=999)
             shown = sum(map(measure.differs, ratios))
             if ratios:
-                low, high = binomtest(shown, len(ratios)).proportion_ci(method="wilson")
-                share = measure.Estimate(shown / len(ratios), low, high, len(ratios), "1")
+                share = measure.proportion(shown, len(ratios))
                 rows.append(
                     {"arm": record.case["arm"], "slower": record.case["slower"], "pairs": pairs, "share": share}
                 )

@@ -270,3 +270,11 @@ def test_a_side_that_suffers_from_its_predecessor_is_not_taken_for_slow(monkeypa
     steps = {name: lambda name=name: step(name) for name in "abc"}
     fixed, drawn = (interleave(steps, 60, CPU, seed=seed) for seed in (None, 0))
     assert differs(paired_ratio(fixed["b"], fixed["c"])) and not differs(paired_ratio(drawn["b"], drawn["c"]))
+
+
+def test_a_proportion_has_an_interval_even_at_its_ends():
+    none, half = measure.proportion(0, 100), measure.proportion(50, 100)
+    assert (none.value, none.low) == (0, 0) and none.high == pytest.approx(0.037, abs=1e-3)
+    assert (half.value, half.n) == (0.5, 100) and half.low == pytest.approx(0.404, abs=1e-3)
+    with pytest.raises(ValueError):
+        measure.proportion(0, 0)

@@ -203,6 +203,14 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], unit: str = "x", *, res
     return estimate([x / y for x, y in zip(a, b, strict=True)], unit, resamples=resamples)
 
 
+def proportion(count: int, n: int) -> Estimate:
+    """`count` of `n` as a share, with its 95 % Wilson interval, which holds near 0 and 1, too. ValueError for n = 0."""
+    from scipy.stats import binomtest  # imported late: ranks need not pay for it
+
+    low, high = binomtest(count, n).proportion_ci(method="wilson")
+    return Estimate(count / n, float(low), float(high), n, "1")
+
+
 def differs(ratio: Estimate, null: float = 1.0) -> bool:
     """Whether the interval of `ratio` leaves out `null`."""
     return not ratio.low <= null <= ratio.high
