@@ -1,0 +1,205 @@
+"""What does activation checkpointing save, and what does it cost?
+
+    python -m labs.activation_checkpointing --nproc 1
+    python -m labs.activation_checkpointing --nproc 1 --parts pareto --model my_package.my_module:factory
+    python -m labs.activation_checkpointing --nproc 1 --parts pareto --model narrow_bert --batch 8
+
+About 14 s on 2 CPU cores. Four parts:
+  pareto     a deep model cut into k segments that are computed again in backward: peak, time and operations
+  chain      the same for blocks that keep no more than their output: there k = sqrt(n) is best
+  variants   what torch's checkpoint does with use_reentrant left out, True and False, and without the random state
+  sequences  BERT-large's layers on long sequences: which term grows, and what each remedy does to it
+The mechanism is in labs/recomputation.py. Peaks are of the CPU's or GPU's own allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from labs.activation_memory import deep_models, sequences, variants
+from labs.activation_memory.allocator import slices
+from labs.activation_memory.segments import (
+    Chain,
+    Segments,
+    after_forward,
+    at_peak,
+    best_segments,
+    share_again,
+    time_ratio,
+    trace_chain,
+)
+from labs.activation_memory.step import Step, possible, steps_of
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+from labs.large_models import BertShape
+from labs.models import Workload
+from labs.recomputation import blocks, segments
+
+Part = Literal["pareto", "chain", "variants", "sequences"]
+THIN = (36, 64, 2048)  # layers, width and rows of the chain
+SLICES = 150  # of a step, for its curve of live bytes
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which model, cut how, and which parts to run."""
+
+    parts: tuple[Part, ...] = get_args(Part)
+    """What to run."""
+    model: str = "deep_mlp"
+    """deep_mlp or narrow_bert (24 blocks with dropout each), one of labs.models.MODELS, or package.module:factory."""
+    policies: tuple[str, ...] = ()
+    """As in labs.recomputation; without any, all kinds that the model can have."""
+    batch: int = 256
+    """Rows of a step of the model."""
+    sequences: tuple[int, ...] = (128, 256, 512, 1024, 2048)
+    """Tokens per sequence of BERT-large's layers."""
+    rounds: int = 8
+    """Times that every policy takes its turn; each gives one sample."""
+    seed: int = 0
+    """Seed of the model, the data and dropout."""
+    smoke: bool = False
+    """Three policies, two rounds, two lengths."""
+
+    def __post_init__(self) -> None:
+        require(len(self.parts) > 0, f"parts must name one at least: {', '.join(get_args(Part))}")
+        require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        require(len(self.sequences) > 0 and min(self.sequences) >= 1, "sequences must hold positive numbers")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if the model cannot be built, has no chain of blocks, or cannot have a policy."""
+    if "pareto" in config.parts:
+        module = deep_models.build(config.model, config.seed).module
+        for policy in config.policies or ("block",):
+            segments(module, policy)
+
+
+def predict(chain: Chain, runs: Segments, passing: int = 0) -> int:
+    """Peak bytes of a step whose blocks are cut into `runs`, as recomputation.segments gives them (empty: not at all).
+
+    For n equal blocks that keep A bytes each, with inputs of b bytes, k segments of n/k blocks need at their peak
+    fixed + outside + A n/k + b (k - 1), or more where gradients of parameters are large: segments.at_peak. `passing`:
+    gradients of activations and what else backward holds for a moment, taken from the step without checkpointing.
+    """
+    return at_peak(chain, runs).total + passing
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """The parts, one after the other."""
+    parts = {"pareto": _pareto, "chain": _chain, "variants": _variants, "sequences": _sequences}
+    for part in config.parts:
+        for record in parts[part](config, rank):
+            yield rank.record(record.metric, record.unit, record.samples, kind=record.kind, part=part, **record.case)
+
+
+def _pareto(config: Config, rank: Rank) -> Iterator[Record]:
+    workload = deep_models.build(config.model, config.seed)
+    policies = ["none", *(p for p in config.policies if p != "none")] if config.policies else possible(workload.module)
+    steps = steps_of(workload, policies[:3] if config.smoke else policies, config.batch, rank.device)
+    yield from _memory(workload, steps, config.model, rank)
+    yield from _operations(steps, config, rank)
+    rounds, turns = 2 if config.smoke else config.rounds, {**steps, "forward": lambda: steps["none"].forward()}
+    seconds = measure.interleave(turns, rounds, rank.device, between=rank.barrier,
+                                 on_round=lambda done: rank.progress(done, rounds, f"round {done}"))  # fmt: skip
+    yield rank.record("forward_s", "s", rank.slowest(seconds.pop("forward")), **_case(steps["none"], config.model))
+    for policy, samples in seconds.items():
+        yield rank.record("step_s", "s", rank.slowest(samples), **_case(steps[policy], config.model))
+
+
+def _case(step: Step, model: str) -> dict:
+    """`segments` is the number of runs of blocks, 0 without a policy; `share`, of the blocks that run again."""
+    share = share_again(len(blocks(step.module)), step.runs)
+    return {"model": model, "policy": step.policy, "segments": len(step.runs), "share": share}
+
+
+def _memory(workload: Workload, steps: dict[str, Step], model: str, rank: Rank) -> Iterator[Record]:
+    """Peak and what forward leaves behind, measured, and as predicted from one forward pass without policy."""
+    none, passing = steps["none"], 0
+    fixed = none.fixed()
+    plain = Workload(none.module, workload.make_batch, none.loss)
+    chain = trace_chain(plain, none.x, none.y, sum(fixed.values()))
+    for policy, step in steps.items():
+        case, live = _case(step, model), step.live()
+        yield rank.record("peak_bytes", "B", chain.fixed + live.peak, **case)
+        yield rank.record("saved_bytes", "B", live.after_forward, **case)
+        if live.changes:
+            yield rank.record("live_bytes", "B", [chain.fixed + b for b in slices(live.changes, SLICES)], **case)
+        if policy == "none":
+            passing = chain.fixed + live.peak - predict(chain, step.runs)
+        if not policy.startswith("selective"):  # what that keeps depends on operations, not on blocks
+            yield from _predicted(chain, step.runs, fixed, passing, case, rank)
+    yield rank.record("best_segments", "1", best_segments(chain), kind="modelled", model=model, blocks=len(chain.kept))
+
+
+def _predicted(chain: Chain, runs: Segments, fixed: dict, passing: int, case: dict, rank: Rank) -> Iterator[Record]:
+    moment = at_peak(chain, runs)
+    parts = {**fixed, "outside the blocks": moment.outside, "inputs of segments": moment.boundaries,
+             "segment in work": moment.segment, "gradients": moment.gradients, "passing": passing}  # fmt: skip
+    for name, size in parts.items():
+        yield rank.record("peak_part_bytes", "B", size, kind="modelled", of=name, **case)
+    yield rank.record("predicted_peak_bytes", "B", predict(chain, runs, passing), kind="modelled", **case)
+    yield rank.record("predicted_saved_bytes", "B", after_forward(chain, runs), kind="modelled", **case)
+    yield rank.record("predicted_flops_ratio", "x", time_ratio(case["share"]), kind="modelled", **case)
+
+
+def _operations(steps: dict[str, Step], config: Config, rank: Rank) -> Iterator[Record]:
+    """FLOPs of a step, and its gradients against those without policy."""
+    reference: list[Tensor] = []
+    for step in steps.values():
+        gradients, flops = step.gradients(config.seed)
+        reference, case = reference or gradients, _case(step, config.model)
+        pairs = list(zip(reference, gradients, strict=True))
+        yield rank.record("flops", "FLOP", flops, **case)
+        yield rank.record("gradients_equal", "1", all(torch.equal(a, b) for a, b in pairs), **case)
+        yield rank.record("gradient_difference", "1", max(float((a - b).abs().max()) for a, b in pairs), **case)
+
+
+def _chain(config: Config, rank: Rank) -> Iterator[Record]:
+    layers, width, rows = THIN
+    torch.manual_seed(config.seed)
+    workload = deep_models.thin_chain(layers, width)
+    policies = [p for p in possible(workload.module) if p == "none" or p.count(":") == 1]
+    yield from _memory(workload, steps_of(workload, policies, rows, rank.device), "thin_chain", rank)
+
+
+def _variants(config: Config, rank: Rank) -> Iterator[Record]:
+    torch.manual_seed(config.seed)
+    x = torch.randn(8, 16, device=rank.device)
+    for (scenario, variant), out in variants.outcomes(x).items():
+        case = {"scenario": scenario, "variant": variant}
+        yield rank.record("raised", "1", bool(out.error), error=out.error, **case)
+        yield rank.record("parameters_without_gradient", "1", out.without_gradient, **case)
+        yield rank.record("warnings", "1", len(out.warned), categories=sorted({c for c, _ in out.warned}),
+                          texts=[text for _, text in out.warned], **case)  # fmt: skip
+    for preserve in (True, False):
+        yield rank.record("gradient_error", "1", variants.gradient_error(x, preserve), preserve_rng_state=preserve)
+    for way in ("checkpoint", "recompute()"):
+        yield rank.record("batches_counted", "1", variants.batches_counted(x, way), way=way)
+    for way in ("none", "block", "block, to the end"):
+        yield rank.record("flops", "FLOP", variants.flops(rank.device, way), model="char_gpt", way=way)
+
+
+def _sequences(config: Config, rank: Rank) -> Iterator[Record]:
+    lengths = config.sequences[:2] if config.smoke else config.sequences
+    for attention in ("eager", "sdpa"):
+        shape = BertShape(attention=attention)
+        for seq in lengths:
+            share = sequences.square_share(shape, seq)
+            yield rank.record("square_share", "1", share, kind="modelled", attention=attention, seq=seq)
+            for policy in ("none", "block", "selective"):
+                live, case = sequences.deep(shape, seq, policy), {"attention": attention, "policy": policy, "seq": seq}
+                yield rank.record("kept_bytes", "B", live.after_forward, kind="modelled", **case)
+                yield rank.record("peak_bytes", "B", live.peak, kind="modelled", **case)
+
+
+if __name__ == "__main__":
+    cli.main()

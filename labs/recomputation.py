@@ -1,0 +1,249 @@
+"""Activation checkpointing: keep a block's input, drop what is inside, compute it again when backward needs it.
+
+`recompute(module, policy)` sets it up for any model; `by_hand` is the mechanism itself, in a dozen lines. A policy is
+  none         every activation is kept
+  block        each block of the model keeps its input only
+  stage        the same for each stage, where a model has several: for ResNet's four
+  segments:4   the same for 4 runs of blocks, as equally long as can be
+  selective    each block, but the results of products with weights, and of fused attention, are kept as well
+
+With ":keep_last" (segments:4:keep_last, block:keep_last) the last one is left alone: backward needs it at once.
+A helper module, not a lab.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from labs.kit.errors import BadInput, require
+
+# What "selective" keeps. Not bmm: attention's own products grow with the square of the sequence and are cheap to
+# compute again (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
+aten = torch.ops.aten
+KEPT = [op.default for op in (
+    aten.mm, aten.addmm, aten.convolution, aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)]  # fmt: skip
+
+
+def by_hand(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)`, whose backward runs it a second time. For one backward on a CPU; `checkpoint` does the rest.
+
+    That is: autocast and generators of other devices as they were, calls with several arguments, an end as soon as
+    all is there, an error if the second run differs.
+    """
+    state, numbers, again = torch.get_rng_state(), itertools.count(), {}
+
+    def drop(saved: Tensor) -> int:
+        return next(numbers)  # autograd keeps a number in place of a tensor
+
+    def bring_back(number: int) -> Tensor:
+        if not again:
+            order = itertools.count()
+            keep = torch.autograd.graph.saved_tensors_hooks(lambda t: again.update({next(order): t.detach()}), id)
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), keep:
+                torch.set_rng_state(state)  # or dropout would draw another mask
+                function(x.detach().requires_grad_(x.requires_grad))
+        return again.pop(number)  # freed as soon as it has been used
+
+    with torch.autograd.graph.saved_tensors_hooks(drop, bring_back):
+        return function(x)
+
+
+def recompute(module: nn.Module, policy: str) -> nn.Module:
+    """Set `policy` up in `module`, in place, and return it; "none" takes any other policy back.
+
+    Parameters, their names and the results stay what they were, and copy.deepcopy copies the policy, too. BatchNorm
+    counts its batch once. BadInput if the model cannot have the policy.
+    """
+    for m in module.modules():
+        if isinstance(m.__dict__.get("forward"), MethodType) and m.forward.__func__ in (_recomputed, _in_segments):
+            del m.forward
+    runs, (name, _, _) = segments(module, policy), _parse(policy)
+    if name == "segments":
+        _cut(module, runs)
+        return module
+    units = stages(module) if name == "stage" else blocks(module) if name != "none" else []
+    for unit, (_, _, again) in zip(units, runs, strict=bool(units)):
+        if again:
+            unit.recompute_selective = name == "selective"
+            unit.forward = MethodType(_recomputed, unit)  # a bound method follows its module into a deep copy
+    return module
+
+
+def _recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """In place of a module's `forward`."""
+    forward = partial(type(self).forward, self, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self))
+
+
+def _in_segments(self: nn.Sequential, x: Any) -> Any:
+    """In place of a Sequential's `forward`: one checkpoint for each run of its blocks."""
+    chain = _flat(self)
+    for start, stop, again in self.recompute_segments:
+        run = nn.Sequential(*chain[start:stop])
+        x = checkpoint(run, x, use_reentrant=False, context_fn=partial(_contexts, run)) if again else run(x)
+    return x
+
+
+class _SecondRun:
+    """What the second run needs beyond torch's own care for generators and autocast.
+
+    BatchNorm updates copies of its running statistics: they must not count the same batch twice. Function modes that
+    were on in the first run are on again: within backward() torch switches them off.
+    """
+
+    def __init__(self, module: nn.Module, cached: Any) -> None:
+        self.module, self.cached, self.stack, self.own = module, cached, ExitStack(), []
+        self.modes = [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]  # that it does
+
+    def __enter__(self) -> None:
+        norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
+        self.own = [(m, dict(m._buffers)) for m in norms]
+        for m, buffers in self.own:
+            m._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+        on = _get_current_function_mode_stack()
+        for context in [m for m in self.modes if m not in on] + self.cached:
+            self.stack.enter_context(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+        for m, buffers in self.own:
+            m._buffers.update(buffers)
+
+
+def _contexts(module: nn.Module) -> tuple[Any, Any]:
+    """What the first and the second run of `module` happen in."""
+    if not getattr(module, "recompute_selective", False):
+        return torch.enable_grad(), _SecondRun(module, [])
+    caching, cached = create_selective_checkpoint_contexts(KEPT)
+    return caching, _SecondRun(module, [cached])
+
+
+def _parse(policy: str) -> tuple[str, int, bool]:
+    """(name, number of segments or 0, whether the last one is left alone)."""
+    found = re.fullmatch(r"(none|(?:block|stage|selective|segments:([1-9]\d*))(:keep_last)?)", policy)
+    if not found:
+        raise BadInput(f"there is no policy {policy!r}: take none, block, stage, segments:4 (or another number) or "
+                       "selective")  # fmt: skip
+    return policy.split(":")[0], int(found[2] or 0), bool(found[3])
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks of the model's chains, in order: of its outermost Sequentials and ModuleLists.
+
+    A Sequential of modules that have parts of their own is a stage, and they are the blocks. A model that has only
+    plain layers in a row gives these. BadInput if there are none.
+    """
+    found = [block for chain in _chains(module) for block in _flat(chain)]
+    require(len(found) > 0, f"{type(module).__name__} has no chain of blocks to recompute: its blocks must be in an "
+            "nn.Sequential or nn.ModuleList")  # fmt: skip
+    return found
+
+
+def stages(module: nn.Module) -> list[nn.Module]:
+    """The Sequentials that hold the blocks, in order. BadInput if there are no two."""
+    blocks(module)
+    found = [stage for chain in _chains(module) for stage in _stages(chain)]
+    require(len(found) >= 2 and all(isinstance(s, nn.Sequential) for s in found),
+            f"{type(module).__name__} has no stages, which are several nn.Sequential of blocks: take block or "
+            "segments:2")  # fmt: skip
+    return found
+
+
+def _stages(chain: nn.Module) -> Iterator[nn.Module]:
+    inner = [m for m in chain.children() if _is_chain(m)]
+    if not inner:
+        yield chain
+    for m in inner:
+        yield from _stages(m)
+
+
+def _is_chain(module: nn.Module) -> bool:
+    """Whether it is a container of modules that have parts of their own; one may also be of plain layers (a stem)."""
+    parts = list(module.children())
+    return isinstance(module, nn.Sequential | nn.ModuleList) and any(len(list(p.children())) > 0 for p in parts)
+
+
+def _flat(chain: nn.Module) -> list[nn.Module]:
+    """Its blocks, those of the stages in it among them."""
+    return [b for m in chain.children() for b in (_flat(m) if _is_chain(m) else [m])]
+
+
+def _chains(module: nn.Module) -> list[nn.Module]:
+    """The outermost containers of blocks; without any, the longest Sequential of plain layers."""
+
+    def walk(m: nn.Module) -> Iterator[nn.Module]:
+        if _is_chain(m):
+            yield m
+        else:
+            for child in m.children():
+                yield from walk(child)
+
+    plain = [m for m in module.modules() if isinstance(m, nn.Sequential)]
+    return list(walk(module)) or sorted(plain, key=len)[-1:]
+
+
+def segments(module: nn.Module, policy: str) -> list[tuple[int, int, bool]]:
+    """(first block, last + 1, whether it runs again) of each run of blocks that `policy` makes of `blocks(module)`.
+
+    Empty for "none". BadInput if the model cannot have the policy.
+    """
+    name, count, keep_last = _parse(policy)
+    if name == "none":
+        return []
+    total = len(blocks(module))
+    if name == "segments":
+        bounds = _shared_out(module, count, total)
+    elif name == "stage":
+        ends = itertools.accumulate((len(_flat(s)) for s in stages(module)), initial=0)
+        bounds = list(itertools.pairwise(ends))
+    else:
+        bounds = segment_bounds(total, total)
+    return [(a, b, not keep_last or b < total) for a, b in bounds]
+
+
+def _shared_out(module: nn.Module, count: int, total: int) -> list[tuple[int, int]]:
+    """`count` segments, shared out among the model's chains so that they are about equally long."""
+    chains = _chains(module)
+    require(all(isinstance(c, nn.Sequential) for c in chains),
+            f"{type(module).__name__} calls its blocks one by one (nn.ModuleList), so segments cannot be cut: take "
+            "block or selective")  # fmt: skip
+    require(len(chains) <= count <= total, f"segments:{count} of {total} blocks in {len(chains)} chain(s): take "
+            f"{len(chains)} to {total}")  # fmt: skip
+    lengths, shares = [len(_flat(c)) for c in chains], [1] * len(chains)
+    for _ in range(count - len(chains)):
+        longest = max(range(len(chains)), key=lambda i: lengths[i] / shares[i])
+        shares[longest] += 1
+    starts = itertools.accumulate(lengths, initial=0)
+    cut = zip(starts, lengths, shares, strict=False)
+    return [(start + a, start + b) for start, n, k in cut for a, b in segment_bounds(n, k)]
+
+
+def _cut(module: nn.Module, runs: list[tuple[int, int, bool]]) -> None:
+    start = 0
+    for chain in _chains(module):
+        stop = start + len(_flat(chain))
+        own = [(a, b, again) for a, b, again in runs if start <= a < stop]
+        chain.recompute_segments = [(a - start, b - start, again) for a, b, again in own]
+        chain.forward = MethodType(_in_segments, chain)
+        start = stop
+
+
+def segment_bounds(blocks: int, segments: int) -> list[tuple[int, int]]:
+    """(first, last + 1) block of each segment; their lengths differ by one at most."""
+    ends = [round(i * blocks / segments) for i in range(segments + 1)]
+    return list(itertools.pairwise(ends))

@@ -1,0 +1,269 @@
+"""Predicted bytes are those of the allocator; the rest of the lab says what torch does."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from labs import activation_checkpointing, recomputation
+from labs.activation_memory import deep_models, report, sequences, variants
+from labs.activation_memory.allocator import Storages, slices, watch
+from labs.activation_memory.segments import (
+    Chain,
+    after_forward,
+    at_peak,
+    best_segments,
+    share_again,
+    time_ratio,
+    trace_chain,
+)
+from labs.activation_memory.step import possible, steps_of
+from labs.bert_memory import layer_bytes
+from labs.kit.cli import BadInput
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records
+from labs.large_models import BertShape, bert, tiny_resnet
+from labs.models import Workload
+
+CPU = torch.device("cpu")
+SHAPE = BertShape(layers=4, hidden=64, heads=4, vocabulary=128, places=64)
+SMALL = {"bert": lambda: bert(SHAPE, 64), "thin": lambda: deep_models.thin_chain(12, 64),
+         "mlp": lambda: deep_models.deep_mlp(6, 64)}  # fmt: skip
+
+
+def equal_chain(n=12, kept=10, boundary=1, gradient=0):
+    return Chain((kept,) * n, (boundary,) * n, (gradient,) * n, outside=7, fixed=100)
+
+
+def cut(n, k, keep_last=False):
+    return [(a, b, not keep_last or b < n) for a, b in recomputation.segment_bounds(n, k)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As a rank of the lab has on a CPU; two that share a busy machine wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return launch("activation_checkpointing", nproc=1, smoke=True)
+
+
+# -- prediction
+
+
+def test_peak_by_hand():
+    """fixed + outside + the largest of m A + (k - 1) b, m A + (n - m) g and A + (n - 1) g."""
+    predict = activation_checkpointing.predict
+    assert predict(equal_chain(), [], passing=3) == 100 + 7 + 120 + 3
+    assert predict(equal_chain(), cut(12, 1)) == 100 + 7 + 120
+    assert predict(equal_chain(), cut(12, 4)) == 100 + 7 + 30 + 3
+    assert predict(equal_chain(), cut(12, 12)) == 100 + 7 + 10 + 11
+    assert (
+        predict(equal_chain(gradient=5), cut(12, 4)) == 100 + 7 + 30 + 45
+    )  # at the first segment, the others' are there
+    assert predict(equal_chain(), cut(12, 4, keep_last=True)) == predict(equal_chain(), cut(12, 4))
+
+
+def test_what_forward_leaves_by_hand():
+    assert after_forward(equal_chain(), []) == 7 + 120
+    assert after_forward(equal_chain(), cut(12, 4)) == 7 + 4
+    assert after_forward(equal_chain(), cut(12, 4, keep_last=True)) == 7 + 3 + 30
+
+
+@pytest.mark.parametrize(("n", "kept"), [(16, 1), (36, 1), (64, 4)])
+def test_the_best_number_of_segments_is_a_square_root(n, kept):
+    chain = equal_chain(n, kept, 1)
+    best = min((k for k in range(1, n + 1) if n % k == 0), key=lambda k: at_peak(chain, cut(n, k)).total)
+    assert best == best_segments(chain) == math.sqrt(n * kept)
+
+
+def test_time_by_hand():
+    assert time_ratio(share_again(12, cut(12, 4))) == pytest.approx(4 / 3)
+    assert time_ratio(share_again(12, cut(12, 4, keep_last=True))) == pytest.approx(1.25)
+    assert time_ratio(share_again(12, []), forward=0.4) == 1
+    assert time_ratio(0.5, forward=0.4) == 1.2
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_prediction_is_the_allocators_peak_within_one_percent(name):
+    torch.manual_seed(0)
+    workload = SMALL[name]()
+    steps = steps_of(workload, [p for p in possible(workload.module) if p != "selective"], 16, CPU)
+    none, passing = steps["none"], 0
+    chain = trace_chain(Workload(none.module, None, none.loss), none.x, none.y, sum(none.fixed().values()))
+    for policy, step in steps.items():
+        live = step.live()
+        if policy == "none":
+            passing = chain.fixed + live.peak - at_peak(chain, step.runs).total
+        assert at_peak(chain, step.runs).total + passing == pytest.approx(chain.fixed + live.peak, rel=0.01), policy
+        assert after_forward(chain, step.runs) == pytest.approx(live.after_forward, rel=0.01), policy
+    assert passing > 0
+
+
+def test_tracing_leaves_no_hook_behind():
+    workload = bert(SHAPE, 64)
+    trace_chain(workload, *workload.make_batch(2))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in workload.module.modules())
+
+
+def test_policies_that_a_model_can_have():
+    found = possible(deep_models.thin_chain(24, 4).module)
+    assert found[:4] == ["none", "segments:1", "segments:2", "segments:3"]
+    assert "block" not in found  # it is segments:24
+    assert "stage" not in found
+    assert "stage" in possible(tiny_resnet().module) or len(recomputation.blocks(tiny_resnet().module)) == 4
+    listed = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
+    assert possible(nn.ModuleDict({"layers": listed})) == ["none", "block", "selective"]
+
+
+# -- allocator
+
+
+def test_the_allocator_is_watched_and_agrees_with_storages_that_are_counted():
+    x = torch.ones(2**18, requires_grad=True)  # 1 MiB
+    live = watch(lambda: x.exp().sin().sum(), lambda loss: loss.backward(), CPU)
+    assert live.after_forward == x.nbytes + 4  # the result of exp, which sin keeps, too; the loss
+    with Storages() as storages:
+        loss = x.exp().sin().sum()
+        kept = storages.now
+        del loss
+    assert kept == pytest.approx(x.nbytes, abs=8)
+    assert live.peak >= 2 * x.nbytes
+    assert max(live.changes) == live.peak
+
+
+def test_slices_keep_the_largest():
+    assert slices((0, 5, 1, 2, 9, 0), 3) == [5, 2, 9]
+    assert slices((4, 2), 4) == [4, 4, 2, 2]
+
+
+# -- variants (B13)
+
+
+def test_reentrant_checkpoint_loses_gradients_silently(run):
+    def lost(scenario, variant):
+        return run.one("parameters_without_gradient", scenario=scenario, variant=variant).value
+
+    first = "first layer, on data"
+    assert [lost(first, v) for v in variants.VARIANTS] == [4, 4, 0]
+    assert [run.one("raised", scenario=first, variant=v).value for v in variants.VARIANTS] == [0, 0, 0]
+    for scenario in variants.SCENARIOS:
+        assert lost(scenario, "use_reentrant=False") == 0
+        assert run.one("raised", scenario=scenario, variant="use_reentrant=False").value == 0
+        if scenario != first:
+            assert run.one("raised", scenario=scenario, variant="use_reentrant=True").value == 1
+
+
+def test_leaving_the_argument_out_warns_and_goes_on(run):
+    warned = run.one("warnings", scenario="first layer, on data", variant="left out")
+    assert warned.case["categories"] == ["UserWarning"]
+    assert any("Starting in PyTorch 2.9" in text and "will raise an exception" in text for text in warned.case["texts"])
+    assert not run.one("warnings", scenario="first layer, on data", variant="use_reentrant=False").case["texts"]
+
+
+def test_without_the_random_state_gradients_are_wrong(run):
+    assert run.one("gradient_error", preserve_rng_state=True).value == 0
+    assert run.one("gradient_error", preserve_rng_state=False).value > 0.1
+
+
+def test_checkpoint_alone_counts_a_batch_twice(run):
+    assert [run.one("batches_counted", way=w).value for w in ("checkpoint", "recompute()")] == [2, 1]
+
+
+def test_torch_stops_where_nothing_more_is_needed(run):
+    none, block, whole = (
+        run.one("flops", part="variants", way=w).value for w in ("none", "block", "block, to the end")
+    )
+    assert whole / none == pytest.approx(1 + 1 / 3, rel=0.02)
+    assert 1.15 < block / none < 1.25  # its last Linear, a third of the block, is not computed again
+
+
+# -- sequences (B16)
+
+
+def test_kept_bytes_are_the_closed_form():
+    for attention in ("eager", "sdpa"):
+        shape = BertShape(attention=attention)
+        assert sequences.deep(shape, 64, "none").after_forward == 24 * layer_bytes(64, "fp32", shape)
+    assert sequences.deep(BertShape(), 64, "block").after_forward == 24 * 64 * 1024 * 4  # an input per layer
+
+
+def test_what_grows_with_the_square():
+    def ratio(attention, policy):
+        peaks = [sequences.deep(BertShape(attention=attention), s, policy).peak for s in (1024, 2048)]
+        return peaks[1] / peaks[0]
+
+    assert ratio("eager", "none") > 3.3
+    assert ratio("eager", "block") > 3  # the one layer in work has the whole matrix
+    assert ratio("sdpa", "none") == pytest.approx(2, rel=0.01)
+    assert sequences.square_share(BertShape(), 2048) > 0.8
+    assert sequences.square_share(BertShape(attention="sdpa"), 2048) == 0
+
+
+# -- the lab
+
+
+@pytest.mark.parametrize("metric", ["peak_bytes", "saved_bytes", "predicted_peak_bytes", "flops", "gradients_equal",
+                                    "gradient_difference", "step_s"])  # fmt: skip
+def test_every_policy_has_it(run, metric):
+    assert {r.case["policy"] for r in run.where(metric, part="pareto")} == {"none", "segments:1", "segments:2"}
+
+
+def test_gradients_are_bitwise_equal_and_a_third_more_is_computed(run):
+    for r in run.where("gradients_equal"):
+        assert r.value == 1
+        assert run.one("gradient_difference", policy=r.case["policy"]).value == 0
+    for row in report.pareto(run)[1:]:
+        assert row["flops_ratio"] == pytest.approx(4 / 3, rel=0.01)
+    assert run.one("best_segments", model="thin_chain").value == 6
+
+
+def test_the_thin_chain_is_smallest_at_the_square_root(run):
+    rows = [r for r in report.pareto(run, "chain") if r["segments"]]
+    for key in ("peak_bytes", "predicted_peak_bytes"):
+        assert min(rows, key=lambda r: r[key])["segments"] == 6
+
+
+def test_peak_parts_add_up(run):
+    for r in run.where("predicted_peak_bytes"):
+        parts = run.where("peak_part_bytes", part=r.case["part"], policy=r.case["policy"])
+        assert sum(p.value for p in parts) == r.value
+    kept, peak = report.fell(run, "segments:2")
+    assert kept > 10 * peak > 10
+
+
+def test_price_and_forward_share():
+    def record(metric, samples, **case):
+        return Record("lab", metric, "s", samples, case=case)
+
+    run = Records([record("step_s", (1.0, 2.0, 4.0), policy="none"), record("step_s", (1.5, 3.0, 6.0), policy="block"),
+                   record("forward_s", (0.4, 0.8, 1.6))])  # fmt: skip
+    assert report.price(run)["block"].value == 1.5
+    assert report.forward_share(run).value == 0.4
+    assert [r.value for r in report.published_prices()] == [20, 30, 35]
+    assert all(r.provenance["source"] for r in report.published_prices())
+
+
+def test_two_ranks_and_a_model_of_your_own():
+    run = launch("activation_checkpointing", nproc=2, oversubscribe=True, smoke=True, parts=("pareto",),
+                 model="labs.large_models:tiny_resnet", policies=("stage", "selective"), batch=4)  # fmt: skip
+    assert {r.case["policy"] for r in run.where("step_s")} == {"none", "stage", "selective"}
+    assert all(r.value == 1 for r in run.where("gradients_equal"))
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"model": "labs.models:mlp", "policies": ("segments:9",)}, "segments:9 of 5 blocks"),
+    ({"model": "char_gtp"}, "there is no model 'char_gtp': take one of deep_mlp"),
+    ({"policies": ("segment:3",)}, "there is no policy 'segment:3'"), ({"rounds": 0}, "rounds must be"),
+    ({"batch": 0}, "batch must be"), ({"parts": ()}, "parts must name one"), ({"sequences": ()}, "sequences must hold"),
+])  # fmt: skip
+def test_bad_input_is_one_line(values, message):
+    with pytest.raises(BadInput, match=message) as e:
+        activation_checkpointing.check_layout(activation_checkpointing.Config(**values), 1)
+    assert "\n" not in str(e.value)

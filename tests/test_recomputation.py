@@ -1,0 +1,300 @@
+"""Every policy gives the gradients of none, bit for bit, and drops what it says."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from labs import large_models, models, saved_tensors
+from labs.activation_memory.allocator import Storages
+from labs.kit.cli import BadInput
+from labs.kit.launch import run_on_ranks
+from labs.large_models import BertLayer, BertShape, bert, resnet, tiny_bert
+from labs.models import Workload
+from labs.recomputation import blocks, by_hand, recompute, segment_bounds, segments, stages
+from labs.text_models import char_gpt
+
+SHAPE = BertShape(layers=4, hidden=32, heads=2, vocabulary=64, places=16)
+MODELS = {"bert": lambda: bert(SHAPE, 16), "char_gpt": char_gpt, "resnet": lambda: resnet((1, 2, 1, 1), 8, 10, 32),
+          "mlp": models.mlp, "cnn_batchnorm": models.cnn_batchnorm}  # fmt: skip
+POLICIES = ["block", "segments:1", "segments:2", "segments:2:keep_last", "selective", "block:keep_last", "stage"]
+
+
+class Listed(nn.Module):
+    """Blocks in a ModuleList, called with a keyword; each returns a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(TwoOutputs() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x, _ = layer(x, scale=2.0)
+        return x
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, scale):
+        y = functional.dropout(torch.tanh(scale * self.inner(x)), 0.5)
+        return y, y.sum()
+
+
+class Layers(nn.Module):
+    """As torchvision's ResNets: stages that are attributes of the model, not parts of one Sequential."""
+
+    def __init__(self, *lengths):
+        super().__init__()
+        for i, n in enumerate(lengths):
+            setattr(self, f"layer{i}", nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(n))))
+
+    def forward(self, x):
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def gradients(workload, x, y, lowered=False):
+    torch.manual_seed(3)
+    workload.module.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+        loss = workload.loss(workload.module(x), y)
+    loss.backward()
+    return [p.grad for p in workload.module.parameters()], torch.get_rng_state()
+
+
+def same(a, b):
+    return all(torch.equal(u, v) for u, v in zip(a, b, strict=True))
+
+
+# -- the same training
+
+
+@pytest.mark.parametrize("lowered", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_buffers_and_random_state_are_those_without_a_policy(name, lowered):
+    torch.manual_seed(0)
+    workload = MODELS[name]()
+    x, y = workload.make_batch(4)
+    start = copy.deepcopy(workload.module.state_dict())
+    reference, state = gradients(workload, x, y, lowered)
+    reference, buffers = [g.clone() for g in reference], [b.clone() for b in workload.module.buffers()]
+    for policy in POLICIES:
+        if policy == "stage" and name != "resnet":
+            continue
+        workload.module.load_state_dict(start)
+        recompute(workload.module, policy)
+        found, after = gradients(workload, x, y, lowered)
+        assert same(reference, found), policy
+        assert same(buffers, workload.module.buffers()), policy
+        assert torch.equal(state, after), policy
+        assert list(workload.module.state_dict()) == list(start)
+
+
+def test_by_hand_is_torchs():
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8), nn.LayerNorm(8))
+    for requires_grad in (True, False):
+        found = []
+        for call in (lambda x: layer(x), lambda x: checkpoint(layer, x, use_reentrant=False),
+                     lambda x: by_hand(layer, x)):  # fmt: skip
+            torch.manual_seed(1)
+            x = torch.linspace(-1, 1, 40).reshape(5, 8).requires_grad_(requires_grad)
+            layer.zero_grad()
+            call(x).square().sum().backward()
+            found.append([p.grad.clone() for p in layer.parameters()] + ([x.grad] if requires_grad else []))
+        assert same(found[0], found[1])
+        assert same(found[0], found[2])
+
+
+def test_by_hand_keeps_nothing_and_computes_twice():
+    calls = []
+
+    def layer(x):
+        calls.append(torch.is_grad_enabled())
+        return torch.tanh(x.exp()).sin()
+
+    x = torch.ones(1000, requires_grad=True)
+    with Storages() as storages:
+        out = by_hand(layer, x)
+        assert storages.now <= out.nbytes + 5056 + 8  # the result, the random state
+        out.sum().backward()
+    assert calls == [True, True]
+    assert torch.allclose(x.grad, torch.cos(torch.tanh(x.exp())) * (1 - torch.tanh(x.exp()) ** 2) * x.exp())
+
+
+def test_without_gradients_a_block_runs_once():
+    calls = []
+    module = recompute(nn.Sequential(BertLayer(SHAPE), BertLayer(SHAPE)), "block").eval()
+    module[0].attention.register_forward_hook(lambda *a: calls.append(1))
+    with torch.no_grad():
+        module(torch.randn(2, 8, 32))
+    assert len(calls) == 1
+
+
+def test_two_ranks_of_ddp_agree_with_each_policy():
+    def train():  # a rank cannot import this module
+        found = []
+        for policy in ("none", "block", "segments:2", "selective"):
+            torch.manual_seed(0)
+            workload = tiny_bert()
+            module = DistributedDataParallel(recompute(workload.module, policy))
+            torch.manual_seed(torch.distributed.get_rank())
+            x, y = workload.make_batch(2)
+            workload.loss(module(x), y).backward()
+            found.append([p.grad for p in module.parameters()])
+        return [all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)) for other in found[1:]]
+
+    assert run_on_ranks(train, 2) == [[True] * 3] * 2
+
+
+# -- what is dropped, and when it is computed
+
+
+@pytest.mark.parametrize(("policy", "runs"), [("none", [1, 1, 1, 1]), ("block", [2, 2, 2, 2]),
+                         ("segments:2:keep_last", [2, 2, 1, 1]), ("block:keep_last", [2, 2, 2, 1])])  # fmt: skip
+def test_how_often_a_block_runs(policy, runs):
+    workload, calls = bert(SHAPE, 16), [0] * 4
+    for i, block in enumerate(blocks(workload.module)):
+
+        def count(*args, i=i):
+            calls[i] += 1
+
+        block.attention.register_forward_hook(count)
+    x, y = workload.make_batch(2)
+    recompute(workload.module, policy)
+    workload.loss(workload.module(x), y).backward()
+    assert calls == runs
+
+
+def test_a_checkpointed_chain_keeps_its_inputs():
+    module = nn.Sequential(*(BertLayer(SHAPE) for _ in range(4)))
+    x = torch.randn(2, 16, 32)
+    for policy, inputs in (("block", 4), ("segments:2", 2), ("segments:1", 1)):
+        saved = saved_tensors.count(lambda p=policy: recompute(module, p)(x).sum(), module.parameters())
+        assert saved.activations == inputs * x.nbytes
+
+
+def test_selective_computes_no_product_with_a_weight_again():
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for policy in ("none", "block", "selective"):
+        module = recompute(nn.Sequential(BertLayer(SHAPE), BertLayer(SHAPE)), policy)
+        with Names() as seen:
+            module(torch.randn(2, 16, 32)).sum().backward()
+        counts[policy] = {name: seen.names.count(name) for name in ("addmm", "bmm", "gelu")}
+    assert counts["none"] == {"addmm": 12, "bmm": 12, "gelu": 2}
+    assert counts["block"] == {"addmm": 24, "bmm": 16, "gelu": 4}
+    assert counts["selective"] == {"addmm": 12, "bmm": 16, "gelu": 4}
+
+
+# -- where it works
+
+
+@pytest.mark.parametrize("policy", ["block", "segments:2", "selective"])
+def test_on_tensors_without_memory_by_the_rules_of_both_devices(policy):
+    for rules in (nullcontext(), saved_tensors.CudaRules(None)):
+        with FakeTensorMode(), rules:
+            module = recompute(nn.Sequential(*(BertLayer(SHAPE) for _ in range(2))), policy)
+            module(torch.randn(2, 16, 32)).sum().backward()
+            assert all(p.grad is not None for p in module.parameters())
+    workload = bert(SHAPE, 16)
+    plain = saved_tensors.trace(workload, 4, "fp32")
+    recompute(workload.module, policy)
+    assert saved_tensors.trace(workload, 4, "fp32").activations < plain.activations / 4
+
+
+def test_a_copy_has_the_policy_and_parameters_of_its_own():
+    module = recompute(bert(SHAPE, 16).module, "block")
+    twin = copy.deepcopy(module)
+    assert twin.layers[0].forward.__self__ is twin.layers[0]
+    recompute(twin, "none")
+    assert "forward" in module.layers[0].__dict__
+    assert not any("forward" in m.__dict__ for m in twin.modules())
+
+
+def test_one_policy_replaces_another():
+    module = bert(SHAPE, 16).module
+    for policy in ("block", "segments:2", "selective", "block"):
+        recompute(module, policy)
+    assert sum("forward" in m.__dict__ for m in module.modules()) == 4
+    assert not any(b.recompute_selective for b in blocks(module))
+
+
+def test_a_list_of_blocks_that_take_keywords_and_return_tuples():
+    torch.manual_seed(0)
+    workload = Workload(Listed(), None, lambda out, _: out.square().sum())
+    x = torch.randn(3, 4)
+    reference = [g.clone() for g in gradients(workload, x, x)[0]]
+    recompute(workload.module, "block")
+    assert same(reference, gradients(workload, x, x)[0])
+    with pytest.raises(BadInput, match=r"one by one \(nn.ModuleList\).*take block or selective"):
+        recompute(workload.module, "segments:2")
+
+
+# -- which blocks
+
+
+def test_blocks_and_stages_of_the_courses_models():
+    with torch.device("meta"):
+        net = large_models.ResNet()
+    assert len(blocks(net)) == 50
+    assert [len(s) for s in stages(net)] == [3, 8, 36, 3]
+    assert segments(net, "stage") == [(0, 3, True), (3, 11, True), (11, 47, True), (47, 50, True)]
+    assert [type(b).__name__ for b in blocks(bert(SHAPE, 16).module)] == ["BertLayer"] * 4
+    assert len(blocks(models.mlp().module)) == 5  # plain layers
+
+
+def test_several_chains_share_the_segments():
+    module = Layers(2, 6)
+    assert segments(module, "segments:4") == [(0, 2, True), (2, 4, True), (4, 6, True), (6, 8, True)]
+    assert segments(module, "segments:4:keep_last")[-1] == (6, 8, False)
+    assert [len(s) for s in stages(module)] == [2, 6]
+    workload = Workload(module, None, lambda out, _: out.sum())
+    x = torch.randn(3, 4)
+    reference = [g.clone() for g in gradients(workload, x, x)[0]]
+    for policy in ("segments:4", "stage", "block"):
+        recompute(module, policy)
+        assert same(reference, gradients(workload, x, x)[0])
+
+
+def test_segment_bounds():
+    assert segment_bounds(24, 4) == [(0, 6), (6, 12), (12, 18), (18, 24)]
+    lengths = [b - a for a, b in segment_bounds(24, 7)]
+    assert sum(lengths) == 24
+    assert max(lengths) - min(lengths) == 1
+
+
+@pytest.mark.parametrize(("policy", "message"), [
+    ("all", "there is no policy 'all': take none, block, stage, segments:4"), ("segments:0", "there is no policy"),
+    ("segments", "there is no policy"), ("none:keep_last", "there is no policy"),
+    ("segments:5", r"segments:5 of 4 blocks in 1 chain\(s\): take 1 to 4"), ("stage", "has no stages"),
+])  # fmt: skip
+def test_a_policy_that_cannot_be_is_one_line(policy, message):
+    with pytest.raises(BadInput, match=message) as e:
+        recompute(bert(SHAPE, 16).module, policy)
+    assert "\n" not in str(e.value)
+
+
+def test_a_model_without_a_chain():
+    with pytest.raises(BadInput, match="Linear has no chain of blocks"):
+        recompute(nn.Linear(2, 2), "block")
+    assert recompute(nn.Linear(2, 2), "none")
