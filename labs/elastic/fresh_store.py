@@ -1,0 +1,35 @@
+"""Ranks that were restarted must not read what their predecessors wrote into the agent's store.
+
+With the c10d rendezvous, which is torchrun's default on one machine, all starts of the ranks share one store of the
+agent. The addresses that gloo and NCCL put there under fixed names outlive the ranks: after a restart, a rank that is a
+little faster than its peer finds the peer's old address. Then it fails ("Gloo connectFullMesh failed ... Connection
+refused"), which costs one more restart, or it hangs. See https://github.com/pytorch/pytorch/issues/135712; in torch
+2.13.0 the agent makes no new store for a restart, though `_create_c10d_store` relies on it.
+
+On several machines, where restarts may be counted differently, start torchrun with
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead: then nothing is shared, and `use_fresh_store` does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torch.distributed import PrefixStore, TCPStore
+
+from labs.elastic.journal import RESTART_COUNT
+
+SHARED = "TORCHELASTIC_USE_AGENT_STORE"
+_kept: list[TCPStore] = []  # the server lives as long as this process
+
+
+def use_fresh_store() -> None:
+    """Let `init_process_group` use a store of this start only, which rank 0 holds. All ranks call it, before."""
+    if os.environ.get(SHARED) != str(True):
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    ours = PrefixStore(f"start-{os.environ[RESTART_COUNT]}", TCPStore(address, port, is_master=False))
+    if os.environ["RANK"] == "0":
+        _kept.append(TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True))
+        ours.set("port", str(_kept[0].port))
+    os.environ["MASTER_PORT"] = ours.get("port").decode()
+    os.environ[SHARED] = str(False)  # rank 0 of init_process_group finds its own server on that port, and shares it
