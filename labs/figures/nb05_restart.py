@@ -1,0 +1,178 @@
+"""Figures and tables of notebook 05 about saving training, damaged files, killed ranks and how often to save."""
+
+from __future__ import annotations
+
+import pandas
+
+from labs import checkpoint_interval
+from labs.kit.check import Prediction
+from labs.kit.measure import Estimate, estimate, paired_ratio, proportion
+from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, prediction, show, spans
+from labs.kit.record import Records
+from labs.kit.say import say
+
+WAYS = {"in place": "onto the old file", "rename": "beside it, then renamed", "full": "labs.checkpoints"}
+READERS = {"torch.load": "torch.load", "CRC-32, torch.load": "zip's own CRC-32 first", "load": "labs.checkpoints"}
+
+
+def resumed(run: Records) -> pandas.DataFrame:
+    """What a training looks like after a restart that forgot one piece of its state."""
+    rows = []
+    for r in run.where("equal_losses"):
+        name = r.case["forgotten"]
+        rows.append({
+            "forgotten": name, "steps until the loss differs": "never" if run.one("bitwise_equal", forgotten=name,
+            part="losses").value else int(r.value),
+            "parameters differ by": f"{run.one('parameter_difference', forgotten=name).value:.0%}",
+            "samples repeated": int(run.one("repeated_samples", forgotten=name).value),
+            "test loss at once": f"{run.one('test_loss', run='resumed', forgotten=name, at='resume').value:.2f}",
+            "raised": "no", "labs.checkpoints": "refuses it" if run.one("refused", forgotten=name).value else "resumes",
+        })  # fmt: skip
+    return pandas.DataFrame(rows).set_index("forgotten")
+
+
+def kills(run: Records, guess: Prediction) -> None:
+    """Figure: share of killed saves after which the last good checkpoint is gone, by way of writing."""
+    found = {way: _share(run.one("lost", way=way).samples) for way in WAYS}
+    killed = len(run.one("lost", way="full").samples)
+    message = f"Writing onto the old file loses it in {found['in place'].value:.0f} % of the kills"
+    fig, ax = figure(message, xlabel="kills that leave no checkpoint as good as before (%)", records=run,
+                     ylabel="the file is written", size=(7.0, 3.0))  # fmt: skip
+    bars(ax, list(WAYS.values()), list(found.values()))
+    predicted = [100 * run.one("predicted_lost_share", way=way).value for way in WAYS]
+    bars(ax, list(WAYS.values()), predicted, kind="modelled", label="share of the time a save takes")
+    prediction(ax, float(guess), 0)
+    ax.set_xlim(-4, 104)
+    show(fig, alt=f"{message}. " + "; ".join(f"{WAYS[w]}: {e}" for w, e in found.items()))
+    left = {w: sum(run.one("leftovers", way=w).samples) for w in WAYS}
+    say(f"{killed} SIGKILLs per way, at seeded random moments of a save and shortly after it. "
+        f"{guess.against(found['in place'])} Half-written files left behind: {left['rename']:.0f} with a rename, "
+        f"{left['full']:.0f} with ours, which the next save clears away. A kill is not a power failure: what "
+        "fsync is for cannot be tried here.")  # fmt: skip
+
+
+def _share(samples: tuple[float, ...]) -> Estimate:
+    return proportion(round(sum(samples)), len(samples)).scaled(100, "%")
+
+
+def damage_table(run: Records) -> pandas.DataFrame:
+    """What each reader says of files that were damaged on purpose: loaded silently, or noticed."""
+    rows = []
+    for damage in dict.fromkeys(r.case["damage"] for r in run.where("files")):
+        cells = {"damage": damage}
+        for reader, name in READERS.items():
+            n = {v: int(run.one("files", damage=damage, reader=reader, verdict=v).value) for v in ("noticed", "silent",
+                 "harmless")}  # fmt: skip
+            cells[name] = f"{n['silent']} silent of {sum(n.values())}"
+        used = run.one("previous_used", damage=damage).samples
+        rows.append({**cells, "previous one used": f"{sum(used):.0f} of {len(used)}"})
+    return pandas.DataFrame(rows).set_index("damage")
+
+
+def save_times(run: Records) -> None:
+    """What each guarantee costs: time of a save against a plain torch.save onto the old file, in words."""
+    said = []
+    for state in ("training", "large"):
+        seconds = {w: run.one("save_s", state=state, way=w).samples for w in ("rename", "fsync + rename", "full")}
+        size = run.one("checkpoint_bytes", state=state, way="full").value
+        fsync = paired_ratio(seconds["fsync + rename"], seconds["rename"])
+        rest = paired_ratio(seconds["full"], seconds["fsync + rename"])
+        said.append(f"* {size / 1e6:.2g} MB: {estimate(seconds['full'], 's')}; fsync makes a save {fsync} as long, "
+                    f"SHA-256, lock and clearing away {rest} on top of it")  # fmt: skip
+    say("\n".join(said))
+
+
+def restart(run: Records, guess: Prediction) -> None:
+    """Figure: where the time goes between the kill of a rank and the first new step, by way to start workers."""
+    starts = list(dict.fromkeys(r.case["start"] for r in run.where("restart_s", run="killed")))
+    phases = list(dict.fromkeys(r.case["phase"] for r in run.where("phase_s")))
+    seconds = {s: [run.one("phase_s", run="killed", start=s, phase=p).value for p in phases] for s in starts}
+    total = {s: run.one("restart_s", run="killed", start=s).value for s in starts}
+    costly = {s: phases[max(range(len(phases)), key=values.__getitem__)] for s, values in seconds.items()}
+    message = f"Started by torchrun, a killed rank costs {total['torchrun']:.0f} s: mostly to {costly['torchrun']}"
+    fig, ax = figure(message, xlabel="seconds after the SIGKILL", ylabel="workers started by", records=run,
+                     size=(7.2, 3.8), legend_below=True)  # fmt: skip
+    shown = [k for k in range(len(phases)) if max(v[k] for v in seconds.values()) > 0.05 * max(total.values())]
+    for k, phase in enumerate(phases):
+        for row, start in enumerate(starts):
+            before = sum(seconds[start][:k])
+            label, color = (phase, SERIES[shown.index(k)]) if k in shown else ("", GREY)
+            spans(ax, row, [(before, before + seconds[start][k])], label="" if row else label, color=color)
+    prediction(ax, float(guess), starts.index("torchrun"))
+    ax.set_yticks(range(len(starts)), starts)
+    ax.set_ylim(len(starts) - 0.5, -0.5)
+    show(fig, alt=f"{message}. " + "; ".join(f"{s}: {t:.1f} s, most of it {costly[s]}" for s, t in total.items()))
+    say(f"{guess.against(estimate([total['torchrun']], 's'))} One restart each: an order of magnitude, not a law.")
+
+
+def restarts(run: Records) -> pandas.DataFrame:
+    """Each run: what was killed, how often all ranks were started again, and whether the result is the same."""
+    rows = []
+    for r in run.where("state_equal"):
+        case = {k: r.case[k] for k in ("run", "start")}
+        names = ("restarts", "processes", "killed_at_step", "resumed_at_step", "steps_redone")
+        found = {n: [int(x.value) for x in run.where(n, **case)] for n in names}
+        rows.append({"run": case["run"], "started by": case["start"],
+                     **{n.replace("_", " "): found[n][0] if found[n] else "" for n in names},
+                     "model and optimizer": "equal, bit for bit" if r.value else "DIFFER"})  # fmt: skip
+    return pandas.DataFrame(rows).set_index("run")
+
+
+def stalls(run: Records) -> None:
+    """In words: how long training stands still for one save, and how long the save takes, by way to save."""
+    modes = {"gathered": "gathered on rank 0", "save": "each rank its part", "async_save": "each its part, async"}
+    stall, total = ([estimate(run.one(m, mode=n).samples, "s") for n in modes] for m in ("stall_s", "total_s"))
+    said = [f"* {n}: training stands still for {a}, complete after {b}"
+            for n, a, b in zip(modes.values(), stall, total, strict=True)]  # fmt: skip
+    alone, during = (estimate(run.one("step_s", when=w).samples, "s") for w in ("alone", "during async_save"))
+    size = run.where("state_bytes")[0].value
+    said.append(f"* {size / 1e6:.0f} MB of state per rank. A step takes {alone} alone and {during} during a save: "
+                "writing takes cores and bandwidth from training, more so on few cores.")  # fmt: skip
+    say("\n".join(said))
+
+
+def shards(run: Records) -> pandas.DataFrame:
+    """A sharded checkpoint read by another number of ranks, and damaged on purpose."""
+    rows = [{"what": f"saved by {r.case['saved_by']}, loaded by {r.case['loaded_by']} ranks: {r.case['part']}",
+             "result": "equal, bit for bit" if r.value else "DIFFERS", "with checksums": ""}
+            for r in run.where("equal")]  # fmt: skip
+    for damage in dict.fromkeys(r.case["damage"] for r in run.where("noticed")):
+        told = [bool(run.one("noticed", damage=damage, checksums=c).value) for c in (False, True)]
+        words = ["noticed" if t else "loaded, silently wrong" for t in told]
+        rows.append({"what": f"a part is {damage.replace('_', ' ')}", "result": words[0], "with checksums": words[1]})
+    return pandas.DataFrame(rows).set_index("what")
+
+
+def interval(run: Records, guess: Prediction) -> None:
+    """Figure: share of the time lost against the interval between saves, for a published rate of failures.
+
+    A save is that of 12 bytes per parameter of a 405B model, on several disks that are each as fast as this machine's.
+    """
+    size, seconds = run.one("checkpoint_bytes", state="large", way="full"), run.one("save_s", state="large", way="full")
+    rate = size.value / estimate(seconds.samples, "s").value
+    published = checkpoint_interval.llama_3()
+    mtbf_s = published.one("mtbf_s", gpus=16_384).value
+    saves = {f"{disks:,} disks like this one": 405e9 * 12 / (rate * disks) for disks in (64, 2048)}
+    best = {name: checkpoint_interval.optimum(s, mtbf_s) / 60 for name, s in saves.items()}
+    message = "Saving too often costs as much as saving too rarely"
+    fig, ax = figure(message, xlabel="minutes of training between two saves", ylabel="share of the time lost (%)",
+                     records=run, legend_below=True)  # fmt: skip
+    for k, (name, save_s) in enumerate(saves.items()):
+        rows = checkpoint_interval.curve(save_s, mtbf_s, simulated=9).where("lost_share", part="total")
+        for method, draw in (("formula", True), ("simulation", False)):
+            x = [r.case["interval_s"] / 60 for r in rows if r.case["method"] == method]
+            y = [100 * estimate(r.samples).value for r in rows if r.case["method"] == method]
+            if draw:
+                curve(ax, x, y, label=f"a save takes {save_s / 60:.1f} min: {name}", color=SERIES[k])
+            else:
+                ax.plot(x, y, marker="x", linestyle="", color=SERIES[k], label="_")
+    first = next(iter(saves))
+    prediction(ax, float(guess), 100 * checkpoint_interval.lost_share(60 * float(guess), saves[first], mtbf_s))
+    log_axes(ax, [1, 4, 16, 64, 256, 1024])
+    ax.set_xlim(0.5, 2048)
+    ax.set_ylim(0, 60)
+    show(fig, alt=f"{message}. Least at " + "; ".join(f"{b:.0f} min ({n})" for n, b in best.items()))
+    young = checkpoint_interval.young(saves[first], mtbf_s) / 60
+    source, against = published[0].provenance["source"], guess.against(estimate([best[first]], "min"))
+    say(f"One failure in {mtbf_s / 3600:.1f} hours ({source}). With {first} the best interval is {best[first]:.0f} "
+        f"minutes; Young's rule says {young:.0f}. {against}")  # fmt: skip
