@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -19,5 +20,5 @@ def show_table(table: Any) -> None:
 
     with pandas.option_context("display.max_colwidth", None):
         text, markup = table.to_string(), table.to_html(justify="left", border=0)
-    markup = markup.replace("<td>", '<td style="text-align:left">')
+    markup = re.sub(r">\n\s*", ">", markup).replace("<td>", '<td style="text-align:left">')  # a third of the bytes
     display({"text/html": markup, "text/plain": text}, raw=True)
