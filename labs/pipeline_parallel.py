@@ -1,0 +1,235 @@
+"""How much faster does a model train that is split over n devices, and what do micro-batches change?
+
+    python -m labs.pipeline_parallel                            # launches its own ranks: one stage on each
+    torchrun --nproc-per-node 2 -m labs.pipeline_parallel --model my_package.module:factory --micro-batches 1 4 16
+    python -m labs.pipeline_parallel --way two_gpus --nproc 1   # both stages in one process, as most articles do it
+
+About 13 s on 2 CPU cores. A model of your own must be an nn.Sequential.
+
+All ways to train take turns within one run, round by round, so that a slow spell of the machine hits all of them:
+  single   one rank trains the whole model, the others wait
+  copies   n ranks train n whole models without any communication: the machine's own ceiling
+  naive    one stage per rank, the whole batch at once: a schedule with one micro-batch
+  gpipe, 1f1b   one stage per rank, micro-batches: labs/pipelines/schedules.py in which order, engine.py how
+  torch    the same by torch.distributed.pipelining, with the schedules that only it has
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from labs.kit import cli, hardware, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+from labs.pipelines import chain, even_cuts, parity, schedules, split, torch_schedules
+from labs.pipelines.bench import Traced, actions, in_turn, trainer, typical, whole
+from labs.pipelines.engine import Pipeline
+from labs.pipelines.memory import counting
+from labs.pipelines.two_devices import TwoDevices
+
+BATCHES = {"deep_mlp": 1536}  # rows: enough that a stage computes for tens of milliseconds
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to train, how to cut it up, and how long to measure."""
+
+    model: str = "char_gpt"
+    """A key of labs.pipelines.CHAINS, such as deep_mlp, or package.module:factory."""
+    way: Literal["ranks", "two_gpus"] = "ranks"
+    """One process per stage, or one process with two GPUs."""
+    batch_size: int | None = None
+    """Rows per step; None: 1536 for deep_mlp, 64 for others."""
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Parts that the batch is cut into; 1 is the naive split."""
+    compare: int = 8
+    """Micro-batches with which GPipe and torch's schedules are compared with 1F1B, and whose timeline is kept."""
+    torch_schedules: tuple[str, ...] = ("1f1b",)
+    """Schedules of torch to time: see labs.pipelines.torch_schedules.SCHEDULES."""
+    cuts: tuple[int, ...] | None = None
+    """Layer numbers at which a new stage begins; None: equally many layers each."""
+    too_big: bool = False
+    """The whole model does not fit one device: leave out what needs it (gradients to compare with, single, copies)."""
+    rounds: int = 6
+    """Times that every way takes its turn; each gives one sample."""
+    wait_s: float = 60.0
+    """How long a stage waits for its neighbour before it gives up."""
+    seed: int = 0
+    """Seed of the model and of the data."""
+    smoke: bool = False
+    """A small batch and few settings, to see that it runs."""
+
+    def __post_init__(self) -> None:
+        require(1 in self.micro_batches, "micro_batches must hold 1, the naive split: speed-ups are relative to it")
+        require(min(self.micro_batches) >= 1, f"micro_batches must be at least 1, not {min(self.micro_batches)}")
+        require(self.compare in self.micro_batches, f"compare, {self.compare}, must be one of the micro_batches")
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        require(self.wait_s > 0, f"wait_s must be positive, not {self.wait_s}")
+        unknown = [name for name in self.torch_schedules if name not in torch_schedules.SCHEDULES]
+        require(not unknown, f"torch_schedules: {unknown} is none of {', '.join(torch_schedules.SCHEDULES)}")
+        for m in self.micro_batches:
+            require(
+                self.rows % m == 0,
+                f"{m} micro-batches do not divide a batch of {self.rows} rows: take a batch_size that is a multiple of "
+                f"{m}, or the mean over micro-batches is not that over the batch",
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows per step."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return math.lcm(*self.micro_batches) if self.smoke else BATCHES.get(self.model, 64)
+
+    @property
+    def settings(self) -> list[tuple[str, int]]:
+        """(schedule, micro-batches) to time: 1F1B with all, GPipe with one."""
+        counts = [m for m in self.micro_batches if not self.smoke or m in (1, self.compare)]
+        return [("naive" if m == 1 else "1f1b", m) for m in counts] + [("gpipe", self.compare)] * (self.compare > 1)
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput if a model cannot be cut into that many stages, or there are no two GPUs for one process."""
+    if config.way == "two_gpus":
+        require(world_size == 1, "way 'two_gpus' is one process: set nproc=1")
+        gpus = len(hardware.visible_gpu_names())
+        require(gpus >= 2, f"way 'two_gpus' needs 2 GPUs in one process, here are {gpus}: leave it out for two ranks")
+    model, stages = chain(config.model), 2 if config.way == "two_gpus" else world_size
+    cuts = even_cuts(model, stages) if config.cuts is None else config.cuts
+    split(model, cuts)
+    require(len(cuts) == stages - 1, f"{stages} stages need {stages - 1} cuts, not {len(cuts)}: {list(cuts)}")
+
+
+def predict(stages: int, micro_batches: int) -> dict[str, float]:
+    """Closed forms: share of idle time, speed-up over the naive split, and micro-batches that stage 0 keeps."""
+    idle = schedules.bubble(stages, micro_batches)
+    kept = {f"kept by {n}": schedules.in_flight(f(0, stages, micro_batches)) for n, f in schedules.SCHEDULES.items()}
+    return {"idle_share": idle, "speedup": stages * (1 - idle), **kept}
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Gradients compared with one process, then all ways timed in turn, with what each stage did meanwhile."""
+    if config.way == "two_gpus":
+        yield from _two_gpus(config, rank)
+        return
+    cuts = even_cuts(chain(config.model), rank.world_size) if config.cuts is None else list(config.cuts)
+    if not config.too_big:
+        yield from _parity(config, cuts, rank)
+    yield from _speed(config, cuts, rank)
+
+
+def _parity(config: Config, cuts: list[int], rank: Rank) -> Iterator[Record]:
+    """Relative errors of gradients and loss by every schedule; what torch refuses."""
+    model = chain(config.model, config.seed)
+    for found in parity.compare(model, cuts, rank, config.wait_s):
+        yield rank.record("gradient_relative_error", "1", found.gradient, chain=config.model, **found.case)
+        yield rank.record("loss_relative_error", "1", found.loss, chain=config.model, **found.case)
+    for schedule in torch_schedules.possible(model, rank):
+        if told := torch_schedules.refusal(schedule, model, 1, rank):
+            case = {"chain": config.model, "schedule": schedule, "by": "torch", "micro_batches": 1}
+            yield rank.record("raised", "1", 1, error=told, **case)
+
+
+def _speed(config: Config, cuts: list[int], rank: Rank) -> Iterator[Record]:
+    """Step times of all ways, in turn; from the events of the same steps, idle shares and timelines; bytes."""
+    model = chain(config.model, config.seed)
+    x, y = (t.to(rank.device) for t in model.make_batch(config.rows))
+    traced = Traced(Pipeline(model, cuts, rank, config.wait_s), x, y, rank)
+    steps = {(schedule, "hand", m): traced.step(schedule, m) for schedule, m in config.settings}
+    if not config.too_big:
+        alone = whole(chain(config.model, config.seed), x, y, rank.device)
+        steps |= {("single", "hand", 1): alone if rank.rank == 0 else _wait, ("copies", "hand", 1): alone}
+    steps |= {(s, "torch", config.compare): _of_torch(s, config, x, y, rank) for s in _timed(config, rank)}
+    seconds = in_turn(steps, 2 if config.smoke else config.rounds, rank, traced.clear)
+    for (schedule, by, m), samples in seconds.items():
+        case = {"chain": config.model, "schedule": schedule, "by": by, "micro_batches": m, "rows": config.rows}
+        yield rank.record("step_s", "s", samples, **case)
+    for schedule, m in config.settings:
+        case = {"chain": config.model, "schedule": schedule, "micro_batches": m}
+        yield from _events(traced.timelines(schedule, m), rank, config, **case)
+        if m in (1, config.compare):
+            yield from _kept_and_sent(traced, rank, **case)
+
+
+def _wait() -> None:
+    """Another rank's turn; the next barrier is the wait."""
+
+
+def _timed(config: Config, rank: Rank) -> list[str]:
+    """The schedules of torch to time: where they are asked for, possible, and not refused."""
+    able = torch_schedules.possible(chain(config.model), rank)
+    enough = config.compare >= 2 * rank.world_size
+    return [s for s in config.torch_schedules if s in able and enough]
+
+
+def _of_torch(schedule: str, config: Config, x: Tensor, y: Tensor, rank: Rank):
+    step, stages = torch_schedules.make(schedule, chain(config.model, config.seed), config.compare, rank)
+    return trainer(nn.ModuleList(stages.values()), lambda: step(x, y))
+
+
+def _events(steps: Sequence, rank: Rank, config: Config, **case: object) -> Iterator[Record]:
+    """Idle share, predicted and measured; seconds of each kind of event per stage; the timeline of a typical step."""
+    stages = rank.world_size
+    shares = [schedules.idle_share(events, stages) for events in steps]
+    yield rank.record("idle_share", "1", shares, **case)
+    yield rank.record("idle_share", "1", predict(stages, case["micro_batches"])["idle_share"], kind="modelled", **case)
+    for stage in range(stages):
+        for kind in schedules.KINDS:
+            spent = [sum(e.end_s - e.start_s for e in s if (e.stage, e.kind) == (stage, kind)) for s in steps]
+            yield rank.record("spent_s", "s", spent, stage=stage, action=kind, **case)
+    if case["micro_batches"] not in (1, config.compare):
+        return
+    drawn = typical(steps)
+    start = min(e.start_s for e in drawn)
+    for stage in range(stages):
+        for kind in schedules.KINDS:
+            own = [e for e in drawn if (e.stage, e.kind) == (stage, kind)]
+            times = [t - start for e in own for t in (e.start_s, e.end_s)]
+            numbers = [e.micro_batch for e in own]
+            if own:
+                yield rank.record("timeline_s", "s", times, stage=stage, action=kind, numbers=numbers, **case)
+
+
+def _kept_and_sent(traced: Traced, rank: Rank, **case: object) -> Iterator[Record]:
+    """Of one more step, per stage: most bytes saved for backward at a time, bytes and messages sent; and predicted."""
+    pipeline, m = traced.pipeline, case["micro_batches"]
+    boxes = pipeline.activations, pipeline.gradients
+    before = [(box.bytes_sent, box.messages_sent) for box in boxes]
+    there_anyway = [*pipeline.module.parameters(), *pipeline.module.buffers(), traced.x, traced.y]
+    with counting(there_anyway) as kept:
+        traced.step(case["schedule"], m)()
+    flying = schedules.in_flight(actions(case["schedule"], m, rank))
+    sent = [(box.bytes_sent - b, box.messages_sent - n) for box, (b, n) in zip(boxes, before, strict=True)]
+    for stage, (peak, most, own) in enumerate(rank.gather((kept.peak, flying, sent))):
+        yield rank.record("saved_bytes", "B", peak, stage=stage, **case)
+        yield rank.record("kept_micro_batches", "1", most, kind="modelled", stage=stage, **case)
+        for message, (size, count), to in zip(("activation", "gradient"), own, (stage + 1, stage - 1), strict=True):
+            form = pipeline.message_bytes(stage, to, len(traced.x))
+            yield rank.record("sent_messages", "1", count, stage=stage, message=message, **case)
+            yield rank.record("sent_bytes", "B", size, stage=stage, message=message, **case)
+            yield rank.record("sent_bytes", "B", form, kind="modelled", stage=stage, message=message, **case)
+
+
+def _two_gpus(config: Config, rank: Rank) -> Iterator[Record]:
+    """Step times of one GPU and of both in one process, in turn."""
+    model, devices = chain(config.model, config.seed), (torch.device("cuda", 0), torch.device("cuda", 1))
+    x, y = model.make_batch(config.rows)
+    both = TwoDevices(model, (config.cuts or even_cuts(model, 2))[0], devices)
+    near, far = x.to(devices[0]), y.to(devices[1])
+    steps = {("single", 1): whole(chain(config.model, config.seed), near, y.to(devices[0]), devices[0])}
+    for m in config.micro_batches:
+        step = trainer(both.halves, lambda m=m: both.step(near, far, m))
+        steps["naive" if m == 1 else "gpipe", m] = lambda step=step: (step(), measure.sync(devices[1]))
+    seconds = in_turn(steps, 2 if config.smoke else config.rounds, rank)
+    for (schedule, m), samples in seconds.items():
+        case = {"schedule": schedule, "by": "two_gpus", "micro_batches": m}
+        yield rank.record("step_s", "s", samples, chain=config.model, rows=config.rows, **case)
+
+
+if __name__ == "__main__":
+    cli.main()
