@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from labs.figures.nb06_plan import BATCHES, LINKS, SIZES, family, place_of
 from labs.kit.errors import BadInput
 from labs.parallel_cost import Job, Machine, Plan, best, cost, costs, fewest_gpus, plans, shape
 from labs.strategy import Config, advise, main
@@ -152,3 +153,18 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(monkeypatch, capsys):
         main()
     assert left.value.code == 2
     assert "did you mean '--params'" in capsys.readouterr().err
+
+
+def test_the_star_lies_on_the_map_where_the_job_is():
+    links = list(LINKS.values())
+    for k, link in enumerate(links):
+        for i, batch in enumerate(BATCHES):
+            config = Config(params=SIZES[2], batch=batch, link_gb_s=link)
+            assert place_of(config) == (pytest.approx(k * len(BATCHES) + i), pytest.approx(2))
+    assert place_of(Config(params=1e13, batch=1))[1] == len(SIZES) - 1, "outside: at the edge"
+
+
+def test_a_plan_has_the_colour_of_its_scheme():
+    assert family(None) == "nothing fits" and family(Plan()) == "one GPU"
+    assert family(Plan(pipeline=2)) == family(Plan(pipeline=2, micro_batches=4)) == "pipeline"
+    assert family(Plan(data=2, tensor=2)) == "two of them" and family(Plan(data=2, sharded=True)) == "FSDP2"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from labs.kit.plot import GREY, SERIES, choice_map, figure, show
+from labs.kit.say import say
 from labs.parallel_cost import Plan
 from labs.strategy import Config, advise
 
@@ -48,6 +49,11 @@ def decision_map(config: Config) -> None:
     cells = [cell for row in names for cell in row]
     alt = "; ".join(f"{name} in {cells.count(name)} of {len(cells)} cells" for name in colors)
     show(fig, alt=f"{message}. {alt}. Links: {', '.join(LINKS)}.")
+
+
+def reasons(config: Config) -> None:
+    """In words: what the cost model says to use, and why."""
+    say(" ".join(advise(config).reasons()) + " All of this is modelled.")
 
 
 def place_of(config: Config) -> tuple[float, float]:
