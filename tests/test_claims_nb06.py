@@ -1,0 +1,317 @@
+"""Verdicts of notebook 06, each word of them from records made up for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from labs import point_to_point, published
+from labs.claims import claims, parallel, parallel_fit, table
+from labs.claims.parallel_parts import busiest
+from labs.kit import peaks
+from labs.kit.record import Record, Records
+
+NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
+WIDE = (0.7, 1.3, 0.75, 1.25, 0.8, 1.2, 0.72, 1.28)
+
+
+def around(value: float, shift: int = 0, n: int = 8) -> list[float]:
+    """Samples that differ a little; another `shift` gives pairs that differ by chance."""
+    return [value * NOISE[(i + shift) % len(NOISE)] for i in range(n)]
+
+
+def make(lab, metric, unit, samples, *, kind="measured", world=2, gpu=False, config=None, **case):
+    layout = {"world_size": world, "rank": None, "backend": "gloo", "device": "cuda" if gpu else "cpu"}
+    return Record(lab, metric, unit, samples, kind, case, config or {}, layout)
+
+
+def without(records, metric, **case):
+    return [r for r in records if not (r.metric == metric and case.items() <= r.case.items())]
+
+
+# -- pipelines
+
+TIMELINES = {("naive", 1): ((0, 1), (1, 2)), ("1f1b", 8): ((0, 1), (0.5, 1.5)), ("gpipe", 8): ((0, 1), (0, 1))}
+
+
+def pipeline(chain="char_gpt", naive=0.97, best=1.75, idle=0.5, stages=(6e6, 6e6), error=2e-7, copies=1.9, world=2):
+    """labs.pipeline_parallel of one model; `naive`, `best` and `copies` are speeds over one device."""
+    steps = {("single", "hand", 1): 1.0, ("naive", "hand", 1): 1 / naive, ("1f1b", "hand", 2): 1.2 / best,
+             ("1f1b", "hand", 8): 1 / best, ("gpipe", "hand", 8): 1.1 / best, ("1f1b", "torch", 8): 1.3 / best,
+             ("copies", "hand", 1): 2 / copies}  # fmt: skip
+
+    def one(metric, unit, samples, **case):
+        return make("pipeline_parallel", metric, unit, samples, world=world, chain=chain, **case)
+
+    found = [one("step_s", "s", around(t, i), schedule=s, by=by, micro_batches=m)
+             for i, ((s, by, m), t) in enumerate(steps.items())]  # fmt: skip
+    found += [one("gradient_relative_error", "1", [e], schedule="1f1b", cuts=c)
+              for c, e in (("even", 1e-8), ("uneven", error))]  # fmt: skip
+    found += [one("idle_share", "1", around(idle), schedule="naive", micro_batches=1),
+              one("idle_share", "1", [0.5], schedule="naive", micro_batches=1, kind="modelled")]  # fmt: skip
+    found += [one("saved_bytes", "B", [b], schedule="naive", micro_batches=1, stage=i) for i, b in enumerate(stages)]
+    return found + [one("timeline_s", "s", t, schedule=s, micro_batches=m, stage=i, action="forward", numbers=[0])
+                    for (s, m), both in TIMELINES.items() for i, t in enumerate(both)]  # fmt: skip
+
+
+def two_gpus(naive=0.95):
+    """labs.pipeline_parallel --way two_gpus: times only."""
+    steps = {("single", 1): 1.0, ("naive", 1): 1 / naive, ("gpipe", 8): 0.6}
+    return [make("pipeline_parallel", "step_s", "s", around(t, i), world=1, gpu=True, config={"way": "two_gpus"},
+                 chain="char_gpt", schedule=s, by="two_gpus", micro_batches=m)
+            for i, ((s, m), t) in enumerate(steps.items())]  # fmt: skip
+
+
+# -- data, tensor and hybrid parallelism
+
+
+def data(speed=1.8, model="cnn", world=2, noisy=False):
+    """labs.data_parallel, weak scaling."""
+    ddp = [2 / speed * w for w in (WIDE if noisy else around(1.0, 3))]
+    rows = (("single", 1, around(1.0)), ("ddp", world, ddp))
+    return [make("data_parallel", "step_s", "s", t, world=world, config={"model": model, "split": "weak"}, mode=mode,
+                 ranks=n, batch_per_rank=64) for mode, n, t in rows]  # fmt: skip
+
+
+def tensor(speed=1.6, ddp=1.7, share=0.6, world=2):
+    """labs.tensor_parallel: two cells, and the bytes of two models."""
+    found = []
+    for rows, factor in ((32, 0.2), (512, 1.0)):
+        for i, (mode, s) in enumerate({"single": 1.0, "tensor": speed * factor, "ddp": ddp * factor}.items()):
+            case = {"mode": mode, "width": 512, "rows": rows}
+            found.append(make("tensor_parallel", "step_s", "s", around(1 / s, i), world=world, **case))
+        case = {"mode": "tensor", "width": 512, "rows": rows}
+        found.append(make("tensor_parallel", "step_s", "s", [9.0], kind="modelled", **case))
+    for model, size in (("mlp", 1e5), ("char_gpt", 1e6)):
+        for mode, s in (("single", 1.0), ("tensor", share)):
+            found += [make("tensor_parallel", "bytes_per_rank", "B", [s * size], what=w, model=model, mode=mode)
+                      for w in ("parameters", "activations")]  # fmt: skip
+    return found
+
+
+def sharded(ddp=1.0, fsdp=0.5):
+    """labs.fully_sharded: what DDP and FSDP2 have of the whole."""
+    found = []
+    for way, share, form in (("ddp", ddp, 1.0), ("fsdp", fsdp, 0.5)):
+        for what in ("parameters", "gradients", "optimizer"):
+            case = {"what": what, "way": way, "model": "mlp"}
+            found += [make("fully_sharded", "bytes_per_rank", "B", [1e6 * s], kind=k, **case)
+                      for k, s in (("measured", share), ("modelled", form))]  # fmt: skip
+    return found
+
+
+def hybrid(error=1e-7, errors=None, sent=1.0, held=(1.6e6, 1.7e6), dp=2, parts=2):
+    """labs.hybrid_parallel: `sent` is how many times the bytes of the closed form are counted."""
+    found = []
+    for scheme, e in (errors or {"data x pipeline": error, "data x tensor": error}).items():
+        case = {"scheme": scheme, "dp": dp, "parts": parts}
+        one = {"world": dp * parts, **case}
+        found.append(make("hybrid_parallel", "gradient_relative_error", "1", [e], **one))
+        found.append(make("hybrid_parallel", "bytes_per_rank", "B", [*held] * dp, what="parameters", **one))
+        for axis, size in (("rows", 2e5), ("columns", 1.6e6)):
+            found += [make("hybrid_parallel", "sent_bytes", "B", [size * f] * 4, kind=k, axis=axis, op="all_reduce",
+                           **one) for k, f in (("measured", sent), ("modelled", 1.0))]  # fmt: skip
+    return found
+
+
+# -- sums, and the article's split
+
+
+def sums(root=2.0, ring=1.5, small=None, noisy=False, counted=True, world=2):
+    """labs.point_to_point: seconds over those of all_reduce, for large vectors and, if other, for small ones."""
+    found = []
+    for size in (4096, 2**25):
+        ratios = {"all_reduce": 1.0, "root": root, "hand ring": ring}
+        if small and size == 4096:
+            ratios |= {"root": small, "hand ring": small}
+        for i, (way, r) in enumerate(ratios.items()):
+            t = [r * w for w in WIDE] if noisy and i else around(r, i)
+            found.append(make("point_to_point", "seconds", "s", t, world=world, way=way, size=size))
+            if i:
+                found.append(make("point_to_point", "seconds", "s", [9.0], kind="modelled", way=way, size=size))
+            found += [make("point_to_point", "sent_bytes", "B", [b] * world, kind=k, way=way, size=size)
+                      for k, b in (("measured", size + (not counted)), ("modelled", size))]  # fmt: skip
+    return found
+
+
+def split(first=(0, 0, 0), right=(2, 2, 2), accuracy=(0.73, 0.83), wrong=(0.1, 0.17, 0.18), first_loss=9.8):
+    """labs.broken_split: trained tensors of the first half in the article's way and in the right one; losses."""
+    found = []
+    ways = {"own input": (first, accuracy[0]), "received": (first, accuracy[0]),
+            "gradient sent back": (right, accuracy[1])}  # fmt: skip
+    for way, (trained, score) in ways.items():
+        case = {"way": way, "loss": "logits"}
+        for half, tensors in (("first", trained), ("second", (2, 2, 2))):
+            found.append(make("broken_split", "trained_parameters", "parameter tensors", tensors, half=half, **case))
+            found.append(make("broken_split", "moved", "1", [0.8 * bool(t) for t in tensors], half=half, **case))
+        found.append(make("broken_split", "test_accuracy", "1", [score] * 3, **case))
+        found.append(make("broken_split", "first_loss", "nats", [2.3] * 3, **case))
+    case = {"way": "gradient sent back", "loss": "as probabilities"}
+    found.append(make("broken_split", "test_accuracy", "1", wrong, **case))
+    return [*found, make("broken_split", "first_loss", "nats", [first_loss] * 3, **case)]
+
+
+BOTH = [*pipeline(), *pipeline("deep_mlp", best=1.7)]
+MEMORY = [*sharded(), *data()]
+ALL_DO = [*pipeline(naive=1.2), *sharded(ddp=0.5), *data()]
+NONE_DOES = [*pipeline(best=0.9), *sharded(), *data()]
+HALVES_ON_BOTH = [*hybrid(), *BOTH]
+
+BY_CLAIM = {
+    "D04": [("depends", BOTH + MEMORY), ("holds", ALL_DO), ("does not hold", NONE_DOES),
+            ("holds", ALL_DO + tensor()), ("depends", ALL_DO + tensor(share=0.9)),
+            ("depends", BOTH + sharded() + tensor()), ("not tried yet", BOTH + sharded()), ("not tried yet", MEMORY),
+            ("not tried yet", BOTH + data()), ("not tried yet", MEMORY + without(BOTH, "saved_bytes")),
+            ("not tried yet", MEMORY + two_gpus())],
+    "D06": [("holds", BOTH + data()), ("depends", BOTH + data(1.4)), ("depends", BOTH + data(noisy=True)),
+            ("depends", BOTH + data(2.3)), ("holds", BOTH + tensor()), ("not tried yet", BOTH),
+            ("not tried yet", data()), ("not tried yet", data() + without(BOTH, "step_s", schedule="single")),
+            ("not tried yet", data() + pipeline(world=4)), ("not tried yet", BOTH + data(world=4))],
+    "D15": [("depends", [])],
+    "D16": [("does not hold", split()), ("holds", split(first=(2, 2, 2))), ("depends", split(first=(0, 2, 0))),
+            ("depends", split(right=(0, 2, 2))), ("not tried yet", BOTH),
+            ("not tried yet", without(split(), "moved", way="gradient sent back"))],
+    "D17": [("does not hold", split()), ("holds", split(wrong=(0.83, 0.835, 0.829), first_loss=2.3)),
+            ("depends", split(wrong=(0.83, 0.835, 0.829))), ("depends", split(wrong=(0.7, 0.9, 0.83), first_loss=2.3)),
+            ("not tried yet", [r for r in split() if r.case["loss"] == "logits"])],
+    "D18": [("does not hold", BOTH), ("holds", pipeline(idle=0.05)),
+            ("depends", pipeline() + pipeline("deep_mlp", idle=0.05)), ("depends", pipeline(idle=0.25)),
+            ("not tried yet", two_gpus()), ("not tried yet", pipeline(world=4))],
+    "D20": [("holds", hybrid()), ("does not hold", hybrid(0.4)), ("depends", hybrid(sent=2.0)),
+            ("depends", hybrid(errors={"data x pipeline": 1e-7, "data x tensor": 0.3})), ("not tried yet", BOTH),
+            ("not tried yet", hybrid(dp=1, parts=4)), ("not tried yet", without(hybrid(), "sent_bytes"))],
+    "D21": [("holds", sums()), ("does not hold", sums(0.5, 0.6)), ("depends", sums(1.0, 1.0, noisy=True)),
+            ("depends", sums(small=0.5)), ("depends", sums(root=0.5)), ("depends", sums(1.0, 1.0)),
+            ("not tried yet", BOTH), ("not tried yet", [r for r in sums() if r.case["way"] == "all_reduce"]),
+            ("not tried yet", without(sums(), "sent_bytes"))],
+    "E12": [("holds", HALVES_ON_BOTH), ("depends", hybrid() + pipeline(error=0.1)),
+            ("depends", hybrid(held=(3e6, 3e5)) + BOTH), ("depends", hybrid() + pipeline(stages=(9e6, 1e6))),
+            ("does not hold", hybrid(held=(3e6, 3e5)) + pipeline(error=0.1, stages=(9e6, 1e6))),
+            ("not tried yet", hybrid()), ("not tried yet", BOTH),
+            ("not tried yet", hybrid() + without(BOTH, "gradient_relative_error"))],
+    "E27": [("does not hold", [])],
+}  # fmt: skip
+CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
+EVERYTHING = [*BOTH, *MEMORY, *tensor(), *hybrid(), *sums(), *split()]
+
+
+@pytest.mark.parametrize(("claim", "word", "records"), CASES, ids=[f"{c}-{w}" for c, w, _ in CASES])
+def test_the_records_decide(claim, word, records):
+    found = table("06", records, gpus=0, strict=True).verdict(claim)
+    assert found.word == word, found.because
+    assert word == "not tried yet" or len(found.because) > 20
+    assert word != "not tried yet" or "launch('" in found.because
+
+
+def test_every_claim_of_the_notebook_is_tried_without_a_gpu():
+    assert set(BY_CLAIM) == {c.id for c in claims("06")}
+    found = table("06", EVERYTHING, gpus=0, strict=True)
+    assert not any(v.word.startswith(("needs", "not tried")) for _, v in found.rows)
+    assert {c.id: v.kind for c, v in found.rows if v.kind != "measured"} == {"D15": "modelled", "E27": ""}
+
+
+def test_numbers_of_the_sentences_are_those_of_the_records():
+    found = table("06", EVERYTHING, gpus=0, strict=True)
+
+    def because(claim):
+        return found.verdict(claim).because
+
+    assert "two CPU cores against one: DDP 1.80 x [" in because("D04")
+    assert "(cnn, weak scaling), 100 % of the memory" in because("D04")
+    assert "1F1B with 8 micro-batches 1.75 x [" in because("D04") and "(deep_mlp), 50 % of the memory" in because("D04")
+    assert "tensor parallel 1.60 x [" in because("D04") and "512 rows, the best of 2 cells), 60 %" in because("D04")
+    assert "FSDP2 leaves 50 %" in because("D04") and because("D04").endswith("shown by 3 of 6, shown not by 3")
+    assert "come to 1.90 x [" in because("D06") and "7 of 7 are shown to be 1.7 to 1.9, 0 shown not" in because("D06")
+    assert "1.84 to 1.90 with DDP on two V100" in because("D06")
+    assert "349.2 GB in 16 bits and 2.79 TB" in because("D15") and "35 cards of 80 GB" in because("D15")
+    assert "0 of 2 parameter tensors of the first half" in because("D16")
+    assert '"Output with path `` is not connected to `inputs`"' in because("D16")
+    assert "9.80 nats read as probabilities, 2.30 read as logits" in because("D17")
+    assert "accuracy 17 % against 83 %" in because("D17") and "2.30)" in because("D17")
+    assert "idle for 50.0 % [" in because("D18") and "during 0 % of it with 1 micro-batch," in because("D18")
+    assert "during 33 % of it with 8 micro-batches" in because("D18") and "7 % longer" in because("D18")
+    assert "its speed 0.97" in because("D18") and "49 % faster with 6 micro-batches" in because("D18")
+    assert "2 copies x 2 parts" in because("D20") and "0.20 MB along rows, 1.60 MB along columns" in because("D20")
+    assert "as the closed forms say" in because("D20") and "not what" not in because("D20")
+    assert "3 lengths of the vector from rank 0 of 4" in because("D21") and "as counted on 2 ranks" in because("D21")
+    assert "1.75 from each by all_reduce" in because("D21") and "longer in 4 and shorter in 0 of 4" in because("D21")
+    assert "of 3.30 MB of parameters the ranks hold 1.60 and 1.70" in because("E12")
+    assert "at most 2e-07 in 4 comparisons" in because("E12")
+    assert "DataParallel (lines 64-66)" in because("E27") and "replicated on each device" in because("E27")
+
+
+def test_what_is_not_said_where_it_is_not_so():
+    def because(claim, records):
+        return table("06", records, gpus=0, strict=True).verdict(claim).because
+
+    assert "ideal network" not in because("D06", without(BOTH, "step_s", schedule="copies") + data())
+    assert "on two devices DDP" in because("D06", [*pipeline(), *two_gpus(), *data(), *pipeline("deep_mlp")])
+    assert "its speed" not in because("D18", without(BOTH, "step_s"))
+    assert "not what the closed forms say" in because("D20", hybrid(sent=2.0))
+    assert "other than counted" in because("D21", sums(counted=False))
+    assert "perceptrons of width 512" in because("D04", BOTH + sharded() + tensor())
+    assert "FSDP2" not in because("D04", BOTH + data() + [r for r in sharded() if r.case["way"] == "ddp"])
+
+
+def test_the_last_launch_of_each_model_is_the_evidence():
+    slow = pipeline(best=1.2)
+    relaunched = [*slow, *[Record(**{**vars(r), "config": {"seed": 1}}) for r in pipeline(best=1.75)]]
+    assert parallel.split_speeds(Records(relaunched))["char_gpt"][1].speed.value == pytest.approx(1.75, rel=0.01)
+    both = Records([*pipeline(), *two_gpus()])
+    assert parallel.split_speeds(both)["char_gpt"][1].name == "GPipe with 8 micro-batches"
+    assert parallel.idle(both)[0].chain == "char_gpt"
+
+
+# -- what rests on constants: other constants, other words
+
+
+def word(claim, records=()):
+    return table("06", records, gpus=0, strict=True).verdict(claim).word
+
+
+def test_published_speeds_outside_the_range_can_refute_it(monkeypatch):
+    slow = [*pipeline(best=1.3), *data(1.2)]
+    assert word("D06", slow) == "depends"
+    monkeypatch.setattr(parallel, "published_speeds", lambda: {"ResNet-50": 1.2})
+    assert word("D06", slow) == "does not hold" and word("D06", BOTH + data()) == "depends"
+
+
+def test_two_large_enough_cards_would_hold_gpt3(monkeypatch):
+    assert parallel_fit.gpt3().cards(80) == 35 and parallel_fit.gpt3().weights == pytest.approx(349.2e9, rel=1e-3)
+    assert not parallel_fit.middle().fits_one
+    assert {"pipeline", "tensor", "FSDP2"} <= set(parallel_fit.middle().ways)
+    monkeypatch.setattr(parallel_fit, "BETWEEN", 0.3)  # such a model fits one card: nothing to split
+    assert word("D15") == "does not hold"
+    monkeypatch.setattr(peaks, "specs", lambda: (peaks.Spec("huge", (), "", "", memory_gb=1500.0),))
+    assert word("D15") == "depends"
+    monkeypatch.undo()
+    monkeypatch.setattr(peaks, "specs", lambda: (peaks.Spec("huge", (), "", "", memory_gb=1500.0),))
+    assert word("D15") == "holds"
+    monkeypatch.setattr(peaks, "specs", lambda: ())
+    assert word("D15") == "not tried yet"
+
+
+SPLIT = "self.a.to('cuda:0')\nself.b.to('cuda:1')\n"
+CASTS = "with torch.autocast('cuda'):\n    pass\n"
+
+
+def test_code_that_splits_a_model_would_be_seen(monkeypatch):
+    assert parallel_fit.shown(parallel_fit.LISTINGS) == (["device"], ["64-66"], ["74-82"])
+    for listings, expected in (({"1": SPLIT, "2": CASTS}, "holds"), ({"1": SPLIT}, "depends"),
+                               ({"1": CASTS}, "does not hold")):  # fmt: skip
+        monkeypatch.setattr(parallel_fit, "LISTINGS", listings)
+        assert word("E27") == expected
+
+
+def test_closed_forms_of_sums_and_published_numbers():
+    assert [busiest("root", n) for n in (2, 4, 8)] == [1, 3, 7]
+    assert [busiest(w, n) for n in (4, 8) for w in ("all_reduce", "hand ring")] == [1.5, 1.5, 1.75, 1.75]
+    assert point_to_point.predict("root", 10, 1, 4) == 40
+    speeds = parallel.published_speeds()
+    assert [round(speeds[m], 2) for m in ("ResNet-50", "ResNet-101")] == [1.88, 1.84]
+    for r in (*published.ddp_on_v100(), *published.resnet50_split()):
+        assert r.kind == "published" and "github.com/pytorch" in r.provenance["source"]
+
+
+def test_word_of_d21_needs_fewer_bytes_than_through_one_rank(monkeypatch):
+    monkeypatch.setattr("labs.claims.parallel_parts.busiest", lambda way, n: 1.0)
+    assert word("D21", sums()) == "depends"
