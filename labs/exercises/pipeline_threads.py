@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -34,10 +35,8 @@ def together(calls: Sequence[Callable[[], Any]], limit_s: float, stop: Callable[
 
 
 def _quiet(call: Callable[[], Any]) -> None:
-    try:
+    with contextlib.suppress(Stopped):
         call()
-    except Stopped:
-        pass
 
 
 def _end(threads: Sequence[threading.Thread]) -> None:
