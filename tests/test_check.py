@@ -211,6 +211,7 @@ def test_a_prediction_against_what_was_measured():
 
     guess = predict(1.5, "speed-up", "x")
     assert "25% below" in guess.against(2.0)
+    assert "25% below what was modelled" in guess.against(2.0, "modelled")
     assert "50% above" in guess.against(Estimate(1.0, 0.9, 1.1, 9))
     assert "within what was measured" in guess.against(Estimate(1.6, 1.4, 1.7, 9))
 

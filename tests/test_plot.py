@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 
+import pandas
 import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
@@ -19,6 +20,7 @@ from labs.kit.cli import BadInput
 from labs.kit.marks import KIND_STYLE
 from labs.kit.measure import Estimate
 from labs.kit.record import KINDS, Record, Records
+from labs.kit.say import show_table
 
 HERE = {"cpu": "Xeon 8481C", "cores": 8, "gpus": [], "torch": "2.13.0", "utc": "2026-11-21T10:00:00+00:00"}
 
@@ -257,3 +259,11 @@ def test_a_choice_map_has_one_colour_per_name_and_refuses_names_without():
     assert ax.get_legend_handles_labels()[1] == ["DDP (modelled)", "nothing fits (modelled)"]
     with pytest.raises(BadInput, match="a color for pipeline"):
         plot.choice_map(ax, [["pipeline"]], columns=[1], rows=[1], colors=colors)
+
+
+def test_a_shown_table_has_words_to_the_left_and_numbers_to_the_right(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["text/html"]))
+    show_table(pandas.DataFrame({"verdict": ["equal", "3"], "bytes": [12, 7]}, index=["a", "b"]))
+    assert shown[0].count('<td style="text-align:left">') == 2 and shown[0].count("<td>") == 2
+    assert '<td style="text-align:left">3</td>' in shown[0] and "\n" not in shown[0].strip()

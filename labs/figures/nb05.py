@@ -7,7 +7,7 @@ import math
 import pandas
 
 from labs.kit.check import Prediction
-from labs.kit.measure import Estimate, estimate
+from labs.kit.measure import estimate
 from labs.kit.plot import SERIES, bars, curve, figure, prediction, show, stack
 from labs.kit.record import Records
 from labs.kit.say import say
@@ -64,7 +64,7 @@ def resnet(run: Records, guess: Prediction) -> None:
     show(fig, alt=f"{message}. " + "; ".join(f"{POLICIES[p]}: {v[-1]:.1f} GB" for p, v in found.items()))
     most = at["none"][64]
     near = min(batches, key=lambda b: abs(at["none"][b] - 11))
-    say(f"{guess.against(Estimate(most, most, most, 1, 'GB'))} The article's 11 GB are a batch of about {near}; there "
+    say(f"{guess.against(most, 'modelled')} The article's 11 GB are a batch of about {near}; there "
         f"one checkpoint per stage leaves {at['stage'][near]:.1f} GB, one per block "
         f"{at['block'][near]:.1f}.")  # fmt: skip
 

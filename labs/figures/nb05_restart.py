@@ -173,6 +173,6 @@ def interval(run: Records, guess: Prediction) -> None:
     ax.set_ylim(0, 60)
     show(fig, alt=f"{message}. Least at " + "; ".join(f"{b:.0f} min ({n})" for n, b in best.items()))
     young = checkpoint_interval.young(saves[first], mtbf_s) / 60
-    source, against = published[0].provenance["source"], guess.against(estimate([best[first]], "min"))
+    source, against = published[0].provenance["source"], guess.against(best[first], "modelled")
     say(f"One failure in {mtbf_s / 3600:.1f} hours ({source}). With {first} the best interval is {best[first]:.0f} "
         f"minutes; Young's rule says {young:.0f}. {against}")  # fmt: skip

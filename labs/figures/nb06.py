@@ -155,5 +155,10 @@ def cuts(run: Records, guess: Prediction) -> None:
     rows = []
     for c in chains:
         cut, even = (chosen_cuts(run, c, by=by)[0] for by in ("cost model", "equally many layers"))
-        rows.append(f"* {c}: cut after layer {cut}, equally many layers after {even}; chosen over best {ratios[c]}")
+        word = (
+            "the best of the sweep"
+            if ratios[c].low == ratios[c].high == 1
+            else f"time over that of the best {ratios[c]}"
+        )
+        rows.append(f"* {c}: the cost model cuts after layer {cut} (equally many layers: {even}), {word}")
     say("\n".join(rows))

@@ -31,17 +31,17 @@ class Prediction(float):
     def __reduce__(self) -> tuple[Any, ...]:
         return Prediction, (float(self), self.what, self.unit)
 
-    def against(self, measured: Any) -> str:
-        """One sentence that compares the prediction with a number or an Estimate (value, low, high)."""
+    def against(self, measured: Any, kind: str = "measured") -> str:
+        """One sentence that compares the prediction with a number or an Estimate (value, low, high) of this `kind`."""
         if math.isnan(self):
             return f"You made no prediction of the {self.what}."
         value = float(getattr(measured, "value", measured))
         low, high = getattr(measured, "low", value), getattr(measured, "high", value)
         said = f"You predicted {float(self):g} {self.unit}".rstrip()
         if low <= self <= high:
-            return f"{said}; that is within what was measured."
+            return f"{said}; that is within what was {kind}."
         direction = "above" if self > value else "below"
-        return f"{said}; that is {_distance(float(self), value)}{direction} what was measured."
+        return f"{said}; that is {_distance(float(self), value)}{direction} what was {kind}."
 
 
 def _distance(guess: float, value: float) -> str:
@@ -51,7 +51,8 @@ def _distance(guess: float, value: float) -> str:
     ratio = guess / value
     if ratio <= 0 or 1 / 3 < ratio < 3:
         return f"{abs(ratio - 1):.0%} "
-    return f"a factor of {max(ratio, 1 / ratio):.2g} "
+    factor = max(ratio, 1 / ratio)
+    return f"a factor of {factor:.{0 if factor >= 10 else 1}f} "
 
 
 def predict(value: float | None, what: str, unit: str = "") -> Prediction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -14,11 +15,13 @@ def say(text: str) -> None:
 
 
 def show_table(table: Any) -> None:
-    """Show a DataFrame whose cells hold sentences: in full, wrapped and aligned to the left, unlike pandas' own way."""
+    """Show a DataFrame whose cells hold sentences: in full and wrapped, unlike pandas' own way; words to the left."""
     import pandas
     from IPython.display import display
 
     with pandas.option_context("display.max_colwidth", None):
         text, markup = table.to_string(), table.to_html(justify="left", border=0)
-    markup = re.sub(r">\n\s*", ">", markup).replace("<td>", '<td style="text-align:left">')  # a third of the bytes
-    display({"text/html": markup, "text/plain": text}, raw=True)
+    columns = (table.iloc[:, k] for k in range(table.shape[1]))
+    wordy = itertools.cycle([any(re.search("[A-Za-z]{3}", str(v)) for v in column) for column in columns])
+    markup = re.sub("<td>", lambda cell: '<td style="text-align:left">' if next(wordy) else cell[0], markup)
+    display({"text/html": re.sub(r">\n\s*", ">", markup), "text/plain": text}, raw=True)

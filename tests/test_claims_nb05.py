@@ -1,0 +1,442 @@
+"""Verdicts of notebook 05, each word of them from records made up for it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from labs.claims import claims, table
+from labs.kit.launch import launch
+from labs.kit.record import Record
+
+NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
+WIDE = (0.9, 1.1, 0.93, 1.08, 0.95, 1.05, 0.91, 1.09)
+PLAIN, EACH, EVERY_10 = "as it is", "empty_cache after each step", "empty_cache after 10 steps"
+LATE, BETWEEN, EXPANDABLE = "empty_cache when it is late", "empty_cache in time", "expandable segments"
+
+
+def make(lab, metric, unit, samples, *, kind="measured", gpu=False, config=None, **case):
+    layout = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cuda" if gpu else "cpu"}
+    samples = samples if isinstance(samples, (list, tuple)) else [samples]
+    return Record(lab, metric, unit, samples, kind, case, {"gpu": gpu, **(config or {})}, layout)
+
+
+# -- memory_oracle
+
+STEP = {"seq": 0, "optimizer": "momentum", "precision": "fp32", "micro_batches": 1, "target": "cuda",
+        "set_to_none": True}  # fmt: skip
+
+
+def steps(model, peaks, phase="backward", states=0.6e9, **given):
+    """Traces of one model: {(policy, batch): peak bytes}."""
+    found = []
+    for (policy, batch), peak in peaks.items():
+        case = {**STEP, "part": model, "model": model, "policy": policy, "batch": batch, **given}
+        fixed = min(states, peak)
+        parts = {"parameters": fixed / 2, "gradients": 0.0, "optimizer": fixed / 2, "temporaries": 0.0,
+                 "activations": peak - fixed, "inputs/buffers": 0.0}  # fmt: skip
+        found += [make("memory_oracle", "peak_bytes", "B", b, kind="modelled", category=c, **case)
+                  for c, b in parts.items()]  # fmt: skip
+        found.append(make("memory_oracle", "peak_op", "1", 7, kind="modelled", phase=phase, op="add", **case))
+        found.append(make("memory_oracle", "trace_s", "s", batch / 30, **case))
+    return found
+
+
+def resnet(none=None, stage=0.6, block=0.4, per_image=0.18e9, **given):
+    """ResNet-152: {batch: peak without checkpoints}, and shares of it that are left with them."""
+    none = {b: 0.6e9 + b * per_image for b in (32, 60)} if none is None else none
+    shares = {"none": 1.0, "stage": stage, "block": block}
+    return steps("resnet152", {(p, b): k * peak for p, k in shares.items() if k for b, peak in none.items()}, **given)
+
+
+def bert(per_row=0.3e9, states=4e9, seq=128, kept=False, small=8e9, **given):
+    """BERT-large: a large batch, on whose line one of 16 with `small` bytes need not be."""
+    case = {"seq": seq, "optimizer": "adam", "set_to_none": not kept, **given}
+    return steps("bert_large", {("none", 16): small, ("none", 64): states + 64 * per_row}, states=states, **case)
+
+
+def limit(memory_gb=24.0, rows=130, more=24.1e9, policy="none"):
+    """The largest batch of ResNet-152 that fits; with `more` None no batch was too large."""
+    case = {**STEP, "part": "resnet152", "model": "resnet152", "policy": policy, "memory_gb": memory_gb}
+    found = [make("memory_oracle", "largest_batch", "1", rows, kind="modelled", **case)]
+    if more:
+        found.append(make("memory_oracle", "next_batch_bytes", "B", more, kind="modelled", **case))
+    return found
+
+
+def real(off=1.001, workspace=0.0, models=("mlp", "cnn"), resident=True):
+    """Small models, traced and really run: real bytes over traced ones, workspace over them."""
+    found = [make("memory_oracle", "resident_bytes", "B", 0.3e9, after="large models")] if resident else []
+    for model, factor in zip(models, off if isinstance(off, tuple) else (off, off), strict=False):
+        found += steps(model, {("none", 32): 10e6}, states=1e6)
+        case = {**STEP, "part": model, "model": model, "policy": "none", "batch": 32}
+        for metric, size in (("measured_bytes", factor * 10e6), ("workspace_bytes", workspace * 10e6)):
+            found.append(make("memory_oracle", metric, "B", size, **case))
+    return found
+
+
+# -- activation_checkpointing
+
+
+def again(times=(1.33, 1.2), flops=(4 / 3, 7 / 6), saved=(0.02, 0.5), n=8, noisy=False, model="deep_mlp", gpu=False,
+          policies=("segments:4", "segments:2:keep_last"), selective=True):  # fmt: skip
+    """The part pareto: time, operations and saved bytes of two policies, over those of none; and selective."""
+    rows = [("none", 0.0, 1.0, 1.0, 1.0), *zip(policies, (1.0, 0.5), times, flops, saved, strict=False)]
+    rows += [("selective", 1.0, times[0], 1.0, 0.55)] * selective
+    found, config = [], {"model": model}
+    for i, (policy, share, time, operations, left) in enumerate(rows):
+        case = {"part": "pareto", "model": model, "policy": policy, "segments": 4, "share": share}
+        step_s = [0.1 * time * NOISE[(3 * i + k) % 8] * (WIDE[k] if noisy and i else 1.0) for k in range(n)]
+        values = {"step_s": step_s, "flops": operations * 3e9, "saved_bytes": left * 20e6, "gradients_equal": 1.0}
+        found += [make("activation_checkpointing", m, "1", v, gpu=gpu, config=config, **case)
+                  for m, v in values.items()]  # fmt: skip
+    return found
+
+
+WARNING = "torch.utils.checkpoint: pass use_reentrant. Starting in PyTorch 2.9, leaving it out will raise. More words"
+
+
+def variants(error="", missing=0, warned=True, repaired=True, scenarios=("first layer", "whole model")):
+    """The part variants: what leaving use_reentrant out does in the first scenario; the others only warn."""
+    found = []
+    for i, scenario in enumerate(scenarios):
+        for variant in ("left out", "use_reentrant=False"):
+            out = variant == "left out"
+            wrong = (i == 0 and out) or not (out or repaired)
+            texts = ["another warning", WARNING] if out and warned else []
+            warnings = {"categories": ["UserWarning"][: len(texts)], "texts": texts}
+            case = {"part": "variants", "scenario": scenario, "variant": variant}
+            rows = {"raised": (bool(error) and wrong, {"error": error if wrong else ""}),
+                    "parameters_without_gradient": ((missing if out else 4) * wrong, {}),
+                    "warnings": (len(texts), warnings)}  # fmt: skip
+            found += [make("activation_checkpointing", m, "1", v, **case, **more) for m, (v, more) in rows.items()]
+    return found
+
+
+def sequences(eager=1.7, sdpa=1.0, left=0.1, lengths=(1024, 2048)):
+    """The part sequences: with checkpoints the peak grows as these powers of the length and is so much of none's."""
+    found = []
+    for (attention, order), seq in itertools.product((("eager", eager), ("sdpa", sdpa)), lengths):
+        case, block = {"part": "sequences", "attention": attention, "seq": seq}, 1e9 * (seq / 2048) ** order
+        for policy, size in (("none", block / left), ("block", block if attention == "eager" else block / 4)):
+            size = size / 4 if attention == "sdpa" and policy == "none" else size
+            found.append(
+                make("activation_checkpointing", "peak_bytes", "B", size, kind="modelled", policy=policy, **case)
+            )
+        share = 0.8 if attention == "eager" else 0.0
+        found.append(make("activation_checkpointing", "square_share", "1", share, kind="modelled", **case))
+    return found
+
+
+# -- memory_remedies
+
+NO_HELP = {"half the batch": 1.0, "4 micro-batches": 1.0, "bf16 autocast": 1.0, "SGD with momentum": 0.5,
+           "Adam in 8 bits": 0.7}  # fmt: skip
+HELP = {"half the batch": 0.53, "4 micro-batches": 0.3, "bf16 autocast": 0.6, "SGD with momentum": 0.98,
+        "Adam in 8 bits": 0.97}  # fmt: skip
+REMEDIES = "memory_remedies"
+
+
+def remedies(activations=None, states=None, without=()):
+    """Peaks under each remedy over that without, of a model full of activations and of one full of states."""
+    found, factors = [], {"activations": activations or HELP, "states": states or NO_HELP}
+    for (full_of, by), model in zip(factors.items(), ("char_gpt", "mlp"), strict=True):
+        for remedy, factor in {"none": 1.0, **by}.items():
+            case = {"part": "remedies", "model": model, "remedy": remedy, "full_of": full_of, "rows": 32}
+            if remedy in without or full_of in without:
+                continue
+            found.append(make(REMEDIES, "predicted_bytes", "B", 30e6 * factor, kind="modelled", at="backward", **case))
+            if remedy != "Adam in 8 bits":
+                found.append(make(REMEDIES, "peak_bytes", "B", 30e6 * factor, **case))
+    return found
+
+
+def accumulation(error=1e-7):
+    case = {"part": "accumulation", "model": "char_gpt", "rows": 32}
+    found = [make(REMEDIES, "gradient_error", "1", e, micro_batches=m, **case) for m, e in ((1, 0.0), (4, error))]
+    times = {m: [k * 0.1 * NOISE[(m + i) % 8] for i in range(8)] for m, k in ((1, 1.0), (4, 1.1))}
+    return found + [make(REMEDIES, "step_s", "s", s, micro_batches=m, **case) for m, s in times.items()]
+
+
+def leaks(larger=50e6, answer="0", gpu=True):
+    """Loops: the last peak of the one that does not leak; one that does, with 20 MB."""
+    found = []
+    for loop, leaky, peak, growth in (("none", False, 9e6, 0.0), ("larger", False, larger, 0.0),
+                                      ("losses", True, 20e6, 1e6)):  # fmt: skip
+        case = {"part": "leaks", "loop": loop, "leaks": leaky}
+        found.append(make(REMEDIES, "peak_so_far_bytes", "B", [peak / 2, peak], gpu=gpu, **case))
+        found.append(make(REMEDIES, "growth_bytes", "B", growth, gpu=gpu, **case))
+        if leaky:
+            found.append(make(REMEDIES, "site_share", "1", 1.0, gpu=gpu, line="leaks.py:55", code="x", **case))
+    case = {"part": "summary", "call": "torch.cuda.max_memory_allocated()", "words": "", "answer": answer}
+    return [*found, make(REMEDIES, "raised", "errors", 0, gpu=gpu, **case)]
+
+
+def pattern(plain=0, late=0, between=1, gpu=False):
+    part, kind = ("gpu", "measured") if gpu else ("fragmentation", "modelled")
+    fits = {PLAIN: plain, LATE: late, BETWEEN: between, EXPANDABLE: 1}
+    return [make(REMEDIES, "fits", "1", f, kind=kind, gpu=gpu, part=part, way=w) for w, f in fits.items()]
+
+
+HEADROOMS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12)
+
+
+def lengths(enough=(1.1, 1.04, 1.12), reserved=(3.3, 2.8, 3.4), calls=(0.0, 42.0, 3.0), devices=HEADROOMS, retries=4):
+    """Simulated runs: for PLAIN, EACH and EVERY_10 which headroom is enough, GB reserved, lasting calls."""
+    found = []
+    for way, needs, gb, n in zip((PLAIN, EACH, EVERY_10), enough, reserved, calls, strict=True):
+        for h in ("unlimited", *devices):
+            case, fits = {"part": "lengths", "way": way, "headroom": h}, h == "unlimited" or h >= needs
+            values = {"fits": fits, "lasting_allocs": n, "reserved_peak_bytes": gb * 1e9,
+                      "num_alloc_retries": retries * (h != "unlimited")}  # fmt: skip
+            found += [make(REMEDIES, m, "1", v, kind="modelled", **case) for m, v in values.items()]
+    return found
+
+
+def emptying(times=1.2):
+    step_s = {w: [k * NOISE[(j + i) % 8] for i in range(8)] for j, w, k in ((0, PLAIN, 1.0), (3, EACH, times))}
+    return [make(REMEDIES, "step_s", "s", s, gpu=True, part="gpu", way=w) for w, s in step_s.items()]
+
+
+def in_use(device=3e9, reserved=2e9):
+    seen = {"allocated": 1e9, "reserved": reserved, "device": device}
+    return [make(REMEDIES, "in_use_bytes", "B", b, gpu=True, part="gpu", seen_by=s) for s, b in seen.items()]
+
+
+def summary(words="KeyError: 'x'"):
+    case = {"part": "summary", "call": "torch.cuda.memory_summary()", "words": words, "answer": ""}
+    return [make(REMEDIES, "raised", "errors", int(bool(words)), **case)]
+
+
+def benchmark(first=1.5, last=1.0001):
+    """Peaks by step, with cudnn.benchmark over without."""
+    on = [first * 1e9, *[last * 1e9] * 5]
+    return [make(REMEDIES, "peak_bytes", "B", s, gpu=True, part="gpu", cudnn_benchmark=b)
+            for b, s in ((False, [1e9] * 6), (True, on))]  # fmt: skip
+
+
+def near_limit(tight=None, noisy=False):
+    """On a GPU, {headroom: (fits, retries, time over that of the roomiest)}."""
+    found = []
+    tight = {1.02: (0, 1, 1.0), 1.1: (1, 9, 1.4), 1.3: (1, 0, 1.0), 2.0: (1, 0, 1.0)} if tight is None else tight
+    for j, (h, (fits, retries, k)) in enumerate(tight.items()):
+        case = {"part": "gpu", "headroom": h}
+        values = {"fits": fits, "num_alloc_retries": retries}
+        found += [make(REMEDIES, m, "1", v, gpu=True, **case) for m, v in values.items()]
+        step_s = [k * 0.01 * NOISE[(3 * j + i) % 8] * (WIDE[i % 8] if noisy and h < 2 else 1) for i in range(20)]
+        found.append(make(REMEDIES, "step_s", "s", step_s[: 20 if fits else 3], gpu=True, **case))
+    return found
+
+
+NEVER = {1.1: (1, 0, 1.0), 2.0: (1, 0, 1.0)}
+SIZES = {32: 6e9, 60: 11.2e9}
+BY_CLAIM = {
+    "A27": [("holds", real() + resnet()), ("depends", real(off=(1.0, 1.2))), ("does not hold", real(off=1.2)),
+            ("does not hold", real(off=0.9)), ("does not hold", real(workspace=0.6)), ("holds", real(workspace=0.35)),
+            ("holds", real(resident=False)), ("not tried yet", resnet())],
+    "B15": [("depends", resnet(SIZES)), ("holds", resnet(SIZES, 0.62, 0.63)), ("does not hold", resnet(SIZES, 0.5)),
+            ("depends", resnet({58: 10.8e9, 60: 11.4e9}, 0.655, 0.58)), ("not tried yet", resnet({32: 6e9})),
+            ("not tried yet", resnet(SIZES, block=0)), ("not tried yet", resnet(SIZES, stage=0, block=0)),
+            ("not tried yet", bert())],
+    "D02": [("depends", resnet()), ("depends", resnet({32: 6e9})), ("does not hold", resnet(per_image=0.01e9)),
+            ("does not hold", resnet({60: 40e9}, states=20e9)), ("depends", resnet(per_image=0.0413e9)),
+            ("depends", resnet({32: 13e9, 60: 15e9}, states=10.7e9)),
+            ("holds", resnet({32: 11e9, 60: 11.01e9}, states=10.95e9)), ("not tried yet", bert()),
+            ("not tried yet", resnet(phase="optimizer"))],
+    "D03": [("depends", bert() + bert(0.5e9, seq=512)), ("does not hold", bert(0.05e9)), ("holds", bert(30e9)),
+            ("depends", bert(30e9) + bert(0.05e9, seq=8)), ("depends", bert() + bert(kept=True, states=6e9)),
+            ("depends", bert(30e9, seq=512) + bert()), ("not tried yet", resnet()),
+            ("not tried yet", bert(phase="optimizer"))],
+    "C28": [("holds", resnet() + limit()), ("does not hold", limit(more=None)), ("holds", limit(rows=0)),
+            ("depends", limit() + limit(more=None, policy="block")), ("not tried yet", resnet())],
+    "B12": [("depends", again()), ("holds", again((1.2, 1.21))), ("does not hold", again((1.4, 1.1))),
+            ("depends", again((1.2, 1.2), noisy=True)), ("depends", again((1.3, 1.12), noisy=True)),
+            ("depends", again((1.2, 1.2)) + again((1.4, 1.4), model="narrow_bert")),
+            ("depends", again((1.2, 1.2)) + again((1.4, 1.4), gpu=True)), ("not tried yet", again(n=2)),
+            ("not tried yet", again(policies=(), selective=False)), ("not tried yet", variants())],
+    "B13": [("does not hold", variants(missing=4)), ("holds", variants(warned=False)), ("does not hold", variants()),
+            ("depends", variants("RuntimeError: x", warned=False)), ("depends", variants(missing=4, repaired=False)),
+            ("does not hold", variants("RuntimeError: x", scenarios=("first layer",), warned=False)),
+            ("not tried yet", again())],
+    "B14": [("does not hold", again()), ("holds", again(flops=(1.0, 1.0), saved=(1.0, 1.2))),
+            ("depends", again(flops=(4 / 3, 1.0))), ("depends", again(saved=(1.0, 1.2))),
+            ("depends", again(saved=(0.1, 1.0))),
+            ("not tried yet", again(policies=())), ("not tried yet", sequences())],
+    "B16": [("depends", sequences()), ("holds", sequences(eager=1.1)), ("does not hold", sequences(left=0.95)),
+            ("depends", sequences(2.0, 2.0)), ("not tried yet", sequences(lengths=(128, 256))),
+            ("not tried yet", sequences(lengths=(2048,))), ("not tried yet", again())],
+    "B41": [("depends", remedies()), ("holds", remedies(states=HELP)), ("does not hold", remedies(NO_HELP)),
+            ("depends", remedies({**HELP, "bf16 autocast": 0.95}, HELP)), ("not tried yet", remedies(without="states")),
+            ("not tried yet", remedies(without="bf16 autocast")), ("not tried yet", leaks())],
+    "D24": [("depends", remedies() + accumulation()), ("holds", remedies(states=HELP) + accumulation()),
+            ("does not hold", remedies(NO_HELP) + accumulation()),
+            ("depends", remedies(states=HELP) + accumulation(0.3)),
+            ("does not hold", remedies(NO_HELP) + accumulation(0.3)), ("not tried yet", remedies()),
+            ("not tried yet", accumulation()), ("not tried yet", remedies(without="activations") + accumulation())],
+    "B40": [("needs 1 GPU", leaks(gpu=False)), ("does not hold", leaks()), ("depends", leaks(larger=10e6)),
+            ("holds", leaks(larger=10e6, answer="the list of losses")), ("depends", leaks(answer="the losses")),
+            ("needs 1 GPU", leaks()[:-1]), ("needs 1 GPU", [r for r in leaks() if not r.case.get("leaks")]),
+            ("needs 1 GPU", remedies())],
+    "B30": [("needs 1 GPU", summary()), ("needs 1 GPU", summary("")), ("does not hold", in_use()),
+            ("depends", in_use(device=2e9)), ("does not hold", summary() + in_use()), ("needs 1 GPU", remedies())],
+    "B33": [("depends", pattern() + lengths()), ("holds", pattern(late=1) + lengths((1.1, 1.04, 1.02))),
+            ("does not hold", pattern(between=0) + lengths((1.1, 1.1, 1.12))),
+            ("does not hold", pattern(between=0) + pattern(between=0, gpu=True) + lengths()),
+            ("holds", pattern() + pattern(late=1, gpu=True) + lengths()), ("depends", pattern(gpu=True) + lengths()),
+            ("needs 1 GPU", pattern(plain=1) + lengths()), ("needs 1 GPU", pattern()),
+            ("needs 1 GPU", pattern() + lengths(devices=(1.0, 1.1, 1.3))), ("needs 1 GPU", lengths())],
+    "D22": [("depends", lengths()), ("holds", lengths((1.1, 1.04, 1.06), (3.3, 2.8, 3.0), (0.0, 0.0, 0.0))),
+            ("does not hold", lengths((1.1, 1.1, 1.12))), ("does not hold", lengths(reserved=(3.3, 3.3, 3.4))),
+            ("depends", lengths((1.1, 1.04, 1.06), (3.3, 2.8, 3.0), (0.0, 0.0, 0.0)) + emptying()),
+            ("holds", lengths((1.1, 1.04, 1.06), (3.3, 2.8, 3.0), (0.0, 0.0, 0.0)) + emptying(1.0)),
+            ("needs 1 GPU", lengths(devices=(1.0, 1.1, 1.3))), ("needs 1 GPU", pattern())],
+    "B38": [("does not hold", benchmark()), ("holds", benchmark(0.8, 0.8)), ("depends", benchmark(1.5, 0.8)),
+            ("does not hold", benchmark(1.0, 1.0)), ("needs 1 GPU", remedies()), ("needs 1 GPU", benchmark()[:0])],
+    "C26": [("needs 1 GPU", lengths()), ("holds", near_limit()),
+            ("does not hold", near_limit({1.1: (1, 9, 1.0), 2.0: (1, 0, 1.0)})),
+            ("does not hold", near_limit({1.1: (0, 1, 1.0), 2.0: (1, 0, 1.0)})),
+            ("depends", near_limit({1.1: (1, 9, 1.4), 1.2: (1, 1, 1.0), 2.0: (1, 0, 1.0)})),
+            ("depends", near_limit({1.1: (1, 9, 1.02), 2.0: (1, 0, 1.0)}, noisy=True)),
+            ("needs 1 GPU", near_limit(NEVER) + lengths()), ("needs 1 GPU", near_limit({2.0: (0, 1, 1.0)})),
+            ("needs 1 GPU", pattern())],
+}  # fmt: skip
+CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
+EVERYTHING = [*resnet(SIZES), *bert(), *bert(kept=True, states=6e9), *limit(), *real(), *again(), *sequences(),
+              *variants(missing=4), *remedies(), *accumulation(), *leaks(gpu=False), *pattern(), *lengths(),
+              *summary()]  # fmt: skip
+ON_GPU = ("B30", "B38", "B40", "C26")
+TRACED = ("B15", "B16", "C28", "D02", "D03")
+SIMULATED = ("B33", "D22")
+
+
+@pytest.mark.parametrize(("claim", "word", "records"), CASES, ids=[f"{c}-{w}" for c, w, _ in CASES])
+def test_the_records_decide(claim, word, records):
+    found = table("05", records, gpus=0, strict=True).verdict(claim)
+    assert found.word == word, found.because
+    assert word == "not tried yet" or len(found.because) > 20 or found.because == "this machine has none"
+    assert word != "not tried yet" or "launch('" in found.because
+
+
+def test_memory_summary_holds_where_torch_says_that_it_tells_of_all_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda device=None: "")
+    assert table("05", in_use(device=2e9), gpus=1, strict=True).verdict("B30").word == "holds"
+    assert table("05", in_use(), gpus=1, strict=True).verdict("B30").word == "depends"
+
+
+def test_every_claim_of_the_notebook_is_tried_and_four_say_that_they_need_a_gpu():
+    assert set(BY_CLAIM) == {c.id for c in claims("05")}
+    found = table("05", EVERYTHING, gpus=0, strict=True)
+    assert {c.id for c, v in found.rows if v.word == "needs 1 GPU"} == set(ON_GPU)
+    assert not any(v.word == "not tried yet" for _, v in found.rows)
+    kinds = {c.id: v.kind for c, v in found.rows}
+    assert {i for i, kind in kinds.items() if kind == "modelled"} == {*TRACED, *SIMULATED}
+    assert all(kinds[i] == "" for i in ON_GPU)
+    assert {kinds[i] for i in set(kinds) - {*TRACED, *SIMULATED, *ON_GPU}} == {"measured"}
+
+
+def test_what_is_simulated_says_that_no_gpu_was_measured():
+    found = table("05", EVERYTHING, gpus=0, strict=True)
+    assert all("not measured on a GPU" in found.verdict(c).because for c in (*SIMULATED, "C26"))
+    assert "with the CPU's allocator in place of a GPU's" in found.verdict("B40").because
+
+
+def test_on_a_gpu_the_pattern_and_the_price_are_measured():
+    records = [*EVERYTHING, *pattern(gpu=True), *emptying(), *in_use(), *benchmark(), *near_limit(), *leaks()]
+    found = table("05", records, gpus=1, strict=True)
+    assert not any(v.word.startswith(("needs", "not tried")) for _, v in found.rows)
+    assert {c: found.verdict(c).kind for c in (*ON_GPU, *SIMULATED)} == {
+        **dict.fromkeys((*ON_GPU, "B33"), "measured"), "D22": "modelled"}  # fmt: skip
+    assert "on this GPU a step that empties the cache takes 1.20 x" in found.verdict("B33").because
+    assert "not measured on a GPU" not in found.verdict("B33").because
+
+
+def test_numbers_of_the_sentences_are_those_of_the_records():
+    found = table("05", EVERYTHING, gpus=0)
+
+    def because(claim):
+        return found.verdict(claim).because
+
+    assert "in 2 real steps, off by at most 0.1 % (mlp, policy none)" in because("A27")
+    assert "at most 2.1 s and all of them 300.0 MB of memory, for steps of up to 25.2 GB" in because("A27")
+    assert "batch 60: 11.2 GB become 6.7 GB (one checkpoint per stage) or 4.5 GB (one per block)" in because("B15")
+    assert "; 1 of the 2 that start near 11 GB end near 7 (SGD with momentum, FP32" in because("B15")
+    assert "an image adds 0.177 GB, so that it is 11 GB at batch 59 and 45.8 GB at 256" in because("D02")
+    assert "128 tokens: 23.2 GB with batch 64, batch 26 in 12 GB, batch 66 in 24 GB" in because("D03")
+    assert "(gradients kept in forward): 25.2 GB with batch 64, batch 20 in 12 GB" in because("D03")
+    assert "the smallest step that was traced takes 8.0 GB (batch 16 of 128 tokens, policy none" in because("D03")
+    assert "SDPA takes 4.0 x less than eager attention at 2048 tokens" in because("D03")
+    assert "in 24 GB: batch 130 fits (predicted: 138), 131 would take 24.10 GB" in because("C28")
+    assert because("C28").startswith("ResNet-152 in 24 GB:")
+    assert "half the batch takes 47 % off the 30.0 MB of a real step of char_gpt" in because("C28")
+    assert "by 20.1 % [" in because("B12") and "to 33.1 % [" in because("B12")
+    assert "of 3 policies 1 are shown to cost 15 to 25 %, 2 are shown not to" in because("B12")
+    assert "33 % more operations (segments:4); published: 20, 30, 30-40 %; measured on a CPU" in because("B12")
+    assert 'without use_reentrant 1 of 2 uses train and 2 warn ("Starting in PyTorch 2.9' in because("B13")
+    assert "first layer: 4 parameters get no gradient; whole model: trains" in because("B13")
+    assert "leaves 20.0 MB behind without it; with it 0.4 MB and 1.33 x the operations (segments:4)" in because("B14")
+    assert "10.0 MB and 1.17 x the operations (segments:2:keep_last)" in because("B14")
+    assert "11.0 MB and 1.00 x the operations (selective, which keeps" in because("B14")
+    assert "equal bit by bit under 3 of 3" in because("B14") and "a sequence of 2048 tokens in" in because("B16")
+    assert "eager: 10.0 GB become 1.0 GB, growing as length^1.7 (80 % of what was kept" in because("B16")
+    assert "char_gpt, full of activations (30.0 MB): half the batch 47 %, bf16 autocast 40 %, most" in because("B41")
+    assert "mlp, full of states (30.0 MB): half the batch 0 %, 4 micro-batches 0 %, most of all SGD" in because("D24")
+    assert "differ by 1e-07, as rounding does, and 4 of them take 1.10 x [" in because("D24")
+    assert "peaks of 20.0 MB, loops that do not, up to 50.0 MB: the peak does not tell" in because("B40")
+    assert "names a line (leaks.py:55, in the loop losses)" in because("B40")
+    assert "torch documents it as that of one given device; without a GPU it raises KeyError: 'x'" in because("B30")
+    assert "runs out of memory (as it is, empty_cache when it is late), fits (empty_cache in" in because("B33")
+    assert "1.04 x what tensors need is enough (empty_cache after each step; 2.8 GB reserved" in because("D22")
+    assert "with 1.1 x (4 retries, 0.0 calls of cudaMalloc per step) to 1.12 x (4 retries" in because("C26")
+
+
+def test_what_is_not_said_where_it_is_not_so():
+    def because(claim, records):
+        return table("05", records, gpus=1, strict=True).verdict(claim).because
+
+    assert "SDPA" not in because("D03", bert()) and "real step" not in because("C28", resnet() + limit())
+    late = resnet(phase="optimizer") + limit()
+    cut = because("C28", resnet(none={60: 15e9}) + limit(policy="block"))
+    assert "predicted" not in because("C28", late) and "one per block in 24 GB: batch 130 fits (predicted: 260)" in cut
+    assert "predicted" not in because("C28", limit()) and "no batch is too large" in because("C28", limit(more=None))
+    assert "at no usual batch" in because("D02", resnet(per_image=0.01e9))
+    assert "eager attention" in because("D03", bert(attention="eager"))
+    assert "off by at most 2.9 % (cnn" in because("A27", real(off=(1.0, 1.03)))
+    assert "1.35 x as much (cnn" in because("A27", real(off=(1.0, 1.03), workspace=0.32))
+    assert "measured on a CPU and a GPU" in because("B12", again() + again(gpu=True))
+    assert "1.0 GB become 1.5 GB in the first step, 1.0 GB become 800.0 MB in the last" in because(
+        "B38", benchmark(1.5, 0.8))  # fmt: skip
+    assert "3.0 GB of this GPU are in use, it knows of the 2.0 GB" in because("B30", in_use())
+    assert "no run that fits retries" in because("C26", lengths(retries=0))
+    assert "no device tried is enough" in because("D22", lengths((1.1, 1.04, 9.0)))
+    assert "1.02 x what tensors need: out of memory; 1.1 x what tensors need: 9 retries, 1.40 x" in because(
+        "C26", near_limit())  # fmt: skip
+    assert "0 warn" in because("B13", variants(warned=False)) and '"' not in because("B13", variants(warned=False))
+
+
+def test_the_last_launch_with_enough_in_it_is_the_evidence():
+    def again_with(records, **config):
+        return [make(r.lab, r.metric, r.unit, r.samples, kind=r.kind, config=config, **r.case) for r in records]
+
+    def word(claim, records):
+        return table("05", records, gpus=0, strict=True).verdict(claim).word
+
+    smoke = again_with(again((1.2, 1.2), n=2), smoke=True)
+    assert word("B12", again((1.4, 1.4)) + smoke) == "does not hold"
+    assert word("B41", remedies() + again_with(remedies(HELP, HELP, without="bf16 autocast"), smoke=True)) == "depends"
+    assert word("B41", remedies() + again_with(remedies(HELP, HELP), seed=1)) == "holds"
+
+
+def test_the_labs_make_what_the_verdicts_ask_for():
+    records = (
+        launch("activation_checkpointing", nproc=1, policies=("segments:4",), batch=16, rounds=5, sequences=(512, 1024),
+               parts=("variants", "pareto", "sequences"))
+        + launch("memory_remedies", nproc=1, rows=(8, 8), rounds=2, cuts=(1, 4), steps=3, lengths=2, batches=4)
+        + launch("memory_oracle", nproc=1, model="mlp", memory_gb=(0.1,))
+    )  # fmt: skip
+    found = table("05", records, gpus=0, strict=True)
+    traced = {"A27", "B15", "D02", "D03"}  # of large models, which take longer to trace
+    for c, v in found.rows:
+        assert v.word != "not tried yet" or c.id in traced, f"{c.id}: {v.because}"
+        assert v.word != "needs 1 GPU" or c.id == "B38" or len(v.because) > 50, f"{c.id}: {v.because}"
