@@ -68,6 +68,11 @@ def _try(scenario: Callable[[TwoLayers, Tensor, dict], object], x: Tensor, how: 
     return Outcome(error, tuple((w.category.__name__, str(w.message)) for w in caught), missing)
 
 
+def _later_layer(model: TwoLayers, x: Tensor, how: dict) -> None:
+    model.how = how
+    model(x.clone().requires_grad_()).sum().backward()  # what an earlier layer returns requires a gradient
+
+
 def _first_layer(model: TwoLayers, x: Tensor, how: dict) -> None:
     model.how = how
     model(x).sum().backward()
@@ -96,8 +101,8 @@ def _ddp(model: TwoLayers, x: Tensor, how: dict) -> None:
 
 
 SCENARIOS = {
-    "first layer, on data": _first_layer, "whole model, on data": _whole_model, "torch.autograd.grad": _autograd_grad,
-    "keyword argument": _keyword, "DDP, find_unused_parameters": _ddp,
+    "a later layer": _later_layer, "first layer, on data": _first_layer, "whole model, on data": _whole_model,
+    "torch.autograd.grad": _autograd_grad, "keyword argument": _keyword, "DDP, find_unused_parameters": _ddp,
 }  # fmt: skip
 
 
