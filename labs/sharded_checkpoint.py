@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 
 from labs.elastic import damage, sharded_model, shards
-from labs.elastic.guarded import guarded_folder
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
+from labs.kit.guarded import guarded_folder
 from labs.kit.record import Record
 
 MODES = ("gathered", "save", "async_save")

@@ -23,10 +23,10 @@ from labs.checkpoints import corruption, drills, load_latest, save, writers
 from labs.checkpoints.resume import Comparison, compare, refusal, without
 from labs.checkpoints.training import Forgotten, Training, states
 from labs.checkpoints.writers import WAYS
-from labs.elastic.guarded import guarded_folder
 from labs.kit import cli, dist
 from labs.kit.cli import require
 from labs.kit.dist import Rank
+from labs.kit.guarded import guarded_folder
 from labs.kit.record import Record
 
 Trial = Literal["resume", "save_time", "kills", "corruptions", "two_writers", "full_disk"]

@@ -14,8 +14,9 @@ from processes import HERE, MARK, PYTHON, SURVIVAL_S, assert_no_survivors, famil
 
 from labs import elastic_restart
 from labs.checkpoints import checkpoints, load_latest
-from labs.elastic import fresh_store, journal, train
+from labs.elastic import journal, train
 from labs.elastic.journal import PHASES, History
+from labs.kit import fresh_store
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch, run_on_ranks
 
@@ -268,7 +269,7 @@ def test_a_fresh_store_does_not_hold_what_an_earlier_start_has_left(monkeypatch)
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent.set("0//cpu//0", "address of a rank that is dead")
     for name, value in {fresh_store.SHARED: "True", "RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(agent.port), journal.RESTART_COUNT: "1"}.items():  # fmt: skip
+                        "MASTER_PORT": str(agent.port), fresh_store.RESTART_COUNT: "1"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     fresh_store.use_fresh_store()
     port = int(os.environ["MASTER_PORT"])

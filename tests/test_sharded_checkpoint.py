@@ -11,8 +11,8 @@ from processes import HERE, MARK, PYTHON, SURVIVAL_S, assert_no_survivors, lefto
 
 from labs import sharded_checkpoint
 from labs.elastic import damage
-from labs.elastic.guarded import guarded_folder
 from labs.kit.cli import BadInput
+from labs.kit.guarded import guarded_folder
 from labs.kit.launch import launch, run_on_ranks
 
 

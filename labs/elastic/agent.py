@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from labs.elastic import journal, lifeline
-from labs.elastic.guarded import guarded_folder
 from labs.kit.dist import Rank, unpinned
+from labs.kit.guarded import guarded_folder
 
 POLL_S = 0.02
 OF_THIS_RANK = ("TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")  # not for other ranks

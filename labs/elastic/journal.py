@@ -1,6 +1,6 @@
 """What each rank did and when, as JSON lines that survive a SIGKILL; and what a restart consists of.
 
-Standard library only: it begins before torch is imported.
+Without torch: it begins before that is imported.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from labs.kit.fresh_store import RESTART_COUNT
+
 FOLDER = "journal"
-RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 PHASES = (
     ("detect", "detected"),  # the agent looks every 0.1 s
     ("stop and rendezvous", "starting"),  # the ranks that are left are ended, all agents meet again

@@ -21,7 +21,6 @@ from labs import models
 from labs.checkpoints import load_latest, random_state, restore, save, training_state
 from labs.data import fashion_mnist
 from labs.elastic.faults import Fault
-from labs.elastic.fresh_store import use_fresh_store
 from labs.elastic.journal import Journal
 from labs.kit import measure
 from labs.kit.dist import Rank, process_group
@@ -109,7 +108,6 @@ class Training:
 
 def train(config: Config, journal: Journal) -> None:
     """Join the job, resume, train to the end. A lost peer ends this rank in one line: the agent starts all again."""
-    use_fresh_store()
     with process_group(place(int(os.environ["LOCAL_WORLD_SIZE"]))[int(os.environ["LOCAL_RANK"])]) as rank:
         journal("group")
         try:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from labs.elastic import lifeline
-from labs.elastic.journal import RESTART_COUNT, Journal
+from labs.elastic.journal import Journal
 from labs.kit.errors import BadInput, require
+from labs.kit.fresh_store import was_restarted
 
 PROG = "python -m labs.elastic.train"
 
@@ -69,7 +70,7 @@ def parse(args: list[str] | None = None) -> Config:
 
 def is_spokesman() -> bool:
     """Whether this is rank 0, or none, of the first start."""
-    return os.environ.get("RANK", "0") == "0" and os.environ.get(RESTART_COUNT, "0") == "0"
+    return os.environ.get("RANK", "0") == "0" and not was_restarted()
 
 
 def main(args: list[str] | None = None) -> None:

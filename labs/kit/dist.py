@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from labs.kit.container import affinity
+from labs.kit.fresh_store import use_fresh_store, was_restarted
 from labs.kit.hardware import Device
 from labs.kit.record import Kind, Record
 
@@ -98,6 +99,8 @@ def process_group(device: Device, *, seed: int = 0, timeout_s: float = 600.0) ->
     host_cores = affinity()
     place = use(device)
     torch.manual_seed(seed)
+    if was_restarted():
+        use_fresh_store()
     backend = backend_for(device, dist.is_nccl_available())
     start = time.perf_counter()
     bind = {"device_id": place} if "nccl" in backend else {}

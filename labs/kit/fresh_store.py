@@ -13,19 +13,24 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead: then nothing is shared, and `use_f
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
-
-from labs.elastic.journal import RESTART_COUNT
-
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 SHARED = "TORCHELASTIC_USE_AGENT_STORE"
-_kept: list[TCPStore] = []  # the server lives as long as this process
+_kept: list[Any] = []  # the server lives as long as this process
+
+
+def was_restarted() -> bool:
+    """Whether torch's agent has started this job's ranks before."""
+    return os.environ.get(RESTART_COUNT, "0") != "0"
 
 
 def use_fresh_store() -> None:
     """Let `init_process_group` use a store of this start only, which rank 0 holds. All ranks call it, before."""
     if os.environ.get(SHARED) != str(True):
         return
+    from torch.distributed import PrefixStore, TCPStore  # imported late: a journal begins before torch is there
+
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     ours = PrefixStore(f"start-{os.environ[RESTART_COUNT]}", TCPStore(address, port, is_master=False))
     if os.environ["RANK"] == "0":
