@@ -67,7 +67,15 @@ def stub_inside(values):
     return inner()
 
 
-@pytest.mark.parametrize("candidate", [TODO, stub, half_done, stub_inside])
+class StubMethod:
+    def done(self):
+        return 1
+
+    def half_done(self):
+        TODO  # noqa: B018
+
+
+@pytest.mark.parametrize("candidate", [TODO, stub, half_done, stub_inside, StubMethod])
 def test_a_stub_is_to_do_without_being_run(candidate, monkeypatch):
     def never(f):
         raise AssertionError("the checker was run")

@@ -123,9 +123,11 @@ def _watch_for_todo(candidate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_todo(candidate: Any) -> bool:
-    """True for TODO itself and for a function that still mentions it: nothing has to be run to know."""
+    """True for TODO itself and for a function, or a class with a method, that still mentions it: nothing is run."""
     if isinstance(candidate, _Todo):
         return True
+    if isinstance(candidate, type):
+        return any(_is_todo(member) for member in vars(candidate).values())
     code = getattr(candidate, "__code__", None)
     names = getattr(candidate, "__globals__", {})
     return code is not None and any(name == "TODO" or names.get(name) is TODO for name in _names(code))
