@@ -24,6 +24,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from labs.kit import room
 from labs.kit.cli import BadInput
 from labs.kit.feedback import Mistake, describe_error
 from labs.kit.prediction import Prediction, predict
@@ -62,6 +63,11 @@ class Outcome:
     state: str
     text: str
 
+    @property
+    def feedback(self) -> str:
+        """What was found wrong, without the exercise's id; "" if nothing was."""
+        return self.text.partition(" not yet: ")[2] if self.state == "not yet" else ""
+
 
 def check(exercise_id: str, candidate: Any, solutions: bool = False) -> None:
     """Run `candidate` against exercise `exercise_id` and print the outcome.
@@ -71,6 +77,8 @@ def check(exercise_id: str, candidate: Any, solutions: bool = False) -> None:
     """
     outcome = examine(exercise_id, get_exercise(exercise_id).reference if solutions else candidate)
     print(outcome.text)
+    if not solutions:
+        room.keep_outcome(exercise_id, outcome.state, outcome.feedback)
     assert outcome.state == "passed" or not solutions, f"the reference solution fails: {outcome.text}"
 
 
@@ -223,8 +231,12 @@ def get_exercise(exercise_id: str) -> Exercise:
 
 
 def show_solution(exercise_id: str) -> None:
-    """Show the source of the reference solution, highlighted in a notebook."""
-    source = inspect.getsource(get_exercise(exercise_id).reference).rstrip()
+    """Show the source of the reference solution, highlighted in a notebook; in a room, once it is revealed there."""
+    exercise = get_exercise(exercise_id)
+    if not room.revealed(exercise_id):
+        print(f"{exercise_id}: not revealed yet by your instructor; try it, and ask for a hint if you are stuck")
+        return
+    source = inspect.getsource(exercise.reference).rstrip()
     try:
         from IPython import get_ipython
         from IPython.display import Markdown, display

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from labs.kit import cli, record
+from labs.kit import cli, record, room
 from labs.kit.backstage import start_fork_server  # before what imports torch: both load it at the same time
 from labs.kit.failure import RankFailed, RankTimeout
 from labs.kit.job import Job
@@ -38,6 +38,7 @@ def launch(
     when they are done, each line with its rank.
     Raises BadInput before anything starts, RankFailed with the first failing rank's traceback, RankTimeout
     after `timeout_s` seconds. Whatever happens, also an interrupt, no process of the run survives it.
+    With COURSE_ROOM set, the records are kept there, too.
     """
     module = cli.lab_module(lab)
     config = cli.make_config(module, parameters)
@@ -47,7 +48,9 @@ def launch(
     with open_view(lab, nproc) if view is None else view as v:
         job = Job(RunLab(lab, parameters), placement, timeout_s, v)
         results = _run(job)
-    return Run(record.attach_provenance(results[0]), job.trace, job.seconds, job.printed)
+    run = Run(record.attach_provenance(results[0]), job.trace, job.seconds, job.printed)
+    room.keep_records(run)
+    return run
 
 
 def run_on_ranks(function: Callable[..., Any], nproc: int = 2, *args: Any, timeout_s: float = 30.0) -> list[Any]:

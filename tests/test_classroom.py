@@ -1,0 +1,311 @@
+"""The instructor's page: drawn from whatever is in the room, by files alone, and respectful of who predicted what."""
+
+import contextlib
+import dataclasses
+import html
+import json
+import os
+import re
+import socket
+
+import pytest
+
+from labs import classroom
+from labs.kit import room as kept
+from labs.kit.check import predict
+from labs.kit.course import NOTEBOOKS
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records
+from labs.room.collect import read_room
+from labs.room.figures import _scale, machines_figure, question_figure
+from labs.room.machines import HEADLINES, Comparison, Measured, comparisons, tables
+from labs.room.page import Seats, anonymous, render, seat
+from labs.room.questions import Answer, Question, asked_in, questions
+from labs.room.readiness import readiness
+
+WHAT = "speed-up of DDP for the CNN"
+MACHINES = ({"cpu": "AMD EPYC", "cores": 2, "gpus": []}, {"cpu": "Xeon", "cores": 8, "gpus": ["NVIDIA L4"] * 4})
+NAMES = ("Ada", "Blaise", "Chien-Shiung", "Dorothy", "Emmy", "Fritz", "Grace", "Hedy", "Ida", "Joan", "Karen", "Lise")
+
+
+def ddp_records(speed_up, machine, **config):
+    """What launch("data_parallel", model="cnn") gives on a machine where DDP is so much faster."""
+    common = {"config": {"model": "cnn", "split": "weak", **config}, "provenance": {**machine, "utc": "2026-11-21"},
+              "layout": {"world_size": 2, "rank": None, "device": "cuda" if machine["gpus"] else "cpu"}}  # fmt: skip
+    steps = [Record("data_parallel", "step_s", "s", tuple(0.01 * 2 * n / g * k for k in (1, 1.1, 0.9)),
+                    case={"mode": mode, "ranks": n, "batch_per_rank": 128}, **common)
+             for mode, n, g in (("single", 1, 2.0), ("ddp", 2, 2 * speed_up))]  # fmt: skip
+    return Records([*steps, Record("data_parallel", "all_reduces_per_step", "1", (1,), **common)])
+
+
+def write_lines(path, *rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in ({"provenance": MACHINES[0]}, *rows)))
+
+
+def pair(predicted, value, utc="2026-11-21T10:00:00+00:00", what=WHAT):
+    return {"what": what, "unit": "x", "predicted": predicted, "value": value, "low": None, "high": None,
+            "kind": "measured", "notebook": None, "utc": utc}  # fmt: skip
+
+
+def outcome(exercise, state, feedback="", utc="2026-11-21T10:00:00+00:00"):
+    return {"exercise": exercise, "state": state, "feedback": feedback, "utc": utc}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A room of 12: one who really ran something, and 11 with the files of other machines."""
+    folder = tmp_path_factory.mktemp("room")
+    with pytest.MonkeyPatch.context() as here:
+        here.setenv("COURSE_ROOM", str(folder))
+        here.setenv("COURSE_NAME", NAMES[0])
+        launch("labs_for_tests.empty", 1)
+        predict(2.0, WHAT, unit="x").against(1.7)
+    for k, name in enumerate(NAMES):
+        own, machine = folder / name, MACHINES[k % 2]
+        own.mkdir(exist_ok=True)
+        ddp_records(1.5 + k % 2, machine).save(own / "data_parallel-1.jsonl")
+        if k:
+            late = "2026-11-21T11:00:00+00:00"
+            write_lines(own / "predictions-1.jsonl", pair(9.0, 1.0), pair(k / 4, 1 + k / 10, late))
+        write_lines(own / "outcomes-1.jsonl", outcome("03.1", "not yet", "the shards overlap"),
+                    outcome("03.1", "passed" if k < 8 else "not yet", "" if k < 8 else "the shards overlap",
+                            "2026-11-21T12:00:00+00:00"))  # fmt: skip
+        report = {"schema": 1, "verdict": "GO" if k != 3 else "NO-GO", "reasons": ["shared memory: 64 MB"] * (k == 3),
+                  "warnings": 0, "course": "aaaaaaaaaaaa" if k != 5 else "bbbbbbbbbbbb", "machine": machine,
+                  "versions": {"python": "3.11.7", "torch": "2.13.0+cpu"}, "utc": "2026-11-21T09:00:00"}  # fmt: skip
+        if k < 10:
+            (own / "preflight.json").write_text(json.dumps(report))
+    return folder
+
+
+# -- the whole page
+
+
+def test_page_is_one_file_that_needs_no_network(folder, tmp_path, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("sys.argv", ["classroom", str(folder), "--out", str(tmp_path)])
+    assert classroom.main() == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["index.html"]
+    page = (tmp_path / "index.html").read_text()
+    sources = re.findall(r"""(?:src|href)=["']([^"']*)""", page)
+    assert sources and all(s.startswith(("data:image/png", "#")) for s in sources) and "://" not in page
+    alts = [html.unescape(a) for a in re.findall(r'alt="([^"]*)"', page)]
+    assert any(a.startswith("Speed-up of DDP for the CNN: predicted 1.62 x, measured 1.6") for a in alts), alts
+    assert "Files that could not be read" not in page and capsys.readouterr().err == ""
+    assert "03_dataparallel_vs_ddp" in page and "12 of 12 predicted, 12 measured" in page.replace("\n", " ")
+
+
+def test_no_answer_is_on_the_wall_before_it_is_opened(folder):
+    page = render(read_room(folder))
+    closed = re.sub(r"<details.*?</details>", "", page, flags=re.DOTALL)
+    assert "<details open" not in page and "<img" in page
+    assert "measured" not in closed.lower().replace("predictions and measurements", "").replace("same measurement", "")
+
+
+def test_names_are_letters_in_an_anonymous_page_everywhere(folder):
+    room = read_room(folder)
+    room.problems.append(("Ada", "x.jsonl: not JSON"))
+    seats = Seats()
+    page = re.sub(r'src="[^"]*"', "", render(anonymous(room, seats), hide_names=True))
+    assert not [n for n in NAMES if n in page] and "seat A" in page and f"{seats.letters['Ada']}: x.jsonl" in page
+    before = dict(seats.letters)
+    room.learners.append(dataclasses.replace(room.learners[0], name="Marie"))
+    anonymous(room, seats)
+    assert seats.letters == {**before, "Marie": "seat M"}, "a newcomer changes nobody's letter"
+    assert [seat(k) for k in (0, 25, 26, 27, 701, 702)] == [f"seat {x}" for x in ("A", "Z", "AA", "AB", "ZZ", "AAA")]
+
+
+def test_an_empty_room_says_how_to_come_in(tmp_path):
+    page = render(read_room(tmp_path))
+    assert "Nobody is here yet" in page and f"COURSE_ROOM={tmp_path}" in page
+
+
+@pytest.mark.drill
+def test_watch_draws_what_is_new_survives_a_lost_share_and_ends_on_interrupt(tmp_path, monkeypatch, capsys):
+    room, page = tmp_path / "room", tmp_path / "out" / "index.html"
+    (room / "Ada").mkdir(parents=True)
+
+    def arrive():
+        (room / "Blaise").mkdir()
+        write_lines(room / "Blaise" / "outcomes-1.jsonl", outcome("03.1", "passed"))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    events = iter((arrive, lambda: room.rename(tmp_path / "lost"), lambda: (tmp_path / "lost").rename(room), interrupt))
+    monkeypatch.setattr(classroom.time, "sleep", lambda _: next(events)())
+    monkeypatch.setattr("sys.argv", ["classroom", str(room), "--out", str(tmp_path / "out"), "--watch", "1"])
+    assert classroom.main() == 130
+    out, err = capsys.readouterr()
+    assert "Blaise" in page.read_text() and "location.reload()" in page.read_text()
+    assert out.count("index.html") == 2, "drawn when Blaise came, not when nothing had changed"
+    assert "is not a folder" in err and err.endswith("stopped\n")
+
+
+# -- files of others
+
+
+MALFORMED = {
+    "predictions-2.jsonl": b'{"provenance": {}}\n{"what": "x", "unit": "", "predicted": 1',
+    "predictions-3.jsonl": b'{"what": 3}\n[]\nnull\n{"provenance": 4}\n',
+    "predictions-4.jsonl": json.dumps(pair(10**400, 1)).encode() + b"\n" + json.dumps(pair(None, None)).encode(),
+    "predictions-5.jsonl": b'{"what": "w", "unit": "", "predicted": NaN, "value": 1, "low": 1, "high": 1, '
+    b'"kind": "measured", "utc": ""}',
+    "outcomes-2.jsonl": json.dumps(outcome("03.1", "won")).encode(),
+    "outcomes-3.jsonl": b"\xff\xfe\x00",
+    "data_parallel-2.jsonl": b'{"provenance": {}}\n{"lab": "x"',
+    "data_parallel-3.jsonl": b"",
+    "nested-1.jsonl": b"[" * 100_000,
+    "preflight.json": b'{"verdict": "MAYBE"}',
+    "notes.txt": b"hello",
+    "<script>alert(1)<": b"",
+}
+
+
+@pytest.mark.drill
+def test_each_malformed_or_foreign_file_is_one_line_and_the_rest_goes_on(tmp_path):
+    (tmp_path / "Ada").mkdir()
+    write_lines(tmp_path / "Ada" / "predictions-1.jsonl", pair(2.0, 1.5))
+    for name, text in MALFORMED.items():
+        (tmp_path / "Ada" / name).write_bytes(text)
+    (tmp_path / "Ada" / ".data_parallel-4.jsonl.12-ab").write_text("half")  # being written
+    (tmp_path / "Ada" / "folder").mkdir()
+    os.mkfifo(tmp_path / "Ada" / "outcomes-9.jsonl")
+    (tmp_path / "Ada" / "linked-1.jsonl").symlink_to("/etc/passwd")
+    (tmp_path / "Mallory").symlink_to("/etc")
+    (tmp_path / "index.html").write_text("")
+    (tmp_path / "revealed.json").write_text("{")
+    room = read_room(tmp_path)
+    named = [text.partition(",")[0].partition(":")[0] for _, text in room.problems]
+    others = {"folder", "outcomes-9.jsonl", "linked-1.jsonl", "Mallory", "index.html", "revealed.json"}
+    assert set(named) == set(MALFORMED) | others
+    assert all("\n" not in text and len(text) < 300 and str(tmp_path) not in text for _, text in room.problems)
+    page = render(room)
+    assert len(questions(room.learners)) == 1 and "<script>" not in page and "root:" not in page
+
+
+@pytest.mark.parametrize("machine", [{}, {"gpus": 7}, {"gpus": [None, {"x": 1}]}, {"cpu": [1]}, {"cores": {}}])
+def test_a_strange_provenance_breaks_no_page(machine, tmp_path):
+    (tmp_path / "Ada").mkdir()
+    path = tmp_path / "Ada" / "predictions-1.jsonl"
+    path.write_text(json.dumps({"provenance": machine}) + "\n" + json.dumps(pair(2.0, 1.5)))
+    (tmp_path / "Ada" / "preflight.json").write_text(json.dumps({"verdict": "GO", "machine": machine, "versions": 1}))
+    ddp_records(1.5, {**MACHINES[0], **({} if "gpus" in machine else machine)}).save(tmp_path / "Ada" / "a-1.jsonl")
+    assert "Ada" in render(read_room(tmp_path))
+
+
+# -- what is computed
+
+
+def test_the_latest_pair_of_a_question_counts_and_history_stays(folder):
+    learners = read_room(folder).learners
+    (question,) = questions(learners)
+    assert [a.name for a in question.answers] == sorted(NAMES), "by name, not by distance"
+    assert question.answers[2] == Answer("Chien-Shiung", 0.5, 1.2, 1.2, 1.2)
+    assert question.answers[0].predicted == 2.0 and question.answers[0].value == 1.7
+    assert (question.asked.notebook, question.asked.printed) == ("03_dataparallel_vs_ddp", 2.0)
+    assert question.as_printed == 2  # Ada's own, and Ida's 8 / 4
+    assert [len(x.predictions) for x in learners] == [2] * 12
+
+
+def test_questions_of_the_notebooks_have_a_name_of_their_own():
+    asked = asked_in(NOTEBOOKS)
+    calls = [n for p in NOTEBOOKS.glob("*.ipynb") for n in re.findall(r"(?<![\w.])predict\(-?[\d.e-]+,", p.read_text())]
+    assert len(asked) == len(calls) > 30, "two questions of the course share their words"
+
+
+def test_machines_are_compared_by_the_configuration_that_most_have(folder):
+    learners = read_room(folder).learners
+    learners[1].runs = [ddp_records(9.0, MACHINES[0], bucket_cap_mb=1)]
+    (found,) = (c for c in comparisons(learners) if "speed-up" in c.title)
+    assert (len(found.rows), found.left_out) == (11, 1)
+    assert {r.machine: r.estimate.value for r in found.rows} == {
+        "AMD EPYC, 2 cores, 2 ranks": pytest.approx(1.5), "4 x NVIDIA L4, 2 ranks": pytest.approx(2.5)}  # fmt: skip
+    rows, more = tables(learners)["data_parallel"]
+    assert more == 0 and [r.learners for r in rows] == [11] * 3
+    assert [r.ratio for r in rows if r.metric == "all_reduces_per_step"] == [1.0]
+    assert rows[0].ratio == pytest.approx(2.5 / 1.5), "what differs most comes first"
+
+
+def test_headlines_are_of_labs_that_exist():
+    assert {h.lab for h in HEADLINES} <= {p.stem for p in NOTEBOOKS.parent.glob("labs/*.py")}
+    assert {h.notebook for h in HEADLINES} == {p.stem[:2] for p in NOTEBOOKS.glob("0*.ipynb")}
+
+
+def test_readiness_puts_first_who_needs_help(folder):
+    rows = readiness(read_room(folder).learners)
+    assert [(r.name, r.verdict) for r in rows[:4]] == [
+        ("Dorothy", "NO-GO"), ("Karen", "not run"), ("Lise", "not run"), ("Fritz", "GO")]  # fmt: skip
+    assert rows[0].reasons == ("shared memory: 64 MB",)
+    assert rows[3].differs == ("course bbbbbbbbbbbb, most have aaaaaaaaaaaa",)
+    assert not [r for r in rows[4:] if r.differs]
+
+
+def test_exercises_count_latest_checks_and_name_what_most_met(folder):
+    page = render(read_room(folder))
+    assert "03.1: 8 passed, 4 not yet, 0 to do" in page
+    assert re.search(r'<td>the shards overlap<td class="n">12<td class="n">8', page)
+
+
+# -- figures
+
+
+def answers(n, factor=1.0):
+    return tuple(Answer(f"learner {k}", factor**k, 1.5, 1.4, 1.6) for k in range(n))
+
+
+@pytest.mark.parametrize("n, factor, scale", [(1, 1.0, "linear"), (40, 1.3, "log")])
+def test_figures_fit_one_learner_and_forty(n, factor, scale, monkeypatch):
+    scales = []
+    monkeypatch.setattr("labs.room.figures._scale", lambda ax, v, **k: (_scale(ax, v, **k), scales.append(ax)))
+    drawn = question_figure(Question("w", "x", "measured", None, answers(n, factor), 1), f"room {n}")
+    assert scales[0].get_xscale() == scale and len(scales[0].get_yticks()) == n
+    assert f"Found: {n}, from 1.5 x to 1.5 x" in drawn.alt and drawn.src.startswith("data:image/png")
+
+
+def test_zeros_and_signs_have_no_logarithm_but_a_readable_axis(monkeypatch):
+    wide = tuple(Answer(str(k), v, None, None, None) for k, v in enumerate((0.0, -1.0, 2.0, 3.0, 1e9)))
+    assert "from -1 to 1,000M" not in question_figure(Question("w", "1", "measured", None, wide, 0), "zeros").alt
+    question_figure(Question("w", "", "modelled", None, answers(2), 0), "modelled")
+
+
+def test_many_equal_machines_share_one_label(folder):
+    found = comparisons(read_room(folder).learners)[0]
+    rows = tuple(Measured("CPU", r.estimate) for r in found.rows)
+    drawn = machines_figure(Comparison("t", "x", "03", rows, 0), "equal")
+    assert drawn.alt.endswith("CPU: 2 x (12).") and "kinds" not in drawn.alt
+
+
+# -- solutions
+
+
+def test_instructor_reveals_and_hides(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COURSE_ROOM", str(tmp_path))
+
+    def command(*arguments):
+        monkeypatch.setattr("sys.argv", ["classroom", str(tmp_path), *arguments])
+        return classroom.main()
+
+    assert command("--reveal", "03.1", "04.*") == 0
+    assert kept.revealed("03.1") and kept.revealed("04.2") and not kept.revealed("03.2")
+    assert command("--hide", "04.2") == 0
+    assert kept.revealed("04.1") and not kept.revealed("04.2")
+    assert command("--reveal", "all") == 0 and kept.revealed("00.1")
+    assert command("--hide", "all") == 0 and not kept.revealed("00.1")
+    capsys.readouterr()
+    for arguments, says in [(("--reveal", "03.9"), "there is no exercise '03.9'"), (("--watch", "-1"), "watch must be"),
+                            (("--wach", "1"), "did you mean '--watch'"),
+                            (("--out", str(tmp_path / "page")), "inside of the room")]:  # fmt: skip
+        with pytest.raises(SystemExit) as end:
+            command(*arguments)
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and says in error and error.count("\n") == 1
+    (tmp_path / "revealed.json").write_text("{")
+    with pytest.raises(SystemExit), contextlib.suppress(UnicodeError):
+        command("--reveal", "all")
+    assert "remove it and reveal again" in capsys.readouterr().err
