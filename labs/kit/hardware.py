@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labs.kit import nvml
+from labs.kit import nvml, topology
 from labs.kit.build import build, nccl_version
 from labs.kit.cli import BadInput, require
 from labs.kit.container import Container, affinity, container, core_count
@@ -80,9 +80,18 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" + ("" if n == 1 else "s")
 
 
-def usable_affinity() -> tuple[int, ...]:
-    """The cores that ranks are pinned to: the affinity, cut to what a CPU quota keeps running."""
-    return affinity()[: core_count()]
+def usable_affinity(root: str | Path = "/") -> tuple[int, ...]:
+    """The logical CPUs that ranks are pinned to: the affinity, cut to what a CPU quota keeps running.
+
+    One of each physical core comes first, the other hyper-threads last: two ranks share a core only when they must.
+    """
+    return one_per_core_first(affinity(), root)[: core_count()]
+
+
+def one_per_core_first(cpus: Sequence[int], root: str | Path = "/") -> tuple[int, ...]:
+    """`cpus` in ascending order, but first the first hyper-thread of every physical core, then the second ones."""
+    turn = {cpu: place for core in topology.cores(cpus, root) for place, cpu in enumerate(core.cpus)}
+    return tuple(sorted(turn, key=lambda cpu: (turn[cpu], cpu)))
 
 
 def visible_gpu_names(report: nvml.Report | None = None, environ: dict[str, str] | None = None) -> list[str]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import cloudpickle
 
-from labs.kit import guardian
+from labs.kit import guardian, turns
 from labs.kit.agent import Agent
 from labs.kit.backstage import start_fork_server
 from labs.kit.failure import Watch
 from labs.kit.monitor import Monitor, Trace
+from labs.kit.rank import RunLab
 from labs.kit.signals import signals_held
 from labs.kit.view import View
 
@@ -23,9 +24,15 @@ ONE_AT_A_TIME = threading.Lock()  # two runs of one kernel would share cores and
 
 
 class Job:
-    """Runs `body(rank)`, a picklable callable, on a rank for each device in `placement`."""
+    """Runs `body(rank)`, a picklable callable, on a rank for each device in `placement`.
+
+    With COURSE_QUEUE it waits for its turn among all launches of this machine: see labs.kit.turns. BadInput if that
+    cannot work.
+    """
 
     def __init__(self, body: Callable, placement: list, timeout_s: float, view: View) -> None:
+        is_lab = isinstance(body, RunLab)
+        self.turn = turns.turn(body.lab if is_lab else "run_on_ranks", placement, check=not is_lab)
         self.body, self.placement, self.timeout_s, self.view = cloudpickle.dumps(body), placement, timeout_s, view
         self.trace: Trace | None = None
         self.seconds, self.printed = 0.0, ""
@@ -35,10 +42,10 @@ class Job:
         """What `body` returned, by rank; raises RankFailed or RankTimeout. Leaves no process, port or file behind."""
         with signals_held() as self.noted:
             backstage = start_fork_server()
+            backstage.wait_until_warm(self._check)  # before the turn: nobody waits for another's import of torch
             with self._turn():
                 self.watch = Watch(backstage.run_folder())
                 try:
-                    backstage.wait_until_warm(self._check)
                     self._watched()
                 finally:
                     self._end()
@@ -49,9 +56,16 @@ class Job:
         while not ONE_AT_A_TIME.acquire(timeout=0.1):
             self._check()
         try:
-            yield
+            with self.turn.taken(self._wait):
+                self.view.waiting("")
+                yield
         finally:
+            self.view.waiting("")
             ONE_AT_A_TIME.release()
+
+    def _wait(self, text: str) -> None:
+        self._check()
+        self.view.waiting(text)
 
     def _check(self) -> None:
         if self.noted:

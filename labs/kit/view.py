@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
     from labs.kit.monitor import Monitor
 
 REFRESH_S = 0.5
+LINE_S = 10.0  # between two lines about a wait, where lines cannot be overwritten
 
 
 class View:
-    """Watches a run and shows nothing."""
+    """Watches a run and shows nothing of it, but does show what it waits for."""
+
+    notice: Callable[[str], None] | None = None
 
     def __enter__(self) -> View:
         return self
@@ -48,7 +53,44 @@ class View:
 
     def draw(self, done: int, total: int, message: str) -> None: ...
 
+    def waiting(self, text: str) -> None:
+        """The run waits for its turn, as `text` says; "" once it does not. Called some 20 times a second."""
+        if text and self.notice is None:
+            self.notice = _cell_notice() if _in_notebook() else _lines()
+        if self.notice is not None:
+            self.notice(text)
+
     def close(self, failed: bool = False) -> None: ...
+
+
+def _lines() -> Callable[[str], None]:
+    """Shows a text as a line on standard error, at most every LINE_S seconds."""
+    due = [-math.inf]
+
+    def show(text: str) -> None:
+        if text and time.monotonic() >= due[0]:
+            due[0] = time.monotonic() + LINE_S
+            print(text, file=sys.stderr, flush=True)
+
+    return show
+
+
+def _cell_notice() -> Callable[[str], None]:
+    """Shows a text in an output area of its own in the cell, which "" leaves empty."""
+    from IPython.display import HTML, display
+
+    handle, shown = display(HTML(""), display_id=True), [""]
+
+    def show(text: str) -> None:
+        if text != shown[0]:
+            shown[0] = text
+            handle.update(HTML(_monospace(html.escape(text)) if text else ""))
+
+    return show
+
+
+def _monospace(text: str) -> str:
+    return f'<div class="labs-progress" style="font-family:monospace">{text}</div>'
 
 
 class TerminalView(View):
@@ -60,8 +102,18 @@ class TerminalView(View):
         bar_format = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} {postfix}"
         self.bar = tqdm(desc=lab, total=1, bar_format=bar_format, disable=not sys.stderr.isatty(), leave=False)
 
+    def watch(self, monitor: Monitor, progress: Path) -> None:
+        super().watch(monitor, progress)
+        self.bar.reset()  # its clock counts the run, not the wait before it
+
     def draw(self, done: int, total: int, message: str) -> None:
         self.progress(done, total, message)
+
+    def waiting(self, text: str) -> None:
+        if self.bar.disable:  # no terminal: lines
+            super().waiting(text)
+        elif text != self.bar.postfix:
+            self.bar.set_postfix_str(text, refresh=True)
 
     def progress(self, done: int, total: int, message: str) -> None:
         self.bar.total, self.bar.n = max(total, 1), done
@@ -78,8 +130,13 @@ class NotebookView(View):
         from IPython.display import HTML, display
 
         self.lab, self.nproc, self.HTML = lab, nproc, HTML
-        self.start, self.state = time.monotonic(), "starting"
+        self.start, self.state, self.waits_for = time.monotonic(), "starting", ""
         self.handle = display(HTML(self._page(0, 0, "starting ranks")), display_id=True)
+
+    def waiting(self, text: str) -> None:
+        if text != self.waits_for:
+            self.state, self.waits_for = "queued" if text else "starting", text
+            self.handle.update(self.HTML(self._page(0, 0, text)))
 
     def draw(self, done: int, total: int, message: str) -> None:
         self.state = "running"
@@ -102,14 +159,18 @@ class NotebookView(View):
         ranks = f"{self.nproc} rank{'s' if self.nproc > 1 else ''}"
         bar = f'<progress max="{total}" value="{done}" style="width:12em"></progress>' if total else ""
         text = html.escape(f"{self.lab}: {ranks}, {self.state}, {seconds:.1f} s  {message}")
-        return f'<div class="labs-progress" style="font-family:monospace">{bar} {text}</div>'
+        return _monospace(f"{bar} {text}")
 
 
 def open_view(lab: str, nproc: int) -> View:
     """The view that fits: in the cell if this is a notebook's kernel, otherwise none."""
-    if "ipykernel" in sys.modules:
-        from IPython import get_ipython
+    return NotebookView(lab, nproc) if _in_notebook() else View()
 
-        if get_ipython() is not None:
-            return NotebookView(lab, nproc)
-    return View()
+
+def _in_notebook() -> bool:
+    """Whether this code runs in a notebook's kernel."""
+    if "ipykernel" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return get_ipython() is not None
