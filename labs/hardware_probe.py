@@ -1,6 +1,7 @@
 """Is this machine ready, and how fast can it go?
 
-    python -m labs.hardware_probe                        # preflight: checks, then the speed limits
+    python -m labs.hardware_probe                        # checks, then the speed limits
+    python -m labs.hardware_probe --preflight            # GO or NO-GO for the course, a report, no speed limits
     python -m labs.hardware_probe --smoke --json         # quick, and readable by a program
     python -m labs.hardware_probe --require-gpus 2       # fail unless torch can use two GPUs
     torchrun --nproc-per-node 2 -m labs.hardware_probe   # the speed limits alone, on a cluster
@@ -12,8 +13,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+if __name__ == "__main__" and "--preflight" in sys.argv:  # before torch: it also says when that is missing
+    from labs.kit import room_preflight
+
+    room_preflight.main()
 
 import torch
 import torch.distributed as dist
@@ -32,7 +39,7 @@ class Config:
     """What to measure. Empty or 0: a default that suits the device."""
 
     parts: tuple[str, ...] = ()
-    """What to measure, of matmul, convolution, memory, copies, models, ceiling, all_reduce. Default: all."""
+    """What to do: correctness (always), matmul, convolution, memory, copies, models, ceiling, all_reduce. () is all."""
     dtypes: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
     """Number formats of the matrix products; those a device cannot do are left out."""
     matmul_sizes: tuple[int, ...] = ()
@@ -59,16 +66,10 @@ class Config:
         require(not unknown, f"dtypes may hold {', '.join(probing.DTYPES)}, not {', '.join(sorted(unknown))}")
         require(all(n >= 1 for n in self.matmul_sizes), "matmul_sizes must be at least 1")
         require(self.array_mib >= 0, f"array_mib must be at least 1 (or 0 for the default), not {self.array_mib}")
-        require(
-            all(k * 1024 >= 4 for k in self.message_kib),
-            "message_kib must be at least 0.004 (one float)",
-        )
+        require(all(k * 1024 >= 4 for k in self.message_kib), "message_kib must be at least 0.004 (one float)")
         for name in self.models:
             known = ", ".join(models.MODELS)
-            require(
-                name in models.MODELS or ":" in name,
-                f"models may hold {known} or module:factory, not {name!r}",
-            )
+            require(name in models.MODELS or ":" in name, f"models may hold {known} or module:factory, not {name!r}")
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}")
         require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
@@ -104,7 +105,7 @@ def predict(config: Config) -> dict[str, Work]:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """What each rank does; rank 0 measures alone while the others wait, then all measure at once."""
-    stages = [correctness, *(stage for name, stage in PARTS.items() if name in (config.parts or PARTS))]
+    stages = [stage for name, stage in PARTS.items() if name in ("correctness", *(config.parts or PARTS))]
     for done, stage in enumerate(stages):
         rank.progress(done, len(stages), stage.__name__.replace("_", " "))
         rank.barrier()
@@ -231,8 +232,9 @@ def all_reduce(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 PARTS = {
-    "matmul": matmul_alone, "convolution": convolution_alone, "memory": memory_alone,
-    "copies": host_device_copies, "models": model_steps, "ceiling": all_together, "all_reduce": all_reduce,
+    "correctness": correctness, "matmul": matmul_alone, "convolution": convolution_alone,
+    "memory": memory_alone, "copies": host_device_copies, "models": model_steps, "ceiling": all_together,
+    "all_reduce": all_reduce,
 }  # fmt: skip
 
 

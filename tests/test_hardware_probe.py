@@ -193,10 +193,23 @@ def test_preflight_as_json_saves_records_too(tmp_path):
     assert len(load(tmp_path / "p.jsonl")) == len(said["speed_limits"])
 
 
-def test_requiring_more_gpus_than_there_are_fails_with_a_remedy():
-    done = shell("--smoke", "--require-gpus", "99", "--device", "cpu", "--nproc", "1", "--parts", "matmul")
-    assert done.returncode == 1
-    assert "99 required" in done.stdout and "NOT READY" in done.stdout
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """The command in this process, which has loaded torch: (exit code, what it printed, its errors)."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["hardware_probe", *args])
+        with pytest.raises(SystemExit) as e:
+            preflight.main("hardware_probe", hardware_probe.__doc__, hardware_probe.Config)
+        return e.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_requiring_more_gpus_than_there_are_fails_with_a_remedy(command):
+    code, said, _ = command("--smoke", "--require-gpus", "99", "--device", "cpu", "--nproc", "1", "--parts", "copies")
+    assert code == 1
+    assert "99 required" in said and "NOT READY" in said
 
 
 @pytest.mark.parametrize(
@@ -209,11 +222,12 @@ def test_requiring_more_gpus_than_there_are_fails_with_a_remedy():
         (("--nproc", "9999"), "oversubscribe"),
         (("--models", "no_such:factory", "--smoke"), "no_such"),
         (("--out", "."), "--out"),
+        (("--report", "x.json"), "--report belongs to --preflight"),
     ],
 )
-def test_bad_input_in_a_shell_is_one_line_and_exit_code_2(args, words):
-    done = shell(*args)
-    assert done.returncode == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1
+def test_bad_input_in_a_shell_is_one_line_and_exit_code_2(args, words, command):
+    code, said, errors = command(*args)
+    assert (code, said) == (2, "") and words in errors and len(errors.strip().splitlines()) == 1
 
 
 def test_recorded_runs_are_labelled_and_their_absence_is_said(tmp_path, capsys, monkeypatch):

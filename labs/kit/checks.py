@@ -9,6 +9,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import socket
 import sys
@@ -21,6 +22,15 @@ from labs.kit.container import Container, container
 GIB = 2**30
 PROJECT = "gpu-training-course"
 OLDEST_PYTHON = (3, 11)
+# The most that a notebook took on two CPU cores with torch 2.13: notebook 05's kernel, fork server, ranks and workers,
+# shared pages counted once (proportional set size). JupyterLab's server and a browser come on top.
+MOST_MEMORY = "3 GiB are needed (the largest notebook takes 1.9)"
+MORE_MEMORY = {
+    "": "close programs, or raise the container's limit (docker run --memory 4g)",
+    "macOS": "close programs; for Docker Desktop: Settings, Resources, Memory",
+    "WSL": "close programs, or set memory=4GB under [wsl2] in .wslconfig, then: wsl --shutdown",
+}
+MOST_DISK = "1 GiB is needed (the largest notebook writes 0.4)"
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,13 @@ class Facts:
             "report": dataclasses.asdict(self.report), "container": dataclasses.asdict(self.container),
             "my_pids": sorted(self.my_pids),
         }  # fmt: skip
+
+
+def system() -> str:
+    """ "Linux", "macOS", "WSL", or what Python calls it."""
+    if sys.platform == "darwin":
+        return "macOS"
+    return "WSL" if "microsoft" in platform.release().lower() else platform.system()
 
 
 def gather(require_gpus: int = 0) -> Facts:
@@ -129,7 +146,12 @@ def loopback(facts: Facts) -> Check:
     if facts.port_problem is None:
         return Check("network", "pass", "a port on 127.0.0.1 can be opened")
     detail = f"no port on 127.0.0.1 can be opened: {facts.port_problem}"
-    return Check("network", "fail", detail, "bring the loopback interface up: ip link set lo up")
+    return Check(
+        "network",
+        "fail",
+        detail,
+        "bring the loopback interface up: " + ("ifconfig lo0 up" if system() == "macOS" else "ip link set lo up"),
+    )
 
 
 def cores(facts: Facts) -> Check:
@@ -144,7 +166,7 @@ def cores(facts: Facts) -> Check:
 
 
 def memory(facts: Facts) -> Check:
-    """Two ranks, a kernel and the fork server with torch take about 2 GiB."""
+    """A kernel, the fork server with torch and two ranks take up to 1.9 GiB; GPUs take more on the host, too."""
     have = facts.container.memory_available_bytes
     if have is None:
         return Check("memory", "warn", "free memory cannot be read", "check that 3 GiB are free")
@@ -153,7 +175,7 @@ def memory(facts: Facts) -> Check:
     if have >= 3 * GIB:
         return Check("memory", "pass", detail)
     status = "warn" if have >= 1.5 * GIB else "fail"
-    return Check("memory", status, detail + ", 3 GiB are needed", "close programs, or raise the container's limit")
+    return Check("memory", status, f"{detail}, {MOST_MEMORY}", MORE_MEMORY.get(system(), MORE_MEMORY[""]))
 
 
 def shared_memory(facts: Facts) -> Check:
@@ -182,7 +204,9 @@ def disk(facts: Facts) -> Check:
     if free is None:
         return Check("disk", "warn", "free space cannot be read", "check that 1 GiB is free")
     status = "pass" if free >= GIB else "warn" if free >= GIB / 10 else "fail"
-    return Check("disk", status, f"{free / GIB:.1f} GiB free", "" if status == "pass" else "free 1 GiB here")
+    if status == "pass":
+        return Check("disk", "pass", f"{free / GIB:.1f} GiB free")
+    return Check("disk", status, f"{free / GIB:.1f} GiB free, {MOST_DISK}", "free 1 GiB on the disk with this folder")
 
 
 ALL = (python, torch_version, jupyter, loopback, cores, memory, shared_memory, open_files, disk)

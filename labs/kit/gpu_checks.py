@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from labs.kit import build, checks, nvml
 from labs.kit.checks import GIB, Check, Facts
 from labs.kit.record import Records
+from labs.kit.trials import guarded
 
 UNHIDE = "check CUDA_VISIBLE_DEVICES, MIG instances (nvidia-smi -L) and what the scheduler gave you"
 
 
 def machine_checks(facts: Facts) -> list[Check]:
     """Judge everything that needs no running rank."""
-    found = [check(facts) for check in (*checks.ALL, gpus)]
+    found = [c for check in (*checks.ALL, gpus) for c in guarded(check.__name__, lambda check=check: check(facts))]
     used = {v.nvml_index for v in facts.visible or ()} if facts.gpus_for_torch else set()
     for card in facts.report.gpus:
         if card.index in used or (used == {None}):
-            found += gpu_checks(card, facts)
+            found += guarded(f"GPU {card.index}", lambda card=card: list(gpu_checks(card, facts)))
     return found
 
 

@@ -1,6 +1,7 @@
-"""Is this machine ready for the course? One line per check: pass, warn or fail, with the remedy.
+"""Is this machine ready, and how fast is it? One line per check: pass, warn or fail, with the remedy.
 
-The checks are functions of plain facts (`Facts`), so that every outcome can be tested on any machine.
+The checks are functions of plain facts (`Facts`), so that every outcome can be tested on any machine. With --preflight
+labs.kit.room_preflight takes over: it measures nothing, but also tries what else the first minutes of a course need.
 """
 
 from __future__ import annotations
@@ -108,9 +109,15 @@ def main(lab: str, description: str | None, config_type: type) -> None:
         """Print one JSON object (checks, inventory, speed limits) in place of text."""
         require_gpus: int = 0
         """Fail unless torch can use at least so many GPUs."""
+        preflight: bool = False
+        """GO or NO-GO for the course in a few seconds, and a report; measures no speed."""
+        report: Path | None = None
+        """Where --preflight writes its report."""
 
     prog = f"python -m labs.{lab}"
     command = cli.parse(types.SimpleNamespace(Config=Options, __doc__=description), prog)
+    if command.config.report is not None:
+        cli.fail(prog, "--report belongs to --preflight: add it, or keep the records with --out")
     if command.config.require_gpus < 0:
         cli.fail(prog, f"require_gpus must be at least 0, not {command.config.require_gpus}")
     parameters = {f.name: getattr(command.config, f.name) for f in dataclasses.fields(config_type)}

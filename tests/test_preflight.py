@@ -1,0 +1,240 @@
+"""The preflight for a room: every outcome of every check, from made-up facts; what it says; a checkout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from labs.kit import course_checks, jupyter_checks, place_checks, ranks_trial, system_checks, verdict
+from labs.kit.checks import Check
+from labs.kit.course_checks import CourseFiles, Packages
+from labs.kit.jupyter_checks import Kernel
+from labs.kit.system_checks import Clock
+from labs.kit.trials import Started, Trial, guarded
+
+
+def as_list(found) -> list[Check]:
+    return found if isinstance(found, list) else [found]
+
+
+# -- every outcome: (what is judged, status, a word of the detail, a word of the remedy)
+
+GOOD_KERNEL = {"seconds": 1.0, "prefix": "/venv", "shown": True}
+CLOCK = {"now_s": 2e9, "commit_s": 1.9e9, "tick_s": 1e-9}
+PINS = {"numpy": "2.4.1", "scipy": "1.16"}
+OUTCOMES = {
+    "kernel answers": (jupyter_checks.kernel(Kernel(**GOOD_KERNEL), "/venv"), "pass", "1.0 s", ""),
+    "kernel dies": (jupyter_checks.kernel(Kernel(problem="Kernel died")), "fail", "Kernel died", "rm -rf .venv"),
+    "kernel lacks labs": (jupyter_checks.kernel(Kernel(problem="ModuleNotFoundError: No module named 'labs'")), "fail",
+                          "labs", "make lab"),
+    "kernel has no place": (jupyter_checks.kernel(Kernel(problem=jupyter_checks.RUNTIME + " takes no files")), "fail",
+                            "runtime folder", "JUPYTER_RUNTIME_DIR"),
+    "kernel of another Python": (jupyter_checks.kernel(Kernel(**GOOD_KERNEL), "/other"), "fail", "another Python",
+                                 "JUPYTER_PREFER_ENV_PATH"),
+    "kernel shows nothing": (jupyter_checks.kernel(Kernel(1.0, "/venv", False), "/venv"), "fail", "no table", "make"),
+    "JupyterLab loads": (jupyter_checks.jupyterlab(""), "pass", "loaded", ""),
+    "JupyterLab is broken": (jupyter_checks.jupyterlab("ImportError: jinja2"), "fail", "jinja2", "make lab"),
+    "port is free": (jupyter_checks.port(""), "pass", "8888", ""),
+    "port is taken": (jupyter_checks.port("taken"), "warn", "8888 is taken", "--port 9000"),
+    "port is forbidden": (jupyter_checks.port("Permission denied"), "warn", "Permission", "--port 9000"),
+    "cores are quiet": (system_checks.quiet(3.0), "pass", "3 %", ""),
+    "cores are busy": (system_checks.quiet(35.0), "warn", "35 %", "close"),
+    "processes talk": (system_checks.connection(""), "pass", "127.0.0.1", ""),
+    "a firewall": (system_checks.connection("no connection within 5 s", "Linux"), "fail", "5 s", "iptables"),
+    "a firewall on macOS": (system_checks.connection("x", "macOS"), "fail", "x", "Firewall"),
+    "clock is right": (system_checks.clock(Clock(**CLOCK)), "pass", "2033-05-18", ""),
+    "clock without git": (system_checks.clock(Clock(**CLOCK | {"commit_s": None})), "pass", "2033", ""),
+    "clock is in the past": (system_checks.clock(Clock(**CLOCK | {"now_s": 1e9}), "WSL"), "warn", "2001", "hwclock"),
+    "clock is moved": (system_checks.clock(Clock(**CLOCK, moved_s=-3.0)), "warn", "-3.0 s", ""),
+    "timer is coarse": (system_checks.clock(Clock(**CLOCK | {"tick_s": 1e-3})), "warn", "1000 us", "another machine"),
+    "no process limit": (system_checks.processes(None), "pass", "no limit", ""),
+    "few processes": (system_checks.processes(300), "warn", "300", "ulimit -u"),
+    "hardly any processes": (system_checks.processes(20), "fail", "20", "--pids-limit"),
+    "no settings": (system_checks.settings({"OMP_NUM_THREADS": ""}), "pass", "", ""),
+    "settings": (system_checks.settings({"CUDA_LAUNCH_BLOCKING": "1"}), "warn", "CUDA_LAUNCH", "unset CUDA_LAUNCH"),
+    "first launch": (system_checks.first_launch(3.0, 0.5), "pass", "3.0 s", ""),
+    "slow first launch": (system_checks.first_launch(40.0, 0.5), "warn", "40.0 s", "local disk"),
+    "course on a Windows disk": (place_checks.course_place(Path("/mnt/c/course"), "WSL"), "warn", "Windows", "cp -r"),
+    "course in WSL's home": (place_checks.course_place(Path("/home/x/course"), "WSL"), "pass", "", ""),
+    "course on Linux's /mnt": (place_checks.course_place(Path("/mnt/c/course"), "Linux"), "pass", "", ""),
+    "folder takes files": (place_checks.folders({"notebooks": ""}), "pass", "takes files", ""),
+    "notebooks are read-only": (place_checks.folders({"notebooks": "Read-only"}), "fail", "Read-only", "chmod"),
+    "no build folder": (place_checks.folders({"build": "Permission denied"}), "warn", "Permission", "chmod"),
+    "no runtime folder": (place_checks.folders({"runtime": "x"}), "fail", "x", "JUPYTER_RUNTIME_DIR"),
+    "/tmp is full": (place_checks.folders({"temporary": "3 MiB free"}), "fail", "3 MiB", "TMPDIR"),
+    "room": (place_checks.room(True, ""), "pass", "takes files", ""),
+    "room is not mounted": (place_checks.room(True, "no folder /x here"), "warn", "no folder", "mount"),
+    "all notebooks": (course_checks.notebooks(CourseFiles(7)), "pass", "7, as committed", ""),
+    "no git": (course_checks.notebooks(CourseFiles(7, compared=False)), "pass", "number above", ""),
+    "a notebook is missing": (course_checks.notebooks(CourseFiles(7, missing=("notebooks/03.ipynb",))), "fail",
+                              "missing: 03.ipynb", "git checkout -- notebooks/03.ipynb"),
+    "a notebook is missing, no git": (course_checks.notebooks(CourseFiles(7, ("notebooks/03.ipynb",), compared=False)),
+                                      "fail", "missing: 03.ipynb", "copy"),
+    "a notebook is broken": (course_checks.notebooks(CourseFiles(7, unreadable=("notebooks/03.ipynb",))), "fail",
+                             "unreadable: 03", "git checkout"),
+    "a notebook was edited": (course_checks.notebooks(CourseFiles(7, modified=("notebooks/03.ipynb",))), "warn",
+                              "03.ipynb", "git checkout -- notebooks/03.ipynb (your answers"),
+    "a lab was edited": (course_checks.code(CourseFiles(7, code=("labs/ä.py",))), "warn", "ä.py", "-- labs/ä.py"),
+    "many labs were edited": (course_checks.code(CourseFiles(7, code=tuple(f"labs/{i}.py" for i in range(9)))), "warn",
+                              "and 6 more", "git checkout -- labs"),
+    "labs as committed": (course_checks.code(CourseFiles(7)), "pass", "as committed", ""),
+    "data": (course_checks.data((), 11), "pass", "11 files", ""),
+    "damaged data": (course_checks.data(("labs/data/moby_dick.txt",), 11), "fail", "moby", "git checkout"),
+    "packages": (course_checks.versions(Packages(PINS, PINS)), "pass", "2 as tested", ""),
+    "a package is missing": (course_checks.versions(Packages(PINS, {"numpy": None}, frozenset({"numpy"}))), "fail",
+                             "not installed in this Python: numpy", "make lab"),
+    "another Python": (course_checks.versions(Packages(PINS, {"numpy": None}, frozenset({"numpy"})), True), "fail",
+                       "not installed in this Python", ".venv/bin/python -m labs"),
+    "a package is another": (course_checks.versions(Packages(PINS, PINS | {"numpy": "1.26"})), "warn",
+                             "1 of 2 differ from constraints.txt: numpy 1.26 (tested 2.4.1)", "pip install -c"),
+    "ranks fail": (ranks_trial.failed(RuntimeError("Traceback\nRuntimeError: x\nrank 1 failed first.")), "fail",
+                   "rank 1 failed first.", "--smoke"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_each_outcome_says_what_is_and_what_to_do(case):
+    (check,) = as_list(OUTCOMES[case][0])
+    _, status, words, remedy = OUTCOMES[case]
+    assert check.status == status and words in check.detail and remedy in check.remedy
+    assert bool(check.remedy) == (status != "pass"), "a remedy if, and only if, there is something to mend"
+    assert "\n" not in check.detail + check.remedy
+
+
+def test_without_room_and_queue_nothing_is_said_of_them(tmp_path):
+    assert place_checks.room(False, "") == place_checks.queue({}) == []
+    (good,) = place_checks.queue({"COURSE_QUEUE": str(tmp_path)})
+    (bad,) = place_checks.queue({"COURSE_QUEUE": str(tmp_path / "absent")})
+    assert (good.status, bad.status) == ("pass", "fail") and "mkdir" in bad.remedy
+
+
+@pytest.mark.parametrize(
+    ("gpus", "require", "plan"),
+    [(0, 0, [(2, "cpu")]), (0, 4, [(2, "cpu")]), (1, 0, [(2, "cpu"), (1, "cuda")]), (2, 0, [(2, "cuda")]),
+     (8, 0, [(2, "cuda")]), (8, 4, [(4, "cuda")]), (4, 8, [(4, "cuda")])],
+)  # fmt: skip
+def test_ranks_start_on_what_there_is(gpus, require, plan):
+    assert ranks_trial.plans(gpus, require) == plan
+
+
+# -- checks that raise or hang
+
+
+def test_a_check_that_raises_is_a_warning_with_its_name():
+    (found,) = guarded("port", lambda: 1 / 0)
+    assert (found.name, found.status) == ("port", "warn") and "ZeroDivisionError" in found.detail and found.remedy
+
+
+def test_a_check_that_hangs_is_left_after_its_limit():
+    start = time.monotonic()
+    verdicts = [Check("kernel", "fail", "silent", "do x"), None]
+    late = [Started(Trial("kernel", lambda: time.sleep(5), 0.1, v)) for v in verdicts]
+    (told,), (default,) = (s.result() for s in late)
+    assert time.monotonic() - start < 3
+    assert told.detail == "silent" and (default.status, default.detail) == ("warn", "no answer after 0.1 s")
+
+
+def test_the_home_folder_is_not_told():
+    (found,) = guarded("x", lambda: (Path.home() / "no-such-file").read_text())
+    assert str(Path.home()) not in found.detail and "~/no-such-file" in found.detail
+
+
+# -- what it says
+
+
+def report(*statuses: str) -> verdict.Report:
+    found = [Check(f"check {i}", s, "a detail " * 2, "" if s == "pass" else "run: x") for i, s in enumerate(statuses)]
+    return verdict.Report(found, "0123456789ab", "Ada", "2026-11-01T00:00:00+00:00", 7.9)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "sentence"),
+    [(["pass"] * 30, "GO: ready for the course"), (["pass", "warn"], "GO: ready for the course, with 1 warning"),
+     (["fail", "pass"], "NO-GO: 1 thing to mend: check 0"),
+     (["warn", "fail", "fail"], "NO-GO: 2 things to mend: check 1, check 2, with 1 warning")],
+)  # fmt: skip
+@pytest.mark.parametrize("columns", [20, 80, 500])
+def test_the_verdict_comes_first_and_last_on_one_screen(statuses, sentence, columns):
+    lines = verdict.as_text(report(*statuses), columns, saved="build/preflight.json").splitlines()
+    assert lines[0] == lines[-1] and lines[0].strip("= ") == sentence
+    assert len(lines) <= 24 and max(map(len, lines)) <= max(72, min(columns, 110))
+    assert "0123456789ab" in lines[1] and "Ada" in lines[1]
+    for n in range(len(statuses)):
+        assert any(f"check {n}" in line for line in lines[1:-1])
+    assert sum("-> run: x" in line for line in lines) == len(statuses) - statuses.count("pass")
+
+
+def test_the_report_says_the_same_to_a_program():
+    said = json.loads(report("pass", "warn", "fail").as_json())
+    assert (said["schema"], said["verdict"], said["warnings"]) == (1, "NO-GO", 1)
+    assert said["reasons"] == ["check 2: " + "a detail " * 2]
+    assert [c["status"] for c in said["checks"]] == ["pass", "warn", "fail"]
+    assert (said["course"], said["name"], said["seconds"]) == ("0123456789ab", "Ada", 7.9)
+
+
+# -- reading a checkout
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A small course in git: two notebooks, a data file, a lab."""
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    cell = {"cell_type": "code", "source": ["1 + 1"], "metadata": {}, "outputs": []}
+    files = {
+        "README.md": "[a](notebooks/00_a.ipynb) [b](notebooks/01_b.ipynb)",
+        "notebooks/00_a.ipynb": json.dumps({"cells": [cell]}),
+        "notebooks/01_b.ipynb": json.dumps({"cells": [cell]}),
+        "labs/lab.py": "x = 1\n",
+        "labs/data/text.txt": "Call me Ishmael.",
+        "labs/data/SHA256SUMS": "39229f163d6b16d7ef0dbb9d7cdc2c8b4cd2d4ed9d8d7a0d7d0d4f4d7f2f9c3b  ./text.txt\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    digest = course_checks._sha256(tmp_path / "labs/data/text.txt")
+    (tmp_path / "labs/data/SHA256SUMS").write_text(f"{digest}  ./text.txt\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "-m", "x")
+    return tmp_path
+
+
+def git(root, *arguments):
+    subprocess.run(["git", "-C", root, *arguments], check=True, capture_output=True)
+
+
+def test_a_fresh_checkout_is_as_committed(checkout):
+    assert course_checks.course_files(checkout) == CourseFiles(2)
+    assert course_checks.damaged_data(checkout) == ((), 1)
+    assert abs(course_checks.commit_s(checkout) - time.time()) < 600
+
+
+def test_what_was_changed_is_found_and_a_saved_run_is_no_change(checkout):
+    first, second = (checkout / "notebooks" / name for name in ("00_a.ipynb", "01_b.ipynb"))
+    ran = json.loads(first.read_text())
+    ran["cells"][0] |= {"outputs": [{"output_type": "stream", "text": "2"}], "execution_count": 1}
+    first.write_text(json.dumps(ran))
+    (checkout / "labs/data/text.txt").write_text("Call me Ishmael!")
+    assert course_checks.course_files(checkout) == CourseFiles(2)
+    assert course_checks.damaged_data(checkout) == (("labs/data/text.txt",), 1)
+    ran["cells"][0]["source"] = ["1 + 2"]
+    first.write_text(json.dumps(ran))
+    second.unlink()
+    (checkout / "labs/lab.py").write_text("x = 2\n")
+    found = course_checks.course_files(checkout)
+    assert found == CourseFiles(2, ("notebooks/01_b.ipynb",), (), ("notebooks/00_a.ipynb",), ("labs/lab.py",))
+    first.write_text("{")
+    assert course_checks.course_files(checkout).unreadable == ("notebooks/00_a.ipynb",)
+
+
+def test_a_copy_without_git_still_knows_its_notebooks(checkout):
+    shutil.rmtree(checkout / ".git")
+    (checkout / "notebooks/00_a.ipynb").unlink()
+    assert course_checks.course_files(checkout) == CourseFiles(2, ("notebooks/00_a.ipynb",), compared=False)
+    assert course_checks.commit_s(checkout) is None
