@@ -1,0 +1,139 @@
+"""Which part of which cell is shown, and where a slide begins.
+
+slide: to the right, at every heading of the first two ranks. subslide: below. fragment: on the same slide, after one
+more key. "-": on the same slide at once. A measured result is never on the screen together with its question.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell
+
+from labs.kit.check import get_exercise
+
+PAGE_CHARACTERS = 900  # of text that the back row still reads
+TABLE_CHARACTERS = 1200
+REMARK_CHARACTERS = 350  # a text so short stays with the result that it is about
+FOLDED = re.compile(r"<details\b[^>]*>\s*<summary>(.*?)</summary>.*?</details>", re.DOTALL)
+CHECKED = re.compile(r"""^check\(\s*["']([\d.]+)["']""", re.MULTILINE)
+
+
+def parts_of(cells: list[NotebookNode], solved: set[str]) -> list[NotebookNode]:
+    """What is shown of the cells, in order, each part with its slide type; solutions of the exercises in `solved`."""
+    shown: list[NotebookNode] = []
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            after_result = bool(shown) and shown[-1].cell_type == "code" and bool(shown[-1].outputs)
+            shown += _texts(cell.source, after_result)
+        elif cell.cell_type == "code" and not _is_set_up(cell):
+            shown += _code(cell, solved)
+    return shown
+
+
+def _is_set_up(cell: NotebookNode) -> bool:
+    """Nothing to show: no code, the parameters, or imports alone."""
+    try:
+        body = ast.parse(cell.source).body
+    except SyntaxError:  # a magic
+        return False
+    return "parameters" in cell.metadata.get("tags", []) or all(
+        isinstance(n, ast.Import | ast.ImportFrom) for n in body
+    )
+
+
+def _code(cell: NotebookNode, solved: set[str]) -> Iterator[NotebookNode]:
+    """Source alone for what the learner writes, both for a launch, results alone for the rest."""
+    if CHECKED.search(cell.source) or "TODO" in cell.source or "predict(" in cell.source:
+        yield _typed(new_code_cell(cell.source), "-")
+        yield from (_solution(i) for i in CHECKED.findall(cell.source) if i in solved)
+    elif "launch(" in cell.source:
+        progress = [
+            o for o in cell.outputs if 'class="labs-progress"' in "".join(o.get("data", {}).get("text/html", ""))
+        ]
+        yield _typed(new_code_cell(cell.source, outputs=progress), "fragment")
+        yield from _results([o for o in cell.outputs if o not in progress])
+    else:
+        yield from _results(cell.outputs)
+
+
+def _texts(source: str, after_result: bool) -> Iterator[NotebookNode]:
+    """A slide for each heading, another for what would make it too long. Hints are for who sits at the exercise."""
+    source = re.sub(r"<details>.*?</details>", "", source, flags=re.DOTALL)
+    for section in filter(None, map(str.strip, re.split(r"^(?=#{1,3} )", source, flags=re.MULTILINE))):
+        kind = "slide" if re.match(r"##? ", section) else "subslide"
+        if after_result and not section.startswith("#") and len(section) <= REMARK_CHARACTERS:
+            kind = "fragment"
+        for text in _pages(section):
+            yield _typed(new_markdown_cell(text), kind)
+            kind = "subslide"
+
+
+def _pages(text: str) -> list[str]:
+    """Paragraphs joined into pages of at most PAGE_CHARACTERS; a longer paragraph or code block has its own page."""
+    pages: list[str] = []
+    for paragraph in re.split(r"\n\n(?!\s)", text):
+        in_code = bool(pages) and pages[-1].count("```") % 2 == 1
+        if pages and (in_code or len(pages[-1]) + len(paragraph) <= PAGE_CHARACTERS):
+            pages[-1] += "\n\n" + paragraph
+        else:
+            pages.append(paragraph)
+    return pages
+
+
+def _results(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
+    """Outputs without their source: a room looks at the figure. A long table is cut into pages."""
+    markup = [_html(o) for o in outputs]
+    if len(outputs) == 1 and "<table" in markup[0]:
+        for page in table_pages(markup[0]):
+            yield _shown([NotebookNode(outputs[0], data=NotebookNode({"text/html": page}))], "subslide")
+    elif outputs:
+        yield _shown(outputs, "subslide" if re.search("<table|<img", "".join(markup)) else "fragment")
+
+
+def _html(output: NotebookNode) -> str:
+    return "".join(output.get("data", {}).get("text/html", ""))
+
+
+def table_pages(markup: str) -> list[str]:
+    """The HTML of a table as tables of at most TABLE_CHARACTERS of text, each with the head; notes under the last.
+
+    Of what is folded away (`<details>`) the summary alone is shown.
+    """
+    markup = FOLDED.sub(r"<p>\1</p>", markup)
+    body = re.search(r"(?<=<tbody>).*(?=</tbody>)", markup, re.DOTALL)
+    rows = re.findall(r"<tr\b.*?</tr>", body[0], re.DOTALL) if body else []
+    pages: list[list[str]] = [[]]
+    for row in rows:
+        if pages[-1] and sum(map(_characters, [*pages[-1], row])) > TABLE_CHARACTERS:
+            pages.append([])
+        pages[-1].append(row)
+    if not rows:
+        return [markup]
+    head, foot = markup[: body.start()], markup[body.end() :]
+    close = foot.partition("</table>")[0] + "</table>"
+    return [head + "".join(page) + (foot if page is pages[-1] else close) for page in pages]
+
+
+def _characters(row: str) -> int:
+    return len(re.sub(r"<[^>]*>", "", row)) + 40  # a short row, too, takes a line
+
+
+def _shown(outputs: list[NotebookNode], kind: str) -> NotebookNode:
+    cell = new_code_cell("", outputs=outputs)
+    cell.metadata["transient"] = {"remove_source": True}
+    return _typed(cell, kind)
+
+
+def _solution(exercise_id: str) -> NotebookNode:
+    source = inspect.getsource(get_exercise(exercise_id).reference).rstrip()
+    return _typed(new_markdown_cell(f"### {exercise_id}: one solution\n\n```python\n{source}\n```"), "subslide")
+
+
+def _typed(cell: NotebookNode, kind: str) -> NotebookNode:
+    cell.metadata["slideshow"] = {"slide_type": kind}
+    return cell
