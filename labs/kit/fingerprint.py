@@ -1,0 +1,114 @@
+"""Short hashes that tell one version of the course from another, whatever the machine, Python or line endings.
+
+    course()             all notebooks and all of labs/: what an instructor and a room compare
+    notebook(path)       one notebook's own cells, without outputs
+    code_behind(path)    the code of labs/ that a notebook runs, without comments and docstrings
+
+The last two are written into a notebook when `make notebooks` runs it, and a test compares them: outputs that
+came from other code than that in the repository are found.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DIGITS = 12
+DATA = ("labs/kit/gpus.toml", "labs/claims/claims.toml", "labs/data/SHA256SUMS")  # read by code that cells run
+
+
+def course(root: Path = ROOT) -> str:
+    """12 hex digits of every notebook's cells and every module of labs/ below `root`; comments and outputs do not
+    count. FileNotFoundError if `root` holds no notebooks."""
+    notebooks = sorted((root / "notebooks").glob("*.ipynb"))
+    if not notebooks:
+        raise FileNotFoundError(f"there are no notebooks in {root / 'notebooks'}")
+    modules = sorted((root / "labs").rglob("*.py"))
+    return _hash([*map(notebook, notebooks), *(without_comments(p.read_text("utf-8")) for p in modules)])
+
+
+def notebook(path: Path) -> str:
+    """12 hex digits of a notebook's cells: kind, source and tags. ValueError if the file is no notebook."""
+    try:
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        parts = [[c["cell_type"], _text(c["source"]), sorted(c["metadata"].get("tags", []))] for c in cells]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is not a notebook") from None
+    return _hash([json.dumps(parts)])
+
+
+def code_behind(path: Path) -> str:
+    """12 hex digits of the modules of labs/ that the notebook imports or launches, those they use, and their data."""
+    texts = [without_comments(_module_file(m).read_text("utf-8")) for m in sorted(modules_behind(path))]
+    return _hash([*texts, *(_text((ROOT / name).read_text("utf-8")) for name in DATA)])
+
+
+def modules_behind(path: Path) -> set[str]:
+    """Names of the modules of labs/ that a notebook needs, its exercises, solutions and claims among them."""
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    source = "\n".join(
+        re.sub(r"^[%!].*$", "", _text(c["source"]), flags=re.M) for c in cells if c["cell_type"] == "code"
+    )
+    number = path.name[:2]
+    own = {f"labs.{kind}.nb{number}" for kind in ("exercises", "solutions", "claims", "figures")}
+    todo, found = {*_uses(source, ""), *(m for m in own if _module_file(m))}, set()
+    while todo:
+        name = todo.pop()
+        found.add(name)
+        todo |= set(_uses(_module_file(name).read_text("utf-8"), name)) - found
+    return found
+
+
+def _uses(source: str, module: str) -> Iterator[str]:
+    """Modules of labs/ that `source` imports, anywhere in it, or launches; a package of them comes along."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "launch" and node.args:
+            names = [f"labs.{node.args[0].value}"] if isinstance(node.args[0], ast.Constant) else []
+        for name in names:
+            yield from (p for p in _with_parents(name) if p.startswith("labs") and p != module and _module_file(p))
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+
+
+@cache
+def _module_file(name: str) -> Path | None:
+    """The file of a module of this repository; None if there is no such module."""
+    path = ROOT.joinpath(*name.split("."))
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+
+
+def without_comments(source: str) -> str:
+    """Python source without comments, docstrings, blank lines and trailing blanks."""
+    lines = source.replace("\r\n", "\n").split("\n")
+    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(kept for line in lines if (kept := line.rstrip()))
+
+
+def _text(source: str | list[str]) -> str:
+    return "".join(source).replace("\r\n", "\n")
+
+
+def _hash(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:DIGITS]

@@ -1,0 +1,97 @@
+"""Run notebooks where they stand, for a commit: their outputs then come from one run of the code as it is now.
+
+    python -m labs.kit.rerun                        # all of notebooks/
+    python -m labs.kit.rerun 03_dataparallel_vs_ddp
+    python -m labs.kit.rerun --stale                # those whose cells or code have changed since they were run
+
+Measures, so nothing else should run on the machine. A notebook that fails is left as it was. Each carries in its
+metadata what it was run with; `stale` compares. Exit code: 0 all ran, 1 a notebook failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from labs.kit import fingerprint
+from labs.kit.cli import BadInput, fail
+from labs.kit.course import NOTEBOOKS, choose, nothing_left, use_own_kernel
+from labs.kit.record import provenance, write_atomic
+
+STAMP = "course_run"
+CELL_TIMEOUT_S = 300
+
+
+def stamp(path: Path) -> dict[str, Any]:
+    """What a notebook's outputs depend on, now: its cells and the code that they run, and where and when that is."""
+    here = provenance()
+    where = {k: here[k] for k in ("cpu", "cores", "gpus", "utc", "torch", "python") if k in here}
+    return {"cells": fingerprint.notebook(path), "code": fingerprint.code_behind(path), **where}
+
+
+def stale(path: Path) -> str:
+    """Why a notebook's outputs are not those of its cells and of the code in this repository; "" if they are."""
+    kept = nbformat.read(path, as_version=4).metadata.get(STAMP)
+    if kept is None:
+        return "it does not say which code its outputs came from"
+    changed = {"cells": fingerprint.notebook(path), "code": fingerprint.code_behind(path)}
+    what = [name for name, now in changed.items() if kept.get(name) != now]
+    return f"its {' and '.join(what)} changed after it was run" if what else ""
+
+
+def rerun(path: Path) -> None:
+    """Run all cells in the notebook's folder and write it back, stamped.
+
+    Raises what the failing cell raised, as nbclient's CellExecutionError; the file is then as it was.
+    """
+    from nbconvert.preprocessors import ExecutePreprocessor
+
+    notebook, run_with = nbformat.read(path, as_version=4), stamp(path)
+    runner = ExecutePreprocessor(timeout=CELL_TIMEOUT_S, kernel_name="python3", record_timing=False)
+    runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
+    notebook.metadata[STAMP] = run_with
+    write_atomic(path, nbformat.writes(notebook) + "\n")
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m labs.kit.rerun", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="notebooks to run (default: all)")
+    parser.add_argument("--stale", action="store_true", help="only those whose cells or code have changed")
+    options = parser.parse_args()
+    use_own_kernel()
+    try:
+        sources = [p for p in choose(NOTEBOOKS, options.names) if not options.stale or stale(p)]
+    except BadInput as e:
+        fail(parser.prog, str(e))
+    failed = 0
+    try:
+        with nothing_left():
+            for path in sources:
+                failed += not _one(path)
+    except KeyboardInterrupt:
+        print("stopped; the notebook that was running is as it was", file=sys.stderr)
+        return 130
+    return min(failed, 1)
+
+
+def _one(path: Path) -> bool:
+    start = time.perf_counter()
+    try:
+        rerun(path)
+    except Exception as e:  # a cell's error, or a kernel that died: the next notebook may run
+        print(f"{path.stem}: failed, and left as it was\n{e}", file=sys.stderr)
+        return False
+    print(f"{path.stem}: run in {time.perf_counter() - start:.0f} s, {path.stat().st_size / 1000:.0f} KB", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
