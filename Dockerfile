@@ -8,27 +8,38 @@
 # "bus error" or an NCCL failure as soon as batches are real.
 # --gpus all: needs the NVIDIA driver and container toolkit on the host. CUDA itself comes with torch.
 # The token is random and printed at start; set your own with -e JUPYTER_TOKEN=...
-FROM python:3.11-slim
+#
+# Build arguments: PIP_ARGS adds pip options (without a GPU, the CPU build of torch is a tenth of the download: see
+# README.md), UID gives the user in the container your own id, for folders that you mount (default 1000), BASE is any
+# Debian image with Python 3.11 or later and its venv module. Built for real by tests/container/check.sh.
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE}
 
 # The labs' preflight reports on this user's limits, and files written to mounted folders should not be root's.
-RUN useradd --create-home --uid 1000 learner
-WORKDIR /home/learner/course
-RUN chown learner:learner .
+ARG UID=1000
+RUN useradd --create-home --shell /bin/bash --uid ${UID} learner \
+    && install --directory --owner=learner --group=learner /home/learner/course
 USER learner
+WORKDIR /home/learner/course
 
+# SHELL is what JupyterLab's terminals run. No make here: its targets would install everything a second time.
 ENV PATH=/home/learner/venv/bin:$PATH \
+    SHELL=/bin/bash \
     JUPYTER_PREFER_ENV_PATH=1 \
     PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 # The packages come before the sources: an edited notebook does not install torch again.
-RUN python -m venv /home/learner/venv
+RUN python3 -m venv /home/learner/venv
 COPY --chown=learner:learner pyproject.toml constraints.txt README.md LICENSE ./
 COPY --chown=learner:learner labs/__init__.py labs/__init__.py
-RUN python -m pip install -c constraints.txt -e .
+ARG PIP_ARGS=""
+RUN python -m pip install ${PIP_ARGS} -c constraints.txt -e .
 COPY --chown=learner:learner . .
 
 EXPOSE 8888
 CMD ["python", "-m", "jupyterlab", "--ip=0.0.0.0", "--port=8888", "--no-browser", \
-     "--KernelManager.transport_encryption=auto", "--LabApp.default_url=/lab/tree/notebooks/00_gpu_checks.ipynb"]
+     "--KernelManager.transport_encryption=auto", "--LabApp.app_settings_dir=labs/kit/jupyterlab", \
+     "--LabApp.default_url=/lab/tree/notebooks/00_gpu_checks.ipynb"]
