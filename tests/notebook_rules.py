@@ -158,6 +158,18 @@ def imports_in_one_place_and_only_from_the_course(nb: NotebookNode, path: Path) 
 
 
 @rule
+def predictions_are_used_in_a_later_cell(nb: NotebookNode, path: Path) -> list[str]:
+    """A prediction that no figure or sentence takes up was asked for in vain."""
+    problems, trees = [], [parsed(cell) for cell in code_cells(nb)]
+    for place, tree in enumerate(trees, start=1):
+        later = {n.id for t in trees[place:] for n in ast.walk(t) if isinstance(n, ast.Name)}
+        kept = {id(n.value): ast.unparse(n.targets[0]) for n in ast.walk(tree) if isinstance(n, ast.Assign)}
+        made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "predict"]
+        problems += [f"{ast.unparse(n)} is not used in a later cell" for n in made if kept.get(id(n)) not in later]
+    return problems
+
+
+@rule
 def outputs_are_committed(nb: NotebookNode, path: Path) -> list[str]:
     counts = [c.execution_count for c in code_cells(nb)]
     if None in counts:

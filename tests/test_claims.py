@@ -12,11 +12,12 @@ import pytest
 
 from labs import claims as trial
 from labs.claims import registry
+from labs.claims.__main__ import main
 from labs.claims.registry import PAPER, WORDS, Verdict, claims, verdict
-from labs.claims.trial import judge, table
+from labs.claims.trial import Table, judge, table
 from labs.kit.record import Record, Records
 
-NOTEBOOKS = sorted(p.stem[2:] for p in Path(registry.__file__).parent.glob("nb*.py"))
+NOTEBOOKS = sorted(p.stem[2:] for p in Path(registry.__file__).parent.glob("nb??.py"))
 SOME = Records([Record("data_parallel", "step_s", "s", (0.02, 0.03), case={"ranks": 1})])
 
 
@@ -151,28 +152,55 @@ def test_functions_of_a_notebook_say_not_tried_when_there_is_no_evidence(noteboo
         assert honest, f"{claim.id}: {found} without a single record"  # fmt: skip
 
 
+def test_what_does_not_hold_comes_first_and_what_has_no_verdict_is_folded_away():
+    one, two, three, four, five = claims("02")[:5]
+    words = ("holds", "not tried yet", "does not hold", "needs 1 GPU", "depends")
+    found = Table(tuple((c, Verdict(w, "because", "")) for c, w in zip(claims("02"), words, strict=False)))
+    shown, _, folded = found._repr_html_().partition("<details>")
+    order = [[c.id for c in sorted(claims("02")[:5], key=lambda c: text.find(f">{c.id}<")) if f">{c.id}<" in text]
+             for text in (shown, folded)]  # fmt: skip
+    assert order == [[three.id, five.id, one.id], [four.id, two.id]]
+    assert "<summary>2 more without a verdict here: 1 needs more GPUs, 1 not tried yet</summary>" in folded
+    assert re.findall(r"^(\w\d\d)  ", repr(found), re.M) == [c.id for c in (three, five, one, four, two)]
+    assert [c.id for c, _ in found.rows] == [c.id for c in claims("02")[:5]]
+    assert "<details>" not in Table(found.rows[:1])._repr_html_()
+
+
 def test_html_escapes_and_marks_code():
     text = table("08", gpus=0)._repr_html_()
     assert "<code>init_process_group</code>" in text and "<script" not in text
     assert text.count("<tr>") == 1 + len(claims("08"))
 
 
-def run(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "labs.claims", *args], capture_output=True, text=True, timeout=60)
-
-
 def test_command_prints_all_and_counts_them():
-    out = run().stdout
+    """In a process of its own, as a reader starts it."""
+    command = [sys.executable, "-m", "labs.claims"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert sum(f"\n{c.id}  " in f"\n{out}" for c in claims()) == 167
     assert re.search(r"^167 claims: .*\d+ not tried yet", out, re.M)
 
 
-def test_command_json_notebook_and_bad_input(tmp_path):
-    rows = json.loads(run("--json", "--notebook", "06").stdout)
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """`python -m labs.claims` without another start of Python: (exit code, stdout, stderr)."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["labs.claims", *args])
+        try:
+            code = main() or 0
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_command_json_notebook_and_bad_input(command, tmp_path):
+    rows = json.loads(command("--json", "--notebook", "06")[1])
     assert {r["id"] for r in rows} == {c.id for c in claims("06")}
     assert all(r["verdict"] in WORDS or r["verdict"].startswith("needs") for r in rows)
-    wrong = run("--notebook", "77")
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "06" in wrong.stderr
+    code, _, told = command("--notebook", "77")
+    assert code == 2 and told.count("\n") == 1 and "06" in told
     (tmp_path / "x.jsonl").write_text("{")
-    wrong = run("--evidence", str(tmp_path / "x.jsonl"))
-    assert wrong.returncode == 2 and "line 1" in wrong.stderr and wrong.stderr.count("\n") == 1
+    code, _, told = command("--evidence", str(tmp_path / "x.jsonl"))
+    assert code == 2 and "line 1" in told and told.count("\n") == 1

@@ -79,7 +79,7 @@ def verdict(claim_id: str) -> Callable[[Judge], Judge]:
         if known is None:
             raise ValueError(f"there is no claim {claim_id!r} in claims.toml")
         module = judge.__module__.rpartition(".")[2]
-        if re.fullmatch(r"nb\d\d", module) and module != f"nb{known.notebook}":
+        if re.match(r"nb\d\d", module) and module[:4] != f"nb{known.notebook}":
             raise ValueError(f"claims.toml puts {claim_id} into notebook {known.notebook}, not into {module}.py")
         there = _judges.get(claim_id)
         if there is not None and _place(there) != _place(judge):  # the same place again: a module was reloaded

@@ -13,7 +13,8 @@ from typing import Any
 from labs.claims.registry import WORDS, Claim, Verdict, articles, claims, judge_of
 from labs.kit.record import Record, Records
 
-SIGNS = {"holds": "✓", "does not hold": "✗", "depends": "~"}  # not by colour alone
+SIGNS = {"does not hold": "✗", "depends": "~", "holds": "✓"}  # not by colour alone; shown in this order
+Row = tuple[Claim, Verdict]
 
 
 def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None, strict: bool = False) -> Verdict:
@@ -69,9 +70,13 @@ def gpu_count() -> int:
 
 @dataclass(frozen=True)
 class Table:
-    """Claims with their verdicts; displays as a table in a notebook and as text elsewhere."""
+    """Claims with their verdicts; displays as a table in a notebook and as text elsewhere.
 
-    rows: tuple[tuple[Claim, Verdict], ...]
+    What does not hold comes first, what has no verdict here last; in a notebook the latter is folded away.
+    """
+
+    rows: tuple[Row, ...]
+    """In the order of claims.toml."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -90,8 +95,16 @@ class Table:
         """Each row as plain data."""
         return [{**asdict(c), "verdict": v.word, "because": v.because, "kind": v.kind} for c, v in self.rows]
 
+    def _judged(self) -> list[Row]:
+        return [row for word in SIGNS for row in self.rows if row[1].word == word]
+
+    def _open(self) -> list[Row]:
+        """Needs GPUs, then not tried yet."""
+        rows = [row for row in self.rows if row[1].word not in SIGNS]
+        return sorted(rows, key=lambda row: not row[1].word.startswith("needs"))
+
     def __repr__(self) -> str:
-        blocks = [self._text(c, v) for c, v in self.rows]
+        blocks = [self._text(c, v) for c, v in self._judged() + self._open()]
         return "\n".join([*blocks, self._summary(), *self._sources()])
 
     def _text(self, claim: Claim, found: Verdict) -> str:
@@ -113,15 +126,26 @@ class Table:
         return {"text/html": self._repr_html_(), "text/plain": self._summary()}
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th {LEFT}>{h}</th>" for h in HEADINGS)
-        body = "".join(
-            f"<tr>{''.join(f'<td {LEFT}>{cell}</td>' for cell in self._cells(c, v))}</tr>" for c, v in self.rows
-        )
+        judged, left = self._judged(), self._open()
+        shown = self._table(judged) if judged else ""
+        if left:
+            shown += f"<details><summary>{self._folded(left)}</summary>{self._table(left)}</details>"
         notes = "<br>".join(html.escape(line) for line in (self._summary(), *self._sources()))
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{notes}</p>"
+        return f"{shown}<p>{notes}</p>"
+
+    def _folded(self, left: list[Row]) -> str:
+        gpus = sum(v.word.startswith("needs") for _, v in left)
+        words = ((gpus, f"need{'s' if gpus == 1 else ''} more GPUs"), (len(left) - gpus, "not tried yet"))
+        parts = [f"{n} {what}" for n, what in words if n]
+        return f"{len(left)} more without a verdict here: {', '.join(parts)}"
+
+    def _table(self, rows: list[Row]) -> str:
+        head = "".join(f"<th {LEFT}>{h}</th>" for h in HEADINGS)
+        body = "".join(f"<tr>{''.join(f'<td {LEFT}>{cell}</td>' for cell in self._cells(c, v))}</tr>" for c, v in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def _cells(self, claim: Claim, found: Verdict) -> tuple[str, ...]:
-        word = f"<b>{SIGNS.get(found.word, '…')} {html.escape(found.word)}</b>"
+        word = f"<b>{SIGNS.get(found.word, '…')}&nbsp;{html.escape(found.word)}</b>"
         takeaway = f"<br><i>{_code(claim.takeaway)}</i>" if found.word in SIGNS else ""
         kind = f"<br>{found.kind}" if found.kind else ""
         return f"{claim.id}<br>{claim.source}", _code(claim.claim) + takeaway, word + kind, html.escape(found.because)

@@ -146,7 +146,8 @@ class Run:
                 y = f(blocks[i], y)
                 if not isinstance(y, Tensor) or y.shape != x.shape:
                     got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-                    raise Mistake(f"checkpointed(block, x) gives {got}, not a tensor as block(x) does")
+                    raise Mistake(f"checkpointed(block, x) gives {got}, not a tensor as block(x) does",
+                                  "return what YourFunction.apply(x, *block.parameters()) gives")  # fmt: skip
                 between.append(y)
         there_anyway = [*between, x, *(p for block in blocks for p in block.parameters())]
         self.kept_bytes = allocated.alive(*there_anyway)

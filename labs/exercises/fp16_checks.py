@@ -60,7 +60,7 @@ def _two_numbers(answer: Any) -> tuple[float, float]:
         share, scale = answer
     except (TypeError, ValueError):
         raise Mistake(f"you return {answer!r:.60}, not two numbers", "return share_lost, scale") from None
-    return number(share, "0.25, 1024"), number(scale, "0.25, 1024")
+    return number(share, "0.25 for the share"), number(scale, "1024 for the scale")
 
 
 def _flat(g: list[Tensor]) -> Tensor:

@@ -54,7 +54,7 @@ def check_all_reduce_gradients(f: Function) -> None:
         raise Mistake(
             f"on 3 ranks your gradients are {scale:.3g} times the mean"
             + (": that is the sum, a learning rate 3 times too large" if abs(scale - 3) < 1e-3 else ""),
-            "divide the sum by dist.get_world_size(), once",
+            "divide the sum by dist.get_world_size(), once, and in p.grad itself: g = g / n leaves p.grad as it was",
         )
     raise Mistake(f"the gradients are {(after[0] - mean).norm() / mean.norm():.2g} of their size off the mean",
                   "for each parameter: all_reduce p.grad, then divide it by the number of ranks")  # fmt: skip

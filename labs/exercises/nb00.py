@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
+from labs.exercises.answers import number
 from labs.kit.check import Exercise, Mistake
 from labs.solutions import nb00 as solution
 
@@ -19,7 +20,13 @@ CUDA = ("0f3e-h100", "9d41-h100", "1b2c-t4", "77aa-t4")
 
 def check_nvml_indices(f: Function) -> None:
     """UUIDs decide, in CUDA order, with an unknown card as None."""
-    got = _list(f(list(CUDA), list(NVML)))
+    first = _outcome(lambda: f(list(CUDA), list(NVML)))
+    if isinstance(first, Exception):
+        raise Mistake(
+            f"the first listing, in which NVML knows every card, ends in {type(first).__name__}: {first}",
+            'NVML writes "GPU-" in front and may use capitals; torch does neither: bring both to one form first',
+        )
+    got = _list(first)
     if got == [0, 1, 2, 3]:
         raise Mistake("you took CUDA device i to be NVML device i", "CUDA puts the fastest card first: use the UUIDs")
     if got == [None] * 4:
@@ -37,6 +44,10 @@ def check_nvml_indices(f: Function) -> None:
     unknown = _outcome(lambda: f(["aa", "zz", "bb"], ["GPU-aa", "GPU-bb"]))
     if isinstance(unknown, Exception):
         raise Mistake(f"a card that NVML does not list ends in {type(unknown).__name__}", "answer None for it")
+    unknown = _list(unknown)
+    if unknown == [0, -1, 1]:
+        raise Mistake("an unknown card gets -1, and -1 is an index: Python takes it for the last card",
+                      "answer None for it")  # fmt: skip
     if len(unknown) == 2:
         raise Mistake("an unknown card is left out, so the cards after it get the wrong place", "answer None for it")
     _same(unknown, [0, None, 1], "CUDA aa, zz, bb and NVML aa, bb")
@@ -49,7 +60,9 @@ def check_usable_cores(f: Function) -> None:
     free = _outcome(lambda: f({0, 1, 2, 3}, "max 100000"))
     if isinstance(free, Exception):
         raise Mistake(f'"max 100000" ends in {type(free).__name__}', '"max" means that there is no quota')
-    _same(free, 4, 'four cores and "max 100000"')
+    if isinstance(free, Sized):
+        raise Mistake(f"you return {free!r:.60}, not a number", "affinity is a set of cores: its length counts them")
+    _same(number(free, "4"), 4, 'four cores and "max 100000"')
     if (got := f({5}, "400000 100000")) == 4:
         raise Mistake("a quota of 4 gave 4 cores to a process that may run on one", "take the smaller of the two")
     _same(got, 1, 'affinity {5} and "400000 100000"')
@@ -66,14 +79,17 @@ def check_usable_cores(f: Function) -> None:
     if (got := f(set(range(8)), "270000 100000")) == 3:
         raise Mistake("2.7 cores became 3", "the third thread would be stopped for part of every period: round down")
     _same(got, 2, 'eight cores and "270000 100000"')
-    if not isinstance(got, int):
-        raise Mistake(f"{got!r} is not a whole number", "a rank takes one core: answer an int")
+    for answer in (free, got):
+        if not isinstance(answer, int):
+            raise Mistake(f"{answer!r} is not a whole number", "a rank takes one core: answer an int")
 
 
 def check_attainable(f: Function) -> None:
     """Left of the ridge memory limits, right of it arithmetic."""
     peak, bandwidth = 100e9, 20e9  # the ridge is at 5 FLOP per byte
-    left, right = f(1.0, peak, bandwidth), f(50.0, peak, bandwidth)
+    left, right = (number(f(i, peak, bandwidth), "2e10, in FLOP/s") for i in (1.0, 50.0))
+    if math.isclose(left, 20) and math.isclose(right, 100):
+        raise Mistake("this is in GFLOP/s", "peak_flop_s is in FLOP/s, and so must the answer be: divide by nothing")
     if left == peak and right == peak:
         raise Mistake("the memory bandwidth plays no part", "at 1 FLOP per byte, 20 GB/s feed 20 GFLOP/s")
     if left == peak and right == 50 * bandwidth:
@@ -89,8 +105,8 @@ def check_attainable(f: Function) -> None:
         )
     _close(left, 20e9, "intensity 1, peak 100 GFLOP/s, 20 GB/s")
     _close(right, 100e9, "intensity 50, peak 100 GFLOP/s, 20 GB/s")
-    _close(f(5.0, peak, bandwidth), 100e9, "the ridge, intensity 5")
-    _close(f(0.25, 67e12, 4.8e12), 1.2e12, "intensity 0.25, 67 TFLOP/s, 4.8 TB/s")
+    _close(number(f(5.0, peak, bandwidth), "1e11"), 100e9, "the ridge, intensity 5")
+    _close(number(f(0.25, 67e12, 4.8e12), "1e12"), 1.2e12, "intensity 0.25, 67 TFLOP/s, 4.8 TB/s")
 
 
 def check_busbw(f: Function) -> None:
@@ -112,15 +128,17 @@ def check_busbw(f: Function) -> None:
         1.5e9 / 2**30: ("this is in GiB/s", "link speeds are in 10^9 byte/s"),
         12.0: ("this is in Gbit/s", "buffers are in bytes: do not multiply by 8"),
         1.5e9: ("this is in byte/s", "divide by 10^9 to get GB/s"),
+        1e9: ("this is algbw, size / time, and in byte/s", "multiply by 2 (n - 1) / n, and divide by 10^9 to get GB/s"),
+        1e9 / 2**30: ("this is algbw, size / time, and in GiB/s", "multiply by 2 (n - 1) / n; GB are 10^9 bytes"),
         2.0: ("the factor 2 holds for infinitely many ranks only", "use 2 (n - 1) / n"),
     }
-    got = f(1_000_000_000, 1.0, 4)
+    got = number(f(1_000_000_000, 1.0, 4), "1.5, in GB/s")
     for value, (what, hint) in known.items():
         if math.isclose(got, value, rel_tol=1e-6):
             raise Mistake(what, hint)
     _close(got, 1.5, "10^9 bytes, 1 s, 4 ranks")
-    _close(f(32e6, 0.04, 2), 0.8, "32 MB, 40 ms, 2 ranks")
-    _close(f(1e9, 1.0, 1), 0.0, "one rank, which sends nothing")
+    _close(number(f(32e6, 0.04, 2), "0.8"), 0.8, "32 MB, 40 ms, 2 ranks")
+    _close(number(f(1e9, 1.0, 1), "0.0"), 0.0, "one rank, which sends nothing")
 
 
 def _list(value: Any) -> list[Any]:

@@ -108,7 +108,10 @@ def _random_states() -> tuple:
 def check_predicted_speedup(f: Function) -> None:
     """The formula on several machines; knows what the usual slips would give."""
     if not np.isclose(alone := _number(f(0.1, 1e8, 1e-5, 1e10, 1)), 1):
-        raise Mistake(f"one rank alone gets {alone:.4g}, not 1", "with ranks = 1 nothing is sent: 2 (n - 1) messages")
+        raise Mistake(
+            f"one rank alone gets {alone:.4g}, not 1",
+            "with ranks = 1 nothing is sent: a ring sends 2 (n - 1) messages, which is none",
+        )
     cases = [(0.1, 1e8, 1e-5, 1e10, 2), (0.02, 4e8, 1e-3, 2e10, 8), (0.005, 1e7, 5e-4, 1e9, 4)]
     got = [_number(f(*case)) for case in cases]
     for wrong, what, hint in SLIPS:

@@ -21,7 +21,7 @@ WORKERS = 3
 
 
 class Augmented(Dataset):
-    """Two samples per worker; each is what the data set's own generator and the global ones give there."""
+    """Two samples per worker; each is what the dataset's own generator and the global ones give there."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def check_worker_init(f: Function) -> None:
     again, _ = _epoch(f, torch.Generator().manual_seed(20))
     own, later = first["dataset.rng"], second["dataset.rng"]
     if report["type"] != "Generator":
-        raise Mistake(f"dataset.rng is a {report['type']} now: the data set calls what a NumPy Generator has, such as "
+        raise Mistake(f"dataset.rng is a {report['type']} now: the dataset calls what a NumPy Generator has, such as "
                       "integers()", "np.random.default_rng(seed) makes a Generator")  # fmt: skip
     if alike := _alike(own):
         raise Mistake(*_why_alike(alike, report, epochs_differ=own != later))
@@ -87,7 +87,7 @@ KNOWN_ERRORS = [
      "nor is it needed: torch seeds np.random in every worker. Make a new np.random.default_rng(...), which takes any"),
     (r"Generator' object has no attribute 'seed'", "a NumPy Generator has no seed(): it gets its seed when it is made",
      "replace it: get_worker_info().dataset.rng = np.random.default_rng(...)"),
-    (r"NoneType' object has no attribute 'rng'|name 'dataset' is not defined", "your code does not find the data set",
+    (r"NoneType' object has no attribute 'rng'|name 'dataset' is not defined", "your code does not find the dataset",
      "in a worker, get_worker_info().dataset is its own copy"),
 ]  # fmt: skip
 
@@ -126,15 +126,15 @@ def _alike(numbers: dict[int, tuple[float, ...]]) -> list[int]:
 def _why_alike(alike: list[int], report: dict[str, Any], *, epochs_differ: bool) -> tuple[str, str]:
     workers = f"workers {', '.join(map(str, alike[:-1]))} and {alike[-1]}"
     copied = f"{workers} still draw the same numbers"
-    assign = "get_worker_info().dataset is the worker's own copy of the data set: give its rng a new generator"
+    assign = "get_worker_info().dataset is the worker's own copy of the dataset: give its rng a new generator"
     if report["untouched"] and report["new names"]:
-        return f"{copied}: you set dataset.{report['new names'][0]}, but the data set draws from dataset.rng", assign
+        return f"{copied}: you set dataset.{report['new names'][0]}, but the dataset draws from dataset.rng", assign
     if report["untouched"] and report["returned"]:
         return f"{copied}: DataLoader throws away what worker_init returns", assign
     if report["untouched"] and report["seeded np.random"]:
         return f"{copied}: you seeded np.random, which torch does anyway; dataset.rng does not look at it", assign
     if report["untouched"]:
-        return f"{copied}: each has a copy of the data set, with dataset.rng as it was in the main process", assign
+        return f"{copied}: each has a copy of the dataset, with dataset.rng as it was in the main process", assign
     if report["from outside"]:
         return (f"{copied}: your generator was made before the workers were, so each of them got a copy of it",
                 "make it inside of worker_init: that runs in the worker")  # fmt: skip

@@ -117,7 +117,7 @@ def ceiling(run: Records, guess: Prediction) -> None:
     word = "less than arithmetic" if found["triad"].high < found["matmul"].low else "no less than arithmetic"
     return say(
         f"Memory traffic gains {found['triad']}, {word} ({found['matmul']}). {guess.against(found['triad'])} No "
-        f"message was sent: what is missing to {n} is taken by shared caches, memory, power and neighbours. That "
+        f"message was sent: what is missing to {n} is taken by shared caches, memory, power and other programs. That "
         f"is the ceiling to judge parallel training by, not {n}."
     )
 
@@ -171,15 +171,18 @@ def roofline(run: Records, guess: Prediction, guessed_model: str = "mlp") -> Non
     sides = {w.intensity > ridge for w in work.values()}
     limit = {True: "arithmetic", False: "memory"}[sides.pop()] if len(sides) == 1 else "either"
     message = f"The limit is {limit}; {min(share.values()):.0%} to {max(share.values()):.0%} of it is reached"
-    fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="GFLOP/s", records=run)
+    fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="GFLOP/s", records=run,
+                     size=(7.0, 3.5), legend_below=True)  # fmt: skip
     grid = [ridge * 2 ** (k / 4) for k in range(-20, 21)]
     curve(ax, grid, [attainable_flop_s(i, peak, bandwidth) / 1e9 for i in grid], label="roof from the best samples")
     rates = [estimate(run.one("model_flop_s", model=m).samples).scaled(1e-9) for m in names]
     points(ax, [work[m].intensity for m in names], rates, label="training step")
     middle = sorted(w.intensity for w in work.values())[len(work) // 2]
+    highest = max(rate.value for rate in rates)
     for m, rate in zip(names, rates, strict=True):
-        right = work[m].intensity >= middle
-        ax.annotate(m, (work[m].intensity, rate.value), xytext=(9 if right else -9, 0), va="center",
+        right = work[m].intensity >= middle  # of these, the highest is named above its mark and the others below
+        up = 0 if not right else 7 if rate.value == highest else -7
+        ax.annotate(m, (work[m].intensity, rate.value), xytext=(9 if right else -9, up), va="center",
                     ha="left" if right else "right", textcoords="offset points")  # fmt: skip
     prediction(ax, work[guessed_model].intensity, guess, label=guessed_model)
     log_axes(

@@ -16,7 +16,7 @@ from labs.kit.record import Records
 from labs.kit.say import say
 
 RUNGS = {
-    "as printed": "as the article has it",
+    "as printed": "as printed",
     "synchronise": "+ wait for the device",
     "warm up": "+ warm up first",
     "data outside": "+ data made outside",
@@ -50,6 +50,18 @@ def _octaves(values: list[float]) -> range:
     return range(low, high + 1, 2 if high - low > 6 else 1)
 
 
+def _ticks(values: list[float]) -> list[float]:
+    """Ticks of a logarithmic axis around positive `values`: round numbers over a short range, else powers of two."""
+    low, high = min(values), max(values)
+    if high / low > 16:
+        return [2.0**k for k in _octaves(values)]
+    round_ones = [f * 10.0**k for k in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+                  for f in (1, 1.5, 2, 3, 4, 5, 7)]  # fmt: skip
+    first = max(t for t in round_ones if t <= low)
+    last = min((t for t in round_ones if t >= high), default=high)
+    return [t for t in round_ones if first <= t <= last]
+
+
 def _repairs(model: str, answers: dict[str, tuple[float, ...]]) -> str:
     """How each repair moved the answer, run by run."""
     said = []
@@ -66,14 +78,14 @@ def trace(run: Records) -> None:
     timed = run.one("step_s", mode="train")
     steps, middle = [s * 1e3 for s in timed.samples], estimate(timed.samples, "s")
     message = f"The first step took {warm[0] / middle.value / 1e3:.1f} times the median; none of the warm-up counts"
-    fig, ax = figure(message, xlabel="step, in order", ylabel="seconds per step (ms)", records=run)
+    fig, ax = figure(message, xlabel="step, in order", ylabel="step time (ms)", records=run)
     points(ax, range(1, len(warm) + 1), warm, label="warm-up", color=SERIES[1])
     after = range(len(warm) + 1, len(warm) + len(steps) + 1)
     points(ax, after, steps, label="timed", color=SERIES[0])
     ax.axvline(len(warm) + 0.5, linestyle=":", color="black")
     curve(ax, [after[0], after[-1]], [middle.value * 1e3] * 2, kind="measured", label="median", color="black")
     ax.set_yscale("log")
-    log_axes(ax, None, [2.0**k for k in _octaves([*warm, *steps])])
+    log_axes(ax, None, _ticks([*warm, *steps]))
     show(fig, alt=f"{message}. Warm-up: {len(warm)} steps; timed: {len(steps)}, median {middle}.")
     say(_trace_text(run, middle))
 
@@ -102,10 +114,20 @@ def _ranks_text(run: Records) -> str:
     return f"{own}; the job, whose every step ends with its slowest rank: {job}. Only the last one is the result."
 
 
+MEANINGS = {
+    "step_s": "one step of the job: its slowest rank", "samples_per_s": "throughput of all ranks",
+    "mfu": "model FLOP utilisation, as a share", "sync_s": "what synchronising gradients adds to a step",
+    "sync_share": "the same, as a share of the step", "iqr_share": "spread: middle half of the steps over the median",
+    "p95_ratio": "5 % of the steps take longer than this times the median",
+    "warm_up": "when the detector called it steady",
+}  # fmt: skip
+
+
 def report(run: Records) -> pandas.DataFrame:
-    """What `python -m labs.timing` says about a model: one row per quantity."""
-    found = {k: str(v) for k, v in timing.report(run).items()}
-    return pandas.DataFrame({run[0].config["model"]: found})
+    """What `python -m labs.timing` says about a model: one row per quantity, with its meaning."""
+    rows = {k: {run[0].config["model"]: str(v), "what it is": MEANINGS.get(k, "")}
+            for k, v in timing.report(run).items()}  # fmt: skip
+    return pandas.DataFrame(rows).T
 
 
 ORDERS = ("one after the other", "in turn")

@@ -38,7 +38,8 @@ def utilisation(run: Records, guess: Prediction) -> None:
     ticks = [t for t in (1e-5, 1e-4, *TICKS) if t >= low / 10]
     ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
     rows = "; ".join(
-        f"{j}: busy {b.value:.0f} %, reaches {e.value:.2g} %" for j, b, e in zip(jobs, busy, reached, strict=True)
+        f"{j}: busy {b.value:.0f} %, reaches {float(f'{e.value:.2g}'):g} %"
+        for j, b, e in zip(jobs, busy, reached, strict=True)
     )
     show(fig, alt=f"{message}. {rows}.")
     wait = busy[jobs.index("waiting for data")]
@@ -63,7 +64,7 @@ def mfu_table(runs: dict[str, Records]) -> pandas.DataFrame:
         peak = run.one("peak_flop_s").value
         mfu = estimate([100 * flop / s / peak for s in step.samples], "%")
         rows[model] = {
-            "MFLOP per step and rank": f"{flop / 1e6:.3g}",
+            "MFLOP per step and rank": f"{float(f'{flop / 1e6:.3g}'):,g}",
             "step": str(estimate(step.samples, "s")),
             "MFU": str(mfu),
         }
@@ -85,7 +86,7 @@ def throughput(run: Records, guess: Prediction) -> None:
             knees[label] = (fit, ranks)
             points(ax, list(found[mode]), list(found[mode].values()), label=label, color=color)
             grid = _grid(min(one), max(one))
-            through = f"through batches {fit.small} and {fit.large}"
+            through = f"{label}, through batches {fit.small} and {fit.large}"
             curve(ax, grid, [ranks * fit.samples_per_s(b) for b in grid], label=through, color=color)
     alone, _ = knees["one device"]
     prediction(ax, float(guess), alone.samples_per_s(math.inf) / 2, label="half speed, one device")
@@ -142,13 +143,14 @@ def communication(run: Records, guess: Prediction) -> None:
     found = {b: e.scaled(100, "%") for b, e in batch_size.communication_share(run).items()}
     small, large = min(found), max(found)
     message = (
-        f"Synchronisation: {found[small].value:.0f} % of a step at batch {small}, {found[large].value:.0f} % at {large}"
+        f"Synchronising gradients: {found[small].value:.0f} % of a step at batch {small}, "
+        f"{found[large].value:.0f} % at {large}"
     )
     fig, ax = figure(message, xlabel="batch size of each rank", ylabel="share of the step (%)", records=run,
                      size=(6.6, 3.5), legend_below=True)  # fmt: skip
-    points(ax, list(found), list(found.values()), label="1 - no_sync / DDP", line=True)
+    points(ax, list(found), list(found.values()), label="synchronising gradients: 1 - no_sync / DDP", line=True)
     modelled = batch_size.modelled_share(run)
-    curve(ax, list(modelled), [100 * v for v in modelled.values()], label="all-reduce after the step")
+    curve(ax, list(modelled), [100 * v for v in modelled.values()], label="the same if nothing overlaps")
     prediction(ax, 64 if 64 in found else small, guess)
     log_axes(ax, list(found))
     ax.set_ylim(0, 100)
@@ -161,14 +163,15 @@ def communication(run: Records, guess: Prediction) -> None:
     )
 
 
-RULES = {"same": "the same rate", "linear": "rate x factor", "linear, warm-up": "rate x factor, warm-up",
-         "sqrt, warm-up": "rate x sqrt(factor), warm-up"}  # fmt: skip
+RULES = {"same": "same rate", "linear": "linear", "linear, warm-up": "linear, warm-up",
+         "sqrt, warm-up": "square root, warm-up"}  # fmt: skip
 
 
 def learning_rates(config: lr_scaling.Config) -> pandas.DataFrame:
-    """The rate that each rule gives each batch, after any warm-up. Modelled."""
+    """The learning rate that each rule gives each batch, after any warm-up. Modelled."""
     rows = {
-        config.base_batch * f: {rule: lr_scaling.final_rate(config, rule, f) for rule in RULES} for f in config.factors
+        config.base_batch * f: {name: lr_scaling.final_rate(config, rule, f) for rule, name in RULES.items()}
+        for f in config.factors
     }
     table = pandas.DataFrame(rows).T.round(4)
     table.index.name = "batch"

@@ -6,13 +6,13 @@ import pandas
 
 from labs import dataloader, tune_dataloader
 from labs.kit.check import Prediction
-from labs.kit.measure import Estimate, estimate
+from labs.kit.measure import Estimate, differs, estimate, paired_ratio
 from labs.kit.plot import SERIES, bars, figure, heat_map, log_axes, points, prediction, show, spans
 from labs.kit.record import Record, Records
 from labs.kit.say import say
 from labs.tuning.report import Tuning
 
-MODELS = {"light": "light model", "even": "model as fast as the loader", "heavy": "heavy model"}
+MODELS = {"light": "light model", "even": "even model", "heavy": "heavy model"}
 
 
 def cores_of(run: Records) -> int:
@@ -23,8 +23,12 @@ def cores_of(run: Records) -> int:
 def speeds(run: Records) -> None:
     """The three numbers in words: each model alone, and the loader alone by number of workers."""
     alone = [f"{MODELS[r.case['model']]} {_rate(r)}" for r in run.where("images_per_s", way="model")]
-    loader = [f"{r.case['workers']} workers {_rate(r)}" for r in run.where("images_per_s", way="loader")]
+    loader = [f"{_workers(r.case['workers'])} {_rate(r)}" for r in run.where("images_per_s", way="loader")]
     say(f"* Models alone, on one stored batch: {', '.join(alone)}.\n* The loader alone: {', '.join(loader)}.")
+
+
+def _workers(n: int) -> str:
+    return f"{n} worker" if n == 1 else f"{n} workers"
 
 
 def _rate(r: Record) -> str:
@@ -58,13 +62,13 @@ def together(run: Records, guess: Prediction, model: str = "even", workers: int 
 
 def _together_text(rows: list[dict], far: list[dict], guess: Prediction, at: dict) -> str:
     found = estimate(at["measured"].samples)
-    lines = [f"* {at['model']}, {at['workers']} worker(s): {_rate(at['measured'])}. {guess.against(found)}"]
+    lines = [f"* {at['model']}, {_workers(at['workers'])}: {_rate(at['measured'])}. {guess.against(found)}"]
     for r in far:
         ratio, shared = r["measured"].value / r["the slower one"] - 1, r["measured"].value / r["shared cores"] - 1
         why = "what it costs to hand batches over, and this run's noise, are in no formula"
         if abs(shared) < abs(ratio) - 0.02:
             why = f"model and workers share the cores; counted in CPU seconds, {shared:+.0%} remain"
-        lines.append(f"* {r['model']}, {r['workers']} workers: {ratio:+.0%} from the prediction: {why}.")
+        lines.append(f"* {r['model']}, {_workers(r['workers'])}: {ratio:+.0%} from the formula: {why}.")
     return "\n".join(lines)
 
 
@@ -73,7 +77,7 @@ def waiting(run: Records) -> None:
     models = list(dict.fromkeys(r.case["model"] for r in run.where("wait_share")))
     heavy = run.where("wait_share", model=models[-1])
     least = min(heavy, key=lambda r: r.value)
-    message = f"The {models[-1]} model waits {least.value:.0%} of its time with {least.case['workers']} worker(s)"
+    message = f"The {models[-1]} model waits {least.value:.0%} of its time with {_workers(least.case['workers'])}"
     fig, ax = figure(message, xlabel="num_workers", ylabel="share of the step\nspent waiting (%)", records=run,
                      size=(6.6, 3.5), legend_below=True)  # fmt: skip
     counts = sorted({r.case["workers"] for r in run.where("wait_share")})
@@ -85,7 +89,8 @@ def waiting(run: Records) -> None:
     ax.annotate("5 %", (-0.12, 5), ha="left", va="bottom", fontsize=10)
     ax.set_xticks(range(len(counts)), [str(n) for n in counts])
     ax.set_ylim(0, 100)
-    cells = "; ".join(f"{r.case['model']}, {r.case['workers']} workers: {r.value:.0%}" for r in run.where("wait_share"))
+    shares = run.where("wait_share")
+    cells = "; ".join(f"{r.case['model']}, {_workers(r.case['workers'])}: {r.value:.0%}" for r in shares)
     show(fig, alt=f"{message}. {cells}.")
 
 
@@ -119,14 +124,14 @@ def sweep_map(run: Records, guess: Prediction) -> None:
     cells = {(r.case["batch"], r.case["workers"]): r.value for r in run.where("images_per_s", way="sweep")}
     batches, workers = sorted({b for b, _ in cells}), sorted({w for _, w in cells})
     best = max(cells, key=lambda c: cells[c])
-    message = f"Best here: {best[1]} workers, batches of {best[0]}: {cells[best]:,.0f} images/s"
+    message = f"Best here: {_workers(best[1])}, batches of {best[0]}: {cells[best]:,.0f} images/s"
     fig, ax = figure(message, xlabel="num_workers", ylabel="batch size", records=run, size=(6.4, 3.0))
     grid = [[cells[b, w] for w in workers] for b in batches]
     heat_map(ax, grid, columns=workers, rows=batches, form="{:,.0f}", label="images per second")
     show(fig, alt=f"{message}; the slowest cell has {min(cells.values()):,.0f}.")
     cores = cores_of(run)
     beyond = " More workers than cores bring nothing where decoding is the work." if best[1] <= cores else ""
-    say(f"{cores} cores. {guess.against(float(best[1]))}{beyond}")
+    say(f"{cores} cores; the fastest cell has {_workers(best[1])}. {guess.against(float(best[1]))}{beyond}")
 
 
 def settings_table(run: Records) -> pandas.DataFrame:
@@ -139,6 +144,26 @@ def settings_table(run: Records) -> pandas.DataFrame:
             size = run.one("batch_bytes", send=r.case["send"]).value / 1e6
             rows[f"send {r.case['send']}: {size:.2f} MB per batch, {r.case['model']} model"] = _rate(r)
     return pandas.DataFrame({"both together": rows})
+
+
+def settings_text(run: Records) -> None:
+    """Whether this run shows any difference between the settings of the table, in words."""
+    both = run.where("images_per_s", way="both")
+    queues = [r for r in both if "prefetch_factor" in r.case]
+    sent = {r.case["send"]: r for r in both if "send" in r.case}
+    lines = []
+    if len(queues) > 1:
+        first, last = queues[0], queues[-1]
+        what = f"prefetch_factor={last.case['prefetch_factor']} over {first.case['prefetch_factor']}"
+        lines.append(_difference(what, last, first))
+    if {"uint8", "float32"} <= set(sent):
+        lines.append(_difference("uint8 over float32", sent["uint8"], sent["float32"]))
+    say("\n".join(f"* {line}" for line in lines))
+
+
+def _difference(what: str, a: Record, b: Record) -> str:
+    ratio = paired_ratio(a.samples, b.samples)
+    return f"{what}: {ratio}" + ("." if differs(ratio) else ", no difference that this run can show.")
 
 
 def pinned(run: Records) -> None:
@@ -179,7 +204,7 @@ def tuned_text(run: Records) -> None:
     """How near the tuned setting comes to the best of a full sweep, and in what share of its time."""
     for row in tune_dataloader.verdicts(run):
         say(
-            f"{row['workload']}: the search settled on {row['workers']} worker(s) (limit: {row['limit']}) in "
+            f"{row['workload']}: the search settled on {_workers(row['workers'])} (limit: {row['limit']}) in "
             f"{row['share_of_time']:.0%} of the time of the sweep; in turn, that setting reaches "
             f"{row['share_of_best'].scaled(100, '%')} of the best one of the sweep."
         )

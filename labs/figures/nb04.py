@@ -6,7 +6,7 @@ import pandas
 
 from labs import amp_report, amp_training, matmul_ladder, number_formats
 from labs.kit.check import Prediction
-from labs.kit.measure import differs, estimate
+from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
 from labs.kit.say import say
@@ -26,10 +26,14 @@ def spacing() -> None:
     """Figure: distance of neighbouring numbers, relative to the number, over the range of each format."""
     message = "FP16 has finer steps than BF16, and a much narrower range"
     xlabel, ylabel = "exponent: numbers near 2 to this power", "relative distance of\nneighbours"
-    fig, ax = figure(message, xlabel=xlabel, ylabel=ylabel, size=(6.8, 3.8), legend_below=True)
+    fig, ax = figure(message, xlabel=xlabel, ylabel=ylabel, size=(6.8, 3.8))
     for k, name in enumerate(("fp32", "tf32", "bf16", "fp16", "fp8 e4m3", "fp8 e5m2")):
         found = number_formats.spacings(name)
-        curve(ax, [e for e, _ in found], [s / 2.0**e for e, s in found], label=NAMES[name], color=SERIES[k])
+        curve(ax, [e for e, _ in found], [s / 2.0**e for e, s in found], label="_", color=SERIES[k])
+        end, last = found[-1]
+        place = {"fp16": "bottom", "fp8 e5m2": "bottom", "fp8 e4m3": "top"}.get(name, "center")
+        ax.annotate(f" {NAMES[name]}", (end, last / 2.0**end), va=place, fontsize=10)
+    ax.set_xlim(right=165)
     ax.set_yscale("log", base=2)
     ax.set_yticks([2.0**e for e in (-23, -10, -7, -3, 0)], ["2^-23", "2^-10", "2^-7", "2^-3", "1"])
     ends = {n: number_formats.spacings(n) for n in ("fp16", "bf16")}
@@ -51,40 +55,47 @@ def gradients(run: Records, model: str, scale: float = 65536.0, of: str = "activ
         share = [100 * n / max(1.0, sum(r.samples)) for n in r.samples]
         label = "as they are" if s == 1 else f"times {s:,.0f}"
         curve(ax, list(range(low, high + 1)), share, kind="measured", label=label, color=SERIES[k])
-    for edge in (-24, 16):
-        ax.axvline(edge, linestyle=":", color="black")
-    ax.annotate("becomes 0", (-25, 1), ha="right", fontsize=10)
-    ax.annotate("overflows", (17, 1), ha="left", fontsize=10)
-    ax.set_xlim(-60, 32)
-    ax.set_ylim(bottom=0)
+    most = 1.05 * max(max(line.get_ydata()) for line in ax.lines)
+    for start, end, word in ((-60, -24, "too small for FP16"), (16, 40, "too large")):
+        ax.axvspan(start, end, color="#E3E3E3", zorder=0)
+        ax.text((start + end) / 2, 0.93 * most, word, ha="center", fontsize=10)
+    ax.set_xlim(-60, 40)
+    ax.set_ylim(0, most)
     show(fig, alt=f"{message}. Model {model}, gradients of its {of}; FP16 ends at 2^-24 and 2^16.")
     zeros = {p: run.one("zero_share", scale=1.0, **(case | {"precision": p})).value for p in ("fp32", "fp16")}
     expected = run.one("expected_zero_share", scale=1.0, model=model, of=of, precision="fp16").value
-    say(f"Calculated anew in FP16, {zeros['fp16']:.2%} are 0 ({zeros['fp32']:.2%} in FP32; expected from the "
-        f"histogram: {expected:.2%}).")  # fmt: skip
+    say(f"Below 2^-24, FP16 rounds up to 2^-24 or down to 0. Calculated anew in FP16, {zeros['fp16']:.2%} of the "
+        f"gradients are 0; the histogram lets expect {expected:.2%}. In FP32 {zeros['fp32']:.2%} are.")  # fmt: skip
 
 
 def accuracy(run: Records, guess: Prediction) -> None:
-    """Figure: accuracy against FP32's, seed by seed, of each format, for the loss as it is and times small factors."""
+    """Figure: accuracy against FP32's, seed by seed, of each format, for the loss as it is and times small factors.
+
+    `guess`: the points of accuracy that FP16 without scaling loses with the smallest loss.
+    """
     found = amp_training.against_fp32(run)
     exponents = sorted({e for _, e in found}, reverse=True)
     names = list(dict.fromkeys(name for name, _ in found))
     same = all(not differs(e, 0.0) for (name, _), e in found.items() if name != "fp16, no scaling")
     message = "BF16 and FP16 with scaling cannot be told from FP32" if same else "A format can be told from FP32 here"
-    fig, ax = figure(message, xlabel="test accuracy minus that of FP32, same seed (points)", ylabel="format",
+    fig, ax = figure(message, xlabel="accuracy minus FP32's, same seed (points)", ylabel="format",
                      records=run, legend_below=True)  # fmt: skip
+    small = exponents[-1]
+    rows = [(n, e) for e in exponents for n in names]
+    words = [NAMES[n] + ("" if e == 0 else ", small loss") for n, e in rows]
     for e in exponents:
-        values = [found[n, e].scaled(100, "points") for n in names]
-        bars(ax, [NAMES[n] for n in names], values, label="loss as it is" if e == 0 else f"loss times 2^{e}")
-    prediction(ax, float(guess), names.index("fp16, no scaling"))
+        values = [found[row].scaled(100, "points") if row[1] == e else None for row in rows]
+        bars(ax, words, values, label="loss as it is" if e == 0 else f"loss times 2^{e}")
+    prediction(ax, -float(guess), rows.index(("fp16, no scaling", small)))
     ax.axvline(0, linestyle=":", color="black")
     show(fig, alt=f"{message}. " + "; ".join(amp_training.verdicts(run)))
     seeds = len(run.where("test_accuracy")[0].samples)
     spread = 100 * amp_training.seed_spread(run)
-    least = found["fp16, no scaling", exponents[-1]].scaled(100, "points")
+    change = found["fp16, no scaling", small].scaled(100, "points")
+    lost = Estimate(-change.value, -change.high, -change.low, change.n, change.unit)
     say(
         f"* {seeds} seeds; FP32 itself spreads over {spread:.1f} points between them.\n* FP16 without scaling, loss "
-        f"times 2^{exponents[-1]}: {least}. {guess.against(least)}"
+        f"times 2^{small}, loses {lost}. {guess.against(lost)}"
     )
 
 
@@ -97,17 +108,19 @@ def speed(run: Records, guess: Prediction) -> None:
     message = (
         f"{NAMES[fastest[1]]} makes the {fastest[0]} {found[fastest].value:.1f} times as fast, and not every model"
     )
-    fig, ax = figure(message, xlabel="speed of the training step, FP32 = 1 (x, logarithmic)", ylabel="model",
+    fig, ax = figure(message, xlabel="speed of the training step, FP32 = 1 (x, logarithmic)", ylabel="model, format",
                      records=run, legend_below=True)  # fmt: skip
+    pairs = [(m, f) for m in models for f in formats if (m, f) in found]
     for name in formats:
-        bars(ax, models, [found.get((m, name)) for m in models], label=NAMES[name])
-    prediction(ax, float(guess), models.index("char_gpt"), label="char_gpt, BF16")
+        values = [found[pair] if pair[1] == name else None for pair in pairs]
+        bars(ax, [f"{m}, {NAMES[f]}" for m, f in pairs], values, label=NAMES[name])
+    prediction(ax, float(guess), pairs.index(("char_gpt", "bf16")))
     ax.axvline(1, linestyle=":", color="black")
     log_axes(ax, [1 / 16, 1 / 4, 1, 4, 16])
     rows = "; ".join(f"{m}, {NAMES[f]}: {e}" for (m, f), e in found.items())
     show(fig, alt=f"{message}. {rows}.")
     here = found["char_gpt", "bf16"]
-    say(f"{rows}. For the GPT with BF16: {guess.against(here)}")
+    say(f"The GPT in BF16: {here}. {guess.against(here)}")
 
 
 def ladder(run: Records) -> None:
@@ -115,7 +128,9 @@ def ladder(run: Records) -> None:
     found = {(f, c): matmul_ladder.ladder(run, f, c) for f in ("bf16", "fp16") for c in (False, True)}
     crossing = {k: matmul_ladder.crossing(v) for k, v in found.items()}
     plain, cast = crossing["bf16", False], crossing["bf16", True]
-    message = f"BF16 products win from side {plain}; with autocast's casts from {cast}"
+    message = f"BF16 products win from side {plain}, with autocast's casts from {cast}"
+    if plain == cast:
+        message = f"BF16 products win from side {plain}, with or without autocast's casts"
     if plain is None:
         message = "BF16 products never overtake FP32 here"
     fig, ax = figure(message, xlabel="side of the square matrices", ylabel="speed, FP32 = 1 (x)", records=run,

@@ -39,9 +39,10 @@ def _saved_text(guess: Prediction, seq: int, batch: int, share: float) -> str:
     fp32, amp = (bert_memory.predict(batch, seq, p).total / 1e9 for p in ("fp32", "fp16"))
     limit = bert_memory.largest_saved_share(seq)
     return (
-        f"{fp32:.1f} GB become {amp:.1f} GB. {guess.against(100 * share)} Parameters, gradients and optimizer state "
-        f"stay in FP32, 16 bytes per parameter with Adam, and autocast adds 16-bit copies of the weights. With any "
-        f"batch, {limit:.0%} is the limit at {seq} tokens: LayerNorm, softmax and masks keep what they kept."
+        f"{fp32:.1f} GB become {amp:.1f} GB. {guess.against(100 * share, 'modelled')} Parameters, gradients and "
+        f"optimizer state stay in FP32, 16 bytes per parameter with Adam, and autocast adds 16-bit copies of the "
+        f"parameters. With any batch, {limit:.0%} is the limit at {seq} tokens: LayerNorm, softmax and masks keep "
+        "what they kept."
     )
 
 
@@ -49,6 +50,7 @@ def categories(seq: int = 512, batch: int = 10) -> pandas.DataFrame:
     """Memory of a training step of BERT-large in GB, by category. Modelled."""
     rows = {p: bert_memory.predict(batch, seq, p).by_category() for p in ("fp32", "fp16")}
     table = pandas.DataFrame(rows).rename(columns={"fp32": "FP32 (GB)", "fp16": "AMP (GB)"}) / 1e9
+    table = table.rename(index={"optimizer": "optimizer state", "weight copies": "16-bit copies"})
     table.loc["together"] = table.sum()
     return table.round(2)
 
@@ -56,15 +58,11 @@ def categories(seq: int = 512, batch: int = 10) -> pandas.DataFrame:
 def predicted_against_measured(run: Records) -> pandas.DataFrame:
     """Small models, really trained: are the bytes kept for backward those that were predicted? Deterministic."""
     small = run.where("measured_bytes", category="activations")
-    rows = [
-        {
-            "model": r.case["model"],
-            "format": r.case["precision"].upper(),
-            "within 2 %": abs(amp_memory.relative_error(run, **_of(r.case))) < 0.02,
-        }
-        for r in small
-    ]
-    return pandas.DataFrame(rows).set_index("model")
+    rows: dict[str, dict[str, str]] = {}
+    for r in small:
+        near = abs(amp_memory.relative_error(run, **_of(r.case))) < 0.02
+        rows.setdefault(r.case["model"], {})[r.case["precision"].upper()] = "within 2 %" if near else "OFF"
+    return pandas.DataFrame(rows).T
 
 
 def _of(case: dict) -> dict:
@@ -85,27 +83,37 @@ def scaler_trace(run: Records, guess: Prediction, trace: str = "planted overflow
         points(ax, missed, [scale.samples[s - 1] for s in missed], label="step skipped", color=SERIES[1])
     prediction(ax, missed[0] + 1 if missed else steps[-1], max(float(guess), 1.0), label="scale after the overflow")
     low, high = min(scale.samples), max(scale.samples)
-    log_axes(ax, None, [low / 2, low, high, 2 * high] if high > 2 * low else [low / 2, low, 2 * low])
+    ticks = [low / 2, low, high, 2 * high] if high > 2 * low else [low / 2, low, 2 * low]
+    log_axes(ax, None, ticks)
+    ax.set_yticks(ticks, [f"{t:,.0f}" for t in ticks])
+    ax.set_xticks(range(0, len(steps) + 1, 5))
     show(fig, alt=f"{message}. Scale from {low:,.0f} to {high:,.0f} over {len(steps)} steps.")
     after = scale.samples[missed[0]] if missed else scale.samples[-1]  # that of the next step
     say(guess.against(after))
 
 
-OUTCOME = {"as FP32": "as in FP32", "wrong": "silently wrong", "not finite": "NaN or infinite",
-           "loses steps": "loses steps", "stops with an error": "stops with an error"}  # fmt: skip
+STOPS = "stops with an error"
+OUTCOME = {"wrong": "silently wrong", "not finite": "NaN or infinite", "loses steps": "loses steps",
+           "as FP32": "as in FP32", STOPS: STOPS}  # fmt: skip
 
 
 def orders_table(run: Records) -> None:
-    """What each order of calls does to 20 steps of training, against FP32. Deterministic up to rounding."""
-    rows = {
-        r["order"]: {
-            "outcome": OUTCOME[r["outcome"]],
-            "steps done": r["optimizer_steps"],
-            "what PyTorch says": "" if r["raised"] == "none" else r["raised"],
-        }
-        for r in loss_scaling.outcomes(run)
-    }
-    show_table(pandas.DataFrame(rows).T)
+    """What each order of calls does to 20 steps of training, against FP32. Deterministic up to rounding.
+
+    First the orders that train on, by outcome; then those that stop, with what PyTorch says.
+    """
+    found = loss_scaling.outcomes(run)
+    most = max(r["optimizer_steps"] for r in found)
+    said = {OUTCOME[o]: [_order(r, most) for r in found if r["outcome"] == o] for o in OUTCOME if o != STOPS}
+    show_table(pandas.DataFrame({"orders of calls": {o: "; ".join(names) for o, names in said.items() if names}}))
+    stopped = {r["order"]: r["raised"] for r in found if r["outcome"] == STOPS}
+    if stopped:
+        show_table(pandas.DataFrame({"stops with": stopped}))
+
+
+def _order(row: dict, most: int) -> str:
+    """Its name, and how many optimizer steps it took, if not all of them."""
+    return row["order"] + f" ({row['optimizer_steps']} of {most} steps)" * (row["optimizer_steps"] < most)
 
 
 def ops_table(run: Records, model: str = "char_gpt") -> None:
@@ -140,8 +148,8 @@ def wire_table(run: Records) -> pandas.DataFrame:
     rows = [
         {
             "format": r.case["precision"].upper(),
-            "hook": r.case["hook"],
-            "gradients in buckets": f"{r.case['dtype']}, {r.value / 1e6:.2f} MB",
+            "hook": {"none": "none", "fp16": "FP16"}.get(r.case["hook"], r.case["hook"]),
+            "gradients in buckets": f"{r.case['dtype'].replace('float32', 'FP32')}, {r.value / 1e6:.2f} MB",
             "on the wire": f"{_wire(run, r.case) / 1e6:.2f} MB",
         }
         for r in run.where("bucket_bytes")

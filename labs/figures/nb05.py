@@ -17,7 +17,8 @@ from labs.oracle.trace import CATEGORIES
 
 COLORS = {"parameters": SERIES[0], "gradients": SERIES[2], "optimizer": SERIES[5], "activations": SERIES[1],
           "temporaries": SERIES[4], "inputs/buffers": SERIES[3]}  # fmt: skip
-POLICIES = {"none": "nothing recomputed", "stage": "each stage", "block": "each block"}
+POLICIES = {"none": "nothing", "stage": "each stage", "block": "each block"}
+RECOMPUTED = {"none": "nothing recomputed", "stage": "each stage recomputed", "block": "each block recomputed"}
 GB = 1e9
 
 
@@ -29,13 +30,14 @@ def timeline(run: Records) -> None:
         p: [sum(b) / GB for b in zip(*t.bytes.values(), strict=True)] for p, t in (("none", line), ("block", again))
     }
     peaks = {policy: max(total) for policy, total in sums.items()}
-    message = f"Activations rule: {peaks['none']:.1f} GB; computed again, {peaks['block']:.1f} GB"
-    fig, ax = figure(message, xlabel="operations of one step", ylabel="memory (GB)", records=run, legend_below=True)
+    message = f"BERT-large: {peaks['none']:.1f} GB, mostly activations; recomputed {peaks['block']:.1f} GB"
+    fig, ax = figure(message, xlabel="operations since the step began", ylabel="memory (GB)", records=run,
+                     legend_below=True)  # fmt: skip
     parts = {c: [b / GB for b in line.bytes[c]] for c in CATEGORIES if max(line.bytes[c]) > 0.005 * GB}
     ops = [*line.operations, 1.03 * line.operations[-1]]  # the optimizer's step: one operation, the width of a line
     stack(ax, ops, {c: [*b, b[-1]] for c, b in parts.items()}, kind="modelled", colors=[COLORS[c] for c in parts])
     more = [*again.operations, 1.03 * again.operations[-1]]
-    curve(ax, more, [*sums["block"], sums["block"][-1]], label="sum if each layer is computed again", color="black")
+    curve(ax, more, [*sums["block"], sums["block"][-1]], label="sum, each block recomputed", color="black")
     start = line.operations[line.phases.index("backward")]
     ax.axvline(start, color="black", linestyle=":", linewidth=1)
     for x, text in ((0, " forward"), (start, " backward")):
@@ -56,16 +58,17 @@ def resnet(run: Records, guess: Prediction) -> None:
     fig, ax = figure(message, xlabel="images per step (224 x 224, FP32, SGD with momentum)", ylabel="peak memory (GB)",
                      records=run, legend_below=True)  # fmt: skip
     for k, (policy, values) in enumerate(found.items()):
-        curve(ax, batches, values, label=POLICIES[policy], color=SERIES[k])
+        curve(ax, batches, values, label="" if k == 0 else "_", color=SERIES[k])
+        ax.annotate(f"{RECOMPUTED[policy]} ", (many, values[-1]), ha="right", va="bottom", fontsize=10)
     article = "article: from 11 to 7, batch not given"
     curve(ax, [few, many, many, few, many], [11, 11, math.nan, 7, 7], kind="published", label=article, color="black")
     prediction(ax, 64, guess)
     ax.set_ylim(bottom=0)
-    show(fig, alt=f"{message}. " + "; ".join(f"{POLICIES[p]}: {v[-1]:.1f} GB" for p, v in found.items()))
+    show(fig, alt=f"{message}. " + "; ".join(f"{RECOMPUTED[p]}: {v[-1]:.1f} GB" for p, v in found.items()))
     most = at["none"][64]
     near = min(batches, key=lambda b: abs(at["none"][b] - 11))
-    say(f"{guess.against(most, 'modelled')} The article's 11 GB are a batch of about {near}; there "
-        f"one checkpoint per stage leaves {at['stage'][near]:.1f} GB, one per block "
+    say(f"{guess.against(most, 'modelled')} The article's 11 GB are a batch of about {near}; with "
+        f"each stage recomputed that batch takes {at['stage'][near]:.1f} GB, with each block "
         f"{at['block'][near]:.1f}.")  # fmt: skip
 
 
@@ -89,13 +92,13 @@ def conditions(run: Records) -> pandas.DataFrame:
         kept = "" if case["set_to_none"] else ", gradients kept in forward"
         step = f"{case['batch']} sequences of {case['seq']} tokens{kept}"
         rows.append({"model": "BERT-large, Adam, FP32", "step": step, "recomputed": POLICIES[case["policy"]],
-                     "peak GB": round(size, 1)})  # fmt: skip
+                     "peak GB": f"{size:.1f}"})  # fmt: skip
     states, cluster = run.where("states_bytes")[0], run.where("cluster_bytes")[0]
     billions, cards = states.case["parameters"] / 1e9, f"{cluster.case['cards']} x {cluster.case['gpu']}"
     rows.append({"model": "GPT-3, Adam, FP32 states", "step": f"{billions:.0f} billion parameters, no batch yet",
-                 "recomputed": "", "peak GB": round(states.value / GB)})  # fmt: skip
+                 "recomputed": "", "peak GB": f"{states.value / GB:,.0f}"})  # fmt: skip
     rows.append({"model": cards, "step": "all the memory there is", "recomputed": "",
-                 "peak GB": round(cluster.value / GB)})  # fmt: skip
+                 "peak GB": f"{cluster.value / GB:,.0f}"})  # fmt: skip
     return pandas.DataFrame(rows).set_index("model")
 
 
@@ -117,7 +120,7 @@ def remedies(run: Records, guess: Prediction) -> None:
     models = {r.case["model"]: r.case["full_of"] for r in run.where("predicted_bytes", part="remedies")}
     names = list(dict.fromkeys(r.case["remedy"] for r in run.where("predicted_bytes", part="remedies")))
     message = "What helps depends on what fills the memory"
-    fig, ax = figure(message, xlabel="peak memory of the step, as it is = 100 (%)", ylabel="remedy", records=run,
+    fig, ax = figure(message, xlabel="peak memory of the step, none = 100 (%)", ylabel="remedy", records=run,
                      legend_below=True)  # fmt: skip
     alt = []
     for k, (model, full_of) in enumerate(models.items()):
@@ -126,8 +129,12 @@ def remedies(run: Records, guess: Prediction) -> None:
         shares = {m: [next((100 * r.value / none for r in run.where(m, remedy=n, **case)), None) for n in names]
                   for m in ("peak_bytes", "predicted_bytes")}  # fmt: skip
         label = f"{model}, full of {full_of}"
-        bars(ax, names, shares["predicted_bytes"], kind="modelled", label=label, color=SERIES[k])
-        bars(ax, names, shares["peak_bytes"], label=label, color=SERIES[k])
+        color = (SERIES[0], SERIES[4])[k]  # dark and light: they are told apart in grey, too
+        formula = [p if m is None else None for m, p in zip(shares["peak_bytes"], shares["predicted_bytes"],
+                   strict=True)]  # fmt: skip
+        bars(ax, names, shares["peak_bytes"], label=label, color=color)
+        bars(ax, [n if m else f"{n} (modelled)" for n, m in zip(names, shares["peak_bytes"], strict=True)], formula,
+             kind="modelled", label="_", color=color)  # fmt: skip
         said = zip(names, shares["predicted_bytes"], strict=True)
         alt.append(f"{model}: " + ", ".join(f"{name} {share:.0f} %" for name, share in said))
     full = next(m for m, what in models.items() if what == "states")
@@ -161,5 +168,5 @@ def fragments(run: Records) -> pandas.DataFrame:
         reserved, needed = (run.one(f"{m}_peak_bytes", **case).value for m in ("reserved", "allocated"))
         enough = f"{enough_headroom(run, r.case['way']):g} x"
         rows.append({"way": r.case["way"], "reserved / needed": round(reserved / needed, 2),
-                     "cudaMalloc per step": round(r.value, 1), "always fits from": enough})  # fmt: skip
+                     "cudaMalloc per step": round(r.value, 1), "memory to always fit": enough})  # fmt: skip
     return pandas.DataFrame(rows).set_index("way")

@@ -55,10 +55,16 @@ def _say_price(run: Records, every: dict[str, Any], flops: float, guess: Predict
     percent = Estimate(*(100 * (v - 1) for v in (ratio.value, ratio.low, ratio.high)), ratio.n, "%")
     others = [f"{r.case['by']}: {' to '.join(f'{s:g}' for s in r.samples)} %" for r in report.published_prices()]
     kept, fell = report.fell(run, every["policy"])
-    say(f"* With every block computed again: {percent} more time, {100 * (flops - 1):.0f} % more operations. "
-        f"{guess.against(percent)}\n* Published: {'; '.join(others)}.\n* What forward keeps fell by a factor of "
-        f"{kept:.1f}, the peak by {fell:.2f}: parameters, optimizer state, gradients and the segment in work "
-        "stay.")  # fmt: skip
+    selective = next(r for r in report.pareto(run) if r["policy"] == "selective")
+    said = [
+        f"With every block recomputed: {percent} more time, {100 * (flops - 1):.0f} % more operations. "
+        f"{guess.against(percent)}",
+        f"Selective: {100 * (selective['flops_ratio'] - 1):.0f} % more operations, {selective['time_ratio']} the time.",
+        f"Published: {'; '.join(others)}.",
+        f"What forward keeps fell by a factor of {kept:.1f}, the peak by {fell:.2f}: parameters, optimizer state, "
+        "gradients and the segment in work stay.",
+    ]
+    say("\n".join(f"* {line}" for line in said))
 
 
 def segments(run: Records) -> None:
@@ -67,7 +73,7 @@ def segments(run: Records) -> None:
     none = run.one("peak_bytes", part="chain", policy="none").value / MB
     square = run.one("best_segments", part="chain")
     message = f"{square.case['blocks']} blocks: the peak is least near {square.value:.0f} segments, the square root"
-    fig, ax = figure(message, xlabel="segments", ylabel="peak memory of the step (MB)", records=run)
+    fig, ax = figure(message, xlabel="segments", ylabel="peak memory (MB)", records=run, size=(7.0, 3.5))
     counts = [r["segments"] for r in rows]
     points(ax, counts, [r["peak_bytes"] / MB for r in rows])
     curve(ax, counts, [r["predicted_peak_bytes"] / MB for r in rows], label="inputs of segments + one segment")

@@ -7,11 +7,13 @@ import pandas
 from labs import checkpoint_interval
 from labs.kit.check import Prediction
 from labs.kit.measure import Estimate, estimate, paired_ratio, proportion
-from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, prediction, show, spans
+from labs.kit.plot import SERIES, curve, figure, log_axes, prediction, show
 from labs.kit.record import Records
-from labs.kit.say import say
+from labs.kit.say import say, show_table
 
 WAYS = {"in place": "onto the old file", "rename": "beside it, then renamed", "full": "labs.checkpoints"}
+BROKEN = {"missing": "a part is missing", "truncated": "a part is cut short", "flipped": "a bit of a part is flipped",
+          "stale": "a part is from an older checkpoint", "no_metadata": "the metadata is missing"}  # fmt: skip
 READERS = {"torch.load": "torch.load", "CRC-32, torch.load": "zip's own CRC-32 first", "load": "labs.checkpoints"}
 
 
@@ -26,29 +28,27 @@ def resumed(run: Records) -> pandas.DataFrame:
             "parameters differ by": f"{run.one('parameter_difference', forgotten=name).value:.0%}",
             "samples repeated": int(run.one("repeated_samples", forgotten=name).value),
             "test loss at once": f"{run.one('test_loss', run='resumed', forgotten=name, at='resume').value:.2f}",
-            "raised": "no", "labs.checkpoints": "refuses it" if run.one("refused", forgotten=name).value else "resumes",
+            "labs.checkpoints": "refuses it" if run.one("refused", forgotten=name).value else "resumes",
         })  # fmt: skip
     return pandas.DataFrame(rows).set_index("forgotten")
 
 
 def kills(run: Records, guess: Prediction) -> None:
-    """Figure: share of killed saves after which the last good checkpoint is gone, by way of writing."""
+    """In a table and words: share of killed saves after which the last good checkpoint is gone, by way of writing."""
     found = {way: _share(run.one("lost", way=way).samples) for way in WAYS}
     killed = len(run.one("lost", way="full").samples)
-    message = f"Writing onto the old file loses it in {found['in place'].value:.0f} % of the kills"
-    fig, ax = figure(message, xlabel="kills that leave no checkpoint as good as before (%)", records=run,
-                     ylabel="the file is written", size=(7.0, 3.0))  # fmt: skip
-    bars(ax, list(WAYS.values()), list(found.values()))
-    predicted = [100 * run.one("predicted_lost_share", way=way).value for way in WAYS]
-    bars(ax, list(WAYS.values()), predicted, kind="modelled", label="share of the time a save takes")
-    prediction(ax, float(guess), 0)
-    ax.set_xlim(-4, 104)
-    show(fig, alt=f"{message}. " + "; ".join(f"{WAYS[w]}: {e}" for w, e in found.items()))
-    left = {w: sum(run.one("leftovers", way=w).samples) for w in WAYS}
+    rows = {
+        name: {
+            "kills that lose the checkpoint": str(found[way]),
+            "modelled, by the time a save takes": f"{100 * run.one('predicted_lost_share', way=way).value:.0f} %",
+            "half-written files left": f"{sum(run.one('leftovers', way=way).samples):.0f}",
+        }
+        for way, name in WAYS.items()
+    }
+    show_table(pandas.DataFrame(rows).T.rename_axis("the file is written"))
     say(f"{killed} SIGKILLs per way, at seeded random moments of a save and shortly after it. "
-        f"{guess.against(found['in place'])} Half-written files left behind: {left['rename']:.0f} with a rename, "
-        f"{left['full']:.0f} with ours, which the next save clears away. A kill is not a power failure: what "
-        "fsync is for cannot be tried here.")  # fmt: skip
+        f"{guess.against(found['in place'])} Half-written files are cleared away by the next save of labs.checkpoints. "
+        "A kill is not a power failure: what fsync is for cannot be tried here.")  # fmt: skip
 
 
 def _share(samples: tuple[float, ...]) -> Estimate:
@@ -63,7 +63,7 @@ def damage_table(run: Records) -> pandas.DataFrame:
         for reader, name in READERS.items():
             n = {v: int(run.one("files", damage=damage, reader=reader, verdict=v).value) for v in ("noticed", "silent",
                  "harmless")}  # fmt: skip
-            cells[name] = f"{n['silent']} silent of {sum(n.values())}"
+            cells[name] = f"{n['silent']} of {sum(n.values())} loaded"
         used = run.one("previous_used", damage=damage).samples
         rows.append({**cells, "previous one used": f"{sum(used):.0f} of {len(used)}"})
     return pandas.DataFrame(rows).set_index("damage")
@@ -77,32 +77,25 @@ def save_times(run: Records) -> None:
         size = run.one("checkpoint_bytes", state=state, way="full").value
         fsync = paired_ratio(seconds["fsync + rename"], seconds["rename"])
         rest = paired_ratio(seconds["full"], seconds["fsync + rename"])
-        said.append(f"* {size / 1e6:.2g} MB: {estimate(seconds['full'], 's')}; fsync makes a save {fsync} as long, "
-                    f"SHA-256, lock and clearing away {rest} on top of it")  # fmt: skip
+        said.append(f"* A file of {size / 1e6:.2g} MB takes {estimate(seconds['full'], 's')}. With fsync a save "
+                    f"takes {fsync} the time without; with SHA-256, lock and clearing away, {rest} that.")  # fmt: skip
     say("\n".join(said))
 
 
 def restart(run: Records, guess: Prediction) -> None:
-    """Figure: where the time goes between the kill of a rank and the first new step, by way to start workers."""
+    """In a table and words: where the time goes between a rank's kill and the next step, by way to start workers."""
     starts = list(dict.fromkeys(r.case["start"] for r in run.where("restart_s", run="killed")))
     phases = list(dict.fromkeys(r.case["phase"] for r in run.where("phase_s")))
-    seconds = {s: [run.one("phase_s", run="killed", start=s, phase=p).value for p in phases] for s in starts}
+    seconds = {s: {p: run.one("phase_s", run="killed", start=s, phase=p).value for p in phases} for s in starts}
     total = {s: run.one("restart_s", run="killed", start=s).value for s in starts}
-    costly = {s: phases[max(range(len(phases)), key=values.__getitem__)] for s, values in seconds.items()}
-    message = f"Started by torchrun, a killed rank costs {total['torchrun']:.0f} s: mostly to {costly['torchrun']}"
-    fig, ax = figure(message, xlabel="seconds after the SIGKILL", ylabel="workers started by", records=run,
-                     size=(7.2, 3.8), legend_below=True)  # fmt: skip
-    shown = [k for k in range(len(phases)) if max(v[k] for v in seconds.values()) > 0.05 * max(total.values())]
-    for k, phase in enumerate(phases):
-        for row, start in enumerate(starts):
-            before = sum(seconds[start][:k])
-            label, color = (phase, SERIES[shown.index(k)]) if k in shown else ("", GREY)
-            spans(ax, row, [(before, before + seconds[start][k])], label="" if row else label, color=color)
-    prediction(ax, float(guess), starts.index("torchrun"))
-    ax.set_yticks(range(len(starts)), starts)
-    ax.set_ylim(len(starts) - 0.5, -0.5)
-    show(fig, alt=f"{message}. " + "; ".join(f"{s}: {t:.1f} s, most of it {costly[s]}" for s, t in total.items()))
-    say(f"{guess.against(estimate([total['torchrun']], 's'))} One restart each: an order of magnitude, not a law.")
+    rows = {f"started by {s}, s": {p: f"{t:.2f}" for p, t in (seconds[s] | {"together": total[s]}).items()}
+            for s in starts}  # fmt: skip
+    show_table(pandas.DataFrame(rows).rename_axis("after the kill"))
+    slow = max(phases, key=lambda p: seconds["torchrun"][p])
+    said = guess.against(estimate([total["torchrun"]], "s"))
+    say(
+        f"Under torchrun most of the time goes into: {slow}. {said} One restart each: an order of magnitude, not a law."
+    )
 
 
 def restarts(run: Records) -> pandas.DataFrame:
@@ -139,7 +132,7 @@ def shards(run: Records) -> pandas.DataFrame:
     for damage in dict.fromkeys(r.case["damage"] for r in run.where("noticed")):
         told = [bool(run.one("noticed", damage=damage, checksums=c).value) for c in (False, True)]
         words = ["noticed" if t else "loaded, silently wrong" for t in told]
-        rows.append({"what": f"a part is {damage.replace('_', ' ')}", "result": words[0], "with checksums": words[1]})
+        rows.append({"what": BROKEN.get(damage, damage), "result": words[0], "with checksums": words[1]})
     return pandas.DataFrame(rows).set_index("what")
 
 

@@ -25,7 +25,7 @@ def halves(run: Records) -> pandas.DataFrame:
         first, second = (run.one("trained_parameters", half=h, **case).value for h in ("first", "second"))
         moved = run.one("moved", half="first", **case).value
         rows.append({"second half gets": case["way"], "loss of": case["loss"], "first half": _trains(first, moved),
-                     "second half": _trains(second, 1.0), "accuracy": f"{estimate(r.samples).value:.0%}",
+                     "second half": _trains(second, 1.0), "test accuracy": f"{estimate(r.samples).value:.0%}",
                      "first loss": f"{run.one('first_loss', **case).value:.2f}"})  # fmt: skip
     return pandas.DataFrame(rows).set_index("second half gets")
 
@@ -38,7 +38,7 @@ def surprise(run: Records, guess: Prediction) -> None:
 
 
 def _trains(tensors: float, moved: float) -> str:
-    return "trains" if tensors and moved else "no gradient: stays as it was"
+    return "trains" if tensors and moved else "no gradient, stays as it was"
 
 
 def timeline(run: Records, chain: str, micro_batches: int) -> None:
@@ -77,8 +77,8 @@ def speed(run: Records, chain: str, guess: Prediction) -> None:
     found = {k[2]: v for k, v in analysis.speedups(run, chain).items() if k[0] == "1f1b" and k[1] == "hand"}
     fitted, many = analysis.fit(run, chain), sorted(found)
     key, p = analysis.best(run, chain), fitted.stages
-    fastest = analysis.speedups(run, chain)[key]
-    message = f"{key[2]} micro-batches: {fastest.value:.2f} times as fast as the naive split"
+    most = max(found, key=lambda m: found[m].value)
+    message = f"{most} micro-batches: {found[most].value:.2f} times as fast as the naive split"
     fig, ax = figure(
         message, xlabel="micro-batches", ylabel="speed, naive split = 1 (x)", records=run, legend_below=True
     )
@@ -97,9 +97,9 @@ def speed(run: Records, chain: str, guess: Prediction) -> None:
     single = paired_ratio(naive.samples, next(r for r in run.where("step_s", chain=chain, schedule="single")).samples)
     best_way, cost_ms = f"{NAMES.get(key[0], key[0])} with {key[2]}", 1000 * fitted.per_micro_batch_s
     say(f"* The naive split takes {single} the time of one device alone.\n* With 8 micro-batches: {found[8]}. "
-        f"{guess.against(found[8])}\n* The best, {best_way}, reaches {share} of what the machine allows after its "
-        f"bubble. A micro-batch costs {cost_ms:.2g} ms beside its work, so the fit puts the optimum at "
-        f"{fitted.best_micro_batches:.0f}.")  # fmt: skip
+        f"{guess.against(found[8])}\n* The best of all, {best_way}, reaches {share} of the ceiling "
+        f"that its bubble leaves. A micro-batch costs {cost_ms:.2g} ms beside its work; by the fit "
+        f"{fitted.best_micro_batches:.0f} of them are best.")  # fmt: skip
 
 
 def idle(run: Records, chain: str) -> pandas.DataFrame:
@@ -147,6 +147,8 @@ def cuts(run: Records, guess: Prediction) -> None:
         at = [cut[0] for cut, _, _ in rows]
         curve(ax, at, [predicted / least for _, predicted, _ in rows], label=chain, color=SERIES[k])
         points(ax, at, [measured / least for _, _, measured in rows], label=chain, color=SERIES[k])
+        ax.annotate(chain, (at[-1], rows[-1][2] / least), xytext=(0, 7), textcoords="offset points", ha="center",
+                    fontsize=10)  # fmt: skip
     first = chains[0]
     place = {cut[0]: measured for cut, _, measured in sweep(run, first)}
     near = min(place, key=lambda cut: abs(cut - float(guess)))

@@ -11,7 +11,8 @@ from labs.kit.plot import GREY, SERIES, figure, log_axes, points, show
 from labs.kit.record import Records
 from labs.kit.say import say, show_table
 
-MODES = {"ddp": "DDP", "tensor": "tensor parallel", "pipeline": "pipeline, 1F1B"}
+WAYS = {"ddp": "DDP", "fsdp": "FSDP2", "fsdp, kept": "FSDP2, parameters kept"}
+MODES = {"ddp": "DDP", "tensor": "tensor parallel", "pipeline": "1F1B pipeline"}
 
 
 def traffic(run: Records) -> pandas.DataFrame:
@@ -19,11 +20,11 @@ def traffic(run: Records) -> pandas.DataFrame:
     rows = []
     for model, way in dict.fromkeys((r.case["model"], r.case["way"]) for r in run.where("all_reduces", split="even")):
         case = {"model": model, "way": way, "split": "even"}
-        cells = {"model": model, "way": way}
+        cells = {"model": model, "way": way.replace("dtensor", "DTensor")}
         for phase in ("forward", "backward"):
             count, closed = (next(r.value for r in run.where("all_reduces", phase=phase, **case) if r.kind == k)
                              for k in ("measured", "modelled"))  # fmt: skip
-            cells[f"{phase}: all-reduces"] = f"{count:.0f} (closed form {closed:.0f})"
+            cells[f"all-reduces, {phase}"] = f"{count:.0f}" + f", closed form {closed:.0f}" * (count != closed)
         sent = {
             k: sum(r.value for r in run.where("sent_bytes", **case) if r.kind == k) for k in ("measured", "modelled")
         }
@@ -38,8 +39,8 @@ def where_it_wins(run: Records) -> None:
     width = max(r.case["width"] for r in run.where("step_s"))
     rows = sorted({r.case["rows"] for r in run.where("step_s", width=width)})
     found = {m: {n: _speed(run, m, width, n) for n in rows} for m in MODES}
-    few, many = (MODES[max(MODES, key=lambda m: found[m][n].value)] for n in (rows[0], rows[-1]))
-    message = f"Fastest with few rows: {few}; with many: {many if many != few else 'the same'}"
+    few, many = (_fastest(run, width, n) for n in (rows[0], rows[-1]))
+    message = f"Fastest with {rows[0]} rows: {few}; with {rows[-1]}: {many}"
     fig, ax = figure(message, xlabel="rows in the batch of both ranks", ylabel="speed, one device = 1 (x)", records=run,
                      legend_below=True)  # fmt: skip
     for k, (mode, speeds) in enumerate(found.items()):
@@ -53,6 +54,15 @@ def where_it_wins(run: Records) -> None:
     said = "; ".join(f"{MODES[m]} {sent[m] / 1e6:.2f} MB and {more[m] / 1e6:.2f} MB" for m in MODES)
     say(f"Layers of width {width}. Sent per rank and step with {rows[0]} and with {rows[-1]} rows: {said}. What tensor "
         "parallel sends grows with the rows, what DDP sends with the parameters.")  # fmt: skip
+
+
+def _fastest(run: Records, width: int, rows: int) -> str:
+    """The fastest way by name; two of them where the interval of their ratio holds 1."""
+    found = sorted(MODES, key=lambda m: -_speed(run, m, width, rows).value)
+    samples = [next(r for r in run.where("step_s", mode=m, width=width, rows=rows) if r.kind == "measured").samples
+               for m in found[:2]]  # fmt: skip
+    near = paired_ratio(samples[1], samples[0]).low <= 1
+    return " or ".join(MODES[m] for m in found[: 1 + near])
 
 
 def _speed(run: Records, mode: str, width: int, rows: int) -> Estimate:
@@ -79,13 +89,13 @@ def axes(run: Records) -> pandas.DataFrame:
 def sharded(run: Records, model: str, guess: Prediction) -> None:
     """In a table and words: FSDP2 against DDP, bytes held and bytes sent by each rank."""
     rows = {}
-    for way in ("ddp", "fsdp", "fsdp, kept"):
+    for way in WAYS:
         case = {"way": way, "model": model}
         held = {w: _both(run, "bytes_per_rank", what=w, **case) for w in ("parameters", "gradients", "optimizer")}
         ops = dict.fromkeys(r.case["op"] for r in run.where("sent_bytes", **case))
         sent = [_both(run, "sent_bytes", op=op, **case) for op in ops]
         exact = all(a == b for a, b in [*held.values(), *sent])
-        rows[way] = {"states held": f"{sum(a for a, _ in held.values()) / 1e6:.2f} MB",
+        rows[WAYS[way]] = {"states held": f"{sum(a for a, _ in held.values()) / 1e6:.2f} MB",
                      "parameters gathered at once": f"{_both(run, 'gathered_bytes', **case)[0] / 1e6:.2f} MB",
                      "peak of the step": f"{run.one('peak_bytes', **case).value / 1e6:.1f} MB",
                      "sent per step": f"{sum(a for a, _ in sent) / 1e6:.2f} MB",
@@ -115,7 +125,7 @@ def sums(run: Records) -> pandas.DataFrame:
     counted = [r for r in run.where("sent_bytes")]
     exact = all(a.samples == b.samples for a, b in zip(counted[::2], counted[1::2], strict=True))
     rows.append(
-        {"ranks": "here, 2", **dict.fromkeys(ways, "as closed form, exactly" if exact else "NOT as closed form")}
+        {"ranks": "counted here", **dict.fromkeys(ways, "as the closed form" if exact else "NOT as the closed form")}
     )
     return pandas.DataFrame(rows).set_index("ranks")
 
@@ -127,5 +137,6 @@ def sum_times(run: Records) -> None:
     for size in (sizes[0], sizes[-1]):
         seconds = {r.case["way"]: r.samples for r in run.where("seconds", size=size) if r.kind == "measured"}
         ratios = [f"{w}: {paired_ratio(seconds[w], seconds['all_reduce'])}" for w in seconds if w != "all_reduce"]
-        said.append(f"* {size:,} bytes: all_reduce {estimate(seconds['all_reduce'], 's')}; {', '.join(ratios)} as long")
+        took = estimate(seconds["all_reduce"], "s")
+        said.append(f"* {size / 1e6:.2g} MB: all_reduce takes {took}; in units of that, {', '.join(ratios)}")
     say("\n".join(said))

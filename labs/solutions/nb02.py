@@ -14,7 +14,7 @@ from labs.kit.measure import differs, paired_ratio
 
 
 def worker_init(worker_id: int) -> None:
-    """Give this worker's copy of the data set a generator whose seed is new in every worker and every epoch."""
+    """Give this worker's copy of the dataset a generator whose seed is new in every worker and every epoch."""
     get_worker_info().dataset.rng = np.random.default_rng(torch.initial_seed())
 
 

@@ -33,6 +33,11 @@ def _drops_unknown(cuda, nvml):
     return [known[u.lower()] for u in cuda if u.lower() in known]
 
 
+def _minus_one(cuda, nvml):
+    known = {u.lower().removeprefix("gpu-"): i for i, u in enumerate(nvml)}
+    return [known.get(u.lower(), -1) for u in cuda]
+
+
 def _crashes_on_max(affinity, cpu_max):
     quota, period = map(int, cpu_max.split())
     return max(1, min(len(affinity), quota // period))
@@ -75,6 +80,7 @@ MUTANTS = {
         "inverse mapping": (_inverse, "maps NVML indices to CUDA"),
         "raises on an unknown card": (_raises_on_unknown, "does not list"),
         "drops an unknown card": (_drops_unknown, "left out"),
+        "-1 for an unknown card": (_minus_one, "gets -1"),
     },
     "00.2": {
         "max not handled": (_crashes_on_max, "no quota"),
@@ -90,6 +96,7 @@ MUTANTS = {
         "larger limit": (lambda i, p, b: max(p, i * b), "larger of the two"),
         "no roof": (lambda i, p, b: i * b, "nothing stops it"),
         "divided": (lambda i, p, b: min(p, b / i), "falls when there is more work"),
+        "in GFLOP/s": (lambda i, p, b: min(p, i * b) / 1e9, "this is in GFLOP/s"),
         "times added": (lambda i, p, b: 1 / (1 / p + 1 / (i * b)), "added the two times"),
     },
     "00.4": {
@@ -100,6 +107,7 @@ MUTANTS = {
         "GiB": (lambda s, t, n: s / t * 2 * (n - 1) / n / 2**30, "GiB/s"),
         "bits": (lambda s, t, n: 8 * s / t * 2 * (n - 1) / n / 1e9, "Gbit/s"),
         "byte/s": (lambda s, t, n: s / t * 2 * (n - 1) / n, "byte/s"),
+        "algbw in byte/s": (lambda s, t, n: s / t, "algbw, size / time, and in byte/s"),
         "factor 2": (lambda s, t, n: 2 * s / t / 1e9, "infinitely many"),
     },
 }

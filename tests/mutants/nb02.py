@@ -365,7 +365,7 @@ MUTANTS = {
         "spawned from the copy": (_spawned, "still come from dataset.rng"),
         "RandomState": (_old_generator, "dataset.rng is a RandomState now"),
         "seed() of a generator": (_seeds_a_generator, "a NumPy Generator has no seed()"),
-        "data set not found": (_global_dataset, "your code does not find the data set"),
+        "dataset not found": (_global_dataset, "your code does not find the dataset"),
         "resets torch": (_resets_torch, "you also reset torch"),
         "unseeds NumPy": (_unseeds_numpy, "not to the same in a second run"),
     },
