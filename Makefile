@@ -14,23 +14,29 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport JUPYTER_PATH
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help lab course test constraints clean moved
+.PHONY: help lab course slides test drills notebooks constraints clean moved
 
 help:
 	@echo "make lab     JupyterLab on $(START) (LAB_ARGS='--no-browser --port 9000' for its options)"
 	@echo "make course  run every notebook into build/ and write build/index.html (ARGS='-p NPROC 1' sets a parameter)"
 	@echo "make test    lint, then every test and every notebook"
+	@echo "make drills  only the tests that kill, fill a disk, corrupt, hang or interrupt"
+	@echo "make slides  slides of every notebook in build/slides, without a network (ARGS='--solutions 03.1', '--source build')"
 	@echo "make clean   remove build/ and caches; .venv stays"
 	@echo "Each installs into .venv first if needed: PYTHON=python3.12 picks the Python, PIP_ARGS adds pip options."
 
 lab: $(READY)
 	@echo "== JupyterLab: open the link with 'token' below if no browser opens. Ctrl-C stops it."
 	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url="/lab/tree/$(START)" \
-		--KernelManager.transport_encryption=auto $(LAB_ARGS)
+		--KernelManager.transport_encryption=auto --LabApp.app_settings_dir=labs/kit/jupyterlab $(LAB_ARGS)
 
 course: $(READY)
 	@echo "== Run every notebook into build/"
 	@$(PY) -m labs.kit.course $(ARGS)
+
+slides: $(READY)
+	@echo "== Write the slides into build/slides"
+	@$(PY) -m labs.kit.slides $(ARGS)
 
 test: $(READY)
 	@echo "== Lint"
@@ -38,6 +44,15 @@ test: $(READY)
 	$(PY) -m ruff format --check .
 	@echo "== Tests of the kit, labs, exercises and repository, then every notebook against its committed outputs"
 	$(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=90 $(ARGS)
+
+drills: $(READY)
+	@echo "== Whatever is killed, filled, corrupted, hung or interrupted: nothing is lost and nothing stays behind"
+	$(PY) -m pytest -m drill tests $(ARGS)
+
+# For maintainers: outputs of one run of this code, in place. Nothing else should run meanwhile: the cells measure.
+notebooks: $(READY)
+	@echo "== Run the notebooks whose cells or code have changed, and keep their outputs"
+	@$(PY) -m labs.kit.rerun $(or $(ARGS),--stale)
 
 # For maintainers: the newest versions that pyproject.toml allows, without the CUDA libraries that torch pins itself.
 constraints: $(READY)

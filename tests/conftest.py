@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 def pytest_configure(config):
     use_own_kernel()
+    for name in ("COURSE_ROOM", "COURSE_NAME", "COURSE_QUEUE", "COURSE_QUEUE_SCOPE"):  # tests are no learner in a room
+        os.environ.pop(name, None)
     # A shell without job control starts `make test &` with SIGINT ignored, and all that tests start inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # For ranks, kernels and command lines that tests start; pyproject.toml says it for this process. The

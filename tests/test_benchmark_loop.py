@@ -182,6 +182,7 @@ def endless():
     time.sleep(1000)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("factory", "words"),
     [("broken", "RuntimeError: no such loss$"), ("lost", "died without a word"), ("endless", "no answer within 0.5 s")],
@@ -198,6 +199,7 @@ def test_as_printed_the_loop_does_not_even_notice_that_it_failed():
     assert benchmark_loop.one_answer(f"{__name__}:broken", 2, 2, 0, CPU) > 0
 
 
+@pytest.mark.drill
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent died")
 def test_nothing_is_left_when_the_rank_is_killed():
     code = "import torch; from labs import benchmark_loop as b; "

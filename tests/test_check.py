@@ -144,6 +144,7 @@ def test_wrong_shapes_of_answer_are_named(candidate, words):
     assert outcome.state == "not yet" and words in outcome.text
 
 
+@pytest.mark.drill
 def test_a_loop_that_never_ends_is_stopped():
     def endless(values):
         while True:
@@ -156,6 +157,7 @@ def test_a_loop_that_never_ends_is_stopped():
     assert outcome.state == "not yet" and "did not finish within 0.5 s" in outcome.text
 
 
+@pytest.mark.drill
 def test_a_real_interrupt_is_not_taken_for_a_timeout():
     def interrupted(values):
         signal.raise_signal(signal.SIGINT)
@@ -222,6 +224,7 @@ def test_a_prediction_against_what_was_measured():
     assert "25% below what was modelled" in guess.against(2.0, "modelled")
     assert "50% above" in guess.against(Estimate(1.0, 0.9, 1.1, 9))
     assert "within what was measured" in guess.against(Estimate(1.6, 1.4, 1.7, 9))
+    assert guess.against(1.5).endswith("that is exactly what was measured.")
 
 
 @pytest.mark.parametrize("wrong", ["two", True, [1.0], float("inf")])

@@ -216,6 +216,7 @@ def test_skipped_files_are_told_on_stderr(folder, capsys):
     assert capsys.readouterr().err == f"skipped: {folder / 'step-00000003.pt'} is empty\n"
 
 
+@pytest.mark.drill
 def test_two_hundred_corruptions(tmp_path):
     source = states(0)
     for step in range(2):
@@ -238,6 +239,7 @@ def test_a_damage_changes_something(kind):
 # -- a writer that dies, or finds no room
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("name", "count"), [("full", 100), ("rename", 15), ("in place", 15)])
 def test_kills_while_saving(tmp_path, name, count):
     kills = list(drills.kills(WAYS[name], tmp_path, count, 2**18, seed=2))
@@ -281,6 +283,7 @@ def test_an_error_on_the_way_loses_nothing(folder, monkeypatch, name):
     assert names(folder) == [f"step-0000000{i}.pt" for i in (1, 2, 3)] and latest(folder) == (3, [])
 
 
+@pytest.mark.drill
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs Linux")
 @pytest.mark.parametrize("mount", [True, False])
 def test_a_full_disk_loses_nothing(mount, monkeypatch):
@@ -300,6 +303,7 @@ def test_a_full_disk_loses_nothing(mount, monkeypatch):
 # -- several writers
 
 
+@pytest.mark.drill
 def test_two_writers_at_once(tmp_path):
     (tmp_path / "full").mkdir()
     assert drills.two_writers(WAYS["full"], tmp_path / "full", 10, 2**18) == (0, 0)

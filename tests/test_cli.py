@@ -141,22 +141,27 @@ def test_launch_refuses_bad_input_before_anything_starts(arguments, told, monkey
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--nproc", "0"], "nproc must be at least 1, not 0"),
-        (["--nproc", "64"], "64 ranks need 64 devices and this machine has .* use --nproc .* --oversubscribe to share"),
-        (["--workers", "-1"], "workers must be at least 0, not -1"),
-    ],
-)
-def test_the_shell_refuses_bad_input_before_anything_starts(arguments, told, tmp_path):
-    environment = new_environment(TMPDIR=str(tmp_path))
-    done = subprocess.run(
-        [*PYTHON, "-m", "labs_for_tests.faulty", *arguments], env=environment, cwd=HERE, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert re.match(f"python -m labs_for_tests.faulty: {told}", done.stderr)
+REFUSED = {
+    "--nproc 0": "nproc must be at least 1, not 0",
+    "--nproc 64": "64 ranks need 64 devices and this machine has .* use --nproc .* --oversubscribe to share",
+    "--workers -1": "workers must be at least 0, not -1",
+}
+
+
+def test_the_shell_refuses_bad_input_before_anything_starts(tmp_path):
+    """All at once: each spends its time on importing torch."""
+    environment, faulty = new_environment(TMPDIR=str(tmp_path)), [*PYTHON, "-m", "labs_for_tests.faulty"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = {a: subprocess.Popen([*faulty, *a.split()], env=environment, cwd=HERE, **pipes) for a in REFUSED}
+    try:
+        for arguments, process in started.items():
+            out, told = process.communicate(timeout=60)
+            assert (process.returncode, out, told.count("\n")) == (2, "", 1), told
+            assert re.match(f"python -m labs_for_tests.faulty: {REFUSED[arguments]}", told)
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
     assert_no_survivors(environment[MARK])
     assert not leftovers(tmp_path)
 

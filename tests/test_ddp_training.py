@@ -43,6 +43,7 @@ def test_what_raises_says_so_in_torchs_words(run):
     assert cured.case["error"] == "none"
 
 
+@pytest.mark.drill
 def test_one_writer_never_leaves_a_damaged_checkpoint(run):
     assert run.one("damaged_share", guarded=True).value == 0
     assert [r.value for r in run.where("writers")] == [2, 1]

@@ -58,6 +58,7 @@ def test_the_phases_of_a_restart_add_up(run, case):
     assert sum(r.value for r in phases) == pytest.approx(run.one("restart_s", run=case).value)
 
 
+@pytest.mark.drill
 def test_nothing_is_left(run):
     assert [r.value for r in run.where("leftovers")] == [0, 0]
 
@@ -171,6 +172,7 @@ def torchrun(tmp_path):
         job.process.communicate(timeout=30)
 
 
+@pytest.mark.drill
 def test_a_rank_killed_by_hand(torchrun, tmp_path):
     """The learner's own drill. 80 steps, so that there is time for the kill."""
     job = torchrun("--epochs", "20")
@@ -202,6 +204,7 @@ def test_ending_torchrun_ends_its_ranks(torchrun, number):
 # The lab itself is killed
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("who", ["launcher", "lab"])
 def test_killing_the_lab_ends_all_processes_and_removes_its_folder(who, tmp_path):
     temporary = Path("/tmp") / f"t-{os.getpid()}-{who}"  # a short path, as sockets need it

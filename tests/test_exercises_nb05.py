@@ -159,6 +159,7 @@ def test_a_sync_of_the_whole_machine_is_as_good(monkeypatch):
     passes("05.1", SyncsAll)
 
 
+@pytest.mark.drill
 def test_a_drill_kills_at_the_byte_at_the_call_and_fails_the_write(tmp_path):
     file = tmp_path / "file"
 
@@ -173,6 +174,7 @@ def test_a_drill_kills_at_the_byte_at_the_call_and_fails_the_write(tmp_path):
     assert [c.what for c in ended.calls] == ["open", "replace"] and not file.exists()
 
 
+@pytest.mark.drill
 def test_torchs_own_writer_is_killed_too(tmp_path):
     file = tmp_path / "file"
     assert in_child(lambda: torch.save(a_state(1), file), Drill(kill_at_byte=5000)).killed
@@ -180,15 +182,17 @@ def test_torchs_own_writer_is_killed_too(tmp_path):
     assert in_child(lambda: torch.save(a_state(1), file), Drill(full_at_byte=5000)).error
 
 
+@pytest.mark.drill
 def test_an_act_that_hangs_is_ended(monkeypatch):
     monkeypatch.setattr(checkpoint_drills, "LIMIT_S", 0.3)
     before, started = children(), time.monotonic()
     with pytest.raises(Mistake, match="did not end"):
         in_child(lambda: time.sleep(60))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "it would have taken a minute"
     assert children() == before
 
 
+@pytest.mark.drill
 def test_an_act_that_leaves_by_exit_or_signal_is_told_apart():
     assert in_child(lambda: os._exit(3)).error == "SystemExit"
     assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)).killed
@@ -433,6 +437,7 @@ def test_a_check_leaves_random_states_and_threads_as_they_were():
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.drill
 def test_nothing_is_left_behind():
     processes = children()
     before = set(Path(tempfile.gettempdir()).glob("checkpoints-*"))

@@ -130,6 +130,7 @@ def test_stages_that_share_a_variable_fail_on_ranks():
     assert "do the stages share a variable?" in examine("06.1", shares_a_variable).text
 
 
+@pytest.mark.drill
 def test_a_loop_without_end_is_ended(monkeypatch):
     monkeypatch.setattr(pipeline_checks, "LIMIT_S", 0.3)
 
@@ -170,6 +171,7 @@ def test_a_todo_inside_of_the_function_is_found():
     assert examine("06.1", pipeline_step).state == "to do"
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("sends", [(1, -1), (-1, 1)])
 def test_a_dead_lock_of_three_names_the_two_that_block_each_other(sends):
     waits = {0: Wait(0, True, 1, 2), 1: Wait(1, True, 1, 2), 2: Wait(2, True, -1, 1)}
@@ -201,6 +203,7 @@ def test_an_exchange_hands_over_in_order_and_blocks_the_sender():
     assert [s for s in seen if s.startswith("takes")] == ["takes 0", "takes 1", "takes 2"]
 
 
+@pytest.mark.drill
 def test_late_calls_are_ended_and_errors_pass_through():
     before = set(threading.enumerate())
     with pytest.raises(Mistake, match="late"):

@@ -59,6 +59,7 @@ def own_tmp():
 # Faults of a rank
 
 
+@pytest.mark.drill
 def test_a_rank_that_raises_is_named_with_its_traceback_first():
     with pytest.raises(RankFailed) as failure:
         launch(FAULTY, fault="raise", say="before the fault")
@@ -75,6 +76,7 @@ def test_bad_input_found_by_a_rank_stays_bad_input():
         launch(FAULTY, fault="bad_input")
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_not_the_peers_connection_errors(rank):
     with pytest.raises(RankFailed, match=f"^rank {rank} was killed by SIGKILL") as failure:
@@ -82,6 +84,7 @@ def test_a_killed_rank_is_named_not_the_peers_connection_errors(rank):
     assert failure.value.rank == rank
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("fault", "told"), [("exit", "exit code 3"), ("segfault", "SIGSEGV")])
 def test_a_rank_that_vanishes_is_named(fault, told):
     with pytest.raises(RankFailed, match=f"^rank 1 .*{told}"):
@@ -96,12 +99,14 @@ def test_a_connection_error_alone_is_reported():
         run_on_ranks(broken, 1)
 
 
+@pytest.mark.drill
 def test_a_stopped_rank_ends_in_a_timeout_that_names_it():
     with pytest.raises(RankTimeout, match="rank 1 was stopped") as failure:
         launch(FAULTY, fault="sigstop", timeout_s=2, workers=1)
     assert failure.value.rank == 1
 
 
+@pytest.mark.drill
 def test_a_hang_in_a_collective_tells_where_each_rank_was():
     with pytest.raises(RankTimeout) as failure:
         launch(FAULTY, fault="sleep", timeout_s=2)
@@ -109,6 +114,7 @@ def test_a_hang_in_a_collective_tells_where_each_rank_was():
     assert "all_reduce" in rank_0 and "go_wrong" in rank_1
 
 
+@pytest.mark.drill
 def test_a_rank_that_left_early_is_told_from_those_that_wait_for_it():
     def early():
         import torch.distributed as dist
@@ -121,6 +127,7 @@ def test_a_rank_that_left_early_is_told_from_those_that_wait_for_it():
     assert "barrier" in str(failure.value)
 
 
+@pytest.mark.drill
 def test_a_killed_fork_server_ends_the_run_and_the_next_one_works():
     def kill_parent():
         os.kill(os.getppid(), signal.SIGKILL)
@@ -131,6 +138,7 @@ def test_a_killed_fork_server_ends_the_run_and_the_next_one_works():
     assert run_on_ranks(lambda: 1) == [1, 1]
 
 
+@pytest.mark.drill
 def test_a_killed_guardian_is_replaced():
     run_on_ranks(lambda: 1)
     guardians = [p for p in psutil.Process().children() if "guardian.py" in " ".join(p.cmdline())]
@@ -214,6 +222,7 @@ def kernel(own_tmp):
 SLEEP = f"launch({FAULTY!r}, fault='sleep', workers=2, timeout_s=100)"
 
 
+@pytest.mark.drill
 def test_interrupting_the_cell_stops_the_run_and_the_kernel_goes_on(kernel):
     assert kernel.interrupt(kernel.start(SLEEP)) == ["KeyboardInterrupt: all ranks have been stopped"]
     assert_no_survivors(kernel.mark, kernel.pid)
@@ -226,6 +235,7 @@ def test_interrupting_the_cell_stops_the_run_and_the_kernel_goes_on(kernel):
     assert traceback[-2] == "ValueError: mine" and "rank 0" in traceback[-1]
 
 
+@pytest.mark.drill
 def test_an_interrupt_while_torch_is_still_loading_keeps_the_fork_server(own_tmp):
     kernel = Kernel(own_tmp)
     try:
@@ -240,12 +250,14 @@ def test_an_interrupt_while_torch_is_still_loading_keeps_the_fork_server(own_tmp
     assert_no_survivors(kernel.mark)
 
 
+@pytest.mark.drill
 def test_killing_the_kernel_kills_ranks_and_workers(kernel):
     kernel.start(SLEEP)
     os.kill(kernel.pid, signal.SIGKILL)
     assert_no_survivors(kernel.mark)
 
 
+@pytest.mark.drill
 def test_restarting_the_kernel_kills_ranks_and_workers(kernel):
     kernel.start(SLEEP)
     before = {p.pid for p in family(kernel.mark)}
@@ -266,6 +278,7 @@ def command(*arguments: str, tmp: str, lab: str = FAULTY) -> tuple[subprocess.Po
     return process, environment[MARK]
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("number", "group", "code"),
     [(signal.SIGINT, True, 130), (signal.SIGTERM, False, -signal.SIGTERM), (signal.SIGKILL, False, -signal.SIGKILL)],
@@ -281,6 +294,7 @@ def test_ending_a_lab_in_the_shell_ends_its_ranks(number, group, code, own_tmp):
         assert complaint == "interrupted: all ranks stopped, nothing was recorded\n"
 
 
+@pytest.mark.drill
 def test_a_failing_rank_in_the_shell_is_exit_code_1(own_tmp):
     process, mark = command("--fault", "raise", tmp=own_tmp)
     out, complaint = process.communicate(timeout=60)
@@ -288,6 +302,7 @@ def test_a_failing_rank_in_the_shell_is_exit_code_1(own_tmp):
     assert_no_survivors(mark)
 
 
+@pytest.mark.drill
 def test_interrupts_at_any_moment(own_tmp):
     code = (
         "import sys\nfrom labs.kit.launch import launch\n"
@@ -333,6 +348,7 @@ def test_two_launches_of_one_process_take_turns():
     assert results == {"a": 2.0, "b": 2.0}
 
 
+@pytest.mark.drill
 def test_two_processes_at_once_do_not_disturb_each_other(own_tmp, tmp_path):
     process, mark = command("--out", str(tmp_path / "theirs.jsonl"), tmp=own_tmp, lab="labs_for_tests.empty")
     while process.poll() is None:
@@ -345,6 +361,7 @@ def test_two_processes_at_once_do_not_disturb_each_other(own_tmp, tmp_path):
 # Recording
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("place", ["/dev/full", "limit", "gone"])
 def test_records_that_cannot_be_saved_are_printed(place, own_tmp, tmp_path):
     out = "/dev/full" if place == "/dev/full" else str(tmp_path / "folder" / "run.jsonl")

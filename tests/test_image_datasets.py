@@ -245,7 +245,7 @@ def test_shards_are_plain_tar_files_of_pairs_with_the_same_bytes_each_time(kept,
 
 
 class Fails(torch.utils.data.Dataset):
-    """A data set whose second item cannot be had."""
+    """A dataset whose second item cannot be had."""
 
     def __len__(self):
         return 2
@@ -256,6 +256,7 @@ class Fails(torch.utils.data.Dataset):
         return torch.zeros(3, 2, 2, dtype=torch.uint8), 0
 
 
+@pytest.mark.drill
 def test_a_write_that_fails_leaves_the_earlier_file(jpegs, tmp_path):
     path = write_memory_map(jpegs, tmp_path / "images.npy")
     before = path.read_bytes()

@@ -103,6 +103,7 @@ def test_each_rank_has_a_core_and_a_thread_of_its_own():
     assert run_on_ranks(function) == [(1, 1), (1, 1)]
 
 
+@pytest.mark.drill
 def test_ranks_start_workers_as_under_torchrun_and_are_killed_with_them():
     def method():
         import multiprocessing
@@ -218,6 +219,7 @@ def test_no_room_for_temporary_files_is_one_line(monkeypatch):
         backstage.Backstage()
 
 
+@pytest.mark.drill
 def test_the_guardian_removes_late_announcements(tmp_path):
     run = tmp_path / "run-0"
     run.mkdir()

@@ -159,6 +159,7 @@ def test_long_runs_stay_bounded(monkeypatch):
     assert m.period_s > 0.005
 
 
+@pytest.mark.drill
 def test_may_be_read_while_it_runs_and_leaves_no_thread():
     before = threading.active_count()
     with Monitor(lambda: {0: os.getpid()}, period_s=0.01) as m:

@@ -1,5 +1,6 @@
 """The course run as `make course` runs it: other parameters, failures, interruption. nbval runs the defaults."""
 
+import json
 import os
 import re
 import signal
@@ -13,7 +14,8 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from labs.kit.course import execute, literal, own_parameters
+from labs.kit import cell_times
+from labs.kit.course import execute, literal, own_parameters, tell_times
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 OTHER = {"NPROC": 1, "SOLUTIONS": True}
@@ -21,12 +23,44 @@ KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "languag
 NAP_S = 60
 
 
+# Labs of whose cases the figures need more than a smoke run has.
+WHOLE = {"activation_checkpointing", "autocast_ops", "elastic_restart", "memory_oracle"}
+SHORT = """
+def _shorten():
+    from functools import wraps
+    from pathlib import Path
+    from labs.kit import launch as module
+    whole = module.launch
+
+    @wraps(whole)
+    def launch(lab, *args, **values):
+        with Path({log!r}).open("a") as file:
+            print(lab, file=file)
+        return whole(lab, *args, **values | ({{}} if lab in {WHOLE!r} else {{"smoke": True}}))
+
+    module.launch = launch
+_shorten()
+"""
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """Kernels whose launches are smoke runs, for IPython starts with SHORT. The file names what was launched."""
+    startup, log = tmp_path / "ipython" / "profile_default" / "startup", tmp_path / "launched"
+    startup.mkdir(parents=True)
+    (startup / "short.py").write_text(SHORT.format(log=str(log), WHOLE=WHOLE))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    return log
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebook_runs_with_one_rank_and_the_solutions(path, tmp_path):
-    """nbval has run it on two ranks, with every exercise still to do."""
+def test_notebook_runs_with_one_rank_and_the_solutions(path, tmp_path, launched):
+    """nbval has run it on two ranks, with every exercise still to do and every lab at full length."""
     given = own_parameters([path], OTHER)[path]
     assert execute(path, tmp_path / path.name, given) == ""
+    text = "\n".join(c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code")
+    assert set(launched.read_text().split()) == set(re.findall(r'^[^#\n]*\blaunch\("(\w+)"', text, re.M))
     checks = exercise_outputs(tmp_path / path.name)
     assert checks
     assert [text for text in checks if not re.match(r"[\w.]+ passed: ", text)] == []
@@ -72,6 +106,11 @@ def test_course_goes_on_after_a_failure_and_writes_one_index(small):
     index = (small / "build" / "index.html").read_text()
     for part in ("Draw &amp; see", "<li>see it</li>", "<li>go on and on</li>", 'alt="a figure"', "ZeroDivisionError"):
         assert part in index
+    assert re.search(r"\[\d\] \d\.\d s, You will:\s<code>import os, sys</code>", index)
+    assert re.search(r"slowest cells:\n  [ac] cell \[\d\]: \d\.\d s  \w", done.stdout)
+    minutes = json.loads((small / "build" / "minutes.json").read_text())
+    assert [(s["section"], s["cells"]) for s in minutes["a"]] == [("Draw & see", 0), ("You will", 4)]
+    assert set(minutes) == {"a", "c"}, "b did not run to its end"
     assert re.findall(r'<article class="(\w+)">', index) == ["passed", "failed", "passed"]
     page = (small / "build" / "a.html").read_text()
     assert f"1 {sys.prefix} {small.name}" in page
@@ -111,6 +150,7 @@ def test_a_file_that_is_no_notebook_is_named(small):
     assert "b.ipynb is not a notebook" in done.stderr
 
 
+@pytest.mark.drill
 def test_a_cell_that_takes_too_long_fails(small):
     write(small / "b.ipynb", new_markdown_cell("# Wait"), new_code_cell(f"import time\ntime.sleep({NAP_S})"))
     done = course(small, "b", "--cell-timeout", "2")
@@ -118,6 +158,7 @@ def test_a_cell_that_takes_too_long_fails(small):
     assert "CellTimeoutError" in (small / "build" / "index.html").read_text()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_when_it_is_stopped(small, sent):
     started = small / "started"
@@ -158,6 +199,41 @@ def test_nbval_notices_a_changed_output(small):
     stale.cells[1].outputs[0].data["text/plain"] = "'elsewhere'"
     nbformat.write(stale, small / "d.ipynb")
     assert subprocess.run([*map(str, nbval), small / "d.ipynb"], capture_output=True).returncode == 1
+
+
+def timed(path, *seconds):
+    """A notebook that papermill might have written, with one code cell per section and `seconds` for each."""
+    cells = [new_markdown_cell("# Title"), new_code_cell("0", execution_count=1, metadata=took(1.5))]
+    for number, s in enumerate(seconds, start=2):
+        cells += [new_markdown_cell(f"## Part `{number}`\n\ntext"), new_markdown_cell("### Detail")]
+        cells += [new_code_cell(f"\nx = {number} ** 2\ny", execution_count=number, metadata=took(s)), new_code_cell("")]
+    write(path, *cells, new_markdown_cell("## End"))
+    return path
+
+
+def took(seconds):
+    return {"papermill": {"duration": seconds}}
+
+
+def test_cells_are_timed_by_section(tmp_path):
+    path = timed(tmp_path / "01_x.ipynb", 2.0, 40.0)
+    assert [(s.section, s.seconds, s.cells) for s in cell_times.sections(path)] == [
+        ("Title", 1.5, 1), ("Part 2", 2.0, 1), ("Part 3", 40.0, 1), ("End", 0, 0)
+    ]  # fmt: skip
+    times = cell_times.cell_times(path)
+    assert [str(t) for t in cell_times.slowest(times, 2)] == [
+        "01_x cell [3]: 40.0 s  x = 3 ** 2",
+        "01_x cell [2]: 2.0 s  x = 2 ** 2",
+    ]
+
+
+def test_what_takes_longer_than_promised_is_said(tmp_path, capsys):
+    times = cell_times.cell_times(timed(tmp_path / "01_x.ipynb", 30.0, 40.0))
+    assert cell_times.over_the_limits(times, 600.0) == ["over 30 s: 01_x cell [3]: 40.0 s  x = 3 ** 2"]
+    tell_times(times, 601.0)
+    assert capsys.readouterr().out.splitlines()[-1] == "over 10 min: all notebooks together took 10.0 min"
+    tell_times([], 1.0)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("True", True), ("[1, 2]", [1, 2]), ("ddp", "ddp")])

@@ -174,6 +174,7 @@ def test_a_model_of_ones_own_runs_like_the_others():
     assert run.where("sent_bytes", stage=0, message="activation")[0].value == 32 * 4 * 4  # rows, numbers, bytes
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("factory", "words"),
     [
@@ -186,5 +187,5 @@ def test_a_stage_that_fails_is_named_and_nothing_stays(factory, words):
     with pytest.raises(RankFailed) as e:
         launch("pipeline_parallel", nproc=2, model=f"{__name__}:{factory}", wait_s=0.5, smoke=True, oversubscribe=True)
     assert any(words in line for line in str(e.value).splitlines())
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60, "long before the launch would have run out of time"
     assert_no_survivors(os.environ[MARK], os.getpid())

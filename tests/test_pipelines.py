@@ -209,6 +209,7 @@ def test_a_stage_that_raises_is_named_with_its_micro_batch():
     assert e.value.rank == 1
 
 
+@pytest.mark.drill
 def test_a_stage_that_hangs_is_named_by_the_one_that_waits():
     with pytest.raises(RankFailed) as e:
         run_on_ranks(_failing, 2, "hangs", 0.5)

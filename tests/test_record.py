@@ -139,6 +139,7 @@ def test_a_file_that_is_no_text_or_not_there(tmp_path):
         load(tmp_path / "nothing.jsonl")
 
 
+@pytest.mark.drill
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = write_atomic(tmp_path / "run.jsonl", "old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -158,6 +159,7 @@ def test_a_link_and_a_pipe_are_written_through(tmp_path):
         assert reader.stdout.read() == "through"
 
 
+@pytest.mark.drill
 def test_killed_while_saving_the_file_is_old_or_new(tmp_path):
     path = tmp_path / "run.jsonl"
     code = (

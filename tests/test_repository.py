@@ -113,10 +113,11 @@ def instructions() -> list[tuple[str, str]]:
 
 def test_dockerfile_installs_the_list_as_a_user_without_privileges():
     steps = instructions()
-    base = next(value for name, value in steps if name == "FROM")
+    assert [name for name, _ in steps[:2]] == ["ARG", "FROM"] and steps[1][1] == "${BASE}"
+    base = steps[0][1].removeprefix("BASE=")
     assert SpecifierSet(PROJECT["requires-python"]).contains(re.search(r"python:(\d+\.\d+)", base)[1] + ".0")
     installs = [value for name, value in steps if name == "RUN" and "pip install" in value]
-    assert [i.partition("pip install ")[2] for i in installs] == [INSTALL]
+    assert [i.partition("pip install ")[2] for i in installs] == ["${PIP_ARGS} " + INSTALL]
     users = [(index, value) for index, (name, value) in enumerate(steps) if name == "USER"]
     assert users and all(value not in {"root", "0"} for _, value in users)
     assert users[0][0] < min(i for i, (_, value) in enumerate(steps) if "pip install" in value)
@@ -168,7 +169,7 @@ def test_readme_commands_exist():
     assert modules and [m for m in modules if importlib.util.find_spec(m) is None] == []
 
 
-@pytest.mark.parametrize("target", ["lab", "course", "test", "clean", "help"])
+@pytest.mark.parametrize("target", ["lab", "course", "slides", "test", "drills", "clean", "help"])
 def test_make_knows_and_explains_each_command(target):
     assert f"make {target}" in make("help").stdout or target == "help"
     done = make("-n", target)
@@ -223,5 +224,13 @@ def test_no_word_of_a_registry_or_of_one_machine():
 
 def test_top_level_is_as_designed():
     allowed = {"notebooks", "labs", "records", "tests", ".ci", ".github", "README.md", "LICENSE", "Makefile"}
-    allowed |= {"Dockerfile", ".dockerignore", ".gitignore", ".gitattributes", "environment.yml"}
+    allowed |= {
+        "INSTRUCTOR.md",
+        "GLOSSARY.md",
+        "Dockerfile",
+        ".dockerignore",
+        ".gitignore",
+        ".gitattributes",
+        "environment.yml",
+    }
     assert {p.relative_to(ROOT).parts[0] for p in tracked()} - allowed == {"pyproject.toml", "constraints.txt"}

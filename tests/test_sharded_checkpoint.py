@@ -115,6 +115,7 @@ def test_its_folder_goes_away(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.drill
 def test_its_folder_goes_away_even_if_everything_is_killed(tmp_path):
     environment = new_environment(TMPDIR=str(tmp_path))
     command = [*PYTHON, "-m", "labs.sharded_checkpoint", "--rounds", "50", "--nproc", "1", "--width", "512"]

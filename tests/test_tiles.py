@@ -134,6 +134,7 @@ tiles(12, (64, 48), folder=sys.argv[1], progress=lambda done, total: done == 3 a
 """
 
 
+@pytest.mark.drill
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path):
     subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=Path(data.FOLDER).parents[1])
     [partial] = [n for n in names(tmp_path) if n.endswith(derived.PARTIAL)]
@@ -143,6 +144,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path):
     assert len(heard) == 5 and names(tmp_path) == {found.folder.name, ".lock"}
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_cut_leaves_nothing(tmp_path, error):
     def stop(done, total):
@@ -198,6 +200,7 @@ def test_a_cache_without_the_right_to_write_is_one_line_with_the_remedy(tmp_path
         small(tmp_path)
 
 
+@pytest.mark.drill
 def test_a_full_disk_is_one_line_with_the_remedy_and_leaves_nothing(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -165,6 +165,7 @@ def test_save_times_and_sizes(files):
     assert large > 5 * size and files.one("save_s", state="large", way="full").value < 10
 
 
+@pytest.mark.drill
 def test_kills(files):
     for way in ("in place", "rename", "full"):
         lost, loadable = (files.one(m, way=way).samples for m in ("lost", "loadable"))
@@ -176,6 +177,7 @@ def test_kills(files):
     assert files.one("leftovers", way="full").case["leftovers_after_next_save"] == 0
 
 
+@pytest.mark.drill
 def test_corruptions(files):
     load = files.where("files", reader="load")
     assert sum(r.value for r in load) == 28 == sum(r.value for r in load if r.case["verdict"] == "noticed")
@@ -184,6 +186,7 @@ def test_corruptions(files):
     assert all(set(r.samples) == {1.0} for r in files.where("previous_used"))
 
 
+@pytest.mark.drill
 def test_two_writers_and_full_disk(files):
     assert files.one("failed_saves", way="full").value == files.one("unreadable", way="full").value == 0
     assert files.one("earlier_kept", way="full").value == 1 and files.one("left_bytes", way="full").value == 0
@@ -196,6 +199,7 @@ def test_the_folder_to_try_is_used_and_left_empty(tmp_path):
     assert run.where("save_s") and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.drill
 def test_interrupted_kills_leave_no_writer_and_no_file(tmp_path):
     environment = new_environment(TMPDIR=tempfile.mkdtemp(dir=tmp_path))
     command = [*PYTHON, "-m", "labs.training_checkpoint", "--nproc", "1", "--trials", "kills", "--kills", "9999"]

@@ -3,8 +3,9 @@
     python -m labs.kit.course                       # all of notebooks/, into build/
     python -m labs.kit.course 03_dataparallel_vs_ddp -p NPROC 1
 
-Executed notebooks, their HTML pages and index.html are in the output folder. A notebook that fails does not
-stop the others. Exit code: 0 all ran, 1 a notebook failed, 2 bad input, 130 interrupted.
+Executed notebooks, their HTML pages and index.html are in the output folder, and minutes.json: the seconds that the
+cells of each section took. The slowest cells are told in the end, and those of more than 30 s. A notebook that fails
+does not stop the others. Exit code: 0 all ran, 1 a notebook failed, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import json
 import logging
 import os
 import re
@@ -19,13 +21,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from labs.kit.cell_times import CellTime, cell_times, over_the_limits, sections, slowest
 from labs.kit.cli import BadInput, fail, require
 from labs.kit.course_page import Entry, write_index, write_page
+from labs.kit.record import write_atomic
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 KERNEL_GRACE_S = 3.0
@@ -104,10 +109,30 @@ def run_course(entries: dict[Path, Entry], parameters: dict[Path, dict[str, Any]
             raise
         entry.seconds, entry.state = time.perf_counter() - start, "failed" if entry.error else "passed"
         if target.exists():
+            entry.slowest = slowest(cell_times(target), 3)
             write_page(target, entry, folder=source.parent)
         write_index(list(entries.values()), out)
         print(f"      {entry.state} in {entry.seconds:.0f} s", *entry.error.splitlines()[-1:], flush=True)
     return sum(entry.state == "failed" for entry in entries.values())
+
+
+def write_minutes(entries: list[Entry], out: Path) -> list[CellTime]:
+    """Write `out`/minutes.json and return what each cell took, of the notebooks that ran to their end.
+
+    {notebook: [{"section": heading, "seconds": of its cells together, "cells": how many}]}
+    """
+    ran = [out / f"{e.name}.ipynb" for e in entries if e.state == "passed"]
+    minutes = {path.stem: [asdict(s) for s in sections(path)] for path in ran}
+    write_atomic(out / "minutes.json", json.dumps(minutes, indent=1, ensure_ascii=False) + "\n")
+    return [time for path in ran for time in cell_times(path)]
+
+
+def tell_times(times: list[CellTime], course_s: float) -> None:
+    """Print the slowest cells, and what took longer than the course promises."""
+    if times:
+        print("slowest cells:", *slowest(times, 5), sep="\n  ")
+    for line in over_the_limits(times, course_s):
+        print(line)
 
 
 @contextlib.contextmanager
@@ -160,6 +185,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; {out / 'index.html'} shows what had run", file=sys.stderr)
         return 130
+    tell_times(write_minutes(list(entries.values()), out), sum(e.seconds for e in entries.values()))
     print(f"{len(sources) - failed} passed, {failed} failed: open {out / 'index.html'}")
     return 1 if failed else 0
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jinja2
 import nbformat
 
 from labs.kit.cli import BadInput
+from labs.kit.mathml import Formulas
+
+if TYPE_CHECKING:
+    from labs.kit.cell_times import CellTime
 
 INDEX = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -33,6 +38,9 @@ INDEX = """<!DOCTYPE html>
 <p>{{ e.name }}: <span class="state">{{ e.state }}</span>
 {%- if e.seconds %}, {{ "%.1f" | format(e.seconds / 60) }} min{% endif %}</p>
 <ul>{% for goal in e.goals %}<li>{{ goal }}</li>{% endfor %}</ul>
+{% if e.slowest %}<details><summary>Slowest cells</summary><ol>
+{% for t in e.slowest %}<li>[{{ t.number }}] {{ "%.1f" | format(t.seconds) }} s, {{ t.section }}:
+<code>{{ t.source }}</code></li>{% endfor %}</ol></details>{% endif %}
 {% if e.error %}<pre>{{ e.error }}</pre>{% endif %}</div>
 {% if e.thumbnail %}<a href="{{ e.page }}"><img src="{{ e.thumbnail.src }}" alt="{{ e.thumbnail.alt }}"></a>{% endif %}
 </article>{% endfor %}
@@ -64,6 +72,8 @@ class Entry:
     page: str = ""
     """File name of its HTML page, once there is one"""
     thumbnail: Picture | None = None
+    slowest: list[CellTime] = field(default_factory=list)
+    """Its slowest cells, the slowest first"""
 
     @classmethod
     def of(cls, source: Path) -> Entry:
@@ -74,12 +84,12 @@ class Entry:
             reason = str(e).splitlines()[0][:200]
             raise BadInput(f"{source} is not a notebook ({reason}): restore it with git checkout") from None
         text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-        return cls(source.stem, _title(text) or source.stem, _goals(text))
+        return cls(source.stem, heading(text, 1) or source.stem, _goals(text))
 
 
-def _title(markdown: str) -> str:
-    """The first heading's text."""
-    found = re.search(r"^# +(.+)$", markdown, re.MULTILINE)
+def heading(markdown: str, level: int) -> str:
+    """The text of the first heading of this level, "" if there is none."""
+    found = re.search(rf"^#{{{level}}} +(.+)$", markdown, re.MULTILINE)
     return _plain(found[1]) if found else ""
 
 
@@ -138,10 +148,12 @@ def write_page(notebook: Path, entry: Entry, *, folder: Path) -> None:
     """
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(embed_images=True, require_js_url="", mermaid_js_url="")
-    node = nbformat.read(notebook, as_version=4)
+    exporter = HTMLExporter(embed_images=True, require_js_url="", mermaid_js_url="", mathjax_url="")
+    node, formulas = nbformat.read(notebook, as_version=4), Formulas()
+    formulas.take_out_of(node)
     resources = {"metadata": {"name": entry.title, "path": str(folder)}}
     page, _ = exporter.from_notebook_node(node, resources=resources)
+    page = re.sub(r'<script src=""> ?</script>', "", formulas.put_back(page))
     page = re.sub(r'href="(?:\./)?([\w-]+)\.ipynb(#[^"]*)?"', r'href="\1.html\2"', page)
     notebook.with_suffix(".html").write_text(page, encoding="utf-8")
     entry.page = notebook.with_suffix(".html").name
