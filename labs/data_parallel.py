@@ -128,7 +128,7 @@ def _steps(config: Config, rank: Rank, phases: dict, counted: Counter) -> Iterat
         elif mode == "ddp":
             for ranks in range(min(2, everyone), everyone + 1):
                 yield (mode, ranks), _ddp(config, rank, ranks, phases, counted)
-        else:
+        elif rank.local_world_size == everyone:  # one process cannot reach the devices of another machine
             cores_or_gpus = rank.gather(rank.cores[0] if rank.cores else rank.device.index)
             yield (mode, everyone), _dp(config, rank, cores_or_gpus, counted) if rank.rank == 0 else _idle
 

@@ -1,4 +1,4 @@
-"""What does the format of the data set cost: images per second, disk, start-up, memory per worker?
+"""What does the format of the dataset cost: images per second, disk, start-up, memory per worker?
 
     python -m labs.dataset_formats
     python -m labs.dataset_formats --nproc 1 --images 1024 --side 160

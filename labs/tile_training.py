@@ -1,4 +1,4 @@
-"""The models that train on JPEG tiles, and data sets that watch or change what a worker loads."""
+"""The models that train on JPEG tiles, and datasets that watch or change what a worker loads."""
 
 import itertools
 import time

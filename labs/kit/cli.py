@@ -18,7 +18,15 @@ from types import ModuleType
 from typing import Any
 
 from labs.kit.errors import BadInput, require
-from labs.kit.lab import check_layout, did_you_mean, lab_module, make_config, short_name
+from labs.kit.lab import (
+    CANNOT_BE_JUDGED,
+    cannot_be_judged,
+    check_layout,
+    did_you_mean,
+    lab_module,
+    make_config,
+    short_name,
+)
 
 __all__ = [
     "BadInput",
@@ -103,8 +111,8 @@ def _parse(command: type, parts: tuple[type, ...], description: str, prog: str, 
         with contextlib.redirect_stderr(complaint):
             return tyro.cli(command, args=args, prog=prog, description=description,
                             config=(tyro.conf.FlagCreatePairsOff,))  # fmt: skip
-    except BadInput as e:
-        fail(prog, str(e))
+    except CANNOT_BE_JUDGED as e:
+        fail(prog, str(cannot_be_judged(e, (a for a in args if a.startswith("--")))))
     except SystemExit as e:
         if not e.code:
             raise
@@ -116,7 +124,7 @@ def _unknown_option(parts: tuple[type, ...], args: list[str]) -> str:
     known = ["--help", "-h", *(f"--{name.replace('_', '-')}" for name in names)]
     for arg in args:
         option = arg.split("=")[0].replace("_", "-")
-        if option.startswith("-") and not re.match(r"-[\d.]", option) and option not in known:
+        if option.startswith("-") and not re.match(r"-([\d.]|inf|nan)", option) and option not in known:
             return f"there is no option {option}: {did_you_mean(option, known)}--help lists them all"
     return ""
 

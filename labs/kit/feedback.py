@@ -11,6 +11,7 @@ from typing import Any
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 MAX_FRAMES = 5
+LONGEST = 1500  # characters of what a learner reads: nobody reads the ten thousand numbers that a function returned
 
 
 class Mistake(Exception):
@@ -21,33 +22,54 @@ class Mistake(Exception):
         self.what, self.hint = what, hint
 
     def __str__(self) -> str:
-        return f"{self.what}\n    Hint: {self.hint}" if self.hint else self.what
+        what = shown(self.what)
+        return f"{what}\n    Hint: {self.hint}" if self.hint else what
+
+
+def shown(text: str, most: int = LONGEST) -> str:
+    """`text` as any screen and file can take it: no half of a surrogate pair, at most `most` characters."""
+    cut = text if len(text) <= most else text[: most - 3] + "..."
+    return cut.encode("utf-8", "backslashreplace").decode()
+
+
+def say(error: BaseException) -> str:
+    """`str(error)`, or what takes its place if a learner's own class cannot give it."""
+    try:
+        return str(error)
+    except Exception as e:
+        return f"(its text cannot be shown: its __str__ raises {type(e).__name__})"
 
 
 def describe_error(error: BaseException, candidate: Callable[..., Any]) -> str:
     """The error in one line, the learner's own frames, and a hint. Frames of other code are left out."""
     root = _root(error)
-    text = f"{type(root).__name__}: {root}".strip().rstrip(":")
-    frames = list(_remote_frames(str(error), candidate))  # raised on a rank: its text holds a traceback
+    text, whole = f"{type(root).__name__}: {say(root)}".strip().rstrip(":"), say(error)
+    frames = list(_remote_frames(whole, candidate))  # raised on a rank: its text holds a traceback
     if frames:
-        text = _last_error_line(str(error))
+        text = _last_error_line(whole)
     frames = frames or list(_own_frames(root, candidate))
     lines = [f"your code raised {_first_line(text)}" if frames else f"running it raised {_first_line(text)}"]
-    lines += [f"    line {number}, in {name}:  {source}".rstrip(": ") for number, name, source in frames[-MAX_FRAMES:]]
+    lines += [_in_one_line(*frame) for frame in frames[-MAX_FRAMES:]]
     lines += [f"    Hint: {hint}"] if (hint := _hint(text)) else []
     return "\n".join(lines)
 
 
 def _root(error: BaseException) -> BaseException:
     """The exception that started it all, when one was raised from another."""
-    while error.__cause__ is not None:
+    seen = set[int]()
+    while error.__cause__ is not None and id(error) not in seen:  # two may name each other
+        seen.add(id(error))
         error = error.__cause__
     return error
 
 
+def _in_one_line(number: int, name: str, source: str) -> str:
+    return shown(f"    line {number}, in {name}:  {source}".rstrip(": "), 300)
+
+
 def _first_line(text: str) -> str:
     line = text.strip().splitlines()[0] if text.strip() else "an error"
-    return line if len(line) <= 300 else line[:297] + "..."
+    return shown(line, 300)
 
 
 def _learner_file(filename: str, candidate: Callable[..., Any]) -> bool:

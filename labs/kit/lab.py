@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from labs.kit.errors import BadInput, require
+from labs.kit.strict_json import brief
 
 
 def lab_module(name: str) -> ModuleType:
@@ -22,6 +23,8 @@ def lab_module(name: str) -> ModuleType:
 
     BadInput names the labs there are, or what the module lacks.
     """
+    if name == "__main__" or not all(part.isidentifier() for part in name.split(".")):
+        raise BadInput(_no_lab(name))
     full = name if "." in name or (not _is_there(f"labs.{name}") and _is_there(name)) else f"labs.{name}"
     try:
         lab = _fresh(full)
@@ -103,15 +106,30 @@ def make_config(lab: ModuleType, values: dict[str, Any]) -> Any:
 
     name = short_name(lab.__name__)
     hints = typing.get_type_hints(lab.Config)
+    every_item = typeguard.CollectionCheckStrategy.ALL_ITEMS  # by itself it looks at the first one alone
     for key, value in values.items():
         if key not in hints:
             hint = did_you_mean(key, hints)
             raise BadInput(f"lab {name!r} has no parameter {key!r}: {hint}It has {', '.join(hints)}.")
         try:
-            typeguard.check_type(value, hints[key])
+            typeguard.check_type(value, hints[key], collection_check_strategy=every_item)
         except typeguard.TypeCheckError:
-            raise BadInput(f"{key} of lab {name!r} must be {_in_words(hints[key])}, not {value!r}") from None
-    return lab.Config(**values)
+            raise BadInput(f"{key} of lab {name!r} must be {_in_words(hints[key])}, not {brief(value)}") from None
+    try:
+        return lab.Config(**values)
+    except CANNOT_BE_JUDGED as e:
+        raise cannot_be_judged(e, values) from None
+
+
+CANNOT_BE_JUDGED = (ArithmeticError, OSError, ValueError)
+"""What a Config's own checks may meet: a number too large to compute with, a name that no file can have."""
+
+
+def cannot_be_judged(error: Exception, names: Iterable[str]) -> BadInput:
+    """BadInput for an error that a Config raised when it was given these parameters."""
+    if isinstance(error, BadInput):
+        return error
+    return BadInput(f"{', '.join(names)}: {getattr(error, 'strerror', None) or error}")
 
 
 def check_layout(lab: ModuleType, config: Any, world_size: int) -> None:

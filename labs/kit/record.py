@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import secrets
 import statistics
@@ -17,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from labs.kit import strict_json
 from labs.kit.provenance import provenance
+from labs.kit.strict_json import LARGEST, brief
 
 __all__ = ["KINDS", "Kind", "Record", "Records", "as_json", "attach_provenance", "load", "provenance", "write_atomic"]
 
@@ -48,11 +49,12 @@ class Record:
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", tuple(float(s) for s in self.samples))
+        object.__setattr__(self, "samples", tuple(self.samples))
         for name in ("case", "config", "layout"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         if problem := self._problem():
-            raise ValueError(f"record {self.metric!r} of lab {self.lab!r}: {problem}")
+            raise ValueError(f"record {brief(self.metric)} of lab {brief(self.lab)}: {problem}")
+        object.__setattr__(self, "samples", tuple(float(s) for s in self.samples))
 
     def _problem(self) -> str:
         """What would make this record unreadable once it is saved; found while the lab still runs."""
@@ -60,8 +62,14 @@ class Record:
             return f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}"
         if not self.samples:
             return "there are no samples"
-        if not all(map(math.isfinite, self.samples)):
-            return f"a sample is not finite: {self.samples}"
+        if bad := [s for s in self.samples if not abs(s) <= LARGEST]:
+            return f"a sample is not finite: {brief(bad[0])}"
+        for name in ("lab", "metric", "unit", "case", "config", "layout", "provenance"):
+            value, kind = getattr(self, name), FIELDS.get(name, dict)
+            if not isinstance(value, kind):
+                return f"{name} must be a {kind.__name__}, not {brief(value)}"
+            if problem := strict_json.problem(value):
+                return f"{name}: {problem}"
         if taken := sorted(COLUMNS & self.case.keys()):
             return f"case {taken[0]!r} has the name of a column of the table: choose another"
         return ""
@@ -147,12 +155,12 @@ def write_atomic(path: Path, text: str) -> Path:
 
     A device or pipe (/dev/stdout, /dev/full) is written to, not replaced. OSError if there is no room or no right.
     """
-    path = path.resolve()  # a link stays a link
+    path = Path(os.path.realpath(path))  # a link stays a link; one that leads to itself does not
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{secrets.token_hex(4)}")  # a name has 255 bytes
     try:
         with temporary.open("x", encoding="utf-8") as f:
             f.write(text)
@@ -177,7 +185,9 @@ def load(path: str | os.PathLike) -> Records:
         if "provenance" in row:
             header = row["provenance"]
             if not isinstance(header, dict) or len(row) > 1:
-                raise ValueError(f"{where}, field 'provenance': a line with one object needed, not {row!r}")
+                raise ValueError(f"{where}, field 'provenance': a line with one object needed, not {brief(row)}")
+            if problem := strict_json.problem(header):
+                raise ValueError(f"{where}, field 'provenance': {problem}")
         elif header is None:
             raise ValueError(f"{where}, field 'provenance': missing, the first line of a file must hold it")
         else:
@@ -189,11 +199,9 @@ def load(path: str | os.PathLike) -> Records:
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{where}: not UTF-8 text (byte {e.start + 1})") from None
-    except (json.JSONDecodeError, RecursionError) as e:
-        raise ValueError(f"{where}: not JSON ({getattr(e, 'msg', 'nested too deeply')})") from None
+        row = strict_json.parse(line)
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: a JSON object is needed, this is {type(row).__name__}")
     return row
@@ -204,23 +212,26 @@ def _parse(row: dict[str, Any], header: dict[str, Any], where: str) -> Record:
         if name not in row:
             raise ValueError(f"{where}, field {name!r}: missing")
         if not isinstance(row[name], kind):
-            raise ValueError(f"{where}, field {name!r}: {kind.__name__} needed, not {row[name]!r}")
+            raise ValueError(f"{where}, field {name!r}: {kind.__name__} needed, not {brief(row[name])}")
     if extra := set(row) - set(FIELDS):
-        raise ValueError(f"{where}, field {min(extra)!r}: unknown")
+        raise ValueError(f"{where}, field {brief(min(extra))}: unknown")
     bad = [s for s in row["samples"] if not _is_number(s)]
     if bad or not row["samples"]:
-        raise ValueError(f"{where}, field 'samples': finite numbers needed, not {bad[0] if bad else []!r}")
+        raise ValueError(f"{where}, field 'samples': finite numbers needed, not {brief(bad[0] if bad else [])}")
     if row["kind"] not in KINDS:
-        raise ValueError(f"{where}, field 'kind': one of {', '.join(KINDS)} needed, not {row['kind']!r}")
+        raise ValueError(f"{where}, field 'kind': one of {', '.join(KINDS)} needed, not {brief(row['kind'])}")
     if taken := sorted(COLUMNS & row["case"].keys()):
         raise ValueError(f"{where}, field 'case': {taken[0]!r} is the name of a column")
     if row["kind"] == "measured":
         row["kind"] = "recorded"
-    return Record(**row, provenance=header)
+    try:
+        return Record(**row, provenance=header)
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from None
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf and value == value
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def attach_provenance(records: Iterable[Record]) -> Records:

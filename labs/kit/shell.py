@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.kit import cli, record
-from labs.kit.dist import Rank, process_group
+from labs.kit.dist import process_group
 from labs.kit.failure import RankFailed
 from labs.kit.launch import launch
 from labs.kit.measure import estimate
@@ -44,7 +45,8 @@ def run_under_torchrun(lab: str, command: Any) -> int:
     body = RunLab(lab, _values(command.config))
     view = TerminalView(lab) if os.environ["RANK"] == "0" else None
     with process_group(placement[local_rank], timeout_s=command.launch.timeout_s) as rank:
-        pids = _pids_here(rank)
+        hosts = rank.gather((rank.rank, os.getpid(), socket.gethostname()))
+        pids = {r: pid for r, pid, host in hosts if host == socket.gethostname()}
         if view:
             rank.on_progress = view.progress
         with Monitor(lambda: pids) if local_rank == 0 else contextlib.nullcontext() as monitor:
@@ -52,13 +54,10 @@ def run_under_torchrun(lab: str, command: Any) -> int:
     if view is None:
         return 0
     view.close()
-    return report(record.attach_provenance(records), monitor.trace, command.output.out)
-
-
-def _pids_here(rank: Rank) -> dict[int, int]:
-    """Process ids of the ranks on this rank's machine."""
-    here = socket.gethostname()
-    return {r: pid for r, pid, host in rank.gather((rank.rank, os.getpid(), here)) if host == here}
+    machines = {"machines": len({host for *_, host in hosts})}  # the rest of the provenance is that of rank 0's
+    attached = record.attach_provenance(records)
+    kept = record.Records(dataclasses.replace(r, provenance=r.provenance | machines) for r in attached)
+    return report(kept, monitor.trace, command.output.out)
 
 
 def _values(config: Any) -> dict[str, Any]:
