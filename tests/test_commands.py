@@ -28,6 +28,8 @@ ELSEWHERE = {
     r"make (test|drills)\b": ("this run", REPOSITORY + "test_make_knows_and_explains_each_command"),
     r"make lab PYTHON=": ("another Python", REPOSITORY + "test_make_says_in_one_line_that_python_is_missing"),
     r"make lab PIP_ARGS=": ("a package index", REPOSITORY + "test_make_knows_and_explains_each_command"),
+    r"python -m labs.kit.course$": ("all notebooks", "tests/test_notebooks.py::test_course_goes_on_after_a_failure"),
+    r"make notebooks": ("it measures", "tests/test_fingerprint.py::test_rerun_stamps_what_ran"),
     r"make constraints": ("a package index", REPOSITORY + "test_constraints_pin_every_dependency_within_its_bounds"),
     r"docker (build|run)": ("Docker", "tests/test_container_image.py::test_"),
     r"(conda|jupyter lab|pip)": ("an environment", REPOSITORY + "test_environment_yml_holds_python_and_the_list"),

@@ -55,7 +55,9 @@ class Backstage:
     def _ensure_fork_server(self) -> None:
         before = forkserver._forkserver._forkserver_pid
         resource_tracker.ensure_running()  # now, since it would unblock SIGINT below
-        with _environment({READY: str(self.ready), "PYTHONPATH": _import_path()}), _sigint_blocked():
+        # Without a name server every rank would print to stdout that a host name is unknown; errors still come.
+        quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+        with _environment({READY: str(self.ready), "PYTHONPATH": _import_path(), **quiet}), _sigint_blocked():
             forkserver.ensure_running()
         pid = forkserver._forkserver._forkserver_pid
         announcement = self.root / f"server-{pid}"
