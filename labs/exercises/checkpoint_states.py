@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labs.kit.check import Mistake
+from labs.kit.feedback import say
 
 
 def a_state(step: int) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def one_thread() -> Iterator[None]:
 
 def described(error: BaseException) -> str:
     """The error in a few words."""
-    first = str(error).splitlines()[0] if str(error).strip() else ""
+    first = next(iter(say(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}"[:160].rstrip(":. ")
 
 

@@ -17,6 +17,7 @@ from labs.exercises.pipeline_link import RankLink, SimulatedLink
 from labs.exercises.pipeline_problem import Job, Played, players
 from labs.exercises.pipeline_threads import Stopped, together
 from labs.kit.check import Mistake
+from labs.kit.feedback import say
 
 Function = Callable[..., Any]
 Finding = tuple[str, str]
@@ -46,7 +47,7 @@ def _simulate(f: Function, job: Job) -> list[Played]:
             exchange.leave(p.number)
         except Stopped:
             raise
-        except Exception as error:
+        except BaseException as error:
             failed.append((p.number, error))
             exchange.stop()
 
@@ -60,14 +61,14 @@ def _simulate(f: Function, job: Job) -> list[Played]:
     return played
 
 
-def _explained(stage: int, error: Exception, job: Job) -> Exception:
+def _explained(stage: int, error: BaseException, job: Job) -> BaseException:
     where = f"stage {stage} of {job.stages}"
-    if "does not require grad" in str(error):
+    if "does not require grad" in say(error):
         return Mistake(
             f"{where} calls backward() on a tensor without a history: it was detached, or computed under no_grad()",
             "send a copy, link.send_next(y.detach()), and keep y itself",
         )
-    if "backward through the graph a second time" in str(error):
+    if "backward through the graph a second time" in say(error):
         return Mistake(
             f"{where} goes backward through the same graph twice: the activations of the other micro-batches are lost",
             "keep x and y of every micro-batch, in a list, until its gradient arrives",

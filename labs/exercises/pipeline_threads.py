@@ -55,7 +55,9 @@ def in_time(call: Callable[[], Any], limit_s: float, late: Mistake) -> Any:
     def run() -> None:
         try:
             ended.append((call(), None))
-        except Exception as e:
+        except Stopped:
+            raise
+        except BaseException as e:
             ended.append((None, e))
 
     if not together([run], limit_s) or not ended:

@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from labs.kit import room
 from labs.kit.cli import BadInput
-from labs.kit.feedback import Mistake, describe_error
+from labs.kit.feedback import Mistake, describe_error, say, shown
 from labs.kit.prediction import Prediction, predict
+from labs.kit.strict_json import brief
 
 __all__ = ["TODO", "Exercise", "Mistake", "Outcome", "Prediction", "check", "examine", "exercise_ids",
            "get_exercise", "predict", "show_solution"]  # fmt: skip
@@ -106,8 +107,10 @@ def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
         return str(mistake)
     except _TimeUp:
         return f"it did not finish within {exercise.timeout_s:g} s.\n    Hint: {TOO_LONG}"
-    except Exception as error:
-        return TODO if "_ReturnedTodo" in str(error) else describe_error(error, candidate)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a learner's own class may be no Exception
+        return TODO if "_ReturnedTodo" in say(error) else describe_error(error, candidate)
     return None
 
 
@@ -136,9 +139,9 @@ def _is_todo(candidate: Any) -> bool:
         return True
     if isinstance(candidate, type):
         return any(_is_todo(member) for member in vars(candidate).values())
-    code = getattr(candidate, "__code__", None)
-    names = getattr(candidate, "__globals__", {})
-    return code is not None and any(name == "TODO" or names.get(name) is TODO for name in _names(code))
+    if not isinstance(candidate, FunctionType | MethodType):
+        return False
+    return any(name == "TODO" or candidate.__globals__.get(name) is TODO for name in _names(candidate.__code__))
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -150,18 +153,19 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _signature_problem(candidate: Any, reference: Callable[..., Any]) -> str | None:
     if not callable(candidate):
-        return (f"check() needs the function itself, not {type(candidate).__name__} {candidate!r:.60}.\n"
+        return (f"check() needs the function itself, not {type(candidate).__name__} {brief(candidate)}.\n"
                 "    Hint: leave out the parentheses after the function's name.")  # fmt: skip
     wanted = inspect.signature(reference)
     slots = [object() for p in wanted.parameters.values() if p.default is p.empty and p.kind in (0, 1)]
     try:
-        inspect.signature(candidate).bind(*slots)
+        given = inspect.signature(candidate)
+    except (ValueError, TypeError):  # a builtin without a signature, an object with a strange one
+        return None
+    try:
+        given.bind(*slots)
     except TypeError:
         name = getattr(candidate, "__name__", "the function")
-        takes = ", ".join(wanted.parameters)
-        return f"{name} must take the arguments ({takes}); yours takes {inspect.signature(candidate)}."
-    except ValueError:  # a builtin without a signature
-        return None
+        return f"{name} must take the arguments ({', '.join(wanted.parameters)}); yours takes {shown(str(given), 300)}."
     return None
 
 

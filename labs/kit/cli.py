@@ -25,6 +25,7 @@ from labs.kit.lab import (
     did_you_mean,
     lab_module,
     make_config,
+    recordable,
     short_name,
 )
 
@@ -67,11 +68,11 @@ class Output:
 
     def __post_init__(self) -> None:
         if self.out is not None:
+            require(not self.out.is_dir(), f"{self.out} is a folder: name a file in it with --out")
             target = self.out.absolute()
             folder = next(p for p in (*target.parents, target) if p.exists())  # "/" has no parents
             require(folder.is_dir(), f"{folder} is not a folder: choose another file with --out")
             require(os.access(folder, os.W_OK), f"cannot write to {folder}: choose another file with --out")
-            require(not self.out.is_dir(), f"{self.out} is a folder: name a file in it with --out")
 
 
 def _command(config_type: type) -> type:
@@ -109,8 +110,10 @@ def _parse(command: type, parts: tuple[type, ...], description: str, prog: str, 
     args = sys.argv[1:] if args is None else args
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(command, args=args, prog=prog, description=description,
-                            config=(tyro.conf.FlagCreatePairsOff,))  # fmt: skip
+            parsed = tyro.cli(command, args=args, prog=prog, description=description,
+                              config=(tyro.conf.FlagCreatePairsOff,))  # fmt: skip
+        recordable(parsed.config if len(parts) > 1 else parsed)
+        return parsed
     except CANNOT_BE_JUDGED as e:
         fail(prog, str(cannot_be_judged(e, (a for a in args if a.startswith("--")))))
     except SystemExit as e:

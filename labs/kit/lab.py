@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import importlib.util
@@ -14,7 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from labs.kit import strict_json
 from labs.kit.errors import BadInput, require
+from labs.kit.record import plain
 from labs.kit.strict_json import brief
 
 
@@ -116,13 +119,24 @@ def make_config(lab: ModuleType, values: dict[str, Any]) -> Any:
         except typeguard.TypeCheckError:
             raise BadInput(f"{key} of lab {name!r} must be {_in_words(hints[key])}, not {brief(value)}") from None
     try:
-        return lab.Config(**values)
+        return recordable(lab.Config(**values))
     except CANNOT_BE_JUDGED as e:
         raise cannot_be_judged(e, values) from None
 
 
 CANNOT_BE_JUDGED = (ArithmeticError, OSError, ValueError)
 """What a Config's own checks may meet: a number too large to compute with, a name that no file can have."""
+
+
+def recordable(config: Any) -> Any:
+    """`config` itself. BadInput if one of its values could not be written into a record, such as inf."""
+    for name, value in dataclasses.asdict(config).items():
+        try:
+            problem = strict_json.problem(plain(value))
+        except ValueError:
+            problem = f"{brief(value)} cannot be written"
+        require(not problem, f"{name}: {problem}")
+    return config
 
 
 def cannot_be_judged(error: Exception, names: Iterable[str]) -> BadInput:

@@ -245,6 +245,6 @@ def as_json(config: Any) -> dict[str, Any]:
     return plain(dataclasses.asdict(config))
 
 
-def plain(values: dict[str, Any]) -> dict[str, Any]:
+def plain(values: Any) -> Any:
     """As JSON would give it back: tuples are lists, NumPy and torch numbers are numbers, other things their text."""
     return json.loads(json.dumps(values, default=lambda x: x.item() if hasattr(x, "item") else str(x)))

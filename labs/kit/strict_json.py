@@ -77,5 +77,12 @@ def brief(value: Any) -> str:
     return _brief.repr(value)
 
 
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxother = 60
+class _Brief(reprlib.Repr):
+    maxstring = maxother = 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        digits = int(x.bit_length() * 0.30103) + 1  # Python does not print more than 4300
+        return super().repr_int(x, level) if digits < 4000 else f"an integer of {digits} digits"
+
+
+_brief = _Brief()
