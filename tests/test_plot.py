@@ -134,6 +134,16 @@ def test_provenance_line(records, line):
     assert provenance_line(records) == line
 
 
+@pytest.mark.parametrize("words", ["Mostly WIDE letters", "one two three", "The loop reports 6% of what a step takes,"])
+def test_a_title_fits_its_picture_and_leaves_no_word_alone(words):
+    for n in range(1, 6):
+        fig, _ = plot.figure(" ".join([words] * n + ["1.92"]), xlabel="a", ylabel="b", size=(6.6, 4.2))
+        fig.draw_without_rendering()
+        assert fig._suptitle.get_window_extent().x1 < fig.bbox.x1
+        lines = fig._suptitle.get_text().split("\n")
+        assert min(map(len, lines)) > max(map(len, lines)) / 2, lines
+
+
 def test_heat_map_prints_every_value_legibly():
     fig, ax = figure()
     values = [[0.5, 1.0], [1.5, math.nan]]
@@ -163,7 +173,7 @@ def test_log_axes_have_plain_numbers():
     fig.draw_without_rendering()
     assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "1,024", "2M"]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["0.25", "1", "4"]
-    assert [plot.plain_number(v) for v in (0, 99_999, 250_000, 1.5e9)] == ["0", "99,999", "250k", "1.5G"]
+    assert [plot.plain_number(v) for v in (0, 131_072, 2.5e6, 1.5e9)] == ["0", "131,072", "2.5M", "1.5G"]
 
 
 def test_bars_name_their_rows_and_show_intervals():

@@ -353,6 +353,9 @@ def test_the_figure_shows_all_settings():
     fig = report().figure()
     assert len(plot.to_png(fig)) > 3000 and plot.kinds_in(fig) == {"measured"}
     assert [t.get_text() for t in fig.axes[0].get_xticklabels()] == ["0", "1", "2", "4", "8"]
+    assert fig._suptitle.get_text() == "num_workers=4 is enough"
+    slow = tuned(Simulated(1000, lambda w: 60 * min(max(1, w), 2))).figure()
+    assert slow._suptitle.get_text().endswith("is best, and the model still waits")
 
 
 @pytest.mark.parametrize(("value", "text"), [(1234.5, "1,230"), (12.345, "12.3"), (0.5, "0.5"), (987654, "988,000")])

@@ -200,10 +200,10 @@ def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | No
 
 
 def plain_number(value: float) -> str:
-    """1234567 -> "1.23M", 32768 -> "32,768", 0.5 -> "0.5": no powers of ten on an axis."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e5, "k")):
+    """1234567 -> "1.23M", 131072 -> "131,072", 0.5 -> "0.5": no powers of ten on an axis."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"
+            return f"{value / size:.3g}{letter}"
     return f"{value:,.0f}" if value == round(value) else f"{value:.3g}"
 
 

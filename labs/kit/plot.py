@@ -73,12 +73,20 @@ def figure(
     with mpl.rc_context(STYLE):
         fig = Figure(figsize=size, dpi=DPI, layout="constrained")
         ax = fig.add_subplot()
-        title = "\n".join(textwrap.wrap(message, int(size[0] * 9)))
+        title = "\n".join(_wrapped(message, int(size[0] * 9.5)))
         fig.suptitle(title, x=0.01, ha="left", fontsize=STYLE["axes.titlesize"], fontweight="bold")
-        ax.set(xlabel=xlabel, ylabel=ylabel)
+        ax.set_xlabel(xlabel)
+        ax.set_ylabel(ylabel, labelpad=8)  # points; words as tick labels come close
     fig._course_legend_below = legend_below
     caption(fig, records if records is not None else [])
     return fig, ax
+
+
+def _wrapped(text: str, most: int) -> list[str]:
+    """As few lines of at most `most` characters as there can be, about equally long: no word is left alone."""
+    lines = textwrap.wrap(text, most)
+    widths = range(math.ceil(len(text) / len(lines)), most)
+    return next((w for width in widths if len(w := textwrap.wrap(text, width)) == len(lines)), lines)
 
 
 def caption(fig: Figure, records: Any) -> None:

@@ -98,8 +98,7 @@ class Tuning:
         from labs.kit import plot
 
         place = {s: i for i, s in enumerate(sorted({s for _, s in (t.arm for t in self.evidence) if s}))}
-        title = f"{self.choice.setting} is enough" if self.choice.sure else f"{self.choice.setting}, not surely"
-        fig, ax = plot.figure(title, xlabel="num_workers", ylabel="samples per second", records=self.records)
+        fig, ax = plot.figure(self._title(), xlabel="num_workers", ylabel="samples per second", records=self.records)
         for way in ("loader", "together"):
             found = self.records.where(way=NAMES[way])
             plot.points(ax, [place[_setting(r)] for r in found], found, label=NAMES[way])
@@ -112,6 +111,12 @@ class Tuning:
         else:
             ax.set_ylim(bottom=0)
         return fig
+
+    def _title(self) -> str:
+        if not self.choice.sure:
+            return f"{self.choice.setting}, not surely"
+        starved = self.evidence.of(("loader", self.choice.setting)) and self.limit == "loader"
+        return f"{self.choice.setting} is {'best, and the model still waits' if starved else 'enough'}"
 
     def __str__(self) -> str:
         """What to set, how sure that is, what limits, and what to do next."""
