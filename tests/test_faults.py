@@ -1,5 +1,6 @@
 """Fault drills: whatever happens to a run, no process, port or file stays behind, and the cause is named."""
 
+import glob
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -281,15 +283,22 @@ def command(*arguments: str, tmp: str, lab: str = FAULTY) -> tuple[subprocess.Po
 @pytest.mark.drill
 @pytest.mark.parametrize(
     ("number", "group", "code"),
-    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, -signal.SIGTERM), (signal.SIGKILL, False, -signal.SIGKILL)],
-)
+    [
+        (signal.SIGINT, True, 130), (signal.SIGTERM, False, -signal.SIGTERM),
+        (signal.SIGKILL, False, -signal.SIGKILL), (signal.SIGKILL, True, -signal.SIGKILL),
+    ],
+)  # fmt: skip
 def test_ending_a_lab_in_the_shell_ends_its_ranks(number, group, code, own_tmp):
     process, mark = command("--fault", "sleep", "--workers", "1", tmp=own_tmp)
     wait_for(lambda: len(family(mark)) >= 8, what="launcher, 3 helpers, 2 ranks, 2 workers")
+    (root,) = Path(own_tmp).glob("labs-*")
+    semaphores = f"/dev/shm/sem.{root.name}-*"
+    assert glob.glob(semaphores) or not Path("/dev/shm").exists()
     os.killpg(process.pid, number) if group else process.send_signal(number)
     _, complaint = process.communicate(timeout=30)
     assert process.returncode == code
     assert_no_survivors(mark)
+    wait_for(lambda: not glob.glob(semaphores), what="no semaphore to be left")
     if number == signal.SIGINT:
         assert complaint == "interrupted: all ranks stopped, nothing was recorded\n"
 

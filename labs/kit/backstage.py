@@ -86,9 +86,8 @@ class Backstage:
         """Let the guardian clean up now, and wait for it."""
         if self.guardian is None or os.getpid() != self.owner:
             return
-        self.guardian.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.guardian.wait(timeout=3)
+        with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+            self.guardian.communicate(b"done", timeout=3)
 
 
 _current: Backstage | None = None
@@ -114,13 +113,18 @@ def start_fork_server() -> Backstage:
 
 
 def _private_folder() -> Path:
-    """A folder with a short path that also takes multiprocessing's sockets, which a SIGKILL would leave in /tmp."""
+    """A folder with a short path that also takes multiprocessing's sockets, which a SIGKILL would leave in /tmp.
+
+    Its name begins those of all semaphores made here and in ranks, so that the guardian can find them.
+    """
     base = tempfile.gettempdir()
     try:
         root = tempfile.mkdtemp(prefix="labs-", dir=base if len(os.fsencode(base)) < SOCKET_PATH_LIMIT else "/tmp")
     except OSError as e:
         raise BadInput(f"cannot make a folder in {base} ({e.strerror}): set TMPDIR to one with room") from None
-    multiprocessing.current_process()._config.setdefault("tempdir", root)
+    config = multiprocessing.current_process()._config  # ranks have a copy
+    config.setdefault("tempdir", root)
+    config["semprefix"] = f"/{Path(root).name}"
     return Path(root)
 
 

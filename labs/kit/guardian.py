@@ -4,7 +4,8 @@
 
 Waits, without using any processor time, for its standard input to end or for the launcher to exit. Whatever the
 cause (restart, SIGKILL, memory exhausted), it then kills the fork server and every rank together with its
-DataLoader workers, also stopped ones and ones that hang in a collective, and removes the launcher's folder.
+DataLoader workers, also stopped ones and ones that hang in a collective, and removes the launcher's folder and
+semaphores.
 
 Processes are found by announcements: empty files in the folder, named `server-<pid>` or `rank-<rank>-<pid>`. A
 rank is forked, makes a process group of its own and announces itself; one that finds its folder gone exits. So
@@ -21,6 +22,8 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")  # of Linux; on macOS a semaphore has no file
 
 
 def kill(folder: Path) -> None:
@@ -54,8 +57,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _wait_for_end(launcher: int) -> None:
-    """Returns when the launcher has closed our standard input or is gone.
+def _wait_for_end(launcher: int) -> bool:
+    """Wait until the launcher has said or closed something on our standard input, or is gone; whether it is gone.
 
     A child that the launcher forked holds the pipe open for as long as it lives: hence the pid as well.
     """
@@ -63,8 +66,10 @@ def _wait_for_end(launcher: int) -> None:
     if hasattr(os, "pidfd_open"):  # Linux 5.3; elsewhere the pipe must do
         with contextlib.suppress(OSError):
             waiting.append(os.pidfd_open(launcher))
+    ready = waiting[1:]
     if os.getppid() == launcher:
-        select.select(waiting, [], [])
+        ready, _, _ = select.select(waiting, [], [])
+    return waiting[0] not in ready or not os.read(waiting[0], 1)
 
 
 def _kill_server(pid: int) -> None:
@@ -75,16 +80,27 @@ def _kill_server(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _remove_semaphores(prefix: str) -> None:
+    """Those that are left after a second: multiprocessing's resource tracker removes them, unless it was killed."""
+    until = time.monotonic() + 1.0
+    while (left := list(SHARED_MEMORY.glob(f"sem.{prefix}-*"))) and time.monotonic() < until:
+        time.sleep(0.05)
+    for path in left:
+        path.unlink(missing_ok=True)
+
+
 def main() -> None:
     """Wait, then kill and remove everything."""
     root, launcher = Path(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _wait_for_end(launcher)
+    died = _wait_for_end(launcher)
     for announcement in root.glob("server-*"):
         _kill_server(int(announcement.name.rpartition("-")[2]))
     for run in root.glob("run-*"):
         clear(run)
     shutil.rmtree(root, ignore_errors=True)
+    if died:  # one that lives removes its own
+        _remove_semaphores(root.name)
 
 
 if __name__ == "__main__":
