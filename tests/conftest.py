@@ -18,9 +18,11 @@ def pytest_configure(config):
     # A shell without job control starts `make test &` with SIGINT ignored, and all that tests start inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # For ranks, kernels and command lines that tests start; pyproject.toml says it for this process. The
-    # module part of such a filter matches one whole name, so each module is named.
+    # module part of such a filter matches one whole name, so each module is named. __main__ is what runs in a
+    # notebook's cells and under `python -m`.
     files = [p.relative_to(ROOT).with_suffix("") for p in (ROOT / "labs").rglob("*.py")]
     modules = [".".join(p.parts).removesuffix(".__init__") for p in files]
+    modules.append("__main__")
     kinds = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
     os.environ["PYTHONWARNINGS"] = ",".join(f"error::{k.__name__}:{m}" for m in modules for k in kinds)
 
