@@ -66,7 +66,7 @@ def _junk_in(draw: st.DrawFn, line: bytes) -> bytes:
     try:
         row = json.loads(line)
         return with_junk(row, draw(st.sampled_from(sorted(row))), draw(st.sampled_from(RAW)))
-    except (ValueError, TypeError):  # another accident came first
+    except (ValueError, TypeError, AttributeError):  # another accident came first
         return line
 
 

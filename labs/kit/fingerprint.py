@@ -40,9 +40,9 @@ def notebook(path: Path) -> str:
     try:
         cells = json.loads(path.read_text("utf-8"))["cells"]
         parts = [[c["cell_type"], _text(c["source"]), sorted(c["metadata"].get("tags", []))] for c in cells]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return _hash([json.dumps(parts)])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a notebook") from None
-    return _hash([json.dumps(parts)])
 
 
 def code_behind(path: Path) -> str:

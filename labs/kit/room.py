@@ -88,7 +88,7 @@ def revealed_patterns(room: Path) -> list[str]:
         given = json.loads((room / REVEALED).read_bytes())["revealed"]
     except FileNotFoundError:
         return []
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, RecursionError):
         raise ValueError('needs {"revealed": [...]}') from None
     if not (isinstance(given, list) and all(isinstance(p, str) for p in given)):
         raise ValueError('needs {"revealed": ["03.1", "04.*"]}')

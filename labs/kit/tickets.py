@@ -70,7 +70,7 @@ class Ticket:
         try:
             if self.pid is not None and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
                 return f" (stopped: whoever owns process {self.pid} must continue or kill it)"
-        except psutil.Error:
+        except (psutil.Error, ValueError, OverflowError):  # gone, or no process id at all
             pass
         return ""
 
@@ -148,10 +148,10 @@ def _read(path: Path, name: re.Match) -> Ticket | None:
         if not stat.S_ISREG(facts.st_mode) or _is_dead(fd, path):
             return None
         text = json.loads(os.read(fd, LARGEST_BYTES))
-        here = text["pid"] if text["pids"] == _pids() else None
+        here = text["pid"] if text["pids"] == _pids() and type(text["pid"]) is int else None
         return Ticket((int(name[3]), int(name[4])), name[1] == "running", facts.st_mtime, _clean(text["name"]),
                       _clean(text["what"]), _clean(text["on"]), tuple(map(str, text["claims"])), here)  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError):  # not one of ours: the locks decide
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not one of ours: the locks decide
         return None
     finally:
         os.close(fd)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,10 +16,12 @@ from typing import Any
 
 from labs.kit import record
 from labs.kit.cli import require
-from labs.kit.record import Records
+from labs.kit.record import KINDS, Records
 from labs.kit.room import REVEALED, revealed_patterns
 
 MAX_BYTES = 50_000_000  # of one file
+MAX_CHARACTERS = 200  # of a text that a page shows
+LARGEST = 1e100  # beyond it, sums and axes overflow; no quantity of the course comes near
 STATES = ("passed", "not yet", "to do")
 
 
@@ -53,13 +54,13 @@ def read_room(folder: Path) -> Room:
     room = Room(folder, [], [], [])
     for path in _entries(folder, room, ""):
         if path.is_symlink():
-            room.problems.append(("", f"{path.name}: a link, not followed"))
-        elif path.is_dir():
+            room.problems.append(("", f"{shown(path.name)}: a link, not followed"))
+        elif path.is_dir() and path.name.isprintable():
             room.learners.append(_read_learner(path, room))
         elif path.name != REVEALED:
-            room.problems.append(("", f"{path.name}: no learner's folder, left out"))
+            room.problems.append(("", f"{shown(path.name)}: no learner's folder, left out"))
     try:
-        room.revealed = revealed_patterns(folder)
+        room.revealed = [shown(p) for p in revealed_patterns(folder)]
     except (OSError, ValueError) as e:
         room.problems.append(("", f"{REVEALED}: {_first(e)}; no solution is revealed until it is repaired"))
     return room
@@ -92,12 +93,12 @@ def _read_learner(folder: Path, room: Room) -> Learner:
     for path in _entries(folder, room, folder.name):
         try:
             for line in _read_file(path, learner):
-                room.problems.append((folder.name, f"{path.name}, {line}"))
+                room.problems.append((folder.name, f"{shown(path.name)}, {line}"))
         except OSError as e:
-            room.problems.append((folder.name, f"{path.name}: {e.strerror or _first(e)}"))
+            room.problems.append((folder.name, f"{shown(path.name)}: {e.strerror or _first(e)}"))
         except Exception as e:  # whatever a stranger's file makes of our parsers, the page is drawn
-            text = _first(e).replace(str(path), path.name).removeprefix(path.name).lstrip(",: ")
-            room.problems.append((folder.name, f"{path.name}: {text}"))
+            text = _first(e, str(path)).lstrip(",: ")
+            room.problems.append((folder.name, f"{shown(path.name)}: {text}"))
     learner.runs.sort(key=lambda run: str(run.provenance.get("utc")))
     learner.predictions.sort(key=lambda row: row["utc"])
     learner.outcomes.sort(key=lambda row: row["utc"])
@@ -146,7 +147,8 @@ def _rows(path: Path, into: list[dict[str, Any]], check: Any) -> Iterator[str]:
                 machine = row["provenance"]
                 continue
             check(row)
-            into.append({**row, "machine": machine})
+            texts = {name: shown(text) for name, text in row.items() if isinstance(text, str)}
+            into.append({**row, **texts, "machine": machine})
         except (ValueError, TypeError, KeyError, RecursionError) as e:
             reason = "not JSON" if isinstance(e, json.JSONDecodeError | UnicodeDecodeError) else _first(e)
             yield f"line {number}: {reason}"
@@ -159,10 +161,14 @@ def _check_prediction(row: dict[str, Any]) -> None:
         number = row[name]
         if number is not None:
             _require_type(row, name, int | float)
-            if isinstance(number, bool) or not math.isfinite(float(number)):
-                raise ValueError(f"field {name!r}: a finite number needed")
+            if isinstance(number, bool) or not abs(number) < LARGEST:
+                raise ValueError(f"field {name!r}: a number below {LARGEST:g} needed")
     if row["predicted"] is None and row["value"] is None:
         raise ValueError("neither a prediction nor a measurement")
+    if row["kind"] not in KINDS:
+        raise ValueError(f"field 'kind': one of {', '.join(KINDS)} needed")
+    if not shown(row["what"]).strip():
+        raise ValueError("field 'what': a text needed")
 
 
 def _check_outcome(row: dict[str, Any]) -> None:
@@ -177,8 +183,16 @@ def _require_type(row: dict[str, Any], name: str, kind: Any) -> None:
         raise ValueError(f"field {name!r}: {getattr(kind, '__name__', 'a number')} needed")
 
 
-def _first(error: BaseException) -> str:
-    """The first line of an error's text, not too long for a page."""
+def _first(error: BaseException, path: str = "") -> str:
+    """The first line of an error's text, without the path of the file."""
     if isinstance(error, KeyError):
         return f"field {error} is missing"
-    return ((str(error).strip().splitlines() or [type(error).__name__])[0])[:200]
+    return shown((str(error).replace(path, "").strip().splitlines() or [type(error).__name__])[0])
+
+
+def shown(value: object, most: int = MAX_CHARACTERS) -> str:
+    """What a page can show of a text: one line, no control characters, not too long. "" for what is no text."""
+    if not isinstance(value, str):
+        return ""
+    clean = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in value[:most])
+    return clean if len(value) <= most else clean[:-1] + "…"

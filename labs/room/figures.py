@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -27,6 +28,7 @@ from labs.room.questions import Question
 
 ROW_IN = 0.25  # of a figure's height
 LOG_FROM = 30  # highest over lowest, from which an axis is logarithmic
+AS_IT_IS = {"text.parse_math": False}  # a $ in what others wrote begins no formula
 BAND = 2.6  # rows that a machine's label of two lines needs
 
 
@@ -39,18 +41,20 @@ class Drawn:
 
 
 @functools.lru_cache(maxsize=512)
+@mpl.rc_context(AS_IT_IS)
 def question_figure(question: Question, where: str) -> Drawn:
     """One row per learner: the star is the prediction, the mark what their machine gave; lines are the medians."""
     guess, found = question.medians
-    unit = question.unit if question.unit not in ("", "1") else ""
+    unit = _short(question.unit) if question.unit not in ("", "1") else ""
+    what = _short(question.what, 100)
     said = [
         f"predicted {_number(guess, unit)}" if guess is not None else "no predictions",
         f"{question.kind} {_number(found, unit)}" if found is not None else "nobody has measured it yet",
     ]
-    message = f"{_capital(question.what)}: {', '.join(said)}"
+    message = f"{_capital(what)}: {', '.join(said)}"
     message += " (medians)" if len(question.answers) > 1 else ""
     names = [_short(a.name) for a in question.answers]
-    label = f"{question.what} ({unit})" if unit else question.what
+    label = f"{what} ({unit})" if unit else what
     fig, ax = figure(message, xlabel=label, ylabel="learner", size=_size(len(names)), legend_below=True,
                      records=_origin(where, *_found(question)))  # fmt: skip
     _rows(ax, question)
@@ -99,6 +103,7 @@ def _medians(ax: Axes, question: Question) -> None:
 
 
 @functools.lru_cache(maxsize=64)
+@mpl.rc_context(AS_IT_IS)
 def machines_figure(comparison: Comparison, where: str) -> Drawn:
     """One band per kind of machine, a mark with its interval per learner."""
     groups = {m: [r.estimate for r in comparison.rows if r.machine == m] for m in comparison.machines}
@@ -124,6 +129,7 @@ def machines_figure(comparison: Comparison, where: str) -> Drawn:
 
 
 @functools.lru_cache(maxsize=8)
+@mpl.rc_context(AS_IT_IS)
 def progress_figure(rows: tuple[Progress, ...], where: str) -> Drawn:
     """One bar per exercise: learners by the state of their latest check."""
     passed, not_yet, to_do = (sum(getattr(p, name) for p in rows) for name in ("passed", "not_yet", "to_do"))

@@ -15,7 +15,7 @@ from typing import Any
 
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.record import Record, Records
-from labs.room.collect import Learner
+from labs.room.collect import LARGEST, Learner, shown
 from labs.room.questions import machine_of
 
 RESAMPLES = 999  # of a bootstrap: thousands of intervals are drawn
@@ -156,9 +156,10 @@ def _compare(headline: Headline, learners: list[Learner]) -> Comparison | None:
 @functools.lru_cache(maxsize=8192)  # a watched room is compared again and again; runs are the same objects
 def _try(find: Callable[[Records], Estimate], run: Records) -> Estimate | None:
     try:
-        return find(run)
-    except (LookupError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+        found = find(run)
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError):
         return None
+    return found if all(abs(v) < LARGEST for v in (found.value, found.low, found.high)) else None
 
 
 def _key(values: Any) -> str:
@@ -167,7 +168,7 @@ def _key(values: Any) -> str:
 
 def _machine(r: Record) -> str:
     ranks = r.layout.get("world_size")
-    return machine_of(r.provenance, str(r.layout.get("device") or ""), ranks if isinstance(ranks, int) else 0)
+    return machine_of(r.provenance, shown(r.layout.get("device")), ranks if isinstance(ranks, int) else 0)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.kit.course import NOTEBOOKS
-from labs.room.collect import Learner
+from labs.room.collect import Learner, shown
 
 OTHER = "questions of your own"
 
@@ -105,13 +105,14 @@ def _latest(name: str, rows: list[dict[str, Any]]) -> Answer:
 def machine_of(provenance: dict[str, Any], device: str = "", ranks: int = 0) -> str:
     """The hardware's name, for example "2 x NVIDIA L4" or "Xeon 8481C, 8 cores", with the ranks used, if given."""
     gpus = provenance.get("gpus")
-    names = [str(g.get("name") if isinstance(g, dict) else g) for g in gpus] if isinstance(gpus, list) else []
+    names = [shown(g.get("name") if isinstance(g, dict) else g) for g in gpus] if isinstance(gpus, list) else []
     used = f", {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
     if names and not device.startswith("cpu"):
         kinds = " + ".join(f"{names.count(n)} x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names))
         return kinds + used
     cores = provenance.get("cores")
-    return str(provenance.get("cpu") or "unknown processor") + (f", {cores} cores" if cores else "") + used
+    counted = f", {cores} cores" if isinstance(cores, int) and 0 < cores < 10**6 else ""
+    return (shown(provenance.get("cpu")) or "unknown processor") + counted + used
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from labs.room.collect import Learner
+from labs.room.collect import Learner, shown
 from labs.room.questions import machine_of
 
 VERSIONS = ("python", "torch", "cuda", "jupyterlab", "ipykernel")
@@ -37,7 +37,7 @@ def _facts(preflight: dict[str, Any]) -> dict[str, str]:
     """What should be equal in a room: the course's version and the versions it runs on."""
     versions = preflight.get("versions")
     versions = versions if isinstance(versions, dict) else {}
-    return {"course": str(preflight.get("course") or ""), **{v: str(versions.get(v) or "") for v in VERSIONS}}
+    return {"course": shown(preflight.get("course")), **{v: shown(versions.get(v)) for v in VERSIONS}}
 
 
 def _majority(values: list[str]) -> str:
@@ -63,9 +63,9 @@ def _ready(learner: Learner, common: dict[str, str]) -> Ready:
     return Ready(
         learner.name,
         report["verdict"],
-        tuple(str(r)[:300] for r in reasons),
+        tuple(shown(r, 300) for r in reasons),
         warnings if isinstance(warnings, int) else 0,
         machine_of(machine) if isinstance(machine, dict) and machine else "",
         differs,
-        str(report.get("utc") or "")[:16].replace("T", " "),
+        shown(report.get("utc"))[:16].replace("T", " "),
     )
