@@ -105,14 +105,15 @@ def test_memtracker_counts_a_sum_of_gradients_that_is_made_in_place():
 
 
 def test_resnet_152_in_a_fresh_process():
-    """Under 10 s and 1.5 GB, of processor time since neighbours may be at work."""
-    code = ("import resource, time; from labs.oracle import step; from labs.large_models import resnet; "
-            "t = step(resnet, 64, optimizer='momentum', target='cuda'); "
-            "print(t.peak_bytes, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")  # fmt: skip
+    """In less than five times what importing torch takes (it is twice), of processor time, and 1.5 GB."""
+    code = ("import resource, time; from labs.large_models import resnet; imported = time.process_time(); "
+            "from labs.oracle import step; t = step(resnet, 64, optimizer='momentum', target='cuda'); "
+            "rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+            "print(t.peak_bytes, time.process_time() / imported - 1, rss)")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    peak_bytes, seconds, rss = map(float, done.stdout.split())
+    peak_bytes, imports, rss = map(float, done.stdout.split())
     assert 11.8e9 < peak_bytes < 12.2e9
-    assert seconds < 10
+    assert imports < 5
     assert rss * (1 if sys.platform == "darwin" else 1024) < 1.5e9
 
 

@@ -162,7 +162,9 @@ def test_save_times_and_sizes(files):
     size = files.one("checkpoint_bytes", state="training", way="full").value
     assert 1 <= size / files.one("predicted_state_bytes").value < 1.1
     large = files.one("checkpoint_bytes", state="large", way="full").value
-    assert large > 5 * size and files.one("save_s", state="large", way="full").value < 10
+    assert large > 5 * size
+    spent = [s for metric in ("save_s", "load_s") for r in files.where(metric) for s in r.samples]
+    assert 0 < sum(spent) < files.seconds
 
 
 @pytest.mark.drill

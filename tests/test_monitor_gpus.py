@@ -1,0 +1,94 @@
+"""The monitor's readings of GPUs, through a stand-in for NVML, also one that fails."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from test_monitor import sampled
+
+from labs.kit.gpu_sampler import GpuSampler
+from labs.kit.monitor import Monitor
+from labs.kit.samplers import Key
+
+
+class NVMLError(Exception):
+    value = 3
+
+
+class FakeNvml(SimpleNamespace):
+    """Two GPUs; PCIe counters are not supported on the second."""
+
+    NVMLError = NVMLError
+    NVML_CLOCK_SM, NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = 1, 1, 0
+    slow_calls = 0
+    open = 0
+
+    def nvmlInit(self):
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    nvmlDeviceGetCount = staticmethod(lambda: 2)
+    nvmlDeviceGetHandleByIndex = staticmethod(lambda i: i)
+    nvmlDeviceGetUUID = staticmethod(lambda h: f"GPU-{'ab'[h]}")
+    nvmlDeviceGetName = staticmethod(lambda h: "H200")
+    nvmlDeviceGetUtilizationRates = staticmethod(lambda h: SimpleNamespace(gpu=90 - h, memory=5))
+    nvmlDeviceGetMemoryInfo = staticmethod(lambda h: SimpleNamespace(used=3_000_000_000, total=9, free=1))
+    nvmlDeviceGetPowerUsage = staticmethod(lambda h: 412_000)
+    nvmlDeviceGetClockInfo = staticmethod(lambda h, kind: 1980)
+
+    def nvmlDeviceGetPcieThroughput(self, handle, counter):
+        self.slow_calls += 1
+        if handle == 1:
+            raise NVMLError("not supported")
+        return 2000
+
+
+def test_gpu_readings_and_their_units(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    nvml = FakeNvml()
+    with Monitor(dict, period_s=0.05, nvml=nvml) as m:
+        sampled(m)
+    trace = m.trace
+    assert trace.peak("gpu_percent", gpu=0) == 90 and trace.peak("gpu_percent", gpu=1) == 89
+    assert trace.peak("gpu_power_w") == 412 and trace.peak("gpu_sm_clock_mhz") == 1980
+    assert trace.peak("gpu_memory_bytes", gpu=1) == 3e9
+    assert trace.peak("gpu_pcie_rx_bytes_per_s", gpu=0) == 2e6  # NVML counts in KB/s
+    assert not trace.find("gpu_pcie_rx_bytes_per_s", gpu=1) and not trace.failures
+    assert nvml.open == 0
+
+
+def test_slow_readings_are_rare_and_unsupported_ones_are_not_repeated():
+    nvml = FakeNvml()
+    sampler = GpuSampler(nvml)
+    for _ in range(20):
+        list(sampler.sample({}))
+    assert nvml.slow_calls == 4
+
+
+def test_only_visible_gpus_are_sampled_under_cudas_numbers(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
+    keys = {k.per for k, v in GpuSampler(FakeNvml()).sample({})}
+    readings = dict(GpuSampler(FakeNvml()).sample({}))
+    assert keys == {(("gpu", 0),)}
+    assert readings[Key("gpu_percent", "%", (("gpu", 0),))] == 89
+
+
+def test_a_machine_without_a_driver_has_no_gpus():
+    class NoDriver(FakeNvml):
+        def nvmlInit(self):
+            raise NVMLError("driver not loaded")
+
+    with Monitor(dict, period_s=0.05, nvml=NoDriver()) as m:
+        sampled(m, 2)
+    assert not m.trace.find("gpu_percent") and not m.trace.failures
+
+
+def test_a_gpu_that_falls_off_the_bus_does_not_stop_the_run():
+    class Lost(FakeNvml):
+        nvmlDeviceGetUtilizationRates = staticmethod(lambda h: (_ for _ in ()).throw(NVMLError("GPU is lost")))
+
+    with Monitor(dict, period_s=0.05, nvml=Lost()) as m:
+        sampled(m, 2)
+    assert not m.trace.find("gpu_percent") and m.trace.find("cpu_percent")
