@@ -24,7 +24,10 @@ NAP_S = 60
 
 
 # Labs of whose cases the figures need more than a smoke run has.
-WHOLE = {"activation_checkpointing", "autocast_ops", "elastic_restart", "memory_oracle"}
+WHOLE = {
+    "autocast_ops": {}, "elastic_restart": {}, "activation_checkpointing": {"rounds": 2, "sequences": (128, 2048)},
+    "memory_oracle": {"images": (60, 64), "small": ("mlp",), "recomputed": (), "memory_gb": (1.0,)},
+}  # fmt: skip
 SHORT = """
 def _shorten():
     from functools import wraps
@@ -36,7 +39,7 @@ def _shorten():
     def launch(lab, *args, **values):
         with Path({log!r}).open("a") as file:
             print(lab, file=file)
-        return whole(lab, *args, **values | ({{}} if lab in {WHOLE!r} else {{"smoke": True}}))
+        return whole(lab, *args, **values | {WHOLE!r}.get(lab, {{"smoke": True}}))
 
     module.launch = launch
 _shorten()

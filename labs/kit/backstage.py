@@ -86,8 +86,9 @@ class Backstage:
         """Let the guardian clean up now, and wait for it."""
         if self.guardian is None or os.getpid() != self.owner:
             return
-        with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
-            self.guardian.communicate(b"done", timeout=3)
+        done, self.guardian = self.guardian, None  # this may be called again
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done.communicate(b"done", timeout=3)
 
 
 _current: Backstage | None = None
