@@ -95,7 +95,8 @@ def test_python_command(command, room, monkeypatch, capsys):
         (room / "minutes.json").write_text('{"01_timing": [{"section": "1. A", "seconds": 3.0, "cells": 1}]}')
     if "--preflight" in arguments:  # it ends the fork server that it has timed
         arguments += ["--report", str(room / "preflight.json")]
-        return subprocess.run([sys.executable, *words[1:3], *arguments], cwd=room, env=new_environment(), check=True)
+        subprocess.run([sys.executable, *words[1:3], *arguments], cwd=room, env=new_environment(), check=True)
+        return
     if module in SMOKE:
         arguments.append("--smoke")
     if "--watch" in arguments:  # for ever: once is enough here
