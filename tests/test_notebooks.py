@@ -23,8 +23,8 @@ KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "languag
 NAP_S = 60
 
 
-# Labs of whose cases the figures need more than a smoke run has.
-WHOLE = {
+# Labs of whose cases the figures need more than a smoke run has, and the parameters that they get instead.
+NOT_SMOKE = {
     "autocast_ops": {}, "elastic_restart": {}, "activation_checkpointing": {"rounds": 2, "sequences": (128, 2048)},
     "memory_oracle": {},
 }  # fmt: skip
@@ -39,7 +39,7 @@ def _shorten():
     def launch(lab, *args, **values):
         with Path({log!r}).open("a") as file:
             print(lab, file=file)
-        return whole(lab, *args, **values | {WHOLE!r}.get(lab, {{"smoke": True}}))
+        return whole(lab, *args, **values | {NOT_SMOKE!r}.get(lab, {{"smoke": True}}))
 
     module.launch = launch
 _shorten()
@@ -51,7 +51,7 @@ def launched(tmp_path, monkeypatch):
     """Kernels whose launches are smoke runs, for IPython starts with SHORT. The file names what was launched."""
     startup, log = tmp_path / "ipython" / "profile_default" / "startup", tmp_path / "launched"
     startup.mkdir(parents=True)
-    (startup / "short.py").write_text(SHORT.format(log=str(log), WHOLE=WHOLE))
+    (startup / "short.py").write_text(SHORT.format(log=str(log), NOT_SMOKE=NOT_SMOKE))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     return log
 
