@@ -33,6 +33,7 @@ from labs.kit.dist import Rank
 from labs.kit.record import Record
 from labs.models import Workload
 from labs.replicas import nbytes
+from labs.rounding import METRIC, rounding_error
 from labs.sharding.fsdp import Gathered, predict, shard, shard_bytes
 from labs.sharding.link import require_messages
 from labs.sharding.traffic import Traffic, tcp_sent_bytes
@@ -125,10 +126,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         for trainer in ways.values():
             for _ in range(config.steps):
                 trainer.step()
-        whole = models.build(name, config.seed).module
+        whole, single = models.build(name, config.seed).module, ways["single"]
+        floor = rounding_error(single.module, single.workload.loss, single.x, single.y)
+        yield rank.record(METRIC, "1", rank.slowest([floor]), model=name)
         for way in WAYS:
             case = {"way": way, "model": name}
-            yield from errors(ways[way], ways["single"], case, rank)
+            yield from errors(ways[way], single, case, rank)
             yield from held(ways[way], whole, case, config, rank)
             yield from moved(ways[way], whole, case, rank)
         yield from times(ways, name, config, rank)

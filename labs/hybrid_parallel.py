@@ -25,6 +25,7 @@ from labs.kit.dist import Rank
 from labs.kit.record import Record
 from labs.models import gradient_bytes
 from labs.pipelines import chain, even_cuts
+from labs.rounding import METRIC, rounding_error
 from labs.sharding import blocks
 from labs.sharding.blocks import halves
 from labs.sharding.hybrid import AXES, Scheme, batch, pipeline, tensor, torch_pipeline
@@ -80,6 +81,10 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     makers = {"data x pipeline": pipeline, "data x pipeline, torch": torch_pipeline, "data x tensor": tensor}
     if not halves(blocks.separated(chain(config.model).module())):
         del makers["data x tensor"]  # no block of the kind that this course cuts into shares
+    alone = chain(config.model, config.seed).workload()
+    alone.module.to(rank.device)
+    floor = rounding_error(alone.module, alone.loss, *batch(alone, config, rank))
+    yield rank.record(METRIC, "1", rank.slowest([floor]))
     schemes = {}
     for done, (name, make) in enumerate(makers.items(), start=1):
         schemes[name] = make(config, mesh, rank)

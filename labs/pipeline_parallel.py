@@ -31,6 +31,7 @@ from labs.pipelines.bench import Traced, actions, in_turn, trainer, typical, who
 from labs.pipelines.engine import Pipeline
 from labs.pipelines.memory import counting
 from labs.pipelines.two_devices import TwoDevices
+from labs.rounding import METRIC
 
 BATCHES = {"deep_mlp": 1536}  # rows: enough that a stage computes for tens of milliseconds
 
@@ -126,6 +127,8 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 def _parity(config: Config, cuts: list[int], rank: Rank) -> Iterator[Record]:
     """Relative errors of gradients and loss by every schedule; what torch refuses."""
     model = chain(config.model, config.seed)
+    floor = parity.rounding(model, rank)
+    yield rank.record(METRIC, "1", floor, chain=config.model)
     for found in parity.compare(model, cuts, rank, config.wait_s):
         yield rank.record("gradient_relative_error", "1", found.gradient, chain=config.model, **found.case)
         yield rank.record("loss_relative_error", "1", found.loss, chain=config.model, **found.case)

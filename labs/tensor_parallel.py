@@ -35,6 +35,7 @@ from labs.kit.dist import Rank
 from labs.kit.record import Record
 from labs.models import Workload, gradient_bytes
 from labs.replicas import nbytes
+from labs.rounding import METRIC, rounding_error
 from labs.scaling import ring_all_reduce_bytes
 from labs.sharding import blocks
 from labs.sharding.blocks import Mlp, halves
@@ -122,6 +123,9 @@ def trial(name: str, way: str, extra: int, config: Config, mesh: DeviceMesh, ran
     """Does this way compute one process's gradient, with how many collectives and bytes? Or who refuses?"""
     case = {"model": name, "way": way, "split": "uneven" if extra else "even"}
     whole, ours, x, y = _pair(name, extra, config, rank)
+    if way == WAYS[0] and not extra:
+        floor = rounding_error(whole.module, whole.loss, x, y)
+        yield rank.record(METRIC, "1", rank.slowest([floor]), model=name)
     whole.loss(whole.module(x), y).backward()
     logging.disable(logging.ERROR)  # DTensor logs what it then raises
     try:

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import chromium
+import pytest
 
 from labs.kit.course import use_own_kernel
 
@@ -25,6 +26,14 @@ def pytest_configure(config):
     modules.append("__main__")
     kinds = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
     os.environ["PYTHONWARNINGS"] = ",".join(f"error::{k.__name__}:{m}" for m in modules for k in kinds)
+
+
+def pytest_collection_modifyitems(items):
+    """COURSE_TESTS_SLOWER=6 multiplies the time limits that tests set themselves: tests/elsewhere is slow."""
+    slower = float(os.environ.get("COURSE_TESTS_SLOWER", "1"))
+    for item in items:
+        if slower != 1 and (mark := item.get_closest_marker("timeout")):
+            item.add_marker(pytest.mark.timeout(mark.args[0] * slower), append=False)
 
 
 def pytest_report_header():

@@ -215,6 +215,34 @@ def nbval_compares_most_cells(nb: NotebookNode, path: Path) -> list[str]:
     return [] if 2 * ignored < len(cells) else [f"nbval ignores {ignored} of {len(cells)} code cells"]
 
 
+SHOWS_A_MACHINE = {
+    "a date": r"\b(?:19|20)\d\d-[01]\d-[0-3]\d\b|\b[0-3]?\d[./][01]?\d[./](?:19|20)\d\d\b"
+    r"|\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* [0-3]?\d\b",
+    "a time of day": r"\b[0-2]\d:[0-5]\d\b",
+    "a number measured here": r"\bmeasured here\b",
+    "a build of torch": r"\btorch \d|\+(?:cpu|cu\d+|rocm[\d.]+)\b",
+}
+
+
+@rule
+def strict_outputs_show_no_machine(nb: NotebookNode, path: Path) -> list[str]:
+    """What nbval compares must be the same on any machine and day. Recorded runs are files of this repository."""
+    here = nb.metadata.get("course_run", {})
+    named = {"this processor": here.get("cpu"), "this Python": here.get("python"), "this torch": here.get("torch")}
+    named |= {f"GPU {n} of this machine": name for n, name in enumerate(here.get("gpus", []))}
+    shows = SHOWS_A_MACHINE | {what: re.escape(name) for what, name in named.items() if name}
+    problems = []
+    for cell in code_cells(nb):
+        if "nbval-ignore-output" in tags(cell):
+            continue
+        where = f"cell {cell.get('id')} is compared by nbval, and"
+        problems += [f"{where} its picture has no title that says where its numbers come from"
+                     for picture in pictures(cell) if not picture.title]  # fmt: skip
+        text = re.sub(r"data:image/png;base64,[\w+/=]+|\brecorded on [^;\"']*", "", "\n".join(map(str, cell.outputs)))
+        problems += [f"{where} shows {what}: {m[0]!r}" for what, form in shows.items() if (m := re.search(form, text))]
+    return problems
+
+
 @rule
 def no_cell_may_fail_or_be_skipped(nb: NotebookNode, path: Path) -> list[str]:
     banned = {"raises-exception", "nbval-skip", "nbval-raises-exception", "skip-execution"}

@@ -17,7 +17,7 @@ os.environ.setdefault(MARK, uuid.uuid4().hex)  # inherited by what this process 
 
 def new_environment(**more: str) -> dict[str, str]:
     """An environment for a process whose whole family is to be found again."""
-    path = os.pathsep.join([str(HERE), str(HERE.parent)])
+    path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, MARK: uuid.uuid4().hex, "PYTHONPATH": path, **more}
 
 

@@ -11,6 +11,7 @@ from notebook_rules import RULES
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 PNG = "iVBORw0KGgo="
+FIGURE = f'<img alt="Step time against ranks" title="{{title}}" src="data:image/png;base64,{PNG}">'
 
 
 def test_there_are_notebooks():
@@ -27,6 +28,10 @@ def test_notebook_keeps(path, rule):
 def code(source, output="", *tags):
     outputs = [new_output("stream", name="stdout", text=output)] if output else []
     return new_code_cell(source, outputs=outputs, metadata={"tags": list(tags)})
+
+
+def printed(text):
+    return new_output("stream", name="stdout", text=text)
 
 
 def html(markup):
@@ -52,8 +57,10 @@ def good(tmp_path):
     ]
     for count, cell in enumerate((c for c in cells if c.cell_type == "code"), start=1):
         cell.execution_count = count
-    cells[6].outputs.append(html(f'<img alt="Step time against ranks" src="data:image/png;base64,{PNG}">'))
+    cells[6].outputs.append(html(FIGURE.format(title="recorded on Imaginary 8000, torch 2.13.0, 2026-11-21 UTC")))
+    cells[5].outputs.append(html(FIGURE.format(title="measured here on Imaginary 9000, torch 2.13.0, 2026-11-21 UTC")))
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    kernel["course_run"] = {"cpu": "Imaginary 9000", "python": "3.11.7", "gpus": [], "torch": "2.13.0+cpu"}
     path = tmp_path / "03_split.ipynb"
     return save(new_notebook(cells=cells, metadata=kernel), path), path
 
@@ -145,6 +152,18 @@ PLANTED = [
     ("cells_have_unique_ids", set_id),
     ("kernel_is_python3", other_kernel),
     ("nbval_compares_most_cells", lambda nb: [tag(i, "nbval-ignore-output")(nb) for i in (3, 6)]),
+    ("strict_outputs_show_no_machine", output(6, printed("run on 2026-11-21"))),
+    (
+        "strict_outputs_show_no_machine",
+        output(6, printed("21. 11. at 18:46 or Nov 21")),
+    ),
+    (
+        "strict_outputs_show_no_machine",
+        output(6, printed("on an Imaginary 9000 here")),
+    ),
+    ("strict_outputs_show_no_machine", output(6, printed("built as 2.13.0+cpu"))),
+    ("strict_outputs_show_no_machine", output(6, html(FIGURE.format(title="measured here on Imaginary 9000")))),
+    ("strict_outputs_show_no_machine", output(6, html(FIGURE.replace(' title="{title}"', "")))),
     ("no_cell_may_fail_or_be_skipped", tag(6, "raises-exception")),
     ("no_cell_may_fail_or_be_skipped", tag(6, "nbval-skip")),
     ("no_cell_may_fail_or_be_skipped", replace(6, "run", "# NBVAL_SKIP\nrun")),

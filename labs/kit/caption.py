@@ -41,6 +41,8 @@ def _phrase(key: tuple[str, ...], ranks: int) -> str:
     if len(facts) == 1:
         return f"{kind}: {facts[0]}" if facts[0] else "modelled by this course"
     name, cores, *rest = facts
-    used = f"{min(ranks, int(cores))} of {cores} cores" if cores else ""
+    used = f"{ranks} of {cores} cores" if cores else ""
+    if cores and ranks > int(cores):
+        used = f"{ranks} ranks sharing {cores} core{'' if cores == '1' else 's'}"
     place = "measured here on" if kind == "measured" else f"{kind} on"
     return f"{place} {', '.join(f for f in (name, used, *rest) if f)}"

@@ -56,6 +56,8 @@ class Picture:
     """Its address: a data: URI, or a path"""
     alt: str
     """Its alternative text, "" when it has none"""
+    title: str = ""
+    """Of the course's own figures, where their numbers come from"""
 
 
 @dataclass
@@ -116,7 +118,8 @@ class _Images(HTMLParser):
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         if tag == "img":
             values = dict(attributes)
-            self.found.append(Picture(values.get("src") or "", (values.get("alt") or "").strip()))
+            texts = [(values.get(name) or "").strip() for name in ("alt", "title")]
+            self.found.append(Picture(values.get("src") or "", *texts))
 
 
 def html_pictures(markup: str) -> list[Picture]:

@@ -95,16 +95,18 @@ def caption(fig: Figure, records: Any) -> None:
 
 
 def show(fig: Figure, alt: str) -> None:
-    """Display the figure as a PNG with `alt` as its alternative text, at most 30 KB.
+    """Display the figure as a PNG with `alt` as its alternative text and its provenance as its title, at most 30 KB.
 
-    It is sent as an HTML image: JupyterLab's own PNG renderer drops alternative texts.
+    It is sent as an HTML image: JupyterLab's own PNG renderer drops alternative texts. nbval compares both texts, and
+    not the picture (see tests/nbval.cfg).
     """
     require(len(alt.strip()) >= 10, "show() needs alt=..., a sentence that says what the figure shows")
     from IPython.display import display
 
     alt = " ".join(alt.split())
     source = base64.b64encode(to_png(fig)).decode()
-    markup = f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{source}">'
+    markup = f'<img alt="{html.escape(alt)}" title="{html.escape(fig._course_caption)}" '
+    markup += f'src="data:image/png;base64,{source}">'
     display({"text/html": markup, "text/plain": f"[Figure: {alt}]"}, raw=True)
 
 

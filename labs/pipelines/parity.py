@@ -15,6 +15,7 @@ from labs.pipelines import torch_schedules
 from labs.pipelines.bench import actions
 from labs.pipelines.chains import Chain, even_cuts
 from labs.pipelines.engine import Pipeline, new_links
+from labs.rounding import rounding_error
 
 
 def reference(model: Chain, x: Tensor, y: Tensor) -> tuple[float, list[list[Tensor]]]:
@@ -41,6 +42,20 @@ def gradient_error(
     return (differences / totals) ** 0.5
 
 
+def batch(model: Chain, rank: Rank) -> tuple[int, Tensor, Tensor]:
+    """(micro-batches, input, target) of the comparison: two micro-batches per rank of two rows each."""
+    m = 2 * rank.world_size
+    model.module().to(rank.device)
+    x, y = (t.to(rank.device) for t in model.make_batch(2 * m))
+    return m, x, y
+
+
+def rounding(model: Chain, rank: Rank) -> float:
+    """How far rounding alone moves the gradient of such a batch: labs.rounding."""
+    _, x, y = batch(model, rank)
+    return rank.slowest([rounding_error(model.module(), model.loss, x, y)])[0]
+
+
 @dataclass(frozen=True)
 class Parity:
     """Relative errors of one schedule's gradient and loss; `case` says of which."""
@@ -55,9 +70,7 @@ def compare(model: Chain, cuts: list[int], rank: Rank, wait_s: float) -> Iterato
 
     Two micro-batches per rank: as many as torch's schedules with two stages per rank need.
     """
-    m = 2 * rank.world_size
-    model.module().to(rank.device)
-    x, y = (t.to(rank.device) for t in model.make_batch(2 * m))
+    m, x, y = batch(model, rank)
     loss, expected = reference(model, x, y)
 
     def judged(stages: dict[int, nn.Module], places: list[int], found: float | None, **case: Any) -> Parity:

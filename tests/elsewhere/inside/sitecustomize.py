@@ -1,0 +1,44 @@
+"""The disguise of each Python process of a run elsewhere: its date, the cores it may use, the GPUs that NVML reports.
+
+Python imports this file by its name when it starts, since tests/elsewhere puts its folder onto PYTHONPATH.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import time_machine
+
+MASK = json.loads(os.environ["ELSEWHERE"])
+AFFINITY = "ELSEWHERE_AFFINITY"  # of this process and those that it starts
+
+# Clocks that only go forward (monotonic, perf_counter) and times of files stay as they are. A datetime in place of a
+# number would also change the time zone. Processes must agree to the millisecond: what start() took is made up for.
+ahead_s = 86_400 * MASK["days"]
+clock = time_machine.travel(time.time() + ahead_s, tick=True).start()
+clock.shift(time_machine.escape_hatch.time.time() + ahead_s - time.time())
+
+if MASK["gpus"]:
+    sys.path.append(str(Path(__file__).parents[2]))  # after everything else: tests/ holds the stand-in
+    from fakes import FakeNvml, card
+
+    sys.path.pop()
+    sys.modules["pynvml"] = FakeNvml([card(f"GPU-{n:04}", name) for n, name in enumerate(MASK["gpus"])])
+
+if hasattr(os, "sched_getaffinity") and MASK["usable"] > len(os.sched_getaffinity(0)):
+    here, pin = sorted(os.sched_getaffinity(0)), os.sched_setaffinity
+    os.environ.setdefault(AFFINITY, json.dumps(list(range(MASK["usable"]))))
+
+    def sched_getaffinity(pid):
+        return set(json.loads(os.environ[AFFINITY]))
+
+    def sched_setaffinity(pid, cpus):
+        cpus = sorted(set(cpus))
+        if not set(cpus) & set(range(MASK["usable"])):
+            raise OSError(22, "Invalid argument")
+        pin(pid, {here[cpu % len(here)] for cpu in cpus})
+        os.environ[AFFINITY] = json.dumps(cpus)
+
+    os.sched_getaffinity, os.sched_setaffinity = sched_getaffinity, sched_setaffinity
