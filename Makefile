@@ -14,12 +14,13 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport JUPYTER_PATH
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help lab course slides test drills notebooks constraints clean moved
+.PHONY: help lab course slides test test-elsewhere drills notebooks constraints clean moved
 
 help:
 	@echo "make lab     JupyterLab on $(START) (LAB_ARGS='--no-browser --port 9000' for its options)"
 	@echo "make course  run every notebook into build/ and write build/index.html (ARGS='-p NPROC 1' sets a parameter)"
 	@echo "make test    lint, then every test and every notebook"
+	@echo "make test-elsewhere  the same on another day, processor, user, place and speed (ARGS='small -- notebooks')"
 	@echo "make drills  only the tests that kill, fill a disk, corrupt, hang or interrupt"
 	@echo "make slides  slides of every notebook in build/slides, without a network (ARGS='--solutions 03.1', '--source build')"
 	@echo "make clean   remove build/ and caches; .venv stays"
@@ -44,6 +45,10 @@ test: $(READY)
 	$(PY) -m ruff format --check .
 	@echo "== Tests of the kit, labs, exercises and repository, then every notebook against its committed outputs"
 	$(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=90 $(ARGS)
+
+test-elsewhere: $(READY)
+	@echo "== The tests on machines that are not this one: another day, place, processor, user and speed"
+	$(PY) tests/elsewhere $(ARGS)
 
 drills: $(READY)
 	@echo "== Whatever is killed, filled, corrupted, hung or interrupted: nothing is lost and nothing stays behind"

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -167,6 +168,32 @@ class Forever(torch.utils.data.Sampler[int]):
                 yield from some.tolist()
 
 
+class ByValue(Dataset):
+    """A dataset whose class a notebook's cell defines, as workers can have it that are not forked.
+
+    They are fresh processes on macOS, and everywhere from Python 3.14 on. Pickle would tell them to import the class
+    from `__main__`, where it is not; cloudpickle sends the class along.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        if hasattr(dataset, "__getitems__"):
+            self.__getitems__ = dataset.__getitems__
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __reduce__(self) -> tuple:
+        return _from_value, (cloudpickle.dumps(self.dataset),)
+
+
+def _from_value(pickled: bytes) -> ByValue:
+    return ByValue(cloudpickle.loads(pickled))
+
+
 def endless(
     dataset: Dataset, workers: int, batch: int, order: Iterable[int] | None = None, **options: Any
 ) -> DataLoader:
@@ -178,6 +205,7 @@ def endless(
     if workers == 0:
         options = {k: v for k, v in options.items() if k not in WORKERS_ONLY}
     sampler = Forever(len(dataset)) if order is None else order
+    dataset = ByValue(dataset) if type(dataset).__module__ == "__main__" else dataset
     with any_number_of_workers():
         return DataLoader(dataset, batch, sampler=sampler, num_workers=workers, drop_last=True, **options)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import chromium
 import pytest
+from processes import SLOWER
 
 from labs.kit.course import use_own_kernel
 
@@ -30,10 +31,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """COURSE_TESTS_SLOWER=6 multiplies the time limits that tests set themselves: tests/elsewhere is slow."""
-    slower = float(os.environ.get("COURSE_TESTS_SLOWER", "1"))
     for item in items:
-        if slower != 1 and (mark := item.get_closest_marker("timeout")):
-            item.add_marker(pytest.mark.timeout(mark.args[0] * slower), append=False)
+        if SLOWER != 1 and (mark := item.get_closest_marker("timeout")):
+            item.add_marker(pytest.mark.timeout(mark.args[0] * SLOWER), append=False)
 
 
 def pytest_report_header():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from nbformat import write
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from processes import new_environment, wait_for
+from processes import SLOWER, new_environment, wait_for
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "INSTRUCTOR.md")
@@ -125,7 +125,9 @@ SMOKE = {f"labs.{p.stem}" for p in (ROOT / "labs").glob("*.py") if re.search(r"^
 def test_torchrun_command(command, room):
     words, _ = prepared(command, room)
     torchrun = [sys.executable, "-m", "torch.distributed.run", *words[1:], "--smoke"]
-    done = subprocess.run(torchrun, cwd=room, env=new_environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        torchrun, cwd=room, env=new_environment(), capture_output=True, text=True, timeout=100 * SLOWER
+    )
     assert done.returncode == 0 and "step_s" in done.stdout, done.stderr
 
 
@@ -150,7 +152,7 @@ def test_make_command(command, room):
     if "--source build" in given:
         given = f"--source {ROOT / 'notebooks'}"
     make = ["make", target, f"ARGS={own} {given}"]
-    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100 * SLOWER)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (room / "build" / "index.html").exists() or (room / "slides" / "01_timing.html").exists()
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from datetime import UTC, datetime, timedelta
 from importlib import util
 from pathlib import Path
@@ -37,6 +36,7 @@ json.dump(dict(
     columns=os.environ["COLUMNS"], user=os.getuid(), git=os.path.exists(".git"), labs=labs.__file__), sys.stdout)
 """
 ZONES = {"Asia/Kathmandu": "+0545", "America/St_Johns": ("-0230", "-0330")}
+pytestmark = pytest.mark.skipif("ELSEWHERE" in os.environ, reason="there is no machine within the machine")
 root_on_linux = pytest.mark.skipif(not elsewhere.ROOT_USER, reason="only root on Linux changes names and users")
 
 
@@ -124,7 +124,7 @@ def test_an_unknown_machine_is_told_at_once():
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_when_it_is_stopped(sent):
     desks = set(Path(tempfile.gettempdir()).glob("elsewhere-*"))
-    command = [sys.executable, HERE / "elsewhere", "large", "--", "tests/test_elsewhere.py", "-k", "sleeps", "-s"]
+    command = [sys.executable, HERE / "elsewhere", "large", "--", HERE / "sleeping.py", "-s"]
     process = psutil.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if "asleep" in line:
@@ -135,9 +135,3 @@ def test_nothing_is_left_when_it_is_stopped(sent):
     assert process.wait(timeout=30) == 130
     assert psutil.wait_procs(family, timeout=3)[1] == []
     assert set(Path(tempfile.gettempdir()).glob("elsewhere-*")) <= desks
-
-
-@pytest.mark.skipif("ELSEWHERE" not in os.environ, reason="for test_nothing_is_left_when_it_is_stopped")
-def test_sleeps():
-    print("asleep", flush=True)
-    time.sleep(40)

@@ -27,7 +27,7 @@ def main() -> None:
     except (OSError, ValueError) as e:
         fail(PROG, str(e))
     found = table(args.notebook, evidence)
-    print(json.dumps(found.as_json(), ensure_ascii=False, indent=1) if args.json else found)
+    print(json.dumps(found.as_json(), indent=1) if args.json else found)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,14 @@ def _parse(command: type, parts: tuple[type, ...], description: str, prog: str, 
     except SystemExit as e:
         if not e.code:
             raise
-        fail(prog, _unknown_option(parts, args) or _one_line(complaint.getvalue()))
+        fail(prog, _unknown_option(parts, args) or _own_words(e) or _one_line(complaint.getvalue()))
+
+
+def _own_words(error: BaseException | None) -> str:
+    """What a Config's own check said, before tyro broke it into lines as wide as the terminal, paths included."""
+    while error is not None and not isinstance(error, BadInput):
+        error = error.__cause__ or error.__context__
+    return str(error or "")
 
 
 def _unknown_option(parts: tuple[type, ...], args: list[str]) -> str:

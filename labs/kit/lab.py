@@ -54,8 +54,8 @@ def short_name(full: str) -> str:
     return name if package == "labs" else full
 
 
-_loaded_ns: dict[str, int] = {}  # when each module was last reloaded here, in time.time_ns()
-_START_NS = time.time_ns()  # a file that changed after this may be newer than what was imported from it
+_times_ns: dict[str, int] = {}  # of each module's file, as it was when a launch last looked
+_START_NS = time.time_ns()  # a file that nobody has looked at and that changed after this may be newer than its module
 
 
 def _fresh(full: str) -> ModuleType:
@@ -63,17 +63,16 @@ def _fresh(full: str) -> ModuleType:
 
     Not labs.kit: ranks are forked from a process that has loaded it, so its edits need a new kernel.
     """
-    now = time.time_ns()
     edited = [n for n in sorted(sys.modules) if _is_lab_code(n) and n != full and _is_edited(sys.modules[n])]
     known = sys.modules.get(full)
-    if known is None and not edited:
-        return importlib.import_module(full)
-    for name in edited:
+    reloaded = [*edited, full] if known is not None and (edited or _is_edited(known)) else edited
+    _times_ns.update((name, _time_ns(sys.modules[name])) for name in reloaded)  # before it is read: not to miss an edit
+    for name in reloaded:
         importlib.reload(sys.modules[name])
-    if known is not None and (edited or _is_edited(known)):
-        importlib.reload(known)
-    _loaded_ns.update(dict.fromkeys([*edited, full], now))
-    return importlib.import_module(full)
+    lab = importlib.import_module(full)
+    for name in [n for n in sys.modules if (_is_lab_code(n) or n == full) and n not in _times_ns]:
+        _times_ns[name] = _time_ns(sys.modules[name])
+    return lab
 
 
 def _is_lab_code(name: str) -> bool:
@@ -81,10 +80,17 @@ def _is_lab_code(name: str) -> bool:
 
 
 def _is_edited(module: ModuleType) -> bool:
+    """Another time than when it was last looked at, not a later one: a file server's clock may be behind or ahead."""
+    now, before = _time_ns(module), _times_ns.get(module.__name__)
+    return now > _START_NS if before is None else now != before
+
+
+def _time_ns(module: ModuleType) -> int:
+    """When the module's file was changed; 0 for a namespace package, or if the file is gone."""
     try:
-        return os.stat(module.__file__).st_mtime_ns > _loaded_ns.get(module.__name__, _START_NS)
-    except (OSError, TypeError):  # a namespace package, or the file is gone
-        return False
+        return os.stat(module.__file__).st_mtime_ns
+    except (OSError, TypeError):
+        return 0
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

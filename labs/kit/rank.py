@@ -86,7 +86,8 @@ def _own_children(run: Path) -> None:
     By default a process from a fork server asks that same server for its own children.
     """
     multiprocessing.set_start_method(None, force=True)  # the platform's default
-    forkserver._forkserver.__init__()  # should it be asked for: a server of its own
+    forkserver._forkserver.__init__()  # should it be asked for, as from Python 3.14 on by default: a server of its own
+    multiprocessing.set_forkserver_preload(["torch"])  # or every worker would import it
     multiprocessing.current_process()._config["tempdir"] = str(run)  # for their sockets
 
 

@@ -60,6 +60,8 @@ class Machine:
     """Width of the terminal."""
     gpus: tuple[str, ...] = ()
     """GPUs that NVML reports. The CPU build of torch sees none of them."""
+    start_method: str = ""
+    """How multiprocessing starts processes by itself: "forkserver" as Python from 3.14 on, "" as it does here."""
     neighbour: bool = False
     """Another process keeps the first CPU busy."""
 
@@ -75,11 +77,11 @@ MACHINES = {
         cpu="Imaginary Atom 330", isa=SSE, reported=4, usable=1, columns=40,
     ),
     "large": Machine(
-        about="four usable cores of 64, AVX2, two GPUs that torch does not see, a busy neighbour, Turkish, "
-        "Newfoundland, in 400 days",
+        about="four usable cores of 64, AVX2, two GPUs that torch does not see, a fork server, a busy neighbour, "
+        "Turkish, Newfoundland, in 400 days",
         days=400, zone="America/St_Johns", locale="tr_TR.UTF-8", folder="ders & kurs", host="grande-01",
         cpu="Imaginary Xeon 9999 @ 4.20GHz", isa=AVX2, reported=64, usable=4, columns=200,
-        gpus=("NVIDIA A100-SXM4-80GB",) * 2, neighbour=True,
+        gpus=("NVIDIA A100-SXM4-80GB",) * 2, start_method="forkserver", neighbour=True,
     ),
 }  # fmt: skip
 
@@ -206,7 +208,7 @@ def copy_to(folder: Path) -> None:
 def environment(machine: Machine, desk: Path) -> dict[str, str]:
     """What processes there inherit. `inside/sitecustomize.py` does the rest in each Python process."""
     copy = desk / machine.folder
-    mask = {"days": machine.days, "usable": machine.usable, "gpus": machine.gpus}
+    mask = {"days": machine.days, "usable": machine.usable, "gpus": machine.gpus, "start_method": machine.start_method}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "COURSE_", "PYTHON", "OMP_", "XDG_"))}
     return kept | machine.isa | {
         "ELSEWHERE": json.dumps(mask),

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from multiprocessing import context
 from pathlib import Path
 
 import time_machine
@@ -19,6 +20,10 @@ AFFINITY = "ELSEWHERE_AFFINITY"  # of this process and those that it starts
 ahead_s = 86_400 * MASK["days"]
 clock = time_machine.travel(time.time() + ahead_s, tick=True).start()
 clock.shift(time_machine.escape_hatch.time.time() + ahead_s - time.time())
+
+# What multiprocessing does where nobody says how processes start: the one setting that labs cannot undo.
+if MASK["start_method"]:
+    context._default_context._default_context = context._concrete_contexts[MASK["start_method"]]
 
 if MASK["gpus"]:
     sys.path.append(str(Path(__file__).parents[2]))  # after everything else: tests/ holds the stand-in
