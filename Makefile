@@ -80,6 +80,7 @@ $(READY): moved
 endif
 
 $(READY): pyproject.toml constraints.txt
+	@if [ -L .venv ]; then echo ".venv is a link, and what it leads to would be emptied: remove the link and run make again." >&2; exit 1; fi
 	@found=; for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.14 python3.13 python3.12 python3.11 python); do \
 		if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$p; break; fi; done; \
 	if [ -z "$$found" ]; then \
