@@ -57,6 +57,8 @@ class Backstage:
         resource_tracker.ensure_running()  # now, since it would unblock SIGINT below
         # Without a name server every rank would print to stdout that a host name is unknown; errors still come.
         quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+        if threading.current_thread() is threading.main_thread():  # any other may end while the fork server is needed
+            quiet[guardian.LAUNCHER] = str(self.owner)
         with _environment({READY: str(self.ready), "PYTHONPATH": _import_path(), **quiet}), _sigint_blocked():
             forkserver.ensure_running()
         pid = forkserver._forkserver._forkserver_pid
@@ -75,6 +77,10 @@ class Backstage:
         while not self.ready.exists() and time.monotonic() < deadline:
             check()
             time.sleep(0.01)
+
+    def server_pid(self) -> int | None:
+        """The fork server, from which the ranks of the next run come."""
+        return forkserver._forkserver._forkserver_pid
 
     def run_folder(self) -> Path:
         """A new folder for one run."""
@@ -107,7 +113,7 @@ def start_fork_server() -> Backstage:
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # what a learner needs of it is in RankFailed
             logging.getLogger("torchelastic-events-null").disabled = True
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process must not initialise CUDA
-            multiprocessing.set_forkserver_preload(["labs.kit.rank"])
+            multiprocessing.set_forkserver_preload(["labs.kit.guardian", "labs.kit.rank"])
             _current = Backstage()
         _current.ensure()
         return _current
