@@ -61,6 +61,7 @@ class Config:
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
+        models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:

@@ -73,6 +73,7 @@ class Config:
             require(len(values) > 0 and min(values) >= 1, f"{name} must hold positive numbers")
             require(len(set(values)) == len(values), f"{name} must be different: each is a point of the curve")
         require(len(set(self.sequences)) == len(self.sequences), "sequences must be different")
+        models.require_known(*self.models, besides=("tiny_bert",))
 
 
 def check_layout(config: Config, world_size: int) -> None:

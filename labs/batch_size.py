@@ -58,6 +58,7 @@ class Config:
         require(len(set(self.batches)) == len(self.batches), "batches must be different: each is a point of the curve")
         require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
         require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
+        models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:

@@ -75,6 +75,7 @@ class Config:
         require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
         require(0 <= self.overflow_step < self.steps,
                 f"overflow_step must be one of the {self.steps} steps, from 0, not {self.overflow_step}")  # fmt: skip
+        models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:

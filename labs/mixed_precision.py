@@ -68,6 +68,7 @@ class Config:
         require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}: one sample has no interval")
         require(0 < self.least_s < math.inf, f"least_s must be positive, not {self.least_s}")
         require(0 < self.budget_s < math.inf, f"budget_s must be positive, not {self.budget_s}")
+        models.require_known(*self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
