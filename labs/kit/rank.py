@@ -33,7 +33,7 @@ from labs.kit import backstage, cli, guardian, measure, record  # noqa: F401
 from labs.kit.dist import Rank, process_group
 from labs.kit.hardware import Device, devices
 
-if backstage.READY in os.environ or "RANK" in os.environ:
+if (backstage.READY in os.environ and not os.environ.get(backstage.LEAN)) or "RANK" in os.environ:
     # The first optimizer of a process imports this, which takes as long as all of torch: not for who only launches.
     import torch._dynamo  # noqa: F401
 
