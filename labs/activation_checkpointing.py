@@ -21,6 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from labs import models
 from labs.activation_memory import deep_models, sequences, variants
 from labs.activation_memory.allocator import slices
 from labs.activation_memory.segments import (
@@ -73,6 +74,7 @@ class Config:
         require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
         require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
         require(len(self.sequences) > 0 and min(self.sequences) >= 1, "sequences must hold positive numbers")
+        models.require_known(self.model, besides=deep_models.DEEP)
 
 
 def check_layout(config: Config, world_size: int) -> None:

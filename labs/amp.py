@@ -52,6 +52,25 @@ def scaler(name: str, device: torch.device, **settings: float) -> GradScaler:
     return GradScaler(device.type, enabled=name == "fp16", **settings)
 
 
+def impossible(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batch: Sequence[Tensor], name: str) -> str:
+    """Why `module` cannot be trained in format `name` on the device it is on, in torch's words; "" if it can.
+
+    Tried on the first two rows of `batch`. A device may have a format and yet not every layer in it: FP16 of an LSTM on
+    a CPU is one that oneDNN has not. Parameters, their gradients and the random state stay as they are.
+    """
+    x, y = (t[:2] for t in batch)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    try:
+        with torch.random.fork_rng(), precision(name, x.device):
+            found = loss(module(x), y)
+        torch.autograd.grad(found.float(), trained, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as e:  # of kernels, NotImplementedError included
+        return f"{type(e).__name__}: {' '.join(str(e).split())[:150]}"
+    return ""
+
+
 def train_step(
     module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], micro_batches: Sequence[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer, name: str, scaler: GradScaler, max_norm: float | None = None,

@@ -61,6 +61,7 @@ class Config:
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
+        models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -123,6 +124,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     gradients: dict[tuple[str, str], Tensor] = {}
     ways = [w for w in WAYS if supported(w[0], rank.device)]
     for done, (precision, hook) in enumerate(ways, start=1):
+        if why := _impossible(precision, config, rank):
+            yield rank.record("not_possible", "1", 1.0, precision=precision, hook=hook, why=why)
+            continue
         refused = _refusal(hook, rank)
         yield rank.record("hook_refused", "1", float(refused != "none"), precision=precision, hook=hook, error=refused)
         if refused == "none":
@@ -131,6 +135,15 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
             yield from _traffic(traffic, gradient, precision, hook, rank)
             yield from _errors(gradients, precision, hook, rank)
         rank.progress(done, len(ways), f"{precision}, hook: {hook}")
+
+
+def _impossible(precision: str, config: Config, rank: Rank) -> str:
+    """Why the model cannot be trained in `precision` here; "" if it can. The same on all ranks, which are alike."""
+    if precision == "fp32":
+        return ""
+    workload = models.make(config.model, config.seed)
+    batch = [t.to(rank.device) for t in workload.make_batch(2)]
+    return amp.impossible(workload.module.to(rank.device), workload.loss, batch, precision)
 
 
 def _refusal(hook: str, rank: Rank) -> str:

@@ -73,6 +73,7 @@ class Config:
             require(len(values) > 0 and min(values) >= 1, f"{name} must hold positive numbers")
             require(len(set(values)) == len(values), f"{name} must be different: each is a point of the curve")
         require(len(set(self.sequences)) == len(self.sequences), "sequences must be different")
+        models.require_known(*self.models, besides=("tiny_bert",))
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -104,8 +105,13 @@ def _small_model(name: str, config: Config, rank: Rank) -> Iterator[Record]:
     """One real step in every format, and what the trace said of it."""
     for precision in [p for p in ("fp32", "bf16", "fp16") if supported(p, rank.device)]:
         workload = _small(name, config.seed)
-        x, _ = workload.make_batch(2)
+        x, y = workload.make_batch(2)
         seq = x.shape[1] if x.dtype == torch.int64 else 0
+        workload.module.to(rank.device)
+        on_device = (x.to(rank.device), y.to(rank.device))
+        if why := "" if precision == "fp32" else amp.impossible(workload.module, workload.loss, on_device, precision):
+            yield rank.record("not_possible", "1", 1.0, model=name, precision=precision, why=why)
+            continue
         line = trace_line(workload, precision, rank.device.type)
         trained = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)
         predicted = states(trained, config.optimizer, line.activations(config.batch), line.weight_copies)

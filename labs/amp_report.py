@@ -121,6 +121,8 @@ def report(records: Records) -> dict[str, object]:
     said = advice(effects, noise, baseline)
     for r in records.where("skipped_step_s", model=model):
         said += f" {r.case['precision'].upper()} was left out: its steps would take longer than the budget."
+    for r in records.where("not_possible", model=model):
+        said += f" {r.case['precision'].upper()} is not possible here: {r.case['why']}"
     return {"baseline": baseline, "noise": noise, "effects": effects, "advice": said}
 
 

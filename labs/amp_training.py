@@ -83,6 +83,7 @@ class Config:
         fits = 1 <= self.samples <= 10_000 and self.samples % self.batch == 0
         require(fits, f"samples must be a multiple of batch between 1 and 10000, not {self.samples}")
         require(len({*self.gradient_models}) == len(self.gradient_models), "gradient_models must be different")
+        models.require_known(*self.gradient_models)
 
 
 class Training(NamedTuple):
@@ -173,6 +174,8 @@ def gradient_facts(name: str, data: tuple[Tensor, ...], config: Config) -> list[
     rows, factors = (config.batch, config.loss_exponents) if own else (config.gradient_rows, ())
     scales = tuple(dict.fromkeys(2.0**e * s for s in (1.0, config.loss_scale) for e in (0, *factors)))
     batch = gradient_sizes.trained(workload, rows, config.gradient_steps, data[0].device)
+    if why := amp.impossible(workload.module, workload.loss, batch, "fp16"):
+        return [Fact("not_possible", "1", 1.0, "measured", {"precision": "fp16", "why": why})]
     return list(gradient_sizes.facts(workload, batch, scales))
 
 

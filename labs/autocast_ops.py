@@ -56,6 +56,7 @@ class Config:
         require(len(set(self.models)) == len(self.models), "models must name each model once")
         require(len(set(self.precisions)) == len(self.precisions), "precisions must name each format once")
         require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
+        models.require_known(*self.models)
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -148,9 +149,15 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     for missing in set(wanted) - set(formats):
         print(f"autocast_ops: {missing} is left out: this device does not support it")
     for done, name in enumerate(names, start=1):
-        for precision in ("fp32", *formats):
+        workload, *batch = _workload(name, config, rank)
+        refused = {p: amp.impossible(workload.module, workload.loss, batch, p) for p in formats}
+        for precision, why in refused.items():
+            if why:
+                yield rank.record("not_possible", "1", 1.0, model=name, precision=precision, why=why)
+        able = [p for p in formats if not refused[p]]
+        for precision in ("fp32", *able):
             yield from _step(name, precision, config, rank)
-        for precision in formats[:1]:
+        for precision in able[:1]:
             yield from _weight_casts(name, precision, config, rank)
         rank.progress(done, len(names), name)
 

@@ -12,6 +12,7 @@ parameter, and with several ranks the all-reduce) and some time per sample. All 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Config:
         require(len(set(self.batches)) == len(self.batches), "batches must be different: each is a point of the curve")
         require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
         require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
+        models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -66,7 +68,10 @@ def check_layout(config: Config, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class StepModel:
-    """Seconds of a step with b samples, t(b) = fixed_s + b sample_s, drawn through batches `small` and `large`."""
+    """Seconds of a step with b samples, t(b) = fixed_s + b sample_s, drawn through batches `small` and `large`.
+
+    Neither part is negative. Where noise hides what a sample costs, sample_s is 0: this run cannot tell it.
+    """
 
     small: int
     large: int
@@ -81,33 +86,37 @@ class StepModel:
 
     def samples_per_s(self, batch: float) -> float:
         """b / t(b) for b > 0; with b = inf the throughput that no batch exceeds."""
-        return 1 / (self.fixed_s / batch + self.sample_s)
+        seconds = self.fixed_s / batch + self.sample_s
+        return 1 / seconds if seconds else math.inf
 
     @property
     def half_batch(self) -> float:
-        """The knee, fixed_s / sample_s: this batch has half of the throughput that no batch exceeds.
+        """The knee, fixed_s / sample_s: this batch has half of the throughput that no batch exceeds; inf if unknown.
 
         Far below it a larger batch is nearly free, far above it buys nothing. Vector computers have the same
         number, n_1/2: Hockney & Jesshope 1988, "Parallel Computers 2".
         """
-        return self.fixed_s / self.sample_s
+        return self.fixed_s / self.sample_s if self.sample_s else math.inf
 
 
 def predict(small: int, small_s: float, large: int, large_s: float) -> StepModel:
     """The whole curve from the seconds of a step at two batch sizes, in samples.
 
-    A negative fixed cost, which only noise can give, becomes 0. ValueError if the larger batch is no larger or its
-    steps are no longer.
+    Only noise gives a negative cost. Then the other one alone explains the times: without a cost per sample both steps
+    take their mean. ValueError if the larger batch is no larger.
     """
-    if not (small < large and small_s < large_s):
-        raise ValueError(f"steps must get longer with the batch: {small} take {small_s:g} s, {large} {large_s:g} s")
+    if not small < large:
+        raise ValueError(f"two batches are needed, a small and a large one, not {small} and {large}")
+    if small_s >= large_s:
+        return StepModel(small, large, (small_s + large_s) / 2, 0.0)
     sample_s = (large_s - small_s) / (large - small)
     return StepModel(small, large, max(small_s - small * sample_s, 0.0), sample_s)
 
 
 def predict_share(step_s: float, all_reduce_s: float) -> float:
     """Share of communication in a DDP step if nothing overlaps, from one rank's own step and one all-reduce."""
-    return all_reduce_s / (step_s + all_reduce_s)
+    both_s = step_s + all_reduce_s
+    return all_reduce_s / both_s if both_s else 0.0
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -231,10 +240,11 @@ def fit_ends(records: Records, mode: str = "single", small: int = ARTICLES[0], l
     return predict(small, next(times), large, next(times))
 
 
-def knee(records: Records, mode: str = "single", small: int = ARTICLES[0], large: int = ARTICLES[1]) -> Estimate:
-    """`half_batch` with its interval, fitted round by round; rounds in which noise hid the slope say nothing."""
+def knee(records: Records, mode: str = "single", small: int = ARTICLES[0], large: int = ARTICLES[1]) -> Estimate | None:
+    """`half_batch` with its interval, fitted round by round; None if noise hid the slope in every round."""
     pairs = zip(*(records.one("step_s", mode=mode, batch=b).samples for b in (small, large)), strict=True)
-    return measure.estimate([predict(small, s, large, t).half_batch for s, t in pairs if s < t], "samples")
+    found = [predict(small, s, large, t).half_batch for s, t in pairs if s < t]
+    return measure.estimate(found, "samples") if found else None
 
 
 def modelled_share(records: Records) -> dict[int, float]:

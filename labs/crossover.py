@@ -10,14 +10,13 @@ DDP on all ranks, in turn. The prediction needs no second rank: only one rank's 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labs import scaling
-from labs.kit import cli, measure
+from labs.kit import cli, collectives, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record, Records
@@ -55,15 +54,17 @@ def predict(single_step_s: float, size: int, link: tuple[float, float], ranks: i
     `link` is (latency in s, bytes per s of the message that is reduced), as `fit_link` gives it. An estimate
     from below where DDP overlaps communication with backward, from above where ranks slow each other down.
     """
-    return ranks * single_step_s / (single_step_s + scaling.transfer_s(size, *link))
+    together_s = single_step_s + scaling.transfer_s(size, *link)
+    return ranks * single_step_s / together_s if together_s else float(ranks)
 
 
 def fit_link(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
-    """(latency_s, bytes_per_s) that minimise the relative error of t = latency + size / bytes_per_s."""
-    sizes_, seconds_ = np.asarray(sizes, float), np.asarray(seconds, float)
-    design = np.stack([np.ones_like(sizes_), sizes_], axis=1) / seconds_[:, None]
-    latency, per_byte = np.linalg.lstsq(design, np.ones_like(seconds_), rcond=None)[0]
-    return max(float(latency), 0.0), 1 / max(float(per_byte), 1e-15)
+    """(latency_s, bytes_per_s) that minimise the relative error of t = latency + size / bytes_per_s.
+
+    As labs.kit.collectives.fit: no negative latency, and an infinite bandwidth where noise hides what a byte costs.
+    """
+    found = collectives.fit(sizes, seconds)
+    return found.latency_s, found.b_s
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:

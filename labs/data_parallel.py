@@ -61,6 +61,7 @@ class Config:
         require(self.inner >= 1, f"inner must be at least 1, not {self.inner}")
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         require("single" in self.modes, "modes must hold 'single': every speed-up is relative to it")
+        models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:

@@ -120,6 +120,7 @@ class Config:
         require(len(self.ways) > 0, f"ways must name at least one of {', '.join(WAYS)}")
         for way in self.ways:
             require(way in WAYS, f"there is no way {way!r}: the ways are {', '.join(WAYS)}")
+        models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:

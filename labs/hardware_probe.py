@@ -70,6 +70,7 @@ class Config:
         for name in self.models:
             known = ", ".join(models.MODELS)
             require(name in models.MODELS or ":" in name, f"models may hold {known} or module:factory, not {name!r}")
+        models.require_known(*self.models)
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}")
         require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")

@@ -75,6 +75,7 @@ class Config:
         require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
         require(0 <= self.overflow_step < self.steps,
                 f"overflow_step must be one of the {self.steps} steps, from 0, not {self.overflow_step}")  # fmt: skip
+        models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -99,6 +100,11 @@ def predict(overflows: Sequence[bool], init_scale: float, growth_interval: int) 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Two traces, all orders, gradients without zero_grad, the deprecated interface."""
     batches = _batches(config, rank.device)
+    workload = models.make(config.model, config.seed)
+    why = amp.impossible(workload.module.to(rank.device), workload.loss, batches[0][0], "fp16")
+    if why:
+        yield rank.record("not_possible", "1", 1.0, precision="fp16", why=why)
+        return
     yield from _trace("planted overflow", DEFAULT_SCALE, config.overflow_step, batches, config, rank)
     yield from _trace("too large a start", TOO_LARGE_SCALE, None, batches, config, rank)
     yield from _same_batch(batches[0], config, rank)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from labs import oracle
+from labs import models, oracle
 from labs.kit import cli, peaks
 from labs.kit.cli import BadInput, require
 from labs.kit.dist import Rank
@@ -78,6 +78,7 @@ class Config:
         require(self.micro_batches >= 1, f"micro_batches must be at least 1, not {self.micro_batches}")
         require(self.batch >= self.micro_batches, f"batch must be at least micro_batches, not {self.batch}")
         require(all(m > 0 for m in self.memory_gb), "memory_gb must hold positive numbers")
+        models.require_known(*((self.model,) if self.model else self.small), besides=SMALL)
 
     @property
     def own(self) -> dict[str, Any]:
@@ -91,11 +92,14 @@ def check_layout(config: Config, world_size: int) -> None:
     if config.model:
         oracle.step(config.model, max(2, config.micro_batches), **config.own)
         return
+    usual = Config()  # known to work: no time goes into trying it
     with torch.device("meta"):
-        for policy in config.policies:
+        for policy in sorted({*config.policies} - {*usual.policies}):
             recompute(resnet().module, policy)
     for name in config.small:
-        oracle.step(SMALL.get(name, name), 2, policy="block" if name in config.recomputed else "none")
+        policy = "block" if name in config.recomputed else "none"
+        if name not in usual.small or (policy == "block" and name not in usual.recomputed):
+            oracle.step(SMALL.get(name, name), 2, policy=policy)
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:

@@ -6,7 +6,8 @@
 
 About 10 s on 2 CPU cores. All formats that the device has take turns, in one model after the other; then the bytes
 that each keeps for backward, then matrix products by size, where a 16-bit format may overtake FP32 or never does.
-What would take longer than its budget is left out, and recorded as such. Your own model gets instead of the matrix
+What would take longer than its budget is left out, and recorded as such; so is a format that this device does not have
+for one of the model's layers. Your own model gets instead of the matrix
 products a comparison of loss and gradient with FP32, on the parameters that the factory returns.
 """
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from labs import amp_effects, matmul_ladder, models
-from labs.amp import NO_SCALING, scaler, train_step
+from labs.amp import NO_SCALING, impossible, scaler, train_step
 from labs.amp_report import report
 from labs.kit import cli, measure, probing
 from labs.kit.cli import require
@@ -67,6 +68,7 @@ class Config:
         require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}: one sample has no interval")
         require(0 < self.least_s < math.inf, f"least_s must be positive, not {self.least_s}")
         require(0 < self.budget_s < math.inf, f"budget_s must be positive, not {self.budget_s}")
+        models.require_known(*self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -131,6 +133,9 @@ def model_records(name: str, config: Config, formats: list[str], rank: Rank) -> 
     case = {"model": name, "batch": rows}
     steps = {}
     for f in formats:
+        if why := "" if f == "fp32" else impossible(workload.module, workload.loss, batches[0], f):
+            yield rank.record("not_possible", "1", 1.0, rank=0, precision=f, why=why, **case)
+            continue
         step = _training(workload, f, rank.device)
         seconds = _step_s(step, batches[0], rank.device)
         if f == "fp32" or seconds * _rounds(config) <= config.budget_s:
@@ -188,7 +193,7 @@ def agreement_records(
     found = []
     for f in (f for f in formats if f in ("tf32", "bf16")):
         found.append((f, 1.0, amp_effects.agreement(amp_effects.gradient(workload, *batches[0], f), reference)))
-    if "fp16" in formats:
+    if "fp16" in formats:  # those that were timed
         found += [("fp16", *a) for a in amp_effects.fp16_agreements(workload, *batches[0], reference)]
         plain = amp_effects.gradient(workload, *batches[0], NO_SCALING)
         found.append((NO_SCALING, 1.0, amp_effects.agreement(plain, reference)))

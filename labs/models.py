@@ -10,15 +10,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from labs.kit.cli import BadInput
-from labs.kit.lab import imported
+from labs.kit.cli import BadInput, require
+from labs.kit.lab import imported, require_findable
 
 STEP_LIMIT_S = 100.0  # long enough to load weights; one that hangs must not hang its user for ever
 
@@ -170,6 +170,19 @@ def _time_limit(seconds: float) -> Iterator[None]:
         # Somebody else's timer, as that of a test's own limit, goes on from where it was.
         rest = max(left - (time.monotonic() - start), 1e-3) if left else 0.0
         signal.setitimer(signal.ITIMER_REAL, rest, interval)
+
+
+def require_known(*names: str, besides: Iterable[str] = ()) -> None:
+    """BadInput for the first of `names` that is neither in MODELS, nor in `besides`, nor a factory that can be found.
+
+    For a lab's Config: it takes no time, while `build` needs the model.
+    """
+    known = [*besides, *MODELS]
+    for name in names:
+        if name not in known:
+            options = f"take one of {', '.join(known)}, or package.module:factory"
+            require(":" in name, f"there is no model {name!r}: {options}")
+            require_findable(name, "model")
 
 
 def _import_factory(name: str) -> Callable[[], Workload]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from labs.kit.errors import BadInput
+
 
 def ring_all_reduce_bytes(size: int, ranks: int) -> float:
     """Bytes each rank sends in a ring all-reduce of `size` bytes: 2 (n-1)/n S.
@@ -47,7 +49,7 @@ class Amdahl:
 
     def speedup(self, ranks: float) -> float:
         """T(1) / T(n)."""
-        return self.time(1) / self.time(ranks)
+        return self.time(1) / self.time(ranks) if self.time(ranks) else 1.0
 
     @property
     def limit(self) -> float:
@@ -56,20 +58,27 @@ class Amdahl:
 
 
 def fit_amdahl(ranks: Sequence[int], times: Sequence[float]) -> Amdahl:
-    """Least squares fit of T(n) = s + p/n. Needs two different n; ValueError otherwise.
+    """Least squares fit of T(n) = s + p/n, neither part negative. Needs two different n; ValueError otherwise.
 
     T(n) = p/n + 2c(n-1)/n, a ring all-reduce of cost c without overlap, has the same form with s = 2c: times
     alone cannot tell a serial part from communication.
     """
     if len(set(ranks)) < 2:
         raise ValueError(f"times of at least two different numbers of ranks are needed, not {list(ranks)}")
+    from scipy.optimize import nnls
+
     design = np.stack([np.ones(len(ranks)), 1 / np.asarray(ranks, float)], axis=1)
-    serial, parallel = np.linalg.lstsq(design, np.asarray(times, float), rcond=None)[0]
+    serial, parallel = nnls(design, np.asarray(times, float))[0]
     return Amdahl(float(serial), float(parallel))
 
 
 def karp_flatt(speedup: float, ranks: int) -> float:
-    """Serial fraction that a measured speed-up implies: (1/S - 1/n) / (1 - 1/n). Source: Karp & Flatt 1990."""
+    """Serial fraction that a measured speed-up implies: (1/S - 1/n) / (1 - 1/n). Source: Karp & Flatt 1990.
+
+    Of two ranks at least. Outside of 0 to 1 it is noise, or no parallel program.
+    """
+    if ranks < 2 or speedup <= 0:
+        raise BadInput(f"a serial fraction needs a speed-up on 2 ranks or more, not {speedup:g} on {ranks}")
     return (1 / speedup - 1 / ranks) / (1 - 1 / ranks)
 
 

@@ -62,6 +62,7 @@ class Config:
         require(0 < self.least_s < math.inf, f"least_s must be positive, not {self.least_s}")
         require((self.repeats or 0) >= 0, f"repeats must be at least 0, not {self.repeats}")
         require(self.loop_steps >= 2, f"loop_steps must be at least 2, not {self.loop_steps}")
+        models.require_known(self.model)
 
     @property
     def loop_repeats(self) -> int:

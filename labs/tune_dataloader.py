@@ -22,7 +22,7 @@ from labs.image_datasets import JpegFolder
 from labs.kit import cli, dist
 from labs.kit.cli import require
 from labs.kit.dist import Rank
-from labs.kit.lab import imported
+from labs.kit.lab import imported, require_findable
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
 from labs.loading import Step, on_device
@@ -69,6 +69,8 @@ class Config:
         require(self.budget_s > 0, f"budget_s must be a positive number of seconds, not {self.budget_s}")
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.item_s >= 0, f"item_s must not be negative: {self.item_s}")
+        if self.dataset:
+            require_findable(self.dataset, "dataset")
 
 
 def check_layout(config: Config, world_size: int) -> None:

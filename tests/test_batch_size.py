@@ -41,10 +41,16 @@ def test_a_fixed_cost_below_zero_is_noise():
     assert lab.predict(32, 1.0, 256, 10.0).fixed_s == 0
 
 
-@pytest.mark.parametrize("ends", [(32, 2e-3, 256, 1e-3), (32, 1e-3, 256, 1e-3), (256, 1e-3, 32, 2e-3)])
-def test_steps_that_do_not_get_longer_say_so(ends):
-    with pytest.raises(ValueError, match="must get longer"):
-        lab.predict(*ends)
+@pytest.mark.parametrize(("small_s", "large_s"), [(3e-3, 1e-3), (2e-3, 2e-3)])
+def test_steps_that_do_not_get_longer_are_a_fixed_cost_alone(small_s, large_s):
+    curve = lab.predict(32, small_s, 256, large_s)
+    assert (curve.fixed_s, curve.sample_s) == pytest.approx((2e-3, 0.0))
+    assert math.isinf(curve.half_batch) and math.isinf(curve.samples_per_s(math.inf))
+
+
+def test_batches_in_the_wrong_order_are_refused():
+    with pytest.raises(ValueError, match="two batches"):
+        lab.predict(256, 1e-3, 32, 2e-3)
 
 
 def test_curve_and_knee_are_found_in_records():
@@ -60,6 +66,7 @@ def test_curve_and_knee_are_found_in_records():
 def test_rounds_without_a_slope_do_not_make_a_knee():
     records = Records([step("single", 32, [1e-3, 9e-3]), step("single", 256, [2e-3, 2e-3])])
     assert lab.knee(records).n == 1
+    assert lab.knee(Records([step("single", 32, [2e-3]), step("single", 256, [1e-3])])) is None
 
 
 def test_throughput_counts_the_samples_of_all_ranks():

@@ -6,6 +6,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -135,7 +136,7 @@ def test_a_killed_fork_server_ends_the_run_and_the_next_one_works():
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
 
-    with pytest.raises(RankFailed):
+    with pytest.raises(RankFailed, match=r"^the process that starts ranks was killed.* Run the cell again"):
         run_on_ranks(kill_parent)
     assert run_on_ranks(lambda: 1) == [1, 1]
 
@@ -257,6 +258,31 @@ def test_killing_the_kernel_kills_ranks_and_workers(kernel):
     kernel.start(SLEEP)
     os.kill(kernel.pid, signal.SIGKILL)
     assert_no_survivors(kernel.mark)
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal at a parent's death is Linux's")
+def test_killing_kernel_and_guardian_at_once_kills_fork_server_ranks_and_workers(kernel, own_tmp):
+    kernel.start(SLEEP)
+    (guardian,) = (p for p in family(kernel.mark) if "guardian.py" in " ".join(p.cmdline()))
+    guardian.suspend()  # so that it does nothing between the two
+    os.kill(kernel.pid, signal.SIGKILL)
+    guardian.kill()
+    assert_no_survivors(kernel.mark)
+    for folder in Path(own_tmp).glob("labs-*"):  # with nobody left to remove it
+        shutil.rmtree(folder)
+
+
+def test_ranks_still_start_when_the_thread_that_made_the_first_launch_has_ended(own_tmp):
+    code = (
+        "import threading\nfrom labs.kit.launch import run_on_ranks\n"
+        "first = threading.Thread(target=run_on_ranks, args=(int, 1))\nfirst.start()\nfirst.join()\n"
+        "from multiprocessing import forkserver\nserver = forkserver._forkserver._forkserver_pid\n"
+        "print(run_on_ranks(int, 1), server == forkserver._forkserver._forkserver_pid)"
+    )
+    environment = new_environment(TMPDIR=own_tmp)
+    done = subprocess.run([*PYTHON, "-c", code], env=environment, cwd=HERE, text=True, capture_output=True, timeout=60)
+    assert done.stdout == "[0] True\n", done.stderr
 
 
 @pytest.mark.drill

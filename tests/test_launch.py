@@ -113,6 +113,17 @@ def test_ranks_start_workers_as_under_torchrun_and_are_killed_with_them():
     assert run_on_ranks(method, 1) == [(None, multiprocessing.get_context().get_start_method())]
 
 
+def test_a_process_that_a_rank_forks_may_fork_again():
+    def grandchild() -> int:
+        if child := os.fork():
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if own := os.fork():
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]))
+        os._exit(7)
+
+    assert run_on_ranks(grandchild, 1) == [7]
+
+
 def test_the_kernel_never_initialises_cuda():
     import torch
 

@@ -240,6 +240,21 @@ def test_what_takes_longer_than_promised_is_said(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_slow_machine_has_longer_limits_and_is_told_so(tmp_path):
+    times = cell_times.cell_times(timed(tmp_path / "01_x.ipynb", 30.0, 80.0))
+    (said,) = cell_times.over_the_limits(times, 1500.0, slower=3.0)
+    assert said.startswith("This machine was 3.0 times slower") and "90 s and 30 min" in said
+    assert len(cell_times.over_the_limits(times, 1900.0, slower=2.0)) == 3
+    assert cell_times.over_the_limits([], 500.0, slower=3.0) == []
+
+
+def test_the_pace_of_a_machine_is_the_usual_one_between_notebooks():
+    usual = cell_times.REFERENCE_S
+    assert cell_times.slowness([3 * usual, usual, 3.2 * usual]) == pytest.approx(3.0)
+    assert cell_times.slowness([usual / 2]) == cell_times.slowness([]) == 1.0
+    assert cell_times.reference_s() > 0
+
+
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("True", True), ("[1, 2]", [1, 2]), ("ddp", "ddp")])
 def test_parameters_are_literals_or_text(text, value):
     assert literal(text) == value

@@ -6,6 +6,7 @@ Without torch: it begins before that is imported.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class Journal:
         self("started", at=started)
 
     def __call__(self, event: str, *, at: float | None = None, **values: Any) -> None:
-        """Note `event` with the time (of the wall clock, which processes share), and values."""
+        """Note `event` with the time (of the wall clock, which hosts share), and values."""
         row = {"event": event, "time": time.time() if at is None else at, "rank": self.rank,
                "restart": self.restart, "pid": os.getpid(), **values}  # fmt: skip
         self.file.write(json.dumps(row) + "\n")
@@ -65,7 +66,7 @@ class History:
     @property
     def restarts(self) -> int:
         """How often the ranks were started again."""
-        return max(e["restart"] for e in self.of("started"))
+        return max((e["restart"] for e in self.of("started")), default=0)
 
     @property
     def pids(self) -> set[int]:
@@ -83,23 +84,30 @@ class History:
         return len(done) - len(set(done))
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase of the first restart; together they last from the kill to the end of a first step."""
-        before = self.of("killed")[0]["time"]
-        found = {}
+        """Seconds of each phase of the first restart; together they last from the kill to the end of a first step.
+
+        A phase whose end nobody noted is left out, and its time is in the next one; so is what a clock that was set
+        meanwhile put before the kill. None are known without a kill.
+        """
+        found: dict[str, float] = {}
+        before = next((e["time"] for e in self.of("killed")), math.inf)
         for phase, event in PHASES:
             after = self._last(event, before)
-            found[phase] = after - before
-            before = after
+            if after is not None:
+                found[phase] = max(after - before, 0.0)
+                before = max(after, before)
         return found
 
-    def _last(self, event: str, since: float) -> float:
-        """When all ranks had come to `event` in the first restart; the agent's own events come once."""
+    def _last(self, event: str, since: float) -> float | None:
+        """When all ranks had come to `event` in the first restart, if noted; the agent's own events come once."""
+        if math.isinf(since):
+            return None
         if event in ("detected", "starting"):
-            return min(e["time"] for e in self.of(event) if e["time"] >= since)
+            return min((e["time"] for e in self.of(event) if e["time"] >= since), default=None)
         firsts: dict[int, float] = {}
         for e in self.of(event, restart=1):
             firsts.setdefault(e["rank"], e["time"])
-        return max(firsts.values())
+        return max(firsts.values(), default=None)
 
     def redo_s(self) -> float:
         """Seconds that steps took which had been done before, without the first: that is the restart's last phase."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from contextlib import suppress
 from pathlib import Path
 
+from labs.kit import guardian
+
 ANNOUNCE = "LABS_ANNOUNCE"  # folder of labs.kit.guardian in which ranks that a lab has started announce themselves
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _IMPORTED_BY = os.getpid()
 
 
@@ -23,11 +21,7 @@ def hold(name: str) -> None:
     parent = os.getppid() if os.getpid() == _IMPORTED_BY else _IMPORTED_BY  # a fork server has imported this module
     if folder := os.environ.get(ANNOUNCE):
         _announce(Path(folder), name)
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    guardian.end_with_parent(parent)
 
 
 def _announce(folder: Path, name: str) -> None:

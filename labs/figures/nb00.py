@@ -135,18 +135,24 @@ def all_reduce(run: Records, guess: Prediction) -> None:
         return say("One rank has nobody to reduce with: run with NPROC = 2 or more.")
     n, model = rows[0].case["ranks"], link_model(run)
     limit = model.b_s * collectives.bus_factor("all_reduce", n) / 1e9
-    half_kib = model.half_bytes / 1024
-    message = f"Under {plain_number(float(f'{half_kib:.2g}'))} KiB, less than half of the bandwidth"
+    half_kib, told = model.half_bytes / 1024, math.isfinite(model.b_s)
+    message = "No bandwidth to be seen: large messages took no longer than small ones"
+    if told:
+        message = f"Under {plain_number(float(f'{half_kib:.2g}'))} KiB, less than half of the bandwidth"
     fig, ax = figure(message, xlabel="message size (KiB)", ylabel="bus bandwidth (GB/s)", records=run)
     sizes = [r.case["bytes"] for r in rows]
     points(ax, [s / 1024 for s in sizes], [estimate(r.samples).scaled(1e-9) for r in rows], label=f"{n} ranks")
     grid = [2 ** (math.log2(sizes[0]) + k / 40 * math.log2(sizes[-1] / sizes[0])) for k in range(41)]
     busbw = [collectives.busbw_b_s(s, model.seconds(s), n) / 1e9 for s in grid]
     curve(ax, [s / 1024 for s in grid], busbw, label="latency + size / bandwidth")
-    prediction(ax, float(guess), limit / 2, label="half reached")
+    if told:
+        prediction(ax, float(guess), limit / 2, label="half reached")
     values = [r.value / 1e9 for r in rows]
-    log_axes(ax, [s / 1024 for s in sizes], _decades(min(values), max(*values, limit)))
+    log_axes(ax, [s / 1024 for s in sizes], _decades(min(values), max(*values, limit if told else 0.0)))
     show(fig, alt=f"{message}; {plain_number(values[0])} GB/s for the smallest, {values[-1]:.2g} for the largest.")
+    if not told:
+        return say("By the fit a byte costs nothing, so that this run cannot tell the bandwidth: noise has hidden it. "
+                   "Run the cell again, on a quiet machine or with more rounds.")  # fmt: skip
     return say(
         f"The fit: latency {model.latency_s * 1e6:.0f} µs, bandwidth {limit:.2g} GB/s (busbw). "
         f"{guess.against(half_kib)} By it, 10 KiB take {model.seconds(10 * 1024) * 1e3:.2f} ms and a hundred times "

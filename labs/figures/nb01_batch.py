@@ -76,7 +76,8 @@ def throughput(run: Records, guess: Prediction) -> None:
     n, knees = run[0].layout["world_size"], {}
     found = {mode: batch_size.throughput(run, mode) for mode in ("single", "ddp")}
     one, fit = found["single"], batch_size.fit_ends(run)
-    message = f"Half of the speed at a batch of {fit.half_batch:.0f}; beyond 256 {_more(one)}"
+    half = f"Half of the speed at a batch of {fit.half_batch:.0f}" if fit.sample_s else "No cost per sample to be seen"
+    message = f"{half}; beyond 256 {_more(one)}"
     fig, ax = figure(message, xlabel="batch size of each device", ylabel="samples per second", records=run,
                      size=(6.6, 3.5), legend_below=True)  # fmt: skip
     for mode, label in (("single", "one device"), ("ddp", f"{n} devices, DDP")):
@@ -89,7 +90,8 @@ def throughput(run: Records, guess: Prediction) -> None:
             through = f"{label}, through batches {fit.small} and {fit.large}"
             curve(ax, grid, [ranks * fit.samples_per_s(b) for b in grid], label=through, color=color)
     alone, _ = knees["one device"]
-    prediction(ax, float(guess), alone.samples_per_s(math.inf) / 2, label="half speed, one device")
+    if alone.sample_s:
+        prediction(ax, float(guess), alone.samples_per_s(math.inf) / 2, label="half speed, one device")
     ax.axvspan(32, 256, color="#EFEFEF", zorder=0)
     ax.annotate("the article's range", (91, 0), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=10)
     log_axes(ax, list(one))
@@ -101,6 +103,10 @@ def throughput(run: Records, guess: Prediction) -> None:
 def _throughput_text(run: Records, one: dict[int, Estimate], knees: dict, guess: Prediction) -> str:
     lines, times = [], batch_size.latency(run)
     for label, (fit, _) in knees.items():
+        if not fit.sample_s:
+            lines.append(f"* {label}: batch {fit.large} took no longer than {fit.small}, so this run cannot tell what "
+                         "a sample costs. Run the cell again, on a quiet machine or with more rounds.")  # fmt: skip
+            continue
         said = f" {guess.against(fit.half_batch)}" if label == "one device" else ""
         lines.append(
             f"* {label}: {fit.fixed_s * 1e3:.2f} ms that do not depend on the batch and {fit.sample_s * 1e6:.1f} µs "

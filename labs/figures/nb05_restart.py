@@ -86,7 +86,8 @@ def restart(run: Records, guess: Prediction) -> None:
     """In a table and words: where the time goes between a rank's kill and the next step, by way to start workers."""
     starts = list(dict.fromkeys(r.case["start"] for r in run.where("restart_s", run="killed")))
     phases = list(dict.fromkeys(r.case["phase"] for r in run.where("phase_s")))
-    seconds = {s: {p: run.one("phase_s", run="killed", start=s, phase=p).value for p in phases} for s in starts}
+    noted = {s: run.where("phase_s", run="killed", start=s) for s in starts}
+    seconds = {s: dict.fromkeys(phases, 0.0) | {r.case["phase"]: r.value for r in noted[s]} for s in starts}
     total = {s: run.one("restart_s", run="killed", start=s).value for s in starts}
     rows = {f"started by {s}, s": {p: f"{t:.2f}" for p, t in (seconds[s] | {"together": total[s]}).items()}
             for s in starts}  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas
 from matplotlib.axes import Axes
 
@@ -95,12 +97,15 @@ def speed(run: Records, chain: str, guess: Prediction) -> None:
     log_axes(ax, every)
     show(fig, alt=f"{message}. " + "; ".join(f"{m}: {found[m]}" for m in many))
     share = analysis.shares_of_ceiling(run, chain)[key]
+    most = fitted.best_micro_batches
+    fit_says = (
+        f"by the fit {most:.0f} of them are best" if math.isfinite(most) else "this run cannot tell how many are best"
+    )
     single = paired_ratio(naive.samples, next(r for r in run.where("step_s", chain=chain, schedule="single")).samples)
     best_way, cost_ms = f"{NAMES.get(key[0], key[0])} with {key[2]}", 1000 * fitted.per_micro_batch_s
     say(f"* The naive split takes {single} the time of one device alone.\n* With 8 micro-batches: {found[8]}. "
         f"{guess.against(found[8])}\n* The best of all, {best_way}, reaches {share} of the ceiling "
-        f"that its bubble leaves. A micro-batch costs {cost_ms:.2g} ms beside its work; by the fit "
-        f"{fitted.best_micro_batches:.0f} of them are best.")  # fmt: skip
+        f"that its bubble leaves. A micro-batch costs {cost_ms:.2g} ms beside its work; {fit_says}.")  # fmt: skip
 
 
 def idle(run: Records, chain: str) -> pandas.DataFrame:

@@ -27,6 +27,7 @@ from labs.kit.errors import BadInput
 from labs.kit.signals import signals_held
 
 READY = "LABS_FORK_SERVER_READY"  # tells the fork server which file to create once torch is loaded
+LEAN = "LABS_LEAN_FORK_SERVER"  # tells the fork server that no rank will train: half of its imports can be left out
 SOCKET_PATH_LIMIT = 60  # the system allows 108 bytes (macOS: 104), of which a rank's own sockets take 40
 WARM_WAIT_S = 60.0
 
@@ -34,8 +35,8 @@ WARM_WAIT_S = 60.0
 class Backstage:
     """Folder, guardian and fork server of the process that made it."""
 
-    def __init__(self) -> None:
-        self.owner = os.getpid()
+    def __init__(self, lean: bool = False) -> None:
+        self.owner, self.lean = os.getpid(), lean
         self.root = _private_folder()
         self.runs = itertools.count()
         self.ready = self.root / "ready"
@@ -56,7 +57,9 @@ class Backstage:
         before = forkserver._forkserver._forkserver_pid
         resource_tracker.ensure_running()  # now, since it would unblock SIGINT below
         # Without a name server every rank would print to stdout that a host name is unknown; errors still come.
-        quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+        quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"), LEAN: "1" if self.lean else ""}
+        if threading.current_thread() is threading.main_thread():  # any other may end while the fork server is needed
+            quiet[guardian.LAUNCHER] = str(self.owner)
         with _environment({READY: str(self.ready), "PYTHONPATH": _import_path(), **quiet}), _sigint_blocked():
             forkserver.ensure_running()
         pid = forkserver._forkserver._forkserver_pid
@@ -75,6 +78,10 @@ class Backstage:
         while not self.ready.exists() and time.monotonic() < deadline:
             check()
             time.sleep(0.01)
+
+    def server_pid(self) -> int | None:
+        """The fork server, from which the ranks of the next run come."""
+        return forkserver._forkserver._forkserver_pid
 
     def run_folder(self) -> Path:
         """A new folder for one run."""
@@ -95,10 +102,10 @@ _current: Backstage | None = None
 _lock = threading.Lock()
 
 
-def start_fork_server() -> Backstage:
+def start_fork_server(lean: bool = False) -> Backstage:
     """Start loading torch in the background; does nothing if it is there. BadInput if there is no room for it.
 
-    Undisturbed by an interrupt, which would leave half of it.
+    Undisturbed by an interrupt, which would leave half of it. `lean`: without what only training needs.
     """
     global _current
     with signals_held(), _lock:
@@ -107,8 +114,8 @@ def start_fork_server() -> Backstage:
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # what a learner needs of it is in RankFailed
             logging.getLogger("torchelastic-events-null").disabled = True
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process must not initialise CUDA
-            multiprocessing.set_forkserver_preload(["labs.kit.rank"])
-            _current = Backstage()
+            multiprocessing.set_forkserver_preload(["labs.kit.guardian", "labs.kit.rank"])
+            _current = Backstage(lean)
         _current.ensure()
         return _current
 

@@ -51,22 +51,24 @@ class LatencyBandwidth:
 
     @property
     def half_bytes(self) -> float:
-        """Message size at which half of the bandwidth is reached: latency x bandwidth."""
-        return self.latency_s * self.b_s
+        """Message size at which half of the bandwidth is reached: latency x bandwidth; inf if that was not found."""
+        return self.latency_s * self.b_s if self.latency_s else 0.0
 
 
 def fit(bytes: Sequence[float], seconds: Sequence[float]) -> LatencyBandwidth:
     """Least squares of relative errors, so that small messages count as much as big ones; both terms >= 0.
 
-    Needs two different sizes.
+    Needs two different sizes. If noise hides what a byte costs, the bandwidth is inf: these times cannot tell it. A
+    time of 0, from a clock too coarse for it, counts as a nanosecond.
     """
     require(len(set(bytes)) >= 2, "a latency-bandwidth fit needs at least two message sizes")
     import numpy as np
     from scipy.optimize import nnls
 
-    t = np.asarray(seconds, dtype=float)
+    t = np.maximum(np.asarray(seconds, dtype=float), 1e-9)
     a = np.column_stack([np.ones(len(t)), np.asarray(bytes, dtype=float)]) / t[:, None]
     scale = np.linalg.norm(a, axis=0)  # seconds and bytes differ by many powers of ten
     (latency, per_byte), _ = nnls(a / scale, np.ones(len(t)))
-    latency, per_byte = latency / scale[0], per_byte / scale[1]
-    return LatencyBandwidth(float(latency), float(1 / per_byte) if per_byte > 0 else float("inf"))
+    latency, per_byte = float(latency / scale[0]), float(per_byte / scale[1])
+    told = per_byte * max(bytes) > 1e-6 * latency  # otherwise it is what rounding has left
+    return LatencyBandwidth(latency, 1 / per_byte if told else float("inf"))

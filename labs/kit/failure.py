@@ -16,6 +16,10 @@ from labs.kit import cli, guardian
 LOST_PEER = re.compile(
     r"onnection (closed|reset|refused)|Broken pipe|remote process exited|aborted|failed to recv", re.I
 )
+SERVER_KILLED = (
+    "the process that starts ranks was killed, and all ranks with it: somebody ran kill -9, or the system ran out of "
+    "memory (see `dmesg`). Run the cell again: the next launch starts a new one, which takes some seconds."
+)
 
 
 class RankFailed(RuntimeError):
@@ -37,8 +41,8 @@ class RankTimeout(RankFailed):
 class Watch:
     """The folder of a run, in which ranks announce themselves, report errors and say that they are done."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, server: int | None = None) -> None:
+        self.folder, self.server = folder, server
         self.since: float | None = None  # first sign that the run cannot succeed any more, monotonic seconds
         self.died: int | None = None
         """The rank that vanished first without a report."""
@@ -81,6 +85,8 @@ class Watch:
         """The exception for a run that failed: what the first failing rank reported, or how it died."""
         reports = self.reports()
         own = [r for r in reports if not r["lost_peer"]]
+        if not own and self.server is not None and _is_gone(self.server):  # on Linux all ranks die with it
+            return RankFailed(SERVER_KILLED)
         died = self._died_first(exit_codes)
         if not own and died is not None:
             return _sudden_death(died, exit_codes.get(died))

@@ -44,7 +44,7 @@ class Job:
             backstage = start_fork_server()
             backstage.wait_until_warm(self._check)  # before the turn: nobody waits for another's import of torch
             with self._turn():
-                self.watch = Watch(backstage.run_folder())
+                self.watch = Watch(backstage.run_folder(), backstage.server_pid())
                 try:
                     self._watched()
                 finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import importlib
@@ -10,7 +11,7 @@ import os
 import sys
 import time
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,6 +98,41 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ "did you mean 'x'? " for the nearest of `known`, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def require_findable(name: str, what: str) -> None:
+    """BadInput unless there is such a `name`, "package.module:factory". Its module is read, not run, in no time.
+
+    What cannot be told by reading, such as a name that is imported with *, is left to `imported`.
+    """
+    module, _, attribute = name.partition(":")
+    require(bool(module and attribute), f"{what} {name!r} must be package.module:factory")
+    if module in sys.modules:
+        return
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as e:  # of a package around it
+        raise BadInput(f"{what} {name!r} cannot be imported: {e}") from None
+    require(spec is not None, f"{what} {name!r} cannot be imported: No module named {module!r}")
+    try:
+        tree = ast.parse(Path(spec.origin or "").read_bytes())
+    except (OSError, SyntaxError, ValueError):  # no file of source, or a broken one
+        return
+    defined = set(_names(tree))
+    told = bool({"*", "__getattr__", "globals", "setattr"} & defined) or attribute in defined
+    require(told, f"{what} {name!r} cannot be imported: module {module!r} has no attribute {attribute!r}")
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    """Every name that occurs in a module's source."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Name():
+                yield node.id
+            case ast.alias():
+                yield node.asname or node.name
 
 
 def imported(name: str, what: str) -> Any:

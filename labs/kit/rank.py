@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,18 +23,21 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-# Some are only preloaded: what the agent needs in each rank, DDP, what make_config needs, and what the first optimizer
-# of a process imports (0.6 s).
+# Some are only preloaded: what the agent needs in each rank, DDP, and what make_config needs.
 import cloudpickle
-import torch._dynamo
 import torch.distributed.elastic.multiprocessing
-import torch.nn.parallel  # noqa: F401
+import torch.nn.parallel
 import typeguard  # noqa: F401
-from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
-from labs.kit import backstage, cli, measure, record  # noqa: F401
+from labs.kit import backstage, cli, guardian, measure, record  # noqa: F401
 from labs.kit.dist import Rank, process_group
 from labs.kit.hardware import Device, devices
+
+if (backstage.READY in os.environ and not os.environ.get(backstage.LEAN)) or "RANK" in os.environ:
+    # The first optimizer of a process imports this, which takes as long as all of torch: not for who only launches.
+    import torch._dynamo  # noqa: F401
+
+_IMPORTED_BY = os.getpid()  # the fork server, in a rank
 
 
 def as_rank(body: bytes, folder: str, placement: list[Device], timeout_s: float, asked: float) -> None:
@@ -67,7 +71,7 @@ def _announce(run: Path, local_rank: int) -> None:
         stacks = (run / f"stack-{local_rank}").open("w")
     except FileNotFoundError:  # the run was stopped while this rank was being forked
         os._exit(1)
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux: should the fork server die, so does the rank
+    guardian.end_with_parent(_IMPORTED_BY)  # the fork server forks in its main thread, which lives as long as it does
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides; a stray Ctrl-C would race with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable(stacks, all_threads=False)
@@ -83,8 +87,19 @@ def _announce(run: Path, local_rank: int) -> None:
 def _own_children(run: Path) -> None:
     """Let DataLoader workers start as under torchrun, as children of this rank, so that they are killed with it.
 
-    By default a process from a fork server asks that same server for its own children.
+    By default a process from a fork server asks that same server for its own children. What is forked in a thread
+    other than the main one may outlive that thread, and gets no signal of its parent's death.
     """
+    forked_by: list[int] = []  # pid of who forks, in its main thread
+
+    def before() -> None:
+        forked_by[:] = [os.getpid()] if threading.current_thread() is threading.main_thread() else []
+
+    def in_child() -> None:
+        for parent in forked_by:
+            guardian.end_with_parent(parent)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
     multiprocessing.set_start_method(None, force=True)  # the platform's default
     forkserver._forkserver.__init__()  # should it be asked for, as from Python 3.14 on by default: a server of its own
     multiprocessing.set_forkserver_preload(["torch"])  # or every worker would import it

@@ -29,7 +29,7 @@ class RanksTrial:
         try:
             from labs.kit.backstage import start_fork_server
 
-            self.backstage = start_fork_server()  # it loads torch while the other checks run
+            self.backstage = start_fork_server(lean=True)  # it loads torch while the other checks run
         except Exception as e:
             self.problem = e
 

@@ -72,8 +72,8 @@ class Fit:
 
     @property
     def best_micro_batches(self) -> float:
-        """Where the fitted step is shortest."""
-        return schedules.best_micro_batches(self.stage_s, max(self.per_micro_batch_s, 1e-12), self.stages)
+        """Where the fitted step is shortest; inf if noise hides what a micro-batch costs."""
+        return schedules.best_micro_batches(self.stage_s, self.per_micro_batch_s, self.stages)
 
 
 def fit(records: Records, chain: str) -> Fit:
@@ -88,6 +88,7 @@ def fit_steps(seconds: dict[int, float], stages: int) -> Fit:
         raise ValueError(f"steps with at least two numbers of micro-batches are needed, not {list(seconds)}")
     m, t = np.array(list(seconds), float), np.array(list(seconds.values()), float)
     turns = m + stages - 1
+    t = np.maximum(t, 1e-9)  # a clock may be too coarse for a step
     design = np.stack([turns / m, turns], axis=1) / t[:, None]
     stage, cost = nnls(design, np.ones_like(t))[0]
     return Fit(float(stage), float(cost), stages)

@@ -97,8 +97,9 @@ def link(times: Mapping[int, Sequence[float]]) -> tuple[float, float]:
     Neither comes out negative. (0, 0) if nothing took any time: a single rank sends nothing.
     """
     seconds = np.array([statistics.median(t) for t in times.values()])
-    if not seconds.all():
+    if not seconds.any():
         return 0.0, 0.0
+    seconds = np.maximum(seconds, 1e-9)  # a clock may be too coarse for a small message
     design = np.stack([np.ones(len(times)), np.array(list(times), float)], axis=1) / seconds[:, None]
     latency, per_byte = nnls(design, np.ones(len(times)))[0]
     return float(latency), float(per_byte)

@@ -6,6 +6,7 @@ sent its result, a backward needs the gradient from the stage after.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -67,7 +68,12 @@ def step_s(stage_s: float, per_micro_batch_s: float, stages: int, micro_batches:
 
 
 def best_micro_batches(stage_s: float, per_micro_batch_s: float, stages: int) -> float:
-    """The m at which `step_s` is least: sqrt((p-1) stage_s / per_micro_batch_s). Its derivative is zero there."""
+    """The m at which `step_s` is least: sqrt((p-1) stage_s / per_micro_batch_s). Its derivative is zero there.
+
+    inf if a micro-batch costs nothing: then more are always better.
+    """
+    if not per_micro_batch_s:
+        return math.inf
     return ((stages - 1) * stage_s / per_micro_batch_s) ** 0.5
 
 

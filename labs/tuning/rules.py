@@ -142,6 +142,9 @@ def is_bursty(model: float, loader: float, waits_s: Sequence[float], works_s: Se
     From the seconds of single steps: most hardly wait, and few wait for long. A deeper queue (prefetch_factor) helps
     only there. Handing a batch over takes its time in every step.
     """
-    share = sum(waits_s) / (sum(waits_s) + sum(works_s))
+    together_s = sum(waits_s) + sum(works_s)
+    if not together_s:
+        return False
+    share = sum(waits_s) / together_s
     concentrated = statistics.median(waits_s) < statistics.fmean(waits_s) / 2
     return loader >= GAIN * model and share > TOLERANCE and concentrated

@@ -1,0 +1,182 @@
+"""Formulas that are fed by measurements: noise that turns two times round must not end a learner's cell."""
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labs import batch_size, checkpoint_interval, crossover, scaling
+from labs.elastic.journal import PHASES, History
+from labs.figures import nb00, nb01_batch, nb06
+from labs.kit import collectives
+from labs.kit.check import predict
+from labs.kit.errors import BadInput
+from labs.kit.record import Record, Records
+from labs.pipelines import analysis, profiling
+from labs.tuning import rules
+
+SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes
+SECONDS = st.sampled_from([0.0, 1e-9, 1e-7]) | st.floats(1e-9, 100.0)  # equal and zero-ish ones often, in any order
+TIMES = st.lists(SECONDS, min_size=4, max_size=4)
+POSITIVE = st.sampled_from([1e-9, 1e-6]) | st.floats(1e-9, 1e9)
+
+
+def known(*values: float) -> None:
+    """Not negative, and finite or inf, which stands for "this run cannot tell"."""
+    assert all(v >= 0 for v in values), values  # nan is not
+
+
+@given(TIMES)
+def test_link_fits(times):
+    known(*crossover.fit_link(list(SIZES), times))
+    fit = collectives.fit(SIZES, times)
+    known(fit.latency_s, fit.b_s, fit.half_bytes)
+    assert math.isfinite(fit.seconds(SIZES[-1]))
+    latency, per_byte = profiling.link({size: [t] for size, t in zip(SIZES, times, strict=True)})
+    assert 0 <= latency < math.inf and 0 <= per_byte < math.inf
+    modelled = crossover.predict(times[0], SIZES[0], (fit.latency_s, fit.b_s), 2)
+    assert 0 <= modelled <= 2
+
+
+@given(TIMES)
+def test_amdahls_fit(times):
+    fit = scaling.fit_amdahl([1, 2, 3, 4], times)
+    known(fit.serial, fit.parallel, fit.limit)
+    assert all(1 <= round(fit.speedup(n), 9) <= n for n in (1, 2, 1000))
+
+
+@given(st.floats(-1.0, 100.0), st.integers(1, 64))
+def test_a_serial_fraction_is_a_number_or_bad_input(speedup, ranks):
+    try:
+        assert math.isfinite(scaling.karp_flatt(speedup, ranks)) or speedup < 1e-300
+    except BadInput:
+        assert speedup <= 0 or ranks < 2
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_break_even(startup_s, single_s, parallel_s):
+    known(scaling.break_even_epochs(startup_s, single_s, parallel_s))
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_two_batches(small_s, large_s, all_reduce_s):
+    fit = batch_size.predict(32, small_s, 256, large_s)
+    known(
+        fit.fixed_s, fit.sample_s, fit.half_batch, fit.samples_per_s(math.inf), *map(fit.samples_per_s, (1, 32, 4096))
+    )
+    assert 0 <= batch_size.predict_share(small_s, all_reduce_s) <= 1
+
+
+@given(st.dictionaries(st.integers(1, 64), SECONDS, min_size=2, max_size=6), st.integers(2, 8))
+def test_the_cost_of_a_micro_batch(seconds, stages):
+    fit = analysis.fit_steps(seconds, stages)
+    known(fit.stage_s, fit.per_micro_batch_s, fit.best_micro_batches, fit.cost_share(4), fit.step_s(4))
+
+
+@given(POSITIVE, POSITIVE)
+def test_checkpoint_intervals(save_s, mtbf_s):
+    for formula in (checkpoint_interval.young, checkpoint_interval.daly, checkpoint_interval.optimum):
+        interval_s = formula(save_s, mtbf_s)
+        assert 0 < interval_s < math.inf
+        assert 0 < checkpoint_interval.lost_share(interval_s, save_s, mtbf_s) <= 1 + 1e-9
+
+
+@given(st.lists(st.floats(0.1, 1e9), min_size=1, max_size=6), st.lists(st.floats(0.1, 1e9), min_size=6, max_size=6))
+def test_tuning_rules(loader_rates, model_rates):
+    loaders = dict(zip(rules.ladder(16), loader_rates, strict=False))
+    model = statistics.median(model_rates)
+    rules.reason_to_stop(model, loaders, 16)
+    assert rules.finalists(model, loaders)
+    rates = {rules.Setting(w): model_rates[: len(loader_rates)] for w in loaders}
+    assert rules.cheapest(rates).setting in rates
+
+
+@given(TIMES, TIMES)
+def test_bursts(waits, works):
+    assert rules.is_bursty(100.0, 200.0, waits, works) in (True, False)
+
+
+EVENTS = st.sampled_from(["killed", *(event for _, event in PHASES)])
+NOTED = st.fixed_dictionaries(
+    {"event": EVENTS, "time": st.floats(0, 1e9), "rank": st.integers(0, 1), "restart": st.integers(0, 1)}
+)
+
+
+@given(st.lists(NOTED, max_size=20))
+def test_phases_of_a_restart_that_was_noted_in_part_by_clocks_that_jump(events):
+    history = History(events)
+    assert all(0 <= seconds < math.inf for seconds in history.phases().values())
+    assert history.restarts in (0, 1)
+
+
+def test_time_that_no_event_divides_belongs_to_the_next_phase():
+    rows = [("killed", 10.0), ("starting", 11.0), ("step", 15.0)]
+    events = [{"event": e, "time": t, "rank": 0, "restart": 1} for e, t in rows]
+    assert History(events).phases() == {"stop and rendezvous": 1.0, "first step": 4.0}
+
+
+# Figures of runs in which noise has turned the times round
+
+
+def records(lab: str, metric: str, cases: dict, samples: list[float], unit: str = "s") -> Record:
+    return Record(lab, metric, unit, tuple(samples), case=cases, layout={"world_size": 2, "rank": None})
+
+
+@pytest.fixture(params=[(1e-3, 9e-3), (9e-3, 1e-3), (4e-3, 4e-3)], ids=["as expected", "reversed", "equal"])
+def ends(request):
+    """Seconds of the smallest and of the largest case."""
+    return request.param
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What a figure's text says."""
+    texts: list[str] = []
+    for module in (nb00, nb01_batch, nb06):
+        monkeypatch.setattr(module, "say", texts.append)
+    return texts
+
+
+def between(ends: tuple[float, float], cases: tuple[int, ...]) -> dict[int, list[float]]:
+    first, last = ends
+    n = len(cases) - 1
+    return {c: [(first + (last - first) * k / n) * f for f in (1.0, 1.1, 0.9)] for k, c in enumerate(cases)}
+
+
+def test_the_figure_of_batch_sizes(ends, said):
+    found = between(ends, (8, 32, 256))
+    run = Records(
+        [records("batch_size", "step_s", {"mode": m, "batch": b}, s) for m in ("single", "ddp", "no_sync")
+         for b, s in found.items()]
+        + [records("batch_size", "activation_bytes", {"batch": b}, [1e3 * b], "B") for b in found]
+        + [records("batch_size", "all_reduce_s", {}, [1e-3]), records("batch_size", "gradient_bytes", {}, [1e6], "B")]
+    )  # fmt: skip
+    nb01_batch.throughput(run, predict(100, "knee"))
+    nb01_batch.communication(run, predict(10, "share", "%"))
+    assert ("cannot tell" in " ".join(said)) == (ends[0] >= ends[1])
+
+
+def test_the_figure_of_all_reduces(ends, said):
+    found = between(ends, SIZES)
+    run = Records(
+        [records("hardware_probe", "all_reduce_s", {"bytes": b, "ranks": 2}, s) for b, s in found.items()]
+        + [records("hardware_probe", "busbw_b_s", {"bytes": b, "ranks": 2}, [b / t for t in s], "B/s")
+           for b, s in found.items()]
+    )  # fmt: skip
+    nb00.all_reduce(run, predict(100, "half", "KiB"))
+    assert ("cannot tell" in " ".join(said)) == (ends[0] >= ends[1])
+
+
+def test_the_figure_of_micro_batches(ends, said):
+    found = between(ends, (1, 2, 4, 8))
+    case = {"chain": "mlp", "by": "hand"}
+    run = Records(
+        [records("pipeline_parallel", "step_s", {**case, "schedule": "1f1b", "micro_batches": m}, s)
+         for m, s in found.items() if m > 1]
+        + [records("pipeline_parallel", "step_s", {**case, "schedule": s, "micro_batches": 1}, found[1])
+           for s in ("naive", "single", "copies")]
+    )  # fmt: skip
+    nb06.speed(run, "mlp", predict(2, "speed-up", "x"))
+    assert ("cannot tell" in said[0]) == (ends[0] > ends[1])
