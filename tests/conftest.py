@@ -28,6 +28,17 @@ def pytest_configure(config):
     os.environ["PYTHONWARNINGS"] = ",".join(f"error::{k.__name__}:{m}" for m in modules for k in kinds)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """COURSE_SMOKE=1 is for the notebooks' kernels: what a test launches is as long as that test says."""
+    smoke = os.environ.pop("COURSE_SMOKE", None) if Path(__file__).parent in item.path.parents else None
+    try:
+        return (yield)
+    finally:
+        if smoke is not None:
+            os.environ["COURSE_SMOKE"] = smoke
+
+
 def pytest_collection_modifyitems(items):
     """COURSE_TESTS_SLOWER=6 multiplies the time limits that tests set themselves: tests/elsewhere is slow."""
     slower = float(os.environ.get("COURSE_TESTS_SLOWER", "1"))

@@ -27,6 +27,14 @@ def test_a_launch_returns_records_trace_and_time():
     assert run[0].layout["world_size"] == 2 and run[0].provenance["torch"]
 
 
+def test_course_smoke_makes_every_launch_a_smoke_run_that_does_not_say_otherwise(monkeypatch):
+    monkeypatch.setenv("COURSE_SMOKE", "1")
+    assert launch(EMPTY, 1)[0].config == {"smoke": True}
+    assert launch(EMPTY, 1, smoke=False)[0].config == {"smoke": False}
+    monkeypatch.setenv("COURSE_SMOKE", "0")
+    assert launch(EMPTY, 1)[0].config == {"smoke": False}
+
+
 def test_one_rank_is_a_run_too():
     assert launch(EMPTY, 1).one("ranks").value == 1
 
