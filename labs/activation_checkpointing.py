@@ -66,7 +66,7 @@ class Config:
     seed: int = 0
     """Seed of the model, the data and dropout."""
     smoke: bool = False
-    """Two rounds, at most 32 rows."""
+    """Two rounds, at most 128 rows."""
 
     def __post_init__(self) -> None:
         require(len(self.parts) > 0, f"parts must name one at least: {', '.join(get_args(Part))}")
@@ -104,7 +104,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 def _pareto(config: Config, rank: Rank) -> Iterator[Record]:
     workload = deep_models.build(config.model, config.seed)
     policies = ["none", *(p for p in config.policies if p != "none")] if config.policies else possible(workload.module)
-    batch = min(32, config.batch) if config.smoke else config.batch
+    batch = min(128, config.batch) if config.smoke else config.batch
     steps = steps_of(workload, policies, batch, rank.device)
     yield from _memory(workload, steps, config.model, rank)
     yield from _operations(steps, config, rank)
