@@ -40,9 +40,14 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_modifyitems(items):
-    """COURSE_TESTS_SLOWER=6 multiplies the time limits that tests set themselves: tests/elsewhere is slow."""
+    """COURSE_TESTS_SLOWER=6 multiplies the time limits that tests set themselves: tests/elsewhere is slow.
+
+    Notebooks measure, so that their cells are marked `quiet`, which nbval does not let them do themselves.
+    """
     slower = float(os.environ.get("COURSE_TESTS_SLOWER", "1"))
     for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("quiet")
         if slower != 1 and (mark := item.get_closest_marker("timeout")):
             item.add_marker(pytest.mark.timeout(mark.args[0] * slower), append=False)
 

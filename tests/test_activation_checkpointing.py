@@ -215,6 +215,8 @@ def test_what_grows_with_the_square():
                                     "gradient_difference", "step_s"])  # fmt: skip
 def test_every_policy_has_it(run, metric):
     policies = possible(deep_models.build("deep_mlp", 0).module)
+    if metric.startswith("predicted"):
+        policies.remove("selective")  # what that keeps depends on operations, not on blocks
     assert [r.case["policy"] for r in run.where(metric, part="pareto")] == policies
 
 
