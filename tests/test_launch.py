@@ -15,6 +15,8 @@ from labs.kit.launch import RankFailed, launch, run_on_ranks
 from labs.kit.record import Records
 from labs.kit.view import NotebookView, View
 
+pytestmark = pytest.mark.quiet  # looks for leftovers of any launch, and times some
+
 EMPTY, FAULTY = "labs_for_tests.empty", "labs_for_tests.faulty"
 
 
