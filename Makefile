@@ -14,12 +14,13 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport JUPYTER_PATH
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help lab course slides test test-elsewhere drills notebooks constraints clean moved
+.PHONY: help lab course slides test test-all test-elsewhere drills notebooks constraints clean moved
 
 help:
 	@echo "make lab     JupyterLab on $(START) (LAB_ARGS='--no-browser --port 9000' for its options)"
 	@echo "make course  run every notebook into build/ and write build/index.html (ARGS='-p NPROC 1' sets a parameter)"
-	@echo "make test    lint, then every test and every notebook"
+	@echo "make test    lint, the quick tests, and every notebook with smoke runs in place of its experiments: some 12 minutes"
+	@echo "make test-all  lint, then every test and every notebook at full length: some 30 minutes"
 	@echo "make test-elsewhere  the same on another day, processor, user, place and speed (ARGS='small -- notebooks')"
 	@echo "make drills  only the tests that kill, fill a disk, corrupt, hang or interrupt"
 	@echo "make slides  slides of every notebook in build/slides, without a network (ARGS='--solutions 03.1', '--source build')"
@@ -39,12 +40,22 @@ slides: $(READY)
 	@echo "== Write the slides into build/slides"
 	@$(PY) -m labs.kit.slides $(ARGS)
 
+LINT = $(PY) -m ruff check . && $(PY) -m ruff format --check .
+PYTEST = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=90
+
 test: $(READY)
 	@echo "== Lint"
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	@echo "== Tests of the kit, labs, exercises and repository, then every notebook against its committed outputs"
-	$(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=90 $(ARGS)
+	$(LINT)
+	@echo "== Quick tests of the kit, labs, exercises and repository, two at a time"
+	$(PY) -m pytest -m "not drill and not long and not quiet" -n 2 --dist loadfile tests $(ARGS)
+	@echo "== Tests that measure, one by one, then every notebook, in short, against its committed outputs"
+	COURSE_SMOKE=1 $(PYTEST) -m "quiet and not drill and not long" $(ARGS)
+
+test-all: $(READY)
+	@echo "== Lint"
+	$(LINT)
+	@echo "== Every test, drills and long ones too, then every notebook at full length against its committed outputs"
+	$(PYTEST) $(ARGS)
 
 test-elsewhere: $(READY)
 	@echo "== The tests on machines that are not this one: another day, place, processor, user and speed"

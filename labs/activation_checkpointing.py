@@ -67,7 +67,7 @@ class Config:
     seed: int = 0
     """Seed of the model, the data and dropout."""
     smoke: bool = False
-    """Three policies, two rounds, two lengths."""
+    """Two rounds, at most 128 rows."""
 
     def __post_init__(self) -> None:
         require(len(self.parts) > 0, f"parts must name one at least: {', '.join(get_args(Part))}")
@@ -106,7 +106,8 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 def _pareto(config: Config, rank: Rank) -> Iterator[Record]:
     workload = deep_models.build(config.model, config.seed)
     policies = ["none", *(p for p in config.policies if p != "none")] if config.policies else possible(workload.module)
-    steps = steps_of(workload, policies[:3] if config.smoke else policies, config.batch, rank.device)
+    batch = min(128, config.batch) if config.smoke else config.batch
+    steps = steps_of(workload, policies, batch, rank.device)
     yield from _memory(workload, steps, config.model, rank)
     yield from _operations(steps, config, rank)
     rounds, turns = 2 if config.smoke else config.rounds, {**steps, "forward": lambda: steps["none"].forward()}
@@ -191,10 +192,9 @@ def _variants(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def _sequences(config: Config, rank: Rank) -> Iterator[Record]:
-    lengths = config.sequences[:2] if config.smoke else config.sequences
     for attention in ("eager", "sdpa"):
         shape = BertShape(attention=attention)
-        for seq in lengths:
+        for seq in config.sequences:
             share = sequences.square_share(shape, seq)
             yield rank.record("square_share", "1", share, kind="modelled", attention=attention, seq=seq)
             for policy in ("none", "block", "selective"):

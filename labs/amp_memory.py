@@ -62,7 +62,7 @@ class Config:
     seed: int = 0
     """Seed of the small models and their data."""
     smoke: bool = False
-    """One small model, one sequence length, no ResNet-152."""
+    """One sequence length of BERT-large, no ResNet-152."""
 
     def __post_init__(self) -> None:
         require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
@@ -84,12 +84,12 @@ def check_layout(config: Config, world_size: int) -> None:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Small models, predicted and measured; then the large ones, traced, and BERT's formula beside it."""
-    small = config.models[:1] if config.smoke else config.models
-    for done, name in enumerate(small, start=1):
+    count = len(config.models)
+    for done, name in enumerate(config.models, start=1):
         yield from _small_model(name, config, rank)
-        rank.progress(done, len(small) + 2, name)
+        rank.progress(done, count + 2, name)
     yield from _bert_large(config, rank)
-    rank.progress(len(small) + 1, len(small) + 2, "BERT-large")
+    rank.progress(count + 1, count + 2, "BERT-large")
     if not config.smoke:
         yield from _resnet152(config, rank)
 

@@ -48,7 +48,7 @@ class Config:
     batch: int = 2
     """Rows: the operations are the same for every number."""
     smoke: bool = False
-    """The first model and the first format only."""
+    """The first format only."""
 
     def __post_init__(self) -> None:
         require(len(self.models) > 0, f"models must name at least one of {', '.join(models.MODELS)}")
@@ -144,7 +144,7 @@ def _flop(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """For every model: its operations without autocast and in every format; how often its weights are cast."""
-    names, wanted = (c[:1] if config.smoke else c for c in (config.models, config.precisions))
+    names, wanted = config.models, config.precisions[:1] if config.smoke else config.precisions
     formats = [p for p in wanted if supported(p, rank.device)]
     for missing in set(wanted) - set(formats):
         print(f"autocast_ops: {missing} is left out: this device does not support it")

@@ -51,7 +51,7 @@ class Config:
     seed: int = 0
     """Seed of the model and of the data."""
     smoke: bool = False
-    """Two rounds, batches up to 256."""
+    """Two rounds, steps with batches up to 256; bytes are counted for all."""
 
     def __post_init__(self) -> None:
         require(len(self.batches) > 0 and min(self.batches) >= 1, "batches must hold positive numbers")
@@ -123,12 +123,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Bytes by batch, then step times of all batches and ways, in turn."""
     workload = models.build(config.model, config.seed)
     workload.module.to(rank.device)
-    data = {b: [t.to(rank.device) for t in workload.make_batch(b)] for b in _batches(config)}
+    data = {b: [t.to(rank.device) for t in workload.make_batch(b)] for b in config.batches}
     size = models.gradient_bytes(workload.module)
     yield rank.record("gradient_bytes", "B", size, kind="modelled")
     for b, (x, y) in data.items():
         yield rank.record("activation_bytes", "B", activation_bytes(workload, x, y), kind="modelled", batch=b)
-    steps = _steps(workload, data, rank)
+    steps = _steps(workload, {b: data[b] for b in _timed(config)}, rank)
     seconds, all_reduce_s = _measure(steps, torch.zeros(size // 4, device=rank.device), config, rank)
     for (mode, batch), samples in seconds.items():
         yield rank.record("step_s", "s", rank.slowest(samples), mode=mode, batch=batch)
@@ -136,7 +136,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("all_reduce_s", "s", rank.slowest(all_reduce_s))
 
 
-def _batches(config: Config) -> tuple[int, ...]:
+def _timed(config: Config) -> tuple[int, ...]:
     small = tuple(b for b in config.batches if b <= 256)
     return (small or config.batches[:1]) if config.smoke else config.batches
 

@@ -62,7 +62,7 @@ class Config:
     rounds: int = 5
     """Times that the loaders of scaling take turns."""
     smoke: bool = False
-    """Two workers, fewer rounds, objects and failures, only fork."""
+    """Fewer rounds and objects, only fork."""
 
     def __post_init__(self) -> None:
         require(1 <= self.workers <= 64, f"workers must be from 1 to 64, not {self.workers}")
@@ -105,7 +105,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 def workers(config: Config, rank: Rank) -> Iterator[Record]:
     """(E05) Who reads: the trainer without workers, processes of their own with them. Memory by process."""
-    for n in (0, _workers(config)):
+    for n in (0, config.workers):
         rows = trap_speed.processes(n, 4 * max(1, n))
         by_pid = {row[0]: row for row in rows}.values()
         mine, case = os.getpid(), {"trap": "workers", "workers": n}
@@ -152,7 +152,7 @@ def scaling(config: Config, rank: Rank) -> Iterator[Record]:
 
 def random(config: Config, rank: Rank) -> Iterator[Record]:
     """Draws that repeat across workers, from one epoch to the next, and across ranks."""
-    n = _workers(config)
+    n = config.workers
     for name, way in trap_random.WAYS.items():
         first, second = trap_random.epochs(way, n, seed=0)
         case = {"trap": "random", "way": name, "workers": n}
@@ -217,7 +217,7 @@ def bare_dataset(config: Config, rank: Rank) -> Iterator[Record]:
 
 def failures(config: Config, rank: Rank) -> Iterator[Record]:
     """What reaches the trainer and after how long, with torch alone and with labs.named_items."""
-    for how in config.failures[:3] if config.smoke else config.failures:
+    for how in config.failures:
         for named in (False, True):
             found = trap_failures.fail(how, named, 2, config.loader_timeout_s, config.hang_s)
             case = {"trap": "failures", "failure": how, "named": named}
@@ -232,10 +232,6 @@ def leftover(config: Config, rank: Rank) -> Iterator[Record]:
             seconds = trap_failures.seconds_to_end(n, interval_s, cured)
             case = {"trap": "leftover", "workers": n, "cured": cured, "interval_s": interval_s}
             yield rank.record("seconds_to_end", "s", seconds, rank=0, **case)
-
-
-def _workers(config: Config) -> int:
-    return min(2, config.workers) if config.smoke else config.workers
 
 
 def _cores(rank: Rank) -> int:

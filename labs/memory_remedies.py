@@ -68,7 +68,7 @@ class Config:
     seed: int = 0
     """Seed of models, data and lengths."""
     smoke: bool = False
-    """Fewer micro-batches, steps, lengths and devices."""
+    """Fewer micro-batches, remedies, lengths and devices."""
 
     def __post_init__(self) -> None:
         require(len(self.parts) > 0, f"parts must hold some of {', '.join(Part.__args__)}")
@@ -146,10 +146,9 @@ def remedies(config: Config, rank: Rank) -> Iterator[Record]:
 
 def leaks(config: Config, rank: Rank) -> Iterator[Record]:
     """(B40) Loops with and without a leak: live bytes after each step, the peak so far, where what is left was made."""
-    steps = min(config.steps, 4) if config.smoke else config.steps
     for name, loop in leaking.LOOPS.items():
         workload = models.make(config.models[0], config.seed)
-        job = leaking.job(workload, [8] * steps, rank.device, larger=name == leaking.LARGER)
+        job = leaking.job(workload, [8] * config.steps, rank.device, larger=name == leaking.LARGER)
         found = leaking.watch(job, loop)
         case = {"part": "leaks", "loop": name, "leaks": name in leaking.LEAKS}
         yield rank.record("live_bytes", "B", found.live_bytes, rank=0, **case)

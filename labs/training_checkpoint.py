@@ -66,7 +66,7 @@ class Config:
     seed: int = 0
     """Seed of the training, the kills and the damages."""
     smoke: bool = False
-    """Few kills, damages, rounds and parts forgotten."""
+    """Few kills, rounds, seeds and parts forgotten."""
 
     def __post_init__(self) -> None:
         require(len(self.trials) > 0, f"trials must hold some of {', '.join(Trial.__args__)}")
@@ -205,7 +205,7 @@ def corruptions(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
     """Damaged files by kind: how many each reader notices, takes without harm, or takes with a wrong state."""
     for step, state in enumerate(itertools.islice(states(config.seed), 2)):
         save(folder, step, state)
-    found = list(corruption.trials(folder, 28 if config.smoke else config.corruptions, config.seed))
+    found = list(corruption.trials(folder, config.corruptions, config.seed))
     counts = Counter((t.kind, reader, t.verdicts[reader]) for t in found for reader in corruption.READERS)
     for kind, reader, verdict in itertools.product(corruption.KINDS, corruption.READERS, corruption.VERDICTS):
         case = {"damage": kind, "reader": reader, "verdict": verdict}

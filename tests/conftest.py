@@ -29,9 +29,25 @@ def pytest_configure(config):
     os.environ["PYTHONWARNINGS"] = ",".join(f"error::{k.__name__}:{m}" for m in modules for k in kinds)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """COURSE_SMOKE=1 is for the notebooks' kernels: what a test launches is as long as that test says."""
+    smoke = os.environ.pop("COURSE_SMOKE", None) if Path(__file__).parent in item.path.parents else None
+    try:
+        return (yield)
+    finally:
+        if smoke is not None:
+            os.environ["COURSE_SMOKE"] = smoke
+
+
 def pytest_collection_modifyitems(items):
-    """COURSE_TESTS_SLOWER=6 multiplies the time limits that tests set themselves: tests/elsewhere is slow."""
+    """COURSE_TESTS_SLOWER=6 multiplies the time limits that tests set themselves: tests/elsewhere is slow.
+
+    Notebooks measure, so that their cells are marked `quiet`, which nbval does not let them do themselves.
+    """
     for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("quiet")
         if SLOWER != 1 and (mark := item.get_closest_marker("timeout")):
             item.add_marker(pytest.mark.timeout(mark.args[0] * SLOWER), append=False)
 

@@ -214,14 +214,19 @@ def test_what_grows_with_the_square():
 @pytest.mark.parametrize("metric", ["peak_bytes", "saved_bytes", "predicted_peak_bytes", "flops", "gradients_equal",
                                     "gradient_difference", "step_s"])  # fmt: skip
 def test_every_policy_has_it(run, metric):
-    assert {r.case["policy"] for r in run.where(metric, part="pareto")} == {"none", "segments:1", "segments:2"}
+    policies = possible(deep_models.build("deep_mlp", 0).module)
+    if metric.startswith("predicted"):
+        policies.remove("selective")  # what that keeps depends on operations, not on blocks
+    assert [r.case["policy"] for r in run.where(metric, part="pareto")] == policies
 
 
 def test_gradients_are_bitwise_equal_and_a_third_more_is_computed(run):
     for r in run.where("gradients_equal"):
         assert r.value == 1
         assert run.one("gradient_difference", policy=r.case["policy"]).value == 0
-    for row in report.pareto(run)[1:]:
+    whole = [row for row in report.pareto(run) if row["policy"].count(":") == 1]  # selective, and kept last, are less
+    assert len(whole) > 3
+    for row in whole:
         assert row["flops_ratio"] == pytest.approx(4 / 3, rel=0.01)
     assert run.one("best_segments", model="thin_chain").value == 6
 

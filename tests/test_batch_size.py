@@ -107,7 +107,7 @@ def test_every_batch_and_way_is_measured(nproc, modes):
     assert {(r.case["mode"], r.case["batch"]) for r in steps} == {(m, b) for m in modes for b in (8, 32, 256)}
     assert all(len(r.samples) == 2 for r in steps)
     assert run.one("gradient_bytes").value == models.gradient_bytes(models.build("mlp").module)
-    assert [r.case["batch"] for r in run.where("activation_bytes")] == [8, 32, 256]
+    assert [r.case["batch"] for r in run.where("activation_bytes")] == [8, 32, 256, 4096]
     assert set(lab.communication_share(run)) == ({8, 32, 256} if nproc > 1 else set())
     assert len(run.where("all_reduce_s")) == nproc - 1
     assert lab.fit_ends(run).half_batch >= 0

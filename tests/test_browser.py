@@ -57,7 +57,7 @@ pytestmark = [
 ]
 
 LONG = """from labs.kit.launch import launch
-launch("data_parallel", nproc=2, rounds=1_000_000, timeout_s=300)"""
+launch("data_parallel", nproc=2, rounds=1_000_000, timeout_s=300, smoke=False)"""
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    """JupyterLab on a free port, with settings of its own; yields its URL, token and process."""
+    """JupyterLab on a free port, with settings of its own and smoke runs; yields its URL, token and process."""
     home = folder.parent
     names = ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR")
     names += ("JUPYTERLAB_WORKSPACES_DIR", "JUPYTERLAB_SETTINGS_DIR")
-    environment = new_environment(**{name: str(home / name) for name in names})
+    environment = new_environment(COURSE_SMOKE="1", **{name: str(home / name) for name in names})
     for name, values in SETTINGS.items():
         (home / "JUPYTERLAB_SETTINGS_DIR" / name).parent.mkdir(parents=True, exist_ok=True)
         (home / "JUPYTERLAB_SETTINGS_DIR" / name).write_text(json.dumps(values))

@@ -25,7 +25,7 @@ COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{WORDS}) \S.*")
 # A command that is not run here: what it needs, and the test that shows as much of it as can be shown.
 REPOSITORY = "tests/test_repository.py::"
 ELSEWHERE = {
-    r"make (test|drills)\b": ("this run", REPOSITORY + "test_make_knows_and_explains_each_command"),
+    r"(COURSE_\w+=1 )?make (test|drills)\b": ("this run", REPOSITORY + "test_make_knows_and_explains_each_command"),
     r"make lab PYTHON=": ("another Python", REPOSITORY + "test_make_says_in_one_line_that_python_is_missing"),
     r"make lab PIP_ARGS=": ("a package index", REPOSITORY + "test_make_knows_and_explains_each_command"),
     r"python -m labs.kit.course$": ("all notebooks", "tests/test_notebooks.py::test_course_goes_on_after_a_failure"),

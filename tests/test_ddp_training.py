@@ -13,11 +13,11 @@ def run():
 
 
 SYMPTOMS = {  # steps per epoch, images seen, same order in the next epoch, replicas differ
-    "single": (2, 1.0, False, False),
-    "ddp": (2, 1.0, False, False),
-    "no_sampler": (4, 1.0, False, False),
-    "no_set_epoch": (2, 1.0, True, False),
-    "different_models": (2, 1.0, False, True),
+    "single": (16, 1.0, False, False),
+    "ddp": (16, 1.0, False, False),
+    "no_sampler": (32, 1.0, False, False),
+    "no_set_epoch": (16, 1.0, True, False),
+    "different_models": (16, 1.0, False, True),
 }
 
 
@@ -49,7 +49,7 @@ def test_one_writer_never_leaves_a_damaged_checkpoint(run):
     assert [r.value for r in run.where("writers")] == [2, 1]
 
 
-def test_predicted_steps_are_those_taken(run):
+def test_predicted_steps_are_those_of_the_samplers(run):
     expected = ddp_training.predict(ddp_training.Config(smoke=True), 2)
     assert {c: run.one("steps_per_epoch", case=c).value for c in expected} == expected
 

@@ -15,6 +15,8 @@ from labs.kit.launch import RankFailed, launch, run_on_ranks
 from labs.kit.record import Records
 from labs.kit.view import NotebookView, View
 
+pytestmark = pytest.mark.quiet  # looks for leftovers of any launch, and times some
+
 EMPTY, FAULTY = "labs_for_tests.empty", "labs_for_tests.faulty"
 
 
@@ -25,6 +27,14 @@ def test_a_launch_returns_records_trace_and_time():
     assert [r.layout["rank"] for r in run.where("own_rank")] == [0, 1]
     assert run[0].lab == EMPTY and run[0].config == {"smoke": False} and run[0].kind == "measured"
     assert run[0].layout["world_size"] == 2 and run[0].provenance["torch"]
+
+
+def test_course_smoke_makes_every_launch_a_smoke_run_that_does_not_say_otherwise(monkeypatch):
+    monkeypatch.setenv("COURSE_SMOKE", "1")
+    assert launch(EMPTY, 1)[0].config == {"smoke": True}
+    assert launch(EMPTY, 1, smoke=False)[0].config == {"smoke": False}
+    monkeypatch.setenv("COURSE_SMOKE", "0")
+    assert launch(EMPTY, 1)[0].config == {"smoke": False}
 
 
 def test_one_rank_is_a_run_too():

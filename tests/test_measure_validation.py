@@ -16,6 +16,8 @@ from labs.kit.launch import launch
 from labs.kit.measure import differs
 from labs.kit.record import Record, Records
 
+pytestmark = pytest.mark.quiet  # its neighbour takes a core, and it times what that does
+
 CPU = torch.device("cpu")
 
 

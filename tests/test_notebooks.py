@@ -23,13 +23,9 @@ KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "languag
 NAP_S = 60
 
 
-# Labs of whose cases the figures need more than a smoke run has, and the parameters that they get instead.
-NOT_SMOKE = {
-    "autocast_ops": {}, "elastic_restart": {}, "activation_checkpointing": {"rounds": 2, "sequences": (128, 2048)},
-    "memory_oracle": {},
-}  # fmt: skip
-SHORT = """
-def _shorten():
+# Writes down what a kernel launches. COURSE_SMOKE makes it short.
+NOTED = """
+def _note():
     from functools import wraps
     from pathlib import Path
     from labs.kit import launch as module
@@ -39,27 +35,29 @@ def _shorten():
     def launch(lab, *args, **values):
         with Path({log!r}).open("a") as file:
             print(lab, file=file)
-        return whole(lab, *args, **values | {NOT_SMOKE!r}.get(lab, {{"smoke": True}}))
+        return whole(lab, *args, **values)
 
     module.launch = launch
-_shorten()
+_note()
 """
 
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    """Kernels whose launches are smoke runs, for IPython starts with SHORT. The file names what was launched."""
+    """Kernels whose launches are smoke runs. The file names what was launched, for IPython starts with NOTED."""
     startup, log = tmp_path / "ipython" / "profile_default" / "startup", tmp_path / "launched"
     startup.mkdir(parents=True)
-    (startup / "short.py").write_text(SHORT.format(log=str(log), NOT_SMOKE=NOT_SMOKE))
+    (startup / "note.py").write_text(NOTED.format(log=str(log)))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("COURSE_SMOKE", "1")
     return log
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs_with_one_rank_and_the_solutions(path, tmp_path, launched):
-    """nbval has run it on two ranks, with every exercise still to do and every lab at full length."""
+    """nbval runs it on two ranks, with every exercise still to do."""
     given = own_parameters([path], OTHER)[path]
     assert execute(path, tmp_path / path.name, given) == ""
     text = "\n".join(c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code")

@@ -182,7 +182,7 @@ def test_kills(files):
 @pytest.mark.drill
 def test_corruptions(files):
     load = files.where("files", reader="load")
-    assert sum(r.value for r in load) == 28 == sum(r.value for r in load if r.case["verdict"] == "noticed")
+    assert sum(r.value for r in load) == 200 == sum(r.value for r in load if r.case["verdict"] == "noticed")
     assert sum(r.value for r in files.where("files", reader="torch.load", verdict="silent")) > 10
     assert {r.case["damage"] for r in files.where("previous_used")} == set(corruption.KINDS)
     assert all(set(r.samples) == {1.0} for r in files.where("previous_used"))

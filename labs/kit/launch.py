@@ -6,7 +6,10 @@ the first launch waits for one `import torch`, later ones take a few tenths of a
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from labs.kit import cli, record, room
@@ -38,9 +41,10 @@ def launch(
     when they are done, each line with its rank.
     Raises BadInput before anything starts, RankFailed with the first failing rank's traceback, RankTimeout
     after `timeout_s` seconds. Whatever happens, also an interrupt, no process of the run survives it.
-    With COURSE_ROOM set, the records are kept there, too.
+    With COURSE_ROOM set, the records are kept there, too; with COURSE_SMOKE=1, every launch is a smoke run.
     """
     module = cli.lab_module(lab)
+    parameters = _smoke_if_asked(module, parameters)
     config = cli.make_config(module, parameters)
     placement = place(nproc, device, oversubscribe)
     cli.require(timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
@@ -60,6 +64,16 @@ def run_on_ranks(function: Callable[..., Any], nproc: int = 2, *args: Any, timeo
     only, never for timing. Raises as `launch` does.
     """
     return _run(Job(RunFunction(function, args), place(nproc, "cpu", True), timeout_s, View()))
+
+
+def _smoke_if_asked(module: ModuleType, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters, with smoke=True where COURSE_SMOKE=1, the lab has that field and the caller does not fill it.
+
+    So a test runs whole notebooks, as they are, in a fraction of their time.
+    """
+    fields = {f.name for f in dataclasses.fields(module.Config)}
+    asked = os.environ.get("COURSE_SMOKE") == "1" and "smoke" in fields
+    return {"smoke": True} | parameters if asked else parameters
 
 
 def _run(job: Job) -> list[Any]:
