@@ -34,6 +34,7 @@ from labs.recomputation import recompute
 SMALL = {"tiny_bert": "labs.large_models:tiny_bert", "tiny_resnet": "labs.large_models:tiny_resnet"}
 ROWS = 32  # of small models, and of yours unless you say otherwise
 TIMELINE = (128, 16)  # tokens and sequences of BERT-large's: all categories can be seen
+WHOLE_IN_NOTEBOOKS = True  # traced models: smaller ones would be other facts
 
 
 @dataclass(frozen=True)

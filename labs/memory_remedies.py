@@ -43,6 +43,7 @@ CALLS = ("memory_summary", "max_memory_allocated", "mem_get_info", "reset_peak_m
 UNLIMITED = "unlimited"
 HEADROOMS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.25, 1.3)
 PATTERN = (16, 50 * MIB, 30 * MIB)  # tensors, bytes of the large and of the smaller ones
+WHOLE_IN_NOTEBOOKS = True  # simulated allocators: on fewer batches and devices they would tell other facts
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import pytest
 
 from labs import memory_oracle
-from labs.figures import modelled
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.oracle import CATEGORIES
@@ -13,15 +12,6 @@ from labs.oracle.report import by_category, peak, relative_error, report, timeli
 @pytest.fixture(scope="module")
 def run():
     return launch("memory_oracle", nproc=1, smoke=True)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("lab", modelled.LABS)
-def test_what_smoke_runs_show_of_whole_ones_is_what_those_still_say(lab):
-    kept = modelled.whole(launch(lab, nproc=1, smoke=True, **modelled.LABS[lab]), lab)
-    again = modelled.needed(launch(lab, nproc=1, timeout_s=500, **modelled.LABS[lab]), lab)
-    assert [(r.metric, r.case, r.samples) for r in kept] == [(r.metric, r.case, r.samples) for r in again]
 
 
 @pytest.fixture(scope="module")

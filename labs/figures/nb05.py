@@ -6,7 +6,6 @@ import math
 
 import pandas
 
-from labs.figures import modelled
 from labs.kit.check import Prediction
 from labs.kit.measure import estimate
 from labs.kit.plot import SERIES, bars, curve, figure, prediction, show, stack
@@ -25,7 +24,6 @@ GB = 1e9
 
 def timeline(run: Records) -> None:
     """Figure: memory of one step of BERT-large by category, and its sum with every layer computed again."""
-    run = modelled.whole(run, "memory_oracle")
     line, again = (oracle_report.timeline(run, part="bert_large", policy=p) for p in ("none", "block"))
     case = run.where("timeline_op", part="bert_large", policy="none")[0].case
     sums = {
@@ -51,7 +49,6 @@ def timeline(run: Records) -> None:
 
 def resnet(run: Records, guess: Prediction) -> None:
     """Figure: peak memory of ResNet-152 against the batch, for three policies, with the articles' 11 and 7 GB."""
-    run = modelled.whole(run, "memory_oracle")
     rows = run.where("peak_op", part="resnet152")
     batches = sorted({r.case["batch"] for r in rows})
     found = {p: [oracle_report.peak(run, part="resnet152", policy=p, batch=b) / GB for b in batches]
@@ -89,7 +86,7 @@ def checked(run: Records) -> pandas.DataFrame:
 
 def conditions(run: Records) -> pandas.DataFrame:
     """The memory figures of the articles, each with the step for which it is true."""
-    run, rows = modelled.whole(run, "memory_oracle"), []
+    rows = []
     for r in run.where("peak_op", part="bert_large"):
         case = {k: r.case[k] for k in ("batch", "seq", "policy", "set_to_none")}
         size = oracle_report.peak(run, part="bert_large", **case) / GB
@@ -108,7 +105,7 @@ def conditions(run: Records) -> pandas.DataFrame:
 
 def largest(run: Records) -> pandas.DataFrame:
     """The largest batch of ResNet-152 in a given memory, by policy, with its peak and that of one image more."""
-    run, rows = modelled.whole(run, "memory_oracle"), []
+    rows = []
     for r in run.where("largest_batch", part="resnet152"):
         case = {k: r.case[k] for k in ("policy", "memory_gb")}
         here, over = (
@@ -166,7 +163,7 @@ def leaks(run: Records) -> pandas.DataFrame:
 
 def fragments(run: Records) -> pandas.DataFrame:
     """What a simulated CUDA allocator reserves for batches of changing length, by way to use it."""
-    run, rows = modelled.whole(run, "memory_remedies"), []
+    rows = []
     for r in run.where("lasting_allocs", part="lengths", headroom=UNLIMITED):
         case = {"part": "lengths", "way": r.case["way"], "headroom": UNLIMITED}
         reserved, needed = (run.one(f"{m}_peak_bytes", **case).value for m in ("reserved", "allocated"))
