@@ -69,8 +69,8 @@ def run_on_ranks(function: Callable[..., Any], nproc: int = 2, *args: Any, timeo
 def _smoke_if_asked(module: ModuleType, parameters: dict[str, Any]) -> dict[str, Any]:
     """The parameters, with smoke=True where COURSE_SMOKE=1, the lab has that field and the caller does not fill it.
 
-    So a test runs whole notebooks, as they are, in a fraction of their time. A lab of which a smoke run would lack facts
-    that its notebook shows says WHOLE_IN_NOTEBOOKS = True.
+    So a test runs whole notebooks, as they are, in a fraction of their time. Labs with WHOLE_IN_NOTEBOOKS = True, of
+    which a smoke run would lack facts that the notebook shows, run as ever.
     """
     fields = {f.name for f in dataclasses.fields(module.Config)}
     asked = os.environ.get("COURSE_SMOKE") == "1" and not getattr(module, "WHOLE_IN_NOTEBOOKS", False)
