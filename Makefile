@@ -38,7 +38,7 @@ course: $(READY)
 
 slides: $(READY)
 	@echo "== Write the slides into build/slides"
-	@$(PY) -m labs.kit.slides $(ARGS)
+	@$(PY) -m labs.classroom.slides $(ARGS)
 
 LINT = $(PY) -m ruff check . && $(PY) -m ruff format --check .
 PYTEST = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=90

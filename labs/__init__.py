@@ -1,4 +1,9 @@
-"""Labs on fast PyTorch training: one module per experiment; what they share is in `labs.kit`."""
+"""Labs on fast PyTorch training: one module per experiment. `python -m labs` lists them.
+
+chapters/ holds what each notebook shows, parts/ what experiments are made of, kit/ the platform that starts and
+measures them, classroom/ what an instructor runs, data/ what is trained on. Imports point one way: notebooks,
+chapters, experiments, parts, kit.
+"""
 
 import sys
 

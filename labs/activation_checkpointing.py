@@ -9,7 +9,7 @@ About 14 s on 2 CPU cores. Four parts:
   chain      the same for blocks that keep no more than their output: there k = sqrt(n) is best
   variants   what torch's checkpoint does with use_reentrant left out, True and False, and without the random state
   sequences  BERT-large's layers on long sequences: which term grows, and what each remedy does to it
-The mechanism is in labs/recomputation.py. Peaks are of the CPU's or GPU's own allocator.
+The mechanism is in labs/parts/memory/recomputation.py. Peaks are of the CPU's or GPU's own allocator.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from labs import models
-from labs.activation_memory import deep_models, sequences, variants
-from labs.activation_memory.allocator import slices
-from labs.activation_memory.segments import (
+from labs.kit import cli, measure
+from labs.kit.cli import require
+from labs.kit.dist import Rank
+from labs.kit.record import Record
+from labs.parts import models
+from labs.parts.activation_memory import deep_models, sequences, variants
+from labs.parts.activation_memory.allocator import slices
+from labs.parts.activation_memory.segments import (
     Chain,
     Segments,
     after_forward,
@@ -34,14 +38,10 @@ from labs.activation_memory.segments import (
     time_ratio,
     trace_chain,
 )
-from labs.activation_memory.step import Step, possible, steps_of
-from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
-from labs.kit.record import Record
-from labs.large_models import BertShape
-from labs.models import Workload
-from labs.recomputation import blocks, segments
+from labs.parts.activation_memory.step import Step, possible, steps_of
+from labs.parts.memory.recomputation import blocks, segments
+from labs.parts.models import Workload
+from labs.parts.models.large_models import BertShape
 
 Part = Literal["pareto", "chain", "variants", "sequences"]
 THIN = (36, 64, 2048)  # layers, width and rows of the chain
@@ -57,7 +57,7 @@ class Config:
     model: str = "deep_mlp"
     """deep_mlp or narrow_bert (24 blocks with dropout each), one of labs.models.MODELS, or package.module:factory."""
     policies: tuple[str, ...] = ()
-    """As in labs.recomputation; without any, all kinds that the model can have."""
+    """As in labs.parts.memory.recomputation; without any, all kinds that the model can have."""
     batch: int = 256
     """Rows of a step of the model."""
     sequences: tuple[int, ...] = (128, 256, 512, 1024, 2048)

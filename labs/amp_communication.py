@@ -24,14 +24,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labs import amp, models
 from labs.kit import cli
 from labs.kit.cli import require
 from labs.kit.dist import Rank
-from labs.kit.probing import supported
 from labs.kit.record import Record
-from labs.replicas import nbytes
-from labs.scaling import ring_all_reduce_bytes
+from labs.parts import models
+from labs.parts.data_parallel.replicas import nbytes
+from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+from labs.parts.precision import amp
+from labs.parts.timing.probing import supported
 
 Hook = Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[Tensor]]
 HOOKS: dict[str, Hook] = {

@@ -6,7 +6,7 @@
 About 6 s on 2 CPU cores. A training step holds parameters, gradients, the optimizer's state and activations, which
 are what autograd keeps for backward. Autocast leaves the first three in FP32, keeps a part of the activations in
 16 bit, and adds 16-bit copies of the weights. Three ways to know how much that is:
-  formula    by hand, for BERT: labs/bert_memory.py
+  formula    by hand, for BERT: labs/parts/memory/bert_memory.py
   trace      autograd's own list, from a forward pass on tensors that have a shape but no memory
   measured   autograd's list in a real step of small models; on a GPU also the peak of its allocator
 
@@ -22,16 +22,17 @@ from typing import Literal
 import torch
 from torch import nn
 
-from labs import amp, models
-from labs.bert_memory import CATEGORIES, Memory, parameter_count, predict, states
 from labs.kit import cli
 from labs.kit.cli import require
 from labs.kit.dist import Rank
-from labs.kit.probing import supported
 from labs.kit.record import Kind, Record, Records
-from labs.large_models import BertShape, bert, resnet, tiny_bert
-from labs.models import Workload
-from labs.saved_tensors import Line, of_step, stack, trace_line
+from labs.parts import models
+from labs.parts.memory.bert_memory import CATEGORIES, Memory, parameter_count, predict, states
+from labs.parts.memory.saved_tensors import Line, of_step, stack, trace_line
+from labs.parts.models import Workload
+from labs.parts.models.large_models import BertShape, bert, resnet, tiny_bert
+from labs.parts.precision import amp
+from labs.parts.timing.probing import supported
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),

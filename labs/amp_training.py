@@ -21,15 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from labs import amp, gradient_sizes, models
-from labs.fashion import vectors
-from labs.gradient_sizes import Fact
-from labs.kit import cli, measure, probing
+from labs.data.fashion import vectors
+from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
-from labs.models import Workload
+from labs.parts import models
+from labs.parts.models import Workload
+from labs.parts.precision import amp, gradient_sizes
+from labs.parts.precision.gradient_sizes import Fact
+from labs.parts.timing import probing
 
 PERCEPTRON = "perceptron"
 
@@ -143,7 +145,7 @@ def trainings(config: Config, names: Sequence[str]) -> list[Training]:
 
 
 def train(training: Training, data: tuple[Tensor, ...], config: Config) -> Outcome:
-    """Train a perceptron; labs.amp.train_step is the step. It is judged in FP32, whatever it was trained in."""
+    """Train a perceptron; `amp.train_step` is the step. It is judged in FP32, whatever it was trained in."""
     images, labels, test_images, test_labels = data
     torch.manual_seed(training.seed)
     model = perceptron().to(images.device)

@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from labs import amp, models
 from labs.kit import cli
 from labs.kit.cli import require
 from labs.kit.dist import Rank
-from labs.kit.probing import supported
 from labs.kit.record import Record, Records
+from labs.parts import models
+from labs.parts.precision import amp
+from labs.parts.timing.probing import supported
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 CAST = "_to_copy"

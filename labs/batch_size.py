@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labs import models
-from labs.activation_bytes import activation_bytes
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
+from labs.parts import models
+from labs.parts.memory.activation_bytes import activation_bytes
 
 ARTICLES = (32, 256)  # batch sizes between which the articles tell to look
 MOST_STEPS = 16  # per turn

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from labs.kit import cli, measure, roofline
+from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
+from labs.parts.timing import roofline
 
 Arm = tuple[str, bool]  # (shapes, cudnn_benchmark)
 ARMS: tuple[Arm, ...] = tuple(itertools.product(("fixed", "changing", "seen"), (False, True)))

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labs import scaling
 from labs.kit import cli, collectives, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record, Records
-from labs.models import gradient_bytes
+from labs.parts.data_parallel import scaling
+from labs.parts.models import gradient_bytes
 
 MESSAGES = (2**12, 2**16, 2**20, 2**23)  # bytes, from latency-bound to bandwidth-bound
 LAYERS = 3

@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labs import models, scaling
-from labs.gradient_buckets import counting_all_reduce
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record, Records
-from labs.replicas import ThreadedDataParallel, nbytes
+from labs.parts import models
+from labs.parts.data_parallel import scaling
+from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
+from labs.parts.data_parallel.replicas import ThreadedDataParallel, nbytes
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from labs.data.tiles import tiles
-from labs.image_datasets import JpegFolder
 from labs.kit import cli, dist
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record, Records
-from labs.loading import Feed, alone, drive, endless, expected, expected_on_cores, ready, running
-from labs.tile_training import WIDTHS, AsFloat, Trainer, Watched
+from labs.parts.loading.feed import Feed, alone, drive, endless, expected, expected_on_cores, ready, running
+from labs.parts.loading.image_datasets import JpegFolder
+from labs.parts.loading.tile_training import WIDTHS, AsFloat, Trainer, Watched
 
 Part = Literal["prediction", "timeline", "sweep", "settings", "bytes", "transfer"]
 

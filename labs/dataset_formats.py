@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from labs.data import photos
 from labs.data.tiles import tiles
-from labs.image_datasets import JpegFolder, MemoryMap, RamCache
-from labs.image_formats import JPEG, MAP, RAM, TAR, Formats, formats_of, listed
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank, unpinned
 from labs.kit.record import Record
-from labs.page_cache import can_evict, evict, flush, private_bytes
+from labs.parts.loading.image_datasets import JpegFolder, MemoryMap, RamCache
+from labs.parts.loading.image_formats import JPEG, MAP, RAM, TAR, Formats, formats_of, listed
+from labs.parts.loading.page_cache import can_evict, evict, flush, private_bytes
 
 COPY, AHEAD = "memory copy", "memory map, read ahead"
 DECODES = (JPEG, TAR)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labs import models
 from labs.ddp_training import parameter_spread
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.replicas import nbytes
+from labs.parts import models
+from labs.parts.data_parallel.replicas import nbytes
 
 
 @dataclass(frozen=True)

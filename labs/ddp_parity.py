@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labs import models
 from labs.kit import cli
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.sync_batchnorm import synchronised
+from labs.parts import models
+from labs.parts.data_parallel.sync_batchnorm import synchronised
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
-from labs import models
 from labs.data import fashion_mnist
 from labs.kit import cli
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
+from labs.parts import models
 
 Case = Literal[
     "single", "ddp", "no_sampler", "no_set_epoch", "sampler_seed_per_rank", "different_models",

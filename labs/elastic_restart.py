@@ -3,10 +3,10 @@
     python -m labs.elastic_restart --nproc 1
     python -m labs.elastic_restart --nproc 1 --kill-at-step 100 --epochs 8 --save-every 20
 
-About 20 s on 2 CPU cores. The lab itself is one process; it starts the two ranks of labs/elastic/train.py, which
+About 20 s on 2 CPU cores. The lab itself is one process; it starts the two ranks of labs/parts/elastic/train.py, which
 you can also train, and kill, by hand:
 
-    torchrun --nproc-per-node 2 --max-restarts 2 -m labs.elastic.train --folder runs/x
+    torchrun --nproc-per-node 2 --max-restarts 2 -m labs.elastic_train --folder runs/x
 """
 
 import math
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from labs.checkpoints import load_latest
-from labs.elastic.agent import Agent, elastic_agent
-from labs.elastic.journal import History
 from labs.kit import cli
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
+from labs.parts.checkpoints import load_latest
+from labs.parts.elastic.agent import Agent, elastic_agent
+from labs.parts.elastic.journal import History
 
 RANKS = 2
 

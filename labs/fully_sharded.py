@@ -25,18 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from labs import models
-from labs.activation_memory.allocator import watch
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.models import Workload
-from labs.replicas import nbytes
-from labs.rounding import METRIC, rounding_error
-from labs.sharding.fsdp import Gathered, predict, shard, shard_bytes
-from labs.sharding.link import require_messages
-from labs.sharding.traffic import Traffic, tcp_sent_bytes
+from labs.parts import models
+from labs.parts.activation_memory.allocator import watch
+from labs.parts.data_parallel.replicas import nbytes
+from labs.parts.models import Workload
+from labs.parts.precision.rounding import METRIC, rounding_error
+from labs.parts.sharding.fsdp import Gathered, predict, shard, shard_bytes
+from labs.parts.sharding.link import require_messages
+from labs.parts.sharding.traffic import Traffic, tcp_sent_bytes
 
 WAYS = ("ddp", "fsdp", "fsdp, kept")
 OPTIMIZERS = {"momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adam": partial(torch.optim.Adam, lr=1e-3)}
@@ -47,7 +47,7 @@ STATES = {"momentum": 1, "adam": 2}  # numbers per parameter
 class Config:
     """What to train."""
 
-    models: tuple[str, ...] = ("mlp", "char_gpt", "labs.sharding.blocks:uneven_mlp")
+    models: tuple[str, ...] = ("mlp", "char_gpt", "labs.parts.sharding.blocks:uneven_mlp")
     """Keys of labs.models.MODELS, or package.module:factory. The third has sizes that no ranks share evenly."""
     batch_size: int = 16
     """Samples per rank."""

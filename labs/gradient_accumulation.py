@@ -9,7 +9,7 @@ process that takes the effective batch at once:
   spread     how far apart the ranks' parameters are after the step, relative to the step
   traffic    all-reduces and bytes of one step, counted by a communication hook
 
-The wrong ways are in labs/accumulation_mistakes.py.
+The wrong ways are in labs/parts/data_parallel/accumulation_mistakes.py.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from labs import accumulation_mistakes as mistakes
-from labs import models, scaling
-from labs.activation_bytes import activation_bytes
-from labs.gradient_buckets import bucket_bytes, counting_all_reduce
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
+from labs.parts import models
+from labs.parts.data_parallel import accumulation_mistakes as mistakes
+from labs.parts.data_parallel import scaling
+from labs.parts.data_parallel.gradient_buckets import bucket_bytes, counting_all_reduce
+from labs.parts.memory.activation_bytes import activation_bytes
 
 
 def accumulate(
@@ -100,7 +101,7 @@ class Config:
     accumulate: int = 4
     """Micro-batches per optimizer step, m."""
     ways: tuple[str, ...] = tuple(WAYS)
-    """Ways to do a step: "no_sync" is the right one, see WAYS and labs/accumulation_mistakes.py."""
+    """Ways to do a step: "no_sync" is the right one, see WAYS and labs/parts/data_parallel/accumulation_mistakes.py."""
     rounds: int = 24
     """Times that every timed way takes its turn; each gives one sample."""
     bucket_cap_mb: float = 0.25

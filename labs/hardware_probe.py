@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 if __name__ == "__main__" and "--preflight" in sys.argv:  # before torch: it also says when that is missing
-    from labs.kit import room_preflight
+    from labs.classroom import room_preflight
 
     room_preflight.main()
 
@@ -26,12 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labs import models
-from labs.kit import cli, collectives, probing
+from labs.kit import cli, collectives
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.kit.roofline import Work, matmul_work, training_step_work
+from labs.parts import models
+from labs.parts.timing import probing
+from labs.parts.timing.roofline import Work, matmul_work, training_step_work
 
 
 @dataclass(frozen=True)

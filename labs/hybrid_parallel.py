@@ -23,15 +23,15 @@ from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.models import gradient_bytes
-from labs.pipelines import chain, even_cuts
-from labs.rounding import METRIC, rounding_error
-from labs.sharding import blocks
-from labs.sharding.blocks import halves
-from labs.sharding.hybrid import AXES, Scheme, batch, pipeline, tensor, torch_pipeline
-from labs.sharding.link import require_messages
-from labs.sharding.tensor import share
-from labs.sharding.traffic import Traffic, tcp_sent_bytes
+from labs.parts.models import gradient_bytes
+from labs.parts.pipelines import chain, even_cuts
+from labs.parts.precision.rounding import METRIC, rounding_error
+from labs.parts.sharding import blocks
+from labs.parts.sharding.blocks import halves
+from labs.parts.sharding.hybrid import AXES, Scheme, batch, pipeline, tensor, torch_pipeline
+from labs.parts.sharding.link import require_messages
+from labs.parts.sharding.tensor import share
+from labs.parts.sharding.traffic import Traffic, tcp_sent_bytes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Config:
     dp: int = 2
     """Copies of the model; the ranks are shared out among them, so each copy has world size / dp parts."""
     model: str = "char_gpt"
-    """Chain that the pipeline cuts: a key of labs.pipelines.CHAINS, or package.module:factory."""
+    """Chain that the pipeline cuts: a key of labs.parts.pipelines.CHAINS, or package.module:factory."""
     micro_batches: int = 4
     """Parts of each copy's batch, which follow each other through the pipeline."""
     batch_size: int = 16

@@ -21,11 +21,11 @@ from labs.kit import cli, dist
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.traps import failures as trap_failures
-from labs.traps import random as trap_random
-from labs.traps import shm as trap_shm
-from labs.traps import speed as trap_speed
-from labs.traps.datasets import Failure, Held, Source, no_worker_left, object_text, workers_now
+from labs.parts.traps import failures as trap_failures
+from labs.parts.traps import random as trap_random
+from labs.parts.traps import shm as trap_shm
+from labs.parts.traps import speed as trap_speed
+from labs.parts.traps.datasets import Failure, Held, Source, no_worker_left, object_text, workers_now
 
 Trap = Literal[
     "workers", "start", "first_batch", "scaling", "random", "sampler", "copy_on_write", "shm", "bare_dataset",
@@ -216,7 +216,7 @@ def bare_dataset(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def failures(config: Config, rank: Rank) -> Iterator[Record]:
-    """What reaches the trainer and after how long, with torch alone and with labs.named_items."""
+    """What reaches the trainer and after how long, with torch alone and with labs.parts.loading.named_items."""
     for how in config.failures:
         for named in (False, True):
             found = trap_failures.fail(how, named, 2, config.loader_timeout_s, config.hang_s)

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 1 -m labs.loss_scaling --model char_gpt --orders right "clip before unscale_"
 
 About 3 s on 2 CPU cores. First its scale, step by step: through an overflow that is planted, and from a start that
-is too large. Then every order of labs/loss_scaling_orders.py, each compared with FP32 from the same start on the
-same batches. Then what the deprecated interface does here. All in FP16, also on a CPU.
+is too large. Then every order of labs/parts/precision/loss_scaling_orders.py, each compared with FP32 from the
+same start on the same batches. Then what the deprecated interface does here. All in FP16, also on a CPU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from labs import amp, deprecated_amp, models
 from labs.kit import cli
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record, Records
-from labs.loss_scaling_orders import TOO_LARGE_SCALE, MicroBatches
-from labs.loss_scaling_trial import DEFAULT_SCALE, ORDERS, SPIKE, TOO_LARGE, Order, Trial
+from labs.parts import models
+from labs.parts.precision import amp, deprecated_amp
+from labs.parts.precision.loss_scaling_orders import TOO_LARGE_SCALE, MicroBatches
+from labs.parts.precision.loss_scaling_trial import DEFAULT_SCALE, ORDERS, SPIKE, TOO_LARGE, Order, Trial
 
 TOLERANCE = {"sgd": 4, "adamw": 16}
 """How far the right order may be from FP32 after 20 steps, in units of its format's rounding error. Adam: further,
@@ -39,10 +40,10 @@ MOST_ERROR = 1e6  # parameters that are not finite, or further off than this, ar
 class Config:
     """What to train, for how long, and in which orders."""
 
-    model: str = "labs.loss_scaling_trial:perceptron"
+    model: str = "labs.parts.precision.loss_scaling_trial:perceptron"
     """One of labs.models.MODELS, or package.module:factory, as this small and smooth one."""
     orders: tuple[str, ...] = tuple(ORDERS)
-    """Orders to compare with FP32, of labs/loss_scaling_trial.py."""
+    """Orders to compare with FP32, of labs/parts/precision/loss_scaling_trial.py."""
     optimizers: tuple[Literal["sgd", "adamw"], ...] = ("sgd", "adamw")
     """Each order is tried with each: Adam divides a gradient's scale away, SGD does not."""
     steps: int = 20

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from labs.fashion import vectors
+from labs.data.fashion import vectors
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank

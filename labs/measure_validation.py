@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch.utils.benchmark import Timer
 
-from labs import models
-from labs.kit import cli, measure, probing
+from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record, Records
+from labs.parts import models
+from labs.parts.timing import probing
 
 UNITS = 100  # of work in a step, so that one unit more is 1 %
 ARMS = {"A": 0, "A again": 0, "+2 %": 2, "+5 %": 5, "+10 %": 10}  # units more than UNITS

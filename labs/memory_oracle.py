@@ -21,17 +21,20 @@ from typing import Any, Literal
 
 import torch
 
-from labs import models, oracle
 from labs.kit import cli, peaks
 from labs.kit.cli import BadInput, require
 from labs.kit.dist import Rank
 from labs.kit.record import Record, Records
-from labs.large_models import bert, resnet
-from labs.oracle.records import Steps
-from labs.oracle.report import report
-from labs.recomputation import recompute
+from labs.parts import models, oracle
+from labs.parts.memory.recomputation import recompute
+from labs.parts.models.large_models import bert, resnet
+from labs.parts.oracle.records import Steps
+from labs.parts.oracle.report import report
 
-SMALL = {"tiny_bert": "labs.large_models:tiny_bert", "tiny_resnet": "labs.large_models:tiny_resnet"}
+SMALL = {
+    "tiny_bert": "labs.parts.models.large_models:tiny_bert",
+    "tiny_resnet": "labs.parts.models.large_models:tiny_resnet",
+}
 ROWS = 32  # of small models, and of yours unless you say otherwise
 TIMELINE = (128, 16)  # tokens and sequences of BERT-large's: all categories can be seen
 WHOLE_IN_NOTEBOOKS = True  # traced models: smaller ones would be other facts
@@ -44,7 +47,7 @@ class Config:
     images: tuple[int, ...] = (32, 55, 60, 64)
     """Images per step of ResNet-152, with SGD and momentum."""
     policies: tuple[str, ...] = ("none", "stage", "block")
-    """Of labs.recomputation, for ResNet-152."""
+    """Of labs.parts.memory.recomputation, for ResNet-152."""
     sequences: tuple[tuple[int, int], ...] = ((128, 70), (512, 10))
     """Tokens per sequence and sequences per step of BERT-large, with Adam."""
     small: tuple[str, ...] = ("mlp", "cnn_batchnorm", "char_gpt", "tiny_bert")

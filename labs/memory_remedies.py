@@ -23,20 +23,20 @@ from typing import Literal
 
 import torch
 
-from labs import models
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record, Records
-from labs.oracle.reality import measured
-from labs.oracle.step import step
-from labs.remedies import leaks as leaking
-from labs.remedies import on_gpu, ways_out
-from labs.remedies.blocks import MIB
-from labs.remedies.caching_allocator import Stats
-from labs.remedies.requests import bert_run, draw_lengths
-from labs.remedies.ways_out import predict
-from labs.remedies.ways_to_allocate import PATTERN_WAYS, PLAIN, WAYS, Outcome, fragment, train
+from labs.parts import models
+from labs.parts.oracle.reality import measured
+from labs.parts.oracle.step import step
+from labs.parts.remedies import leaks as leaking
+from labs.parts.remedies import on_gpu, ways_out
+from labs.parts.remedies.blocks import MIB
+from labs.parts.remedies.caching_allocator import Stats
+from labs.parts.remedies.requests import bert_run, draw_lengths
+from labs.parts.remedies.ways_out import predict
+from labs.parts.remedies.ways_to_allocate import PATTERN_WAYS, PLAIN, WAYS, Outcome, fragment, train
 
 Part = Literal["accumulation", "remedies", "leaks", "fragmentation", "lengths", "summary", "gpu"]
 CALLS = ("memory_summary", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats", "empty_cache")

@@ -19,13 +19,15 @@ from dataclasses import dataclass
 
 import torch
 
-from labs import amp_effects, matmul_ladder, models
-from labs.amp import NO_SCALING, impossible, scaler, train_step
-from labs.amp_report import report
-from labs.kit import cli, measure, probing
+from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record, Records
+from labs.parts import models
+from labs.parts.precision import amp_effects, matmul_ladder
+from labs.parts.precision.amp import NO_SCALING, impossible, scaler, train_step
+from labs.parts.precision.amp_report import report
+from labs.parts.timing import probing
 
 ROWS = {"cnn": 8, "char_gpt": 8}  # on a CPU; 64 of other models
 GPU_ROWS = 16  # times as many on a GPU, which a small batch leaves idle

@@ -10,7 +10,7 @@ All ways to train take turns within one run, round by round, so that a slow spel
   single   one rank trains the whole model, the others wait
   copies   n ranks train n whole models without any communication: the machine's own ceiling
   naive    one stage per rank, the whole batch at once: a schedule with one micro-batch
-  gpipe, 1f1b   one stage per rank, micro-batches: labs/pipelines/schedules.py in which order, engine.py how
+  gpipe, 1f1b   one stage per rank, micro-batches: labs/parts/pipelines/schedules.py in which order, engine.py how
   torch    the same by torch.distributed.pipelining, with the schedules that only it has
 """
 
@@ -26,12 +26,12 @@ from labs.kit import cli, hardware, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.pipelines import chain, even_cuts, parity, schedules, split, torch_schedules
-from labs.pipelines.bench import Traced, actions, in_turn, trainer, typical, whole
-from labs.pipelines.engine import Pipeline
-from labs.pipelines.memory import counting
-from labs.pipelines.two_devices import TwoDevices
-from labs.rounding import METRIC
+from labs.parts.pipelines import chain, even_cuts, parity, schedules, split, torch_schedules
+from labs.parts.pipelines.bench import Traced, actions, in_turn, trainer, typical, whole
+from labs.parts.pipelines.engine import Pipeline
+from labs.parts.pipelines.memory import counting
+from labs.parts.pipelines.two_devices import TwoDevices
+from labs.parts.precision.rounding import METRIC
 
 BATCHES = {"deep_mlp": 1536}  # rows: enough that a stage computes for tens of milliseconds
 
@@ -41,7 +41,7 @@ class Config:
     """What to train, how to cut it up, and how long to measure."""
 
     model: str = "char_gpt"
-    """A key of labs.pipelines.CHAINS, such as deep_mlp, or package.module:factory."""
+    """A key of labs.parts.pipelines.CHAINS, such as deep_mlp, or package.module:factory."""
     way: Literal["ranks", "two_gpus"] = "ranks"
     """One process per stage, or one process with two GPUs."""
     batch_size: int | None = None
@@ -51,7 +51,7 @@ class Config:
     compare: int = 8
     """Micro-batches with which GPipe and torch's schedules are compared with 1F1B, and whose timeline is kept."""
     torch_schedules: tuple[str, ...] = ("1f1b",)
-    """Schedules of torch to time: see labs.pipelines.torch_schedules.SCHEDULES."""
+    """Schedules of torch to time: see labs.parts.pipelines.torch_schedules.SCHEDULES."""
     cuts: tuple[int, ...] | None = None
     """Layer numbers at which a new stage begins; None: equally many layers each."""
     too_big: bool = False

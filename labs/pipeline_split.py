@@ -21,9 +21,9 @@ from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.measure import Estimate, paired_ratio
 from labs.kit.record import Record, Records
-from labs.pipelines import UNBALANCED, Chain, chain, even_cuts, partition, profiling, schedules
-from labs.pipelines.bench import actions, in_turn
-from labs.pipelines.engine import Links, Pipeline, new_links
+from labs.parts.pipelines import UNBALANCED, Chain, chain, even_cuts, partition, profiling, schedules
+from labs.parts.pipelines.bench import actions, in_turn
+from labs.parts.pipelines.engine import Links, Pipeline, new_links
 
 BATCHES = {"funnel_mlp": 512, "word_gpt": 32, "convnet": 192}  # rows: steps of about 50 ms when cut well
 FINALISTS = 2  # cuts that are measured again, beside the chosen one
@@ -34,7 +34,7 @@ class Config:
     """Which models to cut, and how long to measure."""
 
     model: tuple[str, ...] = UNBALANCED
-    """Keys of labs.pipelines.CHAINS, or package.module:factory."""
+    """Keys of labs.parts.pipelines.CHAINS, or package.module:factory."""
     batch_size: int | None = None
     """Rows per step; None: what suits the course's models, 64 for others."""
     micro_batches: int = 8

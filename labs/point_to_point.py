@@ -24,9 +24,9 @@ from labs.kit.cli import require
 from labs.kit.collectives import LatencyBandwidth, fit
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.scaling import ring_all_reduce_bytes
-from labs.sharding.link import require_messages, timed
-from labs.sharding.traffic import Traffic, tcp_sent_bytes
+from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+from labs.parts.sharding.link import require_messages, timed
+from labs.parts.sharding.traffic import Traffic, tcp_sent_bytes
 
 
 @dataclass(frozen=True)

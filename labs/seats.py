@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 import pandas
 
+from labs.classroom.seating import Group, Machine, divide, machine_here
 from labs.kit import cli, turns
 from labs.kit.cli import require
 from labs.kit.record import write_atomic
-from labs.kit.seating import Group, Machine, divide, machine_here
 from labs.kit.topology import as_cpu_list
 
 

@@ -23,12 +23,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim import Optimizer
 
-from labs.elastic import damage, sharded_model, shards
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.guarded import guarded_folder
 from labs.kit.record import Record
+from labs.parts.elastic import damage, sharded_model, shards
 
 MODES = ("gathered", "save", "async_save")
 

@@ -3,8 +3,8 @@
     python -m labs.strategy --params 7e9 --batch 32 --gpus 8 --memory-gb 80 --link-gb-s 25
     python -m labs.strategy --params 1.5e9 --batch 64 --gpus 4 --gpu "A100 80GB SXM" --seq 1024
 
-Takes a second: nothing is trained. The model is in labs/parallel_cost.py; notebook 06 holds its parts against
-measurements.
+Takes a second: nothing is trained. The model is in labs/parts/planning/parallel_cost.py; notebook 06 holds its parts
+against measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pandas
 from labs.kit import cli, peaks
 from labs.kit.cli import require
 from labs.kit.lab import did_you_mean
-from labs.parallel_cost import STATE_BYTES, Cost, Job, Machine, best, costs, fewest_gpus, shape
+from labs.parts.planning.parallel_cost import STATE_BYTES, Cost, Job, Machine, best, costs, fewest_gpus, shape
 
 ASSUMED = {"memory_gb": 24.0, "link_gb_s": 25.0, "tflops": 100.0}  # a card of this size on PCIe 4.0 x16
 REACHED = 0.5  # of a datasheet's peak, where only the card's name is given: an assumption, printed as one

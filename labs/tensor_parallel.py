@@ -3,7 +3,7 @@
     python -m labs.tensor_parallel                              # launches its own ranks
     torchrun --nproc-per-node 2 -m labs.tensor_parallel --widths 1024 --rows 128 4096
 
-About 9 s on 2 CPU cores. The mechanism is in labs/sharding/tensor.py. Ways to train with the same batch:
+About 9 s on 2 CPU cores. The mechanism is in labs/parts/sharding/tensor.py. Ways to train with the same batch:
   single     one rank has everything
   by hand    every rank has a part of each layer and sees the whole batch
   dtensor    the same through torch's parallelize_module
@@ -27,22 +27,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from labs import saved_tensors
 from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.collectives import LatencyBandwidth
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.models import Workload, gradient_bytes
-from labs.replicas import nbytes
-from labs.rounding import METRIC, rounding_error
-from labs.scaling import ring_all_reduce_bytes
-from labs.sharding import blocks
-from labs.sharding.blocks import Mlp, halves
-from labs.sharding.link import all_reduce_link
-from labs.sharding.perceptrons import MICRO_BATCHES, layers, perceptrons, steps
-from labs.sharding.tensor import by_hand, gradient_error, share, with_dtensor
-from labs.sharding.traffic import Traffic, tcp_sent_bytes
+from labs.parts.data_parallel.replicas import nbytes
+from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+from labs.parts.memory import saved_tensors
+from labs.parts.models import Workload, gradient_bytes
+from labs.parts.precision.rounding import METRIC, rounding_error
+from labs.parts.sharding import blocks
+from labs.parts.sharding.blocks import Mlp, halves
+from labs.parts.sharding.link import all_reduce_link
+from labs.parts.sharding.perceptrons import MICRO_BATCHES, layers, perceptrons, steps
+from labs.parts.sharding.tensor import by_hand, gradient_error, share, with_dtensor
+from labs.parts.sharding.traffic import Traffic, tcp_sent_bytes
 
 WAYS = ("by hand", "dtensor", "dtensor, no prepared input")
 

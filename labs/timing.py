@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 2 -m labs.timing --batch-size 256
 
 About 8 s on 2 CPU cores. First the article's benchmark loop, fault by fault, each time in a new process
-(labs.benchmark_loop). Then the step itself: warmed up until steady, every sample kept; with several ranks under
-DDP, with and without the synchronisation of gradients in turn, the slowest rank counting. Then the FLOPs of a step,
-and the best rate that any kernel reaches on the same device.
+(labs.parts.timing.benchmark_loop). Then the step itself: warmed up until steady, every sample kept; with several ranks
+under DDP, with and without the synchronisation of gradients in turn, the slowest rank counting. Then the FLOPs of a
+step, and the best rate that any kernel reaches on the same device.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from types import SimpleNamespace
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from labs import benchmark_loop, models
-from labs.kit import cli, measure, probing, roofline
+from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
+from labs.parts import models
+from labs.parts.timing import benchmark_loop, probing, roofline
 
 Step = Callable[[], None]
 OWN_LOOP_REPEATS = 6

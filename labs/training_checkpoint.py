@@ -18,16 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from labs import fashion
-from labs.checkpoints import corruption, drills, load_latest, save, writers
-from labs.checkpoints.resume import Comparison, compare, refusal, without
-from labs.checkpoints.training import Forgotten, Training, states
-from labs.checkpoints.writers import WAYS
+from labs.data import fashion
 from labs.kit import cli, dist
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.guarded import guarded_folder
 from labs.kit.record import Record
+from labs.parts.checkpoints import corruption, drills, load_latest, save, writers
+from labs.parts.checkpoints.resume import Comparison, compare, refusal, without
+from labs.parts.checkpoints.training import Forgotten, Training, states
+from labs.parts.checkpoints.writers import WAYS
 
 Trial = Literal["resume", "save_time", "kills", "corruptions", "two_writers", "full_disk"]
 PARAMETERS = 53_514  # of the perceptron

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from labs.data.tiles import tiles
-from labs.image_datasets import JpegFolder
 from labs.kit import cli, dist
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.lab import imported, require_findable
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
-from labs.loading import Step, on_device
-from labs.tile_training import WIDTHS, Trainer
-from labs.tuning import tune_dataloader
-from labs.tuning.bench import Bench, blame
-from labs.tuning.rules import FEWEST, Setting, cheapest, ratio
+from labs.parts.loading.feed import Step, on_device
+from labs.parts.loading.image_datasets import JpegFolder
+from labs.parts.loading.tile_training import WIDTHS, Trainer
+from labs.parts.tuning import tune_dataloader
+from labs.parts.tuning.bench import Bench, blame
+from labs.parts.tuning.rules import FEWEST, Setting, cheapest, ratio
 
 Name = Literal["decode", "tiny", "slow source"]
 BATCH = {"decode": 8, "tiny": 64, "slow source": 8}

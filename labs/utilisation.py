@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labs.busy import Counter, Mark, counter_of, polled, work_for
-from labs.kit import cli, measure, probing, roofline
+from labs.kit import cli, measure
 from labs.kit.cli import require
 from labs.kit.dist import Rank
 from labs.kit.record import Record
-from labs.kit.roofline import Work
+from labs.parts.timing import probing, roofline
+from labs.parts.timing.busy import Counter, Mark, counter_of, polled, work_for
+from labs.parts.timing.roofline import Work
 
 CHUNK_S = 2e-3
 """Work between two looks at the clock."""

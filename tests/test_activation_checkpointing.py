@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from labs import activation_checkpointing, recomputation
-from labs.activation_memory import deep_models, report, sequences, variants
-from labs.activation_memory.allocator import Storages, slices, watch
-from labs.activation_memory.segments import (
+from labs import activation_checkpointing
+from labs.kit.cli import BadInput
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records
+from labs.parts.activation_memory import deep_models, report, sequences, variants
+from labs.parts.activation_memory.allocator import Storages, slices, watch
+from labs.parts.activation_memory.segments import (
     Chain,
     after_forward,
     at_peak,
@@ -18,13 +21,11 @@ from labs.activation_memory.segments import (
     time_ratio,
     trace_chain,
 )
-from labs.activation_memory.step import possible, steps_of
-from labs.bert_memory import layer_bytes
-from labs.kit.cli import BadInput
-from labs.kit.launch import launch
-from labs.kit.record import Record, Records
-from labs.large_models import BertShape, bert, tiny_resnet
-from labs.models import Workload
+from labs.parts.activation_memory.step import possible, steps_of
+from labs.parts.memory import recomputation
+from labs.parts.memory.bert_memory import layer_bytes
+from labs.parts.models import Workload
+from labs.parts.models.large_models import BertShape, bert, tiny_resnet
 
 CPU = torch.device("cpu")
 SHAPE = BertShape(layers=4, hidden=64, heads=4, vocabulary=128, places=64)
@@ -259,7 +260,8 @@ def test_price_and_forward_share():
 
 def test_two_ranks_and_a_model_of_your_own():
     run = launch("activation_checkpointing", nproc=2, oversubscribe=True, smoke=True, parts=("pareto",),
-                 model="labs.large_models:tiny_resnet", policies=("stage", "selective"), batch=4)  # fmt: skip
+                 model="labs.parts.models.large_models:tiny_resnet", policies=("stage", "selective"),
+                 batch=4)  # fmt: skip
     assert {r.case["policy"] for r in run.where("step_s")} == {"none", "stage", "selective"}
     assert all(r.value == 1 for r in run.where("gradients_equal"))
 

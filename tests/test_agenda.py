@@ -5,9 +5,9 @@ import re
 import nbformat
 import pytest
 
-from labs.kit import agenda, instructor
+from labs.classroom import agenda, instructor
+from labs.classroom.plans import PLANS, Break
 from labs.kit.cli import BadInput
-from labs.kit.plans import PLANS, Break
 from labs.kit.record import load
 
 NOTEBOOKS = sorted(agenda.NOTEBOOKS.glob("*.ipynb"))
@@ -16,13 +16,15 @@ HOURS = {"half": 4, "one": 8, "two": 8}
 
 def test_the_page_is_computed():
     text = instructor.PAGE.read_text("utf-8")
-    assert instructor.with_blocks(text, instructor.blocks()) == text, "run `python -m labs.kit.instructor`"
+    assert instructor.with_blocks(text, instructor.blocks()) == text, "run `python -m labs.classroom.instructor`"
 
 
 def test_every_section_of_every_notebook_has_recorded_seconds():
     kept = {(r.case["notebook"], r.case["section"]) for r in load(agenda.RECORD)}
     sections = {(s.notebook, s.title) for s in agenda.course() if re.match(r"\d+\. ", s.title)}
-    assert sections - kept == set(), "run `make course`, then `python -m labs.kit.instructor --keep build/minutes.json`"
+    assert sections - kept == set(), (
+        "run `make course`, then `python -m labs.classroom.instructor --keep build/minutes.json`"
+    )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

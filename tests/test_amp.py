@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from labs import amp, models
+from labs.parts import models
+from labs.parts.precision import amp
 
 CPU = torch.device("cpu")
 STEPS = 20

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from labs import amp_communication as lab
-from labs import models
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
+from labs.parts import models
 
 BYTES = models.gradient_bytes(models.mlp().module)
 PRECISIONS = ("fp32", "bf16", "fp16")

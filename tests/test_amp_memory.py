@@ -9,12 +9,14 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from labs import amp_memory, bert_memory, large_models, models, saved_tensors
+from labs import amp_memory
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
-from labs.large_models import TINY_BERT, BertShape
-from labs.models import Workload
-from labs.text_models import char_gpt
+from labs.parts import models
+from labs.parts.memory import bert_memory, saved_tensors
+from labs.parts.models import Workload, large_models
+from labs.parts.models.large_models import TINY_BERT, BertShape
+from labs.parts.models.text_models import char_gpt
 
 SMALL = {"tiny_bert": large_models.tiny_bert, "tiny_resnet": large_models.tiny_resnet, "cnn": models.cnn,
          "cnn_batchnorm": models.cnn_batchnorm, "mlp": models.mlp, "char_gpt": char_gpt}  # fmt: skip

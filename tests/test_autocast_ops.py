@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from labs import autocast_ops as lab
-from labs import models
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
+from labs.parts import models
 
 
 @pytest.fixture(scope="module")

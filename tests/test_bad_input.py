@@ -7,9 +7,9 @@ import subprocess
 import pytest
 from processes import HERE, PYTHON, new_environment
 
-from labs import models
 from labs.kit.errors import BadInput
 from labs.kit.lab import require_findable
+from labs.parts import models
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ import torch
 from processes import assert_no_survivors, new_environment, wait_for
 from torch import nn
 
-from labs import benchmark_loop, models, streams
-from labs.benchmark_loop import RUNGS, Repairs, benchmark, repairs_of
 from labs.kit.dist import Rank
 from labs.kit.launch import run_on_ranks
+from labs.parts import models
+from labs.parts.timing import benchmark_loop, streams
+from labs.parts.timing.benchmark_loop import RUNGS, Repairs, benchmark, repairs_of
 
 CPU = torch.device("cpu")
 DATA_S, FIRST_S, STEADY_S, HICCUP_S = 1.0, 500.0, 10.0, 100.0
@@ -156,7 +157,9 @@ def test_a_host_stream_computes_with_as_many_threads_as_its_maker(stream):
 def answers_on_ranks(repeats):
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rank = Rank(number, size, number, size, CPU, "gloo", ())
-    return benchmark_loop.answers("labs.benchmark_loop:article", 4, 2, repeats, rank), multiprocessing.active_children()
+    return benchmark_loop.answers(
+        "labs.parts.timing.benchmark_loop:article", 4, 2, repeats, rank
+    ), multiprocessing.active_children()
 
 
 def test_ranks_share_the_repeats_and_all_know_all_answers():
@@ -202,7 +205,7 @@ def test_as_printed_the_loop_does_not_even_notice_that_it_failed():
 @pytest.mark.drill
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent died")
 def test_nothing_is_left_when_the_rank_is_killed():
-    code = "import torch; from labs import benchmark_loop as b; "
+    code = "import torch; from labs.parts.timing import benchmark_loop as b; "
     code += f"b.one_answer('{__name__}:endless', 2, 2, 1, torch.device('cpu'))"
     environment = new_environment()
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)

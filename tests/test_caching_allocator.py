@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from labs.remedies.blocks import MIB, round_size, segment_size
-from labs.remedies.caching_allocator import CachingAllocator, OutOfMemory
-from labs.remedies.expandable_segments import ExpandableSegments
+from labs.parts.remedies.blocks import MIB, round_size, segment_size
+from labs.parts.remedies.caching_allocator import CachingAllocator, OutOfMemory
+from labs.parts.remedies.expandable_segments import ExpandableSegments
 
 BOTH = pytest.mark.parametrize("kind", [CachingAllocator, ExpandableSegments])
 
@@ -50,7 +50,7 @@ def test_constants_are_those_of_this_torch():
     import re
     from pathlib import Path
 
-    from labs.remedies import blocks
+    from labs.parts.remedies import blocks
 
     header = (Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h").read_text()
     said = {name: int(value) for name, value in re.findall(r"constexpr size_t (k\w+) = (\d+);", header)}

@@ -11,7 +11,7 @@ import time
 import cloudpickle
 import pytest
 
-from labs.exercises import nb00
+from labs.chapters.nb00 import exercises as nb00
 from labs.kit.check import TODO, Exercise, Mistake, check, examine, predict, show_solution
 from labs.kit.cli import BadInput
 from labs.kit.launch import run_on_ranks

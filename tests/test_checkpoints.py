@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from labs import checkpoints
-from labs.checkpoints import Damaged, ResumableLoader, corruption, drills, files, load, load_latest, save
-from labs.checkpoints.__main__ import main
-from labs.checkpoints.resume import differences, same
-from labs.checkpoints.training import states
-from labs.checkpoints.writers import WAYS
+from labs.checkpoints import main
 from labs.kit.errors import BadInput
-from labs.traps import shm as trap_shm
+from labs.parts import checkpoints
+from labs.parts.checkpoints import Damaged, ResumableLoader, corruption, drills, files, load, load_latest, save
+from labs.parts.checkpoints.resume import differences, same
+from labs.parts.checkpoints.training import states
+from labs.parts.checkpoints.writers import WAYS
+from labs.parts.traps import shm as trap_shm
 
 
 def state_of(step):

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from labs import claims as trial
-from labs.claims import registry
-from labs.claims.__main__ import main
-from labs.claims.registry import PAPER, WORDS, Verdict, claims, verdict
-from labs.claims.trial import Table, judge, table
+from labs import chapters
+from labs.claims import main
+from labs.kit import claims as trial
+from labs.kit.claims import registry
+from labs.kit.claims.registry import PAPER, WORDS, Verdict, claims, verdict
+from labs.kit.claims.trial import Table, judge, table
 from labs.kit.record import Record, Records
 
-NOTEBOOKS = sorted(p.stem[2:] for p in Path(registry.__file__).parent.glob("nb??.py"))
+NOTEBOOKS = sorted(p.parent.name[2:] for p in Path(chapters.__file__).parent.glob("nb??/claims.py"))
 SOME = Records([Record("data_parallel", "step_s", "s", (0.02, 0.03), case={"ranks": 1})])
 
 
@@ -136,8 +137,8 @@ def test_registration_errors():
     with pytest.raises(ValueError, match="two verdict functions"):
         verdict("E23")(lambda evidence: None)
     stray = lambda evidence: None  # noqa: E731
-    stray.__module__ = "labs.claims.nb05"
-    with pytest.raises(ValueError, match=r"notebook 01, not into nb05\.py"):
+    stray.__module__ = "labs.chapters.nb05.claims"
+    with pytest.raises(ValueError, match=r"notebook 01, not into nb05"):
         verdict("E23")(stray)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from labs.claims import claims, table
-from labs.claims.evidence import gain, last, ratio, runs
-from labs.claims.method import PARTS
+from labs.chapters.nb01.claims_method import PARTS
+from labs.kit.claims import claims, table
+from labs.kit.claims.evidence import gain, last, ratio, runs
 from labs.kit.record import Record, Records
 
 CPU, GPU = "cpu", "cuda"
 NOISE = (0.995, 1.0, 1.004, 0.998, 1.003, 1.0, 0.997, 1.002)
-ARTICLE = "labs.benchmark_loop:article"
+ARTICLE = "labs.parts.timing.benchmark_loop:article"
 RUNGS = ("as printed", "synchronise", "warm up", "data outside", "median of steps")
 
 

@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from labs.claims import claims, loading, table
+from labs.chapters.nb02 import claims_loading as loading
+from labs.kit.claims import claims, table
+from labs.kit.claims.evidence import word as word_of
 from labs.kit.record import Record, Records
 
 NOISE = (0.995, 1.0, 1.004, 0.998, 1.003)
@@ -237,12 +239,12 @@ def test_runs_that_took_no_turns_are_as_uncertain_as_both_together():
 
 
 def test_words():
-    assert loading.word([True, True], [False, False]) == "holds"
-    assert loading.word([False, False], [True, True]) == "does not hold"
-    assert loading.word([True, False], [False, True]) == "depends"
-    assert loading.word([False, False], [False, False]) == "depends"  # samples that show nothing
+    assert word_of([True, True], [False, False]) == "holds"
+    assert word_of([False, False], [True, True]) == "does not hold"
+    assert word_of([True, False], [False, True]) == "depends"
+    assert word_of([False, False], [False, False]) == "depends"  # samples that show nothing
     with pytest.raises(LookupError):
-        loading.word([], [])
+        word_of([], [])
 
 
 def test_settings_of_other_parts_are_not_taken_for_the_plain_run():

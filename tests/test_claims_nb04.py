@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from labs.claims import amp, claims, table
+from labs.chapters.nb04 import claims_amp as amp
+from labs.kit.claims import claims, table
 from labs.kit.record import Record
 
 NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from labs.claims import claims, table
+from labs.kit.claims import claims, table
 from labs.kit.launch import launch
 from labs.kit.record import Record
 

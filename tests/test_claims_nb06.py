@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from labs import point_to_point, published
-from labs.claims import claims, parallel, parallel_fit, table
-from labs.claims.parallel_parts import busiest
+from labs import point_to_point
+from labs.chapters.nb06 import claims_fit as parallel_fit
+from labs.chapters.nb06 import claims_parallel as parallel
+from labs.chapters.nb06.claims_parts import busiest
 from labs.kit import peaks
+from labs.kit.claims import claims, table
 from labs.kit.record import Record, Records
+from labs.parts.sources import published
 
 NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
 WIDE = (0.7, 1.3, 0.75, 1.25, 0.8, 1.2, 0.72, 1.28)
@@ -313,5 +316,5 @@ def test_closed_forms_of_sums_and_published_numbers():
 
 
 def test_word_of_d21_needs_fewer_bytes_than_through_one_rank(monkeypatch):
-    monkeypatch.setattr("labs.claims.parallel_parts.busiest", lambda way, n: 1.0)
+    monkeypatch.setattr("labs.chapters.nb06.claims_parts.busiest", lambda way, n: 1.0)
     assert word("D21", sums()) == "depends"

@@ -10,18 +10,18 @@ import socket
 
 import pytest
 
-from labs import classroom
+from labs.classroom import __main__ as classroom
+from labs.classroom.room.collect import read_room
+from labs.classroom.room.figures import _scale, machines_figure, question_figure
+from labs.classroom.room.machines import HEADLINES, Comparison, Measured, comparisons, tables
+from labs.classroom.room.page import Seats, anonymous, render, seat
+from labs.classroom.room.questions import Answer, Question, asked_in, questions
+from labs.classroom.room.readiness import readiness
 from labs.kit import room as kept
 from labs.kit.check import predict
 from labs.kit.course import NOTEBOOKS
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.room.collect import read_room
-from labs.room.figures import _scale, machines_figure, question_figure
-from labs.room.machines import HEADLINES, Comparison, Measured, comparisons, tables
-from labs.room.page import Seats, anonymous, render, seat
-from labs.room.questions import Answer, Question, asked_in, questions
-from labs.room.readiness import readiness
 
 WHAT = "speed-up of DDP for the CNN"
 MACHINES = ({"cpu": "AMD EPYC", "cores": 2, "gpus": []}, {"cpu": "Xeon", "cores": 8, "gpus": ["NVIDIA L4"] * 4})
@@ -262,7 +262,9 @@ def answers(n, factor=1.0):
 @pytest.mark.parametrize("n, factor, scale", [(1, 1.0, "linear"), (40, 1.3, "log")])
 def test_figures_fit_one_learner_and_forty(n, factor, scale, monkeypatch):
     scales = []
-    monkeypatch.setattr("labs.room.figures._scale", lambda ax, v, **k: (_scale(ax, v, **k), scales.append(ax)))
+    monkeypatch.setattr(
+        "labs.classroom.room.figures._scale", lambda ax, v, **k: (_scale(ax, v, **k), scales.append(ax))
+    )
     drawn = question_figure(Question("w", "x", "measured", None, answers(n, factor), 1), f"room {n}")
     assert scales[0].get_xscale() == scale and len(scales[0].get_yticks()) == n
     assert f"Found: {n}, from 1.5 x to 1.5 x" in drawn.alt and drawn.src.startswith("data:image/png")

@@ -14,11 +14,11 @@ from processes import HERE, MARK, PYTHON, assert_no_survivors, wait_for
 from test_elastic_restart import trained
 
 from labs import data_parallel, elastic_restart
-from labs.checkpoints import load_latest
-from labs.elastic import journal
-from labs.elastic.journal import History
 from labs.kit.launch import run_on_ranks
 from labs.kit.record import load
+from labs.parts.checkpoints import load_latest
+from labs.parts.elastic import journal
+from labs.parts.elastic.journal import History
 
 CLUSTER = HERE.parent / "labs" / "cluster"
 BATCH, JOB = CLUSTER / "ddp.sbatch", CLUSTER / "ddp.yaml"
@@ -151,7 +151,7 @@ def as_the_operator_does(job: dict, machines: Machines, n: int) -> dict[str, str
 @pytest.mark.timeout(300)
 def test_pods_that_are_killed_come_back(machines, tmp_path):
     folder, job = tmp_path / "training", manifests()[1]
-    command = [*PYTHON, "-m", "torch.distributed.run", "-m", "labs.elastic.train", "--folder", str(folder),
+    command = [*PYTHON, "-m", "torch.distributed.run", "-m", "labs.elastic_train", "--folder", str(folder),
                "--samples", "256", "--save-every", "3", "--epochs", str(EPOCHS)]  # fmt: skip
     assert worker()[2]["command"] == ["torchrun", "-m"]
     pods = [Pod(machines, n, command, as_the_operator_does(job, machines, n)) for n in (0, 1)]

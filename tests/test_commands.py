@@ -36,7 +36,10 @@ ELSEWHERE = {
     r"sbatch": ("Slurm", "tests/test_cluster.py::test_the_batch_file_trains_on_two_machines"),
     r"kubectl": ("Kubernetes", "tests/test_cluster.py::test_pods_that_are_killed_come_back"),
     r"ssh ": ("another machine", "tests/test_browser.py::server"),
-    r"python -m labs.kit.instructor": ("it writes INSTRUCTOR.md", "tests/test_agenda.py::test_the_page_is_computed"),
+    r"python -m labs.classroom.instructor": (
+        "it writes INSTRUCTOR.md",
+        "tests/test_agenda.py::test_the_page_is_computed",
+    ),
     r"(sudo|rm -rf|git|source)": ("it changes this machine or checkout", REPOSITORY + "make"),
 }
 
@@ -91,7 +94,7 @@ def prepared(command, folder):
 def test_python_command(command, room, monkeypatch, capsys):
     words, variables = prepared(command, room)
     module, arguments = words[2], words[3:]
-    if module == "labs.kit.agenda":
+    if module == "labs.classroom.agenda":
         (room / "minutes.json").write_text('{"01_timing": [{"section": "1. A", "seconds": 3.0, "cells": 1}]}')
     if "--preflight" in arguments:  # it ends the fork server that it has timed
         arguments += ["--report", str(room / "preflight.json")]

@@ -4,10 +4,11 @@ import math
 
 import pytest
 
-from labs import data_parallel, models
+from labs import data_parallel
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
+from labs.parts import models
 
 
 @pytest.fixture(scope="module", params=[1, 2])

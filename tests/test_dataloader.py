@@ -11,8 +11,8 @@ from labs import dataloader as lab
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.models import gradient_bytes
-from labs.tile_training import WIDTHS, AsFloat, TileNet, Trainer, Watched
+from labs.parts.loading.tile_training import WIDTHS, AsFloat, TileNet, Trainer, Watched
+from labs.parts.models import gradient_bytes
 
 CPU = torch.device("cpu")
 

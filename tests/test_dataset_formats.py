@@ -12,11 +12,11 @@ from labs import dataset_formats
 from labs.data import photos
 from labs.data.tiles import tiles
 from labs.dataset_formats import AHEAD, COPY, Config, orders, predict
-from labs.image_datasets import RamCache
-from labs.image_formats import JPEG, MAP, RAM, TAR, formats_of, listed
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.page_cache import can_evict, evict, flush, is_cached, private_bytes
+from labs.parts.loading.image_datasets import RamCache
+from labs.parts.loading.image_formats import JPEG, MAP, RAM, TAR, formats_of, listed
+from labs.parts.loading.page_cache import can_evict, evict, flush, is_cached, private_bytes
 
 ON_DISK = {JPEG, TAR, MAP}
 
@@ -46,7 +46,7 @@ def test_formats_are_written_once_and_again_when_damaged(kept, monkeypatch):
     [file] = formats.paths[MAP]
     before = file.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("labs.image_formats.write_memory_map", lambda *_: pytest.fail("written again"))
+        patch.setattr("labs.parts.loading.image_formats.write_memory_map", lambda *_: pytest.fail("written again"))
         formats_of(kept, decoded, 16)
     file.write_bytes(before[:-1] + b"\1")
     formats_of(kept, decoded, 16)

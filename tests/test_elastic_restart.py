@@ -13,12 +13,12 @@ import torch
 from processes import HERE, MARK, PYTHON, SURVIVAL_S, assert_no_survivors, family, leftovers, new_environment, wait_for
 
 from labs import elastic_restart
-from labs.checkpoints import checkpoints, load_latest
-from labs.elastic import journal, train
-from labs.elastic.journal import PHASES, History
 from labs.kit import fresh_store
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch, run_on_ranks
+from labs.parts.checkpoints import checkpoints, load_latest
+from labs.parts.elastic import journal, train
+from labs.parts.elastic.journal import PHASES, History
 
 SMOKE = elastic_restart.Config(smoke=True)
 
@@ -89,8 +89,8 @@ def trained(folder: str, values: dict) -> tuple[list[float], str]:
     """Losses of the steps of this call, and what it was refused with."""
     import torch.distributed as dist
 
-    from labs.elastic import loop
     from labs.kit.dist import Rank
+    from labs.parts.elastic import loop
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     config = train.Config(folder=Path(folder), samples=256, save_every=3, **values)
@@ -135,14 +135,14 @@ def test_another_training_does_not_go_on_from_here(reference, ranks, values, wor
 
 
 class Torchrun:
-    """`torchrun ... -m labs.elastic.train` in a shell."""
+    """`torchrun ... -m labs.elastic_train` in a shell."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         self.folder, environment = folder, new_environment(TMPDIR=str(folder.parent))
         self.mark = environment[MARK]
         self.process = subprocess.Popen(
             [*PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
-             "-m", "labs.elastic.train", "--folder", str(folder), "--samples", "256", "--save-every", "3", *args],
+             "-m", "labs.elastic_train", "--folder", str(folder), "--samples", "256", "--save-every", "3", *args],
             env=environment, cwd=HERE, text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -215,7 +215,7 @@ def test_killing_the_lab_ends_all_processes_and_removes_its_folder(who, tmp_path
                                 text=True, start_new_session=True)  # fmt: skip
     try:
         wait_for(lambda: list(temporary.glob("labs-*/trainings/*/step-*.pt")), 60, "a checkpoint")
-        agent = next(p for p in family(environment[MARK]) if "labs.elastic.agent_process" in p.cmdline())
+        agent = next(p for p in family(environment[MARK]) if "labs.parts.elastic.agent_process" in p.cmdline())
         os.kill(launcher.pid if who == "launcher" else agent.ppid(), signal.SIGKILL)
         _, complaint = launcher.communicate(timeout=20)
         assert who == "launcher" or complaint.startswith("rank 0 was killed by SIGKILL")
@@ -229,8 +229,8 @@ def test_killing_the_lab_ends_all_processes_and_removes_its_folder(who, tmp_path
 
 def failures() -> list[str]:
     """What is said of a training that fails, and when there is no agent any more."""
-    from labs.elastic.agent import elastic_agent
     from labs.kit.dist import Rank
+    from labs.parts.elastic.agent import elastic_agent
 
     rank, told = Rank(0, 1, 0, 1, torch.device("cpu"), "gloo", (0,), tuple(range(os.cpu_count()))), []
     with elastic_agent(rank) as agent:
@@ -245,7 +245,7 @@ def failures() -> list[str]:
 
 def test_a_training_that_fails_says_why():
     failed, killed = run_on_ranks(failures, 1, timeout_s=60)[0]
-    assert failed == "the training 'x' failed: python -m labs.elastic.train: lr must be positive, not -1.0"
+    assert failed == "the training 'x' failed: python -m labs.elastic_train: lr must be positive, not -1.0"
     assert killed == "the elastic agent has ended with exit code -9"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from labs import exercises
+from labs import chapters
 from labs.kit.check import TODO, check, examine, exercise_ids, get_exercise
 
 IDS = exercise_ids()
@@ -25,9 +25,9 @@ MUTANTS = [(i, name) for i in IDS for name in mutants(i)]
 
 
 def test_each_notebook_with_exercises_has_mutants_for_exercises_that_exist():
-    for path in Path(exercises.__file__).parent.glob("nb*.py"):
+    for path in [p.parent for p in Path(chapters.__file__).parent.glob("nb*/exercises.py")]:
         module = importlib.import_module(f"mutants.{path.stem}")
-        own = importlib.import_module(f"labs.exercises.{path.stem}").EXERCISES
+        own = importlib.import_module(f"labs.chapters.{path.stem}.exercises").EXERCISES
         assert set(module.MUTANTS) == set(own), f"{path.stem}: exercises and mutants differ"
         assert all(i.startswith(f"{path.stem[2:]}.") for i in own)
         assert 2 <= len(own) <= 4, f"a notebook has 2 to 4 exercises, {path.stem} has {len(own)}"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from labs.exercises.format_checks import CASES
-from labs.exercises.watched_training import Job, Watched
+from labs.chapters.nb04 import solutions as solution
+from labs.chapters.nb04.exercise_formats import CASES
+from labs.chapters.nb04.exercise_watched_training import Job, Watched
 from labs.kit.check import TODO, examine
-from labs.solutions import nb04 as solution
 
 # -- 04.1
 

@@ -25,15 +25,16 @@ from mutants import nb05 as mutants
 from mutants import nb05_files
 from torch import nn
 
-from labs.exercises import checkpoint_drills, nb05
-from labs.exercises.checkpoint_blocks import SCENES, Run
-from labs.exercises.checkpoint_damage import _damages
-from labs.exercises.checkpoint_drills import Drill, in_child
-from labs.exercises.checkpoint_resume import pieces
-from labs.exercises.checkpoint_states import a_state, difference, one_thread, same
-from labs.exercises.checkpoint_trainer import Trainer
+from labs.chapters.nb05 import exercise_drills as checkpoint_drills
+from labs.chapters.nb05 import exercises as nb05
+from labs.chapters.nb05 import solutions as solution
+from labs.chapters.nb05.exercise_blocks import SCENES, Run
+from labs.chapters.nb05.exercise_damage import _damages
+from labs.chapters.nb05.exercise_drills import Drill, in_child
+from labs.chapters.nb05.exercise_resume import pieces
+from labs.chapters.nb05.exercise_states import a_state, difference, one_thread, same
+from labs.chapters.nb05.exercise_trainer import Trainer
 from labs.kit.check import TODO, Mistake, examine, get_exercise
-from labs.solutions import nb05 as solution
 
 
 def passes(exercise_id, candidate):

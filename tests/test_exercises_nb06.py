@@ -12,16 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from labs.exercises import nb06, pipeline_checks, pipeline_cuts
-from labs.exercises.pipeline_exchange import CARRIES, Exchange, Wait, dead_lock
-from labs.exercises.pipeline_problem import Job, players
-from labs.exercises.pipeline_threads import in_time, together
-from labs.exercises.tensor_checks import problem, run, unsplit
-from labs.exercises.tensor_traffic import watched
+from labs.chapters.nb06 import exercise_pipeline as pipeline_checks
+from labs.chapters.nb06 import exercise_pipeline_cuts as pipeline_cuts
+from labs.chapters.nb06 import exercises as nb06
+from labs.chapters.nb06 import solutions as solution
+from labs.chapters.nb06.exercise_pipeline_exchange import CARRIES, Exchange, Wait, dead_lock
+from labs.chapters.nb06.exercise_pipeline_problem import Job, players
+from labs.chapters.nb06.exercise_pipeline_threads import in_time, together
+from labs.chapters.nb06.exercise_tensor import problem, run, unsplit
+from labs.chapters.nb06.exercise_tensor_traffic import watched
 from labs.kit.check import TODO, Mistake, examine, get_exercise
 from labs.kit.launch import run_on_ranks
-from labs.pipelines import partition, schedules
-from labs.solutions import nb06 as solution
+from labs.parts.pipelines import partition, schedules
 
 
 def passes(exercise_id, candidate):

@@ -48,8 +48,14 @@ def test_what_changes_an_output_counts(edit):
 
 def test_code_behind_a_notebook_is_what_it_imports_and_launches_and_no_more():
     found = fingerprint.modules_behind(ROOT / "notebooks" / "03_dataparallel_vs_ddp.ipynb")
-    assert {"labs.data_parallel", "labs.exercises.nb03", "labs.claims.nb03", "labs.kit.measure", "labs.models"} <= found
-    assert not {m for m in found if "pipeline" in m or m.endswith(("nb04", "course"))}
+    assert {
+        "labs.data_parallel",
+        "labs.chapters.nb03.exercises",
+        "labs.chapters.nb03.claims",
+        "labs.kit.measure",
+        "labs.parts.models",
+    } <= found
+    assert not {m for m in found if "pipeline" in m or "nb04" in m or m.endswith("course")}
 
 
 def test_all_that_a_launch_loads_is_code_behind_its_notebook():

@@ -7,10 +7,10 @@ from torch import nn
 from labs import fully_sharded
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.sharding import fsdp
-from labs.sharding.traffic import HEADER_BYTES
+from labs.parts.sharding import fsdp
+from labs.parts.sharding.traffic import HEADER_BYTES
 
-UNEVEN = "labs.sharding.blocks:uneven_mlp"
+UNEVEN = "labs.parts.sharding.blocks:uneven_mlp"
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from labs import hardware_probe
-from labs.figures import nb00
+from labs.chapters.nb00 import figures as nb00
 from labs.kit import preflight
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch

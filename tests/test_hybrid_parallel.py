@@ -5,7 +5,7 @@ import pytest
 from labs import hybrid_parallel
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.sharding import hybrid
+from labs.parts.sharding import hybrid
 
 MESHES = [(4, 2), (4, 1), (3, 1), (2, 2)]  # (ranks, dp): 2 x 2, 1 x 4, 1 x 3 (uneven stages and heads), 2 x 1
 

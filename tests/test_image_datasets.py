@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from labs.data import DataError, photos
 from labs.data.tiles import tiles
-from labs.image_datasets import (
+from labs.kit.errors import BadInput
+from labs.parts.loading.image_datasets import (
     JpegFolder,
     MemoryMap,
     RamCache,
@@ -25,7 +26,6 @@ from labs.image_datasets import (
     write_memory_map,
     write_shards,
 )
-from labs.kit.errors import BadInput
 
 N, SIDE = 10, 24
 

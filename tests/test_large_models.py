@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from labs import bert_memory, large_models
-from labs.large_models import TINY_BERT, BertShape
+from labs.parts.memory import bert_memory
+from labs.parts.models import large_models
+from labs.parts.models.large_models import TINY_BERT, BertShape
 
 
 def parameters(module):

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labs import loader_traps
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
-from labs.named_items import ItemFailed, NamedItems, loader_error
-from labs.traps import datasets as trap_datasets
-from labs.traps import failures as trap_failures
-from labs.traps import random as trap_random
-from labs.traps import shm as trap_shm
-from labs.traps import speed as trap_speed
-from labs.traps.datasets import Fails, Items, no_worker_left, workers_now
+from labs.parts.loading.named_items import ItemFailed, NamedItems, loader_error
+from labs.parts.traps import datasets as trap_datasets
+from labs.parts.traps import failures as trap_failures
+from labs.parts.traps import random as trap_random
+from labs.parts.traps import shm as trap_shm
+from labs.parts.traps import speed as trap_speed
+from labs.parts.traps.datasets import Fails, Items, no_worker_left, workers_now
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="forked workers and /dev/shm")
 

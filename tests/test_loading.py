@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from labs import loading
-from labs.loading import (
+from labs.parts.loading import feed as loading
+from labs.parts.loading.feed import (
     Feed,
     Forever,
     alone,

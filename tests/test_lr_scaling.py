@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labs import lr_scaling as lab
-from labs.fashion import vectors
+from labs.data.fashion import vectors
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records

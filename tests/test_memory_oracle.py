@@ -5,8 +5,8 @@ import pytest
 from labs import memory_oracle
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.oracle import CATEGORIES
-from labs.oracle.report import by_category, peak, relative_error, report, timeline
+from labs.parts.oracle import CATEGORIES
+from labs.parts.oracle.report import by_category, peak, relative_error, report, timeline
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from labs import memory_remedies, models
+from labs import memory_remedies
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
-from labs.oracle.step import step
-from labs.remedies import leaks, on_gpu, ways_out
-from labs.remedies.blocks import MIB
-from labs.remedies.caching_allocator import CachingAllocator
-from labs.remedies.requests import LONGEST, SHORTEST, Replay, bert_run, draw_lengths, slivers
-from labs.remedies.ways_to_allocate import BETWEEN, EACH, EXPANDABLE, LATE, PLAIN, WAYS, fragment, train
+from labs.parts import models
+from labs.parts.oracle.step import step
+from labs.parts.remedies import leaks, on_gpu, ways_out
+from labs.parts.remedies.blocks import MIB
+from labs.parts.remedies.caching_allocator import CachingAllocator
+from labs.parts.remedies.requests import LONGEST, SHORTEST, Replay, bert_run, draw_lengths, slivers
+from labs.parts.remedies.ways_to_allocate import BETWEEN, EACH, EXPANDABLE, LATE, PLAIN, WAYS, fragment, train
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +180,8 @@ def test_a_step_frees_what_it_asks_for(work):
 
 
 def models_on_meta():
-    from labs.large_models import bert
-    from labs.remedies.requests import SHAPE
+    from labs.parts.models.large_models import bert
+    from labs.parts.remedies.requests import SHAPE
 
     with torch.device("meta"):
         return bert(SHAPE, LONGEST).module

@@ -8,15 +8,17 @@ import torch
 from processes import PYTHON, new_environment
 from torch import nn
 
-from labs import amp_effects, amp_report, matmul_ladder, mixed_precision, models
-from labs.activation_bytes import activation_bytes
-from labs.amp_effects import Agreement, agreement
-from labs.amp_report import Effect, advice
+from labs import mixed_precision
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
-from labs.models import Workload
+from labs.parts import models
+from labs.parts.memory.activation_bytes import activation_bytes
+from labs.parts.models import Workload
+from labs.parts.precision import amp_effects, amp_report, matmul_ladder
+from labs.parts.precision.amp_effects import Agreement, agreement
+from labs.parts.precision.amp_report import Effect, advice
 
 CPU = torch.device("cpu")
 mse = nn.functional.mse_loss

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from labs import amp, amp_report, models
 from labs.kit.launch import launch
+from labs.parts import models
+from labs.parts.precision import amp, amp_report
 
 HERE = "test_not_possible:no_fp16"
 

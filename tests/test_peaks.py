@@ -6,7 +6,14 @@ import pytest
 
 from labs.kit import peaks
 from labs.kit.peaks import DTYPES, bus_bandwidth_gb_s, peak, spec, specs
-from labs.kit.roofline import Work, attainable_flop_s, count, matmul_work, ridge_flop_per_byte, training_step_work
+from labs.parts.timing.roofline import (
+    Work,
+    attainable_flop_s,
+    count,
+    matmul_work,
+    ridge_flop_per_byte,
+    training_step_work,
+)
 
 ROWS = {s.gpu: s for s in specs()}
 
@@ -68,7 +75,7 @@ def test_matmul_intensity_is_n_over_six_in_fp32():
 
 def test_training_step_of_the_mlp_has_the_closed_form_flops():
     """6 FLOPs per weight and row, except that nobody needs the gradient of the input: 2 less for the first layer."""
-    from labs import models
+    from labs.parts import models
 
     sizes = [(1024, 512), (512, 256), (256, 10)]
     want = sum(6 * 64 * a * b for a, b in sizes) - 2 * 64 * 1024 * 512

@@ -12,8 +12,8 @@ from torch import nn
 from labs import pipeline_parallel
 from labs.kit.cli import BadInput
 from labs.kit.launch import RankFailed, launch
-from labs.models import Workload
-from labs.pipelines import analysis, schedules, torch_schedules
+from labs.parts.models import Workload
+from labs.parts.pipelines import analysis, schedules, torch_schedules
 
 WHOLE = {"single", "copies"}
 

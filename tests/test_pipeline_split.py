@@ -11,8 +11,8 @@ from labs import pipeline_split
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
-from labs.models import Workload
-from labs.pipelines import chain, partition
+from labs.parts.models import Workload
+from labs.parts.pipelines import chain, partition
 
 
 def heavy_end():

@@ -10,10 +10,10 @@ from labs.kit.cli import BadInput
 from labs.kit.dist import Rank
 from labs.kit.launch import RankFailed, run_on_ranks
 from labs.kit.record import Record, Records
-from labs.models import Workload
-from labs.pipelines import CHAINS, Chain, analysis, chain, even_cuts, partition, profiling, schedules, split
-from labs.pipelines.memory import counting
-from labs.pipelines.two_devices import TwoDevices
+from labs.parts.models import Workload
+from labs.parts.pipelines import CHAINS, Chain, analysis, chain, even_cuts, partition, profiling, schedules, split
+from labs.parts.pipelines.memory import counting
+from labs.parts.pipelines.two_devices import TwoDevices
 
 CPU = torch.device("cpu")
 
@@ -149,9 +149,9 @@ def test_best_number_of_micro_batches_is_where_the_step_is_shortest():
 
 
 def _gradients(cuts, schedule, m):
-    from labs.pipelines import parity
-    from labs.pipelines.bench import actions
-    from labs.pipelines.engine import Pipeline
+    from labs.parts.pipelines import parity
+    from labs.parts.pipelines.bench import actions
+    from labs.parts.pipelines.engine import Pipeline
 
     rank, model = rank_here(), small()
     x, y = model.make_batch(2 * m)
@@ -180,8 +180,8 @@ def test_gradient_loss_and_bytes_of_a_pipeline(cuts, schedule, m):
 def _failing(where, wait_s, m=4):
     import time
 
-    from labs.pipelines.bench import actions
-    from labs.pipelines.engine import Pipeline
+    from labs.parts.pipelines.bench import actions
+    from labs.parts.pipelines.engine import Pipeline
 
     class Fails(nn.Module):
         calls = 0
@@ -219,7 +219,7 @@ def test_a_stage_that_hangs_is_named_by_the_one_that_waits():
 
 def test_a_pipeline_needs_a_rank_per_stage():
     def function():
-        from labs.pipelines.engine import Pipeline
+        from labs.parts.pipelines.engine import Pipeline
 
         Pipeline(small(), [2, 4], rank_here())
 

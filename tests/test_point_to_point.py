@@ -8,7 +8,7 @@ from labs import point_to_point
 from labs.kit.collectives import LatencyBandwidth
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.sharding import traffic
+from labs.parts.sharding import traffic
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from labs.kit import course_checks, jupyter_checks, place_checks, ranks_trial, system_checks, verdict
+from labs.classroom import course_checks, jupyter_checks, place_checks, ranks_trial, system_checks, verdict
+from labs.classroom.course_checks import CourseFiles, Packages
+from labs.classroom.jupyter_checks import Kernel
+from labs.classroom.system_checks import Clock
 from labs.kit.checks import Check
-from labs.kit.course_checks import CourseFiles, Packages
-from labs.kit.jupyter_checks import Kernel
-from labs.kit.system_checks import Clock
 from labs.kit.trials import Started, Trial, guarded
 
 

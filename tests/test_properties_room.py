@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from junk import RAW, damaged, values, with_junk
 from test_classroom import MACHINES, ddp_records, outcome, pair
 
-from labs.classroom import change_revealed
+from labs.classroom.__main__ import change_revealed
+from labs.classroom.room import collect, page
+from labs.classroom.room.collect import read_room
+from labs.classroom.room.figures import Drawn, machines_figure, question_figure
+from labs.classroom.room.machines import comparisons, tables
+from labs.classroom.room.page import render
+from labs.classroom.room.questions import questions
 from labs.kit import room
 from labs.kit.cli import BadInput
-from labs.room import collect, page
-from labs.room.collect import read_room
-from labs.room.figures import Drawn, machines_figure, question_figure
-from labs.room.machines import comparisons, tables
-from labs.room.page import render
-from labs.room.questions import questions
 
 # -- a room of two, of whom one has a damaged file
 

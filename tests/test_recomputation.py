@@ -12,14 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from labs import large_models, models, saved_tensors
-from labs.activation_memory.allocator import Storages
 from labs.kit.cli import BadInput
 from labs.kit.launch import run_on_ranks
-from labs.large_models import BertLayer, BertShape, bert, resnet, tiny_bert
-from labs.models import Workload
-from labs.recomputation import blocks, by_hand, recompute, segment_bounds, segments, stages
-from labs.text_models import char_gpt
+from labs.parts import models
+from labs.parts.activation_memory.allocator import Storages
+from labs.parts.memory import saved_tensors
+from labs.parts.memory.recomputation import blocks, by_hand, recompute, segment_bounds, segments, stages
+from labs.parts.models import Workload, large_models
+from labs.parts.models.large_models import BertLayer, BertShape, bert, resnet, tiny_bert
+from labs.parts.models.text_models import char_gpt
 
 SHAPE = BertShape(layers=4, hidden=32, heads=2, vocabulary=64, places=16)
 MODELS = {"bert": lambda: bert(SHAPE, 16), "char_gpt": char_gpt, "resnet": lambda: resnet((1, 2, 1, 1), 8, 10, 32),

@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from labs import models, scaling
-from labs.replicas import ThreadedDataParallel, nbytes
+from labs.parts import models
+from labs.parts.data_parallel import scaling
+from labs.parts.data_parallel.replicas import ThreadedDataParallel, nbytes
 
 
 def flat(module):

@@ -14,8 +14,8 @@ from pathlib import Path
 import processes
 import pytest
 
-from labs.kit import jupyter_checks, room_preflight, system_checks
-from labs.kit.jupyter_checks import KernelTrial
+from labs.classroom import jupyter_checks, room_preflight, system_checks
+from labs.classroom.jupyter_checks import KernelTrial
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "labs.hardware_probe", "--preflight"]

@@ -1,10 +1,11 @@
-"""The closed forms of labs.scaling against numbers worked out by hand."""
+"""The closed forms of labs.parts.data_parallel.scaling against numbers worked out by hand."""
 
 import math
 
 import pytest
 
-from labs import published, scaling
+from labs.parts.data_parallel import scaling
+from labs.parts.sources import published
 
 EPOCH_S = {1: 12.5, 2: 7.8, 3: 6.2, 4: 5.1}  # the article's table, seconds per epoch
 

@@ -16,12 +16,13 @@ from fakes import FakeNvml, card
 from processes import PYTHON, new_environment
 
 from labs import seats
-from labs.kit import hardware, nvml, seating
+from labs.classroom import seating
+from labs.classroom.seating import Machine, SeatGpu, divide, seat_gpus
+from labs.kit import hardware, nvml
 from labs.kit.cli import BadInput
 from labs.kit.hardware import one_per_core_first, usable_affinity, visible_gpu_names
 from labs.kit.launch import run_on_ranks
 from labs.kit.rank import place
-from labs.kit.seating import Machine, SeatGpu, divide, seat_gpus
 from labs.kit.topology import Core, as_cpu_list, cores, cpu_list, gpu_node
 from labs.seats import Config, as_dict, as_text, plan
 

@@ -10,10 +10,10 @@ import pytest
 from processes import HERE, MARK, PYTHON, SURVIVAL_S, assert_no_survivors, leftovers, new_environment, wait_for
 
 from labs import sharded_checkpoint
-from labs.elastic import damage
 from labs.kit.cli import BadInput
 from labs.kit.guarded import guarded_folder
 from labs.kit.launch import launch, run_on_ranks
+from labs.parts.elastic import damage
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -80,7 +80,7 @@ def interrupted(folder: str) -> list[bool]:
 
     import torch.distributed as dist
 
-    from labs.elastic import shards
+    from labs.parts.elastic import shards
 
     state, there = {"model": {"x": __import__("torch").ones(3)}}, []
     with mock.patch.object(shards, "seal", side_effect=KeyError("killed here")):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from labs.figures.nb06_plan import BATCHES, LINKS, SIZES, family, place_of
+from labs.chapters.nb06.figures_plan import BATCHES, LINKS, SIZES, family, place_of
 from labs.kit.errors import BadInput
-from labs.parallel_cost import Job, Machine, Plan, best, cost, costs, fewest_gpus, plans, shape
+from labs.parts.planning.parallel_cost import Job, Machine, Plan, best, cost, costs, fewest_gpus, plans, shape
 from labs.strategy import Config, advise, main
 
 JOB = Job(parameters=1e9, batch=32, seq=1024, layers=20, hidden=2048, vocabulary=1000)

@@ -7,10 +7,10 @@ from labs import tensor_parallel
 from labs.kit.collectives import LatencyBandwidth
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
-from labs.sharding import blocks
-from labs.sharding.blocks import Attention, Mlp
-from labs.sharding.tensor import CopyToRanks, by_hand, gradient_error, share
-from labs.sharding.traffic import HEADER_BYTES, sent_bytes
+from labs.parts.sharding import blocks
+from labs.parts.sharding.blocks import Attention, Mlp
+from labs.parts.sharding.tensor import CopyToRanks, by_hand, gradient_error, share
+from labs.parts.sharding.traffic import HEADER_BYTES, sent_bytes
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -65,7 +65,7 @@ def test_rows_that_ddp_and_the_pipeline_cannot_share():
 
 
 def test_block_made_of_halves_computes_the_same():
-    from labs import models
+    from labs.parts import models
 
     torch.manual_seed(0)
     ours, theirs = blocks.char_gpt(seed=3), models.make("char_gpt", 3)
@@ -140,7 +140,7 @@ def _error_without(function):
     """Relative gradient error of a block when the backward of f, or the forward of g, leaves out its sum."""
     import torch.distributed as dist
 
-    from labs.sharding.tensor import SumOverRanks
+    from labs.parts.sharding.tensor import SumOverRanks
 
     if function == "f":
         CopyToRanks.backward = staticmethod(lambda ctx, gradient: (gradient, None))

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from labs import models, text_models
 from labs.data import moby_dick
+from labs.parts import models
+from labs.parts.models import text_models
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,14 @@ import torch
 from processes import PYTHON, new_environment
 from torch import Tensor, nn
 
-from labs import models, timing
-from labs.benchmark_loop import RUNGS
+from labs import timing
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
-from labs.models import Workload
+from labs.parts import models
+from labs.parts.models import Workload
+from labs.parts.timing.benchmark_loop import RUNGS
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -16,11 +16,11 @@ from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
-from labs.loading import Feed, expected
-from labs.tuning import rules, search, tune_dataloader
-from labs.tuning.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn
-from labs.tuning.report import Tuning, plain
-from labs.tuning.rules import Setting
+from labs.parts.loading.feed import Feed, expected
+from labs.parts.tuning import rules, search, tune_dataloader
+from labs.parts.tuning.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn
+from labs.parts.tuning.report import Tuning, plain
+from labs.parts.tuning.rules import Setting
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from fakes import FakeNvml, card
 
-from labs import busy, utilisation
+from labs import utilisation
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
-from labs.kit.roofline import Work
+from labs.parts.timing import busy
+from labs.parts.timing.roofline import Work
 
 ALL = ["large products", "small products", "memory traffic", "one number at a time", "waiting for data"]
 HERE = "CPU time of the process"

@@ -220,8 +220,8 @@ def _alarm(ring: Callable[..., None], seconds: float) -> Iterator[None]:
 
 def exercise_ids() -> list[str]:
     """Ids of all exercises of the course, in order."""
-    folder = Path(__file__).parents[1] / "exercises"
-    modules = [importlib.import_module(f"labs.exercises.{p.stem}") for p in sorted(folder.glob("nb*.py"))]
+    found = sorted((Path(__file__).parents[1] / "chapters").glob("nb*/exercises.py"))
+    modules = [importlib.import_module(f"labs.chapters.{p.parent.name}.exercises") for p in found]
     return sorted(i for m in modules for i in m.EXERCISES)
 
 
@@ -229,7 +229,7 @@ def get_exercise(exercise_id: str) -> Exercise:
     """The exercise with this id, for example "03.1". BadInput names the ids there are."""
     notebook = str(exercise_id).partition(".")[0]
     try:
-        return importlib.import_module(f"labs.exercises.nb{notebook}").EXERCISES[exercise_id]
+        return importlib.import_module(f"labs.chapters.nb{notebook}.exercises").EXERCISES[exercise_id]
     except (ModuleNotFoundError, KeyError):
         raise BadInput(f"there is no exercise {exercise_id!r}; there are {', '.join(exercise_ids())}") from None
 

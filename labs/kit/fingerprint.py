@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DIGITS = 12
-DATA = ("labs/kit/gpus.toml", "labs/claims/claims.toml", "labs/data/SHA256SUMS")  # read by code that cells run
+DATA = ("labs/kit/gpus.toml", "labs/kit/claims/claims.toml", "labs/data/SHA256SUMS")  # read by code that cells run
 
 
 def course(root: Path = ROOT) -> str:
@@ -58,7 +58,7 @@ def modules_behind(path: Path) -> set[str]:
         re.sub(r"^[%!].*$", "", _text(c["source"]), flags=re.M) for c in cells if c["cell_type"] == "code"
     )
     number = path.name[:2]
-    own = {f"labs.{kind}.nb{number}" for kind in ("exercises", "solutions", "claims", "figures")}
+    own = {f"labs.chapters.nb{number}.{kind}" for kind in ("exercises", "solutions", "claims", "figures")}
     todo, found = {*_uses(source, ""), *(m for m in own if _module_file(m))}, set()
     while todo:
         name = todo.pop()

@@ -1,7 +1,8 @@
 """Is this machine ready, and how fast is it? One line per check: pass, warn or fail, with the remedy.
 
 The checks are functions of plain facts (`Facts`), so that every outcome can be tested on any machine. With --preflight
-labs.kit.room_preflight takes over: it measures nothing, but also tries what else the first minutes of a course need.
+labs.classroom.room_preflight takes over: it measures nothing, but also tries what else the first
+minutes of a course need.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import TensorDataset
 
-from labs import models
+from labs.parts import models
 
 
 def model():

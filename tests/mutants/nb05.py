@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from labs.exercises.checkpoint_trainer import Trainer
+from labs.chapters.nb05.exercise_trainer import Trainer
 from mutants import nb05_files
 
 # -- 05.2

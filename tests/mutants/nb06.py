@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.nn import functional as nn_functional
 from torch.nn.functional import relu
 
-from labs.solutions import nb06 as solution
+from labs.chapters.nb06 import solutions as solution
 from mutants.nb06_shares import (
     F,
     FBoth,

@@ -1,0 +1,78 @@
+"""Every experiment and tool of the course.
+
+python -m labs                                  the table: notebook, experiment, question, seconds
+python -m labs data_parallel --nproc 2          runs one, as `python -m labs.data_parallel --nproc 2` does
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from labs.kit.cli import fail
+from labs.kit.lab import did_you_mean
+
+LABS = Path(__file__).parent
+NOTEBOOKS = LABS.parent / "notebooks"
+PROG = "python -m labs"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A file of labs/ that can be run, and what it says of itself."""
+
+    notebooks: str
+    """Numbers of the notebooks that launch or name it, such as "01 03"; empty if none does."""
+    name: str
+    question: str
+    seconds: str
+    """On two CPU cores, as its own text has it; empty where it does not say."""
+
+
+def rows(labs: Path = LABS, notebooks: Path = NOTEBOOKS) -> list[Row]:
+    """What can be run, in the order of the notebooks; what no notebook names comes last."""
+    cells = {path.name[:2]: _cells(path) for path in sorted(notebooks.glob("[0-9][0-9]_*.ipynb"))}
+    found = []
+    for path in sorted(labs.glob("[!_]*.py")):
+        said = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        uses = re.compile(rf'launch\(\s*"{path.stem}"|\blabs\.{path.stem}\b')
+        seconds = re.search(r"About (\d+) s\b", said)
+        numbers = " ".join(number for number, text in cells.items() if uses.search(text))
+        found.append(Row(numbers, path.stem, said.partition("\n")[0], seconds[1] if seconds else ""))
+    return sorted(found, key=lambda row: (row.notebooks or "~", row.name))
+
+
+def _cells(path: Path) -> str:
+    return "\n".join("".join(cell["source"]) for cell in json.loads(path.read_text("utf-8"))["cells"])
+
+
+def table(found: list[Row]) -> Iterator[str]:
+    """Lines of text: a heading, then a line for each."""
+    lines = [("notebook", "experiment", "seconds", "question")]
+    lines += [(row.notebooks or "-", row.name, row.seconds or "-", row.question) for row in found]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    for notebook, name, seconds, question in lines:
+        yield f"{notebook:{widths[0]}}  {name:{widths[1]}}  {seconds:>{widths[2]}}  {question}"
+
+
+def main() -> None:
+    """The table, or the experiment that the first word names, with the words that follow."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    known = [path.stem for path in LABS.glob("[!_]*.py")]
+    if name in ("-h", "--help"):
+        print("\n".join([*table(rows()), "", f"{PROG} NAME --help tells the options of one"]))
+        return
+    if name not in known:
+        fail(PROG, f"there is no experiment {name!r}: {did_you_mean(name, known)}{PROG} lists them all")
+    sys.argv[:2] = [f"labs.{name}"]
+    runpy.run_module(f"labs.{name}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What each notebook shows: its figures, claims, exercises with their checks, and solutions."""

@@ -1,0 +1,1 @@
+"""Notebook 01: figures, claims, exercises, solutions."""

@@ -1,0 +1,230 @@
+"""Verdicts of notebook 01: what its records say of the articles' statements on timing, utilisation and batch size."""
+
+from __future__ import annotations
+
+from labs.chapters.nb01 import claims_method as method
+from labs.kit.claims import Verdict, verdict
+from labs.kit.claims.evidence import gain, last, model_of, percent, ratio, runs, within
+from labs.kit.measure import differs, estimate, paired_ratio
+from labs.kit.record import Records
+
+
+@verdict("A25")
+@verdict("C13")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "utilisation", "busy_share")
+    slow, _, said = method.jobs(run)
+    return Verdict("depends" if slow else "holds", f"{said} of the best rate seen {method.counter(run)}")
+
+
+@verdict("E26")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "utilisation", "busy_share", job="waiting for data")
+    slow, idle, _ = method.jobs(run)
+    wait = f"busy {percent(run.one('busy_share', job='waiting for data'))}"
+    if "waiting for data" not in idle:
+        return Verdict("does not hold", f"a planted wait for data does not show: {wait} {method.counter(run)}")
+    back = f"; but at less than a tenth of the speed these look busy: {', '.join(slow)}" if slow else ""
+    return Verdict("depends" if slow else "holds", f"a planted wait for data shows: {wait}{back} {method.counter(run)}")
+
+
+@verdict("D33")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "utilisation", "polled_share")
+    readers = sorted(run.where("polled_share"), key=lambda r: -r.case["window_s"])
+    if len(readers) < 2:
+        raise LookupError("launch('utilisation') with readers of two speeds is needed")
+    said = [
+        f"every {r.case['window_s']:g} s: {100 * min(r.samples):.0f} to {100 * max(r.samples):.0f} %" for r in readers
+    ]
+    slow, fast = (max(r.samples) - min(r.samples) for r in (readers[0], readers[-1]))
+    because = f"the same bursts of work, read {', '.join(said)} busy {method.counter(run)}"
+    return Verdict("depends" if fast > max(2 * slow, 0.1) else "holds", because)
+
+
+@verdict("B39")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "changing_shapes", "step_s")
+    step = {(r.case["shapes"], r.case["cudnn_benchmark"]): r for r in run.where("step_s")}
+    if len(step) < 4:
+        raise LookupError("launch('changing_shapes') with fixed and changing shapes, off and on, is needed")
+    fixed, changing = (ratio(step[shapes, True], step[shapes, False]) for shapes in ("fixed", "changing"))
+    said = f"on / off: {fixed} with a fixed shape, {changing} with a new shape at every step"
+    if step["fixed", True].layout["device"] != "cuda":
+        new = ratio(step["changing", False], step["fixed", False])
+        return Verdict("needs N GPUs", f"without cuDNN, as a control: {said}; new shapes take {new} as long", "")
+    if fixed.low > 1 or (fixed.high >= 1 and changing.low > 1):
+        return Verdict("does not hold", said)
+    return Verdict("holds" if fixed.high < 1 and changing.low <= 1 else "depends", said)
+
+
+@verdict("B47")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "measure_validation", "step_s", part="timer")
+    names = [r.case["function"] for r in run.where("step_s", part="timer", by="torch Timer")]
+    by = {f: [run.one("step_s", part="timer", function=f, by=b) for b in ("torch Timer", "kit.measure")] for f in names}
+    apart = {f: ratio(*both) for f, both in by.items()}
+    worst = max(apart.values(), key=lambda r: abs(r.value - 1))
+    if any(r.high < 0.95 or r.low > 1.05 for r in apart.values()):
+        return Verdict("does not hold", f"Timer is more than 5 % off: at worst {worst} what kit.measure finds")
+    step = method.steps_alone(evidence)
+    small, large = min(step), max(step)
+    change = method.faster(step, large, small)
+    agree = "is within 5 % of kit.measure" if all(map(within, apart.values())) else "is not shown to be 5 % off"
+    because = (f"on {len(apart)} functions Timer {agree}, at worst {worst}; batch {large} gives {change} the samples "
+               f"per second of batch {small}, which the small one alone does not tell")  # fmt: skip
+    return Verdict("depends" if differs(change) else "holds", because)
+
+
+@verdict("C03")
+def _(evidence: Records) -> Verdict:
+    try:
+        eval("os.environ", {})
+    except NameError as e:
+        return Verdict("does not hold", f"it uses os and time and imports neither; Python then says: {e}", "")
+    return Verdict("depends", "it uses os and time and imports neither, and this Python has them built in", "")
+
+
+@verdict("C05")
+def _(evidence: Records) -> Verdict:
+    by_model = {model_of(run): run for run in runs(evidence, "timing", "step_flop")}
+    run = by_model.get("article")
+    if run is None:
+        raise LookupError("launch('timing', model='labs.parts.timing.benchmark_loop:article') has not been run")
+    flop, peak = run.one("step_flop").value, max(run.one("peak_flop_s").samples)
+    mfu = estimate([100 * flop / (peak * s) for s in run.one("step_s", mode="train").samples], "%")
+    said = [f"its {flop / 1e6:.1f} MFLOP per step reach {mfu} of the best rate here, the rest is fixed cost"]
+    for model, other in by_model.items():
+        if len(other.where("step_s", mode="no_sync")):
+            without = ratio(other.one("step_s", mode="no_sync"), other.one("step_s", mode="train"))
+            said.append(f"{model}: {100 * (1 - without.value):.0f} % of a DDP step is synchronisation")
+    return Verdict("does not hold" if mfu.high < 100 * method.SLOW else "depends", "; ".join(said))
+
+
+@verdict("C06")
+def _(evidence: Records) -> Verdict:
+    found = method.repaired(evidence, "synchronise")
+    said = f"waiting for the device before both readings makes the answer {method.in_words(found)}"
+    if not method.on_gpu(evidence):
+        return Verdict("needs N GPUs", f"with a thread in place of a GPU's stream, {said}", "")
+    return Verdict("does not hold" if method.any_differs(found) else "depends", said)
+
+
+@verdict("C07")
+def _(evidence: Records) -> Verdict:
+    found = method.repaired(evidence, "warm up")
+    firsts = [run.one("warm_up_s").samples[0] / run.one("step_s", mode="train").value
+              for run in runs(evidence, "timing", "warm_up_s")]  # fmt: skip
+    first = f"; a first step takes up to {max(firsts):.1f} x a settled one"
+    same = all(map(within, found.values()))
+    word = "does not hold" if method.any_differs(found) else "holds" if same else "depends"
+    return Verdict(word, f"a warm-up before it makes the answer {method.in_words(found)}{first}")
+
+
+@verdict("C08")
+def _(evidence: Records) -> Verdict:
+    found = method.repaired(evidence, "data outside")
+    word = "holds" if all(map(within, found.values())) else "depends"
+    return Verdict(word, f"data made before the clock starts makes the answer {method.in_words(found)}")
+
+
+@verdict("C09")
+def _(evidence: Records) -> Verdict:
+    found = method.between_ranks(evidence)
+    said = ", ".join(f"{more} ({model})" for model, more in found.items())
+    word = "holds" if all(more.high <= 1 for more in found.values()) else "depends"
+    return Verdict(word, f"the slowest rank prints {said} more than the fastest; the job takes what the slowest does")
+
+
+@verdict("C10")
+def _(evidence: Records) -> Verdict:
+    step = method.steps_alone(evidence)
+    shortest, best = min(step, key=lambda b: step[b].value), max(step, key=lambda b: b / step[b].value)
+    if shortest == best:
+        return Verdict(
+            "depends", f"batch {best} has the shortest step and the most samples per second: both metrics agree"
+        )
+    more = method.faster(step, best, shortest)
+    because = f"batch {shortest} has the shortest step; batch {best} does {more} as many samples per second"
+    return Verdict("holds" if more.low > 1 else "depends", because)
+
+
+@verdict("C12")
+def _(evidence: Records) -> Verdict:
+    small, large = method.accuracy_at_ends(last(evidence, "lr_scaling", "test_accuracy", rule="same"))
+    lost = gain(large, small)
+    said = f"equal epochs, {large.case['factor']} x the batch of {small.case['batch']}: accuracy {lost}"
+    if within(lost, 1.0, 0.0):
+        return Verdict("holds", f"{said}, so that seconds for equal epochs can be compared")
+    shown = f"{percent(small)} and {percent(large)}" if differs(lost, 0) else "no difference that this run can show"
+    return Verdict("depends", f"{said} ({shown}); compare seconds to one accuracy")
+
+
+@verdict("C15")
+def _(evidence: Records) -> Verdict:
+    step = method.steps_alone(evidence)
+    inside = method.faster(step, 256, 32)
+    said = f"from batch 32 to 256: {inside} the samples per second"
+    if not differs(inside):
+        word = "does not hold" if within(inside) else "depends"
+        return Verdict(word, f"{said}: no difference that this run can show")
+    if max(step) <= 256:
+        raise LookupError("launch('batch_size') with batches beyond 256 is needed, to see where the curve bends")
+    beyond = method.faster(step, max(step), 256)
+    return Verdict("depends" if beyond.low > 1 else "holds", f"{said}; from 256 to {max(step)} another {beyond}")
+
+
+@verdict("C22")
+def _(evidence: Records) -> Verdict:
+    found = method.tried(evidence)
+    matter, same, untried = ([n for n, c in found.items() if c is k] for k in (True, False, None))
+    said = [f"of {len(found)} parts that it lacks {len(matter)} changed an answer here: {', '.join(matter) or 'none'}"]
+    stand_in = "synchronisation" in matter and not method.on_gpu(evidence)
+    said += ["synchronisation did so with a thread in place of a GPU's stream"] if stand_in else []
+    said += [f"no difference shown: {', '.join(same)}"] if same else []
+    said += [f"not tried: {', '.join(untried)}"] if untried else []
+    return Verdict("does not hold" if matter else "depends", "; ".join(said))
+
+
+@verdict("E22")
+def _(evidence: Records) -> Verdict:
+    step = method.steps_alone(evidence)
+    small, large = method.accuracy_at_ends(last(evidence, "lr_scaling", "test_accuracy", rule="same"))
+    change, moved = method.faster(step, max(step), min(step)), gain(large, small)
+    because = (f"from batch {min(step)} to {max(step)}: {change} the samples per second; from {small.case['batch']} to "
+               f"{large.case['batch']}, equal epochs and learning rate: accuracy {moved}")  # fmt: skip
+    return Verdict(("does not hold", "depends", "holds")[differs(change) + differs(moved, 0)], because)
+
+
+@verdict("E23")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "batch_size", "step_s", mode="ddp")
+    batches = sorted(r.case["batch"] for r in run.where("step_s", mode="ddp"))
+    low, high = (method.efficiency(run, b) for b in (batches[0], batches[-1]))
+    kept = [run.one("activation_bytes", batch=b).value for b in (batches[0], batches[-1])]
+    shares = [estimate([100 * s for s in samples], "%") for samples in (low, high)]
+    because = (f"batch {batches[0]} to {batches[-1]} per rank: scaling efficiency {shares[0]} to {shares[1]}, "
+               f"activations {kept[0] / 1e6:.2g} to {kept[1] / 1e6:.2g} MB")  # fmt: skip
+    right = (paired_ratio(high, low).low > 1) + (kept[1] > kept[0])
+    return Verdict(("does not hold", "depends", "holds")[right], because)
+
+
+@verdict("E24")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "lr_scaling", "test_accuracy", rule="linear, warm-up")
+    small, _ = method.accuracy_at_ends(run)
+    gains, said = [], []
+    for same in sorted(run.where("test_accuracy", rule="same"), key=lambda r: r.case["factor"])[1:]:
+        k = same.case["factor"]
+        scaled = [r for r in run.where("test_accuracy", factor=k) if r.case["lr"] > same.case["lr"]]
+        best = max(scaled, key=lambda r: r.value, default=None)
+        if best is None:
+            raise LookupError(f"launch('lr_scaling') tried no higher learning rate with {k} x the batch")
+        gains.append(gain(best, same))
+        said.append(f"{k} x the batch: {gains[-1]} ({best.case['rule']})")
+    big = max(run.where("test_accuracy", rule="linear, warm-up"), key=lambda r: r.case["factor"])
+    lost, better = gain(big, small), [g.low > 0 for g in gains]
+    word = "does not hold" if not any(better) else "holds" if all(better) and lost.high >= 0 else "depends"
+    because = (f"accuracy with the best higher rate against the same one: {', '.join(said)}; linear with warm-up at "
+               f"{big.case['factor']} x the batch: {lost} against 1 x")  # fmt: skip
+    return Verdict(word, because)

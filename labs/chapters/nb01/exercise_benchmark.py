@@ -1,0 +1,186 @@
+"""Checker of exercise 01.1: a benchmark runs on a device that knows when it was asked too early, or too little."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from labs.chapters.nb01.exercise_simulated_device import Reading, SimulatedDevice
+from labs.kit.answers import number
+from labs.kit.check import Mistake
+
+Function = Callable[..., Any]
+SAMPLES = 20
+"""The least number of timed samples that the exercise asks for."""
+WARM_UP = 10
+"""After so many steps every simulated device is steady; the exercise says so."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What happened between two readings of the clock, at least one step among it."""
+
+    start: Reading
+    end: Reading
+
+    @property
+    def steps(self) -> int:
+        return self.end.steps - self.start.steps
+
+    @property
+    def seconds(self) -> float:
+        return self.end.seconds - self.start.seconds
+
+    @property
+    def per_step(self) -> float:
+        return self.seconds / self.steps
+
+
+Finding = tuple[str, str]
+"""What was done, and a hint."""
+
+
+def check_benchmark(f: Function) -> None:
+    """Four devices of different speed, warm-up and cost of a batch; each knows what every slip would return."""
+    for step_s, warm_up_steps, batch_share in ((0.02, 7, 0.6), (0.18, 10, 0.3), (0.0045, 3, 2.0), (0.06, 9, 0.1)):
+        device = SimulatedDevice(step_s, warm_up_steps, batch_share * step_s, seed=warm_up_steps)
+        answer = f(device.step, device.make_batch, device.synchronize, device.clock)
+        _check_answer(answer, device)
+
+
+def _check_answer(value: Any, device: SimulatedDevice) -> None:
+    if len(device.readings) < 2:
+        raise Mistake(
+            f"clock() was {'never called' if not device.readings else 'read only once'}, so nothing was timed with it",
+            "the device lives in virtual time that only clock() shows: time.perf_counter() knows nothing of it",
+        )
+    answer = number(value, "0.0123, the seconds of one step")
+    every = [Interval(*both) for both in pairwise(device.readings) if both[1].steps > both[0].steps]
+    if not every:
+        raise Mistake("no step ran between two readings of the clock", "read it before step(batch), and again after it")
+    close = math.isclose(answer, device.step_s, rel_tol=0.05)
+    truth = f"Your answer means {_text(answer)}; a typical step of this device takes {_text(device.step_s)}"
+    # The same number can come about in several ways (a minimum with and without the warm-up): the kindest counts.
+    explained = [(list(_faults(used, how, device)), how) for used, how in _explanations(answer, every)]
+    faults, how = min(explained, key=lambda e: len(e[0]))
+    if faults:
+        what, hint = faults[0]
+        raise Mistake(f"{what}. {'Your answer is close this time; do not count on that' if close else truth}", hint)
+    if how == "unknown" and not close:
+        raise Mistake(truth, "keep the seconds of each step in a list, and return the list's median")
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:,.4g} s"
+
+
+def _explanations(answer: float, every: list[Interval]) -> list[tuple[list[Interval], str]]:
+    """From which intervals, perhaps without the first ones, and by which statistic `answer` may have come."""
+    suffixes = [every[-1:], *(every[skipped:] for skipped in range(min(50, len(every) - 1)))]
+    one_of_many = every[-1].steps == every[-2].steps if len(every) > 1 else False
+    found = [(used, "last" if one_of_many and len(used) == 1 else name) for used in suffixes
+             for name, value in _statistics(used) if math.isclose(answer, value, rel_tol=1e-6)]  # fmt: skip
+    late = [i for i in every if i.start.steps >= WARM_UP] or every
+    if not found and any(math.isclose(answer, i.per_step, rel_tol=1e-6) for i in every):
+        return [(late, "one of many")]
+    for used in (every, late):
+        parts = sum(i.seconds for i in used) / answer if answer else 0
+        if not found and 1 < parts < 1e4 and math.isclose(parts, round(parts), rel_tol=1e-6):
+            return [(used, f"{round(parts)} parts")]
+    return found or [(late, "unknown")]
+
+
+def _statistics(used: list[Interval]) -> Iterator[tuple[str, float]]:
+    samples, seconds = sorted(i.per_step for i in used), [i.seconds for i in used]
+    steps, median = sum(i.steps for i in used), statistics.median(samples)
+    yield from (("median", m) for m in (median, samples[len(used) // 2], samples[(len(used) - 1) // 2]))
+    yield from (("mean", statistics.fmean(samples)), ("mean", sum(seconds) / steps))
+    yield from (("minimum", samples[0]), ("maximum", samples[-1]))
+    yield from (("total", sum(seconds)), ("block", statistics.median(seconds)))
+    yield from (("milliseconds", 1e3 * median), ("microseconds", 1e6 * median), ("nanoseconds", 1e9 * median))
+    yield "rate", 1 / median
+
+
+def _faults(used: list[Interval], statistic: str, device: SimulatedDevice) -> Iterator[Finding]:
+    """Faults of the intervals that made the answer, those that spoil it most first."""
+    yield from _not_waited_for(used, device)
+    yield from _not_warm(used, statistic, device)
+    if late := [k for k, i in enumerate(used, 1) if i.start.queued]:
+        yield (f"when sample {late[0]} began, {used[late[0] - 1].start.queued} earlier steps were still in the queue: "
+               "their time went into it", "synchronize() before the reading that starts a sample as well")  # fmt: skip
+    if made := sum(i.end.batches - i.start.batches for i in used):
+        yield (f"{made} batches were made while the clock ran",
+               "batch = make_batch() before the first reading: the question is how long a step takes")  # fmt: skip
+    yield from _few(used, statistic)
+    yield from _not_the_median(used, statistic)
+
+
+def _not_waited_for(used: list[Interval], device: SimulatedDevice) -> Iterator[Finding]:
+    early, n = sum(i.end.queued > 0 for i in used), len(used)
+    if not early:
+        return
+    if not device.waits:
+        yield ("synchronize() is never called: step() returns as soon as its work is queued, and you did not "
+               "wait for it", "synchronize() before the reading of the clock that ends a sample")  # fmt: skip
+    elif n == 1:
+        yield (f"at the second reading of the clock {used[0].end.queued} steps were still in the queue",
+               "synchronize() between the last step and the second reading, not only before the first")  # fmt: skip
+    elif device.waits - used[0].end.waits <= 1:
+        yield (f"synchronize() comes once, after the loop: at {early} of {n} readings the step was still running",
+               "synchronize() after each step(batch), before the reading that ends its sample")  # fmt: skip
+    else:
+        yield (f"at {early} of the {n} readings that end a sample the step was still running",
+               "synchronize() before the first reading, and again between step(batch) and the second")  # fmt: skip
+
+
+def _not_warm(used: list[Interval], statistic: str, device: SimulatedDevice) -> Iterator[Finding]:
+    thrown, steps = used[0].start.steps, sum(i.steps for i in used)
+    slow = device.warm_up_steps - thrown
+    if slow <= 0:
+        return
+    if statistic.endswith(" parts") and int(statistic.split()[0]) < steps:
+        yield (f"{steps} steps ran between your readings and you divide by {statistic.split()[0]}: the warm-up is "
+               "inside the clock", "read the clock for the first time after the warm-up")  # fmt: skip
+    elif thrown == 0:
+        yield (f"no warm-up: the first {slow} steps of this device, up to 20 times slower, are in what you timed",
+               f"run {WARM_UP} steps before you time any, or throw their samples away")  # fmt: skip
+    else:
+        yield (f"{thrown} steps of warm-up are too few: {slow} more were slow, and you timed them",
+               f"a device may need {WARM_UP} steps to settle")  # fmt: skip
+
+
+def _few(used: list[Interval], statistic: str) -> Iterator[Finding]:
+    steps, n = sum(i.steps for i in used), len(used)
+    if statistic == "last":
+        yield "you return the last of your samples only", "append each to a list, and return the list's median"
+    elif steps == 1:
+        yield "you timed one step, and one in eight is an outlier", f"take at least {SAMPLES} samples"
+    elif n == 1 and statistic in {"median", "mean"}:
+        yield (f"one interval around {steps} steps can only give their mean, and every outlier is in it",
+               "read the clock around each step, keep all samples, return their median")  # fmt: skip
+    elif 1 < n < SAMPLES:
+        yield f"{n} samples are too few", f"time at least {SAMPLES} steps, one by one"
+
+
+def _not_the_median(used: list[Interval], statistic: str) -> Iterator[Finding]:
+    steps, n = sum(i.steps for i in used), len(used)
+    known = {
+        "mean": (f"this is the mean of {n} samples, and a few outliers pull it up", "return their median"),
+        "minimum": ("this is the fastest step, the luckiest of all", "a typical step is the median"),
+        "maximum": ("this is the slowest step, an outlier", "a typical step is the median"),
+        "total": (f"these are the seconds of all {steps} steps together", "the question is one step: the median"),
+        "block": (f"these are the seconds of {steps // n} steps", "divide by the steps that a sample holds"),
+        "rate": ("these are steps per second", "return the seconds of a step"),
+        "one of many": ("this is one of your samples, but not their median",
+                        "sort them before you take the middle one, or use np.median"),
+    }  # fmt: skip
+    if statistic in known:
+        yield known[statistic]
+    elif statistic.endswith("seconds"):
+        yield f"these are {statistic}", "return seconds, as clock() gives them"
+    elif statistic.endswith(" parts"):
+        yield f"{steps} steps were timed, and you divide by {statistic.split()[0]}", "divide by the steps that ran"

@@ -1,0 +1,176 @@
+"""Verdicts of notebook 02: what its records say of the articles' statements on data loading and transfers."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from labs.chapters.nb02 import claims_loading as loading
+from labs.chapters.nb02.claims_loading import WAITS, counted, device, quotient
+from labs.kit.claims import Verdict, verdict
+from labs.kit.claims.evidence import GAIN, last, word
+from labs.kit.measure import differs, estimate
+from labs.kit.record import Records
+
+NO_TURNS = "not taken in turn: by the intervals of each"
+
+
+@verdict("A33")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "dataloader", "wait_share")
+    rows = loading.speeds(run)
+    slower = [(speed, share, case) for speed, share, case in rows if speed.high < 1]
+    if not slower:
+        raise LookupError("launch('dataloader') with workers that are slower than a model alone is needed")
+    idle, busy = [s.low > WAITS for _, s, _ in slower], [s.high < WAITS for _, s, _ in slower]
+    said = [f"{case}: the loader alone has {speed} the rate of the model alone, {share} of the time waits for data"
+            for speed, share, case in (slower[0], *[row for row in rows if row[0].low > 1][-1:])]  # fmt: skip
+    because = (f"with a loader slower than the model {sum(idle)} of {len(idle)} runs wait for more than {WAITS:g} % "
+               f"of the time; {'; '.join(said)} ({NO_TURNS}){device(run)}")  # fmt: skip
+    return Verdict(word(idle, busy), because)
+
+
+@verdict("A34")
+def _(evidence: Records) -> Verdict:
+    by_job = loading.trained(evidence)
+    faster, same = loading.brings([g for by in by_job.values() for g in by.values()])
+    said = f"with workers {sum(faster)} of {len(faster)} runs train faster than without: {loading.ends(by_job)}"
+    try:
+        rates = loading.transfers(evidence)
+    except LookupError:
+        half = word(faster, same)
+        if half != "depends":  # then the other half decides
+            return Verdict("needs N GPUs", f"{said}; what pin_memory brings shows on a GPU only", "")
+        return Verdict(half, f"{said}; pin_memory has no effect without a GPU: that half is open")
+    pinned = [quotient(rates[True, n], rates[False, n]) for n in (False, True)]
+    said += f"; pin_memory gives {pinned[0]} the rate, with non_blocking {pinned[1]} ({NO_TURNS})"
+    return Verdict(word(*(a + b for a, b in zip((faster, same), loading.brings(pinned), strict=True))), said)
+
+
+@verdict("D23")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "dataloader", "wait_share")
+    shares, right, wrong, said = loading.waits(run), [], [], []
+    for model, rates in loading.together(run).items():
+        some = [n for n in rates if n]
+        if len(some) < 2:
+            raise LookupError("launch('dataloader') with two numbers of workers is needed")
+        few, more = some[0], max(some[1:], key=lambda n: rates[n].value)
+        share, cure = shares[model][few], quotient(rates[more], rates[few])
+        stored = quotient(run.one("images_per_s", way="model", model=model), rates[few])
+        right.append(share.low > WAITS and cure.low > 1)
+        wrong.append(share.high < WAITS or cure.high < GAIN)
+        text = (f"{model} waits {share} of the time with {counted(few)}; {counted(more)} give {cure} the rate, "
+                f"one stored batch in place of the loader {stored}")  # fmt: skip
+        said.append((share.value, text))
+    found = word(right, wrong)
+    shown = dict.fromkeys(text for _, text in (max(said), min(said)))
+    because = (f"loading is the cause, and more workers are the cure, for {sum(right)} of {len(said)} models: "
+               f"{'; '.join(shown)} ({NO_TURNS}){device(run)}")  # fmt: skip
+    return Verdict(found, because)
+
+
+@verdict("E05")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "loader_traps", "worker_processes")
+    found = max(run.where("worker_processes"), key=lambda r: r.case["workers"])
+    n, trainer = found.case["workers"], found.case["trainer_reads"]
+    if n < 1:
+        raise LookupError("launch('loader_traps', traps=['workers']) with workers is needed")
+    pids = sorted({int(pid) for pid in run.one("worker_pids", workers=n).samples})
+    own = estimate(run.one("worker_private_bytes", workers=n).samples, "B")
+    because = (f"num_workers={n}: the items come from {found.value:.0f} process{'es' * (found.value != 1)} (pid "
+               f"{', '.join(map(str, pids))}), {'among them' if trainer else 'not from'} the trainer; memory that is "
+               f"private to each: {own}")  # fmt: skip
+    threads, processes = trainer and found.value == 1, found.value == n and not trainer
+    return Verdict("holds" if threads else "does not hold" if processes else "depends", because)
+
+
+@verdict("E06")
+def _(evidence: Records) -> Verdict:
+    most = {source: max(by.items()) for source, by in loading.scaled(evidence).items()}
+    right, wrong = loading.brings([g for _, g in most.values()])
+    fell, said = [], []
+    for model, by in loading.waits(last(evidence, "dataloader", "wait_share")).items():
+        n = max(by)
+        if 0 not in by or not n:
+            raise LookupError("launch('dataloader') with and without workers is needed")
+        fell.append(by[n].high < by[0].low)
+        wrong.append(by[0].high - by[n].low < WAITS)
+        said.append(f"{model} {by[0].value:.0f} to {by[n].value:.0f} % ({counted(n)})")
+    speeds = ", ".join(f"items that {source} {g} ({counted(n)})" for source, (n, g) in most.items())
+    because = (f"items per second against no workers: {speeds}; the share of the time that waits for data falls for "
+               f"{sum(fell)} of {len(fell)} models: {', '.join(said)}")  # fmt: skip
+    return Verdict(word(right + fell, wrong), because)
+
+
+@verdict("E07")
+def _(evidence: Records) -> Verdict:
+    case = {"dataset": "Bare", "shuffle": True, "workers": 0}
+    run = last(evidence, "loader_traps", "raised", **case)
+    bare = run.one("raised", **case)
+    if not bare.value:
+        return Verdict("holds", "a Dataset without methods gives batches: nothing is raised")
+    said = [f"a Dataset without methods: {bare.case['error']} at {bare.case['at']}, {bare.case['words']}"]
+    for r in run.where("raised", dataset="OnlyLength", workers=0)[:1]:
+        said.append(f"with a length only: {r.case['error']} at {r.case['at']}, {r.case['words']}")
+    return Verdict("does not hold", "; ".join(said))
+
+
+@verdict("E08")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "dataloader", "images_per_s", way="loader", workers=4)
+    tiles = quotient(*(run.one("images_per_s", way="loader", workers=n) for n in (4, 0)))
+    others = {f"items that {source}": by for source, by in loading.scaled(evidence).items()}
+    with contextlib.suppress(LookupError):
+        others |= {f"{name} with a model": by for name, by in loading.swept(evidence).items()}
+    others = {job: {4: by[4]} for job, by in others.items() if 4 in by}
+    faster, same = loading.brings([tiles, *(by[4] for by in others.values())])
+    slow = loading.first_batch(evidence)
+    rest = f"; others {loading.ends(others)}" if others else ""
+    because = (f"4 workers against none load {sum(faster)} of {len(faster)} sources faster: JPEG tiles {tiles}{rest}; "
+               f"with new workers the first batch of an epoch takes {slow} as long; "
+               f"{loading.suggested(evidence)}")  # fmt: skip
+    found = word(faster, same)
+    return Verdict("depends" if found == "holds" and slow.low > 1 else found, because)
+
+
+@verdict("E09")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "dataloader", "batch_bytes", send="float32")
+    few, many = (run.one("batch_bytes", send=send).value for send in ("uint8", "float32"))
+    rate = quotient(*(run.one("images_per_s", way="both", send=send) for send in ("float32", "uint8")))
+    because = (f"both decode and resize on the CPU; where workers also expand uint8 to float32, {few / 1e6:.3g} MB to "
+               f"send per batch become {many / 1e6:.3g} MB ({many / few:.3g} x), and training has {rate} the images "
+               f"per second ({NO_TURNS}){device(run)}")  # fmt: skip
+    right, wrong = [many <= few, rate.high >= 1], [many > few, rate.high < 1]
+    return Verdict(word(right, wrong), because)
+
+
+@verdict("E10")
+def _(evidence: Records) -> Verdict:
+    batch = torch.ones(2)
+    there = batch.to("meta")  # a device without memory that every torch has: no GPU is woken up by a verdict
+    if there is batch or there.device.type != "meta":
+        return Verdict("does not hold", f'.to("meta") of a CPU tensor gives one on {there.device.type}', "")
+    same = "the tensor itself" if batch.to("cpu") is batch else "a copy"
+    because = f'.to("meta") of a CPU tensor gives a new one on that device, the old one stays; .to("cpu") gives {same}'
+    return Verdict("holds", because, "")
+
+
+@verdict("E11")
+def _(evidence: Records) -> Verdict:
+    try:
+        rates = loading.transfers(evidence)
+    except LookupError:
+        last(evidence, "dataloader", "images_per_s")
+        batch = torch.ones(2)
+        same = "the batch itself" if batch.to("cpu") is batch else "a copy"
+        return Verdict("needs N GPUs", f'on a CPU nothing is sent: .to("cpu") gives {same}', "")
+    overlap = quotient(rates[True, True], rates[False, False])
+    because = (f"with pin_memory and non_blocking the same bytes come at {overlap} the images per second of plain "
+               f".to(device) ({NO_TURNS})")  # fmt: skip
+    if not differs(overlap):
+        return Verdict("depends", f"{because}: no difference that this run can show")
+    return Verdict("does not hold" if overlap.low > 1 else "holds", because)

@@ -1,0 +1,151 @@
+"""What notebook 02's records say of a loader: who waits, what workers bring, what copies to a GPU cost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from labs.kit.claims.evidence import GAIN, last, pairs, percent
+from labs.kit.measure import Estimate, estimate
+from labs.kit.record import Record, Records
+
+WAITS = 5.0  # % of the time from which on a device waits for data
+PLAIN = {"way", "model", "workers", "batch"}  # the case of a run whose other settings are those of DataLoader
+
+Rates = dict[int, Record]
+"""Samples per second by number of workers, in ascending order."""
+Gains = dict[int, Estimate]
+"""By number of workers: samples per second over those without."""
+
+
+def brings(gains: Sequence[Estimate]) -> tuple[list[bool], list[bool]]:
+    """For `word`: which of these gains are shown, and which are shown to be no more than GAIN."""
+    return [g.low > 1 for g in gains], [g.high < GAIN for g in gains]
+
+
+def quotient(a: Record, b: Record) -> Estimate:
+    """a / b of two runs that did not take turns: as wide as the intervals of both allow.
+
+    LookupError if one has a single sample, which has no interval.
+    """
+    for r in (a, b):
+        if len(r.samples) < 2:
+            raise LookupError(f"{r.case} of {r.metric!r} has one sample: at least two are needed")
+    x, y = estimate(a.samples), estimate(b.samples)
+    return Estimate(x.value / y.value, x.low / y.high, x.high / y.low, min(x.n, y.n), "x")
+
+
+def counted(workers: int) -> str:
+    """ "no workers", "1 worker", "4 workers"."""
+    return f"{workers or 'no'} worker{'s' * (workers != 1)}"
+
+
+def device(run: Records) -> str:
+    """What a reader must know of where it ran; empty on a GPU."""
+    return "" if run[0].layout["device"] == "cuda" else "; the device is a CPU, whose cores the workers share"
+
+
+def ends(gains: dict[str, Gains]) -> str:
+    """The lowest and the highest gain, and where they are."""
+    flat = [(g, job, n) for job, by in gains.items() for n, g in by.items()]
+    found = [f(flat, key=lambda x: x[0].value) for f in (min, max)]
+    return " to ".join(f"{g} ({job}, {counted(n)})" for g, job, n in found[: len(flat)])
+
+
+# -- labs.dataloader: a model and a loader, each alone and together
+
+
+def together(run: Records) -> dict[str, Rates]:
+    """{model: rates of model and loader together}."""
+    found: dict[str, Rates] = {}
+    for r in sorted(run.where("images_per_s", way="both"), key=lambda r: r.case["workers"]):
+        if set(r.case) <= PLAIN:
+            found.setdefault(r.case["model"], {})[r.case["workers"]] = r
+    return found
+
+
+def waits(run: Records) -> dict[str, dict[int, Estimate]]:
+    """{model: {workers: % of the time that waits for data}}, in ascending order of workers."""
+    found: dict[str, dict[int, Estimate]] = {}
+    for r in sorted(run.where("wait_share"), key=lambda r: r.case["workers"]):
+        found.setdefault(r.case["model"], {})[r.case["workers"]] = percent(r)
+    return found
+
+
+def speeds(run: Records) -> list[tuple[Estimate, Estimate, str]]:
+    """(rate of the loader alone over the model alone, % of the time that waits, which case), slowest loader first."""
+    found = []
+    for model, by in waits(run).items():
+        alone = run.one("images_per_s", way="model", model=model)
+        for n, share in by.items():
+            if n:
+                speed = quotient(run.one("images_per_s", way="loader", workers=n), alone)
+                found.append((speed, share, f"{model}, {counted(n)}"))
+    return sorted(found, key=lambda x: x[0].value)
+
+
+def transfers(evidence: Records) -> dict[tuple[bool, bool], Record]:
+    """{(pin_memory, non_blocking): images per second}. LookupError without records of a GPU."""
+    on_gpu = Records(r for r in evidence if r.layout.get("device") == "cuda")
+    run = last(on_gpu, "dataloader", "images_per_s", pin_memory=True, non_blocking=True)
+    ways = [(pin, non_blocking) for pin in (False, True) for non_blocking in (False, True)]
+    return {(p, n): run.one("images_per_s", pin_memory=p, non_blocking=n) for p, n in ways}
+
+
+# -- gains by workers
+
+
+def trained(evidence: Records) -> dict[str, Gains]:
+    """{job: gains}, model and loader together, of labs.dataloader and labs.tune_dataloader. LookupError if none."""
+    found: dict[str, Gains] = {}
+    with contextlib.suppress(LookupError):
+        # wait_share is in the part that has every model with every number of workers; others have "both", too
+        for model, by in together(last(evidence, "dataloader", "wait_share")).items():
+            found[model] = {n: quotient(r, by[0]) for n, r in by.items() if n and 0 in by}
+    with contextlib.suppress(LookupError):
+        found |= swept(evidence)
+    found = {job: by for job, by in found.items() if by}
+    if not found:
+        raise LookupError("launch('dataloader') or launch('tune_dataloader') with and without workers is needed")
+    return found
+
+
+def swept(evidence: Records) -> dict[str, Gains]:
+    """{workload: gains}, in turn, of the full sweep of labs.tune_dataloader."""
+    found: dict[str, Gains] = {}
+    sweep = last(evidence, "tune_dataloader", "rate_per_s", by="sweep").where("rate_per_s", by="sweep", prefetch=2)
+    for without in (r for r in sweep if r.case["workers"] == 0):
+        name = without.case["workload"]
+        others = [r for r in sweep.where(workload=name) if r.case["workers"]]
+        found[name] = {r.case["workers"]: pairs(r, without) for r in others}
+    return found
+
+
+def scaled(evidence: Records) -> dict[str, Gains]:
+    """{"sleep" and "compute": gains}, in turn, of items without a model. LookupError without workers."""
+    run, found = last(evidence, "loader_traps", "items_per_s"), {}
+    for source in ("sleep", "compute"):
+        without = run.one("items_per_s", source=source, workers=0)
+        rates = [r for r in run.where("items_per_s", source=source) if r.case["workers"]]
+        if not rates:
+            raise LookupError(f"launch('loader_traps', traps=['scaling']) with workers is needed for {source!r}")
+        found[source] = {r.case["workers"]: pairs(r, without) for r in rates}
+    return found
+
+
+def first_batch(evidence: Records) -> Estimate:
+    """How many times as long the first batch of an epoch takes with workers that are started for it."""
+    run = last(evidence, "loader_traps", "first_batch_s", workers=0)
+    started = [r for r in run.where("first_batch_s", persistent=False) if r.case["workers"]]
+    if not started:
+        raise LookupError("launch('loader_traps', traps=['first_batch']) with workers is needed")
+    return quotient(min(started, key=lambda r: r.value), run.one("first_batch_s", workers=0))
+
+
+def suggested(evidence: Records) -> str:
+    """From how many workers on torch warns."""
+    asked = last(evidence, "loader_traps", "suggested_max_workers").where("suggested_max_workers")
+    for r in asked:
+        if r.case["warning"]:
+            return f"torch warns above {r.value:.0f} on {r.case['cores']} cores"
+    return f"torch does not warn of {max(r.case['asked'] for r in asked)}"

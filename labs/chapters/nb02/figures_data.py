@@ -1,0 +1,216 @@
+"""Figures and tables of notebook 02 about formats of a dataset, and about what goes wrong with workers."""
+
+from __future__ import annotations
+
+import re
+
+import pandas
+
+from labs.kit.check import Prediction
+from labs.kit.measure import Estimate, estimate
+from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
+from labs.kit.record import Record, Records
+from labs.kit.say import say, show_table
+
+FORMATS = ("JPEG folder", "tar shards", "memory map", "RAM cache")
+
+
+def scaling(run: Records, guess: Prediction, workers: int = 8) -> None:
+    """Figure: items per second by number of workers, for items that wait and for items that compute, and the limits."""
+    sources = {"sleep": "items that wait", "compute": "items that compute"}
+    found = {s: run.where("items_per_s", source=s) for s in sources}
+    gain = {s: _times(rows[-1], rows[0]) for s, rows in found.items()}
+    most = found["sleep"][-1].case["workers"]
+    message = (
+        f"{most} workers: {gain['sleep']:.1f} times the speed if items wait, {gain['compute']:.1f} if they compute"
+    )
+    fig, ax = figure(message, xlabel="num_workers", ylabel="items per second", records=run, size=(6.6, 3.5),
+                     legend_below=True)  # fmt: skip
+    counts = [r.case["workers"] for r in found["sleep"]]
+    for k, (source, label) in enumerate(sources.items()):
+        points(ax, range(len(counts)), [estimate(r.samples) for r in found[source]], label=label, color=SERIES[k])
+        limit = [run.one("predicted_items_per_s", source=source, workers=n).value for n in counts]
+        curve(ax, range(len(counts)), limit, label=f"limit: {label}", color=SERIES[k])
+    if workers in counts:
+        prediction(ax, counts.index(workers), float(guess) * found["compute"][0].value, label="that compute")
+    ax.set_xticks(range(len(counts)), [str(n) for n in counts])
+    ax.set_ylim(bottom=0)
+    show(fig, alt=f"{message}. Without workers both give about {found['sleep'][0].value:.0f} items per second.")
+    say(f"Waiting overlaps with waiting, whatever the number of cores; computing needs cores. "
+        f"{guess.against(gain['compute'])}")  # fmt: skip
+
+
+def _times(a: Record, b: Record) -> float:
+    return a.value / b.value
+
+
+def formats(run: Records, guess: Prediction) -> None:
+    """Figure: images per second that one process reads, by format, warm and from the disk."""
+    names = [f for f in (*FORMATS, "memory copy") if len(run.where("images_per_s", format=f, cache="warm"))]
+    warm = {f: run.one("images_per_s", format=f, cache="warm") for f in names}
+    times = {f: _times(r, warm["JPEG folder"]) for f, r in warm.items()}
+    best = max(FORMATS, key=lambda f: times.get(f, 0.0))
+    message = f"The memory map gives {times['memory map']:,.0f} times the images per second of the JPEG folder"
+    fig, ax = figure(message, xlabel="images per second of one process (logarithmic)", ylabel="format", records=run,
+                     legend_below=True)  # fmt: skip
+    labels = [f if f != "memory copy" else "copy of the bytes\nin memory (limit)" for f in names]
+    bars(ax, labels, [estimate(r.samples) for r in warm.values()], label="page cache")
+    cold = [run.where("images_per_s", format=f, cache="cold") for f in names]
+    if any(len(c) for c in cold):
+        bars(ax, labels, [estimate(c[0].samples) if len(c) else None for c in cold], label="disk")
+    prediction(ax, float(guess) * warm["JPEG folder"].value, names.index("memory map"), label="memory map")
+    log_axes(ax, [10.0**k for k in range(1, 8, 2) if 10.0**k < 3 * max(r.value for r in warm.values())])
+    show(fig, alt=f"{message}. " + "; ".join(f"{f}: {r.value:,.0f}" for f, r in warm.items()))
+    say(_formats_text(run, warm, times, best, guess))
+
+
+def _formats_text(run: Records, warm: dict[str, Record], times: dict, best: str, guess: Prediction) -> str:
+    limit = _times(warm[best], warm["memory copy"])
+    lines = [
+        f"* Memory map over JPEG folder: {times['memory map']:,.3g} x. {guess.against(times['memory map'])} The "
+        f"fastest, the {best}, reaches {limit:.0%} of the rate at which the same bytes can be copied in memory, and no "
+        "format can be faster than that."
+    ]
+    whole, draft = (run.where("images_per_s", format=f, cache="warm") for f in ("photo", "photo, draft"))
+    if len(whole) and len(draft):
+        gain = _times(draft[0], whole[0])
+        lines.append(
+            f"* Whole photos: {whole[0].value:.0f} images/s; with `Image.draft`, which decodes at reduced size, "
+            f"{draft[0].value:.0f}, {gain:.1f} times as many for one line of code."
+        )
+    return "\n".join(lines)
+
+
+def formats_table(run: Records) -> None:
+    """What each format costs beside time: disk, start-up, memory of a worker, and the rate through one worker."""
+    rows = {}
+    for f in FORMATS:
+        rows[f] = {
+            "on disk (MB)": f"{run.one('disk_bytes', format=f).value / 1e6:.0f}",
+            "start-up": str(_plain(run.one("startup_s", format=f))),
+            "private memory of a worker (MB)": _mb(run.where("worker_bytes", format=f)),
+            "images/s through one worker": _mb(run.where("worker_images_per_s", format=f), 1.0),
+        }
+    show_table(pandas.DataFrame(rows).T)
+
+
+def _plain(r: Record) -> str:
+    return str(Estimate(r.value, r.value, r.value, 1, r.unit)).split(" [")[0]
+
+
+def _mb(rows: Records, unit: float = 1e6) -> str:
+    return f"{rows[0].value / unit:,.0f}" if len(rows) else ""
+
+
+def who_reads(run: Records) -> pandas.DataFrame:
+    """Workers asked for, processes that read, and whether the trainer was one of them. Deterministic."""
+    rows = [
+        {
+            "num_workers": r.case["workers"],
+            "processes that read": int(r.value),
+            "the trainer reads": r.case["trainer_reads"],
+            "children of the trainer": r.case["children"],
+        }
+        for r in run.where("worker_processes")
+    ]
+    return pandas.DataFrame(rows).set_index("num_workers")
+
+
+def worker_memory(run: Records) -> None:
+    """Process ids and private memory of the workers, in words."""
+    r = max(run.where("worker_processes"), key=lambda r: r.case["workers"])
+    n = r.case["workers"]
+    pids = sorted({int(p) for p in run.one("worker_pids", workers=n).samples})
+    own = estimate(run.one("worker_private_bytes", workers=n).samples, "B")
+    say(f"Process ids: {', '.join(map(str, pids))}. Private memory of each: {own}, before any data.")
+
+
+def random_table(run: Records) -> None:
+    """Share of draws that another worker, or the former epoch, drew too. Deterministic."""
+    ways = list(dict.fromkeys(r.case["way"] for r in run.where("duplicate_share", across="workers")))
+    rows = {way: {f"as in other {a}": f"{_share(run, way, a):.0%}" for a in ("workers", "epochs")} for way in ways}
+    table = pandas.DataFrame(rows).T
+    table.index.name = "draws from"
+    show_table(table)
+
+
+def _share(run: Records, way: str, across: str) -> float:
+    return run.one("duplicate_share", way=way, across=across).value
+
+
+def copy_on_write(run: Records, guess: Prediction) -> None:
+    """Figure: private memory of a worker while it reads what it shares with the trainer."""
+    held = [r.case["held"] for r in run.where("private_growth_bytes")]
+    grown = {h: [v / 1e6 for v in run.one("private_growth_bytes", held=h).samples] for h in held}
+    objects = run.where("private_growth_bytes")[0].case["objects"]
+    text, array = grown["list of str"][-1], grown["NumPy array"][-1]
+    message = f"Reading a list of str costs {text:.1f} MB per worker, an array {array:.1f}"
+    fig, ax = figure(message, xlabel="share of the items read (%)", ylabel="private memory\ngained (MB)", records=run,
+                     size=(6.6, 3.5), legend_below=True)  # fmt: skip
+    for k, h in enumerate(held):
+        share = [100 * i / (len(grown[h]) - 1) for i in range(len(grown[h]))]
+        points(ax, share, grown[h], label=h, line=True, color=SERIES[k])
+    prediction(ax, 100, guess, label="list of str")
+    show(fig, alt=f"{message}. " + "; ".join(f"{h}: {v[-1]:.1f} MB" for h, v in grown.items()))
+    modelled = run.one("predicted_growth_bytes", held="list of str").value / 1e6
+    say(f"{objects:,} objects. Closed form for the list of str: {modelled:.1f} MB, every page of it. "
+        f"{guess.against(grown['list of str'][-1])}")  # fmt: skip
+
+
+FAILURES = {
+    "raises": "an item raises", "unreadable_jpeg": "a JPEG is damaged", "killed": "a worker is killed (SIGKILL)",
+    "exits": "a worker exits", "exits_with_0": "a worker exits with code 0", "hangs": "a worker hangs",
+}  # fmt: skip
+
+
+def failures_table(run: Records) -> None:
+    """What reaches the trainer, from torch alone and with `named_items`. Deterministic: no pids, paths or times."""
+    rows = {}
+    for r in run.where("seconds_until_error", trap="failures", named=False):
+        named = run.one("seconds_until_error", trap="failures", failure=r.case["failure"], named=True)
+        rows[FAILURES[r.case["failure"]]] = {
+            "torch says": neutral(r.case["words"]),
+            "names the item": r.case["names_item"],
+            "with named_items": neutral(named.case["words"]),
+            "within 10 s": max(r.value, named.value) < 10,
+        }
+    show_table(pandas.DataFrame(rows).T)
+
+
+def neutral(words: str) -> str:
+    """Error words without what changes from run to run: process ids, folders, names of shared memory."""
+    words = re.sub(r"\(pid \d+\)", "(pid N)", words)
+    words = re.sub(r"process \d+", "process N", words)
+    words = re.sub(r"/?(?:[\w.-]+/)+([\w-]+\.\w+)", r"\1", words)
+    words = re.sub(r"</torch_[\w]+>", "<...>", words)
+    return words.removeprefix("labs.parts.loading.named_items.").strip()
+
+
+def shm_table(run: Records) -> None:
+    """What a small /dev/shm does to each setting; empty where it could not be limited."""
+    rows = {}
+    for r in run.where("batches_received", trap="shm"):
+        rows[r.case["setting"]] = {
+            "batch (MiB)": f"{r.case['batch_bytes'] / 2**20:.2f}",
+            "in flight at most (MiB)": f"{r.case['in_flight_bytes'] / 2**20:.1f}",
+            "what the trainer sees": neutral(r.case["words"]) or "all batches arrive",
+        }
+    if not rows:
+        return say("Here /dev/shm cannot be limited for one process, so this trap was not run.")
+    return show_table(pandas.DataFrame(rows).T)
+
+
+def sampler_table(run: Records) -> pandas.DataFrame:
+    """Eleven items on two ranks: who reads what, epoch by epoch, with and without set_epoch. Deterministic."""
+    rows = {}
+    for r in run.where("sampler_order"):
+        name = ("with" if r.case["set_epoch"] else "without") + " set_epoch, rank " + str(r.case["of_rank"])
+        rows.setdefault(name, {})[f"epoch {r.case['epoch']}"] = " ".join(f"{int(i)}" for i in r.samples)
+    return pandas.DataFrame(rows).T
+
+
+def sampler_text(run: Records) -> None:
+    """Which item is read twice, and which one never with drop_last. Deterministic."""
+    for r in run.where("items_read"):
+        told = f"twice: {r.case['twice'] or 'none'}, never: {r.case['never'] or 'none'}"
+        print(f"drop_last={r.case['drop_last']}: {r.value:.0f} items read of {r.case['items']}; {told}")

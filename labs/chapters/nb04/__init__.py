@@ -1,0 +1,1 @@
+"""Notebook 04: figures, claims, exercises, solutions."""

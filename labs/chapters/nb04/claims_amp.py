@@ -1,0 +1,217 @@
+"""What notebook 04's records say of mixed precision: memory, accuracy and speed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+from labs import amp_memory, amp_training
+from labs.kit.claims.evidence import last, runs
+from labs.kit.measure import LEVEL, Estimate, estimate
+from labs.kit.record import Records
+from labs.parts.precision import amp_report
+from labs.parts.precision.amp import NO_SCALING
+
+NAMES = {"bert_large": "BERT-large", "resnet152": "ResNet-152"}
+LEAST_SEEDS = 5
+
+
+def device(run: Records) -> str:
+    """ "CPU" or "GPU"."""
+    return "GPU" if run[0].layout["device"] == "cuda" else "CPU"
+
+
+# -- labs.amp_memory: calculated for large models, and for small ones checked by real steps
+
+
+class Step(NamedTuple):
+    """Memory of one training step of a large model, in bytes, without and with autocast."""
+
+    model: str
+    seq: int
+    batch: int
+    fp32: float
+    lowered: float
+
+    @property
+    def saved(self) -> float:
+        """Share that autocast saves, in %; negative where its copies of the weights cost more."""
+        return 100 * (1 - self.lowered / self.fp32)
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.model]}, batch {self.batch}{f' of {self.seq} tokens' if self.seq else ''}"
+
+
+def memory(evidence: Records, model: str = "") -> Records:
+    """The last launch of the memory lab with a large model, or with this one. LookupError without."""
+    for name in [model] if model else [*NAMES]:
+        with contextlib.suppress(LookupError):
+            return last(evidence, "amp_memory", "predicted_bytes", model=name)
+    raise LookupError(f"launch('amp_memory') with {' or '.join([model] if model else NAMES)} is needed")
+
+
+def steps(run: Records) -> list[Step]:
+    """Every step of the large models, the one that saves least first."""
+    found = []
+    for r in run.where("predicted_bytes", category="parameters", precision="fp32"):
+        if r.case["model"] in NAMES:
+            case = {k: r.case[k] for k in ("model", "seq", "batch")}
+            found.append(Step(**case, **{k: amp_memory.total(run, precision=p, **case)
+                                         for k, p in (("fp32", "fp32"), ("lowered", "fp16"))}))  # fmt: skip
+    return sorted(found, key=lambda s: s.saved)
+
+
+def bytes_of(run: Records, step: Step, category: str, precision: str) -> float:
+    """One category's bytes of a step."""
+    case = {"model": step.model, "seq": step.seq, "batch": step.batch}
+    return run.one("predicted_bytes", category=category, precision=precision, **case).value
+
+
+def most_of_activations(run: Records) -> dict[str, float]:
+    """{model: % of its activations that autocast saves at best}: what the whole tends to as the batch grows."""
+    found: dict[str, float] = {}
+    for step in steps(run):
+        fp32, lowered = (bytes_of(run, step, "activations", p) for p in ("fp32", "fp16"))
+        found[step.model] = max(found.get(step.model, -100.0), 100 * (1 - lowered / fp32))
+    return found
+
+
+def peaks(run: Records) -> str:
+    """By how much a GPU's peak fell, where both formats really ran with the same batch; empty elsewhere."""
+    said = ""
+    for r in (r for r in run.where("peak_bytes", precision="fp32") if r.case["model"] in NAMES):
+        lowered = run.where("peak_bytes", **{**r.case, "precision": "fp16"})
+        if len(lowered):
+            step = Step(*(r.case[k] for k in ("model", "seq", "batch")), r.value, lowered[0].value)
+            said += f"; on this GPU {step.saved:.0f} % of the allocator's peak ({step})"
+    return said
+
+
+def checked(run: Records) -> str:
+    """How the numbers came about, and how far the same calculation is from real steps of small models."""
+    small = [r.case for r in run.where("measured_bytes", category="activations") if r.case["model"] not in NAMES]
+    if not small:
+        return "calculated"
+    worst = max(abs(amp_memory.relative_error(run, model=c["model"], precision=c["precision"])) for c in small)
+    return f"calculated; {len(small)} real steps of small models differ by at most {100 * worst:.2g} %"
+
+
+def buckets(evidence: Records) -> str:
+    """What autocast does to DDP's buckets; empty where that was not run."""
+    with contextlib.suppress(LookupError):
+        run = last(evidence, "amp_communication", "bucket_bytes", precision="fp32", hook="none")
+        plain = run.one("bucket_bytes", precision="fp32", hook="none").value
+        others = [r.value for r in run.where("bucket_bytes", hook="none") if r.case["precision"] != "fp32"]
+        if others:
+            return f"; the gradients that DDP sends have {max(others) / plain:.3g} x the bytes"
+    return ""
+
+
+# -- labs.amp_training: accuracy by format, seed by seed
+
+
+def trained(evidence: Records) -> Records:
+    """The last launch with enough seeds. LookupError if there is none."""
+    found = runs(evidence, "amp_training", "test_accuracy", precision="fp32")
+    enough = [r for r in found if len(r.where("test_accuracy", precision="fp32")[0].samples) >= LEAST_SEEDS]
+    if not enough:
+        raise LookupError(f"launch('amp_training') with at least {LEAST_SEEDS} seeds is needed")
+    return enough[-1]
+
+
+def changes(run: Records) -> dict[tuple[str, int], Estimate]:
+    """{(format, exponent of the loss's factor): points of accuracy against FP32} of BF16 and of FP16 with scaling.
+
+    LookupError if neither was trained.
+    """
+    found = amp_training.against_fp32(run)
+    points = {key: e.scaled(100, "points") for key, e in found.items() if key[0] in ("bf16", "fp16")}
+    if not points:
+        raise LookupError("launch('amp_training') with bf16 or fp16 is needed")
+    return points
+
+
+def spread(run: Records, exponent: int) -> float:
+    """Points of accuracy between FP32's best and worst seed."""
+    return 100 * amp_training.seed_spread(run, exponent)
+
+
+def relative_changes(run: Records) -> dict[tuple[str, int], Estimate]:
+    """As `changes`, in % of FP32's accuracy; the intervals hold one by one."""
+    found = {}
+    for name, exponent in changes(run):
+        lowered, exact = (run.one("test_accuracy", precision=p, loss_exponent=exponent) for p in (name, "fp32"))
+        pairs = zip(lowered.samples, exact.samples, strict=True)
+        found[name, exponent] = estimate([100 * (a / b - 1) for a, b in pairs], "%")
+    return found
+
+
+def scaling_gains(run: Records) -> dict[int, Estimate]:
+    """{exponent of the loss's factor: points of accuracy that GradScaler adds to FP16}, largest factor first.
+
+    The intervals hold all together, as those of `changes`. LookupError if FP16 was not trained both ways.
+    """
+    plain = sorted(run.where("test_accuracy", precision=NO_SCALING), key=lambda r: -r.case["loss_exponent"])
+    if not plain:
+        raise LookupError(f"launch('amp_training') with {NO_SCALING!r} is needed")
+    found, level = {}, 1 - (1 - LEVEL) / len(plain)
+    for r in plain:
+        scaled = run.one("test_accuracy", precision="fp16", loss_exponent=r.case["loss_exponent"])
+        points = [100 * (a - b) for a, b in zip(scaled.samples, r.samples, strict=True)]
+        found[r.case["loss_exponent"]] = estimate(points, "points", level=level)
+    return found
+
+
+def lost(run: Records) -> list[tuple[float, float, str]]:
+    """(% of FP16's activation gradients that become 0 without a scale, with one, model), most first.
+
+    Beyond those that are 0 in FP32. LookupError if they were not counted.
+    """
+    found, in_fp16 = [], run.where("zero_share", of="activations", precision="fp16")
+    scale = max((r.case["scale"] for r in in_fp16), default=1.0)
+    for r in in_fp16.where(scale=1.0):
+        case = {"model": r.case["model"], "of": "activations"}
+        flushed = [100 * (run.one("zero_share", precision="fp16", scale=s, **case).value
+                          - run.one("zero_share", precision="fp32", scale=s, **case).value)
+                   for s in (1.0, scale)]  # fmt: skip
+        found.append((*flushed, r.case["model"]))
+    if not found:
+        raise LookupError("launch('amp_training') with gradients in fp16 is needed")
+    return sorted(found, reverse=True)
+
+
+# -- labs.mixed_precision: time and saved bytes of a step
+
+
+class Gained(NamedTuple):
+    """What FP16 does to a model."""
+
+    model: str
+    device: str
+    speed: Estimate
+    """Time of an FP32 step over that of an FP16 one; a point if FP16 was only modelled"""
+    saved: float | None
+    """% of the bytes kept for backward; None if it was not run"""
+
+    def __str__(self) -> str:
+        if self.saved is None:
+            return f"{self.model} {self.speed.value:.2g} x the speed (modelled from fewer rows)"
+        more = "more" if self.saved < 0 else "fewer"
+        return f"{self.model} {self.speed} the speed, {abs(self.saved):.0f} % {more} bytes kept for backward"
+
+
+def gained(evidence: Records) -> list[Gained]:
+    """FP16 with GradScaler against FP32, the last run of each model and kind of device; slowest first."""
+    found: dict[tuple[str, str], Gained] = {}
+    for run in runs(evidence, "mixed_precision", "step_s", precision="fp32"):
+        speeds, shares = amp_report.speed_ups(run), amp_report.saved_shares(run)
+        for (model, name), speed in speeds.items():
+            if name == "fp16":
+                found[model, device(run)] = Gained(model, device(run), speed, 100 * shares[model, name])
+        for r in (r for r in run.where("skipped_step_s", precision="fp16") if "model" in r.case):
+            model = r.case["model"]
+            ratio = run.one("step_s", model=model, precision="fp32").value / r.value
+            found[model, device(run)] = Gained(model, device(run), Estimate(ratio, ratio, ratio, 1, "x"), None)
+    if not found:
+        raise LookupError("launch('mixed_precision') with fp16 and a model is needed")
+    return sorted(found.values(), key=lambda g: g.speed.value)

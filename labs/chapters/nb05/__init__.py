@@ -1,0 +1,1 @@
+"""Notebook 05: figures, claims, exercises, solutions."""

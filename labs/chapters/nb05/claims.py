@@ -1,0 +1,243 @@
+"""Verdicts of notebook 05: what its records say of the articles' statements on memory and checkpointing."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+from labs.chapters.nb05 import claims_allocator as allocator
+from labs.chapters.nb05 import claims_memory as memory
+from labs.chapters.nb05 import claims_recompute as recompute
+from labs.chapters.nb05 import claims_remedies as remedies
+from labs.kit.claims import Verdict, verdict
+from labs.kit.claims.evidence import GB, last, size, within, word
+from labs.kit.record import Records
+from labs.parts.activation_memory import report
+from labs.parts.remedies.ways_out import HALF
+
+GB_7, GB_11, GB_12, GB_24 = 7e9, 11e9, 12e9, 24e9
+USUAL = (1, 256)  # rows of a step: 256 is the batch of ResNet (arXiv 1512.03385) and of BERT (arXiv 1810.04805)
+TRACE = 0.05  # relative: how far a trace may be from what tensors really take
+NEXT_CARD = 1.5  # from 16 to 24, 40 and 80 GB each card has at least as much more: beyond it one buys the wrong card
+ABOUT_20, OFF = 20.0, 5.0  # %, and how far from it is still that
+LINEAR = 1.25  # memory that grows as a higher power of the length is on its way to the square
+SAME = 1e-4  # relative: gradients that differ by no more are the same but for rounding
+UNHARMED = 1.05  # times as long: up to here a lack of memory does not show in a step's time
+
+
+# -- a step's memory, traced
+
+
+@verdict("A27")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, memory.LAB, "measured_bytes")
+    found = memory.checked(run)
+    right = [abs(c.error) <= TRACE and c.beyond <= NEXT_CARD for c in found]
+    worst, most = max(found, key=lambda c: abs(c.error)), max(found, key=lambda c: c.beyond)
+    seconds, resident, peak = memory.effort(run)
+    took = f" and all of them {size(resident)} of memory" if math.isfinite(resident) else ""
+    because = (f"traces say what tensors take in {len(found)} real steps, off by at most "
+               f"{100 * abs(worst.error):.2g} % ({worst.name}); all that the allocator gave, workspace of kernels too, "
+               f"was up to {most.beyond:.2f} x as much ({most.name}); a trace took at most {seconds:.1f} s{took}, for "
+               f"steps of up to {size(peak)}")  # fmt: skip
+    return Verdict(word(right, [not r for r in right]), because)
+
+
+@verdict("B15")
+def _(evidence: Records) -> Verdict:
+    cuts = memory.cuts(memory.traced(evidence, "resnet152"))
+    claimed = [c for row in cuts.values() if memory.near(row[0].whole.peak, GB_11) for c in row]
+    if not claimed:
+        raise LookupError("launch('memory_oracle') with a batch of ResNet-152 that takes about 11 GB is needed")
+    right = [memory.near(c.cut.peak, GB_7) for c in claimed]
+    said = [f"batch {batch}: {size(row[0].whole.peak)} become {' or '.join(map(str, row))}"
+            for batch, row in cuts.items()]  # fmt: skip
+    because = (f"{'; '.join(said)}; {sum(right)} of the {len(right)} that start near 11 GB end near 7 "
+               f"({claimed[0].whole.settings}, traced)")  # fmt: skip
+    return Verdict(word(right, [not r for r in right]), because, "modelled")
+
+
+@verdict("D02")
+def _(evidence: Records) -> Verdict:
+    steps = memory.plain(memory.traced(evidence, "resnet152"))[0]
+    step = steps[-1]
+    few, many = (step.line(rows) for rows in USUAL)
+    right = [memory.near(b, GB_11) for b in (few, many)]
+    never = few > GB_11 + GB / 2 or many < GB_11 - GB / 2
+    at = "no usual batch" if never else "any usual batch" if all(right) else f"batch {step.rows_in(GB_11):.0f}"
+    said = ", ".join(f"{size(s.peak)} with batch {s.batch}" for s in steps)
+    because = (f"{said}: an image adds {step.per_row / GB:.3f} GB, so that it is 11 GB at {at} and {size(many)} at "
+               f"{USUAL[1]} ({step.settings}, traced)")  # fmt: skip
+    return Verdict(word(right, [never, never]), because, "modelled")
+
+
+@verdict("D03")
+def _(evidence: Records) -> Verdict:
+    traced = memory.traced(evidence, "bert_large")
+    groups = [group[-1] for group in memory.plain(traced)]
+    right, wrong = [s.line(USUAL[0]) > GB_24 for s in groups], [s.line(USUAL[1]) <= GB_24 for s in groups]
+    said = [f"{s.case['seq']} tokens{'' if s.case['set_to_none'] else ' (gradients kept in forward)'}: {size(s.peak)} "
+            f"with batch {s.batch}, {s.fitting(GB_12)}, {s.fitting(GB_24)}" for s in groups]  # fmt: skip
+    least, attention = min(traced, key=lambda s: s.peak), ""
+    with contextlib.suppress(LookupError):
+        attention = recompute.sdpa_alone(recompute.longest(evidence))
+    of_least = f"batch {least.batch} of {least.case['seq']} tokens, policy {least.case['policy']}"
+    because = (f"{'; '.join(said)}; the smallest step that was traced takes {size(least.peak)} ({of_least}; "
+               f"{least.settings}){attention}")  # fmt: skip
+    return Verdict(word(right, wrong), because, "modelled")
+
+
+@verdict("C28")
+def _(evidence: Records) -> Verdict:
+    found, real = memory.limits(evidence), ""
+    with contextlib.suppress(LookupError):
+        real = f"; {remedies.halved(evidence)}"
+    right = [limit.exceeded for limit in found]
+    because = f"{'; '.join(map(str, found))} (traced){real}"
+    return Verdict(word(right, [not r for r in right]), because, "modelled")
+
+
+# -- activation checkpointing
+
+
+@verdict("B12")
+def _(evidence: Records) -> Verdict:
+    found = recompute.prices(evidence)
+    right = [within(p.time, OFF, ABOUT_20) for p in found]
+    wrong = [p.time.low > ABOUT_20 + OFF or p.time.high < ABOUT_20 - OFF for p in found]
+    most = max(found, key=lambda p: p.operations)
+    published = ", ".join("-".join(f"{s:g}" for s in r.samples) for r in report.published_prices())
+    because = (f"a step takes longer by {' to '.join(dict.fromkeys((str(found[0]), str(found[-1]))))}; of {len(found)} "
+               f"policies {sum(right)} are shown to cost {ABOUT_20 - OFF:g} to {ABOUT_20 + OFF:g} %, {sum(wrong)} are "
+               f"shown not to; {most.operations:.0f} % more operations ({most.policy}); published: {published} %; "
+               f"measured on a {' and a '.join(sorted({p.device for p in found}))}")  # fmt: skip
+    return Verdict(word(right, wrong), because)
+
+
+@verdict("B13")
+def _(evidence: Records) -> Verdict:
+    found = recompute.called(evidence)
+    repaired, fine = sum(c.repaired for c in found), [c.fine for c in found]
+    because = (f"without use_reentrant {sum(c.trains for c in found)} of {len(found)} uses train and "
+               f"{recompute.announces(found)}; with use_reentrant=False {repaired} train without a warning. "
+               f"{'; '.join(map(str, found))}")  # fmt: skip
+    if repaired < len(found) and not all(fine):  # then use_reentrant is not what is wrong
+        return Verdict("depends", because)
+    return Verdict(word(fine, [not f for f in fine]), because)
+
+
+@verdict("B14")
+def _(evidence: Records) -> Verdict:
+    found = recompute.kept(evidence)
+    cut = [k for k in found if not k.selective]
+    right = [k.saved_bytes >= k.none_bytes and k.flops_ratio <= 1 for k in cut]
+    wrong = [k.saved_bytes < k.none_bytes and k.flops_ratio > 1 for k in cut]
+    said = dict.fromkeys(map(str, (cut[0], cut[-1], *(k for k in found if k.selective))))
+    because = (f"forward leaves {size(cut[0].none_bytes)} behind without it; with it {', '.join(said)}; gradients are "
+               f"equal bit by bit under {sum(k.equal for k in found)} of {len(found)} policies")  # fmt: skip
+    return Verdict(word(right, wrong), because)
+
+
+@verdict("B16")
+def _(evidence: Records) -> Verdict:
+    found = recompute.longest(evidence)
+    saves = [x.falls >= remedies.HELPS for x in found]
+    right = [s and x.order <= LINEAR for s, x in zip(saves, found, strict=True)]
+    because = (f"activations of a sequence of {found[0].seq} tokens in BERT-large, one checkpoint per block, by "
+               f"attention; {'; '.join(map(str, found))} (traced){recompute.sdpa_alone(found)}")  # fmt: skip
+    return Verdict(word(right, [not s for s in saves]), because, "modelled")
+
+
+# -- remedies
+
+
+@verdict("B41")
+def _(evidence: Records) -> Verdict:
+    return Verdict(*remedies.advice(evidence, HALF, remedies.AUTOCAST))
+
+
+@verdict("D24")
+def _(evidence: Records) -> Verdict:
+    found, said = remedies.advice(evidence, HALF, remedies.MICRO)
+    error, time = remedies.accumulated(evidence)
+    same = error <= SAME
+    because = (f"{said}; gradients of micro-batches differ by {error:.1g}, "
+               f"{'as rounding does' if same else 'too much'}, and 4 of them take {time} the time")  # fmt: skip
+    return Verdict("depends" if found == "holds" and not same else found, because)
+
+
+@verdict("B40")
+def _(evidence: Records) -> Verdict:
+    found = remedies.leaks(evidence)
+    if not found.gpu:
+        return Verdict("needs N GPUs", f"with the CPU's allocator in place of a GPU's, {found}", "")
+    right = [found.peak_tells, found.names_a_place]
+    return Verdict(word(right, [not r for r in right]), str(found))
+
+
+# -- CUDA's allocator
+
+
+@verdict("B30")
+def _(evidence: Records) -> Verdict:
+    one = allocator.of_one_device()
+    documented = f"torch {'documents' if one else 'does not document'} it as that of one given device"
+    with contextlib.suppress(LookupError):
+        told, device = allocator.seen(evidence)
+        missing = device > told
+        because = (f"{size(device)} of this GPU are in use, it knows of the {size(told)} of this process's allocator; "
+                   f"{documented}")  # fmt: skip
+        return Verdict(word([not missing, not one], [missing, one]), because)
+    call = "torch.cuda.memory_summary()"
+    words = last(evidence, remedies.LAB, "raised", call=call).one("raised", call=call).case["words"]
+    return Verdict("needs N GPUs", f"{documented}; without a GPU it {f'raises {words}' if words else 'answers'}", "")
+
+
+@verdict("B33")
+def _(evidence: Records) -> Verdict:
+    pattern, ways = allocator.pattern(evidence), allocator.ways(evidence)
+    less = [w.headroom < ways[allocator.PLAIN].headroom for w in ways.values() if w.name != allocator.PLAIN]
+    lengths = f"steps of changing lengths: {'; '.join(map(str, ways.values()))}"
+    if pattern.gpu:
+        right, kind = pattern.avoided, "measured"
+        price = allocator.price(evidence)
+        because = f"a pattern that fragments this GPU's memory {pattern}{price}; simulated, {lengths}"
+    else:
+        right, kind = pattern.avoided + less, "modelled"
+        because = f"{allocator.SIMULATED}: a fragmenting pattern {pattern}; {lengths}"
+    return Verdict(word(right, [not r for r in right]), because, kind)
+
+
+@verdict("D22")
+def _(evidence: Records) -> Verdict:
+    ways, emptying = allocator.ways(evidence), allocator.emptying(evidence)
+    plain, others = ways[allocator.PLAIN], [w for w in ways.values() if w.name != allocator.PLAIN]
+    less = [w.headroom < plain.headroom and w.reserved < plain.reserved for w in others]
+    slower = emptying is not None and emptying.low > 1
+    right = [a and w.calls <= plain.calls and not slower for a, w in zip(less, others, strict=True)]
+    because = f"{allocator.SIMULATED}: {'; '.join(map(str, ways.values()))}{allocator.price(evidence)}"
+    return Verdict(word(right, [not a for a in less]), because, "modelled")
+
+
+@verdict("B38")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, remedies.LAB, "peak_bytes", part="gpu", cudnn_benchmark=True)
+    off, on = (run.one("peak_bytes", part="gpu", cudnn_benchmark=b).samples for b in (False, True))
+    pairs = {"first": (off[0], on[0]), "last": (off[-1], on[-1])}
+    right = [b < a for a, b in pairs.values()]
+    said = [f"{size(a)} become {size(b)} in the {name} step" for name, (a, b) in pairs.items()]
+    return Verdict(word(right, [not r for r in right]), f"the peak of convolutions on this GPU: {', '.join(said)}")
+
+
+@verdict("C26")
+def _(evidence: Records) -> Verdict:
+    try:
+        found = allocator.tight(evidence)
+    except LookupError:
+        told = f"{allocator.SIMULATED}: {allocator.retried(evidence)}; what that costs in time only a GPU can tell"
+        return Verdict("needs N GPUs", told, "")
+    hidden = [t.slower for t in found if t.slower and t.retries]
+    because = f"with less memory than enough, on this GPU: {'; '.join(map(str, found))}"
+    if not hidden:
+        return Verdict("does not hold", f"{because}: where it runs, nothing is hidden")
+    return Verdict(word([s.low > 1 for s in hidden], [s.high < UNHARMED for s in hidden]), because)

@@ -1,0 +1,123 @@
+"""What notebook 05's records say of remedies against a full memory, and of leaks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from labs import memory_remedies
+from labs.kit.claims.evidence import last, ratio, size, word
+from labs.kit.measure import Estimate
+from labs.kit.record import Records
+from labs.parts.remedies.ways_out import HALF, LEAN
+
+LAB = "memory_remedies"
+MICRO, AUTOCAST = "4 micro-batches", "bf16 autocast"
+ASKED = "torch.cuda.max_memory_allocated()"
+HELPS = 10.0  # %: a peak that falls by less is no remedy for a step that does not fit
+
+
+class Full(NamedTuple):
+    """A model that fills the memory, and by how many % each remedy lowers the peak of its step."""
+
+    model: str
+    full_of: str
+    peak: float
+    falls: dict[str, float]
+
+    def said(self, *remedies: str) -> str:
+        """What these take off the peak, and which takes off most."""
+        name, fall = max(self.falls.items(), key=lambda item: item[1])
+        falls = [f"{remedy} {self.falls[remedy]:.0f} %" for remedy in remedies]
+        falls += [f"most of all {name} {fall:.0f} %"] * (name not in remedies)
+        return f"{self.model}, full of {self.full_of} ({size(self.peak)}): {', '.join(falls)}"
+
+
+def advice(evidence: Records, *remedies: str) -> tuple[str, str]:
+    """(word, reason) for remedies that are to help whatever fills the memory."""
+    found = filled(evidence, *remedies)
+    right = [m.falls[remedy] >= HELPS for m in found for remedy in remedies]
+    said = "; ".join(m.said(*remedies) for m in found)
+    return word(right, [not r for r in right]), f"what each takes off the peak of a step of {said}"
+
+
+def halved(evidence: Records) -> str:
+    """What half the batch takes off the peak of the model that is full of activations."""
+    m = next(m for m in filled(evidence, HALF) if m.full_of == "activations")
+    return f"half the batch takes {m.falls[HALF]:.0f} % off the {size(m.peak)} of a real step of {m.model}"
+
+
+def filled(evidence: Records, *remedies: str) -> list[Full]:
+    """Models of the last launch with these remedies. LookupError without one full of activations and one of states."""
+    run = last(evidence, LAB, "peak_bytes", part="remedies", remedy=remedies[-1])
+    found = [_full(run, r.case["model"], r.case["full_of"]) for r in run.where("peak_bytes", remedy="none")]
+    missing = [k for k in ("activations", "states") if k not in {m.full_of for m in found}]
+    if missing or any(remedy not in m.falls for m in found for remedy in remedies):
+        raise LookupError(f"launch({LAB!r}) with {' and '.join(remedies)} on a model full of activations and on one "
+                          "full of states is needed")  # fmt: skip
+    return found
+
+
+def _full(run: Records, model: str, full_of: str) -> Full:
+    def value(metric: str, remedy: str) -> float:
+        return run.one(metric, part="remedies", model=model, remedy=remedy).value
+
+    whole, falls = value("peak_bytes", "none"), {}
+    for r in run.where("predicted_bytes", part="remedies", model=model):
+        remedy = r.case["remedy"]
+        if remedy == LEAN:  # there is none in torch: calculated
+            falls[remedy] = 100 * (1 - r.value / value("predicted_bytes", "none"))
+        elif remedy != "none":
+            falls[remedy] = 100 * (1 - value("peak_bytes", remedy) / whole)
+    return Full(model, full_of, whole, falls)
+
+
+def accumulated(evidence: Records) -> tuple[float, Estimate]:
+    """(largest relative error of a gradient from micro-batches, time of a step with MICRO over that of the whole)."""
+    run = last(evidence, LAB, "gradient_error", part="accumulation")
+    errors = [r.value for r in run.where("gradient_error", part="accumulation")]
+    many, whole = (run.one("step_s", part="accumulation", micro_batches=m) for m in (4, 1))
+    return max(errors), ratio(many, whole)
+
+
+# -- leaks
+
+
+class Leaks(NamedTuple):
+    """Whether each number tells loops with a leak from those without, and where the history puts leaks."""
+
+    peak_tells: bool
+    growth_tells: bool
+    harmless_peak: float
+    """The highest peak of loops that do not leak, in bytes."""
+    leaking_peaks: list[float]
+    lines: list[str]
+    """Where the history says that what a loop holds was made, and in which loop."""
+    answer: str
+    """What the function says."""
+    gpu: bool
+
+    @property
+    def names_a_place(self) -> bool:
+        """Whether the answer is more than a number of bytes."""
+        return not self.answer.isdigit()
+
+    def __str__(self) -> str:
+        verbs = ["tells" if tells else "does not tell" for tells in (self.peak_tells, self.growth_tells)]
+        ends = " to ".join(dict.fromkeys(size(f(self.leaking_peaks)) for f in (min, max)))
+        history = f"; the history of allocations names a line ({self.lines[0]})" if self.lines else ""
+        answer = self.answer if self.names_a_place else "a number of bytes"
+        return (f"loops that leak reach peaks of {ends}, loops that do not, up to {size(self.harmless_peak)}: the peak "
+                f"{verbs[0]} them apart, growth from step to step {verbs[1]} them apart; {ASKED} answers with "
+                f"{answer}{history}")  # fmt: skip
+
+
+def leaks(evidence: Records) -> Leaks:
+    """Of the last launch. LookupError without loops of both kinds, or without torch's own answer."""
+    run = last(evidence, LAB, "peak_so_far_bytes", part="leaks")
+    clean, leaky = ([r.samples[-1] for r in run.where("peak_so_far_bytes", leaks=leaks)] for leaks in (False, True))
+    if not clean or not leaky:
+        raise LookupError(f"launch({LAB!r}) with loops that leak and loops that do not is needed")
+    answer = last(evidence, LAB, "raised", call=ASKED).one("raised", call=ASKED).case["answer"]
+    tells = [memory_remedies.separates(run, m) for m in ("peak_so_far_bytes", "growth_bytes")]
+    lines = [f"{r.case['line']}, in the loop {r.case['loop']}" for r in run.where("site_share", leaks=True)]
+    return Leaks(*tells, max(clean), leaky, lines, answer, run[0].layout["device"] == "cuda")

@@ -1,0 +1,173 @@
+"""Figures and tables of notebook 05 about what fills the memory, and what else empties it."""
+
+from __future__ import annotations
+
+import math
+
+import pandas
+
+from labs.kit.check import Prediction
+from labs.kit.measure import estimate
+from labs.kit.plot import SERIES, bars, curve, figure, prediction, show, stack
+from labs.kit.record import Records
+from labs.kit.say import say
+from labs.memory_remedies import UNLIMITED, enough_headroom
+from labs.parts.oracle import report as oracle_report
+from labs.parts.oracle.trace import CATEGORIES
+
+COLORS = {"parameters": SERIES[0], "gradients": SERIES[2], "optimizer": SERIES[5], "activations": SERIES[1],
+          "temporaries": SERIES[4], "inputs/buffers": SERIES[3]}  # fmt: skip
+POLICIES = {"none": "nothing", "stage": "each stage", "block": "each block"}
+RECOMPUTED = {"none": "nothing recomputed", "stage": "each stage recomputed", "block": "each block recomputed"}
+GB = 1e9
+
+
+def timeline(run: Records) -> None:
+    """Figure: memory of one step of BERT-large by category, and its sum with every layer computed again."""
+    line, again = (oracle_report.timeline(run, part="bert_large", policy=p) for p in ("none", "block"))
+    case = run.where("timeline_op", part="bert_large", policy="none")[0].case
+    sums = {
+        p: [sum(b) / GB for b in zip(*t.bytes.values(), strict=True)] for p, t in (("none", line), ("block", again))
+    }
+    peaks = {policy: max(total) for policy, total in sums.items()}
+    message = f"BERT-large: {peaks['none']:.1f} GB, mostly activations; recomputed {peaks['block']:.1f} GB"
+    drawn = [r for r in run if r.kind == "modelled"]  # nothing of it was allocated on this machine
+    fig, ax = figure(message, xlabel="operations since the step began", ylabel="memory (GB)", records=drawn,
+                     legend_below=True)  # fmt: skip
+    parts = {c: [b / GB for b in line.bytes[c]] for c in CATEGORIES if max(line.bytes[c]) > 0.005 * GB}
+    ops = [*line.operations, 1.03 * line.operations[-1]]  # the optimizer's step: one operation, the width of a line
+    stack(ax, ops, {c: [*b, b[-1]] for c, b in parts.items()}, kind="modelled", colors=[COLORS[c] for c in parts])
+    more = [*again.operations, 1.03 * again.operations[-1]]
+    curve(ax, more, [*sums["block"], sums["block"][-1]], label="sum, each block recomputed", color="black")
+    start = line.operations[line.phases.index("backward")]
+    ax.axvline(start, color="black", linestyle=":", linewidth=1)
+    for x, text in ((0, " forward"), (start, " backward")):
+        ax.annotate(text, (x, 1.05 * peaks["none"]), fontsize=10)
+    ax.set_ylim(0, 1.15 * peaks["none"])
+    show(fig, alt=f"{message}. BERT-large, {case['batch']} sequences of {case['seq']} tokens, Adam, FP32.")
+
+
+def resnet(run: Records, guess: Prediction) -> None:
+    """Figure: peak memory of ResNet-152 against the batch, for three policies, with the articles' 11 and 7 GB."""
+    rows = run.where("peak_op", part="resnet152")
+    batches = sorted({r.case["batch"] for r in rows})
+    found = {p: [oracle_report.peak(run, part="resnet152", policy=p, batch=b) / GB for b in batches]
+             for p in POLICIES if run.where("peak_op", part="resnet152", policy=p)}  # fmt: skip
+    at = {p: dict(zip(batches, values, strict=True)) for p, values in found.items()}
+    few, many = batches[0], batches[-1]
+    message = f"ResNet-152: {at['none'][few]:.0f} GB with {few} images, {at['none'][many]:.0f} with {many}"
+    fig, ax = figure(message, xlabel="images per step (224 x 224, FP32, SGD with momentum)", ylabel="peak memory (GB)",
+                     records=run, legend_below=True)  # fmt: skip
+    for k, (policy, values) in enumerate(found.items()):
+        curve(ax, batches, values, label="" if k == 0 else "_", color=SERIES[k])
+        ax.annotate(f"{RECOMPUTED[policy]} ", (many, values[-1]), ha="right", va="bottom", fontsize=10)
+    article = "article: from 11 to 7, batch not given"
+    curve(ax, [few, many, many, few, many], [11, 11, math.nan, 7, 7], kind="published", label=article, color="black")
+    prediction(ax, 64, guess)
+    ax.set_ylim(bottom=0)
+    show(fig, alt=f"{message}. " + "; ".join(f"{RECOMPUTED[p]}: {v[-1]:.1f} GB" for p, v in found.items()))
+    most = at["none"][64]
+    near = min(batches, key=lambda b: abs(at["none"][b] - 11))
+    say(f"{guess.against(most, 'modelled')} The article's 11 GB are a batch of about {near}; with "
+        f"each stage recomputed that batch takes {at['stage'][near]:.1f} GB, with each block "
+        f"{at['block'][near]:.1f}.")  # fmt: skip
+
+
+def checked(run: Records) -> pandas.DataFrame:
+    """The oracle against this machine's own allocator: small models that were really trained."""
+    rows = []
+    for r in run.where("measured_bytes", part="small"):
+        case = {k: r.case[k] for k in ("model", "policy", "optimizer")}
+        error = oracle_report.relative_error(run, part="small", **case)
+        rows.append({**case, "predicted MB": round(oracle_report.peak(run, part="small", **case) / 1e6, 2),
+                     "allocator MB": round(r.value / 1e6, 2), "error": f"{error:+.2%}"})  # fmt: skip
+    return pandas.DataFrame(rows).set_index("model")
+
+
+def conditions(run: Records) -> pandas.DataFrame:
+    """The memory figures of the articles, each with the step for which it is true."""
+    rows = []
+    for r in run.where("peak_op", part="bert_large"):
+        case = {k: r.case[k] for k in ("batch", "seq", "policy", "set_to_none")}
+        size = oracle_report.peak(run, part="bert_large", **case) / GB
+        kept = "" if case["set_to_none"] else ", gradients kept in forward"
+        step = f"{case['batch']} sequences of {case['seq']} tokens{kept}"
+        rows.append({"model": "BERT-large, Adam, FP32", "step": step, "recomputed": POLICIES[case["policy"]],
+                     "peak GB": f"{size:.1f}"})  # fmt: skip
+    states, cluster = run.where("states_bytes")[0], run.where("cluster_bytes")[0]
+    billions, cards = states.case["parameters"] / 1e9, f"{cluster.case['cards']} x {cluster.case['gpu']}"
+    rows.append({"model": "GPT-3, Adam, FP32 states", "step": f"{billions:.0f} billion parameters, no batch yet",
+                 "recomputed": "", "peak GB": f"{states.value / GB:,.0f}"})  # fmt: skip
+    rows.append({"model": cards, "step": "all the memory there is", "recomputed": "",
+                 "peak GB": f"{cluster.value / GB:,.0f}"})  # fmt: skip
+    return pandas.DataFrame(rows).set_index("model")
+
+
+def largest(run: Records) -> pandas.DataFrame:
+    """The largest batch of ResNet-152 in a given memory, by policy, with its peak and that of one image more."""
+    rows = []
+    for r in run.where("largest_batch", part="resnet152"):
+        case = {k: r.case[k] for k in ("policy", "memory_gb")}
+        here, over = (
+            run.one(m, part="resnet152", **case).value / GB for m in ("largest_batch_bytes", "next_batch_bytes")
+        )
+        rows.append({"recomputed": POLICIES[case["policy"]], f"largest batch in {case['memory_gb']:g} GB": int(r.value),
+                     "its peak GB": round(here, 2), "with one image more": round(over, 2)})  # fmt: skip
+    return pandas.DataFrame(rows).set_index("recomputed")
+
+
+def remedies(run: Records, guess: Prediction) -> None:
+    """Figure: peak memory of two models under each remedy, relative to none."""
+    models = {r.case["model"]: r.case["full_of"] for r in run.where("predicted_bytes", part="remedies")}
+    names = list(dict.fromkeys(r.case["remedy"] for r in run.where("predicted_bytes", part="remedies")))
+    message = "What helps depends on what fills the memory"
+    fig, ax = figure(message, xlabel="peak memory of the step, none = 100 (%)", ylabel="remedy", records=run,
+                     legend_below=True)  # fmt: skip
+    alt = []
+    for k, (model, full_of) in enumerate(models.items()):
+        case = {"part": "remedies", "model": model}
+        none = run.one("peak_bytes", remedy="none", **case).value
+        shares = {m: [next((100 * r.value / none for r in run.where(m, remedy=n, **case)), None) for n in names]
+                  for m in ("peak_bytes", "predicted_bytes")}  # fmt: skip
+        label = f"{model}, full of {full_of}"
+        color = (SERIES[0], SERIES[4])[k]  # dark and light: they are told apart in grey, too
+        formula = [p if m is None else None for m, p in zip(shares["peak_bytes"], shares["predicted_bytes"],
+                   strict=True)]  # fmt: skip
+        bars(ax, names, shares["peak_bytes"], label=label, color=color)
+        bars(ax, [n if m else f"{n} (modelled)" for n, m in zip(names, shares["peak_bytes"], strict=True)], formula,
+             kind="modelled", label="_", color=color)  # fmt: skip
+        said = zip(names, shares["predicted_bytes"], strict=True)
+        alt.append(f"{model}: " + ", ".join(f"{name} {share:.0f} %" for name, share in said))
+    full = next(m for m, what in models.items() if what == "states")
+    half, whole = (
+        run.one("peak_bytes", part="remedies", model=full, remedy=r).value for r in ("half the batch", "none")
+    )
+    prediction(ax, 100 - float(guess), names.index("half the batch"))
+    ax.set_xlim(left=0)
+    show(fig, alt=f"{message}. {'; '.join(alt)}.")
+    say(f"Half the batch of the {full}: {guess.against(estimate([100 * (1 - half / whole)], '%'))}")
+
+
+def leaks(run: Records) -> pandas.DataFrame:
+    """Loops with and without a leak: what the peak says, what growth says, and the line that was found."""
+    rows = []
+    for r in run.where("growth_bytes", part="leaks"):
+        loop = r.case["loop"]
+        sites = run.where("site_share", part="leaks", loop=loop)
+        peak = run.one("peak_so_far_bytes", loop=loop).samples[-1]
+        rows.append({"loop": loop, "leak": "yes" if r.case["leaks"] else "no", "last peak MB": round(peak / 1e6, 1),
+                     "growth per step": f"{r.value:,.0f} B", "made at": sites[0].case["code"] if sites else "",
+                     })  # fmt: skip
+    return pandas.DataFrame(rows).set_index("loop")
+
+
+def fragments(run: Records) -> pandas.DataFrame:
+    """What a simulated CUDA allocator reserves for batches of changing length, by way to use it."""
+    rows = []
+    for r in run.where("lasting_allocs", part="lengths", headroom=UNLIMITED):
+        case = {"part": "lengths", "way": r.case["way"], "headroom": UNLIMITED}
+        reserved, needed = (run.one(f"{m}_peak_bytes", **case).value for m in ("reserved", "allocated"))
+        enough = f"{enough_headroom(run, r.case['way']):g} x"
+        rows.append({"way": r.case["way"], "reserved / needed": round(reserved / needed, 2),
+                     "cudaMalloc per step": round(r.value, 1), "memory to always fit": enough})  # fmt: skip
+    return pandas.DataFrame(rows).set_index("way")

@@ -1,0 +1,120 @@
+"""Figures and tables of notebook 05 about activations that are computed again: memory, time, gradients, calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas
+
+from labs.kit.check import Prediction
+from labs.kit.measure import Estimate
+from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show
+from labs.kit.record import Records
+from labs.kit.say import say
+from labs.parts.activation_memory import report
+
+MB, GB = 1e6, 1e9
+WAYS = {("eager", "none"): "attention written out", ("sdpa", "none"): "fused attention",
+        ("eager", "block"): "written out, recomputed", ("sdpa", "block"): "fused, recomputed"}  # fmt: skip
+
+
+def pareto(run: Records, guess: Prediction) -> None:
+    """Figure: time against peak memory of a step, one mark per number of segments."""
+    rows = [r for r in report.pareto(run) if r["policy"] != "none"]
+    none = run.one("peak_bytes", part="pareto", policy="none").value / MB
+    least = min(rows, key=lambda r: r["peak_bytes"])
+    saved, longer = 1 - least["peak_bytes"] / MB / none, least["time_ratio"].value - 1
+    message = f"{saved:.0%} less memory at the peak, for {longer:.0%} more time"
+    fig, ax = figure(message, xlabel="peak memory of the step (MB)", ylabel="step time, none = 1 (x)",
+                     records=run, legend_below=True)  # fmt: skip
+    points(ax, [none], [1.0], label="nothing recomputed", color=GREY)
+    for k, (name, group) in enumerate(_groups(rows).items()):
+        peaks = [r["peak_bytes"] / MB for r in group]
+        points(ax, peaks, [r["time_ratio"] for r in group], label=name, color=SERIES[k])
+    for r in rows:
+        if r["policy"] in ("segments:1", "segments:2", "segments:4"):
+            ax.annotate(f"{r['segments']:.0f}", (r["peak_bytes"] / MB, r["time_ratio"].value), xytext=(7, 4),
+                        textcoords="offset points", fontsize=10)  # fmt: skip
+    flops = max(r["flops_ratio"] for r in rows)
+    ax.axhline(flops, linestyle="--", color=GREY)
+    ax.annotate("operations, counted", (none, flops), ha="right", va="bottom", fontsize=10)
+    every = max((r for r in rows if r["policy"].count(":") == 1), key=lambda r: r["segments"])
+    prediction(ax, every["peak_bytes"] / MB, 1 + float(guess) / 100)
+    show(fig, alt=f"{message}. " + "; ".join(f"{r['policy']}: {r['time_ratio']}" for r in rows))
+    _say_price(run, every, flops, guess)
+
+
+def _groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {"segments: 1 to 24": [r for r in rows if r["policy"].count(":") == 1],
+            "last segment kept": [r for r in rows if r["policy"].endswith("keep_last")],
+            "selective": [r for r in rows if r["policy"] == "selective"]}  # fmt: skip
+
+
+def _say_price(run: Records, every: dict[str, Any], flops: float, guess: Prediction) -> None:
+    ratio = every["time_ratio"]
+    percent = Estimate(*(100 * (v - 1) for v in (ratio.value, ratio.low, ratio.high)), ratio.n, "%")
+    others = [f"{r.case['by']}: {' to '.join(f'{s:g}' for s in r.samples)} %" for r in report.published_prices()]
+    kept, fell = report.fell(run, every["policy"])
+    selective = next(r for r in report.pareto(run) if r["policy"] == "selective")
+    said = [
+        f"With every block recomputed: {percent} more time, {100 * (flops - 1):.0f} % more operations. "
+        f"{guess.against(percent)}",
+        f"Selective: {100 * (selective['flops_ratio'] - 1):.0f} % more operations, {selective['time_ratio']} the time.",
+        f"Published: {'; '.join(others)}.",
+        f"What forward keeps fell by a factor of {kept:.1f}, the peak by {fell:.2f}: parameters, optimizer state, "
+        "gradients and the segment in work stay.",
+    ]
+    say("\n".join(f"* {line}" for line in said))
+
+
+def segments(run: Records) -> None:
+    """Figure: the peak against the number of segments, measured and predicted, on a chain that keeps little else."""
+    rows = [r for r in report.pareto(run, "chain") if r["segments"]]
+    none = run.one("peak_bytes", part="chain", policy="none").value / MB
+    square = run.one("best_segments", part="chain")
+    message = f"{square.case['blocks']} blocks: the peak is least near {square.value:.0f} segments, the square root"
+    fig, ax = figure(message, xlabel="segments", ylabel="peak memory (MB)", records=run, size=(7.0, 3.5))
+    counts = [r["segments"] for r in rows]
+    points(ax, counts, [r["peak_bytes"] / MB for r in rows])
+    curve(ax, counts, [r["predicted_peak_bytes"] / MB for r in rows], label="inputs of segments + one segment")
+    ax.axhline(none, linestyle=":", color=GREY)
+    ax.annotate("nothing recomputed", (counts[-1], none), ha="right", va="bottom", fontsize=10)
+    log_axes(ax, [n for n in (1, 2, 3, 4, 6, 9, 12, 18, 36) if n in counts])
+    ax.set_ylim(0, 1.1 * none)
+    off = max(abs(r["predicted_peak_bytes"] / r["peak_bytes"] - 1) for r in rows)
+    best = min(rows, key=lambda r: r["peak_bytes"])
+    show(fig, alt=f"{message}. Measured least at {best['segments']:.0f}; the formula is off by at most {off:.0%}.")
+    say(f"Measured least: {best['segments']:.0f} segments, {best['peak_bytes'] / MB:.1f} of {none:.1f} MB. The formula "
+        f"is off by at most {off:.1%}.")  # fmt: skip
+
+
+def same_gradients(run: Records) -> None:
+    """In words: are all policies' gradients those without, and what do operations and kept bytes come to?"""
+    rows = run.where("gradients_equal", part="pareto")
+    flops = [run.one("flops", policy=r.case["policy"]).value for r in rows]
+    word = "equal, bit for bit" if all(r.value for r in rows) else "NOT equal"
+    say(f"Gradients of all {len(rows)} policies, with dropout: **{word}**. Operations: 1 to "
+        f"{max(flops) / min(flops):.2f} times those without.")  # fmt: skip
+
+
+def calls(run: Records) -> pandas.DataFrame:
+    """What each way to call checkpoint() does to the gradients, situation by situation."""
+    rows: dict[str, dict[str, str]] = {}
+    for r in run.where("raised", part="variants"):
+        case = {k: r.case[k] for k in ("scenario", "variant")}
+        warned = "warns" if run.one("warnings", part="variants", **case).value else ""
+        lost = int(run.one("parameters_without_gradient", part="variants", **case).value)
+        found = r.case["error"].split(":")[0] or (f"{lost} parameters without gradient" if lost else "trains")
+        rows.setdefault(case["scenario"], {})[case["variant"]] = ", ".join(filter(None, (found, warned)))
+    return pandas.DataFrame(rows).T
+
+
+def sequences(run: Records) -> pandas.DataFrame:
+    """Activations of BERT-large for one sequence at the peak, by length, and the share that grows with its square."""
+    columns = {}
+    for (attention, policy), name in WAYS.items():
+        rows = run.where("peak_bytes", part="sequences", attention=attention, policy=policy)
+        columns[f"{name} GB"] = {r.case["seq"]: round(r.value / GB, 2) for r in rows}
+    shares = run.where("square_share", attention="eager")
+    columns["share that grows with the square"] = {r.case["seq"]: f"{r.value:.0%}" for r in shares}
+    return pandas.DataFrame(columns).rename_axis("tokens")

@@ -1,0 +1,140 @@
+"""Reference solutions of notebook 05."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import math
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from labs.chapters.nb05.exercise_trainer import Trainer
+
+
+class Checkpoints:
+    """The newest `keep` states of a training, each in a file `step-12.pt` that is complete or not there."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = Path(folder), keep
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write one file, on the disk when this returns. OSError if it cannot; then nothing has changed."""
+        content = io.BytesIO()
+        torch.save({"step": step, "state": state}, content)
+        checksum = hashlib.sha256(content.getvalue()).digest()
+        unfinished = self.folder / "unfinished"  # the same folder: renaming is one step only within a file system
+        try:
+            with open(unfinished, "wb") as file:
+                file.write(checksum + content.getvalue())
+                file.flush()  # from Python's buffer to the kernel,
+                os.fsync(file.fileno())  # and from there to the disk
+            os.replace(unfinished, self.folder / f"step-{step}.pt")
+            self.sync_folder()
+        finally:
+            unfinished.unlink(missing_ok=True)
+        for old in self.newest_first()[self.keep :]:
+            old.unlink()
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        """(step, state) of the newest whole file; None if there are no files. RuntimeError if all are damaged."""
+        paths = self.newest_first()
+        for path in paths:
+            checksum, content = (data := path.read_bytes())[:32], data[32:]
+            if hashlib.sha256(content).digest() == checksum:
+                saved = torch.load(io.BytesIO(content), weights_only=True)
+                return saved["step"], saved["state"]
+            print(f"{path.name} is damaged; trying the one before")
+        if paths:
+            raise RuntimeError(f"all {len(paths)} checkpoints in {self.folder} are damaged")
+        return None
+
+    def newest_first(self) -> list[Path]:
+        """The checkpoints by step; files that others have left here are none of them."""
+        found = [(re.fullmatch(r"step-(\d+)\.pt", path.name), path) for path in self.folder.iterdir()]
+        return [path for match, path in sorted(((m, p) for m, p in found if m), key=lambda f: -int(f[0][1]))]
+
+    def sync_folder(self) -> None:
+        """The folder's list of names is a file of its own, and it has to reach the disk as well."""
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    """block(x), of which only x is kept for backward; all else is computed a second time there."""
+    parameters = [p for p in block.parameters() if p.requires_grad]
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *_: Tensor) -> Tensor:  # autograd records nothing in here
+            ctx.save_for_backward(x)
+            ctx.random_state = torch.get_rng_state()
+            return block(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():  # fork_rng: later draws stay as they were
+                torch.set_rng_state(ctx.random_state)
+                output = block(x)
+            return torch.autograd.grad(output, [x, *parameters], grad_output)
+
+    return Recomputed.apply(x, *parameters)  # parameters too: a first block's x needs no gradient, they do
+
+
+def largest_batch(
+    memory_bytes: float, fixed_bytes: float, layers: int, layer_bytes: float, input_bytes: float
+) -> tuple[int, int]:
+    """(rows, segments): the largest batch that fits, with the smallest number of segments that gives the lowest peak.
+
+    k segments keep k inputs; backward computes one segment again, of at most ceil(layers / k) layers.
+    Chen et al. 2016, arxiv.org/abs/1604.06174
+    """
+
+    def row_bytes(segments: int) -> float:
+        return segments * input_bytes + math.ceil(layers / segments) * layer_bytes
+
+    segments = min(range(1, layers + 1), key=row_bytes)
+    return max(0, math.floor((memory_bytes - fixed_bytes) / row_bytes(segments))), segments
+
+
+class Resumable(Trainer):
+    """A Trainer that goes on from its state as if it had never stopped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later step depends on: copies, of types that torch.load(weights_only=True) reads."""
+        numpy_state = np.random.get_state(legacy=False)
+        numpy_state["state"] = numpy_state["state"] | {"key": numpy_state["state"]["key"].tolist()}
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "sampler": {name: getattr(self.sampler, name) for name in ("epoch", "position", "order")},
+            "sampler_generator": self.sampler.generator.get_state(),
+            "torch": torch.get_rng_state(),
+            "numpy": numpy_state,
+            "python": random.getstate(),
+        }
+        return copy.deepcopy(state)  # state_dict() hands out the live tensors, which the next step changes
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo all that this trainer has done; the random states come last, when nothing is left to draw."""
+        for name in ("model", "optimizer", "scheduler", "scaler"):
+            getattr(self, name).load_state_dict(state[name])
+        for name, value in state["sampler"].items():
+            setattr(self.sampler, name, value)
+        self.sampler.generator.set_state(state["sampler_generator"])
+        torch.set_rng_state(state["torch"])
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])

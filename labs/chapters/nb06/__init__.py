@@ -1,0 +1,1 @@
+"""Notebook 06: figures, claims, exercises, solutions."""

@@ -1,0 +1,48 @@
+"""Which checkpoints of a folder are whole? Reads every byte of each, loads none.
+
+Exit code 0 if the last one is good, 1 if it is damaged or there is none, 2 if the folder cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from labs.kit.cli import fail
+from labs.parts.checkpoints.files import Damaged, check, checkpoints, opened
+
+PROG = "python -m labs.checkpoints"
+
+
+def verdict(path: Path) -> str:
+    """ "good, N bytes", or "damaged: " and what is wrong."""
+    try:
+        with opened(path) as file:
+            check(file, path)
+            return f"good, {file.seek(0, 2):,} bytes"
+    except Damaged as e:
+        return f"damaged: {e.problem}"
+
+
+def main(args: list[str] | None = None) -> int:
+    """One line per checkpoint, the oldest first; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder that labs.parts.checkpoints.save wrote to")
+    folder, last = parser.parse_args(args).folder, ""
+    if not folder.is_dir():
+        fail(PROG, f"{folder} is not a folder")
+    try:
+        paths = checkpoints(folder)
+    except OSError as e:
+        fail(PROG, f"cannot read {folder} ({e.strerror})")
+    for path in paths:
+        last = verdict(path)
+        print(f"{path.name}  {last}")
+    if not paths:
+        print(f"no checkpoints in {folder}: their names are step-00000000.pt and so on")
+    return 0 if last.startswith("good") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

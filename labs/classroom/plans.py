@@ -1,0 +1,43 @@
+"""What to teach in half a day, one day and two days: the sections of the course in the order of the day.
+
+"03/1, 2, 03.1" are sections 1 and 2 and exercise 03.1 of notebook 03. Minutes come from labs.classroom.agenda.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Break:
+    """Minutes without a notebook."""
+
+    what: str
+    minutes: int
+
+
+COFFEE, LUNCH = Break("break", 15), Break("lunch", 60)
+WELCOME, CLOSE = Break("welcome, preflight of every machine", 15), Break("the room's figures, questions", 15)
+
+# Half a day answers one question: why are two devices not twice as fast? Each longer plan repeats nothing and
+# leaves out least: what the shorter one drops is named in INSTRUCTOR.md.
+PLANS: dict[str, list[list[str | Break]]] = {
+    "half": [
+        [WELCOME, "00/1, 2, 3", "01/Introduction, 1, 2, 01.1", COFFEE,
+         "03/Introduction, 1, 2, 03.1", "03/3, 4", CLOSE],
+    ],
+    "one": [
+        [WELCOME, "00/Introduction, 1, 2, 3, 4", "01/Introduction, 1, 2, 01.1", COFFEE,
+         "02/Introduction, 1, 2, 02.1", LUNCH,
+         "03/Introduction, 1, 2, 3, 03.1", "03/4", COFFEE,
+         "04/Introduction, 1, 2, 4", "05/Introduction, 1, 2", CLOSE],
+    ],
+    "two": [
+        [WELCOME, "00/Introduction, 1, 2, 3, 4, 5, 00.1", "01/Introduction, 1, 2, 3, 01.1", COFFEE,
+         "01/4, 01.2", "02/Introduction, 1, 2, 02.1", LUNCH,
+         "02/3, 4, 5", "03/Introduction, 1, 2, 3, 03.1", COFFEE, "03/4, 5, 03.3, Claims on trial", CLOSE],
+        ["04/Introduction, 1, 2, 3, 04.1", "04/4, 04.3", COFFEE,
+         "05/Introduction, 1, 2, 05.1", LUNCH,
+         "05/4, 5, 05.3", "06/Introduction, 1, 2, 06.1", COFFEE, "06/3, 06.3, 4, 5, 6, Claims on trial", CLOSE],
+    ],
+}  # fmt: skip

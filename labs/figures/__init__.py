@@ -1,1 +1,0 @@
-"""What each notebook draws and says of its records: one module per notebook."""

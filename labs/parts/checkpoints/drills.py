@@ -1,0 +1,248 @@
+"""What happens to files: a writer killed, two writers at once, a disk that is full. Each drill forks its writers."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import multiprocessing
+import os
+import random
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labs.parts.checkpoints.writers import WAYS, Way
+from labs.parts.traps.shm import SmallSharedMemory
+
+DEADLINE_S = 30.0  # for one forked writer; each drill takes a thousandth of it
+LATEST = 1.2  # save times after the start of a save: the last moment of a kill
+SHM = Path("/dev/shm")
+
+
+def marked(step: int, size_bytes: int) -> dict[str, Tensor]:
+    """A state of about `size_bytes` in 8 tensors in which every number is `step`: a mixture would be seen."""
+    return {str(i): torch.full((max(1, size_bytes // 32),), float(step)) for i in range(8)}
+
+
+def step_in(state: Any) -> int | None:
+    """The step of a `marked` state; None if it is no state, or one of more than one step."""
+    if not isinstance(state, dict) or not state:
+        return None
+    steps = {x for tensor in state.values() for x in tensor.unique().tolist()}
+    return int(steps.pop()) if len(steps) == 1 else None
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One writer killed by SIGKILL."""
+
+    moment: float
+    """After the start of a save, as a share of how long a save takes."""
+    saving: bool
+    """Whether that save had not returned."""
+    before: int
+    """Step of the last save that had returned."""
+    found: int | None
+    """Step that the next process finds; None if it finds nothing that can be loaded."""
+    leftovers: int
+    """Files that are no checkpoints."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the next process finds less than what had been saved."""
+        return self.found is None or self.found < self.before
+
+
+def kills(way: Way, folder: Path, count: int, size_bytes: int, seed: int) -> Iterator[Kill]:
+    """`count` writers one after the other, each killed up to LATEST save times after the start of its first save."""
+    draw, saved = random.Random(seed), 0
+    save_s = _save_s(way, folder, size_bytes)
+    for _ in range(count):
+        moment = draw.uniform(0, LATEST)
+        with _Progress() as progress, _forked(_save_on, way, folder, saved + 1, size_bytes, progress) as writer:
+            progress.wait_for(saved + 1, writer)
+            time.sleep(moment * save_s)
+            writer.kill()
+            writer.join()
+            started, finished = progress.read()
+        saved = max(saved, finished)
+        found = step_in(way.find(folder).state)
+        kill = Kill(moment, started > finished, saved, found, len(leftovers(folder)))
+        yield kill
+        saved = started if kill.lost else found  # numbers rise, so that no later file can stand for an earlier one
+        if kill.lost:
+            way.write(folder, saved, marked(saved, size_bytes))
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Names in `folder` of files that a killed or failed writer left."""
+    return [name for name in os.listdir(folder) if name.endswith(".partial")]
+
+
+def _save_s(way: Way, folder: Path, size_bytes: int) -> float:
+    """Median of the first saves of 5 writers: a forked process pays for its memory, so its first save is slow."""
+    receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
+    seconds = []
+    for _ in range(5):
+        with _forked(_time_save, way, folder, size_bytes, send) as writer:
+            seconds.append(_answer(receive, writer))
+    return statistics.median(seconds)
+
+
+def _time_save(way: Way, folder: Path, size_bytes: int, send: Any) -> None:
+    state, start = marked(0, size_bytes), time.perf_counter()
+    way.write(folder, 0, state)
+    send.send(time.perf_counter() - start)
+
+
+def _answer(receive: Any, writer: multiprocessing.Process) -> Any:
+    """What a writer sends; RuntimeError if it ends without, or takes too long."""
+    wait([receive, writer.sentinel], DEADLINE_S)
+    if not receive.poll():
+        raise RuntimeError(f"a writer did not answer within {DEADLINE_S:g} s: exit code {writer.exitcode}")
+    return receive.recv()
+
+
+def _save_on(way: Way, folder: Path, step: int, size_bytes: int, progress: _Progress) -> None:
+    for s in range(step, step + 20):  # more than it has time for; then it ends by itself
+        state = marked(s, size_bytes)
+        progress.start(s)
+        way.write(folder, s, state)
+        progress.finish(s)
+
+
+class _Progress:
+    """Steps whose save was started, and finished last: in memory that a forked process shares."""
+
+    def __enter__(self) -> _Progress:
+        self.memory = mmap.mmap(-1, 16)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.memory.close()
+
+    def start(self, step: int) -> None:
+        self.memory[:8] = struct.pack("q", step)
+
+    def finish(self, step: int) -> None:
+        self.memory[8:] = struct.pack("q", step)
+
+    def read(self) -> tuple[int, int]:
+        return struct.unpack("qq", self.memory[:])
+
+    def wait_for(self, step: int, writer: multiprocessing.Process) -> None:
+        """Until the save of `step` has been started. RuntimeError if the writer ended, or does not come to it."""
+        end = time.monotonic() + DEADLINE_S
+        while self.read()[0] < step:
+            if not writer.is_alive() or time.monotonic() > end:
+                raise RuntimeError(f"the writer did not come to step {step}: exit code {writer.exitcode}")
+            time.sleep(0.0002)
+
+
+@contextmanager
+def _forked(function: Callable[..., None], *args: Any) -> Iterator[multiprocessing.Process]:
+    """A process that runs `function`; killed at the end, if it is still there."""
+    process = multiprocessing.get_context("fork").Process(target=_alone, args=(function, *args), daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+
+
+def _alone(function: Callable[..., None], *args: Any) -> None:
+    torch.set_num_threads(1)  # threads are not forked: OpenMP would wait for them for ever
+    function(*args)
+
+
+def two_writers(way: Way, folder: Path, saves: int, size_bytes: int) -> tuple[int, int]:
+    """Two processes save `saves` times each to one folder, at once, and read back what is there after each save.
+
+    Returns how many of these saves raised, and how many found no whole state.
+    """
+    context = multiprocessing.get_context("fork")
+    with contextlib.ExitStack() as stack:
+        start, results = context.Barrier(2), [context.Pipe(duplex=False) for _ in range(2)]
+        args = way, folder, saves, size_bytes, start
+        started = [stack.enter_context(_forked(_save_and_read, *args, send)) for _, send in results]
+        found = [_answer(receive, writer) for (receive, _), writer in zip(results, started, strict=True)]
+    return sum(f for f, _ in found), sum(b for _, b in found)
+
+
+def _save_and_read(way: Way, folder: Path, saves: int, size_bytes: int, start: Any, send: Any) -> None:
+    failed = bad = 0
+    start.wait(DEADLINE_S)
+    for step in range(saves):
+        state = marked(step, size_bytes)
+        try:
+            way.write(folder, step, state)
+        except (OSError, RuntimeError):
+            failed += 1
+        bad += step_in(way.find(folder).state) is None
+    send.send((failed, bad))
+
+
+@dataclass(frozen=True)
+class FullDisk:
+    """A save that found no room."""
+
+    error: str
+    """What was raised, in one line."""
+    found: int | None
+    """Step that is found afterwards; the one saved before is 1. None: nothing can be loaded."""
+    left_bytes: int
+    """Bytes of half-written files that are left."""
+    how: str
+    """What was full: a private /dev/shm, or a limit of the file size."""
+
+
+def full_disk(name: str, size_bytes: int) -> FullDisk:
+    """Save step 1, fill the disk but for half a checkpoint, save step 2, in a process with a small disk of its own.
+
+    Step 2 is twice as large, as checkpoints are once the optimizer has a state: the room of step 1 is not enough.
+    """
+    receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as outside, _forked(_fill, name, size_bytes, outside, send) as writer:
+        return _answer(receive, writer)
+
+
+def _fill(name: str, size_bytes: int, outside: str, send: Any) -> None:
+    way, limit = WAYS[name], SmallSharedMemory(4 * size_bytes, Path(outside) / "printed")
+    state = marked(1, size_bytes)
+    limit(0)
+    mounted = limit.how == "private /dev/shm"
+    folder = SHM / "checkpoints" if mounted else Path(outside)
+    folder.mkdir(exist_ok=True)
+    error = "none"
+    way.write(folder, 1, state)
+    _use_up(folder.parent, size_bytes // 2) if mounted else _limit_files(size_bytes // 2)
+    try:
+        way.write(folder, 2, marked(2, 2 * size_bytes))
+    except (OSError, RuntimeError) as e:
+        error = f"{type(e).__name__}: {' '.join(str(e).split())}"
+    left = sum((folder / p).stat().st_size for p in leftovers(folder))
+    send.send(FullDisk(error, step_in(way.find(folder).state), left, limit.how))
+
+
+def _use_up(folder: Path, free_bytes: int) -> None:
+    """Fill the file system of `folder` until `free_bytes` are left."""
+    found = os.statvfs(folder)
+    (folder / "filler").write_bytes(bytes(max(0, found.f_bavail * found.f_frsize - free_bytes)))
+
+
+def _limit_files(size_bytes: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))

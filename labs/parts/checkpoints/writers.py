@@ -1,0 +1,118 @@
+"""Ways to write a checkpoint, from what most scripts do to `save`, with how each is read back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from labs.kit import measure
+from labs.parts.checkpoints.files import Damaged, load_latest, save
+
+NAME, CPU = "checkpoint.pt", torch.device("cpu")
+
+
+def in_place(folder: Path, step: int, state: Any) -> None:
+    """What most scripts do: the old checkpoint is gone before the new one is there."""
+    torch.save(state, folder / NAME)
+
+
+def renamed(folder: Path, step: int, state: Any) -> None:
+    """Into a temporary file, then under its name: whole for every reader, as long as the machine stays up."""
+    partial = folder / f"{NAME}.partial"
+    torch.save(state, partial)
+    os.replace(partial, folder / NAME)
+
+
+def renamed_and_synced(folder: Path, step: int, state: Any) -> None:
+    """The same, on the disk before it has its name: without fsync, a power cut may leave the name of an empty file."""
+    partial = folder / f"{NAME}.partial"
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, folder / NAME)
+    sync_folder(folder)
+
+
+def full(folder: Path, step: int, state: Any) -> None:
+    """`labs.parts.checkpoints.save`: a checksum, the last three kept, a lock, no leftovers."""
+    save(folder, step, state)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in `folder` to the disk."""
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+class Found(NamedTuple):
+    """What a program finds when it starts again: the state, or in one line why there is none."""
+
+    state: Any
+    why: str
+
+
+def find(folder: Path) -> Found:
+    """The one file of `in_place` and its kin."""
+    try:
+        return Found(torch.load(folder / NAME, weights_only=True), "")
+    except Exception as e:  # torch has no kind of error of its own for this
+        return Found(None, f"{type(e).__name__}: {' '.join(str(e).split())}")
+
+
+def find_latest(folder: Path) -> Found:
+    """The last good one of `save`."""
+    try:
+        found = load_latest(folder, on_damaged=lambda e: None)
+    except Damaged as e:
+        return Found(None, str(e))
+    return Found(found[1], "") if found else Found(None, "no checkpoints")
+
+
+class Way(NamedTuple):
+    """How to write and how to read back."""
+
+    write: Callable[[Path, int, Any], None]
+    find: Callable[[Path], Found]
+
+
+WAYS = {
+    "in place": Way(in_place, find),
+    "rename": Way(renamed, find),
+    "fsync + rename": Way(renamed_and_synced, find),
+    "full": Way(full, find_latest),
+}
+
+
+def save_seconds(folder: Path, state: Any, rounds: int) -> dict[str, list[float]]:
+    """Seconds of `rounds` saves of `state` by each way, in turn, each into a folder of its own in `folder`."""
+    steps = itertools.count()
+
+    def write(name: str) -> None:
+        WAYS[name].write(folder / name, next(steps), state)
+
+    for name in WAYS:
+        (folder / name).mkdir()
+        write(name)
+    return measure.interleave({name: partial(write, name) for name in WAYS}, rounds, CPU)
+
+
+def load_seconds(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of reading back what `save_seconds` left: by torch.load, and by `load`, which checks every byte."""
+    reads = {"torch.load": partial(find, folder / "in place"), "load": partial(find_latest, folder / "full")}
+    measure.interleave(reads, 1, CPU)
+    return measure.interleave(reads, rounds, CPU)
+
+
+def newest_bytes(folder: Path, name: str) -> int:
+    """Size of the last checkpoint that `save_seconds` wrote in this way."""
+    return max(p.stat().st_size for p in (folder / name).glob("*.pt"))

@@ -1,0 +1,1 @@
+"""Replicas, their gradients' buckets, and the closed forms of data parallelism."""

@@ -1,0 +1,1 @@
+"""What a step keeps in memory, and activations that are computed again."""

@@ -1,0 +1,47 @@
+"""Peak memory of a training step, by category, of any model on any machine, without allocating it.
+
+    trace = step(factory, rows=64, optimizer="adam", precision="bf16", policy="block", target="cuda")
+    trace.peak_bytes, trace.peak, trace.timeline("activations")
+    largest_batch(factory, 24e9, optimizer="adam", target="cuda").rows
+    cards(trace)
+
+From a shell: python -m labs.memory_oracle --model package.module:factory
+  internals  the private parts of torch that this stands on
+  fake       models and batches without memory
+  tracker    notes what operations allocate and free
+  trace      what was noted: events, categories, the peak
+  step       a training step under the tracker
+  fits       the largest batch, the cards, models by their states
+  gpt        GPT-3, to be counted
+  reality    the same step for real: what an allocator says
+  slow       the same peak from torch's MemTracker
+"""
+
+from labs.parts.oracle.fake import Source
+from labs.parts.oracle.fits import Card, Largest, cards, cards_for, largest_batch, states_bytes
+from labs.parts.oracle.gpt import GptShape, gpt
+from labs.parts.oracle.reality import Measured, measured
+from labs.parts.oracle.slow import memtracker
+from labs.parts.oracle.step import Conditions, Model, step
+from labs.parts.oracle.trace import CATEGORIES, Event, Trace
+
+__all__ = [
+    "CATEGORIES",
+    "Card",
+    "Conditions",
+    "Event",
+    "GptShape",
+    "Largest",
+    "Measured",
+    "Model",
+    "Source",
+    "Trace",
+    "cards",
+    "cards_for",
+    "gpt",
+    "largest_batch",
+    "measured",
+    "memtracker",
+    "states_bytes",
+    "step",
+]

@@ -1,0 +1,207 @@
+"""Models as chains of layers: what a pipeline can cut."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from labs.kit.errors import BadInput, require
+from labs.parts import models
+from labs.parts.models import Workload
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model whose layers run one after the other, each on the single tensor that the one before returned.
+
+    `make_batch(batch_size)` and `loss(output, target)` are as in labs.models.Workload: rows first, and the loss a mean
+    over them. The tensors between layers must have the rows first, too: micro-batches cut them there.
+    """
+
+    name: str
+    layers: list[nn.Module]
+    make_batch: Callable[[int], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def module(self) -> nn.Sequential:
+        """The whole model in one piece; it shares its layers with the stages."""
+        return nn.Sequential(*self.layers)
+
+    def workload(self) -> Workload:
+        """The same as other labs take it."""
+        return Workload(self.module(), self.make_batch, self.loss)
+
+
+def chain(name: str, seed: int = 0) -> Chain:
+    """The chain `name`: a key of CHAINS, or package.module:factory of a Workload whose module is an nn.Sequential.
+
+    Parameters depend on `seed` only, so that every rank builds the same model. BadInput in one line otherwise.
+    """
+    if factory := CHAINS.get(name):
+        torch.manual_seed(seed)
+        return factory()
+    if ":" not in name:
+        raise BadInput(f"there is no chain {name!r}: take one of {', '.join(CHAINS)}, or package.module:factory")
+    workload = models.build(name, seed)
+    require(
+        isinstance(workload.module, nn.Sequential),
+        f"model {name!r} is a {type(workload.module).__name__}: a pipeline cuts an nn.Sequential, so put its layers in "
+        "one, in the order in which they run",
+    )
+    return Chain(name, list(workload.module), workload.make_batch, workload.loss)
+
+
+def split(model: Chain, cuts: Sequence[int]) -> list[nn.Sequential]:
+    """The stages of `model`: a new one begins at each layer number in `cuts`. `[]` gives one stage, `[2, 5]` three.
+
+    The stages hold the chain's own layers, not copies. BadInput for a cut that would leave a stage empty.
+    """
+    last = len(model.layers)
+    for cut in cuts:
+        require(
+            0 < cut < last,
+            f"there is no cut at {cut}: {model.name} has {last} layers, so cuts go from 1 to {last - 1}",
+        )
+    require(
+        all(a < b for a, b in pairwise(cuts)),
+        f"cuts must rise, so that every stage has a layer, not {list(cuts)}",
+    )
+    return [nn.Sequential(*model.layers[a:b]) for a, b in pairwise([0, *cuts, last])]
+
+
+def even_cuts(model: Chain, stages: int) -> list[int]:
+    """Cuts into `stages` stages of equally many layers, as far as that goes. BadInput for more stages than layers."""
+    layers = len(model.layers)
+    require(
+        1 <= stages <= layers,
+        f"{model.name} has {layers} layers, not enough for {stages} stages: use at most {layers} ranks",
+    )
+    return [round(i * layers / stages) for i in range(1, stages)]
+
+
+def dense(inputs: int, outputs: int) -> nn.Sequential:
+    """A linear layer and a ReLU, initialised so that a deep stack neither fades nor explodes (He et al. 2015)."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(linear, nn.ReLU())
+
+
+@cache
+def _fashion(pooled: bool) -> tuple[Tensor, Tensor]:
+    """Training images of Fashion-MNIST, (10000, 1, 28, 28) or pooled and flat (10000, 196), with their labels."""
+    from labs.data import fashion_mnist
+    from labs.data.fashion import vectors
+
+    if pooled:
+        x, y, *_ = vectors(10_000, torch.device("cpu"))
+        return x, y
+    data = fashion_mnist()
+    x = torch.from_numpy(data.x_train).float().div(255).sub(0.286).div(0.353).unsqueeze(1)
+    return x, torch.from_numpy(data.y_train).long()
+
+
+def _images(pooled: bool) -> Callable[[int], tuple[Tensor, Tensor]]:
+    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
+        x, y = _fashion(pooled)
+        rows = torch.randint(len(x), (batch_size,))
+        return x[rows], y[rows]
+
+    return make_batch
+
+
+def deep_mlp(width: int = 512, layers: int = 8) -> Chain:
+    """`layers` equal dense layers between a small first one (196 inputs) and a small last one (10 classes).
+
+    Real Fashion-MNIST images of 14 x 14 pixels. Cut in the middle, both halves do nearly the same work.
+    """
+    body = [dense(width, width) for _ in range(layers)]
+    return Chain(
+        "deep_mlp", [dense(196, width), *body, nn.Linear(width, 10)], _images(pooled=True), functional.cross_entropy
+    )
+
+
+class Embed(nn.Module):
+    """Tokens to vectors: an embedding of each token plus one of its place."""
+
+    def __init__(self, vocabulary: int, width: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        for table in (self.tokens, self.places):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length) int64 -> (batch, length, width)."""
+        return self.tokens(x) + self.places.weight[: x.shape[1]]
+
+
+def _head(width: int, vocabulary: int) -> nn.Sequential:
+    """Vectors to logits. Not tied to the embedding, which may be on another rank: its gradient would have to travel."""
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
+
+
+def char_gpt(width: int = 128, blocks: int = 4) -> Chain:
+    """The character GPT on Moby-Dick: embedding, `blocks` equal blocks, head. A row is 64 characters."""
+    from labs.parts.models import text_models
+
+    book = text_models.char_gpt()
+    size = len(text_models.vocabulary())
+    body = [text_models.Block(width, heads=4) for _ in range(blocks)]
+    return Chain(
+        "char_gpt", [Embed(size, width, text_models.CONTEXT), *body, _head(width, size)], book.make_batch, book.loss
+    )
+
+
+@cache
+def _words(vocabulary: int) -> Tensor:
+    """Moby-Dick as numbers of words and marks; 0 stands for all that are rarer than the `vocabulary` - 1 commonest."""
+    from labs.data import moby_dick
+
+    words = re.findall(r"[a-z]+|[^\sa-z]", moby_dick().lower())
+    number = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), start=1)}
+    return torch.tensor([number.get(word, 0) for word in words])
+
+
+def word_gpt(width: int = 128, blocks: int = 6, vocabulary: int = 4096, length: int = 32) -> Chain:
+    """Unbalanced at the end: a GPT that predicts one of 4,096 words of Moby-Dick. A row is 32 words."""
+    from labs.parts.models.text_models import Block, char_loss
+
+    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
+        text = _words(vocabulary)
+        starts = torch.randint(len(text) - length, (batch_size,))
+        rows = text[starts[:, None] + torch.arange(length + 1)]
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    body = [Block(width, heads=4) for _ in range(blocks)]
+    return Chain("word_gpt", [Embed(vocabulary, width, length), *body, _head(width, vocabulary)], make_batch, char_loss)
+
+
+def funnel_mlp() -> Chain:
+    """Unbalanced at the start: dense layers that become narrower, on Fashion-MNIST images of 14 x 14 pixels."""
+    widths = [196, 1024, 1024, 768, 512, 384, 256, 192, 128]
+    body = [dense(a, b) for a, b in pairwise(widths)]
+    return Chain("funnel_mlp", [*body, nn.Linear(widths[-1], 10)], _images(pooled=True), functional.cross_entropy)
+
+
+def convnet() -> Chain:
+    """Unbalanced in work and in messages: early layers have large images, late ones many channels. Fashion-MNIST."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((1, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1)):
+        layers.append(nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.ReLU()))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    return Chain("convnet", [*layers, head], _images(pooled=False), functional.cross_entropy)
+
+
+UNBALANCED = ("funnel_mlp", "word_gpt", "convnet")
+
+CHAINS: dict[str, Callable[[], Chain]] = {
+    "deep_mlp": deep_mlp, "char_gpt": char_gpt, "funnel_mlp": funnel_mlp, "word_gpt": word_gpt, "convnet": convnet,
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Which way to split a model, by closed forms."""

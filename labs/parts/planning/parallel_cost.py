@@ -1,0 +1,233 @@
+"""What each way to train a transformer on several GPUs needs: bytes per GPU and seconds per step. Closed forms.
+
+A model to choose by, not a simulator: work is divided evenly, links are equal, and nothing else uses them. A helper
+module, not a lab.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+
+STATE_BYTES = 16  # per parameter, FP32: itself, gradient, Adam's two moments
+COPY_BYTES = 2  # per parameter: a 16-bit copy to compute with
+BUCKET_BYTES = 25 * 2**20  # DDP's; the last one has no backward pass left to hide behind
+ASPECT = 100  # hidden size over layers; 43 to 128 in GPT-3's models, Brown et al. 2020, arXiv 2005.14165, table 2.1
+LOGIT_BYTES = 10  # per token and word: the logits in 16 and in 32 bits, and their gradient
+
+
+@dataclass(frozen=True)
+class Job:
+    """A transformer and its batch."""
+
+    parameters: float
+    batch: int
+    """Sequences per step, over all GPUs."""
+    seq: int
+    """Tokens per sequence."""
+    layers: int
+    hidden: int
+    vocabulary: int
+
+    @property
+    def flop(self) -> float:
+        """FLOPs of a step without recomputation: 6 N + 12 L h s per token (PaLM, arXiv 2204.02311, appendix B)."""
+        per_token = 6 * self.parameters + 12 * self.layers * self.hidden * self.seq
+        return self.batch * self.seq * per_token
+
+
+def shape(parameters: float) -> tuple[int, int]:
+    """(layers, hidden) of a transformer with 12 L h^2 parameters and h = ASPECT L; hidden is a multiple of 64."""
+    layers = max(1, round((parameters / (12 * ASPECT**2)) ** (1 / 3)))
+    return layers, max(64, 64 * round(math.sqrt(parameters / (12 * layers)) / 64))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal GPUs, all linked with all."""
+
+    gpus: int
+    memory_bytes: float
+    """Of one GPU, free for training."""
+    flop_s: float
+    """Of one GPU in 16-bit products, reached rather than promised."""
+    link_bytes_s: float
+    """Of one GPU in one direction, reached."""
+    latency_s: float = 20e-6
+    """Of one message."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to train: ranks = data x pipeline x tensor."""
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    sharded: bool = False
+    """Parameters, gradients and optimizer state are divided by the data-parallel ranks (FSDP2), not replicated."""
+    micro_batches: int = 1
+    """In a pipeline they fill it; elsewhere gradients of so many are accumulated."""
+    recompute: bool = False
+    """Each layer keeps its input only and is computed again in backward."""
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that work."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def scheme(self) -> str:
+        """The usual name of this way, without its settings."""
+        split = "naive split" if self.micro_batches == 1 else "pipeline"
+        names = [(self.data, "FSDP2" if self.sharded else "DDP"), (self.pipeline, split), (self.tensor, "tensor")]
+        return " x ".join(name for n, name in names if n > 1) or "one GPU"
+
+    def __str__(self) -> str:
+        more = [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
+        more += ["recomputing activations"] * self.recompute
+        sizes = [f"{n} {name}" for n, name in ((self.data, "data"), (self.pipeline, "stages"), (self.tensor, "tensor"))]
+        sizes = sizes if " x " in self.scheme else []
+        return ", ".join([self.scheme, *(s for s in sizes if not s.startswith("1 ")), *more])
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One step of a plan, on its fullest GPU."""
+
+    plan: Plan
+    states_bytes: float
+    activation_bytes: float
+    compute_s: float
+    """Products, recomputation included."""
+    bubble_s: float
+    """Waiting for other stages of the pipeline."""
+    exposed_s: float
+    """Communication that no computing hides."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """What the fullest GPU holds at its peak."""
+        return self.states_bytes + self.activation_bytes
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per optimizer step."""
+        return self.compute_s + self.bubble_s + self.exposed_s
+
+
+def cost(job: Job, machine: Machine, plan: Plan) -> Cost:
+    """The model: memory and time of `plan`."""
+    layers = math.ceil(job.layers / plan.pipeline)  # of the largest stage
+    imbalance = layers * plan.pipeline / job.layers
+    compute = job.flop * (4 / 3 if plan.recompute else 1) / (plan.ranks * machine.flop_s) * imbalance
+    own = job.parameters * layers / job.layers / plan.tensor
+    return Cost(
+        plan,
+        states_bytes(job, plan, own),
+        activation_bytes(job, plan, layers),
+        compute,
+        compute * (plan.pipeline - 1) / plan.micro_batches,
+        _pipeline_s(job, machine, plan) + _tensor_s(job, machine, plan, layers) + _data_s(machine, plan, own, compute),
+    )
+
+
+def states_bytes(job: Job, plan: Plan, own: float) -> float:
+    """Parameters, gradients, optimizer state and 16-bit copies of `own` parameters on one GPU.
+
+    Sharded, it keeps its share, and the 16-bit parameters of two layers: the one at work and the next one.
+    """
+    if plan.sharded:
+        return own * STATE_BYTES / plan.data + 2 * COPY_BYTES * job.parameters / job.layers / plan.tensor
+    return own * (STATE_BYTES + COPY_BYTES)
+
+
+def activation_bytes(job: Job, plan: Plan, layers: int) -> float:
+    """Activations of the fuller of the first and the last stage, in 16 bits, with attention that keeps no matrix.
+
+    A layer keeps h (10 + 24 / t) bytes per token: Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.1, without
+    its quadratic term. 1F1B has as many micro-batches in flight on the first stage as there are stages.
+    """
+    tokens = job.batch * job.seq / (plan.data * plan.micro_batches)
+    layer = tokens * job.hidden * (10 + 24 / plan.tensor)
+    kept, working = (2 * tokens * job.hidden, layer) if plan.recompute else (layer, 0.0)
+    first = min(plan.pipeline, plan.micro_batches) * layers * kept
+    last = layers * kept + tokens * job.vocabulary * LOGIT_BYTES / plan.tensor
+    return max(first if plan.pipeline > 1 else 0.0, last) + working
+
+
+def _pipeline_s(job: Job, machine: Machine, plan: Plan) -> float:
+    """Messages between stages: every micro-batch's activations one way and their gradients back, in 16 bits."""
+    if plan.pipeline == 1:
+        return 0.0
+    size = 2 * job.hidden * job.batch * job.seq / (plan.data * plan.micro_batches)
+    return 2 * (plan.micro_batches + plan.pipeline - 2) * (machine.latency_s + size / machine.link_bytes_s)
+
+
+def _tensor_s(job: Job, machine: Machine, plan: Plan, layers: int) -> float:
+    """Two all-reduces per layer forward, two backward, two more if forward is repeated; nothing can hide them."""
+    if plan.tensor == 1:
+        return 0.0
+    size = 2 * job.hidden * job.batch * job.seq / (plan.data * plan.micro_batches)
+    one = 2 * (plan.tensor - 1) * machine.latency_s + ring_all_reduce_bytes(size, plan.tensor) / machine.link_bytes_s
+    return (6 if plan.recompute else 4) * layers * one * (plan.micro_batches + plan.pipeline - 1)
+
+
+def _data_s(machine: Machine, plan: Plan, own: float, compute_s: float) -> float:
+    """What is left of DDP's all-reduce (FP32), or of FSDP2's gathers and scatter (16 bits), beside the computing."""
+    n = plan.data
+    if n == 1:
+        return 0.0
+    parts = 4 if plan.recompute else 3
+    forward, backward = compute_s / parts, compute_s * (parts - 1) / parts
+    latency = 2 * (n - 1) * machine.latency_s
+    if not plan.sharded:
+        size = 4 * own
+        all_reduce, last = (ring_all_reduce_bytes(s, n) / machine.link_bytes_s for s in (size, min(size, BUCKET_BYTES)))
+        return latency + max(last, all_reduce - backward / plan.micro_batches)
+    gather = (n - 1) / n * COPY_BYTES * own / machine.link_bytes_s  # per micro-batch; so long takes the scatter, too
+    m = plan.micro_batches
+    return m * latency + max(0.0, m * gather - forward) + max(0.0, 2 * m * gather - backward)
+
+
+def plans(job: Job, gpus: int) -> Iterator[Plan]:
+    """All ways to use exactly `gpus` of them that divide this batch; tensor parallel over 8 at most (one machine)."""
+    for pipeline, tensor in ((p, t) for p in _divisors(gpus) for t in _divisors(gpus // p)):
+        data = gpus // (pipeline * tensor)
+        if pipeline > job.layers or tensor > 8 or job.hidden % (64 * tensor) or job.batch % data:
+            continue
+        for sharded in (False, True) if data > 1 else (False,):
+            plan = Plan(data, pipeline, tensor, sharded)
+            micro = [m for m in _divisors(job.batch // data) if m <= 128]
+            yield from (replace(plan, micro_batches=m, recompute=r) for m in micro for r in (False, True))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def costs(job: Job, machine: Machine) -> list[Cost]:
+    """Of every plan, for all GPUs and for one alone; fastest first."""
+    found = (cost(job, machine, p) for g in {1, machine.gpus} for p in plans(job, g))
+    return sorted(found, key=lambda c: (c.step_s, _complexity(c.plan)))
+
+
+def _complexity(plan: Plan) -> tuple[int, ...]:
+    mechanisms = (plan.data > 1) + 2 * plan.sharded + 2 * (plan.tensor > 1) + 3 * (plan.pipeline > 1)
+    return plan.ranks > 1, mechanisms, plan.recompute, plan.micro_batches
+
+
+def best(costs: Iterable[Cost], memory_bytes: float) -> Cost | None:
+    """The fastest that fits or, if others come within 1 %, the simplest of them; None if none fits."""
+    fitting = [c for c in costs if c.memory_bytes <= memory_bytes]
+    limit = 1.01 * min((c.step_s for c in fitting), default=0.0)
+    return min((c for c in fitting if c.step_s <= limit), key=lambda c: _complexity(c.plan), default=None)
+
+
+def fewest_gpus(job: Job, machine: Machine, most: int = 1024) -> int | None:
+    """The least power of two of such GPUs with which some plan fits, None above `most`."""
+    counts = (2**k for k in range(most.bit_length()))
+    return next((g for g in counts if best(costs(job, replace(machine, gpus=g)), machine.memory_bytes)), None)

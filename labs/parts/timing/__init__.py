@@ -1,0 +1,1 @@
+"""Benchmark loops, streams of work, counters of busy time, FLOPs and peaks."""

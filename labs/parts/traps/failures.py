@@ -1,0 +1,150 @@
+"""What a learner sees when a DataLoader fails: an item that raises, a worker that dies or hangs, a bare Dataset."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, _utils
+
+from labs.data import photos
+from labs.parts.loading.named_items import ItemFailed, NamedItems, end_workers, loader_error
+from labs.parts.traps.datasets import Bare, Fails, Failure, OnlyLength, last_line, no_worker_left, print_to, workers_now
+
+# Item BAD is in a worker's first batch: of that worker nothing is on its way while it dies. Otherwise torch says, by
+# chance, "[Errno 104] Connection reset by peer" (the batch's memory is fetched from a worker that is gone) instead of
+# what became of the worker, which its handler of SIGCHLD knows.
+ITEMS, BAD, BATCH = 16, 5, 4
+WORDS = 200
+"""Longest text of an error in a record, in characters."""
+TORCH_INTERVAL_S = 5.0
+"""How long torch waits for each worker to end, before it kills it: MP_STATUS_CHECK_INTERVAL of torch.utils.data."""
+
+
+def words(error: BaseException) -> str:
+    """The one line that says it: of an error from a worker the last line, otherwise what torch says of the worker."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if lines[0].startswith("Caught "):
+        return lines[-1][:WORDS]
+    of_worker = "" if isinstance(error, ItemFailed | ConnectionError | EOFError) else loader_error(error)
+    return (of_worker or lines[0])[:WORDS]
+
+
+def pictures(folder: Path) -> list[Path]:
+    """ITEMS small JPEG files, parts of the course's photographs; file BAD is cut off in the middle."""
+    from PIL import Image
+
+    paths = [folder / f"tile-{i:02d}.jpg" for i in range(ITEMS)]
+    with Image.open(photos()[0]) as image:
+        image.draft("RGB", (400, 400))
+        for i, path in enumerate(paths):
+            image.convert("RGB").crop((8 * i, 0, 8 * i + 64, 64)).save(path)
+    data = paths[BAD].read_bytes()
+    paths[BAD].write_bytes(data[: len(data) // 2])
+    return paths
+
+
+def fail(how: Failure, named: bool, workers: int, timeout_s: float, hang_s: float) -> dict[str, Any]:
+    """Read items until one fails, as a plain loop does or with NamedItems: what was raised, when and with what left.
+
+    Returns seconds (from the start of the loop to the error in the caller's hands), error, words, names_item,
+    batches (that came before), left (workers still alive while nothing is done about it), printed (their last line).
+    """
+    with tempfile.TemporaryDirectory() as folder, no_worker_left():
+        paths = pictures(Path(folder)) if how == "unreadable_jpeg" else []
+        dataset: Any = Fails(ITEMS, how, BAD, hang_s, paths)
+        dataset = NamedItems(dataset) if named else dataset
+        timeout = timeout_s if how == "hangs" else 0.0  # 0: none
+        log = Path(folder) / "printed"
+        loader = DataLoader(dataset, BATCH, num_workers=workers, timeout=timeout, worker_init_fn=partial(print_to, log))
+        found = caught(loader, dataset.named() if named else None)
+        text = found.pop("text")
+        names = f"item {BAD}" in text or any(str(p) in text for p in paths[BAD : BAD + 1])
+        return {**found, "names_item": names, "printed": last_line(log)[:WORDS]}
+
+
+def caught(loader: DataLoader, guard: Any = None, step_s: float = 0.0) -> dict[str, Any]:
+    """Loop over `loader` inside of `guard` and describe the error; `left` are workers that live on with it.
+
+    `step_s` is how long the training step of a batch takes.
+    """
+    before, batches, start = workers_now(), 0, time.perf_counter()
+    # torch may tell a second time that a worker died, while the iterator is freed: Python would print it, no more.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda told: None
+    found: dict[str, Any] = {"error": "none", "words": "", "text": ""}
+    try:
+        with guard or nullcontext():
+            for _ in loader:
+                batches += 1
+                time.sleep(step_s)
+    except Exception as e:
+        found = {"error": type(e).__name__, "words": words(e), "text": f"{e}\n{e.__cause__}"}
+    finally:
+        sys.unraisablehook = hook
+    seconds = time.perf_counter() - start
+    return {**found, "seconds": seconds, "batches": batches, "left": len(set(workers_now()) - set(before))}
+
+
+def seconds_to_end(workers: int, interval_s: float, cured: bool) -> float:
+    """Seconds that the trainer stands still while workers end after an item raised.
+
+    Not cured: whenever the garbage collector runs next, at the latest. torch waits `interval_s` for each worker:
+    here set by us, 5 s in torch.
+    """
+    with no_worker_left():
+        before, _utils.MP_STATUS_CHECK_INTERVAL = _utils.MP_STATUS_CHECK_INTERVAL, interval_s
+        try:
+            _raise_and_drop(workers, cured)
+            start = time.perf_counter()
+            gc.collect()
+            spent = time.perf_counter() - start
+        finally:
+            _utils.MP_STATUS_CHECK_INTERVAL = before
+        start = time.perf_counter()
+        gc.collect()  # the same without workers
+        return max(0.0, spent - (time.perf_counter() - start))
+
+
+def _raise_and_drop(workers: int, cured: bool) -> None:
+    try:
+        for _ in DataLoader(Fails(ITEMS, "raises", BAD, 0.0), batch_size=BATCH, num_workers=workers):
+            pass
+    except ValueError as e:
+        if cured:
+            end_workers(e)
+
+
+def bare_datasets() -> Iterator[dict[str, Any]]:
+    """(E07) What a Dataset without methods, or with a length only, raises: when and in which words."""
+    for cls, shuffle, workers in ((Bare, True, 0), (Bare, False, 0), (OnlyLength, True, 0), (OnlyLength, True, 1)):
+        case = {"dataset": cls.__name__, "shuffle": shuffle, "workers": workers, "at": "construction"}
+        with no_worker_left():
+            try:
+                loader = DataLoader(cls(), shuffle=shuffle, num_workers=workers)
+                case["at"] = "first batch"
+                next(iter(loader))
+            except (TypeError, NotImplementedError) as e:
+                yield {**case, "error": type(e).__name__, "words": words(e)}
+                end_workers(e)
+            else:
+                yield {**case, "error": "none", "words": ""}
+
+
+def suggested(asked: int) -> tuple[float, str]:
+    """(E08) (largest number of workers that torch suggests, its warning); (`asked`, "") if it does not warn."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        DataLoader(range(4), num_workers=asked)
+    told = [str(w.message) for w in seen if "worker processes in total" in str(w.message)]
+    if not told:
+        return float(asked), ""
+    number = told[0].partition("current system is ")[2].split(",")[0]
+    return float(number), told[0][:WORDS]
