@@ -188,7 +188,7 @@ def kills(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
     for way in ("in place", "rename", "full"):
         place = folder / way
         place.mkdir()
-        count = 10 if config.smoke else config.kills
+        count = 5 if config.smoke else config.kills
         found = list(drills.kills(WAYS[way], place, count, config.kill_bytes, config.seed))
         WAYS[way].write(place, 10**6, drills.marked(10**6, config.kill_bytes))
         case = {"way": way, "leftovers_after_next_save": len(drills.leftovers(place))}

@@ -172,7 +172,7 @@ def test_kills(files):
     for way in ("in place", "rename", "full"):
         lost, loadable = (files.one(m, way=way).samples for m in ("lost", "loadable"))
         moments = files.one("kill_moment", way=way).samples
-        assert len(lost) == len(loadable) == len(moments) == 10 and 0 <= min(moments) <= max(moments) <= 1.2
+        assert len(lost) == len(loadable) == len(moments) == 5 and 0 <= min(moments) <= max(moments) <= 1.2
         if way != "in place":
             assert not any(lost) and all(loadable)
     assert any(files.one("lost", way="in place").samples)
