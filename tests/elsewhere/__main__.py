@@ -1,6 +1,7 @@
 """Run the tests on a machine that is not this one: another day, place, processor, user and speed.
 
-    python tests/elsewhere                      # every notebook and test on the small machine, then on the large one
+    python tests/elsewhere                      # what `make test` runs, on the small machine, then on the large one
+    python tests/elsewhere --full               # what `make test-all` runs; takes hours
     python tests/elsewhere small -- notebooks   # what follows -- goes to pytest
     python tests/elsewhere large --shell        # look around there
 
@@ -114,20 +115,21 @@ def main() -> int:
         prog="python tests/elsewhere", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("machine", nargs="*", help=f"any of {', '.join(MACHINES)} (default: all, one after the other)")
+    parser.add_argument("--full", action="store_true", help="notebooks at full length, and drills and long tests")
     parser.add_argument("--shell", action="store_true", help="start a shell there in place of the tests")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, pytest_args = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     for name in options.machine:
         if name not in MACHINES:
             parser.error(f"there is no machine {name!r}; there are {', '.join(MACHINES)}")
-    command = ["bash"] if options.shell else [*pytest(), *pytest_args]
+    command = ["bash"] if options.shell else [*pytest(options.full), *pytest_args]
     for stop in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(stop, interrupt)
     codes = {}
     try:
         for name in options.machine or MACHINES:
             print(f"== Elsewhere, the {name} machine: {MACHINES[name].about}", flush=True)
-            codes[name] = run(MACHINES[name], command, terminal=options.shell)
+            codes[name] = run(MACHINES[name], command, options.full, terminal=options.shell)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -135,21 +137,22 @@ def main() -> int:
     return int(any(codes.values()))
 
 
-def pytest() -> list[str]:
-    """All tests and notebooks, with time for slow machines."""
-    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env",
-            f"--nbval-cell-timeout={90 * SLOWER}", "-o", f"timeout={120 * SLOWER}"]  # fmt: skip
+def pytest(full: bool = False) -> list[str]:
+    """Tests and notebooks, with time for slow machines."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env",
+               f"--nbval-cell-timeout={90 * SLOWER}", "-o", f"timeout={120 * SLOWER}"]  # fmt: skip
+    return command if full else [*command, "-m", "not drill and not long"]
 
 
-def run(machine: Machine, command: list[str], terminal: bool = False) -> int:
+def run(machine: Machine, command: list[str], full: bool = False, terminal: bool = False) -> int:
     """Run `command` on `machine`, in the copy; returns its exit code. Nothing of it is left, whatever ends it."""
     with tempfile.TemporaryDirectory(prefix="elsewhere-", ignore_cleanup_errors=True) as desk, neighbour(machine):
         Path(desk).chmod(0o755)
         for problem in prepare(machine, Path(desk)):
             print(f"   not here: {problem}", flush=True)
         whole = [*become(machine, Path(desk)), *command]
-        process = subprocess.Popen(whole, cwd=Path(desk) / machine.folder, env=environment(machine, Path(desk)),
-                                   start_new_session=not terminal)  # fmt: skip
+        given = environment(machine, Path(desk)) | ({} if full else {"COURSE_SMOKE": "1"})
+        process = subprocess.Popen(whole, cwd=Path(desk) / machine.folder, env=given, start_new_session=not terminal)
         try:
             return process.wait()
         except KeyboardInterrupt:
