@@ -1,12 +1,15 @@
 """What holds for all tests: kernels run in this Python, and our own deprecation warnings are errors."""
 
 import os
+import shutil
 import signal
+import tempfile
+import uuid
 from pathlib import Path
 
 import chromium
 import pytest
-from processes import SLOWER
+from processes import MARK, SLOWER
 
 from labs.kit.course import use_own_kernel
 
@@ -14,6 +17,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_configure(config):
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # tests of one worker look for what they left, not others
+        os.environ[MARK] = uuid.uuid4().hex
+        config.own_folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=f"{worker}-")
+        Path(config.own_folder).chmod(0o755)  # tests/elsewhere works below it as another user
     use_own_kernel()
     for name in ("COURSE_ROOM", "COURSE_NAME", "COURSE_QUEUE", "COURSE_QUEUE_SCOPE"):  # tests are no learner in a room
         os.environ.pop(name, None)
@@ -27,6 +34,11 @@ def pytest_configure(config):
     modules.append("__main__")
     kinds = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
     os.environ["PYTHONWARNINGS"] = ",".join(f"error::{k.__name__}:{m}" for m in modules for k in kinds)
+
+
+def pytest_unconfigure(config):
+    if folder := getattr(config, "own_folder", None):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)

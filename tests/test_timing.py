@@ -144,7 +144,8 @@ def test_fast_steps_are_timed_several_at_a_time():
 
 def test_the_loop_runs_when_asked_for():
     assert timing.Config().loop_repeats == 6 and timing.Config(smoke=True).loop_repeats == 1
-    assert timing.Config(model="a:b").loop_repeats == 0 and timing.Config(model="a:b", repeats=3).loop_repeats == 3
+    own = "labs.parts.models:mlp"
+    assert timing.Config(model=own).loop_repeats == 0 and timing.Config(model=own, repeats=3).loop_repeats == 3
     assert timing.Config(repeats=0, smoke=True).loop_repeats == 0
 
 
