@@ -109,7 +109,7 @@ def workers(config: Config, rank: Rank) -> Iterator[Record]:
         rows = trap_speed.processes(n, 4 * max(1, n))
         by_pid = {row[0]: row for row in rows}.values()
         mine, case = os.getpid(), {"trap": "workers", "workers": n}
-        kind = {"trainer_reads": mine in {r[0] for r in rows}, "children": all(r[1] == mine for r in rows)}
+        kind = {"trainer_reads": mine in {r[0] for r in rows}, "started_by_trainer": all(r[1] for r in rows)}
         yield rank.record("worker_pids", "pid", [r[0] for r in rows], rank=0, **case)
         yield rank.record("worker_processes", "processes", len(by_pid), rank=0, **case, **kind)
         yield rank.record("worker_threads", "threads", [r[2] for r in by_pid], rank=0, **case)

@@ -71,7 +71,7 @@ def test_every_trap_is_run_and_leaves_no_worker(run):
 def test_workers_are_processes(run):
     alone, four = run.where("worker_processes")
     assert (alone.value, alone.case["trainer_reads"]) == (1, True)
-    assert (four.value, four.case["trainer_reads"], four.case["children"]) == (4, False, True)
+    assert (four.value, four.case["trainer_reads"], four.case["started_by_trainer"]) == (4, False, True)
     private, resident = run.one("worker_private_bytes", workers=4), run.one("worker_resident_bytes", workers=4)
     assert all(0 < p < r for p, r in zip(private.samples, resident.samples, strict=True)), "forked memory is shared"
 

@@ -211,7 +211,8 @@ def copy_to(folder: Path) -> None:
 def environment(machine: Machine, desk: Path) -> dict[str, str]:
     """What processes there inherit. `inside/sitecustomize.py` does the rest in each Python process."""
     copy = desk / machine.folder
-    mask = {"days": machine.days, "usable": machine.usable, "gpus": machine.gpus, "start_method": machine.start_method}
+    mask = {"days": machine.days, "here": cpus(), "usable": machine.usable, "gpus": machine.gpus,
+            "start_method": machine.start_method}  # fmt: skip
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "COURSE_", "PYTHON", "OMP_", "XDG_"))}
     return kept | machine.isa | {
         "ELSEWHERE": json.dumps(mask),

@@ -109,7 +109,7 @@ def who_reads(run: Records) -> pandas.DataFrame:
             "num_workers": r.case["workers"],
             "processes that read": int(r.value),
             "the trainer reads": r.case["trainer_reads"],
-            "children of the trainer": r.case["children"],
+            "the trainer has started them": r.case["started_by_trainer"],
         }
         for r in run.where("worker_processes")
     ]
@@ -179,7 +179,7 @@ def failures_table(run: Records) -> None:
 
 def neutral(words: str) -> str:
     """Error words without what changes from run to run: process ids, folders, names of shared memory."""
-    words = re.sub(r"\(pid \d+\)", "(pid N)", words)
+    words = re.sub(r"\((pid(?:\(s\))?) [\d, ]+\)", r"(\1 N)", words)
     words = re.sub(r"process \d+", "process N", words)
     words = re.sub(r"/?(?:[\w.-]+/)+([\w-]+\.\w+)", r"\1", words)
     words = re.sub(r"</torch_[\w]+>", "<...>", words)

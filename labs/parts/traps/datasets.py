@@ -36,12 +36,18 @@ class Items(Dataset):
 
 
 class Processes(Items):
-    """Item: int64 (5,), of the process that reads it: pid, its parent's pid, threads, private and resident bytes."""
+    """Item: int64 (5,), of the process that reads it: pid, whether it comes from the one that made this data set (0 or
+    1), threads, private and resident bytes. It may come by way of a fork server, as from Python 3.14 on."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.maker = os.getpid()
 
     def __getitem__(self, item: int) -> Tensor:
         me = psutil.Process()
         memory = me.memory_full_info()
-        return torch.tensor([me.pid, me.ppid(), me.num_threads(), memory.uss, memory.rss])
+        comes_from_it = self.maker in (p.pid for p in me.parents())
+        return torch.tensor([me.pid, comes_from_it, me.num_threads(), memory.uss, memory.rss])
 
 
 class Draws(Items):

@@ -22,7 +22,8 @@ READINGS = 20
 
 
 def processes(workers: int, items: int) -> list[list[int]]:
-    """(pid, parent's pid, threads, private bytes, resident bytes) of the process that read each of `items`."""
+    """Of the process that read each of `items`: pid, whether this one has started it, threads, private and resident
+    bytes."""
     loader = DataLoader(Processes(items), batch_size=1, num_workers=workers)
     return [batch[0].tolist() for batch in loader]
 

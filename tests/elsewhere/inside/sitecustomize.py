@@ -32,18 +32,19 @@ if MASK["gpus"]:
     sys.path.pop()
     sys.modules["pynvml"] = FakeNvml([card(f"GPU-{n:04}", name) for n, name in enumerate(MASK["gpus"])])
 
-if hasattr(os, "sched_getaffinity") and MASK["usable"] > len(os.sched_getaffinity(0)):
-    here, pin = sorted(os.sched_getaffinity(0)), os.sched_setaffinity
-    os.environ.setdefault(AFFINITY, json.dumps(list(range(MASK["usable"]))))
+if hasattr(os, "sched_getaffinity") and MASK["usable"] > len(MASK["here"]):
+    pin = os.sched_setaffinity
+    if AFFINITY not in os.environ or os.sched_getaffinity(0) == set(MASK["here"]):  # whoever started this was unpinned
+        os.environ[AFFINITY] = json.dumps(list(range(MASK["usable"])))
 
     def sched_getaffinity(pid):
         return set(json.loads(os.environ[AFFINITY]))
 
     def sched_setaffinity(pid, cpus):
-        cpus = sorted(set(cpus))
-        if not set(cpus) & set(range(MASK["usable"])):
+        cpus = sorted(set(cpus) & set(range(MASK["usable"])))
+        if not cpus:
             raise OSError(22, "Invalid argument")
-        pin(pid, {here[cpu % len(here)] for cpu in cpus})
+        pin(pid, {MASK["here"][cpu % len(MASK["here"])] for cpu in cpus})
         os.environ[AFFINITY] = json.dumps(cpus)
 
     os.sched_getaffinity, os.sched_setaffinity = sched_getaffinity, sched_setaffinity
