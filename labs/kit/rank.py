@@ -37,7 +37,7 @@ if (backstage.READY in os.environ and not os.environ.get(backstage.LEAN)) or "RA
     # The first optimizer of a process imports this, which takes as long as all of torch: not for who only launches.
     import torch._dynamo  # noqa: F401
 
-_IMPORTED_BY = os.getpid()  # the fork server, in a rank
+_IMPORTED_BY = os.getpid()  # the fork server, in a rank; the rank itself if that server was there before the course
 
 
 def as_rank(body: bytes, folder: str, placement: list[Device], timeout_s: float, asked: float) -> None:
@@ -71,7 +71,8 @@ def _announce(run: Path, local_rank: int) -> None:
         stacks = (run / f"stack-{local_rank}").open("w")
     except FileNotFoundError:  # the run was stopped while this rank was being forked
         os._exit(1)
-    guardian.end_with_parent(_IMPORTED_BY)  # the fork server forks in its main thread, which lives as long as it does
+    # The fork server forks in its main thread, which lives as long as it does.
+    guardian.end_with_parent(os.getppid() if os.getpid() == _IMPORTED_BY else _IMPORTED_BY)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides; a stray Ctrl-C would race with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable(stacks, all_threads=False)

@@ -158,7 +158,7 @@ def parity_table(run: Records) -> pandas.DataFrame:
         rounded = r.value * 2**14.5 <= max(fp32, 2**-24)
         rows.append({
             "model": case["model"] + (" + SyncBatchNorm" if case["sync_batchnorm"] else ""),
-            "FP64 shrinks the error": "with the bits" if rounded else "no",
+            "in FP64 the error": "shrinks as rounding does" if rounded else "stays",
             "so": "the same gradient, rounded" if rounded else "another gradient",
         })  # fmt: skip
     return pandas.DataFrame(rows).set_index("model")
