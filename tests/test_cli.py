@@ -135,6 +135,7 @@ def test_bad_parameters_name_the_fix(values, told):
     ],
 )
 def test_launch_refuses_bad_input_before_anything_starts(arguments, told, monkeypatch):
+    monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
     monkeypatch.setattr("labs.kit.launch.Job", None)
     with pytest.raises(BadInput) as error:
         launch(**{"lab": "labs_for_tests.empty", **arguments})
@@ -148,7 +149,8 @@ REFUSED = {
 }
 
 
-def test_the_shell_refuses_bad_input_before_anything_starts(tmp_path):
+def test_the_shell_refuses_bad_input_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
     """All at once: each spends its time on importing torch."""
     environment, faulty = new_environment(TMPDIR=str(tmp_path)), [*PYTHON, "-m", "labs_for_tests.faulty"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -194,8 +196,25 @@ def test_an_edit_takes_effect_at_the_next_launch(tmp_path, monkeypatch):
         assert launch("edited_lab", 1).one("size").value == 500
         time.sleep(0.02)
         shared.write_text("FACTOR = 1000\n")
+        os.utime(shared, (1e9, 1e9))  # by a file server whose clock is behind
         assert launch("edited_lab", 1).one("size").value == 500_000
         assert lab_module("edited_lab").FACTOR == 1000
     finally:
         sys.modules.pop("edited_lab", None)
         sys.modules.pop("edited_shared", None)
+
+
+def test_a_long_path_is_told_in_one_piece_however_narrow_the_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    folder = tmp_path / ("a folder " + "x" * 90)
+    folder.mkdir()
+    with pytest.raises(SystemExit):
+        cli.parse(lab_module("labs_for_tests.empty"), "prog", ["--out", str(folder)])
+    assert f"prog: {folder} is a folder: name a file in it with --out" in capsys.readouterr().err
+
+
+def test_a_terminal_of_another_encoding_shows_a_question_mark():
+    code = "import labs; print('\\N{GREEK SMALL LETTER PI} \\N{LATIN SMALL LETTER A WITH DIAERESIS}')"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
+    assert out.decode("latin-1").strip() == "? \N{LATIN SMALL LETTER A WITH DIAERESIS}"

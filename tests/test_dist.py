@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from labs.kit import dist
+from labs.kit.errors import BadInput
 from labs.kit.hardware import Device
 from labs.kit.launch import run_on_ranks
+from labs.kit.rank import place
 
 
 @pytest.mark.parametrize(
@@ -106,3 +108,12 @@ def test_a_pinned_rank_can_lend_its_workers_all_cores_of_the_job():
 
     free, pinned, after, cores, host = run_with_rank(function)[1]
     assert free == host == sorted(os.sched_getaffinity(0)) and pinned == after == cores and len(cores) == 1
+
+
+def test_ranks_share_devices_where_the_environment_says_so(monkeypatch):
+    many = len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() + 1
+    monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
+    with pytest.raises(BadInput, match="oversubscribe=True"):
+        place(many, "cpu")
+    monkeypatch.setenv("COURSE_OVERSUBSCRIBE", "1")
+    assert len(place(many, "cpu")) == many

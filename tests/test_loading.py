@@ -1,5 +1,7 @@
 """Driving a loader batch by batch: what is timed, what is not, and the rates and shares that follow."""
 
+import subprocess
+import sys
 import time
 from collections import OrderedDict, namedtuple
 
@@ -250,3 +252,25 @@ def test_a_sleeping_source_is_as_fast_as_its_workers(workers):
         feed = drive(source, None, 6 * workers, CPU, skip=ready(workers), wave=workers)
     (_, rate), *_ = feed.parts(1)
     assert 0.2 < rate / (workers / 0.004) < 1.2, "a busy machine makes it slower, not faster"
+
+
+OF_A_CELL = """
+import types
+main = types.ModuleType("__main__")
+exec('''
+class Squares:
+    def __len__(self): return 8
+    def __getitem__(self, i): return float(i * i)
+''', main.__dict__)
+if __name__ == "__main__":
+    from labs.parts.loading.feed import endless
+    batches = iter(endless(main.Squares(), 1, 4, order=range(8), multiprocessing_context="spawn"))
+    print(next(batches).tolist())
+"""
+
+
+def test_a_data_set_of_a_cell_reaches_workers_that_are_not_forked(tmp_path):
+    """As on macOS, and from Python 3.14 on: they cannot import what a notebook's cell defines."""
+    (tmp_path / "a_notebook.py").write_text(OF_A_CELL)
+    done = subprocess.run([sys.executable, tmp_path / "a_notebook.py"], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "[0.0, 1.0, 4.0, 9.0]\n", done.stderr
