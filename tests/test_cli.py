@@ -150,8 +150,8 @@ REFUSED = {
 
 
 def test_the_shell_refuses_bad_input_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
     """All at once: each spends its time on importing torch."""
+    monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
     environment, faulty = new_environment(TMPDIR=str(tmp_path)), [*PYTHON, "-m", "labs_for_tests.faulty"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = {a: subprocess.Popen([*faulty, *a.split()], env=environment, cwd=HERE, **pipes) for a in REFUSED}
