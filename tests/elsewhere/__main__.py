@@ -91,6 +91,7 @@ MACHINES = {
 BECOME = """
 set -e
 hostname "$HOST_NAME"
+mount --bind "$DESK/hosts" /etc/hosts
 mount --bind "$DESK/cpuinfo" /proc/cpuinfo
 mount --bind "$DESK/online" /sys/devices/system/cpu/online
 for closed in $CLOSED; do
@@ -190,6 +191,7 @@ def prepare(machine: Machine, desk: Path) -> Iterator[str]:
     if not ROOT_USER:
         yield "another name of host and processor, the reported CPUs, another user: for them run it as root on Linux"
         return
+    (desk / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.host}\n")  # torchrun asks for its own address
     (desk / "online").write_text(f"0-{machine.reported - 1}\n")
     lines = Path("/proc/cpuinfo").read_text().splitlines(keepends=True)
     named = [f"model name\t: {machine.cpu}\n" if line.startswith("model name") else line for line in lines]
