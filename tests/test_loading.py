@@ -202,10 +202,11 @@ def test_options_that_need_workers_are_dropped_without_any():
 @pytest.mark.filterwarnings("error")
 def test_workers_are_gone_when_the_block_ends_also_by_an_error():
     data, before = TensorDataset(torch.arange(64)), set(psutil.Process().children())
-    with running(endless(data, 6, 4)) as source:
+    forked = {"multiprocessing_context": "fork"}  # or a fork server would stay
+    with running(endless(data, 6, 4, **forked)) as source:
         assert len(next(source)[0]) == 4 and len(set(psutil.Process().children()) - before) == 6
     assert set(psutil.Process().children()) <= before
-    with pytest.raises(ZeroDivisionError), running(endless(data, 1, 4)):
+    with pytest.raises(ZeroDivisionError), running(endless(data, 1, 4, **forked)):
         1 / 0  # noqa: B018
     assert set(psutil.Process().children()) <= before
     with running([1, 2]) as source:

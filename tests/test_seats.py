@@ -289,6 +289,7 @@ def test_ranks_stay_on_the_cores_of_their_seat():
 
 
 @affinity_only
+@pytest.mark.skipif("ELSEWHERE" in os.environ, reason="its cores are there in appearance only")
 def test_taskset_reaches_the_processes_that_look_for_cores():
     last = max(os.sched_getaffinity(0))
     code = "from labs.kit.hardware import devices; print(devices(1, kind='cpu')[0].cores)"
