@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -277,6 +278,38 @@ def test_the_guard_ends_what_a_loop_left():
         start = time.perf_counter()
     assert workers_now() == before
     assert time.perf_counter() - start < 2 * trap_failures.TORCH_INTERVAL_S, "what torch waits for two workers"
+
+
+class LeftLocked(threading.Condition):
+    """As when torch's handler of SIGCHLD raises between the lock's being taken and its being given back."""
+
+    told = False
+
+    def __enter__(self):
+        super().__enter__()
+        if not self.told:
+            self.told = True
+            raise RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. ")
+
+
+@linux
+@pytest.mark.timeout(60, method="thread")  # a wait in __del__ swallows what a signal raises
+@pytest.mark.parametrize("named", [True, False])
+def test_a_death_while_the_trainer_writes_to_a_queue_does_not_block_it_for_ever(monkeypatch, named):
+    dataset = NamedItems(Fails(16, "raises", -1, 0.0))
+
+    class Loader(DataLoader):
+        def __iter__(self):
+            iterator = super().__iter__()
+            yield next(iterator)
+            queue = iterator._index_queues[0]
+            left = LeftLocked(queue._notempty._lock)
+            left._waiters, queue._notempty = queue._notempty._waiters, left
+            yield from iterator
+
+    with no_worker_left():
+        found = trap_failures.caught(Loader(dataset, 2, num_workers=2), dataset.named() if named else None)
+    assert found["error"] == ("ItemFailed" if named else "RuntimeError") and found["batches"] >= 1
 
 
 def test_words_are_one_line():

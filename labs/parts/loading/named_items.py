@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import queues
 from typing import Any
 
 import torch
@@ -95,9 +96,31 @@ def _doing(words: str, reading: dict[int, str]) -> str:
 
 def end_workers(error: BaseException) -> None:
     """Let go of the loader iterators that the tracebacks of `error` keep alive: their workers end."""
+    release_queues(error)
+    for seen in _chain(error):
+        traceback.clear_frames(seen.__traceback__)
+
+
+def release_queues(error: BaseException) -> None:
+    """Make queues usable again that were being written to when `error` came.
+
+    torch raises from its handler of SIGCHLD when a worker dies, wherever the trainer is. If that is within
+    `Queue.put`, just after it took the queue's lock, the lock stays taken, and torch waits for it for ever when it
+    ends the other workers (seen about once in 50 runs that kill workers on a busy machine; torch 2.13, Python 3.11).
+    The error has left `put`, so no one needs the lock but the queue's own thread, which holds it for microseconds.
+    """
+    for seen in _chain(error):
+        for frame, _ in traceback.walk_tb(seen.__traceback__):
+            if frame.f_code is queues.Queue.put.__code__ and "self" in frame.f_locals:  # not cleared yet
+                lock = frame.f_locals["self"]._notempty
+                lock.acquire(timeout=1)  # in vain if it stayed taken
+                lock.release()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: BaseException | None = error
     while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
+        yield seen
         seen = seen.__cause__ or seen.__context__
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, _utils
 
 from labs.data import photos
-from labs.parts.loading.named_items import ItemFailed, NamedItems, end_workers, loader_error
+from labs.parts.loading.named_items import ItemFailed, NamedItems, end_workers, loader_error, release_queues
 from labs.parts.traps.datasets import Bare, Fails, Failure, OnlyLength, last_line, no_worker_left, print_to, workers_now
 
 # Item BAD is in a worker's first batch: of that worker nothing is on its way while it dies. Otherwise torch says, by
@@ -86,6 +86,7 @@ def caught(loader: DataLoader, guard: Any = None, step_s: float = 0.0) -> dict[s
                 batches += 1
                 time.sleep(step_s)
     except Exception as e:
+        release_queues(e)  # or this run may wait for ever, as a learner's may
         found = {"error": type(e).__name__, "words": words(e), "text": f"{e}\n{e.__cause__}"}
     finally:
         sys.unraisablehook = hook
