@@ -40,6 +40,4 @@ RUN python -m pip install ${PIP_ARGS} -c constraints.txt -e .
 COPY --chown=learner:learner . .
 
 EXPOSE 8888
-CMD ["python", "-m", "jupyterlab", "--ip=0.0.0.0", "--port=8888", "--no-browser", \
-     "--KernelManager.transport_encryption=auto", "--LabApp.app_settings_dir=labs/kit/jupyterlab", \
-     "--LabApp.default_url=/lab/tree/notebooks/00_gpu_checks.ipynb"]
+CMD ["python", "-m", "labs.start", "--ip=0.0.0.0", "--port=8888", "--no-browser"]

@@ -1,7 +1,7 @@
 # Everything starts here. The only needs are make and Python 3.11 or later; see README.md.
 
 PYTHON ?=
-START ?= notebooks/00_gpu_checks.ipynb
+START ?= 00
 LAB_ARGS ?=
 PIP_ARGS ?=
 ARGS ?=
@@ -17,20 +17,20 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help lab course slides test test-all test-elsewhere drills notebooks constraints clean moved
 
 help:
-	@echo "make lab     JupyterLab on $(START) (LAB_ARGS='--no-browser --port 9000' for its options)"
+	@echo "make lab     JupyterLab on your own copies of the notebooks, in my/ (START=03 opens that one,"
+	@echo "             LAB_ARGS='--no-browser --port 9000' are JupyterLab's options)"
 	@echo "make course  run every notebook into build/ and write build/index.html (ARGS='-p NPROC 1' sets a parameter)"
 	@echo "make test    lint, the quick tests, and every notebook with smoke runs in place of its experiments: some 12 minutes"
 	@echo "make test-all  lint, then every test and every notebook at full length: some 30 minutes"
 	@echo "make test-elsewhere  the same on another day, processor, user, place and speed (ARGS='small -- notebooks')"
 	@echo "make drills  only the tests that kill, fill a disk, corrupt, hang or interrupt"
 	@echo "make slides  slides of every notebook in build/slides, without a network (ARGS='--solutions 03.1', '--source build')"
-	@echo "make clean   remove build/ and caches; .venv stays"
+	@echo "make clean   remove build/ and caches; .venv and my/ stay"
 	@echo "Each installs into .venv first if needed: PYTHON=python3.12 picks the Python, PIP_ARGS adds pip options."
 
 lab: $(READY)
 	@echo "== JupyterLab: open the link with 'token' below if no browser opens. Ctrl-C stops it."
-	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url="/lab/tree/$(START)" \
-		--KernelManager.transport_encryption=auto --LabApp.app_settings_dir=labs/kit/jupyterlab $(LAB_ARGS)
+	@$(PY) -m labs.start "$(START)" $(LAB_ARGS)
 
 course: $(READY)
 	@echo "== Run every notebook into build/"
@@ -83,7 +83,7 @@ constraints: $(READY)
 clean:
 	@echo "== Remove build/ and caches"
 	@rm -rf build .cache .pytest_cache .ruff_cache gpu_training_course.egg-info
-	@find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
+	@find . \( -path ./.venv -o -path ./my \) -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
 
 # .ready holds the folder it was made for: a virtual environment that was moved or copied is made again.
 ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"

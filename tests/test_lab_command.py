@@ -1,17 +1,38 @@
-"""JupyterLab opens a notebook and nothing else: no popup asks for consent to news or speaks of updates."""
+"""`make lab`, the container and conda start JupyterLab with one command: on the learner's copy, and nothing else."""
 
+import os
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from jupyterlab.commands import get_app_dir
 from jupyterlab_server.settings_utils import get_settings
 
+from labs import start
+from labs.kit.errors import BadInput
+
 ROOT = Path(__file__).parents[1]
-COMMANDS = {
+COMMAND = "labs.start"
+PLACES = {
     "make lab": re.search(r"^lab:.*\n(?:\t.*\n)+", (ROOT / "Makefile").read_text(), re.MULTILINE)[0],
-    "docker run": re.search(r"^CMD (?:.*\\\n)*.*", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[0],
+    "docker run": re.search(r"^CMD .*", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[0],
+    "conda": (ROOT / "environment.yml").read_text().splitlines()[0],
 }
+
+
+@pytest.fixture
+def course(tmp_path):
+    """The notebooks, in a folder with a space and a percent sign in its name."""
+    root = tmp_path / "my 100% course"
+    shutil.copytree(ROOT / "notebooks", root / "notebooks")
+    return root
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_there_is_one_way_to_start(place):
+    assert COMMAND in PLACES[place] and "root_dir" not in PLACES[place]
 
 
 def defaults(folder: Path, home: Path) -> dict:
@@ -22,11 +43,97 @@ def defaults(folder: Path, home: Path) -> dict:
     return {key: value["default"] for key, value in found["schema"]["properties"].items()}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_new_learner_is_asked_nothing(command, tmp_path):
+def option(name: str, given: list[str]) -> str:
+    (found,) = (g.partition("=")[2] for g in given if g.startswith(f"--{name}="))
+    return found
+
+
+def test_a_new_learner_is_asked_nothing(tmp_path):
     """`--LabApp.news_url=None` does not keep JupyterLab 4.6 from asking."""
-    folders = re.findall(r"--LabApp\.app_settings_dir=([\w/.-]+)", COMMANDS[command])
-    assert len(folders) == 1
-    found = defaults(ROOT / folders[0], tmp_path)
+    found = defaults(Path(option("LabApp.app_settings_dir", start.arguments("my/a.ipynb"))), tmp_path)
     assert (found["fetchNews"], found["checkForUpdates"]) == ("false", False)
     assert defaults(tmp_path, tmp_path)["fetchNews"] == "none", "JupyterLab asks no longer by itself: drop the option"
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("00", "my/00_gpu_checks.ipynb"),
+        ("03_dataparallel_vs_ddp.ipynb", "my/03_dataparallel_vs_ddp.ipynb"),
+        ("my/03_dataparallel_vs_ddp.ipynb", "my/03_dataparallel_vs_ddp.ipynb"),
+        ("./my/../my/03_dataparallel_vs_ddp.ipynb", "my/03_dataparallel_vs_ddp.ipynb"),
+    ],
+)
+def test_a_name_opens_the_learners_copy(course, name, path):
+    found, said = start.opened(name, course)
+    assert found == path and (course / path).is_file() and len(said) == 1
+    assert start.opened(name, course) == (path, [])
+
+
+def test_a_copy_under_a_name_of_its_own_is_opened_too(course):
+    start.opened("00", course)
+    (course / "my" / "00_gpu_checks.ipynb").rename(course / "my" / "my try, 50%.ipynb")
+    path, _ = start.opened("my/my try, 50%.ipynb", course)
+    assert option("LabApp.default_url", start.arguments(path, course)) == "/lab/tree/my/my%20try%2C%2050%25.ipynb"
+    assert option("ServerApp.root_dir", start.arguments(path, course)) == str(course)
+
+
+def test_another_path_is_opened_as_it_stands(course):
+    """For readers: nothing is written, so that it works where nothing can be written."""
+    path = "notebooks/03_dataparallel_vs_ddp.ipynb"
+    assert start.opened(path, course) == (path, []) and start.opened(str(course / path), course) == (path, [])
+    assert not (course / "my").exists()
+
+
+def test_my_may_be_a_link_to_a_folder_elsewhere(course, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (course / "my").symlink_to(tmp_path / "elsewhere")
+    assert (
+        start.opened("00", course)[0] == start.opened("my/00_gpu_checks.ipynb", course)[0] == "my/00_gpu_checks.ipynb"
+    )
+    assert (tmp_path / "elsewhere" / "00_gpu_checks.ipynb").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("09", "there is no notebook '09'; there are 00_gpu_checks, "),
+        ("notebooks/09_none.ipynb", "there is no file notebooks/09_none.ipynb in the course"),
+        ("../secret.txt", "there is no file ../secret.txt in the course"),
+        ("/etc/hostname", "there is no file /etc/hostname in the course"),
+        ("my/none.ipynb", "there is no file my/none.ipynb: name a notebook, such as 03"),
+    ],
+)
+def test_what_is_not_there_is_one_line(course, name, told):
+    with pytest.raises(BadInput, match=re.escape(told)):
+        start.opened(name, course)
+
+
+def test_bad_input_starts_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["labs.start", "09", "--no-browser"])
+    with pytest.raises(SystemExit, match="2"):
+        start.main()
+    assert capsys.readouterr().err.startswith("python -m labs.start: there is no notebook '09'")
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "options"),
+    [
+        ([], "00", []),
+        (["03"], "03", []),
+        (["--port", "9000"], "00", ["--port", "9000"]),
+        (["03", "--no-browser", "--port", "9000"], "03", ["--no-browser", "--port", "9000"]),
+    ],
+)
+def test_what_follows_the_notebook_goes_to_jupyterlab(monkeypatch, words, name, options):
+    import jupyterlab.labapp
+
+    asked, given = [], []
+    monkeypatch.setattr(start, "opened", lambda name: asked.append(name) or (f"my/{name}.ipynb", []))
+    monkeypatch.setattr(jupyterlab.labapp, "main", lambda: given.extend(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["labs.start", *words])
+    monkeypatch.setenv("JUPYTER_PATH", "elsewhere")
+    monkeypatch.delenv("JUPYTER_PREFER_ENV_PATH")
+    start.main()
+    assert asked == [name] and given == [*start.arguments(f"my/{name}.ipynb"), *options]
+    assert os.environ["JUPYTER_PREFER_ENV_PATH"] == "1" and "JUPYTER_PATH" not in os.environ

@@ -38,7 +38,7 @@ def tracked() -> list[Path]:
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
     if listed is None or listed.returncode:  # a container without git, an archive without .git
-        skip = {".venv", "build", ".cache", "__pycache__", ".pytest_cache", ".ruff_cache"}
+        skip = {".venv", "my", "build", ".cache", "__pycache__", ".pytest_cache", ".ruff_cache"}
         skip.add("gpu_training_course.egg-info")
         return [p for p in ROOT.rglob("*") if p.is_file() and not skip & set(p.relative_to(ROOT).parts)]
     return [p for name in listed.stdout.split("\0") if name and (p := ROOT / name).is_file()]
@@ -133,7 +133,7 @@ def test_dockerfile_installs_the_list_as_a_user_without_privileges():
     users = [(index, value) for index, (name, value) in enumerate(steps) if name == "USER"]
     assert users and all(value not in {"root", "0"} for _, value in users)
     assert users[0][0] < min(i for i, (_, value) in enumerate(steps) if "pip install" in value)
-    assert steps[-1][0] == "CMD" and "jupyterlab" in steps[-1][1]
+    assert steps[-1][0] == "CMD" and "labs.start" in steps[-1][1]
 
 
 def test_dockerfile_leaves_the_token_on_and_explains_shared_memory():

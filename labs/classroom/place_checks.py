@@ -30,7 +30,7 @@ def folder_problems(root: Path) -> dict[str, str]:
     """Each folder that must take files, and why it does not, or ""."""
     takes = jupyter_checks.folder_problem
     return {
-        "notebooks": takes(root / "notebooks"),
+        "my": takes(root / "my"),
         "build": takes(root / "build"),
         "runtime": takes(jupyter_checks.runtime_folder()),
         "temporary": takes(Path(tempfile.gettempdir()), TEMPORARY_BYTES),
@@ -40,7 +40,7 @@ def folder_problems(root: Path) -> dict[str, str]:
 def folders(problems: Mapping[str, str]) -> list[Check]:
     """A check of each folder that must take files, from {its name here: why it does not, or ""}."""
     remedies = {
-        "notebooks": ("fail", "run: chmod u+w notebooks notebooks/*.ipynb (or clone the course into your own home)"),
+        "my": ("fail", "run: chmod -R u+w . (or clone the course into your own home: your notebooks are in its my/)"),
         "build": ("warn", "run: chmod -R u+w build (make course and this report write there)"),
         "runtime": ("fail", jupyter_checks.OTHER_RUNTIME),
         "temporary": ("fail", "run: export TMPDIR=/var/tmp (or another folder with 1 GiB free)"),

@@ -1,0 +1,287 @@
+"""The learner's own copies of the notebooks, in my/: made once, without outputs, never overwritten.
+
+    python -m labs.kit.copies           # make those that are missing, and say which are older than the course
+    python -m labs.kit.copies 03        # put the present version of notebook 03 beside your copy of it
+
+Without outputs nobody reads an answer before predicting, and `git pull` never meets a learner's work: git ignores my/.
+A copy says in its own metadata which notebook it was made of and which cells that had; nothing else is kept.
+A copy that holds no work (nothing in it was changed or run) is renewed when the course moves on. Any other stays as
+it is: then a page beside it in my/, and a line in the terminal, give the command that puts the new version beside it.
+Exit code: 0, or 2 if my/ or the notebook's name cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import itertools
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+from labs.kit import fingerprint
+from labs.kit.errors import BadInput, require
+from labs.kit.record import write_atomic
+
+ROOT = fingerprint.ROOT
+FOLDER = "my"
+STAMP = "course_copy"  # key in a copy's metadata: {"of": name, "cells": hash of the original's cells, "made": date}
+NOTICE = "_has_a_new_version.md"  # after the number: the list of files shows some 25 characters of a name
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A notebook in my/."""
+
+    path: Path
+    cells: str = ""
+    """Hash of the cells that it has now; empty if the file is no notebook."""
+    of: str = ""
+    """Name of the notebook that it was made of; its own where it does not say."""
+    made_of: str = ""
+    """Hash of the cells that the original had then; empty if it does not say."""
+    made: str = ""
+    """Day on which it was made, such as 2026-11-22."""
+    was_run: bool = False
+    """Some cell has an output or an execution count."""
+
+    @property
+    def holds_work(self) -> bool:
+        """Whether anybody changed or ran anything in it, as far as it tells."""
+        return self.was_run or not self.made_of or self.cells != self.made_of
+
+    def is_of(self, version: str) -> bool:
+        """Whether it was made of these cells, or has them by now."""
+        return version in (self.cells, self.made_of)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found of one notebook, and done about it."""
+
+    state: Literal["made", "current", "renewed", "old", "beside", "unreadable", "gone"]
+    """beside: the new version now stands beside the old copy. unreadable: the original is no notebook. gone: the
+    course has no such notebook any more."""
+    name: str
+    """The original's, without .ipynb."""
+    path: Path
+    """The copy it is about; the original where that is unreadable."""
+    old: Copy | None = None
+    """The learner's older copy."""
+
+
+def update(names: Iterable[str] = (), root: Path = ROOT, *, beside: bool = False) -> list[Found]:
+    """Make the copies that are missing in `root`/my, renew those that hold no work, and note which ones are old.
+
+    `names` are those of notebooks, such as "03_dataparallel_vs_ddp"; default: all. With `beside`, the present version
+    of each one whose copy is old is put beside that. Raises BadInput, in one line, if my/ cannot be used.
+    """
+    originals, my = notebooks(root), root / FOLDER
+    chosen = {name: originals[name] for name in names} or originals
+    try:
+        my.mkdir(exist_ok=True)
+        copies = [read(path) for path in sorted(my.glob("*.ipynb"))]
+        found = [_update(path, my, [c for c in copies if c.of == name], beside) for name, path in chosen.items()]
+        for one in found:
+            _note(one, my)
+    except OSError as e:
+        raise BadInput(_cannot_write(my, e)) from None
+    gone = [c for c in copies if c.made_of and c.of not in originals]
+    return found + [Found("gone", c.of, c.path, c) for c in gone if chosen == originals]
+
+
+def _update(original: Path, my: Path, copies: list[Copy], beside: bool) -> Found:
+    name, target = original.stem, my / original.name
+    try:
+        version = fingerprint.notebook(original)
+    except (ValueError, OSError):
+        return Found("unreadable", name, original)
+    mine = next((c for c in copies if c.path == target), None)
+    if mine is None:  # never made; or renamed or deleted, to start again
+        return Found("made" if _place(target, without_outputs(original)) else "current", name, target)
+    if current := next((c for c in copies if c.is_of(version)), None):
+        return Found("current", name, current.path)
+    if not mine.holds_work:
+        write_atomic(target, without_outputs(original))
+        return Found("renewed", name, target, mine)
+    if not beside:
+        return Found("old", name, target, mine)
+    for number in itertools.count(1):
+        path = my / f"{name}_new_{date.today()}{f'_{number}' if number > 1 else ''}.ipynb"
+        if _place(path, without_outputs(original)):
+            return Found("beside", name, path, mine)
+    raise AssertionError  # count() has no end
+
+
+def notebooks(root: Path = ROOT) -> dict[str, Path]:
+    """{name without .ipynb: path} of the course's notebooks. BadInput if there are none."""
+    found = {path.stem: path for path in sorted((root / "notebooks").glob("*.ipynb"))}
+    require(bool(found), f"there are no notebooks in {root / 'notebooks'}: run this in a checkout of the course")
+    return found
+
+
+def choose(name: str, root: Path = ROOT) -> str:
+    """The notebook that is meant by "03", "3", its name, or the path of a copy. BadInput names those there are."""
+    known, wanted = notebooks(root), Path(name).name.removesuffix(".ipynb").casefold()
+    meant = [n for n in known if wanted in (n.casefold(), number(n).casefold(), number(n).lstrip("0") or "0")]
+    require(len(meant) == 1, f"there is no notebook {name!r}; there are {', '.join(known)}")
+    return meant[0]
+
+
+def number(name: str) -> str:
+    """The "03" of "03_dataparallel_vs_ddp"."""
+    return name.partition("_")[0]
+
+
+def without_outputs(original: Path) -> str:
+    """The text of a copy: the notebook's cells with nothing that a run left, stamped with what it was made of."""
+    notebook = json.loads(original.read_text("utf-8"))
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+    kept = {k: v for k, v in notebook.get("metadata", {}).items() if k in ("kernelspec", "language_info")}
+    stamp = {"of": original.stem, "cells": fingerprint.notebook(original), "made": f"{date.today()}"}
+    notebook["metadata"] = {STAMP: stamp, **kept}
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def read(path: Path) -> Copy:
+    """What a file in my/ says of itself. One that is no notebook is a copy without cells."""
+    try:
+        cells = fingerprint.notebook(path)
+        notebook = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError):
+        return Copy(path, of=path.stem)
+    stamp = _strings(notebook.get("metadata"), STAMP)
+    was_run = any(cell.get("outputs") or cell.get("execution_count") for cell in notebook["cells"])
+    return Copy(path, cells, stamp.get("of", path.stem), stamp.get("cells", ""), stamp.get("made", ""), was_run)
+
+
+def _strings(metadata: Any, key: str) -> dict[str, str]:
+    """The texts in metadata[key]; {} if anything there is not as it should be: people edit metadata."""
+    inner = metadata.get(key) if isinstance(metadata, dict) else None
+    return {k: v for k, v in inner.items() if isinstance(v, str)} if isinstance(inner, dict) else {}
+
+
+def _place(target: Path, text: str) -> bool:
+    """Write a new file, whole; False, and nothing is written, if there is one of that name by now."""
+    temporary = write_atomic(target.with_name(f".{secrets.token_hex(4)}.tmp"), text)
+    try:
+        os.link(temporary, target)  # unlike a rename, it never replaces: two may start at the same time
+    except FileExistsError:
+        return False
+    except OSError:  # a disk without hard links, such as FAT
+        if os.path.lexists(target):
+            return False
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _note(found: Found, my: Path) -> None:
+    """Write the page that says in the list of files that a copy is old, or remove it."""
+    page = my / f"{number(found.name)}{NOTICE}"
+    if found.old and found.state == "old":
+        text = notice(found.old)
+        if not page.is_file() or page.read_text("utf-8") != text:
+            write_atomic(page, text)
+    elif found.state != "unreadable":
+        page.unlink(missing_ok=True)
+
+
+def notice(old: Copy) -> str:
+    """The page beside an old copy, in Markdown."""
+    short = number(old.of)
+    return f"""# Notebook {short} has a new version
+
+{_why_old(old)} It stays as it is, with all that you wrote. The code that its cells call is the new one already, so
+that an old cell may ask for what is no longer there.
+
+To put the new version beside your copy, run this in a cell of any notebook of the course:
+
+    %run -m labs.kit.copies {short}
+
+or this in a terminal, in the folder of the course:
+
+    {command(short)}
+
+Then this page goes away.
+"""
+
+
+def _why_old(old: Copy) -> str:
+    name = f"{FOLDER}/{old.path.name}"
+    if not old.cells:
+        return f"{name} cannot be read as a notebook."
+    if not old.made_of:
+        return f"{name} has other cells than the course's notebook, and does not say of which version it was made."
+    return f"{name}{f', made on {old.made},' if old.made else ''} is a copy of an older version."
+
+
+def command(short: str) -> str:
+    """What puts the new version of a notebook beside a copy, as typed in the folder of the course."""
+    venv = Path(sys.prefix)
+    python = f"{venv.relative_to(ROOT).as_posix()}/bin/python" if venv.is_relative_to(ROOT) else "python"
+    return f"{python} -m labs.kit.copies {short}"
+
+
+def lines(found: list[Found]) -> list[str]:
+    """What a learner should know, in one line for each thing; nothing where all is as it was."""
+    said, made = [], [f for f in found if f.state == "made"]
+    if made:
+        what = f"{FOLDER}/{made[0].path.name}" if len(made) == 1 else f"{len(made)} notebooks in {FOLDER}/"
+        said.append(f"{what}: your own, without outputs, made once. notebooks/ holds the originals, with outputs.")
+    for one in found:
+        mine = f"{FOLDER}/{one.path.name}"
+        if one.state == "renewed":
+            said.append(f"{mine} is now the new version: you had changed and run nothing in it.")
+        elif one.state == "old" and one.old:
+            said.append(f"{_why_old(one.old)} It stays; to get the new one beside it: {command(number(one.name))}")
+        elif one.state == "beside" and one.old:
+            said.append(f"{mine} is the new version. {FOLDER}/{one.old.path.name} stays as it was.")
+        elif one.state == "unreadable":
+            said.append(f"notebooks/{one.path.name} is not a notebook: git checkout -- notebooks/{one.path.name}")
+        elif one.state == "gone":
+            said.append(f"{mine} stays, but the course has no notebook of the name {one.name} any more.")
+    return said
+
+
+def _cannot_write(my: Path, e: OSError) -> str:
+    if os.path.lexists(my) and not my.is_dir():
+        return f"{my} is not a folder, and your copies of the notebooks go into one of that name: rename it"
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"cannot write in {my} ({e.strerror}): free some space; nothing is half written"
+    owner = my.stat().st_uid if my.is_dir() and hasattr(os, "getuid") else None
+    whose = f"; it belongs to user {owner}, you are user {os.getuid()}" if owner not in (None, os.getuid()) else ""
+    return (f"cannot write in {my} ({e.strerror or e}{whose}): clone the course into a folder of your own, or open the "
+            "originals with START=notebooks/00_gpu_checks.ipynb")  # fmt: skip
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m labs.kit.copies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("notebooks", nargs="*", help="such as 03: put its present version beside an older copy")
+    options = parser.parse_args()
+    try:
+        names = [choose(name) for name in options.notebooks]
+        found = update(names, beside=bool(names))
+    except BadInput as e:
+        print(f"{parser.prog}: {e}", file=sys.stderr)
+        return 2
+    said = lines(found)
+    said += [f"{FOLDER}/{f.path.name} is of the present version." for f in found if names and f.state == "current"]
+    print("\n".join(said or [f"All copies in {FOLDER}/ are of the present version."]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

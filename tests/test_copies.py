@@ -1,0 +1,359 @@
+"""The learner's copies: without outputs, made once, never overwritten, and told when the course has moved on."""
+
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from processes import new_environment
+
+from labs.kit import copies
+from labs.kit.errors import BadInput
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+A, B = "00_a", "01_b"
+
+
+def write_original(root: Path, name: str, source: str = "predict(3)", output: str = "3") -> Path:
+    """A notebook of the course, as committed: with an output and the stamp of its run."""
+    shown = [new_output("stream", text=output)]
+    cells = [new_markdown_cell(f"# {name}"), new_code_cell(source, outputs=shown, execution_count=1)]
+    path = root / "notebooks" / f"{name}.ipynb"
+    path.parent.mkdir(exist_ok=True)
+    metadata = {"course_run": {"cells": "0"}, "kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    nbformat.write(new_notebook(cells=cells, metadata=metadata), path)
+    return path
+
+
+@pytest.fixture
+def course(tmp_path):
+    """A course of two notebooks, in a folder with a space in its name, copied once."""
+    root = tmp_path / "my course"
+    root.mkdir()
+    write_original(root, A)
+    write_original(root, B)
+    assert states(root) == {A: "made", B: "made"}
+    return root
+
+
+def states(root: Path, *names: str, beside: bool = False) -> dict[str, str]:
+    return {found.name: found.state for found in copies.update(names, root, beside=beside)}
+
+
+def said(root: Path) -> str:
+    return "\n".join(copies.lines(copies.update(root=root)))
+
+
+def edit(path: Path, change) -> bytes:
+    """Change a notebook as JupyterLab saves it; returns the file's bytes."""
+    notebook = nbformat.read(path, as_version=4)
+    change(notebook)
+    nbformat.write(notebook, path)
+    return path.read_bytes()
+
+
+def write_a_prediction(notebook):
+    notebook.cells[1].source = "predict(4)"
+
+
+def run_it(notebook):
+    notebook.cells[1].outputs = [new_output("stream", text="3")]
+
+
+def run_it_without_an_output(notebook):
+    notebook.cells[1].execution_count = 1
+
+
+def delete_a_cell(notebook):
+    del notebook.cells[0]
+
+
+def no_more(notebook):
+    """What JupyterLab itself writes when a kernel starts and a cell is folded."""
+    notebook.metadata["language_info"] = {"name": "python", "version": "3.99"}
+    notebook.cells[1].metadata["collapsed"] = True
+
+
+WORK = [write_a_prediction, run_it, run_it_without_an_output, delete_a_cell]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """The course itself, copied into a folder with a space in its name; git knows its files."""
+    root = tmp_path_factory.mktemp("real") / "my course"
+    listed = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"], capture_output=True
+    )
+    if listed.returncode:
+        pytest.skip("no git here")
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+    identity = ["-c", "user.name=course", "-c", "user.email=course@localhost"]
+    for command in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "The course"]):
+        subprocess.run(["git", "-C", root, *command], check=True)
+    return root
+
+
+def test_a_copy_is_the_notebook_without_what_a_run_left(real):
+    copies.update(root=real)
+    for original in NOTEBOOKS:
+        had, has = (nbformat.read(p, as_version=4) for p in (original, real / "my" / original.name))
+        nbformat.validate(has)
+        keep = ("id", "cell_type", "source", "metadata")
+        assert [[c.get(k) for k in keep] for c in has.cells] == [[c.get(k) for k in keep] for c in had.cells]
+        assert not any(c.get("outputs") or c.get("execution_count") for c in has.cells)
+        assert set(has.metadata) == {"course_copy", "kernelspec", "language_info"}
+
+
+def test_links_and_pictures_work_from_there(real):
+    copies.update(root=real)
+    found = 0
+    for path in sorted((real / "my").glob("*.ipynb")):
+        texts = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "markdown"]
+        targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", "\n".join(texts))
+        own = [t for pair in targets if (t := "".join(pair).partition("#")[0]) and not re.match(r"[a-z]+:", t)]
+        assert [t for t in own if not (path.parent / t).exists()] == []
+        assert [t for t in own if "notebooks/" in t] == [], "leads out of my/, to the answers"
+        found += len(own)
+    assert found > 2 * len(NOTEBOOKS)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("cells", [15, pytest.param(None, marks=pytest.mark.long)])
+def test_git_sees_nothing_of_a_day_of_learning(real, tmp_path, cells):
+    """Copies made, one cut short, run and saved, in a room: `git status` is as clean as in the morning."""
+    environment = new_environment(COURSE_SMOKE="1", COURSE_ROOM=str(tmp_path / "room"), COURSE_NAME="ada")
+    environment["PYTHONPATH"] = os.pathsep.join([str(real), environment["PYTHONPATH"]])
+    (tmp_path / "room").mkdir()
+    subprocess.run([sys.executable, "-m", "labs.kit.copies"], env=environment, cwd=real, check=True)
+    path = real / "my" / "00_gpu_checks.ipynb"
+    edit(path, lambda notebook: notebook.update(cells=notebook.cells[:cells]))
+    nbconvert = "nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3"
+    run = [sys.executable, "-m", *nbconvert.split(), str(path)]
+    done = subprocess.run(run, env=environment, cwd=path.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ran = nbformat.read(path, as_version=4)
+    assert all(c.execution_count for c in ran.cells if c.cell_type == "code" and c.source.strip())
+    assert list((tmp_path / "room" / "ada").glob("*.jsonl")), "the room keeps what is measured in my/"
+    status = subprocess.run(["git", "-C", real, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    assert status.stdout == ""
+    assert copies.update(["00_gpu_checks"], real)[0].state == "current"
+
+
+@pytest.mark.parametrize("work", [*WORK, no_more])
+def test_a_copy_is_made_once(course, work):
+    kept = edit(course / "my" / f"{A}.ipynb", work)
+    assert states(course) == {A: "current", B: "current"} and said(course) == ""
+    assert (course / "my" / f"{A}.ipynb").read_bytes() == kept
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_work_stays_when_the_course_moves_on_and_the_new_one_comes_beside_it(course, work):
+    mine, page = course / "my" / f"{A}.ipynb", course / "my" / "00_has_a_new_version.md"
+    kept = edit(mine, work)
+    write_original(course, A, "predict(5)")
+    assert states(course) == {A: "old", B: "current"}
+    assert f"my/{A}.ipynb" in said(course) and "labs.kit.copies 00" in said(course)
+    assert "%run -m labs.kit.copies 00" in page.read_text()
+    assert states(course, A, beside=True) == {A: "beside"}
+    new = next((course / "my").glob(f"{A}_new_*.ipynb"))
+    assert nbformat.read(new, as_version=4).cells[1].source == "predict(5)"
+    assert not page.exists() and said(course) == "" and mine.read_bytes() == kept
+    newer = edit(new, work)
+    write_original(course, A, "predict(6)")
+    assert states(course, A, beside=True) == {A: "beside"}, "a second one on the same day"
+    assert len(list((course / "my").glob(f"{A}_new_*.ipynb"))) == 2
+    assert mine.read_bytes() == kept and new.read_bytes() == newer
+
+
+def test_a_copy_that_holds_no_work_is_renewed(course):
+    edit(course / "my" / f"{A}.ipynb", no_more)
+    write_original(course, A, "predict(5)")
+    assert f"my/{A}.ipynb is now the new version" in said(course)
+    assert nbformat.read(course / "my" / f"{A}.ipynb", as_version=4).cells[1].source == "predict(5)"
+    assert states(course) == {A: "current", B: "current"}
+
+
+def test_other_outputs_are_no_new_version(course):
+    write_original(course, A, output="4")
+    assert states(course) == {A: "current", B: "current"}
+
+
+def test_a_copy_that_has_the_new_cells_is_not_old(course):
+    write_original(course, A, "predict(4)")
+    edit(course / "my" / f"{A}.ipynb", write_a_prediction)
+    assert states(course)[A] == "current"
+
+
+def test_renamed_or_deleted_is_started_again(course):
+    mine = course / "my" / f"{A}.ipynb"
+    kept = edit(mine, write_a_prediction)
+    mine.rename(course / "my" / "mine.ipynb")
+    assert states(course)[A] == "made" and (course / "my" / "mine.ipynb").read_bytes() == kept
+    mine.unlink()
+    assert states(course)[A] == "made"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "cannot be read"),
+        ("<<<<<<< HEAD\n", "cannot be read"),
+        ('{"cells": [], "metadata": {}}', "other cells"),
+        ('{"cells": [], "metadata": {"course_copy": ["00_a"]}}', "other cells"),
+        ('{"cells": [], "metadata": {"course_copy": {"of": 3, "cells": null}}}', "other cells"),
+        ('{"cells": [], "metadata": {"course_copy": {"of": "00_a", "cells": "0"}}}', "older version"),
+    ],
+)
+def test_whatever_stands_there_stays_and_is_told(course, text, told):
+    mine = course / "my" / f"{A}.ipynb"
+    mine.write_text(text)
+    assert told in said(course) and mine.read_text() == text
+    assert states(course, A, beside=True) == {A: "beside"} and mine.read_text() == text
+
+
+def test_a_notebook_copied_by_hand_counts_as_long_as_it_is_the_present_one(course):
+    shutil.copy(course / "notebooks" / f"{A}.ipynb", course / "my" / f"{A}.ipynb")
+    assert states(course)[A] == "current"
+
+
+def test_a_damaged_original_costs_nobody_the_others(course):
+    path = write_original(course, "02_c")
+    path.write_text("<<<<<<< HEAD")
+    write_original(course, "03_d")
+    assert states(course) == {A: "current", B: "current", "02_c": "unreadable", "03_d": "made"}
+    assert "git checkout -- notebooks/02_c.ipynb" in said(course)
+
+
+def test_a_notebook_that_the_course_dropped_is_kept_and_told(course):
+    (course / "notebooks" / f"{B}.ipynb").rename(course / "notebooks" / "01_renamed.ipynb")
+    assert states(course) == {A: "current", "01_renamed": "made", B: "gone"}
+    assert f"my/{B}.ipynb stays" in said(course) and (course / "my" / f"{B}.ipynb").exists()
+
+
+def test_names_of_a_notebook(course):
+    for name in ("00", "0", A, f"{A}.ipynb", f"my/{A}.ipynb", "00_A"):
+        assert copies.choose(name, course) == A
+    for name in ("02", "", "_a", "00_"):
+        with pytest.raises(BadInput, match=rf"there is no notebook '{name}'; there are {A}, {B}"):
+            copies.choose(name, course)
+
+
+# -- what cannot work is one line, and nothing is half written
+
+
+def test_two_that_start_at_the_same_time_make_each_copy_once(real):
+    shutil.rmtree(real / "my", ignore_errors=True)
+    environment = new_environment(PYTHONPATH=str(real))
+    command = [sys.executable, "-m", "labs.kit.copies"]
+    running = [subprocess.Popen(command, cwd=real, env=environment) for _ in range(3)]
+    assert [p.wait() for p in running] == [0, 0, 0]
+    assert sorted(p.name for p in (real / "my").iterdir()) == [p.name for p in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path, monkeypatch, links):
+    def no_links(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:  # a disk such as FAT
+        monkeypatch.setattr(os, "link", no_links)
+    target = tmp_path / "a.ipynb"
+    assert copies._place(target, "one") and target.read_text() == "one"
+    assert not copies._place(target, "two") and target.read_text() == "one"
+    assert os.listdir(tmp_path) == ["a.ipynb"]
+
+
+def test_a_disk_that_is_full_leaves_nothing_half_written(real):
+    """As a limit on the size of a file, between those of the smallest copy and of the largest."""
+    copies.update(root=real)
+    sizes = sorted(p.stat().st_size for p in (real / "my").glob("*.ipynb"))
+    shutil.rmtree(real / "my")
+    limit = sizes[len(sizes) // 2]
+    done = subprocess.run(
+        [sys.executable, "-m", "labs.kit.copies"], cwd=real, env=new_environment(PYTHONPATH=str(real)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "cannot write in" in done.stderr
+    for path in (real / "my").iterdir():
+        assert path.suffix == ".ipynb" and not path.name.startswith(".")
+        nbformat.validate(nbformat.read(path, as_version=4))
+    assert all(f.state in ("made", "current") for f in copies.update(root=real))
+    assert len(list((real / "my").iterdir())) == len(NOTEBOOKS)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(errno.EROFS, "clone the course"), (errno.EACCES, "clone the course"), (errno.ENOSPC, "free some space")],
+)
+def test_a_folder_that_takes_no_files_is_one_line(course, monkeypatch, code, told):
+    def refuse(path, text):
+        raise OSError(code, os.strerror(code), str(path))
+
+    (course / "my" / f"{A}.ipynb").unlink()
+    monkeypatch.setattr(copies, "write_atomic", refuse)
+    with pytest.raises(BadInput, match=told) as raised:
+        copies.update(root=course)
+    assert os.strerror(code) in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_checkout_without_the_right_to_write(course):
+    shutil.rmtree(course / "my")
+    course.chmod(0o555)
+    try:
+        with pytest.raises(BadInput, match="clone the course into a folder of your own"):
+            copies.update(root=course)
+    finally:
+        course.chmod(0o755)
+
+
+def test_nothing_is_written_where_nothing_is_to_do(course, monkeypatch):
+    """So a read-only folder that has all copies can be opened."""
+    monkeypatch.setattr(copies, "write_atomic", lambda *_: pytest.fail("wrote"))
+    assert states(course) == {A: "current", B: "current"}
+
+
+@pytest.mark.parametrize("kind", ["file", "broken link"])
+def test_my_that_is_no_folder_is_one_line(course, kind):
+    shutil.rmtree(course / "my")
+    (course / "my").write_text("") if kind == "file" else (course / "my").symlink_to("nowhere")
+    with pytest.raises(BadInput, match="is not a folder.*rename it"):
+        copies.update(root=course)
+
+
+def test_a_place_without_notebooks_is_one_line(tmp_path):
+    with pytest.raises(BadInput, match="there are no notebooks in"):
+        copies.update(root=tmp_path)
+
+
+def test_the_command_in_a_cell(real):
+    """`%run -m` as the page in my/ has it, from the folder in which a learner's kernel runs."""
+    shutil.rmtree(real / "my", ignore_errors=True)
+    copies.update(root=real)
+    mine = real / "my" / "00_gpu_checks.ipynb"
+    edit(mine, delete_a_cell)
+    edit(mine, lambda notebook: notebook.metadata.course_copy.update(cells="0"))
+    assert copies.update(["00_gpu_checks"], real)[0].state == "old"
+    magic = re.search("%run .*", (real / "my" / "00_has_a_new_version.md").read_text())[0]
+    ipython, environment = [sys.executable, "-m", "IPython", "-c", magic], new_environment(PYTHONPATH=str(real))
+    done = subprocess.run(ipython, cwd=mine.parent, env=environment, capture_output=True, text=True)
+    assert "is the new version" in done.stdout, done.stderr
+    assert sorted(p.name for p in mine.parent.glob("00*"))[1].startswith("00_gpu_checks_new_")
+
+
+def test_the_stamp_is_all_that_is_kept(course):
+    stamp = json.loads((course / "my" / f"{A}.ipynb").read_text())["metadata"]["course_copy"]
+    assert set(stamp) == {"of", "cells", "made"} and stamp["of"] == A
+    assert sorted(os.listdir(course / "my")) == [f"{A}.ipynb", f"{B}.ipynb"]
