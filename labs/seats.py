@@ -4,7 +4,7 @@
     python -m labs.seats --learners 8 --room /srv/room --queue /srv/queue --scripts seats     # a script per seat
     python -m labs.seats --learners 8 --json
 
-Nothing is started. Each seat's command line is run by its learner, in a copy of the course of their own. Where there
+Nothing is started. Each seat's command line is run by its learner, in a clone of the course of their own: their notebooks are in its my/. Where there
 are more seats than devices, several share the same ones and launches take turns with COURSE_QUEUE (labs.kit.turns).
 """
 
@@ -95,7 +95,7 @@ class Seat:
         """The same as a script."""
         exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in self.environment.items())
         return (
-            f"#!/bin/sh\n# {self.name}: run it in the learner's own copy of the course.\n{exports}exec {self.start}\n"
+            f"#!/bin/sh\n# {self.name}: run it in the learner's own clone of the course.\n{exports}exec {self.start}\n"
         )
 
 

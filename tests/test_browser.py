@@ -5,15 +5,18 @@ file. What only a browser can prove is what JupyterLab makes of it. Therefore:
 * every notebook is opened as it is committed, by a user who has not run it yet (JupyterLab then trusts no HTML), and
   each picture, table, formula and output of the file is on the page, and no error;
 * two notebooks, which between them have every kind of output, are emptied and run by "Run All Cells", saved and read
-  again: that an output is shown while it comes depends on its kind, not on its notebook.
+  again: that an output is shown while it comes depends on its kind, not on its notebook;
+* `python -m labs.start` in a fresh checkout opens the learner's copy, and its list of files tells of an old one.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import chromium
@@ -24,6 +27,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from playwright.sync_api import Page, expect, sync_playwright
 from processes import SURVIVAL_S, is_backstage, new_environment, wait_for
 
+from labs.kit import copies
 from labs.kit.course_page import pictures
 
 ROOT = Path(__file__).parents[1]
@@ -82,21 +86,24 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """JupyterLab on a free port, with settings of its own and smoke runs; yields its URL, token and process."""
-    home = folder.parent
+    options = ["-m", "jupyterlab", f"--ServerApp.root_dir={folder}", ENCRYPTED, ASKS_NOTHING]
+    with serving(options, folder.parent) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving(options: list[str], home: Path, **more: str) -> Iterator[tuple[str, str, psutil.Process]]:
+    """What Python starts with these options, which end in JupyterLab: its URL, token and process."""
     names = ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR")
     names += ("JUPYTERLAB_WORKSPACES_DIR", "JUPYTERLAB_SETTINGS_DIR")
-    environment = new_environment(COURSE_SMOKE="1", **{name: str(home / name) for name in names})
+    environment = new_environment(COURSE_SMOKE="1", **{name: str(home / name) for name in names}, **more)
     for name, values in SETTINGS.items():
         (home / "JUPYTERLAB_SETTINGS_DIR" / name).parent.mkdir(parents=True, exist_ok=True)
         (home / "JUPYTERLAB_SETTINGS_DIR" / name).write_text(json.dumps(values))
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port=0", "--ip=127.0.0.1", ENCRYPTED]
-    command += [
-        ASKS_NOTHING,
-        f"--ServerApp.root_dir={folder}",
-        *(["--allow-root"] if os.name == "posix" and os.geteuid() == 0 else []),
-    ]
+    command = [sys.executable, *options, "--no-browser", "--ServerApp.port=0", "--ip=127.0.0.1"]
+    command += ["--allow-root"] if os.name == "posix" and os.geteuid() == 0 else []
     with open(home / "server.log", "w") as log:
-        process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        process = psutil.Popen(command, cwd=home, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
         found = wait_for(lambda: list((home / "JUPYTER_RUNTIME_DIR").glob("jpserver-*.json")), what="JupyterLab")
         details = wait_for(lambda: (text := found[0].read_text()) and json.loads(text), what="its address")
@@ -263,6 +270,70 @@ def test_an_error_is_noticed(page, server):
     run_all(page)
     wait_until_done(page)
     assert page.locator(ERRORS).count() == 2
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The course as it comes, in a folder with a space in its name."""
+    root = tmp_path / "my course"
+    for name in ("notebooks", "labs"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    shutil.copy(ROOT / "GLOSSARY.md", root)
+    return root
+
+
+def started(checkout: Path, home: Path) -> contextlib.AbstractContextManager:
+    """`python -m labs.start` of that checkout."""
+    home.mkdir()
+    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return serving(["-m", "labs.start"], home, PYTHONPATH=path)
+
+
+def files_listed(page: Page) -> list[str]:
+    return page.locator(".jp-DirListing-item .jp-DirListing-itemName").all_inner_texts()
+
+
+def test_a_fresh_start_opens_a_copy_without_outputs(browser, checkout, tmp_path):
+    with started(checkout, tmp_path / "home") as (url, token, _):
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"{url}?token={token}")
+        first = page.locator(".jp-Notebook")
+        expect(first.locator("h1")).to_contain_text("Check your machine")
+        expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
+        assert page.locator(".jp-OutputArea-output").count() == 0 and first.locator(".jp-CodeCell").count() > 10
+        assert not any(re.search(r"\d", prompt) for prompt in prompts(page))
+        expect(page.locator(".jp-DirListing-item")).to_have_count(len(NOTEBOOKS))
+        assert files_listed(page) == [p.name for p in NOTEBOOKS]
+        screenshot(page, "fresh-start")
+        first.get_by_role("link", name=re.compile("^Next: 01")).click()
+        expect(page.locator(".jp-Notebook:visible h1")).to_contain_text("Measure without fooling yourself")
+        page.locator('.jp-Notebook:visible a[href*="GLOSSARY.md"]').first.click()
+        expect(page.locator(".jp-MarkdownViewer:visible h1")).to_contain_text("Glossary")
+        page.close()
+    assert {p.name for p in (checkout / "my").glob("*.ipynb")} == {p.name for p in NOTEBOOKS}
+
+
+def test_the_list_of_files_tells_of_an_old_copy(browser, checkout, tmp_path):
+    copies.update(root=checkout)
+    for path in (
+        checkout / "my" / "03_dataparallel_vs_ddp.ipynb",
+        checkout / "notebooks" / "03_dataparallel_vs_ddp.ipynb",
+    ):
+        notebook = nbformat.read(path, as_version=4)
+        notebook.cells.append(new_markdown_cell(f"one more in {path.parent.name}"))
+        nbformat.write(notebook, path)
+    with started(checkout, tmp_path / "home") as (url, token, _):
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"{url}?token={token}")
+        told = page.locator(".jp-DirListing-item", has_text="03_is_old.md")
+        expect(told).to_be_visible()
+        assert files_listed(page).index("03_is_old.md") in (3, 4), "not beside the copy"
+        told.dblclick()
+        shown = page.locator(".jp-MarkdownViewer:visible")
+        expect(shown).to_contain_text("%run -m labs.kit.copies 03")
+        screenshot(page, "an-old-copy")
+        page.close()
+    assert "03_dataparallel_vs_ddp.ipynb, made on" in (tmp_path / "home" / "server.log").read_text()
 
 
 def run_completely(path: Path) -> nbformat.NotebookNode | None:

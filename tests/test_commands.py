@@ -28,11 +28,16 @@ ELSEWHERE = {
     r"(COURSE_\w+=1 )?make (test|drills)\b": ("this run", REPOSITORY + "test_make_knows_and_explains_each_command"),
     r"make lab PYTHON=": ("another Python", REPOSITORY + "test_make_says_in_one_line_that_python_is_missing"),
     r"make lab PIP_ARGS=": ("a package index", REPOSITORY + "test_make_knows_and_explains_each_command"),
+    r"python -m labs.start": (
+        "JupyterLab until it is stopped",
+        "tests/test_browser.py::test_a_fresh_start_opens_a_copy_without_outputs",
+    ),
+    r"python -m labs.kit.copies": ("it writes my/", "tests/test_copies.py::test_a_copy_is_made_once"),
     r"python -m labs.kit.course$": ("all notebooks", "tests/test_notebooks.py::test_course_goes_on_after_a_failure"),
     r"make notebooks": ("it measures", "tests/test_fingerprint.py::test_rerun_stamps_what_ran"),
     r"make constraints": ("a package index", REPOSITORY + "test_constraints_pin_every_dependency_within_its_bounds"),
     r"docker (build|run)": ("Docker", "tests/test_container_image.py::test_"),
-    r"(conda|jupyter lab|pip)": ("an environment", REPOSITORY + "test_environment_yml_holds_python_and_the_list"),
+    r"(conda|pip)": ("an environment", REPOSITORY + "test_environment_yml_holds_python_and_the_list"),
     r"sbatch": ("Slurm", "tests/test_cluster.py::test_the_batch_file_trains_on_two_machines"),
     r"kubectl": ("Kubernetes", "tests/test_cluster.py::test_pods_that_are_killed_come_back"),
     r"ssh ": ("another machine", "tests/test_browser.py::server"),
@@ -165,6 +170,7 @@ def answers(variables, environment, room):
     options = "--no-browser --port 0 --allow-root" + (" " + variables["LAB_ARGS"] if "LAB_ARGS" in variables else "")
     options = options.replace("--port 9000", "")
     environment |= {"JUPYTER_RUNTIME_DIR": str(room / "runtime"), "LAB_ARGS": options}
+    environment |= {"START": variables["START"]} if "START" in variables else {}
     with open(room / "log", "w+") as log:
         streams = {"stdout": log, "stderr": log}
         lab = subprocess.Popen(["make", "lab"], cwd=ROOT, env=environment, start_new_session=True, **streams)

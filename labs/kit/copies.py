@@ -32,7 +32,7 @@ from labs.kit.record import write_atomic
 ROOT = fingerprint.ROOT
 FOLDER = "my"
 STAMP = "course_copy"  # key in a copy's metadata: {"of": name, "cells": hash of the original's cells, "made": date}
-NOTICE = "_has_a_new_version.md"  # after the number: the list of files shows some 25 characters of a name
+NOTICE = "_is_old.md"  # after the number. JupyterLab's list of files shows the first 14 characters of a name
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _update(original: Path, my: Path, copies: list[Copy], beside: bool) -> Found
         return Found("renewed", name, target, mine)
     if not beside:
         return Found("old", name, target, mine)
-    for number in itertools.count(1):
-        path = my / f"{name}_new_{date.today()}{f'_{number}' if number > 1 else ''}.ipynb"
+    for nth in itertools.count(1):
+        path = my / f"{number(name)}_new_{date.today()}_{f'{nth}_' if nth > 1 else ''}{name.partition('_')[2]}.ipynb"
         if _place(path, without_outputs(original)):
             return Found("beside", name, path, mine)
     raise AssertionError  # count() has no end
@@ -210,7 +210,7 @@ To put the new version beside your copy, run this in a cell of any notebook of t
 
 or this in a terminal, in the folder of the course:
 
-    {command(short)}
+    {command("labs.kit.copies", short)}
 
 Then this page goes away.
 """
@@ -225,11 +225,11 @@ def _why_old(old: Copy) -> str:
     return f"{name}{f', made on {old.made},' if old.made else ''} is a copy of an older version."
 
 
-def command(short: str) -> str:
-    """What puts the new version of a notebook beside a copy, as typed in the folder of the course."""
+def command(module: str, argument: str) -> str:
+    """The command line of a module, as typed in the folder of the course: make's environment is seldom activated."""
     venv = Path(sys.prefix)
     python = f"{venv.relative_to(ROOT).as_posix()}/bin/python" if venv.is_relative_to(ROOT) else "python"
-    return f"{python} -m labs.kit.copies {short}"
+    return f"{python} -m {module} {argument}"
 
 
 def lines(found: list[Found]) -> list[str]:
@@ -243,7 +243,9 @@ def lines(found: list[Found]) -> list[str]:
         if one.state == "renewed":
             said.append(f"{mine} is now the new version: you had changed and run nothing in it.")
         elif one.state == "old" and one.old:
-            said.append(f"{_why_old(one.old)} It stays; to get the new one beside it: {command(number(one.name))}")
+            said.append(
+                f"{_why_old(one.old)} It stays; the new one beside it: {command('labs.kit.copies', number(one.name))}"
+            )
         elif one.state == "beside" and one.old:
             said.append(f"{mine} is the new version. {FOLDER}/{one.old.path.name} stays as it was.")
         elif one.state == "unreadable":
@@ -260,8 +262,9 @@ def _cannot_write(my: Path, e: OSError) -> str:
         return f"cannot write in {my} ({e.strerror}): free some space; nothing is half written"
     owner = my.stat().st_uid if my.is_dir() and hasattr(os, "getuid") else None
     whose = f"; it belongs to user {owner}, you are user {os.getuid()}" if owner not in (None, os.getuid()) else ""
-    return (f"cannot write in {my} ({e.strerror or e}{whose}): clone the course into a folder of your own, or open the "
-            "originals with START=notebooks/00_gpu_checks.ipynb")  # fmt: skip
+    originals = command("labs.start", "notebooks/00_gpu_checks.ipynb")
+    return (f"cannot write in {my} ({e.strerror or e}{whose}): clone the course, or mount a folder, where you may "
+            f"write, or open the originals: {originals}")  # fmt: skip
 
 
 def main() -> int:

@@ -183,14 +183,18 @@ lab_with_token() { # nothing, or the option that gives a token
     inside 2g "$@" -- python tests/container/lab.py "$ADDRESS" "${command[@]}"
 }
 
-records_in_a_mounted_folder() {
+copies_and_records_in_a_mounted_folder() {
     mkdir "$WORK/mine" "$WORK/not-mine"
     chown 1000:1000 "$WORK/mine"
-    local volume=/home/learner/course/mine save=(python -m labs.data_parallel --smoke --nproc 1 --out mine/run.jsonl)
+    local volume=/home/learner/course/my save=(python -m labs.data_parallel --smoke --nproc 1 --out my/run.jsonl)
+    inside 2g --volume "$WORK/mine:$volume" -- python -m labs.kit.copies
     inside 2g --volume "$WORK/mine:$volume" -- "${save[@]}"
     [ "$(stat -c %u:%g "$WORK/mine/run.jsonl")" = 1000:1000 ]
+    [ "$(stat -c %u:%g "$WORK/mine/00_gpu_checks.ipynb")" = 1000:1000 ]
     inside 2g --volume "$WORK/not-mine:$volume" -- "${save[@]}" > "$WORK/refused" 2>&1 && return 1
     grep 'cannot write to' "$WORK/refused"
+    inside 2g --volume "$WORK/not-mine:$volume" -- python -m labs.start > "$WORK/refused" 2>&1 && return 1
+    grep 'cannot write in .*it belongs to user 0, you are user 1000' "$WORK/refused"
 }
 
 main_inside() {
@@ -210,7 +214,7 @@ main_inside() {
     step "preflight warns of a /dev/shm of 64 MB, and names --shm-size" preflight_warns_of_small_shm
     step "JupyterLab as started by the image: only with its token" lab_with_token
     step "JupyterLab with -e JUPYTER_TOKEN=...: only with that" lab_with_token --env JUPYTER_TOKEN=a-token-of-mine
-    step "records in a mounted folder belong to user 1000" records_in_a_mounted_folder
+    step "copies and records in a mounted folder belong to user 1000" copies_and_records_in_a_mounted_folder
     step "a notebook: python -m labs.kit.course 00_gpu_checks" inside 2g -- python -m labs.kit.course 00_gpu_checks
     step "ruff, and the quick part of the tests" tests_pass
     echo "$FAILED failed"

@@ -111,8 +111,12 @@ def check(address: str, server: subprocess.Popen) -> None:
     expect("GET /lab, no token", (status, target.partition("?")[0]), (302, "/login"))
     expect("start a kernel, no token", ask(f"{base}/api/kernels", method="POST")[0], 403)
     expect("GET /lab, with the token", ask(f"{base}/lab", token)[0], 200)
-    first = f"{base}/lab/tree/notebooks/00_gpu_checks.ipynb?token={token}"
-    expect("GET the first notebook by link", ask(first)[0], 200)
+    first = "my/00_gpu_checks.ipynb"
+    expect("GET the first notebook by link", ask(f"{base}/lab/tree/{first}?token={token}")[0], 200)
+    status, body = ask(f"{base}/api/contents/{first}", token)
+    expect("the learner's copy of it is there", status, 200)
+    cells = json.loads(body)["content"]["cells"]
+    expect("how many of its cells have outputs", sum(bool(cell.get("outputs")) for cell in cells), 0)
     check_kernel(address, token or "")
 
 
