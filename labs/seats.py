@@ -4,8 +4,9 @@
     python -m labs.seats --learners 8 --room /srv/room --queue /srv/queue --scripts seats     # a script per seat
     python -m labs.seats --learners 8 --json
 
-Nothing is started. Each seat's command line is run by its learner, in a clone of the course of their own: their notebooks are in its my/. Where there
-are more seats than devices, several share the same ones and launches take turns with COURSE_QUEUE (labs.kit.turns).
+Nothing is started. Each seat's command line is run by its learner, in a clone of the course of their own, whose my/
+holds their notebooks. Where there are more seats than devices, several share the same ones and launches take turns with
+COURSE_QUEUE (labs.kit.turns).
 """
 
 from __future__ import annotations

@@ -305,12 +305,18 @@ def test_a_fresh_start_opens_a_copy_without_outputs(browser, checkout, tmp_path)
         expect(page.locator(".jp-DirListing-item")).to_have_count(len(NOTEBOOKS))
         assert files_listed(page) == [p.name for p in NOTEBOOKS]
         screenshot(page, "fresh-start")
+        page.locator(".jp-CodeCell .jp-InputArea-editor").first.click()
+        page.keyboard.type("# mine\n")
+        page.keyboard.press("Control+s")
+        wait_for(lambda: "# mine" in (checkout / "my" / NOTEBOOKS[0].name).read_text(), what="the copy to be saved")
         first.get_by_role("link", name=re.compile("^Next: 01")).click()
         expect(page.locator(".jp-Notebook:visible h1")).to_contain_text("Measure without fooling yourself")
         page.locator('.jp-Notebook:visible a[href*="GLOSSARY.md"]').first.click()
         expect(page.locator(".jp-MarkdownViewer:visible h1")).to_contain_text("Glossary")
         page.close()
     assert {p.name for p in (checkout / "my").glob("*.ipynb")} == {p.name for p in NOTEBOOKS}
+    assert copies.read(checkout / "my" / NOTEBOOKS[0].name).made_of, "JupyterLab dropped what the copy says of itself"
+    assert {f.state for f in copies.update(root=checkout)} == {"current"}
 
 
 def test_the_list_of_files_tells_of_an_old_copy(browser, checkout, tmp_path):
@@ -332,6 +338,11 @@ def test_the_list_of_files_tells_of_an_old_copy(browser, checkout, tmp_path):
         shown = page.locator(".jp-MarkdownViewer:visible")
         expect(shown).to_contain_text("%run -m labs.kit.copies 03")
         screenshot(page, "an-old-copy")
+        copies.update(["03_dataparallel_vs_ddp"], checkout, beside=True)
+        page.locator('[data-command="filebrowser:refresh"]').click()
+        expect(page.locator(".jp-DirListing-item", has_text=re.compile(r"03_new_\d{4}-\d\d-\d\d_"))).to_be_visible()
+        expect(told).to_have_count(0)
+        screenshot(page, "the-new-version-beside-it")
         page.close()
     assert "03_dataparallel_vs_ddp.ipynb, made on" in (tmp_path / "home" / "server.log").read_text()
 

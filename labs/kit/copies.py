@@ -112,11 +112,9 @@ def _update(original: Path, my: Path, copies: list[Copy], beside: bool) -> Found
         return Found("renewed", name, target, mine)
     if not beside:
         return Found("old", name, target, mine)
-    for nth in itertools.count(1):
-        path = my / f"{number(name)}_new_{date.today()}_{f'{nth}_' if nth > 1 else ''}{name.partition('_')[2]}.ipynb"
-        if _place(path, without_outputs(original)):
-            return Found("beside", name, path, mine)
-    raise AssertionError  # count() has no end
+    dated, subject = f"{number(name)}_new_{date.today()}", name.partition("_")[2]
+    free = (my / f"{dated}_{f'{nth}_' if nth > 1 else ''}{subject}.ipynb" for nth in itertools.count(1))
+    return Found("beside", name, next(path for path in free if _place(path, without_outputs(original))), mine)
 
 
 def notebooks(root: Path = ROOT) -> dict[str, Path]:
@@ -227,7 +225,7 @@ def _why_old(old: Copy) -> str:
 
 def command(module: str, argument: str) -> str:
     """The command line of a module, as typed in the folder of the course: make's environment is seldom activated."""
-    venv = Path(sys.prefix)
+    venv = Path(sys.prefix).resolve()
     python = f"{venv.relative_to(ROOT).as_posix()}/bin/python" if venv.is_relative_to(ROOT) else "python"
     return f"{python} -m {module} {argument}"
 
@@ -243,9 +241,8 @@ def lines(found: list[Found]) -> list[str]:
         if one.state == "renewed":
             said.append(f"{mine} is now the new version: you had changed and run nothing in it.")
         elif one.state == "old" and one.old:
-            said.append(
-                f"{_why_old(one.old)} It stays; the new one beside it: {command('labs.kit.copies', number(one.name))}"
-            )
+            beside = command("labs.kit.copies", number(one.name))
+            said.append(f"{_why_old(one.old)} It stays as it is; to put the new version beside it: {beside}")
         elif one.state == "beside" and one.old:
             said.append(f"{mine} is the new version. {FOLDER}/{one.old.path.name} stays as it was.")
         elif one.state == "unreadable":
