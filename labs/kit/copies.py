@@ -210,7 +210,7 @@ or this in a terminal, in the folder of the course:
 
     {command("labs.kit.copies", short)}
 
-Then this page goes away.
+This page then leaves the list of files.
 """
 
 
