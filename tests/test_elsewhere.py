@@ -42,7 +42,7 @@ root_on_linux = pytest.mark.skipif(not elsewhere.ROOT_USER, reason="only root on
 
 def answer(capfd, machine, code):
     """What `code` prints as JSON on that machine."""
-    assert elsewhere.run(machine, [sys.executable, "-c", code]) == 0
+    assert elsewhere.run(machine, [[sys.executable, "-c", code]]) == 0
     return json.loads(capfd.readouterr().out.splitlines()[-1])
 
 
@@ -108,7 +108,7 @@ def test_a_strict_cell_that_shows_the_machine_fails_there(tmp_path, monkeypatch,
     monkeypatch.setenv("PLANTED", (tmp_path / "ran.ipynb").read_text())
     plant = 'printf %s "$PLANTED" > notebooks/planted.ipynb && exec "$@" -v notebooks/planted.ipynb'
     planted = ["sh", "-c", plant, "sh"]
-    assert elsewhere.run(elsewhere.MACHINES["small"], [*planted, *elsewhere.pytest()]) == 1
+    assert elsewhere.run(elsewhere.MACHINES["small"], [[*planted, *elsewhere.pytest(full=True)[0]]]) == 1
     told = capfd.readouterr().out
     ended = [f"Cell {n} {'PASSED' if same else 'FAILED'}" for n, same in enumerate([True, *CELLS.values()])]
     assert [line for line in ended if line not in told] == []
