@@ -1,4 +1,7 @@
-"""The report of executed notebooks: what their cells took, as papermill noted it, their HTML pages and one index."""
+"""The report of executed notebooks: what their cells took, as papermill noted it, their HTML pages and one index.
+
+Formulas become MathML, which browsers draw by themselves: pages then need no script from the network.
+"""
 
 from __future__ import annotations
 

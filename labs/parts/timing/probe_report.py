@@ -1,7 +1,6 @@
-"""Is this machine ready, and how fast is it? One line per check: pass, warn or fail, with the remedy.
+"""What `python -m labs.hardware_probe` says: the checks of this machine and its measured speed limits, as text or JSON.
 
-The checks are functions of plain facts (`Facts`), so that every outcome can be tested on any machine. With --preflight
-labs.classroom.room_preflight takes over: it measures nothing, but also tries what else the first
+With --preflight labs.classroom.room_preflight takes over: it measures nothing, but also tries what else the first
 minutes of a course need.
 """
 
