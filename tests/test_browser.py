@@ -24,7 +24,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from playwright.sync_api import Page, expect, sync_playwright
 from processes import SURVIVAL_S, is_backstage, new_environment, wait_for
 
-from labs.kit.course_page import pictures
+from labs.kit.notebook_report import pictures
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
