@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labs.kit.cli import fail
-from labs.kit.lab import did_you_mean
+from labs.kit.errors import did_you_mean
 
 LABS = Path(__file__).parent
 NOTEBOOKS = LABS.parent / "notebooks"

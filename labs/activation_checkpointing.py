@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts import models
 from labs.parts.activation_memory import deep_models, sequences, variants

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from labs.kit import cli
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Kind, Record, Records
 from labs.parts import models
 from labs.parts.memory.bert_memory import CATEGORIES, Memory, parameter_count, predict, states

@@ -23,9 +23,9 @@ from torch.nn.functional import cross_entropy
 
 from labs.data.fashion import vectors
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
 from labs.kit.measure import Estimate
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.models import Workload

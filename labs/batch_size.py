@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
 from labs.kit.measure import Estimate
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.memory.activation_bytes import activation_bytes

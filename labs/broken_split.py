@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from labs.data import fashion_mnist
 from labs.kit import cli
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 
 Way = Literal["own input", "received", "gradient sent back"]

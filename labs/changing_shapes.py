@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts.timing import roofline
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labs.kit import cli, collectives, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit import cli, measure
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.data_parallel import scaling
 from labs.parts.models import gradient_bytes
+from labs.parts.timing import collectives
 
 MESSAGES = (2**12, 2**16, 2**20, 2**23)  # bytes, from latency-bound to bandwidth-bound
 LAYERS = 3
@@ -61,7 +62,8 @@ def predict(single_step_s: float, size: int, link: tuple[float, float], ranks: i
 def fit_link(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
     """(latency_s, bytes_per_s) that minimise the relative error of t = latency + size / bytes_per_s.
 
-    As labs.kit.collectives.fit: no negative latency, and an infinite bandwidth where noise hides what a byte costs.
+    As labs.parts.timing.collectives.fit: no negative latency, and an infinite bandwidth where noise
+    hides what a byte costs.
     """
     found = collectives.fit(sizes, seconds)
     return found.latency_s, found.b_s

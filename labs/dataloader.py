@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from labs.data.tiles import tiles
-from labs.kit import cli, dist
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit import cli
+from labs.kit.errors import require
+from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record, Records
 from labs.parts.loading.feed import Feed, alone, drive, endless, expected, expected_on_cores, ready, running
 from labs.parts.loading.image_datasets import JpegFolder
@@ -80,7 +80,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         )
         data = JpegFolder(cut.paths, cut.labels)
         for done, part in enumerate(config.parts, start=1):
-            with dist.unpinned(rank):
+            with unpinned(rank):
                 yield from PARTS[part](data, config, rank)
             rank.progress(done, len(config.parts), part)
     rank.barrier()

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from labs.data import photos
 from labs.data.tiles import tiles
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank, unpinned
+from labs.kit.errors import require
+from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record
 from labs.parts.loading.image_datasets import JpegFolder, MemoryMap, RamCache
 from labs.parts.loading.image_formats import JPEG, MAP, RAM, TAR, Formats, formats_of, listed

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labs.ddp_training import parameter_spread
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts import models
 from labs.parts.data_parallel.replicas import nbytes

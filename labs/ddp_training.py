@@ -24,8 +24,8 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from labs.data import fashion_mnist
 from labs.kit import cli
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts import models
 

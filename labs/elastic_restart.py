@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from labs.kit import cli
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts.checkpoints import load_latest
 from labs.parts.elastic.agent import Agent, elastic_agent

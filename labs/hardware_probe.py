@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labs.kit import cli, collectives
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit import cli
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts import models
-from labs.parts.timing import probing
+from labs.parts.timing import collectives, probing
 from labs.parts.timing.roofline import Work, matmul_work, training_step_work
 
 
@@ -244,6 +244,6 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         cli.main()  # one rank under torchrun: the speed limits alone
     else:
-        from labs.kit.preflight import main
+        from labs.parts.timing.probe_report import main
 
         main("hardware_probe", __doc__, Config)

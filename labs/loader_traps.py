@@ -17,9 +17,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
-from labs.kit import cli, dist
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit import cli
+from labs.kit.errors import require
+from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record
 from labs.parts.traps import failures as trap_failures
 from labs.parts.traps import random as trap_random
@@ -93,7 +93,7 @@ def predict(source: Literal["sleep", "compute"], workers: int, item_s: float, co
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Trap by trap; no worker is left after any of them."""
     if rank.rank == 0:
-        with dist.unpinned(rank), warnings.catch_warnings():
+        with unpinned(rank), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # the trap `start` is about it
             for done, trap in enumerate(config.traps, start=1):
                 with no_worker_left():

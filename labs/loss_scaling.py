@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from labs.kit import cli
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.precision import amp, deprecated_amp

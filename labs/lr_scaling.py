@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from labs.data.fashion import vectors
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
 from labs.kit.measure import Estimate
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 Rule = Literal["same", "linear", "linear, warm-up", "sqrt, warm-up"]

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 
-from labs.kit import cli, peaks
-from labs.kit.cli import BadInput, require
-from labs.kit.dist import Rank
+from labs.kit import cli, hardware
+from labs.kit.errors import BadInput, require
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models, oracle
 from labs.parts.memory.recomputation import recompute
@@ -176,7 +176,7 @@ def _memory_used(config: Config, rank: Rank) -> Iterator[Record]:
 
 def _gpt3(config: Config, rank: Rank) -> Iterator[Record]:
     """Parameters, gradients and Adam's state of GPT-3, and the memory of eight A100."""
-    parameters, card = oracle.GptShape().parameters, peaks.spec("A100 80GB SXM")
+    parameters, card = oracle.GptShape().parameters, hardware.spec("A100 80GB SXM")
     case = {"kind": "modelled", "rank": 0}
     yield rank.record("states_bytes", "B", oracle.states_bytes(parameters), model="gpt3", parameters=parameters, **case)
     if card is not None and card.memory_gb is not None:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.precision import amp_effects, matmul_ladder

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 
-from labs.kit.cli import BadInput, fail
+from labs.kit.cli import fail
+from labs.kit.errors import BadInput
 from labs.parts.models import MODELS, Workload, build, char_gpt, cnn, cnn_batchnorm, fashion_cnn, gradient_bytes, mlp
 
 __all__ = [

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from labs.kit import cli, hardware, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts.pipelines import chain, even_cuts, parity, schedules, split, torch_schedules
 from labs.parts.pipelines.bench import Traced, actions, in_turn, trainer, typical, whole

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from labs.kit import cli
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
 from labs.kit.measure import Estimate, paired_ratio
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.pipelines import UNBALANCED, Chain, chain, even_cuts, partition, profiling, schedules
 from labs.parts.pipelines.bench import actions, in_turn

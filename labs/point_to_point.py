@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.collectives import LatencyBandwidth, fit
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 from labs.parts.sharding.link import require_messages, timed
 from labs.parts.sharding.traffic import Traffic, tcp_sent_bytes
+from labs.parts.timing.collectives import LatencyBandwidth, fit
 
 
 @dataclass(frozen=True)

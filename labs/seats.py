@@ -6,7 +6,7 @@
 
 Nothing is started. Each seat's command line is run by its learner, in a clone of the course of their own, whose my/
 holds their notebooks. Where there are more seats than devices, several share the same ones and launches take turns with
-COURSE_QUEUE (labs.kit.turns).
+COURSE_QUEUE (labs.kit.launch_queue).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any, Literal
 import pandas
 
 from labs.classroom.seating import Group, Machine, divide, machine_here
-from labs.kit import cli, turns
-from labs.kit.cli import require
+from labs.kit import cli, launch_queue
+from labs.kit.errors import BadInput, require
+from labs.kit.host import as_cpu_list
 from labs.kit.record import write_atomic
-from labs.kit.topology import as_cpu_list
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Config:
             folder = getattr(self, name)
             require(folder is None or folder.is_absolute(), f"{name} must be an absolute path, not {str(folder)!r}")
         if self.queue is not None and self.queue.exists():
-            turns.check_folder(self.queue)
+            launch_queue.check_folder(self.queue)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Plan:
     def waiting_s(self, scope: str) -> float:
         """Mean seconds that a launch of the fullest group waits for its turn; modelled."""
         sharing = self.config.learners if scope == "machine" else max(len(s.shares_with) + 1 for s in self.seats)
-        return turns.waiting_s(sharing, self.config.launch_s, self.config.think_s)
+        return launch_queue.waiting_s(sharing, self.config.launch_s, self.config.think_s)
 
 
 def plan(config: Config, machine: Machine) -> Plan:
@@ -135,7 +135,7 @@ def plan(config: Config, machine: Machine) -> Plan:
 def _environment(config: Config, scope: str, name: str, group: Group, machine: Machine) -> dict[str, str]:
     values = {"COURSE_NAME": name, "COURSE_ROOM": config.room, "COURSE_QUEUE": config.queue}
     if config.queue and scope != "machine":
-        values[turns.SCOPE] = scope
+        values[launch_queue.SCOPE] = scope
     if group.gpus:
         values["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.entry for gpu in group.gpus)
         values["CUDA_DEVICE_ORDER"] = os.environ.get("CUDA_DEVICE_ORDER")  # it gives an index its meaning
@@ -152,7 +152,7 @@ def _free_ports(first: int) -> Iterator[int]:
             except OSError:
                 continue
         yield port
-    raise cli.BadInput(f"there are not enough free ports from {first} on: choose another --port")
+    raise BadInput(f"there are not enough free ports from {first} on: choose another --port")
 
 
 def _notes(plan: Plan, groups: list[Group]) -> Iterator[str]:
@@ -187,8 +187,8 @@ def _of_waiting(plan: Plan) -> str:
         return "One learner waits for nobody."
     if config.queue is None:
         return "Without --queue launches of different seats run at the same time and spoil each other's timings."
-    waits = {scope: f"{plan.waiting_s(scope):.2g} s" for scope in turns.SCOPES}
-    other = next(s for s in turns.SCOPES if s != plan.scope)
+    waits = {scope: f"{plan.waiting_s(scope):.2g} s" for scope in launch_queue.SCOPES}
+    other = next(s for s in launch_queue.SCOPES if s != plan.scope)
     return (f"Expected wait of a launch for its turn: {waits[plan.scope]} with scope {plan.scope!r}, which is used; "
             f"{waits[other]} with {other!r}. Modelled, for launches of {config.launch_s:g} s with {config.think_s:g} s "
             "of thinking between them.")  # fmt: skip
@@ -204,7 +204,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         }
         for s in plan.seats
     ]  # fmt: skip
-    waits = {scope: plan.waiting_s(scope) for scope in turns.SCOPES}
+    waits = {scope: plan.waiting_s(scope) for scope in launch_queue.SCOPES}
     return {"scope": plan.scope, "waiting_s": waits, "waiting_kind": "modelled", "notes": plan.notes, "seats": seats}
 
 
@@ -229,7 +229,7 @@ def main() -> None:
         print(json.dumps(as_dict(made), indent=2) if config.json else as_text(made))
         for seat in made.seats if config.scripts else ():
             write_atomic(config.scripts / f"{seat.name}.sh", seat.script).chmod(0o755)
-    except cli.BadInput as e:
+    except BadInput as e:
         cli.fail(prog, str(e))
     except OSError as e:
         cli.fail(prog, f"cannot write to {config.scripts} ({e.strerror}): choose another folder with --scripts")

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
-from labs.kit.guarded import guarded_folder
+from labs.kit.errors import require
+from labs.kit.fork_server import guarded_folder
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts.elastic import damage, sharded_model, shards
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import pandas
 
-from labs.kit import cli, peaks
-from labs.kit.cli import require
-from labs.kit.lab import did_you_mean
+from labs.kit import cli, hardware
+from labs.kit.errors import did_you_mean, require
 from labs.parts.planning.parallel_cost import STATE_BYTES, Cost, Job, Machine, best, costs, fewest_gpus, shape
 
 ASSUMED = {"memory_gb": 24.0, "link_gb_s": 25.0, "tflops": 100.0}  # a card of this size on PCIe 4.0 x16
@@ -60,8 +59,8 @@ class Config:
             require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name):g}")
         require(self.gpus <= 4096, f"gpus must be at most 4096, not {self.gpus}")
         require(self.params <= 1e14, f"params must be at most 1e14, not {self.params:g}")
-        if self.gpu and peaks.spec(self.gpu) is None:
-            known = [s.gpu for s in peaks.specs()]
+        if self.gpu and hardware.spec(self.gpu) is None:
+            known = [s.gpu for s in hardware.specs()]
             require(False, f"no datasheet of {self.gpu!r} here: {did_you_mean(self.gpu, known)}Known: "
                     f"{', '.join(known)}; or leave gpu out and give memory_gb, link_gb_s and tflops")  # fmt: skip
         free = self.machine().memory_bytes
@@ -82,7 +81,7 @@ class Config:
 
     def of_machine(self) -> dict[str, tuple[float, str]]:
         """{name: (value, where it comes from)} of what a datasheet can tell."""
-        card = peaks.spec(self.gpu) if self.gpu else None
+        card = hardware.spec(self.gpu) if self.gpu else None
         peak = card.tflops("bf16") or card.tflops("fp16") if card else None
         by_card = {
             "memory_gb": (card.memory_gb, "datasheet") if card else None,

@@ -28,9 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.collectives import LatencyBandwidth
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
@@ -43,6 +42,7 @@ from labs.parts.sharding.link import all_reduce_link
 from labs.parts.sharding.perceptrons import MICRO_BATCHES, layers, perceptrons, steps
 from labs.parts.sharding.tensor import by_hand, gradient_error, share, with_dtensor
 from labs.parts.sharding.traffic import Traffic, tcp_sent_bytes
+from labs.parts.timing.collectives import LatencyBandwidth
 
 WAYS = ("by hand", "dtensor", "dtensor, no prepared input")
 

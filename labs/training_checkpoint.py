@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from labs.data import fashion
-from labs.kit import cli, dist
-from labs.kit.cli import require
-from labs.kit.dist import Rank
-from labs.kit.guarded import guarded_folder
+from labs.kit import cli
+from labs.kit.errors import require
+from labs.kit.fork_server import guarded_folder
+from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record
 from labs.parts.checkpoints import corruption, drills, load_latest, save, writers
 from labs.parts.checkpoints.resume import Comparison, compare, refusal, without
@@ -111,7 +111,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
             if trial == "resume":
                 yield from resume(config, rank, place)
             elif rank.rank == 0:
-                with dist.unpinned(rank):  # or a writer would share one core with who kills it
+                with unpinned(rank):  # or a writer would share one core with who kills it
                     yield from TRIALS[trial](config, rank, place)
             rank.barrier()
             rank.progress(done, len(config.trials), trial)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from labs.data.tiles import tiles
-from labs.kit import cli, dist
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit import cli
+from labs.kit.errors import require
 from labs.kit.lab import imported, require_findable
 from labs.kit.measure import Estimate, estimate
+from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record, Records
 from labs.parts.loading.feed import Step, on_device
 from labs.parts.loading.image_datasets import JpegFolder
@@ -122,7 +122,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Rank 0 does everything; its workers may run on all cores of the job."""
     if rank.rank == 0:
         estimate([1.0, 2.0])  # imports what it needs, so that no search has to wait for it
-        with dist.unpinned(rank):
+        with unpinned(rank):
             if config.dataset:
                 yield from tune_own(config, rank)
             else:

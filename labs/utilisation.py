@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from labs.kit import cli, measure
-from labs.kit.cli import require
-from labs.kit.dist import Rank
+from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 from labs.parts.timing import probing, roofline
 from labs.parts.timing.busy import Counter, Mark, counter_of, polled, work_for

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nbformat import NotebookNode
 
-from labs.kit.course_page import pictures
+from labs.kit.notebook_report import pictures
 
 Rule = Callable[[NotebookNode, Path], list[str]]
 RULES: dict[str, Rule] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from labs import activation_checkpointing
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 from labs.parts.activation_memory import deep_models, report, sequences, variants

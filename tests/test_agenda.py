@@ -7,7 +7,7 @@ import pytest
 
 from labs.classroom import agenda, instructor
 from labs.classroom.plans import PLANS, Break
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.record import load
 
 NOTEBOOKS = sorted(agenda.NOTEBOOKS.glob("*.ipynb"))

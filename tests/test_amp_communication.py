@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from labs import amp_communication as lab
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.parts import models
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from labs import amp_training as lab
 from labs.data.fashion import vectors
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import differs
 from labs.kit.record import Record, Records

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from labs import autocast_ops as lab
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 from labs.parts import models

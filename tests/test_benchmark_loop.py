@@ -16,8 +16,8 @@ import torch
 from processes import assert_no_survivors, new_environment, wait_for
 from torch import nn
 
-from labs.kit.dist import Rank
 from labs.kit.launch import run_on_ranks
+from labs.kit.rank import Rank
 from labs.parts import models
 from labs.parts.timing import benchmark_loop, streams
 from labs.parts.timing.benchmark_loop import RUNGS, Repairs, benchmark, repairs_of

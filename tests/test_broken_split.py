@@ -10,7 +10,7 @@ from torch import nn
 
 from labs import broken_split
 from labs.broken_split import Config, as_probabilities, predict, untrained
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 
 

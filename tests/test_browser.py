@@ -28,7 +28,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 from processes import SURVIVAL_S, is_backstage, new_environment, wait_for
 
 from labs.kit import copies
-from labs.kit.course_page import pictures
+from labs.kit.notebook_report import pictures
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

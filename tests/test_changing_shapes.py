@@ -5,7 +5,7 @@ import torch
 
 from labs import changing_shapes
 from labs.changing_shapes import ARMS, Config, schedule
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 
 

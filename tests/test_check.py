@@ -13,7 +13,7 @@ import pytest
 
 from labs.chapters.nb00 import exercises as nb00
 from labs.kit.check import TODO, Exercise, Mistake, check, examine, predict, show_solution
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
 
 

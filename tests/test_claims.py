@@ -12,10 +12,8 @@ import pytest
 
 from labs import chapters
 from labs.claims import main
-from labs.kit import claims as trial
-from labs.kit.claims import registry
-from labs.kit.claims.registry import PAPER, WORDS, Verdict, claims, verdict
-from labs.kit.claims.trial import Table, judge, table
+from labs.kit import claims as claims_module
+from labs.kit.claims import PAPER, WORDS, Table, Verdict, claims, judge, table, verdict
 from labs.kit.record import Record, Records
 
 NOTEBOOKS = sorted(p.parent.name[2:] for p in Path(chapters.__file__).parent.glob("nb??/claims.py"))
@@ -26,15 +24,15 @@ SOME = Records([Record("data_parallel", "step_s", "s", (0.02, 0.03), case={"rank
 def own_judges(monkeypatch):
     """What a test registers is gone after it; what a notebook's module registers, once, on import, is not."""
     for claim in claims():
-        registry.judge_of(claim)
+        claims_module.judge_of(claim)
     # E23 is the claim that these tests judge themselves
-    monkeypatch.setattr(registry, "_judges", {c: j for c, j in registry._judges.items() if c != "E23"})
+    monkeypatch.setattr(claims_module, "_judges", {c: j for c, j in claims_module._judges.items() if c != "E23"})
 
 
 def test_all_167_claims_are_there_and_complete():
     rows = claims()
     assert len(rows) == 167
-    assert {c.id[0] for c in rows} == set(trial.articles()) == set("ABCDE")
+    assert {c.id[0] for c in rows} == set(claims_module.articles()) == set("ABCDE")
     for c in rows:
         assert c.paper in PAPER and c.gpus in (0, 1, 2) and re.fullmatch(r"\d\d", c.notebook), c.id
         assert re.fullmatch(r"\d+(-\d+)?(, \d+(-\d+)?)*", c.lines), c.id
@@ -45,7 +43,7 @@ def test_all_167_claims_are_there_and_complete():
 
 
 def test_articles_are_cited_by_title_and_date():
-    for article in trial.articles().values():
+    for article in claims_module.articles().values():
         assert article.title_en and re.fullmatch(r"\d{4}-\d\d-\d\d|no date in the text", article.date)
         assert article.date in str(article) and article.title in str(article)
 

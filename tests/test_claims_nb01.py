@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from labs.chapters.nb01.claims_method import PARTS
-from labs.kit.claims import claims, table
-from labs.kit.claims.evidence import gain, last, ratio, runs
+from labs.kit.claims import claims, gain, last, ratio, runs, table
 from labs.kit.record import Record, Records
 
 CPU, GPU = "cpu", "cuda"

@@ -9,7 +9,7 @@ import torch
 
 from labs.chapters.nb02 import claims_loading as loading
 from labs.kit.claims import claims, table
-from labs.kit.claims.evidence import word as word_of
+from labs.kit.claims import word as word_of
 from labs.kit.record import Record, Records
 
 NOISE = (0.995, 1.0, 1.004, 0.998, 1.003)

@@ -8,7 +8,7 @@ from labs import point_to_point
 from labs.chapters.nb06 import claims_fit as parallel_fit
 from labs.chapters.nb06 import claims_parallel as parallel
 from labs.chapters.nb06.claims_parts import busiest
-from labs.kit import peaks
+from labs.kit import hardware
 from labs.kit.claims import claims, table
 from labs.kit.record import Record, Records
 from labs.parts.sources import published
@@ -284,12 +284,12 @@ def test_two_large_enough_cards_would_hold_gpt3(monkeypatch):
     assert {"pipeline", "tensor", "FSDP2"} <= set(parallel_fit.middle().ways)
     monkeypatch.setattr(parallel_fit, "BETWEEN", 0.3)  # such a model fits one card: nothing to split
     assert word("D15") == "does not hold"
-    monkeypatch.setattr(peaks, "specs", lambda: (peaks.Spec("huge", (), "", "", memory_gb=1500.0),))
+    monkeypatch.setattr(hardware, "specs", lambda: (hardware.Spec("huge", (), "", "", memory_gb=1500.0),))
     assert word("D15") == "depends"
     monkeypatch.undo()
-    monkeypatch.setattr(peaks, "specs", lambda: (peaks.Spec("huge", (), "", "", memory_gb=1500.0),))
+    monkeypatch.setattr(hardware, "specs", lambda: (hardware.Spec("huge", (), "", "", memory_gb=1500.0),))
     assert word("D15") == "holds"
-    monkeypatch.setattr(peaks, "specs", lambda: ())
+    monkeypatch.setattr(hardware, "specs", lambda: ())
     assert word("D15") == "not tried yet"
 
 

@@ -13,7 +13,8 @@ import pytest
 from processes import HERE, MARK, PYTHON, assert_no_survivors, leftovers, new_environment
 
 from labs.kit import cli, lab
-from labs.kit.cli import BadInput, lab_module, make_config, require
+from labs.kit.errors import BadInput, require
+from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from labs.kit.cli import BadInput
-from labs.kit.collectives import algbw_b_s, bus_factor, busbw_b_s, fit
+from labs.kit.errors import BadInput
+from labs.parts.timing.collectives import algbw_b_s, bus_factor, busbw_b_s, fit
 
 
 @pytest.mark.parametrize("op, n, factor", [("all_reduce", 1, 0), ("all_reduce", 2, 1), ("all_reduce", 8, 1.75),

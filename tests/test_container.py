@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from labs.kit import container as c
+from labs.kit import host
 
 
 def tree(root, files):
@@ -21,19 +21,19 @@ def tree(root, files):
     "text, cores", [("max 100000", None), ("150000 100000", 1.5), ("200000 50000", 4.0), ("100000", 1.0), ("", None)]
 )
 def test_quota_v2(text, cores):
-    assert c.cpu_quota_v2(text) == cores
+    assert host.cpu_quota_v2(text) == cores
 
 
 @pytest.mark.parametrize("quota, cores", [("-1", None), ("50000", 0.5), ("400000", 4.0), ("0", None)])
 def test_quota_v1(quota, cores):
-    assert c.cpu_quota_v1(quota, "100000") == cores
+    assert host.cpu_quota_v1(quota, "100000") == cores
 
 
 @pytest.mark.parametrize(
     "text, limit", [("max", None), ("9223372036854771712", None), ("1073741824", 2**30), ("", None)]
 )
 def test_memory_limit(text, limit):
-    assert c.memory_limit(text) == limit
+    assert host.memory_limit(text) == limit
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_memory_limit(text, limit):
     [({0, 1, 2, 3}, None, 4), ({5}, 4.0, 1), (range(64), 2.0, 2), (range(64), 0.5, 1), (range(8), 2.7, 2)],
 )
 def test_usable_cores_respects_affinity_and_quota(cores, quota, usable):
-    assert c.usable_cores(cores, quota) == usable
+    assert host.usable_cores(cores, quota) == usable
 
 
 def test_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
@@ -51,8 +51,8 @@ def test_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
         "sys/fs/cgroup/pod/cpu.max": "200000 100000", "sys/fs/cgroup/pod/memory.max": "4294967296",
         "sys/fs/cgroup/pod/app/cpu.max": "800000 100000", "sys/fs/cgroup/pod/app/memory.max": "max",
     })  # fmt: skip
-    assert c.cpu_quota(root) == 2.0
-    assert c.memory_limit_bytes(root) == 2**32
+    assert host.cpu_quota(root) == 2.0
+    assert host.memory_limit_bytes(root) == 2**32
 
 
 def test_v1_with_joint_controllers(tmp_path):
@@ -63,8 +63,8 @@ def test_v1_with_joint_controllers(tmp_path):
         "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "2147483648",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
     })  # fmt: skip
-    assert c.cpu_quota(root) == 3.0
-    assert c.memory_limit_bytes(root) == 2**31
+    assert host.cpu_quota(root) == 3.0
+    assert host.memory_limit_bytes(root) == 2**31
 
 
 def test_container_that_sees_only_the_top_of_its_tree(tmp_path):
@@ -73,15 +73,15 @@ def test_container_that_sees_only_the_top_of_its_tree(tmp_path):
         "proc/self/cgroup": "2:cpu:/docker/0123abcd\n",
         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
     })  # fmt: skip
-    assert c.cpu_quota(root) == 1.5
+    assert host.cpu_quota(root) == 1.5
 
 
 def test_no_control_groups_at_all(tmp_path):
-    assert c.cpu_quota(tmp_path) is None and c.memory_limit_bytes(tmp_path) is None
+    assert host.cpu_quota(tmp_path) is None and host.memory_limit_bytes(tmp_path) is None
 
 
 def test_shared_memory_of_a_tree_without_it_is_none(tmp_path):
-    assert c.container(tmp_path).shm_bytes is None
+    assert host.container(tmp_path).shm_bytes is None
 
 
 def test_affinity_is_what_the_scheduler_allows():
@@ -90,6 +90,6 @@ def test_affinity_is_what_the_scheduler_allows():
     allowed = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(allowed)})
-        assert c.affinity() == (min(allowed),) and c.core_count() == 1
+        assert host.affinity() == (min(allowed),) and host.core_count() == 1
     finally:
         os.sched_setaffinity(0, allowed)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from labs import data_parallel
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 from labs.parts import models

@@ -52,8 +52,7 @@ def test_verdicts_that_do_not_rest_on_timing(evidence, claim):
 
 
 def test_every_verdict_of_the_notebook_finds_its_evidence(evidence):
-    from labs.kit.claims.registry import claims, judge_of
-    from labs.kit.claims.trial import judge
+    from labs.kit.claims import claims, judge, judge_of
 
     for claim in claims("03"):
         if judge_of(claim) is not None:

@@ -3,7 +3,7 @@
 import pytest
 
 from labs import ddp_training
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 
 

@@ -5,11 +5,10 @@ import os
 import pytest
 import torch
 
-from labs.kit import dist
 from labs.kit.errors import BadInput
-from labs.kit.hardware import Device
+from labs.kit.hardware import Device, place
 from labs.kit.launch import run_on_ranks
-from labs.kit.rank import place
+from labs.kit.rank import Rank, backend_for, unpinned, use
 
 
 @pytest.mark.parametrize(
@@ -22,20 +21,20 @@ from labs.kit.rank import place
     ],
 )
 def test_the_backend_fits_the_device(kind, nccl, backend):
-    assert dist.backend_for(Device(kind, 0, "a device"), nccl) == backend
+    assert backend_for(Device(kind, 0, "a device"), nccl) == backend
 
 
 def test_a_gpu_rank_makes_its_device_current_before_anything_else(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert dist.use(Device("cuda", 3, "a gpu")) == torch.device("cuda", 3) and chosen == [torch.device("cuda", 3)]
+    assert use(Device("cuda", 3, "a gpu")) == torch.device("cuda", 3) and chosen == [torch.device("cuda", 3)]
 
 
 def test_a_system_without_affinity_still_limits_threads(monkeypatch):
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    assert dist.use(Device("cpu", 0, "a cpu", (0,))) == torch.device("cpu") and threads == [1]
+    assert use(Device("cpu", 0, "a cpu", (0,))) == torch.device("cpu") and threads == [1]
 
 
 def test_collectives_of_a_rank():
@@ -58,9 +57,9 @@ def test_collectives_of_a_rank():
 
 def run_with_rank(function):
     """`function(rank)` on two ranks, as a lab's run gets it."""
-    from labs.kit.job import Job
-    from labs.kit.rank import place
-    from labs.kit.view import View
+    from labs.kit.display import View
+    from labs.kit.hardware import place
+    from labs.kit.launch import Job
 
     return Job(function, place(2, "cpu", True), 30, View()).run()
 
@@ -68,7 +67,7 @@ def run_with_rank(function):
 def test_progress_of_rank_0_alone_is_heard():
     heard = []
     for number in (0, 1):
-        rank = dist.Rank(number, 2, number, 2, torch.device("cpu"), "gloo", ())
+        rank = Rank(number, 2, number, 2, torch.device("cpu"), "gloo", ())
         rank.on_progress = lambda *what: heard.append(what)
         rank.progress(1, 4, "loss 2.3")
     assert heard == [(1, 4, "loss 2.3")]
@@ -96,13 +95,11 @@ def test_a_pinned_rank_can_lend_its_workers_all_cores_of_the_job():
         import subprocess
         import sys
 
-        from labs.kit import dist
-
         def child():
             text = subprocess.check_output([sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"])
             return eval(text)
 
-        with dist.unpinned(rank):
+        with unpinned(rank):
             free = child()
         return free, child(), sorted(os.sched_getaffinity(0)), list(rank.cores), list(rank.host_cores)
 

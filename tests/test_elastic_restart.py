@@ -13,9 +13,9 @@ import torch
 from processes import HERE, MARK, PYTHON, SURVIVAL_S, assert_no_survivors, family, leftovers, new_environment, wait_for
 
 from labs import elastic_restart
-from labs.kit import fresh_store
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
+from labs.kit.restart import RESTART_COUNT, SHARED, _kept, use_fresh_store
 from labs.parts.checkpoints import checkpoints, load_latest
 from labs.parts.elastic import journal, train
 from labs.parts.elastic.journal import PHASES, History
@@ -89,7 +89,7 @@ def trained(folder: str, values: dict) -> tuple[list[float], str]:
     """Losses of the steps of this call, and what it was refused with."""
     import torch.distributed as dist
 
-    from labs.kit.dist import Rank
+    from labs.kit.rank import Rank
     from labs.parts.elastic import loop
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -229,7 +229,7 @@ def test_killing_the_lab_ends_all_processes_and_removes_its_folder(who, tmp_path
 
 def failures() -> list[str]:
     """What is said of a training that fails, and when there is no agent any more."""
-    from labs.kit.dist import Rank
+    from labs.kit.rank import Rank
     from labs.parts.elastic.agent import elastic_agent
 
     rank, told = Rank(0, 1, 0, 1, torch.device("cpu"), "gloo", (0,), tuple(range(os.cpu_count()))), []
@@ -253,7 +253,7 @@ def test_a_training_that_fails_says_why():
 
 
 def test_torch_still_shares_the_store_of_the_last_start():
-    """When this fails, torch has mended it: `fresh_store` can go. See its docstring."""
+    """When this fails, torch has mended it: labs.kit.restart can go. See its docstring."""
     from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
     handler = rendezvous_handler_registry.create_handler(
@@ -271,16 +271,16 @@ def test_a_fresh_store_does_not_hold_what_an_earlier_start_has_left(monkeypatch)
 
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent.set("0//cpu//0", "address of a rank that is dead")
-    for name, value in {fresh_store.SHARED: "True", "RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(agent.port), fresh_store.RESTART_COUNT: "1"}.items():  # fmt: skip
+    for name, value in {SHARED: "True", "RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(agent.port), RESTART_COUNT: "1"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    fresh_store.use_fresh_store()
+    use_fresh_store()
     port = int(os.environ["MASTER_PORT"])
-    assert port != agent.port and os.environ[fresh_store.SHARED] == "False"
+    assert port != agent.port and os.environ[SHARED] == "False"
     assert not TCPStore("127.0.0.1", port, is_master=False).check(["0//cpu//0"])
-    fresh_store.use_fresh_store()
+    use_fresh_store()
     assert int(os.environ["MASTER_PORT"]) == port, "nothing is shared any more"
-    fresh_store._kept.clear()
+    _kept.clear()
 
 
 @pytest.mark.parametrize(("args", "words"), [

@@ -27,11 +27,11 @@ FACTS = """
 import datetime, json, locale, os, platform, sys, time
 import torch
 import labs
-from labs.kit import hardware, nvml
+from labs.kit import hardware, host, nvml
 gpus = [g.name for g in nvml.gpus()]
 json.dump(dict(
     date=str(datetime.datetime.now(datetime.UTC).date()), zone=time.strftime("%z"), host=platform.node(),
-    cpu=hardware.cpu_name(), cores=hardware.core_count(), reported=os.cpu_count(), encoding=locale.getencoding(),
+    cpu=hardware.cpu_name(), cores=host.core_count(), reported=os.cpu_count(), encoding=locale.getencoding(),
     isa=torch.backends.cpu.get_cpu_capability(), gpus=gpus, cuda=torch.cuda.is_available(),
     columns=os.environ["COLUMNS"], user=os.getuid(), git=os.path.exists(".git"), labs=labs.__file__), sys.stdout)
 """
@@ -42,7 +42,7 @@ root_on_linux = pytest.mark.skipif(not elsewhere.ROOT_USER, reason="only root on
 
 def answer(capfd, machine, code):
     """What `code` prints as JSON on that machine."""
-    assert elsewhere.run(machine, [sys.executable, "-c", code]) == 0
+    assert elsewhere.run(machine, [[sys.executable, "-c", code]]) == 0
     return json.loads(capfd.readouterr().out.splitlines()[-1])
 
 
@@ -78,16 +78,15 @@ CELLS = {  # what it prints -> is it the same elsewhere?
     "f'{1 / 3:.6f}, {1_234_567:,}'": True,
     "show(drawn(run.where(source='published')), alt='A figure that a file stands behind')": True,
     "import datetime; str(datetime.date.today())": False,
-    "from labs.kit import hardware; hardware.cpu_name()": False,
-    "len(hardware.gpus()), hardware.core_count()": False,
+    "from labs.kit import hardware, host, nvml; hardware.cpu_name()": False,
+    "len(nvml.gpus()), host.core_count()": False,
     "show(drawn(run), alt='A figure of what was measured just now')": False,
     "torch.manual_seed(0); torch.nn.Conv2d(8, 8, 3)(torch.randn(8, 8, 32, 32)).double().std().item()": False,
 }
 SET_UP = """
 import torch
 from labs.kit.plot import figure, points, show
-from labs.kit.record import Record, Records
-from labs.kit.provenance import provenance
+from labs.kit.record import Record, Records, provenance
 run = Records([Record("a", "b", "s", [1.0], "measured", provenance=provenance()),
                Record("a", "b", "s", [1.0], "published", {"source": "published"}, provenance={"source": "a book"})])
 def drawn(records):
@@ -108,7 +107,7 @@ def test_a_strict_cell_that_shows_the_machine_fails_there(tmp_path, monkeypatch,
     monkeypatch.setenv("PLANTED", (tmp_path / "ran.ipynb").read_text())
     plant = 'printf %s "$PLANTED" > notebooks/planted.ipynb && exec "$@" -v notebooks/planted.ipynb'
     planted = ["sh", "-c", plant, "sh"]
-    assert elsewhere.run(elsewhere.MACHINES["small"], [*planted, *elsewhere.pytest()]) == 1
+    assert elsewhere.run(elsewhere.MACHINES["small"], [[*planted, *elsewhere.pytest(full=True)[0]]]) == 1
     told = capfd.readouterr().out
     ended = [f"Cell {n} {'PASSED' if same else 'FAILED'}" for n, same in enumerate([True, *CELLS.values()])]
     assert [line for line in ended if line not in told] == []

@@ -29,7 +29,7 @@ from processes import (
     wait_for,
 )
 
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import RankFailed, RankTimeout, launch, run_on_ranks
 from labs.kit.record import load
 
@@ -243,7 +243,7 @@ def test_an_interrupt_while_torch_is_still_loading_keeps_the_fork_server(own_tmp
     kernel = Kernel(own_tmp)
     try:
         # The kernel itself does not import torch here: an interrupted import of it is beyond repair.
-        request = kernel.client.execute("import time, labs.kit.backstage\ntime.sleep(60)")
+        request = kernel.client.execute("import time, labs.kit.fork_server\ntime.sleep(60)")
         server = wait_for(lambda: [p for p in family(kernel.mark) if "forkserver" in " ".join(p.cmdline())])[0]
         kernel.interrupt(request)
         printed, traceback = kernel.execute("from labs.kit.launch import run_on_ranks; print(run_on_ranks(lambda: 7))")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from labs import gradient_accumulation as lab
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.parts import models
 from labs.parts.data_parallel.gradient_buckets import bucket_bytes

@@ -9,9 +9,9 @@ import pytest
 from fakes import FakeNvml, card
 
 from labs.kit import hardware, nvml
-from labs.kit.build import runs_on
-from labs.kit.cli import BadInput
-from labs.kit.dist import backend_for
+from labs.kit.errors import BadInput
+from labs.kit.hardware import runs_on
+from labs.kit.rank import backend_for
 
 H100 = "NVIDIA H100 80GB HBM3"
 

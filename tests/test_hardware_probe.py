@@ -11,10 +11,10 @@ import pytest
 
 from labs import hardware_probe
 from labs.chapters.nb00 import figures as nb00
-from labs.kit import preflight
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records, load
+from labs.parts.timing import probe_report
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def command(monkeypatch, capsys):
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["hardware_probe", *args])
         with pytest.raises(SystemExit) as e:
-            preflight.main("hardware_probe", hardware_probe.__doc__, hardware_probe.Config)
+            probe_report.main("hardware_probe", hardware_probe.__doc__, hardware_probe.Config)
         return e.value.code, *capsys.readouterr()
 
     return run
@@ -139,7 +139,7 @@ def test_recorded_runs_are_labelled_and_their_absence_is_said(tmp_path, capsys, 
 
 
 def test_two_ranks_share_a_single_core_with_a_warning(monkeypatch):
-    from labs.kit import cli, rank
+    from labs.kit import cli, hardware
 
     asked = []
 
@@ -148,10 +148,10 @@ def test_two_ranks_share_a_single_core_with_a_warning(monkeypatch):
         if not oversubscribe:
             raise BadInput("too few")
 
-    monkeypatch.setattr(rank, "place", place)
-    assert preflight._enough_or_shared(cli.Launch()).oversubscribe and asked == [False, True]
+    monkeypatch.setattr(hardware, "place", place)
+    assert probe_report._enough_or_shared(cli.Launch()).oversubscribe and asked == [False, True]
     with pytest.raises(BadInput):
-        preflight._enough_or_shared(cli.Launch(nproc=3))
+        probe_report._enough_or_shared(cli.Launch(nproc=3))
 
 
 def test_ranks_that_fail_are_a_failed_check(monkeypatch, capsys):
@@ -161,7 +161,7 @@ def test_ranks_that_fail_are_a_failed_check(monkeypatch, capsys):
     def broken(*_):
         raise RankFailed("Traceback\nRuntimeError: no route\nrank 1 on node-7 failed")
 
-    monkeypatch.setattr(preflight, "_measure", broken)
-    found, _, records = preflight.preflight("hardware_probe", {}, cli.Launch())
+    monkeypatch.setattr(probe_report, "_measure", broken)
+    found, _, records = probe_report.preflight("hardware_probe", {}, cli.Launch())
     assert (found[-1].status, found[-1].detail, len(records)) == ("fail", "rank 1 on node-7 failed", 0)
     assert "no route" in capsys.readouterr().err

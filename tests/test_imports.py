@@ -30,10 +30,6 @@ COMMANDS = {
 
 # What holds not yet; nothing is to be added.
 OTHER_FOLDERS = {"cluster"}  # to stand beside the recipes, once there are any
-CIRCLES = {  # imports inside functions that lead back; to go when modules of kit are merged
-    ("labs.kit.cli", "labs.kit.shell"),
-    ("labs.kit.provenance", "labs.kit.hardware"),
-}
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -91,11 +87,10 @@ def violations(root: Path) -> list[str]:
     return found
 
 
-def circle(root: Path, without: set[tuple[str, str]]) -> list[str]:
+def circle(root: Path) -> list[str]:
     """Modules that import each other in a circle, one after the other; empty if there is none."""
-    edges = graph(root, types=False)
     try:
-        TopologicalSorter({a: {b for b in to if (a, b) not in without} for a, to in edges.items()}).prepare()
+        TopologicalSorter(graph(root, types=False)).prepare()
     except CycleError as e:
         return e.args[1]
     return []
@@ -132,10 +127,8 @@ def test_a_notebook_shows_its_own_chapter_and_no_other(path):
     assert chapters and {chapter(m) for m in chapters} == {f"labs.chapters.nb{path.name[:2]}"}
 
 
-def test_there_are_no_circles_but_those_that_are_known():
-    assert circle(ROOT, CIRCLES) == []
-    for edge in CIRCLES:
-        assert circle(ROOT, CIRCLES - {edge}), f"{edge} is in no circle any more: take it off the list"
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle(ROOT) == []
 
 
 @pytest.fixture
@@ -171,5 +164,5 @@ def test_a_forbidden_import_is_found(planted, name, source):
 
 def test_a_circle_is_found_and_what_is_out_of_place(planted):
     root = planted(a="import labs.b", b="def f():\n    from labs import a", tools__x="")
-    assert set(circle(root, set())) == {"labs.a", "labs.b"} and circle(root, {("labs.b", "labs.a")}) == []
+    assert set(circle(root)) == {"labs.a", "labs.b"}
     assert sorted(misplaced(root)) == ["a.py", "b.py", "one.py", "tools"]

@@ -10,10 +10,10 @@ from contextlib import redirect_stdout
 import pytest
 from processes import HERE, MARK, PYTHON, assert_no_survivors, leftovers, new_environment
 
-from labs.kit import backstage, guardian
+from labs.kit import fork_server, guardian
+from labs.kit.display import NotebookView, View
 from labs.kit.launch import RankFailed, launch, run_on_ranks
 from labs.kit.record import Records
-from labs.kit.view import NotebookView, View
 
 pytestmark = pytest.mark.quiet  # looks for leftovers of any launch, and times some
 
@@ -201,7 +201,7 @@ def test_a_script_that_launches_at_its_top_level_needs_no_main_guard(tmp_path):
 def test_on_one_core_two_ranks_are_refused_with_the_fix_and_one_works():
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from labs.kit.launch import launch\nfrom labs.kit.cli import BadInput\n"
+        "from labs.kit.launch import launch\nfrom labs.kit.errors import BadInput\n"
         "try: launch('labs_for_tests.empty', 2)\nexcept BadInput as e: print(e)\n"
         "print(launch('labs_for_tests.empty', 1).one('ranks').value)"
     )
@@ -217,8 +217,8 @@ def test_no_room_for_temporary_files_is_one_line(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
-    with pytest.raises(backstage.BadInput, match=r"No space left on device.*TMPDIR"):
-        backstage.Backstage()
+    with pytest.raises(fork_server.BadInput, match=r"No space left on device.*TMPDIR"):
+        fork_server.ForkServer()
 
 
 @pytest.mark.drill
@@ -253,6 +253,13 @@ def test_launching_from_another_thread_works_without_signals():
         thread.start()
         thread.join(60)
     assert found == [[1, 1]]
+
+
+def test_the_fork_server_says_when_it_has_loaded_what_ranks_need():
+    """Without that, for example because a module it preloads is gone, every first launch would wait for a minute."""
+    server = fork_server.start_fork_server()
+    server.wait_until_warm(lambda: None)
+    assert server.ready.exists()
 
 
 def test_a_warm_launch_is_many_times_faster_than_torchrun():

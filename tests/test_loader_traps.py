@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from labs import loader_traps
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.parts.loading.named_items import ItemFailed, NamedItems, loader_error
 from labs.parts.traps import datasets as trap_datasets

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labs import loss_scaling as lab
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.parts import models
 from labs.parts.precision import deprecated_amp

@@ -9,7 +9,7 @@ import torch
 
 from labs import lr_scaling as lab
 from labs.data.fashion import vectors
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 

@@ -10,9 +10,9 @@ import torch
 from fakes import FakeNvml, card
 
 from labs import hardware_probe
-from labs.kit import checks, gpu_checks, nvml, preflight, visible
-from labs.kit.checks import GIB, Check, Facts
-from labs.kit.container import Container
+from labs.kit import nvml, preflight
+from labs.kit.host import Container
+from labs.kit.preflight import GIB, Check, Facts
 from labs.kit.record import Record, Records
 
 BUILD = {"torch": "2.13.0+cu130", "cuda": "13.0", "rocm": None, "cudnn": 1, "nccl": "2.28.9", "gloo": True,
@@ -25,12 +25,12 @@ def facts(fake=None, build=BUILD, container=None, environ=None, **changes) -> Fa
     """A healthy machine, changed."""
     found = nvml.report(fake or FakeNvml([card()]))
     room = dataclasses.replace(ROOMY, **(container or {}))
-    return Facts(found, visible.visible(found, environ or {}), room, build, (3, 12), "2.13.0", **changes)
+    return Facts(found, nvml.visible(found, environ or {}), room, build, (3, 12), "2.13.0", **changes)
 
 
 def trouble(made: Facts) -> dict[str, str]:
     """{words of the detail: status} of everything that did not pass; each has a remedy."""
-    found = [c for c in gpu_checks.machine_checks(made) if c.status != "pass"]
+    found = [c for c in preflight.machine_checks(made) if c.status != "pass"]
     assert all(c.remedy for c in found)
     return {f"{c.name}: {c.detail}": c.status for c in found}
 
@@ -83,7 +83,7 @@ def test_own_processes_are_not_strangers():
 def test_no_gpu_is_no_failure_unless_required(code):
     broken = FakeNvml(init_error=code)
     assert trouble(facts(broken, CPU_BUILD)) == {}
-    (sentence,) = [c.detail for c in gpu_checks.machine_checks(facts(broken, CPU_BUILD)) if c.name == "GPUs"]
+    (sentence,) = [c.detail for c in preflight.machine_checks(facts(broken, CPU_BUILD)) if c.name == "GPUs"]
     assert sentence == "no GPU here: devices are CPU cores, every notebook runs"
     assert one(facts(broken, CPU_BUILD, require_gpus=1))[0] == "fail"
 
@@ -106,7 +106,7 @@ NAN_ERROR = hardware_probe.relative_error(torch.tensor([math.nan, 1.0]), torch.o
                                                       (1e-7, 3, {"all-reduce"})])  # fmt: skip
 def test_a_wrong_answer_fails(product, reduced, failed):
     records = Records([rank_record("matmul_relative_error", product), rank_record("all_reduce_error", reduced)])
-    found = gpu_checks.rank_checks(records, 1.0, facts())
+    found = preflight.rank_checks(records, 1.0, facts())
     assert {c.name for c in found if c.status == "fail"} == failed
 
 
@@ -118,4 +118,4 @@ def test_exit_code_and_text():
 
 
 def test_checks_of_this_machine_start_no_cuda():
-    assert checks.gather().container.cores >= 1
+    assert preflight.gather().container.cores >= 1

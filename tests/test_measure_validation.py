@@ -10,10 +10,10 @@ import torch
 
 from labs import measure_validation as lab
 from labs.kit import measure
-from labs.kit.cli import BadInput
-from labs.kit.dist import Rank
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import differs
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 pytestmark = pytest.mark.quiet  # its neighbour takes a core, and it times what that does

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labs import memory_remedies
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.parts import models
 from labs.parts.oracle.step import step

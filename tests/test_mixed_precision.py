@@ -9,7 +9,7 @@ from processes import PYTHON, new_environment
 from torch import nn
 
 from labs import mixed_precision
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records

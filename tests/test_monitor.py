@@ -12,10 +12,10 @@ import psutil
 import pytest
 from processes import wait_for
 
-from labs.kit import monitor as module
-from labs.kit import samplers
-from labs.kit.monitor import Monitor, Trace, strip_svg
-from labs.kit.samplers import CpuSampler, Key, children_of, family
+from labs.kit import host
+from labs.kit import monitor as monitor_module
+from labs.kit.display import strip_svg
+from labs.kit.monitor import CpuSampler, Key, Monitor, Trace, children_of, family
 
 BUSY = "import time; b = bytearray(60_000_000); t = time.time()\nwhile time.time() - t < {0}: pass"
 CHILD = """
@@ -43,7 +43,7 @@ def watch(processes: dict[int, subprocess.Popen], period_s=0.1) -> Trace:
 
 def test_sees_a_busy_rank_its_memory_and_its_core():
     trace = watch({0: python(BUSY.format(1.2))})
-    assert max(trace.peak("cpu_percent", core=c) for c in samplers.usable_cores()) > 50
+    assert max(trace.peak("cpu_percent", core=c) for c in host.affinity()) > 50
     assert 60e6 < trace.peak("resident_bytes", rank=0) < 120e6
     assert not trace.failures
     assert all(len(s.values) == len(trace.t_s) for s in trace.series)
@@ -102,7 +102,7 @@ def test_children_too_short_lived_to_be_seen_are_counted_once_with_their_parent(
 
 def test_a_strangers_work_is_a_neighbours(monkeypatch):
     sampler = CpuSampler()
-    monkeypatch.setattr(samplers, "family", lambda pid: [pid])  # its child is then nobody we know
+    monkeypatch.setattr(monitor_module, "family", lambda pid: [pid])  # its child is then nobody we know
     worker = python(BUSY.format(60))
     try:
         spent = spend(worker, sampler, {})
@@ -162,7 +162,7 @@ def test_a_dear_source_is_asked_less_often(monkeypatch):
 
 
 def test_long_runs_stay_bounded(monkeypatch):
-    monkeypatch.setattr(module, "MAX_SAMPLES", 10)
+    monkeypatch.setattr(monitor_module, "MAX_SAMPLES", 10)
     with Monitor(dict, period_s=0.005) as m:
         deadline = time.monotonic() + 20  # a loaded machine needs longer for ten samples
         while m.period_s == 0.005 and time.monotonic() < deadline:

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 from test_monitor import sampled
 
-from labs.kit.gpu_sampler import GpuSampler
-from labs.kit.monitor import Monitor
-from labs.kit.samplers import Key
+from labs.kit.monitor import GpuSampler, Key, Monitor
 
 
 class NVMLError(Exception):

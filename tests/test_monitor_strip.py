@@ -8,7 +8,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from labs.kit.monitor import Series, Trace, strip_html, strip_svg
+from labs.kit.display import strip_html, strip_svg
+from labs.kit.monitor import Series, Trace
 
 
 def example(ranks: int, samples: int = 50, gpus: int = 0, others: float = 4.0) -> Trace:

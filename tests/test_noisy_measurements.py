@@ -11,7 +11,6 @@ from labs import batch_size, crossover
 from labs.chapters.nb00 import figures as nb00
 from labs.chapters.nb01 import figures_batch as nb01_batch
 from labs.chapters.nb06 import figures as nb06
-from labs.kit import collectives
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records
@@ -19,6 +18,7 @@ from labs.parts.checkpoints import checkpoint_interval
 from labs.parts.data_parallel import scaling
 from labs.parts.elastic.journal import PHASES, History
 from labs.parts.pipelines import analysis, profiling
+from labs.parts.timing import collectives
 from labs.parts.tuning import rules
 
 SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from labs.kit import cell_times
+from labs.kit import notebook_report
 from labs.kit.course import execute, literal, own_parameters, tell_times
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -219,19 +219,19 @@ def took(seconds):
 
 def test_cells_are_timed_by_section(tmp_path):
     path = timed(tmp_path / "01_x.ipynb", 2.0, 40.0)
-    assert [(s.section, s.seconds, s.cells) for s in cell_times.sections(path)] == [
+    assert [(s.section, s.seconds, s.cells) for s in notebook_report.sections(path)] == [
         ("Title", 1.5, 1), ("Part 2", 2.0, 1), ("Part 3", 40.0, 1), ("End", 0, 0)
     ]  # fmt: skip
-    times = cell_times.cell_times(path)
-    assert [str(t) for t in cell_times.slowest(times, 2)] == [
+    times = notebook_report.cell_times(path)
+    assert [str(t) for t in notebook_report.slowest(times, 2)] == [
         "01_x cell [3]: 40.0 s  x = 3 ** 2",
         "01_x cell [2]: 2.0 s  x = 2 ** 2",
     ]
 
 
 def test_what_takes_longer_than_promised_is_said(tmp_path, capsys):
-    times = cell_times.cell_times(timed(tmp_path / "01_x.ipynb", 30.0, 40.0))
-    assert cell_times.over_the_limits(times, 600.0) == ["over 30 s: 01_x cell [3]: 40.0 s  x = 3 ** 2"]
+    times = notebook_report.cell_times(timed(tmp_path / "01_x.ipynb", 30.0, 40.0))
+    assert notebook_report.over_the_limits(times, 600.0) == ["over 30 s: 01_x cell [3]: 40.0 s  x = 3 ** 2"]
     tell_times(times, 601.0)
     assert capsys.readouterr().out.splitlines()[-1] == "over 10 min: all notebooks together took 10.0 min"
     tell_times([], 1.0)
@@ -239,18 +239,18 @@ def test_what_takes_longer_than_promised_is_said(tmp_path, capsys):
 
 
 def test_a_slow_machine_has_longer_limits_and_is_told_so(tmp_path):
-    times = cell_times.cell_times(timed(tmp_path / "01_x.ipynb", 30.0, 80.0))
-    (said,) = cell_times.over_the_limits(times, 1500.0, slower=3.0)
+    times = notebook_report.cell_times(timed(tmp_path / "01_x.ipynb", 30.0, 80.0))
+    (said,) = notebook_report.over_the_limits(times, 1500.0, slower=3.0)
     assert said.startswith("This machine was 3.0 times slower") and "90 s and 30 min" in said
-    assert len(cell_times.over_the_limits(times, 1900.0, slower=2.0)) == 3
-    assert cell_times.over_the_limits([], 500.0, slower=3.0) == []
+    assert len(notebook_report.over_the_limits(times, 1900.0, slower=2.0)) == 3
+    assert notebook_report.over_the_limits([], 500.0, slower=3.0) == []
 
 
 def test_the_pace_of_a_machine_is_the_usual_one_between_notebooks():
-    usual = cell_times.REFERENCE_S
-    assert cell_times.slowness([3 * usual, usual, 3.2 * usual]) == pytest.approx(3.0)
-    assert cell_times.slowness([usual / 2]) == cell_times.slowness([]) == 1.0
-    assert cell_times.reference_s() > 0
+    usual = notebook_report.REFERENCE_S
+    assert notebook_report.slowness([3 * usual, usual, 3.2 * usual]) == pytest.approx(3.0)
+    assert notebook_report.slowness([usual / 2]) == notebook_report.slowness([]) == 1.0
+    assert notebook_report.reference_s() > 0
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("True", True), ("[1, 2]", [1, 2]), ("ddp", "ddp")])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from labs.kit import peaks
-from labs.kit.peaks import DTYPES, bus_bandwidth_gb_s, peak, spec, specs
+from labs.kit import hardware
+from labs.kit.hardware import DTYPES, bus_bandwidth_gb_s, peak, spec, specs
 from labs.parts.timing.roofline import (
     Work,
     attainable_flop_s,
@@ -61,7 +61,7 @@ def test_names_are_unique():
 
 def test_unknown_format_is_an_error():
     with pytest.raises(KeyError):
-        peaks.peak("NVIDIA H200", "fp12")
+        hardware.peak("NVIDIA H200", "fp12")
 
 
 def test_roofline_bends_at_the_ridge():

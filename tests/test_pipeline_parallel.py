@@ -10,7 +10,7 @@ from processes import MARK, assert_no_survivors
 from torch import nn
 
 from labs import pipeline_parallel
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import RankFailed, launch
 from labs.parts.models import Workload
 from labs.parts.pipelines import analysis, schedules, torch_schedules

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from labs.kit.cli import BadInput
-from labs.kit.dist import Rank
+from labs.kit.errors import BadInput
 from labs.kit.launch import RankFailed, run_on_ranks
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.models import Workload
 from labs.parts.pipelines import CHAINS, Chain, analysis, chain, even_cuts, partition, profiling, schedules, split

@@ -14,13 +14,12 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from labs.kit import plot
-from labs.kit.caption import provenance_line
 from labs.kit.check import predict
-from labs.kit.cli import BadInput
-from labs.kit.marks import KIND_STYLE
+from labs.kit.display import show_table
+from labs.kit.errors import BadInput
 from labs.kit.measure import Estimate
-from labs.kit.record import KINDS, Record, Records
-from labs.kit.say import show_table
+from labs.kit.plot import KIND_STYLE
+from labs.kit.record import KINDS, Record, Records, provenance_line
 
 HERE = {"cpu": "Xeon 8481C", "cores": 8, "gpus": [], "torch": "2.13.0", "utc": "2026-11-21T10:00:00+00:00"}
 

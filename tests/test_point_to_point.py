@@ -5,10 +5,10 @@ import socket
 import pytest
 
 from labs import point_to_point
-from labs.kit.collectives import LatencyBandwidth
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.parts.sharding import traffic
+from labs.parts.timing.collectives import LatencyBandwidth
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])

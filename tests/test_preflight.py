@@ -14,8 +14,7 @@ from labs.classroom import course_checks, jupyter_checks, place_checks, ranks_tr
 from labs.classroom.course_checks import CourseFiles, Packages
 from labs.classroom.jupyter_checks import Kernel
 from labs.classroom.system_checks import Clock
-from labs.kit.checks import Check
-from labs.kit.trials import Started, Trial, guarded
+from labs.kit.preflight import Check, Started, Trial, guarded
 
 
 def as_list(found) -> list[Check]:

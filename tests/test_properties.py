@@ -20,8 +20,8 @@ from junk import damaged, nothing_starts, values
 
 import labs
 from labs.kit import cli
-from labs.kit.cli import BadInput, make_config
-from labs.kit.lab import lab_module
+from labs.kit.errors import BadInput
+from labs.kit.lab import lab_module, make_config
 from labs.kit.record import COLUMNS, KINDS, Record, Records, load, write_atomic
 
 # Records

@@ -22,7 +22,7 @@ from labs.classroom.room.machines import comparisons, tables
 from labs.classroom.room.page import render
 from labs.classroom.room.questions import questions
 from labs.kit import room
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 
 # -- a room of two, of whom one has a damaged file
 

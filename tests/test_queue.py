@@ -23,13 +23,13 @@ import pytest
 from fakes import FakeNvml, card
 from processes import HERE, PYTHON, new_environment, wait_for
 
-from labs.kit import nvml, tickets, turns, view
-from labs.kit.cli import BadInput
+from labs.kit import display, launch_queue, nvml
+from labs.kit.errors import BadInput
 from labs.kit.hardware import Device
 from labs.kit.launch import launch, run_on_ranks
+from labs.kit.launch_queue import MACHINE, Turn
 from labs.kit.measure import estimate
 from labs.kit.record import load
-from labs.kit.turns import MACHINE, Turn
 
 EMPTY = "labs_for_tests.empty"
 CPU = Device("cpu", 0, "cpu", (0,))
@@ -37,14 +37,14 @@ CPU = Device("cpu", 0, "cpu", (0,))
 TAKE = """
 import sys, time
 from pathlib import Path
-from labs.kit import turns
-turns.SILENT_S = 1.0
+from labs.kit import launch_queue
+launch_queue.SILENT_S = 1.0
 folder, claims, head_start_s = Path(sys.argv[1]), sys.argv[2].split(","), float(sys.argv[3])
 last = []
 def look(text):
     if text != last: print(text, flush=True)
     last[:] = [text]
-with turns.Turn(folder, "lab", "2 cores", claims, head_start_s).taken(look):
+with launch_queue.Turn(folder, "lab", "2 cores", claims, head_start_s).taken(look):
     print("in", time.monotonic(), flush=True)
     sys.stdin.read()
 """
@@ -139,7 +139,7 @@ def test_first_come_first_served_and_nothing_stays_behind(folder, take):
     times = [float(lines[-1].split()[1]) for lines in said]
     assert times == sorted(times)
     assert said[3][0].startswith("waiting: 4 launches before this one; anna: lab on 2 cores, for ")
-    assert [p.name for p in folder.iterdir()] == [f"machine-{tickets.machine()}.lock"]
+    assert [p.name for p in folder.iterdir()] == [f"machine-{launch_queue.machine()}.lock"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_first_come_first_served_and_nothing_stays_behind(folder, take):
 def test_what_excludes_what(folder, one, other, together):
     with Turn(folder, "lab", "1 core", one, 0).taken(impatient):
         assert free(folder, *other) is together
-        assert turns.conflict(one, other) is not together
+        assert launch_queue.conflict(one, other) is not together
         for ticket in folder.glob("running-*"):  # the locks hold without any ticket, too
             ticket.unlink()
         assert free(folder, *other) is together
@@ -172,7 +172,7 @@ def test_one_that_waits_keeps_later_ones_from_what_it_needs(folder, take):
 def test_a_check_goes_before_measurements_that_wait(folder, take):
     holder = take("anna")
     entered(holder)
-    measuring, check = take("bert"), take("carl", MACHINE, turns.HEAD_START_S)
+    measuring, check = take("bert"), take("carl", MACHINE, launch_queue.HEAD_START_S)
     leave(holder)
     entered(check)
     assert not is_in(measuring)
@@ -183,7 +183,7 @@ def test_a_check_goes_before_measurements_that_wait(folder, take):
 # A second launching process: does what each line of its standard input asks for.
 SECOND = """
 import os, sys
-from labs.kit import cli, shell
+from labs.kit import cli, lab
 from labs.kit.launch import run_on_ranks
 from test_queue import EMPTY, meet
 run_on_ranks(int, 1)
@@ -192,8 +192,8 @@ for task in sys.stdin:
     queue, folder, seconds = task.split()
     os.environ["COURSE_QUEUE"] = queue.strip("-")
     print(*run_on_ranks(meet, 1, "second", folder, float(seconds))[0], flush=True)
-command = cli.parse(cli.lab_module(EMPTY), "prog", ["--nproc", "1", "--timeout-s", "0.5"])
-raise SystemExit(shell.run_here(EMPTY, command))
+command = cli.parse(lab.lab_module(EMPTY), "prog", ["--nproc", "1", "--timeout-s", "0.5"])
+raise SystemExit(cli.run_here(EMPTY, command))
 """
 
 
@@ -302,7 +302,7 @@ def test_users_share_a_queue_whatever_their_umask(folder):
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def die_waiting() -> int:
-        tickets.Own(folder, "lab", "1 core", (MACHINE,), 0)
+        launch_queue.OwnTicket(folder, "lab", "1 core", (MACHINE,), 0)
         return 0  # without removing it
 
     before = os.umask(0o077)
@@ -310,13 +310,13 @@ def test_users_share_a_queue_whatever_their_umask(folder):
         with Turn(folder, "lab", "1 core", (MACHINE,), 0).taken(impatient):
             assert as_nobody(lambda: 7 if free(folder) else 8) == 8
         assert as_nobody(lambda: 7 if free(folder) else 8) == 7, "its lock file is root's"
-        os.close(tickets.Own(folder, "lab", "1 core", (MACHINE,), 0).fd)  # as death closes it
+        os.close(launch_queue.OwnTicket(folder, "lab", "1 core", (MACHINE,), 0).fd)  # as death closes it
         assert as_nobody(die_waiting) == 0
         assert free(folder) and not names(folder)
     finally:
         os.umask(before)
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir()}
-    assert modes == {f"machine-{tickets.machine()}.lock": 0o666}
+    assert modes == {f"machine-{launch_queue.machine()}.lock": 0o666}
     assert as_nobody(lambda: 7 if free(folder, "core-0") else 8) == 7
     assert free(folder, "core-0"), "a lock file that nobody made with umask 077"
 
@@ -325,7 +325,7 @@ def test_users_share_a_queue_whatever_their_umask(folder):
 
 
 def test_files_that_are_no_living_tickets_are_ignored(folder):
-    here = tickets.machine()
+    here = launch_queue.machine()
     (folder / f"waiting-{here}-{0:020d}-1.json").write_text("{")  # nobody locks it
     (folder / f"waiting-other-{0:020d}-2.json").write_text("{}")
     (folder / "new-1.json").write_text("")
@@ -368,16 +368,16 @@ def test_a_folder_that_cannot_work_is_one_line_before_anything_starts(folder, mo
 
 def test_without_the_variable_and_inside_a_rank_there_is_no_queue(folder, monkeypatch):
     monkeypatch.delenv("COURSE_QUEUE", raising=False)
-    assert turns.turn("lab", [CPU]).folder is None
+    assert launch_queue.turn("lab", [CPU]).folder is None
     monkeypatch.setenv("COURSE_QUEUE", str(folder))
-    assert turns.turn("lab", [CPU]).folder == folder
+    assert launch_queue.turn("lab", [CPU]).folder == folder
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert turns.turn("lab", [CPU]).folder is None
+    assert launch_queue.turn("lab", [CPU]).folder is None
 
 
 def test_a_rank_may_launch_in_the_turn_of_its_own_launch(folder, monkeypatch):
     monkeypatch.setenv("COURSE_QUEUE", str(folder))
-    assert run_on_ranks(lambda: turns.turn("lab", [CPU]).folder, 1) == [None]
+    assert run_on_ranks(lambda: launch_queue.turn("lab", [CPU]).folder, 1) == [None]
 
 
 # Claims, model, evidence
@@ -388,14 +388,16 @@ def test_claims_name_physical_cores_and_cards(tmp_path, monkeypatch):
         file = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list"
         file.parent.mkdir(parents=True)
         file.write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
-    monkeypatch.setattr(turns, "affinity", lambda: (1, 3))
-    assert turns.claims_of([CPU], tmp_path) == ("core-1",)
+    monkeypatch.setattr(launch_queue, "affinity", lambda: (1, 3))
+    assert launch_queue.claims_of([CPU], tmp_path) == ("core-1",)
     cards = FakeNvml([card("GPU-aa01"), card("GPU-bb02")])
     report = nvml.report(cards)
     monkeypatch.setattr(nvml, "report", lambda: report)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert turns.claims_of([Device("cuda", 0, "card")], tmp_path) == ("core-1", "gpu-GPU-bb02")
-    assert turns.claims_of([Device("cuda", 1, "card")], tmp_path) == (MACHINE,), "an unknown card may be anyone's"
+    assert launch_queue.claims_of([Device("cuda", 0, "card")], tmp_path) == ("core-1", "gpu-GPU-bb02")
+    assert launch_queue.claims_of([Device("cuda", 1, "card")], tmp_path) == (MACHINE,), (
+        "an unknown card may be anyone's"
+    )
 
 
 def test_the_waiting_model_agrees_with_a_simulation():
@@ -410,16 +412,16 @@ def test_the_waiting_model_agrees_with_a_simulation():
             asks[i] = free_at + draw.expovariate(1 / think_s)
         return waited / launches
 
-    assert turns.waiting_s(1, 10, 60) == 0
+    assert launch_queue.waiting_s(1, 10, 60) == 0
     for learners in (2, 8, 24):
-        assert turns.waiting_s(learners, 10, 60) == pytest.approx(simulated(learners, 10, 60), rel=0.05)
+        assert launch_queue.waiting_s(learners, 10, 60) == pytest.approx(simulated(learners, 10, 60), rel=0.05)
 
 
 def test_the_disturbance_in_the_text_is_that_of_the_record():
     records = load(HERE.parent / "records/amd-epyc-2-cores-2026-11/data_parallel.jsonl")
     one, two, ddp = (records.one("step_s", mode=mode).samples for mode in ("single", "copies", "ddp"))
     beside, price = (estimate([a / b for a, b in zip(*pair, strict=True)], "x") for pair in ((two, one), (ddp, two)))
-    text = " ".join(turns.__doc__.split())
+    text = " ".join(launch_queue.__doc__.split())
     assert f"took {beside.value:.2f} times as long, [{beside.low:.2f}, {beside.high:.2f}] at 95 %" in text
     assert beside.value >= price.value, "as much as all of DDP's communication cost"
 
@@ -441,7 +443,7 @@ def cell(monkeypatch):
     """A notebook's cell, and what it shows."""
     handle = Handle()
     monkeypatch.setattr("IPython.display.display", lambda page, display_id: handle)
-    monkeypatch.setattr(view, "_in_notebook", lambda: True)
+    monkeypatch.setattr(display, "_in_notebook", lambda: True)
     return handle
 
 
@@ -469,7 +471,7 @@ def held(folder, monkeypatch):
 def test_a_cell_shows_what_its_launch_waits_for(cell, held):
     launch(EMPTY, 1)
     assert "empty: 1 rank, queued" in cell.pages[0] and "waiting: 1 launch before this one" in cell.pages[0]
-    assert "&lt;anna&gt;: data_parallel on 2 cores, for 0 s" in cell.pages[0]
+    assert re.search(r"&lt;anna&gt;: data_parallel on 2 cores, for \d+ s", cell.pages[0])
     assert "1 rank, done" in cell.pages[-1] and "waiting" not in cell.pages[-1]
 
 
@@ -485,12 +487,12 @@ def test_a_terminal_shows_it_in_the_bar_and_a_log_in_lines(monkeypatch, capsys):
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    bar = view.TerminalView("lab")
+    bar = display.TerminalView("lab")
     bar.waiting("waiting: anna")
     bar.close()
     assert "waiting: anna" in terminal.getvalue()
     monkeypatch.undo()
-    log = view.TerminalView("lab")
+    log = display.TerminalView("lab")
     for text in ("waiting: anna, for 1 s", "waiting: anna, for 2 s", ""):
         log.waiting(text)
     assert capsys.readouterr().err == "waiting: anna, for 1 s\n"

@@ -6,7 +6,7 @@ import sys
 import pytest
 from processes import HERE, MARK, PYTHON, assert_no_survivors, new_environment
 
-from labs.kit import shell
+from labs.kit import cli
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records, load
 
@@ -48,7 +48,7 @@ def test_a_layout_the_lab_refuses_is_one_line_per_rank_under_torchrun_too():
 
 def test_the_table_and_the_file(tmp_path, capsys):
     run = Records([Record("a_lab", "step_s", "s", [0.010, 0.012, 0.011], case={"mode": "ddp"})])
-    assert shell.report(run, None, tmp_path / "run.jsonl") == 0
+    assert cli.report(run, None, tmp_path / "run.jsonl") == 0
     out = capsys.readouterr().out
     assert "11.0 ms [10.0, 12.0]" in out and "ddp" in out and len(load(tmp_path / "run.jsonl")) == 1
-    assert shell.report(Records(), None, None) == 0 and capsys.readouterr().out == "no records\n"
+    assert cli.report(Records(), None, None) == 0 and capsys.readouterr().out == "no records\n"

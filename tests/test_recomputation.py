@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
 from labs.parts import models
 from labs.parts.activation_memory.allocator import Storages

@@ -12,7 +12,7 @@ import torch
 from processes import PYTHON, wait_for
 
 from labs.kit import record
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records, load, write_atomic
 
 

@@ -19,11 +19,10 @@ from labs import seats
 from labs.classroom import seating
 from labs.classroom.seating import Machine, SeatGpu, divide, seat_gpus
 from labs.kit import hardware, nvml
-from labs.kit.cli import BadInput
-from labs.kit.hardware import one_per_core_first, usable_affinity, visible_gpu_names
+from labs.kit.errors import BadInput
+from labs.kit.hardware import one_per_core_first, place, usable_affinity, visible_gpu_names
+from labs.kit.host import Core, as_cpu_list, cores, cpu_list, gpu_node
 from labs.kit.launch import run_on_ranks
-from labs.kit.rank import place
-from labs.kit.topology import Core, as_cpu_list, cores, cpu_list, gpu_node
 from labs.seats import Config, as_dict, as_text, plan
 
 affinity_only = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")

@@ -10,8 +10,8 @@ import pytest
 from processes import HERE, MARK, PYTHON, SURVIVAL_S, assert_no_survivors, leftovers, new_environment, wait_for
 
 from labs import sharded_checkpoint
-from labs.kit.cli import BadInput
-from labs.kit.guarded import guarded_folder
+from labs.kit.errors import BadInput
+from labs.kit.fork_server import guarded_folder
 from labs.kit.launch import launch, run_on_ranks
 from labs.parts.elastic import damage
 

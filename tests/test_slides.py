@@ -12,8 +12,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from labs.classroom.slides.__main__ import main
 from labs.classroom.slides.pages import slides_page
 from labs.classroom.slides.parts import PAGE_CHARACTERS, parts_of, table_pages
-from labs.kit.course_page import pictures
-from labs.kit.mathml import Formulas
+from labs.kit.notebook_report import Formulas, pictures
 
 ROOT = Path(__file__).parents[1]
 BAR = new_output("display_data", {"text/html": '<div class="labs-progress">timing: done</div>'})

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from labs import tensor_parallel
-from labs.kit.collectives import LatencyBandwidth
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.parts.sharding import blocks
 from labs.parts.sharding.blocks import Attention, Mlp
 from labs.parts.sharding.tensor import CopyToRanks, by_hand, gradient_error, share
 from labs.parts.sharding.traffic import HEADER_BYTES, sent_bytes
+from labs.parts.timing.collectives import LatencyBandwidth
 
 
 @pytest.fixture(scope="module", params=[2, 4])

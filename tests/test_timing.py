@@ -11,7 +11,7 @@ from processes import PYTHON, new_environment
 from torch import Tensor, nn
 
 from labs import timing
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records

@@ -10,7 +10,7 @@ import pytest
 from processes import MARK, PYTHON, assert_no_survivors, new_environment
 
 from labs import training_checkpoint
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.parts.checkpoints import corruption
 from labs.parts.checkpoints.training import perceptron, states
@@ -124,7 +124,7 @@ def train_in_a_new_process(folder, first, last):
     import torch.distributed as dist
 
     from labs.data import fashion
-    from labs.kit.dist import Rank
+    from labs.kit.rank import Rank
     from labs.parts.checkpoints import load_latest, save
     from labs.parts.checkpoints.training import Training
 

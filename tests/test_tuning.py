@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 import torch
-from processes import is_backstage
+from processes import SLOWER, is_backstage
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from labs import tune_dataloader as lab
@@ -393,7 +393,7 @@ def no_process_left():
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_slow_source_gets_workers_and_they_are_worth_it():
-    tuning = tune_dataloader(Waiting(0.005), lambda batch: None, batch_size=2, max_workers=4, budget_s=10)
+    tuning = tune_dataloader(Waiting(0.005), lambda batch: None, batch_size=2, max_workers=4, budget_s=10 * SLOWER)
     assert tuning.settings == {"num_workers": 4} and tuning.limit == "loader" and tuning.capped
     assert tuning.evidence.ratio(("together", FOUR), MODEL).value < 0.5 < tuning.wait_share.value
     loader = DataLoader(Waiting(), 2, shuffle=True, **tuning.settings)
@@ -401,9 +401,13 @@ def test_a_slow_source_gets_workers_and_they_are_worth_it():
 
 
 def test_a_slow_model_needs_no_workers():
-    tuning = tune_dataloader(Waiting(), lambda batch: time.sleep(0.02), batch_size=2, max_workers=4, budget_s=10)
+    tuning = tune_dataloader(
+        Waiting(), lambda batch: time.sleep(0.02), batch_size=2, max_workers=4, budget_s=10 * SLOWER
+    )
     assert tuning.settings == {"num_workers": 0} and tuning.limit == "model"
-    assert tuning.wait_share.value < 0.5 and tuning.seconds < 20, "twice the budget, where others are at work too"
+    assert tuning.wait_share.value < 0.5 and tuning.seconds < 20 * SLOWER, (
+        "twice the budget, where others are at work too"
+    )
 
 
 def test_the_step_gets_whole_batches_of_the_loader_with_its_options():
@@ -553,7 +557,7 @@ def factory():
 
 
 def test_a_dataset_of_ones_own_is_tuned_and_printed():
-    run = launch("tune_dataloader", nproc=1, dataset="test_tuning:factory", batch_size=4, budget_s=2.0)
+    run = launch("tune_dataloader", nproc=1, dataset="test_tuning:factory", batch_size=4, budget_s=2.0 * SLOWER)
     assert "[rank 0] num_workers=" in run.printed and "of each step waits for data" in run.printed
     assert {r.case["way"] for r in run} == {"model alone", "loader alone", "both together"}
 

@@ -7,7 +7,7 @@ import torch
 from fakes import FakeNvml, card
 
 from labs import utilisation
-from labs.kit.cli import BadInput
+from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.parts.timing import busy
 from labs.parts.timing.roofline import Work

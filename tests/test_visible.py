@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeNvml, card
 
 from labs.kit import nvml
-from labs.kit.visible import nvml_index_of, visible
+from labs.kit.nvml import nvml_index_of, visible
 
 SAME = [card("GPU-aa01"), card("GPU-bb02"), card("GPU-bc03")]
 MIXED = [card("GPU-aa01", "Tesla T4"), card("GPU-bb02", "NVIDIA H100 80GB HBM3")]

@@ -19,7 +19,7 @@ from typing import Annotated
 import tyro
 
 from labs.kit import cli
-from labs.kit.cli import BadInput, require
+from labs.kit.errors import BadInput, require
 from labs.kit.record import write_atomic
 from labs.kit.room import REVEALED, matches, revealed_patterns
 

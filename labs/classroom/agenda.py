@@ -22,9 +22,10 @@ from pathlib import Path
 import nbformat
 
 from labs.classroom.plans import PLANS, Break
-from labs.kit.cli import BadInput, fail, require
+from labs.kit.cli import fail
 from labs.kit.course import NOTEBOOKS
-from labs.kit.course_page import heading, pictures
+from labs.kit.errors import BadInput, require
+from labs.kit.notebook_report import heading, pictures
 from labs.kit.record import load
 
 PACES = {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labs.kit import fingerprint
-from labs.kit.checks import Check
+from labs.kit.preflight import Check
 
 NAMES_SHOWN = 3
 GIT_LIMIT_S = 5.0

@@ -17,9 +17,10 @@ import nbformat
 
 from labs.classroom.agenda import RECORD, agenda, course, seconds_of, table
 from labs.classroom.plans import PLANS
-from labs.kit.cli import BadInput, fail, require
+from labs.kit.cli import fail
 from labs.kit.course import NOTEBOOKS
-from labs.kit.course_page import heading, pictures
+from labs.kit.errors import BadInput, require
+from labs.kit.notebook_report import heading, pictures
 from labs.kit.record import Record, attach_provenance, write_atomic
 from labs.kit.rerun import STAMP
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 
-from labs.kit.checks import Check
+from labs.kit.preflight import Check
 
 PORT = 8888  # Jupyter's default
 READY_LIMIT_S = 10.0

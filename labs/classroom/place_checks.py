@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from labs.classroom import jupyter_checks
-from labs.kit.checks import Check, Facts, system
 from labs.kit.errors import BadInput
+from labs.kit.preflight import Check, Facts, system
 
 TEMPORARY_BYTES = 2**29  # checkpoints and caches of notebook 05, which has the most: 0.42 GiB
 
@@ -82,7 +82,7 @@ def queue(environ: Mapping[str, str]) -> list[Check]:
     folder = environ.get("COURSE_QUEUE", "")
     if not folder:
         return []
-    from labs.kit.turns import check_folder
+    from labs.kit.launch_queue import check_folder
 
     try:
         check_folder(Path(folder))

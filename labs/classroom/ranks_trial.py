@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from labs.classroom import system_checks
-from labs.kit import gpu_checks
-from labs.kit.checks import Check, Facts
-from labs.kit.trials import reason
+from labs.kit import preflight
+from labs.kit.preflight import Check, Facts, reason
 
 LAB = "hardware_probe"
 WARM_LIMIT_S = 60.0  # slow is not broken: it is judged by system_checks.first_launch
@@ -28,9 +27,9 @@ class RanksTrial:
         self.about: dict[str, Any] = dict.fromkeys(("n", "device", "backend", "first_launch_s", "launch_s"))
         self.problem: Exception | None = None
         try:
-            from labs.kit.backstage import start_fork_server
+            from labs.kit.fork_server import start_fork_server
 
-            self.backstage = start_fork_server(lean=True)  # it loads torch while the other checks run
+            self.server = start_fork_server(lean=True)  # it loads torch while the other checks run
         except Exception as e:
             self.problem = e
 
@@ -50,15 +49,15 @@ class RanksTrial:
         return [*found, system_checks.first_launch(warm_s, self.about["launch_s"])]
 
     def _launches(self, facts: Facts | None, require_gpus: int) -> list[Check]:
+        from labs.kit.display import View
         from labs.kit.launch import launch
-        from labs.kit.view import View
 
         found: list[Check] = []
         for nproc, device in plans(facts.gpus_for_torch if facts else 0, require_gpus):
             with _alone():
                 run = launch(LAB, nproc, timeout_s=RANKS_LIMIT_S, device=device, oversubscribe=True, view=View(),
                              parts=("correctness",))  # fmt: skip
-            found += gpu_checks.rank_checks(run, run.seconds, facts)
+            found += preflight.rank_checks(run, run.seconds, facts)
             layout = run[0].layout
             self.about |= {"n": nproc, "device": layout["device"], "backend": layout["backend"]}
             self.about |= {"launch_s": round(run.seconds, 2)}
@@ -66,11 +65,11 @@ class RanksTrial:
 
     def _wait_until_warm(self) -> float | None:
         """Seconds until the fork server had loaded torch; None if it has not within the limit."""
-        while not self.backstage.ready.exists():
+        while not self.server.ready.exists():
             if time.monotonic() - self.start > self.warm_limit_s:
                 return None
             time.sleep(0.02)
-        return max(0.0, self.backstage.ready.stat().st_mtime - self.start_s)
+        return max(0.0, self.server.ready.stat().st_mtime - self.start_s)
 
 
 def plans(gpus: int, require_gpus: int = 0) -> list[tuple[int, str]]:

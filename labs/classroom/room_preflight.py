@@ -29,9 +29,9 @@ from labs.classroom import course_checks, jupyter_checks, place_checks, system_c
 from labs.classroom.jupyter_checks import KernelTrial
 from labs.classroom.ranks_trial import RanksTrial
 from labs.classroom.verdict import Report, as_text
-from labs.kit import checks, cli, gpu_checks
-from labs.kit.checks import Check, Facts
-from labs.kit.trials import Started, Trial, guarded, reason
+from labs.kit import cli, preflight
+from labs.kit.errors import BadInput
+from labs.kit.preflight import Check, Facts, Started, Trial, guarded, reason
 
 try:
     import psutil
@@ -116,9 +116,9 @@ def _machine(require_gpus: int) -> tuple[list[Check], Facts | None]:
     except Exception as e:
         return [Check("torch", "fail", f"cannot be loaded: {reason(e)}", jupyter_checks.INSTALL)], None
     facts: list[Facts] = []
-    found = guarded("machine", lambda: facts.append(checks.gather(require_gpus)) or [])
+    found = guarded("machine", lambda: facts.append(preflight.gather(require_gpus)) or [])
     if facts:
-        found = [c for c in gpu_checks.machine_checks(facts[0]) if c.name not in BETTER_CHECKED]
+        found = [c for c in preflight.machine_checks(facts[0]) if c.name not in BETTER_CHECKED]
     return found, next(iter(facts), None)
 
 
@@ -136,7 +136,7 @@ def end_children() -> None:
     """End whatever this command has started and what still runs, also what a trial left that hangs."""
     if psutil is None:
         return
-    current = getattr(sys.modules.get("labs.kit.backstage"), "_current", None)
+    current = getattr(sys.modules.get("labs.kit.fork_server"), "_current", None)
     if current is not None:
         current.close()  # fork server, ranks and their folder
     for child in psutil.Process().children(recursive=True):
@@ -170,7 +170,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--require-gpus must be at least 0, not {options.require_gpus}")
     try:
         cli.Output(options.report)
-    except cli.BadInput as e:
+    except BadInput as e:
         parser.error(str(e).replace("--out", "--report"))
     return options
 

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labs.kit import nvml
-from labs.kit.container import affinity, core_count
 from labs.kit.errors import require
-from labs.kit.nvml import Report
-from labs.kit.topology import Core, cores, gpu_node
-from labs.kit.visible import visible
+from labs.kit.host import Core, affinity, core_count, cores, gpu_node
+from labs.kit.nvml import Report, visible
 
 
 @dataclass(frozen=True)

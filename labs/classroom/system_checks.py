@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from labs.kit.checks import Check, system
-from labs.kit.container import affinity
+from labs.kit.host import affinity
+from labs.kit.preflight import Check, system
 
 LOAD_S = 0.5
 BUSY_PERCENT = 10.0  # as labs.kit.monitor: above it, a run's own trace says that its timings are disturbed

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from labs.kit.checks import Check
+from labs.kit.preflight import Check
 
 SCHEMA = 1
 MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL"}

@@ -19,8 +19,8 @@ from PIL import Image, features
 
 from labs import data
 from labs.data.derived import cache_folder, made_once
-from labs.kit.container import core_count
 from labs.kit.errors import require
+from labs.kit.host import core_count
 
 Progress = Callable[[int, int], object]
 

@@ -1,11 +1,26 @@
-"""What a learner's function returned, as the type that its checker needs."""
+"""What a checker asks of a learner's function: one number, numbers for several cases, an answer from ranks.
+
+Each raises Mistake with the slip by name where it is known. On ranks, a hang is noticed soon and explained.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import io
+import linecache
 import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from labs.kit.check import Mistake
+import numpy as np
+import torch.distributed as dist
+
+from labs.kit.check import FRAME, Mistake
+from labs.kit.failure import RankFailed, RankTimeout
+from labs.kit.launch import run_on_ranks
 
 
 def number(value: Any, example: str) -> float:
@@ -18,3 +33,88 @@ def number(value: Any, example: str) -> float:
     if not math.isfinite(found):
         raise Mistake(f"you return {found}", f"return a finite number, such as {example}")
     return found
+
+
+Slip = tuple[Callable[[Any], float], str, str]
+"""What a mistake makes of a case, what the mistake is, and a hint."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One number, asked for several cases."""
+
+    name: str
+    cases: Sequence[Any]
+    slips: Sequence[Slip]
+    facts: Callable[[Any], str]
+    """A case in words, for answers that no slip explains."""
+    hint: str
+
+    def judge(self, got: Sequence[float], want: Sequence[float]) -> None:
+        """Mistake unless all of `got` are `want`, to a part in a thousand; zeros and infinities exactly."""
+        if _alike(got, want):
+            return
+        for wrong, what, hint in self.slips:
+            if _alike(got, [wrong(case) for case in self.cases]):
+                raise Mistake(what, hint)
+        first = next(i for i in range(len(got)) if not _alike(got[i], want[i]))
+        raise Mistake(
+            f"{self.facts(self.cases[first])}: {self.name} is {want[first]:.6g}, and you return {got[first]:.6g}",
+            self.hint,
+        )
+
+
+def _alike(a: Any, b: Any, rtol: float = 1e-3) -> bool:
+    return bool(np.allclose(a, b, rtol=rtol, atol=0))
+
+
+WAIT_S = 2.0
+"""How long a rank waits for the others. Start-up is not part of it."""
+RUN_S = 12.0
+"""How long a run may take in all; the first one of a kernel has to import torch."""
+GAVE_UP = r"[Tt]imed ?out|monitoredBarrier|[Cc]onnection (was )?(closed|reset)|Broken pipe|killed by SIGABRT"
+NOISE = re.compile(r"ProcessGroupGloo|gloo::|preamble\.length")
+
+
+def on_ranks(body: Callable[..., Any], ranks: int, *args: Any, when: str) -> list[Any]:
+    """`body(*args)` on every rank; what each returned, in rank order. RankFailed if one raises.
+
+    Mistake if a rank waits for a collective that another one never calls, or calls with another size; `when`
+    ends its first sentence.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            return run_on_ranks(_impatient, ranks, body, args, timeout_s=RUN_S)
+    except RankTimeout:
+        raise Mistake(f"your code did not finish within {RUN_S:g} s", "look for a loop that never ends") from None
+    except RankFailed as e:
+        if not re.search(GAVE_UP, str(e)):
+            raise
+        raise Mistake(
+            f"the ranks wait for each other for ever {when}{_where(str(e))}",
+            "every rank must make the same collective calls, in the same order, with tensors of the same size",
+        ) from None
+    finally:
+        lines = printed.getvalue().splitlines()
+        print("".join(f"{line}\n" for line in lines if not NOISE.search(line)), end="")
+
+
+def _impatient(body: Callable[..., Any], args: tuple) -> Any:
+    # torch has no public way to change the timeout of the group that a rank is already in.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=WAIT_S))
+    result = body(*args)
+    # Point to point, so that it cannot be taken for the collective that another rank still waits in; and slower
+    # to give up, so that the traceback is that of the learner's line.
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=WAIT_S + 1.5))
+    return result
+
+
+def _where(text: str) -> str:
+    """The learner's line that a rank was waiting in, from its traceback."""
+    own = [m for m in FRAME.finditer(text) if not re.search(r"site-packages|/labs/(kit|exercises)/", m["file"])]
+    rank = re.search(r"^rank (\d+) on .* failed first", text, re.MULTILINE)
+    if not own or not rank:
+        return ""
+    line = linecache.getline(own[-1]["file"], int(own[-1]["line"])).strip()
+    return f": rank {rank[1]} was in line {own[-1]['line']}, {line}"

@@ -1,4 +1,4 @@
-"""How long does a learner wait for ranks? launch() against torchrun, in turn, with a lab that does nothing.
+"""How long does a learner wait for ranks? launch() against torchrun, in turn, with a lab that does nothing else.
 
     python -m labs.kit.bench --rounds 5 --nproc 2
 
@@ -12,17 +12,19 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from labs.kit import cli, shell
-from labs.kit.launch import launch
+from labs.kit import cli
+from labs.kit.display import View
+from labs.kit.errors import BadInput, require
 from labs.kit.measure import interleave
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records, attach_provenance
-from labs.kit.view import View
 
-EMPTY = "labs.kit.bench_empty"
+EMPTY = "labs.kit.bench"  # this module is also the lab: `run` below is all that its ranks do
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,19 @@ class Config:
     """One round."""
 
     def __post_init__(self) -> None:
-        cli.require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """What is started: one record, after all ranks have met."""
+    rank.barrier()
+    yield rank.record("ranks", "1", rank.world_size)
 
 
 def start_launch(options: cli.Launch) -> None:
     """As a notebook does it."""
+    from labs.kit.launch import launch  # here, since ranks import this module and need nothing of it
+
     launch(EMPTY, options.nproc, device=options.device, oversubscribe=options.oversubscribe, view=View())
 
 
@@ -74,10 +84,10 @@ def main() -> None:
     prog = "python -m labs.kit.bench"
     command = cli.parse(types.SimpleNamespace(Config=Config, __doc__=__doc__), prog)
     try:
-        raise SystemExit(shell.report(measure(command.config, command.launch), None, command.output.out))
-    except cli.BadInput as e:
+        raise SystemExit(cli.report(measure(command.config, command.launch), None, command.output.out))
+    except BadInput as e:
         cli.fail(prog, str(e))
 
 
 if __name__ == "__main__":
-    main()
+    cli.main() if "RANK" in os.environ else main()

@@ -14,9 +14,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import linecache
+import math
+import re
 import signal
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,13 +30,71 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from labs.kit import room
-from labs.kit.cli import BadInput
-from labs.kit.feedback import Mistake, describe_error, say, shown
-from labs.kit.prediction import Prediction, predict
-from labs.kit.strict_json import brief
+from labs.kit.errors import BadInput, brief, require
 
-__all__ = ["TODO", "Exercise", "Mistake", "Outcome", "Prediction", "check", "examine", "exercise_ids",
-           "get_exercise", "predict", "show_solution"]  # fmt: skip
+
+class Prediction(float):
+    """A number the learner wrote down before measuring; NaN where they have not decided yet."""
+
+    what: str
+    unit: str
+
+    def __new__(cls, value: float, what: str, unit: str = "") -> Prediction:
+        self = super().__new__(cls, value)
+        self.what, self.unit = what, unit
+        return self
+
+    @property
+    def value(self) -> float:
+        """The number itself, in `unit`."""
+        return float(self)
+
+    def __repr__(self) -> str:
+        number = "not made yet" if math.isnan(self) else f"{float(self):g} {self.unit}".rstrip()
+        return f"your prediction: {number} ({self.what})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prediction, (float(self), self.what, self.unit)
+
+    def against(self, measured: Any, kind: str = "measured") -> str:
+        """One sentence that compares the prediction with a number or an Estimate (value, low, high) of this `kind`.
+
+        With COURSE_ROOM set, both are kept there.
+        """
+        value = float(getattr(measured, "value", measured))
+        low, high = getattr(measured, "low", value), getattr(measured, "high", value)
+        room.keep_prediction(self.what, self.unit, float(self), value, low, high, kind)
+        if math.isnan(self):
+            return f"You made no prediction of the {self.what}."
+        said = f"You predicted {float(self):g} {self.unit}".rstrip()
+        if low <= self <= high:
+            return f"{said}; that is {'exactly' if low == high else 'within'} what was {kind}."
+        direction = "above" if self > value else "below"
+        return f"{said}; that is {_distance(float(self), value, self.unit)}{direction} what was {kind}."
+
+
+def _distance(guess: float, value: float, unit: str) -> str:
+    """ "12 points " between percentages; else "30 % " between near numbers, "a factor of 20 " between distant ones."""
+    if unit in ("%", "points") or value == 0 or guess / value <= 0:
+        apart = abs(guess - value)
+        return f"{apart:.{0 if apart >= 10 else 1}f} {'points' if unit == '%' else unit} ".replace("  ", " ")
+    ratio = guess / value
+    if 1 / 3 < ratio < 3:
+        return f"{abs(ratio - 1):.0%} "
+    factor = max(ratio, 1 / ratio)
+    return f"a factor of {factor:.{0 if factor >= 10 else 1}f} "
+
+
+def predict(value: float | None, what: str, unit: str = "") -> Prediction:
+    """Keep a prediction of `what`, in `unit`, also in the room if there is one. None means not decided yet."""
+    if value is None or value is Ellipsis or repr(value) == "TODO":
+        value = math.nan
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(number, f"predict() needs a number for the {what}, for example 1.5, not {value!r}")
+    require(not math.isinf(value), f"predict() needs a finite number for the {what}")
+    if not math.isnan(value):
+        room.keep_prediction(what, unit, float(value))
+    return Prediction(value, what, unit)
 
 
 class _Todo:
@@ -110,7 +173,7 @@ def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a learner's own class may be no Exception
-        return TODO if "_ReturnedTodo" in say(error) else describe_error(error, candidate)
+        return TODO if "_ReturnedTodo" in error_text(error) else describe_error(error, candidate)
     return None
 
 
@@ -250,3 +313,113 @@ def show_solution(exercise_id: str) -> None:
         display(Markdown(f"```python\n{source}\n```"))
     else:
         print(source)
+
+
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
+MAX_FRAMES = 5
+LONGEST = 1500  # characters of what a learner reads: nobody reads the ten thousand numbers that a function returned
+
+
+class Mistake(Exception):
+    """A mistake that a checker recognised: what was done, and a hint at what to do instead."""
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what, hint)
+        self.what, self.hint = what, hint
+
+    def __str__(self) -> str:
+        what = shown(self.what)
+        return f"{what}\n    Hint: {self.hint}" if self.hint else what
+
+
+def shown(text: str, most: int = LONGEST) -> str:
+    """`text` as any screen and file can take it: no half of a surrogate pair, at most `most` characters."""
+    cut = text if len(text) <= most else text[: most - 3] + "..."
+    return cut.encode("utf-8", "backslashreplace").decode()
+
+
+def error_text(error: BaseException) -> str:
+    """`str(error)`, or what takes its place if a learner's own class cannot give it."""
+    try:
+        return str(error)
+    except Exception as e:
+        return f"(its text cannot be shown: its __str__ raises {type(e).__name__})"
+
+
+def describe_error(error: BaseException, candidate: Callable[..., Any]) -> str:
+    """The error in one line, the learner's own frames, and a hint. Frames of other code are left out."""
+    root = _root(error)
+    text, whole = f"{type(root).__name__}: {error_text(root)}".strip().rstrip(":"), error_text(error)
+    frames = list(_remote_frames(whole, candidate))  # raised on a rank: its text holds a traceback
+    if frames:
+        text = _last_error_line(whole)
+    frames = frames or list(_own_frames(root, candidate))
+    lines = [f"your code raised {_first_line(text)}" if frames else f"running it raised {_first_line(text)}"]
+    lines += [_in_one_line(*frame) for frame in frames[-MAX_FRAMES:]]
+    lines += [f"    Hint: {hint}"] if (hint := _hint(text)) else []
+    return "\n".join(lines)
+
+
+def _root(error: BaseException) -> BaseException:
+    """The exception that started it all, when one was raised from another."""
+    seen = set[int]()
+    while error.__cause__ is not None and id(error) not in seen:  # two may name each other
+        seen.add(id(error))
+        error = error.__cause__
+    return error
+
+
+def _in_one_line(number: int, name: str, source: str) -> str:
+    return shown(f"    line {number}, in {name}:  {source}".rstrip(": "), 300)
+
+
+def _first_line(text: str) -> str:
+    line = text.strip().splitlines()[0] if text.strip() else "an error"
+    return shown(line, 300)
+
+
+def _learner_file(filename: str, candidate: Callable[..., Any]) -> bool:
+    """True for the file (or notebook cell) that holds the candidate, and for other cells of a notebook."""
+    code = getattr(candidate, "__code__", None)
+    own = code.co_filename if code else None
+    library = filename.startswith(sysconfig.get_paths()["purelib"])
+    return filename == own or (not library and ("ipykernel_" in filename or filename.startswith("<ipython-input")))
+
+
+def _own_frames(error: BaseException, candidate: Callable[..., Any]) -> Iterator[tuple[int, str, str]]:
+    """(line number, function, source line) of the frames of this process that belong to the learner."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _learner_file(frame.filename, candidate):
+            yield frame.lineno or 0, frame.name, frame.line or ""
+
+
+def _remote_frames(text: str, candidate: Callable[..., Any]) -> Iterator[tuple[int, str, str]]:
+    """The same from a traceback that arrived as text; the rank had no source of a notebook's cell, we do."""
+    for match in FRAME.finditer(text):
+        if _learner_file(match["file"], candidate):
+            line = linecache.getline(match["file"], int(match["line"])).strip()
+            yield int(match["line"]), match["name"], line
+
+
+def _last_error_line(text: str) -> str:
+    """The "ValueError: ..." line that ends the first traceback in `text`."""
+    lines = text[FRAME.search(text).start() :].splitlines()  # type: ignore[union-attr]
+    ends = (s for s in lines[1:] if re.match(r"[A-Za-z_][\w.]*(:|$)", s) and not s.startswith("File "))
+    return next(ends, lines[-1])
+
+
+HINTS = {
+    r"NameError": "is the name spelled right, and imported or defined in this notebook?",
+    r"NoneType": "a value is None: does the function end without `return`?",
+    r"default process group has not been initialized": "this must run on ranks that have joined the group.",
+    r"initialize the default process group twice": "a process joins the default group once.",
+    r"element 0 of tensors does not require grad": "was the loss, or its input, detached?",
+    r"backward through the graph a second time": "each backward() needs a forward pass of its own.",
+    r"must match|shapes cannot be multiplied|size mismatch": "print the shapes just before.",
+    r"[Tt]imed? ?out|Connection closed by peer": "do all ranks call the same collectives, in the same order?",
+    r"unexpected keyword argument|positional argument": "compare the call with the function's signature.",
+}
+
+
+def _hint(text: str) -> str:
+    return next((hint for pattern, hint in HINTS.items() if re.search(pattern, text)), "")

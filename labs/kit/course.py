@@ -28,9 +28,20 @@ from typing import Any
 
 import psutil
 
-from labs.kit.cell_times import CellTime, cell_times, over_the_limits, reference_s, sections, slowest, slowness
-from labs.kit.cli import BadInput, fail, require
-from labs.kit.course_page import Entry, write_index, write_page
+from labs.kit.cli import fail
+from labs.kit.errors import BadInput, require
+from labs.kit.notebook_report import (
+    CellTime,
+    Entry,
+    cell_times,
+    over_the_limits,
+    reference_s,
+    sections,
+    slowest,
+    slowness,
+    write_index,
+    write_page,
+)
 from labs.kit.record import write_atomic
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"

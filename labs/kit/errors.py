@@ -1,6 +1,11 @@
-"""Input that cannot work, told in one line."""
+"""Input that cannot work, told in one line: what is wrong with it and what to do about it."""
 
 from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+from typing import Any
 
 
 class BadInput(ValueError):
@@ -18,3 +23,25 @@ def require(condition: bool, message: str) -> None:
     """Raise BadInput(message) unless `condition`."""
     if not condition:
         raise BadInput(message)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "did you mean 'x'? " for the nearest of `known`, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def brief(value: Any) -> str:
+    """`repr(value)` in one line of some 100 characters, however large it is."""
+    return _brief.repr(value)
+
+
+class _Brief(reprlib.Repr):
+    maxstring = maxother = 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        digits = int(x.bit_length() * 0.30103) + 1  # Python does not print more than 4300
+        return super().repr_int(x, level) if digits < 4000 else f"an integer of {digits} digits"
+
+
+_brief = _Brief()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from labs.kit import cli, guardian
+from labs.kit import guardian
+from labs.kit.errors import BadInput
 
 LOST_PEER = re.compile(
     r"onnection (closed|reset|refused)|Broken pipe|remote process exited|aborted|failed to recv", re.I
@@ -132,7 +133,8 @@ def _frames(stack: str) -> list[str]:
     """Lines of a faulthandler stack, innermost first, down to where the launcher called the lab."""
     lines = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     lines = [line for line in lines if "c10d_logger.py" not in line]  # wraps every collective, says nothing
-    ours = next((i for i, line in enumerate(lines) if os.path.join("labs", "kit", "rank.py") in line), len(lines))
+    entry = os.path.join("labs", "kit", "rank_process.py")
+    ours = next((i for i, line in enumerate(lines) if entry in line), len(lines))
     return lines[:ours][:12]
 
 
@@ -149,7 +151,7 @@ def _is_gone(pid: int) -> bool:
 
 def _reported(first: dict, others: int) -> Exception:
     if first["bad_input"]:
-        return cli.BadInput(first["error"])
+        return BadInput(first["error"])
     after = f"; {others} other rank{'s' if others > 1 else ''} failed after it" if others else ""
     tail = f"rank {first['rank']} on {first['host']} failed first{after}."
     return RankFailed(f"{first['traceback'].rstrip()}\n{tail}", rank=first["rank"], host=first["host"])

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DIGITS = 12
-DATA = ("labs/kit/gpus.toml", "labs/kit/claims/claims.toml", "labs/data/SHA256SUMS")  # read by code that cells run
+DATA = ("labs/kit/gpus.toml", "labs/kit/claims.toml", "labs/data/SHA256SUMS")  # read by code that cells run
 
 
 def course(root: Path = ROOT) -> str:

@@ -1,4 +1,4 @@
-"""Kills what a launcher leaves behind when it dies. Started by labs.kit.backstage, never by hand.
+"""Kills what a launcher leaves behind when it dies. Started by labs.kit.fork_server, never by hand.
 
     python -I -S guardian.py FOLDER LAUNCHER_PID
 

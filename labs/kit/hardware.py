@@ -1,6 +1,7 @@
-"""Which devices ranks run on, and what is here: GPUs, cores, container limits, torch's build.
+"""Which devices ranks run on, and what is here: GPUs and cores, torch's build, the cards' datasheets.
 
-Nothing in this module initialises CUDA: a notebook kernel that did could not start ranks safely any more.
+Nothing in this module initialises CUDA: a notebook kernel that did could not start ranks safely any more. A card that
+is not in `gpus.toml`, or a figure that is not sourced there, is None: no share of a peak is computed from a guess.
 """
 
 from __future__ import annotations
@@ -9,21 +10,16 @@ import dataclasses
 import functools
 import os
 import platform
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labs.kit import nvml, topology
-from labs.kit.build import build, nccl_version
-from labs.kit.cli import BadInput, require
-from labs.kit.container import Container, affinity, container, core_count
-from labs.kit.nvml import Gpu, gpus
-from labs.kit.peaks import Peak, peak
-from labs.kit.visible import Visible, visible
-
-__all__ = ["Container", "Device", "Gpu", "Peak", "Visible", "container", "core_count", "devices", "gpus",
-           "inventory", "nccl_version", "peak", "summary", "visible"]  # fmt: skip
+from labs.kit import nvml
+from labs.kit.errors import BadInput, require
+from labs.kit.host import affinity, container, core_count, cores
+from labs.kit.nvml import visible
 
 KINDS = ("auto", "cpu", "cuda", "cuda-shared")
 
@@ -60,6 +56,24 @@ def devices(
     return _cpu_devices(n, usable_affinity() if cores is None else tuple(cores), len(names))
 
 
+def place(nproc: int, kind: str = "auto", oversubscribe: bool = False) -> list[Device]:
+    """A device for each of `nproc` ranks of this machine. BadInput names the fix if there are too few.
+
+    COURSE_OVERSUBSCRIBE=1 in the environment means `oversubscribe` for every launch: on a machine with one core,
+    notebooks then run as they are.
+    """
+    require(nproc >= 1, f"nproc must be at least 1, not {nproc}")
+    if not (oversubscribe or os.environ.get("COURSE_OVERSUBSCRIBE") == "1"):
+        return devices(nproc, kind=kind)
+    for n in range(nproc, 1, -1):
+        try:
+            have = devices(n, kind=kind)
+        except BadInput:
+            continue
+        return [have[i % n] for i in range(nproc)]
+    return devices(1, kind=kind) * nproc
+
+
 def _enough_gpus(n: int, names: Sequence[str]) -> None:
     fix = f'nproc={len(names)}, device="cuda-shared" (all on one GPU, gloo) or ' if names else ""
     fix += 'device="cpu"'
@@ -90,7 +104,7 @@ def usable_affinity(root: str | Path = "/") -> tuple[int, ...]:
 
 def one_per_core_first(cpus: Sequence[int], root: str | Path = "/") -> tuple[int, ...]:
     """`cpus` in ascending order, but first the first hyper-thread of every physical core, then the second ones."""
-    turn = {cpu: place for core in topology.cores(cpus, root) for place, cpu in enumerate(core.cpus)}
+    turn = {cpu: place for core in cores(cpus, root) for place, cpu in enumerate(core.cpus)}
     return tuple(sorted(turn, key=lambda cpu: (turn[cpu], cpu)))
 
 
@@ -148,3 +162,123 @@ def summary() -> dict[str, Any]:
         "gpus": [g.name for g in report.gpus],
         "driver": report.driver,
     }
+
+
+def nccl_version() -> str | None:
+    """Version of the NCCL inside this torch, for example "2.28.9"; None for a build without it."""
+    import torch
+
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def build() -> dict[str, Any]:
+    """What this torch was built for. `arch_list` is read from the build, so that CUDA stays uninitialised."""
+    import torch
+
+    arch = torch._C._cuda_getArchFlags() if torch.backends.cuda.is_built() else None
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "nccl": nccl_version(),
+        "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+        "arch_list": arch.split() if arch else [],
+    }
+
+
+def runs_on(capability: tuple[int, int], arch_list: Sequence[str]) -> str | None:
+    """How kernels for `arch_list` run on a card of this compute capability: "native", "ptx" or None.
+
+    Machine code sm_XY runs on X.Y and later minor versions of the same major one. PTX (compute_XY) is
+    compiled by the driver for any later card: it works, after a long first start, without the newer units.
+    Targets with an "a" (sm_90a) run on exactly that card. Source: CUDA C++ Programming Guide.
+    """
+    found = None
+    for entry in arch_list:
+        target, _, digits = entry.partition("_")
+        exact = digits.endswith("a")
+        number = int(digits.rstrip("af"))
+        major, minor = divmod(number, 10)
+        if target == "sm" and major == capability[0] and (minor == capability[1] if exact else minor <= capability[1]):
+            return "native"
+        if target == "compute" and not exact and (major, minor) <= capability:
+            found = "ptx"
+    return found
+
+
+DTYPES = {"fp32": "fp32", "tf32": "tensor_tf32", "bf16": "tensor_bf16", "fp16": "tensor_fp16"}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A dense datasheet peak, in FLOP/s, with its source."""
+
+    flop_s: float
+    gpu: str
+    dtype: str
+    source: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One row of the table; None where no figure is sourced. TFLOP/s are dense."""
+
+    gpu: str
+    names: tuple[str, ...]
+    source: str
+    url: str
+    memory_gb: float | None = None
+    bandwidth_gb_s: float | None = None
+    bus_bits: int | None = None
+    pin_gbit_s: float | None = None
+    fp32: float | None = None
+    tensor_tf32: float | None = None
+    tensor_bf16: float | None = None
+    tensor_fp16: float | None = None
+    halved: bool = False
+    """The tensor figures are half of a figure "with sparsity"."""
+    link: str | None = None
+    link_gb_s: float | None = None
+    tdp_w: float | None = None
+    note: str = ""
+
+    def tflops(self, dtype: str) -> float | None:
+        """Dense TFLOP/s of "fp32", "tf32", "bf16" or "fp16"."""
+        return getattr(self, DTYPES[dtype])
+
+
+@functools.cache
+def specs() -> tuple[Spec, ...]:
+    """All rows of gpus.toml, in its order."""
+    text = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+    return tuple(_spec(gpu, dict(row), text["sources"]) for gpu, row in text["gpu"].items())
+
+
+def _spec(gpu: str, row: dict[str, Any], sources: dict[str, dict[str, str]]) -> Spec:
+    source = sources[row.pop("source")]
+    return Spec(gpu, tuple(row.pop("names")), source["title"], source["url"], **row)
+
+
+def spec(name: str) -> Spec | None:
+    """The row of the card with this NVML name, or with this name in the table; None if it is not there.
+
+    Names must match in full: "NVIDIA H200 NVL" is another product than "NVIDIA H200".
+    """
+    wanted = name.strip().casefold()
+    return next((s for s in specs() if wanted in (n.casefold() for n in (s.gpu, *s.names))), None)
+
+
+def peak(name: str, dtype: str) -> Peak | None:
+    """Dense peak of a card for "fp32", "tf32", "bf16" or "fp16". None when it is not known."""
+    row = spec(name)
+    tflops = row.tflops(dtype) if row else None
+    return Peak(tflops * 1e12, row.gpu, dtype, row.source, row.url) if row and tflops else None
+
+
+def bus_bandwidth_gb_s(bus_bits: int, pin_gbit_s: float) -> float:
+    """Peak memory bandwidth: pins x bits per second and pin / 8 bits per byte, in 10^9 byte/s."""
+    return bus_bits * pin_gbit_s / 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import os
@@ -16,10 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from labs.kit import strict_json
-from labs.kit.errors import BadInput, require
+from labs.kit import record
+from labs.kit.errors import BadInput, brief, did_you_mean, require
 from labs.kit.record import plain
-from labs.kit.strict_json import brief
 
 
 def lab_module(name: str) -> ModuleType:
@@ -92,12 +90,6 @@ def _time_ns(module: ModuleType) -> int:
         return os.stat(module.__file__).st_mtime_ns
     except (OSError, TypeError):
         return 0
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "did you mean 'x'? " for the nearest of `known`, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def require_findable(name: str, what: str) -> None:
@@ -174,7 +166,7 @@ def recordable(config: Any) -> Any:
     """`config` itself. BadInput if one of its values could not be written into a record, such as inf."""
     for name, value in dataclasses.asdict(config).items():
         try:
-            problem = strict_json.problem(plain(value))
+            problem = record.json_problem(plain(value))
         except ValueError:
             problem = f"{brief(value)} cannot be written"
         require(not problem, f"{name}: {problem}")

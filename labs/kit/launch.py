@@ -2,25 +2,53 @@
 
 Ranks are started by PyTorch's elastic agent, as torchrun does it, from a fork server that has torch loaded:
 the first launch waits for one `import torch`, later ones take a few tenths of a second.
+
+From top to bottom: what a caller uses (`launch`, `run_on_ranks`), the loop that watches one run (`Job`), the agent in
+its thread, and how the ranks of one machine find each other.
 """
 
 from __future__ import annotations
 
+from labs.kit.fork_server import signals_held, start_fork_server  # before torch: this process and the server load it
+
+# isort: split
 import dataclasses
 import os
-from collections.abc import Callable
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from labs.kit import cli, record, room
-from labs.kit.backstage import start_fork_server  # before what imports torch: both load it at the same time
-from labs.kit.failure import RankFailed, RankTimeout
-from labs.kit.job import Job
-from labs.kit.monitor import Trace
-from labs.kit.rank import RunFunction, RunLab, place
-from labs.kit.view import View, open_view
+import cloudpickle
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["RankFailed", "RankTimeout", "Run", "launch", "run_on_ranks", "start_fork_server"]
+from labs.kit import guardian, launch_queue, record, room
+from labs.kit.display import View, open_view
+from labs.kit.errors import require
+from labs.kit.failure import RankFailed, RankTimeout, Watch
+from labs.kit.hardware import Device, place
+from labs.kit.lab import check_layout, lab_module, make_config
+from labs.kit.monitor import Monitor, Trace
+from labs.kit.rank_process import RunFunction, RunLab, as_rank
+
+__all__ = ["RankFailed", "RankTimeout", "Run", "launch", "run_on_ranks"]
 
 
 class Run(record.Records):
@@ -43,12 +71,12 @@ def launch(
     after `timeout_s` seconds. Whatever happens, also an interrupt, no process of the run survives it.
     With COURSE_ROOM set, the records are kept there, too; with COURSE_SMOKE=1, every launch is a smoke run.
     """
-    module = cli.lab_module(lab)
+    module = lab_module(lab)
     parameters = _smoke_if_asked(module, parameters)
-    config = cli.make_config(module, parameters)
+    config = make_config(module, parameters)
     placement = place(nproc, device, oversubscribe)
-    cli.require(timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
-    cli.check_layout(module, config, nproc)
+    require(timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
+    check_layout(module, config, nproc)
     with open_view(lab, nproc) if view is None else view as v:
         job = Job(RunLab(lab, parameters), placement, timeout_s, v)
         results = _run(job)
@@ -82,3 +110,207 @@ def _run(job: Job) -> list[Any]:
         return job.run()
     finally:
         print(job.printed, end="")
+
+
+POLL_S = 0.02
+ONE_AT_A_TIME = threading.Lock()  # two runs of one kernel would share cores and spoil each other's timings
+
+
+class Job:
+    """One run of `body(rank)`, a picklable callable, on a rank for each device in `placement`.
+
+    With COURSE_QUEUE it waits for its turn among all launches of this machine: see labs.kit.launch_queue. BadInput if
+    that cannot work.
+    """
+
+    def __init__(self, body: Callable, placement: list, timeout_s: float, view: View) -> None:
+        is_lab = isinstance(body, RunLab)
+        self.turn = launch_queue.turn(body.lab if is_lab else "run_on_ranks", placement, check=not is_lab)
+        self.body, self.placement, self.timeout_s, self.view = cloudpickle.dumps(body), placement, timeout_s, view
+        self.trace: Trace | None = None
+        self.seconds, self.printed = 0.0, ""
+        self.results: list[Any] = []
+
+    def run(self) -> list[Any]:
+        """What `body` returned, by rank; raises RankFailed or RankTimeout. Leaves no process, port or file behind."""
+        with signals_held() as self.noted:
+            server = start_fork_server()
+            server.wait_until_warm(self._check)  # before the turn: nobody waits for another's import of torch
+            with self._turn():
+                self.watch = Watch(server.run_folder(), server.server_pid())
+                try:
+                    self._watched()
+                finally:
+                    self._end()
+        return self.results
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        while not ONE_AT_A_TIME.acquire(timeout=0.1):
+            self._check()
+        try:
+            with self.turn.taken(self._wait):
+                self.view.waiting("")
+                yield
+        finally:
+            self.view.waiting("")
+            ONE_AT_A_TIME.release()
+
+    def _wait(self, text: str) -> None:
+        self._check()
+        self.view.waiting(text)
+
+    def _check(self) -> None:
+        if self.noted:
+            raise KeyboardInterrupt
+
+    def _watched(self) -> None:
+        start = time.monotonic()
+        self.agent = Agent(self.body, self.placement, self.watch.folder, self.timeout_s)
+        self.agent.start()
+        with Monitor(self.watch.pids) as monitor:
+            self.view.watch(monitor, self.watch.folder / "progress")
+            try:
+                self._poll_until(start + self.timeout_s)
+            finally:
+                self.seconds = time.monotonic() - start
+                self.view.read()  # how far it came, while that can still be read
+        self.trace = monitor.trace
+        results = [self.watch.folder / f"result-{rank}" for rank in range(len(self.placement))]
+        if self.agent.failed or not all(r.exists() for r in results):
+            raise self.watch.failure(self.agent.exit_codes, self.agent.error)
+        self.results = [cloudpickle.loads(r.read_bytes()) for r in results]
+
+    def _poll_until(self, deadline: float) -> None:
+        while self.agent.is_alive():
+            self.agent.join(POLL_S)
+            self._check()
+            if time.monotonic() > deadline:
+                raise self.watch.timeout(self.timeout_s, len(self.placement))
+            self.view.refresh()
+            if self.watch.is_lost():
+                self.watch.kill()  # the agent sees it at once, and ends
+
+    def _end(self) -> None:
+        """Kill what is left, remove the folder, wait for the agent, which then has nothing left to do."""
+        self.printed = self.watch.output()
+        guardian.clear(self.watch.folder)
+        if hasattr(self, "agent"):
+            self.agent.join(timeout=10)
+
+
+class Agent(threading.Thread):
+    """`elastic_launch` in a thread: it blocks, and in the main thread it would replace the kernel's signal handlers."""
+
+    def __init__(self, body: bytes, placement: list[Device], folder: Path, timeout_s: float) -> None:
+        super().__init__(name="elastic-agent", daemon=True)
+        self.folder, self.ranks = folder, len(placement)
+        self.arguments = (body, str(folder), placement, timeout_s, time.time())
+        self.failed = False
+        self.exit_codes: dict[int, int] = {}
+        """Exit code of the rank that the agent saw end first; negative for a signal."""
+        self.error = ""
+
+    def run(self) -> None:
+        """Start the ranks and wait until all are done or one has failed."""
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=self.ranks, max_restarts=0, run_id=self.folder.name,
+            start_method="forkserver", monitor_interval=0.02, local_addr=ADDRESS,
+            rdzv_backend=RENDEZVOUS, rdzv_endpoint=ADDRESS, logs_specs=NoLogs(),
+        )  # fmt: skip
+        try:
+            with _main_left_alone():
+                elastic_launch(config, as_rank)(*self.arguments)
+        except ChildFailedError as e:
+            self.failed, self.exit_codes = True, {rank: f.exitcode for rank, f in e.failures.items()}
+        except BaseException as e:  # its text only: its frames would keep the rendezvous' port open
+            self.failed, self.error = True, f"{type(e).__name__}: {e}"
+
+
+class NoLogs(LogsSpecs):
+    """The agent redirects nothing: ranks do it themselves, also on macOS, where it cannot."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Empty names for all ranks."""
+        none = dict.fromkeys(envs, "")
+        for env in envs.values():
+            env["TORCHELASTIC_ERROR_FILE"] = ""
+        return LogsDest(stdouts=none, stderrs=none, error_files=none)
+
+    @property
+    def root_log_dir(self) -> str:
+        """None is used."""
+        return ""
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in every rank: a rank gets all it needs pickled.
+
+    By this name multiprocessing knows a main module that is not to be imported.
+    """
+    main = sys.modules["__main__"]
+    before = main.__spec__
+    main.__spec__ = ModuleSpec("__main__", None)
+    try:
+        yield
+    finally:
+        main.__spec__ = before
+
+
+RENDEZVOUS = "labs-one-machine"
+ADDRESS = "127.0.0.1"
+
+
+class OneMachine(RendezvousHandler):
+    """A store in the launching process, on a port the system chooses; complete at once, since there is one agent.
+
+    The elastic agent's own "c10d" rendezvous serves many machines and begins with a random pause of up to 0.3 s, so
+    that they do not all start at once.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self.run_id = parameters.run_id
+        listener = socket.create_server((ADDRESS, 0))  # not reachable from other machines
+        self.port = listener.getsockname()[1]
+        # The store closes the descriptor.
+        self.store = TCPStore(ADDRESS, self.port, is_master=True, timeout=timedelta(seconds=60),
+                              wait_for_workers=False, master_listen_fd=listener.detach())  # fmt: skip
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks connect to this store, too, instead of making one of their own."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Store, rank and number of agents, and where ranks find the store."""
+        where = RendezvousStoreInfo(ADDRESS, self.port)
+        return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, where)
+
+    def get_backend(self) -> str:
+        """The name under which this class is registered."""
+        return RENDEZVOUS
+
+    def get_run_id(self) -> str:
+        """As given by the launcher."""
+        return self.run_id
+
+    def is_closed(self) -> bool:
+        """Never: there is one rendezvous per run, without restarts."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else would have to hear of it."""
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody waits to join."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Close the port."""
+        del self.store
+        return True
+
+
+if RENDEZVOUS not in rendezvous_handler_registry._registry:
+    rendezvous_handler_registry.register(RENDEZVOUS, OneMachine)

@@ -1,4 +1,4 @@
-"""What the machine did while a lab ran: processor, memory and GPU readings, sampled in a thread.
+"""What the machine did while a lab ran: processor and memory (psutil) and GPUs (NVML, which does not initialise CUDA).
 
     with Monitor(pids) as monitor:      # pids() -> {rank: process id}, asked again at every sample
         ...
@@ -11,18 +11,19 @@ samples less often where sampling is dear: many cores, many processes, a slow dr
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from labs.kit.gpu_sampler import GpuSampler
-from labs.kit.samplers import CpuSampler, Key
-from labs.kit.strip import strip_html, strip_svg
+import psutil
 
-__all__ = ["Monitor", "Series", "Trace", "strip_html", "strip_svg"]
+from labs.kit.host import affinity
+from labs.kit.nvml import library, report, visible
 
 MAX_SAMPLES = 1200  # then every second one is dropped and the period doubles: memory stays bounded
 COST_LIMIT = 0.005  # of one core; the period is stretched to stay below it
@@ -172,3 +173,246 @@ class Monitor:
         except Exception as e:
             self._failures.setdefault(f"{type(e).__name__}: {e}")
             return None
+
+
+RESCAN_S = 1.0  # looking for new child processes costs more than reading known ones
+RESCAN_COST_LIMIT = 0.002  # of one core
+SMOOTH_SAMPLES = 5  # CPU clocks tick every 10 ms: a single 0.2 s interval is too coarse to subtract
+
+
+class Key(NamedTuple):
+    """Name, unit and owner of one series; `per` is a tuple of (word, number) pairs: it can be hashed."""
+
+    name: str
+    unit: str
+    per: tuple[tuple[str, int], ...] = ()
+
+
+def children_of(pid: int) -> list[int]:
+    """Direct children of `pid`. Linux lists them per thread; elsewhere psutil scans all processes."""
+    tasks = f"/proc/{pid}/task"
+    if not os.path.exists("/proc/self/task"):
+        return [p.pid for p in psutil.Process(pid).children()]
+    found: list[int] = []
+    for thread in os.listdir(tasks):
+        with open(f"{tasks}/{thread}/children") as f:
+            found += map(int, f.read().split())
+    return found
+
+
+def family(pid: int) -> list[int]:
+    """`pid` and all its descendants that are alive."""
+    found, ask = [pid], [pid]
+    while ask:
+        try:
+            children = [c for c in children_of(ask.pop()) if c not in found]
+        except (OSError, psutil.Error):
+            continue
+        found += children
+        ask += children
+    return found
+
+
+class CpuSampler:
+    """Use of each core, resident memory of each rank with its children, and what everything else takes.
+
+    Resident bytes count a page in every process that maps it, so forked workers count the pages they share.
+    """
+
+    def __init__(self) -> None:
+        self.cores = affinity()
+        self._processes: dict[int, psutil.Process] = {}
+        self._families: dict[int, list[int]] = {}
+        self._core_rank: dict[int, int] = {}
+        self._parents: dict[int, int] = {}
+        self._next_scan = 0.0
+        self._first = True
+        self._before = {pid: self._used(pid) or 0.0 for pid in family(os.getpid())}
+        self._busy = core_times(self.cores)
+        self._window: deque[tuple[float, float, float]] = deque(maxlen=SMOOTH_SAMPLES + 1)
+        self._total = (0.0, 0.0, 0.0)
+        self._window.append(self._total)
+
+    def sample(self, pids: dict[int, int]) -> Iterator[tuple[Key, float]]:
+        """(key, value) pairs of one moment, for ranks with process ids `pids`."""
+        self._scan(pids)
+        everyone = self._everyone()
+        own_s = sum(self._spent(pid, everyone) for pid in everyone | self._before.keys())
+        self._first = False
+        busy_s, elapsed_s = 0.0, 0.0
+        before, self._busy = self._busy, core_times(self.cores)
+        for core, (busy, total) in self._busy.items():
+            busy, total = busy - before[core][0], total - before[core][1]
+            busy_s, elapsed_s = busy_s + busy, elapsed_s + total
+            if total > 0:
+                yield self._core_key(core), 100.0 * max(0.0, min(1.0, busy / total))
+        self._total = tuple(a + b for a, b in zip(self._total, (busy_s, own_s, elapsed_s), strict=True))
+        yield Key("neighbours_percent", "%"), _share(self._window[0], self._total)
+        self._window.append(self._total)
+        for rank, pid in pids.items():
+            resident = [self._resident(p) for p in self._families.get(pid, [pid])]
+            if any(resident):
+                yield Key("resident_bytes", "B", (("rank", rank),)), float(sum(resident))
+
+    @property
+    def neighbours_percent(self) -> float:
+        """Mean over the whole run of the share of the usable cores that other processes took."""
+        return _share((0.0, 0.0, 0.0), self._total)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _core_key(self, core: int) -> Key:
+        rank = self._core_rank.get(core)
+        return Key("cpu_percent", "%", (("core", core),) + ((("rank", rank),) if rank is not None else ()))
+
+    def _everyone(self) -> set[int]:
+        return {pid for members in self._families.values() for pid in members}
+
+    def _scan(self, pids: dict[int, int]) -> None:
+        """Look for new children now and then, and at once when a rank has come or gone."""
+        roots = {os.getpid(), *pids.values()}
+        if roots == self._families.keys() and time.monotonic() < self._next_scan:
+            return
+        start = time.thread_time()
+        self._families = {pid: family(pid) for pid in roots}
+        self._core_rank.update({core: rank for rank, pid in pids.items() for core in self._pinned(pid)})
+        alive = self._everyone()
+        self._processes = {pid: p for pid, p in self._processes.items() if pid in alive}
+        cost = time.thread_time() - start
+        self._next_scan = time.monotonic() + max(RESCAN_S, cost / RESCAN_COST_LIMIT)
+
+    def _process(self, pid: int) -> psutil.Process:
+        if pid not in self._processes:
+            self._processes[pid] = process = psutil.Process(pid)
+            self._parents[pid] = process.ppid()
+        return self._processes[pid]
+
+    def _pinned(self, pid: int) -> list[int]:
+        """Cores of a rank that does not use them all; [] if it may run anywhere."""
+        try:
+            cores = self._process(pid).cpu_affinity()
+        except (psutil.Error, AttributeError):  # macOS has no affinity
+            return []
+        return [c for c in cores if c in self._busy] if len(cores) < len(self.cores) else []
+
+    def _spent(self, pid: int, everyone: set[int]) -> float:
+        """CPU seconds `pid` and its children that ended have used since the last sample.
+
+        Where a process was there before us, only what it uses from now on counts; all of it if it came later.
+        Children that lived too short to be seen are counted by their parent. What was counted of one that was
+        seen is taken back when it is gone, since the system then adds all of it to its parent.
+        """
+        used = self._used(pid)
+        if used is None:
+            counted = self._before.pop(pid, 0.0)
+            return -counted if self._parents.get(pid) in everyone else 0.0
+        stranger = self._first and pid not in self._families[os.getpid()]
+        spent = used - self._before.get(pid, used if stranger else 0.0)
+        self._before[pid] = used
+        return spent
+
+    def _used(self, pid: int) -> float | None:
+        """CPU seconds of `pid` and of its children that have ended; None if it is gone itself."""
+        try:
+            times = self._process(pid).cpu_times()
+        except psutil.Error:
+            return None
+        return times.user + times.system + times.children_user + times.children_system
+
+    def _resident(self, pid: int) -> int:
+        try:
+            return self._process(pid).memory_info().rss
+        except psutil.Error:
+            return 0
+
+
+def core_times(cores: Iterable[int]) -> dict[int, tuple[float, float]]:
+    """(busy seconds, all seconds) of each core since the system started."""
+    wanted, found = set(cores), {}
+    for number, t in enumerate(psutil.cpu_times(percpu=True)):
+        if number in wanted:
+            guest = getattr(t, "guest", 0.0) + getattr(t, "guest_nice", 0.0)  # Linux counts these in user, too
+            total = sum(t) - guest
+            found[number] = (total - t.idle - getattr(t, "iowait", 0.0), total)
+    return found
+
+
+def _share(before: tuple[float, ...], now: tuple[float, ...]) -> float:
+    """Percent of the core seconds between two (busy, own, all) readings that were busy, but not for us."""
+    busy, own, total = (b - a for a, b in zip(before, now, strict=True))
+    return 100.0 * max(0.0, busy - own) / total if total > 0 else 0.0
+
+
+READINGS = (
+    ("gpu_percent", "%", lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu),
+    ("gpu_memory_bytes", "B", lambda n, h: n.nvmlDeviceGetMemoryInfo(h).used),
+    ("gpu_power_w", "W", lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1e3),  # NVML gives mW
+    ("gpu_sm_clock_mhz", "MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),
+)
+# NVML counts these over 20 ms while the caller waits, and gives KB/s: once a second is enough.
+SLOW_READINGS = (
+    (
+        "gpu_pcie_rx_bytes_per_s",
+        "B/s",
+        lambda n, h: 1e3 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_RX_BYTES),
+    ),
+    (
+        "gpu_pcie_tx_bytes_per_s",
+        "B/s",
+        lambda n, h: 1e3 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_TX_BYTES),
+    ),
+)
+SLOW_PERIOD_S = 1.0
+
+
+class GpuSampler:
+    """Utilisation, memory, power, clock and PCIe traffic of the visible GPUs; nothing without NVML.
+
+    Utilisation is NVML's: the share of time in which any kernel ran, not how much of the GPU it used.
+    GPUs carry CUDA's numbers, or NVML's where the two cannot be matched.
+    """
+
+    def __init__(self, nvml: Any = None) -> None:
+        self.nvml: Any = None
+        self._handles: dict[int, Any] = {}
+        self._unsupported: set[tuple[int, str]] = set()
+        self._next_slow = 0.0
+        try:
+            nvml = library(nvml)
+            nvml.nvmlInit()
+        except ImportError:
+            return
+        except nvml.NVMLError:  # no driver: a machine without a GPU
+            return
+        self.nvml = nvml
+        self._handles = {i: nvml.nvmlDeviceGetHandleByIndex(n) for i, n in _indices(nvml).items()}
+
+    def sample(self, pids: dict[int, int]) -> Iterator[tuple[Key, float]]:
+        """(key, value) pairs of one moment. A reading that a GPU does not offer is left out from then on."""
+        readings = READINGS
+        if self._handles and (now := time.monotonic()) >= self._next_slow:
+            readings, self._next_slow = READINGS + SLOW_READINGS, now + SLOW_PERIOD_S
+        for index, handle in self._handles.items():
+            for name, unit, read in readings:
+                if (index, name) in self._unsupported:
+                    continue
+                try:
+                    yield Key(name, unit, (("gpu", index),)), float(read(self.nvml, handle))
+                except (AttributeError, self.nvml.NVMLError):
+                    self._unsupported.add((index, name))
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        if self.nvml is not None:
+            self.nvml.nvmlShutdown()
+            self.nvml = None
+
+
+def _indices(nvml: Any) -> dict[int, int]:
+    """CUDA index -> NVML index of the visible GPUs."""
+    cards = report(nvml)
+    shown = visible(cards) or []
+    if any(v.nvml_index is None for v in shown):
+        return {g.index: g.index for g in cards.gpus}
+    return {v.cuda_index: v.nvml_index for v in shown if v.nvml_index is not None}

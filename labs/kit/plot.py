@@ -5,6 +5,8 @@ points(ax, [1, 2], [one, two], label="DDP")
 ideal(ax, [1, 2])
 prediction(ax, 2, guess)
 show(fig, alt="Speed-up against ranks: 1.0, then 1.8 against an ideal of 2.")
+
+Every helper that draws inside a figure takes the kind of its numbers and marks them accordingly.
 """
 
 from __future__ import annotations
@@ -14,36 +16,22 @@ import html
 import io
 import math
 import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from labs.kit.caption import provenance_line
-from labs.kit.cli import BadInput, require
-from labs.kit.marks import (
-    GREY,
-    KIND_STYLE,
-    SERIES,
-    bars,
-    choice_map,
-    curve,
-    heat_map,
-    ideal,
-    log_axes,
-    plain_number,
-    points,
-    prediction,
-    spans,
-    stack,
-)
+from labs.kit.errors import BadInput, require
+from labs.kit.record import provenance_line
 
-__all__ = [
-    "GREY", "KIND_STYLE", "SERIES", "bars", "caption", "choice_map", "curve", "figure", "heat_map", "ideal",
-    "log_axes", "plain_number", "points", "prediction", "show", "spans", "stack", "to_png",
-]  # fmt: skip
-
+# Colours that differ for every kind of colour vision: Okabe and Ito, "Color Universal Design" (2008).
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+GREY = "#5F6368"
 MAX_PNG_BYTES = 30_000
 TINTS = ("#E3E3E3", "#F3D9C9", "#BDBDBD")  # grid and areas
 DPI = 80  # dots per inch; more of them would be bytes in every notebook
@@ -185,3 +173,233 @@ def kinds_in(fig: Figure) -> set[str]:
 def _require_origin(drawn: set[str], given: set[str]) -> None:
     for kind in sorted(drawn & {"measured", "recorded"} - given):
         raise BadInput(f"this figure shows {kind} numbers: pass the records they come from, records=run")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How one kind of number is drawn. `color` None means that the series chooses."""
+
+    marker: str | None
+    line: str
+    color: str | None
+    filled: bool
+    word: str
+
+
+KIND_STYLE = {
+    "measured": Mark("o", "-", None, True, "measured"),
+    "recorded": Mark("s", "-", None, True, "recorded"),
+    "modelled": Mark(None, "--", GREY, True, "modelled"),
+    "published": Mark("D", ":", None, False, "published"),
+    "prediction": Mark("*", "", ORANGE, True, "your prediction"),
+}
+
+
+def points(
+    ax: Axes, x: Sequence[Any], y: Iterable[Any], *, kind: str = "measured", label: str = "",
+    color: str | None = None, line: bool = False,
+) -> None:  # fmt: skip
+    """Draw `y` against `x` with the mark of its kind; `line` joins the marks.
+
+    An item of `y` is a number, an Estimate (or anything with `value`, `low` and `high`), or a Record, whose
+    samples give value and interval. The interval is drawn as a bar. None and NaN are left out.
+    """
+    mark = mark_of(kind)
+    rows = [(a, *interval(b)) for a, b in zip(x, y, strict=True) if _is_there(b)]
+    if not rows:
+        return
+    a, value, low, high = (list(column) for column in zip(*rows, strict=True))
+    below = [max(0.0, v - bound) for v, bound in zip(value, low, strict=True)]
+    above = [max(0.0, bound - v) for v, bound in zip(value, high, strict=True)]
+    drawn = ax.errorbar(
+        a, value, yerr=(below, above) if any(below + above) else None, label=labelled(label, mark),
+        linestyle=(mark.line if line or mark.marker is None else "") or "none",
+        **_look(kind, color or mark.color or _next_color(ax)),
+    )  # fmt: skip
+    drawn.lines[0].set_gid(f"kind:{kind}")
+
+
+def bars(
+    ax: Axes, names: Sequence[str], y: Iterable[Any], *, kind: str = "measured", label: str = "",
+    color: str | None = None,
+) -> None:  # fmt: skip
+    """One horizontal row per name, best where the names are words; items of `y` as in `points`.
+
+    A mark with its interval, not a filled bar: the eye compares positions, and the interval stays visible.
+    """
+    mark = mark_of(kind)
+    color = color or mark.color or _next_color(ax)
+    first = True
+    for row, item in enumerate(y):
+        if not _is_there(item):
+            continue
+        value, low, high = interval(item)
+        drawn = ax.errorbar([value], [row], xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], linestyle="none",
+                            label=labelled(label, mark) if first else "_", **_look(kind, color))  # fmt: skip
+        drawn.lines[0].set_gid(f"kind:{kind}")
+        first = False
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+
+
+def curve(
+    ax: Axes, x: Sequence[float], y: Sequence[float], *, label: str, kind: str = "modelled",
+    color: str | None = None,
+) -> None:  # fmt: skip
+    """A line without marks: a formula (modelled, dashed), or measured samples too dense for marks (solid)."""
+    mark = mark_of(kind)
+    color = color or mark.color or _next_color(ax)
+    (drawn,) = ax.plot(x, y, linestyle=mark.line or "-", color=color, label=labelled(label, mark))
+    drawn.set_gid(f"kind:{kind}")
+
+
+def ideal(ax: Axes, x: Sequence[float], y: Sequence[float] | None = None, label: str = "ideal") -> None:
+    """The dashed line of what would be perfect: y = x unless `y` is given."""
+    curve(ax, x, list(x) if y is None else y, label=label)
+
+
+def prediction(ax: Axes, x: Any, guess: Any, label: str = "") -> None:
+    """The learner's own prediction as a star; nothing if they made none."""
+    points(ax, [x], [float(guess)], kind="prediction", label=label)
+
+
+def heat_map(
+    ax: Axes, values: Sequence[Sequence[float]], *, columns: Sequence[Any], rows: Sequence[Any],
+    kind: str = "measured", form: str = "{:.2f}", center: float | None = None, label: str = "",
+    span: float | None = None,
+) -> None:  # fmt: skip
+    """A table in colour, shape (rows, columns), with each value printed in its cell. NaN cells stay white.
+
+    With `center` (for example a ratio of 1) the colours diverge from it; otherwise darker is more. Maps that are
+    compared need one `span`, the distance from the center at which a colour is full.
+    """
+    flat = [v for row in values for v in row if not math.isnan(v)]
+    require(bool(flat), "heat_map() needs at least one number")
+    low, high = min(flat), max(flat)
+    if center is not None:
+        span = span or max(abs(high - center), abs(low - center)) or 1.0
+        low, high = center - span, center + span
+    cmap = "PuOr" if center is not None else "Blues"  # both are safe for colour-blind readers
+    image = ax.imshow(values, cmap=cmap, vmin=low, vmax=high if high > low else low + 1, aspect="auto")
+    image.set_gid(f"kind:{kind}")
+    for i, j, value in ((i, j, v) for i, row in enumerate(values) for j, v in enumerate(row)):
+        if not math.isnan(value):
+            dark = sum(image.cmap(image.norm(value))[:3]) < 1.5
+            ax.text(j, i, form.format(value), ha="center", va="center", color="white" if dark else "black")
+    ax.set_xticks(range(len(columns)), [str(c) for c in columns])
+    ax.set_yticks(range(len(rows)), [str(r) for r in rows])
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    ax.plot([], [], marker="s", linestyle="", color=image.cmap(0.9), label=labelled(label, mark_of(kind)))
+
+
+def spans(
+    ax: Axes, row: int, intervals: Sequence[tuple[float, float]], *, kind: str = "measured", label: str = "",
+    color: str | None = None, hatch: str = "",
+) -> None:  # fmt: skip
+    """Bars from start to end in one row of a timeline, in the units of the x axis. Name the rows with set_yticks."""
+    color = color or _next_color(ax)
+    bars_ = [(start, end - start) for start, end in intervals]
+    drawn = ax.broken_barh(bars_, (row - 0.38, 0.76), facecolors=color, edgecolor="white", hatch=hatch, linewidth=0.6)
+    drawn.set_gid(f"kind:{kind}")
+    drawn.set_label(labelled(label, mark_of(kind)) if label else "_")
+
+
+def stack(
+    ax: Axes, x: Sequence[float], parts: Mapping[str, Sequence[float]], *, kind: str = "measured",
+    colors: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Areas on top of each other, the first at the bottom: what a total consists of, over `x`. Keys are the labels."""
+    mark = mark_of(kind)
+    base = [0.0] * len(x)
+    for k, (label, values) in enumerate(parts.items()):
+        top = [b + v for b, v in zip(base, values, strict=True)]
+        color = colors[k] if colors else _next_color(ax)
+        drawn = ax.fill_between(x, base, top, color=color, linewidth=0, step="post", label=labelled(label, mark))
+        drawn.set_gid(f"kind:{kind}")
+        base = top
+
+
+def choice_map(
+    ax: Axes, cells: Sequence[Sequence[str]], *, columns: Sequence[Any], rows: Sequence[Any],
+    colors: Mapping[str, str], kind: str = "modelled", labels: bool = True,
+) -> None:  # fmt: skip
+    """A table, shape (rows, columns), of names: one colour each, `colors` in the order of the legend."""
+    from matplotlib.colors import ListedColormap
+
+    mark, names = mark_of(kind), list(colors)
+    unknown = {name for row in cells for name in row} - set(names)
+    require(not unknown, f"choice_map() needs a color for {', '.join(sorted(unknown))}")
+    numbers = [[names.index(name) for name in row] for row in cells]
+    image = ax.imshow(numbers, cmap=ListedColormap(list(colors.values())), vmin=-0.5, vmax=len(names) - 0.5,
+                      aspect="auto")  # fmt: skip
+    image.set_gid(f"kind:{kind}")
+    ax.set_xticks(range(len(columns)), [str(c) for c in columns])
+    ax.set_yticks(range(len(rows)), [str(r) for r in rows])
+    ax.set_xticks([i - 0.5 for i in range(1, len(columns))], minor=True)
+    ax.set_yticks([i - 0.5 for i in range(1, len(rows))], minor=True)
+    ax.grid(False)
+    ax.grid(True, which="minor", color="white", linewidth=1)
+    ax.tick_params(which="minor", length=0)
+    for name, color in colors.items() if labels else ():
+        ax.plot([], [], marker="s", markersize=10, linestyle="", color=color, label=labelled(name, mark))
+
+
+def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | None = None) -> None:
+    """Make x and/or y logarithmic, with plain numbers (1,024 or 0.5) as tick labels at the given places."""
+    for axis, ticks, scale in ((ax.xaxis, x, ax.set_xscale), (ax.yaxis, y, ax.set_yscale)):
+        if ticks is not None:
+            scale("log", base=2)
+            axis.set_ticks(list(ticks))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
+            axis.set_minor_locator(NullLocator())
+            axis.set_minor_formatter(NullFormatter())
+
+
+def plain_number(value: float) -> str:
+    """1234567 -> "1.23M", 131072 -> "131,072", 0.5 -> "0.5": no powers of ten on an axis."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:,.0f}" if value == round(value) else f"{value:.3g}"
+
+
+def interval(item: Any) -> tuple[float, float, float]:
+    """(value, low, high) of a number, an Estimate or a Record; all equal where no interval is known."""
+    if hasattr(item, "samples"):
+        from labs.kit.measure import estimate
+
+        item = estimate(item.samples, item.unit)
+    value = float(getattr(item, "value", item))
+    return value, float(getattr(item, "low", value)), float(getattr(item, "high", value))
+
+
+def mark_of(kind: str) -> Mark:
+    """The mark of a kind; BadInput names the kinds there are."""
+    require(kind in KIND_STYLE, f"kind must be one of {', '.join(KIND_STYLE)}, not {kind!r}")
+    return KIND_STYLE[kind]
+
+
+def labelled(label: str, mark: Mark) -> str:
+    """A legend entry that says of which kind the mark is: "DDP (measured)"."""
+    if mark.word in label:
+        return label
+    return f"{label} ({mark.word})" if label else mark.word
+
+
+def _is_there(item: Any) -> bool:
+    return item is not None and not math.isnan(interval(item)[0])
+
+
+def _look(kind: str, color: str) -> dict[str, Any]:
+    mark, star = KIND_STYLE[kind], kind == "prediction"
+    return {
+        "color": color, "marker": mark.marker, "markersize": 16 if star else 8, "capsize": 4,
+        "elinewidth": 1.8,
+        "markerfacecolor": color if mark.filled else "white", "markeredgecolor": "black" if star else color,
+        "markeredgewidth": 1.0 if mark.filled else 2.0, "zorder": 4 if star else 3,
+    }  # fmt: skip
+
+
+def _next_color(ax: Axes) -> str:
+    return ax._get_lines.get_next_color()

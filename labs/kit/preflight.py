@@ -1,27 +1,390 @@
-"""Is this machine ready, and how fast is it? One line per check: pass, warn or fail, with the remedy.
+"""Is this machine ready? One line per check: pass, warn or fail, with the remedy.
 
-The checks are functions of plain facts (`Facts`), so that every outcome can be tested on any machine. With --preflight
-labs.classroom.room_preflight takes over: it measures nothing, but also tries what else the first
-minutes of a course need.
+Fail means that notebooks will not run here; warn means that one of them may, or that timings will suffer. The
+checks are functions of plain facts (`Facts`), so that every outcome can be tested on any machine. Those that wait run
+at the same time, each with a limit of its own; one that breaks is a warning, never a crash.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import socket
 import sys
-import types
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from labs.kit import checks, cli, gpu_checks
-from labs.kit.checks import Check, Facts
-from labs.kit.failure import RankFailed
-from labs.kit.measure import estimate
+from labs.kit import hardware, nvml
+from labs.kit.host import Container, container
 from labs.kit.record import Records
 
+GIB = 2**30
 MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL"}
+PROJECT = "gpu-training-course"
+OLDEST_PYTHON = (3, 11)
+# The most that a notebook took on two CPU cores with torch 2.13: notebook 05's kernel, fork server, ranks and workers,
+# shared pages counted once (proportional set size). JupyterLab's server and a browser come on top.
+MOST_MEMORY = "3 GiB are needed (the largest notebook takes 1.9)"
+MORE_MEMORY = {
+    "": "close programs, or raise the container's limit (docker run --memory 4g)",
+    "macOS": "close programs; for Docker Desktop: Settings, Resources, Memory",
+    "WSL": "close programs, or set memory=4GB under [wsl2] in .wslconfig, then: wsl --shutdown",
+}
+MOST_DISK = "1 GiB is needed (the largest notebook writes 0.4)"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, how it stands, and what to do about it."""
+
+    name: str
+    status: Literal["pass", "warn", "fail"]
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything the machine checks judge. Gathered once; made up in tests."""
+
+    report: nvml.Report
+    visible: list[nvml.Visible] | None
+    container: Container
+    build: dict[str, Any]
+    python: tuple[int, int] = sys.version_info[:2]
+    torch_pin: str | None = None
+    jupyter: bool = True
+    port_problem: str | None = None
+    require_gpus: int = 0
+    my_pids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def gpus_for_torch(self) -> int:
+        """GPUs that this torch build can see."""
+        return len(self.visible or ()) if self.build["cuda"] or self.build["rocm"] else 0
+
+    @property
+    def inventory(self) -> dict[str, Any]:
+        """All facts as plain JSON values."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["visible"] = None if self.visible is None else [dataclasses.asdict(v) for v in self.visible]
+        return values | {
+            "report": dataclasses.asdict(self.report), "container": dataclasses.asdict(self.container),
+            "my_pids": sorted(self.my_pids),
+        }  # fmt: skip
+
+
+def system() -> str:
+    """ "Linux", "macOS", "WSL", or what Python calls it."""
+    if sys.platform == "darwin":
+        return "macOS"
+    return "WSL" if "microsoft" in platform.release().lower() else platform.system()
+
+
+def gather(require_gpus: int = 0) -> Facts:
+    """The facts of this machine, read without starting CUDA."""
+    found = nvml.report()
+    return Facts(
+        report=found,
+        visible=nvml.visible(found),
+        container=container(),
+        build=hardware.build(),
+        torch_pin=_torch_pin(),
+        jupyter=importlib.util.find_spec("jupyterlab") is not None
+        and importlib.util.find_spec("ipykernel") is not None,
+        port_problem=_port_problem(),
+        require_gpus=require_gpus,
+        my_pids=frozenset({os.getpid(), os.getppid()}),
+    )
+
+
+def _torch_pin() -> str | None:
+    """The torch version this project asks for; None if the project is not installed as a package."""
+    try:
+        wanted = importlib.metadata.requires(PROJECT) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((m[1] for line in wanted if (m := re.match(r"torch==([\w.]+)", line))), None)
+
+
+def _port_problem() -> str | None:
+    """Why a server cannot listen on the loopback interface; None if it can."""
+    try:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            s.listen()
+    except OSError as e:
+        return e.strerror or str(e)
+    return None
+
+
+def python(facts: Facts) -> Check:
+    """Python is new enough."""
+    have, want = (".".join(map(str, v)) for v in (facts.python, OLDEST_PYTHON))
+    if facts.python < OLDEST_PYTHON:
+        return Check("Python", "fail", f"{have} is older than {want}", f"install Python {want} or later")
+    return Check("Python", "pass", have)
+
+
+def torch_version(facts: Facts) -> Check:
+    """torch is the version the course was tested with."""
+    have = facts.build["torch"]
+    if facts.torch_pin and have.partition("+")[0] != facts.torch_pin:
+        return Check("torch", "warn", f"{have}, tested with {facts.torch_pin}", f"pip install torch=={facts.torch_pin}")
+    return Check("torch", "pass", have)
+
+
+def jupyter(facts: Facts) -> Check:
+    """Notebooks can be opened."""
+    if facts.jupyter:
+        return Check("JupyterLab", "pass", "installed, with a Python kernel")
+    return Check("JupyterLab", "fail", "jupyterlab or ipykernel is missing", "run: make lab")
+
+
+def loopback(facts: Facts) -> Check:
+    """Ranks find each other through a port on 127.0.0.1."""
+    if facts.port_problem is None:
+        return Check("network", "pass", "a port on 127.0.0.1 can be opened")
+    detail = f"no port on 127.0.0.1 can be opened: {facts.port_problem}"
+    return Check(
+        "network",
+        "fail",
+        detail,
+        "bring the loopback interface up: " + ("ifconfig lo0 up" if system() == "macOS" else "ip link set lo up"),
+    )
+
+
+def cores(facts: Facts) -> Check:
+    """Two ranks on a CPU need two cores."""
+    c = facts.container
+    quota = f", quota {c.cpu_quota:g}" if c.cpu_quota is not None else ""
+    detail = f"{c.cores} usable (affinity {len(c.affinity)}{quota})"
+    if c.cores >= 2 or facts.gpus_for_torch >= 2:
+        return Check("CPU cores", "pass", detail)
+    remedy = "give the container 2 cores (docker run --cpus 2), or run notebooks with NPROC = 1"
+    return Check("CPU cores", "warn", detail + ": two ranks would share one core", remedy)
+
+
+def memory(facts: Facts) -> Check:
+    """A kernel, the fork server with torch and two ranks take up to 1.9 GiB; GPUs take more on the host, too."""
+    have = facts.container.memory_available_bytes
+    if have is None:
+        return Check("memory", "warn", "free memory cannot be read", "check that 3 GiB are free")
+    limit = facts.container.memory_limit_bytes
+    detail = f"{have / GIB:.1f} GiB available" + (f" of a limit of {limit / GIB:.1f} GiB" if limit else "")
+    if have >= 3 * GIB:
+        return Check("memory", "pass", detail)
+    status = "warn" if have >= 1.5 * GIB else "fail"
+    return Check("memory", status, f"{detail}, {MOST_MEMORY}", MORE_MEMORY.get(system(), MORE_MEMORY[""]))
+
+
+def shared_memory(facts: Facts) -> Check:
+    """DataLoader workers hand batches over through /dev/shm; a full one is a bus error."""
+    size, free = facts.container.shm_bytes, facts.container.shm_free_bytes
+    if size is None or free is None:
+        return Check("/dev/shm", "pass", "none on this system; workers use other means")
+    detail = f"{free / GIB:.2f} of {size / GIB:.2f} GiB free"
+    if free >= GIB / 2:
+        return Check("/dev/shm", "pass", detail)
+    return Check("/dev/shm", "warn", detail + ": DataLoader workers may die of a bus error",
+                 "start the container with --shm-size 2g (or --ipc=host)")  # fmt: skip
+
+
+def open_files(facts: Facts) -> Check:
+    """Workers and ranks pass tensors as open files."""
+    limit = facts.container.open_files
+    if limit is None or limit >= 1024:
+        return Check("open files", "pass", "no limit" if limit is None else f"at most {limit}")
+    return Check("open files", "warn", f"at most {limit}: many DataLoader workers may fail", "run: ulimit -n 4096")
+
+
+def disk(facts: Facts) -> Check:
+    """Caches, checkpoints and executed notebooks need a little room."""
+    free = facts.container.disk_free_bytes
+    if free is None:
+        return Check("disk", "warn", "free space cannot be read", "check that 1 GiB is free")
+    status = "pass" if free >= GIB else "warn" if free >= GIB / 10 else "fail"
+    if status == "pass":
+        return Check("disk", "pass", f"{free / GIB:.1f} GiB free")
+    return Check("disk", status, f"{free / GIB:.1f} GiB free, {MOST_DISK}", "free 1 GiB on the disk with this folder")
+
+
+ALL = (python, torch_version, jupyter, loopback, cores, memory, shared_memory, open_files, disk)
+
+
+Found = Check | list[Check]
+GO_ON = "go on; if a notebook fails, show this line to your instructor"
+DETAIL_CHARACTERS = 160
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One thing to try, in a thread of its own."""
+
+    name: str
+    run: Callable[[], Found]
+    limit_s: float = 5.0
+    too_late: Check | None = None
+    """What it means that `run` has not returned after `limit_s`; default: a warning."""
+
+
+class Started:
+    """A trial that runs since now."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial, self.found, self.until = trial, [], time.monotonic() + trial.limit_s
+        self.thread = threading.Thread(target=self._run, name=trial.name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.found = guarded(self.trial.name, self.trial.run)
+
+    def result(self) -> list[Check]:
+        """What it found, or what it means that it still runs at its limit; it is then left to itself."""
+        self.thread.join(max(0.0, self.until - time.monotonic()))
+        if not self.thread.is_alive():
+            return self.found
+        late = f"no answer after {self.trial.limit_s:g} s"
+        return [self.trial.too_late or Check(self.trial.name, "warn", late, GO_ON)]
+
+
+def guarded(name: str, run: Callable[[], Found]) -> list[Check]:
+    """The checks that `run` returns; if it raises, a warning with the name and the reason."""
+    try:
+        found = run()
+    except Exception as e:
+        return [unknown(name, e)]
+    return found if isinstance(found, list) else [found]
+
+
+def unknown(name: str, error: BaseException) -> Check:
+    """A warning that `name` could not be checked: unknown is not wrong."""
+    return Check(name, "warn", f"could not be checked: {reason(error)}", GO_ON)
+
+
+def reason(error: BaseException) -> str:
+    """The kind and first line of an exception; the home folder, which holds a user's name, is written ~."""
+    first = next(iter(str(error).splitlines()), "")
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return text.replace(str(Path.home()), "~")[:DETAIL_CHARACTERS]
+
+
+UNHIDE = "check CUDA_VISIBLE_DEVICES, MIG instances (nvidia-smi -L) and what the scheduler gave you"
+
+
+def machine_checks(facts: Facts) -> list[Check]:
+    """Judge everything that needs no running rank."""
+    found = [c for check in (*ALL, gpus) for c in guarded(check.__name__, lambda check=check: check(facts))]
+    used = {v.nvml_index for v in facts.visible or ()} if facts.gpus_for_torch else set()
+    for card in facts.report.gpus:
+        if card.index in used or (used == {None}):
+            found += guarded(f"GPU {card.index}", lambda card=card: list(gpu_checks(card, facts)))
+    return found
+
+
+def gpus(facts: Facts) -> Check:
+    """How many GPUs torch can use, and whether that is what was asked for."""
+    n, here = facts.gpus_for_torch, len(facts.report.gpus)
+    enough = n >= facts.require_gpus
+    wanted = "" if enough else f", {facts.require_gpus} required"
+    if n:
+        names = ", ".join(v.name or "a GPU" for v in facts.visible or ())
+        detail = f"{n} for torch: {names} (driver {facts.report.driver}){wanted}"
+        return Check("GPUs", "pass", detail) if enough else Check("GPUs", "fail", detail, UNHIDE)
+    bad = "warn" if enough else "fail"
+    if here and not facts.build["cuda"] and not facts.build["rocm"]:
+        detail = f"{here} here, but this torch is a CPU build ({facts.build['torch']}){wanted}"
+        return Check("GPUs", bad, detail, "install a CUDA build: see pytorch.org/get-started")
+    if here:
+        return Check("GPUs", bad, f"{here} here, none visible to CUDA{wanted}", UNHIDE)
+    if enough:
+        return Check("GPUs", "pass", "no GPU here: devices are CPU cores, every notebook runs")
+    detail = f"no GPU here{wanted}: {facts.report.problem or 'the driver lists none'}"
+    return Check("GPUs", "fail", detail, facts.report.remedy or "run nvidia-smi: it should list the cards")
+
+
+def gpu_checks(card: nvml.Gpu, facts: Facts) -> Iterator[Check]:
+    """Checks of one GPU that torch will use."""
+    where = f"GPU {card.index}"
+    yield driver(where, facts)
+    if card.compute_capability:
+        yield architecture(where, card.compute_capability, facts.build["arch_list"])
+    yield neighbours(where, card, facts.my_pids)
+    if card.mig:
+        detail = f"MIG mode, {len(card.mig_uuids)} instances: a process sees at most one of them"
+        remedy = "choose one with CUDA_VISIBLE_DEVICES=MIG-...; several ranks need several jobs"
+        yield Check(where, "warn" if card.mig_uuids else "fail", detail, remedy)
+    if card.persistence is False:
+        yield Check(where, "warn", "persistence mode is off: the first use takes seconds", "nvidia-smi -pm 1")
+    if slow := set(card.throttle or ()) - {"application clocks setting", "display clock setting"}:
+        yield Check(where, "warn", f"clocks are held down: {', '.join(sorted(slow))}", "check cooling and power")
+    if card.pcie_width and card.pcie_width_max and card.pcie_width < card.pcie_width_max:
+        detail = f"PCIe x{card.pcie_width} of x{card.pcie_width_max}"
+        yield Check(where, "warn", detail, "look again under load; if it stays, check the slot")
+
+
+def driver(where: str, facts: Facts) -> Check:
+    """The driver is as new as the CUDA that torch was built with (minor versions are compatible)."""
+    have, built = facts.report.cuda_driver, facts.build["cuda"]
+    if not have or not built:
+        return Check(where, "pass", "driver and build cannot be compared")
+    want = tuple(int(part) for part in built.split(".")[:2])
+    detail = f"driver for CUDA {have[0]}.{have[1]}, torch built with {built}"
+    if have[0] >= want[0]:
+        return Check(where, "pass", detail)
+    return Check(where, "fail", detail, f"update the driver, or install a torch built with CUDA {have[0]}")
+
+
+def architecture(where: str, capability: tuple[int, int], arch_list: list[str]) -> Check:
+    """torch holds kernels that this card can run."""
+    name = f"sm_{capability[0]}{capability[1]}"
+    how = hardware.runs_on(capability, arch_list)
+    if how == "native":
+        return Check(where, "pass", f"kernels for {name} are in this torch")
+    if how == "ptx":
+        return Check(where, "warn", f"no kernels for {name} in this torch: PTX is compiled at first use",
+                     "the first start is slow; a newer torch build avoids it")  # fmt: skip
+    have = ", ".join(arch_list) or "none"
+    return Check(where, "fail", f"no kernels for {name} in this torch (it has {have})", "install a torch for this card")
+
+
+def neighbours(where: str, card: nvml.Gpu, mine: frozenset[int]) -> Check:
+    """Somebody else's job on the card takes memory and spoils timings."""
+    if card.processes is None:
+        return Check(where, "pass", "other processes cannot be listed here")
+    others = [p for p in card.processes if p.pid not in mine]
+    if not others:
+        return Check(where, "pass", "nobody else on it")
+    who = ", ".join(f"pid {p.pid}" + (f" {p.memory_bytes / GIB:.1f} GiB" if p.memory_bytes else "") for p in others)
+    return Check(where, "warn", f"also used by {who}", "timings will suffer: take another card or wait")
+
+
+def rank_checks(records: Records, seconds: float, facts: Facts) -> list[Check]:
+    """Judge what the ranks have done: a process group, its backend, right answers."""
+    layout = records[0].layout
+    n, backend, device = layout["world_size"], layout["backend"], layout["device"]
+    found = [Check("process group", "pass", f"{n} ranks on {device} through {backend} in {seconds:.1f} s")]
+    if device == "cuda" and "nccl" not in backend and not facts.build["nccl"]:
+        found = [Check("process group", "warn", f"{n} ranks on GPUs without NCCL", "install a torch with NCCL")]
+    product = max(r.value for r in records.where("matmul_relative_error"))
+    reduced = max(r.value for r in records.where("all_reduce_error"))
+    found.append(_right("matrix product", product, 1e-2, f"relative error {product:.0e} on {device}"))
+    found.append(_right("all-reduce", reduced, 0.0, f"sum over {n} ranks is " + ("right" if reduced == 0 else "wrong")))
+    return found
+
+
+def _right(name: str, error: float, allowed: float, detail: str) -> Check:
+    if error <= allowed:  # NaN is not
+        return Check(name, "pass", detail)
+    return Check(name, "fail", detail, "the hardware or the build computes wrong: do not train on it")
 
 
 def exit_code(found: list[Check]) -> int:
@@ -40,122 +403,3 @@ def as_text(found: list[Check]) -> str:
     verdict = "NOT READY" if counts["fail"] else "READY"
     plural = "warning" if counts["warn"] == 1 else "warnings"
     return "\n".join([*lines, f"{verdict}: {counts['pass']} ok, {counts['warn']} {plural}, {counts['fail']} failed"])
-
-
-def as_json(found: list[Check], facts: Facts, records: Records) -> str:
-    """The same for a program, with the inventory and the measured speed limits."""
-    speeds = [
-        {"metric": r.metric, "unit": r.unit, "value": r.value, "kind": r.kind, **r.case} for r in records
-    ]  # fmt: skip
-    return json.dumps(
-        {
-            "ready": exit_code(found) == 0,
-            "checks": [dataclasses.asdict(c) for c in found],
-            "inventory": facts.inventory,
-            "speed_limits": speeds,
-        },
-        indent=2,
-    )
-
-
-def preflight(lab: str, parameters: dict[str, Any], options: cli.Launch, require_gpus: int = 0) -> tuple:
-    """Gather the facts, run the probe on its ranks, judge both: (checks, facts, records).
-
-    A probe whose ranks fail is itself a failed check, not an exception. BadInput passes through.
-    """
-    facts = checks.gather(require_gpus)
-    found = gpu_checks.machine_checks(facts)
-    try:
-        records, seconds = _measure(lab, parameters, options)
-        found += gpu_checks.rank_checks(records, seconds, facts)
-    except (RankFailed, OSError) as e:
-        records = Records()
-        print(e, file=sys.stderr)
-        remedy = "the cause is in the lines on standard error; one rank alone: --nproc 1"
-        found.append(Check("ranks", "fail", str(e).strip().splitlines()[-1], remedy))
-    return found, facts, records
-
-
-def _enough_or_shared(options: cli.Launch) -> cli.Launch:
-    """The default two ranks may share the core of a small machine; the check of its cores warns."""
-    from labs.kit.rank import place
-
-    try:
-        place(options.nproc, options.device, options.oversubscribe)
-    except cli.BadInput:
-        if options.nproc != cli.Launch().nproc:
-            raise
-        options = dataclasses.replace(options, oversubscribe=True)
-        place(options.nproc, options.device, True)
-    return options
-
-
-def _measure(lab: str, parameters: dict[str, Any], options: cli.Launch) -> tuple[Records, float]:
-    from labs.kit.launch import launch
-    from labs.kit.view import View
-
-    run = launch(lab, options.nproc, timeout_s=options.timeout_s, device=options.device,
-                 oversubscribe=options.oversubscribe, view=View(), **parameters)  # fmt: skip
-    return run, run.seconds
-
-
-def main(lab: str, description: str | None, config_type: type) -> None:
-    """Command line of the preflight: the lab's own options, and --json and --require-gpus. Exits."""
-
-    @dataclass(frozen=True)
-    class Options(config_type):
-        """The lab's own options, and those of the preflight."""
-
-        json: bool = False
-        """Print one JSON object (checks, inventory, speed limits) in place of text."""
-        require_gpus: int = 0
-        """Fail unless torch can use at least so many GPUs."""
-        preflight: bool = False
-        """GO or NO-GO for the course in a few seconds, and a report; measures no speed."""
-        report: Path | None = None
-        """Where --preflight writes its report."""
-
-    prog = f"python -m labs.{lab}"
-    command = cli.parse(types.SimpleNamespace(Config=Options, __doc__=description), prog)
-    if command.config.report is not None:
-        cli.fail(prog, "--report belongs to --preflight: add it, or keep the records with --out")
-    if command.config.require_gpus < 0:
-        cli.fail(prog, f"require_gpus must be at least 0, not {command.config.require_gpus}")
-    parameters = {f.name: getattr(command.config, f.name) for f in dataclasses.fields(config_type)}
-    try:
-        launch = _enough_or_shared(command.launch)
-        found, facts, records = preflight(lab, parameters, launch, command.config.require_gpus)
-    except cli.BadInput as e:
-        cli.fail(prog, str(e))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    if command.config.json:
-        print(as_json(found, facts, records))
-    else:
-        print(speed_text(records) + as_text(found))
-    raise SystemExit(max(exit_code(found), _save(records, command.output.out)))
-
-
-def speed_text(records: Records) -> str:
-    """The measured speed limits, a line each, best size of each."""
-    best: dict[tuple[str, ...], Any] = {}
-    for r in records:
-        if r.unit in ("FLOP/s", "B/s", "x") and r.metric != "ceiling_rate":
-            key = (
-                r.metric,
-                *(str(v) for k, v in r.case.items() if k not in ("side", "bytes", "batch_size", "ranks")),
-            )
-            best[key] = max(r, best.get(key, r), key=lambda r: r.value)
-    lines = [f"      {' '.join(key):<34} {estimate(r.samples, r.unit)}  {r.kind}" for key, r in best.items()]
-    return "\n".join(["Speed limits, median of the best size [95 % interval]", *lines, "", ""]) if lines else ""
-
-
-def _save(records: Records, out: Path | None) -> int:
-    if out is None or not len(records):
-        return 0
-    try:
-        print(f"saved to {records.save(out)}", file=sys.stderr)
-    except OSError as e:
-        print(f"could not save to {out}: {e.strerror}", file=sys.stderr)
-        return 1
-    return 0

@@ -1,217 +1,162 @@
-"""What runs inside each rank, under the notebook's launcher and under torchrun alike.
-
-This module is preloaded in the fork server: what it imports is already there when a rank starts.
-"""
+"""One rank's view of the job: its device, its process group, its records."""
 
 from __future__ import annotations
 
-import faulthandler
-import gc
-import json
-import linecache
-import multiprocessing
+import contextlib
+import ctypes
+import datetime
 import os
-import signal
-import socket
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-# Some are only preloaded: what the agent needs in each rank, DDP, and what make_config needs.
-import cloudpickle
-import torch.distributed.elastic.multiprocessing
-import torch.nn.parallel
-import typeguard  # noqa: F401
+import torch
+import torch.distributed as dist
 
-from labs.kit import backstage, cli, guardian, measure, record  # noqa: F401
-from labs.kit.dist import Rank, process_group
-from labs.kit.hardware import Device, devices
-
-if (backstage.READY in os.environ and not os.environ.get(backstage.LEAN)) or "RANK" in os.environ:
-    # The first optimizer of a process imports this, which takes as long as all of torch: not for who only launches.
-    import torch._dynamo  # noqa: F401
-
-_IMPORTED_BY = os.getpid()  # the fork server, in a rank; the rank itself if that server was there before the course
+from labs.kit.hardware import Device
+from labs.kit.host import affinity
+from labs.kit.record import Kind, Record
+from labs.kit.restart import use_fresh_store, was_restarted
 
 
-def as_rank(body: bytes, folder: str, placement: list[Device], timeout_s: float, asked: float) -> None:
-    """Entry point of every launched rank: announce, join the group, run `body(rank)`, leave its result in `folder`.
+@dataclass
+class Rank:
+    """What a lab's `run(config, rank)` knows about where it runs."""
 
-    `asked` is the launcher's time.time() when it asked for ranks.
-    `body` is a cloudpickle, since a function defined in a notebook cell cannot be imported here.
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    cores: tuple[int, ...]
+    """CPU cores this rank is pinned to; empty if it is not pinned (GPU ranks)."""
+    host_cores: tuple[int, ...] = ()
+    """CPU cores that processes of this job may use: those that the rank had before it was pinned."""
+    startup_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase before the lab began, by name."""
+    lab: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    on_progress: Callable[[int, int, str], None] = lambda done, total, message: None
+
+    def record(
+        self, metric: str, unit: str, samples: Sequence[float] | float, *, kind: Kind = "measured",
+        rank: int | None = None, **case: Any,
+    ) -> Record:  # fmt: skip
+        """A Record of this run. `rank` None says that the samples speak for the whole job."""
+        try:
+            samples = tuple(samples)
+        except TypeError:  # one number, perhaps of NumPy or torch
+            samples = (float(samples),)
+        layout = {"world_size": self.world_size, "rank": rank, "backend": self.backend, "device": self.device.type}
+        return Record(self.lab, metric, unit, samples, kind, case, self.config, layout)
+
+    def progress(self, done: int, total: int, message: str = "") -> None:
+        """Tell whoever is watching; only rank 0 is heard. Costs microseconds, still: not inside a clock."""
+        if self.rank == 0:
+            self.on_progress(done, total, message)
+
+    def barrier(self) -> None:
+        """Wait for all ranks, on the host: gloo sleeps in the socket, so a waiting CPU rank leaves its core idle."""
+        self.slowest([0.0])
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank."""
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, opinion: bool) -> bool:
+        """Whether `opinion` is true on all ranks: for loops that all ranks must leave at the same step."""
+        return self.slowest([0.0 if opinion else 1.0]) == [0.0]
+
+    def slowest(self, samples: Sequence[float]) -> list[float]:
+        """Elementwise maximum of `samples` over all ranks; all ranks must pass equally many."""
+        worst = torch.tensor(samples, dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return worst.tolist()
+
+
+def backend_for(device: Device, nccl: bool) -> str:
+    """Backend for ranks on devices like `device`. `nccl` says whether this torch has NCCL.
+
+    GPUs of their own: NCCL for CUDA tensors and gloo beside it for objects and barriers on the host.
+    A shared GPU or CPU cores: gloo, since NCCL refuses two ranks on one GPU ("Duplicate GPU detected").
     """
-    local_rank, run, entered = int(os.environ["LOCAL_RANK"]), Path(folder), time.time()
-    _announce(run, local_rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    with _reported(run, local_rank):
-        function = cloudpickle.loads(body)
-        # The inner report comes before the group is left, which may hang when a peer is gone.
-        with process_group(placement[local_rank], timeout_s=timeout_s) as rank, _reported(run, local_rank):
-            rank.startup_s = {"process start": entered - asked, **rank.startup_s}
-            rank.on_progress = _to_file(run / "progress")
-            _write(run / f"result-{local_rank}", cloudpickle.dumps(function(rank)))
-            sys.stdout.flush()
-            (run / f"done-{local_rank}").touch()
-            _wait_for_all(run, rank.local_world_size)
-
-
-def _announce(run: Path, local_rank: int) -> None:
-    """Become a process group that the launcher can kill as a whole, with output and stacks in `run`."""
-    try:
-        os.setsid()
-        (run / f"rank-{local_rank}-{os.getpid()}").touch()
-        out = os.open(run / f"output-{local_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        # Left open for the life of the process: the launcher asks for stacks with SIGUSR1 before it kills a hung rank.
-        stacks = (run / f"stack-{local_rank}").open("w")
-    except FileNotFoundError:  # the run was stopped while this rank was being forked
-        os._exit(1)
-    # The fork server forks in its main thread, which lives as long as it does.
-    guardian.end_with_parent(os.getppid() if os.getpid() == _IMPORTED_BY else _IMPORTED_BY)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides; a stray Ctrl-C would race with it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    faulthandler.enable(stacks, all_threads=False)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.close(out)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # what was printed before a crash must not be lost
-    _own_children(run)
-
-
-def _own_children(run: Path) -> None:
-    """Let DataLoader workers start as under torchrun, as children of this rank, so that they are killed with it.
-
-    By default a process from a fork server asks that same server for its own children. What is forked in a thread
-    other than the main one may outlive that thread, and gets no signal of its parent's death.
-    """
-    forked_by: list[int] = []  # pid of who forks, in its main thread
-
-    def before() -> None:
-        forked_by[:] = [os.getpid()] if threading.current_thread() is threading.main_thread() else []
-
-    def in_child() -> None:
-        for parent in forked_by:
-            guardian.end_with_parent(parent)
-
-    os.register_at_fork(before=before, after_in_child=in_child)
-    multiprocessing.set_start_method(None, force=True)  # the platform's default
-    forkserver._forkserver.__init__()  # should it be asked for, as from Python 3.14 on by default: a server of its own
-    multiprocessing.set_forkserver_preload(["torch"])  # or every worker would import it
-    multiprocessing.current_process()._config["tempdir"] = str(run)  # for their sockets
-
-
-def _wait_for_all(run: Path, ranks: int) -> None:
-    """Keep this rank's connections open until all are done. No collective: it could pair with a peer's own one."""
-    while not all((run / f"done-{r}").exists() for r in range(ranks)):
-        time.sleep(0.002)
+    return "cpu:gloo,cuda:nccl" if device.kind == "cuda" and nccl else "gloo"
 
 
 @contextmanager
-def _reported(run: Path, local_rank: int) -> Iterator[None]:
-    """Leave an exception's traceback in the run's folder, stamped, so that the first to fail can be named."""
+def process_group(device: Device, *, seed: int = 0, timeout_s: float = 600.0) -> Iterator[Rank]:
+    """Join the job that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe; leave it at the end.
+
+    Pins a CPU rank to its cores with one thread each, makes a GPU rank's device the current one *before* the
+    group exists (otherwise stray contexts appear on GPU 0), and seeds torch equally on all ranks.
+    A collective that waits longer than `timeout_s` raises.
+    """
+    host_cores = affinity()
+    place = use(device)
+    torch.manual_seed(seed)
+    if was_restarted():
+        use_fresh_store()
+    backend = backend_for(device, dist.is_nccl_available())
+    start = time.perf_counter()
+    bind = {"device_id": place} if "nccl" in backend else {}
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **bind)
+    try:
+        yield Rank(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            device=place,
+            backend=backend,
+            cores=device.cores if device.kind == "cpu" else (),
+            host_cores=host_cores,
+            startup_s={"process group": time.perf_counter() - start},
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def use(device: Device) -> torch.device:
+    """Make `device` this process's own: pin and limit threads on a CPU, set the current GPU otherwise."""
+    if device.kind == "cpu":
+        if hasattr(os, "sched_setaffinity"):  # macOS has none; there the scheduler decides
+            os.sched_setaffinity(0, device.cores)
+        torch.set_num_threads(max(1, len(device.cores)))
+        keep_freed_memory()
+        return torch.device("cpu")
+    place = torch.device("cuda", device.index)
+    torch.cuda.set_device(place)
+    return place
+
+
+@contextmanager
+def unpinned(rank: Rank) -> Iterator[None]:
+    """Let this thread, and the processes it starts meanwhile, run on all cores of the job: DataLoader workers.
+
+    Workers inherit their parent's cores: those of a pinned rank would all share the one core it computes on.
+    """
+    if not rank.cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    os.sched_setaffinity(0, rank.host_cores)
     try:
         yield
-    except BaseException as e:
-        path = run / f"error-{local_rank}"
-        if not path.exists():
-            _write(path, json.dumps(_report(e)).encode())
-            # If a peer was killed, its death reaches this rank as a connection error. Staying alive until the
-            # launcher, which looks every few ms, ends this rank shows it who died first.
-            time.sleep(2.0)
-        raise SystemExit(1) from None  # any other exception would make torch leave a file in /tmp
+    finally:
+        os.sched_setaffinity(0, rank.cores)
 
 
-def _report(error: BaseException) -> dict[str, Any]:
-    return {
-        "rank": int(os.environ["RANK"]), "host": socket.gethostname(), "time": time.time(),
-        "traceback": _own_frames(error), "error": str(error), "bad_input": isinstance(error, cli.BadInput),
-    }  # fmt: skip
+def keep_freed_memory() -> None:
+    """Tell glibc not to give freed memory back to the system.
 
-
-def _own_frames(error: BaseException) -> str:
-    """The traceback as Python prints it, without the frames of this module and what called it."""
-    whole = chain = traceback.TracebackException.from_exception(error)
-    while chain is not None:
-        own = [f for f in chain.stack if f.filename != __file__]
-        chain.stack = traceback.StackSummary.from_list(own)
-        chain = chain.__cause__ or chain.__context__
-    return "".join(whole.format())
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Through another name, so that the launcher never reads half of it."""
-    temporary = path.with_name(f"new-{path.name}")
-    temporary.write_bytes(data)
-    temporary.replace(path)
-
-
-def _to_file(path: Path) -> Callable[[int, int, str], None]:
-    last = [0.0]
-
-    def write(done: int, total: int, message: str) -> None:
-        if time.monotonic() - last[0] > 0.1 or done == total:
-            last[0] = time.monotonic()
-            _write(path, json.dumps([done, total, message]).encode())
-
-    return write
-
-
-class RunLab:
-    """`run` of a lab with its config, and the records of all ranks as rank 0's result."""
-
-    def __init__(self, lab: str, values: dict[str, Any]) -> None:
-        self.lab, self.values = lab, values
-
-    def __call__(self, rank: Rank) -> list[record.Record]:
-        lab = cli.lab_module(self.lab)
-        config = cli.make_config(lab, self.values)
-        rank.lab, rank.config = cli.short_name(lab.__name__), record.as_json(config)
-        # What speaks for the whole job is the same on every rank: rank 0's copy is kept.
-        mine = [r for r in lab.run(config, rank) if rank.rank == 0 or r.layout["rank"] is not None]
-        everyone = rank.gather(mine)
-        return [r for records in everyone for r in records] if rank.rank == 0 else []
-
-
-class RunFunction:
-    """A learner's function, with the text of the notebook's cells, which makes its tracebacks readable here."""
-
-    def __init__(self, function: Callable[..., Any], args: tuple) -> None:
-        self.function, self.args = function, args
-        cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
-        self.cells = {name: entry for name, entry in cells.items() if not Path(name).exists()}
-
-    def __call__(self, rank: Rank) -> Any:
-        for name, (size, _, lines, full_name) in self.cells.items():
-            linecache.cache[name] = (size, None, lines, full_name)  # without a time: it is not looked up on disk
-        return self.function(*self.args)
-
-
-def place(nproc: int, kind: str = "auto", oversubscribe: bool = False) -> list[Device]:
-    """A device for each of `nproc` ranks of this machine. BadInput names the fix if there are too few.
-
-    COURSE_OVERSUBSCRIBE=1 in the environment means `oversubscribe` for every launch: on a machine with one core,
-    notebooks then run as they are.
+    By default every activation above 128 KB to 32 MB is mapped anew and zeroed page by page at each step, which
+    costs a small CNN a tenth of its time, most of the steadiness of its timings, and does not happen on GPUs.
     """
-    cli.require(nproc >= 1, f"nproc must be at least 1, not {nproc}")
-    if not (oversubscribe or os.environ.get("COURSE_OVERSUBSCRIBE") == "1"):
-        return devices(nproc, kind=kind)
-    for n in range(nproc, 1, -1):
-        try:
-            have = devices(n, kind=kind)
-        except cli.BadInput:
-            continue
-        return [have[i % n] for i in range(nproc)]
-    return devices(1, kind=kind) * nproc
-
-
-if ready := os.environ.pop(backstage.READY, None):  # this is the fork server, and torch is loaded
-    gc.collect()
-    gc.freeze()  # a collection in a rank would otherwise copy the pages of all these objects
-    Path(ready).touch()
+    with contextlib.suppress(OSError, AttributeError):  # macOS and musl have no mallopt
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD of malloc.h, in bytes
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; glibc takes no more than 32 MiB

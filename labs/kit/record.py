@@ -1,7 +1,8 @@
-"""Measurements as JSON lines: every sample, its unit, its kind and where it was taken.
+"""Measurements as JSON lines: every sample, its unit, its kind, where and when it was taken.
 
 A file holds one provenance line, then one line per Record. It is written whole or not at all, and read back
-with errors that name the file, the line and the field.
+with errors that name the file, the line and the field. Its JSON is what every program reads alike: finite numbers, no
+name twice, whole characters, not nested without end.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import secrets
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from labs.kit import strict_json
-from labs.kit.provenance import provenance
-from labs.kit.strict_json import LARGEST, brief
-
-__all__ = ["KINDS", "Kind", "Record", "Records", "as_json", "attach_provenance", "load", "provenance", "write_atomic"]
+from labs.kit.errors import brief
 
 Kind = Literal["measured", "recorded", "modelled", "published"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -68,7 +70,7 @@ class Record:
             value, kind = getattr(self, name), FIELDS.get(name, dict)
             if not isinstance(value, kind):
                 return f"{name} must be a {kind.__name__}, not {brief(value)}"
-            if problem := strict_json.problem(value):
+            if problem := json_problem(value):
                 return f"{name}: {problem}"
         if taken := sorted(COLUMNS & self.case.keys()):
             return f"case {taken[0]!r} has the name of a column of the table: choose another"
@@ -186,7 +188,7 @@ def load(path: str | os.PathLike) -> Records:
             header = row["provenance"]
             if not isinstance(header, dict) or len(row) > 1:
                 raise ValueError(f"{where}, field 'provenance': a line with one object needed, not {brief(row)}")
-            if problem := strict_json.problem(header):
+            if problem := json_problem(header):
                 raise ValueError(f"{where}, field 'provenance': {problem}")
         elif header is None:
             raise ValueError(f"{where}, field 'provenance': missing, the first line of a file must hold it")
@@ -199,7 +201,7 @@ def load(path: str | os.PathLike) -> Records:
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = strict_json.parse(line)
+        row = parse_json(line)
     except ValueError as e:
         raise ValueError(f"{where}: {e}") from None
     if not isinstance(row, dict):
@@ -248,3 +250,143 @@ def as_json(config: Any) -> dict[str, Any]:
 def plain(values: Any) -> Any:
     """As JSON would give it back: tuples are lists, NumPy and torch numbers are numbers, other things their text."""
     return json.loads(json.dumps(values, default=lambda x: x.item() if hasattr(x, "item") else str(x)))
+
+
+def provenance() -> dict[str, Any]:
+    """What a reader needs to judge a number from this machine, taken now (UTC)."""
+    return {**_machine(), "utc": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+@cache
+def _machine() -> dict[str, Any]:
+    import torch
+
+    from labs.kit import hardware
+
+    return {
+        **hardware.summary(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": hardware.nccl_version(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Commit of this checkout, with '-dirty' if it was edited; None outside of git."""
+    try:
+        out = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip() or None
+
+
+def provenance_line(records: Iterable[Any]) -> str:
+    """One phrase per distinct origin of `records`, joined by "; ", for example
+
+    "measured here on Xeon 8481C, 2 of 8 cores, torch 2.13.0, 2026-11-21 UTC". A published or modelled number
+    may name its source in the record's provenance, under "source".
+    """
+    ranks: dict[tuple[str, ...], int] = {}
+    for r in records:
+        key = origin(r.kind, r.provenance)
+        ranks[key] = max(ranks.get(key, 1), int(r.layout.get("world_size") or 1))
+    return "; ".join(_phrase(key, n) for key, n in ranks.items())
+
+
+def origin(kind: str, p: dict[str, Any]) -> tuple[str, ...]:
+    """Kind and facts; records that share them share one phrase. Times of day do not count, dates do."""
+    if kind == "modelled" or p.get("source"):
+        return kind, str(p.get("source") or "")
+    gpus = [g.get("name") if isinstance(g, dict) else g for g in p.get("gpus") or []]
+    names = " + ".join(f"{gpus.count(g)} x {g}" if gpus.count(g) > 1 else str(g) for g in dict.fromkeys(gpus))
+    torch = f"torch {p['torch']}" if p.get("torch") else ""
+    day = f"{str(p['utc'])[:10]} UTC" if p.get("utc") else ""
+    return (
+        kind,
+        names or str(p.get("cpu") or "unknown processor"),
+        "" if names else str(p.get("cores") or ""),
+        torch,
+        day,
+    )
+
+
+def _phrase(key: tuple[str, ...], ranks: int) -> str:
+    kind, *facts = key
+    if len(facts) == 1:
+        return f"{kind}: {facts[0]}" if facts[0] else "modelled by this course"
+    name, cores, *rest = facts
+    used = f"{ranks} of {cores} cores" if cores else ""
+    if cores and ranks > int(cores):
+        used = f"{ranks} ranks sharing {cores} core{'' if cores == '1' else 's'}"
+    place = "measured here on" if kind == "measured" else f"{kind} on"
+    return f"{place} {', '.join(f for f in (name, used, *rest) if f)}"
+
+
+DEEPEST = 50  # brackets in brackets; Python's own limit depends on who calls
+LARGEST = sys.float_info.max
+
+
+def parse_json(line: bytes) -> Any:
+    """The value in one line of JSON. ValueError says in one line what is wrong with it."""
+    try:
+        return json.loads(line.decode(), object_pairs_hook=_each_name_once)
+    except UnicodeDecodeError as e:
+        raise ValueError(f"not UTF-8 text (byte {e.start + 1})") from None
+    except json.JSONDecodeError as e:
+        raise ValueError(f"not JSON ({e.msg})") from None
+    except RecursionError:
+        raise ValueError("not JSON (nested too deeply)") from None
+    except Twice as e:
+        raise ValueError(f"field {e} is there twice") from None
+    except ValueError:  # Python refuses more than 4300 digits, since they take it minutes
+        raise ValueError("not JSON (a number of thousands of digits)") from None
+
+
+class Twice(ValueError):
+    """A name that an object has twice: programs differ in which of the two they take."""
+
+
+def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise Twice(brief(next(name for name in names if names.count(name) > 1)))
+    return values
+
+
+def json_problem(value: Any, depth: int = 0) -> str:
+    """Why `value` would not be the same when written and read again; "" if it would. A tuple comes back as a list."""
+    match value:
+        case None | bool():
+            return ""
+        case str():
+            return "" if value.isascii() or _is_text(value) else f"{brief(value)} holds half of a surrogate pair"
+        case int() | float():
+            return "" if abs(value) <= LARGEST else f"{brief(value)} is no finite number"
+        case dict() if not all(isinstance(key, str) for key in value):
+            return f"{brief(next(key for key in value if not isinstance(key, str)))} is no name of a field"
+        case dict() | list() | tuple() if depth == DEEPEST:
+            return "it is nested too deeply"
+        case dict():
+            return _first_problem((*value, *value.values()), depth)
+        case list() | tuple():
+            return _first_problem(value, depth)
+    return f"{type(value).__name__} is no JSON value"
+
+
+def _first_problem(values: Iterable[Any], depth: int) -> str:
+    return next(filter(None, (json_problem(v, depth + 1) for v in values)), "")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

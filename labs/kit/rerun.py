@@ -19,8 +19,9 @@ from typing import Any
 import nbformat
 
 from labs.kit import fingerprint
-from labs.kit.cli import BadInput, fail
+from labs.kit.cli import fail
 from labs.kit.course import NOTEBOOKS, choose, nothing_left, use_own_kernel
+from labs.kit.errors import BadInput
 from labs.kit.record import provenance, write_atomic
 
 STAMP = "course_run"

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,14 +123,14 @@ def main() -> int:
     for name in options.machine:
         if name not in MACHINES:
             parser.error(f"there is no machine {name!r}; there are {', '.join(MACHINES)}")
-    command = ["bash"] if options.shell else [*pytest(options.full), *pytest_args]
+    commands = [["bash"]] if options.shell else pytest(options.full, pytest_args)
     for stop in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(stop, interrupt)
     codes = {}
     try:
         for name in options.machine or MACHINES:
             print(f"== Elsewhere, the {name} machine: {MACHINES[name].about}", flush=True)
-            codes[name] = run(MACHINES[name], command, options.full, terminal=options.shell)
+            codes[name] = run(MACHINES[name], commands, options.full, terminal=options.shell)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -138,29 +138,39 @@ def main() -> int:
     return int(any(codes.values()))
 
 
-def pytest(full: bool = False) -> list[str]:
-    """Tests and notebooks, with time for slow machines."""
+def pytest(full: bool = False, args: Sequence[str] = ()) -> list[list[str]]:
+    """Commands for tests and notebooks, with time for slow machines: those of `make test`, or one with `args`."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env",
                f"--nbval-cell-timeout={90 * SLOWER}", "-o", f"timeout={120 * SLOWER}"]  # fmt: skip
-    return command if full else [*command, "-m", "not drill and not long"]
+    if full:
+        return [[*command, *args]]
+    if args:
+        return [[*command, "-m", "not drill and not long", *args]]
+    return [
+        [*command, "-m", "not drill and not long and not quiet", "-n", "2", "--dist", "loadfile", "tests"],
+        [*command, "-m", "quiet and not drill and not long"],
+    ]
 
 
-def run(machine: Machine, command: list[str], full: bool = False, terminal: bool = False) -> int:
-    """Run `command` on `machine`, in the copy; returns its exit code. Nothing of it is left, whatever ends it."""
+def run(machine: Machine, commands: list[list[str]], full: bool = False, terminal: bool = False) -> int:
+    """Run `commands` on `machine`, in one copy; returns the largest exit code. Nothing is left, whatever ends it."""
     with tempfile.TemporaryDirectory(prefix="elsewhere-", ignore_cleanup_errors=True) as desk, neighbour(machine):
         Path(desk).chmod(0o755)
         for problem in prepare(machine, Path(desk)):
             print(f"   not here: {problem}", flush=True)
-        whole = [*become(machine, Path(desk)), *command]
         given = environment(machine, Path(desk)) | ({} if full else {"COURSE_SMOKE": "1"})
-        process = subprocess.Popen(whole, cwd=Path(desk) / machine.folder, env=given, start_new_session=not terminal)
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            end(process, signal.SIGINT, grace_s=20.0)  # pytest then stops its kernels and ranks
-            raise
-        finally:
-            end(process, signal.SIGKILL, grace_s=5.0)
+        start = {"cwd": Path(desk) / machine.folder, "env": given, "start_new_session": not terminal}
+        return max(_wait(subprocess.Popen([*become(machine, Path(desk)), *c], **start)) for c in commands)
+
+
+def _wait(process: subprocess.Popen) -> int:
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        end(process, signal.SIGINT, grace_s=20.0)  # pytest then stops its kernels and ranks
+        raise
+    finally:
+        end(process, signal.SIGKILL, grace_s=5.0)
 
 
 def end(process: subprocess.Popen, sent: signal.Signals, grace_s: float) -> None:

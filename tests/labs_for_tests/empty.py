@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from labs.kit import cli
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 
 

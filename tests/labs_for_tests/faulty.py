@@ -14,7 +14,8 @@ from typing import Literal
 from torch.utils.data import DataLoader
 
 from labs.kit import cli
-from labs.kit.dist import Rank
+from labs.kit.errors import BadInput, require
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 
 Fault = Literal["none", "raise", "bad_input", "sigkill", "sigstop", "sleep", "absent", "exit", "segfault"]
@@ -36,7 +37,7 @@ class Config:
     """It is short already."""
 
     def __post_init__(self) -> None:
-        cli.require(self.workers >= 0, f"workers must be at least 0, not {self.workers}")
+        require(self.workers >= 0, f"workers must be at least 0, not {self.workers}")
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -61,7 +62,7 @@ def go_wrong(fault: Fault) -> None:
         case "raise":
             raise ValueError("this batch is broken")
         case "bad_input":
-            raise cli.BadInput("batch_size 3 cannot be split over 2 ranks: take a multiple of 2")
+            raise BadInput("batch_size 3 cannot be split over 2 ranks: take a multiple of 2")
         case "sigkill" | "sigstop" | "segfault":
             names = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
             os.kill(os.getpid(), names[fault])

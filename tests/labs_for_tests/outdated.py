@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from labs.kit import cli
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.kit.record import Record
 
 KINDS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
-OURS, OTHERS = ("labs", "labs.timing", "labs.kit", "labs.kit.dist", "__main__"), ("labs_of_others", "torch")
+OURS, OTHERS = ("labs", "labs.timing", "labs.kit", "labs.kit.rank", "__main__"), ("labs_of_others", "torch")
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ import inspect
 
 import torch
 
-from labs.kit import build, peaks
+from labs.kit import hardware
 from labs.kit.claims import Verdict, verdict
-from labs.kit.peaks import Spec
+from labs.kit.hardware import Spec
 from labs.kit.record import Records
 
 
 def card(name: str) -> Spec:
     """The row of the hardware table; the claims below are about cards that are in it."""
-    found = peaks.spec(name)
+    found = hardware.spec(name)
     if found is None:
         raise LookupError(f"{name} is not in labs/kit/gpus.toml")
     return found
@@ -23,7 +23,7 @@ def card(name: str) -> Spec:
 
 def _pins(spec: Spec) -> str:
     """The bandwidth as arithmetic, for example "384 bits x 21 Gbit/s / 8 = 1,008 GB/s"."""
-    gb_s = peaks.bus_bandwidth_gb_s(spec.bus_bits or 0, spec.pin_gbit_s or 0)
+    gb_s = hardware.bus_bandwidth_gb_s(spec.bus_bits or 0, spec.pin_gbit_s or 0)
     return f"{spec.gpu}: {spec.bus_bits} bits x {spec.pin_gbit_s:g} Gbit/s / 8 = {gb_s:,.0f} GB/s"
 
 
@@ -35,7 +35,7 @@ def _bandwidth_claim(names: list[str], claimed_gb_s: float) -> tuple[list[bool],
 
 @verdict("A22")
 def _(evidence: Records) -> Verdict:
-    here = build.build()
+    here = hardware.build()
     if here["cuda"]:
         parts = f"CUDA {here['cuda']}" + (f" and NCCL {here['nccl']}" if here["nccl"] else "")
         because = f"torch {here['torch']} brings {parts} in its own packages; only the driver is the system's"
@@ -93,7 +93,7 @@ def _(evidence: Records) -> Verdict:
 @verdict("B44")
 def _(evidence: Records) -> Verdict:
     cuda_11_1 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86"]  # sm_86 is its newest target
-    how = build.runs_on((9, 0), cuda_11_1) or "none runs"
+    how = hardware.runs_on((9, 0), cuda_11_1) or "none runs"
     because = f"machine code up to sm_86 on an H100 (sm_90): {how}. The driver must be as new as the build's "
     return Verdict("does not hold", because + "CUDA, and the build must hold kernels for the card", "")
 
@@ -111,7 +111,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("D01")
 def _(evidence: Records) -> Verdict:
-    sizes = {s.gpu: s.memory_gb for s in peaks.specs() if s.memory_gb}
+    sizes = {s.gpu: s.memory_gb for s in hardware.specs() if s.memory_gb}
     inside = [g for g, gb in sizes.items() if 8 <= gb <= 24]
     because = f"{len(inside)} of the {len(sizes)} cards in the table ({', '.join(inside)}); the others have up to "
     return Verdict("depends", because + f"{max(sizes.values()):g} GB", "published")
@@ -131,7 +131,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("D29")
 def _(evidence: Records) -> Verdict:
-    here = build.build()
+    here = hardware.build()
     if here["nccl"]:
         return Verdict("does not hold", f"this torch uses NCCL {here['nccl']} from its own packages", "")
     return Verdict("needs N GPUs", "this torch holds no NCCL: install a CUDA build beside a GPU to see its own", "")
@@ -142,7 +142,7 @@ def _(evidence: Records) -> Verdict:
     errors = [r.value for r in evidence.where("matmul_relative_error")]
     if not errors:
         raise LookupError("the probe's matrix product has not been run")
-    here = build.build()
+    here = hardware.build()
     cuda = f"a build for CUDA {here['cuda']}" if here["cuda"] else "a CPU build: no GPU takes part"
     because = f"what is installed here is torch {here['torch']}, {cuda}. A product that was computed (its error "
     return Verdict("does not hold", because + f"here: {max(errors):.0e}) proves a device; an installation does not")
@@ -150,7 +150,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("E04")
 def _(evidence: Records) -> Verdict:
-    how = build.runs_on((9, 0), ["sm_70", "sm_80"]) or "none runs"
+    how = hardware.runs_on((9, 0), ["sm_70", "sm_80"]) or "none runs"
     because = "both answer from the driver. Neither knows whether torch has kernels for the card (those for sm_70 "
     because += f"and sm_80 on an H100: {how}) or whether its memory is free; (0) is one card of several"
     return Verdict("depends", because, "")

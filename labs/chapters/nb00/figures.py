@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pandas
 
-from labs.kit import collectives, gpu_checks, hardware, peaks
+from labs.kit import hardware, preflight
 from labs.kit.check import Prediction
-from labs.kit.checks import gather
+from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import bars, curve, figure, log_axes, plain_number, points, prediction, show
-from labs.kit.preflight import as_text
+from labs.kit.preflight import as_text, gather
 from labs.kit.record import Record, Records, load
-from labs.kit.say import say
+from labs.parts.timing import collectives
 from labs.parts.timing.roofline import Work, attainable_flop_s, ridge_flop_per_byte
 
 FORMATS = {"fp32": "FP32", "tf32": "TF32", "bf16": "BF16", "fp16": "FP16"}
@@ -23,7 +23,7 @@ RECORDS = Path(__file__).parents[3] / "records"
 
 def readiness() -> None:
     """The preflight's machine checks, one line each."""
-    print(as_text(gpu_checks.machine_checks(gather())))
+    print(as_text(preflight.machine_checks(gather())))
 
 
 def gpu_table(report: hardware.nvml.Report | None = None) -> pandas.DataFrame | None:
@@ -215,8 +215,8 @@ def work_table(work: dict[str, Work]) -> pandas.DataFrame:
 def hardware_table() -> pandas.DataFrame:
     """Datasheet figures (published; dense), with what bus width times data rate gives; "" where none is sourced."""
     rows = []
-    for s in peaks.specs():
-        pins = peaks.bus_bandwidth_gb_s(s.bus_bits, s.pin_gbit_s) if s.bus_bits and s.pin_gbit_s else None
+    for s in hardware.specs():
+        pins = hardware.bus_bandwidth_gb_s(s.bus_bits, s.pin_gbit_s) if s.bus_bits and s.pin_gbit_s else None
         rows.append({
             "GPU": s.gpu, "GB": s.memory_gb, "GB/s": s.bandwidth_gb_s, "bus x rate / 8": pins and round(pins),
             **{FORMATS[d]: s.tflops(d) for d in FORMATS}, "link GB/s": s.link_gb_s, "W": s.tdp_w,
@@ -227,7 +227,7 @@ def hardware_table() -> pandas.DataFrame:
 def sources() -> None:
     """The datasheets behind the hardware table, a line each."""
     cards: dict[tuple[str, str], list[str]] = {}
-    for s in peaks.specs():
+    for s in hardware.specs():
         cards.setdefault((s.source, s.url), []).append(s.gpu)
     say("\n".join(f"* {', '.join(gpus)}: [{title}]({url})" for (title, url), gpus in cards.items()))
 
@@ -236,7 +236,7 @@ def ridges(work: dict[str, Work]) -> pandas.DataFrame:
     """What limits each model's step on published cards: memory below the ridge, arithmetic above it."""
     rows = {}
     for name, dtype in (("H200 SXM", "fp32"), ("H200 SXM", "tf32"), ("RTX 4090", "fp32"), ("T4", "fp32")):
-        s = peaks.spec(name)
+        s = hardware.spec(name)
         ridge = ridge_flop_per_byte(s.tflops(dtype) * 1e12, s.bandwidth_gb_s * 1e9)
         limit = {m: "arithmetic" if w.intensity > ridge else "memory" for m, w in work.items()}
         rows[f"{name}, {FORMATS[dtype]}"] = {"ridge (FLOP/byte)": f"{ridge:.1f}", **limit}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from labs.chapters.nb01 import claims_method as method
-from labs.kit.claims import Verdict, verdict
-from labs.kit.claims.evidence import gain, last, model_of, percent, ratio, runs, within
+from labs.kit.claims import Verdict, gain, last, model_of, percent, ratio, runs, verdict, within
 from labs.kit.measure import differs, estimate, paired_ratio
 from labs.kit.record import Records
 

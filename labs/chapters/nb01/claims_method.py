@@ -6,7 +6,7 @@ import contextlib
 import statistics
 from collections.abc import Callable
 
-from labs.kit.claims.evidence import last, model_of, percent, ratio, runs
+from labs.kit.claims import last, model_of, percent, ratio, runs
 from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.record import Record, Records
 

@@ -10,10 +10,10 @@ import pandas
 
 from labs import measure_validation, timing
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio, steady_from
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.kit.say import say
 
 RUNGS = {
     "as printed": "as printed",

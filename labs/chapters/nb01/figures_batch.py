@@ -8,10 +8,10 @@ import pandas
 
 from labs import batch_size, lr_scaling
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
-from labs.kit.say import say
 from labs.parts.sources.published import imagenet_batches
 
 TICKS = (0.001, 0.01, 0.1, 1, 10, 100)

@@ -8,8 +8,7 @@ import torch
 
 from labs.chapters.nb02 import claims_loading as loading
 from labs.chapters.nb02.claims_loading import WAITS, counted, device, quotient
-from labs.kit.claims import Verdict, verdict
-from labs.kit.claims.evidence import GAIN, last, word
+from labs.kit.claims import GAIN, Verdict, last, verdict, word
 from labs.kit.measure import differs, estimate
 from labs.kit.record import Records
 

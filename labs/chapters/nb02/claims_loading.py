@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from labs.kit.claims.evidence import GAIN, last, pairs, percent
+from labs.kit.claims import GAIN, last, pairs, percent
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
 

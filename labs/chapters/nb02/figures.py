@@ -6,10 +6,10 @@ import pandas
 
 from labs import dataloader, tune_dataloader
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio
 from labs.kit.plot import SERIES, bars, figure, heat_map, log_axes, points, prediction, show, spans
 from labs.kit.record import Record, Records
-from labs.kit.say import say
 from labs.parts.tuning.report import Tuning
 
 MODELS = {"light": "light model", "even": "even model", "heavy": "heavy model"}

@@ -7,10 +7,10 @@ import re
 import pandas
 
 from labs.kit.check import Prediction
+from labs.kit.display import say, show_table
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
-from labs.kit.say import say, show_table
 
 FORMATS = ("JPEG folder", "tar shards", "memory map", "RAM cache")
 

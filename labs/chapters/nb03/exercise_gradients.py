@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from labs.kit.answers import on_ranks
 from labs.kit.check import Mistake
 from labs.kit.failure import RankFailed
-from labs.kit.on_ranks import on_ranks
 from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
 
 Function = Callable[..., Any]

@@ -8,10 +8,10 @@ import pandas
 
 from labs import data_parallel
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, paired_ratio
 from labs.kit.plot import SERIES, bars, curve, figure, points, prediction, show
 from labs.kit.record import Records
-from labs.kit.say import say
 from labs.parts import models
 from labs.parts.data_parallel import scaling
 from labs.parts.timing.roofline import training_step_work

@@ -6,10 +6,10 @@ import pandas
 
 from labs.chapters.nb03.figures import ranks_of
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import differs, estimate, paired_ratio
 from labs.kit.plot import bars, figure, show
 from labs.kit.record import Records
-from labs.kit.say import say
 
 
 def bug_table(run: Records) -> pandas.DataFrame:

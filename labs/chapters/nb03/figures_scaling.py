@@ -9,10 +9,10 @@ import pandas
 from labs import crossover, data_parallel
 from labs.chapters.nb03.figures import ranks_of
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import estimate
 from labs.kit.plot import SERIES, curve, figure, heat_map, ideal, points, prediction, show
 from labs.kit.record import Records
-from labs.kit.say import say
 from labs.parts.data_parallel import scaling
 from labs.parts.sources.published import rtx_4090_epochs
 

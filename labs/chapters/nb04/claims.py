@@ -7,9 +7,8 @@ from itertools import pairwise
 
 from labs.chapters.nb04 import claims_amp as amp
 from labs.chapters.nb04 import claims_amp_step as amp_step
-from labs.kit.claims import Verdict, verdict
-from labs.kit.claims.evidence import ends as ends_of
-from labs.kit.claims.evidence import last, within, word
+from labs.kit.claims import Verdict, last, verdict, within, word
+from labs.kit.claims import ends as ends_of
 from labs.kit.measure import differs
 from labs.kit.record import Records
 from labs.parts.precision import matmul_ladder

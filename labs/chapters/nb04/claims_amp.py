@@ -6,7 +6,7 @@ import contextlib
 from typing import NamedTuple
 
 from labs import amp_memory, amp_training
-from labs.kit.claims.evidence import last, runs
+from labs.kit.claims import last, runs
 from labs.kit.measure import LEVEL, Estimate, estimate
 from labs.kit.record import Records
 from labs.parts.precision import amp_report

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from labs import loss_scaling
 from labs.chapters.nb04.claims_amp import device
-from labs.kit.claims.evidence import last, runs
+from labs.kit.claims import last, runs
 from labs.kit.record import Record, Records
 
 AS_FP32 = "as FP32"

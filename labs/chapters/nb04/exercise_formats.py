@@ -10,8 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from labs.chapters.nb04 import solutions as solution
-from labs.kit.answers import number
-from labs.kit.slips import Question, Slip
+from labs.kit.answers import Question, Slip, number
 
 Function = Callable[..., Any]
 

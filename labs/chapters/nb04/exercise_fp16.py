@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from labs.chapters.nb04 import solutions as solution
-from labs.kit.answers import number
+from labs.kit.answers import Question, Slip, number
 from labs.kit.check import Mistake
-from labs.kit.slips import Question, Slip
 
 Function = Callable[..., Any]
 

@@ -9,9 +9,8 @@ from labs.chapters.nb04 import solutions as solution
 from labs.chapters.nb04.exercise_amp import check_train_step
 from labs.chapters.nb04.exercise_formats import check_round_to
 from labs.chapters.nb04.exercise_fp16 import check_loss_scale
-from labs.kit.answers import number
+from labs.kit.answers import Question, Slip, number
 from labs.kit.check import Exercise
-from labs.kit.slips import Question, Slip
 
 Function = Callable[..., Any]
 

@@ -6,10 +6,10 @@ import pandas
 
 from labs import amp_training
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.kit.say import say
 from labs.parts.precision import amp_report, matmul_ladder, number_formats
 
 NAMES = {"fp32": "FP32", "tf32": "TF32", "bf16": "BF16", "fp16": "FP16", "fp16, no scaling": "FP16 without scaling",

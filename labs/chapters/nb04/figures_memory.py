@@ -6,9 +6,9 @@ import pandas
 
 from labs import amp_memory, autocast_ops, loss_scaling
 from labs.kit.check import Prediction
+from labs.kit.display import say, show_table
 from labs.kit.plot import SERIES, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.kit.say import say, show_table
 from labs.parts.memory import bert_memory
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

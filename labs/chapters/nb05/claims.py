@@ -9,8 +9,7 @@ from labs.chapters.nb05 import claims_allocator as allocator
 from labs.chapters.nb05 import claims_memory as memory
 from labs.chapters.nb05 import claims_recompute as recompute
 from labs.chapters.nb05 import claims_remedies as remedies
-from labs.kit.claims import Verdict, verdict
-from labs.kit.claims.evidence import GB, last, size, within, word
+from labs.kit.claims import GB, Verdict, last, size, verdict, within, word
 from labs.kit.record import Records
 from labs.parts.activation_memory import report
 from labs.parts.remedies.ways_out import HALF

@@ -11,7 +11,7 @@ import torch
 
 from labs import memory_remedies
 from labs.chapters.nb05.claims_remedies import LAB
-from labs.kit.claims.evidence import last, ratio, size
+from labs.kit.claims import last, ratio, size
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Records
 from labs.parts.remedies.ways_to_allocate import BETWEEN, EACH, LATE, PLAIN

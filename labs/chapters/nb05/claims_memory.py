@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from labs.kit.claims.evidence import GB, last, size
+from labs.kit.claims import GB, last, size
 from labs.kit.record import Record, Records
 
 LAB = "memory_oracle"

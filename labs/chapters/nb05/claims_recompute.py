@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from labs.kit.claims.evidence import last, model_of, runs, size
+from labs.kit.claims import last, model_of, runs, size
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
 from labs.parts.activation_memory import report

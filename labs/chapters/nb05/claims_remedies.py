@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from labs import memory_remedies
-from labs.kit.claims.evidence import last, ratio, size, word
+from labs.kit.claims import last, ratio, size, word
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
 from labs.parts.remedies.ways_out import HALF, LEAN

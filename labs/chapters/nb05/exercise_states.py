@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labs.kit.check import Mistake
-from labs.kit.feedback import say
+from labs.kit.check import Mistake, error_text
 
 
 def a_state(step: int) -> dict[str, Any]:
@@ -74,7 +73,7 @@ def one_thread() -> Iterator[None]:
 
 def described(error: BaseException) -> str:
     """The error in a few words."""
-    first = next(iter(say(error).strip().splitlines()), "")
+    first = next(iter(error_text(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}"[:160].rstrip(":. ")
 
 

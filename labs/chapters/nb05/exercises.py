@@ -10,9 +10,8 @@ from labs.chapters.nb05 import solutions as solution
 from labs.chapters.nb05.exercise_files import check_checkpoints
 from labs.chapters.nb05.exercise_recompute import check_checkpointed
 from labs.chapters.nb05.exercise_resume import check_resumable
-from labs.kit.answers import number
+from labs.kit.answers import Question, Slip, number
 from labs.kit.check import Exercise, Mistake
-from labs.kit.slips import Question, Slip
 
 Function = Callable[..., Any]
 

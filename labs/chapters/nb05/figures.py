@@ -7,10 +7,10 @@ import math
 import pandas
 
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import estimate
 from labs.kit.plot import SERIES, bars, curve, figure, prediction, show, stack
 from labs.kit.record import Records
-from labs.kit.say import say
 from labs.memory_remedies import UNLIMITED, enough_headroom
 from labs.parts.oracle import report as oracle_report
 from labs.parts.oracle.trace import CATEGORIES

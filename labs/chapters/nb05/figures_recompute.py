@@ -7,10 +7,10 @@ from typing import Any
 import pandas
 
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import Estimate
 from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.kit.say import say
 from labs.parts.activation_memory import report
 
 MB, GB = 1e6, 1e9

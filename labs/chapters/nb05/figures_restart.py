@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas
 
 from labs.kit.check import Prediction
+from labs.kit.display import say, show_table
 from labs.kit.measure import Estimate, estimate, paired_ratio, proportion
 from labs.kit.plot import SERIES, curve, figure, log_axes, prediction, show
 from labs.kit.record import Records
-from labs.kit.say import say, show_table
 from labs.parts.checkpoints import checkpoint_interval
 
 WAYS = {"in place": "onto the old file", "rename": "beside it, then renamed", "full": "labs.checkpoints"}

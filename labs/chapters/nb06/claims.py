@@ -8,8 +8,7 @@ import math
 from labs.chapters.nb06 import claims_fit as fit
 from labs.chapters.nb06 import claims_parallel as parallel
 from labs.chapters.nb06 import claims_parts as parts
-from labs.kit.claims import Verdict, verdict
-from labs.kit.claims.evidence import GAIN, ends, size, word
+from labs.kit.claims import GAIN, Verdict, ends, size, verdict, word
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
 from labs.parts.sources.published import KERAS_NOT_CONNECTED

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from labs.kit import peaks
+from labs.kit import hardware
 from labs.parts.oracle import GptShape
 from labs.parts.planning.parallel_cost import COPY_BYTES, STATE_BYTES, Cost, Job, Machine, costs, shape
 
@@ -45,7 +45,7 @@ class Big(NamedTuple):
 
 def gpt3() -> Big:
     """LookupError if no card's memory is known."""
-    cards = [s for s in peaks.specs() if s.memory_gb]
+    cards = [s for s in hardware.specs() if s.memory_gb]
     if not cards:
         raise LookupError("labs/kit/gpus.toml names no card's memory")
     card = max(cards, key=lambda s: s.memory_gb or 0.0)

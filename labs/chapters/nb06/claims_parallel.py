@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from labs import data_parallel as ddp
-from labs.kit.claims.evidence import last, pairs, runs
+from labs.kit.claims import last, pairs, runs
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
 from labs.parts.pipelines import analysis

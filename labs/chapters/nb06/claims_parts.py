@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from labs import broken_split, point_to_point
 from labs.chapters.nb06.claims_parallel import PIPELINE, chains
-from labs.kit.claims.evidence import gain, last, pairs
+from labs.kit.claims import gain, last, pairs
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
 

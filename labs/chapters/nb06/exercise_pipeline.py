@@ -15,9 +15,8 @@ from labs.chapters.nb06.exercise_pipeline_gradients import gradient_faults, loss
 from labs.chapters.nb06.exercise_pipeline_link import RankLink, SimulatedLink
 from labs.chapters.nb06.exercise_pipeline_problem import Job, Played, players
 from labs.chapters.nb06.exercise_pipeline_threads import Stopped, together
-from labs.kit.check import Mistake
-from labs.kit.feedback import say
-from labs.kit.on_ranks import on_ranks
+from labs.kit.answers import on_ranks
+from labs.kit.check import Mistake, error_text
 
 Function = Callable[..., Any]
 Finding = tuple[str, str]
@@ -63,12 +62,12 @@ def _simulate(f: Function, job: Job) -> list[Played]:
 
 def _explained(stage: int, error: BaseException, job: Job) -> BaseException:
     where = f"stage {stage} of {job.stages}"
-    if "does not require grad" in say(error):
+    if "does not require grad" in error_text(error):
         return Mistake(
             f"{where} calls backward() on a tensor without a history: it was detached, or computed under no_grad()",
             "send a copy, link.send_next(y.detach()), and keep y itself",
         )
-    if "backward through the graph a second time" in say(error):
+    if "backward through the graph a second time" in error_text(error):
         return Mistake(
             f"{where} goes backward through the same graph twice: the activations of the other micro-batches are lost",
             "keep x and y of every micro-batch, in a list, until its gradient arrives",

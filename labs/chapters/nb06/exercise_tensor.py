@@ -14,9 +14,9 @@ from torch.nn.functional import relu
 from labs.chapters.nb06.exercise_tensor_gradients import F_AND_G, SHARED, gradient_faults, near, ratio
 from labs.chapters.nb06.exercise_tensor_outputs import output_faults
 from labs.chapters.nb06.exercise_tensor_traffic import Call, watched
+from labs.kit.answers import on_ranks
 from labs.kit.check import Mistake
 from labs.kit.failure import RankFailed
-from labs.kit.on_ranks import on_ranks
 
 Function = Callable[..., Any]
 Finding = tuple[str, str]

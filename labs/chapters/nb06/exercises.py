@@ -10,9 +10,8 @@ from labs.chapters.nb06 import solutions as solution
 from labs.chapters.nb06.exercise_pipeline import check_pipeline_step
 from labs.chapters.nb06.exercise_pipeline_cuts import check_cuts
 from labs.chapters.nb06.exercise_tensor import check_parallel_mlp
-from labs.kit.answers import number
+from labs.kit.answers import Question, Slip, number
 from labs.kit.check import Exercise, Mistake
-from labs.kit.slips import Question, Slip
 
 Function = Callable[..., Any]
 

@@ -8,10 +8,10 @@ import pandas
 from matplotlib.axes import Axes
 
 from labs.kit.check import Prediction
+from labs.kit.display import say
 from labs.kit.measure import estimate, paired_ratio
 from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show, spans
 from labs.kit.record import Records
-from labs.kit.say import say
 from labs.parts.pipelines import analysis, schedules
 from labs.parts.precision import rounding
 from labs.pipeline_split import chosen_cuts, chosen_over_best, sweep

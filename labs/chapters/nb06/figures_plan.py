@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from labs.kit.display import say
 from labs.kit.plot import GREY, SERIES, choice_map, figure, show
-from labs.kit.say import say
 from labs.parts.planning.parallel_cost import Plan
 from labs.strategy import Config, advise
 

@@ -6,10 +6,10 @@ import pandas
 
 from labs import point_to_point
 from labs.kit.check import Prediction
+from labs.kit.display import say, show_table
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.plot import GREY, SERIES, figure, log_axes, points, show
 from labs.kit.record import Records
-from labs.kit.say import say, show_table
 
 WAYS = {"ddp": "DDP", "fsdp": "FSDP2", "fsdp, kept": "FSDP2, parameters kept"}
 MODES = {"ddp": "DDP", "tensor": "tensor parallel", "pipeline": "1F1B pipeline"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.kit import record
-from labs.kit.cli import require
+from labs.kit.errors import require
 from labs.kit.record import KINDS, Records
 from labs.kit.room import REVEALED, revealed_patterns
 

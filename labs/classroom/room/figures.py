@@ -21,9 +21,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from labs.classroom.room.exercises import Progress
 from labs.classroom.room.machines import Comparison
 from labs.classroom.room.questions import Question
-from labs.kit.marks import BLUE, GREEN, GREY, ORANGE
 from labs.kit.measure import Estimate
-from labs.kit.plot import figure, plain_number, points, spans, to_png
+from labs.kit.plot import BLUE, GREEN, GREY, ORANGE, figure, plain_number, points, spans, to_png
 from labs.kit.record import Kind, Record
 
 ROW_IN = 0.25  # of a figure's height

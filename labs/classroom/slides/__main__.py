@@ -17,8 +17,9 @@ from pathlib import Path
 
 from labs.classroom.slides.pages import REVEAL, index_page, slides_page
 from labs.kit.check import exercise_ids
-from labs.kit.cli import BadInput, fail, require
+from labs.kit.cli import fail
 from labs.kit.course import NOTEBOOKS, choose
+from labs.kit.errors import BadInput, require
 from labs.kit.record import write_atomic
 
 

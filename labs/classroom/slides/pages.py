@@ -10,9 +10,8 @@ import nbformat
 from nbformat import NotebookNode
 
 from labs.classroom.slides.parts import parts_of
-from labs.kit.cli import require
-from labs.kit.course_page import Entry
-from labs.kit.mathml import Formulas
+from labs.kit.errors import require
+from labs.kit.notebook_report import Entry, Formulas
 
 HERE = Path(__file__).parent
 REVEAL = HERE / "reveal"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.parts.checkpoints.data import ResumableLoader
 from labs.parts.checkpoints.state import random_state, set_random_state, training_state
 from labs.parts.precision import amp

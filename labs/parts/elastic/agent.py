@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from labs.kit.dist import Rank, unpinned
-from labs.kit.guarded import guarded_folder
+from labs.kit.fork_server import guarded_folder
+from labs.kit.rank import Rank, unpinned
 from labs.parts.elastic import journal, lifeline
 
 POLL_S = 0.02

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labs.kit.fresh_store import RESTART_COUNT
+from labs.kit.restart import RESTART_COUNT
 
 FOLDER = "journal"
 PHASES = (

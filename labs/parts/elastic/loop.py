@@ -19,10 +19,10 @@ from torch.utils.data import DistributedSampler
 
 from labs.data import fashion_mnist
 from labs.kit import measure
-from labs.kit.dist import Rank, process_group
 from labs.kit.errors import require
 from labs.kit.failure import LOST_PEER
-from labs.kit.rank import place
+from labs.kit.hardware import place
+from labs.kit.rank import Rank, process_group
 from labs.parts import models
 from labs.parts.checkpoints import load_latest, random_state, restore, save, training_state
 from labs.parts.elastic.faults import Fault

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.parts.elastic import shards
 
 

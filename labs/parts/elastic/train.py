@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from labs.kit.errors import BadInput, require
-from labs.kit.fresh_store import was_restarted
+from labs.kit.restart import was_restarted
 from labs.parts.elastic import lifeline
 from labs.parts.elastic.journal import Journal
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from labs.kit import peaks
+from labs.kit import hardware
 from labs.kit.errors import BadInput, require
 from labs.parts.oracle import fake
 from labs.parts.oracle.step import Model
@@ -91,7 +91,7 @@ class Card:
 def cards(step: Trace | float) -> list[Card]:
     """Every card of labs/kit/gpus.toml, in its order, for a trace (target "cuda") or a number of bytes."""
     needed = step.peak_bytes if isinstance(step, Trace) else step
-    return [_card(spec.gpu, spec.memory_gb, needed) for spec in peaks.specs()]
+    return [_card(spec.gpu, spec.memory_gb, needed) for spec in hardware.specs()]
 
 
 def _card(gpu: str, memory_gb: float | None, needed: float) -> Card:

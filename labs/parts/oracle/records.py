@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.kit.record import Kind, Record
 from labs.parts.oracle.fake import Source
 from labs.parts.oracle.fits import cards, largest_batch

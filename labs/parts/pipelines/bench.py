@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labs.kit import measure
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.parts.pipelines.chains import Chain
 from labs.parts.pipelines.engine import Pipeline
 from labs.parts.pipelines.schedules import SCHEDULES, Action, Event, gpipe, with_idle

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labs.kit import measure
-from labs.kit.dist import Rank
 from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.parts.pipelines.chains import Chain, split
 from labs.parts.pipelines.schedules import Action, Event
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.parts.pipelines import torch_schedules
 from labs.parts.pipelines.bench import actions
 from labs.parts.pipelines.chains import Chain, even_cuts

@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from labs.kit import measure
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.parts.pipelines.chains import Chain
 from labs.parts.pipelines.partition import Costs
 

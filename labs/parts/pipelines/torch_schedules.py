@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from labs.kit.dist import Rank
 from labs.kit.errors import require
+from labs.kit.rank import Rank
 from labs.parts.pipelines.chains import Chain, even_cuts, split
 
 # Class and stages per rank. With two, a rank's second stage follows the last rank's first one, or mirrors it (V).

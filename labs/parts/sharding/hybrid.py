@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.utils import parameters_to_vector
 
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 from labs.parts.models import Workload, gradient_bytes
 from labs.parts.pipelines import chain, even_cuts, split

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from labs.kit import measure
-from labs.kit.collectives import LatencyBandwidth, fit
-from labs.kit.dist import Rank
 from labs.kit.errors import require
+from labs.kit.rank import Rank
+from labs.parts.timing.collectives import LatencyBandwidth, fit
 
 MESSAGES = (2**12, 2**16, 2**20, 2**23)  # bytes, from latency-bound to bandwidth-bound
 

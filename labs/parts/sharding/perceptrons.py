@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.parts.pipelines import Chain, even_cuts
 from labs.parts.pipelines.engine import Pipeline
 from labs.parts.pipelines.schedules import one_f_one_b

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
-from labs.kit.dist import Rank
+from labs.kit.rank import Rank
 from labs.parts import models
 from labs.parts.timing.streams import DeviceStream, HostStream, open_stream
 

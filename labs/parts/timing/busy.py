@@ -13,7 +13,7 @@ import torch
 
 from labs.kit import nvml
 from labs.kit.errors import BadInput, require
-from labs.kit.visible import nvml_index_of
+from labs.kit.nvml import nvml_index_of
 
 Mark = tuple[float, float]  # (clock, busy seconds so far), both in s
 

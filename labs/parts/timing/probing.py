@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from labs.kit import measure
-from labs.kit.peaks import Peak, peak
+from labs.kit.hardware import Peak, peak
 from labs.parts.timing.roofline import matmul_work
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from labs.kit.container import core_count
 from labs.kit.errors import require
+from labs.kit.host import core_count
 from labs.kit.measure import differs
 from labs.parts.loading.feed import Step
 from labs.parts.tuning import rules

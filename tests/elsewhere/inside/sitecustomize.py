@@ -16,10 +16,14 @@ MASK = json.loads(os.environ["ELSEWHERE"])
 AFFINITY = "ELSEWHERE_AFFINITY"  # of this process and those that it starts
 
 # Clocks that only go forward (monotonic, perf_counter) and times of files stay as they are. A datetime in place of a
-# number would also change the time zone. Processes must agree to the millisecond: what start() took is made up for.
+# number would also change the time zone. Processes must agree to the millisecond: what start() took is made up for,
+# by a reading that nothing interrupted.
 ahead_s = 86_400 * MASK["days"]
 clock = time_machine.travel(time.time() + ahead_s, tick=True).start()
-clock.shift(time_machine.escape_hatch.time.time() + ahead_s - time.time())
+real = time_machine.escape_hatch.time.time
+readings = [(real(), time.time(), real()) for _ in range(20)]
+before, shown, after = min(readings, key=lambda r: r[2] - r[0])
+clock.shift((before + after) / 2 + ahead_s - shown)
 
 # What multiprocessing does where nobody says how processes start: the one setting that labs cannot undo.
 if MASK["start_method"]:
@@ -34,17 +38,19 @@ if MASK["gpus"]:
 
 if hasattr(os, "sched_getaffinity") and MASK["usable"] > len(MASK["here"]):
     pin = os.sched_setaffinity
-    if AFFINITY not in os.environ or os.sched_getaffinity(0) == set(MASK["here"]):  # whoever started this was unpinned
-        os.environ[AFFINITY] = json.dumps(list(range(MASK["usable"])))
+    mine = set(json.loads(os.environ.get(AFFINITY, "[]")))  # of whoever started this; tests put environments back
+    if not mine or os.sched_getaffinity(0) == set(MASK["here"]):  # it was unpinned
+        mine = set(range(MASK["usable"]))
 
     def sched_getaffinity(pid):
-        return set(json.loads(os.environ[AFFINITY]))
+        return set(mine)
 
     def sched_setaffinity(pid, cpus):
-        cpus = sorted(set(cpus) & set(range(MASK["usable"])))
+        global mine
+        cpus = set(cpus) & set(range(MASK["usable"]))
         if not cpus:
             raise OSError(22, "Invalid argument")
         pin(pid, {MASK["here"][cpu % len(MASK["here"])] for cpu in cpus})
-        os.environ[AFFINITY] = json.dumps(cpus)
+        mine, os.environ[AFFINITY] = cpus, json.dumps(sorted(cpus))
 
     os.sched_getaffinity, os.sched_setaffinity = sched_getaffinity, sched_setaffinity

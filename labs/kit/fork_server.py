@@ -1,4 +1,4 @@
-"""What a launching process keeps behind the scenes: a folder, a fork server with torch loaded, a guardian.
+"""What a launching process keeps for its runs: a fork server with torch loaded, a folder, a guardian.
 
 All three are made once per process, by the first launch or as soon as a notebook imports `labs.kit.launch`, and
 end with it, however it ends: see labs.kit.guardian.
@@ -19,12 +19,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from labs.kit import guardian
 from labs.kit.errors import BadInput
-from labs.kit.signals import signals_held
 
 READY = "LABS_FORK_SERVER_READY"  # tells the fork server which file to create once torch is loaded
 LEAN = "LABS_LEAN_FORK_SERVER"  # tells the fork server that no rank will train: half of its imports can be left out
@@ -32,8 +32,44 @@ SOCKET_PATH_LIMIT = 60  # the system allows 108 bytes (macOS: 104), of which a r
 WARM_WAIT_S = 60.0
 
 
-class Backstage:
-    """Folder, guardian and fork server of the process that made it."""
+@contextmanager
+def signals_held() -> Iterator[list[int]]:
+    """Note SIGINT and SIGTERM, and deliver them at the end: nothing breaks into the start or the end of a run.
+
+    Yields the list they are noted in, for the caller to look at now and then. Whatever the block raises after
+    one was noted is dropped for it. Does nothing outside of the main thread, where no signal arrives.
+    """
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                before[number] = signal.signal(number, lambda n, frame: noted.append(n))
+        yield noted
+    except BaseException:
+        if not noted:
+            raise
+    finally:
+        for number in reversed(before):  # SIGINT last: from then on it may break in again
+            signal.signal(number, before[number])
+    if noted:
+        if signal.getsignal(noted[0]) is not signal.default_int_handler:
+            signal.raise_signal(noted[0])  # whoever handles it may end the process, or raise
+        raise _interrupted() from None
+
+
+def _interrupted() -> KeyboardInterrupt:
+    """No subclass: for any other class Python would not end a script by the signal, as a shell expects it."""
+    error = KeyboardInterrupt("all ranks have been stopped")
+    error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # IPython's, instead of the launcher's frames
+    return error
+
+
+class ForkServer:
+    """Fork server, folder and guardian of the process that made it."""
 
     def __init__(self, lean: bool = False) -> None:
         self.owner, self.lean = os.getpid(), lean
@@ -98,11 +134,11 @@ class Backstage:
             done.communicate(b"done", timeout=3)
 
 
-_current: Backstage | None = None
+_current: ForkServer | None = None
 _lock = threading.Lock()
 
 
-def start_fork_server(lean: bool = False) -> Backstage:
+def start_fork_server(lean: bool = False) -> ForkServer:
     """Start loading torch in the background; does nothing if it is there. BadInput if there is no room for it.
 
     Undisturbed by an interrupt, which would leave half of it. `lean`: without what only training needs.
@@ -114,8 +150,8 @@ def start_fork_server(lean: bool = False) -> Backstage:
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # what a learner needs of it is in RankFailed
             logging.getLogger("torchelastic-events-null").disabled = True
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process must not initialise CUDA
-            multiprocessing.set_forkserver_preload(["labs.kit.guardian", "labs.kit.rank"])
-            _current = Backstage(lean)
+            multiprocessing.set_forkserver_preload(["labs.kit.guardian", "labs.kit.rank_process"])
+            _current = ForkServer(lean)
         _current.ensure()
         return _current
 
@@ -142,7 +178,7 @@ def _import_path() -> str:
     return os.pathsep.join(p for p in paths if p)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -153,7 +189,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _sigint_blocked() -> Iterator[None]:
     """A process started here never sees SIGINT: interrupting a cell must not break off its import of torch."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -161,6 +197,27 @@ def _sigint_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def guarded_folder(parent: Path | None = None, sockets: bool = False) -> Iterator[Path]:
+    """A new folder, removed at the end of the block, or when this process dies, also by SIGKILL.
+
+    Process groups announced in it, as labs.kit.guardian says, are killed then. With `sockets` its path is short enough
+    for sockets in it.
+    """
+    if sockets and len(os.fsencode(tempfile.gettempdir())) >= SOCKET_PATH_LIMIT:
+        parent = Path("/tmp")
+    root = tempfile.mkdtemp(prefix="labs-", dir=parent)
+    watch = subprocess.Popen(
+        [sys.executable, "-I", "-S", guardian.__file__, root, str(os.getpid())],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/",
+    )  # fmt: skip
+    try:
+        yield Path(root)
+    finally:
+        watch.stdin.close()  # it kills and removes now
+        watch.wait(timeout=30)
 
 
 if "ipykernel" in sys.modules:

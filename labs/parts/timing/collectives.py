@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labs.kit.cli import require
+from labs.kit.errors import require
 
 FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,

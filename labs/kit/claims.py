@@ -1,0 +1,387 @@
+"""Claims on trial: what five articles state, and what the records of this course say about it.
+
+    from labs.kit.claims import Verdict, table, verdict
+
+    @verdict("A13")                                  # in labs/chapters/nb03/claims.py
+    def _(evidence):
+        step_s = evidence.one("step_s", ranks=2)     # LookupError here means "not tried yet"
+        return Verdict("does not hold", f"{step_s.value:.3f} s per step on 2 ranks", step_s.kind)
+
+    table(notebook="03", evidence=records)           # in the notebook
+
+The statements are in claims.toml. `python -m labs.claims` prints them all.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import importlib.util
+import json
+import re
+import textwrap
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from labs.kit import nvml
+from labs.kit.measure import Estimate, estimate, paired_ratio
+from labs.kit.record import KINDS, Record, Records
+
+WORDS = ("holds", "does not hold", "depends", "needs N GPUs", "not tried yet")
+PAPER = ("true", "true with conditions", "outdated", "wrong")
+
+
+@dataclass(frozen=True)
+class Article:
+    """A source: its own title (empty if the text has none), that title in English, and its date."""
+
+    key: str
+    title: str
+    title_en: str
+    date: str
+
+    def __str__(self) -> str:
+        original = f" ({self.title})" if self.title else " (no title in the text; this one is ours)"
+        return f'{self.key}: "{self.title_en}"{original}, {self.date}'
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement. `paper` is the verdict of reading alone, `gpus` the fewest that a test needs."""
+
+    id: str
+    lines: str
+    claim: str
+    paper: str
+    takeaway: str
+    notebook: str
+    gpus: int
+
+    @property
+    def source(self) -> str:
+        """Where it is stated, for example "A, lines 50-51"."""
+        return f"{self.id[0]}, line{'' if self.lines.isdigit() else 's'} {self.lines}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A word of WORDS, the reason with its numbers, and which kind of number it rests on ("" if on none)."""
+
+    word: str
+    because: str
+    kind: str = "measured"
+
+    def __post_init__(self) -> None:
+        if self.word not in WORDS and not re.fullmatch(r"needs \d+ GPUs?", self.word):
+            raise ValueError(f"a verdict is one of {', '.join(WORDS)}, not {self.word!r}")
+        if self.kind not in (*KINDS, ""):
+            raise ValueError(f"the kind of a verdict is one of {', '.join(KINDS)}, not {self.kind!r}")
+
+
+Judge = Callable[[Records], Verdict]
+_judges: dict[str, Judge] = {}
+
+
+def verdict(claim_id: str) -> Callable[[Judge], Judge]:
+    """Register a function of the records as the judge of claim `claim_id`.
+
+    ValueError if there is no such claim, it has a judge already, or it belongs to another notebook's module.
+    """
+
+    def register(judge: Judge) -> Judge:
+        known = _by_id().get(claim_id)
+        if known is None:
+            raise ValueError(f"there is no claim {claim_id!r} in claims.toml")
+        chapter = re.match(r"labs\.chapters\.(nb\d\d)\.", judge.__module__)
+        if chapter and chapter[1] != f"nb{known.notebook}":
+            raise ValueError(f"claims.toml puts {claim_id} into notebook {known.notebook}, not into {chapter[1]}")
+        there = _judges.get(claim_id)
+        if there is not None and _place(there) != _place(judge):  # the same place again: a module was reloaded
+            raise ValueError(f"claim {claim_id} has two verdict functions, at {_place(there)} and {_place(judge)}")
+        _judges[claim_id] = judge
+        return judge
+
+    return register
+
+
+def _place(judge: Judge) -> str:
+    code = judge.__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def judge_of(claim: Claim) -> Judge | None:
+    """The registered function of a claim; imports labs/chapters/nbNN/claims.py when first asked."""
+    name = f"labs.chapters.nb{claim.notebook}"
+    if importlib.util.find_spec(name) is not None and importlib.util.find_spec(f"{name}.claims") is not None:
+        importlib.import_module(f"{name}.claims")
+    return _judges.get(claim.id)
+
+
+def claims(notebook: str | None = None) -> list[Claim]:
+    """All statements, or those of one notebook ("03"), in the order of claims.toml."""
+    return [c for c in _by_id().values() if notebook in (None, c.notebook)]
+
+
+def articles() -> dict[str, Article]:
+    """The source articles by their letter."""
+    return {key: Article(key, **a) for key, a in _read()["articles"].items()}
+
+
+@cache
+def _by_id() -> dict[str, Claim]:
+    found: dict[str, Claim] = {}
+    for row in _read()["claim"]:
+        claim = Claim(**row)
+        if claim.id in found:
+            raise ValueError(f"claims.toml holds {claim.id} twice")
+        if claim.paper not in PAPER or claim.id[0] not in _read()["articles"]:
+            raise ValueError(f"claims.toml, {claim.id}: unknown article, or paper = {claim.paper!r}")
+        found[claim.id] = claim
+    return found
+
+
+@cache
+def _read() -> dict:
+    return tomllib.loads(Path(__file__).with_name("claims.toml").read_text(encoding="utf-8"))
+
+
+GB, MB = 1e9, 1e6  # as memory is sold
+GAIN = 1.05  # up to which a gain is none
+
+
+def runs(evidence: Records, lab: str, metric: str, **case: object) -> list[Records]:
+    """The launches of `lab` that hold such a record, in order. LookupError if there is none."""
+    found: dict[str, list[Record]] = {}
+    for r in evidence:
+        if r.lab == lab:
+            key = json.dumps([r.config, r.layout.get("world_size"), r.provenance], sort_keys=True, default=str)
+            found.setdefault(key, []).append(r)
+    fit = [run for run in map(Records, found.values()) if len(run.where(metric, **case))]
+    if not fit:
+        raise LookupError(f"no launch({lab!r}) with {metric!r}{f' and {case}' if case else ''} here")
+    return fit
+
+
+def last(evidence: Records, lab: str, metric: str, **case: object) -> Records:
+    """The last launch of `lab` that holds such a record. LookupError if there is none."""
+    return runs(evidence, lab, metric, **case)[-1]
+
+
+def ratio(a: Record, b: Record) -> Estimate:
+    """a / b pair by pair. LookupError if their samples are no pairs."""
+    if len(a.samples) != len(b.samples):
+        raise LookupError(f"{a.case} and {b.case} of {a.metric!r} have {len(a.samples)} and {len(b.samples)} samples")
+    return paired_ratio(a.samples, b.samples)
+
+
+def gain(a: Record, b: Record) -> Estimate:
+    """a - b pair by pair (by seed), for shares: in percentage points. LookupError if their samples are no pairs."""
+    if len(a.samples) != len(b.samples):
+        raise LookupError(f"{a.case} and {b.case} of {a.metric!r} have {len(a.samples)} and {len(b.samples)} samples")
+    return estimate([100 * (x - y) for x, y in zip(a.samples, b.samples, strict=True)], "points")
+
+
+def percent(shares: Record) -> Estimate:
+    """A record of shares in percent."""
+    return estimate(shares.samples).scaled(100, "%")
+
+
+def ends(said: Sequence[str]) -> str:
+    """The first and the last of sorted parts; one, if there is only one."""
+    return " to ".join(dict.fromkeys((said[0], said[-1])))
+
+
+def size(nbytes: float) -> str:
+    """ "10.3 GB", or MB below one."""
+    return f"{nbytes / GB:.1f} GB" if nbytes >= GB else f"{nbytes / MB:.1f} MB"
+
+
+def within(ratio: Estimate, margin: float = 0.05, null: float = 1.0) -> bool:
+    """Whether the interval shows that it is at most `margin` away from `null`: more than "no difference shown"."""
+    return null - margin <= ratio.low and ratio.high <= null + margin
+
+
+def model_of(run: Records) -> str:
+    """The model of a launch, without the module of a factory."""
+    return str(run[0].config.get("model", "?")).rpartition(":")[2]
+
+
+def word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
+    """ "holds" if every comparison is shown to be right, "does not hold" if every one is shown to be wrong.
+
+    Otherwise "depends": on the case, or on samples that cannot show either. LookupError without a comparison.
+    """
+    if not right:
+        raise LookupError("nothing to compare was run")
+    return "holds" if all(right) else "does not hold" if all(wrong) else "depends"
+
+
+def pairs(a: Record, b: Record) -> Estimate:
+    """a / b of two that took turns. LookupError if they are no pairs, or only one."""
+    if len(a.samples) < 2:
+        raise LookupError(f"{a.case} of {a.metric!r} has one round: at least two are needed")
+    return ratio(a, b)
+
+
+SIGNS = {"does not hold": "✗", "depends": "~", "holds": "✓"}  # not by colour alone; shown in this order
+Row = tuple[Claim, Verdict]
+
+
+def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None, strict: bool = False) -> Verdict:
+    """The verdict on `claim` that `evidence` supports, on a machine with `gpus` GPUs (default: those here).
+
+    Missing evidence gives "not tried yet" or "needs N GPUs", never a guess. A function that fails in another
+    way gives "not tried yet" with the error; with `strict`, for tests, it raises.
+    """
+    function = judge_of(claim)
+    if function is None:
+        return _untried(claim, gpus, "no lab of this course tests it yet")
+    records = evidence if isinstance(evidence, Records) else Records(evidence)
+    try:
+        found = function(records)
+    except LookupError as e:
+        if strict and type(e) is not LookupError:  # an IndexError or KeyError is a slip in the function
+            raise
+        return _untried(claim, gpus, f"no evidence: {e}")
+    except Exception as e:
+        if strict:
+            raise
+        return Verdict("not tried yet", f"its test failed: {type(e).__name__}: {e}", "")
+    if found.word == "needs N GPUs":
+        return Verdict(_needs(claim), found.because, "")
+    return Verdict(found.word, found.because, _honest(found.kind, {r.kind for r in records}))
+
+
+def _honest(kind: str, given: set[str]) -> str:
+    """`kind`, unless it says "measured" and none of the records is: then "recorded", or nothing."""
+    if kind != "measured" or "measured" in given:
+        return kind
+    return "recorded" if "recorded" in given else ""
+
+
+def _untried(claim: Claim, gpus: int | None, why: str) -> Verdict:
+    here = gpu_count() if gpus is None and claim.gpus else gpus or 0
+    if here >= claim.gpus:
+        return Verdict("not tried yet", why, "")
+    return Verdict(_needs(claim), f"this machine has {here or 'none'}", "")
+
+
+def _needs(claim: Claim) -> str:
+    n = max(1, claim.gpus)
+    return f"needs {n} GPU{'s' if n > 1 else ''}"
+
+
+def gpu_count() -> int:
+    """GPUs that CUDA would show this process, found without initialising CUDA."""
+    return len(nvml.visible(nvml.report()) or [])
+
+
+@dataclass(frozen=True)
+class Table:
+    """Claims with their verdicts; displays as a table in a notebook and as text elsewhere.
+
+    What does not hold comes first, what has no verdict here last; in a notebook the latter is folded away.
+    """
+
+    rows: tuple[Row, ...]
+    """In the order of claims.toml."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many claims got each verdict, in the order of WORDS."""
+        found = Counter("needs N GPUs" if v.word.startswith("needs") else v.word for _, v in self.rows)
+        return {word: found[word] for word in WORDS if found[word]}
+
+    def verdict(self, claim_id: str) -> Verdict:
+        """The verdict on one claim. LookupError if it is not in this table."""
+        for claim, found in self.rows:
+            if claim.id == claim_id:
+                return found
+        raise LookupError(f"claim {claim_id!r} is not in this table; it has {', '.join(c.id for c, _ in self.rows)}")
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Each row as plain data."""
+        return [{**asdict(c), "verdict": v.word, "because": v.because, "kind": v.kind} for c, v in self.rows]
+
+    def _judged(self) -> list[Row]:
+        return [row for word in SIGNS for row in self.rows if row[1].word == word]
+
+    def _open(self) -> list[Row]:
+        """Needs GPUs, then not tried yet."""
+        rows = [row for row in self.rows if row[1].word not in SIGNS]
+        return sorted(rows, key=lambda row: not row[1].word.startswith("needs"))
+
+    def __repr__(self) -> str:
+        blocks = [self._text(c, v) for c, v in self._judged() + self._open()]
+        return "\n".join([*blocks, self._summary(), *self._sources()])
+
+    def _text(self, claim: Claim, found: Verdict) -> str:
+        head = f"{claim.id}  {found.word.upper()}" + (f" ({found.kind})" if found.kind else "")
+        body = f"{claim.claim} [{claim.source}]"
+        lines = [*textwrap.wrap(body, 100), *textwrap.wrap(f"because: {found.because}", 100)]
+        return "\n".join([head, *(f"     {line}" for line in lines)])
+
+    def _summary(self) -> str:
+        counts = ", ".join(f"{n} {word}" for word, n in self.counts.items())
+        return f"{len(self.rows)} claims: {counts}"
+
+    def _sources(self) -> list[str]:
+        used = {c.id[0] for c, _ in self.rows}
+        return [str(a) for key, a in articles().items() if key in used]
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """In a notebook: the table, and one line where only text can be shown. The whole text is `print(table)`."""
+        return {"text/html": self._repr_html_(), "text/plain": self._summary()}
+
+    def _repr_html_(self) -> str:
+        judged, left = self._judged(), self._open()
+        shown = self._table(judged) if judged else ""
+        if left:
+            shown += f"<details><summary>{self._folded(left)}</summary>{self._table(left)}</details>"
+        notes = "<br>".join(html.escape(line) for line in (self._summary(), *self._sources()))
+        return f"{shown}<p>{notes}</p>"
+
+    def _folded(self, left: list[Row]) -> str:
+        gpus = sum(v.word.startswith("needs") for _, v in left)
+        words = ((gpus, f"need{'s' if gpus == 1 else ''} more GPUs"), (len(left) - gpus, "not tried yet"))
+        parts = [f"{n} {what}" for n, what in words if n]
+        return f"{len(left)} more without a verdict here: {', '.join(parts)}"
+
+    def _table(self, rows: list[Row]) -> str:
+        head = "".join(f"<th {LEFT}>{h}</th>" for h in HEADINGS)
+        body = "".join(f"<tr>{''.join(f'<td {LEFT}>{cell}</td>' for cell in self._cells(c, v))}</tr>" for c, v in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _cells(self, claim: Claim, found: Verdict) -> tuple[str, ...]:
+        word = f"<b>{SIGNS.get(found.word, '…')}&nbsp;{html.escape(found.word)}</b>"
+        takeaway = f"<br><i>{_code(claim.takeaway)}</i>" if found.word in SIGNS else ""
+        kind = f"<br>{found.kind}" if found.kind else ""
+        return f"{claim.id}<br>{claim.source}", _code(claim.claim) + takeaway, word + kind, html.escape(found.because)
+
+
+HEADINGS = ("article, lines", "claim", "verdict here", "because")
+LEFT = 'style="text-align:left"'  # in every cell, since JupyterLab aligns cells of tables to the right
+CODE = re.compile(
+    r"(?<![\w.])("
+    r"(?:\w+\.)*\w+_\w+(?:\.\w+)*(?:\([^()]*\)|=\[[^\]]*\]|=\w+)?"  # a_name, with its arguments or its value
+    r"|(?:\w+\.)+\w+\([^()]*\)"  # a.call()
+    r"|--?[a-z][\w-]+)"  # an --option
+)
+
+
+def _code(text: str) -> str:
+    """HTML of a sentence, with what looks like an identifier or an option set as code."""
+    return CODE.sub(r"<code>\1</code>", html.escape(text, quote=False))
+
+
+def table(notebook: str | None = None, evidence: Iterable[Record] = (), *, gpus: int | None = None,
+          strict: bool = False) -> Table:  # fmt: skip
+    """Every claim of `notebook` ("03"; all, if None) with its verdict from `evidence`; see `judge`."""
+    records = evidence if isinstance(evidence, Records) else Records(evidence)
+    here = gpu_count() if gpus is None else gpus
+    return Table(tuple((c, judge(c, records, here, strict)) for c in claims(notebook)))

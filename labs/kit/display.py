@@ -1,0 +1,334 @@
+"""What is shown: sentences and tables under a cell, the live progress of a run, the monitor's strip below it.
+
+The launching process shares its CPU cores with the ranks it watches. So a view only formats a few KB of text twice a
+second; no figure is drawn before the ranks are done. The strip (one lane per core or GPU, what neighbours took, peak
+memory) is a small inline SVG: plain text, under 4 KB, made in well under a millisecond. Its colours are legible on its
+own white card, in light and dark themes alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import itertools
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+if TYPE_CHECKING:
+    from labs.kit.monitor import Monitor, Series, Trace
+
+
+def say(text: str) -> None:
+    """Show `text` (Markdown, one paragraph or a list) under the cell."""
+    from IPython.display import Markdown, display
+
+    display(Markdown(text))
+
+
+def show_table(table: Any) -> None:
+    """Show a DataFrame whose cells hold sentences: in full and wrapped, unlike pandas' own way; words to the left."""
+    import pandas
+    from IPython.display import display
+
+    with pandas.option_context("display.max_colwidth", None):
+        text, markup = table.to_string(), table.to_html(justify="left", border=0)
+    columns = (table.iloc[:, k] for k in range(table.shape[1]))
+    wordy = itertools.cycle([any(re.search("[A-Za-z]{3}", str(v)) for v in column) for column in columns])
+    # Jupyter's style for a row beats the one that pandas gives the row of headers.
+    markup = markup.replace("<th>", '<th style="text-align:left">')
+    markup = re.sub("<td>", lambda cell: '<td style="text-align:left">' if next(wordy) else cell[0], markup)
+    display({"text/html": re.sub(r">\n\s*", ">", markup), "text/plain": text}, raw=True)
+
+
+REFRESH_S = 0.5
+LINE_S = 10.0  # between two lines about a wait, where lines cannot be overwritten
+
+
+class View:
+    """Watches a run and shows nothing of it, but does show what it waits for."""
+
+    notice: Callable[[str], None] | None = None
+
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=error is not None)
+
+    def watch(self, monitor: Monitor, progress: Path) -> None:
+        """The run has started: `monitor` samples it, `progress` is where rank 0 writes how far it is."""
+        self.monitor, self.file, self.start, self.next = monitor, progress, time.monotonic(), 0.0
+        self.last = (0, 0, "")
+
+    def refresh(self) -> None:
+        """Draw again if it is time to; called some 30 times a second."""
+        if (now := time.monotonic()) >= self.next:
+            self.next = now + REFRESH_S
+            self.draw(*self.read())
+
+    def read(self) -> tuple[int, int, str]:
+        """Done, total and message as rank 0 last gave them; zeros before that."""
+        with contextlib.suppress(OSError):  # not there yet, or, at the end, not any more
+            self.last = tuple(json.loads(self.file.read_text()))
+        return self.last
+
+    def draw(self, done: int, total: int, message: str) -> None: ...
+
+    def waiting(self, text: str) -> None:
+        """The run waits for its turn, as `text` says; "" once it does not. Called some 20 times a second."""
+        if text and self.notice is None:
+            self.notice = _cell_notice() if _in_notebook() else _lines()
+        if self.notice is not None:
+            self.notice(text)
+
+    def close(self, failed: bool = False) -> None: ...
+
+
+def _lines() -> Callable[[str], None]:
+    """Shows a text as a line on standard error, at most every LINE_S seconds."""
+    due = [-math.inf]
+
+    def show(text: str) -> None:
+        if text and time.monotonic() >= due[0]:
+            due[0] = time.monotonic() + LINE_S
+            print(text, file=sys.stderr, flush=True)
+
+    return show
+
+
+def _cell_notice() -> Callable[[str], None]:
+    """Shows a text in an output area of its own in the cell, which "" leaves empty."""
+    from IPython.display import HTML, display
+
+    handle, shown = display(HTML(""), display_id=True), [""]
+
+    def show(text: str) -> None:
+        if text != shown[0]:
+            shown[0] = text
+            handle.update(HTML(_monospace(html.escape(text)) if text else ""))
+
+    return show
+
+
+def _monospace(text: str) -> str:
+    return f'<div class="labs-progress" style="font-family:monospace">{text}</div>'
+
+
+class TerminalView(View):
+    """A tqdm bar on standard error; under torchrun rank 0 feeds it directly through `progress`."""
+
+    def __init__(self, lab: str) -> None:
+        from tqdm import tqdm
+
+        bar_format = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} {postfix}"
+        self.bar = tqdm(desc=lab, total=1, bar_format=bar_format, disable=not sys.stderr.isatty(), leave=False)
+
+    def watch(self, monitor: Monitor, progress: Path) -> None:
+        super().watch(monitor, progress)
+        self.bar.reset()  # its clock counts the run, not the wait before it
+
+    def draw(self, done: int, total: int, message: str) -> None:
+        self.progress(done, total, message)
+
+    def waiting(self, text: str) -> None:
+        if self.bar.disable:  # no terminal: lines
+            super().waiting(text)
+        elif text != self.bar.postfix:
+            self.bar.set_postfix_str(text, refresh=True)
+
+    def progress(self, done: int, total: int, message: str) -> None:
+        self.bar.total, self.bar.n = max(total, 1), done
+        self.bar.set_postfix_str(message, refresh=True)
+
+    def close(self, failed: bool = False) -> None:
+        self.bar.close()
+
+
+class NotebookView(View):
+    """One output area in the cell: a bar, the last metric, and the monitor's strip."""
+
+    def __init__(self, lab: str, nproc: int) -> None:
+        from IPython.display import HTML, display
+
+        self.lab, self.nproc, self.HTML = lab, nproc, HTML
+        self.start, self.state, self.waits_for = time.monotonic(), "starting", ""
+        self.handle = display(HTML(self._page(0, 0, "starting ranks")), display_id=True)
+
+    def waiting(self, text: str) -> None:
+        if text != self.waits_for:
+            self.state, self.waits_for = "queued" if text else "starting", text
+            self.handle.update(self.HTML(self._page(0, 0, text)))
+
+    def draw(self, done: int, total: int, message: str) -> None:
+        self.state = "running"
+        self.handle.update(self.HTML(self._page(done, total, message) + self._strip()))
+
+    def close(self, failed: bool = False) -> None:
+        done, total, message = self.read() if hasattr(self, "file") else (0, 0, "not started")
+        self.state = "stopped" if failed else "done"
+        done = done if failed else total  # labs tell what they begin: the last part is over, too
+        self.handle.update(self.HTML(self._page(done, total, message) + self._strip()))
+
+    def _strip(self) -> str:
+        trace = self.monitor.trace if hasattr(self, "monitor") else None
+        return strip_html(trace) if trace is not None and trace.t_s else ""
+
+    def _page(self, done: int, total: int, message: str) -> str:
+        seconds = time.monotonic() - self.start
+        ranks = f"{self.nproc} rank{'s' if self.nproc > 1 else ''}"
+        bar = f'<progress max="{total}" value="{done}" style="width:12em"></progress>' if total else ""
+        text = html.escape(f"{self.lab}: {ranks}, {self.state}, {seconds:.1f} s  {message}")
+        return _monospace(f"{bar} {text}")
+
+
+def open_view(lab: str, nproc: int) -> View:
+    """The view that fits: in the cell if this is a notebook's kernel, otherwise none."""
+    return NotebookView(lab, nproc) if _in_notebook() else View()
+
+
+def _in_notebook() -> bool:
+    """Whether this code runs in a notebook's kernel."""
+    if "ipykernel" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return get_ipython() is not None
+
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
+LEFT, RIGHT, LANE, GAP, TOP, AXIS = 124, 130, 26, 5, 6, 24
+MAX_LANES, MAX_CHARS = 8, 4000
+
+
+def strip_svg(trace: Trace, width_px: int = 640) -> str:
+    """`trace` as an SVG picture of that width, under 4 KB, with its content as text for screen readers."""
+    points = 64
+    while len(svg := _svg(trace, width_px, points)) > MAX_CHARS and points > 8:
+        points = points * 2 // 3
+    return svg
+
+
+def _svg(trace: Trace, width: int, points: int) -> str:
+    lanes = [*_lanes(trace), *_neighbours(trace)]
+    height = TOP + (LANE + GAP) * len(lanes) + AXIS
+    span = max(trace.t_s[-1] if trace.t_s else 0.0, 1.0)
+    room = width - LEFT - RIGHT
+    parts = []
+    for row, (label, color, series, note) in enumerate(lanes):
+        y = TOP + row * (LANE + GAP)
+        area = _area(trace.t_s, series.values, span, room, points)
+        parts.append(
+            f'<g transform="translate({LEFT},{y})"><path d="M0 {LANE}h{room}" stroke="#bbb"/>'
+            f'<path d="{area}" fill="{color}"/><text x="-8" y="18" text-anchor="end">{label}</text>'
+            f'<text x="{room + 26}" y="18">{note}</text></g>'
+        )
+    parts.append(_axis(span, room, height))
+    alt = html.escape(alt_text(trace))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" aria-label="{alt}" font-family="sans-serif" font-size="14" '
+        f'fill="#222" style="max-width:100%;height:auto"><title>{alt}</title>'
+        f'<rect width="{width}" height="{height}" rx="4" fill="#fff"/>{"".join(parts)}</svg>'
+    )
+
+
+def strip_html(trace: Trace, width_px: int = 640) -> str:
+    """The same as an HTML image: JupyterLab removes inline SVG from notebooks it does not trust yet."""
+    source = quote(strip_svg(trace, width_px), safe=" =:/,;()%'")
+    return f'<img alt="{html.escape(alt_text(trace))}" src="data:image/svg+xml,{source}">'
+
+
+def alt_text(trace: Trace) -> str:
+    """The strip in one sentence."""
+    if not trace.t_s:
+        return "Nothing sampled yet."
+    lanes = _lanes(trace)
+    busy = ", ".join(f"{label} {_mean(series):.0f} %" for label, _, series, _ in lanes)
+    if len(lanes) > 4:
+        means = [_mean(series) for _, _, series, _ in lanes]
+        busy = f"{len(lanes)} lanes, {min(means):.0f} to {max(means):.0f} %"
+    peak = trace.peak("resident_bytes")
+    others = trace.neighbours_percent
+    return (
+        f"Use over {trace.t_s[-1]:.1f} s: {busy}"
+        + (f"; others {others:.0f} %" if not math.isnan(others) else "")
+        + (f"; peak memory of a rank {_bytes(peak)}" if not math.isnan(peak) else "")
+    )
+
+
+def _lanes(trace: Trace) -> list[tuple[str, str, Series, str]]:
+    """(label, colour, series, note) of each lane: GPUs if there are any, otherwise cores, ranks' first."""
+    gpus = trace.find("gpu_percent")
+    found = gpus or sorted(_latest(trace.find("cpu_percent")), key=lambda s: (s.per.get("rank", 99), s.per["core"]))
+    lanes = []
+    for i, series in enumerate(found[:MAX_LANES]):
+        rank = series.per.get("rank")
+        name = f"GPU {series.per['gpu']}" if gpus else f"core {series.per['core']}"
+        color = COLORS[(rank if rank is not None else i) % len(COLORS)] if gpus or rank is not None else "#777"
+        memory = trace.peak("gpu_memory_bytes", gpu=series.per["gpu"]) if gpus else math.nan
+        memory = trace.peak("resident_bytes", rank=rank) if math.isnan(memory) and rank is not None else memory
+        note = f"{_mean(series):.0f} %" + (f", {_bytes(memory)}" if not math.isnan(memory) else "")
+        lanes.append((name + (f", rank {rank}" if rank is not None else ""), color, series, note))
+    return lanes
+
+
+def _latest(series: list[Series]) -> list[Series]:
+    """One series per core: samples from before its rank was pinned are joined to the later ones."""
+    cores: dict[int, Series] = {}
+    for s in series:
+        old = cores.get(s.per["core"])
+        if old is None:
+            cores[s.per["core"]] = s
+            continue
+        values = [a if a is not None else b for a, b in zip(s.values, old.values, strict=True)]
+        cores[s.per["core"]] = type(s)(s.name, s.unit, values, {**old.per, **s.per})
+    return list(cores.values())
+
+
+def _neighbours(trace: Trace) -> list[tuple[str, str, Series, str]]:
+    return [("others", "#999", s, f"{_mean(s):.0f} % of CPU") for s in trace.find("neighbours_percent")]
+
+
+def _area(t_s: list[float], values: list[float | None], span: float, room: int, points: int) -> str:
+    """Path of the filled curve: means over at most `points` bins, whole pixels, relative steps."""
+    bins: dict[int, list[float]] = {}
+    for t, v in zip(t_s, values, strict=True):
+        if v is not None:
+            bins.setdefault(min(points - 1, int(t / span * points)), []).append(v)
+    if not bins:
+        return ""
+    xy = [(round((b + 0.5) / points * room), round(LANE * (1 - min(100.0, sum(v) / len(v)) / 100)))
+          for b, v in sorted(bins.items())]  # fmt: skip
+    x0, y0 = xy[0]
+    # A point between two of its own height adds bytes and no information: a steady lane is one line.
+    inner = [b for a, b, c in zip(xy, xy[1:], xy[2:], strict=False) if not a[1] == b[1] == c[1]]
+    xy = [xy[0], *inner, xy[-1]] if len(xy) > 1 else xy
+    steps = "".join(f"l{x - px} {y - py}" for (px, py), (x, y) in pairwise(xy))
+    return f"M{x0} {LANE}V{y0}{steps}V{LANE}z"
+
+
+def _axis(span: float, room: int, height: int) -> str:
+    """Time in seconds under the lanes, and what the two numbers to their right are."""
+    most = max(1, room // 60)
+    step = next(s for s in (0.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600, 1e9) if span / s <= min(6, most))
+    marks = [i * step for i in range(int(span / step + 1e-9) + 1)]
+    ticks = "".join(f'<text x="{LEFT + round(t / span * room)}" y="{height - 6}">{t:g} s</text>' for t in marks)
+    note = f'<text x="{LEFT + room + 26}" y="{height - 6}" fill="#555">mean, peak</text>'
+    return f'<g text-anchor="middle" fill="#555">{ticks}</g>{note}'
+
+
+def _mean(series: Series) -> float:
+    present = series.present
+    return sum(present) / len(present) if present else 0.0
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
