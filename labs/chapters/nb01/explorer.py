@@ -29,7 +29,7 @@ def draw_batch(fixed_ms: float, sample_us: float, batch: float) -> tuple:
     limit = step.samples_per_s(math.inf)
     shares = {b: 100 * step.samples_per_s(b) / limit for b in BATCHES}
     half = plain_number(float(f"{step.half_batch:.3g}"))
-    message = f"Batch {batch:,.0f} reaches {shares[batch]:.0f}% of what no batch exceeds; half is at {half}"
+    message = f"Batch {batch:,.0f}: {shares[batch]:.0f}% of the limit; half of it is at {half}"
     fig, ax = figure(message, xlabel="batch (samples)", ylabel="share of the limit (%)", legend_below=True)
     curve(ax, BATCHES, list(shares.values()), label="throughput b / (t0 + b / r)")
     here(ax, batch, shares[batch])

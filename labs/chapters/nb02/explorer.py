@@ -20,7 +20,7 @@ def workers() -> None:
         model_rate=Slider("the model takes (images/s)", powers(50, 6400), 800),
         one_rate=Slider("one worker gives (images/s)", powers(50, 6400), 200),
         workers=Slider("num_workers", range(MOST + 1), 2),
-        cores=Slider("CPU cores", (1, 2, 4, 8, 16), 8),
+        cores=Slider("CPU cores", (1, 2, 4, 8, 16), 4),
         items=Menu("items mostly", list(ITEMS), "compute (decode JPEG)"),
         place=Menu("the model computes on", [GPU, CORES], GPU),
     )
