@@ -120,7 +120,7 @@ def numbers(text):
 
 
 @pytest.mark.parametrize(("card", "number_format"), [("H100 SXM", "BF16"), ("T4", "FP32")])
-@pytest.mark.parametrize("name", ["mlp", "cnn", f"one layer, {nb00.LAYER} x {nb00.LAYER}"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", f"layer {nb00.LAYER} x {nb00.LAYER}"])
 def test_the_roofline_says_from_which_batch_on_a_model_is_compute_bound(card, number_format, name):
     """Compared with the counts of the very batches below and above, not with the straight line between two others."""
     spec = peaks.spec(card)
@@ -170,7 +170,7 @@ def test_the_batch_that_reaches_half_and_what_a_step_takes():
 @pytest.mark.parametrize(("rule", "last"), [("same", 0.02), ("linear", 0.64), ("sqrt, warm-up", 0.113)])
 def test_the_learning_rate_of_a_batch_32_times_as_large(rule, last):
     _, alt, sentence = drawn("learning_rate", ranks=8, batch_per_rank=128, rule=rule, warm_up_percent=25)
-    assert f"becomes {last:.3g}," in alt and "12 epochs are 96 steps in place of 3,072" in sentence
+    assert f"learning rate {last:.3g}, by the rule" in alt and "12 epochs are 96 steps in place of 3,072" in sentence
     assert ("24 of them warm up" in sentence) == ("warm-up" in rule)
 
 
@@ -223,7 +223,7 @@ def test_a_link_of_ones_own_gives_back_the_times_it_was_fitted_to():
 def test_the_memory_that_mixed_precision_saves_and_the_batch_that_fits():
     _, alt, sentence = drawn("memory_formats", batch=8, seq=512, card="RTX 4090", optimizer="SGD")
     full, half = (predict(8, 512, p, optimizer="sgd").total / 1e9 for p in ("fp32", "fp16"))
-    assert f"saves {1 - half / full:.0%}, {half:.1f} in place of {full:.1f} GB" in alt
+    assert f"{full:.1f} GB, in mixed precision {half:.1f} ({half / full - 1:+.0%})" in alt
     fits = [int(n) for n in re.search(r"at most (\d+) sequences in FP32, (\d+) sequences", sentence).groups()]
     for most, precision in zip(fits, ("fp32", "fp16"), strict=True):
         at, above = (predict(n, 512, precision, optimizer="sgd").total for n in (most, most + 1))

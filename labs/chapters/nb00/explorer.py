@@ -40,7 +40,7 @@ def roofline(run: Records | None = None, model: str | Factory | None = None) -> 
 
     `model`: your own, as package.module:factory or a function that returns a labs.models.Workload.
     """
-    factories: dict[str, Factory] = {f"one layer, {LAYER} x {LAYER}": layer}
+    factories: dict[str, Factory] = {f"layer {LAYER} x {LAYER}": layer}
     factories |= {name: models.MODELS[name] for name in ("mlp", "cnn", "cnn_batchnorm")}
     if model is not None:
         own = model if callable(model) else lambda: models.build(model)
@@ -112,12 +112,12 @@ def _draw(
     intensity = at_batch(line, batch, itemsize).intensity
     reach = attainable_flop_s(intensity, peak, bandwidth)
     limit = "arithmetic" if intensity > ridge else "memory"
-    message = f"{model}, batch {batch:,}: {limit} limits it to {_rate(reach)}, {reach / peak:.0%} of the peak"
+    message = f"{model}, {batch:,} rows: {limit} allows {_rate(reach)}"
     fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="TFLOP/s", records=records,
                      legend_below=True)  # fmt: skip
     roof = [attainable_flop_s(i, peak, bandwidth) / 1e12 for i in (INTENSITIES[0], ridge, INTENSITIES[-1])]
     curve(ax, (INTENSITIES[0], ridge, INTENSITIES[-1]), roof, label=f"roof: {where}")
-    here(ax, intensity, reach / 1e12, f"batch {batch:,}, at best")
+    here(ax, intensity, reach / 1e12, f"{batch:,} rows, at best")
     # The same axes for all cards: a faster one is higher, a ridge further to the right is further to the right.
     bottom, top = (0.05, 5000) if roof[-1] > 1 else (roof[0] / 4, 4 * roof[-1])
     log_axes(ax, INTENSITIES[::2], [t for t in (1e-4, 1e-3, 0.01, 0.1, 1, 10, 100, 1000) if bottom <= t <= top])
@@ -129,7 +129,7 @@ def _draw(
     least = first_compute_bound(line, itemsize, ridge)
     more = f"Compute-bound from batch {least:,} on." if least < math.inf else "No batch makes it compute-bound."
     sentence = (f"{where}: compute-bound above {ridge:.1f} FLOP per byte. With {batch:,} rows this step has "
-                f"{intensity:.1f}: limited by {limit}. {more}")  # fmt: skip
+                f"{intensity:.1f}: limited by {limit}, to {reach / peak:.0%} of the peak. {more}")  # fmt: skip
     return fig, f"Roofline of {where}, ridge at {ridge:.1f} FLOP per byte. {message}.", sentence
 
 

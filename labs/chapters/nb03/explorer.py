@@ -86,9 +86,10 @@ def draw_speedup(
     ideal(ax, [1, *RANKS])
     curve(ax, [1, *RANKS], [1, *found.values()], label="DDP without overlap", color=SERIES[0])
     here(ax, ranks, found[ranks])
-    log_axes(ax, [1, *RANKS], [1 / 16, 1 / 4, 1, 4, 16, 64])
+    bottom = min(1 / 24, min(found.values()) / 2)
+    log_axes(ax, [1, *RANKS], [t for t in powers(4**-8, 64, 4) if t >= bottom])
     ax.set_xlim(0.9, 72)
-    ax.set_ylim(1 / 24, 90)
+    ax.set_ylim(bottom, 90)
     needed_ms = 1e3 * exchange * GOOD / (1 - GOOD)
     limit = "communication" if exchange > step_s else "computing"
     more = f"{GOOD:.0%} would take {plain_number(float(f'{needed_ms:.2g}'))} ms of computing in a step"

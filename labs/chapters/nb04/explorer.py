@@ -36,8 +36,7 @@ def draw(batch: float, seq: float, optimizer: str, attention: str, card: str) ->
     found = {name: predict(int(batch), int(seq), p, shape, own) for name, p in FORMATS.items()}
     full, half = (m.total / GB for m in found.values())
     saved = 1 - half / full
-    verb = f"saves {saved:.0%}" if saved >= 0 else f"costs {-saved:.0%} more"
-    message = f"{batch:.0f} x {seq:.0f} tokens: mixed precision {verb}, {_gb(half)} in place of {_gb(full)} GB"
+    message = f"{batch:.0f} x {seq:.0f} tokens: {_gb(full)} GB, in mixed precision {_gb(half)} ({-saved:+.0%})"
     fig, ax = figure(message, xlabel="memory of a step of BERT-large (GB)", ylabel="format", size=(7.0, 3.2),
                      legend_below=True)  # fmt: skip
     parts = {name: {c: size / GB for c, size in m.by_category().items()} for name, m in found.items()}

@@ -71,7 +71,7 @@ def draw(batch: float, seq: float, number_format: str, optimizer: str, card: str
     own = (FORMATS[number_format], OPTIMIZERS[optimizer])
     found = {name: peak(*size, *own, count) for name, count in POLICIES.items()}
     most, *_, least = (sum(parts.values()) / GB for parts in found.values())
-    message = f"{size[0]} x {size[1]} tokens: {_gb(most)} GB, with each layer computed again {_gb(least)} GB"
+    message = f"{size[0]} x {size[1]} tokens: {_gb(most)} GB, or {_gb(least)} GB with each layer again"
     fig, ax = figure(message, xlabel="peak memory of a step of BERT-large (GB)", ylabel="computed again",
                      size=(7.0, 3.6), legend_below=True)  # fmt: skip
     rows = {}
