@@ -25,8 +25,8 @@ from labs.chapters.nb04 import explorer as nb04
 from labs.chapters.nb05 import explorer as nb05
 from labs.chapters.nb06 import explorer as nb06
 from labs.kit import explore, peaks, plot
-from labs.kit.cli import BadInput
 from labs.kit.course_page import html_pictures
+from labs.kit.errors import BadInput
 from labs.kit.explore import Menu, Slider
 from labs.kit.record import Record, Records
 from labs.parts import oracle

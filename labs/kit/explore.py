@@ -25,7 +25,6 @@ from matplotlib.figure import Figure
 
 from labs.kit import plot
 from labs.kit.errors import BadInput, require
-from labs.kit.marks import labelled, mark_of, plain_number
 
 CSS_DPI = 80  # pixels of the page per inch of a figure
 LIVE_DPI = 2 * CSS_DPI  # crisp on a high-density screen
@@ -44,7 +43,7 @@ class Slider:
     """With the unit."""
     values: Sequence[float]
     default: float
-    form: Callable[[float], str] = plain_number
+    form: Callable[[float], str] = plot.plain_number
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def _display(bundle: dict[str, Any], picture: str | None = None, update: bool = 
 def here(ax: Axes, x: float, y: float, label: str = "your knobs") -> None:
     """Mark the point that the controls say."""
     (drawn,) = ax.plot([x], [y], marker="X", markersize=11, linestyle="", color="black", markeredgecolor="white",
-                       label=labelled(label, mark_of("modelled")), zorder=5)  # fmt: skip
+                       label=f"{label} (modelled)", zorder=5)  # fmt: skip
     drawn.set_gid("kind:modelled")
 
 
