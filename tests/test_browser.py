@@ -5,7 +5,8 @@ file. What only a browser can prove is what JupyterLab makes of it. Therefore:
 * every notebook is opened as it is committed, by a user who has not run it yet (JupyterLab then trusts no HTML), and
   each picture, table, formula and output of the file is on the page, and no error;
 * two notebooks, which between them have every kind of output, are emptied and run by "Run All Cells", saved and read
-  again: that an output is shown while it comes depends on its kind, not on its notebook.
+  again: that an output is shown while it comes depends on its kind, not on its notebook;
+* a figure with knobs follows keys and mouse, in both themes.
 """
 
 import json
@@ -298,3 +299,49 @@ def ranks(kernel: psutil.Process) -> list[psutil.Process]:
     """Processes of a kernel's running launch."""
     children = kernel.children(recursive=True)
     return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and not is_backstage(p, kernel.pid)]
+
+
+THEME = "@jupyterlab/apputils-extension:themes"
+
+
+@pytest.fixture(params=["JupyterLab Light", "JupyterLab Dark"])
+def theme(request, server, browser):
+    """JupyterLab in these colours, afterwards in light ones again."""
+    url, token, _ = server
+    api = f"{url}lab/api/settings/{THEME}?token={token}"
+    page = browser.new_page()
+    page.goto(f"{url}lab?token={token}&reset")
+    cookies = {c["name"]: c["value"] for c in page.context.cookies()}
+    headers = {"X-XSRFToken": cookies.get("_xsrf", "")}
+    for name in (request.param, "JupyterLab Light"):
+        assert page.request.put(api, data={"raw": json.dumps({"theme": name})}, headers=headers).ok
+        if name == request.param:
+            yield name
+    page.close()
+
+
+def test_a_knob_is_moved_by_key_and_by_mouse_and_the_figure_follows(page, server, folder, theme):
+    cells = [new_code_cell("from labs.chapters.nb00 import explorer"), new_code_cell("explorer.roofline()")]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(new_notebook(cells=cells, metadata=kernel), folder / "knobs.ipynb")
+    open_notebook(page, server, "knobs.ipynb")
+    run_all(page)
+    figure = page.locator(".jp-OutputArea-output img")
+    expect(figure).to_have_attribute("alt", re.compile(r", 64 rows: memory allows"))
+    page.locator(".noUi-handle").focus()
+    for rows in ("128", "256", "512"):
+        page.keyboard.press("ArrowRight")
+        expect(figure).to_have_attribute("alt", re.compile(rf", {rows} rows: "))
+    expect(page.locator(".jp-OutputArea-output p")).to_contain_text("limited by arithmetic")
+    screenshot(page, f"explorer-{theme.split()[-1].lower()}")
+    track = page.locator(".noUi-base").bounding_box()
+    page.mouse.click(track["x"] + 1, track["y"] + track["height"] / 2)
+    expect(figure).to_have_attribute("alt", re.compile(r", 1 row: memory allows"))
+    page.locator(".widget-dropdown select").first.select_option("T4")
+    expect(page.locator(".jp-OutputArea-output").last).to_contain_text("T4: no sourced BF16 peak")
+    page.locator(".widget-dropdown select").nth(1).select_option("FP16")
+    expect(figure).to_have_attribute("alt", re.compile(r"^Roofline of T4, FP16"))
+    assert_no_error(page)
+    page.keyboard.press("Control+s")
+    saved = wait_for(lambda: run_completely(folder / "knobs.ipynb"), what="the notebook to be saved")
+    assert "widgets" not in saved.metadata, "the state of the knobs was saved, too"

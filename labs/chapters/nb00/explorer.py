@@ -112,7 +112,7 @@ def _draw(
     intensity = at_batch(line, batch, itemsize).intensity
     reach = attainable_flop_s(intensity, peak, bandwidth)
     limit = "arithmetic" if intensity > ridge else "memory"
-    message = f"{model}, {batch:,} rows: {limit} allows {_rate(reach)}"
+    message = f"{model}, {batch:,} row{'s' * (batch > 1)}: {limit} allows {_rate(reach)}"
     fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="TFLOP/s", records=records,
                      legend_below=True)  # fmt: skip
     roof = [attainable_flop_s(i, peak, bandwidth) / 1e12 for i in (INTENSITIES[0], ridge, INTENSITIES[-1])]
