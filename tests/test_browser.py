@@ -301,23 +301,14 @@ def ranks(kernel: psutil.Process) -> list[psutil.Process]:
     return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and not is_backstage(p, kernel.pid)]
 
 
-THEME = "@jupyterlab/apputils-extension:themes"
-
-
-@pytest.fixture(params=["JupyterLab Light", "JupyterLab Dark"])
-def theme(request, server, browser):
-    """JupyterLab in these colours, afterwards in light ones again."""
-    url, token, _ = server
-    api = f"{url}lab/api/settings/{THEME}?token={token}"
-    page = browser.new_page()
-    page.goto(f"{url}lab?token={token}&reset")
-    cookies = {c["name"]: c["value"] for c in page.context.cookies()}
-    headers = {"X-XSRFToken": cookies.get("_xsrf", "")}
-    for name in (request.param, "JupyterLab Light"):
-        assert page.request.put(api, data={"raw": json.dumps({"theme": name})}, headers=headers).ok
-        if name == request.param:
-            yield name
-    page.close()
+@pytest.fixture(params=["Light", "Dark"])
+def theme(request, folder):
+    """Pages that are opened now have these colours."""
+    file = folder.parent / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab/apputils-extension/themes.jupyterlab-settings"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"theme": f"JupyterLab {request.param}"}))
+    yield request.param.lower()
+    file.unlink()
 
 
 def test_a_knob_is_moved_by_key_and_by_mouse_and_the_figure_follows(page, server, folder, theme):
@@ -333,7 +324,7 @@ def test_a_knob_is_moved_by_key_and_by_mouse_and_the_figure_follows(page, server
         page.keyboard.press("ArrowRight")
         expect(figure).to_have_attribute("alt", re.compile(rf", {rows} rows: "))
     expect(page.locator(".jp-OutputArea-output p")).to_contain_text("limited by arithmetic")
-    screenshot(page, f"explorer-{theme.split()[-1].lower()}")
+    screenshot(page, f"explorer-{theme}")
     track = page.locator(".noUi-base").bounding_box()
     page.mouse.click(track["x"] + 1, track["y"] + track["height"] / 2)
     expect(figure).to_have_attribute("alt", re.compile(r", 1 row: memory allows"))

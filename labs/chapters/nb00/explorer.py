@@ -112,12 +112,13 @@ def _draw(
     intensity = at_batch(line, batch, itemsize).intensity
     reach = attainable_flop_s(intensity, peak, bandwidth)
     limit = "arithmetic" if intensity > ridge else "memory"
-    message = f"{model}, {batch:,} row{'s' * (batch > 1)}: {limit} allows {_rate(reach)}"
+    rows = f"{batch:,} row{'s' * (batch > 1)}"
+    message = f"{model}, {rows}: {limit} allows {_rate(reach)}"
     fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="TFLOP/s", records=records,
                      legend_below=True)  # fmt: skip
     roof = [attainable_flop_s(i, peak, bandwidth) / 1e12 for i in (INTENSITIES[0], ridge, INTENSITIES[-1])]
     curve(ax, (INTENSITIES[0], ridge, INTENSITIES[-1]), roof, label=f"roof: {where}")
-    here(ax, intensity, reach / 1e12, f"{batch:,} rows, at best")
+    here(ax, intensity, reach / 1e12, f"{rows}, at best")
     # The same axes for all cards: a faster one is higher, a ridge further to the right is further to the right.
     bottom, top = (0.05, 5000) if roof[-1] > 1 else (roof[0] / 4, 4 * roof[-1])
     log_axes(ax, INTENSITIES[::2], [t for t in (1e-4, 1e-3, 0.01, 0.1, 1, 10, 100, 1000) if bottom <= t <= top])
@@ -128,7 +129,7 @@ def _draw(
                 ha="left" if ridge < 100 else "right")  # fmt: skip
     least = first_compute_bound(line, itemsize, ridge)
     more = f"Compute-bound from batch {least:,} on." if least < math.inf else "No batch makes it compute-bound."
-    sentence = (f"{where}: compute-bound above {ridge:.1f} FLOP per byte. With {batch:,} rows this step has "
+    sentence = (f"{where}: compute-bound above {ridge:.1f} FLOP per byte. With {rows} this step has "
                 f"{intensity:.1f}: limited by {limit}, to {reach / peak:.0%} of the peak. {more}")  # fmt: skip
     return fig, f"Roofline of {where}, ridge at {ridge:.1f} FLOP per byte. {message}.", sentence
 
