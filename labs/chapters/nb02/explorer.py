@@ -20,7 +20,7 @@ def workers() -> None:
         model_rate=Slider("the model takes (images/s)", powers(50, 6400), 800),
         one_rate=Slider("one worker gives (images/s)", powers(50, 6400), 200),
         workers=Slider("num_workers", range(MOST + 1), 2),
-        cores=Slider("CPU cores", (1, 2, 4, 8, 16), 4),
+        cores=Slider("CPU cores", (1, 2, 4, 6, 8, 16), 6),
         items=Menu("items mostly", list(ITEMS), "compute (decode JPEG)"),
         place=Menu("the model computes on", [GPU, CORES], GPU),
     )
@@ -50,7 +50,7 @@ def draw(model_rate: float, one_rate: float, workers: int, cores: int, items: st
     here(ax, workers, rate)
     ax.set_xticks(range(0, MOST + 1, 2))
     ax.set_xlim(-0.5, MOST + 0.5)
-    ax.set_ylim(0, 1.3 * model_rate)  # the model's line keeps its height: what moves is the loader
+    ax.set_ylim(0, 1.75 * model_rate)  # the model's line keeps its height: what moves is the loader
     if best < (1 - CLOSE) * model_rate:
         rest = f"No number of workers feeds the model: {best:,.0f} of {model_rate:,.0f} images/s with {enough}."
     else:

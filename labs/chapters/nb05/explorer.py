@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from labs.chapters.nb05.figures import COLORS
 from labs.kit import peaks
@@ -55,6 +56,7 @@ def peak(batch: int, seq: int, precision: str, optimizer: str, count: int) -> di
     return max(in_backward, in_optimizer, key=lambda m: sum(m.values()))
 
 
+@cache  # it does not depend on the batch: that knob need not wait for it
 def largest(memory_bytes: float, seq: int, precision: str, optimizer: str, count: int) -> int:
     """The largest batch whose peak fits, 0 if none does, at most MOST."""
     low, high = 0, MOST + 1
