@@ -7,6 +7,7 @@ file. What only a browser can prove is what JupyterLab makes of it. Therefore:
 * two notebooks, which between them have every kind of output, are emptied and run by "Run All Cells", saved and read
   again: that an output is shown while it comes depends on its kind, not on its notebook;
 * `python -m labs.start` in a fresh checkout opens the learner's copy, and its list of files tells of an old one.
+* a figure with knobs follows keys and mouse, in both themes.
 """
 
 import contextlib
@@ -380,3 +381,40 @@ def ranks(kernel: psutil.Process) -> list[psutil.Process]:
     """Processes of a kernel's running launch."""
     children = kernel.children(recursive=True)
     return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and not is_backstage(p, kernel.pid)]
+
+
+@pytest.fixture(params=["Light", "Dark"])
+def theme(request, folder):
+    """Pages that are opened now have these colours."""
+    file = folder.parent / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab/apputils-extension/themes.jupyterlab-settings"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"theme": f"JupyterLab {request.param}"}))
+    yield request.param.lower()
+    file.unlink()
+
+
+def test_a_knob_is_moved_by_key_and_by_mouse_and_the_figure_follows(page, server, folder, theme):
+    cells = [new_code_cell("from labs.chapters.nb00 import explorer"), new_code_cell("explorer.roofline()")]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(new_notebook(cells=cells, metadata=kernel), folder / "knobs.ipynb")
+    open_notebook(page, server, "knobs.ipynb")
+    run_all(page)
+    figure = page.locator(".jp-OutputArea-output img")
+    expect(figure).to_have_attribute("alt", re.compile(r", 64 rows: memory allows"))
+    page.locator(".noUi-handle").focus()
+    for rows in ("128", "256", "512"):
+        page.keyboard.press("ArrowRight")
+        expect(figure).to_have_attribute("alt", re.compile(rf", {rows} rows: "))
+    expect(page.locator(".jp-OutputArea-output p")).to_contain_text("limited by arithmetic")
+    screenshot(page, f"explorer-{theme}")
+    track = page.locator(".noUi-base").bounding_box()
+    page.mouse.click(track["x"] + 1, track["y"] + track["height"] / 2)
+    expect(figure).to_have_attribute("alt", re.compile(r", 1 row: memory allows"))
+    page.locator(".widget-dropdown select").first.select_option("T4")
+    expect(page.locator(".jp-OutputArea-output").last).to_contain_text("T4: no sourced BF16 peak")
+    page.locator(".widget-dropdown select").nth(1).select_option("FP16")
+    expect(figure).to_have_attribute("alt", re.compile(r"^Roofline of T4, FP16"))
+    assert_no_error(page)
+    page.keyboard.press("Control+s")
+    saved = wait_for(lambda: run_completely(folder / "knobs.ipynb"), what="the notebook to be saved")
+    assert "widgets" not in saved.metadata, "the state of the knobs was saved, too"

@@ -122,7 +122,9 @@ def largest_saved_share(seq: int, shape: BertShape | None = None) -> float:
     return 1 - lowered / fp32
 
 
-def largest_batch(memory_bytes: float, seq: int, precision: str = "fp32", shape: BertShape | None = None) -> int:
-    """Sequences of `seq` tokens that fit in `memory_bytes` with Adam, by the closed form; 0 if none does."""
-    none, one = (predict(b, seq, precision, shape).total for b in (0, 1))
+def largest_batch(
+    memory_bytes: float, seq: int, precision: str = "fp32", shape: BertShape | None = None, optimizer: str = "adam"
+) -> int:
+    """Sequences of `seq` tokens that fit in `memory_bytes`, by the closed form; 0 if none does."""
+    none, one = (predict(b, seq, precision, shape, optimizer).total for b in (0, 1))
     return max(0, math.floor((memory_bytes - none) / (one - none)))

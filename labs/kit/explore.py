@@ -1,0 +1,190 @@
+"""Figures with knobs: on a live page sliders and menus move a formula, elsewhere the default figure is shown.
+
+def draw(batch):
+    fig, ax = figure(f"Batch {batch}", xlabel="batch", ylabel="samples/s")
+    ...
+    return fig, "What the figure shows, for who cannot see it.", "Limited by memory: batch 512 would not be."
+
+explore(draw, batch=Slider("batch (samples)", (16, 32, 64), 32))
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from labs.kit import plot
+from labs.kit.errors import BadInput, require
+
+CSS_DPI = 80  # pixels of the page per inch of a figure
+LIVE_DPI = 2 * CSS_DPI  # crisp on a high-density screen
+NO_WIDGETS = "The knobs need ipywidgets: `pip install ipywidgets`, or run `make lab` again; then restart the kernel."
+ELSEWHERE = "Run this cell in JupyterLab to move the knobs."
+
+Draw = Callable[..., tuple[Figure, str, str]]
+"""Takes the value of each control by its name; returns a figure, its alternative text and the sentence under it."""
+
+
+@dataclass(frozen=True)
+class Slider:
+    """A number to be moved along `values`, by mouse or by arrow keys. Uneven steps, as powers of two, are fine."""
+
+    label: str
+    """With the unit."""
+    values: Sequence[float]
+    default: float
+    form: Callable[[float], str] = plot.plain_number
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Values by what is shown for them."""
+        return {self.form(v): v for v in self.values}
+
+
+@dataclass(frozen=True)
+class Menu:
+    """One of several names."""
+
+    label: str
+    values: Sequence[str]
+    default: str
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Values by what is shown for them."""
+        return {v: v for v in self.values}
+
+
+Control = Slider | Menu
+
+
+def explore(draw: Draw, **controls: Control) -> None:
+    """Show `draw` with the defaults of `controls` and, where somebody sits at the page, the controls above it.
+
+    The picture is an ordinary output, so that a saved notebook shows it without a kernel; moving a control replaces it.
+    BadInput if a default is none of its control's values; what `draw` raises for the defaults is passed on.
+    """
+    for name, control in controls.items():
+        known = len(control.choices) == len(control.values) and control.default in control.values
+        require(known, f"{name}: take different values, and one of them as the default, not {control.default!r}")
+    drawn = draw(**{name: control.default for name, control in controls.items()})
+    if not is_live():
+        return _show(drawn, plot.to_png(drawn[0]))
+    try:
+        import ipywidgets
+    except ImportError:
+        _show(drawn, plot.to_png(drawn[0]))
+        return print(NO_WIDGETS)
+    picture = f"explorer-{next(_numbers)}"
+    _display({**knobs(ipywidgets, draw, controls, picture)._repr_mimebundle_(), "text/plain": ELSEWHERE})
+    return _show(drawn, quick_png(drawn[0]), picture)
+
+
+_numbers = itertools.count()
+
+
+def is_live() -> bool:
+    """Whether this cell was run from a page with somebody in front of it, who can be asked for input.
+
+    nbconvert, nbval and papermill say with every cell that nobody can: the "allow_stdin" of Jupyter's messages.
+    """
+    from IPython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    parent = kernel.get_parent() if kernel is not None else None
+    return bool((parent or {}).get("content", {}).get("allow_stdin"))
+
+
+def knobs(widgets: Any, draw: Draw, controls: dict[str, Control], picture: str) -> Any:
+    """The controls as a box of widgets; each change draws the display `picture` anew.
+
+    The page sends no further move of a slider before the one before it is drawn, so that none queue up.
+    """
+    look = {"style": {"description_width": "16em"}, "layout": {"width": "40em", "max_width": "98%"}}
+    kinds = {Slider: widgets.SelectionSlider, Menu: widgets.Dropdown}
+    made = {
+        name: kinds[type(c)](options=list(c.choices.items()), value=c.default, description=c.label, **look)
+        for name, c in controls.items()
+    }
+
+    def redraw(_change: Any) -> None:
+        try:
+            drawn = draw(**{name: w.value for name, w in made.items()})
+        except BadInput as e:  # elsewhere it would only be in the page's log
+            return _display({"text/plain": f"{e}"}, picture, update=True)
+        return _show(drawn, quick_png(drawn[0]), picture, update=True)
+
+    for widget in made.values():
+        widget.observe(redraw, names="value")
+    return widgets.VBox(list(made.values()))
+
+
+def quick_png(fig: Figure) -> bytes:
+    """As `plot.to_png`, in a fraction of its time: laid out once, without a palette, hardly compressed."""
+    from PIL import Image
+
+    with mpl.rc_context(plot.STYLE):
+        plot._finish(fig)
+        fig.set_dpi(LIVE_DPI)
+        canvas = FigureCanvasAgg(fig)
+        canvas.draw()
+    found = io.BytesIO()
+    size = canvas.get_width_height()
+    Image.frombuffer("RGBA", size, canvas.buffer_rgba()).convert("RGB").save(found, "PNG", compress_level=1)
+    return found.getvalue()
+
+
+def _show(drawn: tuple[Figure, str, str], png: bytes, picture: str | None = None, update: bool = False) -> None:
+    """Display picture and sentence as one output. Width and height are given: the page does not jump."""
+    fig, alt, sentence = drawn
+    require(len(alt.strip()) >= 10, "a figure needs an alternative text, a sentence that says what it shows")
+    texts = {"alt": " ".join(alt.split()), "title": fig._course_caption}
+    width, height = (round(CSS_DPI * inches) for inches in fig.get_size_inches())
+    markup = "".join(f'{name}="{html.escape(text)}" ' for name, text in texts.items())
+    markup = f'<img {markup}width="{width}" height="{height}" style="max-width: 100%; height: auto" '
+    markup += f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    markup += f'<p aria-live="polite">{html.escape(sentence)}</p>'
+    _display({"text/html": markup, "text/plain": f"[Figure: {texts['alt']}]\n{sentence}"}, picture, update)
+
+
+def _display(bundle: dict[str, Any], picture: str | None = None, update: bool = False) -> None:
+    from IPython.display import display
+
+    display(bundle, raw=True, **({"display_id": picture, "update": update} if picture else {}))
+
+
+def here(ax: Axes, x: float, y: float, label: str = "your knobs") -> None:
+    """Mark the point that the controls say."""
+    (drawn,) = ax.plot([x], [y], marker="X", markersize=11, linestyle="", color="black", markeredgecolor="white",
+                       label=f"{label} (modelled)", zorder=5)  # fmt: skip
+    drawn.set_gid("kind:modelled")
+
+
+def stacked(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, str]) -> None:
+    """A row for each name, in which its parts (`colors` by name, in this order) stand one after the other."""
+    for row, parts in enumerate(rows.values()):
+        start = 0.0
+        for part, color in colors.items():
+            size = parts.get(part, 0.0)
+            plot.spans(ax, row, [(start, start + size)], kind="modelled", color=color, label=part if row == 0 else "")
+            start += size
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def powers(first: float, last: float, base: float = 2) -> tuple[float, ...]:
+    """`first`, `base` times that, and so on up to `last`: for a slider whose range is wide."""
+    found = [first]
+    while found[-1] * base <= last:
+        found.append(found[-1] * base)
+    return tuple(found)
