@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from labs.chapters.nb06 import solutions as solution
+from labs.chapters.nb06.exercise_cuts import check_cuts
 from labs.chapters.nb06.exercise_pipeline import check_pipeline_step
-from labs.chapters.nb06.exercise_pipeline_cuts import check_cuts
 from labs.chapters.nb06.exercise_tensor import check_parallel_mlp
 from labs.kit.answers import number
 from labs.kit.check import Exercise, Mistake
@@ -143,6 +143,8 @@ def check_best_pipeline(f: Function) -> None:
 
 def _three_numbers(answer: Any) -> tuple[float, ...]:
     try:
+        if isinstance(answer, dict):  # it would unpack into its keys
+            raise TypeError
         micro_batches, step_s, idle_share = answer
     except (TypeError, ValueError):
         raise Mistake(f"you return {answer!r:.60}, not three numbers",
