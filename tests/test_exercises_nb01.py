@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from labs.chapters.nb01.exercise_simulated_device import DriftingMachine, SimulatedDevice, Version
+from labs.chapters.nb01.exercise_benchmark import DriftingMachine, SimulatedDevice, Version
 from labs.kit.check import TODO, Mistake, examine
 from labs.kit.measure import estimate
 

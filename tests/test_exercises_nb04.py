@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from labs.chapters.nb04 import solutions as solution
-from labs.chapters.nb04.exercise_formats import CASES
-from labs.chapters.nb04.exercise_watched_training import Job, Watched
+from labs.chapters.nb04.exercise_amp import Job, Watched
+from labs.chapters.nb04.exercises import CASES
 from labs.kit.check import TODO, examine
 
 # -- 04.1

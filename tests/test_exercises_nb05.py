@@ -28,9 +28,9 @@ from torch import nn
 from labs.chapters.nb05 import exercise_drills as checkpoint_drills
 from labs.chapters.nb05 import exercises as nb05
 from labs.chapters.nb05 import solutions as solution
-from labs.chapters.nb05.exercise_blocks import SCENES, Run
-from labs.chapters.nb05.exercise_damage import _damages
 from labs.chapters.nb05.exercise_drills import Drill, in_child
+from labs.chapters.nb05.exercise_files import _damages
+from labs.chapters.nb05.exercise_recompute import SCENES, Run
 from labs.chapters.nb05.exercise_resume import pieces
 from labs.chapters.nb05.exercise_states import a_state, difference, one_thread, same
 from labs.chapters.nb05.exercise_trainer import Trainer

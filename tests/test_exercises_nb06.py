@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from labs.chapters.nb06 import exercise_cuts as cuts_checks
 from labs.chapters.nb06 import exercise_pipeline as pipeline_checks
+from labs.chapters.nb06 import exercises as cuts_checks
 from labs.chapters.nb06 import exercises as nb06
 from labs.chapters.nb06 import solutions as solution
 from labs.chapters.nb06.exercise_pipeline import JOBS, STAGES, Wait, dead_lock, play_jobs
