@@ -79,11 +79,6 @@ def _recompute(*, grad_in_forward=False, keep_graph=False, keep=False, random_st
     return checkpointed
 
 
-def _no_grad(block, x):
-    with torch.no_grad():
-        return block(x)
-
-
 # -- 05.3
 
 
@@ -194,45 +189,9 @@ class Article(Trainer):
         self.sampler.epoch = state["epoch"]
 
 
-class ArticleCopied(Article):
-    def state_dict(self):
-        return copy.deepcopy(super().state_dict())
-
-
-class LiveOptimizer(Complete):
-    def state_dict(self):
-        return super().state_dict() | {"optimizer": self.optimizer.state_dict()}
-
-
-class ParametersOnly(Complete):
-    def parts(self):
-        return super().parts() | {"model": {k: p.detach() for k, p in self.model.named_parameters()}}
-
-    def load(self, name, value):
-        if name == "model":
-            self.model.load_state_dict(value, strict=False)
-        else:
-            super().load(name, value)
-
-
 class NumpyAsItIs(Complete):
     def parts(self):
         return super().parts() | {"numpy": np.random.get_state()}
-
-
-class GeneratorItself(Complete):
-    def state_dict(self):
-        return super().state_dict() | {"generator": self.sampler.generator}
-
-
-class AllOfIt(Complete):
-    def state_dict(self):
-        return {"trainer": self}
-
-
-class ModelItself(Complete):
-    def state_dict(self):
-        return super().state_dict() | {"model": copy.deepcopy(self.model)}
 
 
 class RandomStatesFirst(Complete):
@@ -244,27 +203,6 @@ class RandomStatesFirst(Complete):
         if name == "sampler":
             self.sampler.set_epoch(value["epoch"])
         super().load(name, value)
-
-
-class BuiltAgain(Complete):
-    """A new model is built after torch's random state is back, which draws its weights."""
-
-    loads = ("torch", "model", "optimizer", "scheduler", "scaler", "sampler", "generator", "numpy", "python")
-
-    def load(self, name, value):
-        if name == "model":
-            for layer in self.model:
-                if hasattr(layer, "reset_parameters"):
-                    layer.reset_parameters()
-        super().load(name, value)
-
-
-class NotSet(Complete):
-    loads = tuple(name for name in Complete.loads if name != "python")
-
-
-class MomentsNotSet(Complete):
-    loads = tuple(name for name in Complete.loads if name != "optimizer")
 
 
 class OldParameters(Complete):
@@ -292,138 +230,41 @@ class Draws(Complete):
         return state
 
 
-class Seeds(Complete):
-    """Seeds in place of states."""
-
-    def parts(self):
-        torch.manual_seed(7)
-        return super().parts()
-
-
-class NoReturn(Complete):
-    def state_dict(self):
-        self.state = super().state_dict()
-
-
-class NoMethod(Trainer):
-    def state_dict(self):
-        return {}
-
-
-class NoTrainer:
-    def __init__(self, seed=0):
-        pass
-
-
 SEGMENT = "the longest segment sets the peak"
 
 MUTANTS = {
     "05.1": nb05_files.MUTANTS,
     "05.2": {
-        "the block itself": (lambda block, x: block(x), "nothing is computed again"),
         "torch's own": (
             lambda block, x: checkpoint(block, x, use_reentrant=False),
             "torch.utils.checkpoint did it",
         ),
-        "no_grad": (_no_grad, "the output does not require grad: what runs under no_grad"),
         "the graph is kept": (_recompute(keep_graph=True), "and your Function holds its graph"),
-        "copies are kept": (_recompute(copies=True), "between forward and backward you keep"),
         "x only": (_recompute(parameters=False, give_parameters=None), "apply() is given x alone"),
-        "x only, and backward() for the rest": (
-            _recompute(parameters=False, add=True),
-            "whose input needs no gradient: the block's parameters get no gradient then",
-        ),
-        "parameters get none": (_recompute(give_parameters=False), "the block's parameters get no gradient"),
-        "x gets none": (_recompute(back=False), "x gets no gradient"),
-        "one gradient for many": (
-            _recompute(give_parameters=None),
-            "the number of gradients that backward returns is 1",
-        ),
         "random state not set": (_recompute(random_state=False), "another mask in the second run"),
         "random state left there": (_recompute(restore=False), "draws again what it drew after forward"),
-        "draws in forward": (_recompute(draw=True), "something drew random numbers before"),
         "without enable_grad": (_recompute(enable=False), "the second run recorded nothing"),
-        "x without requires_grad": (_recompute(requires=False), "x was detached, and nobody asks"),
         "backward() and return": (_recompute(add="return"), "too large: it is added more than once"),
-        "backward() into the blocks before": (
-            _recompute(add=True, detach=False, requires=False),
-            "the gradient of x is 2 times too large",
-        ),
-        ".grad is replaced": (_recompute(own_add="set"), "what was in .grad is lost"),
         "without grad_output": (_recompute(grad_output=False), "cosine"),
-        "grad_output twice": (_recompute(scale=0.5), "0.5 times what it should be"),
-        "computed twice again": (_recompute(twice=1), "in backward the block ran 2 times, not 1"),
-        "another shape": (lambda block, x: block(x)[0], "not a tensor as block(x) does"),
     },
     "05.3": {
-        "square root of layers": (_sqrt(lambda q: q), "no whole number"),
         "square root, rounded": (_sqrt(round), "you take the square root of layers: that is best only"),
-        "square root, rounded up": (_sqrt(math.ceil), "square root of layers, rounded up"),
-        "square root, rounded down": (_sqrt(math.floor), "square root of layers, rounded down"),
         "bytes, rounded": (_ratio(round), "that is where the curve without ceil() is lowest"),
-        "bytes, rounded up": (_ratio(math.ceil), "layer_bytes / input_bytes) up"),
-        "bytes, rounded down": (_ratio(math.floor), "layer_bytes / input_bytes) down"),
-        "bytes, not rounded": (_ratio(lambda q: q), "segments are whole"),
-        "upside down": (_fit(segments=lambda n, a, i, k: math.sqrt(n * i / a)), "upside down"),
-        "every layer": (_fit(segments=lambda n, a, i, k: n), "a segment of its own"),
-        "one segment": (_fit(segments=lambda n, a, i, k: 1), "no byte is saved"),
-        "two segments": (_fit(segments=lambda n, a, i, k: 2), "two segments save next to half"),
         "floor for ceil": (_fit(lambda k, n, a, i: k * i + n // k * a), SEGMENT),
         "the last of several": (_fit(choose=_last), "you take the largest"),
-        "one too few": (_fit(segments=lambda n, a, i, k: k - 1 or 1e-9, judged=lambda *_: 1), "one too few"),
-        "layers of a segment": (_fit(segments=lambda n, a, i, k: math.ceil(n / k)), "layers in a segment"),
-        "no segments for the rows": (_judged(lambda k, n, a, i: n * a), "without any segments"),
         "all activations and inputs": (_judged(lambda k, n, a, i: n * a + k * i), "one segment at a time"),
-        "inputs forgotten": (_judged(lambda k, n, a, i: math.ceil(n / k) * a), "you forget the inputs"),
-        "segment forgotten": (_judged(lambda k, n, a, i: k * i), "you forget the segment that"),
         "one layer again": (_judged(lambda k, n, a, i: k * i + a), "not one layer"),
-        "one input": (_judged(lambda k, n, a, i: i + math.ceil(n / k) * a), "you keep one input"),
-        "one input too few": (_judged(lambda k, n, a, i: (k - 1) * i + math.ceil(n / k) * a), "one input too few"),
-        "all inputs": (_judged(lambda k, n, a, i: n * i + math.ceil(n / k) * a), "the inputs of all layers"),
-        "floor for the rows": (_judged(lambda k, n, a, i: k * i + n // k * a), "segments rounded down"),
-        "fractions for the rows": (_judged(lambda k, n, a, i: k * i + n / k * a), "fractions of a layer"),
-        "fixed forgotten": (_fit(fixed=False), "you forget fixed_bytes"),
         "fixed in each row": (_once_per_row, "fixed_bytes once per row"),
-        "rounded up": (_fit(rows=math.ceil), "you round up"),
-        "rounded": (_fit(rows=round), "you round to the nearest"),
-        "not rounded": (_fit(rows=lambda q: q), "rows are whole"),
         "negative": (_fit(lowest=-math.inf), "a negative number of rows"),
-        "at least one": (_fit(lowest=1), "you never go below one row"),
-        "the other way round": (_fit(answer=lambda rows, k: (k, rows)), "the rows come first"),
-        "rows only": (_fit(answer=lambda rows, k: rows), "not two numbers"),
-        "a constant": (lambda *_: (64, 8), "layers that keep"),
     },
     "05.4": {
         "as in the article": (Article, "it is the live object"),
-        "as in the article, copied": (ArticleCopied, "the scheduler"),
-        "live moments": (LiveOptimizer, "gives state['optimizer']['state'][0]"),
-        "parameters only": (ParametersOnly, "BatchNorm's buffers are not what they were"),
-        "no model": (_without("model"), "the parameters are not what they were"),
-        "no optimizer": (_without("optimizer"), "the optimizer's moments are not"),
-        "no scheduler": (_without("scheduler"), "the scheduler is not"),
         "no scaler": (_without("scaler"), "the loss scale is not"),
-        "no sampler": (_without("sampler"), "the number of the epoch is not"),
         "no position": (_without_key("sampler", "position"), "the position in the epoch is not"),
-        "no order": (_without_key("sampler", "order"), "the order of this epoch's rows is not"),
         "a new order": (NewOrder, "the order of this epoch's rows is saved, but"),
-        "no epoch": (_without_key("sampler", "epoch"), "the number of the epoch is not"),
-        "no generator": (_without("generator"), "the sampler's generator is not"),
-        "no torch": (_without("torch"), "torch's random state is not"),
-        "no numpy": (_without("numpy"), "NumPy's random state is not"),
-        "no python": (_without("python"), "Python's random state is not"),
         "numpy as it is": (NumpyAsItIs, "is of type numpy.ndarray: torch.load(file, weights_only=True) refuses"),
-        "the generator itself": (GeneratorItself, "state['generator'] is of type torch"),
-        "the trainer itself": (AllOfIt, "state['trainer'] is of type"),
-        "the model itself": (ModelItself, "state['model'] is of type torch.Sequential"),
         "random states first": (RandomStatesFirst, "the sampler's generator is saved, but"),
-        "built after the random state": (BuiltAgain, "torch's random state is saved, but"),
-        "saved, not set": (NotSet, "Python's random state is saved, but"),
-        "moments saved, not set": (MomentsNotSet, "the optimizer's moments are saved, but"),
         "the optimizer's old parameters": (OldParameters, "all is back as it was, and yet"),
         "state_dict draws": (Draws, "state_dict() itself changes Python's random state"),
-        "state_dict seeds": (Seeds, "state_dict() itself changes torch's random state"),
-        "no return": (NoReturn, "state_dict() returns None"),
-        "no load_state_dict": (NoMethod, "no method load_state_dict"),
-        "no Trainer": (NoTrainer, "not a Trainer"),
     },
 }
