@@ -140,6 +140,8 @@ class DriftingMachine:
 Function = Callable[..., Any]
 SAMPLES = 20
 """The least number of timed samples that the exercise asks for."""
+LONGEST_BLOCK = 3
+"""Steps. One in eight is an outlier, so that 1 - (7/8)^3 = 33 % of such blocks hold one."""
 WARM_UP = 10
 """After so many steps every simulated device is steady; the exercise says so."""
 
@@ -286,6 +288,10 @@ def _few(used: list[Interval], statistic: str) -> Iterator[Finding]:
     elif n == 1 and statistic in {"median", "mean"}:
         yield (f"one interval around {steps} steps can only give their mean, and every outlier is in it",
                "read the clock around each step, keep all samples, return their median")  # fmt: skip
+    elif n > 1 and (block := max(i.steps for i in used)) > LONGEST_BLOCK:
+        yield (f"your samples are blocks of {block} steps: one step in eight is an outlier, {1 - (7 / 8) ** block:.0%} "
+               f"of the blocks hold one, and so their median is no typical step",
+               f"read the clock around each step, or around {LONGEST_BLOCK} at most")  # fmt: skip
     elif 1 < n < SAMPLES:
         yield f"{n} samples are too few", f"time at least {SAMPLES} steps, one by one"
 

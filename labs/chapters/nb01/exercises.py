@@ -104,7 +104,7 @@ def _check_ratios(ratios: list[float], machine: DriftingMachine) -> None:
 
 def _same(x: Sequence[float], y: Sequence[float]) -> bool:
     """Whether both hold the same numbers, in any order."""
-    return len(x) == len(y) and all(math.isclose(p, q, rel_tol=1e-9) for p, q in zip(sorted(x), sorted(y), strict=True))
+    return len(x) == len(y) and all(math.isclose(p, q, rel_tol=1e-6) for p, q in zip(sorted(x), sorted(y), strict=True))
 
 
 Seconds = list[float]

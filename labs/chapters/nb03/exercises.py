@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,15 @@ def _check_partition(shards: list[list[int]], size: int, ranks: int) -> None:
         )
     if lengths[0] != want:
         raise Mistake(f"{case}: {lengths[0]} samples per rank, {want} are enough", "repeat as few as possible")
+    dealt = [shards[i % ranks][i // ranks] for i in range(want * ranks)]  # every n-th, or one block each
+    blocks = [i for s in shards for i in s]
+    if not any(order[size:] == order[: want * ranks - size] for order in (dealt, blocks)):
+        twice = ", ".join(f"sample {i} {n} times" for i, n in seen.items() if n > 1)
+        raise Mistake(
+            f"{case}: what fills the order up is not its own beginning ({twice}): samples from one place would count "
+            "more than others in every epoch",
+            "order += order[:missing]",
+        )
 
 
 def _check_orders(f: Function) -> None:
@@ -177,7 +186,16 @@ ROWS = ((6, 4, 2), (2, 4, 6))
 
 def check_all_reduce_gradients(f: Function) -> None:
     """The mean over ranks, in every .grad, on three ranks; then with a layer that only rank 0 used."""
-    found = on_ranks(_reduce, 3, f, when="in your all-reduce")
+    try:
+        found = on_ranks(_reduce, 3, f, when="in your all-reduce")
+    except RankFailed as e:
+        if "rocess group has not been initialized" in str(e):
+            raise Mistake("your code leaves the process group: the next step cannot talk to the other ranks any more",
+                          "destroy_process_group() comes once, at the end of the program") from e  # fmt: skip
+        raise
+    if any(r["not waited for"] for r in found):
+        raise Mistake("all_reduce(..., async_op=True) only starts, and your code reads p.grad before it is done",
+                      "work = dist.all_reduce(..., async_op=True), then work.wait() before p.grad is used")  # fmt: skip
     names = list(found[0]["before"])
     if any(r["parameters changed"] for r in found):
         raise Mistake(
@@ -222,11 +240,30 @@ def _check_unused(f: Function) -> None:
                           "let None stand for zeros: p.grad = torch.zeros_like(p)") from e  # fmt: skip
         raise
     want = found[0]["before"] / 2
+    if all(r["after"] is not None and torch.allclose(r["after"], want * 2 / 3, rtol=1e-4) for r in found):
+        raise Mistake("on two ranks the sum is divided by 3: the number of ranks is fixed in your code",
+                      "divide by dist.get_world_size()")  # fmt: skip
     for rank, r in enumerate(found):
         if r["after"] is None or not torch.allclose(r["after"], want, rtol=1e-4, atol=1e-7):
             has = "no gradient" if r["after"] is None else "another gradient than half of rank 0's"
             raise Mistake(f"{case}, rank {rank} ends with {has} for it",
                           "a rank without a gradient contributes zeros, and receives the mean as well")  # fmt: skip
+
+
+@contextmanager
+def _bytes_sent_by_hand() -> Iterator[list[int]]:
+    """Within, the bytes of each dist.all_reduce, DDP's own among them."""
+    sent, real = [], dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield sent
+    finally:
+        dist.all_reduce = real
 
 
 def _reduce(f: Function) -> dict[str, Any]:
@@ -238,9 +275,44 @@ def _reduce(f: Function) -> dict[str, Any]:
         for p in model.parameters():
             p += 1e-3 * rank
     grads, parameters = _grads(model), _flat(model.parameters())
-    f(model)
-    return {"before": grads, "after": _grads(model),
+    with _works_noted() as works:
+        f(model)
+    return {"before": grads, "after": _grads(model), "not waited for": any(not w.waited for w in works),
             "parameters changed": not torch.equal(parameters, _flat(model.parameters()))}  # fmt: skip
+
+
+class _Work:
+    """What all_reduce(async_op=True) returns, with a note whether it was waited for."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work, self.waited = work, False
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        self.waited = True
+        return self.work.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+
+@contextmanager
+def _works_noted() -> Iterator[list[_Work]]:
+    """Within, dist.all_reduce(async_op=True) returns a _Work, which is also added to the list."""
+    works, real = [], dist.all_reduce
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        work = real(*args, **kwargs)
+        if work is not None:
+            works.append(work := _Work(work))
+        return work
+
+    dist.all_reduce = all_reduce
+    try:
+        yield works
+    finally:
+        dist.all_reduce = real
+        for w in works:
+            w.work.wait()
 
 
 def _reduce_unused(f: Function) -> dict[str, Any]:
@@ -270,18 +342,26 @@ def check_accumulate_step(f: Function) -> None:
     """One step, one synchronisation, the whole batch's gradient, one graph at a time, on two ranks."""
     found = on_ranks(_accumulate, 2, f, when="in your accumulation")
     first, m = found[0], len(ROWS[0])
+    idle = [rank for rank, r in enumerate(found) if not r["applied"]]
+    if idle and len(idle) < len(found):
+        raise Mistake(f"rank {idle[0]} made no optimizer step, and the other did: the ranks' models drift apart",
+                      "every rank holds a copy of the model: optimizer.step() on all of them")  # fmt: skip
     if (steps := len(first["applied"])) != 1:
         raise Mistake(
             f"{m} micro-batches made {steps} optimizer steps, not 1",
             "optimizer.step() comes once, after the loop over micro-batches",
         )
-    if first["all_reduces"] == 0:
+    if first["all_reduces"] == 0 and not first["own_bytes"]:
         spread = (found[0]["parameters"] - found[1]["parameters"]).abs().max()
         raise Mistake(
             f"no all-reduce in the whole step: the parameters of the two ranks now differ by up to {spread:.2g}",
             "the last micro-batch must be outside of no_sync(): its backward sends what has accumulated",
         )
     _check_gradient(first["applied"][0], m)
+    gradient_bytes = first["parameters"].nbytes
+    if first["own_bytes"] > gradient_bytes * (first["all_reduces"] == 0):
+        raise Mistake(f"the gradient is right, of {gradient_bytes} bytes, but you sent {first['own_bytes']} by hand",
+                      "all micro-batches but the last in ddp.no_sync(), and DDP's own all-reduce once")  # fmt: skip
     if first["all_reduces"] > 1 and first["no_sync"] == 0:
         raise Mistake(f"the gradient is right, but it was all-reduced {first['all_reduces']} times per step, not once",
                       "with ddp.no_sync(): around forward and backward of all micro-batches but the last")  # fmt: skip
@@ -316,6 +396,9 @@ def _check_gradient(got: Tensor, m: int) -> None:
         (whole / 2, "the gradient is half as large as it should be",
          "DDP averages over ranks already: divide by this rank's rows only"),
     ]  # fmt: skip
+    known.append((mean(lambda r, i: (i == 0) * ROWS[r][0] / total) + sum(ROWS[0][i] / total * g[0][i]
+                  for i in range(1, m)), "only the first micro-batch was sent; what came after stays on each rank",
+                  "outside of no_sync() the last one, when all the others are in .grad"))  # fmt: skip
     if _close(got, whole):
         return
     for gradient, what, hint in known:
@@ -346,7 +429,12 @@ def _accumulate(f: Function) -> dict[str, Any]:
     model, batches = _problem()
     mine = batches[dist.get_rank()]
     ddp, traffic, order, applied = DistributedDataParallel(model), Counter(), [], []
-    ddp.register_comm_hook(traffic, counting_all_reduce)
+
+    def hook(traffic, bucket):  # DDP refuses annotations that are text
+        traffic["in hook"] += bucket.buffer().nbytes
+        return counting_all_reduce(traffic, bucket)
+
+    ddp.register_comm_hook(traffic, hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: applied.append(_flat(map(_gradient_or_zeros, ddp.parameters()))))
     mse_loss(ddp(mine[0][0]), mine[0][1]).backward()  # the step before, whose gradient is still there
@@ -364,8 +452,11 @@ def _accumulate(f: Function) -> dict[str, Any]:
         return loss
 
     ddp.no_sync = counted  # type: ignore[method-assign]
-    f(ddp, optimizer, mine, loss_fn)
-    return {"applied": applied, "all_reduces": traffic["all_reduces"], "no_sync": traffic["no_sync"],
+    with _bytes_sent_by_hand() as sent:
+        f(ddp, optimizer, mine, loss_fn)
+    own_bytes = sum(sent) - traffic["in hook"]  # the hook ends in dist.all_reduce, too
+    return {"own_bytes": own_bytes, "applied": applied, "all_reduces": traffic["all_reduces"],
+            "no_sync": traffic["no_sync"],
             "order": " ".join(order), "parameters": _flat(ddp.parameters())}  # fmt: skip
 
 
