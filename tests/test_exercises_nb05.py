@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import zlib
@@ -149,7 +150,18 @@ class ToldByPrinting(nb05_files.Files):
         print("saved", step)
 
 
-@pytest.mark.parametrize("right", [nb05_files.Files, FolderPerStep, NamesOfItsOwn, ToldByPrinting])
+class OldOnesRenamedFirst(nb05_files.Files):
+    """Old files get another name before they go, so that a kill in between leaves nothing that looks like one."""
+
+    def delete_old(self):
+        for stale in self.folder.glob("*.old"):
+            stale.unlink()
+        for old in self.newest_first()[self.keep :]:
+            os.rename(old, old.with_suffix(".old"))
+            old.with_suffix(".old").unlink()
+
+
+@pytest.mark.parametrize("right", [nb05_files.Files, FolderPerStep, NamesOfItsOwn, ToldByPrinting, OldOnesRenamedFirst])
 def test_other_files_that_survive_pass(right, capsys):
     passes("05.1", right)
     assert capsys.readouterr().out == ""
@@ -195,7 +207,9 @@ def test_an_act_that_hangs_is_ended(monkeypatch):
 
 @pytest.mark.drill
 def test_an_act_that_leaves_by_exit_or_signal_is_told_apart():
-    assert in_child(lambda: os._exit(3)).error == "SystemExit"
+    with pytest.raises(Mistake, match="ends the whole process"):
+        in_child(lambda: os._exit(3))
+    assert in_child(lambda: sys.exit(3)).error.startswith("SystemExit")
     assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)).killed
     assert in_child(lambda: (_ for _ in ()).throw(KeyError("x"))).error.startswith("KeyError")
 
@@ -257,7 +271,64 @@ def test_junk_is_told_not_raised(exercise_id, junk):
     assert examine(exercise_id, junk).state == "not yet"
 
 
+class SaltedChecksum(nb05_files.Files):
+    def checksum(self, data):
+        return (hash(data) % 2**64).to_bytes(32, "big")
+
+
+class LeavesAtOnce(nb05_files.Files):
+    def save(self, step, state):
+        try:
+            super().save(step, state)
+        except OSError:
+            os._exit(1)
+
+
+class HeaderIsCode(nb05_files.Files):
+    def packed(self, step, state):
+        torch.save({"step": step, "state": state}, buffer := io.BytesIO())
+        header = repr({"sha256": hashlib.sha256(buffer.getvalue()).hexdigest()}).encode()
+        return header + b"\n" + buffer.getvalue()
+
+    def checked(self, data):
+        try:
+            header, _, content = data.partition(b"\n")
+            return content if eval(header)["sha256"] == hashlib.sha256(content).hexdigest() else None
+        except Exception:
+            return None
+
+
+class InMemory(nb05_files.Files):
+    saved: dict = {}  # noqa: RUF012
+
+    def save(self, step, state):
+        self.saved[str(self.folder)] = step, copy.deepcopy(state)
+
+    def load(self):
+        return self.saved.get(str(self.folder))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (SaltedChecksum, "load() in a new process raises RuntimeError"),
+        (LeavesAtOnce, "ends the whole process with os._exit()"),
+        (HeaderIsCode, "and eval in load() ran it"),
+        (InMemory, "save() writes no file into the folder"),
+    ],
+)
+def test_rarer_mistakes_with_files_are_told(wrong, words):
+    assert words in examine("05.1", wrong).text
+
+
 # -- 05.2
+
+
+def test_switching_requires_grad_on_for_the_callers_x_is_told():
+    def checkpointed(block, x):
+        return solution.checkpointed(block, x.requires_grad_())
+
+    assert "the caller's x requires a gradient now" in examine("05.2", checkpointed).text
 
 
 def with_a_dummy(block, x):
@@ -365,6 +436,26 @@ def test_a_loop_is_as_good_and_numpy_numbers_are_numbers():
     passes("05.3", largest_batch)
 
 
+def test_as_many_segments_as_layers_must_be_tried():
+    def largest_batch(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
+        def peak(k):
+            return k * input_bytes + -(-layers // k) * layer_bytes
+
+        k = min(range(1, layers), key=peak)
+        return max(0, int((memory_bytes - fixed_bytes) // peak(k))), k
+
+    assert "you never try as many segments as layers" in examine("05.3", largest_batch).text
+
+
+def test_by_numpy_is_as_good():
+    def largest_batch(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
+        k = np.arange(1, layers + 1)
+        peaks = k * input_bytes + np.ceil(layers / k) * layer_bytes
+        return int(max(0, (memory_bytes - fixed_bytes) // peaks.min())), int(peaks.argmin()) + 1
+
+    passes("05.3", largest_batch)
+
+
 def test_no_slip_is_another_one_or_the_right_answer():
     right = [solution.largest_batch(*case) for case in nb05.JOBS]
     for slips, want in ((nb05.SEGMENTS, [k for _, k in right]), (nb05.ROWS, [rows for rows, _ in right])):
@@ -406,6 +497,19 @@ class AsTensors(Trainer):
 @pytest.mark.parametrize("right", [AsTensors, mutants.Complete])
 def test_other_complete_states_pass(right):
     passes("05.4", right)
+
+
+class InTheClass(mutants.Complete):
+    def state_dict(self):
+        type(self).kept = super().state_dict()
+        return {"epoch": self.sampler.epoch}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(copy.deepcopy(self.kept))
+
+
+def test_a_state_that_stays_in_the_class_is_told():
+    assert "brings back what another trainer has saved last" in examine("05.4", InTheClass).text
 
 
 def test_from_the_article_on_one_piece_after_the_other():

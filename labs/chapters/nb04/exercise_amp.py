@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +52,8 @@ class Watched:
         self.warnings: list[str] = []
         self.autocast_elsewhere = False
         """Whether the model ran inside an autocast that is for another kind of device than its own."""
+        self.autocast_fixed = False
+        """Whether it ran inside an autocast for the CPU when it said that it was on a GPU."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = _Model(self)
@@ -234,6 +238,34 @@ def check_train_step(f: Function) -> None:
                 raise Mistake(what if i == 0 else f"in the {nth} call of train_step {what}", hint) from error
             if error is not None:
                 raise error
+    _check_device(f)
+
+
+def _check_device(f: Function) -> None:
+    """Is autocast for the device of the model? All is on the CPU, but here it says that it is on a GPU."""
+    own = Watched(4, 64.0)
+    with suppress(Exception), _as_if_on_a_gpu():  # an answer that moves something there cannot be tried
+        if own.run(f, Job(4, 1, 64.0, (LOOSE,)).batches(0), LOOSE) is None and own.events[0].autocast:
+            own.autocast_fixed = True
+    if own.autocast_fixed:
+        raise Mistake('autocast is for "cpu", whatever the device of the model: on a GPU this trains in FP32',
+                      "device_type = next(model.parameters()).device.type")  # fmt: skip
+
+
+@contextmanager
+def _as_if_on_a_gpu() -> Iterator[None]:
+    """Within, tensor.device is a GPU for everybody but torch itself."""
+    real = torch.Tensor.device
+
+    def device(tensor: Tensor) -> torch.device:
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        return real.__get__(tensor) if asked_by.partition(".")[0] == "torch" else torch.device("cuda")
+
+    torch.Tensor.device = property(device)
+    try:
+        yield
+    finally:
+        del torch.Tensor.device  # that of its base class is found again
 
 
 def _faults(step: Step) -> Iterator[Finding]:
@@ -344,6 +376,9 @@ def _around_the_scaler(step: Step) -> Iterator[Finding]:
         if "update" in order and order.index("update") < order.index("scaler.step"):
             yield ("update() came before scaler.step(): it forgets that the gradients are unscaled, and step() divides "
                    "them by the scale once more", "backward, unscale_, clip, step, update")  # fmt: skip
+    if steps and not step.error and not step.overflow and not step.all("optimizer.step", by_scaler=True):
+        yield ("the optimizer that train_step is given made no step, another one did: what an optimizer keeps from "
+               "step to step, such as momentum, would begin anew each time", "scaler.step(optimizer)")  # fmt: skip
     if step.error is None and not step.overflow and not (steps or direct):
         yield "no optimizer step was taken", "scaler.step(optimizer) after the loop"
 

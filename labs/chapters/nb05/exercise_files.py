@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import hashlib
 import inspect
@@ -11,8 +12,9 @@ import random
 import re
 import shutil
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from labs.chapters.nb05.exercise_drills import Call, Drill, Ended, in_child
 from labs.chapters.nb05.exercise_states import a_state, check_same, described, difference, one_thread, same
 from labs.kit.check import Mistake
+from labs.kit.on_ranks import on_ranks
 
 # -- in which order a save touches its files: what a power cut at the worst moment would leave
 
@@ -58,6 +61,12 @@ class Saved:
         """{name: (inode, bytes)} of the files that this save made or changed."""
         known = {checksum for _, _, checksum in self.before.values()}
         return {name: (i, size) for name, (i, size, checksum) in self.after.items() if checksum not in known}
+
+    @property
+    def named(self) -> int:
+        """Position of the last call that gave a new file its name, -1 if none did; old ones may be renamed, too."""
+        found = (self.renamed(inode) for inode, _ in self.written.values())
+        return max((i for i, _ in filter(None, found)), default=-1)
 
     def renames(self) -> Iterator[tuple[int, Call]]:
         yield from ((i, c) for i, c in enumerate(self.calls) if c.what in RENAMES)
@@ -103,9 +112,8 @@ def _from_elsewhere(saved: Saved) -> Iterator[Finding]:
 
 
 def _removed_first(saved: Saved) -> Iterator[Finding]:
-    last = max((i for i, _ in saved.renames()), default=-1)
     for i, call in enumerate(saved.calls):
-        if call.what in ("remove", "unlink") and i < last:
+        if call.what in ("remove", "unlink") and i < saved.named:
             name = saved.name(call.paths[0]) if call.paths else ""
             if any(name in (known, Path(known).name) for known in saved.before):
                 yield (f"{name} is deleted before the new checkpoint has its name: killed in between, a training with "
@@ -139,9 +147,8 @@ def _is_sync(call: Call, inode: str | None = None) -> bool:
 
 
 def _folder_not_on_disk(saved: Saved) -> Iterator[Finding]:
-    last = max((i for i, _ in saved.renames()), default=-1)
     folder = str(saved.folder.stat().st_ino)
-    if any(_is_sync(c, folder) for c in saved.calls[last + 1 :]):
+    if any(_is_sync(c, folder) for c in saved.calls[saved.named + 1 :]):
         return
     if any(_is_sync(c, folder) for c in saved.calls):
         yield ("the folder is synced before it has the new name, which is not on the disk then",
@@ -159,6 +166,9 @@ Maker = Callable[..., Any]
 Damage = tuple[str, bytes]
 """What was done to a file, and the bytes that are left of it."""
 FLIPS = 24
+NAMES_TO_TRY = {"hash"}
+"""Of builtins whose results another process does not share: text and bytes have another hash() in each."""
+EVALUATES = ("eval", "exec")
 ran: list[str] = []
 """Notes of code that a file has run."""
 
@@ -177,11 +187,38 @@ def check_damage(cls: Maker, folder: Path) -> None:
         (folder / name).write_bytes(data)
         _judge(cls, folder, f"step 10's file {what}")
     _as_kept(folder, kept)
+    _check_new_process(cls, folder)
     _check_foreign_names(cls, folder, name)
     _as_kept(folder, kept)
     _check_all_damaged(cls, folder)
     _as_kept(folder, kept)
     _check_malicious(cls, folder)
+
+
+def _uses(cls: Maker, names: Collection[str]) -> bool:
+    """Whether a method of the class mentions one of these names."""
+    members = [f for _, f in inspect.getmembers(cls, inspect.isfunction)] if inspect.isclass(cls) else [cls]
+    return any(set(names) & set(f.__code__.co_names) for f in map(inspect.unwrap, members) if inspect.isfunction(f))
+
+
+def _check_new_process(cls: Maker, folder: Path) -> None:
+    """Only for classes that ask for it, since a process that is not a copy of this one takes a third of a second."""
+    if not _uses(cls, NAMES_TO_TRY):
+        return
+    step, error = on_ranks(_load_there, 1, cls, str(folder), when="")[0]
+    if step != 10:
+        what = f"raises {error}" if error else f"gives step {step}"
+        raise Mistake(f"the folder is whole, and load() in a new process {what}",
+                      "hash() of text and bytes differs from process to process; hashlib.sha256(data) does "
+                      "not")  # fmt: skip
+
+
+def _load_there(cls: Maker, folder: str) -> tuple[Any, str]:
+    try:
+        loaded = cls(Path(folder), 3).load()
+        return (loaded[0] if isinstance(loaded, (tuple, list)) and loaded else None), ""
+    except Exception as error:
+        return None, described(error)
 
 
 def _as_kept(folder: Path, kept: Path) -> None:
@@ -282,13 +319,38 @@ def _check_malicious(cls: Maker, folder: Path) -> None:
     state = a_state(11) | {"extra": _Malicious()}
     ran.clear()
     in_child(lambda: cls(folder, 3).save(11, state))
-    with contextlib.suppress(Exception):  # to refuse is as good as to go back to step 10
+    with contextlib.suppress(Exception), _evaluations_noted():  # to refuse is as good as to go back to step 10
         cls(folder, 3).load()
     if ran:
         raise Mistake(
             f"someone made a file that runs code on the machine that loads it, and {ran[0]} in load() ran it",
-            "torch.load(file, weights_only=True): tensors, numbers, text, dicts and lists, nothing else",
+            "torch.load(file, weights_only=True): tensors, numbers, text, dicts and lists, nothing else"
+            if ran[0] not in EVALUATES
+            else "int(text), json.loads(text) or struct.unpack read data; eval and exec run it",
         )
+
+
+@contextlib.contextmanager
+def _evaluations_noted() -> Iterator[None]:
+    """Within, eval() and exec() leave a note if anything but a library calls them."""
+    real = {name: getattr(builtins, name) for name in EVALUATES}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code.co_filename
+            if not caller.startswith((sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")):
+                ran.append(name)
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in EVALUATES:
+        setattr(builtins, name, noting(name))
+    try:
+        yield
+    finally:
+        for name in EVALUATES:
+            setattr(builtins, name, real[name])
 
 
 # -- all checks, in order
@@ -356,7 +418,8 @@ def _check_keep(cls: Maker, folder: Path) -> None:
     if len(files_in(folder)) > usual:
         raise Mistake(f"after 3 more saves with keep=2 there are {len(files_in(folder)) - 1} files, before them there "
                       f"were {usual - 1}: old ones stay for ever", "delete all but the newest `keep`")  # fmt: skip
-    newest = Saved(folder, [], before, files_in(folder)).written
+    if not (newest := Saved(folder, [], before, files_in(folder)).written):
+        raise Mistake("save() writes no file into the folder", "the folder is all that a new process has")
     (folder / max(newest, key=lambda name: newest[name][1])).unlink()
     loaded = None
     with contextlib.suppress(Exception):

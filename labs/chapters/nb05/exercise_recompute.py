@@ -127,6 +127,8 @@ class Run:
     cut_off: bool = False
     """Whether the output does not require grad, so that there is no backward pass."""
     error: Exception | None = None
+    flag_changed: bool = False
+    """Whether the caller's x has another requires_grad now."""
 
     def play(self, f: Function) -> Run:
         blocks = [Block(self, seed) for seed in range(max(self.scene.blocks) + 1)]
@@ -140,6 +142,7 @@ class Run:
                     self._one_pass(f, blocks, x, wanted)
             except (RuntimeError, AttributeError, TypeError, ValueError) as error:
                 self.error = error
+        self.flag_changed = x.requires_grad != self.scene.x_needs_grad
         self.x_grad, self.gradients = x.grad, [p.grad for block in blocks for p in block.parameters()]
         return self
 
@@ -200,6 +203,9 @@ def _faults(own: Run, plain: Run) -> Iterator[Finding]:
         yield from _recomputed(own)
         yield from _gradients(own, plain)
         yield from _random(own, plain)
+        if own.flag_changed:
+            yield ("the caller's x requires a gradient now: requires_grad_() works in place, and this was not your "
+                   "tensor", "x = x.detach().requires_grad_(): detach() makes a tensor of its own")  # fmt: skip
 
 
 def _no_graph(run: Run) -> Finding:

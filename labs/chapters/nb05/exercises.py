@@ -23,9 +23,11 @@ Case = tuple[float, float, int, float, float]
 """(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes)"""
 JOBS: list[Case] = [
     (24e9, 6e9, 23, 40 * MB, 4 * MB), (80e9, 30e9, 100, 40 * MB, 40 * MB), (16e9, 1e9, 30, 24 * MB, 3 * MB),
-    (24e9, 3e9, 8, 70 * MB, 70 * MB), (11e9, 9e9, 47, 30 * MB, 2 * MB), (24e9, 26e9, 24, 40 * MB, 4 * MB),
+    (24e9, 3e9, 8, 70 * MB, 70 * MB), (11e9, 9e9, 47, 30 * MB, 2 * MB), (24e9, 8e9, 12, 90 * MB, 1 * MB),
+    (24e9, 26e9, 24, 40 * MB, 4 * MB),
 ]  # fmt: skip
-"""In the fourth sqrt(layers) is no whole number and inputs are as large as a layer; in the last nothing fits."""
+"""In the fourth sqrt(layers) is no whole number and inputs are as large as a layer; in the sixth every layer is to be a
+segment; in the last nothing fits."""
 
 
 def _row(case: Case, k: int, divided: Function = math.ceil, inputs: Function = lambda k: k) -> float:
@@ -72,6 +74,8 @@ SEGMENTS: list[Slip] = [
     (lambda c: 2, "two segments save next to half; more save more", SEARCH),
     (lambda c: _best(c, divided=math.floor), "you round layers / segments down: the longest segment sets the peak",
      "math.ceil(layers / segments)"),
+    (lambda c: min(range(1, c[2]), key=lambda k: _row(c, k)), "you never try as many segments as layers", "range(1, "
+     "layers + 1): range() ends before its second number"),
     (_last_best, "several numbers of segments need the same memory, and you take the largest", "the smallest: min() "
      "takes the first"),
     (lambda c: _best(c) - 1, "one too few: does your search begin at 0?", "range(1, layers + 1)"),
