@@ -23,7 +23,6 @@ import psutil
 import pytest
 import torch
 from mutants import nb05 as mutants
-from mutants import nb05_files
 from torch import nn
 
 from labs.chapters.nb05 import exercise_drills as checkpoint_drills
@@ -96,7 +95,7 @@ class FolderPerStep:
         return None
 
 
-class NamesOfItsOwn(nb05_files.Files):
+class NamesOfItsOwn(mutants.Files):
     """Functions of os by their own names, a temporary file with a random name, a CRC, names with zeros."""
 
     def __init__(self, folder, keep):
@@ -134,7 +133,7 @@ class NamesOfItsOwn(nb05_files.Files):
         return torch.load(io.BytesIO(data))  # weights_only=True is what it does by itself
 
 
-class SyncsAll(nb05_files.Files):
+class SyncsAll(mutants.Files):
     def write(self, path, data):
         path.write_bytes(data)
         os.sync()
@@ -143,14 +142,14 @@ class SyncsAll(nb05_files.Files):
         os.sync()
 
 
-class ToldByPrinting(nb05_files.Files):
+class ToldByPrinting(mutants.Files):
     def save(self, step, state):
         print("saving", step)
         super().save(step, state)
         print("saved", step)
 
 
-class OldOnesRenamedFirst(nb05_files.Files):
+class OldOnesRenamedFirst(mutants.Files):
     """Old files get another name before they go, so that a kill in between leaves nothing that looks like one."""
 
     def delete_old(self):
@@ -161,7 +160,7 @@ class OldOnesRenamedFirst(nb05_files.Files):
             old.with_suffix(".old").unlink()
 
 
-@pytest.mark.parametrize("right", [nb05_files.Files, FolderPerStep, NamesOfItsOwn, ToldByPrinting, OldOnesRenamedFirst])
+@pytest.mark.parametrize("right", [mutants.Files, FolderPerStep, NamesOfItsOwn, ToldByPrinting, OldOnesRenamedFirst])
 def test_other_files_that_survive_pass(right, capsys):
     passes("05.1", right)
     assert capsys.readouterr().out == ""
@@ -258,7 +257,7 @@ def test_the_stub_of_a_class_is_to_do():
 
 
 def test_an_error_in_a_method_shows_what_was_raised():
-    class Broken(nb05_files.Files):
+    class Broken(mutants.Files):
         def packed(self, step, state):
             return state.no_such_thing
 
@@ -271,12 +270,12 @@ def test_junk_is_told_not_raised(exercise_id, junk):
     assert examine(exercise_id, junk).state == "not yet"
 
 
-class SaltedChecksum(nb05_files.Files):
+class SaltedChecksum(mutants.Files):
     def checksum(self, data):
         return (hash(data) % 2**64).to_bytes(32, "big")
 
 
-class LeavesAtOnce(nb05_files.Files):
+class LeavesAtOnce(mutants.Files):
     def save(self, step, state):
         try:
             super().save(step, state)
@@ -284,7 +283,7 @@ class LeavesAtOnce(nb05_files.Files):
             os._exit(1)
 
 
-class HeaderIsCode(nb05_files.Files):
+class HeaderIsCode(mutants.Files):
     def packed(self, step, state):
         torch.save({"step": step, "state": state}, buffer := io.BytesIO())
         header = repr({"sha256": hashlib.sha256(buffer.getvalue()).hexdigest()}).encode()
@@ -298,7 +297,7 @@ class HeaderIsCode(nb05_files.Files):
             return None
 
 
-class InMemory(nb05_files.Files):
+class InMemory(mutants.Files):
     saved: dict = {}  # noqa: RUF012
 
     def save(self, step, state):
@@ -546,7 +545,7 @@ def test_a_check_leaves_random_states_and_threads_as_they_were():
 def test_nothing_is_left_behind():
     processes = children()
     before = set(Path(tempfile.gettempdir()).glob("checkpoints-*"))
-    for cls in (solution.Checkpoints, nb05_files.NoChecksum):
+    for cls in (solution.Checkpoints, mutants.NoChecksum):
         examine("05.1", cls)
     assert set(Path(tempfile.gettempdir()).glob("checkpoints-*")) == before
     assert children() == processes

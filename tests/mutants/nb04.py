@@ -14,41 +14,28 @@ def _autocast(dtype=FP16):
     return torch.amp.autocast("cpu", dtype=dtype)
 
 
-def _step(*, context=_autocast, zero=True, zero_inside=False, divide=lambda n: n, inside=None, backward_inside=False,
-          scale=lambda scaler, loss, last: scaler.scale(loss), unscale=True, clip=clip_grad_norm_, clip_first=False,
-          clip_late=False, clip_inside=False, step=lambda scaler, optimizer: scaler.step(optimizer), updates=1,
-          update_first=False, norm=lambda m, scaler: m):  # fmt: skip
+def _step(*, context=_autocast, zero_inside=False, divide=lambda n: n, backward_inside=False, scaled=True,
+          clip_first=False):  # fmt: skip
     """The right step, except for what a keyword says."""
 
     def train_step(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-        if zero:
-            optimizer.zero_grad()
-        for i, (x, y) in enumerate(micro_batches, 1):
+        optimizer.zero_grad()
+        for x, y in micro_batches:
             if zero_inside:
                 optimizer.zero_grad()
             with context():
                 loss = loss_fn(model(x), y) / divide(len(micro_batches))
                 if backward_inside:
-                    scale(scaler, loss, i == len(micro_batches)).backward()
+                    scaler.scale(loss).backward()
             if not backward_inside:
-                scale(scaler, loss, i == len(micro_batches)).backward()
-            if inside:
-                inside(scaler, optimizer)
-            if clip_inside:
-                clip(model.parameters(), max_norm)
+                (scaler.scale(loss) if scaled else loss).backward()
         if clip_first:
-            clip(model.parameters(), max_norm)
-        if unscale:
-            scaler.unscale_(optimizer)
-        if clip and not (clip_first or clip_late or clip_inside):
-            clip(model.parameters(), norm(max_norm, scaler))
-        if update_first:
-            scaler.update()
-        step(scaler, optimizer)
-        if clip_late:
-            clip(model.parameters(), max_norm)
-        for _ in range(updates):
-            scaler.update()
+            clip_grad_norm_(model.parameters(), max_norm)
+        scaler.unscale_(optimizer)
+        if not clip_first:
+            clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
 
     return train_step
 
@@ -157,7 +144,7 @@ MUTANTS = {
         "bfloat16": (_step(context=lambda: _autocast(None)), "the forward pass ran in bfloat16"),
         "backward inside autocast": (_step(backward_inside=True), "backward() ran inside autocast"),
         "zero_grad in the loop": (_step(zero_inside=True), "zeroed between two micro-batches"),
-        "not scaled": (_step(scale=lambda scaler, loss, last: loss), "scaler.scale() was never called"),
+        "not scaled": (_step(scaled=False), "scaler.scale() was never called"),
         "loss not divided": (_step(divide=lambda n: 1), "were added, not averaged: the gradient is 3 times too large"),
         "clip before unscale_": (_step(clip_first=True), "because unscale_() came after clipping"),
         "update only if finite": (_update_only_if_finite, "a gradient was inf, and scaler.update() was not called"),
