@@ -16,7 +16,7 @@ from labs.chapters.nb06 import exercise_pipeline as pipeline_checks
 from labs.chapters.nb06 import exercises as cuts_checks
 from labs.chapters.nb06 import exercises as nb06
 from labs.chapters.nb06 import solutions as solution
-from labs.chapters.nb06.exercise_pipeline import JOBS, STAGES, Wait, dead_lock, play_jobs
+from labs.chapters.nb06.exercise_pipeline import JOBS, STAGES, Wait, deadlock, play_jobs
 from labs.chapters.nb06.exercise_tensor import problem, run, unsplit, watched
 from labs.kit.check import TODO, examine, get_exercise
 from labs.kit.launch import run_on_ranks
@@ -198,10 +198,35 @@ def test_a_todo_inside_of_the_function_is_found():
 
 
 def test_a_deadlock_of_three_names_the_two_that_block_each_other():
-    waits = {0: Wait(0, True, 1, 2), 1: Wait(1, True, 1, 2), 2: Wait(2, True, -1, 1)}
-    assert "stage 1 sends activation 2 of 4, while stage 2 sends gradient 1 of 4" in str(dead_lock(waits, 4))
-    ended = dead_lock({0: Wait(0, False, -1, 1)}, 4)
-    assert "stage 0 waits for gradient 1 of 4 for ever: stage 1 has ended without" in str(ended)
+    waits = {
+        0: Wait(0, 1, "sends activation 2"),
+        1: Wait(1, 2, "sends activation 2"),
+        2: Wait(2, 1, "sends gradient 1"),
+    }
+    assert "stage 1 sends activation 2, while stage 2 sends gradient 1" in str(deadlock(waits))
+    ended = deadlock({0: Wait(0, 1, "waits for gradient 1")})
+    assert "stage 0 waits for gradient 1 for ever: stage 1 has ended" in str(ended)
+
+
+@pytest.mark.parametrize(
+    ("late", "words"),
+    [
+        ("gradient first", "stage 0 waits for gradient 1, while stage 1 waits for activation 1"),
+        ("nothing back", "stage 1 waits for gradient 1, while stage 2 waits for activation 2; neither sends"),
+    ],
+)
+def test_a_deadlock_ends_in_seconds_with_the_reason(late, words):
+    def pipeline_step(stage, micro_batches, loss_fn, link):
+        for x, y in micro_batches:
+            x = x if link.first else link.receive_previous().requires_grad_()
+            output = loss_fn(stage(x), y) if link.last else stage(x)
+            if late == "nothing back" and not link.last:
+                link.send_next(output.detach())
+            output.backward(None if link.last else link.receive_next())
+            if late == "gradient first" and not link.last:
+                link.send_next(output.detach())
+
+    assert words in examine("06.1", pipeline_step).text
 
 
 # -- 06.2

@@ -195,8 +195,8 @@ MUTANTS = {
         "zero_grad in the loop": (step(before=lambda s: s.zero_grad()), "only the last micro-batch is in"),
         "last kept, first used": (step(take=-1), "gradient of micro-batch 1 went backward through the activations of "
                                   "micro-batch 3"),
-        "last stage sends gradients at once": (step(order="last at once"), "stage 1 sends activation 2 of 3, while "
-                                               "stage 2 sends gradient 1 of 3"),
+        "last stage sends gradients at once": (step(order="last at once"), "stage 1 sends activation 2, while "
+                                               "stage 2 sends gradient 1"),
         "one at a time": (step(order="one at a time"), "only one micro-batch is under way at any time"),
         "graph retained": (step(retain=True), "are still in memory"),
     },

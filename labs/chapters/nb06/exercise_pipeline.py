@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -111,19 +111,13 @@ class Event:
     """Of a forward: whether its x requires a gradient."""
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """A stage that waits for a neighbour."""
 
     stage: int
-    sends: bool
-    to: int
-    nth: int
-
-    @property
-    def neighbour(self) -> int:
-        """The other stage."""
-        return self.stage + (self.to if self.sends else -self.to)
+    neighbour: int
+    doing: str
+    """For example "sends activation 2"."""
 
 
 class Stuck(BaseException):
@@ -173,7 +167,10 @@ class Link:
         return parcel[0]
 
     def _wait(self, what: str, to: int) -> Wait:
-        return Wait(self._stage, what == "send", to, sum((e.what, e.to) == (what, to) for e in self._events))
+        nth = sum((e.what, e.to) == (what, to) for e in self._events)
+        sends = what == "send"
+        return Wait(self._stage, self._stage + (to if sends else -to),
+                    f"{'sends' if sends else 'waits for'} {CARRIES[to]} {nth}")  # fmt: skip
 
     def _check_neighbour(self, neighbour: int, what: str) -> None:
         if not 0 <= neighbour < STAGES:
@@ -347,7 +344,7 @@ def check_pipeline_step(f: Function, jobs: Sequence[Job] = JOBS) -> None:
         raise _explained(e) from e
     for job, *played in zip(jobs, *ranks, strict=False):
         if waits := {p.stage: p.stuck for p in played if p.stuck}:
-            raise dead_lock(waits, len(job.rows))
+            raise deadlock(waits)
         for what, hint in _faults(job, played):
             raise Mistake(f"micro-batches of {', '.join(map(str, job.rows))} rows: {what}", hint)
 
@@ -370,32 +367,24 @@ def _explained(error: RankFailed) -> Exception:
     return error
 
 
-def dead_lock(waits: dict[int, Wait], micro_batches: int) -> Mistake:
+def deadlock(waits: dict[int, Wait]) -> Mistake:
     """Two neighbours that wait for each other, or one that waits for a stage that has ended, in words."""
-
-    def doing(w: Wait) -> str:
-        return f"{'sends' if w.sends else 'waits for'} {CARRIES[w.to]} {w.nth} of {micro_batches}"
-
-    for _, wait in sorted(waits.items()):
-        other = waits.get(wait.neighbour)
-        if other is None:
-            ended = f"stage {wait.stage} {doing(wait)} for ever: stage {wait.neighbour} has ended"
-            if wait.sends:
-                return Mistake(ended, "as many receives on one side as sends on the other: one for each micro-batch")
-            hints = {
-                1: "every stage but the last: link.send_next(y.detach()) for each micro-batch",
-                -1: "every stage but the first: after backward() link.send_previous(x.grad) for each micro-batch",
-            }
-            return Mistake(f"{ended} without sending it", hints[wait.to])
-        if other.neighbour == wait.stage:  # else it waits for a third: that one's case is the cause
-            said = f"deadlock: stage {wait.stage} {doing(wait)}, while stage {other.stage} {doing(other)}"
-            if wait.sends and other.sends:
-                return Mistake(
-                    f"{said}; a send ends when the other side receives, and neither does",
-                    "where one of two neighbours sends, the other must receive: all forwards on every stage, then all "
-                    "backwards",
-                )
-            return Mistake(f"{said}; neither sends", "send what the neighbour needs before you wait for its answer")
+    for _, (stage, neighbour, doing) in sorted(waits.items()):
+        if neighbour not in waits:
+            return Mistake(
+                f"stage {stage} {doing} for ever: stage {neighbour} has ended",
+                "for each micro-batch: every stage but the last link.send_next(y.detach()), every stage but the first "
+                "link.send_previous(x.grad); and as many receives on the other side",
+            )
+        if waits[neighbour].neighbour == stage:  # else it waits for a third: that one's case is the cause
+            both = f"deadlock: stage {stage} {doing}, while stage {neighbour} {waits[neighbour].doing}"
+            if "waits" in doing:
+                return Mistake(f"{both}; neither sends", "send what the neighbour needs before you wait for its answer")
+            return Mistake(
+                f"{both}; a send ends when the other side receives, and neither does",
+                "where one of two neighbours sends, the other must receive: all forwards on every stage, then all "
+                "backwards",
+            )
     return Mistake("deadlock: all stages wait for each other")
 
 
