@@ -27,7 +27,7 @@ Function = Callable[..., Any]
 Finding = tuple[str, str]
 """What was done, and a hint."""
 STAGES, WIDTHS = 3, (6, 5, 4, 2)
-STUCK_S = 2.0
+STUCK_S = 4.0
 """A stage that waits longer than this for a neighbour waits for ever: all else takes milliseconds."""
 CARRIES = {1: "activation", -1: "gradient"}
 """What goes to the next stage, and what comes back."""
