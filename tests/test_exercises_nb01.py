@@ -8,7 +8,8 @@ import statistics
 import numpy as np
 import pytest
 
-from labs.chapters.nb01.exercise_simulated_device import DriftingMachine, SimulatedDevice, Version
+from labs.chapters.nb01 import solutions as solution
+from labs.chapters.nb01.exercise_benchmark import DriftingMachine, SimulatedDevice, Version
 from labs.kit.check import TODO, Mistake, examine
 from labs.kit.measure import estimate
 
@@ -100,6 +101,32 @@ def in_blocks(step, make_batch, synchronize, clock):
         synchronize()
         seconds.append((clock() - start) / 2)
     return np.median(seconds)
+
+
+@pytest.mark.parametrize("steps", [4, 10])
+def test_long_blocks_are_told(steps):
+    def benchmark(step, make_batch, synchronize, clock):
+        batch, seconds = make_batch(), []
+        for _ in range(10):
+            step(batch)
+        for _ in range(30):
+            synchronize()
+            start = clock()
+            for _ in range(steps):
+                step(batch)
+            synchronize()
+            seconds.append((clock() - start) / steps)
+        return statistics.median(seconds)
+
+    assert f"your samples are blocks of {steps} steps" in examine("01.1", benchmark).text
+
+
+def test_ratios_in_single_precision_pass():
+    def compare(a, b, seconds_of, pairs):
+        ratios, verdict = solution.compare(a, b, seconds_of, pairs)
+        return np.float32(ratios).tolist(), verdict
+
+    assert examine("01.2", compare).state == "passed"
 
 
 def until_steady(step, make_batch, synchronize, clock):

@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from labs.chapters.nb04 import solutions as solution
-from labs.chapters.nb04.exercise_formats import CASES
-from labs.chapters.nb04.exercise_watched_training import Job, Watched
+from labs.chapters.nb04.exercise_amp import Job, Watched
+from labs.chapters.nb04.exercises import CASES
 from labs.kit.check import TODO, examine
 
 # -- 04.1
@@ -70,6 +70,34 @@ def test_other_steps_that_do_the_same_pass(right):
     assert examine("04.1", right).state == "passed", examine("04.1", right).text
 
 
+def step_with(device_type=lambda model, x: next(model.parameters()).device.type, new_optimizer=False):
+    def train_step(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
+        optimizer.zero_grad()
+        if new_optimizer:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for x, y in micro_batches:
+            with torch.amp.autocast(device_type(model, x), dtype=torch.float16):
+                loss = loss_fn(model(x), y) / len(micro_batches)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return train_step
+
+
+def test_autocast_for_a_fixed_device_is_told_and_torch_is_left_as_it_was():
+    assert 'autocast is for "cpu"' in examine("04.1", step_with(lambda model, x: "cpu")).text
+    assert examine("04.1", step_with()).state == "passed"
+    assert examine("04.1", step_with(lambda model, x: x.device.type)).state == "passed"
+    assert "device" not in vars(torch.Tensor) and torch.ones(1).device.type == "cpu"
+
+
+def test_an_optimizer_made_anew_in_each_step_is_told():
+    assert "another one did" in examine("04.1", step_with(new_optimizer=True)).text
+
+
 def repaired(*parts):
     """The article's loop with some of its faults removed."""
 
@@ -77,7 +105,11 @@ def repaired(*parts):
         if "zero" in parts:
             optimizer.zero_grad()
         for x, y in micro_batches:
-            with torch.amp.autocast("cpu", torch.float16) if "autocast" in parts else torch.cuda.amp.autocast():
+            with (
+                torch.amp.autocast(x.device.type, dtype=torch.float16)
+                if "autocast" in parts
+                else torch.cuda.amp.autocast()
+            ):
                 loss = loss_fn(model(x), y) / (len(micro_batches) if "mean" in parts else 1)
             scaler.scale(loss).backward()
             if "once" not in parts:

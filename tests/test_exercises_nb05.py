@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import zlib
@@ -22,15 +23,14 @@ import psutil
 import pytest
 import torch
 from mutants import nb05 as mutants
-from mutants import nb05_files
 from torch import nn
 
 from labs.chapters.nb05 import exercise_drills as checkpoint_drills
 from labs.chapters.nb05 import exercises as nb05
 from labs.chapters.nb05 import solutions as solution
-from labs.chapters.nb05.exercise_blocks import SCENES, Run
-from labs.chapters.nb05.exercise_damage import _damages
 from labs.chapters.nb05.exercise_drills import Drill, in_child
+from labs.chapters.nb05.exercise_files import _damages
+from labs.chapters.nb05.exercise_recompute import SCENES, Run
 from labs.chapters.nb05.exercise_resume import pieces
 from labs.chapters.nb05.exercise_states import a_state, difference, one_thread, same
 from labs.chapters.nb05.exercise_trainer import Trainer
@@ -95,7 +95,7 @@ class FolderPerStep:
         return None
 
 
-class NamesOfItsOwn(nb05_files.Files):
+class NamesOfItsOwn(mutants.Files):
     """Functions of os by their own names, a temporary file with a random name, a CRC, names with zeros."""
 
     def __init__(self, folder, keep):
@@ -133,7 +133,7 @@ class NamesOfItsOwn(nb05_files.Files):
         return torch.load(io.BytesIO(data))  # weights_only=True is what it does by itself
 
 
-class SyncsAll(nb05_files.Files):
+class SyncsAll(mutants.Files):
     def write(self, path, data):
         path.write_bytes(data)
         os.sync()
@@ -142,14 +142,25 @@ class SyncsAll(nb05_files.Files):
         os.sync()
 
 
-class ToldByPrinting(nb05_files.Files):
+class ToldByPrinting(mutants.Files):
     def save(self, step, state):
         print("saving", step)
         super().save(step, state)
         print("saved", step)
 
 
-@pytest.mark.parametrize("right", [nb05_files.Files, FolderPerStep, NamesOfItsOwn, ToldByPrinting])
+class OldOnesRenamedFirst(mutants.Files):
+    """Old files get another name before they go, so that a kill in between leaves nothing that looks like one."""
+
+    def delete_old(self):
+        for stale in self.folder.glob("*.old"):
+            stale.unlink()
+        for old in self.newest_first()[self.keep :]:
+            os.rename(old, old.with_suffix(".old"))
+            old.with_suffix(".old").unlink()
+
+
+@pytest.mark.parametrize("right", [mutants.Files, FolderPerStep, NamesOfItsOwn, ToldByPrinting, OldOnesRenamedFirst])
 def test_other_files_that_survive_pass(right, capsys):
     passes("05.1", right)
     assert capsys.readouterr().out == ""
@@ -195,7 +206,9 @@ def test_an_act_that_hangs_is_ended(monkeypatch):
 
 @pytest.mark.drill
 def test_an_act_that_leaves_by_exit_or_signal_is_told_apart():
-    assert in_child(lambda: os._exit(3)).error == "SystemExit"
+    with pytest.raises(Mistake, match="ends the whole process"):
+        in_child(lambda: os._exit(3))
+    assert in_child(lambda: sys.exit(3)).error.startswith("SystemExit")
     assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)).killed
     assert in_child(lambda: (_ for _ in ()).throw(KeyError("x"))).error.startswith("KeyError")
 
@@ -244,7 +257,7 @@ def test_the_stub_of_a_class_is_to_do():
 
 
 def test_an_error_in_a_method_shows_what_was_raised():
-    class Broken(nb05_files.Files):
+    class Broken(mutants.Files):
         def packed(self, step, state):
             return state.no_such_thing
 
@@ -257,7 +270,64 @@ def test_junk_is_told_not_raised(exercise_id, junk):
     assert examine(exercise_id, junk).state == "not yet"
 
 
+class SaltedChecksum(mutants.Files):
+    def checksum(self, data):
+        return (hash(data) % 2**64).to_bytes(32, "big")
+
+
+class LeavesAtOnce(mutants.Files):
+    def save(self, step, state):
+        try:
+            super().save(step, state)
+        except OSError:
+            os._exit(1)
+
+
+class HeaderIsCode(mutants.Files):
+    def packed(self, step, state):
+        torch.save({"step": step, "state": state}, buffer := io.BytesIO())
+        header = repr({"sha256": hashlib.sha256(buffer.getvalue()).hexdigest()}).encode()
+        return header + b"\n" + buffer.getvalue()
+
+    def checked(self, data):
+        try:
+            header, _, content = data.partition(b"\n")
+            return content if eval(header)["sha256"] == hashlib.sha256(content).hexdigest() else None
+        except Exception:
+            return None
+
+
+class InMemory(mutants.Files):
+    saved: dict = {}  # noqa: RUF012
+
+    def save(self, step, state):
+        self.saved[str(self.folder)] = step, copy.deepcopy(state)
+
+    def load(self):
+        return self.saved.get(str(self.folder))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (SaltedChecksum, "load() in a new process raises RuntimeError"),
+        (LeavesAtOnce, "ends the whole process with os._exit()"),
+        (HeaderIsCode, "and eval in load() ran it"),
+        (InMemory, "save() writes no file into the folder"),
+    ],
+)
+def test_rarer_mistakes_with_files_are_told(wrong, words):
+    assert words in examine("05.1", wrong).text
+
+
 # -- 05.2
+
+
+def test_switching_requires_grad_on_for_the_callers_x_is_told():
+    def checkpointed(block, x):
+        return solution.checkpointed(block, x.requires_grad_())
+
+    assert "the caller's x requires a gradient now" in examine("05.2", checkpointed).text
 
 
 def with_a_dummy(block, x):
@@ -365,6 +435,26 @@ def test_a_loop_is_as_good_and_numpy_numbers_are_numbers():
     passes("05.3", largest_batch)
 
 
+def test_as_many_segments_as_layers_must_be_tried():
+    def largest_batch(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
+        def peak(k):
+            return k * input_bytes + -(-layers // k) * layer_bytes
+
+        k = min(range(1, layers), key=peak)
+        return max(0, int((memory_bytes - fixed_bytes) // peak(k))), k
+
+    assert "you never try as many segments as layers" in examine("05.3", largest_batch).text
+
+
+def test_by_numpy_is_as_good():
+    def largest_batch(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
+        k = np.arange(1, layers + 1)
+        peaks = k * input_bytes + np.ceil(layers / k) * layer_bytes
+        return int(max(0, (memory_bytes - fixed_bytes) // peaks.min())), int(peaks.argmin()) + 1
+
+    passes("05.3", largest_batch)
+
+
 def test_no_slip_is_another_one_or_the_right_answer():
     right = [solution.largest_batch(*case) for case in nb05.JOBS]
     for slips, want in ((nb05.SEGMENTS, [k for _, k in right]), (nb05.ROWS, [rows for rows, _ in right])):
@@ -408,6 +498,19 @@ def test_other_complete_states_pass(right):
     passes("05.4", right)
 
 
+class InTheClass(mutants.Complete):
+    def state_dict(self):
+        type(self).kept = super().state_dict()
+        return {"epoch": self.sampler.epoch}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(copy.deepcopy(self.kept))
+
+
+def test_a_state_that_stays_in_the_class_is_told():
+    assert "brings back what another trainer has saved last" in examine("05.4", InTheClass).text
+
+
 def test_from_the_article_on_one_piece_after_the_other():
     parts = ["scheduler", "scaler", "sampler", "generator", "torch", "numpy", "python"]
     words = ["the scheduler", "the loss scale", "the number of the epoch", "the sampler's generator",
@@ -442,7 +545,7 @@ def test_a_check_leaves_random_states_and_threads_as_they_were():
 def test_nothing_is_left_behind():
     processes = children()
     before = set(Path(tempfile.gettempdir()).glob("checkpoints-*"))
-    for cls in (solution.Checkpoints, nb05_files.NoChecksum):
+    for cls in (solution.Checkpoints, mutants.NoChecksum):
         examine("05.1", cls)
     assert set(Path(tempfile.gettempdir()).glob("checkpoints-*")) == before
     assert children() == processes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
+import sys
 import time
 from itertools import combinations, pairwise
 
@@ -13,15 +13,12 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from labs.chapters.nb06 import exercise_pipeline as pipeline_checks
-from labs.chapters.nb06 import exercise_pipeline_cuts as pipeline_cuts
+from labs.chapters.nb06 import exercises as cuts_checks
 from labs.chapters.nb06 import exercises as nb06
 from labs.chapters.nb06 import solutions as solution
-from labs.chapters.nb06.exercise_pipeline_exchange import CARRIES, Exchange, Wait, dead_lock
-from labs.chapters.nb06.exercise_pipeline_problem import Job, players
-from labs.chapters.nb06.exercise_pipeline_threads import in_time, together
-from labs.chapters.nb06.exercise_tensor import problem, run, unsplit
-from labs.chapters.nb06.exercise_tensor_traffic import watched
-from labs.kit.check import TODO, Mistake, examine, get_exercise
+from labs.chapters.nb06.exercise_pipeline import JOBS, STAGES, Wait, deadlock, play_jobs
+from labs.chapters.nb06.exercise_tensor import problem, run, unsplit, watched
+from labs.kit.check import TODO, examine, get_exercise
 from labs.kit.launch import run_on_ranks
 from labs.parts.pipelines import partition, schedules
 
@@ -79,62 +76,59 @@ def by_autograd_grad(stage, micro_batches, loss_fn, link):
     return total
 
 
-@pytest.mark.parametrize("right", [last_in_first_out, by_autograd_grad])
+def one_forward_one_backward(stage, micro_batches, loss_fn, link):
+    """1F1B: after a few forwards each backward as soon as its gradient is there, so that little is in memory."""
+    rows, kept, total = sum(len(x) for x, _ in micro_batches), [], 0.0
+    warm_up = dist.get_world_size() - 1 - dist.get_rank()
+
+    def backward(gradient):
+        x, output = kept.pop(0)
+        output.backward(gradient)
+        if not link.first:
+            link.send_previous(x.grad)
+
+    for i, (x, y) in enumerate(micro_batches):
+        x = x if link.first else link.receive_previous().requires_grad_()
+        output = stage(x)
+        if link.last:
+            output = loss_fn(output, y) * len(x) / rows
+            total += output.item()
+        kept.append((x, output))
+        gradient = link.receive_next() if i >= warm_up and not link.last else None
+        if not link.last:
+            link.send_next(output.detach())  # after the receive: else both sides would send
+        if i >= warm_up:
+            backward(gradient)
+    while kept:
+        backward(None if link.last else link.receive_next())
+    return total if link.last else None
+
+
+@pytest.mark.parametrize("right", [last_in_first_out, by_autograd_grad, one_forward_one_backward])
 def test_other_steps_pass(right):
     passes("06.1", right)
 
 
 def test_the_reference_has_the_gradients_of_one_process():
-    for job in (*pipeline_checks.JOBS, Job(4, (5,), 9), Job(1, (2, 3), 9)):
-        played = pipeline_checks._simulate(solution.pipeline_step, job)
+    ranks = run_on_ranks(play_jobs, STAGES, solution.pipeline_step, JOBS)
+    for job, *played in zip(JOBS, *ranks, strict=True):
         modules = job.modules()
         x, y = (torch.cat(part) for part in zip(*job.micro_batches, strict=True))
         loss = functional.mse_loss(torch.nn.Sequential(*modules)(x), y)
         loss.backward()
         for p, module in zip(played, modules, strict=True):
-            for mine, whole in zip(p.stage.parameters(), module.parameters(), strict=True):
-                assert torch.allclose(mine.grad, whole.grad, rtol=1e-4, atol=1e-7)
+            whole = torch.cat([q.grad.flatten() for q in module.parameters()])
+            assert torch.allclose(p.gradient, whole, rtol=1e-4, atol=1e-7)
         assert played[-1].returned == pytest.approx(loss.item(), rel=1e-5)
-
-
-def test_in_flight_and_kept_are_counted():
-    played = pipeline_checks._simulate(solution.pipeline_step, pipeline_checks.JOBS[1])
-    assert [pipeline_checks._in_flight(p) for p in played] == [4, 4, 4]
-    kept = [p.stage.kept_at_backward for p in played]
-    assert all(k == sorted(k, reverse=True) and 0 < k[-1] <= k[0] / 4 for k in kept)
-
-
-SHARED = {}
-
-
-def shares_a_variable(stage, micro_batches, loss_fn, link):
-    """Right among threads: the gradient passes through a global variable, only the signal through the link."""
-    rows, kept = sum(len(x) for x, _ in micro_batches), []
-    for x, y in micro_batches:
-        x = x if link.first else link.receive_previous().requires_grad_()
-        kept.append((x, stage(x)))
-        if link.last:
-            kept[-1] = x, loss_fn(kept[-1][1], y) * len(x) / rows
-        else:
-            link.send_next(kept[-1][1].detach())
-    total = sum(o.item() for _, o in kept) if link.last else None
-    for i, (x, output) in enumerate(kept):
-        gradient = None if link.last else link.receive_next()
-        output.backward(gradient if gradient is None else SHARED.get((i, tuple(gradient.shape)), 0 * gradient))
-        if not link.first:
-            SHARED[i, tuple(x.shape)] = x.grad
-            link.send_previous(x.grad)
-    return total
-
-
-def test_stages_that_share_a_variable_fail_on_ranks():
-    SHARED.clear()
-    assert "do the stages share a variable?" in examine("06.1", shares_a_variable).text
+        assert [pipeline_checks.most_in_flight(p) for p in played] == [len(job.rows)] * STAGES
+        for p in played:
+            kept = [p.events[i].kept for i in p.at("backward")]
+            assert kept == sorted(kept, reverse=True) and 0 < kept[-1] <= kept[0] / len(job.rows)
 
 
 @pytest.mark.drill
-def test_a_loop_without_end_is_ended(monkeypatch):
-    monkeypatch.setattr(pipeline_checks, "LIMIT_S", 0.3)
+def test_a_loop_without_end_and_what_it_started_is_ended(monkeypatch):
+    monkeypatch.setattr("labs.kit.answers.RUN_S", 6.0)
 
     def pipeline_step(stage, micro_batches, loss_fn, link):
         while True:
@@ -143,26 +137,56 @@ def test_a_loop_without_end_is_ended(monkeypatch):
             except Exception:
                 continue
 
-    before = set(threading.enumerate())
-    assert "did not finish within 0.3 s" in examine("06.1", pipeline_step).text
-    assert set(threading.enumerate()) == before
+    assert "did not finish within 6 s" in examine("06.1", pipeline_step).text
 
 
-def test_no_thread_stays_when_a_stage_raises_while_the_other_waits():
+def test_an_error_on_one_stage_is_told_although_the_others_wait():
     def pipeline_step(stage, micro_batches, loss_fn, link):
         if link.last:
             return {}["no such key"]
         link.receive_next()
 
-    before = set(threading.enumerate())
     text = examine("06.1", pipeline_step).text
     assert "KeyError: 'no such key'" in text and 'return {}["no such key"]' in text
-    assert set(threading.enumerate()) == before
+
+
+def test_leaving_the_process_is_told_and_the_check_goes_on_living():
+    text = examine("06.1", lambda stage, micro_batches, loss_fn, link: sys.exit("enough")).text
+    assert "SystemExit: enough" in text
 
 
 def test_a_step_that_does_nothing_is_told():
     text = examine("06.1", lambda stage, micro_batches, loss_fn, link: None).text
     assert "stage 0 ran forward 0 times for 3 micro-batches" in text
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_emptied_at_the_end_are_called_that(to_none):
+    def pipeline_step(stage, micro_batches, loss_fn, link):
+        total = solution.pipeline_step(stage, micro_batches, loss_fn, link)
+        stage.zero_grad(set_to_none=to_none)
+        return total
+
+    text = examine("06.1", pipeline_step).text
+    assert "zero_grad() comes" in text if to_none else "zero_grad() came after the last backward()" in text
+
+
+def test_backward_through_the_last_output_is_not_blamed_on_requires_grad():
+    def pipeline_step(stage, micro_batches, loss_fn, link):
+        xs = []
+        for x, y in micro_batches:
+            xs.append(x if link.first else link.receive_previous().requires_grad_())
+            output = stage(xs[-1])
+            output = loss_fn(output, y) if link.last else output
+            if not link.last:
+                link.send_next(output.detach())
+        for x in xs:
+            output.backward(None if link.last else link.receive_next(), retain_graph=True)
+            if not link.first:
+                link.send_previous(x.grad)
+
+    text = examine("06.1", pipeline_step).text
+    assert "went through the activations of another micro-batch" in text
 
 
 def test_a_todo_inside_of_the_function_is_found():
@@ -173,47 +197,36 @@ def test_a_todo_inside_of_the_function_is_found():
     assert examine("06.1", pipeline_step).state == "to do"
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("sends", [(1, -1), (-1, 1)])
-def test_a_dead_lock_of_three_names_the_two_that_block_each_other(sends):
-    waits = {0: Wait(0, True, 1, 2), 1: Wait(1, True, 1, 2), 2: Wait(2, True, -1, 1)}
-    assert "stage 1 sends activation 2 of 4, while stage 2 sends gradient 1 of 4" in str(dead_lock(waits, 4))
-    assert "stage 0 waits for gradient 1 of 4 for ever: stage 1 has ended without" in str(
-        dead_lock({0: Wait(0, False, -1, 1)}, 4)
-    )
-    assert CARRIES[sends[0]] != CARRIES[sends[1]]
+def test_a_deadlock_of_three_names_the_two_that_block_each_other():
+    waits = {
+        0: Wait(0, 1, "sends activation 2"),
+        1: Wait(1, 2, "sends activation 2"),
+        2: Wait(2, 1, "sends gradient 1"),
+    }
+    assert "stage 1 sends activation 2, while stage 2 sends gradient 1" in str(deadlock(waits))
+    ended = deadlock({0: Wait(0, 1, "waits for gradient 1")})
+    assert "stage 0 waits for gradient 1 for ever: stage 1 has ended" in str(ended)
 
 
-def test_an_exchange_hands_over_in_order_and_blocks_the_sender():
-    exchange, seen = Exchange(2), []
+@pytest.mark.parametrize(
+    ("late", "words"),
+    [
+        ("gradient first", "stage 0 waits for gradient 1, while stage 1 waits for activation 1"),
+        ("nothing back", "stage 1 waits for gradient 1, while stage 2 waits for activation 2; neither sends"),
+    ],
+)
+def test_a_deadlock_ends_in_seconds_with_the_reason(late, words):
+    def pipeline_step(stage, micro_batches, loss_fn, link):
+        for x, y in micro_batches:
+            x = x if link.first else link.receive_previous().requires_grad_()
+            output = loss_fn(stage(x), y) if link.last else stage(x)
+            if late == "nothing back" and not link.last:
+                link.send_next(output.detach())
+            output.backward(None if link.last else link.receive_next())
+            if late == "gradient first" and not link.last:
+                link.send_next(output.detach())
 
-    def sender():
-        for i in range(3):
-            exchange.put(Wait(0, True, 1, i), torch.tensor(i))
-            seen.append(f"sent {i}")
-        exchange.leave(0)
-
-    def receiver():
-        for i in range(3):
-            time.sleep(0.01)
-            seen.append(f"takes {exchange.take(Wait(1, False, 1, i)).item()}" if not seen.append(f"asks {i}") else "")
-        exchange.leave(1)
-
-    assert together([sender, receiver], 5.0, exchange.stop) and exchange.stuck is None
-    for i in range(3):
-        assert seen.index(f"asks {i}") < seen.index(f"sent {i}")
-    assert [s for s in seen if s.startswith("takes")] == ["takes 0", "takes 1", "takes 2"]
-
-
-@pytest.mark.drill
-def test_late_calls_are_ended_and_errors_pass_through():
-    before = set(threading.enumerate())
-    with pytest.raises(Mistake, match="late"):
-        in_time(lambda: [i for i in iter(int, 1)], 0.1, Mistake("late"))
-    with pytest.raises(ZeroDivisionError):
-        in_time(lambda: 1 / 0, 5.0, Mistake("late"))
-    assert in_time(lambda: 3, 5.0, Mistake("late")) == 3
-    assert set(threading.enumerate()) == before
+    assert words in examine("06.1", pipeline_step).text
 
 
 # -- 06.2
@@ -302,24 +315,33 @@ def test_the_reference_cuts_as_well_as_any_way_and_as_the_lab():
         stages = draw.randint(1, len(layer_s))
         ways = combinations(range(1, len(layer_s)), stages - 1)
         best, mine = (max(sum(layer_s[a:b]) for a, b in pairwise([0, *cut, len(layer_s)]))
-                      for cut in (min(ways, key=lambda c: max(pipeline_cuts._sums(layer_s, c))),
+                      for cut in (min(ways, key=lambda c: max(cuts_checks._sums(layer_s, c))),
                                   solution.cuts(layer_s, stages)))  # fmt: skip
         assert mine == pytest.approx(best)
         none = tuple(0.0 for _ in layer_s)
         lab = partition.choose(partition.Costs(tuple(layer_s), none, none), stages)
-        assert max(pipeline_cuts._sums(layer_s, lab)) == pytest.approx(best)
+        assert max(cuts_checks._sums(layer_s, lab)) == pytest.approx(best)
 
 
 def test_each_way_of_slipping_is_wrong_somewhere():
-    for slip, what, _ in pipeline_cuts.SLIPS:
-        answers = [(case, slip(list(case[0]), case[1])) for case in pipeline_cuts.CASES]
-        assert any(pipeline_cuts._invalid(c, a) or pipeline_cuts._slower(c, a) for c, a in answers), what
+    for slip, what, _ in cuts_checks.SLIPS:
+        assert any(cuts_checks._wrong(c, slip(list(c[0]), c[1])) for c in cuts_checks.CASES), what
 
 
 @pytest.mark.parametrize("junk", [None, "abc", 3.0, {}, [None], [[1]], ["a"], [-1], [99], [2, 2], [3, 1]])
 def test_junk_for_cuts_is_told(junk):
     said = examine("06.3", lambda layer_s, stages: junk)
     assert said.state == "not yet" and "your code raised" not in said.text
+
+
+def test_a_loop_inside_of_c_is_ended():
+    """It holds Python's lock: in the notebook's own process nothing could interrupt it."""
+    text = examine("06.3", lambda layer_s, stages: [sum(range(10**12))]).text
+    assert "did not finish within 1 s" in text
+
+
+def test_ending_the_process_is_told():
+    assert "os._exit()" in examine("06.3", lambda layer_s, stages: __import__("os")._exit(1)).text
 
 
 # -- 06.4
@@ -399,16 +421,6 @@ def test_an_error_on_a_rank_shows_the_learners_line():
 
     text = examine("06.4", parallel_mlp).text
     assert "shapes cannot be multiplied" in text and "return up(down(x[:, :3]))" in text
-
-
-def test_the_stages_of_a_job_are_the_same_on_every_call():
-    job = Job(3, (2, 1), 5)
-    first, second = (torch.cat([p.flatten() for m in job.modules() for p in m.parameters()]) for _ in range(2))
-    assert torch.equal(first, second) and len(players(job, lambda s: _NoLink())) == 3
-
-
-class _NoLink:
-    _events: list = []  # noqa: RUF012
 
 
 @pytest.mark.parametrize("exercise_id", ["06.1", "06.2", "06.3", "06.4"])

@@ -67,11 +67,6 @@ def _rounds_up(affinity, cpu_max):
     return len(affinity) if quota == "max" else min(len(affinity), math.ceil(int(quota) / int(period)))
 
 
-def _to_nearest(affinity, cpu_max):
-    quota, period = cpu_max.split()
-    return len(affinity) if quota == "max" else max(1, min(len(affinity), round(int(quota) / int(period))))
-
-
 MUTANTS = {
     "00.1": {
         "by position": (_by_position, "CUDA device i to be NVML device i"),
@@ -89,7 +84,6 @@ MUTANTS = {
         "period assumed": (_fixed_period, "period"),
         "half a core is none": (_zero_cores, "0 cores"),
         "rounded up": (_rounds_up, "2.2 cores became 3"),
-        "rounded to nearest": (_to_nearest, "2.7 cores became 3"),
     },
     "00.3": {
         "peak only": (lambda i, p, b: p, "bandwidth plays no part"),
@@ -106,8 +100,6 @@ MUTANTS = {
         "upside down": (lambda s, t, n: s / t * n / (2 * (n - 1)) / 1e9, "upside down"),
         "GiB": (lambda s, t, n: s / t * 2 * (n - 1) / n / 2**30, "GiB/s"),
         "bits": (lambda s, t, n: 8 * s / t * 2 * (n - 1) / n / 1e9, "Gbit/s"),
-        "byte/s": (lambda s, t, n: s / t * 2 * (n - 1) / n, "byte/s"),
-        "algbw in byte/s": (lambda s, t, n: s / t, "algbw, size / time, and in byte/s"),
         "factor 2": (lambda s, t, n: 2 * s / t / 1e9, "infinitely many"),
     },
 }

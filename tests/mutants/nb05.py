@@ -2,117 +2,205 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
+import io
 import math
+import os
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from labs.chapters.nb05.exercise_trainer import Trainer
-from mutants import nb05_files
+
+# -- 05.1
+
+
+class Files:
+    """Right, in parts that the mistakes below exchange."""
+
+    def __init__(self, folder, keep=2):
+        self.folder, self.keep = Path(folder), keep
+
+    def save(self, step, state):
+        unfinished = self.unfinished()
+        try:
+            self.write(unfinished, self.packed(step, state))
+            os.replace(unfinished, self.folder / self.name(step))
+            self.sync_folder()
+        finally:
+            unfinished.unlink(missing_ok=True)
+        self.delete_old()
+
+    def load(self):
+        paths = self.newest_first()
+        for path in paths:
+            if (data := self.checked(path.read_bytes())) is not None:
+                return self.unpacked(data)
+        if paths:
+            raise RuntimeError("all damaged")
+        return None
+
+    def unfinished(self):
+        return self.folder / "unfinished"
+
+    def name(self, step):
+        return f"step-{step}.pt"
+
+    def packed(self, step, state):
+        torch.save({"step": step, "state": state}, buffer := io.BytesIO())
+        return self.checksum(buffer.getvalue()) + buffer.getvalue()
+
+    def checksum(self, data):
+        return hashlib.sha256(data).digest()
+
+    def checked(self, data):
+        return data[32:] if self.checksum(data[32:]) == data[:32] else None
+
+    def unpacked(self, data):
+        saved = torch.load(io.BytesIO(data), weights_only=True)
+        return saved["step"], saved["state"]
+
+    def write(self, path, data):
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def sync_folder(self):
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def delete_old(self):
+        for old in self.newest_first()[self.keep :]:
+            old.unlink()
+
+    def newest_first(self):
+        found = [(re.fullmatch(r"step-(\d+)\.pt", p.name), p) for p in self.folder.iterdir()]
+        return [p for m, p in sorted(((m, p) for m, p in found if m), key=lambda f: -int(f[0][1]))]
+
+
+class AsInTheArticle(Files):
+    def save(self, step, state):
+        torch.save({"step": step, "state": state}, self.folder / self.name(step))
+        self.delete_old()
+
+    def load(self):
+        paths = self.newest_first()
+        return self.unpacked(paths[0].read_bytes()) if paths else None
+
+
+class NeverSynced(Files):
+    def write(self, path, data):
+        path.write_bytes(data)
+
+
+class FolderNotSynced(Files):
+    def sync_folder(self):
+        pass
+
+
+class OldOnesFirst(Files):
+    def save(self, step, state):
+        for old in self.newest_first()[self.keep - 1 :]:
+            old.unlink()
+        super().save(step, state)
+
+
+class NoChecksum(Files):
+    def load(self):
+        paths = self.newest_first()
+        for path in paths:
+            with contextlib.suppress(Exception):
+                return self.unpacked(path.read_bytes()[32:])
+        if paths:
+            raise RuntimeError("all damaged")
+        return None
+
+
+class AllDamagedIsNone(Files):
+    def load(self):
+        with contextlib.suppress(RuntimeError):
+            return super().load()
+
+
+class RunsCode(Files):
+    def unpacked(self, data):
+        saved = torch.load(io.BytesIO(data), weights_only=False)
+        return saved["step"], saved["state"]
+
+
+class Swallows(Files):
+    def save(self, step, state):
+        try:
+            super().save(step, state)
+        except OSError as error:
+            print(f"warning: could not save: {error}")
+
 
 # -- 05.2
 
 
-def _recompute(*, grad_in_forward=False, keep_graph=False, keep=False, random_state=True, back=True, restore=True,
-               detach=True, requires=True, enable=True, parameters=True, give_parameters=True, grad_output=True,
-               twice=0, add=False, own_add=None, scale=1.0, extra=False, draw=False, copies=False):  # fmt: skip
+def _recompute(*, keep_graph=False, random_state=True, restore=True, enable=True, x_only=False, grad_output=True,
+               backward_adds=False):  # fmt: skip
     """The right function, except for what a keyword says."""
 
     def checkpointed(block, x):
-        weights = list(block.parameters()) if parameters else []
+        weights = [] if x_only else list(block.parameters())
 
         class Recomputed(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x, *_):
                 ctx.save_for_backward(x)
                 ctx.state = torch.get_rng_state()
-                if draw:
-                    torch.rand(1)
-                if keep_graph:
-                    with torch.enable_grad():
-                        ctx.x = x.detach().requires_grad_()
-                        ctx.output = block(ctx.x)
-                    return ctx.output.detach()
-                if copies:
-                    ctx.copies = [p.detach().clone() for p in block.parameters() for _ in range(4)]
-                return block(x)
+                if not keep_graph:
+                    return block(x)
+                with torch.enable_grad():
+                    ctx.x = x.detach().requires_grad_()
+                    ctx.output = block(ctx.x)
+                return ctx.output.detach()
 
             @staticmethod
             def backward(ctx, g):
-                x, _ = ctx.saved_tensors[0], None
                 if keep_graph:
                     return torch.autograd.grad(ctx.output, [ctx.x, *weights], g)
-                x = x.detach() if detach else x
-                x = x.requires_grad_() if requires else x
-                before = torch.get_rng_state()
+                x, before = ctx.saved_tensors[0].detach().requires_grad_(), torch.get_rng_state()
                 if random_state:
                     torch.set_rng_state(ctx.state)
                 with torch.set_grad_enabled(enable):
-                    for _ in range(twice):
-                        block(x)
-                        torch.set_rng_state(ctx.state)
                     output = block(x)
                 if restore:
                     torch.set_rng_state(before)
-                g = scale * (g if grad_output else torch.ones_like(g))
-                return back_through(x, output, g)
-
-        def back_through(x, output, g):
-            if own_add == "set":
-                gx, *grads = torch.autograd.grad(output, [x, *weights], g)
-                for p, grad in zip(weights, grads, strict=True):
-                    p.grad = grad
-                return (gx, *[None] * len(weights))
-            if add:
-                torch.autograd.backward(output, g)
-                return (x.grad, *([p.grad for p in weights] if add == "return" else [None] * len(weights)))
-            grads = torch.autograd.grad(output, [x, *list(block.parameters())], g)
-            if not back:
-                return (None, *grads[1:])
-            return grads if give_parameters else (grads[0], *[None] * len(weights) * (give_parameters is False))
+                g = g if grad_output else torch.ones_like(g)
+                if backward_adds:
+                    output.backward(g)
+                    return (x.grad, *[p.grad for p in weights])
+                return torch.autograd.grad(output, [x, *weights], g)
 
         return Recomputed.apply(x, *weights)
 
     return checkpointed
 
 
-def _no_grad(block, x):
-    with torch.no_grad():
-        return block(x)
-
-
 # -- 05.3
 
 
-def _fit(row=lambda k, n, a, i: k * i + math.ceil(n / k) * a, *, segments=None, rows=math.floor, lowest=0, fixed=True,
-         choose=min, start=1, answer=lambda rows, k: (rows, k), judged=None):  # fmt: skip
+def _fit(row=lambda k, n, a, i: k * i + math.ceil(n / k) * a, *, segments=None, lowest=0, choose=min, judged=None):
     """The right function, except for what a keyword says. `judged`: the bytes of a row that only the rows are from."""
 
     def largest_batch(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
-        def row_bytes(k):
-            return row(k, layers, layer_bytes, input_bytes)
-
-        k = choose(range(start, layers + 1), key=row_bytes)
-        k = segments(layers, layer_bytes, input_bytes, k) if segments else k
+        k = choose(range(1, layers + 1), key=lambda k: row(k, layers, layer_bytes, input_bytes))
+        k = segments(layers, layer_bytes, input_bytes) if segments else k
         bytes_of_a_row = (judged or row)(k, layers, layer_bytes, input_bytes)
-        return answer(max(lowest, rows((memory_bytes - fixed_bytes * fixed) / bytes_of_a_row)), k)
+        return max(lowest, math.floor((memory_bytes - fixed_bytes) / bytes_of_a_row)), k
 
     return largest_batch
-
-
-def _sqrt(rounded):
-    return _fit(segments=lambda n, a, i, k: rounded(math.sqrt(n)))
-
-
-def _ratio(rounded):
-    return _fit(segments=lambda n, a, i, k: min(n, rounded(math.sqrt(n * a / i))))
-
-
-def _judged(row):
-    return _fit(judged=row)
 
 
 def _last(candidates, key):
@@ -194,45 +282,9 @@ class Article(Trainer):
         self.sampler.epoch = state["epoch"]
 
 
-class ArticleCopied(Article):
-    def state_dict(self):
-        return copy.deepcopy(super().state_dict())
-
-
-class LiveOptimizer(Complete):
-    def state_dict(self):
-        return super().state_dict() | {"optimizer": self.optimizer.state_dict()}
-
-
-class ParametersOnly(Complete):
-    def parts(self):
-        return super().parts() | {"model": {k: p.detach() for k, p in self.model.named_parameters()}}
-
-    def load(self, name, value):
-        if name == "model":
-            self.model.load_state_dict(value, strict=False)
-        else:
-            super().load(name, value)
-
-
 class NumpyAsItIs(Complete):
     def parts(self):
         return super().parts() | {"numpy": np.random.get_state()}
-
-
-class GeneratorItself(Complete):
-    def state_dict(self):
-        return super().state_dict() | {"generator": self.sampler.generator}
-
-
-class AllOfIt(Complete):
-    def state_dict(self):
-        return {"trainer": self}
-
-
-class ModelItself(Complete):
-    def state_dict(self):
-        return super().state_dict() | {"model": copy.deepcopy(self.model)}
 
 
 class RandomStatesFirst(Complete):
@@ -244,27 +296,6 @@ class RandomStatesFirst(Complete):
         if name == "sampler":
             self.sampler.set_epoch(value["epoch"])
         super().load(name, value)
-
-
-class BuiltAgain(Complete):
-    """A new model is built after torch's random state is back, which draws its weights."""
-
-    loads = ("torch", "model", "optimizer", "scheduler", "scaler", "sampler", "generator", "numpy", "python")
-
-    def load(self, name, value):
-        if name == "model":
-            for layer in self.model:
-                if hasattr(layer, "reset_parameters"):
-                    layer.reset_parameters()
-        super().load(name, value)
-
-
-class NotSet(Complete):
-    loads = tuple(name for name in Complete.loads if name != "python")
-
-
-class MomentsNotSet(Complete):
-    loads = tuple(name for name in Complete.loads if name != "optimizer")
 
 
 class OldParameters(Complete):
@@ -292,138 +323,56 @@ class Draws(Complete):
         return state
 
 
-class Seeds(Complete):
-    """Seeds in place of states."""
-
-    def parts(self):
-        torch.manual_seed(7)
-        return super().parts()
-
-
-class NoReturn(Complete):
-    def state_dict(self):
-        self.state = super().state_dict()
-
-
-class NoMethod(Trainer):
-    def state_dict(self):
-        return {}
-
-
-class NoTrainer:
-    def __init__(self, seed=0):
-        pass
-
-
 SEGMENT = "the longest segment sets the peak"
 
 MUTANTS = {
-    "05.1": nb05_files.MUTANTS,
+    "05.1": {
+        "as in the article": (AsInTheArticle, "straight onto its final name, and it is never synced"),
+        "never synced": (NeverSynced, "nothing has made sure that its bytes are on the disk"),
+        "folder not synced": (FolderNotSynced, "the folder is never synced"),
+        "old ones deleted first": (OldOnesFirst, "step-9.pt is deleted before the new checkpoint has its name"),
+        "no checksum": (NoChecksum, "keep a checksum"),
+        "None if all are damaged": (AllDamagedIsNone, "as if there had never been one"),
+        "weights_only=False": (RunsCode, "and torch.load in load() ran it"),
+        "a full disk is no error": (Swallows, "returns as if all were well"),
+    },
     "05.2": {
-        "the block itself": (lambda block, x: block(x), "nothing is computed again"),
         "torch's own": (
             lambda block, x: checkpoint(block, x, use_reentrant=False),
             "torch.utils.checkpoint did it",
         ),
-        "no_grad": (_no_grad, "the output does not require grad: what runs under no_grad"),
         "the graph is kept": (_recompute(keep_graph=True), "and your Function holds its graph"),
-        "copies are kept": (_recompute(copies=True), "between forward and backward you keep"),
-        "x only": (_recompute(parameters=False, give_parameters=None), "apply() is given x alone"),
-        "x only, and backward() for the rest": (
-            _recompute(parameters=False, add=True),
-            "whose input needs no gradient: the block's parameters get no gradient then",
-        ),
-        "parameters get none": (_recompute(give_parameters=False), "the block's parameters get no gradient"),
-        "x gets none": (_recompute(back=False), "x gets no gradient"),
-        "one gradient for many": (
-            _recompute(give_parameters=None),
-            "the number of gradients that backward returns is 1",
-        ),
+        "x only": (_recompute(x_only=True), "apply() is given x alone"),
         "random state not set": (_recompute(random_state=False), "another mask in the second run"),
         "random state left there": (_recompute(restore=False), "draws again what it drew after forward"),
-        "draws in forward": (_recompute(draw=True), "something drew random numbers before"),
         "without enable_grad": (_recompute(enable=False), "the second run recorded nothing"),
-        "x without requires_grad": (_recompute(requires=False), "x was detached, and nobody asks"),
-        "backward() and return": (_recompute(add="return"), "too large: it is added more than once"),
-        "backward() into the blocks before": (
-            _recompute(add=True, detach=False, requires=False),
-            "the gradient of x is 2 times too large",
-        ),
-        ".grad is replaced": (_recompute(own_add="set"), "what was in .grad is lost"),
+        "backward() and return": (_recompute(backward_adds=True), "too large: it is added more than once"),
         "without grad_output": (_recompute(grad_output=False), "cosine"),
-        "grad_output twice": (_recompute(scale=0.5), "0.5 times what it should be"),
-        "computed twice again": (_recompute(twice=1), "in backward the block ran 2 times, not 1"),
-        "another shape": (lambda block, x: block(x)[0], "not a tensor as block(x) does"),
     },
     "05.3": {
-        "square root of layers": (_sqrt(lambda q: q), "no whole number"),
-        "square root, rounded": (_sqrt(round), "you take the square root of layers: that is best only"),
-        "square root, rounded up": (_sqrt(math.ceil), "square root of layers, rounded up"),
-        "square root, rounded down": (_sqrt(math.floor), "square root of layers, rounded down"),
-        "bytes, rounded": (_ratio(round), "that is where the curve without ceil() is lowest"),
-        "bytes, rounded up": (_ratio(math.ceil), "layer_bytes / input_bytes) up"),
-        "bytes, rounded down": (_ratio(math.floor), "layer_bytes / input_bytes) down"),
-        "bytes, not rounded": (_ratio(lambda q: q), "segments are whole"),
-        "upside down": (_fit(segments=lambda n, a, i, k: math.sqrt(n * i / a)), "upside down"),
-        "every layer": (_fit(segments=lambda n, a, i, k: n), "a segment of its own"),
-        "one segment": (_fit(segments=lambda n, a, i, k: 1), "no byte is saved"),
-        "two segments": (_fit(segments=lambda n, a, i, k: 2), "two segments save next to half"),
+        "square root, rounded": (
+            _fit(segments=lambda n, a, i: round(math.sqrt(n))),
+            "you take the square root of layers: that is best only",
+        ),
+        "bytes, rounded": (
+            _fit(segments=lambda n, a, i: min(n, round(math.sqrt(n * a / i)))),
+            "that is where the curve without ceil() is lowest",
+        ),
         "floor for ceil": (_fit(lambda k, n, a, i: k * i + n // k * a), SEGMENT),
         "the last of several": (_fit(choose=_last), "you take the largest"),
-        "one too few": (_fit(segments=lambda n, a, i, k: k - 1 or 1e-9, judged=lambda *_: 1), "one too few"),
-        "layers of a segment": (_fit(segments=lambda n, a, i, k: math.ceil(n / k)), "layers in a segment"),
-        "no segments for the rows": (_judged(lambda k, n, a, i: n * a), "without any segments"),
-        "all activations and inputs": (_judged(lambda k, n, a, i: n * a + k * i), "one segment at a time"),
-        "inputs forgotten": (_judged(lambda k, n, a, i: math.ceil(n / k) * a), "you forget the inputs"),
-        "segment forgotten": (_judged(lambda k, n, a, i: k * i), "you forget the segment that"),
-        "one layer again": (_judged(lambda k, n, a, i: k * i + a), "not one layer"),
-        "one input": (_judged(lambda k, n, a, i: i + math.ceil(n / k) * a), "you keep one input"),
-        "one input too few": (_judged(lambda k, n, a, i: (k - 1) * i + math.ceil(n / k) * a), "one input too few"),
-        "all inputs": (_judged(lambda k, n, a, i: n * i + math.ceil(n / k) * a), "the inputs of all layers"),
-        "floor for the rows": (_judged(lambda k, n, a, i: k * i + n // k * a), "segments rounded down"),
-        "fractions for the rows": (_judged(lambda k, n, a, i: k * i + n / k * a), "fractions of a layer"),
-        "fixed forgotten": (_fit(fixed=False), "you forget fixed_bytes"),
+        "all activations and inputs": (_fit(judged=lambda k, n, a, i: n * a + k * i), "one segment at a time"),
+        "one layer again": (_fit(judged=lambda k, n, a, i: k * i + a), "not one layer"),
         "fixed in each row": (_once_per_row, "fixed_bytes once per row"),
-        "rounded up": (_fit(rows=math.ceil), "you round up"),
-        "rounded": (_fit(rows=round), "you round to the nearest"),
-        "not rounded": (_fit(rows=lambda q: q), "rows are whole"),
         "negative": (_fit(lowest=-math.inf), "a negative number of rows"),
-        "at least one": (_fit(lowest=1), "you never go below one row"),
-        "the other way round": (_fit(answer=lambda rows, k: (k, rows)), "the rows come first"),
-        "rows only": (_fit(answer=lambda rows, k: rows), "not two numbers"),
-        "a constant": (lambda *_: (64, 8), "layers that keep"),
     },
     "05.4": {
         "as in the article": (Article, "it is the live object"),
-        "as in the article, copied": (ArticleCopied, "the scheduler"),
-        "live moments": (LiveOptimizer, "gives state['optimizer']['state'][0]"),
-        "parameters only": (ParametersOnly, "BatchNorm's buffers are not what they were"),
-        "no model": (_without("model"), "the parameters are not what they were"),
-        "no optimizer": (_without("optimizer"), "the optimizer's moments are not"),
-        "no scheduler": (_without("scheduler"), "the scheduler is not"),
         "no scaler": (_without("scaler"), "the loss scale is not"),
-        "no sampler": (_without("sampler"), "the number of the epoch is not"),
         "no position": (_without_key("sampler", "position"), "the position in the epoch is not"),
-        "no order": (_without_key("sampler", "order"), "the order of this epoch's rows is not"),
         "a new order": (NewOrder, "the order of this epoch's rows is saved, but"),
-        "no epoch": (_without_key("sampler", "epoch"), "the number of the epoch is not"),
-        "no generator": (_without("generator"), "the sampler's generator is not"),
-        "no torch": (_without("torch"), "torch's random state is not"),
-        "no numpy": (_without("numpy"), "NumPy's random state is not"),
-        "no python": (_without("python"), "Python's random state is not"),
         "numpy as it is": (NumpyAsItIs, "is of type numpy.ndarray: torch.load(file, weights_only=True) refuses"),
-        "the generator itself": (GeneratorItself, "state['generator'] is of type torch"),
-        "the trainer itself": (AllOfIt, "state['trainer'] is of type"),
-        "the model itself": (ModelItself, "state['model'] is of type torch.Sequential"),
         "random states first": (RandomStatesFirst, "the sampler's generator is saved, but"),
-        "built after the random state": (BuiltAgain, "torch's random state is saved, but"),
-        "saved, not set": (NotSet, "Python's random state is saved, but"),
-        "moments saved, not set": (MomentsNotSet, "the optimizer's moments are saved, but"),
         "the optimizer's old parameters": (OldParameters, "all is back as it was, and yet"),
         "state_dict draws": (Draws, "state_dict() itself changes Python's random state"),
-        "state_dict seeds": (Seeds, "state_dict() itself changes torch's random state"),
-        "no return": (NoReturn, "state_dict() returns None"),
-        "no load_state_dict": (NoMethod, "no method load_state_dict"),
-        "no Trainer": (NoTrainer, "not a Trainer"),
     },
 }

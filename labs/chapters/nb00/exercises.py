@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable, Sequence, Sized
+from operator import index
 from typing import Any
 
 from labs.chapters.nb00 import solutions as solution
@@ -14,8 +16,10 @@ Function = Callable[..., Any]
 
 # A listing as nvidia-smi -L prints it, and the same cards as torch shows them: fastest first, and one of
 # them (a card in another container's hands) is known to CUDA only.
-NVML = ("GPU-1b2c-t4", "GPU-77aa-t4", "GPU-0f3e-H100", "GPU-9d41-H100")
-CUDA = ("0f3e-h100", "9d41-h100", "1b2c-t4", "77aa-t4")
+T4, T4_TOO, H100, H100_TOO = (str(uuid.UUID(int=n * 0x1B2C3D4E5F60718293A4B5C6D7E8F901)) for n in (1, 2, 3, 4))
+NVML = (f"GPU-{T4}", f"GPU-{T4_TOO}", f"GPU-{H100.upper()}", f"GPU-{H100_TOO.upper()}")
+CUDA = (H100, H100_TOO, T4, T4_TOO)
+A, B, C, ELSEWHERE = (str(uuid.UUID(letter * 32)) for letter in "abcd")
 
 
 def check_nvml_indices(f: Function) -> None:
@@ -34,14 +38,15 @@ def check_nvml_indices(f: Function) -> None:
     if got[:2] == [None, None] and got[2:] == [0, 1]:
         raise Mistake("UUIDs with capitals were not found", "compare lower-case copies")
     # A permutation of order 3 is not its own inverse: it tells a mapping from its reverse.
-    shift = _list(f(["cc", "aa", "bb"], ["GPU-aa", "GPU-bb", "GPU-cc"]))
+    three = [f"GPU-{known}" for known in (A, B, C)]
+    shift = _list(f([C, A, B], three))
     if shift == [1, 2, 0]:
         raise Mistake("this maps NVML indices to CUDA's", "entry i must be the NVML index of CUDA device i")
-    hidden = _list(f(["cc"], ["GPU-aa", "GPU-bb", "GPU-cc"]))
+    hidden = _list(f([C], three))
     if hidden != [2] and shift == [2, 0, 1]:
         raise Mistake(f"with one card visible (CUDA_VISIBLE_DEVICES=2) you return {hidden}, not [2]",
                       "the two lists need not have the same length")  # fmt: skip
-    unknown = _outcome(lambda: f(["aa", "zz", "bb"], ["GPU-aa", "GPU-bb"]))
+    unknown = _outcome(lambda: f([A, ELSEWHERE, B], three[:2]))
     if isinstance(unknown, Exception):
         raise Mistake(f"a card that NVML does not list ends in {type(unknown).__name__}", "answer None for it")
     unknown = _list(unknown)
@@ -50,9 +55,9 @@ def check_nvml_indices(f: Function) -> None:
                       "answer None for it")  # fmt: skip
     if len(unknown) == 2:
         raise Mistake("an unknown card is left out, so the cards after it get the wrong place", "answer None for it")
-    _same(unknown, [0, None, 1], "CUDA aa, zz, bb and NVML aa, bb")
+    _same(unknown, [0, None, 1], "CUDA a, d, b and NVML a, b (short for their UUIDs)")
     _same(got, [2, 3, 0, 1], "the four cards of the listing")
-    _same(shift, [2, 0, 1], "CUDA cc, aa, bb and NVML aa, bb, cc")
+    _same(shift, [2, 0, 1], "CUDA c, a, b and NVML a, b, c (short for their UUIDs)")
 
 
 def check_usable_cores(f: Function) -> None:
@@ -63,6 +68,10 @@ def check_usable_cores(f: Function) -> None:
     if isinstance(free, Sized):
         raise Mistake(f"you return {free!r:.60}, not a number", "affinity is a set of cores: its length counts them")
     _same(number(free, "4"), 4, 'four cores and "max 100000"')
+    if f({5}, "max 100000") == 6:
+        raise Mistake(
+            "affinity {5}, one core, became 6 cores", "it holds the cores' numbers: count them, len(affinity)"
+        )
     if (got := f({5}, "400000 100000")) == 4:
         raise Mistake("a quota of 4 gave 4 cores to a process that may run on one", "take the smaller of the two")
     _same(got, 1, 'affinity {5} and "400000 100000"')
@@ -74,14 +83,22 @@ def check_usable_cores(f: Function) -> None:
     _same(got, 2, 'eight cores and "100000 50000"')
     if (got := f(set(range(8)), "50000 100000")) == 0:
         raise Mistake("half a core became 0 cores", "something can always run: at least 1")
+    if got == 8:
+        raise Mistake("half a core became 8 cores, as if there were no quota",
+                      "int(0.5) is 0, and `0 or other` is the other: max(1, ...)")  # fmt: skip
+    if got == 0.5:
+        raise Mistake("half a core gives 0.5", "whole threads, at least 1")
+    _same(got, 1, 'eight cores and "50000 100000"')
     if f(set(range(8)), "220000 100000") == 3:
         raise Mistake("2.2 cores became 3", "the third thread would run a fifth of the time: round down")
     if (got := f(set(range(8)), "270000 100000")) == 3:
         raise Mistake("2.7 cores became 3", "the third thread would be stopped for part of every period: round down")
     _same(got, 2, 'eight cores and "270000 100000"')
     for answer in (free, got):
-        if not isinstance(answer, int):
-            raise Mistake(f"{answer!r} is not a whole number", "a rank takes one core: answer an int")
+        try:
+            index(answer)
+        except TypeError:
+            raise Mistake(f"{answer!r} is not a whole number", "a rank takes one core: answer an int") from None
 
 
 def check_attainable(f: Function) -> None:

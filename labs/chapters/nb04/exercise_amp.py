@@ -1,16 +1,216 @@
-"""Checker of exercise 04.1: several steps of FP16 training, watched call by call, beside a reference."""
+"""Exercise 04.1: the FP16 training step, watched call by call, beside a reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from labs.chapters.nb04 import solutions as solution
-from labs.chapters.nb04.exercise_amp_gradients import Finding, gradient_faults, outcome_faults
-from labs.chapters.nb04.exercise_watched_training import Job, Step, Watched
 from labs.kit.check import Mistake
+
+# -- what the function is given: a model, an optimizer and a GradScaler that note what is done with them
+
+
+Batch = tuple[Tensor, Tensor]
+FEATURES, HIDDEN, OUTPUTS = 6, 8, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """One call, and how things stood at its start."""
+
+    what: str
+    """ "forward", "backward", "scale", "unscale_", "scaler.step", "optimizer.step" or "update"."""
+    autocast: torch.dtype | None
+    """The format of the autocast that is active on the CPU, if one is."""
+    grads: Tensor
+    """All gradients as one vector; zeros for parameters without."""
+    accumulated: Tensor
+    """What backward passes left there: another vector, if something else has changed the gradients since."""
+    by_scaler: bool
+    """Whether scaler.step() made this call, not the learner."""
+    rows: int = 0
+
+    @property
+    def touched(self) -> bool:
+        return not torch.allclose(self.grads, self.accumulated, equal_nan=True)
+
+
+class Watched:
+    """What `train_step` gets; `events` holds the calls of the latest step."""
+
+    def __init__(self, seed: int, scale: float) -> None:
+        self.events: list[Event] = []
+        self.warnings: list[str] = []
+        self.autocast_elsewhere = False
+        """Whether the model ran inside an autocast that is for another kind of device than its own."""
+        self.autocast_fixed = False
+        """Whether it ran inside an autocast for the CPU when it said that it was on a GPU."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model = _Model(self)
+        self.accumulated: dict[int, Tensor] = {}
+        for i, p in enumerate(self.model.parameters()):
+            p.register_post_accumulate_grad_hook(self._remember(i))
+        self.optimizer = _SGD(self, self.model.parameters(), lr=0.05)
+        self.scaler = _Scaler(self, scale)
+
+    def _remember(self, i: int) -> Callable[[Tensor], None]:
+        def hook(p: Tensor) -> None:
+            self.accumulated[i] = p.grad.float().flatten().clone()
+
+        return hook
+
+    def run(self, train_step: Callable[..., Any], batches: Sequence[Batch], max_norm: float) -> Exception | None:
+        """Take one step; returns what PyTorch, or an assertion in it, had to say against it."""
+        self.events.clear()
+        arguments = (self.model, self.optimizer, self.scaler, copy.deepcopy(list(batches)), nn.functional.mse_loss)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                train_step(*arguments, max_norm)
+            except (RuntimeError, AssertionError) as error:
+                return error
+            finally:
+                self.warnings = [str(w.message) for w in caught]
+                self.autocast_elsewhere |= any("is not available" in w for w in self.warnings)
+        return None
+
+    def record(self, what: str, rows: int = 0) -> None:
+        self.autocast_elsewhere |= torch.is_autocast_enabled("cuda")
+        on, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self.events.append(
+            Event(what, dtype if on else None, self.grads(), self._accumulated(), self.scaler.stepping, rows)
+        )
+
+    def grads(self) -> Tensor:
+        return torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.float().flatten().clone()
+                          for p in self.model.parameters()])  # fmt: skip
+
+    def _accumulated(self) -> Tensor:
+        return torch.cat([self.accumulated.get(i, torch.zeros(p.numel()))
+                          for i, p in enumerate(self.model.parameters())])  # fmt: skip
+
+    @property
+    def applied(self) -> Tensor | None:
+        """The gradients that the optimizer used, if scaler.step() let it."""
+        return next((e.grads for e in self.events if e.what == "optimizer.step" and e.by_scaler), None)
+
+    def parameters(self) -> Tensor:
+        return torch.cat([p.detach().float().flatten() for p in self.model.parameters()])
+
+
+class _Noticed(torch.autograd.Function):
+    """The identity, whose backward is the first thing that backward() runs."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, watched: Watched) -> Tensor:
+        ctx.watched = watched
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.watched.record("backward")
+        return grad, None
+
+
+class _Model(nn.Module):
+    def __init__(self, watched: Watched) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS))
+        self._watched = [watched]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._watched[0].record("forward", rows=len(x) if isinstance(x, Tensor) else 0)
+        return _Noticed.apply(self.layers(x), self._watched[0])
+
+
+class _SGD(torch.optim.SGD):
+    def __init__(self, watched: Watched, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watched = watched
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._watched.record("optimizer.step")
+        return super().step(closure)
+
+
+class _Scaler(torch.amp.GradScaler):
+    def __init__(self, watched: Watched, scale: float) -> None:
+        super().__init__("cpu", init_scale=scale)
+        self._watched, self.stepping = watched, False
+
+    def scale(self, outputs: Any) -> Any:
+        self._watched.record("scale")
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        self._watched.record("unscale_")
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._watched.record("scaler.step")
+        self.stepping = True
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            self.stepping = False
+
+    def update(self, new_scale: Any = None) -> None:
+        self._watched.record("update")
+        super().update(new_scale)
+
+
+@dataclass(frozen=True)
+class Job:
+    """So many steps with so many micro-batches each; `overflow` is the step in which a target is far too large."""
+
+    seed: int
+    micro_batches: int
+    scale: float
+    max_norms: tuple[float, ...]
+    overflow: int | None = None
+
+    def batches(self, step: int) -> list[Batch]:
+        """Equally large micro-batches, no two alike."""
+        draw = torch.Generator().manual_seed(100 * self.seed + step)
+        batches = [(torch.randn(8, FEATURES, generator=draw), 3 * i + torch.randn(8, OUTPUTS, generator=draw))
+                   for i in range(self.micro_batches)]  # fmt: skip
+        if step == self.overflow:
+            batches[len(batches) // 2][1][0, 0] = 1e8
+        return batches
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that the learner's function took, or broke off, and the one that it should have taken."""
+
+    own: Watched
+    reference: Watched
+    job: Job
+    max_norm: float
+    scale: float
+    before: Tensor
+    error: Exception | None
+    overflow: bool
+
+    def all(self, what: str, by_scaler: bool = False) -> list[Event]:
+        return [e for e in self.own.events if e.what == what and e.by_scaler == by_scaler]
+
+    def forwards_before(self, event: Event) -> int:
+        return sum(e.what == "forward" for e in self.own.events[: self.own.events.index(event)])
+
+
+# -- the checks, in the order in which a step runs
+
 
 Function = Callable[..., Any]
 LOOSE = 1e3
@@ -38,6 +238,34 @@ def check_train_step(f: Function) -> None:
                 raise Mistake(what if i == 0 else f"in the {nth} call of train_step {what}", hint) from error
             if error is not None:
                 raise error
+    _check_device(f)
+
+
+def _check_device(f: Function) -> None:
+    """Is autocast for the device of the model? All is on the CPU, but here it says that it is on a GPU."""
+    own = Watched(4, 64.0)
+    with suppress(Exception), _as_if_on_a_gpu():  # an answer that moves something there cannot be tried
+        if own.run(f, Job(4, 1, 64.0, (LOOSE,)).batches(0), LOOSE) is None and own.events[0].autocast:
+            own.autocast_fixed = True
+    if own.autocast_fixed:
+        raise Mistake('autocast is for "cpu", whatever the device of the model: on a GPU this trains in FP32',
+                      "device_type = next(model.parameters()).device.type")  # fmt: skip
+
+
+@contextmanager
+def _as_if_on_a_gpu() -> Iterator[None]:
+    """Within, tensor.device is a GPU for everybody but torch itself."""
+    real = torch.Tensor.device
+
+    def device(tensor: Tensor) -> torch.device:
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        return real.__get__(tensor) if asked_by.partition(".")[0] == "torch" else torch.device("cuda")
+
+    torch.Tensor.device = property(device)
+    try:
+        yield
+    finally:
+        del torch.Tensor.device  # that of its base class is found again
 
 
 def _faults(step: Step) -> Iterator[Finding]:
@@ -148,5 +376,115 @@ def _around_the_scaler(step: Step) -> Iterator[Finding]:
         if "update" in order and order.index("update") < order.index("scaler.step"):
             yield ("update() came before scaler.step(): it forgets that the gradients are unscaled, and step() divides "
                    "them by the scale once more", "backward, unscale_, clip, step, update")  # fmt: skip
+    if steps and not step.error and not step.overflow and not step.all("optimizer.step", by_scaler=True):
+        yield ("the optimizer that train_step is given made no step, another one did: what an optimizer keeps from "
+               "step to step, such as momentum, would begin anew each time", "scaler.step(optimizer)")  # fmt: skip
     if step.error is None and not step.overflow and not (steps or direct):
         yield "no optimizer step was taken", "scaler.step(optimizer) after the loop"
+
+
+# -- the numbers: which gradients the optimizer used, and what the step left behind
+
+
+Finding = tuple[str, str]
+"""What was done, and a hint."""
+ORDER = "backward for all micro-batches, unscale_, clip, step, update"
+
+
+def gradient_faults(step: Step) -> Iterator[Finding]:
+    """Nothing if the optimizer used what the reference used, however it came about."""
+    got, want = step.own.applied, step.reference.applied
+    if got is None or want is None or _close(got, want):
+        return
+    yield from _clipped_scaled(step)
+    yield from _scaled_wrongly(step, got, want)
+    if _cosine(got, want) < 0.999 and torch.isclose(got.abs().max(), torch.tensor(step.max_norm), rtol=1e-3):
+        yield ("the gradients were cut off element by element: they point into another direction now",
+               "torch.nn.utils.clip_grad_norm_ makes all of them shorter by one factor")  # fmt: skip
+    if got.norm() > 1.01 * step.max_norm:
+        yield from _not_clipped(step, got)
+    elif want.norm() < 0.99 * step.max_norm and got.norm() < 0.99 * want.norm():
+        yield (f"the gradient's norm is {want.norm():.3g}, max_norm is {step.max_norm:g}, and yet the optimizer got a "
+               f"norm of {got.norm():.3g}", "clip to the argument max_norm")  # fmt: skip
+    yield (f"the optimizer used a gradient of norm {got.norm():.3g}; that of the whole batch, clipped to "
+           f"{step.max_norm:g}, has {want.norm():.3g} (cosine {_cosine(got, want):.3f})", ORDER)  # fmt: skip
+
+
+def _clipped_scaled(step: Step) -> Iterator[Finding]:
+    unscaled = step.all("unscale_")
+    entry = (unscaled or step.all("scaler.step"))[0]
+    if not entry.touched or not _close(entry.grads, entry.grads.norm() / entry.accumulated.norm() * entry.accumulated):
+        return
+    what = (f"the gradients were clipped while they were still {step.scale:g} times too large: max_norm "
+            f"{step.max_norm:g} cut them to {step.own.applied.norm():.2g}")  # fmt: skip
+    if unscaled:
+        yield f"{what}, because unscale_() came after clipping", ORDER
+    else:
+        yield f"{what}, because only step() unscaled them", "scaler.unscale_(optimizer) before clipping"
+
+
+def _scaled_wrongly(step: Step, got: Tensor, want: Tensor) -> Iterator[Finding]:
+    """A factor that is wrong already in what the backward passes left."""
+    own, right = (w.events[-1].accumulated for w in (step.own, step.reference))
+    ratio, n = (own.norm() / right.norm()).item(), step.job.micro_batches
+    if _cosine(own, right) < 0.99 or abs(ratio - 1) < 0.02:
+        return
+    if abs(ratio - n) < 0.02 * n:
+        yield (f"the losses of {n} micro-batches were added, not averaged: the gradient is {n} times too large",
+               "divide each loss by len(micro_batches)")  # fmt: skip
+    elif abs(ratio * step.scale - 1) < 0.2:
+        yield ("backward() ran from the loss without its scale: scale() does not change the loss, it returns "
+               "another one", "scaler.scale(loss).backward()")  # fmt: skip
+    elif abs(ratio * n - 1) < 0.02:
+        yield (f"the loss was divided by {n} twice: the gradient is {n} times too small",
+               "loss_fn returns a mean over rows already: divide it by len(micro_batches), once")  # fmt: skip
+    else:
+        yield (f"with {n} micro-batches the accumulated gradient is {ratio:.3g} times what it should be",
+               "divide each loss by len(micro_batches), scale it, and nothing else")  # fmt: skip
+
+
+def _not_clipped(step: Step, got: Tensor) -> Iterator[Finding]:
+    what = f"the optimizer used a gradient of norm {got.norm():.3g}, but max_norm is {step.max_norm:g}"
+    later = [e.grads.norm() for e in step.all("update")] + [step.own.grads().norm()]
+    if any(0 < norm <= 1.01 * step.max_norm for norm in later):
+        yield f"{what}: the clipping came after scaler.step()", ORDER
+    elif not _close(got, step.own.events[-1].accumulated / step.scale):
+        yield f"{what}: it was clipped, but not to that norm", "the norm over all parameters together, norm_type=2"
+    else:
+        yield f"{what}: nothing has clipped it", "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+
+
+def outcome_faults(step: Step) -> Iterator[Finding]:
+    """The scale and the parameters after the step; a planted overflow must have changed only the scale."""
+    if step.overflow and "non-finite" in str(step.error):
+        yield ("clipping raised a RuntimeError because the gradients held inf. With FP16 that is no error: the scaler "
+               "skips such a step and halves the scale", "leave error_if_nonfinite at False")  # fmt: skip
+    if step.overflow and not torch.equal(step.own.parameters(), step.before):
+        yield ("a gradient was inf, and the parameters changed all the same: this step has to be skipped",
+               "leave inf and NaN in the gradients, so that scaler.step(optimizer) sees them")  # fmt: skip
+    updates, scale = len(step.all("update")), step.own.scaler.get_scale()
+    after = "a gradient was inf, and " if step.overflow else ""
+    if step.error is None and not updates:
+        yield (f"{after}scaler.update() was not called: the scale stays {scale:g} whatever happens",
+               "scaler.update() after scaler.step(optimizer), in every step, skipped or not")  # fmt: skip
+    if updates > 1:
+        yield (f"scaler.update() was called {updates} times in one step. PyTorch says: {step.error}",
+               "once, after scaler.step(optimizer)")  # fmt: skip
+    if step.error is None and scale != step.reference.scaler.get_scale():
+        yield (f"{after}the scale went from {step.scale:g} to {scale:g}, not to "
+               f"{step.reference.scaler.get_scale():g}", "scaler.update() without arguments decides")  # fmt: skip
+    moved = (step.reference.parameters() - step.before).norm()
+    if (
+        step.error is None
+        and (step.own.parameters() - step.reference.parameters()).norm() > 0.02 * moved + 1e-3 * step.before.norm()
+    ):
+        yield ("the gradient was right, but the parameters are not what this optimizer makes of it",
+               "change parameters through scaler.step(optimizer) only, once")  # fmt: skip
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= 0.02 * b.norm())
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return (a @ b / (a.norm() * b.norm())).item()

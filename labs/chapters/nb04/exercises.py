@@ -1,18 +1,147 @@
-"""Exercises of notebook 04: the FP16 training step, what FP16 loses, what autocast saves, rounding to a format."""
+"""Exercises of notebook 04: what FP16 loses, what autocast saves, rounding to a format; 04.1 has a file of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from labs.chapters.nb04 import solutions as solution
 from labs.chapters.nb04.exercise_amp import check_train_step
-from labs.chapters.nb04.exercise_formats import check_round_to
-from labs.chapters.nb04.exercise_fp16 import check_loss_scale
 from labs.kit.answers import Question, Slip, number
-from labs.kit.check import Exercise
+from labs.kit.check import Exercise, Mistake
+
+# -- 04.2: what FP16 loses, and the scale against it
+
 
 Function = Callable[..., Any]
+
+
+def gradients(seed: int, sizes: Sequence[int], exponent: float, largest: float, zeros: float) -> list[Tensor]:
+    """Tensors of either sign around 2^exponent, a share of exact zeros, and one negative element of size `largest`."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = []
+    for i, size in enumerate(sizes):
+        magnitude = torch.exp2(exponent + 2 * i + 3 * torch.randn(size, generator=draw)).clamp(max=0.4 * largest)
+        sign = torch.randint(2, (size,), generator=draw) * 2 - 1
+        tensors.append(magnitude * sign * (torch.rand(size, generator=draw) >= zeros))
+    tensors[1][0] = -largest
+    return [t.reshape(2, -1) for t in tensors]
+
+
+GRADIENTS = [
+    gradients(1, (400, 60, 2000), -25, 0.013, 0.5),
+    gradients(2, (50, 3000), -22, 2.0**-3 * (1 - 2.0**-13), 0.2),
+    gradients(3, (700, 700, 90), -16, 3e5, 0.0),
+    gradients(4, (300, 200), -29, 2.0**-9, 0.3),
+    gradients(5, (2000, 2000), -14, 0.0025, 0.1),
+]
+"""The largest: an ordinary one; one that tells 65504 from 2^16; one beyond FP16; a power of two; one of many."""
+
+
+def check_loss_scale(f: Function) -> None:
+    """The share before any scaling, then the scale; each with the slips that it invites."""
+    answers = [_two_numbers(f([t.clone() for t in g])) for g in GRADIENTS]
+    shares, scales = zip(*answers, strict=True)
+    right = [solution.loss_scale(g) for g in GRADIENTS]
+    if np.allclose(answers, [pair[::-1] for pair in right], rtol=1e-3):
+        raise Mistake("you return (scale, share_lost)", "the share comes first")
+    Question("share_lost", GRADIENTS, SHARES, _share_facts, "(t.half() == 0) among t != 0").judge(
+        shares, [share for share, _ in right]
+    )
+    Question("scale", GRADIENTS, SCALES, _scale_facts, "2 ** floor(log2(65504 / largest))").judge(
+        scales, [scale for _, scale in right]
+    )
+
+
+def _two_numbers(answer: Any) -> tuple[float, float]:
+    try:
+        share, scale = answer
+    except (TypeError, ValueError):
+        raise Mistake(f"you return {answer!r:.60}, not two numbers", "return share_lost, scale") from None
+    return number(share, "0.25 for the share"), number(scale, "1024 for the scale")
+
+
+def _flat(g: list[Tensor]) -> Tensor:
+    return torch.cat([t.flatten() for t in g])
+
+
+def _share_facts(g: list[Tensor]) -> str:
+    flat = _flat(g)
+    lost = ((flat.half() == 0) & (flat != 0)).sum()
+    return f"of {(flat != 0).sum()} non-zero elements in {len(g)} tensors, FP16 turns {lost} to zero"
+
+
+def _scale_facts(g: list[Tensor]) -> str:
+    return f"the largest of all elements is {_flat(g).abs().max():.6g} in size"
+
+
+def _share(lost: Callable[[Tensor], Tensor], of: Callable[[Tensor], Tensor] = lambda t: t != 0) -> Callable:
+    """Share of the elements of `of` that are `lost`, all tensors pooled."""
+    return lambda g: ((lost(_flat(g)) & of(_flat(g))).sum() / of(_flat(g)).sum()).item()
+
+
+def _to_zero(t: Tensor) -> Tensor:
+    return t.half() == 0
+
+
+def _everything(t: Tensor) -> Tensor:
+    return torch.ones_like(t, dtype=torch.bool)
+
+
+_right_share = _share(_to_zero)
+ZEROS = "exact zeros were zero before: leave them out, above and below the fraction line"
+SHARES: list[Slip] = [
+    (_share(_to_zero, _everything), "you count exact zeros as lost", ZEROS),
+    (lambda g: _right_share(g) * (_flat(g) != 0).float().mean().item(),
+     "you divide by the number of all elements, exact zeros among them", ZEROS),
+    (_share(lambda t: t.abs() < 2.0**-14), "you count what is below 2^-14, the smallest normal number: down to 2^-24 "
+     "FP16 goes on with subnormal ones, with fewer digits", "t.half() == 0 is the honest test"),
+    (_share(lambda t: t.abs() < 2.0**-24), "you count all below 2^-24, the smallest FP16 number: what lies above its "
+     "half, 2^-25, is rounded up to it", "t.half() == 0 is the honest test"),
+    (lambda g: float(np.mean([_share(_to_zero)([t]) for t in g])), "you average the tensors' shares: a bias of 60 "
+     "elements weighs as much as a matrix of 2000", "put all elements together"),
+    (lambda g: 100 * _right_share(g), "this is in percent", "a share is between 0 and 1"),
+    (lambda g: 1 - _right_share(g), "this is the share that survives", "1 minus it"),
+    (_share(lambda t: t.bfloat16() == 0), "these are BF16's losses: it reaches down as far as FP32, and needs no scale",
+     "float16"),
+    (lambda g: _share(lambda t: (t * solution.loss_scale(g)[1]).half() == 0)(g), "this is what is lost with your scale",
+     "the share without any scaling is asked"),
+]  # fmt: skip
+
+
+def _power(ratio: float, rounded: Callable[[float], float] = math.floor) -> float:
+    return 2.0 ** rounded(math.log2(ratio))
+
+
+def _largest(g: list[Tensor]) -> float:
+    return _flat(g).abs().max().item()
+
+
+SCALES: list[Slip] = [
+    (lambda g: 65504 / _largest(g), "this is no power of two: multiplying by it rounds every gradient",
+     "2 ** floor(log2(...)): a power of two changes the exponent only"),
+    (lambda g: _power(65504 / _largest(g), math.ceil), "you take the next larger power of two: the largest element "
+     "becomes inf", "floor(log2(...))"),
+    (lambda g: _power(65536 / _largest(g)), "FP16 ends at 65504, not at 2^16: what is scaled to 65520 or more is inf",
+     "torch.finfo(torch.float16).max"),
+    (lambda g: _power(65504 / _flat(g).max().item()), "you look at positive elements only; the largest is negative",
+     "abs() first"),
+    (lambda g: _power(65504 / _flat(g).abs().mean().item()), "you take the mean element for the largest: all far above "
+     "it become inf", "max, not mean"),
+    (lambda g: _power(65504 / _flat(g).norm().item()), "you take the norm of all for the largest element",
+     "each element has to fit by itself: abs().max()"),
+    (lambda g: max(1.0, _power(65504 / _largest(g))), "your scale is never below 1: with an element of 3e5 it must be",
+     "a negative power of two is one, too"),
+    (lambda g: _power(2.0**-24 / _flat(g)[_flat(g) != 0].abs().min().item(), math.ceil), "you lift the smallest "
+     "element into FP16, whatever becomes of the largest", "overflow is what limits the scale: 65504 / largest"),
+    (lambda g: math.log2(solution.loss_scale(g)[1]), "this is the exponent of the scale", "2 ** it"),
+]  # fmt: skip
+
 
 # -- 04.3: what autocast saves
 
@@ -46,30 +175,19 @@ FIXED = "parameters, gradients and moments stay FP32: 4 bytes each, with and wit
 COPY = "autocast keeps a 2-byte copy of every parameter beside the FP32 one"
 SAVED: list[Slip] = [
     (lambda c: 0.5, "you let everything halve", "only the lowered activations do; " + FIXED),
-    (_saved(weights=2, copies=0), "your AMP step has the parameters in half precision only",
-     f"they stay FP32, and {COPY}"),
     (_saved(weights=2, grads=2, copies=0), "you halve parameters and gradients", FIXED),
-    (_saved(weights=2, grads=2, moment=2, copies=0), "you halve all but the activations that are not lowered", FIXED),
     (_saved(copies=0), "your AMP step has 2 bytes per parameter too few: no copies, or gradients in half precision",
      f"{COPY}, and .grad stays FP32"),
-    (_saved(copies=4), "you count 4 bytes for each copied parameter", "a half-precision number has 2 bytes"),
     (_saved(both={"moment": 0}), "you forget what the optimizer keeps", "momentum: 1 number per parameter, Adam: 2"),
-    (_saved(both={"grads": 0}), "you forget the gradients", FIXED),
-    (_saved(both={"weights": 0}), "you forget the parameters themselves", FIXED),
     (_saved(both={"moments": dict.fromkeys(MOMENTS, 2)}), "you count 16 bytes per parameter for every optimizer: that "
      "is Adam", "momentum: 1 number per parameter, plain SGD: none"),
     (_saved(both={"moments": MOMENTS | {"adam": 1}}), "Adam keeps two moments per parameter, not one", FIXED),
-    (_saved(both={"weights": 0, "grads": 0, "moment": 0}, copies=0), "you count activations only", FIXED),
     (_saved(all_lowered=True), "you halve all activations", "only lowered_share of them halves: the rest stays FP32"),
-    (_saved(kept=0), "the lowered activations vanish in your AMP step", "half of their bytes remains"),
     (lambda c: 1 / (1 - _right(c)) - 1, "you divide what is saved by AMP's bytes", "by those of the FP32 step"),
     (lambda c: 1 - _right(c), "this is the share that remains", "1 minus it"),
-    (lambda c: 1 / (1 - _right(c)), "this is how many times larger FP32 is", "1 - amp_bytes / fp32_bytes"),
     (lambda c: 100 * _right(c), "this is in percent", "a share: 1 for all"),
-    (lambda c: _right(c) * _bytes(*c), "these are bytes", "divide by the bytes of the FP32 step"),
     (lambda c: -_right(c), "the sign is wrong: positive means that AMP saves", "1 - amp_bytes / fp32_bytes"),
     (lambda c: max(0.0, _right(c)), "you never let AMP cost memory; with few activations it does", "no max(0, ...)"),
-    (lambda c: abs(_right(c)), "you drop the sign; with few activations AMP needs more memory, not less", "no abs()"),
 ]  # fmt: skip
 
 
@@ -84,6 +202,110 @@ def _facts(case: tuple) -> str:
     fp32_gb, amp_gb = _bytes(*case) / 1e9, _bytes(*case, copies=2, kept=0.5) / 1e9
     return (f"{p / 1e6:g} M parameters, {a / 1e9:g} GB of activations, {low:g} of them lowered, {opt!r}: "
             f"{fp32_gb:.4g} GB in FP32, {amp_gb:.4g} GB with autocast")  # fmt: skip
+
+
+# -- 04.4: round to any format
+
+
+FORMATS = {(5, 10): "FP16", (8, 7): "BF16", (8, 10): "TF32", (5, 2): "FP8 e5m2"}
+Case = tuple[float, int, int]
+"""x, exponent_bits, mantissa_bits"""
+
+
+def _cases(e: int, m: int) -> Iterator[Case]:
+    """Ordinary numbers, ties, a carry into the next exponent, subnormal ones, both sides of the overflow."""
+    step, bias = 2.0**-m, 2 ** (e - 1) - 1
+    smallest, largest, last_step = 2.0 ** (1 - bias - m), 2.0**bias * (2 - step), 2.0 ** (bias - m)
+    ordinary = (0.1, 1 / 3, 1.0, 2.7, 1 + 0.3 * step, 4 * (1 + 1.8 * step), 2 - 0.2 * step)
+    ties = (1 + 0.5 * step, 1 + 1.5 * step, 2 + 5 * step)
+    subnormal = (0.3 * smallest, 0.7 * smallest, 1.3 * smallest, 2.6 * smallest)
+    edge = (largest, largest + 0.3 * last_step, largest + 0.7 * last_step, 3 * largest)
+    yield from ((x, e, m) for x in (*ordinary, *ties, *subnormal, *edge))
+
+
+CASES = [case for e, m in (*FORMATS, (4, 3), (3, 2)) for case in _cases(e, m)]
+
+
+def check_round_to(f: Function) -> None:
+    """Known formats and two small ones, at every place where rounding has a rule of its own."""
+    got = [_float(f(*case)) for case in CASES]
+    question = Question("the nearest number", CASES, ROUNDINGS, _format_facts, "spacing 2^(exponent - mantissa_bits)")
+    question.judge(got, [solution.round_to(*case) for case in CASES])
+
+
+def _float(value: Any) -> float:
+    return math.inf if isinstance(value, (float, np.floating, Tensor)) and value == math.inf else number(value, "0.25")
+
+
+def _format_facts(case: Case) -> str:
+    x, e, m = case
+    known = f", {FORMATS[e, m]}" if (e, m) in FORMATS else ""
+    return f"{x:.9g} with {e} exponent and {m} mantissa bits{known}"
+
+
+def _cut(x: float) -> int:
+    return math.floor(x)
+
+
+def _away(x: float) -> int:
+    return math.floor(x + 0.5)
+
+
+def _rounded(rounded: Callable[[float], float] = round, *, bias: Callable[[int], int] = lambda e: 2 ** (e - 1) - 1,
+             lowest: int | None = 1, digits: int = 0, exponent: Callable[[float], int] = math.floor,
+             carry: bool = True, top: int = 1) -> Function:  # fmt: skip
+    """The reference with one part exchanged; lowest=None: exponents have no lower end."""
+
+    def value(case: Case) -> float:
+        x, e, m = case
+        power = exponent(math.log2(x))
+        power = power if lowest is None else max(power, lowest - bias(e))
+        whole = rounded(x / 2.0 ** (power - m - digits))
+        whole = whole if carry else min(whole, 2 ** (m + 1) - 1)
+        nearest = whole * 2.0 ** (power - m - digits)
+        return nearest if nearest < 2.0 ** (bias(e) + top) else math.inf
+
+    return value
+
+
+_right_rounding = _rounded()
+
+
+def _largest_of(case: Case) -> float:
+    return 2.0 ** (2 ** (case[1] - 1) - 1) * (2 - 2.0 ** -case[2])
+
+
+def _flushed(case: Case) -> float:
+    return 0.0 if _right_rounding(case) < 2.0 ** (2 - 2 ** (case[1] - 1)) else _right_rounding(case)
+
+
+ROUNDINGS: list[Slip] = [
+    (lambda c: c[0], "you return x itself", "most numbers lie between two of the format"),
+    (_rounded(_cut), "you cut digits off: the result is never above x", "to the nearest: round(x / spacing) * spacing"),
+    (_rounded(_away), "in the middle between two numbers you go up, always: over many sums this adds up",
+     "to the even one of the two, as round() does"),
+    (_rounded(lowest=None), "your exponents go down for ever: nothing ever becomes 0",
+     "below 2^(1 - bias) the spacing stays what it is there: max(exponent, 1 - bias)"),
+    (_flushed, "you have no subnormal numbers: below 2^(1 - bias) all becomes 0",
+     "the spacing stays what it is at 2^(1 - bias): max(exponent, 1 - bias)"),
+    (_rounded(lowest=0), "your smallest exponent is one too low: 1 - bias, as exponent 0 is kept for subnormal numbers",
+     "max(exponent, 1 - bias)"),
+    (_rounded(top=2), "your largest exponent is one too high: its bits stand for inf and NaN",
+     "all of 2^(bias + 1) and above is inf"),
+    (_rounded(top=700), "your numbers have no upper end", "all of 2^(bias + 1) and above is inf"),
+    (lambda c: min(_right_rounding(c), _largest_of(c)), "what is too large becomes the largest number",
+     "IEEE 754 makes it inf, and GradScaler relies on that"),
+    (lambda c: math.inf if c[0] > _largest_of(c) else _right_rounding(c), "you compare with the largest number before "
+     "you round: FP16 rounds 65510 down to 65504", "round first, then ask whether it is still in the format"),
+    (_rounded(digits=-1), "you keep one digit too few: the leading 1 is not stored, and not among mantissa_bits",
+     "spacing 2^(exponent - mantissa_bits)"),
+    (_rounded(carry=False), "a mantissa that is rounded up to 2 stays below it", "1.11...1 rounds to the next power of "
+     "two, with mantissa 0"),
+    (_rounded(exponent=round), "you round log2(x): x = 3 then has the spacing of 4", "floor(log2(x))"),
+    (lambda c: _right_rounding((c[0], 5, 10)), "you always round to FP16", "the bits are arguments"),
+    (lambda c: round(c[0] * 2.0 ** c[2]) / 2.0 ** c[2], "your spacing is the same everywhere: these are fixed-point "
+     "numbers", "the spacing doubles at each power of two: 2^(exponent - mantissa_bits)"),
+]  # fmt: skip
 
 
 EXERCISES = {

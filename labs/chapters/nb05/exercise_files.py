@@ -1,24 +1,361 @@
-"""Checker of exercise 05.1: saving under drills. What damaged and foreign files do is in checkpoint_damage.py."""
+"""Exercise 05.1: checkpoints that survive kills at every call, a full disk, damaged and foreign files."""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import hashlib
 import inspect
 import io
 import os
+import random
+import re
 import shutil
+import sys
+import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labs.chapters.nb05.exercise_damage import check_damage
+import torch
+
 from labs.chapters.nb05.exercise_drills import Call, Drill, Ended, in_child
-from labs.chapters.nb05.exercise_order import Saved, files_in, order_faults
-from labs.chapters.nb05.exercise_states import a_state, check_same, described, one_thread, same
+from labs.chapters.nb05.exercise_states import a_state, check_same, described, difference, one_thread, same
+from labs.kit.answers import on_ranks
 from labs.kit.check import Mistake
 
+# -- in which order a save touches its files: what a power cut at the worst moment would leave
+
+
+Finding = tuple[str, str]
+"""What was done, and a hint."""
+Files = dict[str, tuple[str, int, str]]
+"""{name in the folder: (inode, bytes, checksum)}"""
+ORDER = "write to another name in the same folder, flush, os.fsync, close, os.replace, os.fsync of the folder"
+RENAMES = ("rename", "replace", "link")
+
+
+def files_in(folder: Path) -> Files:
+    """All files of the folder, and of folders in it."""
+    found = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): (str(p.stat().st_ino), p.stat().st_size, _checksum(p)) for p in found}
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One save that went well: its calls, and the folder before and after it."""
+
+    folder: Path
+    calls: list[Call]
+    before: Files
+    after: Files
+
+    @property
+    def written(self) -> dict[str, tuple[str, int]]:
+        """{name: (inode, bytes)} of the files that this save made or changed."""
+        known = {checksum for _, _, checksum in self.before.values()}
+        return {name: (i, size) for name, (i, size, checksum) in self.after.items() if checksum not in known}
+
+    @property
+    def named(self) -> int:
+        """Position of the last call that gave a new file its name, -1 if none did; old ones may be renamed, too."""
+        found = (self.renamed(inode) for inode, _ in self.written.values())
+        return max((i for i, _ in filter(None, found)), default=-1)
+
+    def renames(self) -> Iterator[tuple[int, Call]]:
+        yield from ((i, c) for i, c in enumerate(self.calls) if c.what in RENAMES)
+
+    def renamed(self, inode: str) -> tuple[int, Call] | None:
+        """The rename that gave a file its final name."""
+        return next(((i, c) for i, c in reversed(list(self.renames())) if inode in c.files), None)
+
+    def name(self, path: str) -> str:
+        try:
+            return str(Path(path).relative_to(self.folder))
+        except ValueError:
+            return path
+
+
+def order_faults(saved: Saved) -> Iterator[Finding]:
+    """Faults in the order of their weight."""
+    yield from _straight_onto_final_names(saved)
+    yield from _from_elsewhere(saved)
+    yield from _removed_first(saved)
+    for name, (inode, size) in saved.written.items():
+        yield from _not_on_disk(saved, name, inode, size)
+    yield from _folder_not_on_disk(saved)
+
+
+def _straight_onto_final_names(saved: Saved) -> Iterator[Finding]:
+    for name, (inode, _) in saved.written.items():
+        if saved.renamed(inode):
+            continue
+        copied = any(c.what in ("remove", "unlink") and saved.name(c.paths[0]) not in saved.before for c in saved.calls)
+        how = "copied onto its final name, byte by byte" if copied else "written straight onto its final name"
+        never = ", and it is never synced" * (not any(map(_is_sync, saved.calls)))
+        yield (f"{name} is {how}{never}: whoever looks there while save() runs, or after it was killed, finds half a "
+               "file", ORDER)  # fmt: skip
+
+
+def _from_elsewhere(saved: Saved) -> Iterator[Finding]:
+    for _, call in saved.renames():
+        if not Path(call.paths[0]).is_relative_to(saved.folder):
+            yield (f"the file is made in {Path(call.paths[0]).parent} and moved: where that is another file system, "
+                   "os.replace() fails, and shutil.move() copies onto the final name byte by byte",
+                   "put the unfinished file into the folder of the checkpoints")  # fmt: skip
+
+
+def _removed_first(saved: Saved) -> Iterator[Finding]:
+    for i, call in enumerate(saved.calls):
+        if call.what in ("remove", "unlink") and i < saved.named:
+            name = saved.name(call.paths[0]) if call.paths else ""
+            if any(name in (known, Path(known).name) for known in saved.before):
+                yield (f"{name} is deleted before the new checkpoint has its name: killed in between, a training with "
+                       "keep=1 has nothing left", "delete old ones at the very end of save()")  # fmt: skip
+
+
+def _not_on_disk(saved: Saved, name: str, inode: str, size: int) -> Iterator[Finding]:
+    if not (renamed := saved.renamed(inode)):
+        return
+    moment, call = renamed
+    if call.files[inode] < size:
+        yield (f"{name} gets its name before it is closed: {size - call.files[inode]} of its {size} bytes are still in "
+               "Python's buffer then", "leave the `with open(...)` block, then os.replace")  # fmt: skip
+    synced = [(i, c) for i, c in enumerate(saved.calls) if _is_sync(c, inode)]
+    if not synced:
+        yield (f"{name} is renamed, but nothing has made sure that its bytes are on the disk: a power cut can keep the "
+               "name and lose the content", "file.flush(), os.fsync(file.fileno()), before os.replace")  # fmt: skip
+        return
+    if synced[0][0] > moment:
+        yield (f"os.fsync comes after the rename of {name}: a power cut in between can keep the name and lose the "
+               "content", ORDER)  # fmt: skip
+    on_disk = max((c.files.get(inode, size) for i, c in synced if i < moment), default=size)
+    if on_disk < size:
+        yield (f"os.fsync of {name} comes too early: {size - on_disk} of its {size} bytes are still in Python's "
+               "buffer, and os.fsync sees only what the kernel has got", "file.flush() before os.fsync")  # fmt: skip
+
+
+def _is_sync(call: Call, inode: str | None = None) -> bool:
+    """Whether the call brings a file to the disk, or any file."""
+    return call.what == "sync" or (call.what in ("fsync", "fdatasync") and (inode is None or inode in call.files))
+
+
+def _folder_not_on_disk(saved: Saved) -> Iterator[Finding]:
+    folder = str(saved.folder.stat().st_ino)
+    if any(_is_sync(c, folder) for c in saved.calls[saved.named + 1 :]):
+        return
+    if any(_is_sync(c, folder) for c in saved.calls):
+        yield ("the folder is synced before it has the new name, which is not on the disk then",
+               "os.replace first, then os.fsync of the folder")  # fmt: skip
+    else:
+        yield ("the file's bytes are on the disk, its new name may not be: the folder is never synced, and after a "
+               "power cut a checkpoint that save() had promised can be missing",
+               "after os.replace: fd = os.open(folder, os.O_RDONLY); os.fsync(fd); os.close(fd)")  # fmt: skip
+
+
+# -- damaged, foreign and malicious files in the folder
+
+
 Maker = Callable[..., Any]
+Damage = tuple[str, bytes]
+"""What was done to a file, and the bytes that are left of it."""
+FLIPS = 24
+NAMES_TO_TRY = {"hash"}
+"""Of builtins whose results another process does not share: text and bytes have another hash() in each."""
+EVALUATES = ("eval", "exec")
+ran: list[str] = []
+"""Notes of code that a file has run."""
+
+
+def check_damage(cls: Maker, folder: Path) -> None:
+    """Steps 8, 9 and 10 with keep=3, then step 10's file is damaged in some forty ways, one after the other."""
+    for step in (8, 9):
+        cls(folder, 3).save(step, a_state(step))
+    before = files_in(folder)
+    cls(folder, 3).save(10, a_state(10))
+    sizes = Saved(folder, [], before, files_in(folder)).written
+    name = max(sizes, key=lambda n: sizes[n][1])
+    kept = shutil.copytree(folder, folder.with_name("kept"))
+    for what, data in _damages((folder / name).read_bytes()):
+        _as_kept(folder, kept)
+        (folder / name).write_bytes(data)
+        _judge(cls, folder, f"step 10's file {what}")
+    _as_kept(folder, kept)
+    _check_new_process(cls, folder)
+    _check_foreign_names(cls, folder, name)
+    _as_kept(folder, kept)
+    _check_all_damaged(cls, folder)
+    _as_kept(folder, kept)
+    _check_malicious(cls, folder)
+
+
+def _uses(cls: Maker, names: Collection[str]) -> bool:
+    """Whether a method of the class mentions one of these names."""
+    members = [f for _, f in inspect.getmembers(cls, inspect.isfunction)] if inspect.isclass(cls) else [cls]
+    return any(set(names) & set(f.__code__.co_names) for f in map(inspect.unwrap, members) if inspect.isfunction(f))
+
+
+def _check_new_process(cls: Maker, folder: Path) -> None:
+    """Only for classes that ask for it, since a process that is not a copy of this one takes a third of a second."""
+    if not _uses(cls, NAMES_TO_TRY):
+        return
+    step, error = on_ranks(_load_there, 1, cls, str(folder), when="")[0]
+    if step != 10:
+        what = f"raises {error}" if error else f"gives step {step}"
+        raise Mistake(f"the folder is whole, and load() in a new process {what}",
+                      "hash() of text and bytes differs from process to process; hashlib.sha256(data) does "
+                      "not")  # fmt: skip
+
+
+def _load_there(cls: Maker, folder: str) -> tuple[Any, str]:
+    try:
+        loaded = cls(Path(folder), 3).load()
+        return (loaded[0] if isinstance(loaded, (tuple, list)) and loaded else None), ""
+    except Exception as error:
+        return None, described(error)
+
+
+def _as_kept(folder: Path, kept: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(kept, folder)
+
+
+def _damages(data: bytes) -> Iterator[Damage]:
+    n, draw = len(data), random.Random(0)
+    yield from ((f"is cut to {size} of {n} bytes", data[:size]) for size in (n - 1, n // 2, 20, 0))
+    yield f"has its {n} bytes, all of them zero, as a power cut can leave it", bytes(n)
+    yield "is one that another program has written, with torch.save({'epoch': 3})", _foreign()
+    yield "holds text", b"step 10\n"
+    for place in (*(round((i + 0.5) * n / FLIPS) for i in range(FLIPS)), *(draw.randrange(n) for _ in range(8))):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << draw.randrange(8)
+        yield f"has one bit flipped, in byte {place} of {n}", bytes(flipped)
+
+
+def _foreign() -> bytes:
+    file = io.BytesIO()
+    torch.save({"epoch": 3}, file)
+    return file.getvalue()
+
+
+ONE_BEFORE = "step 9's file is whole, and load() has to give that"
+
+
+def _judge(cls: Maker, folder: Path, when: str) -> None:
+    try:
+        loaded = cls(folder, 3).load()
+    except Exception as error:
+        raise Mistake(f"{when}: load() raises {described(error)}", ONE_BEFORE) from error
+    if same(loaded, (9, a_state(9))) or same(loaded, (10, a_state(10))):
+        return
+    if loaded is None:
+        raise Mistake(f"{when}: load() gives None, and the training would begin anew", ONE_BEFORE)
+    if same(loaded, (8, a_state(8))):
+        raise Mistake(f"{when}: load() goes back to step 8", ONE_BEFORE)
+    what = ""
+    if isinstance(loaded, (tuple, list)) and len(loaded) == 2 and isinstance(loaded[1], dict):
+        what = f", with another {difference(loaded[1], a_state(10))}"
+    raise Mistake(f"{when}: load() gives it as if it were good{what}",
+                  "keep a checksum of the bytes with them (hashlib.sha256), and compare it before you load; torch.load "
+                  "checks none")  # fmt: skip
+
+
+def _check_foreign_names(cls: Maker, folder: Path, name: str) -> None:
+    """Files that others leave: notes, a copy of the best, what an editor keeps."""
+    path = folder / name
+    for other in ("notes.md", re.sub(r"\d+", "best", name), f"{name}.bak", f"copy of {Path(name).name}"):
+        if other != name and not (folder / other).exists():
+            (folder / other).parent.mkdir(parents=True, exist_ok=True)
+            (folder / other).write_bytes(_foreign())
+            beside, hint = (
+                f"a file {other} lies beside {path.name}",
+                "look only at names that save() makes: re.fullmatch",
+            )
+            try:
+                loaded = cls(folder, 3).load()
+            except Exception as error:
+                raise Mistake(f"{beside}: load() raises {described(error)}", hint) from error
+            if not same(loaded, (10, a_state(10))):
+                raise Mistake(f"{beside}, and load() no longer gives step 10", hint)
+
+
+def _check_all_damaged(cls: Maker, folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    try:
+        loaded = cls(folder, 3).load()
+    except Exception:
+        return
+    if loaded is None:
+        raise Mistake("all three checkpoints are damaged, and load() gives None, as if there had never been one: the "
+                      "training begins anew, and overwrites what could be repaired",
+                      "raise RuntimeError; None means that there are no checkpoints")  # fmt: skip
+    raise Mistake("all three checkpoints are cut in half, and load() gives one of them", "check before you load")
+
+
+class _Malicious:
+    """Unpickled by a loader that allows all, it runs a function. This one only leaves a note."""
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return _leave_a_note, ("pickle",)
+
+
+def _leave_a_note(by: str) -> None:
+    frames, frame = [], sys._getframe()
+    while frame is not None:
+        frames.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    ran.append("torch.load" if any(name.endswith("torch/serialization.py") for name in frames) else by)
+
+
+def _check_malicious(cls: Maker, folder: Path) -> None:
+    state = a_state(11) | {"extra": _Malicious()}
+    ran.clear()
+    in_child(lambda: cls(folder, 3).save(11, state))
+    with contextlib.suppress(Exception), _evaluations_noted():  # to refuse is as good as to go back to step 10
+        cls(folder, 3).load()
+    if ran:
+        raise Mistake(
+            f"someone made a file that runs code on the machine that loads it, and {ran[0]} in load() ran it",
+            "torch.load(file, weights_only=True): tensors, numbers, text, dicts and lists, nothing else"
+            if ran[0] not in EVALUATES
+            else "int(text), json.loads(text) or struct.unpack read data; eval and exec run it",
+        )
+
+
+@contextlib.contextmanager
+def _evaluations_noted() -> Iterator[None]:
+    """Within, eval() and exec() leave a note if anything but a library calls them."""
+    real = {name: getattr(builtins, name) for name in EVALUATES}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code.co_filename
+            if not caller.startswith((sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")):
+                ran.append(name)
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in EVALUATES:
+        setattr(builtins, name, noting(name))
+    try:
+        yield
+    finally:
+        for name in EVALUATES:
+            setattr(builtins, name, real[name])
+
+
+# -- all checks, in order
+
+
 CALLS_KILLED = 24
 """A save that makes more calls than this is killed at so many of them, spread evenly."""
 
@@ -81,7 +418,8 @@ def _check_keep(cls: Maker, folder: Path) -> None:
     if len(files_in(folder)) > usual:
         raise Mistake(f"after 3 more saves with keep=2 there are {len(files_in(folder)) - 1} files, before them there "
                       f"were {usual - 1}: old ones stay for ever", "delete all but the newest `keep`")  # fmt: skip
-    newest = Saved(folder, [], before, files_in(folder)).written
+    if not (newest := Saved(folder, [], before, files_in(folder)).written):
+        raise Mistake("save() writes no file into the folder", "the folder is all that a new process has")
     (folder / max(newest, key=lambda name: newest[name][1])).unlink()
     loaded = None
     with contextlib.suppress(Exception):

@@ -91,10 +91,16 @@ def _check_at(cls: Maker, steps: int, steps_elsewhere: int) -> None:
         raise Mistake(f"{when} gives {path}, and {MORE} steps later that has changed: it is the live object. A state "
                       "that is saved in the background, or kept to go back to, is then a mixture of steps",
                       "a copy: copy.deepcopy(...)")  # fmt: skip
+    decoy = cls(3)
+    decoy.state_dict()
     other = cls(2)
     for _ in range(steps_elsewhere):
         other.step()
     other.load_state_dict(_read(data))
+    if same(list(other.model.parameters()), list(decoy.model.parameters())):
+        raise Mistake("load_state_dict(state) brings back what another trainer has saved last, not `state`: it is kept "
+                      "in the class or in a global variable, and a new process has neither",
+                      "all that load_state_dict() needs is in what state_dict() returns")  # fmt: skip
     _check_pieces(before, pieces(other), _read(data))
     _check_going_on(other, losses, after)
 

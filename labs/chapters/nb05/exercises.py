@@ -22,9 +22,11 @@ Case = tuple[float, float, int, float, float]
 """(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes)"""
 JOBS: list[Case] = [
     (24e9, 6e9, 23, 40 * MB, 4 * MB), (80e9, 30e9, 100, 40 * MB, 40 * MB), (16e9, 1e9, 30, 24 * MB, 3 * MB),
-    (24e9, 3e9, 8, 70 * MB, 70 * MB), (11e9, 9e9, 47, 30 * MB, 2 * MB), (24e9, 26e9, 24, 40 * MB, 4 * MB),
+    (24e9, 3e9, 8, 70 * MB, 70 * MB), (11e9, 9e9, 47, 30 * MB, 2 * MB), (24e9, 8e9, 12, 90 * MB, 1 * MB),
+    (24e9, 26e9, 24, 40 * MB, 4 * MB),
 ]  # fmt: skip
-"""In the fourth sqrt(layers) is no whole number and inputs are as large as a layer; in the last nothing fits."""
+"""In the fourth sqrt(layers) is no whole number and inputs are as large as a layer; in the sixth every layer is to be a
+segment; in the last nothing fits."""
 
 
 def _row(case: Case, k: int, divided: Function = math.ceil, inputs: Function = lambda k: k) -> float:
@@ -46,42 +48,30 @@ def _last_best(case: Case) -> int:
     return max(range(1, case[2] + 1), key=lambda k: (-_row(case, k), k))
 
 
-def _fewest_that_fit(case: Case) -> int:
-    return next((k for k in range(1, case[2] + 1) if _row(case, k) <= case[0] - case[1]), case[2])
-
-
 SEARCH = "compare all of 1 .. layers: min(range(1, layers + 1), key=bytes of a row)"
 SEGMENTS: list[Slip] = [
-    (lambda c: math.sqrt(c[2]), "sqrt(layers) is no whole number, and right only where an input is as large as all "
-     "that a layer keeps", SEARCH),
     (lambda c: round(math.sqrt(c[2])), "you take the square root of layers: that is best only where an input is as "
      "large as all that a layer keeps. Small inputs are cheap: take more segments", SEARCH),
-    (lambda c: math.ceil(math.sqrt(c[2])), "you take the square root of layers, rounded up: the bytes decide", SEARCH),
-    (lambda c: math.floor(math.sqrt(c[2])), "you take the square root of layers, rounded down: the bytes decide",
-     SEARCH),
     (lambda c: min(c[2], round(_root(c))), "you round sqrt(layers * layer_bytes / input_bytes): that is where the "
      "curve without ceil() is lowest; with whole layers it has steps", SEARCH),
-    (lambda c: min(c[2], math.floor(_root(c))), "you round sqrt(layers * layer_bytes / input_bytes) down", SEARCH),
-    (lambda c: min(c[2], math.ceil(_root(c))), "you round sqrt(layers * layer_bytes / input_bytes) up", SEARCH),
     (_root, "this is sqrt(layers * layer_bytes / input_bytes): segments are whole", SEARCH),
     (lambda c: math.sqrt(c[2] * c[4] / c[3]), "the square root is upside down: large inputs ask for few segments",
      SEARCH),
     (lambda c: c[2], "every layer is a segment of its own: then you keep the inputs of all", SEARCH),
     (lambda c: 1, "one segment keeps one input, and then computes all layers again at once: no byte is saved", SEARCH),
-    (lambda c: 2, "two segments save next to half; more save more", SEARCH),
     (lambda c: _best(c, divided=math.floor), "you round layers / segments down: the longest segment sets the peak",
      "math.ceil(layers / segments)"),
+    (lambda c: min(range(1, c[2]), key=lambda k: _row(c, k)), "you never try as many segments as layers", "range(1, "
+     "layers + 1): range() ends before its second number"),
     (_last_best, "several numbers of segments need the same memory, and you take the largest", "the smallest: min() "
      "takes the first"),
-    (lambda c: _best(c) - 1, "one too few: does your search begin at 0?", "range(1, layers + 1)"),
     (lambda c: math.ceil(c[2] / _best(c)), "this is the number of layers in a segment", "how many segments are there?"),
-    (_fewest_that_fit, "you take the fewest segments with which one row fits", "the lowest peak of all is asked"),
 ]  # fmt: skip
 
 
-def _rows(row_bytes: Function, rounded: Function = math.floor, fixed: Function = lambda c: c[1], lowest: float = 0,
-          unit: float = 1) -> Function:  # fmt: skip
-    return lambda c: max(lowest, rounded(unit * (c[0] - fixed(c)) / row_bytes(c)))
+def _rows(row_bytes: Function, rounded: Function = math.floor, fixed: Function = lambda c: c[1], lowest: float = 0
+          ) -> Function:  # fmt: skip
+    return lambda c: max(lowest, rounded((c[0] - fixed(c)) / row_bytes(c)))
 
 
 def _right_row(case: Case) -> float:
@@ -95,37 +85,20 @@ ROWS: list[Slip] = [
     (_rows(lambda c: c[2] * c[3] + _best(c) * c[4]), "your peak has the inputs of all segments, and all layers' "
      "activations: backward computes one segment at a time, and frees it", TWO_PARTS),
     (_rows(lambda c: _row(c, _best(c), inputs=lambda k: 0)), "you forget the inputs of the segments", TWO_PARTS),
-    (_rows(lambda c: _best(c) * c[4]), "you forget the segment that backward computes again", TWO_PARTS),
     (_rows(lambda c: _best(c) * c[4] + c[3]), "backward computes a whole segment again before it can go back through "
      "it, not one layer", TWO_PARTS),
-    (_rows(lambda c: _row(c, _best(c), inputs=lambda k: 1)), "you keep one input; there is one for each segment",
-     TWO_PARTS),
-    (_rows(lambda c: _row(c, _best(c), inputs=lambda k: k - 1)), "you have one input too few: the first segment has "
-     "one as well, the batch", TWO_PARTS),
     (_rows(lambda c: _row(c, _best(c), inputs=lambda k: c[2])), "you keep the inputs of all layers, not of segments",
      TWO_PARTS),
     (_rows(lambda c: _best(c) * (c[4] + math.ceil(c[2] / _best(c)) * c[3])), "all segments' activations are in your "
      "peak: backward computes one at a time, and frees it", TWO_PARTS),
-    (_rows(lambda c: _row(c, _best(c), divided=math.floor)), "your rows are for layers / segments rounded down: the "
-     "longest segment sets the peak", "math.ceil(layers / segments)"),
-    (_rows(lambda c: _row(c, _best(c), divided=lambda q: q)), "your rows are for fractions of a layer: the longest "
-     "segment sets the peak", "math.ceil(layers / segments)"),
-    (_rows(lambda c: _row(c, round(math.sqrt(c[2])))), "these rows fit with sqrt(layers) segments", "with the best"),
-    (_rows(lambda c: c[3] * math.sqrt(c[2])), "this is with sqrt(layers) * layer_bytes: where is the second term?",
-     TWO_PARTS),
     (_rows(_right_row, fixed=lambda c: 0), "you forget fixed_bytes: parameters, gradients and moments are there "
      "whatever the batch", "memory_bytes - fixed_bytes is for rows"),
     (lambda c: math.floor(c[0] / (c[1] + _right_row(c))), "you count fixed_bytes once per row", "once in all"),
     (_rows(_right_row, math.ceil), "you round up: the last row does not fit", "math.floor"),
-    (_rows(_right_row, round), "you round to the nearest: the last row may not fit", "math.floor"),
     (_rows(_right_row, lambda q: q), "rows are whole", "math.floor"),
     (_rows(_right_row, lowest=-math.inf), "a negative number of rows: where not even fixed_bytes fit, it is 0",
      "max(0, ...)"),
-    (_rows(_right_row, lowest=1), "you never go below one row: where not even fixed_bytes fit, it is 0", "max(0, ...)"),
-    (lambda c: 2 ** math.floor(math.log2(max(1, _rows(_right_row)(c)))) * (_rows(_right_row)(c) > 0), "you take a "
-     "power of two", "the largest batch of all is asked"),
     (_right_row, "these are the bytes of a row", "how many rows fit?"),
-    (_rows(_right_row, unit=1e9 / 2**30), "you divide by 2^30 where bytes are given", "all arguments are in bytes"),
 ]  # fmt: skip
 
 

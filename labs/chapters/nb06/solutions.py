@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear, relu
 
-from labs.chapters.nb06.exercise_pipeline_link import Link
+from labs.chapters.nb06.exercise_pipeline import Link
 
 
 def pipeline_step(

@@ -1,0 +1,177 @@
+"""Checkers of notebook 03: right answers of another style pass, and some wrong ones of rarer kinds have their name."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labs.chapters.nb03 import solutions as solution
+from labs.kit.check import examine
+
+
+def passes(exercise_id, candidate):
+    outcome = examine(exercise_id, candidate)
+    assert outcome.state == "passed", outcome.text
+
+
+# -- 03.1
+
+
+def shard_by(fill, cut=lambda order, rank, ranks: order[rank::ranks]):
+    """Right but for what `fill(order, missing)` puts at the end of the order."""
+
+    def shard(dataset_size, rank, world_size, epoch, seed):
+        generator = torch.Generator().manual_seed(1000 * seed + epoch)
+        order = torch.randperm(dataset_size, generator=generator).tolist()
+        return cut(order + fill(order, -dataset_size % world_size), rank, world_size)
+
+    return shard
+
+
+def in_blocks(order, rank, ranks):
+    each = len(order) // ranks
+    return order[rank * each : (rank + 1) * each]
+
+
+@pytest.mark.parametrize(
+    "right", [shard_by(lambda order, n: order[:n]), shard_by(lambda order, n: order[:n], in_blocks)]
+)
+def test_dealt_or_in_blocks_is_as_good(right):
+    passes("03.1", right)
+
+
+@pytest.mark.parametrize(
+    "fill", [lambda order, n: [0] * n, lambda order, n: order[-1:] * n, lambda order, n: order[len(order) - n :]]
+)
+def test_what_fills_up_must_come_from_the_beginning(fill):
+    assert "is not its own beginning" in examine("03.1", shard_by(fill)).text
+
+
+# -- 03.2
+
+
+def in_one_message(model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat)
+    for p, g in zip(parameters, (flat / dist.get_world_size()).split([p.numel() for p in parameters]), strict=True):
+        p.grad = g.view_as(p).clone()
+
+
+def all_at_once(model):
+    works = []
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad / dist.get_world_size()
+        works.append(dist.all_reduce(p.grad, async_op=True))
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize("right", [in_one_message, all_at_once])
+def test_other_ways_to_average_pass(right):
+    passes("03.2", right)
+
+
+def test_a_work_that_nobody_waits_for_is_told():
+    def all_reduce_gradients(model):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad / dist.get_world_size()
+            dist.all_reduce(p.grad, async_op=True)
+
+    assert "only starts" in examine("03.2", all_reduce_gradients).text
+
+
+def test_a_fixed_number_of_ranks_is_told():
+    def all_reduce_gradients(model):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+            p.grad /= 3
+
+    assert "the number of ranks is fixed" in examine("03.2", all_reduce_gradients).text
+
+
+def test_leaving_the_group_is_told():
+    def all_reduce_gradients(model):
+        solution.all_reduce_gradients(model)
+        dist.destroy_process_group()
+
+    assert "leaves the process group" in examine("03.2", all_reduce_gradients).text
+
+
+# -- 03.3
+
+
+def step_by_hand(ddp, optimizer, micro_batches, loss_fn, sends):
+    """Everything under no_sync, then the mean over ranks by `sends(gradients)`."""
+    rows = sum(len(x) for x, _ in micro_batches)
+    optimizer.zero_grad()
+    for x, y in micro_batches:
+        with ddp.no_sync():
+            (loss_fn(ddp(x), y) * len(x) / rows).backward()
+    sends([p.grad for p in ddp.parameters()])
+    optimizer.step()
+
+
+def flat(gradients):
+    total = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(total)
+    for g, mean in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        g.copy_(mean.view_as(g) / dist.get_world_size())
+
+
+def one_by_one(gradients):
+    for g in gradients:
+        dist.all_reduce(g)
+        g /= dist.get_world_size()
+
+
+@pytest.mark.parametrize("sends", [flat, one_by_one])
+def test_a_gradient_sent_once_by_hand_passes(sends):
+    passes(
+        "03.3",
+        lambda ddp, optimizer, micro_batches, loss_fn: step_by_hand(ddp, optimizer, micro_batches, loss_fn, sends),
+    )
+
+
+def test_a_gradient_sent_by_hand_for_each_micro_batch_is_told():
+    def accumulate_step(ddp, optimizer, micro_batches, loss_fn):
+        step_by_hand(ddp, optimizer, micro_batches, loss_fn, lambda gradients: [flat(gradients) for _ in micro_batches])
+
+    assert "by hand" in examine("03.3", accumulate_step).text
+
+
+def synchronised(when, steps=lambda: True):
+    def accumulate_step(ddp, optimizer, micro_batches, loss_fn):
+        rows = sum(len(x) for x, _ in micro_batches)
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(micro_batches):
+            with nullcontext() if i == when(micro_batches) else ddp.no_sync():
+                (loss_fn(ddp(x), y) * len(x) / rows).backward()
+        if steps():
+            optimizer.step()
+
+    return accumulate_step
+
+
+def test_a_step_on_rank_0_alone_is_told():
+    wrong = synchronised(lambda batches: len(batches) - 1, lambda: dist.get_rank() == 0)
+    assert "rank 1 made no optimizer step" in examine("03.3", wrong).text
+
+
+def test_sending_every_micro_batch_is_no_sending_by_hand():
+    def accumulate_step(ddp, optimizer, micro_batches, loss_fn):
+        rows = sum(len(x) for x, _ in micro_batches)
+        optimizer.zero_grad()
+        for x, y in micro_batches:
+            (loss_fn(ddp(x), y) * len(x) / rows).backward()
+        optimizer.step()
+
+    assert "it was all-reduced 3 times" in examine("03.3", accumulate_step).text
+
+
+def test_sending_the_first_micro_batch_only_is_told():
+    assert "only the first micro-batch was sent" in examine("03.3", synchronised(lambda batches: 0)).text
