@@ -68,9 +68,9 @@ def _alike(a: Any, b: Any, rtol: float = 1e-3) -> bool:
     return bool(np.allclose(a, b, rtol=rtol, atol=0))
 
 
-WAIT_S = 2.0
+WAIT_S = 4.0
 """How long a rank waits for the others. Start-up is not part of it."""
-RUN_S = 12.0
+RUN_S = 20.0
 """How long a run may take in all; the first one of a kernel has to import torch."""
 GAVE_UP = r"[Tt]imed ?out|monitoredBarrier|[Cc]onnection (was )?(closed|reset)|Broken pipe|killed by SIGABRT"
 NOISE = re.compile(r"ProcessGroupGloo|gloo::|preamble\.length")
@@ -112,7 +112,7 @@ def _impatient(body: Callable[..., Any], args: tuple) -> Any:
 
 def _where(text: str) -> str:
     """The learner's line that a rank was waiting in, from its traceback."""
-    own = [m for m in FRAME.finditer(text) if not re.search(r"site-packages|/labs/(kit|exercises)/", m["file"])]
+    own = [m for m in FRAME.finditer(text) if not re.search(r"site-packages|/labs/(kit|chapters)/", m["file"])]
     rank = re.search(r"^rank (\d+) on .* failed first", text, re.MULTILINE)
     if not own or not rank:
         return ""
