@@ -144,6 +144,8 @@ PLANTED = [
     ("predictions_are_used_in_a_later_cell", replace(8, "check", "late = predict(3, 'y')\nlate.against(3)\ncheck")),
     ("outputs_are_committed", clear),
     ("outputs_are_committed", rerun),
+    ("code_is_shown_as_it_is_now", replace(6, "run.where(guess)", "show_code(launch)")),
+    ("code_is_shown_as_it_is_now", replace(6, "run.where(guess)", "show_code(no_such)")),
     ("no_error_outputs", output(6, ERROR)),
     ("no_shell_escapes", replace(6, "run", "!torchrun -m labs.ddp\nrun")),
     ("no_shell_escapes", replace(6, "run", "%%bash\nrun")),
