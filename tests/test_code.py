@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -70,6 +71,7 @@ def recipes(tmp_path, monkeypatch):
     (tmp_path / "train_b.py").write_text('"""One."""\nimport torch\n\nprint(1)\nprint(2)\nprint(4)\n')
     (tmp_path / "train.sbatch").write_text("#!/bin/bash\nsrun x\n")
     monkeypatch.setattr(code, "RECIPES", tmp_path)
+    return tmp_path
 
 
 def test_functions_of_the_course_have_their_path_a_link_and_no_line_number():
@@ -136,8 +138,24 @@ def test_a_difference_is_counted_and_has_no_line_numbers(recipes):
         "# labs/recipes/train_a.py -> labs/recipes/train_b.py: 2 lines added, 1 removed",
         "@@", " import torch", " ", " print(1)", "-print(3)", "+print(2)", "+print(4)",
     ]  # fmt: skip
-    assert "```diff\n@@\n" in shown["text/markdown"]
+    assert '<a href="../labs/recipes/train_a.py">labs/recipes/train_a.py</a> → <a' in shown["text/html"]
+    assert shown["text/html"].count("<span") == 4 and "text/markdown" not in shown  # JupyterLab shows one of the two
     assert diff_shown("train_a", "train_a")["text/plain"].endswith(": 0 lines added, 0 removed")
+
+
+def test_a_difference_is_readable_text_where_html_is_stripped_of_styles(recipes):
+    (recipes / "train_a.py").write_text("if a < b:\n    pass\n")
+    (recipes / "train_b.py").write_text("if a < c:\n    pass\n")
+    markup = diff_shown("train_a", "train_b")["text/html"]
+    bare = re.sub(r"<[^>]+>", "", markup)
+    assert "-if a &lt; b:\n+if a &lt; c:\n     pass\n" in bare
+
+
+def test_comments_for_linters_are_left_out(module):
+    Path(module.__file__).write_text(
+        MODULE.replace("def train(n):", "def train(  # fmt: skip\n    n,  # noqa: E1 no\n):")
+    )
+    assert code_shown(module.train)["text/plain"].splitlines()[2:5] == ["def train(", "    n,", "):"]
 
 
 @pytest.mark.parametrize(("part", "words"), [

@@ -9,6 +9,7 @@
 The code is read from its file, not from what the kernel has imported: ranks import it anew for every launch, so the
 cell shows what the next launch runs. It is shown as Markdown, whose code blocks JupyterLab, VS Code, GitHub and
 nbconvert colour in their own theme, light or dark; and as plain text, for nbval, terminals and screen readers.
+A difference is HTML, since JupyterLab's themes have no colours for one: where styles are stripped, + and - stay.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import ast
 import difflib
 import functools
+import html
 import inspect
 import re
 import sys
@@ -33,6 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "labs" / "recipes"
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml"}
 DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+FOR_TOOLS = re.compile(r"[ ]*# (?:fmt: (?:skip|on|off)|noqa\b[^#\n]*|type: ignore\S*)$", re.MULTILINE)
+COLORS = {"+": "rgba(46, 160, 67, 0.25)", "-": "rgba(248, 81, 73, 0.25)", "@": "rgba(56, 139, 253, 0.15)"}
 SHOWING = ("show_code", "show_diff")
 
 
@@ -51,6 +55,11 @@ class Source:
     def link(self) -> str:
         """The place in Markdown. Both notebooks/ and my/, a learner's copies, lie one folder below the root."""
         return f"[{self.place}](../{self.place})" if self.in_repository else self.place
+
+    @property
+    def anchor(self) -> str:
+        """The same in HTML."""
+        return f'<a href="../{self.place}">{self.place}</a>' if self.in_repository else html.escape(self.place)
 
 
 def show_code(*parts: Callable[..., Any] | type | str) -> None:
@@ -89,11 +98,17 @@ def diff_shown(a: Callable[..., Any] | type | str, b: Callable[..., Any] | type 
     lines = ["@@" if line.startswith("@@") else line for line in lines]  # without line numbers
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     words = f"{added} line{'s' if added != 1 else ''} added, {removed} removed"
-    body = "\n".join(lines)
     return {
-        "text/markdown": f"{old.link} → {new.link}: {words}" + (f"\n\n{_fenced(body, 'diff')}" if lines else ""),
-        "text/plain": f"# {old.place} -> {new.place}: {words}" + (f"\n{body}" if lines else ""),
+        "text/html": f"<p>{old.anchor} → {new.anchor}: {words}</p>\n<pre>{''.join(map(_coloured, lines))}</pre>",
+        "text/plain": "\n".join([f"# {old.place} -> {new.place}: {words}", *lines]),
     }
+
+
+def _coloured(line: str) -> str:
+    """A line of a difference in HTML. The colours let the page's own background through, light or dark."""
+    text = html.escape(line, quote=False)
+    color = COLORS.get(line[0]) if line else None
+    return (f'<span style="background-color: {color}">{text}</span>' if color else text) + "\n"
 
 
 def source_of(part: Callable[..., Any] | type | str) -> Source:
@@ -136,9 +151,10 @@ def _is_cell(path: Path) -> bool:
 
 
 def _definition(text: str, part: Any, place: str) -> str:
-    """The lines of `text` that define `part`: by its name, since an edit moves lines under a running kernel.
+    """The lines of `text` that define `part`, without comments for linters.
 
-    Of several definitions of one name it is that nearest to where the kernel had read it.
+    They are found by its name, since an edit moves lines under a running kernel. Of several definitions of one name
+    it is that nearest to where the kernel had read it.
     """
     found: list[Any] = [ast.parse(text)]
     for name in part.__qualname__.replace("<locals>.", "").split("."):
@@ -147,7 +163,8 @@ def _definition(text: str, part: Any, place: str) -> str:
     line = getattr(getattr(part, "__code__", None), "co_firstlineno", 1)
     starts = {min([n.lineno, *(d.lineno for d in n.decorator_list)]): n for n in found}
     start = min(starts, key=lambda s: abs(s - line))
-    return textwrap.dedent("\n".join(text.split("\n")[start - 1 : starts[start].end_lineno])).rstrip()
+    lines = "\n".join(text.split("\n")[start - 1 : starts[start].end_lineno])
+    return FOR_TOOLS.sub("", textwrap.dedent(lines)).rstrip()
 
 
 def _place(path: Path) -> tuple[str, bool]:

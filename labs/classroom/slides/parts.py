@@ -92,7 +92,7 @@ def _results(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
         for page in table_pages(markup[0]):
             yield _shown([NotebookNode(outputs[0], data=NotebookNode({"text/html": page}))], "subslide")
     elif outputs:
-        large = re.search("<table|<img|```", "".join(markup + [_markdown(o) for o in outputs]))
+        large = re.search("<table|<img|<pre|```", "".join(markup + [_markdown(o) for o in outputs]))
         yield _shown(outputs, "subslide" if large else "fragment")
 
 
