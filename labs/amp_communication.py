@@ -131,7 +131,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         refused = _refusal(hook, rank)
         yield rank.record("hook_refused", "1", float(refused != "none"), precision=precision, hook=hook, error=refused)
         if refused == "none":
-            traffic, gradient = _step(precision, hook, config, rank)
+            traffic, gradient = synchronised_step(precision, hook, config, rank)
             gradients[precision, hook] = gradient
             yield from _traffic(traffic, gradient, precision, hook, rank)
             yield from _errors(gradients, precision, hook, rank)
@@ -156,7 +156,7 @@ def _refusal(hook: str, rank: Rank) -> str:
     return "none"
 
 
-def _step(precision: str, hook: str, config: Config, rank: Rank) -> tuple[Traffic, Tensor]:
+def synchronised_step(precision: str, hook: str, config: Config, rank: Rank) -> tuple[Traffic, Tensor]:
     """One synchronised forward and backward pass: (traffic, the gradient that the optimizer would get)."""
     workload = models.build(config.model, config.seed)
     ddp = DistributedDataParallel(workload.module.to(rank.device), bucket_cap_mb=config.bucket_cap_mb)

@@ -157,13 +157,13 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
                 yield rank.record("not_possible", "1", 1.0, model=name, precision=precision, why=why)
         able = [p for p in formats if not refused[p]]
         for precision in ("fp32", *able):
-            yield from _step(name, precision, config, rank)
+            yield from traced_step(name, precision, config, rank)
         for precision in able[:1]:
             yield from _weight_casts(name, precision, config, rank)
         rank.progress(done, len(names), name)
 
 
-def _step(name: str, precision: str, config: Config, rank: Rank) -> Iterator[Record]:
+def traced_step(name: str, precision: str, config: Config, rank: Rank) -> Iterator[Record]:
     """Calls by operation of one training step, and the share of its FLOPs whose inputs have 16 bits."""
     workload, x, y = _workload(name, config, rank)
     with Trace() as trace:

@@ -16,12 +16,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from labs.kit import cli, measure
 from labs.kit.errors import require
@@ -31,6 +33,10 @@ from labs.parts import models
 from labs.parts.data_parallel import scaling
 from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
 from labs.parts.data_parallel.replicas import ThreadedDataParallel, nbytes
+
+Step = Callable[[], object]
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Mean over the rows of (output, target)."""
 
 
 @dataclass(frozen=True)
@@ -119,24 +125,59 @@ def _rows(config: Config, ranks: int) -> int:
     return config.batch_size if config.split == "weak" else config.batch_size // ranks
 
 
-def _steps(config: Config, rank: Rank, phases: dict, counted: Counter) -> Iterator[tuple[tuple[str, int], Callable]]:
+def _steps(config: Config, rank: Rank, phases: dict, counted: Counter) -> Iterator[tuple[tuple[str, int], Step]]:
     """A training step for each (mode, ranks); ranks that have no part in it get one that does nothing."""
     everyone = rank.world_size
     for mode in config.modes:
         if mode == "single":
-            yield (mode, 1), _plain(config, rank, 1) if rank.rank == 0 else _idle
+            yield (mode, 1), train_single(config, rank, _rows(config, 1)) if rank.rank == 0 else _idle
         elif mode == "copies":
-            yield (mode, everyone), _plain(config, rank, everyone)
+            yield (mode, everyone), train_single(config, rank, _rows(config, everyone))
         elif mode == "ddp":
             for ranks in range(min(2, everyone), everyone + 1):
-                yield (mode, ranks), _ddp(config, rank, ranks, phases, counted)
+                yield (mode, ranks), train_ddp(config, rank, _rows(config, ranks), ranks, phases, counted)
         elif rank.local_world_size == everyone:  # one process cannot reach the devices of another machine
-            cores_or_gpus = rank.gather(rank.cores[0] if rank.cores else rank.device.index)
-            yield (mode, everyone), _dp(config, rank, cores_or_gpus, counted) if rank.rank == 0 else _idle
+            places = rank.gather(rank.cores[0] if rank.cores else rank.device.index)
+            rows = _rows(config, everyone) * everyone
+            yield (mode, everyone), train_dp(config, rank, rows, places, counted) if rank.rank == 0 else _idle
 
 
-def _idle() -> None:
-    """Another rank's turn; the next barrier is the wait."""
+def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, loss: Loss) -> None:
+    """One training step: the same lines for one device and for DDP. What differs is `model`."""
+    optimizer.zero_grad()
+    loss(model(x), y).backward()  # DDP all-reduces the gradients meanwhile, bucket by bucket
+    optimizer.step()  # exchanges nothing: after backward all ranks hold the same gradients
+
+
+def train_single(config: Config, rank: Rank, rows: int) -> Step:
+    """A step on this rank alone, with a batch of `rows`."""
+    workload, module, x, y = _ready(config, rank, rows)
+    return partial(train_step, module, _sgd(module), x, y, workload.loss)
+
+
+def train_ddp(config: Config, rank: Rank, rows: int, ranks: int, phases: dict, counted: Counter) -> Step:
+    """A step of the first `ranks` ranks together, each with a batch of `rows` of its own."""
+    group = dist.new_group(list(range(ranks)))  # every rank must call this, also those outside of the group
+    if rank.rank >= ranks:
+        return _idle
+    workload, module, x, y = _ready(config, rank, rows)
+    start = time.perf_counter()
+    # A broadcast: all ranks get rank 0's parameters. From here on, every backward is an all-reduce.
+    ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=config.bucket_cap_mb)
+    phases["DDP constructor"] = time.perf_counter() - start
+    if ranks == rank.world_size:
+        ddp.register_comm_hook(counted, counting_all_reduce)
+    return partial(train_step, ddp, _sgd(ddp), x, y, workload.loss)
+
+
+def train_dp(config: Config, rank: Rank, rows: int, places: list[int], counted: Counter) -> Step:
+    """A step of one process on the devices `places`. The whole batch of `rows` goes in; the module shares it out."""
+    workload, module, x, y = _ready(config, rank, rows)
+    if rank.device.type == "cuda":
+        dp = nn.DataParallel(module, device_ids=places)
+        return partial(train_step, dp, _sgd(module), x, y, workload.loss)
+    threaded = ThreadedDataParallel(module, places, counted)
+    return partial(threaded.train_step, _sgd(module), x, y, workload.loss)
 
 
 def _ready(config: Config, rank: Rank, rows: int) -> tuple[models.Workload, nn.Module, Tensor, Tensor]:
@@ -146,52 +187,19 @@ def _ready(config: Config, rank: Rank, rows: int) -> tuple[models.Workload, nn.M
     return workload, workload.module.to(rank.device), x.to(rank.device), y.to(rank.device)
 
 
-def _trainer(module: nn.Module, backward: Callable[[], object]) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward()
-        optimizer.step()
-
-    return step
+def _sgd(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
 
 
-def _plain(config: Config, rank: Rank, ranks: int) -> Callable[[], None]:
-    workload, module, x, y = _ready(config, rank, _rows(config, ranks))
-    return _trainer(module, lambda: workload.loss(module(x), y).backward())
+def _idle() -> None:
+    """Another rank's turn; the next barrier is the wait."""
 
 
-def _ddp(config: Config, rank: Rank, ranks: int, phases: dict, counted: Counter) -> Callable[[], None]:
-    """DDP over the first `ranks` ranks: a broadcast of rank 0's parameters now, an all-reduce in every backward."""
-    group = dist.new_group(list(range(ranks)))  # every rank must call this, also those outside of the group
-    if rank.rank >= ranks:
-        return _idle
-    workload, module, x, y = _ready(config, rank, _rows(config, ranks))
-    start = time.perf_counter()
-    ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=config.bucket_cap_mb)
-    phases["DDP constructor"] = time.perf_counter() - start
-    if ranks == rank.world_size:
-        ddp.register_comm_hook(counted, counting_all_reduce)
-    return _trainer(module, lambda: workload.loss(ddp(x), y).backward())
-
-
-def _all_reduce(config: Config, rank: Rank) -> Callable[[], object]:
+def _all_reduce(config: Config, rank: Rank) -> Step:
     """One all-reduce of as many bytes as the model has gradients, with nothing to hide behind."""
     size = models.gradient_bytes(models.build(config.model).module)
     buffer = torch.zeros(size // 4, device=rank.device)
-    return lambda: dist.all_reduce(buffer)
-
-
-def _dp(config: Config, rank: Rank, places: list[int], counted: Counter) -> Callable[[], None]:
-    """One process for all devices. The whole batch goes in; scatter, replicate and gather happen inside."""
-    whole = _rows(config, len(places)) * len(places)
-    workload, module, x, y = _ready(config, rank, whole)
-    if rank.device.type == "cuda":
-        dp = nn.DataParallel(module, device_ids=places)
-        return _trainer(module, lambda: workload.loss(dp(x), y).backward())
-    threaded = ThreadedDataParallel(module, places, counted)
-    return _trainer(module, lambda: threaded.step(x, y, workload.loss))
+    return partial(dist.all_reduce, buffer)
 
 
 def modelled_speedup(records: Records) -> float:

@@ -86,8 +86,8 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     rank.barrier()
 
 
-def _batch(data: Dataset, size: int) -> tuple[Tensor, Tensor]:
-    """One real batch, loaded beforehand."""
+def one_batch(data: Dataset, size: int) -> tuple[Tensor, Tensor]:
+    """The first `size` items as one batch, loaded beforehand: what a DataLoader's default `collate_fn` does."""
     images, labels = zip(*(data[i] for i in range(size)), strict=True)
     return torch.stack(images), torch.tensor(labels)
 
@@ -113,7 +113,7 @@ def prediction(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
     What is alone is measured again beside every run of both, since a machine is not equally fast all the time.
     """
     workers = config.workers[:2] if config.smoke else config.workers
-    stored = _batch(data, config.batch_size)
+    stored = one_batch(data, config.batch_size)
     names = config.models[:1] if config.smoke else config.models
     steps = {model: Trainer(WIDTHS[model], rank.device, config.seed) for model in names}
     models: dict[str, list[float]] = {model: [] for model in names}
@@ -188,7 +188,7 @@ def bytes_sent(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
     step = Trainer(WIDTHS["light"], rank.device, config.seed)
     cases = []
     for send, dataset in (("uint8", data), ("float32", AsFloat(data))):
-        images, _ = _batch(dataset, config.batch_size)
+        images, _ = one_batch(dataset, config.batch_size)
         yield rank.record("batch_bytes", "B", images.numel() * images.element_size(), rank=0, send=send)
         feed = functools.partial(_feed, dataset, step, config, rank, 2, config.batch_size)
         cases.append(({"model": "light", "workers": 2, "send": send}, feed))

@@ -102,7 +102,7 @@ def train(case: Case, images: Tensor, labels: Tensor, config: Config, rank: Rank
     by_hand = case == "different_models"  # averages gradients as DDP does, without its broadcast at the start
     model = module if alone or by_hand else DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
-    sampler = _sampler(case, len(images), config, rank)
+    sampler = make_sampler(case, len(images), config, rank)
     losses, orders = [], []
     for epoch in range(config.epochs):
         if isinstance(sampler, DistributedSampler) and case != "no_set_epoch":
@@ -119,7 +119,8 @@ def train(case: Case, images: Tensor, labels: Tensor, config: Config, rank: Rank
     yield from _signs(case, losses, orders, module, len(images), rank)
 
 
-def _sampler(case: Case, n: int, config: Config, rank: Rank) -> Sampler:
+def make_sampler(case: Case, n: int, config: Config, rank: Rank) -> Sampler:
+    """Shares `n` images out: each rank gets its own part of one order that all ranks draw alike, from one seed."""
     if case == "no_sampler":
         return RandomSampler(range(n), generator=torch.Generator().manual_seed(config.seed))
     seed = config.seed + (rank.rank if case == "sampler_seed_per_rank" else 0)

@@ -76,8 +76,7 @@ def check_layout(config: Config, world_size: int) -> None:
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Gradients and bytes of every scheme; step times if every rank has a device of its own."""
     require_messages(rank)
-    parts = rank.world_size // config.dp
-    mesh = init_device_mesh(rank.device.type, (config.dp, parts), mesh_dim_names=("dp", "parts"))
+    parts, mesh = rank.world_size // config.dp, make_mesh(config.dp, rank)
     makers = {"data x pipeline": pipeline, "data x pipeline, torch": torch_pipeline, "data x tensor": tensor}
     if not halves(blocks.separated(chain(config.model).module())):
         del makers["data x tensor"]  # no block of the kind that this course cuts into shares
@@ -92,6 +91,11 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         rank.progress(done, len(makers) + 1, name)
     if has_own_device(rank):
         yield from times(schemes, config, rank)
+
+
+def make_mesh(dp: int, rank: Rank) -> DeviceMesh:
+    """The ranks as a table: each row holds one copy of the model, in parts; each column the copies of one part."""
+    return init_device_mesh(rank.device.type, (dp, rank.world_size // dp), mesh_dim_names=("dp", "parts"))
 
 
 def trial(scheme: Scheme, case: dict, mesh: DeviceMesh, rank: Rank) -> Iterator[Record]:

@@ -7,7 +7,10 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from notebook_rules import RULES
+from notebook_rules import EDITABLE_LINES, RULES, SIZE_LIMIT_BYTES
+
+from labs.kit.code import code_shown
+from labs.kit.errors import require
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 PNG = "iVBORw0KGgo="
@@ -46,7 +49,10 @@ def good(tmp_path):
         new_markdown_cell("## You will\n\n- measure time\n- compare ranks\n  at length\n- explain both"),
         new_markdown_cell("## You need\n\nTwo cores; see [the data](00_a.ipynb#top) and [web](https://pytorch.org)."),
         code("NPROC = 2\nSOLUTIONS = False", "", "parameters"),
-        code("from labs.kit.launch import launch\nfrom labs.kit.check import check, predict"),
+        code(
+            "from labs.kit.launch import launch\nfrom labs.kit.check import check, predict\n"
+            "from labs.kit.code import show_code\nfrom labs.kit.errors import require"
+        ),
         code('guess = predict(2, "x")\nrun = launch("ddp", nproc=NPROC)', "step 3.2 ms", "nbval-ignore-output"),
         code("run.where(guess)", "128 bytes"),
         new_markdown_cell("## Exercises"),
@@ -55,6 +61,8 @@ def good(tmp_path):
         new_markdown_cell("## Claims on trial"),
         new_markdown_cell("## What you learned\n\n- time\n- ranks\n- both\n\n**Further reading**\n\n- one"),
     ]
+    cells += [code("def train(x):\n    return x\n\neditable.compare(train)"), code("show_code(require)")]
+    cells[-1].outputs.append(new_output("display_data", data=code_shown(require)))
     for count, cell in enumerate((c for c in cells if c.cell_type == "code"), start=1):
         cell.execution_count = count
     cells[6].outputs.append(html(FIGURE.format(title="recorded on Imaginary 8000, torch 2.13.0, 2026-11-21 UTC")))
@@ -112,7 +120,7 @@ def other_kernel(nb):
 
 
 def grow(nb):
-    nb.cells[6].outputs[0].text = "x" * 200_000
+    nb.cells[6].outputs[0].text = "x" * SIZE_LIMIT_BYTES
 
 
 BARE_PNG = new_output("display_data", data={"image/png": PNG})
@@ -144,6 +152,11 @@ PLANTED = [
     ("predictions_are_used_in_a_later_cell", replace(8, "check", "late = predict(3, 'y')\nlate.against(3)\ncheck")),
     ("outputs_are_committed", clear),
     ("outputs_are_committed", rerun),
+    ("code_is_shown_as_it_is_now", replace(6, "run.where(guess)", "show_code(launch)")),
+    ("code_is_shown_as_it_is_now", replace(6, "run.where(guess)", "show_code(no_such)")),
+    ("code_is_shown_as_it_is_now", replace(13, "show_code(require)", "show_code(launch)")),
+    ("code_is_in_sight", replace(13, "show_code(require)", "1")),
+    ("code_is_in_sight", replace(12, "editable.compare(train)", "")),
     ("no_error_outputs", output(6, ERROR)),
     ("no_shell_escapes", replace(6, "run", "!torchrun -m labs.ddp\nrun")),
     ("no_shell_escapes", replace(6, "run", "%%bash\nrun")),
@@ -151,7 +164,7 @@ PLANTED = [
     ("is_small", grow),
     ("cells_have_unique_ids", set_id),
     ("kernel_is_python3", other_kernel),
-    ("nbval_compares_most_cells", lambda nb: [tag(i, "nbval-ignore-output")(nb) for i in (3, 6)]),
+    ("nbval_compares_most_cells", lambda nb: [tag(i, "nbval-ignore-output")(nb) for i in (3, 6, 8)]),
     ("strict_outputs_show_no_machine", output(6, printed("run on 2026-11-21"))),
     (
         "strict_outputs_show_no_machine",
@@ -168,6 +181,7 @@ PLANTED = [
     ("no_cell_may_fail_or_be_skipped", tag(6, "nbval-skip")),
     ("no_cell_may_fail_or_be_skipped", replace(6, "run", "# NBVAL_SKIP\nrun")),
     ("cells_are_short", replace(6, "run", "x = 1\n" * 12 + "run")),
+    ("cells_are_short", replace(12, "editable", "x = 1\n" * EDITABLE_LINES + "editable")),
     ("pictures_have_alt_text", output(6, BARE_PNG)),
     ("pictures_have_alt_text", output(6, html(f'<img src="data:image/png;base64,{PNG}">'))),
     ("pictures_have_alt_text", output(6, html("<svg viewBox='0 0 1 1'><path/></svg>"))),

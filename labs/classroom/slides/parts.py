@@ -51,7 +51,7 @@ def _code(cell: NotebookNode, solved: set[str]) -> Iterator[NotebookNode]:
     if CHECKED.search(cell.source) or "TODO" in cell.source or "predict(" in cell.source:
         yield _typed(new_code_cell(cell.source), "-")
         yield from (_solution(i) for i in CHECKED.findall(cell.source) if i in solved)
-    elif "launch(" in cell.source:
+    elif "launch(" in cell.source or "run_on_ranks(" in cell.source:
         progress = [
             o for o in cell.outputs if 'class="labs-progress"' in "".join(o.get("data", {}).get("text/html", ""))
         ]
@@ -92,11 +92,16 @@ def _results(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
         for page in table_pages(markup[0]):
             yield _shown([NotebookNode(outputs[0], data=NotebookNode({"text/html": page}))], "subslide")
     elif outputs:
-        yield _shown(outputs, "subslide" if re.search("<table|<img", "".join(markup)) else "fragment")
+        large = re.search("<table|<img|<pre|```", "".join(markup + [_markdown(o) for o in outputs]))
+        yield _shown(outputs, "subslide" if large else "fragment")
 
 
 def _html(output: NotebookNode) -> str:
     return "".join(output.get("data", {}).get("text/html", ""))
+
+
+def _markdown(output: NotebookNode) -> str:
+    return "".join(output.get("data", {}).get("text/markdown", ""))
 
 
 def table_pages(markup: str) -> list[str]:

@@ -16,6 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def nbytes(*tensors: Tensor) -> int:
@@ -32,30 +35,37 @@ class ThreadedDataParallel:
         self.moved = moved
         """Counts the bytes that leave or reach device 0, by phase ("dp replicate", ...)."""
 
-    def step(self, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def train_step(self, optimizer: Optimizer, x: Tensor, y: Tensor, loss: Loss) -> None:
+        """One training step on one whole batch."""
+        optimizer.zero_grad()
+        self.step(x, y, loss)
+        optimizer.step()  # of device 0 alone: the replicas are thrown away
+
+    def step(self, x: Tensor, y: Tensor, loss: Loss) -> Tensor:
         """Forward and backward of one whole batch; gradients end up in `module`. Returns the loss."""
-        replicas = self._replicate()
-        shards = x.chunk(self.devices)
+        replicas = self.replicate()  # 1. all parameters and buffers go to every device, in every step
+        shards = x.chunk(self.devices)  # 2. scatter
         self.moved["dp scatter"] += nbytes(*shards[1:])
-        parts = list(self.threads.map(lambda m, shard: m(shard), replicas, shards))  # parallel_apply, one GIL
-        output = torch.cat([p.detach() for p in parts]).requires_grad_()
+        parts = list(self.threads.map(lambda m, shard: m(shard), replicas, shards))  # 3. forward, under one GIL
+        output = torch.cat([p.detach() for p in parts]).requires_grad_()  # 4. gather
         self.moved["dp gather"] += nbytes(*parts[1:])
         value = loss(output, y)  # on device 0 alone: the others wait
         value.backward()
         grads = output.grad.split([len(p) for p in parts])
         self.moved["dp scatter gradients"] += nbytes(*grads[1:])
         list(self.threads.map(lambda p, g: p.backward(g), parts, grads))
-        self._reduce(replicas[1:])
+        self.reduce(replicas[1:])  # 5. all gradients come back to device 0
         return value
 
-    def _replicate(self) -> list[nn.Module]:
+    def replicate(self) -> list[nn.Module]:
+        """The module, and a copy of it for each other device."""
         others = [copy.deepcopy(self.module) for _ in range(self.devices - 1)]
         for replica in others:
             self.moved["dp replicate"] += nbytes(*replica.parameters(), *replica.buffers())
             replica.zero_grad(set_to_none=True)
         return [self.module, *others]
 
-    def _reduce(self, others: list[nn.Module]) -> None:
+    def reduce(self, others: list[nn.Module]) -> None:
         """Add the gradients of all replicas into device 0's module."""
         for replica in others:
             for own, theirs in zip(self.module.parameters(), replica.parameters(), strict=True):

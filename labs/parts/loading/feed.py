@@ -71,7 +71,7 @@ def drive(
     No batch is asked for after `deadline` (of time.perf_counter), so that there may be fewer, or none.
     ValueError if the loader ends before.
     """
-    turns = _turns(iter(batches), step, device if every_step else None, deadline)
+    turns = timed_batches(iter(batches), step, device if every_step else None, deadline)
     for _ in itertools.islice(turns, skip):
         pass
     sync(device)
@@ -89,7 +89,7 @@ def drive(
     return Feed(tuple(waits), tuple(works), size if size or not works else rows(batch), wave)
 
 
-def _turns(
+def timed_batches(
     source: Iterator[Any], step: Step | None, device: torch.device | None, deadline: float
 ) -> Iterator[tuple[float, float, Any]]:
     """(seconds of waiting, seconds of work, batch) of each batch; `device` is synchronised after each, if given."""

@@ -69,8 +69,9 @@ def recompute(module: nn.Module, policy: str) -> nn.Module:
     Parameters, their names and the results stay what they were, and copy.deepcopy copies the policy, too. BatchNorm
     counts its batch once. BadInput if the model cannot have the policy.
     """
+    ours = (recomputed_forward, segmented_forward)
     for m in module.modules():
-        if isinstance(m.__dict__.get("forward"), MethodType) and m.forward.__func__ in (_recomputed, _in_segments):
+        if isinstance(m.__dict__.get("forward"), MethodType) and m.forward.__func__ in ours:
             del m.forward
     runs, (name, _, _) = segments(module, policy), _parse(policy)
     if name == "segments":
@@ -80,22 +81,22 @@ def recompute(module: nn.Module, policy: str) -> nn.Module:
     for unit, (_, _, again) in zip(units, runs, strict=bool(units)):
         if again:
             unit.recompute_selective = name == "selective"
-            unit.forward = MethodType(_recomputed, unit)  # a bound method follows its module into a deep copy
+            unit.forward = MethodType(recomputed_forward, unit)  # a bound method follows its module into a deep copy
     return module
 
 
-def _recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In place of a module's `forward`."""
+def recomputed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """In place of a module's `forward`: keeps the input alone; backward runs the forward again."""
     forward = partial(type(self).forward, self, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, self))
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(contexts_of, self))
 
 
-def _in_segments(self: nn.Sequential, x: Any) -> Any:
+def segmented_forward(self: nn.Sequential, x: Any) -> Any:
     """In place of a Sequential's `forward`: one checkpoint for each run of its blocks."""
     chain = _flat(self)
     for start, stop, again in self.recompute_segments:
         run = nn.Sequential(*chain[start:stop])
-        x = checkpoint(run, x, use_reentrant=False, context_fn=partial(_contexts, run)) if again else run(x)
+        x = checkpoint(run, x, use_reentrant=False, context_fn=partial(contexts_of, run)) if again else run(x)
     return x
 
 
@@ -125,11 +126,11 @@ class _SecondRun:
             m._buffers.update(buffers)
 
 
-def _contexts(module: nn.Module) -> tuple[Any, Any]:
+def contexts_of(module: nn.Module) -> tuple[Any, Any]:
     """What the first and the second run of `module` happen in."""
     if not getattr(module, "recompute_selective", False):
         return torch.enable_grad(), _SecondRun(module, [])
-    caching, cached = create_selective_checkpoint_contexts(KEPT)
+    caching, cached = create_selective_checkpoint_contexts(KEPT)  # what these operations return is not dropped
     return caching, _SecondRun(module, [cached])
 
 
@@ -239,7 +240,7 @@ def _cut(module: nn.Module, runs: list[tuple[int, int, bool]]) -> None:
         stop = start + len(_flat(chain))
         own = [(a, b, again) for a, b, again in runs if start <= a < stop]
         chain.recompute_segments = [(a - start, b - start, again) for a, b, again in own]
-        chain.forward = MethodType(_in_segments, chain)
+        chain.forward = MethodType(segmented_forward, chain)
         start = stop
 
 

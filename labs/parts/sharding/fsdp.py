@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,14 +26,19 @@ def units(module: nn.Module) -> list[nn.Module]:
     return [*found, module]
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool = True) -> nn.Module:
+def shard(
+    module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool = True, lowered: torch.dtype | None = None
+) -> nn.Module:
     """`module` with FSDP2 on each of its units, from the inside out.
 
-    The outermost keeps its own parameters after forward in any case: backward would need them at once.
+    `lowered` is mixed precision: the format in which parameters are gathered and used, BF16 as a rule. Each rank keeps
+    its shard, and sums gradients, in FP32. The outermost unit keeps its own parameters after forward in any case:
+    backward would need them at once.
     """
+    policy = MixedPrecisionPolicy(param_dtype=lowered, reduce_dtype=torch.float32 if lowered else None)
     for unit in units(module)[:-1]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
 
 def parameters_of_units(module: nn.Module) -> list[list[nn.Parameter]]:

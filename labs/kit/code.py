@@ -1,0 +1,266 @@
+"""Show the code that is being measured: the source of a function, class or recipe, or the difference of two.
+
+    show_code(train_ddp, accumulate)          # functions, classes, methods
+    show_code("train_ddp")                    # a whole recipe, labs/recipes/train_ddp.py
+    show_diff("train_single", "train_ddp")    # what one needs beyond the other
+
+    python -m labs.kit.code                   # for maintainers: write what these calls show now into the notebooks
+
+The code is read from its file, not from what the kernel has imported: ranks import it anew for every launch, so the
+cell shows what the next launch runs. It is shown as Markdown, whose code blocks JupyterLab, VS Code, GitHub and
+nbconvert colour in their own theme, light or dark; and as plain text, for nbval, terminals and screen readers.
+A difference is HTML, since JupyterLab's themes have no colours for one: where styles are stripped, + and - stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import functools
+import html
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from labs.kit.errors import BadInput, require
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "labs" / "recipes"
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml"}
+DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+FOR_TOOLS = re.compile(r"[ ]*# (?:fmt: (?:skip|on|off)|noqa\b[^#\n]*|type: ignore\S*)$", re.MULTILINE)
+COLORS = {"+": "rgba(46, 160, 67, 0.25)", "-": "rgba(248, 81, 73, 0.25)", "@": "rgba(56, 139, 253, 0.15)"}
+SHOWING = ("show_code", "show_diff")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Lines of one file."""
+
+    place: str
+    """Path relative to the repository, or to where packages are installed, or words"""
+    text: str
+    """Dedented, without a line break at its end"""
+    in_repository: bool
+    language: str = "python"
+
+    @property
+    def link(self) -> str:
+        """The place in Markdown. Both notebooks/ and my/, a learner's copies, lie one folder below the root."""
+        return f"[{self.place}](../{self.place})" if self.in_repository else self.place
+
+    @property
+    def anchor(self) -> str:
+        """The same in HTML."""
+        return f'<a href="../{self.place}">{self.place}</a>' if self.in_repository else html.escape(self.place)
+
+
+def show_code(*parts: Callable[..., Any] | type | str) -> None:
+    """Show the source of functions, classes and methods, or whole recipes by name, each with its file.
+
+    Neighbours from the same file stand in one block. BadInput if there is no Python source, or no such recipe.
+    """
+    _display(code_shown(*parts))
+
+
+def show_diff(a: Callable[..., Any] | type | str, b: Callable[..., Any] | type | str) -> None:
+    """Show which lines have to be added to `a` and removed from it to get `b`. BadInput as in `show_code`."""
+    _display(diff_shown(a, b))
+
+
+def code_shown(*parts: Callable[..., Any] | type | str) -> dict[str, str]:
+    """What `show_code` displays, by MIME type."""
+    require(bool(parts), 'show_code needs something to show: a function, a class, or a recipe such as "train_ddp"')
+    blocks: list[Source] = []
+    for source in map(source_of, parts):
+        if blocks and blocks[-1].place == source.place:
+            text = f"{blocks[-1].text}\n\n\n{source.text}"
+            blocks[-1] = Source(source.place, text, source.in_repository, source.language)
+        else:
+            blocks.append(source)
+    return {
+        "text/markdown": "\n\n".join(f"{b.link}\n\n{_fenced(b.text, b.language)}" for b in blocks),
+        "text/plain": "\n\n\n".join(f"# {b.place}\n{b.text}" for b in blocks),
+    }
+
+
+def diff_shown(a: Callable[..., Any] | type | str, b: Callable[..., Any] | type | str) -> dict[str, str]:
+    """What `show_diff` displays, by MIME type."""
+    old, new = source_of(a), source_of(b)
+    lines = list(difflib.unified_diff(old.text.split("\n"), new.text.split("\n"), lineterm=""))[2:]
+    lines = ["@@" if line.startswith("@@") else line for line in lines]  # without line numbers
+    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    words = f"{added} line{'s' if added != 1 else ''} added, {removed} removed"
+    return {
+        "text/html": f"<p>{old.anchor} → {new.anchor}: {words}</p>\n<pre>{''.join(map(_coloured, lines))}</pre>",
+        "text/plain": "\n".join([f"# {old.place} -> {new.place}: {words}", *lines]),
+    }
+
+
+def _coloured(line: str) -> str:
+    """A line of a difference in HTML. The colours let the page's own background through, light or dark."""
+    text = html.escape(line, quote=False)
+    color = COLORS.get(line[0]) if line else None
+    return (f'<span style="background-color: {color}">{text}</span>' if color else text) + "\n"
+
+
+def source_of(part: Callable[..., Any] | type | str) -> Source:
+    """The lines of a function, class, method or recipe, as they stand in its file now. BadInput if there are none."""
+    if isinstance(part, str):
+        return _recipe(part)
+    part = _plain(part)
+    named = inspect.isfunction(part) or inspect.isclass(part)
+    require(named, f"show_code cannot show {_name(part)}: it has no Python source; name a Python function or class")
+    try:
+        path = Path(inspect.getsourcefile(part) or "")
+        if _is_cell(path):
+            return Source("in this notebook", textwrap.dedent(inspect.getsource(part)).rstrip(), False)
+        text = path.read_text("utf-8").replace("\r\n", "\n")
+    except (OSError, TypeError):
+        raise BadInput(f"show_code cannot show {_name(part)}: its source is not in a file") from None
+    place, in_repository = _place(path.resolve())
+    return Source(place, _definition(text, part, place), in_repository)
+
+
+def _plain(part: Any) -> Any:
+    """The function inside of a method, a property or a decorator's wrapper."""
+    if isinstance(part, property):
+        part = part.fget
+    if isinstance(part, functools.partial):
+        part = part.func
+    part = getattr(part, "__func__", part)
+    return inspect.unwrap(part) if callable(part) else part
+
+
+def _name(part: Any) -> str:
+    if isinstance(part, ModuleType):
+        return f"the module {part.__name__}"
+    return getattr(part, "__qualname__", None) or f"an object of type {type(part).__name__}"
+
+
+def _is_cell(path: Path) -> bool:
+    """ipykernel keeps a cell's source under a temporary name of its own."""
+    return "ipykernel_" in str(path) or path.name.startswith("<")
+
+
+def _definition(text: str, part: Any, place: str) -> str:
+    """The lines of `text` that define `part`, without comments for linters.
+
+    They are found by its name, since an edit moves lines under a running kernel. Of several definitions of one name
+    it is that nearest to where the kernel had read it.
+    """
+    found: list[Any] = [ast.parse(text)]
+    for name in part.__qualname__.replace("<locals>.", "").split("."):
+        found = [n for outer in found for n in ast.walk(outer) if isinstance(n, DEFINED) and n.name == name]
+    require(bool(found), f"{place} has no {part.__qualname__} any more: restart the kernel")
+    line = getattr(getattr(part, "__code__", None), "co_firstlineno", 1)
+    starts = {min([n.lineno, *(d.lineno for d in n.decorator_list)]): n for n in found}
+    start = min(starts, key=lambda s: abs(s - line))
+    lines = "\n".join(text.split("\n")[start - 1 : starts[start].end_lineno])
+    return FOR_TOOLS.sub("", textwrap.dedent(lines)).rstrip()
+
+
+def _place(path: Path) -> tuple[str, bool]:
+    """Where a file is, in words that are the same on every machine, and whether it is one of this repository."""
+    installed = [i for i, part in enumerate(path.parts) if part in ("site-packages", "dist-packages")]
+    if installed:
+        return "/".join(path.parts[installed[-1] + 1 :]), False
+    inside = path.is_relative_to(ROOT)
+    return path.relative_to(ROOT).as_posix() if inside else path.name, inside
+
+
+def _recipe(name: str) -> Source:
+    known = sorted(p.name for p in RECIPES.glob("*") if p.suffix in LANGUAGES and p.stem != "__init__")
+    file = name if name in known else f"{name}.py"
+    there = ", ".join(n.removesuffix(".py") for n in known) or "none in this copy of the course"
+    require(file in known, f"there is no recipe {name!r}; there are {there}")
+    text = (RECIPES / file).read_text("utf-8").replace("\r\n", "\n").rstrip()
+    return Source(f"labs/recipes/{file}", text, True, LANGUAGES[Path(file).suffix])
+
+
+def _fenced(text: str, language: str) -> str:
+    """A Markdown code block, with a fence longer than any that the text holds."""
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`{3,}", text))])
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _display(shown: dict[str, str]) -> None:
+    from IPython import get_ipython
+    from IPython.display import display
+
+    if get_ipython() is None:
+        print(shown["text/plain"])
+    else:
+        display(shown, raw=True)
+
+
+def shown_now(notebook: Any) -> dict[str, list[dict[str, str]]]:
+    """By id, for each cell of a notebook that shows code: what it shows now, one bundle of MIME types per call.
+
+    Nothing is run but the notebook's imports from labs. ValueError if such a cell does anything else, or shows what
+    is not imported.
+    """
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    trees = {c.id: ast.parse(re.sub(r"^[%!].*$", "", c.source, flags=re.M)) for c in code}
+    showing = {i: t for i, t in trees.items() if any(map(_shows, ast.walk(t)))}
+    if not showing:
+        return {}
+    names: dict[str, Any] = {}
+    for node in (n for t in trees.values() for n in t.body if isinstance(n, ast.ImportFrom | ast.Import)):
+        if (getattr(node, "module", None) or node.names[0].name).partition(".")[0] == "labs":
+            exec(compile(ast.Module([node], []), "<imports>", "exec"), names)
+    names |= {"show_code": code_shown, "show_diff": diff_shown}
+    now: dict[str, list[dict[str, str]]] = {}
+    for i, tree in showing.items():
+        if not all(isinstance(n, ast.Expr) and _shows(n.value) for n in tree.body):
+            raise ValueError(f"cell {i} shows code and does something else, too: use two cells")
+        try:
+            now[i] = [eval(compile(ast.Expression(n.value), "<cell>", "eval"), names) for n in tree.body]
+        except (NameError, AttributeError, BadInput) as e:
+            raise ValueError(f"cell {i}: {e}") from e
+    return now
+
+
+def _shows(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SHOWING
+
+
+def refresh(path: Path) -> list[str]:
+    """Write into the notebook what its cells show now; the ids of the cells that had shown something else."""
+    import nbformat
+
+    from labs.kit.record import write_atomic
+
+    notebook = nbformat.read(path, as_version=4)
+    now = shown_now(notebook)
+    changed = []
+    for cell in (c for c in notebook.cells if c.id in now):
+        outputs = [nbformat.v4.new_output("display_data", data=data) for data in now[cell.id]]
+        if [o.get("data") for o in cell.outputs] != [o.data for o in outputs]:
+            cell.outputs = outputs
+            changed.append(cell.id)
+    if changed:
+        write_atomic(path, nbformat.writes(notebook) + "\n")
+    return changed
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m labs.kit.code", description="Write what show_code shows now into "
+                                     "the notebooks, without running them.")  # fmt: skip
+    parser.add_argument("notebooks", nargs="*", type=Path, help="notebooks (default: all)")
+    for path in parser.parse_args().notebooks or sorted((ROOT / "notebooks").glob("*.ipynb")):
+        if changed := refresh(path):
+            print(f"{path.name}: {', '.join(changed)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""show_code and show_diff: the source that runs next, the same everywhere, and noticed by the tests once it changes."""
+
+import functools
+import importlib
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from labs.classroom.slides.parts import parts_of
+from labs.kit import code
+from labs.kit.code import code_shown, diff_shown, refresh, show_code, shown_now
+from labs.kit.errors import BadInput
+
+ROOT = Path(__file__).parents[1]
+MODULE = '''import functools
+
+
+def logged(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args)
+
+    return inner
+
+
+class Loop:
+    """Steps."""
+
+    def step(self, x):
+        # the only line
+        return x + 1
+
+    @staticmethod
+    def pair():
+        return 1, 2
+
+
+@logged
+def train(n):
+    """`n` steps: ```fenced```."""
+    return n
+
+
+def make():
+    def inner(x):
+        return 2 * x
+
+    return inner
+'''
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of its own for each test, in a folder that is not the repository."""
+    name = f"shown_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def recipes(tmp_path, monkeypatch):
+    """Two recipes and a job file."""
+    (tmp_path / "train_a.py").write_text('"""One."""\nimport torch\n\nprint(1)\nprint(3)\n')
+    (tmp_path / "train_b.py").write_text('"""One."""\nimport torch\n\nprint(1)\nprint(2)\nprint(4)\n')
+    (tmp_path / "train.sbatch").write_text("#!/bin/bash\nsrun x\n")
+    monkeypatch.setattr(code, "RECIPES", tmp_path)
+    return tmp_path
+
+
+def test_functions_of_the_course_have_their_path_a_link_and_no_line_number():
+    shown = code_shown(code.show_code)
+    start = "[labs/kit/code.py](../labs/kit/code.py)\n\n```python\ndef show_code(*parts"
+    assert shown["text/markdown"].startswith(start) and shown["text/markdown"].endswith("\n```")
+    assert shown["text/plain"].startswith("# labs/kit/code.py\ndef show_code(*parts")
+    for folder in ("notebooks", "my"):
+        assert (ROOT / folder / ".." / "labs/kit/code.py").resolve().is_file()
+
+
+def test_neighbours_share_a_block_and_others_do_not():
+    plain = code_shown(code.show_code, code.show_diff, BadInput)["text/plain"]
+    heads = [line for line in plain.splitlines() if line.startswith("# ")]
+    assert heads == ["# labs/kit/code.py", "# labs/kit/errors.py"]
+    assert plain.index("def show_code") < plain.index("\n\n\ndef show_diff") < plain.index("class BadInput")
+
+
+@pytest.mark.parametrize(("part", "first", "last"), [
+    ("Loop.step", "def step(self, x):", "    return x + 1"), ("Loop.pair", "@staticmethod", "    return 1, 2"),
+    ("train", "@logged", "    return n"), ("Loop", "class Loop:", "        return 1, 2"),
+])  # fmt: skip
+def test_methods_and_decorated_functions_are_dedented_and_whole(module, part, first, last):
+    lines = code_shown(functools.reduce(getattr, part.split("."), module))["text/plain"].splitlines()
+    assert lines[1] == first and lines[-1] == last
+
+
+def test_bound_methods_wrappers_and_inner_functions_are_found(module):
+    inner = code_shown(module.make())["text/plain"]
+    assert inner.splitlines()[1:] == ["def inner(x):", "    return 2 * x"]
+    assert code_shown(module.Loop().step) == code_shown(module.Loop.step)
+    assert code_shown(functools.partial(module.make)) == code_shown(module.make)
+
+
+def test_a_fence_inside_the_code_does_not_end_the_block(module):
+    assert "\n````python\n" in code_shown(module.train)["text/markdown"]
+
+
+def test_what_is_shown_is_in_the_file_now_though_the_kernel_has_imported_another(module):
+    path = Path(module.__file__)
+    path.write_text("# a new line\n\n\n" + MODULE.replace("return x + 1", "return x + 2"))
+    assert "return x + 2" in code_shown(module.Loop.step)["text/plain"]
+    path.write_text(MODULE.replace("def step", "def move"))
+    with pytest.raises(BadInput, match=r"has no Loop.step any more: restart the kernel$"):
+        code_shown(module.Loop.step)
+
+
+def test_a_library_is_shown_by_its_place_in_it():
+    from torch.nn import Linear
+
+    assert code_shown(Linear.forward)["text/plain"].startswith("# torch/nn/modules/linear.py\ndef forward(self")
+    assert code_shown(Linear.forward)["text/markdown"].startswith("torch/nn/modules/linear.py\n\n```python")
+
+
+def test_recipes_are_shown_by_name_with_the_language_of_their_kind(recipes):
+    assert code_shown("train_a")["text/plain"].startswith('# labs/recipes/train_a.py\n"""One."""')
+    assert "[labs/recipes/train_a.py](../labs/recipes/train_a.py)" in code_shown("train_a.py")["text/markdown"]
+    assert "```bash\n#!/bin/bash" in code_shown("train.sbatch")["text/markdown"]
+
+
+def test_a_difference_is_counted_and_has_no_line_numbers(recipes):
+    shown = diff_shown("train_a", "train_b")
+    assert shown["text/plain"].splitlines() == [
+        "# labs/recipes/train_a.py -> labs/recipes/train_b.py: 2 lines added, 1 removed",
+        "@@", " import torch", " ", " print(1)", "-print(3)", "+print(2)", "+print(4)",
+    ]  # fmt: skip
+    assert '<a href="../labs/recipes/train_a.py">labs/recipes/train_a.py</a> → <a' in shown["text/html"]
+    assert shown["text/html"].count("<span") == 4 and "text/markdown" not in shown  # JupyterLab shows one of the two
+    assert diff_shown("train_a", "train_a")["text/plain"].endswith(": 0 lines added, 0 removed")
+
+
+def test_a_difference_is_readable_text_where_html_is_stripped_of_styles(recipes):
+    (recipes / "train_a.py").write_text("if a < b:\n    pass\n")
+    (recipes / "train_b.py").write_text("if a < c:\n    pass\n")
+    markup = diff_shown("train_a", "train_b")["text/html"]
+    bare = re.sub(r"<[^>]+>", "", markup)
+    assert "-if a &lt; b:\n+if a &lt; c:\n     pass\n" in bare
+
+
+def test_comments_for_linters_are_left_out(module):
+    Path(module.__file__).write_text(
+        MODULE.replace("def train(n):", "def train(  # fmt: skip\n    n,  # noqa: E1 no\n):")
+    )
+    assert code_shown(module.train)["text/plain"].splitlines()[2:5] == ["def train(", "    n,", "):"]
+
+
+@pytest.mark.parametrize(("part", "words"), [
+    (len, "cannot show len: it has no Python source"), (3, "an object of type int"), (code, "the module labs.kit.code"),
+    ("train_c", "there is no recipe 'train_c'; there are train.sbatch, train_a, train_b"), ("../x", "no recipe '../x'"),
+])  # fmt: skip
+def test_what_has_no_source_is_one_line(recipes, part, words):
+    with pytest.raises(BadInput) as told:
+        code_shown(part)
+    assert words in str(told.value) and "\n" not in str(told.value)
+
+
+def test_nothing_to_show_and_no_recipes_are_told(monkeypatch, tmp_path):
+    with pytest.raises(BadInput, match="needs something to show"):
+        code_shown()
+    monkeypatch.setattr(code, "RECIPES", tmp_path / "none")
+    with pytest.raises(BadInput, match="there are none in this copy"):
+        code_shown("train_ddp")
+
+
+def test_in_a_terminal_it_is_printed(capsys):
+    show_code(BadInput)
+    assert capsys.readouterr().out.startswith("# labs/kit/errors.py\nclass BadInput(ValueError):\n")
+
+
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+
+@pytest.fixture
+def notebook(module, tmp_path):
+    """A notebook that shows a function of `module`, run; its path."""
+    cells = [
+        new_code_cell(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})", id="path"),
+        new_code_cell(f"from {module.__name__} import Loop\nfrom labs.kit.code import show_code", id="imports"),
+        new_code_cell("show_code(Loop.step)", id="shown"),
+        new_code_cell("def own(x):\n    return x", id="own"),
+        new_code_cell("show_code(own)", id="shown-own"),
+    ]
+    path = tmp_path / "01_shown.ipynb"
+    nbformat.write(new_notebook(cells=cells, metadata=KERNEL), path)
+    run = "from nbconvert.preprocessors import ExecutePreprocessor as E; import nbformat, sys; p = sys.argv[1]"
+    run += "\nn = nbformat.read(p, 4); E().preprocess(n, {'metadata': {'path': '.'}}); nbformat.write(n, p)"
+    subprocess.run([sys.executable, "-c", run, path], check=True, cwd=ROOT)
+    return path
+
+
+def test_nbval_fails_once_a_function_that_is_shown_has_changed(notebook, module):
+    """The promise of a shown function: a comment in it, too, is compared."""
+    outputs = [c.outputs for c in nbformat.read(notebook, as_version=4).cells]
+    assert "return x + 1" in outputs[2][0].data["text/plain"]
+    assert outputs[4][0].data["text/plain"] == "# in this notebook\ndef own(x):\n    return x"
+    nbval = [sys.executable, "-m", "pytest", "--nbval", "-q", "-p", "no:cacheprovider", "--rootdir", notebook.parent]
+    assert subprocess.run([*nbval, notebook], capture_output=True, cwd=ROOT).returncode == 0
+    path = Path(module.__file__)
+    path.write_text(MODULE.replace("# the only line", "# one of two lines"))
+    assert subprocess.run([*nbval, notebook], capture_output=True, cwd=ROOT).returncode == 1
+
+
+def cells(*sources):
+    return new_notebook(cells=[new_code_cell(s, id=f"c{i}") for i, s in enumerate(sources)])
+
+
+IMPORTS = "import torch\nfrom labs.kit import errors\nfrom labs.kit.code import show_code, show_diff"
+
+
+def test_what_cells_show_is_known_without_running_them(tmp_path):
+    book = cells(IMPORTS, "run = launch('x')", "show_code(errors.require)\nshow_code(errors.BadInput)",
+                 "show_diff(errors.require, errors.BadInput)")  # fmt: skip
+    assert shown_now(book) == {
+        "c2": [code_shown(code.require), code_shown(BadInput)], "c3": [diff_shown(code.require, BadInput)]
+    }  # fmt: skip
+    assert shown_now(cells("1 + 1")) == {}
+    path = tmp_path / "a.ipynb"
+    nbformat.write(book, path)
+    assert refresh(path) == ["c2", "c3"] and refresh(path) == []
+    kept = nbformat.read(path, as_version=4).cells[2].outputs
+    assert [o.data for o in kept] == shown_now(book)["c2"]
+
+
+@pytest.mark.parametrize("source", ["x = show_code(errors.require)", "show_code(gone)", "show_code(errors.gone)",
+                                    "run(1)\nshow_code(errors.require)", "show_code('no_such')"])  # fmt: skip
+def test_a_cell_that_cannot_be_known_is_named(source):
+    with pytest.raises(ValueError, match="cell c1"):
+        shown_now(cells(IMPORTS, source))
+
+
+def test_slides_show_the_code_on_a_slide_of_its_own_and_coloured():
+    data = code_shown(code.show_code)
+    cell = new_code_cell("show_code(code.show_code)", outputs=[nbformat.v4.new_output("display_data", data=data)])
+    (part,) = parts_of([cell], set())
+    assert part.metadata.slideshow.slide_type == "subslide" and part.outputs == cell.outputs
+    from nbconvert import HTMLExporter
+
+    page, _ = HTMLExporter().from_notebook_node(new_notebook(cells=[part], metadata=KERNEL))
+    assert '<span class="k">def</span>' in page and ".highlight .k" in page
+
+
+def test_an_editable_round_is_on_the_slide_with_its_source():
+    source = textwrap.dedent("""
+        def train(rank):
+            return rank
+
+        run_on_ranks(train, 2)""").strip()
+    parts = parts_of([new_code_cell(source, outputs=[nbformat.v4.new_output("stream", text="0 1\n")])], set())
+    assert [p.source for p in parts] == [source, ""]

@@ -1,0 +1,162 @@
+"""The rounds that learners edit: as they are committed, and after each edit that the notebook suggests.
+
+The cell itself is run, as the notebook holds it, so that what is tested is what is read.
+"""
+
+import contextlib
+import io
+import linecache
+import re
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(number, cell_id, *edits, ranks=2):
+    """What the cell prints after replacing old by new text in it, given as pairs; and the seconds that it took."""
+    (path,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+    cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    names = {"__name__": "__main__", "NPROC": ranks}
+    for cell in cells:
+        if re.match(r"(import|from) ", cell.source):
+            exec(cell.source, names)
+    source = next(c.source for c in cells if c.id == cell_id)
+    for old, new in edits:
+        assert source.count(old) == 1, f"{old!r} is not once in the cell"
+        source = source.replace(old, new)
+    name = f"<cell {cell_id} {len(edits)} {hash(source)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    printed, start = io.StringIO(), time.monotonic()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(source, name, "exec"), names)
+    return printed.getvalue(), time.monotonic() - start
+
+
+def committed(number, cell_id):
+    (path,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+    (cell,) = [c for c in nbformat.read(path, as_version=4).cells if c.id == cell_id]
+    return "".join(o.text for o in cell.outputs)
+
+
+def without(line):
+    return line + "\n", "\n"
+
+
+STRICT = ["02 edit-seeds", "03 edit-set-epoch", "04 edit-unscale", "05 edit-state", "06 edit-deadlock"]
+
+
+@pytest.mark.parametrize(("number", "cell_id"), [name.split() for name in STRICT])
+def test_what_is_committed_is_what_the_cell_prints(number, cell_id):
+    assert run(number, cell_id)[0] == committed(number, cell_id)
+
+
+def test_00_arrays_in_a_cache_are_not_memory():
+    assert len(run("00", "edit-triad")[0].splitlines()) == 2
+    small, _ = run("00", "edit-triad", ("mib=64", "mib=1 / 8"))
+    assert "rank 1: " in small
+    counted_twice, _ = run("00", "edit-triad", ("return 3 *", "return 300 *"))
+    assert counted_twice.count("Memory does not give that") == 2
+    nothing, _ = run("00", "edit-triad", ("return 3 *", "return 0.003 *"))
+    assert nothing.count("Memory gives more") == 2
+
+
+def test_00_the_report_is_of_this_machine():
+    assert run("00", "report")[0].startswith(("torch sees no CUDA device", "cuda:0 is "))
+
+
+def test_01_without_synchronising_the_clock_times_the_orders():
+    right, _ = run("01", "edit-clock")
+    assert right.count("you timed the work") == 2
+    wrong, _ = run("01", "edit-clock", without("    stream.synchronize()  # delete this line"))
+    assert wrong.count("you timed how fast work can be ordered") == 2
+
+
+def test_01_making_data_inside_is_seen():
+    slow, _ = run("01", "edit-clock", ("    stream.synchronize()", "    time.sleep(2)\n    stream.synchronize()"))
+    assert slow.count("something besides the steps") == 2
+
+
+def test_02_without_seeds_the_workers_draw_alike():
+    alike, _ = run("02", "edit-seeds", (", worker_init_fn=seed_worker", ""))
+    assert "rank 0: 64 random numbers, 32 of them drawn before" in alike
+    assert "So 75 % of the augmentation is wasted" in alike  # 2 workers on 2 ranks: four times the same
+    ranks, _ = run("02", "edit-seeds", ("    torch.manual_seed(dist.get_rank())", "    torch.manual_seed(0)"))
+    assert "all ranks: 64 drawn by another rank, too" in ranks and "So 50 % " in ranks
+
+
+def test_02_deleting_the_ranks_seed_makes_ranks_alike():
+    line = "    torch.manual_seed(dist.get_rank())  # the seeds of workers come from here"
+    assert "all ranks: 64 drawn by another rank, too" in run("02", "edit-seeds", without(line))[0]
+
+
+def test_03_without_set_epoch_every_epoch_has_one_order():
+    wrong, _ = run("03", "edit-set-epoch", without("        sampler.set_epoch(epoch)  # delete this line"))
+    assert wrong.endswith("1 order in 3 epochs: the model meets the same batches again, in the same order.\n")
+    assert wrong.count("128 + 128 images read, 256 of 256 different") == 3
+
+
+def test_03_a_sampler_that_does_not_share_is_seen():
+    alike, _ = run("03", "edit-set-epoch", ("shuffle=True", "shuffle=True, num_replicas=2, rank=0"))
+    assert alike.count("128 + 128 images read, 128 of 256 different") == 3
+
+
+def test_03_one_rank_reads_everything():
+    assert "epoch 0: 256 images read, 256 of 256 different" in run("03", "edit-set-epoch", ranks=1)[0]
+
+
+UNSCALE = "    scaler.unscale_(optimizer)  # move this line\n"
+CLIP = "    norm = clip_grad_norm_(model.parameters(), editable.MAX_NORM)\n"
+STEP = "    scaler.step(optimizer)\n"
+
+
+@pytest.mark.parametrize(("edits", "words"), [
+    ([(UNSCALE + CLIP, CLIP + UNSCALE)], r"clipping saw is 6[\d.,e+]+ times what it is in FP32.*moved .* it is wrong"),
+    ([(UNSCALE + CLIP + STEP, CLIP + STEP + UNSCALE)], r"Your step stops: RuntimeError: unscale_\(\) "),
+    ([(UNSCALE, UNSCALE + UNSCALE)], r"Your step stops: RuntimeError: unscale_\(\) has already been called"),
+    ([(CLIP, "    norm = x.new_ones(())\n")], "and it is wrong|it is wrong"),
+    ([("    return norm\n", "")], "Your step stops: TypeError: the step must return the norm"),
+], ids=["below clipping", "below step", "twice", "no clipping", "no norm"])  # fmt: skip
+def test_04_a_moved_unscale_is_seen(edits, words):
+    assert re.search(words, run("04", "edit-unscale", *edits)[0], re.DOTALL)
+
+
+@pytest.mark.parametrize(("line", "step"), [
+    ('    model.load_state_dict(state["model"])', 6), ('    scheduler.load_state_dict(state["scheduler"])', None),
+    ('    optimizer.load_state_dict(state["optimizer"])  # delete this line, or another', None),
+    ('    torch.set_rng_state(state["random"])', 6),
+], ids=["model", "scheduler", "optimizer", "random"])  # fmt: skip
+def test_05_every_forgotten_piece_changes_the_losses(line, step):
+    told, _ = run("05", "edit-state", without(line))
+    found = re.match(r"The loss differs from step (\d+) on, and the parameters at the end by [\d.e+]+ % ", told)
+    assert found and told.endswith("No error was raised.\n")
+    assert int(found[1]) == step if step else int(found[1]) > 6
+
+
+SEND = "        dist.send(hidden.detach(), dst=1)  # swap this line\n"
+RECEIVE = "        dist.recv(gradient, src=1)  # and this one\n"
+
+
+def test_06_a_swap_ends_in_seconds_and_names_the_line():
+    run("06", "edit-deadlock")  # the first launch imports torch
+    told, seconds = run("06", "edit-deadlock", (SEND + RECEIVE, RECEIVE + SEND))
+    assert told.splitlines() == [
+        "Given up after 2 s: rank 0 waits for rank 1 in line 5, dist.recv(gradient, src=1)",
+        "Given up after 2 s: rank 1 waits for rank 0 in line 10, dist.recv(hidden, src=0)",
+        "Each waits for the other, and would for ever: a deadlock.",
+    ]
+    assert seconds < 30  # two of them waiting; a busy machine starts ranks slowly
+
+
+def test_06_a_missing_message_ends_too():
+    told, seconds = run("06", "edit-deadlock", ("        dist.send(hidden.grad, dst=0)\n", ""))
+    assert "rank 0 waits for rank 1 in line 6, dist.recv(gradient, src=1)" in told
+    assert told.endswith("The other rank has ended its step, and would never have answered.\n") and seconds < 30
+
+
+def test_06_a_half_that_does_not_train_is_named():
+    told, _ = run("06", "edit-deadlock", ("        hidden.backward(gradient)\n", ""))
+    assert told == "The step ends, and the gradient in rank 0's half is not that of one process.\n"
