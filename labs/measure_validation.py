@@ -100,7 +100,7 @@ def planted(config: Config, rank: Rank) -> Iterator[Record]:
     rounds = config.repetitions * config.pairs
     seconds = measure.interleave(
         steps, rounds, rank.device, seed=config.seed,
-        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+        on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
     )  # fmt: skip
     for arm, samples in seconds.items():
         yield rank.record("step_s", "s", samples, rank=0, part="planted", arm=arm, slower=ARMS[arm] / UNITS)
@@ -148,8 +148,8 @@ def neighbour(config: Config, rank: Rank) -> Iterator[Record]:
     measure.warm_up(sides["A"], rank.device)
     rounds = 2 * config.pairs
 
-    def halfway(done: int) -> None:
-        if done == rounds // 2:
+    def halfway(done: int, total: int) -> None:
+        if done == total // 2:
             move_in()
 
     with neighbour_on(rank.device) as move_in:

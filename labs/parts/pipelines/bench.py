@@ -79,7 +79,7 @@ class Traced:
 
 
 def in_turn(
-    steps: Mapping[tuple, Step], rounds: int, rank: Rank, clear: Step = lambda: None
+    steps: Mapping[tuple, Step], rounds: int | measure.Budget, rank: Rank, clear: Step = lambda: None
 ) -> dict[tuple, list[float]]:
     """Each step once to warm up, then `clear()`, then `rounds` rounds: seconds of the slowest rank, per step."""
     for step in steps.values():
@@ -88,7 +88,7 @@ def in_turn(
     clear()
     seconds = measure.interleave(
         steps, rounds, rank.device, between=rank.barrier,
-        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+        on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
     )  # fmt: skip
     return {name: rank.slowest(samples) for name, samples in seconds.items()}
 
