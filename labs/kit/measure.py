@@ -11,14 +11,15 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from labs.kit.errors import require
 
+T = TypeVar("T")
 LEVEL = 0.95
 PREFIXED = {"s": 1e-9, "B": 1.0, "FLOP": 1.0, "B/s": 1.0, "FLOP/s": 1.0}  # units that take a prefix, from which size
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
@@ -280,6 +281,15 @@ def rounds_of(
     Each of several measurements takes its `part` of the seconds.
     """
     return 2 if config.smoke else config.rounds or Budget(part * config.seconds, slowest)
+
+
+def within(items: Iterable[T], rounds: int | Budget) -> Iterator[T]:
+    """As many of `items` as there are `rounds`; the time of a Budget is what they take to be made and used."""
+    begun = time.perf_counter()
+    for done, item in enumerate(items, start=1):
+        yield item
+        if done >= (rounds if isinstance(rounds, int) else rounds.total(done, time.perf_counter() - begun)):
+            return
 
 
 def interleave(
