@@ -3,8 +3,10 @@
 import itertools
 import math
 import random
+import statistics
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,10 +27,12 @@ from labs.kit.measure import (
     orders,
     paired_ratio,
     require_budget,
+    rounds_of,
     rounds_within,
     steady_from,
     time_steps,
     warm_up,
+    within,
 )
 
 CPU = torch.device("cpu")
@@ -380,20 +384,22 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_machine_three_times_slower_takes_no_longer_and_its_interval_is_wider(clock):
-    def compared(slower):
-        draw, clock[0] = random.Random(0), 0.0
+def test_a_machine_three_times_slower_takes_no_longer_and_its_intervals_are_wider(clock):
+    def compared(slower, seed):
+        draw, clock[0] = random.Random(seed), 0.0
 
         def step(mean_s):
             clock[0] += slower * mean_s * (1 + draw.expovariate(10))
 
-        taken = interleave({"a": lambda: step(0.01), "b": lambda: step(0.012)}, Budget(2.0), CPU)
-        return paired_ratio(taken["b"], taken["a"]), clock[0]
+        taken = interleave({"a": lambda: step(0.01), "b": lambda: step(0.012)}, Budget(1.2), CPU)
+        assert clock[0] <= 1.05 * 1.2, "no more than a last round that took longer than those before it"
+        return paired_ratio(taken["b"], taken["a"], resamples=999)
 
-    (quick, quick_s), (slow, slow_s) = compared(1), compared(3)
-    assert quick_s <= 2 and slow_s <= 2 and quick.n > 2.5 * slow.n > 2.5 * 6
-    assert slow.high - slow.low > 1.2 * (quick.high - quick.low)
-    assert compared(1)[0] == quick, "the number of rounds decides everything"
+    quick, slow = ([compared(slower, seed) for seed in range(20)] for slower in (1, 3))
+    assert min(q.n for q in quick) > 2.5 * max(s.n for s in slow) > 2.5 * 6
+    wide, narrow = (statistics.median(e.high - e.low for e in found) for found in (slow, quick))
+    assert wide > 1.3 * narrow, "a third of the samples: about the root of 3 times as wide"
+    assert compared(3, 0).value == slow[0].value, "nothing else is drawn"
 
 
 def test_a_machine_that_slows_down_on_the_way_ends_in_time_all_the_same(clock):
@@ -430,3 +436,21 @@ def test_too_few_rounds_are_refused_in_one_line():
         require_budget(1.0, 0)
     with pytest.raises(BadInput, match=r"^rounds must be at least 2, not 1: one sample has no interval$"):
         require_budget(1.0, 1, least=2)
+
+
+def test_items_are_made_as_long_as_there_is_time(clock):
+    def items():
+        for i in itertools.count():
+            clock[0] += 0.125
+            yield i
+
+    assert list(within(items(), Budget(1.0, least=3))) == list(range(8))
+    assert list(within(items(), Budget(1.0, least=20))) == list(range(20))
+    assert list(within(items(), Budget(100.0, most=10, least=3))) == list(range(10))
+    assert list(within(items(), 2)) == [0, 1] and list(within([7], Budget(1.0))) == [7]
+
+
+@pytest.mark.parametrize("config, rounds", [({"smoke": True, "rounds": 9}, 2), ({"rounds": 9}, 9), ({}, Budget(1.5))])
+def test_fixed_rounds_win_over_seconds_and_a_smoke_run_over_both(config, rounds):
+    given = SimpleNamespace(**{"smoke": False, "rounds": None, "seconds": 3.0} | config)
+    assert rounds_of(given, part=0.5) == rounds

@@ -235,7 +235,8 @@ def fewest(level: float = LEVEL) -> int:
     return 1 + math.ceil(-math.log2(1 - level))
 
 
-LEAST_ROUNDS, MOST_ROUNDS = fewest(), 240
+LEAST_ROUNDS, MOST_ROUNDS = fewest(), 60
+"""Within a budget. Beyond 60 an interval hardly narrows: four times as many rounds halve it."""
 
 
 def rounds_within(seconds: float, round_s: float, least: int = LEAST_ROUNDS, most: int = MOST_ROUNDS) -> int:
