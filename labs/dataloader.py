@@ -47,8 +47,11 @@ class Config:
     """num_workers to try."""
     batches: tuple[int, ...] = (4, 16, 64)
     """Batch sizes of the sweep."""
-    seconds: float = 24.0
-    """Time for all that is timed, in s, equally long for each loader and model; what starts workers comes on top."""
+    seconds: float = 27.0
+    """Time for what is timed in all parts together, in s, equally long for each loader and model.
+
+    A part takes its share, a slower machine times fewer batches. What starts workers, and the timeline, come on top.
+    """
     timed: int | None = None
     """Batches that are timed in each case, after those that were ready before; each worker has as many: rounded up.
 
@@ -114,18 +117,15 @@ def _how_long(config: Config, batch: int) -> dict[str, Any]:
     """How many batches to time, and for how long at least. Small batches are more, or they would be all noise."""
     if config.smoke:
         return {"timed": 2}
-    least = max(3, LEAST_TIMED * config.batch_size // batch)
-    if config.timed:
-        return {"timed": min(max(3, config.timed * config.batch_size // batch), 4 * config.timed)}
-    return {"timed": min(least, 4 * LEAST_TIMED), "least_s": config.seconds / feeds(config)}
+    usual, least_s = config.timed or LEAST_TIMED, 0.0 if config.timed else config.seconds / feeds(config)
+    as_many_images = min(max(3, usual * config.batch_size // batch), 4 * usual)
+    return {"timed": usual if batch == config.batch_size else as_many_images, "least_s": least_s}
 
 
 def feeds(config: Config) -> int:
-    """How many loaders and models are timed one after the other in all parts of a run."""
+    """How many loaders and models are timed one after the other, if all parts run."""
     n = len(config.workers)
-    count = {"prediction": 2 * n * (1 + len(config.models)), "sweep": n * len(config.batches)}
-    count |= {"settings": 3 * IN_TURN, "bytes": 2 * IN_TURN, "transfer": 4 * IN_TURN}
-    return max(1, sum(count.get(part, 0) for part in config.parts))
+    return 2 * n * (1 + len(config.models)) + n * len(config.batches) + (3 + 2 + 4) * IN_TURN
 
 
 def _rate(rank: Rank, feed: Feed, way: str, **case: Any) -> Record:
