@@ -62,7 +62,7 @@ class Config:
     """Rows of a step of the model."""
     sequences: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     """Tokens per sequence of BERT-large's layers."""
-    seconds: float = 6.0
+    seconds: float = 6.5
     """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
     rounds: int | None = None
     """Times that every policy takes its turn; by default as many as fit into `seconds`, at least 6."""

@@ -61,7 +61,7 @@ class Config:
     """Passes over the images."""
     samples: int = 8192
     """Images of the training set that are used, the first ones: a multiple of batch."""
-    seconds: float = 18.0
+    seconds: float = 20.0
     """Time for all trainings, in s. A slower machine has fewer seeds, but at least 6, which an interval needs.
 
     Where even these take longer, factors between the first and the last of `loss_exponents` are left out.

@@ -3,7 +3,7 @@
     python -m labs.lr_scaling                                     # launches its own ranks
     torchrun --nproc-per-node 2 -m labs.lr_scaling --factors 1 8 32 --warm-up-share 0.1 --seeds 5
 
-About 16 s on 2 CPU cores. A perceptron learns Fashion-MNIST with batches of base_batch x factor, all for equally many
+About 18 s on 2 CPU cores. A perceptron learns Fashion-MNIST with batches of base_batch x factor, all for equally many
 epochs, so that a larger batch takes fewer steps. Every training is done for every seed; a seed fixes the weights at
 the start and the order of the images, so that rules are compared pair by pair. Each rank trains with seeds of its own.
 Where time is short there are fewer seeds, then fewer batches: never fewer steps.
@@ -32,6 +32,7 @@ from labs.kit.record import Record, Records
 Rule = Literal["same", "linear", "linear, warm-up", "sqrt, warm-up"]
 RULES: tuple[Rule, ...] = Rule.__args__
 MOST_SEEDS = 64  # however fast the machine is
+FEWEST_BATCHES = 3  # however slow it is
 GUESS_LOSS = math.log(10)  # nats, of a model that gives each of the ten classes the same probability
 
 
@@ -60,10 +61,11 @@ class Config:
     """Passes over the images, for every batch."""
     samples: int = 8192
     """Images of the training set that are used, the first ones: a multiple of every batch."""
-    seconds: float = 16.0
+    seconds: float = 20.0
     """Time for all trainings, in s. A slower machine has fewer seeds, but at least 6, which an interval needs.
 
-    Where even these take longer, batches between the smallest and the largest are left out, the small ones first.
+    Where even these take longer, batches between the smallest and the largest are left out, the small ones first, until
+    three are left.
     """
     seeds: int | None = None
     """Trainings of each case, of all batches, whatever they take; by default as many as fit into `seconds`."""
@@ -156,11 +158,11 @@ def epoch_seconds(config: Config, data: tuple[Tensor, ...], rank: Rank) -> dict[
 def affordable(config: Config, epoch_s: Mapping[int, float], ranks: int) -> tuple[int, ...]:
     """The factors of `config` with which the fewest seeds that make an interval take no longer than `seconds`.
 
-    The smallest and the largest are always kept, as most is said of them. The small ones between go first: their
-    trainings have the most steps.
+    Where they still take longer, the smallest, the largest and the one before it are kept: fewer batches show nothing
+    of a rule. The small ones between go first: their trainings have the most steps.
     """
     kept, rounds = sorted(config.factors), _rounds(measure.LEAST_ROUNDS, ranks)
-    while len(kept) > 2:
+    while len(kept) > FEWEST_BATCHES:
         cases = trainings(dataclasses.replace(config, factors=tuple(kept)), config.seed)
         if rounds * config.epochs * sum(epoch_s[t.factor] for t in cases) <= config.seconds:
             break

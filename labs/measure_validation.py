@@ -38,7 +38,7 @@ class Config:
 
     parts: tuple[str, ...] = ()
     """What to do, of planted, neighbour, overhead, timer. Default: all."""
-    seconds: float = 10.0
+    seconds: float = 11.0
     """Time for planted differences, in s: a slower machine makes fewer comparisons."""
     repetitions: int | None = None
     """Comparisons with each planted difference; by default as many as fit into `seconds`, from 12 to 40."""

@@ -51,7 +51,7 @@ class Config:
     """Rows per step; 0 takes 8 of the CNN and the GPT and 64 of other models, on a GPU 16 times as many."""
     sides: tuple[int, ...] = ()
     """Sides of the square matrices; by default 32 to 512 on a CPU, 256 to 8192 on a GPU."""
-    seconds: float = 2.5
+    seconds: float = 3.2
     """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
     rounds: int | None = None
     """Times that each format takes its turn; by default as many as fit into `seconds`, at least 6."""

@@ -42,7 +42,7 @@ class Config:
     """One of labs.models.MODELS, or package.module:factory."""
     batch_size: int = 64
     """Samples per rank."""
-    seconds: float = 3.2
+    seconds: float = 3.4
     """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
     rounds: int | None = None
     """Samples of the step's time; by default as many as fit into `seconds`, at least 6."""
