@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from labs import lr_scaling as lab
+from labs.chapters.nb01 import figures_batch
 from labs.data.fashion import vectors
+from labs.kit.check import predict
 from labs.kit.cli import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
@@ -204,7 +206,7 @@ def test_a_slow_machine_has_fewer_batches_with_the_fewest_seeds():
     assert lab.affordable(config, {f: 0.8 * s for f, s in epoch_s.items()}, 1) == kept[1], "half of the ranks"
 
 
-def test_a_budget_ends_after_whole_seeds_and_says_what_was_left_out():
+def test_a_budget_ends_after_whole_seeds_and_says_what_was_left_out(monkeypatch):
     given = {**SMALL, "seeds": None, "factors": (1, 4, 16, 32)}
     short, long = (launch("lr_scaling", 2, seconds=s, **given) for s in (0.001, 2.0))
     assert short.one("left_out").case["factor"] == 4 and not len(short.where("test_accuracy", factor=4))
@@ -214,3 +216,8 @@ def test_a_budget_ends_after_whole_seeds_and_says_what_was_left_out():
     assert n >= 6 and n % 2 == 0 and n <= lab.MOST_SEEDS
     same = [r.where("test_accuracy", factor=32, rule="linear")[0].samples[:6] for r in (short, long)]
     assert same[0] == pytest.approx(same[1], abs=0.02), "the same seeds, whatever the time"
+    said = []
+    monkeypatch.setattr(figures_batch, "say", said.append)
+    monkeypatch.setattr(figures_batch, "show", lambda fig, alt: said.append(alt))
+    figures_batch.lr_figure(short, predict(512, "largest batch of linear scaling"))
+    assert "* Not tried here: batch 128, as with it 6 seeds" in said[-1] and "over 6 seeds" in said[-1]
