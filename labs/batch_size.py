@@ -44,7 +44,7 @@ class Config:
     """One of labs.models.MODELS, or package.module:factory."""
     batches: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     """Samples per rank and step."""
-    seconds: float = 6.5
+    seconds: float = 7.5
     """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
     rounds: int | None = None
     """Times that every batch size and way takes its turn; by default as many as fit into `seconds`, at least 6."""

@@ -47,7 +47,7 @@ class Config:
     """num_workers to try."""
     batches: tuple[int, ...] = (4, 16, 64)
     """Batch sizes of the sweep."""
-    seconds: float = 27.0
+    seconds: float = 15.0
     """Time for what is timed in all parts together, in s, equally long for each loader and model.
 
     A part takes its share, a slower machine times fewer batches. What starts workers, and the timeline, come on top.

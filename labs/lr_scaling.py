@@ -61,7 +61,7 @@ class Config:
     """Passes over the images, for every batch."""
     samples: int = 8192
     """Images of the training set that are used, the first ones: a multiple of every batch."""
-    seconds: float = 20.0
+    seconds: float = 22.0
     """Time for all trainings, in s. A slower machine has fewer seeds, but at least 6, which an interval needs.
 
     Where even these take longer, batches between the smallest and the largest are left out, the small ones first, until
