@@ -62,8 +62,10 @@ class Config:
     """Rows of a step of the model."""
     sequences: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     """Tokens per sequence of BERT-large's layers."""
-    rounds: int = 8
-    """Times that every policy takes its turn; each gives one sample."""
+    seconds: float = 6.5
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that every policy takes its turn; by default as many as fit into `seconds`, at least 6."""
     seed: int = 0
     """Seed of the model, the data and dropout."""
     smoke: bool = False
@@ -72,7 +74,7 @@ class Config:
     def __post_init__(self) -> None:
         require(len(self.parts) > 0, f"parts must name one at least: {', '.join(get_args(Part))}")
         require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         require(len(self.sequences) > 0 and min(self.sequences) >= 1, "sequences must hold positive numbers")
         models.require_known(self.model, besides=deep_models.DEEP)
 
@@ -110,9 +112,9 @@ def _pareto(config: Config, rank: Rank) -> Iterator[Record]:
     steps = steps_of(workload, policies, batch, rank.device)
     yield from _memory(workload, steps, config.model, rank)
     yield from _operations(steps, config, rank)
-    rounds, turns = 2 if config.smoke else config.rounds, {**steps, "forward": lambda: steps["none"].forward()}
+    rounds, turns = measure.rounds_of(config, rank.slowest), {**steps, "forward": lambda: steps["none"].forward()}
     seconds = measure.interleave(turns, rounds, rank.device, between=rank.barrier,
-                                 on_round=lambda done: rank.progress(done, rounds, f"round {done}"))  # fmt: skip
+                                 on_round=lambda done, total: rank.progress(done, total, f"round {done}"))  # fmt: skip
     yield rank.record("forward_s", "s", rank.slowest(seconds.pop("forward")), **_case(steps["none"], config.model))
     for policy, samples in seconds.items():
         yield rank.record("step_s", "s", rank.slowest(samples), **_case(steps[policy], config.model))

@@ -6,14 +6,17 @@
 About 20 s on 2 CPU cores. A perceptron learns Fashion-MNIST in every format, for every seed; a seed fixes the weights
 at the start and the order of the images, so that formats are compared pair by pair. It does so with the loss as it is
 and times 2^-12 and 2^-14, as if it were averaged over thousands of places per image: gradients that FP32 holds with
-ease, and FP16 does not. Then the sizes of real gradients, and how many FP16 makes 0. The ranks share the work out.
+ease, and FP16 does not. Then the sizes of real gradients, and how many FP16 makes 0. Each rank trains with seeds of its
+own. Where time is short there are fewer seeds, then fewer factors: never fewer steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from labs.data.fashion import vectors
 from labs.kit import cli, measure
 from labs.kit.errors import require
-from labs.kit.measure import Estimate
+from labs.kit.measure import Budget, Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
@@ -34,6 +37,7 @@ from labs.parts.precision.gradient_sizes import Fact
 from labs.parts.timing import probing
 
 PERCEPTRON = "perceptron"
+MOST_SEEDS = 64  # however fast the machine is
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,13 @@ class Config:
     """Passes over the images."""
     samples: int = 8192
     """Images of the training set that are used, the first ones: a multiple of batch."""
-    seeds: int = 8
-    """Trainings of each case; fewer than 6 give no interval worth its name."""
+    seconds: float = 20.0
+    """Time for all trainings, in s. A slower machine has fewer seeds, but at least 6, which an interval needs.
+
+    Where even these take longer, factors between the first and the last of `loss_exponents` are left out.
+    """
+    seeds: int | None = None
+    """Trainings of each case, with all factors, whatever they take; by default as many as fit into `seconds`."""
     gradient_models: tuple[str, ...] = ("fashion_cnn", "char_gpt")
     """Models whose gradients are looked at, besides the perceptron: of labs.models.MODELS or package.module:factory."""
     gradient_steps: int = 50
@@ -79,7 +88,9 @@ class Config:
         usable = 1 <= self.loss_scale <= 2**24 and math.frexp(self.loss_scale)[0] == 0.5
         require(usable, f"loss_scale must be a power of two from 1 to 2^24, not {self.loss_scale}")
         require(0 < self.lr < math.inf, f"lr must be positive, not {self.lr}")
-        least = {"batch": 1, "epochs": 1, "seeds": 1, "gradient_steps": 0, "gradient_rows": 1}
+        measure.require_budget(self.seconds, None)
+        require(self.seeds is None or self.seeds >= 1, f"seeds must be at least 1, not {self.seeds}")
+        least = {"batch": 1, "epochs": 1, "gradient_steps": 0, "gradient_rows": 1}
         for name, low in least.items():
             require(getattr(self, name) >= low, f"{name} must be at least {low}, not {getattr(self, name)}")
         fits = 1 <= self.samples <= 10_000 and self.samples % self.batch == 0
@@ -117,16 +128,19 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     """All trainings and all gradients, shared out over the ranks."""
     if config.smoke:
         config = dataclasses.replace(config, epochs=1, seeds=2, gradient_steps=5)
-    names, data, done = device_formats(config, rank.device), vectors(config.samples, rank.device), {}
-    todo: list[Training | str] = [*trainings(config, names), PERCEPTRON, *config.gradient_models]
-    mine = todo[rank.rank :: rank.world_size]
-    for i, job in enumerate(mine, start=1):
-        done[job] = (train if isinstance(job, Training) else gradient_facts)(job, data, config)
-        rank.progress(i, len(mine), job.precision if isinstance(job, Training) else f"gradients of {job}")
-    results = {job: result for part in rank.gather(done) for job, result in part.items()}
-    yield from _training_records(results, names, config, rank)
-    for name in (PERCEPTRON, *config.gradient_models):
-        for fact in results[name]:
+    names, data = device_formats(config, rank.device), vectors(config.samples, rank.device)
+    exponents = config.loss_exponents
+    kept = exponents if config.seeds else affordable(config, epoch_seconds(names, data, config, rank), rank.world_size)
+    why = f"with it {measure.LEAST_ROUNDS} seeds, the fewest for an interval, would take more than {config.seconds:g} s"
+    for exponent in (e for e in exponents if e not in kept):
+        yield rank.record("left_out", "1", 1.0, model=PERCEPTRON, loss_exponent=exponent, why=why)
+    results = train_all(dataclasses.replace(config, loss_exponents=kept), names, data, rank)
+    yield from _training_records(results, rank)
+    looked_at = (PERCEPTRON, *config.gradient_models)
+    mine = {name: gradient_facts(name, data, config) for name in looked_at[rank.rank :: rank.world_size]}
+    facts = {name: found for part in rank.gather(mine) for name, found in part.items()}
+    for name in looked_at:
+        for fact in facts[name]:
             yield rank.record(fact.metric, fact.unit, fact.samples, kind=fact.kind, model=name, **fact.case)
 
 
@@ -138,10 +152,47 @@ def device_formats(config: Config, device: torch.device) -> list[str]:
     return [f for f in able if f == "fp32" or f in (config.formats or able)]
 
 
-def trainings(config: Config, names: Sequence[str]) -> list[Training]:
-    """Every training of this run; those of one format follow each other, so that ranks get equal shares of each."""
-    seeds = range(config.seed, config.seed + config.seeds)
-    return [Training(f, e, s) for f in names for e in config.loss_exponents for s in seeds]
+def epoch_seconds(names: Sequence[str], data: tuple[Tensor, ...], config: Config, rank: Rank) -> dict[str, float]:
+    """Seconds of one epoch of the slowest rank, by format; the same on all ranks."""
+    once = dataclasses.replace(config, epochs=1)
+    epochs = [functools.partial(train, Training(name, 0, 0), data, once) for name in names]
+    measure.time_steps(epochs[0], 1, rank.device)  # the first optimizer of a process takes its time
+    seconds = [s for epoch in epochs for s in measure.time_steps(epoch, 1, rank.device)]
+    return dict(zip(names, rank.slowest(seconds), strict=True))
+
+
+def affordable(config: Config, epoch_s: Mapping[str, float], ranks: int) -> tuple[int, ...]:
+    """The loss_exponents with which the fewest seeds that make an interval take no longer than `seconds`.
+
+    The first and the last are always kept: the loss as it is, usually, and where FP16 loses most.
+    """
+    kept, rounds = list(config.loss_exponents), -(-measure.LEAST_ROUNDS // ranks)
+    while len(kept) > 2 and rounds * config.epochs * len(kept) * sum(epoch_s.values()) > config.seconds:
+        del kept[1]
+    return tuple(kept)
+
+
+def train_all(config: Config, names: Sequence[str], data: tuple[Tensor, ...], rank: Rank) -> dict[Training, Outcome]:
+    """Every training, by format, factor and seed: each rank takes a seed per round, rounds as there is time for."""
+    done: dict[Training, Outcome] = {}
+    mine, end = itertools.count(config.seed + rank.rank, rank.world_size), config.seed + (config.seeds or MOST_SEEDS)
+
+    def one_seed() -> None:
+        if (seed := next(mine)) < end:
+            done.update((t, train(t, data, config)) for t in trainings(config, names, seed))
+
+    least, most = (-(-seeds // rank.world_size) for seeds in (measure.LEAST_ROUNDS, config.seeds or MOST_SEEDS))
+    measure.interleave(
+        {"seed": one_seed}, most if config.seeds else Budget(config.seconds, rank.slowest, least, most), rank.device,
+        on_round=lambda done, total: rank.progress(done, total, f"{done * rank.world_size} seeds"),
+    )  # fmt: skip
+    found = {t: outcome for part in rank.gather(done) for t, outcome in part.items()}
+    return dict(sorted(found.items(), key=lambda item: item[0].seed))
+
+
+def trainings(config: Config, names: Sequence[str], seed: int) -> list[Training]:
+    """Every training with one seed, factor by factor."""
+    return [Training(f, e, seed) for e in config.loss_exponents for f in names]
 
 
 def train(training: Training, data: tuple[Tensor, ...], config: Config) -> Outcome:
@@ -192,14 +243,13 @@ def _perceptron_workload(data: tuple[Tensor, ...], seed: int) -> Workload:
     return Workload(perceptron(), make_batch, cross_entropy)
 
 
-def _training_records(results: dict, names: Sequence[str], config: Config, rank: Rank) -> Iterator[Record]:
+def _training_records(results: dict[Training, Outcome], rank: Rank) -> Iterator[Record]:
     """One sample per seed."""
-    for exponent in config.loss_exponents:
-        for name in names:
-            outcomes = [results[t] for t in trainings(config, [name]) if t.loss_exponent == exponent]
-            case = {"model": PERCEPTRON, "precision": name, "loss_exponent": exponent}
-            for metric, unit in (("test_accuracy", "1"), ("train_loss", "nats"), ("skipped_steps", "steps")):
-                yield rank.record(metric, unit, [getattr(o, metric) for o in outcomes], **case)
+    for name, exponent in dict.fromkeys((t.precision, t.loss_exponent) for t in results):
+        outcomes = [o for t, o in results.items() if (t.precision, t.loss_exponent) == (name, exponent)]
+        case = {"model": PERCEPTRON, "precision": name, "loss_exponent": exponent}
+        for metric, unit in (("test_accuracy", "1"), ("train_loss", "nats"), ("skipped_steps", "steps")):
+            yield rank.record(metric, unit, [getattr(o, metric) for o in outcomes], **case)
 
 
 def accuracy(records: Records) -> dict[tuple[str, int], Estimate]:

@@ -44,8 +44,10 @@ class Config:
     """One of labs.models.MODELS, or package.module:factory."""
     batches: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     """Samples per rank and step."""
-    rounds: int = 10
-    """Times that every batch size and way takes its turn; each gives one sample."""
+    seconds: float = 7.5
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that every batch size and way takes its turn; by default as many as fit into `seconds`, at least 6."""
     budget_s: float = 0.008
     """Least duration of a turn: fast steps are repeated, up to 16 times, and their mean is the sample."""
     seed: int = 0
@@ -56,7 +58,7 @@ class Config:
     def __post_init__(self) -> None:
         require(len(self.batches) > 0 and min(self.batches) >= 1, "batches must hold positive numbers")
         require(len(set(self.batches)) == len(self.batches), "batches must be different: each is a point of the curve")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
         models.require_known(self.model)
 
@@ -144,15 +146,15 @@ def _timed(config: Config) -> tuple[int, ...]:
 def _measure(steps: Steps, buffer: torch.Tensor, config: Config, rank: Rank) -> tuple[dict, list[float]]:
     """Seconds per step of each way, and of one all-reduce of `buffer` after each round; one sample per round."""
     repeats = {case: _repeats(step, config.budget_s, rank) for case, step in steps.items()}
-    rounds = 2 if config.smoke else config.rounds
+    rounds = measure.rounds_of(config, rank.slowest)
     all_reduce_s: list[float] = []
 
-    def end_of_round(done: int) -> None:
+    def end_of_round(done: int, total: int) -> None:
         if rank.world_size > 1:
             # With work before it, as in training: back to back the threads that communicate never fall asleep.
             steps["no_sync", min(b for _, b in steps)]()
             all_reduce_s.extend(measure.time_steps(lambda: dist.all_reduce(buffer), 1, rank.device))
-        rank.progress(done, rounds, f"round {done} of {rounds}")
+        rank.progress(done, total, f"round {done} of {total}")
 
     turns = {case: _repeated(step, repeats[case]) for case, step in steps.items()}
     seconds = measure.interleave(turns, rounds, rank.device, between=rank.barrier, on_round=end_of_round)

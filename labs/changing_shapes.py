@@ -132,7 +132,7 @@ def _alone(config: Config, rank: Rank) -> Iterator[Record]:
     steps = {arm: turns(module, images(config, pairs[arm], rank.device), arm[1]) for arm in ARMS}
     measure.interleave(steps, 1, rank.device)
     seconds = measure.interleave(
-        steps, rounds, rank.device, on_round=lambda done: rank.progress(done, rounds, "rounds of all arms")
+        steps, rounds, rank.device, on_round=lambda done, total: rank.progress(done, total, "rounds of all arms")
     )
     for shapes, benchmark in ARMS:
         samples = [s / 2 for s in seconds[shapes, benchmark]]

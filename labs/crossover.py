@@ -35,8 +35,10 @@ class Config:
     """Width of the perceptron's layers: parameters grow with its square."""
     batches: tuple[int, ...] = (4, 32, 256, 1024)
     """Samples per rank."""
-    rounds: int = 7
-    """Times that one rank and all ranks take turns, per cell."""
+    seconds: float = 4.0
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that one rank and all ranks take turns, per cell; by default as many as fit into `seconds`, at least 6."""
     budget_s: float = 0.012
     """Least duration of a turn: fast steps are repeated up to 8 times per turn."""
     smoke: bool = False
@@ -45,7 +47,7 @@ class Config:
     def __post_init__(self) -> None:
         require(len(self.widths) > 0 and min(self.widths) >= 1, "widths must hold positive numbers")
         require(len(self.batches) > 0 and min(self.batches) >= 1, "batches must hold positive numbers")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
 
 
@@ -76,7 +78,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     widths, batches = (config.widths[:2], config.batches[:2]) if config.smoke else (config.widths, config.batches)
     cells = [(width, batch) for width in widths for batch in batches]
     for done, (width, batch) in enumerate(cells, start=1):
-        yield from cell(width, batch, config, rank)
+        yield from cell(width, batch, config, rank, 1 / len(cells))
         rank.progress(done, len(cells), f"width {width}, batch {batch}")
 
 
@@ -93,8 +95,8 @@ def all_reduce_times(size: int, n: int, rank: Rank) -> list[float]:
     return rank.slowest(seconds[2:])
 
 
-def cell(width: int, batch: int, config: Config, rank: Rank) -> Iterator[Record]:
-    """Step times of one rank alone and of DDP on all, in turn."""
+def cell(width: int, batch: int, config: Config, rank: Rank, part: float) -> Iterator[Record]:
+    """Step times of one rank alone and of DDP on all, in turn, in `part` of the time for all cells."""
     torch.manual_seed(0)
     x = torch.randn(batch, width, device=rank.device)
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)]).to(rank.device)
@@ -107,7 +109,7 @@ def cell(width: int, batch: int, config: Config, rank: Rank) -> Iterator[Record]
     # All ranks must take equally many steps: the slowest decides.
     inner = max(1, min(8, int(config.budget_s / rank.slowest(warm)[0])))
     seconds = measure.interleave(
-        steps, 2 if config.smoke else config.rounds, rank.device, inner=inner, between=rank.barrier
+        steps, measure.rounds_of(config, rank.slowest, part), rank.device, inner=inner, between=rank.barrier
     )
     for mode, samples in seconds.items():
         yield rank.record(

@@ -51,8 +51,10 @@ class Config:
     """weak: every rank gets a whole batch; strong: the ranks share one batch."""
     modes: tuple[Literal["single", "copies", "ddp", "dp"], ...] = ("single", "copies", "ddp", "dp")
     """Ways to train, taken in turn."""
-    rounds: int = 12
-    """Times that every way takes its turn; each gives one sample."""
+    seconds: float = 4.3
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that every way takes its turn; by default as many as fit into `seconds`, at least 6."""
     inner: int = 2
     """Steps per turn."""
     bucket_cap_mb: float = 25.0
@@ -64,7 +66,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         require(self.inner >= 1, f"inner must be at least 1, not {self.inner}")
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         require("single" in self.modes, "modes must hold 'single': every speed-up is relative to it")
@@ -102,20 +104,21 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         phases["first step"] = max(phases.get("first step", 0.0), warm[0])
     steps["all_reduce", rank.world_size] = _all_reduce(config, rank)
     counted.clear()
-    rounds, inner = (2, 1) if config.smoke else (config.rounds, config.inner)
+    rounds, inner = (2, 1) if config.smoke else (measure.rounds_of(config, rank.slowest), config.inner)
     seconds = measure.interleave(
         steps, rounds, rank.device, inner=inner, between=rank.barrier,
-        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+        on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
     )  # fmt: skip
+    calls = inner * len(seconds["all_reduce", rank.world_size])
     yield rank.record("all_reduce_s", "s", rank.slowest(seconds.pop(("all_reduce", rank.world_size))))
     for (mode, ranks), samples in seconds.items():
         rows = _rows(config, ranks)
         yield rank.record("step_s", "s", rank.slowest(samples), mode=mode, ranks=ranks, batch_per_rank=rows)
     if all_reduces := counted.pop("all_reduces", 0):
-        yield rank.record("all_reduces_per_step", "1", all_reduces / (rounds * inner))
+        yield rank.record("all_reduces_per_step", "1", all_reduces / calls)
         counted["ddp"] = counted.pop("bytes")
     for way, total in counted.items():
-        yield rank.record("bytes_per_step", "B", total / (rounds * inner), way=way)
+        yield rank.record("bytes_per_step", "B", total / calls, way=way)
     for phase, longest in zip(phases, rank.slowest(list(phases.values())), strict=True):
         yield rank.record("startup_s", "s", longest, phase=phase)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from labs.data.tiles import tiles
-from labs.kit import cli
+from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record, Records
@@ -27,6 +27,7 @@ from labs.parts.loading.feed import Feed, alone, drive, endless, expected, expec
 from labs.parts.loading.image_datasets import JpegFolder
 from labs.parts.loading.tile_training import WIDTHS, AsFloat, Trainer, Watched
 
+LEAST_TIMED, IN_TURN = 5, 2  # batches of each loader; loaders of each case that is compared in turn
 Part = Literal["prediction", "timeline", "sweep", "settings", "bytes", "transfer"]
 
 
@@ -46,8 +47,16 @@ class Config:
     """num_workers to try."""
     batches: tuple[int, ...] = (4, 16, 64)
     """Batch sizes of the sweep."""
-    timed: int = 10
-    """Batches that are timed in each case, after those that were ready before; each worker has as many: rounded up."""
+    seconds: float = 15.0
+    """Time for what is timed in all parts together, in s, equally long for each loader and model.
+
+    A part takes its share, a slower machine times fewer batches. What starts workers, and the timeline, come on top.
+    """
+    timed: int | None = None
+    """Batches that are timed in each case, after those that were ready before; each worker has as many: rounded up.
+
+    By default as many as fit into its part of `seconds`, at least 5.
+    """
     seed: int = 0
     """Seed of the model."""
     smoke: bool = False
@@ -59,7 +68,8 @@ class Config:
         require(self.images >= 64, f"images must be at least 64, not {self.images}")
         require(min(self.workers) >= 0, f"workers must not be negative: {min(self.workers)}")
         require(min(*self.batches, self.batch_size) >= 1, "batch_size and batches must be at least 1")
-        require(self.timed >= 2, f"timed must be at least 2, not {self.timed}")
+        measure.require_budget(self.seconds, None)
+        require(self.timed is None or self.timed >= 2, f"timed must be at least 2, not {self.timed}")
         largest = max(*self.batches, self.batch_size)
         require(largest <= self.images, f"a batch of {largest} needs as many images: raise images or lower the batch")
 
@@ -97,10 +107,25 @@ def _feed(
     **options: Any,
 ) -> Feed:  # fmt: skip
     """Drive a fresh loader; its workers are gone when this returns."""
-    timed = 2 if config.smoke else config.timed
     skip = ready(workers, options.get("prefetch_factor") or 2)
     with running(endless(data, workers, batch, **options)) as batches:
-        return drive(batches, step, timed, rank.device, skip=skip, wave=max(1, workers), every_step=every_step)
+        return drive(batches, step, device=rank.device, skip=skip, wave=max(1, workers), every_step=every_step,
+                     **_how_long(config, batch))  # fmt: skip
+
+
+def _how_long(config: Config, batch: int) -> dict[str, Any]:
+    """How many batches to time, and for how long at least. Small batches are more, or they would be all noise."""
+    if config.smoke:
+        return {"timed": 2}
+    usual, least_s = config.timed or LEAST_TIMED, 0.0 if config.timed else config.seconds / feeds(config)
+    as_many_images = min(max(3, usual * config.batch_size // batch), 4 * usual)
+    return {"timed": usual if batch == config.batch_size else as_many_images, "least_s": least_s}
+
+
+def feeds(config: Config) -> int:
+    """How many loaders and models are timed one after the other, if all parts run."""
+    n = len(config.workers)
+    return 2 * n * (1 + len(config.models)) + n * len(config.batches) + (3 + 2 + 4) * IN_TURN
 
 
 def _rate(rank: Rank, feed: Feed, way: str, **case: Any) -> Record:
@@ -120,7 +145,8 @@ def prediction(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
     for n in workers:
         loader = list(_feed(data, None, config, rank, n, config.batch_size).samples_per_s())
         for model, step in steps.items():
-            models[model] += drive(alone(stored), step, config.timed, rank.device, skip=2).samples_per_s()
+            how_long = _how_long(config, config.batch_size)
+            models[model] += drive(alone(stored), step, device=rank.device, skip=2, **how_long).samples_per_s()
             both = _feed(data, step, config, rank, n, config.batch_size)
             yield _rate(rank, both, "both", model=model, workers=n)
             yield rank.record("wait_share", "1", both.wait_share, rank=0, model=model, workers=n)
@@ -156,21 +182,16 @@ def sweep(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
     sizes = config.batches[:1] if config.smoke else config.batches
     for batch in sizes:
         for n in config.workers[:2] if config.smoke else config.workers:
-            # equally many images in every cell, so that the smallest batches are not all noise
-            fewer = max(3, config.timed * config.batch_size // batch)
-            cell = Config(timed=min(fewer, 4 * config.timed), images=config.images, smoke=config.smoke)
-            feed = _feed(data, None, cell, rank, n, batch)
+            feed = _feed(data, None, config, rank, n, batch)
             yield _rate(rank, feed, "sweep", workers=n)
 
 
-def _in_turn(
-    cases: Sequence[tuple[dict[str, Any], Callable[[], Feed]]], rank: Rank, rounds: int = 2
-) -> Iterator[Record]:
-    """`rounds` feeds of each case, taken in turn, so that a slow spell hits all of them."""
-    feeds = [[feed() for _, feed in cases] for _ in range(rounds)]
+def _in_turn(cases: Sequence[tuple[dict[str, Any], Callable[[], Feed]]], rank: Rank) -> Iterator[Record]:
+    """Two feeds of each case, taken in turn, so that a slow spell hits all of them."""
+    found = [[feed() for _, feed in cases] for _ in range(IN_TURN)]
     for k, (case, _) in enumerate(cases):
-        samples = [rate for turn in feeds for rate in turn[k].samples_per_s()]
-        yield rank.record("images_per_s", "1/s", samples, rank=0, way="both", batch=feeds[0][k].batch, **case)
+        samples = [rate for turn in found for rate in turn[k].samples_per_s()]
+        yield rank.record("images_per_s", "1/s", samples, rank=0, way="both", batch=found[0][k].batch, **case)
 
 
 def settings(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:

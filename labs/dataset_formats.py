@@ -47,8 +47,10 @@ class Config:
     """Images per batch; formats that decode read one batch per turn, the others all images."""
     side: int = 224
     """Width and height in pixels of what a dataset returns, and of what the decoded formats store."""
-    rounds: int = 5
-    """Times that all formats take turns."""
+    seconds: float = 3.5
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that all formats take turns; by default as many as fit into `seconds`, at least 6."""
     smoke: bool = False
     """48 images, 2 rounds."""
 
@@ -56,7 +58,7 @@ class Config:
         require(self.images >= 1, f"images must be at least 1, not {self.images}")
         require(1 <= self.batch <= self.images, f"batch must be 1 to {self.images} (images), not {self.batch}")
         require(1 <= self.side <= 4096, f"side must be 1 to 4,096 pixels, not {self.side}")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
 
 
 def predict(image_bytes: float, bytes_per_s: float, cpu_s: float = 0.0) -> float:
@@ -70,7 +72,7 @@ def predict(image_bytes: float, bytes_per_s: float, cpu_s: float = 0.0) -> float
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Rank 0 reads, format by format; the others wait for it."""
     if config.smoke:
-        config = replace(config, images=48, batch=8, rounds=2)
+        config = replace(config, images=48, batch=8)
     if rank.rank == 0:
         yield from _alone(config, rank)
     rank.barrier()
@@ -87,7 +89,7 @@ def _alone(config: Config, rank: Rank) -> Iterator[Record]:
     formats = formats_of(kept, filled[0], config.side)
     rank.progress(1, 5, "formats are there")
     starts = {name: lambda make=make: make()[0] for name, make in formats.open.items()}
-    startup_s = measure.interleave(starts, config.rounds, rank.device) | {RAM: fill_s}
+    startup_s = measure.interleave(starts, measure.rounds_of(config, part=0.05), rank.device) | {RAM: fill_s}
     datasets = {name: make() for name, make in formats.open.items()} | {RAM: filled[0]}
     for name in datasets:
         yield rank.record("disk_bytes", "B", formats.disk_bytes(name), rank=0, format=name)
@@ -129,7 +131,7 @@ def warm(datasets: dict[str, Dataset], config: Config, rank: Rank) -> dict[str, 
     steps[COPY] = lambda: [target[: len(part)].copy_(part) for part in images.split(config.batch)]
     for name in (MAP, RAM, COPY):
         steps[name]()  # the first pass maps the pages into this process
-    seconds = measure.interleave(steps, config.rounds, rank.device)
+    seconds = measure.interleave(steps, measure.rounds_of(config, part=0.4), rank.device)
     return {name: [take[name] / s for s in seconds[name]] for name in steps}
 
 
@@ -141,7 +143,7 @@ def drafts(tile_paths: Sequence[Path], config: Config, rank: Rank) -> dict[str, 
         for draft in (False, True):
             dataset = JpegFolder(files, labels, config.side, draft)
             steps[name + ", draft" * draft] = turns(dataset, orders(len(files), len(files), 0), len(files))
-    seconds = measure.interleave(steps, config.rounds, rank.device)
+    seconds = measure.interleave(steps, measure.rounds_of(config, part=0.27), rank.device)
     return {name: [len(paths) / s for s in seconds[name]] for name in steps}
 
 
@@ -184,11 +186,13 @@ def cold(
         for name in (JPEG, TAR, MAP):
             evict(formats.paths[name])
 
-    indices = {i for order in islice(orders(config.images, take, 2), config.rounds) for i in order}
+    rounds = measure.rounds_of(config, part=0.28)
+    most = rounds if isinstance(rounds, int) else rounds.most
+    indices = {i for order in islice(orders(config.images, take, 2), most) for i in order}
     flush([*(formats.paths[JPEG][i] for i in indices), *formats.paths[TAR], file])
     steps = {name: turns(d, orders(config.images, take, 2), take) for name, d in readers.items()}
     steps["disk"] = partial(front_to_back, file, size)
-    seconds = measure.interleave(steps, config.rounds, rank.device, between=forget)
+    seconds = measure.interleave(steps, rounds, rank.device, between=forget)
     disk = rank.record("disk_bytes_per_s", "B/s", [size / s for s in seconds["disk"]], rank=0)
     yield disk
     for name in readers:

@@ -55,8 +55,10 @@ class Config:
     """SGD with momentum keeps one number more per parameter, Adam two."""
     steps: int = 3
     """Steps after which the parameters of all ways are compared."""
-    rounds: int = 12
-    """Times that the ways take turns, per model."""
+    seconds: float = 2.4
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that the ways take turns, per model; by default as many as fit into `seconds`, at least 6."""
     seed: int = 0
     """Seed of models and data."""
     smoke: bool = False
@@ -66,7 +68,7 @@ class Config:
         require(len(self.models) > 0, "models must name at least one model")
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         models.require_known(*self.models)
 
 
@@ -195,7 +197,7 @@ def moved(trainer: Trainer, whole: nn.Module, case: dict, rank: Rank) -> Iterato
 
 def times(ways: dict[str, Trainer], name: str, config: Config, rank: Rank) -> Iterator[Record]:
     """Seconds per step, the ways in turn."""
-    rounds = 2 if config.smoke else config.rounds
+    rounds = measure.rounds_of(config, rank.slowest, 1 / len(config.models))
     steps = {way: ways[way].step for way in WAYS}
     for way, seconds in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
         yield rank.record("step_s", "s", rank.slowest(seconds), way=way, model=name)

@@ -102,8 +102,10 @@ class Config:
     """Micro-batches per optimizer step, m."""
     ways: tuple[str, ...] = tuple(WAYS)
     """Ways to do a step: "no_sync" is the right one, see WAYS and labs/parts/data_parallel/accumulation_mistakes.py."""
-    rounds: int = 24
-    """Times that every timed way takes its turn; each gives one sample."""
+    seconds: float = 1.0
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that every timed way takes its turn; by default as many as fit into `seconds`, at least 6."""
     bucket_cap_mb: float = 0.25
     """Size of DDP's gradient buckets in MiB; torch's default of 25 would make one bucket of a model this small."""
     dtype: Literal["float32", "float64"] = "float32"
@@ -116,7 +118,7 @@ class Config:
     def __post_init__(self) -> None:
         require(self.micro_batch >= 2, f"micro_batch must be at least 2, not {self.micro_batch}")
         require(self.accumulate >= 2, f"accumulate must be at least 2, not {self.accumulate}: 1 is no accumulation")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         require(len(self.ways) > 0, f"ways must name at least one of {', '.join(WAYS)}")
         for way in self.ways:
@@ -162,10 +164,10 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         measure.time_steps(trial.step, 2 if config.smoke else 5, rank.device)
         if way != "sync_every":  # as no_sync
             yield rank.record("activation_bytes", "B", trial.activation_bytes(), way=way)
-    rounds = 2 if config.smoke else config.rounds
+    rounds = measure.rounds_of(config, rank.slowest)
     seconds = measure.interleave(
         {way: trial.step for way, trial in timed.items()}, rounds, rank.device, between=rank.barrier,
-        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+        on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
     )  # fmt: skip
     effective = config.micro_batch * config.accumulate * rank.world_size
     for way, samples in seconds.items():

@@ -46,8 +46,13 @@ class Config:
     """Parts of each copy's batch, which follow each other through the pipeline."""
     batch_size: int = 16
     """Samples of all copies together."""
-    rounds: int = 8
-    """Times that the schemes take turns, where every rank has a core or GPU of its own."""
+    seconds: float = 1.0
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that the schemes take turns, where every rank has a core or GPU of its own.
+
+    By default as many as fit into `seconds`, at least 6.
+    """
     seed: int = 0
     """Seed of models and data."""
     smoke: bool = False
@@ -56,7 +61,7 @@ class Config:
     def __post_init__(self) -> None:
         require(self.dp >= 1, f"dp must be at least 1, not {self.dp}")
         require(self.micro_batches >= 1, f"micro_batches must be at least 1, not {self.micro_batches}")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         parts = self.dp * self.micro_batches
         require(self.batch_size >= 1 and self.batch_size % parts == 0, f"batch_size {self.batch_size} cannot be split "
                 f"into {self.dp} x {self.micro_batches} micro-batches: take a multiple of {parts}")  # fmt: skip
@@ -134,7 +139,7 @@ def times(schemes: dict[str, Scheme], config: Config, rank: Rank) -> Iterator[Re
     steps = {"single": single.step if rank.rank == 0 else _wait, **{n: s.step for n, s in schemes.items()}}
     for step in steps.values():
         measure.time_steps(step, 2, rank.device)
-    rounds = 2 if config.smoke else config.rounds
+    rounds = measure.rounds_of(config, rank.slowest)
     for name, seconds in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
         yield rank.record("step_s", "s", rank.slowest(seconds), scheme=name, dp=config.dp)
 

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
-from labs.kit import cli
+from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record
@@ -59,8 +59,10 @@ class Config:
     """How first_batch starts workers; all but fork import torch once more, which takes seconds."""
     item_ms: float = 3.0
     """What an item of scaling takes, in sleep or on one core."""
-    rounds: int = 5
-    """Times that the loaders of scaling take turns."""
+    seconds: float = 3.5
+    """Time for all rounds of scaling, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that the loaders of scaling take turns; by default as many as fit into `seconds`, at least 6."""
     smoke: bool = False
     """Fewer rounds and objects, only fork."""
 
@@ -75,7 +77,7 @@ class Config:
         require(self.loader_timeout_s < self.hang_s <= 600, f"{longer}, not {self.hang_s}")
         require(0.1 <= self.interval_s <= 5, f"interval_s must be from 0.1 to 5, not {self.interval_s}")
         require(0.1 <= self.item_ms <= 1000, f"item_ms must be from 0.1 to 1000, not {self.item_ms}")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         here = multiprocessing.get_all_start_methods()
         require(len(self.traps) > 0, f"traps must hold some of {', '.join(Trap.__args__)}")
         require(set(self.start_methods) <= set(here), f"start_methods here are {', '.join(here)}")
@@ -140,7 +142,8 @@ def first_batch(config: Config, rank: Rank) -> Iterator[Record]:
 
 def scaling(config: Config, rank: Rank) -> Iterator[Record]:
     """(E06, E08, A33) Items per second by number of workers, for items that sleep and for items that compute."""
-    item_s, rounds, cores = config.item_ms / 1e3, 1 if config.smoke else config.rounds, _cores(rank)
+    item_s, cores = config.item_ms / 1e3, _cores(rank)
+    rounds = 1 if config.smoke else measure.rounds_of(config, part=0.5)
     for source, size in (("sleep", 0), ("compute", trap_speed.bytes_for(item_s))):
         limits = {n: predict(source, n, item_s, cores) for n in SCALED}
         sources = {n: Source(round(16 * item_s * limit), item_s, size) for n, limit in limits.items()}

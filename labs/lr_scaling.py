@@ -3,16 +3,19 @@
     python -m labs.lr_scaling                                     # launches its own ranks
     torchrun --nproc-per-node 2 -m labs.lr_scaling --factors 1 8 32 --warm-up-share 0.1 --seeds 5
 
-About 15 s on 2 CPU cores. A perceptron learns Fashion-MNIST with batches of base_batch x factor, all for equally many
+About 18 s on 2 CPU cores. A perceptron learns Fashion-MNIST with batches of base_batch x factor, all for equally many
 epochs, so that a larger batch takes fewer steps. Every training is done for every seed; a seed fixes the weights at
-the start and the order of the images, so that rules are compared pair by pair. The ranks share the trainings out.
+the start and the order of the images, so that rules are compared pair by pair. Each rank trains with seeds of its own.
+Where time is short there are fewer seeds, then fewer batches: never fewer steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -22,12 +25,14 @@ from torch import Tensor, nn
 from labs.data.fashion import vectors
 from labs.kit import cli, measure
 from labs.kit.errors import require
-from labs.kit.measure import Estimate
+from labs.kit.measure import Budget, Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
 Rule = Literal["same", "linear", "linear, warm-up", "sqrt, warm-up"]
 RULES: tuple[Rule, ...] = Rule.__args__
+MOST_SEEDS = 64  # however fast the machine is
+FEWEST_BATCHES = 3  # however slow it is
 GUESS_LOSS = math.log(10)  # nats, of a model that gives each of the ten classes the same probability
 
 
@@ -56,8 +61,14 @@ class Config:
     """Passes over the images, for every batch."""
     samples: int = 8192
     """Images of the training set that are used, the first ones: a multiple of every batch."""
-    seeds: int = 8
-    """Trainings of each case; fewer than 5 give no interval worth its name."""
+    seconds: float = 22.0
+    """Time for all trainings, in s. A slower machine has fewer seeds, but at least 6, which an interval needs.
+
+    Where even these take longer, batches between the smallest and the largest are left out, the small ones first, until
+    three are left.
+    """
+    seeds: int | None = None
+    """Trainings of each case, of all batches, whatever they take; by default as many as fit into `seconds`."""
     seed: int = 0
     """The first seed."""
     smoke: bool = False
@@ -75,7 +86,8 @@ class Config:
         require(0 <= self.momentum < 1, f"momentum must be at least 0 and below 1, not {self.momentum}")
         require(self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")
         require(1 <= self.samples <= 10_000, f"samples must be between 1 and 10000, not {self.samples}")
-        require(self.seeds >= 1, f"seeds must be at least 1, not {self.seeds}")
+        measure.require_budget(self.seconds, None)
+        require(self.seeds is None or self.seeds >= 1, f"seeds must be at least 1, not {self.seeds}")
         bad = [b for f in self.factors if self.samples % (b := self.base_batch * f)]
         require(
             not bad, f"samples must be a multiple of every batch (base_batch x factor), not {self.samples} of {bad}"
@@ -116,26 +128,79 @@ def predict(config: Config) -> dict[int, int]:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """All trainings, shared out over the ranks; accuracy, loss and divergence of every rule and batch."""
+    """All trainings; accuracy, loss and divergence of every rule and batch; which batches there was no time for."""
     config = dataclasses.replace(config, epochs=1, seeds=2) if config.smoke else config
-    data, done = vectors(config.samples, rank.device), {}
-    mine = trainings(config)[rank.rank :: rank.world_size]  # in turn, as the first ones take longest
-    for i, training in enumerate(mine, start=1):
-        done[training] = evaluate(train(training, data, config), data)
-        rank.progress(i, len(mine), f"batch {config.base_batch * training.factor}, {training.rule}")
-    results = {training: result for part in rank.gather(done) for training, result in part.items()}
+    data = vectors(config.samples, rank.device)
+    kept = config.factors if config.seeds else affordable(config, epoch_seconds(config, data, rank), rank.world_size)
+    why = f"with it {measure.LEAST_ROUNDS} seeds, the fewest for an interval, would take more than {config.seconds:g} s"
+    for factor in sorted({*config.factors} - {*kept}):
+        yield rank.record("left_out", "1", 1.0, factor=factor, batch=config.base_batch * factor, why=why)
+    config = dataclasses.replace(config, factors=kept)
+    results = train_all(config, data, rank)
     for factor in config.factors:
         for rule in config.rules:
             yield from _by_rule(rule, factor, results, config, rank)
     largest = max(config.factors)
     for lr in _rates(config):
-        found = [results[t][0] for t in _seeds(config, "same", largest, lr)]
+        found = [accuracy for accuracy, _ in _of_seeds(results, Training("same", largest, lr, 0))]
         yield rank.record("accuracy_at_rate", "1", found, factor=largest, batch=config.base_batch * largest, lr=lr)
 
 
+def epoch_seconds(config: Config, data: tuple[Tensor, ...], rank: Rank) -> dict[int, float]:
+    """Seconds of one epoch of the slowest rank, by factor; the same on all ranks."""
+    once = dataclasses.replace(config, epochs=1)
+    epochs = [functools.partial(train, Training("same", f, config.base_lr, 0), data, once) for f in config.factors]
+    measure.time_steps(epochs[-1], 1, rank.device)  # the first optimizer of a process takes its time
+    seconds = [s for epoch in epochs for s in measure.time_steps(epoch, 1, rank.device)]
+    return dict(zip(config.factors, rank.slowest(seconds), strict=True))
+
+
+def affordable(config: Config, epoch_s: Mapping[int, float], ranks: int) -> tuple[int, ...]:
+    """The factors of `config` with which the fewest seeds that make an interval take no longer than `seconds`.
+
+    Where they still take longer, the smallest, the largest and the one before it are kept: fewer batches show nothing
+    of a rule. The small ones between go first: their trainings have the most steps.
+    """
+    kept, rounds = sorted(config.factors), _rounds(measure.LEAST_ROUNDS, ranks)
+    while len(kept) > FEWEST_BATCHES:
+        cases = trainings(dataclasses.replace(config, factors=tuple(kept)), config.seed)
+        if rounds * config.epochs * sum(epoch_s[t.factor] for t in cases) <= config.seconds:
+            break
+        del kept[1]
+    return tuple(f for f in config.factors if f in kept)
+
+
+def _rounds(seeds: int, ranks: int) -> int:
+    """Rounds until all `seeds` have been taken, when each rank takes one per round."""
+    return -(-seeds // ranks)
+
+
+def train_all(config: Config, data: tuple[Tensor, ...], rank: Rank) -> dict[Training, tuple[float, float]]:
+    """Accuracy and loss of every training: each rank takes a seed per round; as many rounds as there is time for."""
+    done: dict[Training, tuple[float, float]] = {}
+    mine, end = itertools.count(config.seed + rank.rank, rank.world_size), config.seed + (config.seeds or MOST_SEEDS)
+
+    def one_seed() -> None:
+        if (seed := next(mine)) < end:
+            done.update(
+                (training, evaluate(train(training, data, config), data)) for training in trainings(config, seed)
+            )
+
+    least, most = (_rounds(seeds, rank.world_size) for seeds in (measure.LEAST_ROUNDS, MOST_SEEDS))
+    rounds = (
+        _rounds(config.seeds, rank.world_size) if config.seeds else Budget(config.seconds, rank.slowest, least, most)
+    )
+    measure.interleave(
+        {"seed": one_seed}, rounds, rank.device,
+        on_round=lambda done, total: rank.progress(done, total, f"{done * rank.world_size} seeds"),
+    )  # fmt: skip
+    return {training: result for part in rank.gather(done) for training, result in part.items()}
+
+
 def _by_rule(rule: Rule, factor: int, results: dict, config: Config, rank: Rank) -> Iterator[Record]:
-    """One sample per seed, whatever became of it."""
-    accuracies, losses = zip(*(results[t] for t in _seeds(config, rule, factor, config.base_lr)), strict=True)
+    """One sample per seed, whatever became of it. With factor 1 all rules are one: they share their trainings."""
+    found = _of_seeds(results, Training("same" if factor == 1 else rule, factor, config.base_lr, 0))
+    accuracies, losses = zip(*found, strict=True)
     case = {"rule": rule, "factor": factor, "batch": config.base_batch * factor}
     case["lr"] = final_rate(config, rule, factor)
     yield rank.record("test_accuracy", "1", accuracies, **case)
@@ -144,21 +209,20 @@ def _by_rule(rule: Rule, factor: int, results: dict, config: Config, rank: Rank)
     yield rank.record("diverged", "runs", sum(loss > 0.99 * GUESS_LOSS for loss in losses), **case)
 
 
+def _of_seeds(results: dict[Training, tuple[float, float]], like: Training) -> list[tuple[float, float]]:
+    """The results of trainings that are `like` this one but for their seed, by seed."""
+    return [results[t] for t in sorted(results, key=lambda t: t.seed) if t._replace(seed=like.seed) == like]
+
+
 def _rates(config: Config) -> list[float]:
     return [config.base_lr * r for r in sorted(set(config.rates))]
 
 
-def _seeds(config: Config, rule: Rule, factor: int, base_lr: float) -> list[Training]:
-    """The trainings of one case. With factor 1 all rules are one: they share them."""
-    rule = "same" if factor == 1 else rule
-    return [Training(rule, factor, base_lr, config.seed + i) for i in range(config.seeds)]
-
-
-def trainings(config: Config) -> list[Training]:
-    """Every different training of this run, small batches first: they take longest."""
-    cases = [(rule, factor, config.base_lr) for factor in sorted(config.factors) for rule in config.rules]
+def trainings(config: Config, seed: int) -> list[Training]:
+    """Every different training with one seed, small batches first. With factor 1 all rules are one."""
+    cases = [("same" if f == 1 else rule, f, config.base_lr) for f in sorted(config.factors) for rule in config.rules]
     cases += [("same", max(config.factors), lr) for lr in _rates(config)]
-    return list(dict.fromkeys(t for case in cases for t in _seeds(config, *case)))
+    return [Training(*case, seed) for case in dict.fromkeys(cases)]
 
 
 def train(training: Training, data: tuple[Tensor, ...], config: Config) -> nn.Module:

@@ -28,6 +28,7 @@ from labs.parts.timing import probing
 
 UNITS = 100  # of work in a step, so that one unit more is 1 %
 ARMS = {"A": 0, "A again": 0, "+2 %": 2, "+5 %": 5, "+10 %": 10}  # units more than UNITS
+REPETITIONS = 12, 40  # the interval of 0 of 12 ends at 24 %, of 0 of 40 at 9 %
 LONG_STEP_S = 5e-3  # of the overhead; twice that next to a neighbour, longer than a slice of the scheduler (3 ms)
 
 
@@ -37,8 +38,10 @@ class Config:
 
     parts: tuple[str, ...] = ()
     """What to do, of planted, neighbour, overhead, timer. Default: all."""
-    repetitions: int = 40
-    """Comparisons with each planted difference."""
+    seconds: float = 11.0
+    """Time for planted differences, in s: a slower machine makes fewer comparisons."""
+    repetitions: int | None = None
+    """Comparisons with each planted difference; by default as many as fit into `seconds`, from 12 to 40."""
     pairs: int = 20
     """Rounds in each comparison: each takes every side once."""
     step_ms: float = 2.0
@@ -51,7 +54,9 @@ class Config:
     def __post_init__(self) -> None:
         wrong = sorted(set(self.parts) - set(PARTS))
         require(not wrong, f"parts may hold {', '.join(PARTS)}, not {', '.join(wrong)}")
-        require(self.repetitions >= 1, f"repetitions must be at least 1, not {self.repetitions}")
+        measure.require_budget(self.seconds, None)
+        require(self.repetitions is None or self.repetitions >= 1,
+                f"repetitions must be at least 1, not {self.repetitions}")  # fmt: skip
         require(self.pairs >= 6, f"pairs must be at least 6, not {self.pairs}: fewer support no 95 % interval")
         require(0.5 <= self.step_ms <= 1000, f"step_ms must be between 0.5 and 1000, not {self.step_ms}")
 
@@ -97,10 +102,10 @@ def planted(config: Config, rank: Rank) -> Iterator[Record]:
     work = work_of(config.step_ms / 1e3 / UNITS, rank.device)
     steps = {arm: functools.partial(work, UNITS + more) for arm, more in ARMS.items()}
     measure.warm_up(steps["A"], rank.device)
-    rounds = config.repetitions * config.pairs
+    least, most = (n * config.pairs for n in ((config.repetitions,) * 2 if config.repetitions else REPETITIONS))
     seconds = measure.interleave(
-        steps, rounds, rank.device, seed=config.seed,
-        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+        steps, measure.Budget(config.seconds, least=least, most=most), rank.device, seed=config.seed,
+        on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
     )  # fmt: skip
     for arm, samples in seconds.items():
         yield rank.record("step_s", "s", samples, rank=0, part="planted", arm=arm, slower=ARMS[arm] / UNITS)
@@ -148,8 +153,8 @@ def neighbour(config: Config, rank: Rank) -> Iterator[Record]:
     measure.warm_up(sides["A"], rank.device)
     rounds = 2 * config.pairs
 
-    def halfway(done: int) -> None:
-        if done == rounds // 2:
+    def halfway(done: int, total: int) -> None:
+        if done == total // 2:
             move_in()
 
     with neighbour_on(rank.device) as move_in:

@@ -58,8 +58,10 @@ class Config:
     """Rows of a step of each model."""
     cuts: tuple[int, ...] = (1, 2, 4, 8)
     """Numbers of micro-batches of accumulation."""
-    rounds: int = 7
-    """Times that the steps of accumulation take turns."""
+    seconds: float = 0.8
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that the steps of accumulation take turns; by default as many as fit into `seconds`, at least 6."""
     steps: int = 8
     """Steps of each loop of leaks."""
     lengths: int = 8
@@ -80,7 +82,7 @@ class Config:
         require(1 in self.cuts, "cuts must hold 1: the whole batch is what the others are compared with")
         require(max(self.cuts) <= self.rows[0],
                 f"cuts must be at most {self.rows[0]}, the rows of {self.models[0]}, not {max(self.cuts)}")  # fmt: skip
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         require(self.steps >= 3, f"steps must be at least 3, not {self.steps}: growth needs a first and a last one")
         require(2 <= self.lengths <= 100, f"lengths must be from 2 to 100, not {self.lengths}")
         require(self.batches >= 4, f"batches must be at least 4, not {self.batches}")
@@ -120,7 +122,7 @@ def accumulation(config: Config, rank: Rank) -> Iterator[Record]:
     for m in cuts:
         error = (ways_out.gradient(workload, x, y, m) - true).norm() / true.norm()
         yield rank.record("gradient_error", "1", error.item(), rank=0, micro_batches=m, **case)
-    steps, rounds = ways_out.steps(workload, x, y, cuts), 2 if config.smoke else config.rounds
+    steps, rounds = ways_out.steps(workload, x, y, cuts), measure.rounds_of(config)
     seconds = measure.interleave(steps, rounds, rank.device)
     for m, samples in seconds.items():
         yield rank.record("step_s", "s", samples, rank=0, micro_batches=m, **case)
@@ -210,7 +212,8 @@ def summary(config: Config, rank: Rank) -> Iterator[Record]:
 def gpu(config: Config, rank: Rank) -> Iterator[Record]:
     """(B30, B33, B38, C26) On a GPU only; nothing elsewhere."""
     if rank.device.type == "cuda":
-        for metric, unit, samples, case in on_gpu.all_parts(rank.device, PATTERN, config.rounds):
+        rounds = config.rounds or measure.LEAST_ROUNDS
+        for metric, unit, samples, case in on_gpu.all_parts(rank.device, PATTERN, rounds):
             yield rank.record(metric, unit, samples, rank=0, part="gpu", **case)
 
 

@@ -32,6 +32,7 @@ from labs.parts.timing import probing
 ROWS = {"cnn": 8, "char_gpt": 8}  # on a CPU; 64 of other models
 GPU_ROWS = 16  # times as many on a GPU, which a small batch leaves idle
 PROBE_ROWS = (2, 8)
+MODELS_SHARE = 0.75  # of the time; the rest is for matrix products
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -50,12 +51,14 @@ class Config:
     """Rows per step; 0 takes 8 of the CNN and the GPT and 64 of other models, on a GPU 16 times as many."""
     sides: tuple[int, ...] = ()
     """Sides of the square matrices; by default 32 to 512 on a CPU, 256 to 8192 on a GPU."""
-    rounds: int = 8
-    """Times that each format takes its turn; each gives one sample."""
+    seconds: float = 3.2
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that each format takes its turn; by default as many as fit into `seconds`, at least 6."""
     least_s: float = 0.002
     """Least duration of a turn: faster steps are repeated."""
-    budget_s: float = 3.0
-    """A format whose turns would take longer in all is left out; a matrix product gets a tenth."""
+    budget_s: float = 2.2
+    """A format whose turns would take longer, if there were the fewest, is left out; a matrix product gets a tenth."""
     seed: int = 0
     """Seed of the models and of the data."""
     smoke: bool = False
@@ -67,7 +70,7 @@ class Config:
         require(bool(self.models) or bool(self.model), f"models must name some of {', '.join(models.MODELS)}")
         require(self.batch_size >= 0, f"batch_size must be at least 1 (or 0 for the default), not {self.batch_size}")
         require(all(n >= 1 for n in self.sides), "sides must be at least 1")
-        require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}: one sample has no interval")
+        measure.require_budget(self.seconds, self.rounds, least=2)
         require(0 < self.least_s < math.inf, f"least_s must be positive, not {self.least_s}")
         require(0 < self.budget_s < math.inf, f"budget_s must be positive, not {self.budget_s}")
         models.require_known(*self.names)
@@ -140,11 +143,12 @@ def model_records(name: str, config: Config, formats: list[str], rank: Rank) -> 
             continue
         step = _training(workload, f, rank.device)
         seconds = _step_s(step, batches[0], rank.device)
-        if f == "fp32" or seconds * _rounds(config) <= config.budget_s:
+        if f == "fp32" or seconds * _fewest(config) <= config.budget_s:
             steps[f] = lambda step=step: step(batches[0])
         else:
             yield _skipped(rank, seconds, precision=f, **case)
-    times = matmul_ladder.in_turn(steps, _rounds(config), config.least_s, rank.device)
+    rounds = measure.rounds_of(config, part=MODELS_SHARE / len(config.names))
+    times = matmul_ladder.in_turn(steps, rounds, config.least_s, rank.device)
     for f, samples in times.items():
         yield rank.record("step_s", "s", samples, rank=0, precision=f, **case)
     for f in steps:
@@ -161,8 +165,9 @@ def batch_rows(name: str, config: Config, device: torch.device) -> int:
     return config.batch_size or (2 if config.smoke else usual)
 
 
-def _rounds(config: Config) -> int:
-    return 2 if config.smoke else config.rounds
+def _fewest(config: Config) -> int:
+    """Rounds that will be taken however slow the formats are."""
+    return 2 if config.smoke else config.rounds or measure.LEAST_ROUNDS
 
 
 def _training(workload: models.Workload, name: str, device: torch.device) -> Callable[[Batch], object]:
@@ -208,7 +213,8 @@ def agreement_records(
 def matmul_records(config: Config, formats: list[str], rank: Rank) -> Iterator[Record]:
     """Square matrix products by side and format; with `casts` those of autocast, which gets FP32 matrices."""
     sides = tuple(sorted(config.sides or matmul_ladder.usual_sides(rank.device)))[: 2 if config.smoke else None]
-    climb = matmul_ladder.climb(sides, formats, _rounds(config), config.least_s, config.budget_s / 10, rank.device)
+    rounds, longest_s = measure.rounds_of(config, part=(1 - MODELS_SHARE) / len(sides)), config.budget_s / 10
+    climb = matmul_ladder.climb(sides, formats, rounds, config.least_s, longest_s / _fewest(config), rank.device)
     for side, (name, casts), seconds, measured in climb:
         case = {"part": "matmul", "side": side, "precision": name, "casts": casts}
         yield rank.record("step_s", "s", seconds, rank=0, **case) if measured else _skipped(rank, seconds, **case)

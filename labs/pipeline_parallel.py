@@ -56,8 +56,13 @@ class Config:
     """Layer numbers at which a new stage begins; None: equally many layers each."""
     too_big: bool = False
     """The whole model does not fit one device: leave out what needs it (gradients to compare with, single, copies)."""
-    rounds: int = 6
-    """Times that every way takes its turn; each gives one sample."""
+    seconds: float = 16.0
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals.
+
+    Where even 6 take longer, numbers of micro-batches are left out, the largest first; never 1, `compare` or the least.
+    """
+    rounds: int | None = None
+    """Times that every way takes its turn; by default as many as fit into `seconds`, at least 6."""
     wait_s: float = 60.0
     """How long a stage waits for its neighbour before it gives up."""
     seed: int = 0
@@ -69,7 +74,7 @@ class Config:
         require(1 in self.micro_batches, "micro_batches must hold 1, the naive split: speed-ups are relative to it")
         require(min(self.micro_batches) >= 1, f"micro_batches must be at least 1, not {min(self.micro_batches)}")
         require(self.compare in self.micro_batches, f"compare, {self.compare}, must be one of the micro_batches")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         require(self.wait_s > 0, f"wait_s must be positive, not {self.wait_s}")
         unknown = [name for name in self.torch_schedules if name not in torch_schedules.SCHEDULES]
         require(not unknown, f"torch_schedules: {unknown} is none of {', '.join(torch_schedules.SCHEDULES)}")
@@ -148,11 +153,16 @@ def _speed(config: Config, cuts: list[int], rank: Rank) -> Iterator[Record]:
         alone = whole(chain(config.model, config.seed), x, y, rank.device)
         steps |= {("single", "hand", 1): alone if rank.rank == 0 else _wait, ("copies", "hand", 1): alone}
     steps |= {(s, "torch", config.compare): _of_torch(s, config, x, y, rank) for s in _timed(config, rank)}
-    seconds = in_turn(steps, 2 if config.smoke else config.rounds, rank, traced.clear)
+    between = [m for m in config.micro_batches if m not in (1, config.compare)]
+    optional = [s for m in sorted(between, reverse=True)[:-1] if (s := ("1f1b", "hand", m)) in steps]
+    seconds = in_turn(steps, measure.rounds_of(config, rank.slowest), rank, traced.clear, optional)
+    for schedule, by, m in (s for s in optional if s not in seconds):
+        why = f"with it, {measure.LEAST_ROUNDS} rounds would take more than {config.seconds:g} s"
+        yield rank.record("left_out", "1", 1.0, chain=config.model, schedule=schedule, by=by, micro_batches=m, why=why)
     for (schedule, by, m), samples in seconds.items():
         case = {"chain": config.model, "schedule": schedule, "by": by, "micro_batches": m, "rows": config.rows}
         yield rank.record("step_s", "s", samples, **case)
-    for schedule, m in config.settings:
+    for schedule, m in (s for s in config.settings if (s[0], "hand", s[1]) in seconds):
         case = {"chain": config.model, "schedule": schedule, "micro_batches": m}
         yield from _events(traced.timelines(schedule, m), rank, config, **case)
         if m in (1, config.compare):
@@ -228,7 +238,7 @@ def _two_gpus(config: Config, rank: Rank) -> Iterator[Record]:
     for m in config.micro_batches:
         step = trainer(both.halves, lambda m=m: both.step(near, far, m))
         steps["naive" if m == 1 else "gpipe", m] = lambda step=step: (step(), measure.sync(devices[1]))
-    seconds = in_turn(steps, 2 if config.smoke else config.rounds, rank)
+    seconds = in_turn(steps, measure.rounds_of(config, rank.slowest), rank)
     for (schedule, m), samples in seconds.items():
         case = {"schedule": schedule, "by": "two_gpus", "micro_batches": m}
         yield rank.record("step_s", "s", samples, chain=config.model, rows=config.rows, **case)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from labs.kit import cli
+from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.measure import Estimate, paired_ratio
 from labs.kit.rank import Rank
@@ -43,8 +43,10 @@ class Config:
     """Times that each layer and each message is profiled."""
     sweep_rounds: int = 3
     """Rounds over all cuts."""
-    rounds: int = 6
-    """Rounds over the finalists."""
+    seconds: float = 3.6
+    """Time for the rounds over the finalists of all models, in s. A slower machine takes fewer: wider intervals."""
+    rounds: int | None = None
+    """Rounds over the finalists; by default as many as fit into `seconds`, at least 6."""
     wait_s: float = 60.0
     """How long a stage waits for its neighbour before it gives up."""
     seed: int = 0
@@ -54,8 +56,9 @@ class Config:
 
     def __post_init__(self) -> None:
         require(len(self.model) > 0, "model must name at least one model")
-        for name in ("micro_batches", "repeats", "sweep_rounds", "rounds"):
+        for name in ("micro_batches", "repeats", "sweep_rounds"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        measure.require_budget(self.seconds, self.rounds)
         require(self.wait_s > 0, f"wait_s must be positive, not {self.wait_s}")
         for name in self.model:
             rows, m = self.rows(name), self.micro_batches
@@ -125,8 +128,9 @@ def _measured(
 ) -> Iterator[Record]:
     """Steps of all cuts in turn; then of the fastest of them and the chosen one, with more rounds."""
     steps = {tuple(cuts): _step(config, model, cuts, x, y, links, rank) for cuts in swept}
-    for phase, rounds in (("all", config.sweep_rounds), ("finalists", config.rounds)):
-        seconds = in_turn(steps, 2 if config.smoke else rounds, rank)
+    finalists = measure.rounds_of(config, rank.slowest, 1 / len(config.model))
+    for phase, rounds in (("all", 2 if config.smoke else config.sweep_rounds), ("finalists", finalists)):
+        seconds = in_turn(steps, rounds, rank)
         for cuts, samples in seconds.items():
             yield rank.record("step_s", "s", samples, chain=model.name, cuts=list(cuts), phase=phase)
         ranking = sorted(seconds, key=lambda cuts: statistics.median(seconds[cuts]))

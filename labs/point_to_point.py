@@ -35,8 +35,10 @@ class Config:
 
     sizes: tuple[int, ...] = (2**12, 2**16, 2**20, 2**23, 2**25)
     """Bytes of the vector that each rank has."""
-    rounds: int = 10
-    """Times that the three ways take turns, per size."""
+    seconds: float = 1.2
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that the three ways take turns, per size; by default as many as fit into `seconds`, at least 6."""
     smoke: bool = False
     """Small messages, few rounds."""
 
@@ -44,7 +46,7 @@ class Config:
         require(len(set(self.sizes)) >= 2, "sizes must hold two different sizes at least: latency and bandwidth are "
                 "fitted to them")  # fmt: skip
         require(all(s >= 4 and s % 4 == 0 for s in self.sizes), f"sizes must be multiples of 4 bytes, not {self.sizes}")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -121,7 +123,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     collective: dict[int, float] = {}
     for done, size in enumerate(sizes, start=1):
         yield from sums(size, rank)
-        for way, seconds in times(size, config, rank).items():
+        for way, seconds in times(size, config, rank, 1 / len(sizes)).items():
             if way == "all_reduce":
                 collective[size] = statistics.median(seconds)
             else:
@@ -167,8 +169,8 @@ def sums(size: int, rank: Rank) -> Iterator[Record]:
             yield rank.record("tcp_sent_bytes", "B", rank.gather(after - before), **case)
 
 
-def times(size: int, config: Config, rank: Rank) -> dict[str, list[float]]:
-    """Seconds of each way on the slowest rank, in turn, with a millisecond of work before each."""
+def times(size: int, config: Config, rank: Rank, part: float) -> dict[str, list[float]]:
+    """Seconds of each way on the slowest rank, within `part` of the time, in turn, each after a millisecond of work."""
     x, work = torch.zeros(size // 4, device=rank.device), torch.ones(256, 256, device=rank.device)
     steps = {way: lambda r=reduce: r(x) for way, reduce in WAYS.items()}
 
@@ -178,7 +180,7 @@ def times(size: int, config: Config, rank: Rank) -> dict[str, list[float]]:
 
     for step in steps.values():
         measure.time_steps(step, 2, rank.device)
-    rounds = 2 if config.smoke else config.rounds
+    rounds = measure.rounds_of(config, rank.slowest, part)
     seconds = measure.interleave(steps, rounds, rank.device, between=as_in_training)
     return {way: rank.slowest(samples) for way, samples in seconds.items()}
 

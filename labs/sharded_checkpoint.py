@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,8 +44,10 @@ class Config:
     """Layers of width x width parameters."""
     batch_size: int = 64
     """Rows per rank and training step."""
-    rounds: int = 6
-    """Times that each way to save is timed, in turn."""
+    seconds: float = 4.5
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that each way to save is timed, in turn; by default as many as fit into `seconds`, at least 6."""
     folder: Path | None = None
     """Where to save; without it a temporary folder of this machine. What is saved is deleted in the end."""
     smoke: bool = False
@@ -54,7 +57,7 @@ class Config:
         require(self.width >= 1, f"width must be at least 1, not {self.width}")
         require(self.layers >= 1, f"layers must be at least 1, not {self.layers}")
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
         writable = self.folder is None or (self.folder.is_dir() and os.access(self.folder, os.W_OK))
         require(writable, f"cannot write to {self.folder}: name a folder that is there")
 
@@ -72,20 +75,20 @@ def predict(width: int, layers: int, ranks: int) -> list[int]:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Three ways to save a large model; then a small one is saved and loaded by other numbers of ranks, and damaged."""
-    width, rounds = (256, 2) if config.smoke else (config.width, config.rounds)
+    width = 256 if config.smoke else config.width
     background = dist.new_group(backend="gloo")  # a save in a thread must not share a group with training
     with guarded_folder(config.folder) if rank.rank == 0 else nullcontext() as folder:
         folder = rank.gather(folder)[0]
-        yield from ways_to_save(width, rounds, folder, background, config, rank)
+        yield from ways_to_save(width, folder, background, config, rank)
         for saved_by, loaded_by in _pairs(rank.world_size):
             yield from other_ranks(saved_by, loaded_by, folder, rank)
-        rank.progress(rounds + 1, rounds + 2, "another number of ranks")
+        rank.progress(1, 2, "another number of ranks")
         yield from damaged(folder, rank)
-        rank.progress(rounds + 2, rounds + 2, "damaged files")
+        rank.progress(2, 2, "damaged files")
 
 
 def ways_to_save(
-    width: int, rounds: int, folder: Path, background: dist.ProcessGroup, config: Config, rank: Rank
+    width: int, folder: Path, background: dist.ProcessGroup, config: Config, rank: Rank
 ) -> Iterator[Record]:
     """Stall and whole time of each way, in turn, with training going on; then what each has written."""
     module, optimizer = sharded_model.make(width, config.layers, sharded_model.mesh(rank.world_size, rank), rank)
@@ -101,10 +104,13 @@ def ways_to_save(
     yield rank.record("state_bytes", "B", predicted, kind="modelled", rank=rank.rank)
 
     found: dict[str, list[Saved]] = {mode: [] for mode in MODES}
-    for done, modes in enumerate(measure.orders(MODES, rounds), start=1):
-        for mode in modes:
-            found[mode].append(timed(mode, module, optimizer, step, folder / mode, background, rank))
-        rank.progress(done, rounds + 2, "saving")
+
+    def save(mode: str) -> None:
+        found[mode].append(timed(mode, module, optimizer, step, folder / mode, background, rank))
+
+    saves = {mode: partial(save, mode) for mode in MODES}
+    measure.interleave(saves, measure.rounds_of(config, rank.slowest), rank.device,
+                       on_round=lambda done, total: rank.progress(done, total + 2, "saving"))  # fmt: skip
     for mode, saves in found.items():
         yield rank.record("stall_s", "s", rank.slowest([s.stall_s for s in saves]), mode=mode)
         yield rank.record("total_s", "s", rank.slowest([s.total_s for s in saves]), mode=mode)

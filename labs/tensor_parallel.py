@@ -59,8 +59,10 @@ class Config:
     """Width of the perceptrons that are timed: width -> 4 width -> width, two of them, or one per rank."""
     rows: tuple[int, ...] = (32, 128, 512)
     """Vectors in the whole batch that is timed; DDP gives each rank its part of them."""
-    rounds: int = 6
-    """Times that the ways take turns, per cell."""
+    seconds: float = 1.5
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that the ways take turns, per cell; by default as many as fit into `seconds`, at least 6."""
     seed: int = 0
     """Seed of models and data."""
     smoke: bool = False
@@ -70,7 +72,7 @@ class Config:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(len(self.widths) > 0 and min(self.widths) >= 1, "widths must hold positive numbers")
         require(len(self.rows) > 0 and min(self.rows) >= 1, "rows must hold positive numbers")
-        require(self.rounds >= 1, f"rounds must be at least 1, not {self.rounds}")
+        measure.require_budget(self.seconds, self.rounds)
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -221,7 +223,7 @@ def times(config: Config, mesh: DeviceMesh, rank: Rank) -> Iterator[Record]:
         ways = steps(width, rows, config.seed, mesh, rank)
         for step in ways.values():
             measure.time_steps(step, 3, rank.device)
-        rounds = 2 if config.smoke else config.rounds
+        rounds = measure.rounds_of(config, rank.slowest, 1 / len(cells))
         found = measure.interleave(ways, rounds, rank.device, between=rank.barrier)
         found = {mode: rank.slowest(samples) for mode, samples in found.items()}
         for mode, samples in found.items():

@@ -42,8 +42,10 @@ class Config:
     """One of labs.models.MODELS, or package.module:factory."""
     batch_size: int = 64
     """Samples per rank."""
-    rounds: int = 30
-    """Samples of the step's time; at least 5, for an interval that means something."""
+    seconds: float = 3.4
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Samples of the step's time; by default as many as fit into `seconds`, at least 6."""
     least_s: float = 0.004
     """Least duration of a sample: faster steps are timed several at a time. On a GPU more hides launches better."""
     repeats: int | None = None
@@ -59,7 +61,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        require(self.rounds >= 5, f"rounds must be at least 5, not {self.rounds}: fewer give no interval")
+        measure.require_budget(self.seconds, self.rounds, 5)
         require(0 < self.least_s < math.inf, f"least_s must be positive, not {self.least_s}")
         require((self.repeats or 0) >= 0, f"repeats must be at least 0, not {self.repeats}")
         require(self.loop_steps >= 2, f"loop_steps must be at least 2, not {self.loop_steps}")
@@ -115,7 +117,7 @@ def step_times(config: Config, rank: Rank) -> Iterator[Record]:
     torch.backends.cudnn.allow_tf32 = config.tf32  # convolutions may use it by default
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     steps = trainers(config, rank)
-    rank.progress(0, config.rounds, "warm-up")
+    rank.progress(0, 1, "warm-up")
     warm = measure.warm_up(steps["train"], rank.device, max_steps=12 if config.smoke else 60, agree=rank.agree)
     yield rank.record("warm_up_s", "s", rank.slowest(warm.seconds))
     yield rank.record("warm_up_steps", "steps", warm.steps, settled=warm.settled)
@@ -123,10 +125,10 @@ def step_times(config: Config, rank: Rank) -> Iterator[Record]:
         measure.time_steps(step, 2, rank.device)
     # All ranks must take equally many steps: the slowest decides.
     inner = steps_per_sample(rank.slowest(warm.seconds[-5:]), config.least_s)
-    rounds = 5 if config.smoke else config.rounds
+    rounds = 5 if config.smoke else measure.rounds_of(config, rank.slowest)
     seconds = measure.interleave(
         steps, rounds, rank.device, inner=inner, between=rank.barrier,
-        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+        on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
     )  # fmt: skip
     for mode, samples in seconds.items():
         case = {"mode": mode, "batch_per_rank": config.batch_size, "steps_per_sample": inner}
@@ -166,7 +168,7 @@ def flop_and_peak(config: Config, rank: Rank) -> Iterator[Record]:
     """FLOPs of a step and the device's best rates: rank 0 alone, the others idle, as for notebook 00's peaks."""
     rank.barrier()
     if rank.rank == 0:
-        rank.progress(config.rounds, config.rounds, "FLOPs and peak")
+        rank.progress(1, 1, "FLOPs and peak")
         work = step_flop(config, rank.device)
         yield rank.record("step_flop", "FLOP", work, kind="modelled", batch_per_rank=config.batch_size)
         kernel, rates = best_rate(config, rank.device)

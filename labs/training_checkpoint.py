@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from labs.data import fashion
-from labs.kit import cli
+from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.fork_server import guarded_folder
 from labs.kit.rank import Rank, unpinned
@@ -31,6 +31,7 @@ from labs.parts.checkpoints.writers import WAYS
 
 Trial = Literal["resume", "save_time", "kills", "corruptions", "two_writers", "full_disk"]
 PARAMETERS = 53_514  # of the perceptron
+LEAST_KILLS, MOST_KILLS = 30, 100  # the interval of 0 of 30 ends at 11 %, of 0 of 100 at 4 %
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,16 @@ class Config:
     """Images per rank and step."""
     seeds: int = 4
     """Uninterrupted trainings with other seeds: what a difference is to be compared with."""
-    kills: int = 100
-    """Writers killed, for each of the ways in place, rename and full."""
+    kills: int | None = None
+    """Writers killed, for each of the ways in place, rename and full; by default 30 to 100, as there is time."""
     kill_bytes: int = 2**18
     """Size of the checkpoints of kills, two_writers and full_disk."""
     corruptions: int = 200
     """Damaged files."""
-    rounds: int = 7
-    """Times that the ways of save_time take turns."""
+    seconds: float = 10.0
+    """Time for all rounds of save_time, and again for all kills, in s. A slower machine has fewer: wider intervals."""
+    rounds: int | None = None
+    """Times that the ways of save_time take turns; by default as many as fit into `seconds`, at least 6."""
     large_bytes: int = 2**25
     """Size of the larger state of save_time: 2**25 is that of 2.8 million parameters with AdamW."""
     folder: str = ""
@@ -75,8 +78,10 @@ class Config:
         require(self.batch_size >= 2, f"batch_size must be at least 2 (BatchNorm), not {self.batch_size}")
         between = 1 <= self.interrupted_at < self.steps
         require(between, f"interrupted_at must be from 1 to steps - 1 ({self.steps - 1}), not {self.interrupted_at}")
-        for name in ("kills", "corruptions", "rounds"):
-            require(1 <= getattr(self, name) <= 10_000, f"{name} must be from 1 to 10000, not {getattr(self, name)}")
+        for name in ("kills", "corruptions"):
+            count = getattr(self, name)
+            require(count is None or 1 <= count <= 10_000, f"{name} must be from 1 to 10000, not {count}")
+        measure.require_budget(self.seconds, self.rounds)
         require(0 <= self.seeds <= 100, f"seeds must be from 0 to 100, not {self.seeds}")
         for name in ("kill_bytes", "large_bytes"):
             require(2**12 <= getattr(self, name) <= 2**32, f"{name} must be from 4 KiB to 4 GiB")
@@ -167,17 +172,16 @@ def _compared(found: Comparison, rank: Rank, forgotten: Forgotten) -> Iterator[R
 
 def save_time(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
     """Seconds of a save by way and size, and of reading back with the check of every byte and without."""
-    large, rounds = (
-        config.large_bytes // 8 if config.smoke else config.large_bytes,
-        2 if config.smoke else config.rounds,
-    )
-    for name, state in (("training", next(states(config.seed))), ("large", drills.marked(1, large))):
+    large = config.large_bytes // 8 if config.smoke else config.large_bytes
+    small, marked = next(states(config.seed)), drills.marked(1, large)
+    for name, state, part in (("training", small, 0.1), ("large", marked, 0.6)):
+        rounds = measure.rounds_of(config, part=part)
         (place := folder / name).mkdir()
         for way, seconds in writers.save_seconds(place, state, rounds).items():
             yield rank.record("save_s", "s", seconds, rank=0, state=name, way=way)
             size = writers.newest_bytes(place, way)
             yield rank.record("checkpoint_bytes", "B", size, rank=0, state=name, way=way)
-        for way, seconds in writers.load_seconds(place, rounds).items():
+        for way, seconds in writers.load_seconds(place, measure.rounds_of(config, part=part / 4)).items():
             yield rank.record("load_s", "s", seconds, rank=0, state=name, way=way)
     size = predict(config, rank.world_size)["state_bytes"]
     yield rank.record("predicted_state_bytes", "B", size, kind="modelled", rank=0, state="training")
@@ -188,8 +192,9 @@ def kills(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
     for way in ("in place", "rename", "full"):
         place = folder / way
         place.mkdir()
-        count = 5 if config.smoke else config.kills
-        found = list(drills.kills(WAYS[way], place, count, config.kill_bytes, config.seed))
+        killed = drills.kills(WAYS[way], place, config.kills or MOST_KILLS, config.kill_bytes, config.seed)
+        time = measure.Budget(config.seconds / 3, least=LEAST_KILLS, most=MOST_KILLS)
+        found = list(measure.within(killed, 5 if config.smoke else config.kills or time))
         WAYS[way].write(place, 10**6, drills.marked(10**6, config.kill_bytes))
         case = {"way": way, "leftovers_after_next_save": len(drills.leftovers(place))}
         yield rank.record("kill_moment", "save times", [k.moment for k in found], rank=0, way=way)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from labs import lr_scaling as lab
+from labs.chapters.nb01 import figures_batch
 from labs.data.fashion import vectors
+from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
@@ -56,14 +58,14 @@ def test_final_rates_and_steps_of_the_default():
 
 def test_every_different_training_is_done_once():
     config = lab.Config()
-    todo = lab.trainings(config)
+    todo = lab.trainings(config, 0)
     rules, factors = len(lab.RULES), len(config.factors) - 1
-    assert len(todo) == len(set(todo)) == config.seeds * (1 + rules * factors + len(config.rates))
+    assert len(todo) == len(set(todo)) == (1 + rules * factors + len(config.rates))
     assert [t.factor for t in todo] == sorted(t.factor for t in todo)
 
 
 def test_a_rate_that_a_rule_has_tried_is_not_tried_again():
-    assert len(lab.trainings(lab.Config(rates=(1.0,)))) == len(lab.trainings(lab.Config(rates=())))
+    assert len(lab.trainings(lab.Config(rates=(1.0,)), 0)) == len(lab.trainings(lab.Config(rates=()), 0))
 
 
 def weights(model):
@@ -188,9 +190,34 @@ def test_the_best_rate_is_looked_for_among_rules_and_rates():
         ({"rules": ("cosine",)}, "rules"),
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"seeds": 0}, "seeds must be at least 1"),
+        ({"seconds": 0.0}, "seconds must be a positive number"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_starts(values, words):
     with pytest.raises(BadInput, match=words) as e:
         launch("lr_scaling", **values)
     assert "\n" not in str(e.value)
+
+
+def test_a_slow_machine_has_fewer_batches_with_the_fewest_seeds():
+    config, epoch_s = lab.Config(), {1: 0.15, 4: 0.04, 16: 0.011, 32: 0.008, 64: 0.007}
+    kept = [lab.affordable(config, {f: k * s for f, s in epoch_s.items()}, 2) for k in (1, 1.8, 3, 100)]
+    assert kept == [config.factors, (1, 16, 32, 64), (1, 32, 64), (1, 32, 64)]
+    assert lab.affordable(config, {f: 0.8 * s for f, s in epoch_s.items()}, 1) == kept[1], "half of the ranks"
+
+
+def test_a_budget_ends_after_whole_seeds_and_says_what_was_left_out(monkeypatch):
+    given = {**SMALL, "seeds": None, "factors": (1, 4, 16, 32)}
+    short, long = (launch("lr_scaling", 2, seconds=s, **given) for s in (0.001, 2.0))
+    assert short.one("left_out").case["factor"] == 4 and not len(short.where("test_accuracy", factor=4))
+    assert "would take more than 0.001 s" in short.one("left_out").case["why"]
+    assert {len(r.samples) for r in short.where("test_accuracy")} == {6}
+    [n] = {len(r.samples) for r in long.where("test_accuracy", factor=32)}
+    assert n >= 6 and n % 2 == 0 and n <= lab.MOST_SEEDS
+    same = [r.where("test_accuracy", factor=32, rule="linear")[0].samples[:6] for r in (short, long)]
+    assert same[0] == pytest.approx(same[1], abs=0.02), "the same seeds, whatever the time"
+    said = []
+    monkeypatch.setattr(figures_batch, "say", said.append)
+    monkeypatch.setattr(figures_batch, "show", lambda fig, alt: said.append(alt))
+    figures_batch.lr_figure(short, predict(512, "largest batch of linear scaling"))
+    assert "* Not tried here: batch 128, as with it 6 seeds" in said[-1] and "over 6 seeds" in said[-1]

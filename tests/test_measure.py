@@ -3,24 +3,36 @@
 import itertools
 import math
 import random
+import statistics
+import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from labs.kit import measure
+from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
 from labs.kit.measure import (
+    Budget,
     Estimate,
     WarmUp,
     differs,
     estimate,
+    fewest,
     interleave,
     orders,
     paired_ratio,
+    require_budget,
+    rounds_of,
+    rounds_within,
     steady_from,
     time_steps,
     warm_up,
+    within,
 )
 
 CPU = torch.device("cpu")
@@ -225,9 +237,9 @@ def test_interleaving_takes_turns():
     order, done = [], []
     seconds = interleave(
         {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, CPU,
-        inner=2, between=lambda: order.append("|"), on_round=done.append, seed=None,
+        inner=2, between=lambda: order.append("|"), on_round=lambda *told: done.append(told), seed=None,
     )  # fmt: skip
-    assert "".join(order) == "|aa|bb" * 3 and done == [1, 2, 3]
+    assert "".join(order) == "|aa|bb" * 3 and done == [(1, 3), (2, 3), (3, 3)]
     assert {name: len(s) for name, s in seconds.items()} == {"a": 3, "b": 3}
 
 
@@ -278,3 +290,167 @@ def test_a_proportion_has_an_interval_even_at_its_ends():
     assert (half.value, half.n) == (0.5, 100) and half.low == pytest.approx(0.404, abs=1e-3)
     with pytest.raises(ValueError):
         measure.proportion(0, 0)
+
+
+@given(level=st.floats(0.5, 0.9999))
+def test_the_fewest_samples_are_those_whose_extremes_reach_the_level(level):
+    n = fewest(level)
+    assert 1 - 2.0 ** (1 - n) >= level - 1e-9 and 1 - 2.0 ** (2 - n) < level + 1e-9
+    assert fewest() == 6
+
+
+@given(seconds=st.floats(1e-6, 1e6), round_s=st.floats(0, 1e6), least=st.integers(1, 50), more=st.integers(0, 500))
+def test_rounds_within_a_time_have_bounds_and_fit_where_they_may(seconds, round_s, least, more):
+    n = rounds_within(seconds, round_s, least, least + more)
+    assert least <= n <= least + more
+    assert n == least or n * round_s <= seconds * (1 + 1e-9)
+    assert n == least + more or (n + 1) * round_s > seconds * (1 - 1e-9)
+
+
+class Clock(threading.local):
+    """Seconds of each thread's own clock."""
+
+    now = 0.0
+
+
+def ranks_in_turn(speeds, seconds, names="ab"):
+    """Rounds that each of several ranks, as threads with a clock of their own, takes within a budget; and its clock."""
+    clock, told, barrier = Clock(), [0.0] * len(speeds), threading.Barrier(len(speeds), timeout=20)
+    found = [None] * len(speeds)
+
+    def work(rank):
+        def slowest(mine):
+            told[rank] = mine[0]
+            barrier.wait()
+            most = max(told)
+            barrier.wait()
+            return [most]
+
+        def step():
+            clock.now += speeds[rank]
+
+        taken = interleave(dict.fromkeys(names, step), Budget(seconds, slowest), CPU)
+        found[rank] = {len(s) for s in taken.values()}, clock.now
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure.time, "perf_counter", lambda: clock.now)
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(speeds))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(30)
+    return found
+
+
+@given(speeds=st.lists(st.floats(0.001, 1.0), min_size=1, max_size=3), seconds=st.floats(0.01, 50), n=st.integers(1, 7))
+def test_a_budget_gives_all_ranks_the_rounds_that_the_slowest_has_time_for(speeds, seconds, n):
+    found = ranks_in_turn(speeds, seconds, "abcdefg"[:n])
+    [rounds] = {frozenset(counts) for counts, _ in found}
+    [rounds] = rounds
+    assert measure.LEAST_ROUNDS <= rounds <= measure.MOST_ROUNDS
+    assert n not in (1, 2, 3, 6) or rounds % n == 0, "each side had each place equally often"
+    slowest_s = max(now for _, now in found)
+    assert rounds == measure.LEAST_ROUNDS or slowest_s <= seconds * (1 + 1e-9)
+    another_s = slowest_s / rounds * (rounds + (n if n in (1, 2, 3, 6) else 1))
+    assert rounds == measure.MOST_ROUNDS or another_s > seconds * (1 - 1e-9), "no time is left unused"
+
+
+def test_real_ranks_of_different_speed_take_equally_many_rounds():
+    def rounds():
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        from labs.kit.measure import Budget, interleave
+
+        def slowest(seconds):
+            worst = torch.tensor(seconds, dtype=torch.float64)
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            return worst.tolist()
+
+        steps = {name: lambda: time.sleep(0.001 + 0.01 * dist.get_rank()) for name in "ab"}
+        return [len(s) for s in interleave(steps, Budget(0.5, slowest), torch.device("cpu")).values()]
+
+    mine, yours = run_on_ranks(rounds)
+    assert mine == yours and mine[0] == mine[1] >= 6 and mine[0] % 2 == 0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only steps move."""
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_machine_three_times_slower_takes_no_longer_and_its_intervals_are_wider(clock):
+    def compared(slower, seed):
+        draw, clock[0] = random.Random(seed), 0.0
+
+        def step(mean_s):
+            clock[0] += slower * mean_s * (1 + draw.expovariate(10))
+
+        taken = interleave({"a": lambda: step(0.01), "b": lambda: step(0.012)}, Budget(1.2), CPU)
+        assert clock[0] <= 1.05 * 1.2, "no more than a last round that took longer than those before it"
+        return paired_ratio(taken["b"], taken["a"], resamples=999)
+
+    quick, slow = ([compared(slower, seed) for seed in range(20)] for slower in (1, 3))
+    assert min(q.n for q in quick) > 2.5 * max(s.n for s in slow) > 2.5 * 6
+    wide, narrow = (statistics.median(e.high - e.low for e in found) for found in (slow, quick))
+    assert wide > 1.3 * narrow, "a third of the samples: about the root of 3 times as wide"
+    assert compared(3, 0).value == slow[0].value, "nothing else is drawn"
+
+
+def test_a_machine_that_slows_down_on_the_way_ends_in_time_all_the_same(clock):
+    calls = []
+
+    def step():
+        calls.append(1)
+        clock[0] += 0.01 if len(calls) < 40 else 0.1
+
+    assert len(interleave({"a": step}, Budget(2.0), CPU)["a"]) == len(calls) < 60 and clock[0] <= 2
+
+
+def test_a_budget_tells_how_many_rounds_to_expect(clock):
+    told = []
+
+    def step():
+        clock[0] += 0.125
+
+    interleave({"a": step, "b": step}, Budget(2.5), CPU, on_round=lambda *so_far: told.append(so_far))
+    assert [done for done, _ in told] == list(range(1, 11)) and told[-1] == (10, 10)
+    assert all(total == 10 for _, total in told)
+    assert len(interleave({"a": step}, 3, CPU)["a"]) == 3, "a fixed number of rounds is taken as it is"
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
+def test_a_budget_that_is_no_time_is_refused_in_one_line(seconds):
+    with pytest.raises(BadInput, match=r"^seconds must be a positive number, not"):
+        require_budget(seconds, None)
+
+
+def test_too_few_rounds_are_refused_in_one_line():
+    require_budget(1.0, 2, least=2)
+    with pytest.raises(BadInput, match=r"^rounds must be at least 1, not 0$"):
+        require_budget(1.0, 0)
+    with pytest.raises(BadInput, match=r"^rounds must be at least 2, not 1: one sample has no interval$"):
+        require_budget(1.0, 1, least=2)
+
+
+def test_items_are_made_as_long_as_there_is_time(clock):
+    def items():
+        for i in itertools.count():
+            clock[0] += 0.125
+            yield i
+
+    assert list(within(items(), Budget(1.0, least=3))) == list(range(8))
+    assert list(within(items(), Budget(1.0, least=20))) == list(range(20))
+    assert list(within(items(), Budget(100.0, most=10, least=3))) == list(range(10))
+    assert list(within(items(), 2)) == [0, 1] and list(within([7], Budget(1.0))) == [7]
+
+
+@pytest.mark.parametrize("config, rounds", [({"smoke": True, "rounds": 9}, 2), ({"rounds": 9}, 9), ({}, Budget(1.5))])
+def test_fixed_rounds_win_over_seconds_and_a_smoke_run_over_both(config, rounds):
+    given = SimpleNamespace(**{"smoke": False, "rounds": None, "seconds": 3.0} | config)
+    assert rounds_of(given, part=0.5) == rounds

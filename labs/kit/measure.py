@@ -11,12 +11,15 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from labs.kit.errors import require
+
+T = TypeVar("T")
 LEVEL = 0.95
 PREFIXED = {"s": 1e-9, "B": 1.0, "FLOP": 1.0, "B/s": 1.0, "FLOP/s": 1.0}  # units that take a prefix, from which size
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
@@ -223,19 +226,91 @@ def verdict(ratio: Estimate, what: str) -> str:
     return f"{what}: {ratio}"
 
 
+def fewest(level: float = LEVEL) -> int:
+    """Least number of samples that support an interval at `level`: 6 at 95 %.
+
+    No interval of the median reaches beyond the extremes of n samples, and these hold the true median with probability
+    1 - 2^(1-n) (see `estimate`).
+    """
+    return 1 + math.ceil(-math.log2(1 - level))
+
+
+LEAST_ROUNDS, MOST_ROUNDS = fewest(), 60
+"""Within a budget. Beyond 60 an interval hardly narrows: four times as many rounds halve it."""
+
+
+def rounds_within(seconds: float, round_s: float, least: int = LEAST_ROUNDS, most: int = MOST_ROUNDS) -> int:
+    """How many rounds of `round_s` seconds fit into `seconds`; at least `least`, whatever they take, at most `most`."""
+    return max(least, math.floor(min(most, seconds / round_s if round_s > 0 else math.inf)))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """As many rounds as fit into `seconds`, the same number on every rank: for `interleave`, in place of a number.
+
+    A slower machine takes fewer rounds and has wider intervals, but never fewer than `least`, which its intervals need.
+    """
+
+    seconds: float
+    slowest: Callable[[Sequence[float]], Sequence[float]] = list
+    """`rank.slowest` where several ranks take the rounds together: the slowest one's clock counts. A collective."""
+    least: int = LEAST_ROUNDS
+    most: int = MOST_ROUNDS
+
+    def total(self, done: int, elapsed_s: float) -> int:
+        """How many rounds there will be, after `done` of them took `elapsed_s` on this rank; the same on all ranks.
+
+        All ranks must call it together. Before `least` are done it only guesses, and nobody waits for anybody.
+        """
+        if done >= self.least:
+            [elapsed_s] = self.slowest([elapsed_s])
+        return max(done, rounds_within(self.seconds, elapsed_s / done, self.least, self.most))
+
+
+def require_budget(seconds: float, rounds: int | None, least: int = 1) -> None:
+    """BadInput unless `seconds` can be a `Budget`'s and `rounds`, where given, are at least `least`."""
+    require(0 < seconds < math.inf, f"seconds must be a positive number, not {seconds}")
+    why = ": one sample has no interval" if least == 2 else ""
+    require(rounds is None or rounds >= least, f"rounds must be at least {least}, not {rounds}{why}")
+
+
+def rounds_of(
+    config: Any, slowest: Callable[[Sequence[float]], Sequence[float]] = list, part: float = 1.0
+) -> int | Budget:
+    """What `interleave` takes: 2 in a smoke run, `config.rounds` if given, otherwise what fits into `config.seconds`.
+
+    Each of several measurements takes its `part` of the seconds.
+    """
+    return 2 if config.smoke else config.rounds or Budget(part * config.seconds, slowest)
+
+
+def within(items: Iterable[T], rounds: int | Budget) -> Iterator[T]:
+    """As many of `items` as there are `rounds`; the time of a Budget is what they take to be made and used."""
+    begun = time.perf_counter()
+    for done, item in enumerate(items, start=1):
+        yield item
+        if done >= (rounds if isinstance(rounds, int) else rounds.total(done, time.perf_counter() - begun)):
+            return
+
+
 def interleave(
-    steps: Mapping[Any, Callable[[], object]], rounds: int, device: torch.device, *, inner: int = 1,
-    between: Callable[[], object] = lambda: None, on_round: Callable[[int], object] = lambda done: None,
+    steps: Mapping[Any, Callable[[], object]], rounds: int | Budget, device: torch.device, *, inner: int = 1,
+    between: Callable[[], object] = lambda: None, on_round: Callable[[int, int], object] = lambda done, total: None,
     seed: int | None = 0,
 ) -> dict[Any, list[float]]:  # fmt: skip
     """Seconds per call of each step, timed as blocks of `inner` calls, in turn: `{name: [one per round]}`.
 
     Every round has each step once, in the order that `orders(..., seed)` draws, the same on all ranks; with `seed`
     None in the order given. `between` runs before every block, outside the clock: a barrier, when ranks must start
-    together.
+    together. `on_round(done, total)` is told the number of rounds; with a Budget the total is an estimate till the end.
+
+    A Budget ends after a whole round; with 2 or 3 steps, or as many as its least number is a multiple of, after rounds
+    in which each step had each place equally often.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in steps}
-    for done, names in enumerate(orders(tuple(steps), rounds, seed), start=1):
+    most, cycle = (rounds, 1) if isinstance(rounds, int) else (rounds.most, _cycle(len(steps), rounds))
+    begun = time.perf_counter()
+    for done, names in enumerate(orders(tuple(steps), most, seed), start=1):
         for name in names:
             between()
             sync(device)
@@ -244,8 +319,17 @@ def interleave(
                 steps[name]()
             sync(device)
             seconds[name].append((time.perf_counter() - start) / inner)
-        on_round(done)
+        total = rounds if isinstance(rounds, int) else rounds.total(done, time.perf_counter() - begun)
+        over = done % cycle == 0 and done + cycle > total
+        on_round(done, done if over else max(total, done + 1))
+        if over:
+            break
     return seconds
+
+
+def _cycle(steps: int, budget: Budget) -> int:
+    """After how many rounds each of `steps` had each place; 1 where the budget's least number breaks such a cycle."""
+    return steps if steps and budget.least % steps == 0 == budget.most % steps else 1
 
 
 def orders(names: Sequence[Any], rounds: int, seed: int | None = 0) -> Iterator[tuple[Any, ...]]:

@@ -191,6 +191,9 @@ def lr_figure(run: Records, guess: Prediction) -> None:
     base = run.one("test_accuracy", rule="same", batch=batches[0])
     last = batches[0] * lr_scaling.holds_until(run, "linear, warm-up")
     message = f"Linear scaling with warm-up holds up to batch {last}" + ("" if last == batches[-1] else ", then breaks")
+    broken = min((b for b in batches if b > last), default=last)
+    if any(last < r.case["batch"] < broken for r in run.where("left_out")):
+        message = f"Linear scaling with warm-up breaks somewhere between batch {last} and {broken}"
     fig, ax = figure(message, xlabel="batch size", ylabel="test accuracy (%)", records=run, size=(7.0, 4.3))
     for k, rule in enumerate(rules):
         rows = [
@@ -231,6 +234,9 @@ def _lr_text(run: Records, rules: list[str], batches: list[int], last: int, gues
         gone = sum(r.value for r in run.where("diverged", rule=rule))
         end = f"; {gone:.0f} trainings of this rule diverged" if gone else ""
         lines.append(f"* {RULES[rule]}: {_at(run, rule, batches[-1])} at batch {batches[-1]}{end}")
+    if len(untried := run.where("left_out")):
+        left = ", ".join(str(r.case["batch"]) for r in untried)
+        lines.append(f"* Not tried here: batch {left}, as {untried[0].case['why']}.")
     return "\n".join(lines)
 
 

@@ -105,7 +105,15 @@ def speed(run: Records, chain: str, guess: Prediction) -> None:
     best_way, cost_ms = f"{NAMES.get(key[0], key[0])} with {key[2]}", 1000 * fitted.per_micro_batch_s
     say(f"* The naive split takes {single} the time of one device alone.\n* With 8 micro-batches: {found[8]}. "
         f"{guess.against(found[8])}\n* The best of all, {best_way}, reaches {share} of the ceiling "
-        f"that its bubble leaves. A micro-batch costs {cost_ms:.2g} ms beside its work; {fit_says}.")  # fmt: skip
+        f"that its bubble leaves. A micro-batch costs {cost_ms:.2g} ms beside its work; {fit_says}."
+        + _left_out(run, chain))  # fmt: skip
+
+
+def _left_out(run: Records, chain: str) -> str:
+    """A line on the numbers of micro-batches that there was no time for, or nothing."""
+    found = run.where("left_out", chain=chain)
+    numbers = ", ".join(str(r.case["micro_batches"]) for r in found)
+    return f"\n* Not tried here: {numbers} micro-batches, as {found[0].case['why']}." if found else ""
 
 
 def idle(run: Records, chain: str) -> pandas.DataFrame:

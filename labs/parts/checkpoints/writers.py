@@ -93,8 +93,8 @@ WAYS = {
 }
 
 
-def save_seconds(folder: Path, state: Any, rounds: int) -> dict[str, list[float]]:
-    """Seconds of `rounds` saves of `state` by each way, in turn, each into a folder of its own in `folder`."""
+def save_seconds(folder: Path, state: Any, rounds: int | measure.Budget) -> dict[str, list[float]]:
+    """Seconds of saves of `state` by each way, one per round, in turn, each into a folder of its own in `folder`."""
     steps = itertools.count()
 
     def write(name: str) -> None:
@@ -106,7 +106,7 @@ def save_seconds(folder: Path, state: Any, rounds: int) -> dict[str, list[float]
     return measure.interleave({name: partial(write, name) for name in WAYS}, rounds, CPU)
 
 
-def load_seconds(folder: Path, rounds: int) -> dict[str, list[float]]:
+def load_seconds(folder: Path, rounds: int | measure.Budget) -> dict[str, list[float]]:
     """Seconds of reading back what `save_seconds` left: by torch.load, and by `load`, which checks every byte."""
     reads = {"torch.load": partial(find, folder / "in place"), "load": partial(find_latest, folder / "full")}
     measure.interleave(reads, 1, CPU)

@@ -79,16 +79,30 @@ class Traced:
 
 
 def in_turn(
-    steps: Mapping[tuple, Step], rounds: int, rank: Rank, clear: Step = lambda: None
+    steps: Mapping[tuple, Step],
+    rounds: int | measure.Budget,
+    rank: Rank,
+    clear: Step = lambda: None,
+    optional: Sequence[tuple] = (),
 ) -> dict[tuple, list[float]]:
-    """Each step once to warm up, then `clear()`, then `rounds` rounds: seconds of the slowest rank, per step."""
-    for step in steps.values():
+    """Each step once to warm up, then `clear()`, then rounds: seconds of the slowest rank, per step.
+
+    Where the fewest rounds of all steps would take longer than a Budget, those of `optional` are left out, the first
+    ones first, and are not in the result.
+    """
+    once = {}
+    for name, step in steps.items():
         rank.barrier()
-        step()
+        once |= dict(zip([name], rank.slowest(measure.time_steps(step, 1, rank.device)), strict=True))
     clear()
+    if isinstance(rounds, measure.Budget):
+        for name in optional:
+            if rounds.least * sum(once.values()) > rounds.seconds:
+                del once[name]
+    steps = {name: steps[name] for name in once}
     seconds = measure.interleave(
         steps, rounds, rank.device, between=rank.barrier,
-        on_round=lambda done: rank.progress(done, rounds, f"round {done} of {rounds}"),
+        on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
     )  # fmt: skip
     return {name: rank.slowest(samples) for name, samples in seconds.items()}
 

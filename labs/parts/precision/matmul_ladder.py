@@ -26,7 +26,9 @@ def usual_sides(device: torch.device) -> tuple[int, ...]:
     return (32, 64, 128, 256, 512) if device.type == "cpu" else (256, 512, 1024, 2048, 4096, 8192)
 
 
-def in_turn(steps: Mapping[Name, Step], rounds: int, least_s: float, device: torch.device) -> dict[Name, list[float]]:
+def in_turn(
+    steps: Mapping[Name, Step], rounds: int | measure.Budget, least_s: float, device: torch.device
+) -> dict[Name, list[float]]:
     """Seconds per call, one sample per round; calls that are shorter than `least_s` are repeated."""
     inner = {}
     for name, step in steps.items():
@@ -42,11 +44,16 @@ def _repeated(step: Step, times: int) -> Step:
 
 
 def climb(
-    sides: tuple[int, ...], formats: list[str], rounds: int, least_s: float, budget_s: float, device: torch.device
+    sides: tuple[int, ...],
+    formats: list[str],
+    rounds: int | measure.Budget,
+    least_s: float,
+    longest_s: float,
+    device: torch.device,
 ) -> Iterator[tuple[int, Arm, list[float], bool]]:
     """(side, arm, seconds, whether measured) of each product, the arms of a side in turn.
 
-    An arm whose turns would take more than `budget_s` seconds at the rate it had on the side before is not run: its
+    An arm whose product would take more than `longest_s` at the rate it had on the side before is not run: its
     seconds are then the one modelled number.
     """
     rate: dict[Arm, float] = {}
@@ -54,7 +61,7 @@ def climb(
         flop, fits = matmul_work(n, 4).flop, {}
         for arm, step in products(n, formats, device).items():
             modelled = flop / rate[arm] if arm in rate else 0.0
-            if modelled * rounds > budget_s:
+            if modelled > longest_s:
                 yield n, arm, [modelled], False
             else:
                 fits[arm] = step

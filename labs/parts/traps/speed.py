@@ -76,7 +76,7 @@ def bytes_for(item_s: float) -> int:
     return max(1, int(len(data) * item_s / sorted(seconds)[len(seconds) // 2]))
 
 
-def items_per_s(sources: Mapping[int, Source], batch_size: int, rounds: int) -> dict[int, list[float]]:
+def items_per_s(sources: Mapping[int, Source], batch_size: int, rounds: int | measure.Budget) -> dict[int, list[float]]:
     """Items per second of whole epochs by number of workers, one per round, in turn. Workers are up before."""
     loaders = {
         n: DataLoader(source, batch_size=batch_size, num_workers=n, persistent_workers=n > 0)
