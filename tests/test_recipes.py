@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 LABS = Path(__file__).parents[1] / "labs"
 RECIPES = sorted(p.stem for p in (LABS / "recipes").glob("*.py"))
@@ -225,7 +226,7 @@ def test_sigterm_saves_and_ends(run, start, tmp_path, ranks):
     process = start("train_ddp_resume", *RUN, "--save-every", 1000, "--steps", 40, "--checkpoint", "t.pt", ranks=ranks)
     wait_for(lambda: process.stdout.readline().startswith("step 5/"), what="step 5")
     os.kill(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
-    out, err = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == (1 if ranks else 128 + signal.SIGTERM)
     (at,) = map(int, re.findall(r"stopped by SIGTERM and saved at step (\d+)", out))
     assert_no_survivors(process.mark)
@@ -282,6 +283,128 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(run, tmp_path, content, opt
     assert result.code == 2 and told in result.err and result.err.count("\n") == 1
 
 
+# Recomputation, pipeline, sharding
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_recomputation_changes_no_bit(run, tmp_path, ranks):
+    """With dropout: what is computed twice drops the same activations twice."""
+    found = []
+    for option in ("--recompute", "--no-recompute"):
+        result = run("train_recompute", *FEW, "--dropout", 0.5, option, "--save", f"with{option}.pt", ranks=ranks)
+        found.append((result.losses, result.tested))
+    weights = [torch.load(tmp_path / f"with--{name}.pt", weights_only=True) for name in ("recompute", "no-recompute")]
+    assert len(found[0][0]) == 4 and found[0] == found[1] and same(*weights)
+
+
+@pytest.mark.long
+def test_recomputation_takes_less_memory(run):
+    """Per sample a block keeps 2 x 128 + 2 x 512 numbers or more, four blocks, 5,000 samples: 102 MB of FP32."""
+    peak = [float(re.search(r"peak memory of rank 0: (\d+) MB", run(
+        "train_recompute", "--cpu", "--steps", 1, "--batch-size", 5000, option).out)[1])
+        for option in ("--recompute", "--no-recompute")]  # fmt: skip
+    assert peak[1] - peak[0] > 51, "half of it, for the allocator and validation have their share"
+
+
+@pytest.mark.long
+def test_recomputation_trains_what_a_single_process_trains(run, single, tmp_path):
+    result = run("train_recompute", *EXACT, "--save", "w.pt", ranks=2)
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    names = {name.replace(".0.", ".", 1): w for name, w in weights.items()}  # a block is in an nn.Sequential of its own
+    assert_trains_the_same(result, names, single)
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 3))])
+def test_stages_train_what_a_single_process_trains(run, single, tmp_path, ranks):
+    result = run("train_pipeline", *EXACT, "--save", "w.pt", ranks=ranks)
+    assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
+
+
+SHARDED = [("train_fsdp", 2, ()), ("train_tensor_parallel", 2, ()), ("train_fsdp", 0, ()), ("train_fsdp", 4, ()),
+           ("train_tensor_parallel", 0, ()), ("train_tensor_parallel", 4, ("--tensor", 2))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "options"), [*SHARDED[:2], *(pytest.param(*c, marks=pytest.mark.long) for c in SHARDED[2:])]
+)
+def test_shards_train_what_a_single_process_trains(run, single, tmp_path, recipe, ranks, options):
+    result = run(recipe, *EXACT, *options, "--save", "states", ranks=ranks)
+    dcp_to_torch_save(tmp_path / "states", tmp_path / "w.pt")
+    assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True)["model"], single)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("saver", "loader"), [(("train_fsdp", 2), ("train_fsdp", 0)),
+                                               (("train_tensor_parallel", 2), ("train_fsdp", 3))])  # fmt: skip
+def test_states_are_loaded_on_another_number_of_ranks(run, tmp_path, saver, loader):
+    """Four steps, then the same four batches again. The states of Adam are loaded, too, or losses would differ."""
+    options = (*EXACT, "--batch-size", 24)
+    run(saver[0], *options, "--save", "states", ranks=saver[1])
+    results = [run(recipe, *options, "--load", "states", ranks=ranks) for recipe, ranks in (("train_fsdp", 2), loader)]
+    assert results[0].losses == pytest.approx(results[1].losses, abs=1e-9)
+    afresh = run("train_fsdp", *options, ranks=2)
+    assert results[0].losses[0] < afresh.losses[0], "it went on from what was learnt"
+
+
+@pytest.mark.long
+def test_fsdp_in_bf16(run, losses_in_fp32):
+    result = run("train_fsdp", *FEW, "--precision", "bf16", ranks=2)
+    assert result.losses != losses_in_fp32.losses
+    assert result.losses[0] == pytest.approx(losses_in_fp32.losses[0], rel=2 * BF16_STEP)
+
+
+# Tools
+
+
+def test_check_gpu_reports_on_a_cpu(run):
+    out = run("check_gpu", "--cpu", "--size", 64, "--seconds", 0.01).out
+    assert f"torch {torch.__version__}" in out
+    for name in ("FP64", "FP32", "BF16", "FP16"):
+        assert re.search(rf"  {name} matmul, 64 x 64: \d\S* TFLOP/s|  {name} matmul: not on this device", out)
+    assert float(re.search(r"triad.* ([\d,]+) GB/s", out)[1].replace(",", "")) > 0
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_time_step_compares(run, ranks):
+    out = run("time_step", "--cpu", "--batch-size", 8, "--seconds", 0.1, ranks=ranks).out
+    for rank in range(max(ranks, 1)):
+        for way in "AB":
+            middle, low, high = numbers(re.search(rf"rank {rank}  {way}: (.* per step)", out)[1])
+            assert 0 < low <= middle <= high
+        ratio, low, high = numbers(re.search(rf"rank {rank}  A/B: (.*\])", out)[1])
+        assert low <= ratio <= high
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_load_data_measures_loader_and_model(run, ranks):
+    out = run("load_data", "--cpu", "--seconds", 0.05, "--workers", 0, 1, ranks=ranks).out
+    for rank in range(max(ranks, 1)):
+        assert len(re.findall(rf"rank {rank}  [01] workers: loader alone [\d,]+, with the model", out)) == 2
+
+
+@pytest.mark.long
+def test_workers_draw_other_numbers_and_a_seed_repeats_them(home, tmp_path):
+    code = f"""
+import sys
+sys.path.insert(0, {str(home / "recipes")!r})
+import torch
+from torch.utils.data import DataLoader, Subset
+import load_data
+data = Subset(load_data.Images(load_data.DATA), [0] * 8)  # one image, turned at random
+def epoch(seed):
+    return [x for x, _ in DataLoader(data, 4, collate_fn=load_data.collate, num_workers=2,
+                                     generator=torch.Generator().manual_seed(seed))]
+if __name__ == "__main__":
+    a, b, c = epoch(1), epoch(1), epoch(2)
+    assert all(map(torch.equal, a, b)) and not torch.equal(a[0], c[0])
+    images = torch.cat(a)
+    assert len(images.flatten(1).unique(dim=0)) == 8, "two workers have drawn the same"
+"""
+    (tmp_path / "draws.py").write_text(code)
+    done = subprocess.run([sys.executable, "draws.py"], env=environment(home), cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 # What is wrong is told in one line
 
 WRONG = [
@@ -297,7 +420,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("options", "told"), [WRONG[0], *(pytest.param(*w, marks=pytest.mark.long) for w in WRONG[1:])])
+@pytest.mark.parametrize(
+    ("options", "told"), [WRONG[0], *(pytest.param(*w, marks=pytest.mark.long) for w in WRONG[1:])]
+)
 def test_a_bad_value_is_one_line(run, tmp_path, options, told):
     (tmp_path / "empty.npz").write_bytes(b"")
     result = run("train_single", *options, code=2)
@@ -345,4 +470,4 @@ def test_ctrl_c_ends_all_processes(start, recipe, ranks):
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
     assert_no_survivors(process.mark)
     _, err = process.communicate(timeout=60)
-    assert process.returncode != 0 and f"{recipe}.py\", line" not in err, "no traceback of the recipe"
+    assert process.returncode != 0 and f'{recipe}.py", line' not in err, "no traceback of the recipe"

@@ -3,9 +3,9 @@
     python train_ddp_resume.py --checkpoint run.pt                                          # the same again to go on
     torchrun --nproc-per-node 2 --max-restarts 3 train_ddp_resume.py --checkpoint run.pt    # torchrun starts it again
 
-On the same number of ranks, losses and weights are bit by bit those of an undisturbed run on a CPU. On a GPU they are
-where all kernels are deterministic: torch.use_deterministic_algorithms(True). SIGTERM, which schedulers send before they
-kill, saves and ends with exit code 143. Not 0: nobody must take a half trained model for a finished one.
+On the same number of ranks, losses and weights are bit by bit those of an undisturbed run, on a GPU only if all kernels
+are deterministic: torch.use_deterministic_algorithms(True). SIGTERM, which schedulers send before they kill, saves and
+ends with exit code 143. Not 0: nobody must take a half trained model for a finished one.
 
 For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
 """

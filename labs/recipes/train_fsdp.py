@@ -162,15 +162,17 @@ def main():
             if step == args.steps:
                 break
 
-    # Validate: each rank takes every n-th test sample. Forward is a collective: a rank with fewer batches adds an empty
+    # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to make the parts equal
     model.eval()  # no dropout
     mine = Subset(test, range(rank, len(test), ranks))
-    batches = -(-len(test) // ranks) // args.batch_size + 1
+    most = len(range(0, len(test), ranks))  # samples of rank 0: others may have one less
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
     with torch.no_grad():
         for x, y in DataLoader(mine, args.batch_size):
             output, y = model(x.to(device, dtype)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
+        if -(-most // args.batch_size) > -(-len(mine) // args.batch_size):
+            model(x.to(device, dtype))  # forward is a collective: as many on each rank
     dist.all_reduce(sums)  # collective
     loss, accuracy = (sums / len(test)).tolist()
     if rank == 0:

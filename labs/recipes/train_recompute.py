@@ -1,7 +1,7 @@
 """DDP that computes activations twice instead of keeping them: a step takes less memory and more time.
 
-    python train_recompute.py                            # prints peak memory and samples/s; compare with
-    python train_recompute.py --no-recompute
+    python train_recompute.py --batch-size 5000 --steps 4            # compare peak memory and samples/s with those of
+    python train_recompute.py --batch-size 5000 --steps 4 --no-recompute
     torchrun --nproc-per-node 2 train_recompute.py
 
 Also called activation checkpointing. It pays where activations fill the memory: deep models, long sequences, large
