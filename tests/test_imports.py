@@ -29,7 +29,6 @@ COMMANDS = {
 }
 
 # What holds not yet; nothing is to be added.
-OTHER_FOLDERS = {"cluster"}  # to stand beside the recipes, once there are any
 CIRCLES = {  # imports inside functions that lead back; to go when modules of kit are merged
     ("labs.kit.cli", "labs.kit.shell"),
     ("labs.kit.provenance", "labs.kit.hardware"),
@@ -107,7 +106,7 @@ def misplaced(root: Path) -> list[str]:
     files = [
         p.name for p in there if p.is_file() and not re.search(r'^if __name__ == "__main__":', p.read_text(), re.M)
     ]
-    return files + [p.name for p in there if p.is_dir() and p.name not in FOLDERS | OTHER_FOLDERS and any(p.iterdir())]
+    return files + [p.name for p in there if p.is_dir() and p.name not in FOLDERS and any(p.iterdir())]
 
 
 def imported_by_cells(path: Path) -> set[str]:
