@@ -1,5 +1,7 @@
 """Each recipe runs alone, where the course cannot be imported, and trains what the recipe before it trains."""
 
+import ast
+import difflib
 import os
 import re
 import shutil
@@ -455,7 +457,7 @@ def test_without_its_data_a_recipe_says_what_to_pass(home, run, tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_help_is_the_documentation(run, recipe):
     out = run(recipe, "--help").out
-    options = set(re.findall(r'add_argument\("(--[\w-]+)"', (LABS / "recipes" / f"{recipe}.py").read_text()))
+    options = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', (LABS / "recipes" / f"{recipe}.py").read_text()))
     assert options - {"--float64"} == set(re.findall(r"^  (--[\w-]+)", out, re.M))
 
 
@@ -471,3 +473,44 @@ def test_ctrl_c_ends_all_processes(start, recipe, ranks):
     assert_no_survivors(process.mark)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and f'{recipe}.py", line' not in err, "no traceback of the recipe"
+
+
+# The page about them
+
+
+def code_lines(recipe: str) -> list[str]:
+    """Lines without comments, docstrings and blank ones."""
+    text = (LABS / "recipes" / f"{recipe}.py").read_text()
+    kinds = (ast.Module, ast.FunctionDef, ast.ClassDef)
+    found = [node.body[0] for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and ast.get_docstring(node)]
+    left_out = {line for d in found for line in range(d.lineno, d.end_lineno + 1)}
+    lines = enumerate(text.splitlines(), 1)
+    return [s for n, s in lines if n not in left_out and s.strip() and not s.strip().startswith("#")]
+
+
+def test_the_table_counts_lines():
+    lines = (LABS / "recipes" / "README.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if re.match(r"\| \[\w+\.py\]", line)]
+    found = {re.search(r"\w+", row[0])[0]: (row[2].removesuffix(".py"), row[3], row[4]) for row in rows}
+    assert sorted(found) == RECIPES
+    for name, (base, added, total) in found.items():
+        own = code_lines(name)
+        new = sum(line.startswith("+ ") for line in difflib.ndiff(code_lines(base), own)) if base else ""
+        assert (added, total) == (str(new), str(len(own))), f"{name}: {new} lines added, {len(own)} in all"
+
+
+def test_the_table_names_commands_that_exist():
+    page = (LABS / "recipes" / "README.md").read_text()
+    for words in [c.split() for c in re.findall(r"`((?:python|torchrun) [^`]+)`\s*\|$", page, re.M)]:
+        (recipe,) = [w for w in words if w.endswith(".py")]
+        options = {w for w in words[words.index(recipe) :] if w.startswith("--")}
+        text = (LABS / "recipes" / recipe).read_text()
+        assert options <= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_imports_nothing_but_torch_and_numpy(recipe):
+    tree = ast.parse((LABS / "recipes" / f"{recipe}.py").read_text())
+    names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    names += [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in names} <= {"torch", "numpy", *sys.stdlib_module_names}
