@@ -86,7 +86,8 @@ def main():
     parser.add_argument("--float64", action="store_true", help=SUPPRESS)  # to compare recipes without rounding
     args = parser.parse_args()
     require(min(args.steps, args.batch_size, args.log_every) > 0, "--steps, --batch-size, --log-every: 1 or more")
-    require(0 < args.lr < 1e3 and 0 <= args.dropout < 1, "--lr must be above 0, and --dropout from 0 to below 1")
+    require(0 < args.lr < float("inf") and 0 <= args.dropout < 1, "--lr must be above 0, --dropout from 0 to below 1")
+    require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
     require(args.clip > 0, "--clip must be above 0")
     require(not args.float64 or args.precision == "fp32", "--float64 needs --precision fp32")
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")

@@ -109,7 +109,8 @@ def main():
     parser.add_argument("--float64", action="store_true", help=SUPPRESS)  # to compare recipes without rounding
     args = parser.parse_args()
     require(min(args.steps, args.batch_size, args.log_every) > 0, "--steps, --batch-size, --log-every: 1 or more")
-    require(0 < args.lr < 1e3 and 0 <= args.dropout < 1, "--lr must be above 0, and --dropout from 0 to below 1")
+    require(0 < args.lr < float("inf") and 0 <= args.dropout < 1, "--lr must be above 0, --dropout from 0 to below 1")
+    require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
     require(args.save_every > 0, "--save-every must be 1 or more")
     require(args.checkpoint.absolute().parent.is_dir(), f"--checkpoint {args.checkpoint}: there is no such folder")
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
@@ -118,12 +119,13 @@ def main():
     except Exception as e:
         require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
+    order = [args.batch_size, args.seed]  # what the order of the data depends on
     try:  # weights_only: a file that holds code instead of tensors is refused
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True) if args.checkpoint.exists() else None
+        same = not state or state["order"] == order
     except Exception as e:
         require(False, f"--checkpoint {args.checkpoint} is damaged ({type(e).__name__}): remove it to start anew")
-    order = [args.batch_size, args.seed]  # what the order of the data depends on
-    require(not state or state["order"] == order, f"--checkpoint {args.checkpoint} has another --batch-size or --seed")
+    require(same, f"--checkpoint {args.checkpoint} has another --batch-size or --seed")
 
     # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
     if "RANK" not in os.environ:
