@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from machines import TOOLS, Machines, Pod, quoted, slurm
 from processes import HERE, MARK, PYTHON, assert_no_survivors, wait_for
@@ -75,6 +76,19 @@ def test_the_batch_file_trains_on_two_machines(machines, tmp_path):
     expected[0 if machines.sent(0) - before[0] > machines.sent(1) - before[1] else 1] += per_step
     for n in (0, 1):
         assert 1 < (machines.sent(n) - before[n]) / expected[n] < 1.1, "what is more: headers, rendezvous, records"
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(240)
+def test_the_batch_file_starts_the_recipe_on_two_machines(machines, tmp_path):
+    nodes = {f"ON_{n}": quoted(machines.on(n), tmp_path / f"on-{n}") for n in (0, 1)}
+    environment = slurm(tmp_path, **nodes) | {MARK: machines.environment[MARK]}
+    options = ["--cpu", "--steps", "4", "--log-every", "1", "--checkpoint", tmp_path / "c.pt"]
+    job = subprocess.run(["bash", BATCH, *options], env=environment, capture_output=True, text=True, timeout=180)
+    assert job.returncode == 0, job.stderr
+    assert "step 4/4" in job.stdout and job.stdout.count("test loss") == 1, "rank 0 alone reports"
+    state = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert state["step"] == 4 and len(state["random"]) == 2
 
 
 @pytest.mark.drill

@@ -17,6 +17,8 @@ import torch
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+pytestmark = pytest.mark.timeout(300)  # three starts of torch, on a machine that may be busy with other things
+
 LABS = Path(__file__).parents[1] / "labs"
 RECIPES = sorted(p.stem for p in (LABS / "recipes").glob("*.py"))
 TRAINING = [name for name in RECIPES if name.startswith("train_")]
