@@ -140,7 +140,14 @@ def main():
     if cuda:
         torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
     # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    # Ranks that torchrun has started again would find addresses of their predecessors in its store, and fail to connect
+    # (pytorch issue 135712): so each start has keys of its own
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    start = os.environ["TORCHELASTIC_RESTART_COUNT"] if shared else "0"
+    address, port, host = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0 and not shared
+    store = dist.PrefixStore(start, dist.TCPStore(address, port, is_master=host, wait_for_workers=False))
+    backend, bound = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=bound)
 
     # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
     sampler = ResumableSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples
