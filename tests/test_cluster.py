@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from machines import TOOLS, Machines, Pod, quoted, slurm
 from processes import HERE, MARK, PYTHON, assert_no_survivors, wait_for
@@ -20,7 +21,7 @@ from labs.parts.checkpoints import load_latest
 from labs.parts.elastic import journal
 from labs.parts.elastic.journal import History
 
-CLUSTER = HERE.parent / "labs" / "cluster"
+CLUSTER = HERE.parent / "labs" / "recipes"
 BATCH, JOB = CLUSTER / "ddp.sbatch", CLUSTER / "ddp.yaml"
 EPOCHS, STEPS = 15, 60  # of 256 images, 32 per rank and step, as `trained` has them
 
@@ -50,7 +51,19 @@ def test_the_batch_file_trains_on_two_machines(machines, tmp_path):
     nodes = {f"ON_{n}": quoted(machines.on(n), tmp_path / f"on-{n}") for n in (0, 1)}
     environment = slurm(tmp_path, **nodes) | {MARK: machines.environment[MARK]}
     before = [machines.sent(n) for n in (0, 1)]
-    lab = ["--smoke", "--model", "mlp", "--batch-size", "4", "--modes", "single", "ddp", "--out", tmp_path / "it.jsonl"]
+    lab = [
+        "labs.data_parallel",
+        "--smoke",
+        "--model",
+        "mlp",
+        "--batch-size",
+        "4",
+        "--modes",
+        "single",
+        "ddp",
+        "--out",
+        tmp_path / "it.jsonl",
+    ]
     job = subprocess.run(["bash", BATCH, *lab], env=environment, capture_output=True, text=True, timeout=180)
     assert job.returncode == 0, job.stderr
     records = load(tmp_path / "it.jsonl")
@@ -66,6 +79,19 @@ def test_the_batch_file_trains_on_two_machines(machines, tmp_path):
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(240)
+def test_the_batch_file_starts_the_recipe_on_two_machines(machines, tmp_path):
+    nodes = {f"ON_{n}": quoted(machines.on(n), tmp_path / f"on-{n}") for n in (0, 1)}
+    environment = slurm(tmp_path, **nodes) | {MARK: machines.environment[MARK]}
+    options = ["--cpu", "--steps", "4", "--log-every", "1", "--checkpoint", tmp_path / "c.pt"]
+    job = subprocess.run(["bash", BATCH, *options], env=environment, capture_output=True, text=True, timeout=180)
+    assert job.returncode == 0, job.stderr
+    assert "step 4/4" in job.stdout and job.stdout.count("test loss") == 1, "rank 0 alone reports"
+    state = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert state["step"] == 4 and len(state["random"]) == 2
+
+
+@pytest.mark.drill
 @pytest.mark.parametrize(("codes", "starts", "ends"), [
     ([0], 1, 0), ([1], 1, 1), ([137, 0], 2, 0), ([137, 1], 2, 1), ([139, 143, 137, 0], 3, 137),
 ])  # fmt: skip
@@ -78,17 +104,21 @@ def test_a_killed_step_is_started_again_and_a_failed_one_is_not(tmp_path, codes,
     assert calls.read_text().count("start") == starts
 
 
-def test_when_time_is_up_the_step_ends_and_is_not_started_again(tmp_path):
+@pytest.mark.parametrize(("program", "again"), [([], True), (["labs.x"], False)])
+def test_when_time_is_up_the_step_ends_and_what_can_go_on_is_requeued(tmp_path, program, again):
     srun = f"#!/bin/bash\necho $$ >> {tmp_path}/steps\nexec sleep 60\n"
     environment = slurm(tmp_path, srun)
     (scancel := tmp_path / "bin" / "scancel").write_text(f"#!/bin/bash\nkill -TERM $(cat {tmp_path}/steps)\n")
     scancel.chmod(0o755)
-    job = subprocess.Popen(["bash", BATCH, "labs.x"], env=environment)
+    requeue = f"[[ $1 == requeue ]] && echo $2 > {tmp_path}/requeued || printf 'node-0\\nnode-1\\n'"
+    (tmp_path / "bin" / "scontrol").write_text(f"#!/bin/bash\n{requeue}\n")
+    job = subprocess.Popen(["bash", BATCH, *program], env=environment)
     try:
         wait_for(lambda: (tmp_path / "steps").exists() and (tmp_path / "steps").read_text().strip(), 20, "a step")
         job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=20) == 128 + signal.SIGTERM
         assert len((tmp_path / "steps").read_text().split()) == 1
+        assert (tmp_path / "requeued").exists() == bool(again)
     finally:
         job.kill()
     assert_no_survivors(environment[MARK])
@@ -100,7 +130,7 @@ def torchrun_options(tmp_path: Path, *args: str, **more: str) -> dict[str, str]:
     environment = slurm(tmp_path, show, PYTHON="/bin/echo", **more)
     line = subprocess.check_output(["bash", BATCH, *args], env=environment, text=True).strip()
     found = dict(re.findall(r"--([\w-]+)=(\S+)", line))
-    return {**found, "command": line.rpartition(" -m ")[2]}
+    return {**found, "command": line.partition(" --local-addr=node-1 ")[2]}
 
 
 def test_the_batch_file_fills_in_what_slurm_gave(tmp_path):
@@ -108,11 +138,12 @@ def test_the_batch_file_fills_in_what_slurm_gave(tmp_path):
     assert found["nnodes"] == "2" and found["nproc-per-node"] == "8" and found["local-addr"] == "node-1"
     assert found["rdzv-endpoint"] == "node-0:26789" and found["rdzv-id"] == "123456789"
     assert found["rdzv-conf"] == "is_host=0", "the first node hosts the store, and no other"
-    assert found["command"].endswith("labs.data_parallel --modes single copies ddp --out ddp-123456789.jsonl")
+    assert found["command"].endswith("labs/recipes/train_ddp_resume.py --checkpoint ddp-123456789.pt")
 
 
 @pytest.mark.parametrize(("args", "command"), [
-    (["labs.x", "--a", "b c"], "labs.x --a b c"), (["--model", "mlp"], "ddp-4711.jsonl --model mlp"),
+    (["labs.x", "--a", "b c"], "-m labs.x --a b c"), (["--lr", "0.1"], "ddp-4711.pt --lr 0.1"),
+    (["own.py", "--a"], "own.py --a"),
 ])  # fmt: skip
 def test_the_batch_file_takes_another_lab_or_options(tmp_path, args, command):
     assert torchrun_options(tmp_path, *args)["command"].endswith(command)
@@ -153,7 +184,7 @@ def test_pods_that_are_killed_come_back(machines, tmp_path):
     folder, job = tmp_path / "training", manifests()[1]
     command = [*PYTHON, "-m", "torch.distributed.run", "-m", "labs.elastic_train", "--folder", str(folder),
                "--samples", "256", "--save-every", "3", "--epochs", str(EPOCHS)]  # fmt: skip
-    assert worker()[2]["command"] == ["torchrun", "-m"]
+    assert worker()[2]["command"] == ["torchrun"]
     pods = [Pod(machines, n, command, as_the_operator_does(job, machines, n)) for n in (0, 1)]
     try:
         for pod in pods:

@@ -40,6 +40,10 @@ ELSEWHERE = {
     r"(conda|pip)": ("an environment", REPOSITORY + "test_environment_yml_holds_python_and_the_list"),
     r"sbatch": ("Slurm", "tests/test_cluster.py::test_the_batch_file_trains_on_two_machines"),
     r"kubectl": ("Kubernetes", "tests/test_cluster.py::test_pods_that_are_killed_come_back"),
+    r"(python|torchrun --nproc-per-node 2) labs/recipes/": (
+        "the recipes' own tests",
+        "tests/test_recipes.py::test_two_ranks_train_what_one_process_trains",
+    ),
     r"ssh ": ("another machine", "tests/test_browser.py::server"),
     r"python -m labs.classroom.instructor": (
         "it writes INSTRUCTOR.md",

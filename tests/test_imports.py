@@ -28,9 +28,6 @@ COMMANDS = {
     "labs.figures",  # draws the README's figure with what notebook 03 draws its own with
 }
 
-# What holds not yet; nothing is to be added.
-OTHER_FOLDERS = {"cluster"}  # to stand beside the recipes, once there are any
-
 
 def module_name(path: Path, root: Path) -> str:
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
@@ -102,7 +99,7 @@ def misplaced(root: Path) -> list[str]:
     files = [
         p.name for p in there if p.is_file() and not re.search(r'^if __name__ == "__main__":', p.read_text(), re.M)
     ]
-    return files + [p.name for p in there if p.is_dir() and p.name not in FOLDERS | OTHER_FOLDERS and any(p.iterdir())]
+    return files + [p.name for p in there if p.is_dir() and p.name not in FOLDERS and any(p.iterdir())]
 
 
 def imported_by_cells(path: Path) -> set[str]:

@@ -1,0 +1,110 @@
+"""What is in this machine, as torch sees it, and how fast it is: arithmetic in each format, and memory.
+
+    python check_gpu.py
+    torchrun --nproc-per-node 2 check_gpu.py     # one report per machine
+
+Run it before a long training and keep what it prints: a slow or missing GPU, a wrong driver or a switch that is off
+shows here in a minute. Without a GPU it reports on one CPU core. Needs torch, nothing else.
+"""
+
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from pathlib import Path
+
+import torch
+
+# name: (format, what torch.set_float32_matmul_precision is set to; "high" allows TF32 for FP32 matrices)
+FORMATS = {
+    "FP64": (torch.float64, "highest"),
+    "FP32": (torch.float32, "highest"),
+    "TF32": (torch.float32, "high"),
+    "BF16": (torch.bfloat16, "highest"),
+    "FP16": (torch.float16, "highest"),
+}
+
+
+def require(condition, message):
+    """End with one line and exit code 2 unless `condition` holds."""
+    if not condition:
+        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def seconds(function, device, budget):
+    """Median time of a call, in s; calls for about `budget` s after as long a warm-up (clocks, caches, libraries)."""
+    for _ in ("warm-up", "timed"):
+        times, end = [], time.perf_counter() + budget
+        while not times or time.perf_counter() < end:
+            start = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # a call returns when the work is queued, not when it is done
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def speeds(device, size, budget):
+    """Print TFLOP/s of a matrix multiplication in each format, and GB/s of a triad."""
+    for name, (dtype, precision) in FORMATS.items():
+        if name == "TF32" and device.type != "cuda":
+            continue
+        torch.set_float32_matmul_precision(precision)
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        try:
+            flops = 2 * size**3 / seconds(lambda a=a, b=b: a @ b, device, budget)  # a multiplication and an addition
+            print(f"  {name} matmul, {size} x {size}: {flops / 1e12:.3g} TFLOP/s")
+        except RuntimeError as e:
+            print(f"  {name} matmul: not on this device ({str(e).splitlines()[0]})")
+    torch.set_float32_matmul_precision("highest")
+    n = (2**30 if device.type == "cuda" else 2**27) // 4  # 1074 or 134 MB each: more than the caches hold
+    a, b, c = (torch.ones(n, device=device) for _ in range(3))
+    rate = 3 * 4 * n / seconds(lambda: torch.add(b, c, alpha=2, out=a), device, budget)  # two read, one written
+    print(f"  triad a = b + 2c: {rate / 1e9:,.0f} GB/s")
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        sys.exit()  # under torchrun: two at once would measure each other
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.error = lambda message: require(False, message)
+    parser.add_argument("--size", type=int, default=0, help="rows of the matrices; 0: 8192 on a GPU, 512 on a CPU")
+    parser.add_argument("--seconds", type=float, default=0.3, help="measuring time for each number")
+    parser.add_argument("--cpu", action="store_true", help="report on the CPU even if there are GPUs")
+    args = parser.parse_args()
+    require(args.size >= 0 and 0 < args.seconds < 1e6, "--size must be 0 or more, --seconds above 0")
+
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, built for CUDA {torch.version.cuda}")
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=index,name,driver_version,pstate,temperature.gpu", "--format=csv,noheader"]
+        print("driver sees (index, name, driver, performance state, degrees C):")
+        print(subprocess.run(query, capture_output=True, text=True).stdout.rstrip() or "  nothing: nvidia-smi failed")
+    if args.cpu or not torch.cuda.is_available():
+        print("torch sees no GPU" if not args.cpu else "GPUs left out: --cpu")
+        torch.set_num_threads(1)
+        print(f"CPU: {os.cpu_count()} logical cores, {torch.backends.cpu.get_cpu_capability()}; on one of them")
+        speeds(torch.device("cpu"), args.size or 512, args.seconds)
+        return
+    print(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, cuDNN {torch.backends.cudnn.version()}")
+    print(f"FP32 matrices may be computed in TF32: matmul precision {torch.get_float32_matmul_precision()!r}")
+    print(f"FP32 convolutions may be computed in TF32: {torch.backends.cudnn.allow_tf32}")
+    gpus = range(torch.cuda.device_count())
+    for i in gpus:
+        p, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
+        print(f"GPU {i}: {p.name}, capability {p.major}.{p.minor}, {p.multi_processor_count} multiprocessors, "
+              f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free")  # fmt: skip
+        direct = [j for j in gpus if j != i and torch.cuda.can_device_access_peer(i, j)]
+        if len(gpus) > 1:
+            print(f"  reaches without the host: {direct or 'no other GPU'} (which link: nvidia-smi topo -m)")
+        speeds(torch.device("cuda", i), args.size or 8192, args.seconds)
+
+
+if __name__ == "__main__":
+    main()

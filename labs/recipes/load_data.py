@@ -1,0 +1,155 @@
+"""Does the data loader keep up with the model? Rates of the loader, of the model, and of both together.
+
+    python load_data.py --workers 0 1 2
+    torchrun --nproc-per-node 2 load_data.py --workers 1     # each rank has workers of its own
+
+For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
+"""
+
+import itertools
+import math
+import os
+import signal
+import sys
+import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample
+from torch.utils.data import DataLoader, Dataset, Subset
+
+DATA = Path(__file__).resolve().parent.parent / "data" / "fashion_mnist_12k.npz"
+
+
+class Images(Dataset):  # YOUR DATA: __len__, and __getitem__ for one sample
+    """Fashion-MNIST, each image turned by up to 20 degrees: (1, 28, 28) float32 from 0 to 255; its label, 0 to 9."""
+
+    def __init__(self, path):
+        with np.load(path) as arrays:  # read once and closed: workers would share an open file and its position
+            self.images, self.labels = arrays["x_train"], arrays["y_train"]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        # torch.rand: the loader seeds torch in every worker, in another way. A generator of our own, made in __init__,
+        # would be copied to all workers, and all would draw the same numbers
+        angle = (torch.rand(()) - 0.5) * math.radians(40)
+        turn = torch.stack((angle.cos(), -angle.sin(), angle * 0, angle.sin(), angle.cos(), angle * 0)).view(1, 2, 3)
+        image = torch.from_numpy(self.images[index]).float().view(1, 1, 28, 28)
+        return grid_sample(image, affine_grid(turn, image.shape, False), align_corners=False)[0], int(
+            self.labels[index]
+        )
+
+
+def collate(samples):
+    """A batch of samples, made in the worker: images (batch, 1, 28, 28) from 0 to 1, labels (batch,) int64."""
+    images, labels = zip(*samples, strict=True)
+    return torch.stack(images) / 255, torch.tensor(labels)  # once for the batch is cheaper than for each sample
+
+
+def build_model():  # YOUR MODEL
+    """(batch, 1, 28, 28) images -> (batch, 10) logits."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10)
+    )
+
+
+def require(condition, message):
+    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    if not condition:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+        else:
+            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+        sys.exit(2)
+
+
+def endless(loader):
+    while True:
+        yield from loader  # an epoch; persistent_workers: the next one does not start new processes
+
+
+def rate(batches, step, device, budget):
+    """Samples per second of `step(x, y)` with one of `batches` after the other, for `budget` s."""
+    for _ in range(4):
+        step(*next(batches))  # not counted: workers start, the GPU's libraries choose their kernels
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    samples, start = 0, time.perf_counter()
+    while time.perf_counter() < start + budget:
+        x, y = next(batches)
+        step(x, y)
+        samples += len(y)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # steps that are queued only do not count
+    return samples / (time.perf_counter() - start)
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.error = lambda message: require(False, message)
+    parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train and y_train")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="numbers of workers per rank to try")
+    parser.add_argument("--batch-size", type=int, default=128, help="samples per step and rank")
+    parser.add_argument("--seconds", type=float, default=2, help="measuring time for each rate")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the data and of what the workers draw")
+    parser.add_argument("--cpu", action="store_true", help="use CPU cores even if there are GPUs")
+    args = parser.parse_args()
+    require(min(args.workers) >= 0 and args.batch_size > 0, "--workers must be 0 or more, --batch-size 1 or more")
+    require(0 < args.seconds < 1e6 and args.seed >= 0, "--seconds must be above 0, --seed 0 or more")
+    try:
+        data = Images(args.data)
+    except Exception as e:
+        require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank, local_ranks = (int(os.environ.get(f"LOCAL_{name}", d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    cuda, gpus = torch.cuda.is_available() and not args.cpu, torch.cuda.device_count()
+    require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    torch.set_num_threads(1)  # as in the workers, which torch gives one thread each
+    mine = Subset(data, range(rank, len(data), ranks))  # this rank's part; to train take DistributedSampler
+    require(args.batch_size <= len(mine), f"--batch-size {args.batch_size} is more than a rank's {len(mine)} samples")
+
+    model = build_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(x, y):
+        # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
+        loss = cross_entropy(model(x.to(device, non_blocking=cuda)), y.to(device, non_blocking=cuda))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def report(line):
+        print(f"rank {rank}  {line}", flush=True)
+
+    batch = collate([mine[i] for i in range(args.batch_size)])
+    model_rate = rate(itertools.repeat(batch), train, device, args.seconds)
+    report(f"model alone, one batch again and again: {model_rate:,.0f} samples/s")
+    for workers in args.workers:
+        loader = DataLoader(
+            mine,
+            args.batch_size,
+            shuffle=True,
+            drop_last=True,
+            collate_fn=collate,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=cuda,  # memory that the GPU reads by itself; useless without one
+            generator=torch.Generator().manual_seed(args.seed + rank),  # order, and the seeds of the workers
+        )
+        loader_rate = rate(endless(loader), lambda x, y: None, device, args.seconds)
+        both = rate(endless(loader), train, device, args.seconds)
+        report(f"{workers} workers: loader alone {loader_rate:,.0f}, with the model {both:,.0f} samples/s, "
+               f"{both / model_rate:.0%} of the model alone")  # fmt: skip
+        if workers == 1:
+            report(f"to keep up: {math.ceil(model_rate / loader_rate)} workers, with a core for each")
+
+
+if __name__ == "__main__":
+    main()

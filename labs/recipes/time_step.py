@@ -1,0 +1,120 @@
+"""How long does a training step take, and is another way faster? A time with its error, and a comparison with its own.
+
+    python time_step.py                              # A: FP32, B: BF16 by autocast; choose your own in build_step()
+    torchrun --nproc-per-node 2 time_step.py         # each rank by itself, at once: what they take from each other
+
+For your own comparison change the place marked YOUR STEP. Needs torch, nothing else.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+def build_step(way, batch_size, device):  # YOUR STEP: a function without arguments for way "A", and one for "B"
+    """One optimizer step on data that lie on the device: loading them is another question, see load_data.py."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = torch.randn(batch_size, 784, device=device), torch.randint(10, (batch_size,), device=device)
+
+    def step():  # no .item(), .cpu() or print in here: each waits for the device
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=way == "B"):
+            loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds(step, device):
+    """Time of one call, in s."""
+    if device.type == "cuda":  # the GPU notes both times itself, so that the CPU's way to the clock does not count
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()  # wait until the GPU has come to `end`
+        return start.elapsed_time(end) / 1e3  # elapsed_time is in ms
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def interval(samples):
+    """95 % confidence interval of the median: medians of 1,000 samples drawn from the samples (bootstrap)."""
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(samples, k=len(samples))) for _ in range(1000))
+    return medians[25], medians[974]
+
+
+def require(condition, message):
+    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    if not condition:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+        else:
+            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+        sys.exit(2)
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.error = lambda message: require(False, message)
+    parser.add_argument("--batch-size", type=int, default=128, help="samples per step")
+    parser.add_argument("--seconds", type=float, default=6, help="measuring time, after a quarter of it for warm-up")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
+    args = parser.parse_args()
+    require(args.batch_size > 0 and 0 < args.seconds < 1e6, "--batch-size must be 1 or more, --seconds above 0")
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    cuda = torch.cuda.is_available() and not args.cpu
+    require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    torch.set_num_threads(1)
+    if cuda:
+        torch.cuda.set_device(device)  # events are recorded on the current device
+
+    steps = {way: build_step(way, args.batch_size, device) for way in "AB"}
+    end = time.perf_counter() + args.seconds / 4
+    while time.perf_counter() < end:  # warm-up: libraries choose kernels, memory is reserved, clocks rise
+        for step in steps.values():
+            seconds(step, device)
+    times = {"A": [], "B": []}
+    end = time.perf_counter() + args.seconds
+    while time.perf_counter() < end or len(times["A"]) < 20:
+        for way in ("AB", "BA")[len(times["A"]) % 2]:  # A B, B A, ...: what drifts meets both alike
+            times[way].append(seconds(steps[way], device))
+
+    lines = []
+    for way, samples in times.items():
+        middle, (low, high) = median(samples), interval(samples)
+        rate = args.batch_size / middle
+        lines.append(
+            f"{way}: {middle * 1e3:.3f} ms [{low * 1e3:.3f}, {high * 1e3:.3f}] per step, {rate:,.0f} samples/s"
+        )
+        halves = [median(h) for h in (samples[: len(samples) // 2], samples[len(samples) // 2 :])]
+        if not 0.95 < halves[1] / halves[0] < 1.05:
+            lines.append(
+                f"   not steady: the second half took {halves[1] / halves[0]:.2f} times as long; measure longer"
+            )
+    ratios = [a / b for a, b in zip(times["A"], times["B"], strict=True)]  # pair by pair: neighbours in time
+    low, high = interval(ratios)
+    told = "no difference that this run can show" if low <= 1 <= high else f"B is {'faster' if low > 1 else 'slower'}"
+    lines.append(f"A/B: {median(ratios):.3f} [{low:.3f}, {high:.3f}] of {len(ratios)} pairs: {told}")
+    print("\n".join(f"rank {rank}  {line}" for line in lines), flush=True)
+
+
+if __name__ == "__main__":
+    main()

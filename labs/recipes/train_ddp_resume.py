@@ -1,0 +1,246 @@
+"""DDP that survives: killed at any time and started again, it goes on as if nothing had happened.
+
+    python train_ddp_resume.py --checkpoint run.pt                                          # the same again to go on
+    torchrun --nproc-per-node 2 --max-restarts 3 train_ddp_resume.py --checkpoint run.pt    # torchrun starts it again
+
+On the same number of ranks, losses and weights are bit by bit those of an undisturbed run, on a GPU only if all kernels
+are deterministic: torch.use_deterministic_algorithms(True). SIGTERM, which schedulers send before they kill, saves and
+ends with exit code 143. Not 0: nobody must take a half trained model for a finished one.
+
+For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
+"""
+
+import itertools
+import os
+import signal
+import sys
+import time
+from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+DATA = Path(__file__).resolve().parent.parent / "data" / "fashion_mnist_12k.npz"
+
+
+class Block(nn.Module):
+    """The perceptron half of a transformer's block: (batch, width) -> (batch, width)."""
+
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(gelu(self.up(self.norm(x)))))
+
+
+def build_model(dropout):  # YOUR MODEL: any nn.Module
+    """(batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
+    blocks = [Block(128, dropout) for _ in range(4)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
+
+
+def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to train on and to test with
+    """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
+    with np.load(path) as arrays:
+        x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
+    x, x_test = (((images.float() / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
+    return TensorDataset(x, y.long()), TensorDataset(x_test, y_test.long())
+
+
+class ResumableSampler(DistributedSampler):
+    """Leaves out the first `done` of this rank's samples without reading them."""
+
+    done = 0
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), self.done, None)
+
+
+def save(path, state):
+    """Write a file that is whole at any time: a reader, or the next start, finds the old state or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # the bytes are on the disk before the name leads to them
+    os.replace(partial, path)  # atomic within one file system
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # now the name is on the disk, too
+    os.close(folder)
+
+
+def require(condition, message):
+    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    if not condition:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+        else:
+            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+        sys.exit(2)
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))  # looked at where ranks talk to each other anyway
+
+    # Options and data: what is wrong is told here, before any device is touched
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
+    parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    parser.add_argument("--batch-size", type=int, default=128, help="samples per step, on all ranks together")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
+    parser.add_argument("--dropout", type=float, default=0.0, help="share of a block's output that is dropped")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the order of the data and the dropout")
+    parser.add_argument("--log-every", type=int, default=20, help="steps from one line of progress to the next")
+    parser.add_argument("--checkpoint", type=Path, default="checkpoint.pt", help="file to go on from and to save to")
+    parser.add_argument("--save-every", type=int, default=50, help="steps from one save to the next")
+    parser.add_argument("--save", type=Path, help="file for the trained weights")
+    parser.add_argument("--cpu", action="store_true", help="use CPU cores even if there are GPUs")
+    parser.add_argument("--float64", action="store_true", help=SUPPRESS)  # to compare recipes without rounding
+    args = parser.parse_args()
+    require(min(args.steps, args.batch_size, args.log_every) > 0, "--steps, --batch-size, --log-every: 1 or more")
+    require(0 < args.lr < float("inf") and 0 <= args.dropout < 1, "--lr must be above 0, --dropout from 0 to below 1")
+    require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
+    require(args.save_every > 0, "--save-every must be 1 or more")
+    require(args.checkpoint.absolute().parent.is_dir(), f"--checkpoint {args.checkpoint}: there is no such folder")
+    require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
+    try:
+        train, test = load_data(args.data)
+    except Exception as e:
+        require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
+    require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
+    order = [args.batch_size, args.seed]  # what the order of the data depends on
+    try:  # weights_only: a file that holds code instead of tensors is refused
+        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True) if args.checkpoint.exists() else None
+        same = not state or state["order"] == order
+    except Exception as e:
+        require(False, f"--checkpoint {args.checkpoint} is damaged ({type(e).__name__}): remove it to start anew")
+    require(same, f"--checkpoint {args.checkpoint} has another --batch-size or --seed")
+
+    # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    require(args.batch_size % ranks == 0, f"--batch-size {args.batch_size} must be a multiple of the {ranks} ranks")
+    cuda = torch.cuda.is_available() and not args.cpu
+    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    torch.set_num_threads(1)  # without a GPU a "device" is one CPU core
+    if cuda:
+        torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
+    # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
+    # Ranks that torchrun has started again would find addresses of their predecessors in its store, and fail to connect
+    # (pytorch issue 135712): so each start has keys of its own
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    start = os.environ["TORCHELASTIC_RESTART_COUNT"] if shared else "0"
+    address, port, host = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0 and not shared
+    store = dist.PrefixStore(start, dist.TCPStore(address, port, is_master=host, wait_for_workers=False))
+    backend, bound = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=bound)
+
+    # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
+    sampler = ResumableSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples
+    # drop_last: each step has the whole batch size, so that all samples weigh the same
+    loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda)
+    loader.generator = torch.Generator()  # its own: it draws a number whenever an epoch begins, or begins again
+
+    # Model
+    dtype = torch.float64 if args.float64 else torch.float32
+    torch.manual_seed(args.seed)
+    model = build_model(args.dropout).to(device, dtype)
+    # Collective: copies the weights and buffers of rank 0 to all. BatchNorm would see this rank's samples only: see
+    # nn.SyncBatchNorm.convert_sync_batchnorm
+    model = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)
+    # DDP rearranges its gradient buckets after the first backward, and on 3 or more ranks that changes the rounding.
+    # One backward for nothing, and what follows is the same at every start
+    model.eval()(train[0][0].unsqueeze(0).to(device, dtype)).sum().backward()
+    model.train().zero_grad()
+    torch.manual_seed(args.seed + rank)  # ranks drop different activations
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+
+    # Resume: every rank reads the file; a GPU's tensors go where the model is
+    if state:
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])  # a scheduler or GradScaler has a state, too
+        if rank < len(state["random"]):  # with more ranks than before, the new ones begin with their seed
+            on_cpu, on_gpu = state["random"][rank]  # add NumPy's and random's, if your training uses them
+            torch.set_rng_state(on_cpu)
+            if cuda and on_gpu is not None:
+                torch.cuda.set_rng_state(on_gpu)
+
+    # Train
+    step = state["step"] if state else 0
+    logged, clock, stopping = step, time.perf_counter(), 0
+    while step < args.steps:
+        epoch, done = divmod(step, len(loader))
+        sampler.set_epoch(epoch)  # or each epoch has the order of the first
+        sampler.done = done * loader.batch_size
+        for x, y in loader:
+            # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
+            x, y = x.to(device, dtype, non_blocking=cuda), y.to(device, non_blocking=cuda)
+            loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
+            optimizer.zero_grad()
+            # Collective: DDP averages the gradients over the ranks while backward still computes earlier layers. To add
+            # up several batches before a step, run all but the last backward under `with model.no_sync():`
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % args.log_every == 0 or step == args.steps:
+                # Not all ranks have had the signal yet, and all must stop at the same step: so they agree here
+                news = torch.stack((loss.detach() / ranks, torch.full_like(loss, len(stopped))))
+                dist.all_reduce(news)  # collective: every rank logs at the same steps, or all wait for ever
+                mean, stopping = news.tolist()  # waits for the device: else the clock times launches instead of work
+                rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
+                if rank == 0:
+                    print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
+                logged, clock = step, time.perf_counter()
+            if step % args.save_every == 0 or step == args.steps or stopping:
+                random = [None] * ranks  # collective: the random states of all ranks; all else is equal on them
+                dist.all_gather_object(random, (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
+                state = {"step": step, "order": order, "random": random}
+                state |= {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+                if rank == 0:  # no barrier: the others compute on, and nobody reads the file before the next start
+                    save(args.checkpoint, state)
+            if stopping and step < args.steps:
+                dist.destroy_process_group()
+                if rank == 0:
+                    print(f"stopped by SIGTERM and saved at step {step}: start again to go on", flush=True)
+                sys.exit(128 + signal.SIGTERM)  # torchrun --max-restarts takes any code but 0 for a reason to restart
+            if step == args.steps:
+                break
+
+    # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to make the parts equal
+    model.eval()  # no dropout
+    mine = Subset(test, range(rank, len(test), ranks))
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
+    with torch.no_grad():
+        for x, y in DataLoader(mine, args.batch_size):
+            # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
+            output, y = model.module(x.to(device, dtype)), y.to(device)
+            sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
+    dist.all_reduce(sums)  # collective
+    loss, accuracy = (sums / len(test)).tolist()
+    if rank == 0:
+        print(f"test loss {loss:.10f}  accuracy {accuracy:.2%}", flush=True)
+
+    # Save: all ranks hold the same weights, so one writes them. No barrier: no other rank reads the file
+    if args.save and rank == 0:
+        torch.save(model.module.state_dict(), args.save)
+    dist.destroy_process_group()  # frees NCCL's memory and threads
+    if not cuda:
+        os._exit(0)  # on a busy machine Python's own end can meet threads of gloo that still run, and abort
+
+
+if __name__ == "__main__":
+    main()

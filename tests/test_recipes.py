@@ -1,0 +1,509 @@
+"""Each recipe runs alone, where the course cannot be imported, and trains what the recipe before it trains."""
+
+import ast
+import difflib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+pytestmark = pytest.mark.timeout(300)  # three starts of torch, on a machine that may be busy with other things
+
+LABS = Path(__file__).parents[1] / "labs"
+RECIPES = sorted(p.stem for p in (LABS / "recipes").glob("*.py"))
+TRAINING = [name for name in RECIPES if name.startswith("train_")]
+FEW = ("--cpu", "--steps", "4", "--log-every", "1", "--batch-size", "32")
+EXACT = (*FEW, "--float64")
+BF16_STEP = 2.0**-8
+"""Largest relative rounding error of a BF16 number."""
+
+# Stands for a machine on which the course is not installed. The installed one is found by an import hook of its own.
+REFUSE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("labs", "tests"):
+            raise ModuleNotFoundError(f"No module named {name!r}, on purpose", name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the recipes and their data, and nothing else of the course."""
+    home = tmp_path_factory.mktemp("home")
+    for folder, pattern in (("recipes", "*.py"), ("data", "*.npz")):
+        (home / folder).mkdir()
+        for path in (LABS / folder).glob(pattern):
+            shutil.copy(path, home / folder)
+    (home / "refuse").mkdir()
+    (home / "refuse" / "sitecustomize.py").write_text(REFUSE)
+    return home
+
+
+@dataclass
+class Result:
+    """What a recipe printed, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each step; ten digits, which tell any two FP32 numbers from 0.01 to 2 apart."""
+        return [float(loss) for loss in re.findall(r"^step .* loss (\S+) ", self.out, re.M)]
+
+    @property
+    def tested(self) -> str:
+        """The line on the test data."""
+        (line,) = re.findall(r"^test loss .*", self.out, re.M)
+        return line
+
+
+def command(home: Path, recipe: str, *options: object, ranks: int = 0, torchrun: tuple[str, ...] = ()) -> list[str]:
+    """By torchrun if `ranks` is given."""
+    by = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *torchrun] if ranks else []
+    return [sys.executable, "-B", *by, str(home / "recipes" / f"{recipe}.py"), *map(str, options)]
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**new_environment(OMP_NUM_THREADS="1"), "PYTHONPATH": str(home / "refuse")}
+
+
+@pytest.fixture
+def start(home, tmp_path):
+    """Start a recipe in an empty folder; whatever is left of it in the end is killed."""
+    started = []
+
+    def start(recipe: str, *options: object, **how) -> subprocess.Popen:
+        pipe, env = subprocess.PIPE, environment(home)
+        process = subprocess.Popen(command(home, recipe, *options, **how), stdout=pipe, stderr=pipe, text=True, env=env,
+                                   cwd=tmp_path, start_new_session=True)  # fmt: skip
+        process.mark = env[MARK]
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        for p in family(process.mark):
+            p.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run(start):
+    def run(recipe: str, *options: object, code: int = 0, **how) -> Result:
+        process = start(recipe, *options, **how)
+        out, err = process.communicate(timeout=100 * SLOWER)
+        assert (process.returncode == 0) == (code == 0), err
+        assert_no_survivors(process.mark)
+        return Result(process.returncode, out, err)
+
+    return run
+
+
+def same(a, b) -> bool:
+    """Whether two nests of tensors and values are equal bit by bit."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.fixture(scope="module")
+def single(home, tmp_path_factory):
+    """(result, weights) of train_single.py in FP64."""
+    folder = tmp_path_factory.mktemp("single")
+    done = subprocess.run(command(home, "train_single", *EXACT, "--save", folder / "w.pt"), env=environment(home),
+                          cwd=folder, capture_output=True, text=True, timeout=100 * SLOWER)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return Result(done.returncode, done.stdout, done.stderr), torch.load(folder / "w.pt", weights_only=True)
+
+
+def assert_trains_the_same(result: Result, weights: dict, single: tuple[Result, dict], tolerance: float = 1e-9) -> None:
+    """Losses at every step, on test data, and weights. FP64 rounds by 1e-16; sums of ~1e4 terms and Adam's division by
+    sqrt(v) + 1e-8 leave some 1e-12 of that."""
+    assert len(result.losses) == 4
+    assert result.losses == pytest.approx(single[0].losses, abs=tolerance)
+    assert numbers(result.tested) == pytest.approx(numbers(single[0].tested), abs=tolerance)
+    assert weights.keys() == single[1].keys()
+    for name, expected in single[1].items():
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=tolerance)
+
+
+def numbers(line: str) -> list[float]:
+    return [float(word) for word in re.findall(r"\d+\.\d+", line)]
+
+
+def test_the_course_is_really_hidden(home):
+    code = "import torch, numpy\nimport labs.data"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(home), cwd=home, capture_output=True, text=True)
+    assert "ModuleNotFoundError: No module named 'labs" in done.stderr
+
+
+def test_single_learns(single):
+    assert single[0].losses[-1] < single[0].losses[0] and "accuracy" in single[0].tested
+
+
+def test_two_ranks_train_what_one_process_trains(run, single, tmp_path):
+    two = run("train_ddp", *EXACT, "--save", "w.pt", ranks=2)
+    assert_trains_the_same(two, torch.load(tmp_path / "w.pt", weights_only=True), single)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [0, 1, 4])
+def test_any_number_of_ranks_trains_what_one_process_trains(run, single, tmp_path, ranks):
+    result = run("train_ddp", *EXACT, "--save", "w.pt", ranks=ranks)
+    assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
+
+
+# Mixed precision
+
+
+@pytest.fixture(scope="module")
+def losses_in_fp32(home, tmp_path_factory):
+    done = subprocess.run(command(home, "train_ddp", *FEW, ranks=2), env=environment(home), capture_output=True,
+                          cwd=tmp_path_factory.mktemp("ddp"), text=True, timeout=100 * SLOWER)  # fmt: skip
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
+def test_16_bits_train_alike(run, losses_in_fp32, precision):
+    """Ten matrix products one after the other, forward and backward, each rounded to 2^-8 at most: 20 x 2^-8 bounds the
+    loss if errors add up without exception. They do not: the first losses agree within one rounding."""
+    result = run("train_ddp_amp", *FEW, "--precision", precision, "--clip", 1, ranks=2)
+    assert result.losses != losses_in_fp32.losses
+    assert result.losses[0] == pytest.approx(losses_in_fp32.losses[0], rel=BF16_STEP)
+
+
+@pytest.mark.long
+def test_without_16_bits_amp_is_ddp_bit_by_bit(run, losses_in_fp32):
+    result = run("train_ddp_amp", *FEW, "--precision", "fp32", ranks=2)
+    assert (result.losses, result.tested) == (losses_in_fp32.losses, losses_in_fp32.tested)
+
+
+# Resume
+
+RUN = ("--cpu", "--log-every", "1", "--batch-size", "1200", "--dropout", "0.2", "--save-every", "4")
+
+
+def whole_and(run, how: dict, steps: int, tmp_path) -> tuple[Result, dict]:
+    whole = run("train_ddp_resume", *RUN, "--steps", steps, "--checkpoint", "whole.pt", **how)
+    return whole, torch.load(tmp_path / "whole.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("ranks", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
+def test_killed_and_started_again_it_ends_bit_by_bit_the_same(run, start, tmp_path, ranks):
+    """An epoch has 8 steps: it is killed in the second, and goes on into the third."""
+    whole, expected = whole_and(run, {"ranks": ranks}, 20, tmp_path)
+    process = start("train_ddp_resume", *RUN, "--steps", 20, "--checkpoint", "killed.pt", ranks=ranks)
+    for line in process.stdout:
+        if line.startswith("step 11/"):  # the checkpoint is of step 8
+            for p in family(process.mark):
+                p.kill()
+            break
+    saved = torch.load(tmp_path / "killed.pt", weights_only=True)["step"]
+    assert saved % 4 == 0 and 8 <= saved < 20
+    resumed = run("train_ddp_resume", *RUN, "--steps", 20, "--checkpoint", "killed.pt", ranks=ranks)
+    assert resumed.losses == whole.losses[saved:] and resumed.tested == whole.tested
+    assert same(torch.load(tmp_path / "killed.pt", weights_only=True), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_sigterm_saves_and_ends(run, start, tmp_path, ranks):
+    whole, expected = whole_and(run, {"ranks": ranks}, 40, tmp_path)
+    process = start("train_ddp_resume", *RUN, "--save-every", 1000, "--steps", 40, "--checkpoint", "t.pt", ranks=ranks)
+    wait_for(lambda: process.stdout.readline().startswith("step 5/"), what="step 5")
+    os.kill(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == (1 if ranks else 128 + signal.SIGTERM)
+    (at,) = map(int, re.findall(r"stopped by SIGTERM and saved at step (\d+)", out))
+    assert_no_survivors(process.mark)
+    resumed = run("train_ddp_resume", *RUN, "--steps", 40, "--checkpoint", "t.pt", ranks=ranks)
+    assert resumed.losses == whole.losses[at:] and same(torch.load(tmp_path / "t.pt", weights_only=True), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_torchrun_starts_again_and_goes_on(run, start, tmp_path, sign):
+    whole, expected = whole_and(run, {"ranks": 2}, 40, tmp_path)
+    process = start("train_ddp_resume", *RUN, "--steps", 40, "--checkpoint", "e.pt", ranks=2,
+                    torchrun=("--max-restarts", "1"))  # fmt: skip
+    wait_for(lambda: process.stdout.readline().startswith("step 9/"), what="step 9")
+    os.kill(max(ranks_of(process)), sign)
+    out, err = process.communicate(timeout=100 * SLOWER)
+    assert process.returncode == 0, err
+    assert f"step 40/40  loss {whole.losses[-1]:.10f}" in out and whole.tested in out
+    assert same(torch.load(tmp_path / "e.pt", weights_only=True), expected)
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    return [p.pid for p in psutil.Process(process.pid).children() if "train_" in " ".join(p.cmdline())]
+
+
+@pytest.mark.long
+def test_half_a_file_never_takes_the_place_of_a_whole_one(run, home, tmp_path):
+    """Killed in the middle of a save, in a process that imports the recipe and cuts the power inside torch.save."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(home / "recipes")!r})
+import pathlib, torch, train_ddp_resume
+path = pathlib.Path("c.pt")
+train_ddp_resume.save(path, {{"step": torch.tensor(1)}})
+def dies(state, file):
+    file.write(b"half")
+    file.flush()
+    os._exit(9)
+torch.save = dies
+train_ddp_resume.save(path, {{"step": torch.tensor(2)}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(home), cwd=tmp_path)
+    assert done.returncode == 9 and torch.load(tmp_path / "c.pt", weights_only=True)["step"] == 1
+
+
+@pytest.mark.parametrize(("content", "options", "told"), [
+    (b"PK half", (), "damaged"), ({"step": 1, "order": [64, 0]}, ("--seed", 5), "another --batch-size or --seed"),
+])  # fmt: skip
+@pytest.mark.long
+def test_a_checkpoint_that_cannot_be_used_is_refused(run, tmp_path, content, options, told):
+    path = tmp_path / "c.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    result = run("train_ddp_resume", *FEW, "--checkpoint", "c.pt", *options, code=2)
+    assert result.code == 2 and told in result.err and result.err.count("\n") == 1
+
+
+# Recomputation, pipeline, sharding
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_recomputation_changes_no_bit(run, tmp_path, ranks):
+    """With dropout: what is computed twice drops the same activations twice."""
+    found = []
+    for option in ("--recompute", "--no-recompute"):
+        result = run("train_recompute", *FEW, "--dropout", 0.5, option, "--save", f"with{option}.pt", ranks=ranks)
+        found.append((result.losses, result.tested))
+    weights = [torch.load(tmp_path / f"with--{name}.pt", weights_only=True) for name in ("recompute", "no-recompute")]
+    assert len(found[0][0]) == 4 and found[0] == found[1] and same(*weights)
+
+
+@pytest.mark.long
+def test_recomputation_trains_what_a_single_process_trains(run, single, tmp_path):
+    result = run("train_recompute", *EXACT, "--save", "w.pt", ranks=2)
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    names = {name.replace(".0.", ".", 1): w for name, w in weights.items()}  # a block is in an nn.Sequential of its own
+    assert_trains_the_same(result, names, single)
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 3))])
+def test_stages_train_what_a_single_process_trains(run, single, tmp_path, ranks):
+    result = run("train_pipeline", *EXACT, "--save", "w.pt", ranks=ranks)
+    assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
+
+
+SHARDED = [("train_fsdp", 2, ()), ("train_tensor_parallel", 2, ()), ("train_fsdp", 0, ()), ("train_fsdp", 4, ()),
+           ("train_tensor_parallel", 0, ()), ("train_tensor_parallel", 4, ("--tensor", 2))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "options"), [*SHARDED[:2], *(pytest.param(*c, marks=pytest.mark.long) for c in SHARDED[2:])]
+)
+def test_shards_train_what_a_single_process_trains(run, single, tmp_path, recipe, ranks, options):
+    result = run(recipe, *EXACT, *options, "--save", "states", ranks=ranks)
+    dcp_to_torch_save(tmp_path / "states", tmp_path / "w.pt")
+    assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True)["model"], single)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("saver", "loader"), [(("train_fsdp", 2), ("train_fsdp", 0)),
+                                               (("train_tensor_parallel", 2), ("train_fsdp", 3))])  # fmt: skip
+def test_states_are_loaded_on_another_number_of_ranks(run, tmp_path, saver, loader):
+    """Four steps, then the same four batches again. The states of Adam are loaded, too, or losses would differ."""
+    options = (*EXACT, "--batch-size", 24)
+    run(saver[0], *options, "--save", "states", ranks=saver[1])
+    results = [run(recipe, *options, "--load", "states", ranks=ranks) for recipe, ranks in (("train_fsdp", 2), loader)]
+    assert results[0].losses == pytest.approx(results[1].losses, abs=1e-9)
+    afresh = run("train_fsdp", *options, ranks=2)
+    assert results[0].losses[0] < afresh.losses[0], "it went on from what was learnt"
+
+
+@pytest.mark.long
+def test_fsdp_in_bf16(run, losses_in_fp32):
+    result = run("train_fsdp", *FEW, "--precision", "bf16", ranks=2)
+    assert result.losses != losses_in_fp32.losses
+    assert result.losses[0] == pytest.approx(losses_in_fp32.losses[0], rel=2 * BF16_STEP)
+
+
+# Tools
+
+
+def test_check_gpu_reports_on_a_cpu(run):
+    out = run("check_gpu", "--cpu", "--size", 64, "--seconds", 0.01).out
+    assert f"torch {torch.__version__}" in out
+    for name in ("FP64", "FP32", "BF16", "FP16"):
+        assert re.search(rf"  {name} matmul, 64 x 64: \d\S* TFLOP/s|  {name} matmul: not on this device", out)
+    assert float(re.search(r"triad.* ([\d,]+) GB/s", out)[1].replace(",", "")) > 0
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_time_step_compares(run, ranks):
+    out = run("time_step", "--cpu", "--batch-size", 8, "--seconds", 0.1, ranks=ranks).out
+    for rank in range(max(ranks, 1)):
+        for way in "AB":
+            middle, low, high = numbers(re.search(rf"rank {rank}  {way}: (.* per step)", out)[1])
+            assert 0 < low <= middle <= high
+        ratio, low, high = numbers(re.search(rf"rank {rank}  A/B: (.*\])", out)[1])
+        assert low <= ratio <= high
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_load_data_measures_loader_and_model(run, ranks):
+    out = run("load_data", "--cpu", "--seconds", 0.05, "--workers", 0, 1, ranks=ranks).out
+    for rank in range(max(ranks, 1)):
+        assert len(re.findall(rf"rank {rank}  [01] workers: loader alone [\d,]+, with the model", out)) == 2
+
+
+@pytest.mark.long
+def test_workers_draw_other_numbers_and_a_seed_repeats_them(home, tmp_path):
+    code = f"""
+import sys
+sys.path.insert(0, {str(home / "recipes")!r})
+import torch
+from torch.utils.data import DataLoader, Subset
+import load_data
+data = Subset(load_data.Images(load_data.DATA), [0] * 8)  # one image, turned at random
+def epoch(seed):
+    return [x for x, _ in DataLoader(data, 4, collate_fn=load_data.collate, num_workers=2,
+                                     generator=torch.Generator().manual_seed(seed))]
+if __name__ == "__main__":
+    a, b, c = epoch(1), epoch(1), epoch(2)
+    assert all(map(torch.equal, a, b)) and not torch.equal(a[0], c[0])
+    images = torch.cat(a)
+    assert len(images.flatten(1).unique(dim=0)) == 8, "two workers have drawn the same"
+"""
+    (tmp_path / "draws.py").write_text(code)
+    done = subprocess.run([sys.executable, "draws.py"], env=environment(home), cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+# What is wrong is told in one line
+
+WRONG = [
+    (["--batch-size", "0"], "1 or more"),
+    (["--batch-size", "20000"], "10000 samples"),
+    (["--steps", "x"], "invalid int value: 'x'"),
+    (["--lr", "nan"], "--lr must be above 0"),
+    (["--dropout", "1"], "--dropout from 0 to below 1"),
+    (["--data", "absent.npz"], "absent.npz cannot be read"),
+    (["--data", "empty.npz"], "empty.npz cannot be read"),
+    (["--save", "no/such/w.pt"], "there is no such folder"),
+    (["--such"], "unrecognized arguments: --such"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [WRONG[0], *(pytest.param(*w, marks=pytest.mark.long) for w in WRONG[1:])]
+)
+def test_a_bad_value_is_one_line(run, tmp_path, options, told):
+    (tmp_path / "empty.npz").write_bytes(b"")
+    result = run("train_single", *options, code=2)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert result.err.startswith("train_single.py: ") and told in result.err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", TRAINING)
+def test_ranks_tell_a_bad_value_once(run, recipe):
+    result = run(recipe, "--batch-size", "0", code=1, ranks=2)
+    assert result.err.count(f"{recipe}.py: ") == 1 and "1 or more" in result.err
+    assert "exitcode  : 2" in result.err and "Traceback (most recent call last):\n  File" not in first_part(result.err)
+
+
+def first_part(err: str) -> str:
+    """What the ranks said, before torchrun's own report of which one failed first."""
+    return err.partition("failed (exitcode")[0]
+
+
+@pytest.mark.long
+def test_without_its_data_a_recipe_says_what_to_pass(home, run, tmp_path):
+    shutil.copy(home / "recipes" / "train_ddp.py", tmp_path)
+    done = subprocess.run([sys.executable, "train_ddp.py"], cwd=tmp_path, env=environment(home), capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 2 and "pass --data FILE" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_is_the_documentation(run, recipe):
+    out = run(recipe, "--help").out
+    options = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', (LABS / "recipes" / f"{recipe}.py").read_text()))
+    assert options - {"--float64"} == set(re.findall(r"^  (--[\w-]+)", out, re.M))
+
+
+# Ctrl-C
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("recipe", "ranks"), [("train_single", 0), *((r, 2) for r in TRAINING if r != "train_single")])
+def test_ctrl_c_ends_all_processes(start, recipe, ranks):
+    process = start(recipe, "--cpu", "--steps", 100_000, "--log-every", 1, ranks=ranks)
+    wait_for(lambda: process.stdout.readline().startswith("step 2/"), what="step 2")
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
+    assert_no_survivors(process.mark)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and f'{recipe}.py", line' not in err, "no traceback of the recipe"
+
+
+# The page about them
+
+
+def code_lines(recipe: str) -> list[str]:
+    """Lines without comments, docstrings and blank ones."""
+    text = (LABS / "recipes" / f"{recipe}.py").read_text()
+    kinds = (ast.Module, ast.FunctionDef, ast.ClassDef)
+    found = [node.body[0] for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and ast.get_docstring(node)]
+    left_out = {line for d in found for line in range(d.lineno, d.end_lineno + 1)}
+    lines = enumerate(text.splitlines(), 1)
+    return [s for n, s in lines if n not in left_out and s.strip() and not s.strip().startswith("#")]
+
+
+def test_the_table_counts_lines():
+    lines = (LABS / "recipes" / "README.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if re.match(r"\| \[\w+\.py\]", line)]
+    found = {re.search(r"\w+", row[0])[0]: (row[2].removesuffix(".py"), row[3], row[4]) for row in rows}
+    assert sorted(found) == RECIPES
+    for name, (base, added, total) in found.items():
+        own = code_lines(name)
+        new = sum(line.startswith("+ ") for line in difflib.ndiff(code_lines(base), own)) if base else ""
+        assert (added, total) == (str(new), str(len(own))), f"{name}: {new} lines added, {len(own)} in all"
+
+
+def test_the_table_names_commands_that_exist():
+    page = (LABS / "recipes" / "README.md").read_text()
+    for words in [c.split() for c in re.findall(r"`((?:python|torchrun) [^`]+)`\s*\|$", page, re.M)]:
+        (recipe,) = [w for w in words if w.endswith(".py")]
+        options = {w for w in words[words.index(recipe) :] if w.startswith("--")}
+        text = (LABS / "recipes" / recipe).read_text()
+        assert options <= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_imports_nothing_but_torch_and_numpy(recipe):
+    tree = ast.parse((LABS / "recipes" / f"{recipe}.py").read_text())
+    names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    names += [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in names} <= {"torch", "numpy", *sys.stdlib_module_names}
