@@ -15,7 +15,7 @@ from labs.kit.notebook_report import pictures
 Rule = Callable[[NotebookNode, Path], list[str]]
 RULES: dict[str, Rule] = {}
 
-SECTIONS = ("You will", "You need", "Exercises", "Claims on trial", "What you learned")
+SECTIONS = ("You will", "You need", "Take it home", "Exercises", "Claims on trial", "What you learned")
 SIZE_LIMIT_BYTES = 500_000
 CELL_LINES = 12
 EDITABLE_LINES = 20  # of a cell that defines what a learner changes and runs on ranks

@@ -55,7 +55,7 @@ def good(tmp_path):
         ),
         code('guess = predict(2, "x")\nrun = launch("ddp", nproc=NPROC)', "step 3.2 ms", "nbval-ignore-output"),
         code("run.where(guess)", "128 bytes"),
-        new_markdown_cell("## Exercises"),
+        new_markdown_cell("## Take it home\n\nA recipe.\n\n## Exercises"),
         code('check("03.1", None, solutions=SOLUTIONS)', "03.1 to do"),
         code('check("03.2", None, solutions=SOLUTIONS)', "03.2 to do"),
         new_markdown_cell("## Claims on trial"),
