@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 
 import chromium
+import hypothesis
 import pytest
 from processes import MARK, SLOWER
 
@@ -22,6 +23,9 @@ def pytest_configure(config):
         config.own_folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=f"{worker}-")
         Path(config.own_folder).chmod(0o755)  # tests/elsewhere works below it as another user
     use_own_kernel()
+    # An example that takes 0.2 s on a busy machine is no failure.
+    hypothesis.settings.register_profile("course", deadline=None)
+    hypothesis.settings.load_profile("course")
     for name in ("COURSE_ROOM", "COURSE_NAME", "COURSE_QUEUE", "COURSE_QUEUE_SCOPE"):  # tests are no learner in a room
         os.environ.pop(name, None)
     # A shell without job control starts `make test &` with SIGINT ignored, and all that tests start inherits it.

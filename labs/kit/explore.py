@@ -10,7 +10,6 @@ explore(draw, batch=Slider("batch (samples)", (16, 32, 64), 32))
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import itertools
@@ -26,8 +25,6 @@ from matplotlib.figure import Figure
 from labs.kit import plot
 from labs.kit.errors import BadInput, require
 
-CSS_DPI = 80  # pixels of the page per inch of a figure
-LIVE_DPI = 2 * CSS_DPI  # crisp on a high-density screen
 NO_WIDGETS = "The knobs need ipywidgets: `pip install ipywidgets`, or run `make lab` again; then restart the kernel."
 ELSEWHERE = "Run this cell in JupyterLab to move the knobs."
 
@@ -134,8 +131,7 @@ def quick_png(fig: Figure) -> bytes:
     from PIL import Image
 
     with mpl.rc_context(plot.STYLE):
-        plot._finish(fig)
-        fig.set_dpi(LIVE_DPI)
+        plot.finish(fig)
         canvas = FigureCanvasAgg(fig)
         canvas.draw()
     found = io.BytesIO()
@@ -148,13 +144,10 @@ def _show(drawn: tuple[Figure, str, str], png: bytes, picture: str | None = None
     """Display picture and sentence as one output. Width and height are given: the page does not jump."""
     fig, alt, sentence = drawn
     require(len(alt.strip()) >= 10, "a figure needs an alternative text, a sentence that says what it shows")
-    texts = {"alt": " ".join(alt.split()), "title": fig._course_caption}
-    width, height = (round(CSS_DPI * inches) for inches in fig.get_size_inches())
-    markup = "".join(f'{name}="{html.escape(text)}" ' for name, text in texts.items())
-    markup = f'<img {markup}width="{width}" height="{height}" style="max-width: 100%; height: auto" '
-    markup += f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    alt = " ".join(alt.split())
+    markup = plot.picture_markup(fig, alt, png)
     markup += f'<p aria-live="polite">{html.escape(sentence)}</p>'
-    _display({"text/html": markup, "text/plain": f"[Figure: {texts['alt']}]\n{sentence}"}, picture, update)
+    _display({"text/html": markup, "text/plain": f"[Figure: {alt}]\n{sentence}"}, picture, update)
 
 
 def _display(bundle: dict[str, Any], picture: str | None = None, update: bool = False) -> None:

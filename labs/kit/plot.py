@@ -23,6 +23,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from labs.kit.errors import BadInput, require
@@ -32,9 +34,10 @@ from labs.kit.record import provenance_line
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 GREY = "#5F6368"
-MAX_PNG_BYTES = 30_000
+MAX_PNG_BYTES = 60_000
 TINTS = ("#E3E3E3", "#F3D9C9", "#BDBDBD")  # grid and areas
-DPI = 80  # dots per inch; more of them would be bytes in every notebook
+CSS_DPI = 80  # pixels of the page per inch of a figure
+DPI = 2 * CSS_DPI  # dots per inch: crisp on a high-density screen, and the lettering keeps its size
 LEGEND_ROW_IN = 0.26
 STYLE = {
     "figure.facecolor": "white", "savefig.facecolor": "white", "font.family": "DejaVu Sans", "font.size": 12,
@@ -61,13 +64,23 @@ def figure(
     with mpl.rc_context(STYLE):
         fig = Figure(figsize=size, dpi=DPI, layout="constrained")
         ax = fig.add_subplot()
-        title = "\n".join(_wrapped(message, int(size[0] * 9.5)))
+        title = "\n".join(_title_lines(message, size[0]))
         fig.suptitle(title, x=0.01, ha="left", fontsize=STYLE["axes.titlesize"], fontweight="bold")
         ax.set_xlabel(xlabel)
         ax.set_ylabel(ylabel, labelpad=8)  # points; words as tick labels come close
     fig._course_legend_below = legend_below
     caption(fig, records if records is not None else [])
     return fig, ax
+
+
+def _title_lines(text: str, width_in: float) -> list[str]:
+    """`text` in as few lines as fit into a figure of that width: some letters are twice as wide as others."""
+    bold = FontProperties(family=STYLE["font.family"], weight="bold", size=STYLE["axes.titlesize"])
+    for most in range(int(width_in * 11), int(width_in * 4), -1):  # characters
+        lines = _wrapped(text, most)
+        if max(TextPath((0, 0), line, prop=bold).get_extents().width for line in lines) < 0.97 * 72 * width_in:
+            break
+    return lines
 
 
 def _wrapped(text: str, most: int) -> list[str]:
@@ -83,7 +96,7 @@ def caption(fig: Figure, records: Any) -> None:
 
 
 def show(fig: Figure, alt: str) -> None:
-    """Display the figure as a PNG with `alt` as its alternative text and its provenance as its title, at most 30 KB.
+    """Display the figure as a PNG with `alt` as its alternative text and its provenance as its title, at most 60 KB.
 
     It is sent as an HTML image: JupyterLab's own PNG renderer drops alternative texts. nbval compares both texts, and
     not the picture (see tests/nbval.cfg).
@@ -92,10 +105,15 @@ def show(fig: Figure, alt: str) -> None:
     from IPython.display import display
 
     alt = " ".join(alt.split())
-    source = base64.b64encode(to_png(fig)).decode()
-    markup = f'<img alt="{html.escape(alt)}" title="{html.escape(fig._course_caption)}" '
-    markup += f'src="data:image/png;base64,{source}">'
-    display({"text/html": markup, "text/plain": f"[Figure: {alt}]"}, raw=True)
+    display({"text/html": picture_markup(fig, alt, to_png(fig)), "text/plain": f"[Figure: {alt}]"}, raw=True)
+
+
+def picture_markup(fig: Figure, alt: str, png: bytes) -> str:
+    """The finished figure as an HTML image of fixed width and height, in pixels of the page: the page does not jump."""
+    width, height = (round(CSS_DPI * inches) for inches in fig.get_size_inches())
+    markup = f'<img alt="{html.escape(alt)}" title="{html.escape(fig._course_caption)}" width="{width}" '
+    markup += f'height="{height}" style="max-width: 100%; height: auto" '
+    return markup + f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
 def to_png(fig: Figure) -> bytes:
@@ -103,7 +121,7 @@ def to_png(fig: Figure) -> bytes:
     from PIL import Image
 
     with mpl.rc_context(STYLE):
-        _finish(fig)
+        finish(fig)
         for _ in range(2):  # constrained layout needs more than one pass where legends changed the size
             fig.draw_without_rendering()
         raw = io.BytesIO()
@@ -133,7 +151,7 @@ def _reduced(picture: Any, colors: int, fixed: bool) -> Any:
     return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
-def _finish(fig: Figure) -> None:
+def finish(fig: Figure) -> None:
     """Add legend and provenance line, once."""
     if hasattr(fig, "_course_caption"):
         return
