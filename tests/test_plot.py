@@ -220,7 +220,8 @@ def test_show_sends_an_image_with_alternative_text(monkeypatch):
     plot.show(fig, alt='Speed-up of "DDP" < 2,\n  against ranks.')
     alt = 'Speed-up of "DDP" < 2, against ranks.'
     assert sent[0]["text/plain"] == f"[Figure: {alt}]"
-    form = r'<img alt="([^"]*)" title="([^"]*)" width="560" height="312" style="[^"]*" src="data:image/png;base64,[\w+/=]+">'
+    size = 'width="560" height="312" style="[^"]*"'
+    form = rf'<img alt="([^"]*)" title="([^"]*)" {size} src="data:image/png;base64,[\w+/=]+">'
     found = re.fullmatch(form, sent[0]["text/html"])
     assert [html.unescape(text) for text in found.groups()] == [alt, fig._course_caption]
 
