@@ -74,7 +74,7 @@ class Config:
             require(len(values) > 0 and min(values) >= 1, f"{name} must hold positive numbers")
             require(len(set(values)) == len(values), f"{name} must be different: each is a point of the curve")
         require(len(set(self.sequences)) == len(self.sequences), "sequences must be different")
-        models.require_known(*self.models, besides=("tiny_bert",))
+        models.require_known(*self.models, besides=("tiny_bert",), option="models")
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -110,7 +110,7 @@ def _small_model(name: str, config: Config, rank: Rank) -> Iterator[Record]:
         seq = x.shape[1] if x.dtype == torch.int64 else 0
         workload.module.to(rank.device)
         on_device = (x.to(rank.device), y.to(rank.device))
-        if why := "" if precision == "fp32" else amp.impossible(workload.module, workload.loss, on_device, precision):
+        if why := amp.impossible(workload.module, workload.loss, on_device, precision):
             yield rank.record("not_possible", "1", 1.0, model=name, precision=precision, why=why)
             continue
         line = trace_line(workload, precision, rank.device.type)

@@ -96,7 +96,7 @@ class Config:
         fits = 1 <= self.samples <= 10_000 and self.samples % self.batch == 0
         require(fits, f"samples must be a multiple of batch between 1 and 10000, not {self.samples}")
         require(len({*self.gradient_models}) == len(self.gradient_models), "gradient_models must be different")
-        models.require_known(*self.gradient_models)
+        models.require_known(*self.gradient_models, option="gradient_models")
 
 
 class Training(NamedTuple):

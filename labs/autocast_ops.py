@@ -57,7 +57,7 @@ class Config:
         require(len(set(self.models)) == len(self.models), "models must name each model once")
         require(len(set(self.precisions)) == len(self.precisions), "precisions must name each format once")
         require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
-        models.require_known(*self.models)
+        models.require_known(*self.models, option="models")
 
 
 def check_layout(config: Config, world_size: int) -> None:

@@ -44,7 +44,7 @@ class Config:
     def __post_init__(self) -> None:
         require(self.batch_size >= 2, f"batch_size must be at least 2 (BatchNorm needs it), not {self.batch_size}")
         require(len(self.models) > 0, "models must name at least one model")
-        models.require_known(*self.models)
+        models.require_known(*self.models, option="models")
 
 
 def check_layout(config: Config, world_size: int) -> None:

@@ -69,7 +69,7 @@ class Config:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
         measure.require_budget(self.seconds, self.rounds)
-        models.require_known(*self.models)
+        models.require_known(*self.models, option="models")
 
 
 def check_layout(config: Config, world_size: int) -> None:

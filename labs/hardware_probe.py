@@ -68,10 +68,7 @@ class Config:
         require(all(n >= 1 for n in self.matmul_sizes), "matmul_sizes must be at least 1")
         require(self.array_mib >= 0, f"array_mib must be at least 1 (or 0 for the default), not {self.array_mib}")
         require(all(k * 1024 >= 4 for k in self.message_kib), "message_kib must be at least 0.004 (one float)")
-        for name in self.models:
-            known = ", ".join(models.MODELS)
-            require(name in models.MODELS or ":" in name, f"models may hold {known} or module:factory, not {name!r}")
-        models.require_known(*self.models)
+        models.require_known(*self.models, option="models")
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}")
         require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")

@@ -82,7 +82,8 @@ class Config:
         require(self.micro_batches >= 1, f"micro_batches must be at least 1, not {self.micro_batches}")
         require(self.batch >= self.micro_batches, f"batch must be at least micro_batches, not {self.batch}")
         require(all(m > 0 for m in self.memory_gb), "memory_gb must hold positive numbers")
-        models.require_known(*((self.model,) if self.model else self.small), besides=SMALL)
+        names, option = ((self.model,), "model") if self.model else (self.small, "small")
+        models.require_known(*names, besides=SMALL, option=option)
 
     @property
     def own(self) -> dict[str, Any]:

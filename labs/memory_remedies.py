@@ -86,7 +86,7 @@ class Config:
         require(self.steps >= 3, f"steps must be at least 3, not {self.steps}: growth needs a first and a last one")
         require(2 <= self.lengths <= 100, f"lengths must be from 2 to 100, not {self.lengths}")
         require(self.batches >= 4, f"batches must be at least 4, not {self.batches}")
-        models.require_known(*self.models)
+        models.require_known(*self.models, option="models")
 
 
 def check_layout(config: Config, world_size: int) -> None:

@@ -138,7 +138,7 @@ def model_records(name: str, config: Config, formats: list[str], rank: Rank) -> 
     case = {"model": name, "batch": rows}
     steps = {}
     for f in formats:
-        if why := "" if f == "fp32" else impossible(workload.module, workload.loss, batches[0], f):
+        if why := impossible(workload.module, workload.loss, batches[0], f):
             yield rank.record("not_possible", "1", 1.0, rank=0, precision=f, why=why, **case)
             continue
         step = _training(workload, f, rank.device)

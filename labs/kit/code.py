@@ -99,7 +99,7 @@ def diff_shown(a: Callable[..., Any] | type | str, b: Callable[..., Any] | type 
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     words = f"{added} line{'s' if added != 1 else ''} added, {removed} removed"
     return {
-        "text/html": f"<p>{old.anchor} → {new.anchor}: {words}</p>\n<pre>{''.join(map(_coloured, lines))}</pre>",
+        "text/html": f"<p>{old.anchor} → {new.anchor}: {words}</p>\n<pre class="labs-diff">{''.join(map(_coloured, lines))}</pre>",
         "text/plain": "\n".join([f"# {old.place} -> {new.place}: {words}", *lines]),
     }
 

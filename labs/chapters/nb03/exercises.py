@@ -47,6 +47,8 @@ def check_shard(f: Function) -> None:
     for size, ranks in ((12, 3), (10, 4), (3, 4)):
         _check_partition(_shards(f, size, ranks), size, ranks)
     _check_orders(f)
+    for size, ranks in ((10, 4), (3, 4)):
+        _check_filling(_shards(f, size, ranks), size, ranks)
 
 
 def _check_partition(shards: list[list[int]], size: int, ranks: int) -> None:
@@ -75,6 +77,10 @@ def _check_partition(shards: list[list[int]], size: int, ranks: int) -> None:
         )
     if lengths[0] != want:
         raise Mistake(f"{case}: {lengths[0]} samples per rank, {want} are enough", "repeat as few as possible")
+
+
+def _check_filling(shards: list[list[int]], size: int, ranks: int) -> None:
+    case, want, seen = f"{size} samples on {ranks} ranks", -(-size // ranks), Counter(i for s in shards for i in s)
     dealt = [shards[i % ranks][i // ranks] for i in range(want * ranks)]  # every n-th, or one block each
     blocks = [i for s in shards for i in s]
     if not any(order[size:] == order[: want * ranks - size] for order in (dealt, blocks)):

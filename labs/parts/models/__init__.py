@@ -172,17 +172,18 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, rest, interval)
 
 
-def require_known(*names: str, besides: Iterable[str] = ()) -> None:
+def require_known(*names: str, besides: Iterable[str] = (), option: str = "model") -> None:
     """BadInput for the first of `names` that is neither in MODELS, nor in `besides`, nor a factory that can be found.
 
-    For a lab's Config: it takes no time, while `build` needs the model.
+    For a lab's Config, whose field is `option`: it takes no time, while `build` needs the model.
     """
     known = [*besides, *MODELS]
     for name in names:
         if name not in known:
             options = f"take one of {', '.join(known)}, or package.module:factory"
-            require(":" in name, f"there is no model {name!r}: {options}")
-            require_findable(name, "model")
+            asked = "" if option == "model" else f", which {option} names"
+            require(":" in name, f"there is no model {name!r}{asked}: {options}")
+            require_findable(name, option)
 
 
 def _import_factory(name: str) -> Callable[[], Workload]:

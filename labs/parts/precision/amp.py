@@ -56,8 +56,11 @@ def impossible(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batc
     """Why `module` cannot be trained in format `name` on the device it is on, in torch's words; "" if it can.
 
     Tried on the first two rows of `batch`. A device may have a format and yet not every layer in it: FP16 of an LSTM on
-    a CPU is one that oneDNN has not. Parameters, their gradients and the random state stay as they are.
+    a CPU is one that oneDNN has not. Parameters, their gradients and the random state stay as they are. FP32, the
+    format that everything else is compared with, is not tried.
     """
+    if name == "fp32":
+        return ""
     x, y = (t[:2] for t in batch)
     trained = [p for p in module.parameters() if p.requires_grad]
     try:
