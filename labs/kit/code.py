@@ -98,8 +98,9 @@ def diff_shown(a: Callable[..., Any] | type | str, b: Callable[..., Any] | type 
     lines = ["@@" if line.startswith("@@") else line for line in lines]  # without line numbers
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     words = f"{added} line{'s' if added != 1 else ''} added, {removed} removed"
+    coloured = "".join(map(_coloured, lines))
     return {
-        "text/html": f"<p>{old.anchor} → {new.anchor}: {words}</p>\n<pre class="labs-diff">{''.join(map(_coloured, lines))}</pre>",
+        "text/html": f'<p>{old.anchor} → {new.anchor}: {words}</p>\n<pre class="labs-diff">{coloured}</pre>',
         "text/plain": "\n".join([f"# {old.place} -> {new.place}: {words}", *lines]),
     }
 
