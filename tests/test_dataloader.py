@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from labs import dataloader as lab
+from labs.chapters.nb02 import figures
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
@@ -147,3 +148,18 @@ def test_without_a_gpu_nothing_is_said_of_transfers(run):
 def test_other_ranks_only_wait():
     run = launch("dataloader", nproc=2, smoke=True, parts=("sweep",), oversubscribe=True)
     assert {r.layout["rank"] for r in run} == {0} and {r.metric for r in run} == {"images_per_s"}
+
+
+def test_settings_are_compared_where_one_had_time_for_more_batches(monkeypatch):
+    said = []
+    monkeypatch.setattr(figures, "say", said.append)
+
+    def rates(send, *samples):
+        return Record(
+            "dataloader", "images_per_s", "1/s", list(map(float, samples)), case={"way": "both", "send": send}
+        )
+
+    figures.settings_text(Records([rates("uint8", 200, 201, 202, 203, 204, 205), rates("float32", *range(100, 110))]))
+    assert "uint8 over float32: 1.9" in said[0] and "no difference" not in said[0]
+    figures.settings_text(Records([rates("uint8", 90, 100, 110), rates("float32", 90, 101, 110, 95)]))
+    assert "no difference that this run can show" in said[1]

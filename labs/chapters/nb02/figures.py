@@ -5,9 +5,10 @@ from __future__ import annotations
 import pandas
 
 from labs import dataloader, tune_dataloader
+from labs.chapters.nb02.claims_loading import quotient
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.measure import Estimate, differs, estimate, paired_ratio
+from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.plot import SERIES, bars, figure, heat_map, log_axes, points, prediction, show, spans
 from labs.kit.record import Record, Records
 from labs.parts.tuning.report import Tuning
@@ -162,7 +163,7 @@ def settings_text(run: Records) -> None:
 
 
 def _difference(what: str, a: Record, b: Record) -> str:
-    ratio = paired_ratio(a.samples, b.samples)
+    ratio = quotient(a, b)  # each took as many batches as there was time for: there are no pairs
     return f"{what}: {ratio}" + ("." if differs(ratio) else ", no difference that this run can show.")
 
 
