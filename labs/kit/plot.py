@@ -28,7 +28,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from labs.kit.errors import BadInput, require
-from labs.kit.record import provenance_line
+from labs.kit.record import Record, provenance_line
 
 # Colours that differ for every kind of colour vision: Okabe and Ito, "Color Universal Design" (2008).
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
@@ -158,9 +158,11 @@ def finish(fig: Figure) -> None:
     records = fig._course_records
     for ax in fig.axes:
         _add_legend(fig, ax)
-    _require_origin(kinds_in(fig), {r.kind for r in records})
-    line = provenance_line(records) or "modelled by this course"
-    fig._course_caption = line
+    drawn = kinds_in(fig)
+    _require_origin(drawn, {r.kind for r in records})
+    line = fig._course_caption = provenance_line(
+        [r for r in records if r.kind in drawn] + _without_records(drawn, records)
+    )
     wrapped = "\n".join(textwrap.wrap(line, int(fig.get_figwidth() * 15)))
     fig.supxlabel(wrapped, fontsize=9, color=GREY, ha="left", x=0.01)
 
@@ -186,6 +188,12 @@ def kinds_in(fig: Figure) -> set[str]:
     """The kinds of number that were drawn into the figure."""
     artists = [a for ax in fig.axes for a in (*ax.lines, *ax.images, *ax.collections)]
     return {str(a.get_gid())[5:] for a in artists if str(a.get_gid()).startswith("kind:")}
+
+
+def _without_records(drawn: set[str], records: Iterable[Any]) -> list[Record]:
+    """What stands for curves that come from a formula, of which nobody has made records."""
+    modelled = "modelled" in drawn or not drawn & {r.kind for r in records}
+    return [Record("", "", "", [0.0], "modelled")] if modelled and "modelled" not in {r.kind for r in records} else []
 
 
 def _require_origin(drawn: set[str], given: set[str]) -> None:
@@ -308,7 +316,8 @@ def heat_map(
     ax.set_yticks(range(len(rows)), [str(r) for r in rows])
     ax.grid(False)
     ax.spines[:].set_visible(False)
-    ax.plot([], [], marker="s", linestyle="", color=image.cmap(0.9), label=labelled(label, mark_of(kind)))
+    if label:
+        ax.set_title(labelled(label, mark_of(kind)), fontsize=STYLE["legend.fontsize"], fontweight="normal")
 
 
 def spans(
