@@ -104,6 +104,8 @@ def main():
     require(0 < args.seconds < 1e6 and args.seed >= 0, "--seconds must be above 0, --seed 0 or more")
     try:
         data = Images(args.data)
+    except (AttributeError, NameError, TypeError):
+        raise  # a mistake in Images, not in the file
     except Exception as e:
         require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

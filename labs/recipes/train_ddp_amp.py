@@ -50,7 +50,7 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
     """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
     with np.load(path) as arrays:
         x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
-    x, x_test = (((images.float() / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
+    x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
     return TensorDataset(x, y.long()), TensorDataset(x_test, y_test.long())
 
 
@@ -91,8 +91,12 @@ def main():
     require(args.clip > 0, "--clip must be above 0")
     require(not args.float64 or args.precision == "fp32", "--float64 needs --precision fp32")
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
+    if args.float64:
+        torch.set_default_dtype(torch.float64)
     try:
         train, test = load_data(args.data)
+    except (AttributeError, NameError, TypeError):
+        raise  # a mistake in load_data, not in the file
     except Exception as e:
         require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
@@ -118,12 +122,11 @@ def main():
     loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
-    dtype = torch.float64 if args.float64 else torch.float32
     low = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
     # FP16 on a GPU or a CPU: multiplies the loss by a scale, so that small gradients stay above FP16's smallest number
     scaler = torch.amp.GradScaler(device.type, enabled=low == torch.float16)
     torch.manual_seed(args.seed)
-    model = build_model(args.dropout).to(device, dtype)
+    model = build_model(args.dropout).to(device)
     # Collective: copies the weights and buffers of rank 0 to all. BatchNorm would see this rank's samples only: see
     # nn.SyncBatchNorm.convert_sync_batchnorm
     model = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)
@@ -136,7 +139,7 @@ def main():
         sampler.set_epoch(step // len(loader))  # or each epoch has the order of the first
         for x, y in loader:
             # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
-            x, y = x.to(device, dtype, non_blocking=cuda), y.to(device, non_blocking=cuda)
+            x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             # Only forward and loss: backward takes the formats of forward. The weights stay FP32: an update of less
             # than about 1/256 of a BF16 weight would be lost
             with torch.autocast(device.type, dtype=low, enabled=low is not None):
@@ -169,7 +172,7 @@ def main():
         for x, y in DataLoader(mine, args.batch_size):
             # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
             with torch.autocast(device.type, dtype=low, enabled=low is not None):
-                output, y = model.module(x.to(device, dtype)), y.to(device)
+                output, y = model.module(x.to(device)), y.to(device)
             output = output.float()
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
     dist.all_reduce(sums)  # collective

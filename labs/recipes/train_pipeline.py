@@ -50,7 +50,7 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
     """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
     with np.load(path) as arrays:
         x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
-    x, x_test = (((images.float() / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
+    x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
     return TensorDataset(x, y.long()), TensorDataset(x_test, y_test.long())
 
 
@@ -86,8 +86,12 @@ def main():
     require(0 < args.lr < float("inf") and 0 <= args.dropout < 1, "--lr must be above 0, --dropout from 0 to below 1")
     require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
+    if args.float64:
+        torch.set_default_dtype(torch.float64)
     try:
         train, test = load_data(args.data)
+    except (AttributeError, NameError, TypeError):
+        raise  # a mistake in load_data, not in the file
     except Exception as e:
         require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
@@ -117,13 +121,12 @@ def main():
     loader = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
-    dtype = torch.float64 if args.float64 else torch.float32
     torch.manual_seed(args.seed)
     model = build_model(args.dropout)
     require(ranks <= len(model), f"{ranks} ranks need as many layers, the model has {len(model)}")
     # Of the layers 0, 1, 2, ... this rank keeps a stretch. The slowest stage sets the pace: cut where times are equal
     cuts = [len(model) * r // ranks for r in range(ranks + 1)]
-    model = nn.Sequential(OrderedDict(list(model.named_children())[cuts[rank] : cuts[rank + 1]])).to(device, dtype)
+    model = nn.Sequential(OrderedDict(list(model.named_children())[cuts[rank] : cuts[rank + 1]])).to(device)
     first, last = rank == 0, rank == ranks - 1
     # 1F1B: as soon as the pipeline is full, one forward, one backward in turn. The loss is averaged over micro-batches
     schedule = Schedule1F1B(PipelineStage(model, rank, ranks, device), parts, loss_fn=cross_entropy)
@@ -136,7 +139,7 @@ def main():
         sampler.generator.manual_seed(args.seed + step // len(loader))  # another order in each epoch
         for x, y in loader:
             # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
-            x, y = x.to(device, dtype, non_blocking=cuda), y.to(device, non_blocking=cuda)
+            x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             optimizer.zero_grad()
             # Sends activations to the next rank and gradients to the one before; waits only for its neighbours
             losses = []
@@ -144,7 +147,7 @@ def main():
             optimizer.step()  # of this stage: no rank has another's gradients
             step += 1
             if step % args.log_every == 0 or step == args.steps:
-                mean = torch.stack(losses).mean() if last else torch.zeros((), device=device, dtype=dtype)
+                mean = torch.stack(losses).mean() if last else torch.zeros((), device=device)
                 dist.broadcast(mean, ranks - 1)  # collective: every rank logs at the same steps, or all wait for ever
                 mean = mean.item()  # waits for the device: else the clock times launches instead of work
                 rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
@@ -161,7 +164,7 @@ def main():
         for x, y in DataLoader(test, args.batch_size):
             fill = args.batch_size - len(y)
             x, target = torch.cat((x, x.new_zeros(fill, *x.shape[1:]))), torch.cat((y, y.new_zeros(fill)))
-            x, y = x.to(device, dtype), y.to(device)
+            x, y = x.to(device), y.to(device)
             output = schedule.eval(*([x] if first else []), **({"target": target.to(device)} if last else {}))
             if last:
                 output = output[: len(y)]

@@ -59,7 +59,7 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
     """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
     with np.load(path) as arrays:
         x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
-    x, x_test = (((images.float() / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
+    x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
     return TensorDataset(x, y.long()), TensorDataset(x_test, y_test.long())
 
 
@@ -95,8 +95,12 @@ def main():
     require(0 < args.lr < float("inf") and 0 <= args.dropout < 1, "--lr must be above 0, --dropout from 0 to below 1")
     require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
+    if args.float64:
+        torch.set_default_dtype(torch.float64)
     try:
         train, test = load_data(args.data)
+    except (AttributeError, NameError, TypeError):
+        raise  # a mistake in load_data, not in the file
     except Exception as e:
         require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
@@ -122,9 +126,8 @@ def main():
     loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
-    dtype = torch.float64 if args.float64 else torch.float32
     torch.manual_seed(args.seed)
-    model = build_model(args.dropout, args.recompute).to(device, dtype)
+    model = build_model(args.dropout, args.recompute).to(device)
     # Collective: copies the weights and buffers of rank 0 to all. BatchNorm would see this rank's samples only: see
     # nn.SyncBatchNorm.convert_sync_batchnorm
     model = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)
@@ -137,7 +140,7 @@ def main():
         sampler.set_epoch(step // len(loader))  # or each epoch has the order of the first
         for x, y in loader:
             # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
-            x, y = x.to(device, dtype, non_blocking=cuda), y.to(device, non_blocking=cuda)
+            x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
             optimizer.zero_grad()
             # Collective: DDP averages the gradients over the ranks while backward still computes earlier layers. To add
@@ -166,7 +169,7 @@ def main():
     with torch.no_grad():
         for x, y in DataLoader(mine, args.batch_size):
             # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
-            output, y = model.module(x.to(device, dtype)), y.to(device)
+            output, y = model.module(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
     dist.all_reduce(sums)  # collective
     loss, accuracy = (sums / len(test)).tolist()

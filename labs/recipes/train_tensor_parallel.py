@@ -52,7 +52,7 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
     """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
     with np.load(path) as arrays:
         x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
-    x, x_test = (((images.float() / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
+    x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
     return TensorDataset(x, y.long()), TensorDataset(x_test, y_test.long())
 
 
@@ -91,8 +91,12 @@ def main():
     require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
     require(not args.load or (args.load / ".metadata").is_file(), f"--load {args.load} is no folder that --save made")
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
+    if args.float64:
+        torch.set_default_dtype(torch.float64)
     try:
         train, test = load_data(args.data)
+    except (AttributeError, NameError, TypeError):
+        raise  # a mistake in load_data, not in the file
     except Exception as e:
         require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
@@ -127,11 +131,10 @@ def main():
     loader = DataLoader(train, args.batch_size // groups, sampler=sampler, drop_last=True, pin_memory=cuda)
 
     # Model
-    dtype = torch.float64 if args.float64 else torch.float32
     torch.manual_seed(args.seed)
     # The same seed gives the same weights on all ranks. A model too large for that: build it on device="meta", shard,
     # to_empty(device=device), then initialise or load
-    model = build_model(args.dropout).to(device, dtype)
+    model = build_model(args.dropout).to(device)
     # BF16 for the gathered weights and the arithmetic; gradients are averaged, and weights updated, in FP32
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     policy = bf16 if args.precision == "bf16" else MixedPrecisionPolicy()
@@ -156,7 +159,7 @@ def main():
         sampler.set_epoch(step // len(loader))  # or each epoch has the order of the first
         for x, y in loader:
             # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
-            x, y = x.to(device, dtype, non_blocking=cuda), y.to(device, non_blocking=cuda)
+            x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             # Collectives: between groups, forward gathers each block's weights just before it, and frees them after it;
             # in a group, it sums what down gives
             loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
@@ -184,10 +187,10 @@ def main():
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
     with torch.no_grad():
         for x, y in DataLoader(mine, args.batch_size):
-            output, y = model(x.to(device, dtype)), y.to(device)
+            output, y = model(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
         if -(-most // args.batch_size) > -(-len(mine) // args.batch_size):
-            model(x.to(device, dtype))  # forward is a collective: as many on each rank
+            model(x.to(device))  # forward is a collective: as many on each rank
     dist.all_reduce(sums, group=mesh["data"].get_group())  # collective: one rank of each group
     loss, accuracy = (sums / len(test)).tolist()
     if rank == 0:
