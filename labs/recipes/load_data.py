@@ -113,6 +113,8 @@ def main():
     cuda, gpus = torch.cuda.is_available() and not args.cpu, torch.cuda.device_count()
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)  # or pinning memory starts CUDA on GPU 0 in every rank
     torch.set_num_threads(1)  # as in the workers, which torch gives one thread each
     mine = Subset(data, range(rank, len(data), ranks))  # this rank's part; to train take DistributedSampler
     require(args.batch_size <= len(mine), f"--batch-size {args.batch_size} is more than a rank's {len(mine)} samples")
@@ -131,6 +133,7 @@ def main():
         print(f"rank {rank}  {line}", flush=True)
 
     batch = collate([mine[i] for i in range(args.batch_size)])
+    batch = tuple(t.pin_memory() for t in batch) if cuda else batch  # as the loader's
     model_rate = rate(itertools.repeat(batch), train, device, args.seconds)
     report(f"model alone, one batch again and again: {model_rate:,.0f} samples/s")
     for workers in args.workers:

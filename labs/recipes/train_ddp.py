@@ -150,7 +150,7 @@ def main():
     mine = Subset(test, range(rank, len(test), ranks))
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
     with torch.no_grad():
-        for x, y in DataLoader(mine, args.batch_size):
+        for x, y in DataLoader(mine, args.batch_size // ranks):
             # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
             output, y = model.module(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))

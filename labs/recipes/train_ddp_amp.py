@@ -169,7 +169,7 @@ def main():
     mine = Subset(test, range(rank, len(test), ranks))
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
     with torch.no_grad():
-        for x, y in DataLoader(mine, args.batch_size):
+        for x, y in DataLoader(mine, args.batch_size // ranks):
             # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
             with torch.autocast(device.type, dtype=low, enabled=low is not None):
                 output, y = model.module(x.to(device)), y.to(device)

@@ -3,9 +3,13 @@
     python train_ddp_resume.py --checkpoint run.pt                                          # the same again to go on
     torchrun --nproc-per-node 2 --max-restarts 3 train_ddp_resume.py --checkpoint run.pt    # torchrun starts it again
 
-On the same number of ranks, losses and weights are bit by bit those of an undisturbed run, on a GPU only if all kernels
-are deterministic: torch.use_deterministic_algorithms(True). SIGTERM, which schedulers send before they kill, saves and
-ends with exit code 143. Not 0: nobody must take a half trained model for a finished one.
+On the same number of ranks, losses and weights are bit by bit those of an undisturbed run. On GPUs only if all kernels
+are deterministic: CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment and torch.use_deterministic_algorithms(True), on
+the same kind of GPU; and if workers draw no random numbers, since an epoch resumed in its middle draws others.
+
+SIGTERM, which schedulers send before they kill, saves and ends with exit code 143. Not 0: nobody must take a half
+trained model for a finished one. torchrun kills 30 s after SIGTERM (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): --log-every steps
+and a save must take less. After a rank died, the others may hang in NCCL for these 30 s before torchrun starts again.
 
 For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
 """
@@ -152,6 +156,11 @@ def main():
     store = dist.PrefixStore(start, dist.TCPStore(address, port, is_master=host, wait_for_workers=False))
     backend, bound = ("nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=bound)
+    steps = [None] * ranks  # collective: on several machines each might have a file of its own
+    dist.all_gather_object(steps, state["step"] if state else 0)
+    require(
+        len(set(steps)) == 1, f"--checkpoint {args.checkpoint}: ranks found steps {steps}, they must share one file"
+    )
 
     # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
     sampler = ResumableSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples
@@ -189,6 +198,7 @@ def main():
         epoch, done = divmod(step, len(loader))
         sampler.set_epoch(epoch)  # or each epoch has the order of the first
         sampler.done = done * loader.batch_size
+        loader.generator.manual_seed(args.seed + 1_000_003 * (epoch * ranks + rank))  # of workers: on each rank another
         for x, y in loader:
             # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
@@ -228,7 +238,7 @@ def main():
     mine = Subset(test, range(rank, len(test), ranks))
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
     with torch.no_grad():
-        for x, y in DataLoader(mine, args.batch_size):
+        for x, y in DataLoader(mine, args.batch_size // ranks):
             # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
             output, y = model.module(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))

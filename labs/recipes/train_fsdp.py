@@ -88,6 +88,7 @@ def main():
     require(min(args.steps, args.batch_size, args.log_every) > 0, "--steps, --batch-size, --log-every: 1 or more")
     require(0 < args.lr < float("inf") and 0 <= args.dropout < 1, "--lr must be above 0, --dropout from 0 to below 1")
     require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
+    require(not args.save or not args.save.exists(), f"--save {args.save} exists: choose another folder")  # no mixture
     require(not args.load or (args.load / ".metadata").is_file(), f"--load {args.load} is no folder that --save made")
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
     if args.float64:
@@ -151,7 +152,8 @@ def main():
             loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
             optimizer.zero_grad()
             # Collectives: gathers them again, and gives each rank the average of its part of the gradients. To add up
-            # several batches before a step, call model.set_requires_gradient_sync(False) for all but the last
+            # several batches before a step, call model.set_requires_gradient_sync(False), and (True) before the last:
+            # each rank then holds the gradients of the whole model meanwhile
             loss.backward()
             optimizer.step()
             step += 1
@@ -172,10 +174,10 @@ def main():
     most = len(range(0, len(test), ranks))  # samples of rank 0: others may have one less
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
     with torch.no_grad():
-        for x, y in DataLoader(mine, args.batch_size):
+        for x, y in DataLoader(mine, args.batch_size // ranks):
             output, y = model(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
-        if -(-most // args.batch_size) > -(-len(mine) // args.batch_size):
+        if -(-most // loader.batch_size) > -(-len(mine) // loader.batch_size):
             model(x.to(device))  # forward is a collective: as many on each rank
     dist.all_reduce(sums)  # collective
     loss, accuracy = (sums / len(test)).tolist()

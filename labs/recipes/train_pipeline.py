@@ -175,10 +175,12 @@ def main():
         print(f"test loss {loss:.10f}  accuracy {accuracy:.2%}", flush=True)
 
     # Save: collective. Rank 0 writes one file of all stages, for build_model(); too large for one rank: dcp.save
-    stages = [None] * ranks
-    dist.gather_object({name: p.cpu() for name, p in model.state_dict().items()}, stages if rank == 0 else None)
-    if args.save and rank == 0:
-        torch.save({name: p for stage in stages for name, p in stage.items()}, args.save)
+    if args.save:
+        stages, hosts = [None] * ranks, dist.new_group(backend="gloo")  # NCCL would gather all stages on rank 0's GPU
+        weights = {name: p.cpu() for name, p in model.state_dict().items()}
+        dist.gather_object(weights, stages if rank == 0 else None, group=hosts)
+        if rank == 0:
+            torch.save({name: p for stage in stages for name, p in stage.items()}, args.save)
     dist.destroy_process_group()  # frees NCCL's memory and threads
     if not cuda:
         os._exit(0)  # on a busy machine Python's own end can meet threads of gloo that still run, and abort

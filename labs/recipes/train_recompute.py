@@ -1,7 +1,7 @@
 """DDP that computes activations twice instead of keeping them: a step takes less memory and more time.
 
-    python train_recompute.py --batch-size 5000 --steps 4            # compare samples/s, and memory on a GPU, with
-    python train_recompute.py --batch-size 5000 --steps 4 --no-recompute
+    python train_recompute.py --batch-size 5000 --steps 40      # compare the last samples/s, and memory on a GPU, with
+    python train_recompute.py --batch-size 5000 --steps 40 --no-recompute
     torchrun --nproc-per-node 2 train_recompute.py
 
 Also called activation checkpointing. It pays where activations fill the memory: deep models, long sequences, large
@@ -167,7 +167,7 @@ def main():
     mine = Subset(test, range(rank, len(test), ranks))
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
     with torch.no_grad():
-        for x, y in DataLoader(mine, args.batch_size):
+        for x, y in DataLoader(mine, args.batch_size // ranks):
             # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
             output, y = model.module(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))

@@ -89,6 +89,7 @@ def main():
     require(min(args.steps, args.batch_size, args.log_every) > 0, "--steps, --batch-size, --log-every: 1 or more")
     require(0 < args.lr < float("inf") and 0 <= args.dropout < 1, "--lr must be above 0, --dropout from 0 to below 1")
     require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
+    require(not args.save or not args.save.exists(), f"--save {args.save} exists: choose another folder")  # no mixture
     require(not args.load or (args.load / ".metadata").is_file(), f"--load {args.load} is no folder that --save made")
     require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
     if args.float64:
@@ -186,10 +187,10 @@ def main():
     most = len(range(0, len(test), groups))  # samples of group 0: others may have one less
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
     with torch.no_grad():
-        for x, y in DataLoader(mine, args.batch_size):
+        for x, y in DataLoader(mine, args.batch_size // groups):
             output, y = model(x.to(device)), y.to(device)
             sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
-        if -(-most // args.batch_size) > -(-len(mine) // args.batch_size):
+        if -(-most // loader.batch_size) > -(-len(mine) // loader.batch_size):
             model(x.to(device))  # forward is a collective: as many on each rank
     dist.all_reduce(sums, group=mesh["data"].get_group())  # collective: one rank of each group
     loss, accuracy = (sums / len(test)).tolist()

@@ -72,7 +72,7 @@ def draw_learning_rate(ranks: float, batch_per_rank: float, rule: str, warm_up_p
     rates = [lr_scaling.learning_rate(s, BASE.base_lr, factor, rule, warm_up) for s in drawn]
     last = lr_scaling.learning_rate(steps, BASE.base_lr, factor, rule, 0)
     message = f"Batch {whole:,}, {plain_number(factor)} times the base batch: learning rate {last:.3g}"
-    fig, ax = figure(message, xlabel="epoch", ylabel="learning rate", legend_below=True)
+    fig, ax = figure(message, xlabel="epoch", ylabel="learning rate (logarithmic)", legend_below=True)
     epochs = [s * whole / BASE.samples for s in drawn]
     curve(ax, epochs, rates, label=f"batch {whole:,}, rule: {rule}", color=SERIES[0])
     ends = [0, BASE.epochs]

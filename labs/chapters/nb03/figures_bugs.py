@@ -52,7 +52,7 @@ def saving_text(run: Records) -> None:
         lines.append(f"* {who}: {r.value:.0%} of the files were unreadable right after saving")
         worst = max(worst, 0.0 if r.case["guarded"] else r.value)
     lucky = " None this time is luck, not safety: it depends on who is when at which byte." if worst == 0 else ""
-    say("\n".join(lines) + f"\n\nSo one rank saves, and the others wait.{lucky}")
+    say("\n".join(lines) + f"\n\nSo one rank saves. The others wait only if they read the file next.{lucky}")
 
 
 SAID = {

@@ -87,7 +87,8 @@ def _crossover_text(rows: list[dict], guess: Prediction) -> str:
     ratio = estimate([r["measured"].value / r["modelled"] for r in rows], "x")
     return (
         f"DDP won in {wins} of {len(rows)} cells. {guess.against(float(wins))} The model names the winner in {right} "
-        f"of {len(rows)}. Measured over modelled: {ratio}. It knows one rank's step and the link, not what DDP itself "
+        f"of {len(rows)}; always naming the commoner one would name {max(wins, len(rows) - wins)}. "
+        f"Measured over modelled: {ratio}. It knows one rank's step and the link, not what DDP itself "
         "costs per step, nor what ranks take from each other. Worst:"
         f" width {worst['width']}, batch {worst['batch']}, {worst['measured']}; best: width {best['width']}, batch"
         f" {best['batch']}, {best['measured']}."

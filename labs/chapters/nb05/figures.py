@@ -32,7 +32,7 @@ def timeline(run: Records) -> None:
     peaks = {policy: max(total) for policy, total in sums.items()}
     message = f"BERT-large: {peaks['none']:.1f} GB, mostly activations; recomputed {peaks['block']:.1f} GB"
     drawn = [r for r in run if r.kind == "modelled"]  # nothing of it was allocated on this machine
-    fig, ax = figure(message, xlabel="operations since the step began", ylabel="memory (GB)", records=drawn,
+    fig, ax = figure(message, xlabel="calls of operators since the step began", ylabel="memory (GB)", records=drawn,
                      legend_below=True)  # fmt: skip
     parts = {c: [b / GB for b in line.bytes[c]] for c in CATEGORIES if max(line.bytes[c]) > 0.005 * GB}
     ops = [*line.operations, 1.03 * line.operations[-1]]  # the optimizer's step: one operation, the width of a line

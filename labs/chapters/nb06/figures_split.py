@@ -40,6 +40,8 @@ def where_it_wins(run: Records) -> None:
     rows = sorted({r.case["rows"] for r in run.where("step_s", width=width)})
     found = {m: {n: _speed(run, m, width, n) for n in rows} for m in MODES}
     few, many = (_fastest(run, width, n) for n in (rows[0], rows[-1]))
+    few, many = (name if max(found[m][n].low for m in MODES) > 1 else "none shown to beat one device"
+                 for name, n in ((few, rows[0]), (many, rows[-1])))  # fmt: skip
     message = f"Fastest with {rows[0]} rows: {few}; with {rows[-1]}: {many}"
     fig, ax = figure(message, xlabel="rows in the batch of both ranks", ylabel="speed, one device = 1 (x)", records=run,
                      legend_below=True)  # fmt: skip
