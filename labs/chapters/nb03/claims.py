@@ -100,7 +100,7 @@ def _(evidence: Records) -> Verdict:
     word = "depends" if spread == 0 else "holds"  # the half about versions stays open
     return Verdict(word, f"unequal ranks train one model: all steps take {1e3 * slow.value:.0f} ms beside one rank"
                    f" that is {slow.case['slow_ms']:.0f} ms slower ({1e3 * even.value:.0f} ms without); replicas differ"
-                   f" by {spread:g}. Unequal versions were not tried: NCCL refuses ranks with another NCCL")  # fmt: skip
+                   f" by {spread:g}. Unequal versions were not tried: NCCL refuses another NCCL")  # fmt: skip
 
 
 @verdict("B34")
