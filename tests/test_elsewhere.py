@@ -91,7 +91,8 @@ run = Records([Record("a", "b", "s", [1.0], "measured", provenance=provenance())
                Record("a", "b", "s", [1.0], "published", {"source": "published"}, provenance={"source": "a book"})])
 def drawn(records):
     fig, ax = figure("A message", xlabel="x (s)", ylabel="y (s)", records=records)
-    points(ax, [1], [1], kind=records[-1].kind)
+    for record in records:
+        points(ax, [1], [1], kind=record.kind)
     return fig
 """
 

@@ -13,7 +13,7 @@ from labs.chapters.nb00.figures import FORMATS, limits
 from labs.kit import hardware
 from labs.kit.errors import BadInput
 from labs.kit.explore import Menu, Slider, explore, here, powers
-from labs.kit.plot import curve, figure, log_axes, plain_number
+from labs.kit.plot import curve, figure, log_axes, plain_number, points
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.models import Workload
@@ -118,6 +118,8 @@ def _draw(
                      legend_below=True)  # fmt: skip
     roof = [attainable_flop_s(i, peak, bandwidth) / 1e12 for i in (INTENSITIES[0], ridge, INTENSITIES[-1])]
     curve(ax, (INTENSITIES[0], ridge, INTENSITIES[-1]), roof, label=f"roof: {where}")
+    if any(r.kind == "measured" for r in records):
+        points(ax, [ridge], [peak / 1e12], label="the best rate")
     here(ax, intensity, reach / 1e12, f"{rows}, at best")
     # The same axes for all cards: a faster one is higher, a ridge further to the right is further to the right.
     bottom, top = (0.05, 5000) if roof[-1] > 1 else (roof[0] / 4, 4 * roof[-1])
