@@ -140,6 +140,8 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 def _impossible(precision: str, config: Config, rank: Rank) -> str:
     """Why the model cannot be trained in `precision` here; "" if it can. The same on all ranks, which are alike."""
+    if precision == "fp32":
+        return ""  # as amp.impossible, without a model
     workload = models.make(config.model, config.seed)
     batch = [t.to(rank.device) for t in workload.make_batch(2)]
     return amp.impossible(workload.module.to(rank.device), workload.loss, batch, precision)

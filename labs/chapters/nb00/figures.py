@@ -137,7 +137,9 @@ def all_reduce(run: Records, guess: Prediction) -> None:
     limit = model.b_s * collectives.bus_factor("all_reduce", n) / 1e9
     half_kib, told = model.half_bytes / 1024, math.isfinite(model.b_s)
     message = "No bandwidth to be seen: large messages took no longer than small ones"
-    if told:
+    if told and not half_kib:  # noise between two sizes can hide what a message costs by itself
+        message = "This run cannot tell from which size on the bandwidth is reached"
+    elif told:
         message = f"Under {plain_number(float(f'{half_kib:.2g}'))} KiB, less than half of the bandwidth"
     fig, ax = figure(message, xlabel="message size (KiB)", ylabel="bus bandwidth (GB/s)", records=run)
     sizes = [r.case["bytes"] for r in rows]
@@ -153,6 +155,9 @@ def all_reduce(run: Records, guess: Prediction) -> None:
     if not told:
         return say("By the fit a byte costs nothing, so that this run cannot tell the bandwidth: noise has hidden it. "
                    "Run the cell again, on a quiet machine or with more rounds.")  # fmt: skip
+    if not half_kib:
+        return say("By the fit a message costs nothing beside its bytes, which small messages above refute: noise has "
+                   "hidden it. Run the cell again, on a quiet machine or with more rounds.")  # fmt: skip
     return say(
         f"The fit: latency {model.latency_s * 1e6:.0f} µs, bandwidth {limit:.2g} GB/s (busbw). "
         f"{guess.against(half_kib)} By it, 10 KiB take {model.seconds(10 * 1024) * 1e3:.2f} ms and a hundred times "
