@@ -5,7 +5,7 @@
     python -m labs.classroom.agenda --measured build/minutes.json  # with this machine's seconds, after `make course`
 
 Seconds of the machine are recorded or, with --measured, yours; minutes of people are modelled from what there is to
-read, to predict, to look at and to write (`PACES`).
+read, to predict and to look at (`PACES`), and from the minutes that each exercise says it takes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from labs.kit.notebook_report import heading, pictures
 from labs.kit.record import load
 
 PACES = {
-    "room": {"words": 1 / 120, "predictions": 2.0, "results": 3.0, "exercises": 12.0},
-    "alone": {"words": 1 / 150, "predictions": 1.0, "results": 1.5, "exercises": 6.0},
+    "room": {"words": 1 / 120, "predictions": 2.0, "results": 3.0, "exercises": 2.0, "exercise_min": 1.0},
+    "alone": {"words": 1 / 150, "predictions": 1.0, "results": 1.5, "exercises": 0.0, "exercise_min": 1.0},
 }
-"""Minutes for each word, prediction, figure or table, and exercise. In a room text is spoken, a prediction waits for
-the last hand, a figure is discussed, and a solution is shown after an exercise. Assumptions, not measurements: change
-them when your rooms are faster or slower."""
+"""Minutes for each word, prediction, figure or table, exercise, and minute that an exercise says it takes. In a room
+text is spoken, a prediction waits for the last hand, a figure is discussed, and a solution is shown after an exercise.
+Assumptions, not measurements: change them when your rooms are faster or slower."""
+STATED = re.compile(r"\(?About (\d+) minutes\b")
+"""How an exercise says how long it takes who writes it alone, with its hints at hand: a guess of its author."""
 RECORD = NOTEBOOKS.parent / "records" / "amd-epyc-2-cores-2026-11" / "course.jsonl"
 
 
@@ -50,6 +52,8 @@ class Section:
     results: int = 0
     """Figures and tables"""
     exercises: int = 0
+    exercise_min: int = 0
+    """Minutes that they say they take."""
     machine_s: float = 0.0
 
     @property
@@ -76,6 +80,8 @@ def sections(path: Path, machine_s: dict[tuple[str, str], float]) -> list[Sectio
             title = heading(part, 2) or heading(part, 3)
             if title and title not in ("You will", "You need"):
                 found.append(Section(path.stem, title))
+            if re.match(r"### \d\d\.\d", part) and (stated := STATED.search(part)):
+                found[-1].exercise_min = int(stated[1])
             found[-1].words += len(re.sub(r"<[^>]*>|\]\([^)]*\)", " ", part).split())
     for section in found:
         section.machine_s = machine_s.get((section.notebook, section.title), 0.0)
@@ -107,8 +113,8 @@ def seconds_of(path: Path) -> dict[tuple[str, str], float]:
 
 def table(found: list[Section]) -> str:
     """Minutes per section as a Markdown table, with a sum for each notebook."""
-    lines = ["| section | words | predictions | figures, tables | exercises | machine s | alone | in a room |",
-             "| --- | --: | --: | --: | --: | --: | --: | --: |"]  # fmt: skip
+    lines = ["| section | words | predictions | figures, tables | exercises | their minutes | machine s | alone | "
+             "in a room |", "| --- | --: | --: | --: | --: | --: | --: | --: | --: |"]  # fmt: skip
     for name in dict.fromkeys(s.notebook for s in found):
         own = [s for s in found if s.notebook == name]
         lines.append(_row(f"**{name}**", own, "**"))

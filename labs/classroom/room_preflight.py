@@ -213,11 +213,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     finally:
         end_children()
     saved, written = save(report, options.report)
-    if options.json:
-        print(report.as_json(), end="")
-        if not written:
-            print(saved, file=sys.stderr)
-    else:
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(as_text(report, shutil.get_terminal_size((100, 24)).columns, colour, saved), end="")
+    with cli.closed_pipe_is_no_error():
+        if options.json:
+            print(report.as_json(), end="")
+            if not written:
+                print(saved, file=sys.stderr)
+        else:
+            colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+            print(as_text(report, shutil.get_terminal_size((100, 24)).columns, colour, saved), end="")
     raise SystemExit(int(report.verdict != "GO" or (options.report is not None and not written)))

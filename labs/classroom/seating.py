@@ -48,7 +48,7 @@ def machine_here() -> Machine:
     if allowed < len(affinity()):
         notes = [f"A CPU quota leaves {allowed} of {len(affinity())} logical CPUs: no more cores are handed out."]
         usable = usable[:allowed]  # one busy thread on each
-    report = nvml.report()
+    report = nvml.report(brief=True)
     gpus = seat_gpus(report, os.environ)
     if gpus and not _torch_has_cuda():
         notes.append("There are GPUs, but this torch is a build without CUDA: only cores are handed out.")

@@ -228,6 +228,8 @@ def pairs(a: Record, b: Record) -> Estimate:
     return ratio(a, b)
 
 
+ROWS = 15
+"""So many judged claims a notebook shows open."""
 SIGNS = {"does not hold": "✗", "depends": "~", "holds": "✓"}  # not by colour alone; shown in this order
 Row = tuple[Claim, Verdict]
 
@@ -278,14 +280,15 @@ def _needs(claim: Claim) -> str:
 
 def gpu_count() -> int:
     """GPUs that CUDA would show this process, found without initialising CUDA."""
-    return len(nvml.visible(nvml.report()) or [])
+    return len(nvml.visible(nvml.report(brief=True)) or [])
 
 
 @dataclass(frozen=True)
 class Table:
     """Claims with their verdicts; displays as a table in a notebook and as text elsewhere.
 
-    What does not hold comes first, what has no verdict here last; in a notebook the latter is folded away.
+    What does not hold comes first, what has no verdict here last. In a notebook ROWS of them and the first sentence of
+    each reason are open, the rest is folded away.
     """
 
     rows: tuple[Row, ...]
@@ -340,9 +343,9 @@ class Table:
 
     def _repr_html_(self) -> str:
         judged, left = self._judged(), self._open()
-        shown = self._table(judged) if judged else ""
-        if left:
-            shown += f"<details><summary>{self._folded(left)}</summary>{self._table(left)}</details>"
+        shown = self._table(judged[:ROWS], brief=True) if judged else ""
+        for rows, summary in ((judged[ROWS:], f"{len(judged) - ROWS} more with a verdict"), (left, self._folded(left))):
+            shown += f"<details><summary>{summary}</summary>{self._table(rows)}</details>" if rows else ""
         notes = "<br>".join(html.escape(line) for line in (self._summary(), *self._sources()))
         return f"{shown}<p>{notes}</p>"
 
@@ -352,20 +355,25 @@ class Table:
         parts = [f"{n} {what}" for n, what in words if n]
         return f"{len(left)} more without a verdict here: {', '.join(parts)}"
 
-    def _table(self, rows: list[Row]) -> str:
+    def _table(self, rows: list[Row], brief: bool = False) -> str:
         head = "".join(f"<th {LEFT}>{h}</th>" for h in HEADINGS)
-        body = "".join(f"<tr>{''.join(f'<td {LEFT}>{cell}</td>' for cell in self._cells(c, v))}</tr>" for c, v in rows)
+        cells = (self._cells(c, v, brief) for c, v in rows)
+        body = "".join(f"<tr>{''.join(f'<td {LEFT}>{cell}</td>' for cell in row)}</tr>" for row in cells)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
-    def _cells(self, claim: Claim, found: Verdict) -> tuple[str, ...]:
+    def _cells(self, claim: Claim, found: Verdict, brief: bool) -> tuple[str, ...]:
         word = f"<b>{SIGNS.get(found.word, '…')}&nbsp;{html.escape(found.word)}</b>"
         takeaway = f"<br><i>{_code(claim.takeaway)}</i>" if found.word in SIGNS else ""
         kind = f"<br>{found.kind}" if found.kind else ""
-        return f"{claim.id}<br>{claim.source}", _code(claim.claim) + takeaway, word + kind, html.escape(found.because)
+        first, *more = SENTENCES.split(found.because, 1) if brief else [found.because]
+        folded = f"<details><summary>more</summary>{html.escape(more[0])}</details>" if more else ""
+        because = html.escape(first) + folded
+        return f"{claim.id}<br>{claim.source}", _code(claim.claim) + takeaway, word + kind, because
 
 
 HEADINGS = ("article, lines", "claim", "verdict here", "because")
 LEFT = 'style="text-align:left"'  # in every cell, since JupyterLab aligns cells of tables to the right
+SENTENCES = re.compile(r"(?<=[.;]) (?=[A-Z'\"(])")
 CODE = re.compile(
     r"(?<![\w.])("
     r"(?:\w+\.)*\w+_\w+(?:\.\w+)*(?:\([^()]*\)|=\[[^\]]*\]|=\w+)?"  # a_name, with its arguments or its value

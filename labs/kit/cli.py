@@ -1,4 +1,4 @@
-"""A lab's command line, derived from its Config: it runs the lab, prints a table of its records and saves them.
+"""A lab's command line, derived from its Config: it runs the lab, says what came out and saves the records.
 
 python -m labs.X --help          torchrun --nproc-per-node 2 -m labs.X
 
@@ -14,7 +14,9 @@ import os
 import re
 import socket
 import sys
+import textwrap
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +51,9 @@ class Output:
     """Where the records go."""
 
     out: Path | None = None
-    """File to save the records to, as JSON lines; without it only the table is printed."""
+    """File to save the records to, as JSON lines."""
+    table: bool = False
+    """Print every record, too, after the answer."""
 
     def __post_init__(self) -> None:
         if self.out is not None:
@@ -140,6 +144,16 @@ def fail(prog: str, message: str) -> typing.NoReturn:
     raise SystemExit(2)
 
 
+@contextlib.contextmanager
+def closed_pipe_is_no_error() -> Iterator[None]:
+    """A reader of standard output may leave early, as in `| head`: what is left to print is dropped, without a word."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+
+
 def main() -> None:
     """Entry point of every lab module: launches ranks, or is one when torchrun has set RANK."""
     spec = sys.modules["__main__"].__spec__
@@ -161,7 +175,8 @@ def _leave(code: int) -> typing.NoReturn:
     Then a rank whose work is done and saved now and then aborts ("terminate called without an active exception"),
     and torchrun reports the whole job as failed.
     """
-    sys.stdout.flush()
+    with closed_pipe_is_no_error():
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
@@ -182,13 +197,13 @@ def run_here(lab: str, command: Any) -> int:
     except KeyboardInterrupt:
         print("interrupted: all ranks stopped, nothing was recorded", file=sys.stderr)
         return 130
-    return report(run, run.monitor, command.output.out)
+    return report(lab_module(lab), run, run.monitor, command.output)
 
 
 def run_under_torchrun(lab: str, command: Any) -> int:
     """Be one rank of a job that torchrun has started; rank 0 prints and saves the records. Returns the exit code."""
     from labs.kit.display import TerminalView
-    from labs.kit.hardware import place
+    from labs.kit.hardware import place, why_cores
     from labs.kit.monitor import Monitor
     from labs.kit.rank import process_group
     from labs.kit.rank_process import RunLab
@@ -202,8 +217,10 @@ def run_under_torchrun(lab: str, command: Any) -> int:
         hosts = rank.gather((rank.rank, os.getpid(), socket.gethostname()))
         pids = {r: pid for r, pid, host in hosts if host == socket.gethostname()}
         if view:
+            view.note(why_cores(placement, command.launch.device))
             rank.on_progress = view.progress
-        with Monitor(lambda: pids) if local_rank == 0 else contextlib.nullcontext() as monitor:
+        used = {d.index for d in placement if d.kind != "cpu"}
+        with Monitor(lambda: pids, gpus=used) if local_rank == 0 else contextlib.nullcontext() as monitor:
             records = body(rank)
     if view is None:
         return 0
@@ -211,18 +228,48 @@ def run_under_torchrun(lab: str, command: Any) -> int:
     machines = {"machines": len({host for *_, host in hosts})}  # the rest of the provenance is that of rank 0's
     attached = record.attach_provenance(records)
     kept = record.Records(dataclasses.replace(r, provenance=r.provenance | machines) for r in attached)
-    return report(kept, monitor.trace, command.output.out)
+    return report(lab_module(lab), kept, monitor.trace, command.output)
 
 
 def _values(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
-def report(records: record.Records, trace: Trace | None, out: Path | None) -> int:
-    """Print a table of `records` and save them to `out`, if given. Returns the exit code.
+ROWS = 20
+"""Up to so many records are printed under the answer without being asked for."""
 
-    If they cannot be saved (disk full, read-only), they go to standard output instead: nothing is lost.
+
+def report(lab: ModuleType, records: record.Records, trace: Trace | None, output: Output) -> int:
+    """Print the lab's answer and save `records`, if asked to. Returns the exit code.
+
+    The answer is what `lab.answer(records)` yields: two to six sentences. The records follow as a table, if they are
+    few, or with --table. If they cannot be saved (disk full, read-only), they go to standard output: nothing is lost.
     """
+    answer = list(lab.answer(records)) if hasattr(lab, "answer") and len(records) else []
+    with closed_pipe_is_no_error():
+        for sentence in answer:
+            print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+        if output.table or not answer or len(records) <= ROWS:
+            print(f"\n{_table(records)}" if answer else _table(records))
+        else:
+            print(f"\n{len(records)} records: --table prints them, --out FILE saves them.")
+    if trace is not None and trace.t_s[-1:] > [SHORT_S] and (warning := trace.disturbance()):
+        print(warning, file=sys.stderr)
+    if output.out is None:
+        return 0
+    try:
+        saved = records.save(output.out)
+    except OSError as e:
+        with closed_pipe_is_no_error():
+            print("".join(records.lines()), end="")
+        print(f"could not save to {output.out} ({e.strerror}): the records are printed above instead", file=sys.stderr)
+        return 1
+    with closed_pipe_is_no_error():
+        print(f"saved to {saved}")
+    return 0
+
+
+def _table(records: record.Records) -> str:
     import pandas
 
     from labs.kit.measure import estimate
@@ -233,15 +280,4 @@ def report(records: record.Records, trace: Trace | None, out: Path | None) -> in
         for r in records
     ]  # fmt: skip
     table = pandas.DataFrame(rows).astype(object).fillna("")
-    print(table.to_string(index=False, max_colwidth=60) if rows else "no records")
-    if trace is not None and trace.t_s[-1:] > [SHORT_S] and (warning := trace.disturbance()):
-        print(warning, file=sys.stderr)
-    if out is None:
-        return 0
-    try:
-        print(f"saved to {records.save(out)}")
-    except OSError as e:
-        print("".join(records.lines()), end="")
-        print(f"could not save to {out} ({e.strerror}): the records are printed above instead", file=sys.stderr)
-        return 1
-    return 0
+    return table.to_string(index=False, max_colwidth=60) if rows else "no records"

@@ -89,6 +89,9 @@ class View:
         if self.notice is not None:
             self.notice(text)
 
+    def note(self, text: str) -> None:
+        """One line about the run that stays, such as where it runs; "" is none."""
+
     def close(self, failed: bool = False) -> None: ...
 
 
@@ -144,6 +147,10 @@ class TerminalView(View):
         elif text != self.bar.postfix:
             self.bar.set_postfix_str(text, refresh=True)
 
+    def note(self, text: str) -> None:
+        if text:
+            self.bar.write(text, file=sys.stderr)
+
     def progress(self, done: int, total: int, message: str) -> None:
         self.bar.total, self.bar.n = max(total, 1), done
         self.bar.set_postfix_str(message, refresh=True)
@@ -159,8 +166,11 @@ class NotebookView(View):
         from IPython.display import HTML, display
 
         self.lab, self.nproc, self.HTML = lab, nproc, HTML
-        self.start, self.state, self.waits_for = time.monotonic(), "starting", ""
+        self.start, self.state, self.waits_for, self.noted = time.monotonic(), "starting", "", ""
         self.handle = display(HTML(self._page(0, 0, "starting ranks")), display_id=True)
+
+    def note(self, text: str) -> None:
+        self.noted = text
 
     def waiting(self, text: str) -> None:
         if text != self.waits_for:
@@ -186,7 +196,8 @@ class NotebookView(View):
         ranks = f"{self.nproc} rank{'s' if self.nproc > 1 else ''}"
         bar = f'<progress max="{total}" value="{done}" style="width:12em"></progress>' if total else ""
         text = html.escape(f"{self.lab}: {ranks}, {self.state}, {seconds:.1f} s  {message}")
-        return _monospace(f"{bar} {text}")
+        noted = _monospace(html.escape(self.noted)) if self.noted else ""
+        return _monospace(f"{bar} {text}") + noted
 
 
 def open_view(lab: str, nproc: int) -> View:

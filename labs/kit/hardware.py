@@ -11,7 +11,7 @@ import functools
 import os
 import platform
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from labs.kit import nvml
 from labs.kit.errors import BadInput, require
 from labs.kit.host import affinity, container, core_count, cores
-from labs.kit.nvml import visible
+from labs.kit.nvml import Visible, visible
 
 KINDS = ("auto", "cpu", "cuda", "cuda-shared")
 
@@ -64,14 +64,54 @@ def place(nproc: int, kind: str = "auto", oversubscribe: bool = False) -> list[D
     """
     require(nproc >= 1, f"nproc must be at least 1, not {nproc}")
     if not (oversubscribe or os.environ.get("COURSE_OVERSUBSCRIBE") == "1"):
-        return devices(nproc, kind=kind)
+        return _shareable(devices(nproc, kind=kind))
     for n in range(nproc, 1, -1):
         try:
             have = devices(n, kind=kind)
         except BadInput:
             continue
-        return [have[i % n] for i in range(nproc)]
-    return devices(1, kind=kind) * nproc
+        return _shareable(_repeated(have, nproc))
+    return _shareable(_repeated(devices(1, kind=kind), nproc))
+
+
+def _repeated(have: Sequence[Device], nproc: int) -> list[Device]:
+    """Devices for `nproc` ranks out of fewer, in turn. GPUs become "cuda-shared" for all: NCCL refuses two on one."""
+    if len(have) < nproc and have[0].kind == "cuda":
+        have = [dataclasses.replace(d, kind="cuda-shared") for d in have]
+    return [have[i % len(have)] for i in range(nproc)]
+
+
+def _shareable(placement: list[Device]) -> list[Device]:
+    """`placement` itself. BadInput if a GPU that ranks would share lets in one process at a time."""
+    indices = {d.index for d in placement if d.kind == "cuda-shared"}
+    require_shareable(indices if len(placement) > 1 else ())
+    return placement
+
+
+def require_shareable(indices: Collection[int], shown: Sequence[Visible] | None = None) -> None:
+    """BadInput if one of the GPUs with these CUDA indices is in exclusive-process mode: asked before a second process.
+
+    CUDA would say "all CUDA-capable devices are busy or unavailable".
+    """
+    shown = (visible(nvml.report(brief=True)) or () if indices else ()) if shown is None else shown
+    for v in shown:
+        fix = 'let its owner run `nvidia-smi -c DEFAULT`, or use device="cpu"'
+        kept = v.cuda_index in indices and v.exclusive
+        require(not kept, f"GPU {v.cuda_index} is in exclusive-process mode and two processes would need it: {fix}")
+
+
+def why_cores(placement: Sequence[Device], kind: str = "auto", gpu_names: Sequence[str] | None = None) -> str:
+    """One line if ranks run on cores although there are GPUs, since these are fewer than ranks; "" otherwise."""
+    if kind != "auto" or placement[0].kind != "cpu":
+        return ""
+    gpus = len(visible_gpu_names() if gpu_names is None else gpu_names)
+    if not gpus:
+        return ""
+    ranks = len(placement)
+    return (
+        f"{_count(ranks, 'rank')} on CPU cores, for torch sees {_count(gpus, 'GPU')} and each rank needs its own: "
+        f'nproc={gpus} uses {"it" if gpus == 1 else "them"}, device="cuda-shared" lets all ranks share GPU 0'
+    )
 
 
 def _enough_gpus(n: int, names: Sequence[str]) -> None:
@@ -114,7 +154,7 @@ def visible_gpu_names(report: nvml.Report | None = None, environ: dict[str, str]
 
     if not torch.backends.cuda.is_built():
         return []
-    found = visible(report or nvml.report(), environ)
+    found = visible(report or nvml.report(brief=True), environ)
     if found is None:  # no NVML (ROCm, some WSL): torch counts, at the price of asking the CUDA runtime
         return [f"GPU {i}" for i in range(torch.cuda.device_count())]
     return [v.name or f"GPU {v.cuda_index}" for v in found]
@@ -154,7 +194,7 @@ def summary() -> dict[str, Any]:
     """The few facts about the hardware that go into every record's provenance."""
     import psutil
 
-    report = nvml.report()
+    report = nvml.report(brief=True)
     return {
         "cpu": cpu_name(),
         "cores": core_count(),
@@ -182,7 +222,8 @@ def build() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        # Not torch.backends.cudnn.version(): its _init() asks every GPU for its capability, which starts CUDA.
+        "cudnn": torch._C._cudnn.getVersionInt() if torch.backends.cudnn.is_available() else None,
         "nccl": nccl_version(),
         "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
         "arch_list": arch.split() if arch else [],
@@ -232,6 +273,11 @@ class Spec:
     source: str
     url: str
     memory_gb: float | None = None
+    usable_mib: int | None = None
+    """MiB that nvidia-smi prints as the card's total; see `usable_bytes`."""
+    usable_source: str = ""
+    """Title of the source of `usable_mib`; `usable_url` is its address, "" where none was kept."""
+    usable_url: str = ""
     bandwidth_gb_s: float | None = None
     bus_bits: int | None = None
     pin_gbit_s: float | None = None
@@ -243,6 +289,8 @@ class Spec:
     """The tensor figures are half of a figure "with sparsity"."""
     link: str | None = None
     link_gb_s: float | None = None
+    l2_mib: float | None = None
+    """Level-2 cache in 2^20 bytes."""
     tdp_w: float | None = None
     note: str = ""
 
@@ -259,7 +307,9 @@ def specs() -> tuple[Spec, ...]:
 
 
 def _spec(gpu: str, row: dict[str, Any], sources: dict[str, dict[str, str]]) -> Spec:
-    source = sources[row.pop("source")]
+    source, usable = sources[row.pop("source")], sources.get(row.pop("usable_source", ""))
+    if usable:
+        row |= {"usable_source": usable["title"], "usable_url": usable["url"]}
     return Spec(gpu, tuple(row.pop("names")), source["title"], source["url"], **row)
 
 
@@ -270,6 +320,17 @@ def spec(name: str) -> Spec | None:
     """
     wanted = name.strip().casefold()
     return next((s for s in specs() if wanted in (n.casefold() for n in (s.gpu, *s.names))), None)
+
+
+def usable_bytes(name: str) -> int | None:
+    """Bytes that nvidia-smi prints as the total of the card with this name: what a model can have at most.
+
+    Not the datasheet's 10^9 bytes: an "80 GB" A100 has 85.9e9, a "24 GB" RTX 4090 has 25.8e9. The driver
+    keeps a part of it, and so does the CUDA context of each process. None for a card without a sourced figure. On the
+    machine itself `nvml.gpus()` tells.
+    """
+    row = spec(name)
+    return row.usable_mib * 2**20 if row and row.usable_mib else None
 
 
 def peak(name: str, dtype: str) -> Peak | None:

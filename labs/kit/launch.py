@@ -43,7 +43,7 @@ from labs.kit import guardian, launch_queue, record, room
 from labs.kit.display import View, open_view
 from labs.kit.errors import require
 from labs.kit.failure import RankFailed, RankTimeout, Watch
-from labs.kit.hardware import Device, place
+from labs.kit.hardware import Device, place, why_cores
 from labs.kit.lab import check_layout, lab_module, make_config
 from labs.kit.monitor import Monitor, Trace
 from labs.kit.rank_process import RunFunction, RunLab, as_rank
@@ -78,6 +78,7 @@ def launch(
     require(timeout_s > 0, f"timeout_s must be positive, not {timeout_s}")
     check_layout(module, config, nproc)
     with open_view(lab, nproc) if view is None else view as v:
+        v.note(why_cores(placement, device))
         job = Job(RunLab(lab, parameters), placement, timeout_s, v)
         results = _run(job)
     run = Run(record.attach_provenance(results[0]), job.trace, job.seconds, job.printed)
@@ -168,7 +169,8 @@ class Job:
         start = time.monotonic()
         self.agent = Agent(self.body, self.placement, self.watch.folder, self.timeout_s)
         self.agent.start()
-        with Monitor(self.watch.pids) as monitor:
+        used = {d.index for d in self.placement if d.kind != "cpu"}
+        with Monitor(self.watch.pids, gpus=used) as monitor:
             self.view.watch(monitor, self.watch.folder / "progress")
             try:
                 self._poll_until(start + self.timeout_s)

@@ -201,7 +201,7 @@ def claims_of(placement: Sequence[Device], root: str | Path = "/") -> tuple[str,
     if indices:
         from labs.kit import nvml
 
-        uuids = {v.cuda_index: v.uuid for v in visible(nvml.report()) or ()}
+        uuids = {v.cuda_index: v.uuid for v in visible(nvml.report(brief=True)) or ()}
         if not all(uuids.get(i) for i in indices):
             return (MACHINE,)
         claims += [f"gpu-{re.sub(r'[^0-9A-Za-z-]', '_', uuids[i])}" for i in indices]

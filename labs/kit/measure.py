@@ -115,7 +115,10 @@ def _drift(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with the interval that its samples support, in `unit`; `n` is how many samples."""
+    """A value with its 95 % interval, in `unit`; `n` is how many samples.
+
+    The method makes intervals that contain the true median in 95 % of runs. It assumes that samples are independent.
+    """
 
     value: float
     low: float
@@ -157,6 +160,9 @@ def _text(x: float, size: float) -> str:
 
 def estimate(samples: Sequence[float], unit: str = "", *, level: float = LEVEL, resamples: int = 9999) -> Estimate:
     """Median of `samples` with its percentile bootstrap interval, expanded for few samples; the seed is fixed.
+
+    A method whose intervals contain the true median in `level` of all runs. Samples are assumed independent: where
+    each resembles the one before, as in a slow spell of the machine, the interval is too narrow.
 
     A plain percentile interval is too narrow for few samples: of ratios of noisy times it missed the true median
     in 12 % of all cases with 7 samples, in 8 % with 8, in 6 % with 20, not in 5. The percentiles are therefore moved

@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,9 +100,13 @@ class Trace:
 class Monitor:
     """Context manager that samples from a thread every `period_s` seconds. It never raises into the run."""
 
-    def __init__(self, pids: Callable[[], dict[int, int]], period_s: float = 0.2, nvml: Any = None) -> None:
+    def __init__(
+        self, pids: Callable[[], dict[int, int]], period_s: float = 0.2, nvml: Any = None,
+        gpus: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
+        """`gpus`: CUDA indices of those that ranks use, default all; ranks on cores have none, and no idle lanes."""
         self.pids, self.period_s = pids, period_s
-        self._nvml = nvml
+        self._nvml, self._gpus = nvml, gpus
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._t_s: list[float] = []
         self._values: dict[Key, list[float | None]] = {}
@@ -130,7 +134,7 @@ class Monitor:
             return Trace(list(self._t_s), series, cost, tuple(self._failures), others)
 
     def _loop(self) -> None:
-        for make in (CpuSampler, lambda: GpuSampler(self._nvml)):
+        for make in (CpuSampler, lambda: GpuSampler(self._nvml, self._gpus)):
             self._guarded(lambda make=make: self._samplers.append(make()))
         self._cost_s += time.thread_time()  # of a new thread: what opening the sources has cost
         wait = self.period_s
@@ -373,11 +377,13 @@ class GpuSampler:
     GPUs carry CUDA's numbers, or NVML's where the two cannot be matched.
     """
 
-    def __init__(self, nvml: Any = None) -> None:
+    def __init__(self, nvml: Any = None, gpus: Collection[int] | None = None) -> None:
         self.nvml: Any = None
         self._handles: dict[int, Any] = {}
         self._unsupported: set[tuple[int, str]] = set()
         self._next_slow = 0.0
+        if gpus is not None and not gpus:
+            return
         try:
             nvml = library(nvml)
             nvml.nvmlInit()
@@ -386,7 +392,7 @@ class GpuSampler:
         except nvml.NVMLError:  # no driver: a machine without a GPU
             return
         self.nvml = nvml
-        self._handles = {i: nvml.nvmlDeviceGetHandleByIndex(n) for i, n in _indices(nvml).items()}
+        self._handles = _handles(nvml, gpus)
 
     def sample(self, pids: dict[int, int]) -> Iterator[tuple[Key, float]]:
         """(key, value) pairs of one moment. A reading that a GPU does not offer is left out from then on."""
@@ -409,10 +415,14 @@ class GpuSampler:
             self.nvml = None
 
 
-def _indices(nvml: Any) -> dict[int, int]:
-    """CUDA index -> NVML index of the visible GPUs."""
-    cards = report(nvml)
+def _handles(nvml: Any, gpus: Collection[int] | None) -> dict[int, Any]:
+    """CUDA index -> NVML's handle of each of `gpus`. Of a MIG instance its own: the card's would tell its memory."""
+    cards = report(nvml, brief=True)
     shown = visible(cards) or []
-    if any(v.nvml_index is None for v in shown):
-        return {g.index: g.index for g in cards.gpus}
-    return {v.cuda_index: v.nvml_index for v in shown if v.nvml_index is not None}
+    if any(v.nvml_index is None for v in shown):  # which of them are in use cannot be told
+        return {g.index: nvml.nvmlDeviceGetHandleByIndex(g.index) for g in cards.gpus}
+    return {
+        v.cuda_index: nvml.nvmlDeviceGetHandleByUUID(v.uuid) if v.mig else nvml.nvmlDeviceGetHandleByIndex(v.nvml_index)
+        for v in shown
+        if gpus is None or v.cuda_index in gpus
+    }

@@ -10,6 +10,8 @@ Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,9 @@ THROTTLE_BITS = {
 
 # nvmlGpuTopologyLevel, with the names that `nvidia-smi topo -m` prints.
 TOPOLOGY = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+# nvmlComputeMode: how many processes may use the card at a time.
+COMPUTE_MODES = {0: "default", 2: "prohibited", 3: "exclusive process"}
 
 PROBLEMS = {
     9: ("the NVIDIA driver is not loaded", "load it (modprobe nvidia) or reboot"),
@@ -84,6 +89,10 @@ class Gpu:
     persistence: bool | None = None
     mig: bool | None = None
     mig_uuids: tuple[str, ...] = ()
+    mig_memory_bytes: tuple[int | None, ...] = ()
+    """Memory of each MIG instance, in the order of `mig_uuids`; a process gets no more, whatever the card has."""
+    compute_mode: str | None = None
+    """One of COMPUTE_MODES. In "exclusive process" a second process that starts CUDA on the card fails."""
     throttle: tuple[str, ...] | None = None
     processes: tuple[Process, ...] | None = None
 
@@ -128,15 +137,18 @@ def session(nvml: Any = None) -> Iterator[Any]:
         nvml.nvmlShutdown()
 
 
-def report(nvml: Any = None) -> Report:
-    """Read everything. `nvml` stands in for the pynvml module in tests."""
+def report(nvml: Any = None, *, brief: bool = False) -> Report:
+    """Read everything; `brief`: only what tells the cards apart, at some 7 queries each, as every launch needs it.
+
+    `nvml` stands in for the pynvml module in tests.
+    """
     try:
         nvml = library(nvml)
     except ImportError:
         return Report(problem="the Python package nvidia-ml-py is missing", remedy="pip install nvidia-ml-py")
     try:
         with session(nvml):
-            return _read(nvml)
+            return _read(nvml, brief)
     except nvml.NVMLError as e:
         code = getattr(e, "value", None)
         problem, remedy = PROBLEMS.get(code, (f"NVML failed: {e}", "run nvidia-smi: it should say why"))
@@ -148,32 +160,48 @@ def gpus(nvml: Any = None) -> list[Gpu]:
     return list(report(nvml).gpus)
 
 
-def _read(nvml: Any) -> Report:
+def _read(nvml: Any, brief: bool) -> Report:
     version = ask(nvml, "nvmlSystemGetCudaDriverVersion_v2") or ask(nvml, "nvmlSystemGetCudaDriverVersion")
     count = ask(nvml, "nvmlDeviceGetCount") or 0
     handles = [(i, ask(nvml, "nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
     handles = [(i, h) for i, h in handles if h is not None]  # a lost card must not hide the others
-    cards = tuple(_gpu(nvml, i, h) for i, h in handles)
+    cards = tuple(_identity(nvml, i, h) for i, h in handles)
+    links = [] if brief else [_links(nvml, h) for _, h in handles]  # asked once: 36 queries for a card with 18 links
+    if not brief:
+        cards = tuple(_gpu(nvml, h, card, up) for (_, h), card, up in zip(handles, cards, links, strict=True))
     return Report(
         gpus=cards,
         driver=ask(nvml, "nvmlSystemGetDriverVersion"),
         cuda_driver=(version // 1000, version % 1000 // 10) if version else None,
-        topology=_topology(nvml, [h for _, h in handles], cards),
+        topology=() if brief else _topology(nvml, [h for _, h in handles], cards, links),
     )
 
 
-def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
+def _identity(nvml: Any, index: int, handle: Any) -> Gpu:
+    """What tells a card from others, and who may use it."""
+    modes = ask(nvml, "nvmlDeviceGetMigMode", handle)
+    mig = None if modes is None else bool(modes[0])
+    return Gpu(
+        index=index,
+        name=ask(nvml, "nvmlDeviceGetName", handle),
+        uuid=ask(nvml, "nvmlDeviceGetUUID", handle),
+        pci_bus_id=_bus_id(ask(nvml, "nvmlDeviceGetPciInfo", handle)),
+        mig=mig,
+        compute_mode=COMPUTE_MODES.get(ask(nvml, "nvmlDeviceGetComputeMode", handle)),
+        **(_mig(nvml, handle) if mig else {}),
+    )
+
+
+def _gpu(nvml: Any, handle: Any, card: Gpu, links: dict[int, str | None] | None) -> Gpu:
+    """`card` with all that can be asked about it."""
+
     def get(function: str, *args: Any, then: Callable[[Any], Any] = lambda x: x) -> Any:
         answer = ask(nvml, function, handle, *args)
         return None if answer is None else then(answer)
 
     memory = get("nvmlDeviceGetMemoryInfo")
-    mig = get("nvmlDeviceGetMigMode", then=lambda modes: bool(modes[0]))
-    return Gpu(
-        index=index,
-        name=get("nvmlDeviceGetName"),
-        uuid=get("nvmlDeviceGetUUID"),
-        pci_bus_id=_bus_id(get("nvmlDeviceGetPciInfo")),
+    return dataclasses.replace(
+        card,
         memory_total_bytes=getattr(memory, "total", None),
         memory_used_bytes=getattr(memory, "used", None),
         compute_capability=get("nvmlDeviceGetCudaComputeCapability", then=tuple),
@@ -181,7 +209,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         pcie_gen_max=get("nvmlDeviceGetMaxPcieLinkGeneration"),
         pcie_width=get("nvmlDeviceGetCurrPcieLinkWidth"),
         pcie_width_max=get("nvmlDeviceGetMaxPcieLinkWidth"),
-        nvlinks_active=_active_links(nvml, handle),
+        nvlinks_active=None if links is None else len(links),
         power_w=get("nvmlDeviceGetPowerUsage", then=lambda mw: mw / 1000),
         power_limit_w=get("nvmlDeviceGetEnforcedPowerLimit", then=lambda mw: mw / 1000),
         sm_clock_mhz=get("nvmlDeviceGetClockInfo", 1),  # 1: NVML_CLOCK_SM, 2: NVML_CLOCK_MEM
@@ -191,8 +219,6 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         utilization_percent=get("nvmlDeviceGetUtilizationRates", then=lambda u: u.gpu),
         ecc=get("nvmlDeviceGetEccMode", then=lambda modes: bool(modes[0])),
         persistence=get("nvmlDeviceGetPersistenceMode", then=bool),
-        mig=mig,
-        mig_uuids=_mig_uuids(nvml, handle) if mig else (),
         throttle=_throttle(nvml, handle),
         processes=_processes(nvml, handle),
     )
@@ -221,41 +247,48 @@ def _processes(nvml: Any, handle: Any) -> tuple[Process, ...] | None:
     return tuple(Process(pid, memory) for pid, memory in sorted(found.items()))
 
 
-def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
+def _mig(nvml: Any, handle: Any) -> dict[str, tuple]:
+    """UUID and memory of each MIG instance of a card."""
     slots = ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
     parts = [ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i) for i in range(slots)]
-    uuids = [ask(nvml, "nvmlDeviceGetUUID", part) for part in parts if part is not None]
-    return tuple(u for u in uuids if u)
+    found = {ask(nvml, "nvmlDeviceGetUUID", part): part for part in parts if part is not None}
+    found.pop(None, None)
+    memory = (getattr(ask(nvml, "nvmlDeviceGetMemoryInfo", part), "total", None) for part in found.values())
+    return {"mig_uuids": tuple(found), "mig_memory_bytes": tuple(memory)}
 
 
-def _links(nvml: Any, handle: Any) -> list[int] | None:
-    """Numbers of the NVLinks that are up; None if the card cannot tell."""
-    states = {k: ask(nvml, "nvmlDeviceGetNvLinkState", handle, k) for k in range(18)}
-    return None if states[0] is None else [k for k, up in states.items() if up]
+def _links(nvml: Any, handle: Any) -> dict[int, str | None] | None:
+    """The NVLinks that are up, with the bus id of the other end where it is told; None if the card cannot tell."""
+    up = {}
+    for k in range(18):
+        state = ask(nvml, "nvmlDeviceGetNvLinkState", handle, k)
+        if state is None and not k:
+            return None
+        if state:
+            up[k] = _bus_id(ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, k))
+    return up
 
 
-def _active_links(nvml: Any, handle: Any) -> int | None:
-    links = _links(nvml, handle)
-    return None if links is None else len(links)
-
-
-def _topology(nvml: Any, handles: list[Any], cards: tuple[Gpu, ...]) -> tuple[tuple[str, ...], ...]:
+def _topology(
+    nvml: Any, handles: list[Any], cards: tuple[Gpu, ...], links: list[dict[int, str | None] | None]
+) -> tuple[tuple[str, ...], ...]:
     """Each pair's connection as `nvidia-smi topo -m` names it: NV<links>, PIX, PXB, PHB, NODE, SYS or "?"."""
     n = len(handles)
-    return tuple(tuple(_connection(nvml, handles, cards, i, j) for j in range(n)) for i in range(n))
+    rows = [["X"] * n for _ in range(n)]
+    for i, j in itertools.combinations(range(n), 2):  # a connection is the same seen from both ends
+        up = links[i] or {}
+        direct = sum(remote is not None and remote == cards[j].pci_bus_id for remote in up.values())
+        rows[i][j] = rows[j][i] = _connection(nvml, handles[i], handles[j], direct, len(up))
+    return tuple(tuple(row) for row in rows)
 
 
-def _connection(nvml: Any, handles: list[Any], cards: tuple[Gpu, ...], i: int, j: int) -> str:
-    if i == j:
-        return "X"
-    links = _links(nvml, handles[i]) or []
-    remotes = [_bus_id(ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handles[i], k)) for k in links]
-    direct = sum(r is not None and r == cards[j].pci_bus_id for r in remotes)
+def _connection(nvml: Any, one: Any, other: Any, direct: int, links: int) -> str:
+    if direct:
+        return f"NV{direct}"
     # 2: NVML_P2P_CAPS_INDEX_NVLINK, status 0: OK. Behind an NVSwitch the remote end of a link is the switch.
-    switched = ask(nvml, "nvmlDeviceGetP2PStatus", handles[i], handles[j], 2) == 0
-    if direct or (links and switched):
-        return f"NV{direct or len(links)}"
-    return TOPOLOGY.get(ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[i], handles[j]), "?")
+    if links and ask(nvml, "nvmlDeviceGetP2PStatus", one, other, 2) == 0:
+        return f"NV{links}"
+    return TOPOLOGY.get(ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other), "?")
 
 
 Choice = tuple[Gpu | None, str | None]  # (card if known, UUID of its MIG instance if it is one)
@@ -270,6 +303,10 @@ class Visible:
     uuid: str | None
     name: str | None
     mig: bool = False
+    memory_total_bytes: int | None = None
+    """Of a MIG instance its own, not the card's. None where a brief report was read, or nobody tells."""
+    exclusive: bool = False
+    """One process at a time may use it: a second one that starts CUDA there fails."""
 
 
 def visible(report: Report, environ: Mapping[str, str] | None = None) -> list[Visible] | None:
@@ -330,11 +367,16 @@ def _one_mig_instance(chosen: list[Choice]) -> list[Choice]:
 
 
 def _number(chosen: list[Choice]) -> list[Visible]:
-    unknown = (None, None, None)
-    return [
-        Visible(i, *((card.index, mig or card.uuid, card.name) if card else unknown), mig=bool(mig))
-        for i, (card, mig) in enumerate(chosen)
-    ]
+    return [_visible(i, card, mig) for i, (card, mig) in enumerate(chosen)]
+
+
+def _visible(index: int, card: Gpu | None, mig: str | None) -> Visible:
+    if card is None:
+        return Visible(index, None, None, None)
+    instances = dict(zip(card.mig_uuids, card.mig_memory_bytes, strict=False))
+    memory = instances.get(mig) if mig else card.memory_total_bytes
+    exclusive = card.compute_mode == "exclusive process"
+    return Visible(index, card.index, mig or card.uuid, card.name, bool(mig), memory, exclusive)
 
 
 def nvml_index_of(cuda_uuids: Sequence[str], cards: Sequence[Gpu]) -> list[int | None]:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from labs.kit import hardware, nvml
 from labs.kit.host import Container, container
 from labs.kit.record import Records
@@ -65,6 +67,8 @@ class Facts:
     port_problem: str | None = None
     require_gpus: int = 0
     my_pids: frozenset[int] = field(default_factory=frozenset)
+    known_pids: frozenset[int] | None = None
+    """Processes that can be seen from here. In a container NVML lists those of the host by other numbers."""
 
     @property
     def gpus_for_torch(self) -> int:
@@ -79,6 +83,7 @@ class Facts:
         return values | {
             "report": dataclasses.asdict(self.report), "container": dataclasses.asdict(self.container),
             "my_pids": sorted(self.my_pids),
+            "known_pids": None,  # of no use to a reader
         }  # fmt: skip
 
 
@@ -103,6 +108,7 @@ def gather(require_gpus: int = 0) -> Facts:
         port_problem=_port_problem(),
         require_gpus=require_gpus,
         my_pids=frozenset({os.getpid(), os.getppid()}),
+        known_pids=frozenset(psutil.pids()),
     )
 
 
@@ -317,7 +323,12 @@ def gpu_checks(card: nvml.Gpu, facts: Facts) -> Iterator[Check]:
     yield driver(where, facts)
     if card.compute_capability:
         yield architecture(where, card.compute_capability, facts.build["arch_list"])
-    yield neighbours(where, card, facts.my_pids)
+    yield neighbours(where, card, facts.my_pids, facts.known_pids)
+    if card.compute_mode not in (None, "default"):
+        detail = f"compute mode is {card.compute_mode}: a second process that uses this GPU fails"
+        yield Check(
+            where, "warn", detail, "nvidia-smi -c DEFAULT (as root); some experiments start processes of their own"
+        )
     if card.mig:
         detail = f"MIG mode, {len(card.mig_uuids)} instances: a process sees at most one of them"
         remedy = "choose one with CUDA_VISIBLE_DEVICES=MIG-...; several ranks need several jobs"
@@ -356,13 +367,25 @@ def architecture(where: str, capability: tuple[int, int], arch_list: list[str]) 
     return Check(where, "fail", f"no kernels for {name} in this torch (it has {have})", "install a torch for this card")
 
 
-def neighbours(where: str, card: nvml.Gpu, mine: frozenset[int]) -> Check:
-    """Somebody else's job on the card takes memory and spoils timings."""
+def neighbours(
+    where: str, card: nvml.Gpu, mine: frozenset[int], known: frozenset[int] | None = None
+) -> Check:  # fmt: skip
+    """Somebody else's job on the card takes memory and spoils timings.
+
+    `known`: processes that can be seen from here, None for all. Any other may be one of ours under the host's number.
+    """
     if card.processes is None:
         return Check(where, "pass", "other processes cannot be listed here")
     others = [p for p in card.processes if p.pid not in mine]
+    hidden = [p for p in others if known is not None and p.pid not in known]
     if not others:
         return Check(where, "pass", "nobody else on it")
+    if len(hidden) == len(others):
+        holds = sum(p.memory_bytes or 0 for p in hidden) / GIB
+        numbers = ", ".join(str(p.pid) for p in hidden)
+        detail = f"{holds:.1f} GiB held under process numbers of the host ({numbers}): whose they are cannot be told"
+        return Check(where, "warn", f"{detail} from in here", "run nvidia-smi on the host: it names them")
+    others = [p for p in others if p not in hidden]
     who = ", ".join(f"pid {p.pid}" + (f" {p.memory_bytes / GIB:.1f} GiB" if p.memory_bytes else "") for p in others)
     return Check(where, "warn", f"also used by {who}", "timings will suffer: take another card or wait")
 

@@ -94,7 +94,9 @@ def process_group(device: Device, *, seed: int = 0, timeout_s: float = 600.0) ->
 
     Pins a CPU rank to its cores with one thread each, makes a GPU rank's device the current one *before* the
     group exists (otherwise stray contexts appear on GPU 0), and seeds torch equally on all ranks.
-    A collective that waits longer than `timeout_s` raises.
+    A gloo collective that waits longer than `timeout_s` raises, and so it does when a peer is killed. Under NCCL a
+    watchdog ends the process (SIGABRT) after that time; a killed peer is not noticed before. The launcher and torchrun
+    see a dead rank themselves and end the others.
     """
     host_cores = affinity()
     place = use(device)
@@ -132,6 +134,18 @@ def use(device: Device) -> torch.device:
     place = torch.device("cuda", device.index)
     torch.cuda.set_device(place)
     return place
+
+
+def same_bits_every_time(device: torch.device) -> None:
+    """Let this process use GPU kernels that give the same bits for the same input, where torch has such.
+
+    For runs that are compared bit for bit: cuDNN's convolutions, for one, add up in any order by default. What has no
+    such kernel warns and runs all the same. Source: PyTorch's notes on reproducibility.
+    """
+    if device.type != "cuda":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @contextmanager

@@ -118,6 +118,10 @@ def _fsdp(run: Records) -> Estimate:
     return _ratio(*(run.one("step_s", way=way, model="char_gpt") for way in ("fsdp", "ddp")))
 
 
+def _anatomy(run: Records) -> Estimate:
+    return _of(run.one("busbw_b_s", op="all_reduce"), 1e-9, "GB/s")
+
+
 HEADLINES = (
     Headline("00", "FP32 matrix products, best size", "rate (GFLOP/s)", "hardware_probe", _matmul),
     Headline("00", "all-reduce, largest message", "bus bandwidth (GB/s)", "hardware_probe", _busbw),
@@ -130,6 +134,7 @@ HEADLINES = (
              _recompute),
     Headline("06", "pipeline with 8 micro-batches", "speed, naive split = 1 (x)", "pipeline_parallel", _pipeline),
     Headline("06", "FSDP2 against DDP, step of the GPT", "time, DDP = 1 (x)", "fully_sharded", _fsdp),
+    Headline("07", "all-reduce of 8 MiB", "bus bandwidth (GB/s)", "all_reduce_anatomy", _anatomy),
 )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""What the course promises on a GPU, step by step: what is tried, and when that is a pass."""
