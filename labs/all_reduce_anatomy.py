@@ -1,0 +1,205 @@
+"""What happens inside an all-reduce, and what does each collective send?
+
+    python -m labs.all_reduce_anatomy                           # launches its own ranks
+    torchrun --nproc-per-node 4 -m labs.all_reduce_anatomy --sizes 65536 16777216
+
+About 8 s on 2 CPU cores. Three parts:
+  by hand      a ring all-reduce from messages between neighbours, against torch's own: the sums and the bytes sent
+  collectives  each collective's bytes on the wire, from the counters of the TCP connections, and its bandwidth, as
+               nccl-tests defines it: algbw = size / time, busbw = algbw x a factor that makes it comparable to a link
+  sizes        seconds of an all-reduce by size, from which latency and bandwidth are fitted, and how wrong a fit is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from labs.kit import cli, measure
+from labs.kit.errors import require
+from labs.kit.rank import Rank
+from labs.kit.record import Record, Records
+from labs.parts.communication.ring import ring_all_reduce
+from labs.parts.data_parallel.wire import tcp_sent_bytes
+from labs.parts.sharding.link import require_messages
+from labs.parts.timing.collectives import bus_factor, busbw_b_s
+
+COLLECTIVE_BYTES = 2**23
+HAND_NUMBERS = 2**20
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which messages are sent, and for how long."""
+
+    sizes: tuple[int, ...] = (2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
+    """Bytes of the vector that each rank has, for the fit."""
+    seconds: float = 6.0
+    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Times that each collective, and each size, is timed; by default as many as fit into `seconds`, at least 6."""
+    smoke: bool = False
+    """Three sizes, two rounds."""
+
+    def __post_init__(self) -> None:
+        require(len(set(self.sizes)) >= 3, "sizes must hold three different sizes at least: two are fitted, others "
+                "are predicted")  # fmt: skip
+        require(all(s >= 4 and s % 4 == 0 for s in self.sizes), f"sizes must be multiples of 4 bytes, not {self.sizes}")
+        measure.require_budget(self.seconds, self.rounds)
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput for one rank, which has nobody to talk to."""
+    require(world_size >= 2, "one rank has nobody to talk to: use nproc=2")
+
+
+def collectives(size: int, rank: Rank) -> dict[str, Callable[[], object]]:
+    """A call of each collective for buffers of `size` bytes: of the whole, gathered one where ranks hold parts."""
+    n = rank.world_size
+    whole = torch.zeros(size // 4 // n * n, device=rank.device)
+    part = whole.chunk(n)[rank.rank].clone()
+    other = torch.empty_like(whole)
+    # torch 2.13 has given these two new names
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "reduce_scatter": lambda: reduce_scatter(part, whole),
+        "all_gather": lambda: all_gather(whole, part),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "reduce": lambda: dist.reduce(whole, 0),
+    }
+
+
+def predict(op: str, size: float, ranks: int) -> float:
+    """Bytes that the busiest rank must send at least, for a buffer of `size` bytes.
+
+    Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md: the factor of a collective's bus bandwidth is what its busiest link
+    carries per byte.
+    """
+    return bus_factor(op, ranks) * size
+
+
+def rounding_bound(ranks: int) -> float:
+    """The most by which two orders of adding `ranks` FP32 numbers in [0, 1) may differ.
+
+    Each of the ranks - 1 additions of each order is off by at most half a spacing of FP32, 2^-24, of a sum below
+    `ranks`. Source: Higham, Accuracy and Stability of Numerical Algorithms, section 4.2.
+    """
+    return 2 * (ranks - 1) * 2**-24 * ranks
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """By hand, then every collective, then the sizes."""
+    require_messages(rank)
+    yield from by_hand(rank)
+    size = COLLECTIVE_BYTES  # in a smoke run, too: gloo picks some algorithms by size
+    calls = collectives(size, rank)
+    for op, call in calls.items():
+        call()  # makes the connections that it needs
+        if (sent := wire_bytes(call, rank)) is not None:
+            yield rank.record("sent_bytes", "B", sent, op=op, size=size)
+        yield rank.record("sent_bytes", "B", predict(op, size, rank.world_size), kind="modelled", op=op, size=size)
+    rounds = 2 if config.smoke else measure.rounds_of(config, rank.slowest, 0.6)
+    for op, samples in measure.interleave(calls, rounds, rank.device, between=rank.barrier).items():
+        slowest = rank.slowest(samples)
+        yield rank.record("seconds", "s", slowest, op=op, size=size)
+        yield rank.record("busbw_b_s", "B/s", [busbw_b_s(size, s, rank.world_size, op) for s in slowest], op=op,
+                          size=size)  # fmt: skip
+    rank.progress(1, 2, "sizes")
+    yield from sweep(config, rank)
+
+
+def by_hand(rank: Rank) -> Iterator[Record]:
+    """The ring of labs.parts.communication.ring against torch's all-reduce: how far apart, and what each rank sent.
+
+    Integers in FP32 are summed without rounding: every order of additions gives the same bits. Random numbers are not:
+    with three ranks or more, another order is another rounding.
+    """
+    generator = torch.Generator().manual_seed(rank.rank)
+    whole_numbers = torch.randint(-1000, 1000, (HAND_NUMBERS,), generator=generator).float()
+    for numbers, x in (("integers", whole_numbers), ("random", torch.rand(HAND_NUMBERS, generator=generator))):
+        x = x.to(rank.device)
+        by_hand, by_torch = x.clone(), x.clone()
+        sent = wire_bytes(lambda v=by_hand: ring_all_reduce(v), rank)
+        dist.all_reduce(by_torch)
+        error = (by_hand - by_torch).abs().max().item()
+        yield rank.record("max_error", "1", max(rank.gather(error)), numbers=numbers)
+    if sent is not None:
+        yield rank.record("sent_bytes", "B", sent, op="ring by hand", size=4 * HAND_NUMBERS)
+    modelled = predict("all_reduce", 4 * HAND_NUMBERS, rank.world_size)
+    yield rank.record("sent_bytes", "B", modelled, kind="modelled", op="ring by hand", size=4 * HAND_NUMBERS)
+
+
+def wire_bytes(call: Callable[[], object], rank: Rank) -> list[float] | None:
+    """Bytes that each rank wrote to its TCP connections during one `call`; None where the kernel does not tell.
+
+    gloo's headers are among them: some 48 bytes a message.
+    """
+    rank.barrier()
+    before = tcp_sent_bytes()
+    call()
+    after = tcp_sent_bytes()
+    # Gathered after the count: this exchange sends bytes, too.
+    return rank.gather(None if before is None or after is None else after - before) if before is not None else None
+
+
+def sweep(config: Config, rank: Rank) -> Iterator[Record]:
+    """Seconds of an all-reduce by size, taken in turn, each after a millisecond of work, as in training.
+
+    Back to back, small messages would look ten times faster: the threads that communicate never fall asleep.
+    """
+    sizes = sorted(set(config.sizes))
+    if config.smoke:
+        sizes = sizes[:: len(sizes) // 2][:3]
+    buffers = {s: torch.zeros(s // 4, device=rank.device) for s in sizes}
+    work = torch.ones(256, 256, device=rank.device)
+
+    def as_in_training() -> None:
+        rank.barrier()
+        (work @ work).clamp(max=1.0)
+
+    calls = {s: lambda b=buffer: dist.all_reduce(b) for s, buffer in buffers.items()}
+    for call in calls.values():
+        measure.time_steps(call, 2, rank.device)
+    rounds = measure.rounds_of(config, rank.slowest, 0.4)
+    for size, samples in measure.interleave(calls, rounds, rank.device, between=as_in_training).items():
+        yield rank.record("all_reduce_s", "s", rank.slowest(samples), size=size)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Whether the ring by hand is right, which collective sends more than it must, and what an all-reduce costs."""
+    ranks = run[0].layout["world_size"]
+    random = run.one("max_error", numbers="random").value
+    right = run.one("max_error", numbers="integers").value == 0 and random <= rounding_bound(ranks)
+    yield f"The ring by hand {'gives' if right else 'does not give'} what all_reduce gives, on {ranks} ranks."
+    size = run.one("busbw_b_s", op="all_reduce").case["size"]
+    more = {op: sent for op, sent in over_needed(run).items() if sent > WASTE}
+    if more:
+        told = ", ".join(f"{op} {times:.1f} times" for op, times in more.items())
+        yield f"More than a ring needs is sent by {told}: this backend does it in another way."
+    elif any(r.kind != "modelled" for r in run.where("sent_bytes")):
+        yield "No collective sends more than its closed form."
+    bus = measure.estimate(run.one("busbw_b_s", op="all_reduce").samples, "B/s")
+    yield f"An all-reduce of {size / 1e6:.1f} MB reaches {bus} of bus bandwidth."
+    small = min(run.where("all_reduce_s"), key=lambda r: r.case["size"])
+    yield f"One of {small.case['size']} bytes takes {measure.estimate(small.samples, 's')}: that is latency."
+
+
+WASTE = 1.2
+"""So many times the bytes of the closed form are more than headers."""
+
+
+def over_needed(run: Records) -> dict[str, float]:
+    """{collective: bytes of the busiest rank over what its closed form says}, where the kernel counts."""
+    needed = {r.case["op"]: r.value for r in run.where("sent_bytes") if r.kind == "modelled"}
+    counted = {r.case["op"]: max(r.samples) for r in run.where("sent_bytes") if r.kind != "modelled"}
+    return {op: sent / needed[op] for op, sent in counted.items()}
+
+
+if __name__ == "__main__":
+    cli.main()

@@ -1,0 +1,1 @@
+"""What notebook 07 shows: communication."""

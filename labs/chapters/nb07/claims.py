@@ -1,0 +1,136 @@
+"""Verdicts of notebook 07: records, datasheets and documentation on the articles' advice on communication."""
+
+from __future__ import annotations
+
+from labs import bucket_overlap, gradient_compression, slow_link
+from labs.kit import hardware
+from labs.kit.claims import Verdict, ends, last, verdict, word
+from labs.kit.measure import Estimate, differs
+from labs.kit.record import Records
+
+STATED = 10  # percent of the bytes that B18 leaves
+TIMES, ROUNDING = 3.0, 0.5  # B28's factor, and how far a factor may be from it that is written as "3 times"
+SAME = 1.02  # bytes on the wire that are equal but for headers
+
+
+def speeds(evidence: Records) -> dict[str, dict[float, Estimate]]:
+    """{model: {bandwidth in MB/s: speed-up of DDP}} of the last run of each model. LookupError without one."""
+    runs = {r.config["model"]: r.config for r in evidence if r.lab == "slow_link"}
+    if not runs:
+        raise LookupError("no launch('slow_link') here")
+    found = {}
+    for model in runs:
+        run = last(Records(r for r in evidence if r.config.get("model") == model), "slow_link", "step_s")
+        found[model] = {m: e for m, e in slow_link.speedups(run).items() if m != slow_link.NO_PACE}
+    return found
+
+
+def spread(evidence: Records) -> tuple[list[bool], list[bool], str]:
+    """Of each model: does its speed-up surely differ between wires, is it surely the same; and the numbers in words."""
+    differ, same, told = [], [], []
+    for model, by in speeds(evidence).items():
+        low, high = (f(by.items(), key=lambda item: item[1].value) for f in (min, max))
+        differ.append(low[1].high < high[1].low)
+        same.append(high[1].high < 1.05 * low[1].low)
+        told.append(f"{model} {low[1]} at {low[0]:g} MB/s, {high[1]} at {high[0]:g} MB/s")
+    return differ, same, "; ".join(told)
+
+
+@verdict("A19")
+def _(evidence: Records) -> Verdict:
+    differ, same, told = spread(evidence)
+    return Verdict(
+        word(same, differ),
+        f"The same devices over other wires: {told}. The line names its cards, not the links between them.",
+    )
+
+
+@verdict("B06")
+def _(evidence: Records) -> Verdict:
+    differ, same, told = spread(evidence)
+    return Verdict(word(same, differ), f"Memory and arithmetic stay as they are while the wire changes: {told}. "
+                   "The same line also names the bandwidth between GPUs, rightly.")  # fmt: skip
+
+
+@verdict("C14")
+def _(evidence: Records) -> Verdict:
+    differ, same, told = spread(evidence)
+    n = next(r for r in evidence if r.lab == "slow_link").layout["world_size"]
+    return Verdict(word(same, differ), f"The number of ranks is {n} on every wire; the speed-up is not: {told}. "
+                   "As a check of the set-up, which the line calls it, too, it is right.")  # fmt: skip
+
+
+@verdict("B18")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "gradient_compression", "sent_bytes", way="powersgd_1")
+    whole, *ways = ("fp32", *sorted({w for r in run if (w := r.case.get("way", "")).startswith("powersgd")}))
+    sent = {way: max(_counted(run, way)) for way in (whole, *ways)}
+    left = {way: 100 * sent[way] / sent[whole] for way in ways}
+    slower = [way for way in ways if any(e.high < 1 for e in gradient_compression.gains(run).get(way, {}).values())]
+    more = f" {' and '.join(slower)}: steps are slower on some wires, all the same." if slower else ""
+    told = ", ".join(f"{way} {share:.1f} %" for way, share in left.items())
+    because = f"Of DDP's bytes for the {run[0].config['model']}, counted on the wire, are left: {told}.{more}"
+    return Verdict(word([s <= STATED for s in left.values()], [s > STATED for s in left.values()]), because)
+
+
+def _counted(run: Records, way: str) -> tuple[float, ...]:
+    found = [r for r in run.where("sent_bytes", way=way) if r.kind != "modelled"]
+    if not found:
+        raise LookupError(f"the bytes of {way} were not counted on this system")
+    return found[0].samples
+
+
+@verdict("B19")
+def _(evidence: Records) -> Verdict:
+    there = last(evidence, "gradient_compression", "interface_exists").one("interface_exists")
+    word_ = "holds" if there.value else "does not hold"
+    return Verdict(word_, f"{there.case['name']} {'exists' if there.value else 'does not exist'} in this torch. "
+                   "PowerSGD is switched on by register_comm_hook.")  # fmt: skip
+
+
+@verdict("B28")
+def _(evidence: Records) -> Verdict:
+    rows = [s for s in hardware.specs() if s.link and s.link_gb_s]
+    pcie = max(s.link_gb_s for s in rows if s.link == "PCIe 4 x16")
+    ratios = sorted({s.link_gb_s / pcie for s in rows if s.link.startswith("NVLink 3")})
+    near = [abs(r - TIMES) <= ROUNDING for r in ratios]
+    told = ends([f"{r:.1f}" for r in ratios])
+    because = (
+        f"NVLink 3 carries {told} times what PCIe 4.0 x16 does, by the datasheets. What a training gains, GPUs tell."
+    )
+    return Verdict(word(near, [not n for n in near]), because, "published")
+
+
+@verdict("C16")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "gradient_compression", "autocast_sent_bytes")
+    ratio = max(run.one("autocast_sent_bytes").samples) / max(_counted(run, "fp32"))
+    half = f" The FP16 hook: {max(_counted(run, 'fp16')) / max(_counted(run, 'fp32')):.2f} times." if len(
+        run.where("sent_bytes", way="fp16")) else ""  # fmt: skip
+    word_ = "holds" if ratio < 1 / SAME else "does not hold"
+    return Verdict(word_, f"Under autocast DDP sends {ratio:.2f} times the bytes that it sends without.{half}")
+
+
+@verdict("C17")
+def _(evidence: Records) -> Verdict:
+    return Verdict("does not hold", "PyTorch's documentation: blocking wait makes the process wait for each collective "
+                   "and has a performance overhead; it is there to find errors.", "published")  # fmt: skip
+
+
+@verdict("B43")
+def _(evidence: Records) -> Verdict:
+    return Verdict("holds", "It reports the bus bandwidth of each collective by size and type, for GPUs over NCCL "
+                   "(its doc/PERFORMANCE.md). This notebook uses its definition.", "published")  # fmt: skip
+
+
+@verdict("C23")
+def _(evidence: Records) -> Verdict:
+    run = last(evidence, "bucket_overlap", "step_s")
+    best, _, _ = bucket_overlap.best_worst(run)
+    cost = bucket_overlap.exposed(run)[best]
+    mb_s = run.one("step_s", synchronise=False).case["mb_s"]
+    word_ = "holds" if differs(cost, 0.0) and cost.low > 0 else "depends"
+    return Verdict(
+        word_,
+        f"At {mb_s:g} MB/s with the best buckets, exchanging makes up {cost} of a step. No nodes were joined here.",
+    )

@@ -1,0 +1,215 @@
+"""What a log of NCCL says: ranks, rings, trees, channels, and by which transport each pair of GPUs talks.
+
+Lines are read as NCCL 2.4 to 2.28 writes them with NCCL_DEBUG=INFO. The format is no interface: a line that is not
+understood is passed over, and how many of NCCL's lines were understood is told. Source of the lines' meaning:
+docs.nvidia.com/deeplearning/nccl/user-guide (environment variables, troubleshooting) and github.com/NVIDIA/nccl, src.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from labs.kit.errors import require
+
+LINE = re.compile(
+    r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] NCCL (?P<level>INFO|WARN|TRACE) ?(?P<text>.*)"
+)
+LINK = (
+    re.compile(  # "Channel 00/0 : 1[1] -> 0[0] via P2P/CUMEM/read", older "Ring 00 : 34 -> 33 [send] via NET/Socket/0"
+        r"(?:Channel|Ring) (?P<channel>\d+)(?:/\d+)? : (?P<sender>\d+)(?:\[\w+\])? -> (?P<receiver>\d+)(?:\[\w+\])?"
+        r"(?: \[(?P<side>send|receive)\])? via (?P<transport>\S+)"
+    )
+)
+ORDER = re.compile(r"Channel (?P<channel>\d+)/(?P<channels>\d+) :\s+(?P<ranks>\d+(?:\s+\d+)*)\s*$")
+TREE = re.compile(r"\[(?P<channel>\d+)\] (?P<below>-?\d+(?:/-?\d+)*)->(?P<rank>\d+)->(?P<above>-?\d+)")
+RANKS = re.compile(r"rank (?P<rank>\d+) n[rR]anks (?P<ranks>\d+)(?: nNodes (?P<nodes>\d+))?")
+SET = re.compile(r"(?P<name>NCCL_\w+) set by environment to (?P<value>.*?)\.?$")
+NETWORK = re.compile(r"Using network (?P<name>.+)")
+VERSION = re.compile(r"NCCL version (?P<version>[\d.]+)")
+PASSED = re.compile(r"Connected all|Init START|Init COMPLETE|Setting affinity|Chunksize|threadThresholds|coll channels|"
+                    r"Bootstrap|NET/|Plugin|PLUGIN|Proxy|Check P2P|TUNER|comm 0x|cudaDriver|Ring \d+ :|Tree \d+ :|"
+                    r"Trees|isAllDirectP2p")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Link:
+    """A pair of ranks and how one sends to the other."""
+
+    sender: int
+    receiver: int
+    transport: str
+    """As NCCL writes it, without "/read" and numbers: P2P/CUMEM, SHM/direct, NET/IB, NET/IB/GDRDMA, NET/Socket."""
+
+    @property
+    def family(self) -> str:
+        """ "P2P" (from GPU to GPU), "SHM" (through the host's memory), or "NET" (through a network card)."""
+        return self.transport.partition("/")[0]
+
+
+@dataclass
+class Log:
+    """What was found in a log."""
+
+    version: str = ""
+    ranks: int = 0
+    nodes: int = 0
+    hosts: set[str] = field(default_factory=set)
+    channels: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Order of the ranks in the ring of each channel."""
+    links: dict[Link, set[int]] = field(default_factory=dict)
+    """The channels that each link was opened for."""
+    trees: dict[int, dict[int, int]] = field(default_factory=dict)
+    """[channel]: {rank: the rank above it in the tree, -1 for the root}."""
+    variables: dict[str, str] = field(default_factory=dict)
+    network: str = ""
+    warnings: Counter[str] = field(default_factory=Counter)
+    lines: int = 0
+    """Lines of NCCL's, of which `known` were understood or are known to say nothing of the transport."""
+    known: int = 0
+
+    def families(self) -> Counter[str]:
+        """How many links are of each family."""
+        return Counter(link.family for link in self.links)
+
+
+def read(lines: Iterable[str]) -> Log:
+    """What the lines of a log say. BadInput if none of them is NCCL's."""
+    log = Log()
+    for line in lines:
+        if not log.version and (found := VERSION.search(line)):
+            log.version = found["version"]
+        if found := LINE.search(line):
+            log.lines += 1
+            log.hosts.add(found["host"])
+            if found["level"] == "WARN":
+                log.warnings[found["text"]] += 1
+            log.known += _take(found["text"].rstrip(), log) or found["level"] == "WARN"
+    require(log.lines > 0 or bool(log.version), "no line of NCCL's is in it: start the job with NCCL_DEBUG=INFO and "
+            "keep what it prints, or let NCCL write it with NCCL_DEBUG_FILE=nccl-%h-%p.log")  # fmt: skip
+    return log
+
+
+def _take(text: str, log: Log) -> bool:
+    """Note what one line says; returns whether it was understood."""
+    if found := LINK.search(text):
+        link = Link(int(found["sender"]), int(found["receiver"]), _plain(found["transport"]))
+        log.links.setdefault(link, set()).add(int(found["channel"]))
+    elif found := ORDER.search(text):
+        log.channels[int(found["channel"])] = tuple(map(int, found["ranks"].split()))
+    elif text.startswith("Trees"):
+        for tree in TREE.finditer(text):
+            log.trees.setdefault(int(tree["channel"]), {})[int(tree["rank"])] = int(tree["above"])
+    elif found := SET.search(text):
+        log.variables[found["name"]] = found["value"]
+    elif found := NETWORK.search(text):
+        log.network = found["name"]
+    else:
+        found = PASSED.search(text)
+    if sizes := RANKS.search(text):
+        log.ranks = max(log.ranks, int(sizes["ranks"]))
+        log.nodes = max(log.nodes, int(sizes["nodes"] or 0))
+    return found is not None or text.startswith("Trees")
+
+
+def _plain(transport: str) -> str:
+    """ "NET/IB/3/GDRDMA" -> "NET/IB/GDRDMA", "P2P/CUMEM/read" -> "P2P/CUMEM", "SHM/direct/direct" -> "SHM/direct"."""
+    parts = [p for p in transport.split("/") if not p.isdigit() and p != "read" and not p.startswith("(")]
+    return "/".join(dict.fromkeys(p.partition("(")[0] for p in parts))
+
+
+MEANING = {
+    "P2P": "from GPU memory to GPU memory, over NVLink or PCIe",
+    "SHM": "through the host's memory: this pair does not read each other's memory",
+    "NET": "through a network card",
+}
+DECIDES = {"NCCL_P2P_DISABLE": "forbids GPUs to read each other's memory: everything goes through the host",
+                "NCCL_IB_DISABLE": "forbids InfiniBand and RoCE: ranks of other machines are reached over TCP",
+                "NCCL_SHM_DISABLE": "forbids the host's memory: what cannot go from GPU to GPU takes the network",
+                "NCCL_ALGO": "fixes the algorithm for all sizes: NCCL's own choice depends on the size",
+                "NCCL_PROTO": "fixes the protocol for all sizes: NCCL's own choice depends on the size"}  # fmt: skip
+"""Variables that decide what is used; others that were set are listed."""
+
+
+def in_words(log: Log) -> Iterator[str]:
+    """What an engineer would say of the log, a sentence or two each."""
+    version = f"NCCL {log.version}" if log.version else "NCCL of an unknown version"
+    ranks = f"{log.ranks} ranks" if log.ranks else "an unknown number of ranks"
+    nodes = log.nodes or len(log.hosts)
+    yield f"{version}, {ranks} on {nodes} machine{'s' if nodes != 1 else ''}."
+    if log.channels:
+        orders = Counter(log.channels.values())
+        order, times = orders.most_common(1)[0]
+        others = f"; the other {len(log.channels) - times} run otherwise" if times < len(log.channels) else ""
+        yield f"{len(log.channels)} channels, each a ring: {times} of them {' -> '.join(map(str, order))}{others}."
+    for family, n in sorted(log.families().items()):
+        kinds = Counter(link.transport for link in log.links if link.family == family)
+        named = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+        yield f"{family} ({named}): {n} of {len(log.links)} links go {MEANING.get(family, 'a way of its own')}."
+    yield from _findings(log)
+    if log.trees:
+        roots = sorted({rank for tree in log.trees.values() for rank, above in tree.items() if above == -1})
+        yield f"{len(log.trees)} trees, with rank {' or '.join(map(str, roots))} at the top. NCCL picks ring or tree " \
+              "by message size; the log does not say which ran."  # fmt: skip
+    for name, value in log.variables.items():
+        yield f"{name}={value} is set: it {DECIDES[name]}." if name in DECIDES else f"{name}={value} is set."
+    for text, n in log.warnings.most_common(3):
+        yield f"Warned{f' {n} times' if n > 1 else ''}: {text}"
+    if log.lines and log.known < log.lines:
+        yield f"{log.lines - log.known} of {log.lines} lines of NCCL's were not understood."
+
+
+def _findings(log: Log) -> Iterator[str]:
+    families, nodes = log.families(), log.nodes or len(log.hosts)
+    if families["NET"]:
+        kinds = {link.transport for link in log.links if link.family == "NET"}
+        if any("Socket" in kind for kind in kinds):
+            yield "The network is TCP, not InfiniBand or RoCE: its bytes pass the CPU. Is that the card you paid for?"
+        elif any("GDRDMA" not in kind for kind in kinds):
+            yield "Some network links are without GPUDirect RDMA (no GDRDMA in the line): their bytes take a detour " \
+                  "through the host's memory."  # fmt: skip
+    if families["SHM"] and not families["P2P"]:
+        yield "No pair of GPUs talks directly. On consumer cards without peer-to-peer that is as good as it gets; on " \
+              "cards with NVLink it is a finding."  # fmt: skip
+    elif families["SHM"]:
+        yield "Some pairs talk directly, others through the host: a ring is as fast as its slowest link."
+    if nodes <= 1 and families["NET"]:
+        yield "Ranks of one machine use a network card to reach each other: are P2P and SHM switched off?"
+
+
+WAYS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "several PCIe switches", "PHB": "the CPU's PCIe bridge",
+        "NODE": "two PCIe bridges of one CPU socket", "SYS": "the link between CPU sockets"}  # fmt: skip
+"""What `nvidia-smi topo -m` abbreviates, from its own legend, fastest first."""
+
+
+def read_topology(text: str) -> dict[tuple[str, str], str]:
+    """{("GPU0", "GPU1"): "NV12", ...} of each pair of GPUs once, from what `nvidia-smi topo -m` prints.
+
+    BadInput if no table of GPUs is in it.
+    """
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)  # it underlines its head
+    rows = [line.split() for line in text.splitlines()]
+    head = next((row for row in rows if row[:1] == ["GPU0"] and row[1:2] != ["X"]), None)
+    require(head is not None, "no table of GPUs is in it: it should hold what `nvidia-smi topo -m` prints")
+    found = {}
+    for row in rows:
+        if row and row[0].startswith("GPU") and "X" in row:
+            for other, way in zip(head, row[1:], strict=False):
+                if other.startswith("GPU") and other > row[0] and way != "X":
+                    found[row[0], other] = way
+    require(bool(found) or head == ["GPU0"] or len([h for h in head if h.startswith("GPU")]) <= 1,
+            "the table of GPUs could not be read: it should hold what `nvidia-smi topo -m` prints")  # fmt: skip
+    return found
+
+
+def topology_in_words(topology: dict[tuple[str, str], str]) -> Iterator[str]:
+    """What the table means for a ring over these GPUs."""
+    ways = Counter(topology.values())
+    for way, n in ways.most_common():
+        family = "NV" if way.startswith("NV") else way
+        links = f" ({way[2:]} links each)" if family == "NV" else ""
+        yield f"{n} pair{'s' if n != 1 else ''} of GPUs: {way}, {WAYS.get(family, 'a way without a name here')}{links}."
+    if len(ways) > 1:
+        yield "The pairs differ: take GPUs of one group for a job that needs fewer than all (CUDA_VISIBLE_DEVICES)."

@@ -1,0 +1,113 @@
+"""The wire between ranks: which TCP connections gloo has to which rank, and how many bytes per second each may send.
+
+    links = wire.links(rank)                             # {peer: [file descriptor, ...]}
+    with wire.paced(rank, 100e6):                        # every connection between ranks: 100 MB/s in each direction
+        dist.all_reduce(x)
+
+The kernel paces: it sends each packet no earlier than the rate allows (socket option SO_MAX_PACING_RATE of socket(7),
+Linux 4.13 or later; no root needed). Bytes are really held back, so whatever waits for them waits as on a slow network.
+What is not imitated: the latency of a real network, its loss, and competition of other traffic. NCCL does not use these
+connections within a machine: this is for gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from labs.kit.errors import require
+from labs.kit.rank import Rank
+
+SO_MAX_PACING_RATE = 47  # asm-generic/socket.h
+NO_LIMIT = 2**64 - 1  # byte/s
+LEAST_B_S = 1e5  # below, one packet of 64 KB on the loopback takes most of a second
+
+Ends = tuple[tuple[str, int], tuple[str, int]]
+"""((own address, own port), (the other's address, port)) of a connection."""
+
+
+def can_pace() -> bool:
+    """Whether this system can hold back what a process sends."""
+    return sys.platform == "linux" and os.path.isdir("/proc/self/fd")
+
+
+def connections() -> dict[int, Ends]:
+    """TCP connections of this process that are established: {file descriptor: ends}."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, no socket, or a socket without a peer
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as s:
+                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                    found[int(name)] = (_end(s.getsockname()), _end(s.getpeername()))
+    return found
+
+
+def _end(name: tuple) -> tuple[str, int]:
+    """Address and port; an IPv4 address that is written as an IPv6 one, as IPv4."""
+    address = ipaddress.ip_address(name[0].partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address), name[1]
+
+
+def links(rank: Rank) -> dict[int, list[int]]:
+    """File descriptors of this rank's connections to each other rank that it is connected to. Collective.
+
+    A connection to rank r is one whose two ends, turned round, rank r has, too. Connections to the store that ranks
+    met at (MASTER_PORT) are left out. Groups that are made later open connections of their own: ask again.
+    """
+    store = int(os.environ.get("MASTER_PORT", 0))
+    own = {fd: ends for fd, ends in connections().items() if store not in (ends[0][1], ends[1][1])}
+    found: dict[int, list[int]] = {}
+    for peer, theirs in enumerate(rank.gather([(far, near) for near, far in own.values()])):
+        if peer != rank.rank and (fds := [fd for fd, ends in own.items() if ends in theirs]):
+            found[peer] = fds
+    return found
+
+
+@contextmanager
+def paced(rank: Rank, b_s: float, between: Callable[[int, int], bool] = lambda one, other: True) -> Iterator[int]:
+    """Each connection between ranks for which `between` is true sends at most `b_s` byte/s, in each direction.
+
+    Yields how many connections of this rank are paced. Collective at the start; at the end, however it comes, every
+    limit is taken off. BadInput if this system cannot pace, ranks are GPUs or have no connection, or `b_s` is small.
+    """
+    require_rate(b_s)
+    # NCCL's ranks have TCP connections as well, to find each other: pacing them would hold back no gradient.
+    require(rank.device.type == "cpu", 'NCCL does not use TCP within a machine: use device="cpu"')
+    require(can_pace(), "this system cannot pace a connection (it takes Linux and /proc): use a delay instead")
+    chosen = [fd for peer, fds in links(rank).items() if between(rank.rank, peer) for fd in fds]
+    wired = sum(rank.gather(len(chosen)))
+    require(wired > 0, "no TCP connection between these ranks was found: is the backend gloo?")
+    try:
+        for fd in chosen:
+            limit(fd, b_s)
+        rank.barrier()  # nobody sends before the other end is paced as well
+        yield len(chosen)
+    finally:
+        for fd in chosen:
+            with contextlib.suppress(OSError):  # closed meanwhile: nothing is left to pace
+                limit(fd, NO_LIMIT)
+
+
+def require_rate(b_s: float) -> None:
+    """BadInput for a rate that is no speed of a wire."""
+    require(LEAST_B_S <= b_s < NO_LIMIT, f"a bandwidth must be at least {LEAST_B_S / 1e6:g} MB/s, not {b_s / 1e6:g}")
+
+
+def limit(fd: int, b_s: float) -> None:
+    """Let the connection `fd` send `b_s` byte/s at most. OSError where the kernel refuses."""
+    with socket.socket(fileno=os.dup(fd)) as s:
+        s.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", int(b_s)))
+
+
+def limit_of(fd: int) -> int:
+    """Byte/s that the connection `fd` may send; NO_LIMIT if it has no limit."""
+    with socket.socket(fileno=os.dup(fd)) as s:
+        return struct.unpack("Q", s.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8))[0]

@@ -1,0 +1,183 @@
+"""At which bandwidth does training on several devices stop paying, for this model?
+
+    python -m labs.slow_link                                    # launches its own ranks
+    python -m labs.slow_link --model mlp --batch-size 64 --mb-s 800 400 200 100 50 25
+    torchrun --nproc-per-node 2 -m labs.slow_link               # paces the real network between machines, too
+
+About 12 s on 2 CPU cores. The wire is real: gloo's TCP connections, which the kernel is told to pace. At each bandwidth
+  one all-reduce of the gradients is timed, and held against the ring's formula, which knows nothing of the pacing;
+  one rank alone and all ranks with DDP train in turn, so that a slow spell of the machine hits both.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labs.kit import cli, measure
+from labs.kit.errors import require
+from labs.kit.rank import Rank
+from labs.kit.record import Record, Records
+from labs.parts import models
+from labs.parts.communication import wire
+from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+
+NO_PACE = 0.0
+"""In records, the bandwidth in MB/s of a wire that is left as it is."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is trained, and over which wires."""
+
+    model: str = "mlp"
+    """One of labs.models.MODELS, or package.module:factory."""
+    batch_size: int = 64
+    """Samples per rank; one rank alone takes as many."""
+    mb_s: tuple[float, ...] = (400.0, 200.0, 100.0, 50.0, 25.0)
+    """Bandwidths of the wire in each direction, in 10^6 byte/s, besides the wire as it is."""
+    bucket_cap_mb: float = 25.0
+    """Size of DDP's gradient buckets in MiB."""
+    seconds: float = 10.0
+    """Time for all bandwidths together, in s. A slower machine takes fewer rounds and has wider intervals."""
+    rounds: int | None = None
+    """Rounds at each bandwidth; by default as many as fit into `seconds`, at least 6."""
+    seed: int = 0
+    """Seed of the model and of the data."""
+    smoke: bool = False
+    """Two bandwidths, few steps."""
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
+        require(len(set(self.mb_s)) == len(self.mb_s) > 0, f"mb_s must hold different bandwidths, not {self.mb_s}")
+        for mb_s in self.mb_s:
+            wire.require_rate(1e6 * mb_s)
+        require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
+        measure.require_budget(self.seconds, self.rounds)
+        models.require_known(self.model)
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """BadInput for one rank, or a system that cannot pace."""
+    require(world_size >= 2, "one rank has no wire to pace: use nproc=2")
+    require(wire.can_pace(), "this system cannot pace a connection: labs.slow_link takes Linux")
+
+
+def predict_s(gradient_bytes: float, ranks: int, mb_s: float, latency_s: float = 0.0) -> float:
+    """Seconds of a ring all-reduce on a wire of `mb_s` (10^6 byte/s): latency_s + 2 (n-1)/n S / bandwidth.
+
+    Source: Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69 (2009).
+    """
+    return latency_s + ring_all_reduce_bytes(gradient_bytes, ranks) / (1e6 * mb_s)
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """The wire as it is, then every bandwidth: an all-reduce alone, and training with one rank and with all."""
+    require(rank.device.type == "cpu", 'NCCL does not use TCP within a machine: use device="cpu"')
+    workload = models.build(config.model, config.seed)
+    size = models.gradient_bytes(workload.module)
+    gradients = torch.zeros(size // 4)
+    steps = {"all_reduce": partial(dist.all_reduce, gradients)} | _training(config, rank)
+    for step in steps.values():  # also makes every connection: those that come later would not be paced
+        rank.barrier()
+        measure.time_steps(step, 2 if config.smoke else 5, rank.device)
+    yield rank.record("gradient_bytes", "B", size)
+    wires = [NO_PACE, *sorted(config.mb_s, reverse=True)[: 1 if config.smoke else None]]
+    for done, mb_s in enumerate(wires, start=1):
+        if mb_s == NO_PACE:
+            seconds = _in_turn(steps, config, rank, 1 / len(wires))
+        else:
+            with wire.paced(rank, 1e6 * mb_s):
+                seconds = _in_turn(steps, config, rank, 1 / len(wires))
+            modelled = predict_s(size, rank.world_size, mb_s)
+            yield rank.record("all_reduce_s", "s", modelled, kind="modelled", mb_s=mb_s)
+        yield rank.record("all_reduce_s", "s", seconds["all_reduce"], mb_s=mb_s)
+        for way in ("single", "ddp"):
+            yield rank.record("step_s", "s", seconds[way], way=way, mb_s=mb_s)
+        rank.progress(done, len(wires), f"{mb_s:g} MB/s" if mb_s else "as it is")
+
+
+def _in_turn(steps: dict[str, Callable], config: Config, rank: Rank, part: float) -> dict[str, list[float]]:
+    """Seconds of each step on the slowest rank, taken in turn, within `part` of the time."""
+    rounds = 2 if config.smoke else measure.rounds_of(config, rank.slowest, part)
+    seconds = measure.interleave(steps, rounds, rank.device, between=rank.barrier)
+    return {name: rank.slowest(samples) for name, samples in seconds.items()}
+
+
+def _training(config: Config, rank: Rank) -> dict[str, Callable[[], object]]:
+    """A training step of rank 0 alone while the others wait, and one of all ranks with DDP."""
+    found: dict[str, Callable[[], object]] = {}
+    for way in ("single", "ddp"):
+        workload = models.build(config.model, config.seed)
+        module: nn.Module = workload.module
+        if way == "ddp":
+            module = DistributedDataParallel(module, bucket_cap_mb=config.bucket_cap_mb)
+        x, y = workload.make_batch(config.batch_size)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+        idle = way == "single" and rank.rank > 0
+        found[way] = (lambda: None) if idle else partial(train_step, module, optimizer, x, y, workload.loss)
+    return found
+
+
+def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, loss: Callable) -> None:
+    """One training step: the same lines alone and with DDP."""
+    optimizer.zero_grad()
+    loss(module(x), y).backward()  # DDP: the wire is busy from the first full bucket on
+    optimizer.step()  # after backward every rank holds the same gradients
+
+
+def speedups(run: Records) -> dict[float, measure.Estimate]:
+    """{bandwidth in MB/s: samples/s of DDP on all ranks over those of one}; NO_PACE is the wire as it is."""
+    ranks = run[0].layout["world_size"]
+    found = {}
+    for record in run.where("step_s", way="ddp"):
+        alone = run.one("step_s", way="single", mb_s=record.case["mb_s"])
+        found[record.case["mb_s"]] = measure.paired_ratio(alone.samples, record.samples).scaled(ranks)
+    return found
+
+
+def pays_from(run: Records) -> tuple[float, float]:
+    """(largest bandwidth at which DDP is surely slower than one rank, smallest at which it is surely faster) in MB/s.
+
+    0 and inf where there is none. The wire as it is does not count: its bandwidth is not known.
+    """
+    found = {mb_s: e for mb_s, e in speedups(run).items() if mb_s != NO_PACE}
+    slower = max((mb_s for mb_s, e in found.items() if e.high < 1), default=0.0)
+    return slower, min((mb_s for mb_s, e in found.items() if e.low > 1 and mb_s > slower), default=float("inf"))
+
+
+def ring_errors(run: Records) -> dict[float, measure.Estimate]:
+    """{bandwidth in MB/s: all-reduce measured over the ring's formula}."""
+    formula = {r.case["mb_s"]: r.value for r in run.where("all_reduce_s") if r.kind == "modelled"}
+    return {
+        r.case["mb_s"]: measure.estimate([s / formula[r.case["mb_s"]] for s in r.samples], "x")
+        for r in run.where("all_reduce_s") if r.kind != "modelled" and r.case["mb_s"] in formula
+    }  # fmt: skip
+
+
+def pays_text(run: Records) -> str:
+    """From which bandwidth on DDP pays, as far as the wires that were tried can tell."""
+    slower, faster = pays_from(run)
+    if slower and faster != float("inf"):
+        return f"DDP pays from somewhere between {slower:g} and {faster:g} MB/s on"
+    if slower:
+        return f"DDP does not pay up to {slower:g} MB/s, and no faster wire that was tried shows that it does"
+    return f"DDP pays at {faster:g} MB/s already" if faster != float("inf") else "whether DDP pays cannot be told"
+
+
+def answer(run: Records) -> Iterator[str]:
+    """From where on splitting the batch pays, and how well the ring's formula knows the wire."""
+    n, config = run[0].layout["world_size"], run[0].config
+    yield f"{config['model']} with {config['batch_size']} samples per rank on {n} ranks: {pays_text(run)}."
+    found = speedups(run)
+    yield f"On the wire as it is, {n} ranks train {found[NO_PACE]} as many samples/s as one."
+    worst_mb_s, worst = max(ring_errors(run).items(), key=lambda item: abs(item[1].value - 1))
+    yield f"An all-reduce takes {worst} what the ring's formula says at {worst_mb_s:g} MB/s, where it is furthest off."
+
+
+if __name__ == "__main__":
+    cli.main()

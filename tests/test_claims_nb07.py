@@ -1,0 +1,98 @@
+"""Verdicts of notebook 07, each turned round by records that say the opposite."""
+
+from __future__ import annotations
+
+import pytest
+
+from labs.kit import claims as registry
+from labs.kit import hardware
+from labs.kit.claims import claims, table
+from labs.kit.record import Record, Records
+
+STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0)
+NOISY = (0.5, 1.6, 0.7, 1.4, 0.6, 1.5)
+GPUS_DECIDE = {"B17", "B29", "D13"}
+"""Claims that no run on CPU cores and no datasheet tests."""
+DOCUMENTED = {"B43", "C17"}
+"""What documentation says: no record turns it."""
+
+
+def make(lab, metric, samples, unit="s", kind="measured", model="mlp", **case):
+    return Record(lab, metric, unit, samples, kind, case, {"model": model},
+                  {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"})  # fmt: skip
+
+
+def dialled(ddp_s, noise=STEADY):
+    """labs.slow_link: one rank takes 10 ms; DDP takes `ddp_s` by bandwidth."""
+    return Records(
+        make("slow_link", "step_s", [s * k for k in (noise if way == "ddp" else STEADY)], way=way, mb_s=mb_s)
+        for mb_s, ddp in ddp_s.items() for way, s in (("single", 0.01), ("ddp", ddp))
+    )  # fmt: skip
+
+
+def compressed(left=0.02, autocast=1.0, exists=0.0, slower=False):
+    lab, sent = "gradient_compression", {"fp32": 1.0, "fp16": 0.5, "powersgd_1": left / 2, "powersgd_4": left}
+    rows = [make(lab, "sent_bytes", [1e6 * share] * 2, "B", way=way) for way, share in sent.items()]
+    rows += [make(lab, "step_s", [0.01 * k for k in STEADY], way=way, mb_s=200.0) for way in ("fp32", "powersgd_1")]
+    rows.append(make(lab, "step_s", [(0.02 if slower else 0.01) * k for k in STEADY], way="powersgd_4", mb_s=200.0))
+    rows.append(make(lab, "autocast_sent_bytes", [1e6 * autocast] * 2, "B"))
+    rows.append(make(lab, "interface_exists", [exists], "1", name="torch.distributed.nn.init_distributed_optimizer"))
+    return Records(rows)
+
+
+def overlapped(step_s, noise=STEADY):
+    ddp = make("bucket_overlap", "step_s", [step_s * k for k in noise], synchronise=True, bucket_cap_mb=1.0, mb_s=200.0)
+    alone = make("bucket_overlap", "step_s", [0.010 * k for k in STEADY], synchronise=False, mb_s=200.0)
+    return Records([ddp, alone])
+
+
+FLAT, STEEP = dialled({400.0: 0.010, 25.0: 0.010}), dialled({400.0: 0.011, 25.0: 0.050})
+UNCERTAIN = dialled({400.0: 0.010, 25.0: 0.012}, NOISY)
+WIRES = [(FLAT, "holds"), (STEEP, "does not hold"), (UNCERTAIN, "depends")]
+TURNED = {
+    "A19": WIRES, "B06": WIRES, "C14": WIRES,
+    "B18": [(compressed(0.02), "holds"), (compressed(0.5), "does not hold"), (compressed(0.15), "depends")],
+    "B19": [(compressed(), "does not hold"), (compressed(exists=1.0), "holds")],
+    "C16": [(compressed(), "does not hold"), (compressed(autocast=0.5), "holds")],
+    "C23": [(overlapped(0.015), "holds"), (overlapped(0.010), "depends"), (overlapped(0.012, NOISY), "depends")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim, records, word", [(c, *case) for c, cases in TURNED.items() for case in cases])
+def test_the_word_follows_the_records(claim, records, word):
+    found = table("07", records, gpus=0, strict=True).verdict(claim)
+    assert found.word == word, found.because
+    assert found.kind == "measured"
+
+
+def test_links_follow_the_datasheets(monkeypatch):
+    assert table("07", gpus=0).verdict("B28").word == "does not hold"
+    rows = tuple(s for s in hardware.specs() if s.link == "PCIe 4 x16")
+    for times, word in ((3, "holds"), (9, "does not hold")):
+        nvlink = hardware.Spec("a", ("a",), "made up", "", link="NVLink 3", link_gb_s=64.0 * times)
+        monkeypatch.setattr(hardware, "specs", lambda nvlink=nvlink: (*rows, nvlink))
+        assert table("07", gpus=0).verdict("B28").word == word
+
+
+def test_every_judged_claim_is_turned_or_documented():
+    judged = {c.id for c in claims("07") if registry.judge_of(c)}
+    assert judged == set(TURNED) | DOCUMENTED | {"B28"}
+    assert {c.id for c in claims("07")} - judged == GPUS_DECIDE
+    assert all(len({word for _, word in cases}) >= 2 for cases in TURNED.values())
+
+
+def test_what_is_documented_says_so():
+    found = table("07", gpus=0)
+    assert all(found.verdict(c).kind == "published" for c in DOCUMENTED | {"B28"})
+
+
+def test_without_records_nothing_is_measured():
+    found = table("07", gpus=0, strict=True)
+    assert {c.id for c, v in found.rows if v.kind == "measured"} == set()
+    assert {v.word for c, v in found.rows if c.id in TURNED and c.gpus == 0} == {"not tried yet"}
+    assert {v.word for c, v in found.rows if c.id in GPUS_DECIDE} <= {"needs 1 GPU", "needs 2 GPUs"}
+
+
+def test_slower_steps_are_told_beside_fewer_bytes():
+    told = [table("07", compressed(slower=s), gpus=0).verdict("B18").because for s in (True, False)]
+    assert ["slower on some wires" in text for text in told] == [True, False]

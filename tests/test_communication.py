@@ -1,0 +1,356 @@
+"""The wire, the ring, buckets and compressed gradients: what notebook 07 launches."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
+from labs.chapters.nb07 import figures, figures_overlap, figures_wire
+from labs.kit.check import predict
+from labs.kit.errors import BadInput
+from labs.kit.launch import launch, run_on_ranks
+from labs.kit.rank import Rank
+from labs.kit.record import Record, Records
+from labs.parts.communication import compression, ring, wire
+
+STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0)
+
+pytestmark = pytest.mark.skipif(not wire.can_pace(), reason="this system cannot pace a connection")
+
+
+# -- the ring
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_picture_ends_with_every_sum_on_every_rank(ranks):
+    *_, end = steps = list(ring.snapshots(ranks))
+    everyone = frozenset(range(ranks))
+    assert len(steps) == 1 + 2 * (ranks - 1)
+    assert all(part == everyone for held in end.holds for part in held)
+    scattered = steps[ranks - 1]
+    assert [held.index(everyone) for held in scattered.holds] == [(r + 1) % ranks for r in range(ranks)]
+
+
+def ring_against_torch(numbers: int) -> tuple[bool, bool]:
+    """Whether whole numbers have the same bits as torch's sum, and whether the input was replaced in place."""
+    x = torch.arange(numbers, dtype=torch.float32) * (dist.get_rank() + 1)
+    by_hand, by_torch = x.clone(), x.clone()
+    ring.ring_all_reduce(by_hand)
+    dist.all_reduce(by_torch)
+    return torch.equal(by_hand, by_torch), not torch.equal(by_hand, x)
+
+
+@pytest.mark.parametrize("ranks, numbers", [(2, 10), (3, 10), (4, 2), (3, 100_003)])
+def test_the_ring_by_hand_sums_like_torch(ranks, numbers):
+    assert run_on_ranks(ring_against_torch, ranks, numbers) == [(True, True)] * ranks
+
+
+# -- the wire
+
+
+def this_rank() -> Rank:
+    return Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"),
+                "gloo", ())  # fmt: skip
+
+
+def paced_times(b_s: float, numbers: int) -> dict:
+    rank, x = this_rank(), torch.zeros(numbers)
+    dist.all_reduce(x)
+    fds = [fd for found in wire.links(rank).values() for fd in found]
+    free = [wire.limit_of(fd) for fd in fds]
+    with wire.paced(rank, b_s):
+        held = [wire.limit_of(fd) for fd in fds]
+        rank.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(x)
+        seconds = time.perf_counter() - start
+    try:
+        with wire.paced(rank, b_s):
+            raise ArithmeticError
+    except ArithmeticError:
+        pass
+    return {"free": free, "held": held, "seconds": seconds, "after": [wire.limit_of(fd) for fd in fds]}
+
+
+def test_a_paced_wire_holds_bytes_back_and_is_free_again_whatever_happens():
+    b_s, numbers = 2e7, 2**20
+    for found in run_on_ranks(paced_times, 2, b_s, numbers):
+        assert found["free"] and set(found["free"]) == {wire.NO_LIMIT} == set(found["after"])
+        assert set(found["held"]) == {int(b_s)}
+        assert found["seconds"] > 0.9 * 4 * numbers / b_s  # never faster than the wire; slower on a busy machine
+
+
+def chosen_links() -> tuple[list[int], list[int]]:
+    """(peers that this rank is connected to, limits of the connections between rank 0 and 1 only)."""
+    rank = this_rank()
+    dist.all_reduce(torch.zeros(8))
+    dist.all_gather([torch.zeros(1) for _ in range(rank.world_size)], torch.zeros(1))
+    links = wire.links(rank)
+    with wire.paced(rank, 1e7, between=lambda one, other: {one, other} == {0, 1}):
+        limits = {peer: {wire.limit_of(fd) for fd in fds} for peer, fds in links.items()}
+    return sorted(links), sorted(peer for peer, found in limits.items() if found == {int(1e7)})
+
+
+def test_only_the_chosen_connections_are_paced():
+    found = run_on_ranks(chosen_links, 3)
+    assert [peers for _, peers in found] == [[1], [0], []]
+    assert all(peers == [r for r in range(3) if r != rank] for rank, (peers, _) in enumerate(found))
+
+
+@pytest.mark.parametrize("b_s", [0.0, -1e6, 1e3, float("inf"), float("nan")])
+def test_no_wire_has_that_bandwidth(b_s):
+    with pytest.raises(BadInput, match=r"bandwidth must be at least 0\.1 MB/s"):
+        wire.require_rate(b_s)
+
+
+# -- bad input, one line each, before any rank
+
+
+@pytest.mark.parametrize(
+    "module, arguments, told",
+    [
+        (slow_link, {"mb_s": (-1.0,)}, "bandwidth must be"), (slow_link, {"mb_s": ()}, "mb_s must hold"),
+        (slow_link, {"mb_s": (5.0, 5.0)}, "different"), (slow_link, {"batch_size": 0}, "batch_size"),
+        (gradient_compression, {"ways": ("fp32", "zip")}, "unknown way to send gradients 'zip'"),
+        (gradient_compression, {"ways": ("fp16",)}, "must hold 'fp32'"),
+        (gradient_compression, {"mb_s": (0.0,)}, "bandwidth must be"), (gradient_compression, {"lr": 0.0}, "lr must"),
+        (bucket_overlap, {"bucket_cap_mb": (0.0,)}, "bucket_cap_mb must be positive"),
+        (bucket_overlap, {"bucket_cap_mb": ()}, "different sizes"), (bucket_overlap, {"layers": 0}, "layers"),
+        (all_reduce_anatomy, {"sizes": (4, 8)}, "three different sizes"),
+        (all_reduce_anatomy, {"sizes": (4, 8, 9)}, "multiples of 4"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(module, arguments, told):
+    with pytest.raises(BadInput, match=told) as error:
+        module.Config(**arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("lab", ["slow_link", "gradient_compression", "bucket_overlap", "all_reduce_anatomy"])
+def test_one_rank_is_told_that_it_is_alone(lab):
+    with pytest.raises(BadInput, match=r"one rank .*use nproc=2"):
+        launch(lab, nproc=1, smoke=True)
+
+
+# -- each lab, once
+
+
+@pytest.mark.parametrize(
+    "lab, metrics",
+    [
+        ("slow_link", {"gradient_bytes", "all_reduce_s", "step_s"}),
+        ("all_reduce_anatomy", {"max_error", "sent_bytes", "seconds", "busbw_b_s", "all_reduce_s"}),
+        ("bucket_overlap", {"forward_s", "gradient_ready_s", "gradient_bytes", "bucket_bytes", "latency_s", "step_s",
+                            "switch_step_s"}),
+        ("gradient_compression", {"sent_bytes", "step_s", "accuracy", "autocast_sent_bytes", "interface_exists",
+                                  "left_out"}),
+    ],
+)  # fmt: skip
+def test_a_smoke_run_has_every_part_and_answers(lab, metrics):
+    module = {"slow_link": slow_link, "all_reduce_anatomy": all_reduce_anatomy, "bucket_overlap": bucket_overlap,
+              "gradient_compression": gradient_compression}[lab]  # fmt: skip
+    found = launch(lab, nproc=2, device="cpu", oversubscribe=True, smoke=True)
+    assert {r.metric for r in found} == metrics
+    sentences = list(module.answer(found))
+    assert 1 <= len(sentences) <= 6 and all(s[0].isupper() or s[0].islower() for s in sentences)
+
+
+def test_bytes_on_the_wire_are_those_of_the_ring():
+    found = launch("all_reduce_anatomy", nproc=3, device="cpu", oversubscribe=True, smoke=True)
+    assert found.one("max_error", numbers="integers").value == 0
+    over = all_reduce_anatomy.over_needed(found)
+    if not over:
+        pytest.skip("this kernel does not count the bytes of a connection")
+    for op in ("ring by hand", "all_reduce", "all_gather", "all_to_all"):
+        assert 1 <= over[op] < 1.02, (op, over[op])  # headers of gloo are small against these buffers
+
+
+# -- predictions
+
+
+def test_a_bucket_waits_for_its_gradients_and_for_the_wire():
+    predict = bucket_overlap.predict
+    one_ms = 2 * 10**5  # bytes: a ring of two sends as many, 200 MB/s carry them in 1 ms
+    assert predict([0.0, 0.010], [one_ms, one_ms], 2, 200, 0.0) == pytest.approx(0.011)  # waits for the gradient
+    assert predict([0.0, 0.0], [one_ms, one_ms], 2, 200, 0.0) == pytest.approx(0.002)  # waits for the wire
+    assert predict([0.0, 0.0], [one_ms, one_ms], 2, 200, 0.003) == pytest.approx(0.008)  # and pays latency twice
+    assert predict([0.010], [0], 2, 200, 0.0) == pytest.approx(0.010)
+
+
+def test_the_break_even_bandwidth_is_where_two_lines_cross():
+    fixed_s, saved = 0.002, 1e6  # costs 2 ms, saves 1 MB: break-even at 500 MB/s
+    more = {mb_s: fixed_s - saved / (1e6 * mb_s) for mb_s in (1000, 25)}
+    found = gradient_compression.predict((1e-9, more[1000]), (1e-6 / 25, more[25]))
+    assert found.b_s == pytest.approx(5e8) and found.saved_bytes == pytest.approx(saved)
+    assert gradient_compression.Crossing(-0.001, saved).b_s == float("inf")
+    assert gradient_compression.Crossing(0.001, -5.0).b_s == 0.0
+
+
+def test_closed_forms_of_what_is_sent():
+    layer = nn.Linear(100, 50)  # a matrix of 5,000 numbers and a bias of 50
+    sent = {name: way.sent_bytes(list(layer.parameters()), 2) for name, way in compression.WAYS.items()}
+    assert sent["fp32"] == 4 * 5050 and sent["fp16"] == 2 * 5050
+    assert sent["powersgd_1"] == 4 * (150 + 50) and sent["powersgd_4"] == 4 * (600 + 50)
+    assert sent["powersgd_16"] == 4 * (2400 + 50)
+    assert compression._power_sgd(17).sent_bytes(list(layer.parameters()), 2) == 4 * 5050  # would not halve it
+    assert sent["top_1%"] == 8 * 50  # 1 % of 5,050 numbers, 4 bytes a value and 4 a place
+
+
+def top_k_twice() -> list[list[float]]:
+    """Gradients after the hook in two steps, of a layer whose gradient is 3, 1, 2, 0 on every rank."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1, bias=False), bucket_cap_mb=compression.ONE_BUCKET_MB)
+    model.register_comm_hook(compression.TopK(0.5), compression.top_k_hook)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.tensor([[3.0, 1.0, 2.0, 0.0]])).sum().backward()
+        found.append(model.module.weight.grad[0].tolist())
+    return found
+
+
+def test_top_k_sends_the_largest_and_makes_up_for_the_rest():
+    for steps in run_on_ranks(top_k_twice, 2):
+        assert steps[0] == [3, 0, 2, 0]  # two of four are sent
+        assert steps[1] == [3, 2, 0, 0] or steps[1] == [3, 0, 2, 0]  # 1 + 1 left out ties with 2
+        assert sum(map(sum, steps)) >= 5 + 5 + 5, "what is left out is sent later"
+
+
+def sent_in_the_end() -> list[float]:
+    """What four steps give, added up: the first has a gradient of 6, 4 and 6, 0, the others have none."""
+    layers = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
+    with torch.no_grad():
+        layers[0].weight.copy_(torch.tensor([[1.0, 0.0]]))
+    model = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=compression.ONE_BUCKET_MB)
+    with torch.no_grad():
+        layers[1].weight.copy_(torch.tensor([[1.0], [0.0]]))
+    model.register_comm_hook(compression.TopK(1 / 4), compression.top_k_hook)
+    total = torch.zeros(4)
+    for weight in (2.0, 0.0, 0.0, 0.0):
+        model.zero_grad()
+        (weight * model(torch.tensor([[3.0, 2.0]]))[0, 0]).backward()
+        total += torch.cat([p.grad.flatten() for p in model.parameters()])
+    return total.tolist()
+
+
+def test_what_top_k_leaves_out_reaches_its_own_parameter():
+    for found in run_on_ranks(sent_in_the_end, 2):  # after the first step DDP turns its bucket's order round
+        assert found == [6, 4, 6, 0]
+
+
+# -- sentences turn round with the records
+
+
+def step(lab, metric, seconds, **case):
+    samples = [seconds * k for k in STEADY]
+    return Record(lab, metric, "s", samples, case.pop("kind", "measured"), case, {"model": "mlp", "batch_size": 64},
+                  {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"})  # fmt: skip
+
+
+def dialled(ddp_s: dict[float, float], alone_s: float = 0.010) -> Records:
+    rows = [Record("slow_link", "gradient_bytes", "B", [1e6])]
+    for mb_s, seconds in ddp_s.items():
+        rows += [step("slow_link", "step_s", alone_s, way="single", mb_s=mb_s),
+                 step("slow_link", "step_s", seconds, way="ddp", mb_s=mb_s),
+                 step("slow_link", "all_reduce_s", 1 / (mb_s or 1e3), mb_s=mb_s)]  # fmt: skip
+        if mb_s:
+            rows.append(step("slow_link", "all_reduce_s", 1 / mb_s, mb_s=mb_s, kind="modelled"))
+    return Records(rows[1:] + rows[:1])
+
+
+@pytest.mark.parametrize(
+    "ddp_s, told",
+    [
+        ({0.0: 0.011, 400: 0.012, 100: 0.018, 25: 0.050}, "DDP pays from somewhere between 25 and 100 MB/s on"),
+        ({0.0: 0.030, 400: 0.032, 25: 0.050}, "DDP does not pay up to 400 MB/s"),
+        ({0.0: 0.011, 400: 0.011, 25: 0.012}, "DDP pays at 25 MB/s already"),
+        ({0.0: 0.020, 400: 0.020, 25: 0.020}, "whether DDP pays cannot be told"),
+    ],
+)
+def test_from_where_on_ddp_pays(ddp_s, told):
+    assert slow_link.pays_text(dialled(ddp_s)).startswith(told)
+    assert told in " ".join(slow_link.answer(dialled(ddp_s)))
+
+
+def compressed(gain_s: dict[float, float], tried_s: dict[float, float], predicted: float) -> Records:
+    lab, rows = "gradient_compression", []
+    for mb_s, seconds in gain_s.items():
+        rows += [step(lab, "step_s", 0.010, way="fp32", mb_s=mb_s), step(lab, "step_s", seconds, way="fp16", mb_s=mb_s)]
+    rows.append(Record(lab, "break_even_mb_s", "MB/s", [predicted], "modelled", {"way": "fp16"}))
+    for times, seconds in tried_s.items():
+        case = {"beside": "fp16", "times": times, "mb_s": times * predicted}
+        rows += [
+            step(lab, "tried_step_s", 0.010, way="fp32", **case),
+            step(lab, "tried_step_s", seconds, way="fp16", **case),
+        ]
+    return Records(rows)
+
+
+@pytest.mark.parametrize(
+    "tried_s, predicted, told",
+    [
+        ({0.5: 0.008, 2.0: 0.012}, 100, "predicted at 100 MB/s, found between 50 and 200"),
+        ({0.5: 0.012, 2.0: 0.012}, 100, "found between 25 and 50"),
+        ({0.5: 0.010, 2.0: 0.010}, 100, "cannot tell"),
+        ({}, 0.0, "never gains; but it did at 25 MB/s"), ({}, 1e9, "gains on every wire; it surely did at 25 MB/s"),
+    ],
+)  # fmt: skip
+def test_break_even_in_words(tried_s, predicted, told):
+    run = compressed({0.0: 0.010, 25: 0.005}, tried_s, predicted)
+    assert told in gradient_compression.tried_text(gradient_compression.crossings(run)["fp16"])
+
+
+@pytest.mark.parametrize(
+    "ddp_s, guess, told",
+    [
+        ({400: 0.012, 100: 0.018, 25: 0.050}, 60, "within what was measured"),
+        ({400: 0.012, 100: 0.018, 25: 0.050}, 125, "above what was measured"),
+        ({400: 0.032, 25: 0.050}, 125, "at 400 MB/s DDP is still slower"),
+        ({400: 0.032, 25: 0.050}, 800, "cannot tell"),
+        ({400: 0.011, 25: 0.012}, 125, "at 25 MB/s DDP is faster than one rank already"),
+        ({400: 0.020, 25: 0.020}, 125, "cannot tell"),
+    ],
+)
+def test_a_guess_is_held_against_what_the_wires_showed(ddp_s, guess, told):
+    found = figures_wire._guess_text(dialled(ddp_s), predict(guess, "bandwidth", unit="MB/s"))
+    assert told in found
+
+
+@pytest.mark.parametrize("noise, told", [(0.0, "misses the intervals of 1 of 3 sizes"), (0.9, "cannot be told")])
+def test_a_line_is_off_only_where_the_noise_is_smaller(noise, told, monkeypatch):
+    times = {1e3: 0.001, 1e6: 0.003, 1e7: 0.010}
+    run = Records(
+        Record("all_reduce_anatomy", "all_reduce_s", "s", [t * (1 + noise * k) for k in (-1, 1, -0.9, 0.9, -0.8, 0.8)]
+               if noise else [t * k for k in STEADY], "measured", {"size": size})
+        for size, t in times.items()
+    )  # fmt: skip
+    said = []
+    monkeypatch.setattr(figures, "say", said.append)
+    monkeypatch.setattr(figures, "show", lambda fig, alt: None)
+    figures.two_sizes(run, predict(20, "error", unit="%"))
+    assert told in said[0]
+
+
+@pytest.mark.parametrize("worst, told", [(0.030, "with 8 MiB a step takes 1.50 x"), (0.020, "makes no difference")])
+def test_best_buckets_in_words(worst, told, monkeypatch):
+    lab = "bucket_overlap"
+    rows = [step(lab, "step_s", 0.020, synchronise=True, bucket_cap_mb=1.0, mb_s=200),
+            step(lab, "step_s", worst, synchronise=True, bucket_cap_mb=8.0, mb_s=200),
+            step(lab, "step_s", 0.015, synchronise=False, mb_s=200),
+            step(lab, "switch_step_s", 0.02, switch="default"), step(lab, "switch_step_s", 0.04, switch="static_graph"),
+            Record(lab, "gradient_ready_s", "s", [0.010, 0.014]), Record(lab, "gradient_bytes", "B", [1e6, 1e6]),
+            Record(lab, "latency_s", "s", [0.001])]  # fmt: skip
+    rows += [Record(lab, "bucket_bytes", "B", sizes, "measured", {"bucket_cap_mb": cap, "step": "later"})
+             for cap, sizes in ((1.0, [1e6, 1e6]), (8.0, [2e6]))]  # fmt: skip
+    sentences = " ".join(bucket_overlap.answer(Records(rows)))
+    assert bucket_overlap.not_slower(Records(rows)) == ([1.0] if worst > 0.02 else [1.0, 8.0])
+    said = []
+    monkeypatch.setattr(figures_overlap, "say", said.append)
+    monkeypatch.setattr(figures_overlap, "show", lambda fig, alt: None)
+    figures_overlap.buckets(Records(rows), predict(8, "best bucket size", unit="MiB"))
+    assert ("above what was measured" if worst > 0.02 else "within what was measured") in said[0]
+    assert told in sentences and "static_graph 2 x" in sentences

@@ -1,0 +1,236 @@
+"""What is hidden, exposed and slowed, from made-up timelines; the lab's records; the sentences of notebook 03 turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from labs import crossover, data_parallel, ddp_facts, ddp_overlap, ddp_parity, ddp_training, gradient_accumulation
+from labs.chapters.nb03 import figures, figures_overlap, figures_scaling
+from labs.kit.check import predict
+from labs.kit.errors import BadInput
+from labs.kit.launch import launch
+from labs.kit.measure import estimate
+from labs.kit.record import Record, Records
+from labs.parts.data_parallel import step_timeline
+
+NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
+WIDE = (0.5, 2.0, 0.6, 1.7, 0.55, 1.9, 0.65, 1.5)
+
+
+def make(metric, samples, config=None, lab="data_parallel", world=2, rank=None, device="cpu", unit="s", **case):
+    samples = tuple(samples) if isinstance(samples, list | tuple) else (samples,)
+    layout = {"world_size": world, "rank": rank, "device": device, "backend": "gloo"}
+    return Record(lab, metric, unit, samples, "measured", case, config or {}, layout)
+
+
+def times(seconds, shape=NOISE):
+    return [seconds * k for k in shape]
+
+
+def overlapped(exposed=0.002, under_way=0.010, slowed=0.003, cost=0.005, step=0.050, world=2):
+    def record(metric, samples, **case):
+        return make(metric, samples, lab="ddp_overlap", world=world, **case)
+
+    spans = [make("timeline_s", s, lab="ddp_overlap", rank=rank, **case) for rank in range(world) for s, case in (
+        ((0.0, 0.01), {"part": "forward"}), ((0.01, 0.05), {"part": "backward"}), ((0.05, 0.06), {"part": "optimizer"}),
+        ((0.02, 0.03), {"part": "all-reduce", "bucket": 0}),
+        ((0.04, 0.05), {"part": "all-reduce", "bucket": 1}))]  # fmt: skip
+    return Records([
+        record("step_s", times(step + cost), mode="ddp"), record("step_s", times(step), mode="no_sync"),
+        record("gradients_s", times(0.03 + slowed), mode="ddp"), record("gradients_s", times(0.03), mode="no_sync"),
+        record("exposed_s", times(exposed)), record("under_way_s", times(under_way)), *spans,
+    ])  # fmt: skip
+
+
+def test_parts_of_a_made_up_step():
+    found = ddp_overlap.overlap(overlapped())
+    assert found.hidden.value == pytest.approx(80)
+    assert found.slowed.value == pytest.approx(0.003, rel=0.01)
+    assert found.expected.value == pytest.approx(0.005, rel=0.01) == found.cost.value
+    assert "as far as this run can show" in ddp_overlap.accounts(found)
+    assert "are not what DDP costs" in ddp_overlap.accounts(ddp_overlap.overlap(overlapped(cost=0.02)))
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (overlapped(), "what is hidden is not free"),
+        (overlapped(slowed=0.0), "That hiding slows the gradients down, this run cannot show"),
+        (overlapped(slowed=-0.003), "less: this run does not say why"),
+        (overlapped(cost=0.0), "longer than under no_sync, this run cannot show"),
+        (overlapped(world=1), "needs two"),
+    ],
+)
+def test_the_answer_follows_the_records(records, words):
+    assert words in " ".join(ddp_overlap.answer(records))
+
+
+def test_the_timeline_cuts_backward_at_the_last_gradient(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(step_timeline, "spans", lambda ax, row, mine, label, color: drawn.setdefault(label, mine))
+    monkeypatch.setattr(figures_overlap, "show", lambda fig, alt: drawn.setdefault("alt", alt))
+    monkeypatch.setattr(figures_overlap, "say", lambda text: drawn.setdefault("text", text))
+    figures_overlap.timeline(overlapped(), predict(50, "share hidden", unit="%"))
+    assert drawn["backward waits"] == [pytest.approx((40, 50))]
+    assert drawn["gradients"] == [pytest.approx((10, 40))]
+    assert drawn["alt"].startswith("80% of the time") and "You predicted 50 %" in drawn["text"]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_lab_measures_every_part(nproc):
+    run = launch("ddp_overlap", nproc=nproc, smoke=True, oversubscribe=True, width=32, layers=3, bucket_cap_mb=0.001)
+    spans = run.where("timeline_s", part="all-reduce", bucket=0)
+    assert len(spans) == nproc and all(0 < start <= end for start, end in (r.samples for r in spans))
+    buckets = {r.case["bucket"]: r.case["bytes"] for r in run.where("timeline_s", part="all-reduce")}
+    assert sum(buckets.values()) == 4 * 3 * (32 * 32 + 32) and len(buckets) > 1
+    found = ddp_overlap.overlap(run)
+    assert found.exposed.value >= 0 and found.under_way.value > 0
+    assert list(ddp_overlap.answer(run))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"width": 0}, "width must be at least 1"), ({"bucket_cap_mb": 0.0}, "must be positive"),
+     ({"model": "resnet"}, "there is no model 'resnet'")],
+)  # fmt: skip
+def test_bad_input_is_one_line(values, words):
+    with pytest.raises(BadInput, match=words):
+        launch("ddp_overlap", nproc=2, oversubscribe=True, **values)
+
+
+def test_one_rank_has_no_wire_to_pace():
+    with pytest.raises(BadInput, match="no wire to pace: use nproc=2"):
+        launch("ddp_overlap", nproc=1, mb_s=100.0)
+
+
+# -- sentences on one launch of data_parallel, and on two
+
+
+def ways(single=0.05, copies=0.054, ddp=0.056, dp=0.07, reduce=0.004, exchange=0.001, split="weak", shape=NOISE,
+         sent=(1001.0, 1001.0)):  # fmt: skip
+    rows = {"weak": 128, "strong": 64}[split]
+    config, shapes = {"model": "mlp", "split": split}, {"single": NOISE}
+    found = [make("step_s", times(t, shapes.get(mode, shape)), config, mode=mode, ranks=n, batch_per_rank=b)
+             for mode, n, t, b in (("single", 1, single, 128), ("copies", 2, copies, rows), ("ddp", 2, ddp, rows),
+                                   ("dp", 2, dp, rows))]  # fmt: skip
+    found += [make("all_reduce_s", times(reduce), config), make("dp_exchange_s", times(exchange), config)]
+    return Records(found + ([make("wire_bytes_per_step", sent, config, unit="B")] if sent else []))
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (ways(dp=0.052), "DataParallel is faster"), (ways(dp=0.052), "can explain a part of it"),
+        (ways(dp=0.0535), "explain the whole difference"), (ways(), "DDP is faster"), (ways(), "the longer steps"),
+        (ways(dp=0.056, shape=WIDE), "shorter, this run cannot show"),
+        (ways(dp=0.052, exchange=0.01), "does not tell why"), (ways(dp=0.056, shape=WIDE), "no difference shown"),
+    ],
+)  # fmt: skip
+def test_dataparallel_or_ddp_follows_the_records(run, words):
+    assert words in figures.which_text({"MLP": run})
+
+
+@pytest.mark.parametrize(
+    ("ddp", "modelled", "words"),
+    [(0.05, 1.5, "hidden behind backward"), (0.09, 1.5, "slower"), (0.1 / 1.5, 1.5, "cannot tell")],
+)
+def test_beside_the_model_without_overlap(ddp, modelled, words):
+    assert words in figures._against_model(data_parallel.speedups(ways(ddp=ddp, shape=NOISE))["ddp", 2], modelled)
+
+
+@pytest.mark.parametrize(
+    ("ddp", "words"), [(0.06, "the price of DDP"), (0.054, "cannot show that DDP costs"), (0.05, "does not say why")]
+)
+def test_the_price_of_ddp(ddp, words):
+    assert words in figures._price_text(figures.share_of_ceiling(ways(ddp=ddp)).scaled(100, "%"))
+
+
+def test_the_wire_is_held_against_the_ring(monkeypatch):
+    monkeypatch.setattr(data_parallel, "predict", lambda config, n: {"ddp sent": 1000.0})
+    monkeypatch.setattr(figures, "_config", lambda run: {})
+    assert "what the formula says" in figures.wire_text(ways())
+    assert "another algorithm" in figures.wire_text(ways(sent=(1500.0, 1500.0)))
+    assert "stays untested" in figures.wire_text(ways(sent=()))
+
+
+@pytest.mark.parametrize(
+    ("strong", "words"),
+    [
+        ({"ddp": 0.025, "copies": 0.025}, "it is not DDP's doing alone"),
+        ({"ddp": 0.035, "copies": 0.033}, "it is not DDP's doing alone"),
+        ({"ddp": 0.025, "copies": 0.027}, "do not tell why"),
+        ({"ddp": 0.035}, "Strong lies below weak"), ({"ddp": 0.028}, "cannot show"),
+    ],
+)  # fmt: skip
+def test_strong_beside_weak(strong, words):
+    run = ways(split="strong", **({"copies": 0.027} | strong))
+    assert words in figures_scaling.strong_beside_weak(run, ways())
+
+
+@pytest.mark.parametrize(("copies", "words"), [(0.054, "this much from each other"), (0.05, "cannot show")])
+def test_the_ceiling(copies, words):
+    assert words in figures._ceiling_text(data_parallel.speedups(ways(copies=copies))["copies", 2], 2)
+
+
+@pytest.mark.parametrize(
+    ("ddp", "shape", "words"),
+    [(0.06, NOISE, "after 0.03"), (0.2, NOISE, "never earned back"), (0.1, WIDE, "cannot tell")],
+)
+def test_break_even_follows_the_interval(monkeypatch, ddp, shape, words):
+    told = []
+    monkeypatch.setattr(figures_scaling, "say", told.append)
+    run = Records([*ways(ddp=ddp, shape=shape), make("startup_s", 0.3, phase="process start")])
+    figures_scaling.break_even_text(run)
+    assert words in told[0]
+
+
+def test_undecided_cells_of_the_map_are_counted():
+    cell = {"modelled": 1.5, "width": 64, "batch": 4}
+    rows = [cell | {"measured": estimate(times(1.5), "x")}, cell | {"measured": estimate(times(1.1, WIDE), "x")}]
+    assert "in 1 the interval holds 1" in figures_scaling._crossover_text(rows, predict(2, "cells"))
+
+
+# -- the answers of the other labs turn with their records
+
+
+def test_answers_of_the_other_labs_turn_round():
+    def cells(speedup):
+        case = {"width": 64, "batch": 4, "gradient_bytes": 1000}
+        steps = [make("step_s", times(t), lab="crossover", mode=mode, **case)
+                 for mode, t in (("single", 0.01), ("ddp", 0.02 / speedup))]  # fmt: skip
+        return Records([*steps, *(make("all_reduce_s", 1e-4 + s / 1e9, size=s) for s in (2**12, 2**20))])
+
+    assert "faster than one in 1 of 1" in next(crossover.answer(cells(1.5)))
+    assert "slower in 1" in next(crossover.answer(cells(0.5)))
+
+    def parity(fp64):
+        case = {"model": "cnn", "sync_batchnorm": False}
+        return Records(
+            make("gradient_relative_error", e, dtype=d, **case) for d, e in (("float32", 1e-7), ("float64", fp64))
+        )
+
+    assert "rounded" in next(ddp_parity.answer(parity(1e-16)))
+    assert "another gradient" in next(ddp_parity.answer(parity(1e-7)))
+    assert "pass --dtypes" in next(ddp_parity.answer(Records(list(parity(1e-7))[:1])))
+
+    def epoch(repeated):
+        signs = {"loss": (2.0, 1.0), "repeated_share": repeated, "distinct_share": 1 - repeated,
+                 "same_order_next_epoch": 0.0, "parameter_spread": 0.0}  # fmt: skip
+        return Records(make(metric, samples, case="no_sampler") for metric, samples in signs.items())
+
+    assert "50% are repeats" in next(ddp_training.answer(epoch(0.5)))
+    assert "nothing to be seen" in next(ddp_training.answer(epoch(0.0)))
+
+    def gain(every):
+        errors = [make("gradient_relative_error", 1e-9, way="no_sync"), make("parameter_spread", 0.0, way="no_sync")]
+        steps = [make("step_s", times(t, WIDE if i else NOISE), way=way)
+                 for i, (way, t) in enumerate((("no_sync", 0.01), ("sync_every", every)))]  # fmt: skip
+        return Records([*steps, *errors])
+
+    assert "no difference" in next(gradient_accumulation.answer(gain(0.011)))
+    assert "no difference" not in next(gradient_accumulation.answer(gain(0.1)))
+
+
+def test_facts_in_sentences():
+    run = launch("ddp_facts", nproc=1, smoke=True)
+    assert "Parameters: the ranks differ by up to 0 before DDP" in " ".join(ddp_facts.answer(run))

@@ -1,0 +1,119 @@
+"""NCCL's log and nvidia-smi's table in words, on samples of four machines and on lines of many versions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from labs import nccl_log
+from labs.kit.errors import BadInput
+from labs.parts.communication import nccl, nccl_samples
+
+TOLD = {
+    "2xRTX4090": ("2 ranks on 1 machine.", "2 of 2 links go through the host's memory", "1 pair of GPUs: PHB"),
+    "8xA100": ("8 ranks on 1 machine.", "24 channels", "8 of 8 links go from GPU memory to GPU memory",
+               "28 pairs of GPUs: NV12", "12 links each"),
+    "8xH100": ("8 ranks on 1 machine.", "P2P/CUMEM 8", "28 pairs of GPUs: NV18"),
+    "2x8xH100": ("16 ranks on 2 machines.", "NET/IB/GDRDMA 2", "2 of 16 links go through a network card"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sample", TOLD)
+def test_what_is_said_of_each_machine(sample):
+    text = "\n".join(nccl_log.answer(*nccl_samples.SAMPLES[sample]))
+    assert all(words in text for words in TOLD[sample])
+    assert "not understood" not in text
+    assert ("No pair of GPUs talks directly" in text) == (sample == "2xRTX4090")
+
+
+def words(*lines: str) -> str:
+    log = nccl.read(f"node0:1:2 [0] NCCL INFO {line}" for line in lines)
+    return "\n".join(nccl.in_words(log))
+
+
+@pytest.mark.parametrize(
+    "line, link",
+    [
+        ("Channel 00/0 : 1[1] -> 0[0] via P2P/CUMEM/read", nccl.Link(1, 0, "P2P/CUMEM")),
+        ("Channel 02 : 3[3] -> 0[0] via SHM/direct/direct", nccl.Link(3, 0, "SHM/direct")),
+        ("Ring 00 : 34 -> 33 [send] via NET/Socket/0", nccl.Link(34, 33, "NET/Socket")),
+        ("Channel 00 : 2[a000] -> 3[b000] via P2P/direct pointer", nccl.Link(2, 3, "P2P/direct")),
+        ("Channel 03/0 : 13[5] -> 4[4] [receive] via NET/IB/3/GDRDMA", nccl.Link(13, 4, "NET/IB/GDRDMA")),
+    ],
+)
+def test_links_as_versions_write_them(line, link):
+    assert list(nccl.read([f"host-7:60725:60750 [2] NCCL INFO {line}"]).links) == [link]
+
+
+def test_what_is_before_a_line_does_not_matter():
+    line = "[1,0]<stdout>:5873af64cf59:10158:10560 [0] NCCL INFO Channel 00/02 :    0   1"
+    assert nccl.read([line, "epoch 1 loss 0.5"]).channels == {0: (0, 1)}
+
+
+@pytest.mark.parametrize(
+    "lines, told, untold",
+    [
+        (["Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0"], "The network is TCP", "GPUDirect"),
+        (["Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0"], "without GPUDirect RDMA", "TCP"),
+        (["Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA"], "NET", "without GPUDirect"),
+        (["Channel 00/0 : 0[0] -> 1[1] via P2P/IPC", "Channel 00/0 : 1[1] -> 2[2] via SHM/direct"], "slowest link",
+         "No pair of GPUs"),
+        (["NCCL_P2P_DISABLE set by environment to 1."], "NCCL_P2P_DISABLE=1 is set: it forbids", "NCCL_IB"),
+        (["NCCL_DEBUG set by environment to INFO."], "NCCL_DEBUG=INFO is set.", "forbids"),
+        (["something new that no version wrote"], "1 of 1 lines of NCCL's were not understood", "links"),
+    ],
+)  # fmt: skip
+def test_findings(lines, told, untold):
+    said = words(*lines)
+    assert told in said and untold not in said
+
+
+def test_warnings_are_counted():
+    log = nccl.read(["a:1:2 [0] NCCL WARN Cuda failure 'peer access'"] * 3)
+    assert "Warned 3 times: Cuda failure 'peer access'" in list(nccl.in_words(log))
+
+
+@pytest.mark.parametrize("text", ["", "loss 0.5\n" * 100, "\x00\xff", "NCCL_DEBUG=INFO"])
+def test_a_file_that_is_no_log(text):
+    with pytest.raises(BadInput, match="no line of NCCL's is in it"):
+        nccl.read(text.splitlines())
+
+
+def test_topology_with_network_cards_and_underlined_head():
+    text = "\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tNV12\tSYS\tPXB\t0-15\n"
+    text += "GPU1\tNV12\t X \tSYS\tPXB\t0-15\nGPU2\tSYS\tSYS\t X \tSYS\t16-31\nNIC0\tPXB\tPXB\tSYS\t X \n"
+    assert nccl.read_topology(text) == {("GPU0", "GPU1"): "NV12", ("GPU0", "GPU2"): "SYS", ("GPU1", "GPU2"): "SYS"}
+    assert "The pairs differ" in " ".join(nccl.topology_in_words(nccl.read_topology(text)))
+
+
+def test_more_than_ten_gpus_are_all_read():
+    assert len(nccl.read_topology(nccl_samples.topology(16, "NV6"))) == 16 * 15 / 2
+
+
+def test_no_topology():
+    with pytest.raises(BadInput, match="no table of GPUs"):
+        nccl.read_topology("No devices were found")
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [((), "name a log"), (("nowhere.log",), "nowhere.log: No such file"), (("--sample", "9xB300"), "invalid choice")],
+)
+def test_the_command_refuses_in_one_line(arguments, told, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "labs.nccl_log", *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2 and told in done.stderr and not done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_reads_what_ranks_wrote_into_many_files(tmp_path):
+    log, topology = nccl_samples.SAMPLES["8xA100"]
+    lines = log.splitlines(keepends=True)
+    for name, text in (("a.log", lines[:40]), ("b.log", lines[40:]), ("topology.txt", [topology])):
+        (tmp_path / name).write_text("".join(text))
+    command = [sys.executable, "-m", "labs.nccl_log", "a.log", "b.log", "--topology", "topology.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.splitlines() == list(nccl_log.answer(log, topology))
