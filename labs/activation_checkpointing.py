@@ -4,8 +4,9 @@
     python -m labs.activation_checkpointing --nproc 1 --parts pareto --model my_package.my_module:factory
     python -m labs.activation_checkpointing --nproc 1 --parts pareto --model narrow_bert --batch 8
 
-About 14 s on 2 CPU cores. Four parts:
+About 17 s on 2 CPU cores. Five parts:
   pareto     a deep model cut into k segments that are computed again in backward: peak, time and operations
+  sizes      the same model with few and with many rows: which part of the price is the same for all of them
   chain      the same for blocks that keep no more than their output: there k = sqrt(n) is best
   variants   what torch's checkpoint does with use_reentrant left out, True and False, and without the random state
   sequences  BERT-large's layers on long sequences: which term grows, and what each remedy does to it
@@ -24,9 +25,9 @@ from torch import Tensor
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts import models
-from labs.parts.activation_memory import deep_models, sequences, variants
+from labs.parts.activation_memory import deep_models, report, sequences, variants
 from labs.parts.activation_memory.allocator import slices
 from labs.parts.activation_memory.segments import (
     Chain,
@@ -38,14 +39,15 @@ from labs.parts.activation_memory.segments import (
     time_ratio,
     trace_chain,
 )
-from labs.parts.activation_memory.step import Step, possible, steps_of
+from labs.parts.activation_memory.step import Step, can, possible, steps_of
 from labs.parts.memory.recomputation import blocks, segments
 from labs.parts.models import Workload
 from labs.parts.models.large_models import BertShape
 
-Part = Literal["pareto", "chain", "variants", "sequences"]
+Part = Literal["pareto", "sizes", "chain", "variants", "sequences"]
 THIN = (36, 64, 2048)  # layers, width and rows of the chain
 SLICES = 150  # of a step, for its curve of live bytes
+SIZED = ("none", "block", "selective")  # policies of sizes, of which a model may not have all
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,13 @@ class Config:
     """As in labs.parts.memory.recomputation; without any, all kinds that the model can have."""
     batch: int = 256
     """Rows of a step of the model."""
+    sizes: tuple[int, ...] = (1, 512)
+    """Rows of a step in the part sizes."""
     sequences: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     """Tokens per sequence of BERT-large's layers."""
-    seconds: float = 6.5
-    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    seconds: float = 5.0
+    """Time for all rounds of pareto, in s, and again for those of sizes. A slower machine takes fewer rounds and has
+    wider intervals."""
     rounds: int | None = None
     """Times that every policy takes its turn; by default as many as fit into `seconds`, at least 6."""
     seed: int = 0
@@ -74,6 +79,8 @@ class Config:
     def __post_init__(self) -> None:
         require(len(self.parts) > 0, f"parts must name one at least: {', '.join(get_args(Part))}")
         require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
+        some = len(self.sizes) > 0 and len(set(self.sizes)) == len(self.sizes) and min(self.sizes) >= 1
+        require(some, "sizes must hold positive numbers, all of them different")
         measure.require_budget(self.seconds, self.rounds)
         require(len(self.sequences) > 0 and min(self.sequences) >= 1, "sequences must hold positive numbers")
         models.require_known(self.model, besides=deep_models.DEEP)
@@ -81,7 +88,7 @@ class Config:
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput if the model cannot be built, has no chain of blocks, or cannot have a policy."""
-    if "pareto" in config.parts:
+    if {"pareto", "sizes"} & set(config.parts):
         module = deep_models.build(config.model, config.seed).module
         for policy in config.policies or ("block",):
             segments(module, policy)
@@ -99,7 +106,7 @@ def predict(chain: Chain, runs: Segments, passing: int = 0) -> int:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The parts, one after the other."""
-    parts = {"pareto": _pareto, "chain": _chain, "variants": _variants, "sequences": _sequences}
+    parts = {"pareto": _pareto, "sizes": _sizes, "chain": _chain, "variants": _variants, "sequences": _sequences}
     for part in config.parts:
         for record in parts[part](config, rank):
             yield rank.record(record.metric, record.unit, record.samples, kind=record.kind, part=part, **record.case)
@@ -118,6 +125,19 @@ def _pareto(config: Config, rank: Rank) -> Iterator[Record]:
     yield rank.record("forward_s", "s", rank.slowest(seconds.pop("forward")), **_case(steps["none"], config.model))
     for policy, samples in seconds.items():
         yield rank.record("step_s", "s", rank.slowest(samples), **_case(steps[policy], config.model))
+
+
+def _sizes(config: Config, rank: Rank) -> Iterator[Record]:
+    """Seconds of a step with few and with many rows, all sizes and policies in turn."""
+    workload = deep_models.build(config.model, config.seed)
+    policies = [p for p in SIZED if p == "none" or can(workload.module, p)]
+    sizes = sorted({min(n, 128) for n in config.sizes} if config.smoke else config.sizes)
+    steps = {(p, n): s for n in sizes for p, s in steps_of(workload, policies, n, rank.device).items()}
+    for policy in policies:
+        steps[policy, sizes[0]]()  # the first call imports and compiles; that is not what is timed
+    seconds = measure.interleave(steps, measure.rounds_of(config, rank.slowest), rank.device, between=rank.barrier)
+    for (policy, rows), samples in seconds.items():
+        yield rank.record("step_s", "s", rank.slowest(samples), model=config.model, policy=policy, rows=rows)
 
 
 def _case(step: Step, model: str) -> dict:
@@ -199,10 +219,37 @@ def _sequences(config: Config, rank: Rank) -> Iterator[Record]:
         for seq in config.sequences:
             share = sequences.square_share(shape, seq)
             yield rank.record("square_share", "1", share, kind="modelled", attention=attention, seq=seq)
-            for policy in ("none", "block", "selective"):
+            for policy in ("none", "block"):
                 live, case = sequences.deep(shape, seq, policy), {"attention": attention, "policy": policy, "seq": seq}
                 yield rank.record("kept_bytes", "B", live.after_forward, kind="modelled", **case)
                 yield rank.record("peak_bytes", "B", live.peak, kind="modelled", **case)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """What the least memory costs in time, which part of the price is fixed, and what else was tried, in sentences."""
+    if run.where("step_s", part="pareto"):
+        rows = [r for r in report.pareto(run) if r["policy"] != "none"]
+        none = run.one("peak_bytes", part="pareto", policy="none").value
+        least = min(rows, key=lambda r: r["peak_bytes"], default=None)
+        yield f"A step of {run[0].config['model']} takes {none / 1e6:.1f} MB at its peak with nothing recomputed."
+        if least:
+            yield (f"The least of {len(rows)} policies is {least['peak_bytes'] / 1e6:.1f} MB "
+                   f"({least['policy']}): it has {least['flops_ratio']:.2f} x the operations and takes "
+                   f"{least['time_ratio']} the time.")  # fmt: skip
+            equal = [r.value for r in run.where("gradients_equal", part="pareto")]
+            yield ("Gradients are equal bit for bit under all of them." if all(equal) else
+                   f"Gradients are NOT equal bit for bit under {equal.count(0)} of {len(equal)} policies.")  # fmt: skip
+    yield from report.fixed_price(run)
+    if best := run.where("best_segments", part="chain"):
+        found = min((r for r in report.pareto(run, "chain") if r["segments"]), key=lambda r: r["peak_bytes"])
+        yield (f"On a chain of {best[0].case['blocks']} blocks that keep only their output, {found['segments']} "
+               f"segments "
+               f"take least; the square root says {best[0].value:.0f}.")  # fmt: skip
+    if tried := run.where("raised", part="variants", variant="use_reentrant=False"):
+        lost = run.where("parameters_without_gradient", part="variants", variant="use_reentrant=False")
+        bad = sum(bool(r.value or n.value) for r, n in zip(tried, lost, strict=True))
+        yield (f"With use_reentrant=False {len(tried) - bad} of {len(tried)} ways to call checkpoint() train all "
+               f"parameters.")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from labs.kit import cli
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
@@ -197,6 +197,28 @@ def _errors(gradients: dict[tuple[str, str], Tensor], precision: str, hook: str,
                           precision=precision, hook=hook, reference=name)  # fmt: skip
     lost = ((gradient == 0) & (plain != 0)).float().mean().item()
     yield rank.record("gradient_underflow_share", "1", rank.slowest([lost]), precision=precision, hook=hook)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """What autocast and what a hook do to the bytes that are sent, and what the hook costs in exactness."""
+    plain = run.one("wire_bytes", precision="fp32", hook="none").value
+    n = run[0].layout["world_size"]
+    alone = "" if n > 1 else "; one rank has nobody to send them to"
+    yield f"FP32 without a hook hands {plain / 1e6:.2f} MB per step to all-reduces, on each of {n} ranks{alone}."
+    for hook in HOOKS:
+        found = [r for r in run.where("wire_bytes", hook=hook) if (r.case["precision"], hook) != ("fp32", "none")]
+        for ratio in sorted({round(r.value / plain, 3) for r in found}):
+            names = [r.case["precision"] for r in found if round(r.value / plain, 3) == ratio]
+            errors = [run.one("gradient_relative_error", precision=p, hook=hook, reference="without hook").value
+                      for p in names]  # fmt: skip
+            told = f"; the hook changes the gradient by up to {max(errors):.2g} of its norm" if hook != "none" else ""
+            named = "no hook" if hook == "none" else f"{hook.upper()} hook"
+            yield f"{', '.join(p.upper() for p in names)} with {named}: {ratio:.2f} times as many bytes{told}."
+    for r in run.where("hook_refused"):
+        if r.value:
+            yield f"DDP refuses the {r.case['hook'].upper()} hook here: {r.case['error']}."
+    for r in run.where("not_possible"):
+        yield f"{r.case['precision'].upper()} is not possible here: {r.case['why']}."
 
 
 if __name__ == "__main__":

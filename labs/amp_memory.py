@@ -3,7 +3,7 @@
     python -m labs.amp_memory --nproc 1
     python -m labs.amp_memory --nproc 1 --sequences 128 512 --batches 8 70 --attention sdpa
 
-About 6 s on 2 CPU cores. A training step holds parameters, gradients, the optimizer's state and activations, which
+About 7 s on 2 CPU cores. A training step holds parameters, gradients, the optimizer's state and activations, which
 are what autograd keeps for backward. Autocast leaves the first three in FP32, keeps a part of the activations in
 16 bit, and adds 16-bit copies of the weights. Three ways to know how much that is:
   formula    by hand, for BERT: labs/parts/memory/bert_memory.py
@@ -15,6 +15,7 @@ BERT-large and ResNet-152 are traced by CUDA's rules wherever this runs; small m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -50,7 +51,7 @@ class Config:
     """Small models for a real step: of labs.models.MODELS, tiny_bert, or package.module:factory."""
     batch: int = 8
     """Rows of the real steps."""
-    sequences: tuple[int, ...] = (128, 384, 512)
+    sequences: tuple[int, ...] = (128, 512)
     """Tokens per sequence of BERT-large."""
     batches: tuple[int, ...] = (1, 8, 10, 32, 70)
     """Sequences per step of BERT-large."""
@@ -58,8 +59,8 @@ class Config:
     """Images per step of ResNet-152."""
     optimizer: Literal["adam", "momentum", "sgd"] = "adam"
     """Of all models but ResNet-152, which takes SGD with momentum."""
-    attention: Literal["eager", "sdpa"] = "eager"
-    """BERT-large's attention: written out, or torch's scaled_dot_product_attention."""
+    attention: tuple[Literal["eager", "sdpa"], ...] = ("eager", "sdpa")
+    """BERT-large's attention: written out, torch's scaled_dot_product_attention, or both."""
     seed: int = 0
     """Seed of the small models and their data."""
     smoke: bool = False
@@ -74,6 +75,7 @@ class Config:
             require(len(values) > 0 and min(values) >= 1, f"{name} must hold positive numbers")
             require(len(set(values)) == len(values), f"{name} must be different: each is a point of the curve")
         require(len(set(self.sequences)) == len(self.sequences), "sequences must be different")
+        require(0 < len(set(self.attention)) == len(self.attention), "attention: name eager, sdpa or both, once")
         models.require_known(*self.models, besides=("tiny_bert",), option="models")
 
 
@@ -159,16 +161,17 @@ def bert_line(shape: BertShape, seq: int, precision: str, target: str = "cuda") 
 
 
 def _bert_large(config: Config, rank: Rank) -> Iterator[Record]:
-    shape = BertShape(attention=config.attention)
-    for seq in config.sequences[:1] if config.smoke else config.sequences:
-        for precision in ("fp32", "fp16"):
-            line = bert_line(shape, seq, precision)
-            case = {"model": "bert_large", "seq": seq, "precision": precision, "optimizer": config.optimizer}
-            yield from _traced(line, parameter_count(shape), config.batches, case, rank)
-            for batch in config.batches:
-                by_hand = predict(batch, seq, precision, shape, config.optimizer)
-                yield from _by_category(rank, "formula_bytes", by_hand, "modelled", {**case, "batch": batch})
-            yield from _on_gpu(lambda s=seq: bert(shape, s), line, config.batches, case, rank)
+    sequences = config.sequences[:1] if config.smoke else config.sequences
+    for attention, seq, precision in itertools.product(config.attention, sequences, ("fp32", "fp16")):
+        shape = BertShape(attention=attention)
+        line = bert_line(shape, seq, precision)
+        case = {"model": "bert_large", "attention": attention, "seq": seq, "precision": precision,
+                "optimizer": config.optimizer}  # fmt: skip
+        yield from _traced(line, parameter_count(shape), config.batches, case, rank)
+        for batch in config.batches:
+            by_hand = predict(batch, seq, precision, shape, config.optimizer)
+            yield from _by_category(rank, "formula_bytes", by_hand, "modelled", {**case, "batch": batch})
+        yield from _on_gpu(lambda shape=shape, seq=seq: bert(shape, seq), line, config.batches, case, rank)
 
 
 def _resnet152(config: Config, rank: Rank) -> Iterator[Record]:
@@ -207,10 +210,13 @@ def total(records: Records, metric: str = "predicted_bytes", **case: object) -> 
     return sum(records.one(metric, category=c, **case).value for c in CATEGORIES)
 
 
-def saved_shares(records: Records, model: str, seq: int = 0) -> dict[int, float]:
-    """Share of a traced large model's memory that autocast saves, by batch; negative where its copies cost more."""
-    batches = {r.case["batch"] for r in records.where("predicted_bytes", model=model, seq=seq)}
-    case = {"model": model, "seq": seq}
+def saved_shares(records: Records, model: str, seq: int = 0, **case: object) -> dict[int, float]:
+    """Share of a traced large model's memory that autocast saves, by batch; negative where its copies cost more.
+
+    BERT-large has two kinds of `attention`: name one.
+    """
+    case |= {"model": model, "seq": seq}
+    batches = {r.case["batch"] for r in records.where("predicted_bytes", **case)}
     return {
         b: 1 - total(records, batch=b, precision="fp16", **case) / total(records, batch=b, precision="fp32", **case)
         for b in sorted(batches)
@@ -224,6 +230,70 @@ def relative_error(records: Records, **case: object) -> float:
         sum(records.one(m, category=c, **case).value for c in kept) for m in ("predicted_bytes", "measured_bytes")
     )
     return predicted / measured - 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """Memory of one training step of a large model, in bytes, without and with autocast."""
+
+    case: dict
+    """model, seq, batch, and attention, if the model has any"""
+    fp32: float
+    lowered: float
+
+    @property
+    def saved(self) -> float:
+        """Share that autocast saves, in %; negative where its copies of the weights cost more."""
+        return 100 * (1 - self.lowered / self.fp32)
+
+    @property
+    def name(self) -> str:
+        """The model, and its attention if that is fused."""
+        return NAMES[self.case["model"]] + (", fused attention" if self.case.get("attention") == "sdpa" else "")
+
+    def __str__(self) -> str:
+        tokens = f" of {self.case['seq']} tokens" if self.case["seq"] else ""
+        return f"{self.name}, batch {self.case['batch']}{tokens}"
+
+
+NAMES = {"bert_large": "BERT-large", "resnet152": "ResNet-152"}
+ARTICLE_BYTES = 24e9  # what an article gives for BERT-large in FP32
+WHICH = ("model", "attention", "seq", "batch")
+
+
+def steps(records: Records) -> list[Step]:
+    """Every step of the large models, the one that saves least first."""
+    found = []
+    for r in records.where("predicted_bytes", category="parameters", precision="fp32"):
+        if r.case["model"] in NAMES:
+            case = {k: r.case[k] for k in WHICH if k in r.case}
+            found.append(Step(case, *(total(records, precision=p, **case) for p in ("fp32", "fp16"))))
+    return sorted(found, key=lambda s: s.saved)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """What autocast saves at least and at most, where BERT-large is near the article's 24 GB, and how sure that is."""
+    for r in run.where("not_possible"):
+        yield f"{r.case['model']} in {r.case['precision'].upper()}: {r.case['why']}."
+    found = steps(run)
+    yield (f"Modelled: mixed precision saves from {found[0].saved:.0f} % ({found[0]}) to {found[-1].saved:.0f} % "
+           f"({found[-1]}) of a training step's memory.")  # fmt: skip
+    near = min((s for s in found if s.case["model"] == "bert_large"), key=lambda s: abs(s.fp32 - ARTICLE_BYTES))
+    for s in (s for s in found if all(s.case.get(k) == near.case[k] for k in ("model", "seq", "batch"))):
+        yield f"{s}: {s.fp32 / 1e9:.1f} GB in FP32, {s.lowered / 1e9:.1f} GB with autocast, {s.saved:.0f} % less."
+    small = [r.case for r in run.where("measured_bytes", category="activations") if r.case["model"] not in NAMES]
+    if small:
+        errors = [abs(relative_error(run, model=c["model"], precision=c["precision"])) for c in small]
+        yield (f"The same count is at most {max(errors):.2%} away from {len(small)} real steps of small models; "
+               "workspace of kernels and the allocator's own share are not in it.")  # fmt: skip
+    peaks = run.where("peak_bytes")
+    kind = "GPU" if run[0].layout["device"] == "cuda" else "CPU"
+    for r in (r for r in peaks if r.case["model"] in NAMES):
+        size = total(run, **{k: r.case[k] for k in (*WHICH, "precision") if k in r.case})
+        name = Step(r.case, 1, 1)
+        yield f"{name}, {r.case['precision'].upper()}: the allocator's peak is {r.value / size - 1:+.0%} off the count."
+    if not len(peaks):
+        yield f"No allocator was asked: this ran on a {kind}."
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 About 20 s on 2 CPU cores. A perceptron learns Fashion-MNIST in every format, for every seed; a seed fixes the weights
 at the start and the order of the images, so that formats are compared pair by pair. It does so with the loss as it is
-and times 2^-12 and 2^-14, as if it were averaged over thousands of places per image: gradients that FP32 holds with
+and times 2^-12 and 2^-14, as if it were a small term of a sum of losses: gradients that FP32 holds with
 ease, and FP16 does not. Then the sizes of real gradients, and how many FP16 makes 0. Each rank trains with seeds of its
 own. Where time is short there are fewer seeds, then fewer factors: never fewer steps.
 """
@@ -49,7 +49,7 @@ class Config:
     loss_exponents: tuple[int, ...] = (0, -12, -14)
     """The loss is multiplied by 2 to this power, which rounds nothing. Adam's step hardly depends on such a factor.
 
-    Small ones are common: a term of a sum has a weight, a detector averages over 8732 boxes (SSD, arXiv:1512.02325).
+    As a small weight does where several losses are added.
     """
     loss_scale: float = 65536.0
     """First scale of GradScaler, a power of two; 65536 is its default."""
@@ -196,7 +196,7 @@ def trainings(config: Config, names: Sequence[str], seed: int) -> list[Training]
 
 
 def train(training: Training, data: tuple[Tensor, ...], config: Config) -> Outcome:
-    """Train a perceptron; `amp.train_step` is the step. It is judged in FP32, whatever it was trained in."""
+    """Train a perceptron by amp.bf16_step, amp.fp16_step or, in FP32, amp.train_step; it is judged in FP32."""
     images, labels, test_images, test_labels = data
     torch.manual_seed(training.seed)
     model = perceptron().to(images.device)
@@ -207,7 +207,7 @@ def train(training: Training, data: tuple[Tensor, ...], config: Config) -> Outco
         for rows in torch.randperm(len(images)).to(images.device).view(-1, config.batch):
             scale = scaler.get_scale()
             batch = images[rows], labels[rows]
-            amp.train_step(model, lambda out, y: cross_entropy(out, y) * factor, [batch], optimizer, name, scaler)
+            amp.whole_batch_step(name, model, lambda out, y: cross_entropy(out, y) * factor, batch, optimizer, scaler)
             skipped += scaler.get_scale() < scale
     with torch.no_grad(), amp.precision("fp32", images.device):
         accuracy = (model(test_images).argmax(1) == test_labels).double().mean().item()
@@ -269,10 +269,15 @@ def against_fp32(records: Records) -> dict[tuple[str, int], Estimate]:
     level = 1 - (1 - measure.LEVEL) / max(1, len(others))
     for r in others:
         case = r.case["precision"], r.case["loss_exponent"]
-        exact = records.one("test_accuracy", precision="fp32", loss_exponent=case[1]).samples
-        changes = [a - b for a, b in zip(r.samples, exact, strict=True)]
-        found[case] = measure.estimate(changes, "1", level=level)
+        found[case] = measure.estimate(changes(records, *case), "1", level=level)
     return found
+
+
+def changes(records: Records, precision: str, loss_exponent: int) -> list[float]:
+    """Test accuracy minus that of FP32 with the same factor, seed by seed."""
+    lowered, exact = (records.one("test_accuracy", precision=p, loss_exponent=loss_exponent).samples
+                      for p in (precision, "fp32"))  # fmt: skip
+    return [a - b for a, b in zip(lowered, exact, strict=True)]
 
 
 def seed_spread(records: Records, loss_exponent: int = 0) -> float:
@@ -286,9 +291,39 @@ def verdicts(records: Records) -> list[str]:
     found = []
     for (precision, exponent), change in against_fp32(records).items():
         points = f"{100 * change.value:+.1f} points of accuracy [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
-        text = points if measure.differs(change, 0.0) else f"not distinguishable from FP32: {points}"
+        text = points if told_apart(change) else f"not distinguishable from FP32: {points}"
         found.append(f"{precision}, loss x 2^{exponent}: {text}")
     return found
+
+
+def told_apart(change: Estimate) -> bool:
+    """Whether a difference of accuracy is one: fewer than LEAST_ROUNDS seeds make no interval that could say so."""
+    return change.n >= measure.LEAST_ROUNDS and measure.differs(change, 0.0)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Each format's accuracy against FP32's seed by seed, what seeds alone do, and what FP16 makes 0."""
+    exact = run.where("test_accuracy", precision="fp32")[0]
+    n, spread = len(exact.samples), 100 * seed_spread(run, exact.case["loss_exponent"])
+    few = f" Fewer than {measure.LEAST_ROUNDS} seeds can tell no formats apart." if n < measure.LEAST_ROUNDS else ""
+    yield f"{n} seeds: between the best and the worst, FP32 itself differs by {spread:.1f} points of accuracy.{few}"
+    found = against_fp32(run)
+    same = {case: change for case, change in found.items() if not told_apart(change)}
+    if same:
+        most = 100 * max(max(-c.low, c.high) for c in same.values())
+        names = ", ".join(f"{name} (loss x 2^{exponent})" for name, exponent in same)
+        yield f"Not distinguishable from FP32, to {most:.1f} points or less: {names}."
+    for line in (line for line in verdicts(run) if "not distinguishable" not in line):
+        yield f"Another accuracy than FP32's, seed by seed: {line}."
+    for r in run.where("zero_share", of="activations", precision="fp16", scale=1.0):
+        case = {"model": r.case["model"], "of": "activations"}
+        scales = [s.case["scale"] for s in run.where("zero_share", precision="fp16", **case)]
+        scaled = run.one("zero_share", precision="fp16", scale=max(scales), **case).value
+        zero = run.one("zero_share", precision="fp32", scale=1.0, **case).value
+        yield (f"{r.case['model']}, gradients of activations that are 0: {zero:.2%} in FP32, {r.value:.2%} in FP16, "
+               f"{scaled:.2%} with a scale of {max(scales):,.0f}.")  # fmt: skip
+    for r in run.where("left_out"):
+        yield f"Loss x 2^{r.case['loss_exponent']} was left out: {r.case['why']}."
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python -m labs.autocast_ops --nproc 1
     torchrun --nproc-per-node 1 -m labs.autocast_ops --models my_package.my_module:factory --precisions bf16
 
-About 2 s on 2 CPU cores. No list is consulted: a dispatch mode below autocast sees each operation as it runs, with
-the casts that autocast has put in front of it. `table` makes the table, `predict` says how often weights are cast.
+About 5 s on 2 CPU cores. A dispatch mode below autocast sees each operation as it runs, with the casts that autocast
+has put in front of it. What an operation would get that happens to receive the right format already, its own trace
+cannot tell: so torch is asked for its rule, too, for a CPU and for CUDA (labs/parts/precision/autocast_rules.py).
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
-from labs.parts.precision import amp
+from labs.parts.precision import amp, autocast_rules
 from labs.parts.timing.probing import supported
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 CAST = "_to_copy"
-LOWERED, KEPT, FOLLOWS = "lowered", "kept in FP32", "follows its input"
+LOWERED, KEPT, FOLLOWS = "cast to 16 bits", "cast to FP32", "not cast"
 TREATMENTS = (LOWERED, KEPT, FOLLOWS, "cast")
+RULE_OF = {
+    "addmm": "linear", "mm": "matmul", "bmm": "matmul", "convolution": "conv2d", "native_layer_norm": "layer_norm",
+    "_log_softmax": "log_softmax", "_softmax": "softmax", "nll_loss_forward": "nll_loss",
+    "native_batch_norm": "batch_norm", "cudnn_batch_norm": "batch_norm",
+}  # fmt: skip
+"""The function that has the rule, of operations that run under another name."""
 CONTEXTS = ("one", "one each")
 FORWARDS = 2
 SAME_VALUES = ("_unsafe_view", "detach", "ones_like")  # compute nothing, as views
@@ -88,8 +95,8 @@ class Call:
 class Trace(TorchDispatchMode):
     """Counts calls and FLOPs of the floating-point operations that run inside it, without views.
 
-    An operation is "lowered" if autocast has cast an input of it to 16 bits, "kept in FP32" if it has cast one
-    back to FP32, and else "follows its input". Autocast is off in backward, where everything follows.
+    An operation is "cast to 16 bits" if autocast has cast an input of it, "cast to FP32" if it has cast one back, and
+    else "not cast": it has no rule, or it got what its rule asks for. Autocast is off in backward.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -144,33 +151,46 @@ def _flop(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
-    """For every model: its operations without autocast and in every format; how often its weights are cast."""
+    """Every model's operations, without autocast and in every format, and casts of its weights; then the rules."""
     names, wanted = config.models, config.precisions[:1] if config.smoke else config.precisions
     formats = [p for p in wanted if supported(p, rank.device)]
     for missing in set(wanted) - set(formats):
         print(f"autocast_ops: {missing} is left out: this device does not support it")
     for done, name in enumerate(names, start=1):
-        workload, *batch = _workload(name, config, rank)
-        refused = {p: amp.impossible(workload.module, workload.loss, batch, p) for p in formats}
-        for precision, why in refused.items():
-            if why:
+        workload = models.make(name)
+        workload.module.to(rank.device)
+        x, y = (t.to(rank.device) for t in workload.make_batch(config.batch))
+        able = []
+        for precision in formats:
+            if why := amp.impossible(workload.module, workload.loss, (x, y), precision):
                 yield rank.record("not_possible", "1", 1.0, model=name, precision=precision, why=why)
-        able = [p for p in formats if not refused[p]]
+            else:
+                able.append(precision)
         for precision in ("fp32", *able):
-            yield from traced_step(name, precision, config, rank)
+            yield from _trace_records(name, precision, traced_step(workload, x, y, precision), rank)
         for precision in able[:1]:
-            yield from _weight_casts(name, precision, config, rank)
+            yield from _weight_casts(name, precision, workload.module, x, rank)
         rank.progress(done, len(names), name)
+    for function, by_device in autocast_rules.rules().items():
+        for kind, rule in by_device.items():
+            yield rank.record(
+                "has_rule", "1", float(rule != autocast_rules.FOLLOWS), op=function, device=kind, rule=rule
+            )
 
 
-def traced_step(name: str, precision: str, config: Config, rank: Rank) -> Iterator[Record]:
-    """Calls by operation of one training step, and the share of its FLOPs whose inputs have 16 bits."""
-    workload, x, y = _workload(name, config, rank)
+def traced_step(workload: models.Workload, x: Tensor, y: Tensor, precision: str) -> Trace:
+    """What runs in one training step on the batch (x, y), in a format of amp.FORMATS."""
+    workload.module.zero_grad()
     with Trace() as trace:
-        with amp.precision(precision, rank.device):
+        with amp.precision(precision, x.device):
             loss = workload.loss(workload.module(x), y)
         trace.phase = "backward"
         loss.backward()
+    return trace
+
+
+def _trace_records(name: str, precision: str, trace: Trace, rank: Rank) -> Iterator[Record]:
+    """Calls by operation, and the share of the FLOPs whose inputs have 16 bits."""
     for call, calls in trace.calls.items():
         yield rank.record("calls", "calls", calls, model=name, precision=precision, **vars(call))
     for phase in ("forward", "backward"):
@@ -180,12 +200,11 @@ def traced_step(name: str, precision: str, config: Config, rank: Rank) -> Iterat
         yield rank.record("lowered_flop_share", "1", share, model=name, precision=precision, phase=phase)
 
 
-def _weight_casts(name: str, precision: str, config: Config, rank: Rank) -> Iterator[Record]:
+def _weight_casts(name: str, precision: str, module: nn.Module, x: Tensor, rank: Rank) -> Iterator[Record]:
     """Casts of weights in two forward passes, as of two micro-batches: one autocast context or two, cache or not."""
-    workload, x, _ = _workload(name, config, rank)
     for contexts in CONTEXTS:
         for cache in (True, False):
-            casts = [_cast_once(workload.module, x, precision, n, cache, contexts) for n in (1, FORWARDS)]
+            casts = [_cast_once(module, x, precision, n, cache, contexts) for n in (1, FORWARDS)]
             case = {"model": name, "precision": precision, "contexts": contexts, "cache": cache, "forwards": FORWARDS}
             yield rank.record("weight_casts", "casts", casts[1], **case)
             expected = predict(casts[0], FORWARDS, cache, contexts)
@@ -205,13 +224,6 @@ def _cast_once(module: nn.Module, x: Tensor, precision: str, forwards: int, cach
     return trace.weight_casts
 
 
-def _workload(name: str, config: Config, rank: Rank) -> tuple[models.Workload, Tensor, Tensor]:
-    workload = models.build(name)
-    workload.module.to(rank.device)
-    x, y = workload.make_batch(config.batch)
-    return workload, x.to(rank.device), y.to(rank.device)
-
-
 def table(records: Records, model: str, precision: str, phase: str = "forward") -> list[dict[str, Any]]:
     """One row per operation and input format, sorted by treatment, then name; `fp32_calls`: without autocast.
 
@@ -227,6 +239,56 @@ def table(records: Records, model: str, precision: str, phase: str = "forward") 
         for r in records.where("calls", model=model, precision=precision, phase=phase)
     ]  # fmt: skip
     return sorted(rows, key=lambda row: (TREATMENTS.index(row["treatment"]), row["op"], row["dtype_in"]))
+
+
+def rule_of(records: Records, op: str, device: str) -> str:
+    """torch's rule for the operation `op` of a trace on "cpu" or "cuda"; "?" for one that was not asked for."""
+    name = "scaled_dot_product_attention" if op.startswith("_scaled_dot_product") else RULE_OF.get(op, op)
+    found = records.where("has_rule", op=name, device=device)
+    return found[0].case["rule"] if len(found) else "?"
+
+
+@dataclass(frozen=True)
+class Share:
+    """A model's forward pass under autocast, counted."""
+
+    operations: int
+    """Calls, without views and casts."""
+    lowered: int
+    """Those whose floating-point inputs have 16 bits."""
+    casts: int
+    flop: float
+    """Share of the FLOPs of products and convolutions, forward and backward, whichever is less."""
+
+
+def shares(records: Records, precision: str = "bf16") -> dict[str, Share]:
+    """How much of each model runs in 16 bits, by name."""
+    found = {}
+    for name in dict.fromkeys(r.case["model"] for r in records.where("calls", precision=precision)):
+        rows = table(records, name, precision)
+        plain = [row for row in rows if row["op"] != CAST]
+        flop = min(r.value for r in records.where("lowered_flop_share", model=name, precision=precision))
+        found[name] = Share(sum(row["calls"] for row in plain),
+                            sum(row["calls"] for row in plain if precision in row["dtype_in"].split("+")),
+                            sum(row["calls"] for row in rows if row["op"] == CAST), flop)  # fmt: skip
+    return found
+
+
+def answer(run: Records) -> Iterator[str]:
+    """How much of each model runs in 16 bits, and where a CPU's rules are not CUDA's, in sentences."""
+    for r in run.where("not_possible"):
+        yield f"{r.case['model']} in {r.case['precision'].upper()}: {r.case['why']}."
+    for precision in dict.fromkeys(r.case["precision"] for r in run.where("lowered_flop_share")):
+        if precision != "fp32":
+            parts = [f"{name} {s.lowered} of {s.operations} ({s.flop:.0%} of its products' FLOPs), {s.casts} casts"
+                     for name, s in shares(run, precision).items()]  # fmt: skip
+            yield f"Operations of a forward pass with {precision.upper()} inputs: {'; '.join(parts)}."
+    by_op = {op: [rule_of(run, op, kind) for kind in autocast_rules.DEVICES]
+             for op in dict.fromkeys(r.case["op"] for r in run.where("has_rule"))}  # fmt: skip
+    other = [op for op, (cpu, cuda) in by_op.items() if cpu != cuda]
+    if by_op:
+        told = f"{len(other)} of {len(by_op)} have another rule on CUDA than on a CPU: {', '.join(other)}"
+        yield f"Of torch's rules, {told if other else f'all {len(by_op)} are the same on a CPU and on CUDA'}."
 
 
 if __name__ == "__main__":

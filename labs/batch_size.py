@@ -258,5 +258,25 @@ def modelled_share(records: Records) -> dict[int, float]:
             for r in records.where("step_s", mode="ddp")}  # fmt: skip
 
 
+def answer(run: Records) -> Iterator[str]:
+    """Which batch trains fastest, where the curve bends, and what communication takes, in sentences."""
+    found = throughput(run)
+    small, large = min(found), max(found)
+    best = max(found, key=lambda b: found[b].value)
+    if small != large:
+        steps = (run.one("step_s", mode="single", batch=b).samples for b in (small, large))
+        more = measure.paired_ratio(*steps).scaled(large / small)
+        end = f"{more} as many" if measure.differs(more) else f"no more that this run can show ({more})"
+        yield f"One device trains {found[large]} with batch {large}, against batch {small}: {end}."
+    yield f"Of the batches tried, {best} has the most samples/s: {found[best]}."
+    if {*ARTICLES} <= {*found} and (half := knee(run)):
+        yield f"Through batches {ARTICLES[0]} and {ARTICLES[1]}, half of the limit is reached at a batch of {half}."
+    shares = {b: e.scaled(100, "%") for b, e in communication_share(run).items()}
+    for b in dict.fromkeys((min(shares), max(shares)) if shares else ()):
+        unsure = "" if shares[b].low > 0 else ", which may be nothing"
+        ranks = run[0].layout["world_size"]
+        yield f"On {ranks} ranks, exchanging gradients takes {shares[b]} of a step with batch {b}{unsure}."
+
+
 if __name__ == "__main__":
     cli.main()

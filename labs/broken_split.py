@@ -20,8 +20,9 @@ from torch.nn import functional
 from labs.data import fashion_mnist
 from labs.kit import cli
 from labs.kit.errors import require
+from labs.kit.measure import estimate
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 
 Way = Literal["own input", "received", "gradient sent back"]
 Loss = Literal["logits", "as probabilities"]
@@ -154,6 +155,18 @@ def _images(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     arrays = (data.x_train, data.y_train, data.x_test, data.y_test)
     x, y, x_test, y_test = (torch.from_numpy(a).to(device) for a in arrays)
     return x.flatten(1).float().div(255), y.long(), x_test.flatten(1).float().div(255), y_test.long()
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Which way trains which half, what the test accuracy is, and which check tells."""
+    for r in run.where("test_accuracy"):
+        way, loss = r.case["way"], r.case["loss"]
+        trained = {h: run.one("trained_parameters", half=h, way=way, loss=loss).samples for h in ("first", "second")}
+        idle = [h for h, tensors in trained.items() if min(tensors) == 0]
+        word = f"the {' and the '.join(idle)} half never trains" if idle else "both halves train"
+        accuracy = estimate([100 * s for s in r.samples], "%")
+        yield f"{way}, loss of {loss}: {word}; test accuracy {accuracy}."
+    yield "`untrained(module)` names the parameters without a gradient after a step: accuracy alone does not tell."
 
 
 if __name__ == "__main__":

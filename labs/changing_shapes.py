@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts.timing import roofline
 
 Arm = tuple[str, bool]  # (shapes, cudnn_benchmark)
@@ -143,6 +143,19 @@ def _alone(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("step_s", "s", samples, rank=0, **case)
         flop = step_flop(config, pairs[shapes, benchmark][1:])
         yield rank.record("step_flop", "FLOP", flop, kind="modelled", rank=0, **case)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """What a new shape costs, and what the switch does to fixed and changing ones, in sentences."""
+    step = {(r.case["shapes"], r.case["cudnn_benchmark"]): r for r in run.where("step_s")}
+    seconds = {arm: record.samples for arm, record in step.items()}
+    new = measure.paired_ratio(seconds["changing", False], seconds["fixed", False])
+    yield measure.verdict(new, "A new shape at every step against a fixed one, seconds per step") + "."
+    for shapes in ("fixed", "changing"):
+        on = measure.paired_ratio(seconds[shapes, True], seconds[shapes, False])
+        yield measure.verdict(on, f"cudnn.benchmark on against off, {shapes} shape, seconds per step") + "."
+    if step["fixed", True].layout["device"] != "cuda":
+        yield "There is no cuDNN here: on against off is a control, and only says how far this run can be trusted."
 
 
 if __name__ == "__main__":

@@ -29,19 +29,23 @@ def main(args: list[str] | None = None) -> int:
     """One line per checkpoint, the oldest first; returns the exit code."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder that labs.parts.checkpoints.save wrote to")
-    folder, last = parser.parse_args(args).folder, ""
+    folder = parser.parse_args(args).folder
     if not folder.is_dir():
         fail(PROG, f"{folder} is not a folder")
     try:
         paths = checkpoints(folder)
     except OSError as e:
         fail(PROG, f"cannot read {folder} ({e.strerror})")
-    for path in paths:
-        last = verdict(path)
-        print(f"{path.name}  {last}")
+    told = {path.name: verdict(path) for path in paths}
+    good = [name for name, said in told.items() if said.startswith("good")]
     if not paths:
         print(f"no checkpoints in {folder}: their names are step-00000000.pt and so on")
-    return 0 if last.startswith("good") else 1
+    else:
+        last = good[-1] if good else "none"
+        print(f"{len(good)} of {len(told)} checkpoints are good; a training would resume from: {last}")
+    for name, said in told.items():
+        print(f"{name}  {said}")
+    return 0 if good and good[-1] == paths[-1].name else 1
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.data_parallel import scaling
 from labs.parts.models import gradient_bytes
 from labs.parts.timing import collectives
 
@@ -51,24 +50,14 @@ class Config:
         require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
 
 
-def predict(single_step_s: float, size: int, link: tuple[float, float], ranks: int) -> float:
+def predict(single_step_s: float, size: float, link: collectives.LatencyBandwidth, ranks: int) -> float:
     """Weak-scaling speed-up of DDP without overlap: n t1 / (t1 + all-reduce), the all-reduce of `size` bytes.
 
-    `link` is (latency in s, bytes per s of the message that is reduced), as `fit_link` gives it. An estimate
+    `link` is that of a whole all-reduce: its `b_s` are bytes per s of the message that is reduced. An estimate
     from below where DDP overlaps communication with backward, from above where ranks slow each other down.
     """
-    together_s = single_step_s + scaling.transfer_s(size, *link)
+    together_s = single_step_s + link.seconds(size)
     return ranks * single_step_s / together_s if together_s else float(ranks)
-
-
-def fit_link(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
-    """(latency_s, bytes_per_s) that minimise the relative error of t = latency + size / bytes_per_s.
-
-    As labs.parts.timing.collectives.fit: no negative latency, and an infinite bandwidth where noise
-    hides what a byte costs.
-    """
-    found = collectives.fit(sizes, seconds)
-    return found.latency_s, found.b_s
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -135,7 +124,7 @@ def _step(module: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 def crossover_map(records: Records) -> list[dict]:
     """One row per cell: width, batch, gradient_bytes, `measured` speed-up (Estimate), `modelled` speed-up."""
     times = records.where("all_reduce_s")
-    link = fit_link([r.case["size"] for r in times], [r.value for r in times])
+    link = collectives.fit([r.case["size"] for r in times], [r.value for r in times])
     ranks = times[0].layout["world_size"]
     rows = []
     for ddp in records.where("step_s", mode="ddp"):
@@ -150,6 +139,28 @@ def crossover_map(records: Records) -> list[dict]:
             }
         )
     return rows
+
+
+def answer(run: Records) -> Iterator[str]:
+    """In which cells DDP pays, whether the model knew it, and the extremes."""
+    rows, ranks = crossover_map(run), run[0].layout["world_size"]
+    if ranks == 1:
+        yield "One rank is not faster or slower than itself. The map needs two."
+        return
+    faster, slower = (sum(r["measured"].low > 1 for r in rows), sum(r["measured"].high < 1 for r in rows))
+    wins = sum(r["measured"].value > 1 for r in rows)
+    right = sum((r["modelled"] > 1) == (r["measured"].value > 1) for r in rows)
+    yield (
+        f"DDP on {ranks} ranks is faster than one in {faster} of {len(rows)} cells and slower in {slower}; of the "
+        f"others this run cannot tell it."
+    )
+    yield (
+        f"One rank's step time and the link alone name the faster side in {right} of {len(rows)} cells; always naming "
+        f"the commoner one would name {max(wins, len(rows) - wins)}."
+    )
+    for word, choose in (("Slowest", min), ("Fastest", max)):
+        r = choose(rows, key=lambda row: row["measured"].value)
+        yield f"{word}: width {r['width']}, batch {r['batch']}: {r['measured']}."
 
 
 if __name__ == "__main__":

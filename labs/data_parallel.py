@@ -33,6 +33,7 @@ from labs.parts import models
 from labs.parts.data_parallel import scaling
 from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
 from labs.parts.data_parallel.replicas import ThreadedDataParallel, nbytes
+from labs.parts.data_parallel.wire import tcp_sent_bytes
 
 Step = Callable[[], object]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -83,13 +84,18 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 def predict(config: Config, ranks: int) -> dict[str, float]:
-    """Bytes each way moves per step, by closed form: `ddp`, per rank, and `dp`, through device 0, by phase."""
+    """Bytes each way moves per step, by closed form, by name.
+
+    `ddp handed over`: what a rank hands to DDP's all-reduces; `ddp sent`: what a ring then makes it send.
+    `dp ...`: the phases of DataParallel. All but `dp scatter` pass device 0; the batch may come from the host.
+    """
     workload = models.build(config.model)
     x, _ = workload.make_batch(_rows(config, ranks) * ranks)
     parameters = models.gradient_bytes(workload.module)
     buffers = nbytes(*workload.module.buffers())
     dp = scaling.data_parallel_bytes(parameters, buffers, nbytes(x), nbytes(workload.module(x)), ranks)
-    return {"ddp": scaling.ring_all_reduce_bytes(parameters, ranks), **{f"dp {k}": v for k, v in dp.items()}}
+    ring = scaling.ring_all_reduce_bytes(parameters, ranks)
+    return {"ddp handed over": parameters, "ddp sent": ring, **{f"dp {k}": v for k, v in dp.items()}}
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -100,9 +106,10 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     for step in steps.values():
         rank.barrier()
         # A fixed number: ranks that decide for themselves would stop at different steps and hang.
-        warm = measure.time_steps(step, 2 if config.smoke else 8, rank.device)
-        phases["first step"] = max(phases.get("first step", 0.0), warm[0])
+        measure.time_steps(step, 2 if config.smoke else 8, rank.device)
     steps["all_reduce", rank.world_size] = _all_reduce(config, rank)
+    if "dp" in config.modes and rank.device.type == "cpu":
+        steps["dp exchange", rank.world_size] = _dp_exchange(config, rank)
     counted.clear()
     rounds, inner = (2, 1) if config.smoke else (measure.rounds_of(config, rank.slowest), config.inner)
     seconds = measure.interleave(
@@ -111,16 +118,32 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     )  # fmt: skip
     calls = inner * len(seconds["all_reduce", rank.world_size])
     yield rank.record("all_reduce_s", "s", rank.slowest(seconds.pop(("all_reduce", rank.world_size))))
+    if exchange := seconds.pop(("dp exchange", rank.world_size), None):
+        yield rank.record("dp_exchange_s", "s", rank.slowest(exchange))
     for (mode, ranks), samples in seconds.items():
         rows = _rows(config, ranks)
         yield rank.record("step_s", "s", rank.slowest(samples), mode=mode, ranks=ranks, batch_per_rank=rows)
     if all_reduces := counted.pop("all_reduces", 0):
         yield rank.record("all_reduces_per_step", "1", all_reduces / calls)
-        counted["ddp"] = counted.pop("bytes")
+        counted["ddp handed over"] = counted.pop("bytes")
     for way, total in counted.items():
         yield rank.record("bytes_per_step", "B", total / calls, way=way)
+    if ("ddp", rank.world_size) in steps:
+        yield from sent_on_the_wire(steps["ddp", rank.world_size], 2 if config.smoke else 5, rank)
     for phase, longest in zip(phases, rank.slowest(list(phases.values())), strict=True):
         yield rank.record("startup_s", "s", longest, phase=phase)
+
+
+def sent_on_the_wire(step: Step, n: int, rank: Rank) -> Iterator[Record]:
+    """Bytes that each rank sends in a DDP step, by the kernel's count of its sockets; nothing where there is none."""
+    rank.barrier()
+    before = tcp_sent_bytes()
+    for _ in range(n):
+        step()
+    after = tcp_sent_bytes()
+    sent = rank.gather(None if before is None or after is None else (after - before) / n)
+    if rank.world_size > 1 and "nccl" not in rank.backend and None not in sent:
+        yield rank.record("wire_bytes_per_step", "B", sent)
 
 
 def _rows(config: Config, ranks: int) -> int:
@@ -205,6 +228,14 @@ def _all_reduce(config: Config, rank: Rank) -> Step:
     return partial(dist.all_reduce, buffer)
 
 
+def _dp_exchange(config: Config, rank: Rank) -> Step:
+    """The copies of a DataParallel step alone: parameters to the replicas, gradients back, within one memory."""
+    if rank.rank:
+        return _idle
+    module = models.build(config.model).module
+    return ThreadedDataParallel(module, [0] * rank.world_size, Counter()).exchange
+
+
 def modelled_speedup(records: Records) -> float:
     """Samples per second of DDP on all ranks relative to one, if nothing overlapped and no rank slowed another.
 
@@ -228,6 +259,61 @@ def speedups(records: Records) -> dict[tuple[str, int], measure.Estimate]:
         )
         for r in records.where("step_s")
     }
+
+
+def break_even_epochs(run: Records, samples: int = 60_000) -> measure.Estimate:
+    """Epochs of `samples` samples after which DDP on all ranks has earned back its start-up; inf where it never does.
+
+    The interval is that of the speed-up, so `high` is inf where the run cannot show that DDP is faster.
+    """
+    single = run.one("step_s", mode="single")
+    epoch_s = samples / single.case["batch_per_rank"] * single.value
+    startup_s = sum({r.case["phase"]: r.value for r in run.where("startup_s")}.values())
+    faster = speedups(run)["ddp", single.layout["world_size"]]
+    found = (
+        scaling.break_even_epochs(startup_s, epoch_s, epoch_s / x) for x in (faster.value, faster.high, faster.low)
+    )
+    return measure.Estimate(*found, n=faster.n)
+
+
+def cheaper_exchange(run: Records) -> tuple[measure.Estimate, measure.Estimate] | None:
+    """By how many seconds (DDP's step, its all-reduce alone) take longer than (DataParallel's step, its copies alone).
+
+    Paired round by round. None where DataParallel's copies were not timed.
+    """
+    n = run[0].layout["world_size"]
+    if not (run.where("dp_exchange_s") and run.where("step_s", mode="ddp", ranks=n)):
+        return None
+    steps = (run.one("step_s", mode=mode, ranks=n).samples for mode in ("ddp", "dp"))
+    exchanges = (run.one(metric).samples for metric in ("all_reduce_s", "dp_exchange_s"))
+    step, exchange = (measure.estimate([a - b for a, b in zip(*pair, strict=True)], "s") for pair in (steps, exchanges))
+    return step, exchange
+
+
+def answer(run: Records) -> Iterator[str]:
+    """The speed-up against n, against the machine's own ceiling, and what is missing, in sentences."""
+    found = speedups(run)
+    n = run[0].layout["world_size"]
+    if n == 1:
+        yield f"One rank takes {run.one('step_s', mode='single').value * 1e3:.1f} ms a step. A speed-up needs two."
+        return
+    names = {"ddp": "DDP", "dp": "DataParallel"}
+    for mode, name in names.items():
+        if (mode, n) in found:
+            yield f"On {n} devices {name} trains {found[mode, n]} as many samples/s as one device."
+    if ("copies", n) in found:
+        ceiling = found["copies", n]
+        slower = f"not {n}: copies that exchange nothing slow each other down" if ceiling.high < n else (
+            "and copies that exchange nothing are not shown to slow each other down")  # fmt: skip
+        yield f"The machine's ceiling is {ceiling}, {slower}."
+        if ("ddp", n) in found:
+            copies, ddp = run.one("step_s", mode="copies", ranks=n), run.one("step_s", mode="ddp", ranks=n)
+            kept = measure.paired_ratio(copies.samples, ddp.samples).scaled(100, "%")
+            lost = "no cost that this run can show" if kept.high >= 100 else "what is missing is the price of DDP"
+            yield f"DDP reaches {kept} of the ceiling: {lost}."
+    if ("dp", n) in found and ("ddp", n) in found:
+        ddp, dp = (run.one("step_s", mode=mode, ranks=n) for mode in ("ddp", "dp"))
+        yield measure.verdict(measure.paired_ratio(dp.samples, ddp.samples), "DDP's speed over DataParallel's") + "."
 
 
 if __name__ == "__main__":

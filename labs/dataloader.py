@@ -25,6 +25,7 @@ from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record, Records
 from labs.parts.loading.feed import Feed, alone, drive, endless, expected, expected_on_cores, ready, running
 from labs.parts.loading.image_datasets import JpegFolder
+from labs.parts.loading.rates import compared, counted, may_be_equal, quotient
 from labs.parts.loading.tile_training import WIDTHS, AsFloat, Trainer, Watched
 
 LEAST_TIMED, IN_TURN = 5, 2  # batches of each loader; loaders of each case that is compared in turn
@@ -45,7 +46,7 @@ class Config:
     """Convolutional networks, from much faster to much slower than one loading process."""
     workers: tuple[int, ...] = (0, 1, 2, 4)
     """num_workers to try."""
-    batches: tuple[int, ...] = (4, 16, 64)
+    batches: tuple[int, ...] = (4, 16, 32)
     """Batch sizes of the sweep."""
     seconds: float = 15.0
     """Time for what is timed in all parts together, in s, equally long for each loader and model.
@@ -125,7 +126,7 @@ def _how_long(config: Config, batch: int) -> dict[str, Any]:
 def feeds(config: Config) -> int:
     """How many loaders and models are timed one after the other, if all parts run."""
     n = len(config.workers)
-    return 2 * n * (1 + len(config.models)) + n * len(config.batches) + (3 + 2 + 4) * IN_TURN
+    return 2 * n * (1 + len(config.models)) + (n * len(config.batches) + 3 + 2 + 4) * IN_TURN
 
 
 def _rate(rank: Rank, feed: Feed, way: str, **case: Any) -> Record:
@@ -178,12 +179,13 @@ def timeline(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def sweep(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
-    """Loader alone over workers and batch size."""
+    """Loader alone over workers and batch size, all cells in turn: one run of each would crown the luckiest."""
     sizes = config.batches[:1] if config.smoke else config.batches
-    for batch in sizes:
-        for n in config.workers[:2] if config.smoke else config.workers:
-            feed = _feed(data, None, config, rank, n, batch)
-            yield _rate(rank, feed, "sweep", workers=n)
+    cells = list(itertools.product(sizes, config.workers[:2] if config.smoke else config.workers))
+    turns = [[_feed(data, None, config, rank, n, batch) for batch, n in cells] for _ in range(IN_TURN)]
+    for (batch, n), feeds_ in zip(cells, zip(*turns, strict=True), strict=True):
+        samples = [rate for feed in feeds_ for rate in feed.samples_per_s()]
+        yield rank.record("images_per_s", "1/s", samples, rank=0, way="sweep", batch=batch, workers=n)
 
 
 def _in_turn(cases: Sequence[tuple[dict[str, Any], Callable[[], Feed]]], rank: Rank) -> Iterator[Record]:
@@ -251,6 +253,45 @@ def comparisons(records: Records, cores: int) -> list[dict[str, Any]]:
         found = predict(alone_, loader, one, n, cores)
         rows.append({"model": model, "workers": n, "measured": both, "alone": alone_, "loader": loader, **found})
     return rows
+
+
+def as_fast(records: Records, **case: Any) -> tuple[Record, list[Record]]:
+    """Of the rates with this case: the one with the largest median, and all that cannot be told from it, itself too."""
+    rows = records.where("images_per_s", **case)
+    best = max(rows, key=lambda r: r.value)
+    return best, [r for r in rows if r is best or may_be_equal(best, r)]
+
+
+def answer(run: Records) -> Iterator[str]:
+    """For each model its best number of workers and what limits; the best cell of the sweep; what settings change."""
+    for alone_ in run.where("images_per_s", way="model"):
+        model = alone_.case["model"]
+        both = [r for r in run.where("images_per_s", way="both", model=model)
+                if set(r.case) == {"way", "model", "workers", "batch"}]  # fmt: skip
+        if both:
+            best = max(both, key=lambda r: r.value)
+            if min(len(best.samples), len(alone_.samples)) < 2:
+                yield f"{model} model: single samples, of which nothing can be said. Raise --seconds or --timed."
+                continue
+            share = quotient(best, alone_).scaled(100, "%")
+            fed = "the loader, or cores that both share, limit" if share.high < 95 else "the model may be what limits"
+            fed = "the model limits" if share.low >= 95 else fed
+            yield (f"{model} model: with {counted(best.case['workers'])} it reaches most, {share} of its own "
+                   f"{alone_.value:,.0f} images/s: {fed}.")  # fmt: skip
+    if len(run.where("images_per_s", way="sweep")):
+        best, tied = as_fast(run, way="sweep")
+        others = sorted({r.case["workers"] for r in tied} - {best.case["workers"]})
+        known = f"; {', '.join(map(str, others))} cannot be told from it" if others else ""
+        yield (f"The loader alone is fastest with {counted(best.case['workers'])} and batches of "
+               f"{best.case['batch']}, {best.value:,.0f} images/s{known}.")  # fmt: skip
+    both = run.where("images_per_s", way="both")
+    for key, first, second in (("prefetch_factor", 4, 1), ("send", "uint8", "float32")):
+        a, b = ([r for r in both if r.case.get(key) == value] for value in (first, second))
+        if a and b:
+            yield f"{compared(a[0], b[0], f'{key} {first} over {second}')}."
+    ways = {(r.case["pin_memory"], r.case["non_blocking"]): r for r in both if "pin_memory" in r.case}
+    if ways:
+        yield f"{compared(ways[True, True], ways[False, False], 'pin_memory with non_blocking over neither')}."
 
 
 if __name__ == "__main__":

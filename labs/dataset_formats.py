@@ -26,13 +26,13 @@ from labs.data.tiles import tiles
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank, unpinned
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts.loading.image_datasets import JpegFolder, MemoryMap, RamCache
 from labs.parts.loading.image_formats import JPEG, MAP, RAM, TAR, Formats, formats_of, listed
 from labs.parts.loading.page_cache import can_evict, evict, flush, private_bytes
 
 COPY, AHEAD = "memory copy", "memory map, read ahead"
-DECODES = (JPEG, TAR)
+DECODES, DATASETS = (JPEG, TAR), (JPEG, TAR, MAP, RAM)
 DISK_BYTES = 2**24  # read from the disk to learn its rate
 TILES = 1024  # the default of all labs on tiles: cut once
 
@@ -58,7 +58,7 @@ class Config:
         require(self.images >= 1, f"images must be at least 1, not {self.images}")
         require(1 <= self.batch <= self.images, f"batch must be 1 to {self.images} (images), not {self.batch}")
         require(1 <= self.side <= 4096, f"side must be 1 to 4,096 pixels, not {self.side}")
-        measure.require_budget(self.seconds, self.rounds)
+        measure.require_budget(self.seconds, self.rounds, least=2)
 
 
 def predict(image_bytes: float, bytes_per_s: float, cpu_s: float = 0.0) -> float:
@@ -210,6 +210,28 @@ def front_to_back(path: Path, size: int) -> None:
     with path.open("rb", buffering=0) as file:
         for start in range(0, size, 2**20):
             file.read(min(2**20, size - start))
+
+
+def answer(run: Records) -> Iterator[str]:
+    """The fastest format against the JPEG folder, in one process, through a worker and from the disk."""
+    warm = {r.case["format"]: r for r in run.where("images_per_s", cache="warm") if r.case["format"] in DATASETS}
+    best = max(warm.values(), key=lambda r: r.value)
+    name, disk = best.case["format"], {r.case["format"]: r.value / 1e6 for r in run.where("disk_bytes")}
+    if name != JPEG:
+        yield f"From the page cache the {name} gives {best.value / warm[JPEG].value:,.3g} x the images/s of the {JPEG}."
+    else:
+        yield f"From the page cache nothing is faster than the {JPEG}: {best.value:,.0f} images/s."
+    worker = {r.case["format"]: r.value for r in run.where("worker_images_per_s")}
+    if JPEG in worker and name in worker and name != JPEG:
+        yield f"Through one worker, which hands batches over, that is {worker[name] / worker[JPEG]:,.3g} x."
+    yield f"On disk: {', '.join(f'{f} {mb:,.0f} MB' for f, mb in disk.items())}."
+    cold = {r.case["format"]: r.value for r in run.where("images_per_s", cache="cold")}
+    if cold:
+        speed = run.one("disk_bytes_per_s").value / 1e6
+        rates = ", ".join(f"{f} {rate:,.0f}" for f, rate in cold.items())
+        yield f"From this disk, {speed:,.0f} MB/s front to back, images/s: {rates}."
+    else:
+        yield "Nothing is said of the disk: this system keeps files in memory."
 
 
 if __name__ == "__main__":

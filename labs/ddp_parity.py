@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labs.kit import cli
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.data_parallel.sync_batchnorm import synchronised
 
@@ -75,7 +75,8 @@ def gradient_error(name: str, dtype: torch.dtype, synced: bool, config: Config, 
     shard = slice(rank.rank * config.batch_size, (rank.rank + 1) * config.batch_size)
     replica = copy.deepcopy(whole_module)
     ddp = DistributedDataParallel(synchronised(replica) if synced else replica)
-    with torch.backends.cudnn.flags(allow_tf32=False):  # TF32 convolutions alone would differ by 1e-3
+    # TF32 convolutions alone would differ by 1e-3. Without `enabled=True`, flags() turns cuDNN off altogether.
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         workload.loss(ddp(x[shard]), y[shard]).backward()
         workload.loss(whole_module(x), y).backward()
     g, whole = _flat(ddp.module), _flat(whole_module)
@@ -89,6 +90,34 @@ def _cast(t: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 def _flat(module: nn.Module) -> Tensor:
     """All gradients as one vector."""
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def is_rounding(fp32: float, fp64: float) -> bool:
+    """Whether a relative error is rounding: then it shrinks with the spacing of the numbers, from FP32 to FP64.
+
+    That spacing is 2^29 times larger in FP32, whatever the kernels; another computation differs equally in both.
+    Halfway, by orders of magnitude, lies 2^14.5. No difference in FP32 counts as one of its unit roundoff, 2^-24.
+    """
+    return fp64 * 2**14.5 <= max(fp32, 2**-24)
+
+
+def errors(run: Records) -> Iterator[tuple[str, bool, float, float]]:
+    """(model, with SyncBatchNorm, relative error in FP32, in FP64) of each model that was tried in both formats."""
+    for r in run.where("gradient_relative_error", dtype="float64"):
+        case = {k: v for k, v in r.case.items() if k != "dtype"}
+        for other in run.where("gradient_relative_error", dtype="float32", **case):
+            yield case["model"], case["sync_batchnorm"], other.value, r.value
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Of each model: the same gradient, or another."""
+    found = list(errors(run))
+    if not found:
+        yield "Only FP32 and FP64 together tell rounding from another computation: pass --dtypes float32 float64."
+    for model, synced, fp32, fp64 in found:
+        same = "the whole batch's gradient, rounded" if is_rounding(fp32, fp64) else "another gradient"
+        name = model + (" with SyncBatchNorm" if synced else "")
+        yield f"{name}: {same}. Its relative error is {fp32:.1e} in FP32 and {fp64:.1e} in FP64."
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ stops the training, which is why they live so long. What gives them away is coun
 import copy
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -23,16 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from labs.data import fashion_mnist
-from labs.kit import cli
+from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts import models
 
 Case = Literal[
     "single", "ddp", "no_sampler", "no_set_epoch", "sampler_seed_per_rank", "different_models",
     "setup_twice", "unused_parameters", "every_rank_saves",
 ]  # fmt: skip
+CPU, SAVES = torch.device("cpu"), 20
 TRAINED = ("single", "ddp", "no_sampler", "no_set_epoch", "sampler_seed_per_rank", "different_models")
 
 
@@ -209,21 +211,26 @@ def unused_parameters(rank: Rank) -> Iterator[Record]:
 
 
 def every_rank_saves(rank: Rank) -> Iterator[Record]:
-    """Save to one path 30 times, each time read it back at once: how often is what is there damaged?"""
-    module = models.ConvNet(channels=1, width=16)
+    """Save to one path 20 times, each time read it back at once: how often is what is there damaged?
+
+    Each rank begins half a save after the one before it: ranks at work do not begin in the same instant, either.
+    """
+    module = models.mlp().module
     folder = tempfile.mkdtemp() if rank.rank == 0 else None
     path = Path(rank.gather(folder)[0], "checkpoint.pt")
+    [save_s] = rank.slowest(measure.time_steps(lambda: torch.save(module.state_dict(), f"{path}.{rank.rank}"), 1, CPU))
     for guarded in (False, True):
         writes, damaged = not guarded or rank.rank == 0, 0
-        for _ in range(30):
+        for _ in range(SAVES):
             rank.barrier()
             if writes:
+                time.sleep(rank.rank * save_s / 2)
                 torch.save(module.state_dict(), path)
                 damaged += not _readable(path)
         ranks = rank.gather((writes, damaged))
         case = {"case": "every_rank_saves", "guarded": guarded}
         yield rank.record("writers", "ranks", sum(w for w, _ in ranks), **case)
-        yield rank.record("damaged_share", "1", sum(d for _, d in ranks) / 30, **case)
+        yield rank.record("damaged_share", "1", sum(d for _, d in ranks) / SAVES, **case)
     if rank.rank == 0:
         shutil.rmtree(folder)
 
@@ -234,6 +241,33 @@ def _readable(path: Path) -> bool:
     except Exception:
         return False
     return True
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Whether DDP trains as one process does; what gives each bug away; what torch itself refuses."""
+    losses = {r.case["case"]: r.samples for r in run.where("loss")}
+    if {"single", "ddp"} <= set(losses):
+        gap = max(abs(a - b) for a, b in zip(losses["single"], losses["ddp"], strict=True))
+        steps = len(losses["ddp"])
+        yield f"Over {steps} steps the loss of DDP differs from that of one process by at most {gap:.1g} nats."
+    for case in losses:
+        if case not in ("single", "ddp"):
+            yield f"{case}: {', '.join(_symptoms(run, case)) or 'nothing to be seen here'}."
+    for r in run.where("raised"):
+        if r.value:
+            yield f"{r.case['case']}: torch raises {r.case['error']}."
+
+
+def _symptoms(run: Records, case: str) -> Iterator[str]:
+    def at(metric: str) -> float:
+        return sum(r.value for r in run.where(metric, case=case))  # one record, or none after a single epoch
+
+    if at("repeated_share"):
+        yield f"{at('distinct_share'):.0%} of the images are seen, {at('repeated_share'):.0%} are repeats"
+    if at("same_order_next_epoch"):
+        yield "the next epoch has the same order"
+    if at("parameter_spread"):
+        yield f"the ranks' parameters differ by up to {at('parameter_spread'):.2g}"
 
 
 if __name__ == "__main__":

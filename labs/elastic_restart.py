@@ -19,8 +19,9 @@ import torch
 
 from labs.kit import cli
 from labs.kit.errors import require
+from labs.kit.hardware import require_shareable
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts.checkpoints import load_latest
 from labs.parts.elastic.agent import Agent, elastic_agent
 from labs.parts.elastic.journal import History
@@ -92,13 +93,15 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Each training in turn, then what is left of it: nothing."""
     if rank.rank != 0:
         return
+    if rank.device.type == "cuda":  # this process has one, too
+        require_shareable({rank.device.index})
     histories, states = [], []
     runs = RUNS[:3] if config.smoke else RUNS
     with elastic_agent(rank) as agent:
         for done, which in enumerate(runs, start=1):
             name = f"{which.run}, {which.start}".replace(" ", "-").replace(",", "")
             histories.append(
-                agent.train(name, _arguments(which, config), forked=which.start != "torchrun", ranks=RANKS)
+                agent.train(name, _arguments(which, config, rank), forked=which.start != "torchrun", ranks=RANKS)
             )
             states.append(_last_state(agent, name))
             yield from _outcome(which, histories[-1], same(states[-1], states[0]), rank)
@@ -110,11 +113,11 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     yield rank.record("leftovers", "1", float(agent.root.exists()), rank=0, what="folders")
 
 
-def _arguments(which: Run, config: Config) -> list[str]:
+def _arguments(which: Run, config: Config, rank: Rank) -> list[str]:
     values = {
         "epochs": config.epochs, "samples": config.samples, "batch-size": config.batch_size, "seed": config.seed,
         "save-every": config.save_every, "kill-rank": which.kill_rank, "kill-at-step": config.kill_at_step,
-        "kill-while": which.kill_while,
+        "kill-while": which.kill_while, "device": "cpu" if rank.device.type == "cpu" else "auto",
     }  # fmt: skip
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
@@ -159,6 +162,23 @@ def _restart(which: Run, history: History, rank: Rank) -> Iterator[Record]:
     for phase, seconds in phases.items():
         yield rank.record("phase_s", "s", seconds, rank=0, phase=phase, **case)
     yield rank.record("redo_s", "s", history.redo_s(), rank=0, **case)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Is the result of a killed training the same, how long was it away, what was done twice: in sentences."""
+    for whole in run.where("restart_s"):
+        case = {k: whole.case[k] for k in ("run", "start")}
+        redone, killed = (int(run.one(m, **case).value) for m in ("steps_redone", "killed_at_step"))
+        end = "equal bit for bit to" if run.one("state_equal", **case).value else "DIFFERENT from"
+        slow = max(run.where("phase_s", **case), key=lambda r: r.value)
+        yield (f"{case['run'].capitalize()} at step {killed} ({case['start']}): {whole.value:.2f} s from the "
+               f"kill to the next "
+               f"step, most of it for: {slow.case['phase']} ({slow.value:.2f} s); {redone} step(s) done twice; "
+               f"model and "
+               f"optimizer at the end are {end} those of the uninterrupted run.")  # fmt: skip
+    left = sum(r.value for r in run.where("leftovers"))
+    yield "One restart each: an order of magnitude. " + (f"{left:.0f} processes or folders are LEFT." if left else
+                                                       "No process and no folder is left.")  # fmt: skip
 
 
 def _is_alive(pid: int) -> bool:

@@ -7,7 +7,7 @@ About 5 s on 2 CPU cores. effective batch = micro_batch x accumulate x world_siz
 process that takes the effective batch at once:
   gradient   what the optimizer applied, summed over its steps: relative error, and length along the true one
   spread     how far apart the ranks' parameters are after the step, relative to the step
-  traffic    all-reduces and bytes of one step, counted by a communication hook
+  traffic    all-reduces of one step and the bytes handed to them, counted by a communication hook
 
 The wrong ways are in labs/parts/data_parallel/accumulation_mistakes.py.
 """
@@ -30,10 +30,9 @@ from torch.optim import Optimizer
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.data_parallel import accumulation_mistakes as mistakes
-from labs.parts.data_parallel import scaling
 from labs.parts.data_parallel.gradient_buckets import bucket_bytes, counting_all_reduce
 from labs.parts.memory.activation_bytes import activation_bytes
 
@@ -87,6 +86,8 @@ WAYS = {
     "clip_inside": Way(mistakes.clip_inside, scale=None, clipped=True),
     "batchnorm": Way(scale=None, model="cnn_batchnorm"),
 }
+SAME, SPREAD = 1e-5, 1e-3
+"""Relative error below which a gradient is the same, rounded, in FP32; spread from which replicas drift apart."""
 TIMED = ("whole_batch", "no_sync", "sync_every")
 
 
@@ -133,15 +134,15 @@ def check_layout(config: Config, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one optimizer step is expected to do on each rank; `bytes` are those that a ring makes it send."""
+    """What one optimizer step is expected to do on each rank; `bytes` are those handed to the all-reduces."""
 
     all_reduces: int
-    bytes: float
+    bytes: int
     optimizer_steps: int
     gradient_scale: float | None
 
 
-def predict(config: Config, ranks: int) -> dict[str, Traffic]:
+def predict(config: Config) -> dict[str, Traffic]:
     """Traffic and gradient scale of every way, by closed form: b buckets of S bytes in all, once or m times."""
     m, expected = config.accumulate, {}
     for name in config.ways:
@@ -149,9 +150,8 @@ def predict(config: Config, ranks: int) -> dict[str, Traffic]:
         module = models.build(way.model or config.model).module.to(getattr(torch, config.dtype))
         buckets = bucket_bytes(module, config.bucket_cap_mb)
         times = {"once": 1, "every": m, "never": 0}[way.syncs]
-        sent = times * scaling.ring_all_reduce_bytes(sum(buckets), ranks)
         scale = {"1": 1.0, "m": float(m), None: None}[way.scale]
-        expected[name] = Traffic(times * len(buckets), sent, m if way.steps == "every" else 1, scale)
+        expected[name] = Traffic(times * len(buckets), times * sum(buckets), m if way.steps == "every" else 1, scale)
     return expected
 
 
@@ -213,7 +213,7 @@ def _compare(name: str, config: Config, rank: Rank) -> Iterator[Record]:
     applied: list[Tensor] = []  # seen by the optimizer: what .grad holds afterwards may be only a part of it
     trial.optimizer.register_step_pre_hook(lambda *_: applied.append(_gradient(trial.ddp.module)))
     before = nn.utils.parameters_to_vector(trial.module.parameters()).detach()
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # by itself flags() would turn cuDNN off
         trial.workload.loss(trial.ddp(trial.micro_batches[0][0]), trial.micro_batches[0][1]).backward()
         trial.traffic.clear()  # that was DDP's first step, in one bucket
         trial.step()
@@ -243,6 +243,24 @@ def _spread(parameters: Tensor) -> Tensor:
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
     return (highest - lowest).norm()
+
+
+def answer(run: Records) -> Iterator[str]:
+    """What no_sync gains, what micro-batches save, and which ways give another gradient."""
+    step = {r.case["way"]: r for r in run.where("step_s")}
+    if {"no_sync", "sync_every"} <= set(step) and run[0].layout["world_size"] > 1:
+        gain = measure.paired_ratio(step["sync_every"].samples, step["no_sync"].samples)
+        yield measure.verdict(gain, "A step with no_sync, over one that all-reduces every micro-batch") + "."
+    kept = {r.case["way"]: r.value for r in run.where("activation_bytes")}
+    if {"whole_batch", "no_sync"} <= set(kept):
+        yield f"Activations take {kept['no_sync'] / 1e3:.0f} kB in place of {kept['whole_batch'] / 1e3:.0f} kB."
+    error = {r.case["way"]: r.value for r in run.where("gradient_relative_error")}
+    apart = {r.case["way"] for r in run.where("parameter_spread") if r.value >= SPREAD}
+    right = [way for way, value in error.items() if value < SAME and way not in apart]
+    wrong = [
+        f"{way} ({error[way]:.0%} off{', ranks apart' if way in apart else ''})" for way in error if way not in right
+    ]
+    yield f"The gradient of the whole batch: {', '.join(right) or 'none'}. Another one: {', '.join(wrong) or 'none'}."
 
 
 if __name__ == "__main__":

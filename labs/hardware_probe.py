@@ -26,13 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labs.kit import cli
+from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts import models
-from labs.parts.timing import collectives, probing
+from labs.parts.timing import collectives, limits, probing
 from labs.parts.timing.roofline import Work, matmul_work, training_step_work
+
+GPT_BLOCK = "labs.parts.models.text_models:gpt_block"
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,25 @@ class Config:
     """What to measure. Empty or 0: a default that suits the device."""
 
     parts: tuple[str, ...] = ()
-    """What to do: correctness (always), matmul, convolution, memory, copies, models, ceiling, all_reduce. () is all."""
+    """What to do: correctness (always), matmul, convolution, memory, copies, overhead, models, ceiling, all_reduce.
+    () is all."""
     dtypes: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
-    """Number formats of the matrix products; those a device cannot do are left out."""
+    """Number formats of matrix products and convolutions; those a device cannot do are left out."""
     matmul_sizes: tuple[int, ...] = ()
     """Sides of the square matrices. Default: 128 to 1024 on a CPU core, 1024 to 8192 on a GPU."""
     array_mib: int = 0
     """Size of each array of the memory bandwidth test. Default: 64 on a CPU core, 512 on a GPU."""
     message_kib: tuple[float, ...] = (1, 8, 64, 512, 4096, 16384)
     """Sizes of the all-reduced buffers."""
-    models: tuple[str, ...] = ("mlp", "cnn", "cnn_batchnorm")
+    models: tuple[str, ...] = ("mlp", "cnn", "cnn_batchnorm", GPT_BLOCK)
     """Models for the roofline: keys of labs.models.MODELS or package.module:factory."""
-    batch_size: int = 64
-    """Rows in a batch of the models."""
+    batch_size: int = 0
+    """Rows in a batch of the models. Default: 64; 1 of the GPT block on a CPU core: a row is 128 tokens."""
     rounds: int = 9
     """Samples of each measurement."""
     budget_s: float = 0.3
-    """Longest that one matrix product case may take: bigger sizes of a slow format are then left out."""
+    """Longest that all samples of one product may take (four times that for the convolution). What a slow format cannot
+    do in it is left out."""
     smoke: bool = False
     """Few samples and sizes: does it work at all?"""
 
@@ -69,9 +73,15 @@ class Config:
         require(self.array_mib >= 0, f"array_mib must be at least 1 (or 0 for the default), not {self.array_mib}")
         require(all(k * 1024 >= 4 for k in self.message_kib), "message_kib must be at least 0.004 (one float)")
         models.require_known(*self.models, option="models")
-        require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
+        require(self.batch_size >= 0, f"batch_size must be at least 1 (or 0 for the default), not {self.batch_size}")
         require(self.rounds >= 2, f"rounds must be at least 2, not {self.rounds}")
         require(self.budget_s > 0, f"budget_s must be positive, not {self.budget_s}")
+
+    def passes(self, device: str) -> list[tuple[str, int]]:
+        """(model, rows) of every pass to time; the first model also with one row."""
+        usual = {GPT_BLOCK: 1} if device == "cpu" else {}
+        found = [(m, self.batch_size or usual.get(m, 64)) for m in self.models]
+        return list(dict.fromkeys([*found, *((m, 1) for m in self.models[:1])]))
 
     def sizes(self, device: str) -> tuple[int, ...]:
         """The matrix sizes for this kind of device, ascending."""
@@ -97,9 +107,11 @@ class Config:
 
 
 def predict(config: Config) -> dict[str, Work]:
-    """FLOPs and bytes of every matrix product and model step, counted without running any of them."""
+    """FLOPs, bytes and operators of every product and pass on a CPU core, counted without running any of them."""
     work = {f"matmul {n}": matmul_work(n, 4) for n in config.sizes("cpu")}
-    return work | {m: training_step_work(models.build(m), config.batch_size) for m in config.models}
+    return work | {
+        limits.pass_name(m, rows): training_step_work(models.build(m), rows) for m, rows in config.passes("cpu")
+    }
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -145,11 +157,16 @@ def matmul_alone(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def convolution_alone(config: Config, rank: Rank) -> Iterator[Record]:
-    """FLOP/s of a 3x3 convolution in FP32: another library than the product's, so another candidate."""
-    if rank.rank == 0:
-        step, flop = probing.convolution_step(rank.device)
-        rates = [flop / s for s in probing.timed(step, config.samples, rank.device)]
-        yield rank.record("convolution_flop_s", "FLOP/s", rates, rank=0, dtype="fp32")
+    """FLOP/s of a 3x3 convolution in each format: another library than the product's, so another candidate."""
+    formats = [d for d in config.dtypes if probing.supported(d, rank.device)] if rank.rank == 0 else []
+    for dtype in formats:
+        step, flop = probing.convolution_step(rank.device, dtype, images=1)
+        rate = flop / min(measure.time_steps(step, 4, rank.device))
+        step, flop = probing.convolution_step(rank.device, dtype)
+        if (config.samples + 3) * flop / rate <= 4 * config.budget_s:
+            rates = [flop / s for s in probing.timed(step, config.samples, rank.device)]
+            yield rank.record("convolution_flop_s", "FLOP/s", rates, rank=0, dtype=dtype)
+    torch.backends.cudnn.allow_tf32 = False  # a process-wide switch: the next part wants FP32
 
 
 def memory_alone(config: Config, rank: Rank) -> Iterator[Record]:
@@ -169,16 +186,29 @@ def host_device_copies(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("host_device_b_s", "B/s", rates, rank=0, direction=direction, memory=memory)
 
 
+def overhead(config: Config, rank: Rank) -> Iterator[Record]:
+    """Seconds per operator where there is nothing to compute: one operator alone, and in a pass of a tiny MLP."""
+    if rank.rank:
+        return
+    alone = probing.timed(probing.add_step(rank.device), config.samples, rank.device)
+    yield rank.record("operator_s", "s", alone, rank=0, of="add_")
+    operators = training_step_work(probing.tiny_mlp(), 1).operators
+    tiny = probing.training_step(probing.tiny_mlp(), 1, rank.device)
+    seconds = probing.timed(tiny, config.samples, rank.device)
+    yield rank.record("operator_s", "s", [s / operators for s in seconds], rank=0, of="pass")
+
+
 def model_steps(config: Config, rank: Rank) -> Iterator[Record]:
-    """FLOP/s of a forward and backward pass of each model in FP32, with its counted FLOPs and bytes."""
-    for name in config.models if rank.rank == 0 else ():
-        work = training_step_work(models.build(name), config.batch_size)
-        step = probing.training_step(models.build(name), config.batch_size, rank.device)
+    """FLOP/s of a forward and backward pass of each model in FP32, with its counted FLOPs, bytes and operators."""
+    for name, rows in config.passes(rank.device.type) if rank.rank == 0 else ():
+        work = training_step_work(models.build(name), rows)
+        step = probing.training_step(models.build(name), rows, rank.device)
         rates = [work.flop / s for s in probing.timed(step, config.samples, rank.device)]
-        case = {"model": name, "batch_size": config.batch_size}
+        case = {"model": name, "batch_size": rows}
         yield rank.record("model_flop_s", "FLOP/s", rates, rank=0, **case)
         yield rank.record("model_flop", "FLOP", work.flop, kind="modelled", rank=0, **case)
         yield rank.record("model_bytes", "B", work.bytes, kind="modelled", rank=0, **case)
+        yield rank.record("model_operators", "1", float(work.operators), kind="modelled", rank=0, **case)
 
 
 def all_together(config: Config, rank: Rank) -> Iterator[Record]:
@@ -216,24 +246,76 @@ def _ceiling(config: Config, rank: Rank, job: str, step: probing.Step, amount: f
 def all_reduce(config: Config, rank: Rank) -> Iterator[Record]:
     """Seconds of an all-reduce by message size, slowest rank, and its bus bandwidth; nothing on one rank."""
     n = rank.world_size
-    for size in config.messages() if n > 1 else ():
-        step = probing.all_reduce_step(size, rank.device)
-        inner = max(1, min(20, 2**20 // size))
-        seconds = []
-        for _ in range(config.samples):
+    steps = {size: probing.all_reduce_step(size, rank.device) for size in config.messages() if n > 1}
+    found: dict[int, list[float]] = {size: [] for size in steps}
+    for _ in range(config.samples):  # all sizes in every round: a slow spell of the machine hits all of them
+        for size, step in steps.items():
+            inner = max(1, min(20, 2**20 // size))
             rank.barrier()
-            seconds.append(probing.block_s(step, inner, rank.device) / inner)
-        seconds = rank.slowest(seconds)
+            found[size].append(probing.block_s(step, inner, rank.device) / inner)
+    for size, own in found.items():
+        seconds = rank.slowest(own)
         if rank.rank == 0:
             busbw = [collectives.busbw_b_s(size, s, n) for s in seconds]
             yield rank.record("all_reduce_s", "s", seconds, bytes=size, ranks=n)
             yield rank.record("busbw_b_s", "B/s", busbw, bytes=size, ranks=n)
 
 
+def answer(run: Records) -> Iterator[str]:
+    """How fast this device is in each format, what limits each pass, what ranks and messages cost, in sentences."""
+    best = limits.peaks(run)
+    if best:
+        rates = "; ".join(f"{limits.FORMATS[d]} {measure.estimate(r.samples, r.unit)} ({limits.kernel(r)})"
+                          for d, r in best.items())  # fmt: skip
+        yield f"The fastest kernel in each format: {rates}."
+    if "fp32" in best and len(run.where("memory_b_s")):
+        stream = limits.memory(run)
+        ridge = best["fp32"].value / stream.value
+        yield (f"Memory moves {measure.estimate(stream.samples, 'B/s')}: in FP32 a pass with fewer than {ridge:.1f} "
+               "FLOP per byte waits for memory rather than for arithmetic.")  # fmt: skip
+        if len(run.where("operator_s")) and len(run.where("model_flop_s")):
+            yield _passes_sentence(limits.passes(run))
+    for r in run.where("ceiling_speedup"):
+        n, what = r.case["ranks"], "arithmetic" if r.case["job"] == "matmul" else "memory traffic"
+        gain = measure.estimate(r.samples, "x")
+        short = "less than" if gain.high < n else "no less, that this run can show, than"
+        yield f"{n} ranks that exchange nothing reach {gain} the {what} of one: {short} {n}."
+    if len(run.where("all_reduce_s")) > 1:
+        yield _link_sentence(limits.link(run))
+    for direction in ("to device", "to host"):
+        found = {r.case["memory"]: r for r in run.where("host_device_b_s", direction=direction)}
+        if len(found) == 2:
+            rate, gain = (
+                measure.estimate(found["pinned"].samples, "B/s"),
+                limits.ratio(*map(found.get, ("pinned", "pageable"))),
+            )
+            yield f"A copy {direction} moves {rate} from pinned memory, {gain} the rate of pageable memory."
+    for metric, what in (("matmul_relative_error", "a matrix product"), ("all_reduce_error", "an all-reduce")):
+        worst = max((r.value for r in run.where(metric)), default=0.0)
+        if worst > 1e-2:
+            yield f"WRONG RESULTS: {what} is off by {worst:.1e}. No speed above counts until that is mended."
+
+
+def _link_sentence(link: limits.Link) -> str:
+    latency = f"An all-reduce takes {link.model.latency_s * 1e6:.0f} µs at least"
+    if not math.isfinite(link.busbw_b_s):
+        return f"{latency}; its bandwidth this run cannot tell."
+    half = f"half of it at {link.half}" if link.told else "the size that reaches half of it this run cannot tell"
+    return f"{latency} and reaches {link.busbw_b_s / 1e9:.2g} GB/s (busbw); {half}."
+
+
+def _passes_sentence(found: list[limits.Pass]) -> str:
+    rows = (
+        f"{p.name} {p.limit or ' and '.join(p.between)} ({p.seconds}, {p.seconds.value / max(p.limits.values()):.1f} x)"
+        for p in found
+    )
+    return f"What limits a pass (its time, and how many times that of the limit alone): {'; '.join(rows)}."
+
+
 PARTS = {
     "correctness": correctness, "matmul": matmul_alone, "convolution": convolution_alone,
-    "memory": memory_alone, "copies": host_device_copies, "models": model_steps, "ceiling": all_together,
-    "all_reduce": all_reduce,
+    "memory": memory_alone, "copies": host_device_copies, "overhead": overhead, "models": model_steps,
+    "ceiling": all_together, "all_reduce": all_reduce,
 }  # fmt: skip
 
 
@@ -243,4 +325,4 @@ if __name__ == "__main__":
     else:
         from labs.parts.timing.probe_report import main
 
-        main("hardware_probe", __doc__, Config)
+        main("hardware_probe", __doc__, Config, answer)

@@ -22,16 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
+from labs.parts.data_parallel.wire import tcp_sent_bytes
 from labs.parts.models import gradient_bytes
 from labs.parts.pipelines import chain, even_cuts
-from labs.parts.precision.rounding import METRIC, rounding_error
+from labs.parts.precision.rounding import METRIC, beyond, rounding_error
 from labs.parts.sharding import blocks
 from labs.parts.sharding.blocks import halves
 from labs.parts.sharding.hybrid import AXES, Scheme, batch, pipeline, tensor, torch_pipeline
 from labs.parts.sharding.link import require_messages
 from labs.parts.sharding.tensor import share
-from labs.parts.sharding.traffic import Traffic, tcp_sent_bytes
+from labs.parts.sharding.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,28 @@ def times(schemes: dict[str, Scheme], config: Config, rank: Rank) -> Iterator[Re
 
 def _wait() -> None:
     """One rank trains alone; the others go to the next barrier."""
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Whether gradients and bytes are as they must be, what travels along each axis, and the speed if it was timed."""
+    dp, parts = (run.where("gradient_relative_error")[0].case[k] for k in ("dp", "parts"))
+    wrong = beyond(run)
+    yield f"{dp} copies x {parts} parts: " + (f"the gradients of {len(wrong)} schemes are WRONG." if wrong else
+           "every scheme has one process's gradient up to rounding.")  # fmt: skip
+    for scheme in dict.fromkeys(r.case["scheme"] for r in run.where("sent_bytes")):
+        found = run.where("sent_bytes", scheme=scheme)
+        sent = [(m, next(f for f in found if f.kind == "modelled" and f.case == m.case))
+                for m in found if m.kind == "measured"]  # fmt: skip
+        said = ", ".join(f"{max(m.samples) / 1e6:.2f} MB along {m.case['axis']} ({m.case['op']})" for m, _ in sent)
+        exact = all(m.samples == f.samples for m, f in sent)
+        yield f"{scheme}: {said}; {'as' if exact else 'NOT as'} the closed forms say."
+    steps = run.where("step_s")
+    single = [r for r in steps if r.case["scheme"] == "single"]
+    for r in (r for r in steps if single and r.case["scheme"] != "single"):
+        ratio = measure.paired_ratio(single[0].samples, r.samples)
+        yield f"{r.case['scheme']}: {ratio} as fast as one device."
+    if not steps:
+        yield "Ranks shared cores or GPUs: no time was taken."
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Literal
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank, unpinned
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts.traps import failures as trap_failures
 from labs.parts.traps import random as trap_random
 from labs.parts.traps import shm as trap_shm
@@ -77,7 +77,7 @@ class Config:
         require(self.loader_timeout_s < self.hang_s <= 600, f"{longer}, not {self.hang_s}")
         require(0.1 <= self.interval_s <= 5, f"interval_s must be from 0.1 to 5, not {self.interval_s}")
         require(0.1 <= self.item_ms <= 1000, f"item_ms must be from 0.1 to 1000, not {self.item_ms}")
-        measure.require_budget(self.seconds, self.rounds)
+        measure.require_budget(self.seconds, self.rounds, least=2)
         here = multiprocessing.get_all_start_methods()
         require(len(self.traps) > 0, f"traps must hold some of {', '.join(Trap.__args__)}")
         require(set(self.start_methods) <= set(here), f"start_methods here are {', '.join(here)}")
@@ -143,7 +143,7 @@ def first_batch(config: Config, rank: Rank) -> Iterator[Record]:
 def scaling(config: Config, rank: Rank) -> Iterator[Record]:
     """(E06, E08, A33) Items per second by number of workers, for items that sleep and for items that compute."""
     item_s, cores = config.item_ms / 1e3, _cores(rank)
-    rounds = 1 if config.smoke else measure.rounds_of(config, part=0.5)
+    rounds = measure.rounds_of(config, part=0.5)
     for source, size in (("sleep", 0), ("compute", trap_speed.bytes_for(item_s))):
         limits = {n: predict(source, n, item_s, cores) for n in SCALED}
         sources = {n: Source(round(16 * item_s * limit), item_s, size) for n, limit in limits.items()}
@@ -246,6 +246,32 @@ TRAPS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
     "sampler": sampler, "copy_on_write": copy_on_write, "shm": shm, "bare_dataset": bare_dataset,
     "failures": failures, "leftover": leftover,
 }  # fmt: skip
+
+
+def answer(run: Records) -> Iterator[str]:
+    """What each trap that was tried showed, the dearest first."""
+    for source in ("sleep", "compute"):
+        rows = run.where("items_per_s", source=source)
+        if rows:
+            most = max(rows, key=lambda r: r.case["workers"])
+            told = f"{most.case['workers']} workers over none, items that {source}"
+            yield f"{measure.verdict(measure.paired_ratio(most.samples, rows[0].samples), told)}."
+    alike = [r.case["way"] for r in run.where("duplicate_share") if r.value > 0]
+    if len(run.where("duplicate_share")):
+        yield f"Random numbers are drawn twice by: {'; '.join(dict.fromkeys(alike)) or 'none of the ways tried'}."
+    grown = {r.case["held"]: r.samples[-1] / 1e6 for r in run.where("private_growth_bytes")}
+    if grown:
+        each = ", ".join(f"{held} {mb:.1f} MB" for held, mb in grown.items())
+        yield f"What a forked worker gains by reading what it shares: {each}."
+    slow, quick = (run.where("first_batch_s", start_method="fork", persistent=p) for p in (False, True))
+    if slow and quick:
+        later = [min(r[0].samples[1:]) * 1e3 for r in (slow, quick)]
+        yield f"The first batch of a later epoch takes {later[0]:.0f} ms, {later[1]:.1f} ms with persistent_workers."
+    unnamed = [r.case["failure"] for r in run.where("seconds_until_error", named=False) if not r.case["names_item"]]
+    if unnamed:
+        yield f"torch alone does not name the item when it fails by: {', '.join(unnamed)}."
+    left = sum(r.value for r in run.where("processes_left"))
+    yield f"{left:.0f} worker processes are left behind."
 
 
 if __name__ == "__main__":

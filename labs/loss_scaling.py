@@ -33,6 +33,7 @@ TOLERANCE = {"sgd": 4, "adamw": 16}
 since it divides by the gradient's size, and so enlarges what rounding has done to the smallest ones.
 For smooth models (GELU): a ReLU that rounding has flipped makes more difference than the rounding."""
 ROUNDING = {"fp16": 2.0**-11, amp.NO_SCALING: 2.0**-11, "bf16": 2.0**-8}
+WHOLE_IN_NOTEBOOKS = True  # with one optimizer alone the notebook could not compare the two
 MOST_ERROR = 1e6  # parameters that are not finite, or further off than this, are recorded as this far off
 
 
@@ -218,6 +219,26 @@ def outcomes(records: Records, optimizer: str = "sgd") -> list[dict]:
             "optimizer_steps": steps, "clip_norm": norms[0].value if norms else None, "raised": r.case["raised"],
         })  # fmt: skip
     return rows
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Whether the scale follows its rule, and how many orders train as FP32, stop, or go wrong without a word."""
+    for r in run.where("not_possible"):
+        yield f"FP16 is not possible here: {r.case['why']}."
+    for r in run.where("scale"):
+        same = r.samples == run.one("predicted_scale", trace=r.case["trace"]).samples
+        skipped = run.one("skipped", trace=r.case["trace"]).samples
+        name, lost = r.case["trace"], f"{sum(skipped):.0f} of {len(skipped)} steps"
+        yield (f"Trace {name!r}: {lost} are skipped; the scale goes from "
+               f"{r.samples[0]:,.0f} to {r.samples[-1]:,.0f}, "
+               f"{'as' if same else 'NOT as'} its rule has it.")  # fmt: skip
+    for optimizer in dict.fromkeys(r.case["optimizer"] for r in run.where("parameter_error")):
+        by_outcome: dict[str, list[str]] = {}
+        for row in outcomes(run, optimizer):
+            by_outcome.setdefault(row["outcome"], []).append(row["order"])
+        counts = ", ".join(f"{outcome}: {len(names)}" for outcome, names in by_outcome.items())
+        silent = "; ".join(by_outcome.get("wrong", [])) or "none"
+        yield f"Orders of calls with {optimizer}, by what comes of them: {counts}. Wrong without a word: {silent}."
 
 
 if __name__ == "__main__":

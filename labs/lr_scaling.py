@@ -3,9 +3,10 @@
     python -m labs.lr_scaling                                     # launches its own ranks
     torchrun --nproc-per-node 2 -m labs.lr_scaling --factors 1 8 32 --warm-up-share 0.1 --seeds 5
 
-About 18 s on 2 CPU cores. A perceptron learns Fashion-MNIST with batches of base_batch x factor, all for equally many
-epochs, so that a larger batch takes fewer steps. Every training is done for every seed; a seed fixes the weights at
-the start and the order of the images, so that rules are compared pair by pair. Each rank trains with seeds of its own.
+About 22 s on 2 CPU cores. A perceptron learns Fashion-MNIST with batches of base_batch x factor, all for equally many
+epochs, so that a larger batch takes fewer steps. SGD with momentum trains it, or AdamW, with a base rate of its own, in
+rules that are called so. Every training is done for every seed; a seed fixes the weights at the start and the order of
+the images, so that rules are compared pair by pair. Each rank trains with seeds of its own.
 Where time is short there are fewer seeds, then fewer batches: never fewer steps.
 """
 
@@ -29,7 +30,7 @@ from labs.kit.measure import Budget, Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 
-Rule = Literal["same", "linear", "linear, warm-up", "sqrt, warm-up"]
+Rule = Literal["same", "linear", "linear, warm-up", "sqrt, warm-up", "AdamW, linear, warm-up", "AdamW, sqrt, warm-up"]
 RULES: tuple[Rule, ...] = Rule.__args__
 MOST_SEEDS = 64  # however fast the machine is
 FEWEST_BATCHES = 3  # however slow it is
@@ -43,16 +44,21 @@ class Config:
     base_batch: int = 32
     """Batch that base_lr was chosen for."""
     base_lr: float = 0.02
-    """Learning rate at base_batch: the largest of 0.0025 to 0.04 that was as good as any there, over 8 seeds.
+    """Learning rate at base_batch: the largest of 0.005 to 0.04 that was as good as any there, over 24 seeds.
 
-    0.005 and 0.01 were as good; with them all that breaks breaks at a larger factor.
+    0.04 lost against 0.01: `--factors 1 --rules same --rates 0.25 0.5 2 --adamw-factors 1 --seeds 24`. With smaller
+    rates all that breaks breaks at a larger factor.
     """
-    factors: tuple[int, ...] = (1, 4, 16, 32, 64)
+    adamw_lr: float = 0.002
+    """AdamW's learning rate at base_batch: of 0.0005 to 0.008 none was shown to differ from it there, over 8 seeds."""
+    factors: tuple[int, ...] = (1, 16, 32, 64)
     """Batches, in multiples of base_batch. They must hold 1, which all others are compared with."""
     rules: tuple[Rule, ...] = RULES
     """How the rate follows the batch: not at all, x factor, x factor after a warm-up, x its root after a warm-up."""
+    adamw_factors: tuple[int, ...] = (1, 16, 64)
+    """Those of `factors` that AdamW's rules are tried with, for the time it takes; always with 1."""
     warm_up_share: float = 0.5
-    """Part of all steps in which the rate rises from base_lr. What it needs is steps, and large batches have few."""
+    """Part of all steps in which the rate rises from base_lr. Goyal et al. took 5 of 90 epochs, 0.06."""
     rates: tuple[float, ...] = (2.0, 4.0, 8.0, 16.0)
     """Further rates that are tried with the largest batch, in multiples of base_lr, without warm-up."""
     momentum: float = 0.9
@@ -61,7 +67,7 @@ class Config:
     """Passes over the images, for every batch."""
     samples: int = 8192
     """Images of the training set that are used, the first ones: a multiple of every batch."""
-    seconds: float = 22.0
+    seconds: float = 24.0
     """Time for all trainings, in s. A slower machine has fewer seeds, but at least 6, which an interval needs.
 
     Where even these take longer, batches between the smallest and the largest are left out, the small ones first, until
@@ -77,7 +83,9 @@ class Config:
     def __post_init__(self) -> None:
         require(self.base_batch >= 1, f"base_batch must be at least 1, not {self.base_batch}")
         require(0 < self.base_lr < math.inf, f"base_lr must be positive, not {self.base_lr}")
+        require(0 < self.adamw_lr < math.inf, f"adamw_lr must be positive, not {self.adamw_lr}")
         require(1 in self.factors and min(self.factors) >= 1, "factors must be positive and hold 1, the reference")
+        require(1 in self.adamw_factors, "adamw_factors must hold 1, the reference; leave AdamW's rules out of rules")
         require(len(self.rules) > 0, f"rules must name at least one of: {'; '.join(RULES)}")
         twice = len({*self.factors}) < len(self.factors) or len({*self.rules}) < len(self.rules)
         require(not twice, "factors and rules must be different: each pair is a case of its own")
@@ -102,16 +110,22 @@ class Training(NamedTuple):
     base_lr: float
     seed: int
 
+    @property
+    def adamw(self) -> bool:
+        """Whether AdamW trains; otherwise SGD with momentum."""
+        return self.rule.startswith("AdamW")
+
 
 def learning_rate(step: int, base_lr: float, factor: float, rule: Rule, warm_up_steps: int) -> float:
     """Rate of optimizer step 0, 1, ... for a batch `factor` times as large as the one that `base_lr` is good for.
 
     With warm-up it rises on a straight line from base_lr in step 0 to its final value in step `warm_up_steps`.
     Linear scaling and gradual warm-up: Goyal et al. 2017, arXiv:1706.02677, sections 2.1 and 2.2. The square root
-    keeps the variance of a step: Krizhevsky 2014, "One weird trick", arXiv:1404.5997.
+    keeps the variance of a step: Krizhevsky 2014, "One weird trick", arXiv:1404.5997. For Adam: Malladi et al. 2022,
+    "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", arXiv:2205.10287.
     """
-    scale = {"same": 1.0, "linear": factor, "linear, warm-up": factor, "sqrt, warm-up": math.sqrt(factor)}[rule]
-    final = base_lr * scale
+    scale = {"same": 1.0, "linear": factor, "sqrt": math.sqrt(factor)}
+    final = base_lr * scale[rule.removeprefix("AdamW, ").removesuffix(", warm-up")]
     if "warm-up" not in rule or step >= warm_up_steps:
         return final
     return base_lr + (final - base_lr) * step / warm_up_steps
@@ -119,7 +133,18 @@ def learning_rate(step: int, base_lr: float, factor: float, rule: Rule, warm_up_
 
 def final_rate(config: Config, rule: Rule, factor: int) -> float:
     """The rate that `rule` reaches, after any warm-up."""
-    return learning_rate(0, config.base_lr, factor, rule, 0)
+    return learning_rate(0, base_rate(config, rule), factor, rule, 0)
+
+
+def base_rate(config: Config, rule: Rule) -> float:
+    """The rate with factor 1 of the optimizer that `rule` is for."""
+    return config.adamw_lr if rule.startswith("AdamW") else config.base_lr
+
+
+def cases(config: Config) -> list[tuple[Rule, int]]:
+    """Every rule with every factor that it is tried with, by factor."""
+    return [(rule, f) for f in config.factors for rule in config.rules
+            if f in config.adamw_factors or not rule.startswith("AdamW")]  # fmt: skip
 
 
 def predict(config: Config) -> dict[int, int]:
@@ -137,9 +162,8 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("left_out", "1", 1.0, factor=factor, batch=config.base_batch * factor, why=why)
     config = dataclasses.replace(config, factors=kept)
     results = train_all(config, data, rank)
-    for factor in config.factors:
-        for rule in config.rules:
-            yield from _by_rule(rule, factor, results, config, rank)
+    for rule, factor in cases(config):
+        yield from _by_rule(rule, factor, results, config, rank)
     largest = max(config.factors)
     for lr in _rates(config):
         found = [accuracy for accuracy, _ in _of_seeds(results, Training("same", largest, lr, 0))]
@@ -163,8 +187,8 @@ def affordable(config: Config, epoch_s: Mapping[int, float], ranks: int) -> tupl
     """
     kept, rounds = sorted(config.factors), _rounds(measure.LEAST_ROUNDS, ranks)
     while len(kept) > FEWEST_BATCHES:
-        cases = trainings(dataclasses.replace(config, factors=tuple(kept)), config.seed)
-        if rounds * config.epochs * sum(epoch_s[t.factor] for t in cases) <= config.seconds:
+        todo = trainings(dataclasses.replace(config, factors=tuple(kept)), config.seed)
+        if rounds * config.epochs * sum(epoch_s[t.factor] for t in todo) <= config.seconds:
             break
         del kept[1]
     return tuple(f for f in config.factors if f in kept)
@@ -198,8 +222,8 @@ def train_all(config: Config, data: tuple[Tensor, ...], rank: Rank) -> dict[Trai
 
 
 def _by_rule(rule: Rule, factor: int, results: dict, config: Config, rank: Rank) -> Iterator[Record]:
-    """One sample per seed, whatever became of it. With factor 1 all rules are one: they share their trainings."""
-    found = _of_seeds(results, Training("same" if factor == 1 else rule, factor, config.base_lr, 0))
+    """One sample per seed, whatever became of it. With factor 1 all rules of an optimizer share their trainings."""
+    found = _of_seeds(results, training_of(rule, factor, config, 0))
     accuracies, losses = zip(*found, strict=True)
     case = {"rule": rule, "factor": factor, "batch": config.base_batch * factor}
     case["lr"] = final_rate(config, rule, factor)
@@ -218,11 +242,18 @@ def _rates(config: Config) -> list[float]:
     return [config.base_lr * r for r in sorted(set(config.rates))]
 
 
+def training_of(rule: Rule, factor: int, config: Config, seed: int) -> Training:
+    """The training by which `rule` is judged. With factor 1 all rules of an optimizer are one."""
+    if factor == 1:
+        rule = "AdamW, linear, warm-up" if rule.startswith("AdamW") else "same"
+    return Training(rule, factor, base_rate(config, rule), seed)
+
+
 def trainings(config: Config, seed: int) -> list[Training]:
-    """Every different training with one seed, small batches first. With factor 1 all rules are one."""
-    cases = [("same" if f == 1 else rule, f, config.base_lr) for f in sorted(config.factors) for rule in config.rules]
-    cases += [("same", max(config.factors), lr) for lr in _rates(config)]
-    return [Training(*case, seed) for case in dict.fromkeys(cases)]
+    """Every different training with one seed, small batches first."""
+    found = [training_of(rule, f, config, seed) for rule, f in sorted(cases(config), key=lambda case: case[1])]
+    found += [Training("same", max(config.factors), lr, seed) for lr in _rates(config)]
+    return list(dict.fromkeys(found))
 
 
 def train(training: Training, data: tuple[Tensor, ...], config: Config) -> nn.Module:
@@ -231,7 +262,10 @@ def train(training: Training, data: tuple[Tensor, ...], config: Config) -> nn.Mo
     torch.manual_seed(training.seed)
     model = nn.Sequential(nn.Linear(196, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     model.to(images.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=training.base_lr, momentum=config.momentum)
+    if training.adamw:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=training.base_lr, fused=True)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=training.base_lr, momentum=config.momentum, fused=True)
     batch = config.base_batch * training.factor
     warm_up_steps = round(config.warm_up_share * config.epochs * len(images) / batch)
     step = 0
@@ -280,11 +314,29 @@ def change(records: Records) -> dict[tuple[Rule, int], Estimate]:
     return {(rule, factor): difference(records, (rule, factor), (rule, 1)) for rule, factor in cases}
 
 
-def holds_until(records: Records, rule: Rule, margin: float = 0.01) -> int:
-    """The largest factor up to which no factor is shown to lose more than `margin` of accuracy."""
-    found = {factor: d for (r, factor), d in sorted(change(records).items()) if r == rule}
-    lost = [factor for factor, d in found.items() if d.high < -margin]
-    return max(factor for factor in found if factor < min(lost, default=math.inf))
+Judgement = Literal["keeps", "loses", "cannot be told"]
+
+
+def judged(records: Records, rule: Rule, margin: float = 0.01) -> dict[int, Judgement]:
+    """For each factor above 1: is it shown to keep all but `margin` of the accuracy, or shown to lose more?
+
+    By the interval of the difference to factor 1, seed by seed. One that holds the margin can tell neither, nor can
+    fewer than 6 seeds.
+    """
+    found = {factor: d for (r, factor), d in sorted(change(records).items()) if r == rule and factor > 1}
+    told = {f: "keeps" if d.low >= -margin else "loses" if d.high < -margin else "" for f, d in found.items()}
+    return {f: told[f] if told[f] and d.n >= measure.LEAST_ROUNDS else "cannot be told" for f, d in found.items()}
+
+
+def keeps_until(records: Records, rule: Rule, margin: float = 0.01) -> int:
+    """The largest factor up to which all are shown to keep their accuracy; 1 if the first one is not."""
+    words = judged(records, rule, margin)
+    return max([1, *itertools.takewhile(lambda f: words[f] == "keeps", words)])
+
+
+def loses_from(records: Records, rule: Rule, margin: float = 0.01) -> int | None:
+    """The smallest factor that is shown to lose more than `margin`; None if none is."""
+    return min((f for f, word in judged(records, rule, margin).items() if word == "loses"), default=None)
 
 
 def best_rate(records: Records) -> tuple[float, Estimate]:
@@ -292,10 +344,37 @@ def best_rate(records: Records) -> tuple[float, Estimate]:
 
     Chosen by the test images, so it flatters the large batch: if even this one loses, a better rate is no cure.
     """
+    best = _best_record(records)
+    return best.case["lr"], measure.estimate(best.samples, "1")
+
+
+def _best_record(records: Records) -> Record:
     largest = max(r.case["factor"] for r in records.where("test_accuracy"))
     tried = records.where("test_accuracy", factor=largest) + records.where("accuracy_at_rate", factor=largest)
-    best = max(tried, key=lambda r: r.value)
-    return best.case["lr"], measure.estimate(best.samples, "1")
+    return max(tried, key=lambda r: r.value)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """How far each rule goes, and whether any rate would have saved the largest batch, in sentences."""
+    accuracies = run.where("test_accuracy")
+    largest, batch = max((r.case["factor"], r.case["batch"]) for r in accuracies)
+    base, n = batch // largest, len(accuracies[0].samples)
+    for rule in dict.fromkeys(r.case["rule"] for r in accuracies):
+        words = judged(run, rule)
+        at = {w: ", ".join(str(base * f) for f in words if words[f] == w) for w in Judgement.__args__}
+        said = ["keeps all but a point of accuracy at batch " + at["keeps"]] if at["keeps"] else []
+        said += ["loses more than a point at " + at["loses"]] if at["loses"] else []
+        said += [f"{n} seeds cannot tell at " + at["cannot be told"]] if at["cannot be told"] else []
+        if said:
+            yield f"Rate {rule}: {'; '.join(said)}."
+    best = _best_record(run)
+    first = run.one("test_accuracy", rule=accuracies[0].case["rule"], factor=1)
+    gained = measure.estimate([100 * (b - a) for a, b in zip(first.samples, best.samples, strict=True)], "points")
+    how = best.case.get("rule", "a rate of its own")
+    rate = f"{best.case['lr']:g} ({how})"
+    yield f"Of all rates tried, batch {batch} does best with {rate}: {gained} of accuracy against batch {base}."
+    for record in run.where("left_out"):
+        yield f"Not tried: batch {record.case['batch']}, {record.case['why']}."
 
 
 if __name__ == "__main__":

@@ -125,10 +125,11 @@ def comparisons(a: Sequence[float], b: Sequence[float], pairs: int, resamples: i
 
 
 def power(records: Records, pairs_list: Sequence[int] = (5, 10, 20, 40)) -> list[dict]:
-    """How often `pairs` pairs show a difference: rows of arm, slower, pairs and share.
+    """How often `pairs` pairs show a planted slowdown: rows of arm, slower, pairs and share.
 
-    `share` is an Estimate over the windows of so many pairs that the samples hold, with its 95 % Wilson interval.
-    Without a difference it is the rate of false alarms. A size that does not fit even once is left out.
+    `share` is an Estimate over the windows of so many pairs that the samples hold, with its 95 % Wilson interval. An
+    interval below 1 has found no slowdown. Where none is planted, `share` is the rate of false alarms, of either sign.
+    A size that does not fit even once is left out.
     LookupError without the samples, ValueError for fewer than 2 pairs, which have no interval.
     """
     if min(pairs_list) < 2:
@@ -137,7 +138,7 @@ def power(records: Records, pairs_list: Sequence[int] = (5, 10, 20, 40)) -> list
     for record in records.where("step_s", part="planted"):
         for pairs in pairs_list if record.case["arm"] != "A" else ():
             ratios = comparisons(reference.samples, record.samples, pairs, resamples=999)
-            shown = sum(map(measure.differs, ratios))
+            shown = sum(r.low > 1 if record.case["slower"] else measure.differs(r) for r in ratios)
             if ratios:
                 share = measure.proportion(shown, len(ratios))
                 rows.append(
@@ -243,6 +244,32 @@ def functions(device: torch.device) -> dict[str, Callable[[], object]]:
 
     product = probing.matmul_step("fp32", 384 if on_cpu else 4096, device)
     return {"matrix product": product, "elementwise": lambda: torch.tanh(x), "training step": train}
+
+
+def answer(run: Records) -> Iterator[str]:
+    """How often it finds what is there and what is not, what a neighbour does, its cost, and torch's Timer."""
+    for r in run.where("intervals_with_1"):
+        held = measure.proportion(round(r.value), r.case["repetitions"]).scaled(100, "%")
+        yield f"The same code against itself, {r.case['pairs']} pairs: the interval holds 1 in {held}; 95 % is meant."
+    found = [f"{r.case['arm']} in {measure.proportion(round(r.value), r.case['repetitions']).scaled(100, '%')}"
+             for r in run.where("slowdowns_found")]  # fmt: skip
+    if found:
+        yield f"More work is found: {', '.join(found)} of the comparisons."
+    for order in ("one after the other", "in turn"):
+        sides = [r.samples for side in "BA" for r in run.where("step_s", part="neighbour", order=order, side=side)]
+        if sides:
+            ratio = measure.paired_ratio(*sides)
+            end = "a difference that is not there" if measure.differs(ratio) else "no difference, as there is none"
+            yield f"A neighbour moves in halfway, the same code {order}: {ratio}, {end}."
+    for r in run.where("overhead"):
+        added = measure.estimate([100 * s for s in r.samples], "%")
+        end = "" if measure.differs(added, 0) else ", no cost that this run can show"
+        yield f"Reading the clock around every step of {r.case['step_ms']:g} ms adds {added}{end}."
+    ratios = {r.case["function"]: measure.estimate(r.samples, "x") for r in run.where("timer_ratio")}
+    if ratios:
+        apart = [f"{name} {ratio}" for name, ratio in ratios.items() if measure.differs(ratio)]
+        said = f"differ: {', '.join(apart)}" if apart else "show no difference in this run"
+        yield f"On {len(ratios)} functions this clock and torch's Timer {said}."
 
 
 PARTS = {"planted": planted, "neighbour": neighbour, "overhead": overhead, "timer": timer}

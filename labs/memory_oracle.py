@@ -4,10 +4,11 @@
     python -m labs.memory_oracle --nproc 1 --model my_package.my_module:factory --batch 32 --optimizer adam \\
         --precision bf16 --policy block --memory-gb 24                       # a report on your own model
 
-About 14 s on 2 CPU cores. Every step of a large model is traced on tensors that have a shape and no memory, by the
-rules of a GPU, which is not needed: ResNet-152 and BERT-large with and without activation checkpointing. GPT-3 is
-judged by its states. Small models are traced by the rules of this machine and then really trained, to compare; on a
-GPU so are large ones that fit. Not in a trace: workspace of kernels, CUDA's context, fragmentation.
+About 16 s on 2 CPU cores. Every step of a large model is traced on tensors that have a shape and no memory, by the
+rules of a GPU, which is not needed: ResNet-152 and BERT-large with and without activation checkpointing, GPT-2 with its
+loss whole and in chunks. GPT-3 is judged by its states. Small models are traced by the rules of this machine and then
+really trained, to compare; on a GPU so are large ones that fit. Not in a trace: workspace of kernels, CUDA's context,
+fragmentation.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from typing import Any, Literal
 
 import torch
 
-from labs.kit import cli, hardware
+from labs.kit import cli
 from labs.kit.errors import BadInput, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models, oracle
+from labs.parts.memory.chunked_loss import gpt2
 from labs.parts.memory.recomputation import recompute
 from labs.parts.models.large_models import bert, resnet
+from labs.parts.oracle.fits import memory_bytes
 from labs.parts.oracle.records import Steps
-from labs.parts.oracle.report import report
+from labs.parts.oracle.report import checked, peak, relative_error, report, workspace
 
 SMALL = {
     "tiny_bert": "labs.parts.models.large_models:tiny_bert",
@@ -37,6 +40,9 @@ SMALL = {
 }
 ROWS = 32  # of small models, and of yours unless you say otherwise
 TIMELINE = (128, 16)  # tokens and sequences of BERT-large's: all categories can be seen
+CARD = "RTX 4090"  # whose memory a largest batch is looked for, unless you say how many GB
+CHUNKS = (1, 16)  # of GPT-2's loss
+SEQUENCES = 8  # of 1,024 tokens, of GPT-2's step
 WHOLE_IN_NOTEBOOKS = True  # traced models: smaller ones would be other facts
 
 
@@ -44,7 +50,7 @@ WHOLE_IN_NOTEBOOKS = True  # traced models: smaller ones would be other facts
 class Config:
     """Which steps to trace."""
 
-    images: tuple[int, ...] = (32, 55, 60, 64)
+    images: tuple[int, ...] = (32, 60, 64)
     """Images per step of ResNet-152, with SGD and momentum."""
     policies: tuple[str, ...] = ("none", "stage", "block")
     """Of labs.parts.memory.recomputation, for ResNet-152."""
@@ -58,7 +64,7 @@ class Config:
     """package.module:factory of your own model, or one of labs.models.MODELS: a report on it alone."""
     batch: int = ROWS
     """Rows per step of `model`, and of small models."""
-    optimizer: Literal["adam", "momentum", "sgd"] = "adam"
+    optimizer: Literal["adam", "fused_adam", "momentum", "sgd"] = "adam"
     """Of `model`."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Of `model`; 16-bit ones by autocast."""
@@ -66,8 +72,9 @@ class Config:
     """Of `model`: none, block, stage, segments:4 (or another number) or selective."""
     micro_batches: int = 1
     """Of `model`: parts of the batch whose gradients are added up."""
-    memory_gb: tuple[float, ...] = (24.0,)
-    """Look for the largest batch of ResNet-152, or of `model`, that fits in these (10^9 bytes)."""
+    memory_gb: tuple[float, ...] = (round(memory_bytes(CARD) / 1e9, 2),)
+    """Look for the largest batch of ResNet-152, or of `model`, that fits in these (10^9 bytes). By default all of an
+    RTX 4090: it is sold as 24 GB, and nvidia-smi prints 24,564 MiB, of 2^20 bytes."""
     smoke: bool = False
     """One batch, one policy, one small model."""
 
@@ -110,15 +117,10 @@ def check_layout(config: Config, world_size: int) -> None:
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Rank 0 works alone; other ranks wait."""
     if rank.rank == 0:
-        parts = [_own] if config.model else [_resnet152, _bert_large, _memory_used, _gpt3, _small]
-        records = []
+        parts = [_own] if config.model else [_resnet152, _bert_large, _gpt2, _memory_used, _gpt3, _small]
         for done, part in enumerate(parts):
             rank.progress(done, len(parts), part.__name__.strip("_"))
-            for record in part(config, rank):
-                records.append(record)
-                yield record
-        if config.model:
-            print(report(Records(records)))
+            yield from part(config, rank)
     rank.barrier()
 
 
@@ -140,9 +142,10 @@ def _own(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def _resnet152(config: Config, rank: Rank) -> Iterator[Record]:
+    """Under each policy the batches, and how large one may be."""
     for policy in config.policies[: 1 if config.smoke else None]:
         steps = Steps(rank, "resnet152", resnet, optimizer="momentum", policy=policy, target="cuda")
-        for rows in config.images[-1:] if config.smoke else config.images:
+        for rows in sorted(config.images)[-1 if config.smoke else 0 :]:
             yield from steps.peak(rows)
         for memory_gb in () if config.smoke else config.memory_gb:
             yield from steps.largest(memory_gb)
@@ -150,22 +153,37 @@ def _resnet152(config: Config, rank: Rank) -> Iterator[Record]:
 
 def _bert_large(config: Config, rank: Rank) -> Iterator[Record]:
     """As traced; with gradients that are kept in forward, too; a timeline without and with policy block."""
+    steps_of = functools.cache(functools.partial(_bert, rank))  # building a model takes as long as a trace
     for seq, rows in config.sequences[: 1 if config.smoke else None]:
-        yield from _bert(rank, seq).peak(rows)
+        yield from steps_of(seq, policy="none").peak(rows)
     seq, rows = config.sequences[0]
     yield from _bert(rank, seq, set_to_none=False).peak(rows)
     seq, rows = TIMELINE
     for policy in ("none",) if config.smoke else ("none", "block"):
-        steps = _bert(rank, seq, policy=policy)
+        steps = steps_of(seq, policy=policy)
         trace = steps.step(rows)
         yield from steps.peak(rows, trace)
         yield from steps.timeline(trace)
         yield from steps.cards(trace)
 
+    if not config.smoke:  # without the copy of all parameters that Adam makes in its own step
+        yield from _bert(rank, seq, policy="block", optimizer="fused_adam").peak(rows)
+
 
 def _bert(rank: Rank, seq: int, **given: Any) -> Steps:
     source = functools.partial(bert, None, seq)
-    return Steps(rank, "bert_large", source, seq=seq, optimizer="adam", target="cuda", **given)
+    return Steps(rank, "bert_large", source, seq=seq, target="cuda", **{"optimizer": "adam", **given})
+
+
+def _gpt2(config: Config, rank: Rank) -> Iterator[Record]:
+    """GPT-2 small with its blocks recomputed, the logits of all tokens at once and in chunks."""
+    for chunks in () if config.smoke else CHUNKS:
+        source = functools.partial(gpt2, chunks)
+        steps = Steps(rank, "gpt2", source, optimizer="fused_adam", policy="block", target="cuda")
+        trace = steps.step(SEQUENCES)
+        for category, nbytes in trace.peak.items():
+            yield steps.record("peak_bytes", "B", nbytes, batch=SEQUENCES, category=category, chunks=chunks)
+        yield steps.record("trace_s", "s", steps.trace_s, "measured", batch=SEQUENCES, chunks=chunks)
 
 
 def _memory_used(config: Config, rank: Rank) -> Iterator[Record]:
@@ -177,11 +195,11 @@ def _memory_used(config: Config, rank: Rank) -> Iterator[Record]:
 
 def _gpt3(config: Config, rank: Rank) -> Iterator[Record]:
     """Parameters, gradients and Adam's state of GPT-3, and the memory of eight A100."""
-    parameters, card = oracle.GptShape().parameters, hardware.spec("A100 80GB SXM")
+    parameters, card = oracle.GptShape().parameters, "A100 80GB SXM"
     case = {"kind": "modelled", "rank": 0}
     yield rank.record("states_bytes", "B", oracle.states_bytes(parameters), model="gpt3", parameters=parameters, **case)
-    if card is not None and card.memory_gb is not None:
-        yield rank.record("cluster_bytes", "B", 8 * card.memory_gb * 1e9, gpu=card.gpu, cards=8, **case)
+    if memory := memory_bytes(card):
+        yield rank.record("cluster_bytes", "B", 8 * memory, gpu=card, cards=8, **case)
 
 
 def _small(config: Config, rank: Rank) -> Iterator[Record]:
@@ -192,6 +210,27 @@ def _small(config: Config, rank: Rank) -> Iterator[Record]:
             steps = Steps(rank, "small", source, name=name, policy=policy, target=target)
             yield from steps.peak(config.batch)
             yield from steps.real(config.batch) if target == "cpu" else ()
+
+
+def answer(run: Records) -> Iterator[str]:
+    """For a model of your own what it takes, of what, and where it fits; otherwise the models of the notebook."""
+    if run[0].config["model"]:
+        yield from report(run)
+        return
+    found = {(r.case["policy"], r.case["batch"]): peak(run, part="resnet152", policy=r.case["policy"],
+             batch=r.case["batch"]) for r in run.where("peak_op", part="resnet152")}  # fmt: skip
+    rows = max(batch for _, batch in found)
+    said = [f"{size / 1e9:.1f} GB with policy {policy}" for (policy, batch), size in found.items() if batch == rows]
+    yield f"A step of ResNet-152 on {rows} images takes {', '.join(said)} (modelled: FP32, SGD with momentum)."
+    for r in run.where("largest_batch", part="resnet152"):
+        yield f"The largest batch in {r.case['memory_gb']:g} GB is {r.value:.0f} with policy {r.case['policy']}."
+    real = [(relative_error(run, **c), workspace(run, **c), c["model"]) for c in checked(run)]
+    if real:
+        error, most = max(real, key=lambda r: abs(r[0])), max(real, key=lambda r: r[1])
+        yield (f"On this machine {len(real)} small step(s) were really run: the traces are off by at most "
+               f"{100 * abs(error[0]):.2g} % of the bytes of tensors ({error[2]}); workspace of kernels, which "
+               f"no trace "
+               f"knows, took up to {100 * most[1]:.0f} % on top ({most[2]}).")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python -m labs.memory_remedies --nproc 1
     python -m labs.memory_remedies --nproc 1 --parts remedies --models char_gpt mlp --rows 32 16
 
-About 12 s on 2 CPU cores. Rank 0 works, the other ranks wait.
+About 13 s on 2 CPU cores. Rank 0 works, the other ranks wait.
   accumulation   one batch cut into micro-batches: peak, gradient, time
   remedies       each remedy on a model full of activations and on one full of states
+  offload        what save_on_cpu moves in a step, and the step's time with it
   leaks          training loops that hold on to tensors: bytes after each step, the peak so far, the line they come from
   fragmentation  (modelled) a pattern that CUDA's caching allocator cannot serve, and what empty_cache changes
   lengths        (modelled) steps of BERT with changing lengths in CUDA's caching allocator, on devices of many sizes
@@ -34,11 +35,12 @@ from labs.parts.remedies import leaks as leaking
 from labs.parts.remedies import on_gpu, ways_out
 from labs.parts.remedies.blocks import MIB
 from labs.parts.remedies.caching_allocator import Stats
+from labs.parts.remedies.offload import offloaded
 from labs.parts.remedies.requests import bert_run, draw_lengths
 from labs.parts.remedies.ways_out import predict
 from labs.parts.remedies.ways_to_allocate import PATTERN_WAYS, PLAIN, WAYS, Outcome, fragment, train
 
-Part = Literal["accumulation", "remedies", "leaks", "fragmentation", "lengths", "summary", "gpu"]
+Part = Literal["accumulation", "remedies", "offload", "leaks", "fragmentation", "lengths", "summary", "gpu"]
 CALLS = ("memory_summary", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats", "empty_cache")
 UNLIMITED = "unlimited"
 HEADROOMS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.25, 1.3)
@@ -59,9 +61,10 @@ class Config:
     cuts: tuple[int, ...] = (1, 2, 4, 8)
     """Numbers of micro-batches of accumulation."""
     seconds: float = 0.8
-    """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
+    """Time for all rounds of accumulation, in s, and again for those of offload. A slower machine takes fewer "
+      "rounds and has wider intervals."""
     rounds: int | None = None
-    """Times that the steps of accumulation take turns; by default as many as fit into `seconds`, at least 6."""
+    """Times that their steps take turns; by default as many as fit into `seconds`, at least 6."""
     steps: int = 8
     """Steps of each loop of leaks."""
     lengths: int = 8
@@ -131,9 +134,10 @@ def accumulation(config: Config, rank: Rank) -> Iterator[Record]:
 def remedies(config: Config, rank: Rank) -> Iterator[Record]:
     """(B41, D24, C28) Peak bytes of each model under each remedy, and what they consist of."""
     for model, rows in zip(config.models, config.rows, strict=True):
-        workload, full_of = models.make(model, config.seed), ""
+        plain, full_of = models.make(model, config.seed), ""
         for remedy in ways_out.SMOKE if config.smoke else ways_out.REMEDIES:
             n, conditions = ways_out.conditions(remedy, rows)
+            workload = offloaded(plain) if remedy == ways_out.OFFLOAD else plain
             trace = step(workload, n, target=rank.device.type, **conditions)
             parts = ways_out.peak_parts(trace, remedy)
             full_of = full_of or ways_out.dominated_by(parts)
@@ -145,6 +149,24 @@ def remedies(config: Config, rank: Rank) -> Iterator[Record]:
             if remedy != ways_out.LEAN:
                 peak = measured(workload, n, rank.device, **conditions).peak_bytes
                 yield rank.record("peak_bytes", "B", peak, rank=0, **case)
+
+
+def offload(config: Config, rank: Rank) -> Iterator[Record]:
+    """Bytes that save_on_cpu moves in a step, there and back again, and a step's time with it and without."""
+    model, rows = config.models[0], config.rows[0]
+    plain = models.make(model, config.seed)
+    plain.module.to(rank.device)
+    away = offloaded(plain)
+    batch = [t.to(rank.device) for t in plain.make_batch(rows)]
+    turns = {name: ways_out.steps(w, *batch, (1,))[1] for name, w in (("plain", plain), (ways_out.OFFLOAD, away))}
+    for turn in turns.values():
+        turn()
+    moved = away.module.moved_bytes
+    case = {"part": "offload", "model": model, "rows": rows}
+    if rank.device.type == "cpu":
+        yield rank.record("moved_bytes", "B", moved, rank=0, **case)
+    for name, samples in measure.interleave(turns, measure.rounds_of(config), rank.device).items():
+        yield rank.record("step_s", "s", samples, rank=0, way=name, **case)
 
 
 def leaks(config: Config, rank: Rank) -> Iterator[Record]:
@@ -235,9 +257,40 @@ def enough_headroom(records: Records, way: str) -> float:
     return found[first].case["headroom"] if first < len(found) else math.inf
 
 
+def answer(run: Records) -> Iterator[str]:
+    """Which remedy takes most off each model's peak, what micro-batches cost, what tells a leak, in sentences."""
+    for none in run.where("peak_bytes", part="remedies", remedy="none"):
+        case = {"part": "remedies", "model": none.case["model"]}
+        left = {r.case["remedy"]: r.value / none.value for r in run.where("peak_bytes", **case) if r is not none}
+        best, worst = (pick(left, key=left.__getitem__) for pick in (min, max))
+        yield (f"{none.case['model']}, full of {none.case['full_of']} ({none.value / 1e6:.1f} MB): {best} leaves "
+               f"{100 * left[best]:.0f} % of the peak, {worst} leaves {100 * left[worst]:.0f} %.")  # fmt: skip
+    if steps := {r.case["micro_batches"]: r.samples for r in run.where("step_s", part="accumulation")}:
+        most, error = max(steps), max(r.value for r in run.where("gradient_error", part="accumulation"))
+        if most > 1:
+            yield (f"{most} micro-batches take {measure.paired_ratio(steps[most], steps[1])} the time of the "
+                   f"whole batch; "
+                   f"gradients differ by at most {error:.1g} (relative).")  # fmt: skip
+    if moved := run.where("moved_bytes", part="offload"):
+        plain, away = (run.one("step_s", part="offload", way=w).samples for w in ("plain", ways_out.OFFLOAD))
+        yield (f"save_on_cpu would move {moved[0].value / 1e6:.1f} MB there and as much back in a step; here, "
+               f"copied within "
+               f"one memory, the step takes {measure.paired_ratio(away, plain)} the time.")  # fmt: skip
+    if run.where("growth_bytes", part="leaks"):
+        yield ("Growth from step to step tells every loop that leaks from those that do not" +
+               ("; the peak alone does, too." if separates(run, "peak_so_far_bytes") else "; the peak alone does not.")
+               if separates(run, "growth_bytes") else "Growth does not tell all leaks in this run.")  # fmt: skip
+    if lasting := run.where("lasting_allocs", part="lengths", headroom=UNLIMITED):
+        enough = {r.case["way"]: enough_headroom(run, r.case["way"]) for r in lasting}
+        best = min(enough, key=enough.__getitem__)
+        if enough[best] < math.inf:
+            yield (f"Batches of changing length (simulated, not a GPU): {enough.get(PLAIN, math.inf):g} x what tensors "
+                   f"need always fits as it is, {enough[best]:g} x with {best}.")  # fmt: skip
+
+
 PARTS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
-    "accumulation": accumulation, "remedies": remedies, "leaks": leaks, "fragmentation": fragmentation,
-    "lengths": lengths, "summary": summary, "gpu": gpu,
+    "accumulation": accumulation, "remedies": remedies, "offload": offload, "leaks": leaks,
+    "fragmentation": fragmentation, "lengths": lengths, "summary": summary, "gpu": gpu,
 }  # fmt: skip
 
 

@@ -25,11 +25,12 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.precision import amp_effects, matmul_ladder
-from labs.parts.precision.amp import NO_SCALING, impossible, scaler, train_step
-from labs.parts.precision.amp_report import report
+from labs.parts.precision.amp import NO_SCALING, impossible, scaler, whole_batch_step
+from labs.parts.precision.amp_report import report, saved_shares, short, speed_ups
 from labs.parts.timing import probing
 
-ROWS = {"cnn": 8, "char_gpt": 8}  # on a CPU; 64 of other models
+EAGER_GPT = "labs.parts.models.text_models:char_gpt_eager"
+ROWS = {"cnn": 8, "char_gpt": 8, EAGER_GPT: 8}  # on a CPU; 64 of other models
 GPU_ROWS = 16  # times as many on a GPU, which a small batch leaves idle
 PROBE_ROWS = (2, 8)
 MODELS_SHARE = 0.75  # of the time; the rest is for matrix products
@@ -41,8 +42,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Config:
     """What to run in which formats, and for how long."""
 
-    models: tuple[str, ...] = ("cnn", "char_gpt", "mlp")
-    """Of labs.models.MODELS; without `model`."""
+    models: tuple[str, ...] = ("cnn", "char_gpt", EAGER_GPT, "mlp")
+    """Of labs.models.MODELS, or package.module:factory; without `model`. The GPT comes with both kinds of attention."""
     model: str = ""
     """package.module:factory of your own model, or one of labs.models.MODELS: a report on it alone."""
     formats: tuple[str, ...] = ()
@@ -102,12 +103,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Rank 0 measures alone; other ranks wait."""
     if rank.rank == 0:
         formats = device_formats(config, rank.device)
-        records = []
-        for record in _everything(config, formats, rank):
-            records.append(record)
-            yield record
-        if config.model:
-            print(report(Records(records))["advice"])
+        yield from _everything(config, formats, rank)
     rank.barrier()
 
 
@@ -173,7 +169,7 @@ def _fewest(config: Config) -> int:
 def _training(workload: models.Workload, name: str, device: torch.device) -> Callable[[Batch], object]:
     """A step of format `name` on a batch. The learning rate is 0: all formats train the same parameters."""
     optimizer, scaling = torch.optim.SGD(workload.module.parameters(), lr=0.0), scaler(name, device)
-    return lambda batch: train_step(workload.module, workload.loss, [batch], optimizer, name, scaling)
+    return lambda batch: whole_batch_step(name, workload.module, workload.loss, batch, optimizer, scaling)
 
 
 def _step_s(step: Callable[[Batch], object], batch: Batch, device: torch.device) -> float:
@@ -218,6 +214,36 @@ def matmul_records(config: Config, formats: list[str], rank: Rank) -> Iterator[R
     for side, (name, casts), seconds, measured in climb:
         case = {"part": "matmul", "side": side, "precision": name, "casts": casts}
         yield rank.record("step_s", "s", seconds, rank=0, **case) if measured else _skipped(rank, seconds, **case)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Advice on one's own model; else each format's speed by model, and the size from which its products win."""
+    if len(run.where("batch_noise")):
+        yield str(report(run)["advice"])
+    else:
+        yield from _on_models(run)
+    for precision in dict.fromkeys(r.case["precision"] for r in run.where("step_s", casts=True)):
+        found = matmul_ladder.ladder(run, precision, casts=True)
+        side = matmul_ladder.crossing(found)
+        won = f"from side {side} on" if side else "at no size"
+        yield (f"Square matrix products, casts included, are shown to be faster in {precision.upper()} {won} (tried up "
+               f"to {max(found)}).")  # fmt: skip
+
+
+def _on_models(run: Records) -> Iterator[str]:
+    speeds, shares = speed_ups(run), saved_shares(run)
+    for precision in dict.fromkeys(name for _, name in speeds):
+        told = [f"{short(m)} {e}, {_bytes_kept(shares[m, precision])}" for (m, name), e in speeds.items()
+                if name == precision]  # fmt: skip
+        yield f"Speed of a step in {precision.upper()}, FP32 = 1: {'; '.join(told)}."
+    for r in (r for r in run.where("skipped_step_s") if "model" in r.case):
+        yield f"{r.case['precision'].upper()} of {short(r.case['model'])} was left out: {r.case['why']}."
+    for r in run.where("not_possible"):
+        yield f"{r.case['precision'].upper()} of {short(r.case['model'])} is not possible here: {r.case['why']}."
+
+
+def _bytes_kept(saved_share: float) -> str:
+    return f"{100 * abs(saved_share):.0f} % {'fewer' if saved_share >= 0 else 'more'} bytes for backward"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m labs.pipeline_parallel --model my_package.module:factory --micro-batches 1 4 16
     python -m labs.pipeline_parallel --way two_gpus --nproc 1   # both stages in one process, as most articles do it
 
-About 13 s on 2 CPU cores. A model of your own must be an nn.Sequential.
+About 20 s on 2 CPU cores. A model of your own must be an nn.Sequential.
 
 All ways to train take turns within one run, round by round, so that a slow spell of the machine hits all of them:
   single   one rank trains the whole model, the others wait
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from labs.kit import cli, hardware, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
-from labs.parts.pipelines import chain, even_cuts, parity, schedules, split, torch_schedules
+from labs.kit.record import Record, Records
+from labs.parts.pipelines import analysis, chain, even_cuts, parity, schedules, split, torch_schedules
 from labs.parts.pipelines.bench import Traced, actions, in_turn, trainer, typical, whole
 from labs.parts.pipelines.engine import Pipeline
 from labs.parts.pipelines.memory import counting
 from labs.parts.pipelines.two_devices import TwoDevices
-from labs.parts.precision.rounding import METRIC
+from labs.parts.precision.rounding import METRIC, beyond
 
 BATCHES = {"deep_mlp": 1536}  # rows: enough that a stage computes for tens of milliseconds
 
@@ -242,6 +242,35 @@ def _two_gpus(config: Config, rank: Rank) -> Iterator[Record]:
     for (schedule, m), samples in seconds.items():
         case = {"schedule": schedule, "by": "two_gpus", "micro_batches": m}
         yield rank.record("step_s", "s", samples, chain=config.model, rows=config.rows, **case)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """The best schedule against one device, against its ceiling and against the bubble; whether gradients are right."""
+    steps = run.where("step_s")
+    name, n = steps[0].case["chain"], run[0].layout["world_size"]
+    wrong, compared = beyond(run), run.where("gradient_relative_error")
+    if compared:
+        yield (f"Gradients of {len(compared)} schedules: " + (f"{len(wrong)} are WRONG." if wrong else "equal to one "
+               "process's up to rounding."))  # fmt: skip
+    found = analysis.speedups(run, name)
+    schedule, by, m = best = min(found, key=lambda k: next(r.value for r in steps if _key(r) == k))
+    word = f"{schedule} with {m} micro-batch{'es' * (m > 1)}" + f" by {by}" * (by == "torch")
+    yield f"{name} on {n} rank{'s' * (n > 1)}: {word} is the fastest, {found[best]} as fast as the naive split."
+    if any(r.case["schedule"] == "single" for r in steps):
+        yield f"Over one device alone: {analysis.speedups(run, name, 'single')[best]}."
+    if n > 1 and any(r.case["schedule"] == "copies" for r in steps):
+        share = analysis.shares_of_ceiling(run, name)[best].scaled(100, "%")
+        lost = "no other cost can be shown" if share.high >= 100 else "the rest is not the bubble's"
+        yield f"It reaches {share} of what {n} copies that never talk leave after the bubble: {lost}."
+    if n > 1 and len({k[2] for k in found if k[0] in ("naive", "1f1b") and k[1] == "hand"}) > 1:
+        fitted = analysis.fit(run, name)
+        most = fitted.best_micro_batches
+        told = f"{most:.0f} of them are best by the fit" if math.isfinite(most) else "this run cannot tell how many"
+        yield f"A micro-batch costs {1e3 * fitted.per_micro_batch_s:.2g} ms beside its work: {told}."
+
+
+def _key(r: Record) -> tuple[str, str, int]:
+    return r.case["schedule"], r.case["by"], r.case["micro_batches"]
 
 
 if __name__ == "__main__":

@@ -170,5 +170,22 @@ def sweep(records: Records, name: str) -> list[tuple[list[int], float, float]]:
     return [(r.case["cuts"], predicted[tuple(r.case["cuts"])], r.value) for r in steps if r.kind == "measured"]
 
 
+def answer(run: Records) -> Iterator[str]:
+    """For each model: the cut that its profile chose, against the best of all and against equally many layers."""
+    n = run[0].layout["world_size"]
+    if n == 1:
+        yield "One rank holds the whole model: there is nothing to cut. Take --nproc 2."
+        return
+    for name in dict.fromkeys(r.case["chain"] for r in run.where("chosen")):
+        cut, even = (chosen_cuts(run, name, by=by) for by in ("cost model", "equally many layers"))
+        ratio = chosen_over_best(run, name)
+        word = "the best of those tried" if ratio.high <= 1 else (
+            f"{ratio} the time of the best" if ratio.low > 1 else "no cut is shown to be better")  # fmt: skip
+        swept = {tuple(c): s for c, _, s in sweep(run, name)}
+        gain = f", {swept[tuple(even)] / swept[tuple(cut)]:.2f} x as fast in the sweep" * (
+            cut != even and tuple(even) in swept)  # fmt: skip
+        yield f"{name}: the profile cuts after layer {cut}, {word}; equally many layers would be {even}{gain}."
+
+
 if __name__ == "__main__":
     cli.main()

@@ -22,10 +22,11 @@ from torch import Tensor
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+from labs.parts.data_parallel.wire import tcp_sent_bytes
 from labs.parts.sharding.link import require_messages, timed
-from labs.parts.sharding.traffic import Traffic, tcp_sent_bytes
+from labs.parts.sharding.traffic import Traffic
 from labs.parts.timing.collectives import LatencyBandwidth, fit
 
 
@@ -183,6 +184,33 @@ def times(size: int, config: Config, rank: Rank, part: float) -> dict[str, list[
     rounds = measure.rounds_of(config, rank.slowest, part)
     seconds = measure.interleave(steps, rounds, rank.device, between=as_in_training)
     return {way: rank.slowest(samples) for way, samples in seconds.items()}
+
+
+def answer(run: Records) -> Iterator[str]:
+    """What the busiest rank sends in each way, and how long each takes for the smallest and the largest vector."""
+    n, sizes = run[0].layout["world_size"], sorted({r.case["size"] for r in run.where("sent_bytes")})
+    counted = {w: _lengths(run, w, "measured") for w in WAYS}
+    forms = {w: _lengths(run, w, "modelled") for w in WAYS}
+    word = "as the closed forms say" if counted == forms else "NOT what the closed forms say"
+    said = ", ".join(f"{w} {lengths:.2f}" for w, lengths in counted.items())
+    yield f"{n} ranks: the busiest one sends, in lengths of the vector: {said}; {word}."
+    if n == 2:
+        yield "On two ranks all ways send as much: --nproc 4 --oversubscribe tells them apart."
+    for size in (sizes[0], sizes[-1]):
+        seconds = {r.case["way"]: r.samples for r in run.where("seconds", size=size) if r.kind == "measured"}
+        ratios = {w: measure.paired_ratio(s, seconds["all_reduce"]) for w, s in seconds.items() if w != "all_reduce"}
+        words = ", ".join(f"{w} {r} ({_word(r)})" for w, r in ratios.items())
+        yield f"{size:,} bytes, time over that of all_reduce: {words}."
+
+
+def _lengths(run: Records, way: str, kind: str) -> float:
+    """Of the vector: the most that a rank sends."""
+    found = [r for r in run.where("sent_bytes", way=way) if r.kind == kind]
+    return max(max(r.samples) / r.case["size"] for r in found)
+
+
+def _word(ratio: measure.Estimate) -> str:
+    return "slower" if ratio.low > 1 else "faster" if ratio.high < 1 else "cannot be told"
 
 
 if __name__ == "__main__":

@@ -28,10 +28,11 @@ from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.fork_server import guarded_folder
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts.elastic import damage, sharded_model, shards
 
 MODES = ("gathered", "save", "async_save")
+ALONE = 2  # steps without a save, once a round: what those during a save are compared with
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     with guarded_folder(config.folder) if rank.rank == 0 else nullcontext() as folder:
         folder = rank.gather(folder)[0]
         yield from ways_to_save(width, folder, background, config, rank)
+        groups = groups_of({n for pair in _pairs(rank.world_size) for n in pair})
         for saved_by, loaded_by in _pairs(rank.world_size):
-            yield from other_ranks(saved_by, loaded_by, folder, rank)
+            yield from other_ranks(saved_by, loaded_by, folder, groups, rank)
         rank.progress(1, 2, "another number of ranks")
         yield from damaged(folder, rank)
         rank.progress(2, 2, "damaged files")
@@ -97,8 +99,7 @@ def ways_to_save(
     def step() -> None:
         sharded_model.train_step(module, optimizer, x)
 
-    alone = measure.time_steps(step, 4, rank.device)[1:]
-    yield rank.record("step_s", "s", rank.slowest(alone), when="alone")
+    step()
     yield rank.record("state_bytes", "B", shards.local_bytes(shards.state_of(module, optimizer)), rank=rank.rank)
     predicted = predict(width, config.layers, rank.world_size)[rank.rank]
     yield rank.record("state_bytes", "B", predicted, kind="modelled", rank=rank.rank)
@@ -108,15 +109,26 @@ def ways_to_save(
     def save(mode: str) -> None:
         found[mode].append(timed(mode, module, optimizer, step, folder / mode, background, rank))
 
-    saves = {mode: partial(save, mode) for mode in MODES}
+    alone: list[float] = []
+
+    def steps_alone() -> None:
+        rank.barrier()
+        alone.extend(measure.time_steps(step, ALONE, rank.device))
+
+    saves = {mode: partial(save, mode) for mode in MODES} | {"alone": steps_alone}
     measure.interleave(saves, measure.rounds_of(config, rank.slowest), rank.device,
                        on_round=lambda done, total: rank.progress(done, total + 2, "saving"))  # fmt: skip
     for mode, saves in found.items():
         yield rank.record("stall_s", "s", rank.slowest([s.stall_s for s in saves]), mode=mode)
         yield rank.record("total_s", "s", rank.slowest([s.total_s for s in saves]), mode=mode)
         yield rank.record("steps_during", "steps", [len(s.step_s) for s in saves], mode=mode)
+    yield rank.record("step_s", "s", rank.slowest(alone), when="alone")
     if during := [t for s in found["async_save"] for t in s.step_s]:
         yield rank.record("step_s", "s", rank.slowest(during), when="during async_save")
+    usual = [sum(alone[i : i + ALONE]) / ALONE for i in range(0, len(alone), ALONE)]  # of each round
+    for mode, saves in found.items():
+        lost = [s.stall_s + sum(s.step_s) - len(s.step_s) * t for s, t in zip(saves, usual, strict=True)]
+        yield rank.record("lost_s", "s", rank.slowest(lost), mode=mode)
     yield from snapshot(module, optimizer, step, folder / "snapshot", background, rank)
 
 
@@ -205,11 +217,24 @@ def _pairs(world_size: int) -> list[tuple[int, int]]:
     return [(a, b) for a in sorted(counts) for b in sorted(counts) if a != b] or [(1, 1)]
 
 
-def other_ranks(saved_by: int, loaded_by: int, folder: Path, rank: Rank) -> Iterator[Record]:
+def groups_of(counts: set[int]) -> dict[int, dist.ProcessGroup]:
+    """The first n ranks as a gloo group, for each n, made by these ranks alone; None on the others.
+
+    By default all ranks take part, and on GPUs those outside would wait in an NCCL call that no member makes. So made,
+    a group is named after its ranks and the number of groups that each of them is in, which must be the same number:
+    the largest group comes first.
+    """
+    largest_first = sorted(counts, reverse=True)
+    return {n: dist.new_group(list(range(n)), backend="gloo", use_local_synchronization=True) for n in largest_first}
+
+
+def other_ranks(
+    saved_by: int, loaded_by: int, folder: Path, groups: dict[int, dist.ProcessGroup], rank: Rank
+) -> Iterator[Record]:
     """Train and save on the first `saved_by` ranks, load on the first `loaded_by`, compare every bit."""
     target, expected = folder / f"{saved_by}-to-{loaded_by}", {}
     for ranks, loads in ((saved_by, False), (loaded_by, True)):
-        group = dist.new_group(list(range(ranks)), backend="gloo")
+        group = groups[ranks]
         mesh = sharded_model.mesh(ranks, rank) if ranks > 1 else None  # one rank holds a plain model
         if rank.rank < ranks:
             module, optimizer = sharded_model.small(mesh, rank, seed=int(loads))
@@ -250,6 +275,35 @@ def damaged(folder: Path, rank: Rank) -> Iterator[Record]:
             case, told = {"damage": kind, "checksums": checksums}, error.replace(str(copy), "...")
             yield rank.record("right_values", "1", float(right), **case)
             yield rank.record("noticed", "1", float(error != "none"), **case, error=told, named=name in error)
+
+
+NAMES = {"gathered": "gathered on rank 0", "save": "each rank its part", "async_save": "each its part, async"}
+
+
+def costs(run: Records) -> Iterator[str]:
+    """For each way to save: the standstill, all that training loses, and when the save would survive a kill."""
+    for mode, name in NAMES.items():
+        stall, lost, total = (measure.estimate(run.one(m, mode=mode).samples, "s") for m in
+                              ("stall_s", "lost_s", "total_s"))  # fmt: skip
+        slower = f", {lost} lost with what slows the steps meanwhile" if mode == "async_save" else ""
+        yield f"{name.capitalize()}: training stands still for {stall}{slower}; on the disk after {total}."
+    lost = measure.paired_ratio(run.one("lost_s", mode="async_save").samples, run.one("lost_s", mode="save").samples)
+    told = ("no difference that this run can show" if not measure.differs(lost) else
+            "it is cheaper" if lost.high < 1 else "it costs more")  # fmt: skip
+    yield f"All that async saving costs training is {lost} the cost of waiting for the save: {told}."
+
+
+def answer(run: Records) -> Iterator[str]:
+    """What each way to save costs training, whether other numbers of ranks load it, and which damage is noticed."""
+    size = next(r.value for r in run.where("state_bytes") if r.kind == "measured")
+    yield f"{size / 1e6:.3g} MB of model and optimizer state per rank, on {run[0].layout['world_size']} rank(s)."
+    yield from costs(run)
+    equal = [r.value for r in run.where("equal")]
+    yield (f"Loaded by another number of ranks, {sum(equal):.0f} of {len(equal)} states are equal bit for bit.")
+    found = {c: [r.value for r in run.where("noticed", checksums=c)] for c in (False, True)}
+    yield (f"Of {len(found[False])} damages torch.distributed.checkpoint notices {sum(found[False]):.0f}, with "
+           f"this course's "
+           f"checksums {sum(found[True]):.0f}.")  # fmt: skip
 
 
 if __name__ == "__main__":

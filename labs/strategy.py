@@ -3,22 +3,37 @@
     python -m labs.strategy --params 7e9 --batch 32 --gpus 8 --memory-gb 80 --link-gb-s 25
     python -m labs.strategy --params 1.5e9 --batch 64 --gpus 4 --gpu "A100 80GB SXM" --seq 1024
 
-Takes a second: nothing is trained. The model is in labs/parts/planning/parallel_cost.py; notebook 06 holds its parts
-against measurements.
+Takes a second: nothing is trained. The model is in labs/parts/planning/parallel_cost.py; notebook 06 counts what
+DDP and FSDP2 send, and labs/parts/planning/calibration.py holds its seconds against published runs. Where nothing fits,
+it names what does: 8-bit Adam, BF16 states, CPU offload, LoRA.
 """
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 import pandas
 
 from labs.kit import cli, hardware
 from labs.kit.errors import did_you_mean, require
-from labs.parts.planning.parallel_cost import STATE_BYTES, Cost, Job, Machine, best, costs, fewest_gpus, shape
+from labs.parts.planning.calibration import Band, band, reached
+from labs.parts.planning.parallel_cost import (
+    NEAR,
+    STATE_BYTES,
+    Cost,
+    Job,
+    Machine,
+    States,
+    best,
+    costs,
+    fewest_gpus,
+    otherwise,
+    shape,
+)
 
 ASSUMED = {"memory_gb": 24.0, "link_gb_s": 25.0, "tflops": 100.0}  # a card of this size on PCIe 4.0 x16
-REACHED = 0.5  # of a datasheet's peak, where only the card's name is given: an assumption, printed as one
+REACHED = 0.5  # of a datasheet's peak, for a card of which no published run is known here: printed as an assumption
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,11 @@ class Config:
     link_gb_s: float = 0.0
     """Bandwidth of one GPU to the others, one direction, in 10^9 bytes/s. Default: 25, or half of the card's."""
     tflops: float = 0.0
-    """10^12 FLOP/s that one GPU reaches in 16-bit training. Default: 100, or half of the card's peak."""
+    """10^12 FLOP/s that one GPU reaches in 16-bit training.
+
+    Default: what published runs reach on this card, else half of its peak, else 100. A step that you have timed on one
+    GPU gives a better value.
+    """
     seq: int = 2048
     """Tokens per sequence."""
     layers: int = 0
@@ -86,10 +105,15 @@ class Config:
         by_card = {
             "memory_gb": (card.memory_gb, "datasheet") if card else None,
             "link_gb_s": (card.link_gb_s / 2, "half of the datasheet's") if card and card.link_gb_s else None,
-            "tflops": (peak * REACHED, f"assumed: {REACHED:.0%} of the datasheet's") if peak else None,
+            "tflops": self._reached(peak) if peak else None,
         }
         given = {name: (getattr(self, name), "given") for name in ASSUMED if getattr(self, name)}
         return {name: given.get(name) or by_card[name] or (ASSUMED[name], "assumed") for name in ASSUMED}
+
+    def _reached(self, peak: float) -> tuple[float, str]:
+        known = reached(self.gpu)
+        share, origin = known or (REACHED, "assumed")
+        return peak * share, f"{origin}: {share:.0%} of the datasheet's"
 
     def inputs(self) -> pandas.DataFrame:
         """Every input of the cost model with its unit and its origin."""
@@ -101,7 +125,7 @@ class Config:
             ("vocabulary", self.vocabulary, "words", self._origin("vocabulary")), ("GPUs", self.gpus, "", "given"),
             ("memory of one", machine["memory_gb"][0], "GB", machine["memory_gb"][1]),
             ("of which not free", self.reserved_gb, "GB", self._origin("reserved_gb")),
-            ("products", machine["tflops"][0], "TFLOP/s", machine["tflops"][1]),
+            ("matrix multiplications", machine["tflops"][0], "TFLOP/s", machine["tflops"][1]),
             ("link, one direction", machine["link_gb_s"][0], "GB/s", machine["link_gb_s"][1]),
             ("latency of a message", self.latency_us, "us", self._origin("latency_us")),
         ]  # fmt: skip
@@ -120,9 +144,13 @@ class Advice:
     costs: list[Cost]
     """Of every plan, fastest first."""
     choice: Cost | None
-    """The fastest that fits; None if none does."""
+    """The simplest of the fastest that fit; None if none does."""
     enough_gpus: int | None
     """If none fits: with so many of these GPUs one would."""
+    others: list[tuple[States, Cost]]
+    """If none fits: what does, with other states of the optimizer and the weights."""
+    error: Band
+    """Published over modelled seconds."""
 
     @property
     def speed_up(self) -> float | None:
@@ -134,47 +162,81 @@ class Advice:
         """Seconds per step of one such GPU with memory without limit."""
         return self.config.job().flop / self.config.machine().flop_s
 
-    def by_scheme(self) -> pandas.DataFrame:
-        """One row per scheme: its fastest plan that fits or, if none does, the one with the least memory."""
-        free, rows = self.config.machine().memory_bytes, []
-        for scheme in dict.fromkeys(c.plan.scheme for c in self.costs):
-            its = [c for c in self.costs if c.plan.scheme == scheme]
-            c = best(its, free) or min(its, key=lambda c: c.memory_bytes)
-            fits = c.memory_bytes <= free
-            rows.append((fits, c.step_s if fits else c.memory_bytes, self._row(c, fits)))
-        rows.sort(key=lambda row: (not row[0], row[1]))
-        return pandas.DataFrame([row for *_, row in rows]).set_index("plan")
+    def seconds(self, c: Cost) -> str:
+        """Seconds per step with the error band, for example "2.4 s (1.7 to 4.0)"."""
+        return f"{c.step_s:.2g} s ({c.step_s * self.error.low:.2g} to {c.step_s * self.error.high:.2g})"
 
-    def _row(self, c: Cost, fits: bool) -> dict[str, str]:
-        parts = {"computing": c.compute_s, "bubble": c.bubble_s, "exposed communication": c.exposed_s}
-        return {
-            "plan": str(c.plan), "fits": "yes" if fits else "no", "GB per GPU": f"{c.memory_bytes / 1e9:.1f}",
-            "of them states": f"{c.states_bytes / 1e9:.1f}", "s per step": f"{c.step_s:.3g}",
-            "speed-up": f"{self.one_gpu_s / c.step_s:.2f}", **{k: f"{v:.2g} s" for k, v in parts.items()},
-        }  # fmt: skip
+    def speed_ups(self, c: Cost) -> str:
+        """Over one GPU, with the error band: no more than there are GPUs."""
+        if c.plan.ranks == 1 and not c.plan.recompute:
+            return "1 x"
+        ratio = self.one_gpu_s / c.step_s
+        return f"{ratio / self.error.high:.2g} to {min(c.plan.ranks, ratio / self.error.low):.2g} x"
+
+    def by_scheme(self) -> pandas.DataFrame:
+        """One row per scheme that fits, with its fastest plan; then one with the least memory that does not."""
+        free, rows = self.config.machine().memory_bytes, []
+        schemes = [s for s in dict.fromkeys(c.plan.scheme for c in self.costs) if "naive split x" not in s]
+        for scheme in (s for s in schemes if not s.endswith("x naive split")):
+            its = [c for c in self.costs if c.plan.scheme == scheme]
+            if c := best(its, free):
+                rows.append((c.step_s, self._row(c, "fits")))
+        rows.sort(key=lambda row: row[0])
+        least = [c for c in self._least_memory() if c.memory_bytes > free and " x " not in c.plan.scheme]
+        rows += [(0, self._row(c, f"lacks {(c.memory_bytes - free) / 1e9:.1f} GB")) for c in least]
+        return pandas.DataFrame([row for _, row in rows]).set_index("plan")
+
+    def _least_memory(self) -> list[Cost]:
+        """Of each scheme, the plan that needs least memory."""
+        schemes = dict.fromkeys(c.plan.scheme for c in self.costs)
+        found = (min((c for c in self.costs if c.plan.scheme == s), key=lambda c: c.memory_bytes) for s in schemes)
+        return sorted(found, key=lambda c: c.memory_bytes)
+
+    def _row(self, c: Cost, fits: str) -> dict[str, str]:
+        lost = c.bubble_s + c.exposed_s
+        timed = {"s per step (band)": self.seconds(c), "speed-up": self.speed_ups(c),
+                 "waiting": f"{100 * lost / c.step_s:.2g} %"} if fits == "fits" else {}  # fmt: skip
+        blank = {"s per step (band)": "", "speed-up": "", "waiting": ""}
+        return {"plan": str(c.plan), "": fits, "GB per GPU": f"{c.memory_bytes / 1e9:.1f}",
+                "of it states": f"{c.states_bytes / 1e9:.1f}", **(timed or blank)}  # fmt: skip
 
     def reasons(self) -> list[str]:
         """What to use and why, in sentences."""
         states, free = self.config.params * STATE_BYTES / 1e9, self.config.machine().memory_bytes / 1e9
         said = [f"Parameters, gradients and Adam's moments take {states:.3g} GB; one GPU has {free:.3g} GB free."]
-        return said + (self._of_choice(self.choice) if self.choice else [self._of_none()])
+        return said + (self._of_choice(self.choice) if self.choice else self._of_none())
 
-    def _of_none(self) -> str:
+    def _of_none(self) -> list[str]:
         least = min(self.costs, key=lambda c: c.memory_bytes)
         enough = f"{self.enough_gpus} of these GPUs" if self.enough_gpus else "no number of them up to 1024"
-        gb = least.memory_bytes / 1e9
-        return f"Nothing fits. Least memory: {least.plan}, {gb:.3g} GB per GPU; {enough} would do."
+        said = [f"Nothing fits with Adam in FP32. Least memory: {least.plan}, {least.memory_bytes / 1e9:.3g} GB per "
+                f"GPU; {enough} would do."]  # fmt: skip
+        for states, c in self.others:
+            host = f" and {states.host_bytes * self.config.params / 1e9:.3g} GB of the host's memory"
+            said.append(f"Fits with {states.name}: {c.plan}, {c.memory_bytes / 1e9:.3g} GB per GPU"
+                        f"{host * bool(states.host_bytes)} ({states.source}).")  # fmt: skip
+        if not self.others:
+            said.append("Neither 8-bit Adam, BF16 states, CPU offload nor LoRA would make it fit: take more GPUs, or "
+                        "shorter sequences.")  # fmt: skip
+        return said
 
     def _of_choice(self, c: Cost) -> list[str]:
-        said = [f"Use {c.plan}: {c.memory_bytes / 1e9:.3g} GB per GPU, {c.step_s:.3g} s per step, {self.speed_up:.2f} "
-                "times as fast as one GPU with memory without limit."]  # fmt: skip
+        said = [f"Use {c.plan}: {c.memory_bytes / 1e9:.3g} GB per GPU, {self.seconds(c)} per step, {self.speed_ups(c)} "
+                f"one GPU with memory without limit. The range is the model's error: {self.error.rows} published runs "
+                f"took {self.error} times its seconds."]  # fmt: skip
+        free = self.config.machine().memory_bytes
+        rivals = [x for x in self.costs if x.memory_bytes <= free and x.plan.scheme != c.plan.scheme]
+        near = dict.fromkeys(x.plan.scheme for x in rivals if x.step_s <= (1 + NEAR) * c.step_s)
+        if near:
+            said.append(f"Within {NEAR:.0%} of it, which counts as equal here: {', '.join(near)}. Of all these it has "
+                        "the fewest parts that can go wrong.")  # fmt: skip
         ideal = best(self.costs, float("inf"))
-        if ideal and ideal.step_s < 0.99 * c.step_s:
-            said.append(f"Faster if it fitted: {ideal.plan}, {ideal.step_s:.3g} s, {ideal.memory_bytes / 1e9:.3g} GB.")
+        if ideal and ideal.step_s * (1 + NEAR) < c.step_s:
+            said.append(f"Faster if it fitted: {ideal.plan}, {self.seconds(ideal)}, {ideal.memory_bytes / 1e9:.3g} GB.")
         lost = {"the pipeline's bubble": c.bubble_s, "communication": c.exposed_s,
                 "recomputing": c.compute_s / 4 if c.plan.recompute else 0.0}  # fmt: skip
         name = max(lost, key=lambda n: lost[n])
-        if lost[name]:
+        if lost[name] >= 0.01 * c.step_s:
             said.append(f"Most of what is lost goes into {name}: {100 * lost[name] / c.step_s:.2g} % of the step.")
         return said
 
@@ -184,15 +246,18 @@ def advise(config: Config) -> Advice:
     job, machine = config.job(), config.machine()
     found = costs(job, machine)
     choice = best(found, machine.memory_bytes)
-    return Advice(config, found, choice, None if choice else fewest_gpus(job, machine))
+    enough = None if choice else fewest_gpus(job, machine)
+    return Advice(config, found, choice, enough, [] if choice else list(otherwise(job, machine)), band())
 
 
 def main() -> None:
     """Entry point of the command line."""
     config = cli.parse_config(Config, __doc__, "python -m labs.strategy")
     advice = advise(config)
+    for sentence in advice.reasons():
+        print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+    print("\nAll of this is modelled, from these inputs:")
     print(config.inputs().to_string(header=False), end="\n\n")
-    print("\n".join(advice.reasons()), end="\n\n")
     print(advice.by_scheme().reset_index().to_string(index=False))
 
 

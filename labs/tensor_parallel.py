@@ -25,23 +25,23 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+from labs.parts.data_parallel.wire import tcp_sent_bytes
 from labs.parts.memory import saved_tensors
 from labs.parts.models import Workload, gradient_bytes
-from labs.parts.precision.rounding import METRIC, rounding_error
+from labs.parts.precision.rounding import METRIC, beyond, rounding_error
 from labs.parts.sharding import blocks
 from labs.parts.sharding.blocks import Mlp, halves
 from labs.parts.sharding.link import all_reduce_link
 from labs.parts.sharding.perceptrons import MICRO_BATCHES, layers, perceptrons, steps
 from labs.parts.sharding.tensor import by_hand, gradient_error, share, with_dtensor
-from labs.parts.sharding.traffic import Traffic, tcp_sent_bytes
+from labs.parts.sharding.traffic import Traffic
 from labs.parts.timing.collectives import LatencyBandwidth
 
 WAYS = ("by hand", "dtensor", "dtensor, no prepared input")
@@ -55,10 +55,11 @@ class Config:
     """Tried for gradients, bytes and memory: half a block, a block, and the character GPT on Moby-Dick."""
     batch_size: int = 8
     """Rows of that batch, 32 vectors (char_gpt: 64 characters) each; all ranks see all of them."""
-    widths: tuple[int, ...] = (128, 512)
+    widths: tuple[int, ...] = (256,)
     """Width of the perceptrons that are timed: width -> 4 width -> width, two of them, or one per rank."""
-    rows: tuple[int, ...] = (32, 128, 512)
-    """Vectors in the whole batch that is timed; DDP gives each rank its part of them."""
+    rows: tuple[int, ...] = (32, 128, 512, 2048)
+    """Vectors in the whole batch that is timed; DDP gives each rank its part. With some 4 x width rows, tensor parallel
+    sends as much as DDP: the sweep goes past it."""
     seconds: float = 1.5
     """Time for all rounds, in s. A slower machine takes fewer rounds and has wider intervals."""
     rounds: int | None = None
@@ -162,6 +163,8 @@ def parted(module: nn.Module, way: str, mesh: DeviceMesh) -> nn.Module:
 
 def _phases(module: nn.Module, loss: Callable, x: Tensor, y: Tensor, rank: Rank) -> dict[str, tuple[Traffic, int]]:
     """What forward and backward started, as seen by Traffic and by CommDebugMode, and what TCP sent during both."""
+    from torch.distributed.tensor.debug import CommDebugMode  # seconds, which a bad option need not wait for
+
     seen = {}
     rank.barrier()
     before = tcp_sent_bytes()
@@ -233,6 +236,49 @@ def times(config: Config, mesh: DeviceMesh, rank: Rank) -> Iterator[Record]:
         yield rank.record("step_s", "s", modelled, kind="modelled", mode="tensor", width=width, rows=rows)
         yield from _sizes(width, rows, rank)
         rank.progress(len(config.models) * len(cells) + done, (len(config.models) + 1) * len(cells), f"width {width}")
+
+
+def bytes_cross_at(run: Records, width: int) -> float:
+    """Rows with which tensor parallel sends as many bytes per step as DDP, by the closed forms."""
+    sent = {m: run.where("sent_bytes_per_step", mode=m, width=width) for m in ("tensor", "ddp")}
+    per_row = sent["tensor"][0].value / sent["tensor"][0].case["rows"]
+    return sent["ddp"][0].value / per_row
+
+
+def faster(run: Records, width: int) -> dict[int, measure.Estimate]:
+    """{rows: time of DDP over that of tensor parallel}: above 1 tensor parallel is the faster one."""
+    steps = {m: {r.case["rows"]: r for r in run.where("step_s", mode=m, width=width) if r.kind == "measured"}
+             for m in ("tensor", "ddp")}  # fmt: skip
+    return {n: measure.paired_ratio(steps["ddp"][n].samples, steps["tensor"][n].samples) for n in sorted(steps["ddp"])}
+
+
+def times_cross_between(run: Records, width: int) -> tuple[int, int] | None:
+    """(rows with which tensor parallel is shown to be faster, the next with which DDP is); None if no such pair is."""
+    found = faster(run, width)
+    wins = [n for n, e in found.items() if e.low > 1]
+    loses = [n for n, e in found.items() if e.high < 1 and wins and n > max(wins)]
+    return (max(wins), min(loses)) if wins and loses else None
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Whether the gradients are right, what is sent, and with how many rows tensor parallel beats DDP."""
+    n = run[0].layout["world_size"]
+    wrong = beyond(run)
+    count = len(run.where("gradient_relative_error"))
+    yield (f"{count} gradients on {n} rank{'s' * (n > 1)}: " + (f"{len(wrong)} are WRONG." if wrong else "equal to one "
+           "process's up to rounding."))  # fmt: skip
+    for width in sorted({r.case["width"] for r in run.where("sent_bytes_per_step")}) if n > 1 else ():
+        rows = bytes_cross_at(run, width)
+        yield f"Width {width}: tensor parallel sends less than DDP up to {rows:,.0f} rows (closed form)."
+        said = "; ".join(f"{m:,} rows {e}" for m, e in faster(run, width).items())
+        crossing = times_cross_between(run, width)
+        between = (f"the order turns round between {crossing[0]:,} and {crossing[1]:,} rows" if crossing
+                   else "where the order turns round, this run cannot tell")  # fmt: skip
+        yield f"Time of DDP over that of tensor parallel: {said}: {between}."
+    refused = [r for r in run.where("refused") if r.value]
+    if refused:
+        ways = ", ".join(dict.fromkeys(f"{r.case['way']} ({r.case['model']})" for r in refused))
+        yield f"Sizes that {n} ranks cannot share equally are refused by {ways}; by hand they work."
 
 
 def _sizes(width: int, rows: int, rank: Rank) -> Iterator[Record]:

@@ -4,10 +4,11 @@
     python -m labs.timing --model my_package.module:factory --nproc 1      # a report on your own model
     torchrun --nproc-per-node 2 -m labs.timing --batch-size 256
 
-About 8 s on 2 CPU cores. First the article's benchmark loop, fault by fault, each time in a new process
-(labs.parts.timing.benchmark_loop). Then the step itself: warmed up until steady, every sample kept; with several ranks
-under DDP, with and without the synchronisation of gradients in turn, the slowest rank counting. Then the FLOPs of a
-step, and the best rate that any kernel reaches on the same device.
+About 10 s on 2 CPU cores. First the article's benchmark loop, fault by fault, each time in a new process
+(labs.parts.timing.benchmark_loop), and what a clock sees that does not wait for the device. A CPU has no queue of work:
+there both run on an emulated one, and their records are of the kind "modelled". Then the step itself: warmed up until
+steady, every sample kept; with several ranks it is a step of DDP, with and without the synchronisation of gradients in
+turn, the slowest rank counting. Then the FLOPs of a step, and the best rate that any kernel reaches on the same device.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +34,7 @@ from labs.parts.timing import benchmark_loop, probing, roofline
 
 Step = Callable[[], None]
 OWN_LOOP_REPEATS = 6
+EARLY_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,20 @@ def check_layout(config: Config, world_size: int) -> None:
 def predict(first_s: float, steady_s: float, data_s: float, steps: int) -> dict[str, float]:
     """Seconds per step that each of the article's benchmarks should print, from three times in s that it mixes up.
 
-    They are a process's first step, a steady one, and the making of a batch. Host and device take turns here, as on
-    one core; without a wait, the making of data is the least that remains. Interruptions are left out.
+    They are a process's first step, a steady one, and the making of a batch, which includes its copy. The copy waits
+    for the device, so that host and device take turns and only the last step escapes the clock. With the data outside
+    it sees nothing but launches, here counted as 0. Interruptions are left out.
     """
-    rest = steady_s + (first_s - steady_s) / steps
-    return dict(zip(benchmark_loop.RUNGS, (data_s, data_s + rest, data_s + steady_s, steady_s, steady_s), strict=True))
+    cold = steady_s + (first_s - steady_s) / steps
+    printed = data_s + cold - steady_s / steps
+    return dict(zip(benchmark_loop.RUNGS, (printed, 0.0, cold, steady_s, steady_s), strict=True))
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The loop's answers, the step's times, its FLOPs and the peak; last what follows from them."""
     if config.loop_repeats:  # first: its processes start as cold as this one still is
         yield from loop_answers(config, rank)
+        yield from early_clocks(config, rank)
     records: list[Record] = []
     for part in (step_times, flop_and_peak):
         for record in part(config, rank):
@@ -108,8 +114,24 @@ def loop_answers(config: Config, rank: Rank) -> Iterator[Record]:
     """What runs of the article's benchmark print, fault by fault."""
     steps = 3 if config.smoke else config.loop_steps
     found = benchmark_loop.answers(config.model, config.batch_size, steps, config.loop_repeats, rank)
-    for removed, seconds in found.items():
-        yield rank.record("answer_s", "s", seconds, rung=benchmark_loop.RUNGS[removed], removed=removed)
+    for rung, seconds in found.items():
+        yield rank.record("answer_s", "s", seconds, kind=_kind_of_queue(rank), rung=rung)
+
+
+def early_clocks(config: Config, rank: Rank) -> Iterator[Record]:
+    """What share of the device's time a clock sees that does not wait at the end, by what the loop itself waits for."""
+    if rank.rank == 0:
+        steps, rounds = (3, 2) if config.smoke else (config.loop_steps, EARLY_ROUNDS)
+        batch = max(1, config.batch_size // 4)  # a quarter, for the learner's time: what waits for what is the same
+        for way, shares in benchmark_loop.seen_shares(config.model, batch, steps, rounds, rank.device).items():
+            case = {"way": way, "waits": way in benchmark_loop.WAITS[2:], "steps": steps, "batch": batch}
+            yield rank.record("seen_share", "1", shares, kind=_kind_of_queue(rank), rank=0, **case)
+    rank.barrier()
+
+
+def _kind_of_queue(rank: Rank) -> Literal["measured", "modelled"]:
+    """A CPU's queue is emulated by this course: what a clock reads there is no measurement of a device."""
+    return "modelled" if rank.device.type == "cpu" else "measured"
 
 
 def step_times(config: Config, rank: Rank) -> Iterator[Record]:
@@ -242,6 +264,34 @@ def report(records: Records) -> dict[str, Estimate | float | str]:
         found[name] = estimate(samples, unit) if len(samples) > 1 else float(f"{samples[0]:.3g}")
     warm = measure.WarmUp(records.one("warm_up_s").samples, records.one("warm_up_steps").case["settled"])
     return {**found, "warm_up": str(warm)}
+
+
+def drift(samples: Sequence[float]) -> Estimate | None:
+    """Each step of the later half over its counterpart in the earlier half; None for fewer than 12 steps."""
+    half = len(samples) // 2
+    return measure.paired_ratio(samples[-half:], samples[:half]) if half >= 6 else None
+
+
+def answer(run: Records) -> Iterator[str]:
+    """The step's time, whether it was steady, its throughput and MFU, what DDP adds, and what an early clock sees."""
+    train, found = run.one("step_s", mode="train"), report(run)
+    ranks = train.layout["world_size"]
+    what = f"A DDP step on {ranks} ranks" if ranks > 1 else "A training step"
+    yield f"{what} takes {found['step_s']}: {found['samples_per_s']}; the warm-up was {found['warm_up']}."
+    change = drift(train.samples)
+    if change and measure.differs(change) and abs(change.value - 1) > 0.05:
+        yield f"It was not steady: the later half of the timed steps took {change} as long as the earlier. Time longer."
+    sheet = f", {found['mfu_datasheet'].scaled(100, '%')} of the datasheet's peak" if "mfu_datasheet" in found else ""
+    yield f"MFU is {found['mfu'].scaled(100, '%')} of the best rate that any kernel reached here{sheet}."
+    if ranks > 1:
+        shown = measure.differs(found["sync_s"], 0)
+        yield (f"Of this, exchanging gradients is {found['sync_share'].scaled(100, '%')}." if shown
+               else f"What exchanging gradients adds cannot be told: {found['sync_s']}.")  # fmt: skip
+    seen = {r.case["way"]: estimate(r.samples).scaled(100, "%") for r in run.where("seen_share")}
+    if seen:
+        queue = " of the emulated queue" if run.where("seen_share")[0].kind == "modelled" else ""
+        free, copying = (seen[way] for way in ("data on the device", "x.to(device)"))
+        yield f"A clock read without a wait sees {free}{queue}, {copying} if every step copies its batch."
 
 
 if __name__ == "__main__":

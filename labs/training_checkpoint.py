@@ -22,8 +22,8 @@ from labs.data import fashion
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.fork_server import guarded_folder
-from labs.kit.rank import Rank, unpinned
-from labs.kit.record import Record
+from labs.kit.rank import Rank, same_bits_every_time, unpinned
+from labs.kit.record import Record, Records
 from labs.parts.checkpoints import corruption, drills, load_latest, save, writers
 from labs.parts.checkpoints.resume import Comparison, compare, refusal, without
 from labs.parts.checkpoints.training import Forgotten, Training, states
@@ -97,19 +97,20 @@ def check_layout(config: Config, world_size: int) -> None:
 def predict(config: Config, ranks: int) -> dict[str, float]:
     """In closed form: samples read twice where the position is forgotten, bytes of the state, kills that do harm.
 
-    AdamW keeps two numbers for each parameter: 12 bytes with it. What is written in place is lost when the kill
-    comes before its save ends; kills come evenly until 1.2 times the length of a save.
+    AdamW keeps two numbers for each parameter: 12 bytes with it. A kill during a save in place is always too late for
+    the old file and too early for the new one.
     """
     epoch = config.samples // (config.batch_size * ranks)
     return {
         "repeated_samples": config.interrupted_at % epoch * config.batch_size * ranks,
         "state_bytes": 12 * PARAMETERS,
-        "lost_share": 1 / drills.LATEST,
+        "lost_share": 1.0,
     }
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Trial by trial; only rank 0 touches files."""
+    same_bits_every_time(rank.device)
     with guarded_folder(Path(config.folder) if config.folder else None) as folder:
         for done, trial in enumerate(config.trials, start=1):
             (place := folder / trial).mkdir()
@@ -188,7 +189,10 @@ def save_time(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
 
 
 def kills(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
-    """Writers killed while they save, for each way: what the next process finds. One sample per kill."""
+    """Writers killed while they save, for each way: what the next process finds. One sample per kill.
+
+    `killed_while_saving` is 0 where the save had returned before its kill came.
+    """
     for way in ("in place", "rename", "full"):
         place = folder / way
         place.mkdir()
@@ -248,6 +252,40 @@ TRIALS: dict[str, Callable[[Config, Rank, Path], Iterator[Record]]] = {
     "save_time": save_time, "kills": kills, "corruptions": corruptions,
     "two_writers": two_writers, "full_disk": full_disk,
 }  # fmt: skip
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Is the resumed training the same, what a save takes, what a kill and damage lose: in sentences."""
+    parts = run.where("bitwise_equal", forgotten="nothing")
+    if parts:
+        unequal = [r.case["part"] for r in parts if not r.value]
+        ends = f"still DIFFERS in: {', '.join(unequal)}" if unequal else "is equal bit for bit"
+        yield f"Against a training that was never stopped, one resumed with everything {ends}."
+        silent = [r.case["forgotten"] for r in run.where("equal_losses") if r.case["forgotten"] != "nothing"]
+        if silent:
+            yield f"Without {' or without '.join(silent)} it goes on with another result, and no error."
+    for r in run.where("checkpoint_bytes", state="large", way="full"):
+        save_s, load_s = (run.one(m, state="large", way=w) for m, w in (("save_s", "full"), ("load_s", "load")))
+        yield (f"A checkpoint of {r.value / 1e6:.3g} MB takes {measure.estimate(save_s.samples, 's')} to save "
+               f"durably and "
+               f"{measure.estimate(load_s.samples, 's')} to load with every byte checked.")  # fmt: skip
+    for way, name in (("in place", "onto the old file"), ("full", "as labs.checkpoints does")):
+        if run.where("lost", way=way):
+            yield (f"Given a kill during a save {name}, the last good checkpoint is gone in {lost_in(run, way)} "
+                   f"of the cases.")  # fmt: skip
+    if files := run.where("files", verdict="silent"):
+        n = {k: int(sum(r.value for r in files if r.case["reader"] == k)) for k in ("torch.load", "load")}
+        tried = int(sum(r.value for r in run.where("files", reader="load")))
+        yield (f"Of {tried} damaged files torch.load takes {n['torch.load']} for good, labs.checkpoints {n['load']}.")
+
+
+def lost_in(run: Records, way: str) -> measure.Estimate:
+    """Share, in %, of the kills during a save in this `way` after which the last good checkpoint is gone."""
+    saving, lost = (run.one(m, way=way).samples for m in ("killed_while_saving", "lost"))
+    found = [gone for gone, during in zip(lost, saving, strict=True) if during]
+    if not found:
+        return measure.Estimate(0.0, 0.0, 100.0, 0, "%")  # none came in time: nothing can be told
+    return measure.proportion(round(sum(found)), len(found)).scaled(100, "%")
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ from labs.data.tiles import tiles
 from labs.kit import cli
 from labs.kit.errors import require
 from labs.kit.lab import imported, require_findable
-from labs.kit.measure import Estimate, estimate
+from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record, Records
 from labs.parts.loading.feed import Step, on_device
 from labs.parts.loading.image_datasets import JpegFolder
+from labs.parts.loading.rates import counted
 from labs.parts.loading.tile_training import WIDTHS, Trainer
 from labs.parts.tuning import tune_dataloader
 from labs.parts.tuning.bench import Bench, blame
@@ -54,7 +55,7 @@ class Config:
     rounds: int = 6
     """Most times that the sweep takes each of its settings in turn; as the tuner, it ends when the choice is clear."""
     checks: int = 6
-    """Times that the tuned setting and the best of the sweep take turns afterwards."""
+    """Times that the tuned setting and the best of the sweep take turns afterwards, if they differ."""
     item_s: float = 0.003
     """Seconds that the slow source waits per item."""
     smoke: bool = False
@@ -166,7 +167,9 @@ def against_sweep(name: Name, config: Config, rank: Rank) -> Iterator[Record]:
 
     rank.progress(done + 2, total, f"{name}: tuned against best")
     best = max(rates, key=lambda s: estimate(rates[s]).value)
-    rates = in_turn(Bench(dataset, step, BATCH[name], rank.device), sorted({tuned, best}), config.checks, config.checks)
+    if tuned != best:  # a setting needs no comparison with itself
+        bench = Bench(dataset, step, BATCH[name], rank.device)
+        rates = in_turn(bench, sorted({tuned, best}), config.checks, config.checks)
     for by, setting in (("tuned", tuned), ("best", best)):
         yield rate_of(setting, rates[setting], by, name, rank)
     shares = [t / b for t, b in zip(rates[tuned], rates[best], strict=True)]
@@ -209,9 +212,34 @@ def verdicts(records: Records) -> list[dict[str, Any]]:
         shares = records.one("share_of_best", workload=name).samples
         tuner_s, sweep_s = (records.one("search_s", workload=name, by=by).value for by in ("tuner", "sweep"))
         share: Estimate = ratio(shares, [1.0] * len(shares))
+        tuned, best = (_setting(records.one("rate_per_s", workload=name, by=by)) for by in ("tuned", "best"))
         rows.append({"workload": name, "workers": int(r.value), "limit": r.case["limit"], "share_of_best": share,
-                     "share_of_time": tuner_s / sweep_s})  # fmt: skip
+                     "share_of_time": tuner_s / sweep_s, "best": str(best), "same": tuned == best})  # fmt: skip
     return rows
+
+
+def _setting(record: Record) -> Setting:
+    return Setting(record.case["workers"], record.case["prefetch"])
+
+
+def answer(run: Records) -> Iterator[str]:
+    """How near the search came to the best of a full sweep, and in what share of its time.
+
+    With `dataset` the run has told it already, in full.
+    """
+    for row in verdicts(run):
+        yield told(row)
+
+
+def told(row: dict[str, Any]) -> str:
+    """One row of `verdicts` in a sentence."""
+    found = f"{row['workload']}: the search settled on {counted(row['workers'])} (limit: {row['limit']})"
+    time = f"in {row['share_of_time']:.0%} of the time of the sweep"
+    if row["same"]:
+        return f"{found} {time}. The sweep found the same setting to be the best."
+    share = row["share_of_best"].scaled(100, "%")
+    lost = "in turn" if differs(share, 100) else "no difference that this run can show"
+    return f"{found} {time}. It reaches {share} of the sweep's best, {row['best']}: {lost}."
 
 
 if __name__ == "__main__":

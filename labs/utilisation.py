@@ -19,7 +19,7 @@ from torch import Tensor
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
-from labs.kit.record import Record
+from labs.kit.record import Record, Records
 from labs.parts.timing import probing, roofline
 from labs.parts.timing.busy import Counter, Mark, counter_of, polled, work_for
 from labs.parts.timing.roofline import Work
@@ -165,6 +165,26 @@ def _alone(config: Config, rank: Rank, counter: Counter) -> Iterator[Record]:
     for window_s in config.poll_s:
         shares = polled(marks, window_s, 2 * n * burst_s)
         yield rank.record("polled_share", "1", shares, rank=0, window_s=window_s, counter=counter.name)
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Which jobs look busy and are slow, whether a wait shows, and what the period of reading does, in sentences."""
+    busy, speed = ({r.case["job"]: measure.estimate(r.samples).scaled(100, "%") for r in run.where(metric)}
+                   for metric in ("busy_share", "share_of_peak"))  # fmt: skip
+    first, counter = next(iter(busy)), run.where("busy_share")[0].case["counter"]
+    slow = [job for job in busy if busy[job].value > 0.9 * busy[first].value and speed[job].high < 10]
+    yield f"Counter read: {counter}. It shows {busy[first]} during {first}, the fastest job."
+    if slow:
+        worst = min(slow, key=lambda job: speed[job].value)
+        yield f"As busy, with under a tenth of its speed: {', '.join(slow)}; {worst} reaches {speed[worst]}."
+    else:
+        yield "No job that looked as busy was slower than a tenth of it."
+    wait = busy["waiting for data"]
+    seen = "shows" if wait.high < 0.9 * busy[first].low else "does not show"
+    yield f"A planted wait for data {seen}: busy {wait}."
+    for r in run.where("polled_share"):
+        low, high = 100 * min(r.samples), 100 * max(r.samples)
+        yield f"The same bursts, read every {r.case['window_s']:g} s: {low:.0f} to {high:.0f} % busy."
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ def card(uuid: str = "GPU-0000", name: str = "NVIDIA H100 80GB HBM3", **changes)
     bus = f"00000000:{uuid[-2:]}:00.0"
     facts = {
         "uuid": uuid, "name": name, "bus": bus, "capability": (9, 0), "mig": (0, 0), "mig_uuids": [], "links": {},
-        "processes": [], "throttle": 1, "ecc": (1, 1), "persistence": 1, "lost": False,
+        "processes": [], "throttle": 1, "ecc": (1, 1), "persistence": 1, "lost": False, "mode": 0,
+        "mig_gib": 10,
     }  # fmt: skip
     return SimpleNamespace(**(facts | changes))
 
@@ -37,9 +38,13 @@ class FakeNvml:
     def __init__(self, cards=(), *, init_error=None, unsupported=(), missing=(), ancestors=None, p2p=False) -> None:
         self.cards, self.init_error, self.unsupported, self.missing = list(cards), init_error, unsupported, missing
         self.ancestors, self.p2p, self.open = ancestors or {}, p2p, 0
+        self.calls = 0
+        """Queries so far."""
 
     def __getattribute__(self, name):
         get = object.__getattribute__
+        if name.startswith("nvml"):
+            self.calls += 1
         if name.startswith("nvml") and name in get(self, "missing"):
             raise AttributeError(name)
         if name.startswith("nvml") and name in get(self, "unsupported"):
@@ -77,7 +82,16 @@ class FakeNvml:
     def nvmlDeviceGetPciInfo(self, h):
         return SimpleNamespace(busId=h.bus.encode())
 
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return uuid
+
+    def nvmlDeviceGetComputeMode(self, h):
+        return h.mode
+
     def nvmlDeviceGetMemoryInfo(self, h):
+        if isinstance(h, str):  # a MIG instance
+            gib = next(c.mig_gib for c in self.cards if h in c.mig_uuids)
+            return SimpleNamespace(total=gib * 2**30, used=2**20)
         return SimpleNamespace(total=80 * 2**30, used=2**30)
 
     def nvmlDeviceGetCudaComputeCapability(self, h):

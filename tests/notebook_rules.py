@@ -234,7 +234,7 @@ def kernel_is_python3(nb: NotebookNode, path: Path) -> list[str]:
 def nbval_compares_most_cells(nb: NotebookNode, path: Path) -> list[str]:
     """Of those that compute something: what code looks like is compared in any case."""
     cells = [c for c in code_cells(nb) if not re.match(r"show_(code|diff)\(", c.source)]
-    ignored = sum("nbval-ignore-output" in tags(c) for c in cells)
+    ignored = sum("nbval-ignore-output" in tags(c) and bool(c.outputs) for c in cells)
     return [] if 2 * ignored < len(cells) else [f"nbval ignores {ignored} of {len(cells)} code cells"]
 
 
@@ -280,7 +280,8 @@ def cells_are_short(nb: NotebookNode, path: Path) -> list[str]:
         return sum(bool(s := line.strip()) and not s.startswith("#") for line in cell.source.splitlines())
 
     def most(cell: NotebookNode) -> int:
-        return EDITABLE_LINES if "editable." in cell.source else CELL_LINES
+        edited = "editable." in cell.source or "return TODO  # delete this line" in cell.source  # a program to repair
+        return EDITABLE_LINES if edited else CELL_LINES
 
     cells = [c for c in code_cells(nb) if not all(isinstance(n, ast.Import | ast.ImportFrom) for n in parsed(c).body)]
     return [f"cell {c.get('id')} has {lines(c)} lines of code" for c in cells if lines(c) > most(c)]

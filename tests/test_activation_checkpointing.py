@@ -253,7 +253,7 @@ def test_peak_parts_add_up(run):
 
 def test_price_and_forward_share():
     def record(metric, samples, **case):
-        return Record("lab", metric, "s", samples, case=case)
+        return Record("lab", metric, "s", samples, case={"part": "pareto", **case})
 
     run = Records([record("step_s", (1.0, 2.0, 4.0), policy="none"), record("step_s", (1.5, 3.0, 6.0), policy="block"),
                    record("forward_s", (0.4, 0.8, 1.6))])  # fmt: skip

@@ -29,9 +29,20 @@ def test_every_section_of_every_notebook_has_recorded_seconds():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_the_time_in_a_notebooks_head_is_that_of_its_sections(path):
-    minutes = sum(s.minutes("alone") for s in agenda.course() if s.notebook == path.stem)
-    said = int(re.search(r"about (\d+) min", nbformat.read(path, as_version=4).cells[0].source)[1])
+    own = [s for s in agenda.course() if s.notebook == path.stem]
+    minutes = sum(s.minutes("alone") for s in own if not s.exercises)
+    head = nbformat.read(path, as_version=4).cells[0].source
+    said, more = map(
+        int, re.search(r"about (\d+)\s+minutes,\s+and\s+(\d+)\s+more\s+for\s+the\s+exercises", head).groups()
+    )
     assert abs(said - minutes) <= 5, f"the head says {said} minutes, its sections take {minutes:.0f}"
+    assert more == sum(s.exercise_min for s in own)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_every_exercise_says_how_long_it_takes(path):
+    own = [s for s in agenda.course() if s.notebook == path.stem and re.match(r"\d\d\.\d", s.title)]
+    assert own and all(5 <= s.exercise_min <= 45 for s in own), {s.title: s.exercise_min for s in own}
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from labs.parts import models
-from labs.parts.precision import amp
+from labs.parts.precision import amp, master_weights
 
 CPU = torch.device("cpu")
 STEPS = 20
@@ -84,6 +84,25 @@ def test_a_real_model_agrees_too(name):
     data = [[gpt.make_batch(1)] for _ in range(STEPS)]
     wanted = reference(gpt, data)[0]
     assert 0 < off(trained(gpt, data, name)[0], wanted) < TOLERANCE[name]
+
+
+@pytest.mark.parametrize("name", amp.FORMATS)
+def test_the_steps_that_are_shown_are_the_general_one_without_clipping(name):
+    found = workload()
+    data = micro_batches(found, sizes=(8,))
+    general, _ = trained(found, data, name, max_norm=None)
+
+    def shown(module, loss, batches, optimizer, name, scaler, max_norm):
+        return amp.whole_batch_step(name, module, loss, batches[0], optimizer, scaler)
+
+    assert torch.equal(trained(found, data, name, step=shown)[0], general)
+
+
+def test_updates_below_half_the_spacing_are_lost_in_bf16_parameters():
+    (exact, moved), (lowered, still) = (master_weights.train(d, False) for d in (torch.float32, torch.bfloat16))
+    assert moved < 0.01 and still > 0.5 and lowered > exact + 0.1
+    assert master_weights.train(torch.float32, True)[0] == pytest.approx(exact, abs=0.05)
+    assert master_weights.train(torch.float32, False, rounded=True)[0] == pytest.approx(lowered, abs=0.1)
 
 
 def clipped_before_unscaling(module, loss, micro_batches, optimizer, name, scaler, max_norm):

@@ -1,5 +1,6 @@
 """Autocast leaves what DDP sends as it is; a compression hook halves it, at a price in the gradient."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from labs import amp_communication as lab
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
+from labs.kit.record import Records
 from labs.parts import models
 
 BYTES = models.gradient_bytes(models.mlp().module)
@@ -66,3 +68,12 @@ def test_predict_by_hand():
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("amp_communication", nproc=2, oversubscribe=True, **values)
+
+
+def test_the_answer_is_about_bytes_and_turns_with_them(run):
+    told = " ".join(lab.answer(run))
+    assert "BF16, FP16 with no hook: 1.00 times as many bytes" in told
+    assert "FP32, BF16, FP16 with FP16 hook: 0.50 times as many bytes; the hook changes the gradient by up to" in told
+    lowered = {id(r) for r in run.where("wire_bytes", hook="none") if r.case["precision"] != "fp32"}
+    half = Records([dataclasses.replace(r, samples=(r.value / 2,)) if id(r) in lowered else r for r in run])
+    assert "BF16, FP16 with no hook: 0.50 times as many bytes" in " ".join(lab.answer(half))

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from labs import amp_memory
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
+from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.memory import bert_memory, saved_tensors
 from labs.parts.models import Workload, large_models
@@ -231,12 +232,15 @@ def test_small_models_are_predicted(run):
 
 
 def test_records_of_the_large_model(run):
-    case = {"model": "bert_large", "seq": 128, "batch": 70}
-    fp32, lowered = (amp_memory.total(run, precision=p, **case) for p in ("fp32", "fp16"))
-    assert amp_memory.saved_shares(run, "bert_large", 128)[70] == 1 - lowered / fp32
-    expected = {b: pytest.approx(bert_memory.saved_share(b, 128)) for b in amp_memory.Config().batches}
-    assert amp_memory.saved_shares(run, "bert_large", 128) == expected
-    assert amp_memory.total(run, "formula_bytes", precision="fp16", **case) == lowered
+    for attention, shape in (("eager", BertShape()), ("sdpa", SDPA)):
+        case = {"model": "bert_large", "attention": attention, "seq": 128, "batch": 70}
+        fp32, lowered = (amp_memory.total(run, precision=p, **case) for p in ("fp32", "fp16"))
+        shares = amp_memory.saved_shares(run, "bert_large", 128, attention=attention)
+        assert shares[70] == 1 - lowered / fp32
+        assert shares == {
+            b: pytest.approx(bert_memory.saved_share(b, 128, shape), abs=1e-5) for b in amp_memory.Config().batches
+        }
+        assert amp_memory.total(run, "formula_bytes", precision="fp16", **case) == pytest.approx(lowered)
     assert {r.kind for r in run.where("predicted_bytes")} == {"modelled"}
     assert {r.kind for r in run.where("measured_bytes")} == {"measured"}
 
@@ -244,12 +248,33 @@ def test_records_of_the_large_model(run):
 @pytest.mark.parametrize(("values", "words"), [
     ({"sequences": (600,)}, "sequences must hold"), ({"batches": (0,)}, "batches must hold"),
     ({"batches": (4, 4)}, "batches must be different"), ({"images": ()}, "images must hold"),
-    ({"batch": 0}, "batch must be at least 1"), ({"models": ("bert",)}, "there is no model 'bert'"),
+    ({"batch": 0}, "batch must be at least 1"), ({"attention": ()}, "attention: name eager, sdpa or both"),
+    ({"models": ("bert",)}, "there is no model 'bert'"),
     ({"optimizer": "lion"}, "optimizer"),
 ])  # fmt: skip
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("amp_memory", nproc=1, **values)
+
+
+def test_the_answer_names_both_kinds_of_attention_and_turns_with_the_device(run):
+    told = " ".join(amp_memory.answer(run))
+    assert "batch 70 of 128 tokens: 24.1 GB in FP32, 18.6 GB with autocast" in told
+    assert "fused attention, batch 70 of 128 tokens" in told and "No allocator was asked: this ran on a CPU." in told
+    case = {"model": "bert_large", "attention": "eager", "seq": 128, "batch": 70, "precision": "fp32"}
+    peak = 1.5 * amp_memory.total(run, **case)
+    gpu = Records([*run, Record("amp_memory", "peak_bytes", "B", (peak,), case={**case, "optimizer": "adam"})])
+    told = " ".join(amp_memory.answer(gpu))
+    assert (
+        "BERT-large, batch 70 of 128 tokens, FP32: the allocator's peak is +50% off" in told
+        and "No allocator" not in told
+    )
+
+
+def test_fused_attention_needs_less_and_may_save_a_larger_share():
+    eager, fused = ([bert_memory.predict(10, 512, p, s).total for p in ("fp32", "fp16")] for s in (BertShape(), SDPA))
+    assert fused[0] < eager[1]
+    assert bert_memory.largest_saved_share(512, SDPA) > bert_memory.largest_saved_share(512)
 
 
 def test_config_is_frozen():

@@ -72,11 +72,11 @@ def test_a_cpu_has_all_formats_but_tf32():
 def test_a_seed_fixes_start_and_order_whatever_the_format(data, monkeypatch):
     seen = {}
 
-    def record(module, loss, batches, optimizer, name, scaler):
+    def record(name, module, loss, batch, optimizer, scaler):
         start = torch.cat([p.detach().flatten() for p in module.parameters()])
-        seen.setdefault(key, []).append((start, batches[0][1]))
+        seen.setdefault(key, []).append((start, batch[1]))
 
-    monkeypatch.setattr(lab.amp, "train_step", record)
+    monkeypatch.setattr(lab.amp, "whole_batch_step", record)
     for key in (("fp32", 0), ("fp16", 0), ("fp32", 1)):
         lab.train(lab.Training(key[0], 0, key[1]), data, CONFIG)
 
@@ -265,3 +265,19 @@ def test_a_budget_ends_after_whole_seeds_and_says_what_was_left_out():
     assert {len(r.samples) for r in short.where("test_accuracy")} == {6}
     [n] = {len(r.samples) for r in long.where("test_accuracy", loss_exponent=0)}
     assert 6 <= n <= lab.MOST_SEEDS and n % 2 == 0
+
+
+def test_the_answer_tells_formats_apart_only_with_enough_seeds():
+    def made(n, lost=0.0):
+        found = []
+        for f in ("fp32", "bf16"):
+            samples = tuple(
+                0.8 + 0.001 * i - (lost if f == "bf16" else 0) + 1e-5 * (i % 3) * (f == "bf16") for i in range(n)
+            )
+            found.append(Record("amp_training", "test_accuracy", "1", samples,
+                                case={"model": "perceptron", "precision": f, "loss_exponent": 0}))  # fmt: skip
+        return " ".join(lab.answer(Records(found)))
+
+    assert "Another accuracy than FP32's, seed by seed: bf16, loss x 2^0: -10.0 points" in made(8, 0.1)
+    assert "Not distinguishable" in made(8) or "+0.0" in made(8)
+    assert "can tell no formats apart" in made(2, 0.1) and "Another accuracy" not in made(2, 0.1)

@@ -1,5 +1,7 @@
 """What the trace sees: products lowered, losses kept, the rest following; casts counted as predicted."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,8 @@ from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 from labs.parts import models
+from labs.parts.memory import saved_tensors
+from labs.parts.precision import autocast_rules
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +151,69 @@ def test_a_format_that_the_device_lacks_is_left_out(monkeypatch, capsys):
     rank = SimpleNamespace(device=torch.device("cpu"), progress=lambda *_: None,
                            record=lambda metric, unit, samples, kind="", **case: case)  # fmt: skip
     cases = list(lab.run(lab.Config(models=("mlp",)), rank))
-    assert {case["precision"] for case in cases} == {"fp32", "fp16"}
+    assert {case["precision"] for case in cases if "precision" in case} == {"fp32", "fp16"}
     assert "bf16 is left out" in capsys.readouterr().out
+
+
+# -- the rules
+
+
+MACROS = [("LOWER_PRECISION_FP", autocast_rules.LOWERED), ("FP32", autocast_rules.RAISED),
+          ("FP32_SET_OPT_DTYPE", autocast_rules.RAISED)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("macro", "rule"), MACROS)
+def test_the_rules_for_cuda_are_those_of_torchs_own_header(macro, rule):
+    """torch ships the lists that all devices but the CPU share; what the dispatcher does must agree with them."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    if not header.exists():
+        pytest.skip("this torch has no headers")
+    body = header.read_text().split(f"#define AT_FORALL_{macro}(_)")[1].split("\n\n")[0]
+    listed = set(re.findall(r"_\((\w+)", body))
+    found = {op for op, by_device in autocast_rules.rules().items() if by_device["cuda"] == rule}
+    assert listed & set(autocast_rules.CALLS) <= found
+
+
+def test_the_rules_of_a_cpu_are_those_of_real_tensors_on_it():
+    x = torch.ones(4, 8)
+    with torch.autocast("cpu", torch.float16):
+        assert (
+            torch.softmax(x.half(), -1).dtype == torch.float16
+            and nn.functional.mse_loss(x.half(), x.half()).dtype == x.dtype
+        )
+        assert (x @ x.T).dtype == torch.float16
+    rules = {op: by_device["cpu"] for op, by_device in autocast_rules.rules().items()}
+    assert rules["softmax"] == autocast_rules.FOLLOWS and rules["mse_loss"] == autocast_rules.RAISED
+    assert rules["matmul"] == autocast_rules.LOWERED
+
+
+def test_asking_for_rules_leaves_autocast_as_it_was():
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast_rules.rules()
+        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+
+
+def test_layer_norm_and_the_loss_have_rules_although_the_trace_saw_no_cast(run):
+    seen = treatments(run, "char_gpt", "bf16")
+    attention = next(op for op in seen if op.startswith("_scaled_dot_product"))
+    assert seen["native_layer_norm"] == seen["nll_loss_forward"] == seen[attention] == lab.FOLLOWS
+    assert (
+        lab.rule_of(run, "native_layer_norm", "cuda")
+        == lab.rule_of(run, "nll_loss_forward", "cpu")
+        == autocast_rules.RAISED
+    )
+    assert lab.rule_of(run, attention, "cpu") == autocast_rules.LOWERED
+    assert lab.rule_of(run, "something_else", "cpu") == "?"
+
+
+def test_the_answer_follows_the_records(run):
+    told = " ".join(lab.answer(run))
+    assert "mlp 5 of 7 (100% of its products' FLOPs), 8 casts" in told and "5 of 17 have another rule" in told
+    same = Records([r for r in run if r.metric != "has_rule"]
+                   + [Record("autocast_ops", "has_rule", "1", (1.0,), case={"op": "exp", "device": d, "rule": "x"})
+                      for d in ("cpu", "cuda")])  # fmt: skip
+    assert "all 1 are the same on a CPU and on CUDA" in " ".join(lab.answer(same))
 
 
 @pytest.mark.parametrize(
@@ -167,3 +232,10 @@ def test_bad_input_is_one_line(values, words):
     with pytest.raises(BadInput, match=words) as e:
         launch("autocast_ops", **values)
     assert "\n" not in str(e.value)
+
+
+def test_the_rules_that_memory_is_traced_by_are_those_that_torch_says():
+    for op, by_device in autocast_rules.rules().items():
+        listed = {autocast_rules.LOWERED: saved_tensors.LOWERED, autocast_rules.RAISED: saved_tensors.RAISED}
+        for rule, names in listed.items():
+            assert (op in names) == (by_device["cuda"] == rule), op

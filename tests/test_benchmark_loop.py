@@ -20,7 +20,7 @@ from labs.kit.launch import run_on_ranks
 from labs.kit.rank import Rank
 from labs.parts import models
 from labs.parts.timing import benchmark_loop, streams
-from labs.parts.timing.benchmark_loop import RUNGS, Repairs, benchmark, repairs_of
+from labs.parts.timing.benchmark_loop import LOOPS, RUNGS, WAITS, read_early, repaired, seen_shares, training
 
 CPU = torch.device("cpu")
 DATA_S, FIRST_S, STEADY_S, HICCUP_S = 1.0, 500.0, 10.0, 100.0
@@ -35,15 +35,23 @@ class SimulatedStream:
         self.now = self.free = 0.0
         self.steps, self.events = 0, []
 
-    def make_batch(self, rows):
+    def make_batch(self):
         self.now += DATA_S
-        return torch.zeros(rows, 2), torch.zeros(rows, 1)
+        return torch.zeros(4, 2), torch.zeros(4, 1)
+
+    def to_device(self, x, non_blocking=False):
+        if not non_blocking:
+            self.synchronize()
+        return x
 
     def submit(self, work, *args):
-        work(*args)
         extra = {0: FIRST_S - STEADY_S, 8: HICCUP_S}.get(self.steps, 0.0)
         self.free = max(self.now, self.free) + STEADY_S + extra
         self.steps += 1
+        return work(*args)
+
+    def item(self, result):
+        self.synchronize()
 
     def record_event(self):
         self.events.append(max(self.now, self.free))
@@ -55,38 +63,53 @@ class SimulatedStream:
         return [b - a for a, b in itertools.pairwise(self.events)]
 
 
-def answer(repairs, monkeypatch, steps=10):
+def nothing(x, y):
+    """A step whose time is the stream's."""
+
+
+@pytest.fixture
+def simulated(monkeypatch):
     stream = SimulatedStream()
     monkeypatch.setattr(benchmark_loop, "time", SimpleNamespace(perf_counter=lambda: stream.now))
-    workload = models.Workload(nn.Linear(2, 1), stream.make_batch, nn.functional.mse_loss)
-    return benchmark(workload, 4, steps, repairs, stream)
+    return stream
 
 
 EXPECTED = {
-    "as printed": DATA_S,  # the clock saw the host only
-    "synchronise": (DATA_S + FIRST_S + HICCUP_S + 9 * STEADY_S) / 10,  # the device works while the host makes data
-    "warm up": (DATA_S + HICCUP_S + 10 * STEADY_S) / 10,
-    "data outside": (HICCUP_S + 10 * STEADY_S) / 10,
+    "as printed": (DATA_S + FIRST_S + HICCUP_S + 8 * STEADY_S) / 10,  # each copy waits: only the last step escapes
+    "data outside": 0.0,  # nothing waits: the clock saw the host only
+    "synchronise": (FIRST_S + HICCUP_S + 9 * STEADY_S) / 10,
+    "warm up": (HICCUP_S + 10 * STEADY_S) / 10,
     "median of steps": STEADY_S,
 }
 
 
 @pytest.mark.parametrize("name", RUNGS)
-def test_every_rung_prints_what_it_mixes_in(name, monkeypatch):
-    assert answer(repairs_of(RUNGS.index(name)), monkeypatch) == pytest.approx(EXPECTED[name])
+def test_every_loop_prints_what_it_mixes_in(name, simulated):
+    assert LOOPS[name](nothing, simulated.make_batch, 10, simulated) == pytest.approx(EXPECTED[name])
 
 
-def test_rungs_keep_the_former_repairs():
-    assert repairs_of(0) == Repairs()
-    assert repairs_of(2) == Repairs(synchronise=True, warm_up=True)
-    assert repairs_of(4) == Repairs(True, True, True, True)
+SEEN = dict(zip(WAITS, (0, 0, 9, 10), strict=True))
+
+
+@pytest.mark.parametrize("way", WAITS)
+def test_a_clock_that_does_not_wait_sees_what_the_loop_waits_for(way, simulated):
+    simulated.steps = 10  # behind all that is slower
+    early, late = read_early(way, nothing, simulated.make_batch(), 10, simulated)
+    assert (early, late) == pytest.approx((SEEN[way] * STEADY_S, 10 * STEADY_S))
+
+
+def test_the_emulated_queue_waits_where_a_gpus_does():
+    found = seen_shares("mlp", 64, 8, 3, CPU)
+    free, copied, waited, read = (sorted(found[way])[1] for way in WAITS)
+    assert max(free, copied) < 0.5 * min(waited, read), "what waits for nothing sees far less"
+    assert waited < read <= 1, "a copy waits for the steps before it, a reading also for this one"
 
 
 def test_the_loop_trains():
     workload = models.build("mlp")
     before = [p.clone() for p in workload.module.parameters()]
     with contextlib.closing(streams.open_stream(CPU)) as stream:
-        assert benchmark(workload, 4, 2, repairs_of(4), stream) > 0
+        assert repaired(training(workload, stream), lambda: workload.make_batch(4), 2, stream) > 0
     assert all((a != b).any() for a, b in zip(before, workload.module.parameters(), strict=True))
 
 
@@ -99,11 +122,11 @@ def test_the_articles_model_has_40_kb_of_gradients():
 
 @pytest.fixture
 def stream():
-    with contextlib.closing(streams.HostStream()) as stream:
+    with contextlib.closing(streams.EmulatedStream()) as stream:
         yield stream
 
 
-def test_a_host_stream_works_in_order_and_later(stream):
+def test_an_emulated_stream_works_in_order_and_later(stream):
     gate, done = multiprocessing.Event(), []
     stream.submit(gate.wait)
     for i in range(3):
@@ -114,7 +137,7 @@ def test_a_host_stream_works_in_order_and_later(stream):
     assert done == [0, 1, 2]
 
 
-def test_a_host_stream_notes_when_work_ended_not_when_it_was_submitted(stream):
+def test_an_emulated_stream_notes_when_work_ended_not_when_it_was_submitted(stream):
     stream.record_event()
     for seconds in (0.0, 0.05):
         stream.submit(time.sleep, seconds)
@@ -122,6 +145,19 @@ def test_a_host_stream_notes_when_work_ended_not_when_it_was_submitted(stream):
     stream.synchronize()
     short, long = stream.laps()
     assert long >= 0.05 > short
+
+
+def test_a_blocking_copy_and_a_reading_wait_for_all_before_them(stream):
+    x, done = torch.ones(3), []
+    stream.submit(time.sleep, 0.02)
+    stream.submit(done.append, "first")
+    late = stream.to_device(x, non_blocking=True)
+    assert done == [], "a non_blocking copy waits for nothing"
+    copy = stream.to_device(x)
+    assert done == ["first"] and torch.equal(copy, x) and torch.equal(late, x) and copy is not x
+    stream.submit(time.sleep, 0.02)
+    stream.submit(done.append, "second")
+    assert stream.item(stream.submit(torch.sum, x)) == 3.0 and done == ["first", "second"]
 
 
 def test_an_error_surfaces_when_one_waits_and_what_follows_is_skipped(stream):
@@ -135,7 +171,7 @@ def test_an_error_surfaces_when_one_waits_and_what_follows_is_skipped(stream):
 
 
 def test_closing_drops_what_is_queued_and_ends_the_thread():
-    stream, gate, done = streams.HostStream(), multiprocessing.Event(), []
+    stream, gate, done = streams.EmulatedStream(), multiprocessing.Event(), []
     stream.submit(gate.wait)
     stream.submit(done.append, 1)
     stream._closed = True  # as close() begins; its join would wait for the gate
@@ -144,7 +180,7 @@ def test_closing_drops_what_is_queued_and_ends_the_thread():
     assert done == [] and not stream._thread.is_alive()
 
 
-def test_a_host_stream_computes_with_as_many_threads_as_its_maker(stream):
+def test_an_emulated_stream_computes_with_as_many_threads_as_its_maker(stream):
     seen = []
     stream.submit(lambda: seen.append(torch.get_num_threads()))
     stream.synchronize()
@@ -165,7 +201,7 @@ def answers_on_ranks(repeats):
 def test_ranks_share_the_repeats_and_all_know_all_answers():
     results = run_on_ranks(answers_on_ranks, 2, 3)
     (first, left), (second, left_too) = results
-    assert first == second and sorted(first) == list(range(len(RUNGS)))
+    assert first == second and tuple(first) == RUNGS
     assert all(len(v) == 3 and min(v) > 0 for v in first.values())
     assert left == left_too == []
 
@@ -193,20 +229,20 @@ def endless():
 def test_what_goes_wrong_in_a_process_is_one_line_and_leaves_none(factory, words, monkeypatch):
     monkeypatch.setattr(benchmark_loop, "ANSWER_WITHIN_S", 0.5 if factory == "endless" else 60.0)
     with pytest.raises(RuntimeError, match=words) as e:
-        benchmark_loop.one_answer(f"{__name__}:{factory}", 2, 2, 1, CPU)
+        benchmark_loop.one_answer(f"{__name__}:{factory}", 2, 2, "synchronise", CPU)
     assert "\n" not in str(e.value) and "(synchronise)" in str(e.value)
     assert multiprocessing.active_children() == []
 
 
-def test_as_printed_the_loop_does_not_even_notice_that_it_failed():
-    assert benchmark_loop.one_answer(f"{__name__}:broken", 2, 2, 0, CPU) > 0
+def test_without_a_wait_the_loop_does_not_even_notice_that_it_failed():
+    assert benchmark_loop.one_answer(f"{__name__}:broken", 2, 2, "data outside", CPU) > 0
 
 
 @pytest.mark.drill
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent died")
 def test_nothing_is_left_when_the_rank_is_killed():
     code = "import torch; from labs.parts.timing import benchmark_loop as b; "
-    code += f"b.one_answer('{__name__}:endless', 2, 2, 1, torch.device('cpu'))"
+    code += f"b.one_answer('{__name__}:endless', 2, 2, 'synchronise', torch.device('cpu'))"
     environment = new_environment()
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:

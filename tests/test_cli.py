@@ -130,7 +130,7 @@ def test_bad_parameters_name_the_fix(values, told):
         ({"nproc": 0}, "nproc must be at least 1, not 0"),
         ({"nproc": -1}, "nproc must be at least 1, not -1"),
         ({"nproc": 64}, "64 ranks need 64 devices"),
-        ({"timeout_s": 0}, "timeout_s must be positive, not 0"),
+        ({"nproc": 1, "timeout_s": 0}, "timeout_s must be positive, not 0"),
         ({"device": "tpu"}, "device must be one of auto, cpu"),
         ({"smok": True}, "has no parameter 'smok': did you mean 'smoke'?"),
     ],
@@ -219,3 +219,23 @@ def test_a_terminal_of_another_encoding_shows_a_question_mark():
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
     assert out.decode("latin-1").strip() == "? \N{LATIN SMALL LETTER A WITH DIAERESIS}"
+
+
+def test_a_reader_that_leaves_early_costs_no_word_and_no_record(tmp_path):
+    """As `python -m labs.X --out FILE | head -1` does: the pipe is closed before anything is printed."""
+    code = """
+from labs.kit import cli, record
+lab = type("lab", (), {"answer": staticmethod(lambda records: ["a sentence " * 20] * 2000)})
+made = record.Records([record.Record("lab", "metric", "s", (1.0, 2.0))])
+code = cli.report(lab, made, None, cli.Output(out=cli.Path("kept.jsonl"), table=True))
+print("after it")
+raise SystemExit(code)
+"""
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60,
+                          env=environment)  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "kept.jsonl").is_file()

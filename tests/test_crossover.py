@@ -4,17 +4,11 @@ import pytest
 
 from labs import crossover
 from labs.kit.launch import launch
-
-
-def test_fit_link_recovers_latency_and_bandwidth():
-    sizes = [2**12, 2**16, 2**20, 2**23]
-    latency, bandwidth = crossover.fit_link(sizes, [1e-4 + s / 2e9 for s in sizes])
-    assert latency == pytest.approx(1e-4)
-    assert bandwidth == pytest.approx(2e9)
+from labs.parts.timing.collectives import LatencyBandwidth
 
 
 def test_predict_by_hand():
-    assert crossover.predict(1.0, 500, (0.5, 1000.0), ranks=2) == pytest.approx(2 / (1 + 0.5 + 0.5))
+    assert crossover.predict(1.0, 500, LatencyBandwidth(0.5, 1000.0), ranks=2) == pytest.approx(2 / (1 + 0.5 + 0.5))
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -75,6 +75,23 @@ def test_01_without_synchronising_the_clock_times_the_orders():
     assert wrong.count("you timed how fast work can be ordered") == 2
 
 
+def test_01_copies_and_readings_wait_in_secret():
+    blind = without("    stream.synchronize()  # delete this line")
+    blocking, _ = run(
+        "01", "edit-clock", blind, ("        # x = stream.to_device(batch)  ", "        x = stream.to_device(batch)  ")
+    )
+    assert blocking.count("how fast work can be ordered") == 0, "each copy waits for the step before it"
+    reading, _ = run("01", "edit-clock", blind, ("        # stream.item(", "        stream.item("))
+    assert reading.count("how fast work can be ordered") == 0
+    pinned, _ = run(
+        "01",
+        "edit-clock",
+        blind,
+        ("        # x = stream.to_device(batch, non", "        x = stream.to_device(batch, non"),
+    )
+    assert pinned.count("how fast work can be ordered") == 2, "a copy that does not block waits for nothing"
+
+
 def test_01_making_data_inside_is_seen():
     slow, _ = run("01", "edit-clock", ("    stream.synchronize()", "    time.sleep(2)\n    stream.synchronize()"))
     assert slow.count("something besides the steps") == 2
@@ -160,3 +177,16 @@ def test_06_a_missing_message_ends_too():
 def test_06_a_half_that_does_not_train_is_named():
     told, _ = run("06", "edit-deadlock", ("        hidden.backward(gradient)\n", ""))
     assert told == "The step ends, and the gradient in rank 0's half is not that of one process.\n"
+
+
+def nats(told):
+    """(the learner's loss, that with all gradients)."""
+    found = re.search(r": ([\d.]+) nats, with all gradients ([\d.]+) nats", told)
+    return float(found[1]), float(found[2])
+
+
+def test_07_without_error_feedback_less_is_learned():
+    """From the same seeds: nothing but the edit differs."""
+    kept, everything = nats(run("07", "edit-feedback")[0])
+    lost, same = nats(run("07", "edit-feedback", ("gradient = gradient + left_out", "pass"))[0])
+    assert everything == same and everything < kept < lost

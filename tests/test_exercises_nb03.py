@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
+from mutants import nb03 as mutants
 
 from labs.chapters.nb03 import solutions as solution
 from labs.kit.check import examine
@@ -106,12 +105,13 @@ def test_leaving_the_group_is_told():
 
 
 def step_by_hand(ddp, optimizer, micro_batches, loss_fn, sends):
-    """Everything under no_sync, then the mean over ranks by `sends(gradients)`."""
-    rows = sum(len(x) for x, _ in micro_batches)
+    """Everything under no_sync, then the mean over all rows by `sends(gradients)`, which adds up over ranks."""
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, sum(len(x) for x, _ in micro_batches))
     optimizer.zero_grad()
     for x, y in micro_batches:
         with ddp.no_sync():
-            (loss_fn(ddp(x), y) * len(x) / rows).backward()
+            (loss_fn(ddp(x), y) * len(x) / sum(rows)).backward()
     sends([p.grad for p in ddp.parameters()])
     optimizer.step()
 
@@ -119,14 +119,13 @@ def step_by_hand(ddp, optimizer, micro_batches, loss_fn, sends):
 def flat(gradients):
     total = torch.cat([g.flatten() for g in gradients])
     dist.all_reduce(total)
-    for g, mean in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
-        g.copy_(mean.view_as(g) / dist.get_world_size())
+    for g, summed in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        g.copy_(summed.view_as(g))
 
 
 def one_by_one(gradients):
     for g in gradients:
         dist.all_reduce(g)
-        g /= dist.get_world_size()
 
 
 @pytest.mark.parametrize("sends", [flat, one_by_one])
@@ -139,39 +138,75 @@ def test_a_gradient_sent_once_by_hand_passes(sends):
 
 def test_a_gradient_sent_by_hand_for_each_micro_batch_is_told():
     def accumulate_step(ddp, optimizer, micro_batches, loss_fn):
-        step_by_hand(ddp, optimizer, micro_batches, loss_fn, lambda gradients: [flat(gradients) for _ in micro_batches])
+        step_by_hand(
+            ddp, optimizer, micro_batches, loss_fn, lambda gradients: [flat(gradients), flat(zeros(gradients))]
+        )
+
+    def zeros(gradients):
+        return [torch.zeros_like(g) for g in gradients]
 
     assert "by hand" in examine("03.3", accumulate_step).text
 
 
-def synchronised(when, steps=lambda: True):
-    def accumulate_step(ddp, optimizer, micro_batches, loss_fn):
-        rows = sum(len(x) for x, _ in micro_batches)
-        optimizer.zero_grad()
-        for i, (x, y) in enumerate(micro_batches):
-            with nullcontext() if i == when(micro_batches) else ddp.no_sync():
-                (loss_fn(ddp(x), y) * len(x) / rows).backward()
-        if steps():
-            optimizer.step()
-
-    return accumulate_step
-
-
 def test_a_step_on_rank_0_alone_is_told():
-    wrong = synchronised(lambda batches: len(batches) - 1, lambda: dist.get_rank() == 0)
-    assert "rank 1 made no optimizer step" in examine("03.3", wrong).text
-
-
-def test_sending_every_micro_batch_is_no_sending_by_hand():
     def accumulate_step(ddp, optimizer, micro_batches, loss_fn):
-        rows = sum(len(x) for x, _ in micro_batches)
-        optimizer.zero_grad()
-        for x, y in micro_batches:
-            (loss_fn(ddp(x), y) * len(x) / rows).backward()
-        optimizer.step()
+        stepped = optimizer.step
+        optimizer.step = lambda: stepped() if dist.get_rank() == 0 else None
+        solution.accumulate_step(ddp, optimizer, micro_batches, loss_fn)
 
-    assert "it was all-reduced 3 times" in examine("03.3", accumulate_step).text
+    assert "rank 1 made no optimizer step" in examine("03.3", accumulate_step).text
+
+
+def test_a_rank_that_synchronises_alone_is_told():
+    alone = mutants._accumulate(syncs=lambda i, last: last and dist.get_rank() == 0)
+    assert "wait for each other for ever" in examine("03.3", alone).text
 
 
 def test_sending_the_first_micro_batch_only_is_told():
-    assert "only the first micro-batch was sent" in examine("03.3", synchronised(lambda batches: 0)).text
+    assert (
+        "only the first micro-batch was sent" in examine("03.3", mutants._accumulate(syncs=lambda i, last: i == 0)).text
+    )
+
+
+# -- 03.4
+
+
+def without_ddp(model, train_set, test_set, epochs, path):
+    """Right, and all by hand: the sampler, the mean of the gradients, the counts."""
+    dist.init_process_group(backend="gloo", init_method="env://")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(epochs):
+        order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(epoch)).tolist()[rank::ranks]
+        for x, y in torch.utils.data.DataLoader(torch.utils.data.Subset(train_set, order), batch_size=8):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+            optimizer.step()
+    if rank == 0:
+        torch.save(model.state_dict(), path)
+    dist.monitored_barrier()
+    model.load_state_dict(torch.load(path, weights_only=True))
+    mine = [test_set[i] for i in range(rank, len(test_set), ranks)]
+    found = [None] * ranks
+    dist.all_gather_object(found, [bool(model(x).argmax() == y) for x, y in mine])
+    dist.destroy_process_group()
+    return sum(map(sum, found)) / sum(map(len, found))
+
+
+@pytest.mark.parametrize("right", [without_ddp, mutants._program()])
+def test_other_programs_pass(right):
+    passes("03.4", right)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"wrapped": True}, "DDP's wrapper puts module. before each"),
+        ({"accuracy": "means"}, "the mean of the ranks' accuracies"),
+        ({"savers": ()}, "before it is there"),
+    ],
+)
+def test_rarer_faults_of_the_program_are_told(fault, words):
+    assert words in examine("03.4", mutants._program(**fault)).text

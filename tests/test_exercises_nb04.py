@@ -2,168 +2,114 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from mutants import nb04 as mutants
 from torch.nn.utils import clip_grad_norm_
 
+from labs.chapters.nb04 import exercise_amp, exercise_log
 from labs.chapters.nb04 import solutions as solution
-from labs.chapters.nb04.exercise_amp import Job, Watched
 from labs.chapters.nb04.exercises import CASES
-from labs.kit.check import TODO, examine
+from labs.kit.check import examine
 
 # -- 04.1
 
 
-def accumulate(model, scaler, micro_batches, loss_fn, *, loss_inside=True, divide_last=False):
-    for x, y in micro_batches:
-        with torch.autocast(x.device.type, torch.float16):
+def with_an_iterator(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
+    """Steps at the end of a group, divides gradients in place of losses, asks update() by a comparison."""
+    dtype, rows, waiting, skipped = {True: torch.float16, False: torch.bfloat16}[scaler.is_enabled()], 0, 0, 0
+    optimizer.zero_grad(set_to_none=False)
+    for i, (x, y) in enumerate(batches, 1):
+        where = next(model.parameters()).device
+        x, y = x.to(where, non_blocking=True), y.to(where)
+        with torch.amp.autocast(device_type=where.type, dtype=dtype):
             output = model(x)
-            loss = loss_fn(output, y) if loss_inside else None
-        loss = loss_fn(output, y) if loss is None else loss
-        scaler.scale(loss if divide_last else loss / len(micro_batches)).backward()
+        loss = loss_fn(output.float(), y) * len(x)
+        scaler.scale(loss).backward()
+        rows, waiting = rows + len(x), waiting + 1
+        if waiting == accumulate or i == len(batches):
+            scaler.unscale_(optimizer)
+            for p in model.parameters():
+                p.grad /= rows
+            clip_grad_norm_(model.parameters(), max_norm)
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            lost = scaler.get_scale() < before
+            skipped += lost
+            if not lost:
+                scheduler.step()
+            optimizer.zero_grad(set_to_none=False)
+            rows = waiting = 0
+    return skipped
 
 
-def cleared_at_the_end(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-    accumulate(model, scaler, micro_batches, loss_fn)
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(model.parameters(), max_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    model.zero_grad(set_to_none=False)
+def counted_by_a_hook(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
+    """Notices a skipped step by the optimizer itself; clips by hand; returns a tensor."""
+    taken, groups = [], [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
+    handle = optimizer.register_step_post_hook(lambda *_: taken.append(1))
+    for group in groups:
+        optimizer.zero_grad()
+        n = sum(x.shape[0] for x, _ in group)
+        for x, y in group:
+            x, y = (t.to(next(model.parameters()).device) for t in (x, y))
+            with torch.autocast(x.device.type, torch.float16 if scaler.is_enabled() else torch.bfloat16):
+                loss = loss_fn(model(x), y)
+            scaler.scale(loss * x.shape[0] / n).backward()
+        scaler.unscale_(optimizer)
+        norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt().item()
+        for p in model.parameters():
+            p.grad *= min(1.0, max_norm / norm) if math.isfinite(norm) else 1.0
+        before = len(taken)
+        scaler.step(optimizer)
+        scaler.update()
+        if len(taken) > before:
+            scheduler.step()
+    handle.remove()
+    return torch.tensor(len(groups) - len(taken))
 
 
-def divided_at_the_end(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-    optimizer.zero_grad()
-    accumulate(model, scaler, micro_batches, loss_fn, divide_last=True)
-    scaler.unscale_(optimizer)
-    for p in model.parameters():
-        p.grad /= len(micro_batches)
-    clip_grad_norm_(model.parameters(), max_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    return 0.0
-
-
-def clipped_by_hand(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-    optimizer.zero_grad()
-    accumulate(model, scaler, micro_batches, loss_fn, loss_inside=False)
-    scaler.unscale_(optimizer)
-    norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
-    for p in model.parameters():
-        p.grad *= min(1.0, max_norm / norm.item())
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def clipped_to_a_scaled_norm(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-    optimizer.zero_grad()
-    accumulate(model, scaler, micro_batches, loss_fn)
-    clip_grad_norm_(model.parameters(), max_norm * scaler.get_scale())
-    scaler.step(optimizer)
-    scaler.update()
-
-
-@pytest.mark.parametrize("right", [cleared_at_the_end, divided_at_the_end, clipped_by_hand, clipped_to_a_scaled_norm])
-def test_other_steps_that_do_the_same_pass(right):
+@pytest.mark.parametrize("right", [with_an_iterator, counted_by_a_hook])
+def test_other_epochs_that_do_the_same_pass(right):
     assert examine("04.1", right).state == "passed", examine("04.1", right).text
 
 
-def step_with(device_type=lambda model, x: next(model.parameters()).device.type, new_optimizer=False):
-    def train_step(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-        optimizer.zero_grad()
-        if new_optimizer:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for x, y in micro_batches:
-            with torch.amp.autocast(device_type(model, x), dtype=torch.float16):
-                loss = loss_fn(model(x), y) / len(micro_batches)
-            scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model.parameters(), max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return train_step
+def test_torch_is_left_as_it_was_after_pretending_to_be_a_gpu():
+    assert examine("04.1", solution.train_epoch).state == "passed"
+    assert not {"device", "to", "cuda"} & {*vars(torch.Tensor)} and torch.ones(1).device.type == "cpu"
+    assert torch.ones(1).to(torch.float64).dtype == torch.float64
 
 
-def test_autocast_for_a_fixed_device_is_told_and_torch_is_left_as_it_was():
-    assert 'autocast is for "cpu"' in examine("04.1", step_with(lambda model, x: "cpu")).text
-    assert examine("04.1", step_with()).state == "passed"
-    assert examine("04.1", step_with(lambda model, x: x.device.type)).state == "passed"
-    assert "device" not in vars(torch.Tensor) and torch.ones(1).device.type == "cpu"
+@pytest.mark.parametrize("slip", exercise_amp.SLIPS, ids=lambda s: s.name)
+def test_every_slip_is_named(slip):
+    outcome = examine("04.1", exercise_amp._epoch(slip.name))
+    assert outcome.state == "not yet" and slip.what in outcome.text
 
 
-def test_an_optimizer_made_anew_in_each_step_is_told():
-    assert "another one did" in examine("04.1", step_with(new_optimizer=True)).text
+@pytest.mark.parametrize(("wrong", "words"), [
+    ({"article": True}, "torch.cuda.amp.autocast is deprecated"), ({"around": True}, "went around the scaler"),
+    ({"answer": lambda skipped: None}, "not a number"), ({"answer": lambda skipped: skipped + 1}, "you return 1"),
+    ({"dtype": torch.float32}, "outside of any autocast"),
+])  # fmt: skip
+def test_what_is_seen_without_a_comparison(wrong, words):
+    assert words in examine("04.1", mutants.epoch(**wrong)).text
 
 
-def repaired(*parts):
-    """The article's loop with some of its faults removed."""
-
-    def train_step(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-        if "zero" in parts:
-            optimizer.zero_grad()
-        for x, y in micro_batches:
-            with (
-                torch.amp.autocast(x.device.type, dtype=torch.float16)
-                if "autocast" in parts
-                else torch.cuda.amp.autocast()
-            ):
-                loss = loss_fn(model(x), y) / (len(micro_batches) if "mean" in parts else 1)
-            scaler.scale(loss).backward()
-            if "once" not in parts:
-                finish(model, optimizer, scaler, max_norm)
-        if "once" in parts:
-            finish(model, optimizer, scaler, max_norm)
-
-    def finish(model, optimizer, scaler, max_norm):
-        if "unscale" in parts:
-            scaler.unscale_(optimizer)
-        if "clip" in parts:
-            clip_grad_norm_(model.parameters(), max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return train_step
+def test_the_planted_overflow_halves_the_scale_and_skips_one_step():
+    seen = exercise_amp.run(solution.train_epoch, exercise_amp.JOBS[2])
+    assert (len(seen.applied), seen.scale, seen.answer, seen.lrs) == (2, 16.0, 1, [0.05, 0.025, 0.0125])
 
 
-def test_the_article_is_led_from_fault_to_fault():
-    parts = ["autocast", "once", "mean", "zero", "clip", "unscale"]
-    told = [examine("04.1", repaired(*parts[:n])) for n in range(len(parts) + 1)]
-    words = ["deprecated", "a step of its own", "added, not averaged", "second call of train_step the gradients of the",
-             "nothing has clipped it", "because only step() unscaled them"]  # fmt: skip
-    assert all(w in o.text for w, o in zip(words, told, strict=False)), [o.text for o in told]
-    assert told[-1].state == "passed"
-
-
-def test_the_stub_is_the_article_itself_and_to_do():
-    def train_step(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-        TODO  # noqa: B018
-        repaired()(model, optimizer, scaler, micro_batches, loss_fn, max_norm)
-
-    assert examine("04.1", train_step).state == "to do"
-
-
-def test_an_error_of_another_kind_shows_the_learners_line():
-    def train_step(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
+def test_an_error_of_torch_shows_the_learners_line():
+    def train_epoch(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
         with torch.autocast("cpu", torch.float16):
             model(torch.ones(2, 2))
 
-    text = examine("04.1", train_step).text
+    text = examine("04.1", train_epoch).text
     assert "shapes cannot be multiplied" in text and "model(torch.ones(2, 2))" in text
-
-
-def test_the_planted_overflow_halves_the_scale_once_and_changes_no_parameter():
-    job = Job(seed=1, micro_batches=2, scale=2.0**12, max_norms=(1.0,) * 3, overflow=1)
-    watched = Watched(job.seed, job.scale)
-    scales, moved = [], []
-    for i in range(3):
-        before = watched.parameters()
-        assert watched.run(solution.train_step, job.batches(i), 1.0) is None
-        scales.append(watched.scaler.get_scale())
-        moved.append(not torch.equal(before, watched.parameters()))
-    assert scales == [4096, 2048, 2048] and moved == [True, False, True]
 
 
 # -- 04.2
@@ -192,10 +138,46 @@ def test_by_threshold_is_as_good_as_by_conversion():
 # -- 04.3
 
 
-def test_bert_large_with_few_and_with_many_activations():
-    few, many = (solution.saved_share(3.35e8, a * 1e9, 0.9, "adam") for a in (2, 60))
-    assert few < 0.1 < 0.35 < many < 0.5
-    assert solution.saved_share(1e9, 0, 1.0, "sgd") == pytest.approx(-2 / 8)
+def by_the_last_rows(log):
+    norms = sorted(row["norm"] for row in log if math.isfinite(row["norm"]))
+    if norms and norms[len(norms) // 2] > 0.1 * log[0]["scale"]:
+        return "clip before unscale_"
+    scales, skipped = [row["scale"] for row in log], [row["skipped"] for row in log]
+    if skipped[-1] and skipped[-2]:
+        return "new scaler every step" if len(set(scales)) == 1 else "no zero_grad"
+    return "fine"
+
+
+def by_what_changes(log):
+    falls = sum(b["scale"] < a["scale"] for a, b in itertools.pairwise(log))
+    skipped = sum(row["skipped"] for row in log)
+    after_first = [row["skipped"] for row in log][[row["skipped"] for row in log].index(True) :] if skipped else []
+    if skipped and not falls and skipped == len(log):
+        return "new scaler every step"
+    if skipped and all(after_first):
+        return "no zero_grad"
+    return "clip before unscale_" if max(row["norm"] for row in log if not row["skipped"]) > 1000 else "fine"
+
+
+@pytest.mark.parametrize("right", [by_the_last_rows, by_what_changes])
+def test_other_diagnoses_by_other_signs_pass(right):
+    assert examine("04.3", right).state == "passed", examine("04.3", right).text
+
+
+def test_every_confusion_of_two_diagnoses_has_its_words():
+    assert set(exercise_log.WHY) == {(a, b) for a in exercise_log.DIAGNOSES for b in exercise_log.DIAGNOSES if a != b}
+    assert {truth for truth, _ in exercise_log.CASES} == set(exercise_log.DIAGNOSES)
+
+
+def test_the_logs_are_what_their_names_say():
+    fine, endless, scaled, forgetful = (
+        exercise_log.training_log(d, 3, **({"scale": exercise_log.TOO_LARGE, "overflow": None} if "new" in d else {}))
+        for d in exercise_log.DIAGNOSES
+    )
+    assert [row["skipped"] for row in fine].count(True) == 1 and not fine[-1]["skipped"]
+    assert all(row["skipped"] for row in endless[5:]) and endless[-1]["scale"] < 100
+    assert all(row["norm"] > 1000 for row in scaled if not row["skipped"])
+    assert all(row["skipped"] for row in forgetful) and len({row["scale"] for row in forgetful}) == 1
 
 
 # -- 04.4
@@ -232,3 +214,12 @@ def test_decimal_arithmetic_is_as_good():
         return torch.tensor(value if value <= (2 - 2.0**-mantissa_bits) * 2.0**bias else torch.inf, dtype=torch.float64)
 
     assert examine("04.4", round_to).state == "passed"
+
+
+def test_nan_for_inf_is_named():
+    def round_to(x, exponent_bits, mantissa_bits):
+        right = solution.round_to(x, exponent_bits, mantissa_bits)
+        return right if math.isfinite(right) else math.nan
+
+    text = examine("04.4", round_to).text
+    assert "you return nan" in text and "what is too large is math.inf" in text

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -24,17 +25,19 @@ import pytest
 import torch
 from mutants import nb05 as mutants
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from labs.chapters.nb05 import exercise_drills as checkpoint_drills
-from labs.chapters.nb05 import exercises as nb05
 from labs.chapters.nb05 import solutions as solution
 from labs.chapters.nb05.exercise_drills import Drill, in_child
 from labs.chapters.nb05.exercise_files import _damages
-from labs.chapters.nb05.exercise_recompute import SCENES, Run
+from labs.chapters.nb05.exercise_recompute import SCENES, Run, kept_by, plain
 from labs.chapters.nb05.exercise_resume import pieces
 from labs.chapters.nb05.exercise_states import a_state, difference, one_thread, same
 from labs.chapters.nb05.exercise_trainer import Trainer
 from labs.kit.check import TODO, Mistake, examine, get_exercise
+from labs.parts.memory.chunked_loss import chunked_cross_entropy
+from labs.parts.memory.recomputation import by_hand
 
 
 def passes(exercise_id, candidate):
@@ -323,146 +326,133 @@ def test_rarer_mistakes_with_files_are_told(wrong, words):
 # -- 05.2
 
 
-def test_switching_requires_grad_on_for_the_callers_x_is_told():
-    def checkpointed(block, x):
-        return solution.checkpointed(block, x.requires_grad_())
-
-    assert "the caller's x requires a gradient now" in examine("05.2", checkpointed).text
-
-
-def with_a_dummy(block, x):
-    """As torch's older way does it: backward() inside of backward() reaches the parameters by itself."""
-
-    class Recomputed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, dummy, x):
-            ctx.x, ctx.state = x, torch.get_rng_state()
-            return block(x)
-
-        @staticmethod
-        def backward(ctx, g):
-            after = torch.get_rng_state()
-            torch.set_rng_state(ctx.state)
-            x = ctx.x.detach().clone().requires_grad_()
-            with torch.enable_grad():
-                torch.autograd.backward(block(x), g)
-            torch.set_rng_state(after)
-            return None, x.grad
-
-    return Recomputed.apply(torch.zeros((), requires_grad=True), x)
+def all_subsets(blocks, x, kept_bytes, budget_bytes):
+    """Every choice is tried, the smallest first; runs of blocks that go together are one segment."""
+    n = len(blocks)
+    again = next(c for k in range(n + 1) for c in itertools.combinations(range(n), k)
+                 if sum(kept_bytes[i] for i in range(n) if i not in c) <= budget_bytes)  # fmt: skip
+    for twice, numbers in itertools.groupby(range(n), key=again.__contains__):
+        segment = nn.Sequential(*(blocks[i] for i in numbers))
+        x = checkpoint(segment, x, use_reentrant=False) if twice else segment(x)
+    return x
 
 
-class ModuleLevel(torch.autograd.Function):
+class OwnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *parameters):
-        ctx.block, ctx.parameters = block, parameters
+        ctx.block, ctx.parameters, ctx.state = block, parameters, torch.get_rng_state()
         ctx.save_for_backward(x)
-        ctx.state = torch.random.get_rng_state()
-        with torch.no_grad():
-            return block(x)
+        return block(x)
 
     @staticmethod
     def backward(ctx, g):
-        with torch.random.fork_rng(devices=[]):
-            torch.random.set_rng_state(ctx.state)
-            _, vjp = torch.func.vjp(
-                lambda *t: torch.func.functional_call(ctx.block, dict(zip(names(ctx), t[1:], strict=True)), t[0]),
-                ctx.saved_tensors[0], *(p.detach() for p in ctx.parameters), has_aux=False,
-            )  # fmt: skip
-        return None, *vjp(g)
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            out = ctx.block(x)
+        return None, *torch.autograd.grad(out, [x, *ctx.parameters], g)
 
 
-def names(ctx):
-    return [name for name, _ in ctx.block.named_parameters()]
+def by_own_function(blocks, x, kept_bytes, budget_bytes):
+    kept = np.array(kept_bytes)
+    order = np.argsort(-kept)
+    left = kept.sum() - np.concatenate([[0], np.cumsum(kept[order])])
+    again = set(order[: int(np.argmax(left <= budget_bytes))].tolist())
+    for i, block in enumerate(blocks):
+        x = OwnFunction.apply(block, x, *block.parameters()) if i in again else block(x)
+    return x
 
 
-@pytest.mark.parametrize(
-    "right",
-    [with_a_dummy, lambda block, x: ModuleLevel.apply(block, x, *block.parameters())],
-    ids=["with a dummy", "torch.func"],
-)
-def test_other_ways_to_recompute_pass(right):
+def by_hooks(blocks, x, kept_bytes, budget_bytes):
+    left = dict(enumerate(kept_bytes))
+    while sum(left.values()) > budget_bytes:
+        del left[max(left, key=left.get)]
+    for i, block in enumerate(blocks):
+        x = block(x) if i in left else by_hand(block, x)
+    return x
+
+
+@pytest.mark.parametrize("right", [all_subsets, by_own_function, by_hooks])
+def test_other_ways_to_keep_a_budget_pass(right):
     passes("05.2", right)
 
 
-def test_the_reference_keeps_nothing_and_is_exact():
+def test_the_budget_counts_what_blocks_keep_and_nothing_else():
     for scene in SCENES:
         with one_thread():
-            own, plain = (Run(scene, collect=False).play(f) for f in (solution.checkpointed, lambda block, x: block(x)))
-        assert own.kept_bytes == 0 < plain.kept_bytes
-        assert all(torch.equal(a, b) for a, b in zip(own.gradients, plain.gradients, strict=True))
-        assert (own.x_grad is None) == (not scene.x_needs_grad) and own.drawn == plain.drawn
+            kept = [kept_by(h) for h in scene.hidden]
+            budget = scene.budget(kept)
+            all_kept, own = (Run(scene).play(f, kept, budget) for f in (plain, solution.run_stack))
+        assert all_kept.kept_bytes == sum(kept) and own.kept_bytes <= budget + 8192 * max(1, scene.over)
+        assert {c.block for c in own.calls if c.in_backward} == set(np.argsort(kept)[::-1][: scene.over].tolist())
+        assert all(torch.equal(a, b) for a, b in zip(own.gradients, all_kept.gradients, strict=True))
+        assert (own.x_grad is None) == (not scene.x_needs_grad) and own.drawn == all_kept.drawn
 
 
-def test_the_reference_lets_frozen_parameters_be_and_runs_without_gradients():
-    block = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
-    block[0].requires_grad_(False)
-    solution.checkpointed(block, torch.ones(2, 3)).sum().backward()
-    assert block[0].weight.grad is None and block[1].weight.grad is not None
-    with torch.no_grad():
-        assert torch.equal(solution.checkpointed(block, torch.ones(2, 3)), block(torch.ones(2, 3)))
+def test_switching_requires_grad_on_for_the_callers_x_is_told():
+    def run_stack(blocks, x, kept_bytes, budget_bytes):
+        return solution.run_stack(blocks, x.requires_grad_(), kept_bytes, budget_bytes)
+
+    assert "the caller's x requires a gradient now" in examine("05.2", run_stack).text
 
 
-@pytest.mark.parametrize("junk", [lambda block, x: None, lambda block, x: 3.0, lambda block, x: x.sum()])
+@pytest.mark.parametrize("junk", [lambda *_: None, lambda *_: 3.0, lambda blocks, x, *_: x.sum()])
 def test_junk_for_a_tensor_is_told(junk):
-    assert "not a tensor as block(x) does" in examine("05.2", junk).text
+    assert "not a tensor as the last block does" in examine("05.2", junk).text
 
 
 # -- 05.3
 
 
-def test_large_inputs_ask_for_few_segments():
-    assert solution.largest_batch(1e9, 0, 100, 1e6, 1e6)[1] == 10
-    assert solution.largest_batch(1e9, 0, 100, 1e6, 1e3)[1] == 100
-    assert solution.largest_batch(1e9, 0, 9, 1e6, 1e8) == (9, 1)
+class InForward(torch.autograd.Function):
+    """Gradients are made in forward, chunk by chunk, and only scaled in backward: no second run at all."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, chunk):
+        count, total = (labels != -100).sum(), 0.0
+        grads = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(labels), chunk):
+            h, y = hidden[start : start + chunk], labels[start : start + chunk]
+            p = (h @ weight.T).log_softmax(1)
+            used = (y != -100).float()
+            target = y.clamp(min=0)[:, None]
+            total = total - (p.gather(1, target)[:, 0] * used).sum()
+            p = p.exp_().scatter_add_(1, target, -torch.ones_like(h[:, :1])) * used[:, None] / count
+            grads[0][start : start + chunk] = p @ weight
+            grads[1].add_(p.T @ h)
+        ctx.save_for_backward(*grads)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, g):
+        return *(g * t for t in ctx.saved_tensors), None, None
 
 
-def test_with_inputs_as_large_as_a_layer_the_peak_is_two_roots():
-    rows, segments = solution.largest_batch(2000 * 1e6, 0, 100, 1e6, 1e6)
-    assert (rows, segments) == (100, 10)  # 20 MB per row, against 100 MB
+def module_per_chunk(hidden, weight, labels, chunk_tokens):
+    """A criterion that adds up, chunks by index, a shape of (1,)."""
+    criterion = nn.CrossEntropyLoss(reduction="sum", ignore_index=-100)
+
+    def one(start):
+        part = slice(start, start + chunk_tokens)
+        return criterion(nn.functional.linear(hidden[part], weight), labels[part])
+
+    sums = [checkpoint(one, start, use_reentrant=False) for start in range(0, len(hidden), chunk_tokens)]
+    return (torch.stack(sums).sum() / labels.ne(-100).sum()).reshape(1)
 
 
-def test_a_loop_is_as_good_and_numpy_numbers_are_numbers():
-    def largest_batch(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
-        best, segments = math_inf, 0
-        for k in range(1, layers + 1):
-            peak = k * input_bytes + -(-layers // k) * layer_bytes
-            if peak < best:
-                best, segments = peak, k
-        return np.float64(max(0, (memory_bytes - fixed_bytes) // best)), torch.tensor(segments)
-
-    math_inf = float("inf")
-    passes("05.3", largest_batch)
+@pytest.mark.parametrize("right", [InForward.apply, module_per_chunk], ids=["gradients in forward", "by index"])
+def test_other_ways_to_chunk_pass(right):
+    passes("05.3", lambda *arguments: right(*arguments))
 
 
-def test_as_many_segments_as_layers_must_be_tried():
-    def largest_batch(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
-        def peak(k):
-            return k * input_bytes + -(-layers // k) * layer_bytes
-
-        k = min(range(1, layers), key=peak)
-        return max(0, int((memory_bytes - fixed_bytes) // peak(k))), k
-
-    assert "you never try as many segments as layers" in examine("05.3", largest_batch).text
-
-
-def test_by_numpy_is_as_good():
-    def largest_batch(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
-        k = np.arange(1, layers + 1)
-        peaks = k * input_bytes + np.ceil(layers / k) * layer_bytes
-        return int(max(0, (memory_bytes - fixed_bytes) // peaks.min())), int(peaks.argmin()) + 1
-
-    passes("05.3", largest_batch)
-
-
-def test_no_slip_is_another_one_or_the_right_answer():
-    right = [solution.largest_batch(*case) for case in nb05.JOBS]
-    for slips, want in ((nb05.SEGMENTS, [k for _, k in right]), (nb05.ROWS, [rows for rows, _ in right])):
-        seen = {tuple(map(float, want)): "right"}
-        for wrong, what, _ in slips:
-            made = tuple(float(wrong(case)) for case in nb05.JOBS)
-            assert made not in seen, f"{what!r} is {seen[made]!r}"
-            seen[made] = what
+def test_the_labs_own_chunked_loss_is_that_of_all_logits_at_once():
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=draw, dtype=torch.float64, requires_grad=True) for n in (50, 90))
+    labels = torch.randint(90, (50,), generator=draw)
+    whole, parts = (chunked_cross_entropy(hidden, weight, labels, chunks) for chunks in (1, 7))
+    assert torch.allclose(whole, parts, rtol=1e-12)
+    for a, b in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (whole, parts)), strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-14)
 
 
 # -- 05.4
@@ -533,7 +523,7 @@ def test_every_piece_of_the_trainer_changes_and_matters():
 def test_a_check_leaves_random_states_and_threads_as_they_were():
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     threads = torch.get_num_threads()
-    for exercise_id in ("05.1", "05.2", "05.4"):
+    for exercise_id in ("05.1", "05.2", "05.3", "05.4"):
         examine(exercise_id, get_exercise(exercise_id).reference)
     drawn = torch.rand(()).item(), np.random.random(), random.random()
     torch.manual_seed(3), np.random.seed(3), random.seed(3)

@@ -14,6 +14,7 @@ from labs.kit.hardware import runs_on
 from labs.kit.rank import backend_for
 
 H100 = "NVIDIA H100 80GB HBM3"
+REPORT = nvml.report
 
 
 @pytest.mark.parametrize("n_gpus", [0, 1, 2, 8])
@@ -110,3 +111,73 @@ def test_inventory_is_plain_json_and_starts_no_cuda():
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_starting_no_cuda_holds_in_a_build_with_cudnn(monkeypatch):
+    """torch.backends.cudnn.version() asks each GPU for its capability in torch 2.13, which starts CUDA."""
+    import torch
+
+    def started(*_):
+        raise AssertionError("CUDA was started")
+
+    for name in ("get_device_capability", "get_device_properties", "_lazy_init", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, started)
+    monkeypatch.setattr(torch.backends.cudnn, "version", started)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_cudnn", type("Cudnn", (), {"getVersionInt": staticmethod(lambda: 91002)}), False)
+    assert hardware.build()["cudnn"] == 91002
+
+
+def test_a_kernel_that_reads_all_of_the_hardware_has_no_cuda_driver_mapped():
+    code = (
+        "import torch; from labs.kit import hardware, launch, preflight, record;"
+        "hardware.inventory(); hardware.place(1); hardware.summary(); preflight.gather();"
+        "hardware.why_cores(hardware.place(1)); assert not torch.cuda.is_initialized();"
+        "maps = open('/proc/self/maps').read() if __import__('os').path.exists('/proc/self/maps') else '';"
+        "assert 'libcuda.so' not in maps"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def gpus(monkeypatch, n, **changes):
+    """This torch has CUDA, and NVML lists `n` cards."""
+    fake = FakeNvml([card(f"GPU-0{i}", **changes) for i in range(n)])
+    monkeypatch.setattr(hardware.nvml, "report", lambda *_, **how: REPORT(fake, **how))
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
+
+
+def test_a_gpu_that_ranks_must_share_is_cuda_shared(monkeypatch):
+    """NCCL refuses two ranks on one GPU; with gloo all ranks must use it, also the one that has a GPU to itself."""
+    gpus(monkeypatch, 2)
+    found = hardware.place(3, "cuda", oversubscribe=True)
+    assert [(d.kind, d.index) for d in found] == [("cuda-shared", 0), ("cuda-shared", 1), ("cuda-shared", 0)]
+    assert {backend_for(d, nccl=True) for d in found} == {"gloo"}
+    assert [d.kind for d in hardware.place(2, "cuda", oversubscribe=True)] == ["cuda"] * 2
+    gpus(monkeypatch, 1)
+    assert [d.kind for d in hardware.place(2, "cuda", oversubscribe=True)] == ["cuda-shared"] * 2
+
+
+def test_an_exclusive_gpu_is_not_shared(monkeypatch):
+    gpus(monkeypatch, 1, mode=3)
+    assert hardware.place(1)[0].kind == "cuda"
+    for args in ((2, "cuda-shared"), (2, "cuda", True)):
+        with pytest.raises(BadInput, match=r"exclusive-process mode.*nvidia-smi -c DEFAULT") as e:
+            hardware.place(*args)
+        assert "\n" not in str(e.value)
+    with pytest.raises(BadInput, match="GPU 0"):
+        hardware.require_shareable({0})
+    hardware.require_shareable(set())
+
+
+def test_ranks_that_run_on_cores_beside_too_few_gpus_are_told_of(monkeypatch):
+    gpus(monkeypatch, 1)
+    cores = [hardware.Device("cpu", i, "", (i,)) for i in range(2)]
+    assert hardware.why_cores(cores) == (
+        "2 ranks on CPU cores, for torch sees 1 GPU and each rank needs its own: nproc=1 uses it, "
+        'device="cuda-shared" lets all ranks share GPU 0'
+    )
+    assert hardware.why_cores(cores, "cpu") == "" == hardware.why_cores([hardware.Device("cuda", 0, "")])
+    gpus(monkeypatch, 0)
+    assert hardware.why_cores(cores) == ""

@@ -20,7 +20,7 @@ from labs.parts.timing import probe_report
 @pytest.mark.parametrize(
     "values, words",
     [({"dtypes": ("fp12",)}, "fp12"), ({"matmul_sizes": (0,)}, "matmul_sizes"), ({"array_mib": -1}, "array_mib"),
-     ({"message_kib": (0.001,)}, "message_kib"), ({"batch_size": 0}, "batch_size"), ({"rounds": 1}, "rounds"),
+     ({"message_kib": (0.001,)}, "message_kib"), ({"batch_size": -1}, "batch_size"), ({"rounds": 1}, "rounds"),
      ({"budget_s": 0}, "budget_s"), ({"models": ("resnet",)}, "resnet"), ({"parts": ("disk",)}, "disk")],
 )  # fmt: skip
 def test_bad_input_is_one_line_that_names_the_parameter(values, words):
@@ -31,7 +31,7 @@ def test_bad_input_is_one_line_that_names_the_parameter(values, words):
 
 def test_predict_counts_products_and_models():
     work = hardware_probe.predict(hardware_probe.Config(matmul_sizes=(96,), models=("mlp",)))
-    assert work["matmul 96"].intensity == pytest.approx(16) and work["mlp"].flop > 1e8
+    assert work["matmul 96"].intensity == pytest.approx(16) and work["mlp, 64 rows"].flop > 1e8
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def run():
 def test_records_cover_every_part(run):
     metrics = {r.metric for r in run}
     assert metrics == {"matmul_relative_error", "all_reduce_error", "matmul_flop_s", "convolution_flop_s",
-                       "memory_b_s", "model_flop_s", "model_flop", "model_bytes", "ceiling_rate", "ceiling_speedup",
-                       "all_reduce_s", "busbw_b_s"}  # fmt: skip
+                       "memory_b_s", "operator_s", "model_flop_s", "model_flop", "model_bytes", "model_operators",
+                       "ceiling_rate", "ceiling_speedup", "all_reduce_s", "busbw_b_s"}  # fmt: skip
     assert all(len(r.samples) == 3 for r in run if r.kind == "measured" and "error" not in r.metric)
     assert {r.kind for r in run.where("model_bytes")} == {"modelled"}
     assert len(run.where("matmul_relative_error")) == 2  # every rank answers for its own device
@@ -93,7 +93,7 @@ def command(monkeypatch, capsys):
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["hardware_probe", *args])
         with pytest.raises(SystemExit) as e:
-            probe_report.main("hardware_probe", hardware_probe.__doc__, hardware_probe.Config)
+            probe_report.main("hardware_probe", hardware_probe.__doc__, hardware_probe.Config, hardware_probe.answer)
         return e.value.code, *capsys.readouterr()
 
     return run
@@ -118,7 +118,8 @@ def test_requiring_more_gpus_than_there_are_fails_with_a_remedy(command):
         (("--report", "x.json"), "--report belongs to --preflight"),
     ],
 )
-def test_bad_input_in_a_shell_is_one_line_and_exit_code_2(args, words, command):
+def test_bad_input_in_a_shell_is_one_line_and_exit_code_2(args, words, command, monkeypatch):
+    monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
     code, said, errors = command(*args)
     assert (code, said) == (2, "") and words in errors and len(errors.strip().splitlines()) == 1
 

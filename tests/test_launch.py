@@ -201,6 +201,7 @@ def test_a_script_that_launches_at_its_top_level_needs_no_main_guard(tmp_path):
 def test_on_one_core_two_ranks_are_refused_with_the_fix_and_one_works():
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "os.environ.pop('COURSE_OVERSUBSCRIBE', None)\n"
         "from labs.kit.launch import launch\nfrom labs.kit.errors import BadInput\n"
         "try: launch('labs_for_tests.empty', 2)\nexcept BadInput as e: print(e)\n"
         "print(launch('labs_for_tests.empty', 1).one('ranks').value)"

@@ -1,5 +1,6 @@
 """The scaler follows its rule through a planted overflow; the right order is as FP32; each wrong one shows itself."""
 
+import dataclasses
 import math
 import warnings
 
@@ -9,6 +10,7 @@ import torch
 from labs import loss_scaling as lab
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
+from labs.kit.record import Records
 from labs.parts import models
 from labs.parts.precision import deprecated_amp
 from labs.parts.precision.loss_scaling_trial import ORDERS, SPIKE, Trial, perceptron
@@ -242,3 +244,16 @@ def test_bad_input_is_one_line(values, words):
     with pytest.raises(BadInput, match=words) as e:
         launch("loss_scaling", **values)
     assert "\n" not in str(e.value)
+
+
+def test_the_answer_counts_outcomes_and_says_where_the_rule_is_broken(run):
+    told = " ".join(lab.answer(run))
+    assert "as its rule has it" in told and "NOT as" not in told and "Wrong without a word:" in told
+    broken = Records([dataclasses.replace(r, samples=tuple(2 * s for s in r.samples)) if r.metric == "scale" else r
+                      for r in run])  # fmt: skip
+    assert "NOT as its rule has it" in " ".join(lab.answer(broken))
+
+
+def test_every_order_says_in_words_what_was_written():
+    assert all(order.means for order in ORDERS.values())
+    assert len({order.means for order in ORDERS.values()}) == len(ORDERS)

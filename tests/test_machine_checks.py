@@ -66,6 +66,17 @@ def test_a_healthy_machine_passes():
         ({"port_problem": "Permission denied"}, "fail", "Permission denied"),
         ({"fake": FakeNvml([card(processes=[(77, 2 * GIB)])])}, "warn", "pid 77 2.0 GiB"),
         ({"fake": FakeNvml([card(persistence=0)])}, "warn", "persistence"),
+        ({"fake": FakeNvml([card(mode=3)])}, "warn", "compute mode is exclusive process"),
+        (
+            {"fake": FakeNvml([card(processes=[(77, 2 * GIB)])]), "known_pids": frozenset({1, 77})},
+            "warn",
+            "also used by",
+        ),
+        (
+            {"fake": FakeNvml([card(processes=[(90001, 2 * GIB)])]), "known_pids": frozenset({1, 77})},
+            "warn",
+            "2.0 GiB held under process numbers of the host (90001)",
+        ),
         ({"fake": FakeNvml([card(throttle=0x40)])}, "warn", "hardware thermal slowdown"),
         ({"fake": FakeNvml([card(mig=(1, 1), mig_uuids=["MIG-1"])])}, "warn", "MIG mode"),
     ],

@@ -66,6 +66,15 @@ def test_power_grows_with_pairs_and_with_the_difference():
     assert certain.low == pytest.approx(40 / (40 + 1.96**2), abs=1e-3), "Wilson's interval of 40 of 40"
 
 
+def test_an_interval_of_the_wrong_sign_has_found_no_slowdown():
+    records = Records(
+        Record("measure_validation", "step_s", "s", samples(400, seed, slower),
+               case={"part": "planted", "arm": arm, "slower": planted_})
+        for seed, (arm, slower, planted_) in enumerate((("A", 0, 0), ("A again", -0.1, 0), ("+10 %", -0.1, 0.1)))
+    )  # fmt: skip
+    assert {r["arm"]: r["share"].value for r in lab.power(records, (20,))} == {"A again": 1.0, "+10 %": 0.0}
+
+
 def test_power_leaves_out_what_does_not_fit_and_says_what_is_missing():
     rows = lab.power(planted(30), (10, 40))
     assert {r["pairs"] for r in rows} == {10} and rows[0]["share"].n == 3

@@ -1,6 +1,9 @@
 """Remedies against a full memory: what each takes away, what finds a leak, and the folklore about the cache."""
 
+import _thread
 import math
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +13,12 @@ from labs import memory_remedies
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.parts import models
+from labs.parts.oracle.reality import measured
 from labs.parts.oracle.step import step
 from labs.parts.remedies import leaks, on_gpu, ways_out
 from labs.parts.remedies.blocks import MIB
 from labs.parts.remedies.caching_allocator import CachingAllocator
+from labs.parts.remedies.offload import offloaded
 from labs.parts.remedies.requests import LONGEST, SHORTEST, Replay, bert_run, draw_lengths, slivers
 from labs.parts.remedies.ways_to_allocate import BETWEEN, EACH, EXPANDABLE, LATE, PLAIN, WAYS, fragment, train
 
@@ -76,10 +81,30 @@ def test_which_part_fills_the_memory_decides(run):
 def test_the_other_remedies_are_for_activations(remedy):
     def peak(model, rows, chosen):
         n, conditions = ways_out.conditions(chosen, rows)
-        return step(model, n, **conditions).peak_bytes
+        source = offloaded(models.make(model, 0)) if chosen == ways_out.OFFLOAD else model
+        return step(source, n, **conditions).peak_bytes
 
     assert peak("char_gpt", 16, remedy) < 0.7 * peak("char_gpt", 16, "none")
     assert peak("mlp", 16, remedy) == pytest.approx(peak("mlp", 16, "none"), rel=0.01)
+
+
+def test_what_is_offloaded_comes_back_as_it_was_and_is_counted():
+    plain = models.make("char_gpt", 0)
+    away = offloaded(plain)
+    x, y = plain.make_batch(4)
+    grads = []
+    for w in (plain, away):
+        w.module.zero_grad()
+        w.loss(w.module(x), y).backward()
+        grads.append([p.grad for p in w.module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        plain.module(x)
+    assert away.module.moved_bytes == sum(saved) > 0
+    real = measured(away, 16, optimizer="adam").peak_bytes
+    assert step(away, 16, optimizer="adam").peak_bytes == pytest.approx(real, rel=0.02)
+    assert real < 0.6 * measured(plain, 16, optimizer="adam").peak_bytes
 
 
 def test_the_oracle_says_what_the_allocator_says(run):
@@ -128,6 +153,29 @@ def test_history_names_the_line(run):
     assert all(r.case["line"].startswith("leaks.py:") for r in run.where("site_share"))
     assert run.one("site_share", loop="hook").case["op"] == "embedding"
     assert run.one("site_share", loop="validation").case["made_in"].startswith("text_models.py:")
+
+
+def test_history_in_autograds_own_thread_names_the_line_that_called_backward():
+    """On a GPU backward runs in a thread that no Python function has entered: there is no caller's frame in it."""
+
+    def backward(history):
+        a = torch.ones(4)
+        dispatch = partial(history.__torch_dispatch__, torch.ops.aten.add.Tensor, (), (a, a))
+        _thread.start_new_thread(dispatch, ())  # threading.Thread would begin with frames of Python
+        until = time.monotonic() + 30
+        while not history.sites and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def loop(history):
+        backward(history)
+
+    def watch():
+        history = leaks.History(watch.__code__)
+        loop(history)
+        return history
+
+    (site,) = watch().sites.values()
+    assert site.op == "add" and site.code == "backward(history)" and len(site.stack) == 2
 
 
 def test_the_peak_so_far_never_falls(run):

@@ -258,14 +258,31 @@ def test_every_model_has_every_format(run):
     for metric in ("step_s", "saved_bytes", "weight_copy_bytes"):
         found = [r for r in run.where(metric) if "model" in r.case]
         assert {(r.case["model"], r.case["precision"]) for r in found} == {
-            (m, f) for m in ("cnn", "char_gpt", "mlp") for f in formats
+            (m, f) for m in ("cnn", "char_gpt", mixed_precision.EAGER_GPT, "mlp") for f in formats
         }
     products = run.where("step_s", part="matmul")
     assert {(r.case["side"], r.case["precision"], r.case["casts"]) for r in products} == {
         (n, f, c) for n in (32, 64) for f in formats for c in (False, True) if not (c and f == "fp32")
     }
     assert set(matmul_ladder.ladder(run, "bf16")) == {32, 64}
-    assert len(amp_report.speed_ups(run)) == 6
+    assert len(amp_report.speed_ups(run)) == 8
+
+
+def test_the_answer_has_every_model_and_turns_with_the_records(run):
+    told = " ".join(mixed_precision.answer(run))
+    assert "char_gpt_eager" in told and "% more bytes for backward" in told and "tried up to 64" in told
+    product = {"part": "matmul", "side": 64}
+    fast = [Record("m", "step_s", "s", samples, case={**product, "precision": f, "casts": f != "fp32"})
+            for f, samples in (("fp32", (4.0,) * 8), ("bf16", (1.0,) * 8))]  # fmt: skip
+    assert "faster in BF16 from side 64 on" in " ".join(mixed_precision.answer(Records(fast)))
+    slow = Records([fast[0], Record("m", "step_s", "s", (9.0,) * 8, case=fast[1].case)])
+    assert "faster in BF16 at no size" in " ".join(mixed_precision.answer(slow))
+
+
+def test_attention_written_out_is_the_same_attention():
+    x = torch.randint(80, (2, 64))
+    outputs = [models.make(name).module(x) for name in ("char_gpt", mixed_precision.EAGER_GPT)]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
 def test_autocast_keeps_fewer_bytes_only_where_activations_rule(run):
@@ -294,13 +311,13 @@ def test_other_ranks_wait():
 # -- a model of one's own
 
 
-def test_your_own_model_gets_a_report(capfd):
+def test_your_own_model_gets_a_report():
     run = launch("mixed_precision", nproc=1, smoke=True, batch_size=4, model=f"{__name__}:small_gradient")
     found = amp_report.report(run)
     assert set(found["effects"]) == {"bf16", "fp16", amp_report.NO_SCALING}
     assert found["effects"][amp_report.NO_SCALING].underflow_share > 0.5
     assert found["effects"]["fp16"].underflow_share == 0
-    assert "FP16 needs scaling" in found["advice"] and found["advice"] in capfd.readouterr().out
+    assert "FP16 needs scaling" in found["advice"] and list(mixed_precision.answer(run)) == [found["advice"]]
     assert not run.where("step_s", part="matmul")
 
 

@@ -90,3 +90,32 @@ def test_a_gpu_that_falls_off_the_bus_does_not_stop_the_run():
     with Monitor(dict, period_s=0.05, nvml=Lost()) as m:
         sampled(m, 2)
     assert not m.trace.find("gpu_percent") and m.trace.find("cpu_percent")
+
+
+def test_ranks_on_cores_have_no_idle_gpu_lanes_and_ranks_on_one_gpu_have_one():
+    class Asked(FakeNvml):
+        def nvmlInit(self):
+            raise AssertionError("nobody uses a GPU: the driver need not be asked")
+
+    with Monitor(dict, period_s=0.05, nvml=Asked(), gpus=set()) as m:
+        sampled(m, 2)
+    assert not m.trace.find("gpu_percent") and not m.trace.failures
+    keys = {k.per for k, _ in GpuSampler(FakeNvml(), {1}).sample({})}
+    assert keys == {(("gpu", 1),)}
+
+
+def test_a_mig_instance_is_read_by_its_own_handle(monkeypatch):
+    class Mig(FakeNvml):
+        nvmlDeviceGetCount = staticmethod(lambda: 1)
+        nvmlDeviceGetMigMode = staticmethod(lambda h: (1, 1))
+        nvmlDeviceGetMaxMigDeviceCount = staticmethod(lambda h: 1)
+        nvmlDeviceGetMigDeviceHandleByIndex = staticmethod(lambda h, i: "MIG-a")
+        nvmlDeviceGetUUID = staticmethod(lambda h: h if isinstance(h, str) else "GPU-a")
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda uuid: uuid)
+        # No MIG instance has a utilisation of its own.
+        nvmlDeviceGetUtilizationRates = staticmethod(lambda h: (_ for _ in ()).throw(NVMLError("not supported")))
+        nvmlDeviceGetMemoryInfo = staticmethod(lambda h: SimpleNamespace(used=7 if h == "MIG-a" else 99, total=100))
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = dict(GpuSampler(Mig()).sample({}))
+    assert found[Key("gpu_memory_bytes", "B", (("gpu", 0),))] == 7 and not [k for k in found if k.name == "gpu_percent"]

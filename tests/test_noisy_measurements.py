@@ -34,13 +34,12 @@ def known(*values: float) -> None:
 
 @given(TIMES)
 def test_link_fits(times):
-    known(*crossover.fit_link(list(SIZES), times))
     fit = collectives.fit(SIZES, times)
     known(fit.latency_s, fit.b_s, fit.half_bytes)
     assert math.isfinite(fit.seconds(SIZES[-1]))
     latency, per_byte = profiling.link({size: [t] for size, t in zip(SIZES, times, strict=True)})
     assert 0 <= latency < math.inf and 0 <= per_byte < math.inf
-    modelled = crossover.predict(times[0], SIZES[0], (fit.latency_s, fit.b_s), 2)
+    modelled = crossover.predict(times[0], SIZES[0], fit, 2)
     assert 0 <= modelled <= 2
 
 

@@ -10,7 +10,7 @@ from fakes import LIBRARY_NOT_FOUND, MISMATCH, NO_PERMISSION, FakeNvml, card
 from labs.kit import nvml
 
 OPTIONAL = [n for n in dir(FakeNvml) if n.startswith("nvmlDeviceGet") and n not in
-            ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")]  # fmt: skip
+            ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID")]  # fmt: skip
 
 
 def test_reads_a_card_and_closes_the_session():
@@ -73,6 +73,35 @@ def test_throttle_reasons_by_name_and_idle_is_none():
 def test_mig_instances():
     (gpu,) = nvml.gpus(FakeNvml([card(mig=(1, 1), mig_uuids=["MIG-a", "MIG-b"])]))
     assert gpu.mig and gpu.mig_uuids == ("MIG-a", "MIG-b")
+
+
+def test_memory_of_a_mig_instance_is_its_own_not_the_cards():
+    found = nvml.report(FakeNvml([card(mig=(1, 1), mig_uuids=["MIG-a", "MIG-b"], mig_gib=20)]))
+    assert found.gpus[0].mig_memory_bytes == (20 * 2**30,) * 2 and found.gpus[0].memory_total_bytes == 80 * 2**30
+    (seen,) = nvml.visible(found, {"CUDA_VISIBLE_DEVICES": "MIG-b"})
+    assert seen.memory_total_bytes == 20 * 2**30 and seen.uuid == "MIG-b"
+    (seen,) = nvml.visible(nvml.report(FakeNvml([card()])), {})
+    assert seen.memory_total_bytes == 80 * 2**30
+
+
+def test_exclusive_process_mode_is_told():
+    cards = nvml.report(FakeNvml([card("GPU-01"), card("GPU-02", mode=3), card("GPU-03", mode=9)]), brief=True)
+    assert [g.compute_mode for g in cards.gpus] == ["default", "exclusive process", None]
+    assert [v.exclusive for v in nvml.visible(cards, {})] == [False, True, False]
+
+
+def eight(**p2p) -> FakeNvml:
+    """A machine with 8 GPUs of 18 NVLinks each behind a switch."""
+    return FakeNvml([card(f"GPU-0{i}", links=dict.fromkeys(range(18), "switch")) for i in range(8)], **p2p)
+
+
+def test_eight_gpus_cost_some_hundred_queries_and_a_launch_some_dozen():
+    """A query takes from microseconds to a millisecond, by driver: 2,000 were seconds on a slow one."""
+    whole, brief = eight(p2p=True), eight()
+    assert nvml.report(whole).topology[0][1] == "NV18" and whole.calls < 600
+    assert len(nvml.report(brief, brief=True).gpus) == 8 and brief.calls < 60
+    full, short = (nvml.visible(nvml.report(eight(), brief=b), {}) for b in (False, True))
+    assert [(v.cuda_index, v.uuid, v.name) for v in full] == [(v.cuda_index, v.uuid, v.name) for v in short]
 
 
 def test_topology_levels_nvlinks_and_switches():

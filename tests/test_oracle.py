@@ -322,11 +322,11 @@ def test_a_batch_that_the_model_cannot_run_does_not_fit():
 
 
 def test_cards():
-    found = {c.gpu: c for c in oracle.cards(23e9)}
+    found = {c.gpu: c for c in oracle.cards(24e9)}
     assert found["RTX 4090"].verdict == "tight"
-    assert found["RTX 4090"].margin_bytes == 1_000_000_000
+    assert found["RTX 4090"].margin_bytes == 24_564 * 2**20 - 24_000_000_000  # sold as 24 GB
     assert found["T4"].verdict == "does not fit"
-    assert found["T4"].margin_bytes == -7_000_000_000
+    assert found["T4"].margin_bytes == 15_360 * 2**20 - 24_000_000_000
     assert found["A100 80GB SXM"].verdict == "fits"
     assert (found["V100 SXM2"].verdict, found["V100 SXM2"].margin_bytes) == ("unknown", None)  # 16 or 32 GB
     assert oracle.cards(oracle.step("mlp", 2, target="cuda"))[1].verdict == "fits"

@@ -24,6 +24,7 @@ def test_every_row_has_a_source_and_sane_units(row):
     assert 100 < row.bandwidth_gb_s < 10_000
     assert row.memory_gb is None or 8 <= row.memory_gb <= 300
     assert 50 <= row.tdp_w <= 1500
+    assert row.l2_mib is None or 1 <= row.l2_mib <= 200
     assert all(v is None or 1 < v < 5000 for v in map(row.tflops, DTYPES))
 
 
@@ -52,6 +53,21 @@ def test_names_match_in_full_and_the_unknown_is_none():
     for name in ("NVIDIA H200 NVL", "NVIDIA A100", "AMD EPYC", ""):
         assert spec(name) is None and peak(name, "bf16") is None
     assert peak("Tesla T4", "bf16") is None and peak("Tesla T4", "fp16").flop_s == 65e12
+
+
+def test_usable_bytes_are_those_of_nvidia_smi_and_none_for_the_unknown():
+    found = {name: hardware.usable_bytes(name) for name in ROWS}
+    assert found["RTX 4090"] == 24_564 * 2**20 == hardware.usable_bytes("NVIDIA GeForce RTX 4090")
+    assert found["A100 80GB SXM"] == 81_920 * 2**20 and found["H100 SXM"] == 81_559 * 2**20
+    assert found["V100 SXM2"] is None and hardware.usable_bytes("NVIDIA H200 NVL") is None
+
+
+@pytest.mark.parametrize("row", [s for s in ROWS.values() if s.usable_mib], ids=lambda s: s.gpu)
+def test_usable_bytes_have_a_source_and_lie_near_what_is_sold(row):
+    """From as much as is sold (L4) to 7.4 % more, where GB were GiB (A100)."""
+    assert row.usable_source
+    if row.memory_gb:
+        assert row.usable_mib * 2**20 / (row.memory_gb * 1e9) == pytest.approx(1.04, abs=0.04)
 
 
 def test_names_are_unique():
@@ -86,6 +102,6 @@ def test_bytes_are_inputs_and_outputs_once_and_views_are_free():
     import torch
 
     a = torch.empty(10, 10, device="meta")
-    assert count(lambda: a + a) == Work(0, 2 * 400)  # one tensor read, one written
+    assert count(lambda: a + a) == Work(0, 2 * 400, 1)  # one tensor read, one written, by one operator
     assert count(lambda: a.t().reshape(-1, 5).view(10, 10) if a.is_contiguous() else a).bytes == 800  # one copy
     assert count(lambda: a.view(5, 20)).bytes == 0

@@ -1,5 +1,6 @@
 """Chains and cuts, schedules and their closed forms, the pipeline written out, the cost model of a split."""
 
+import copy
 import itertools
 
 import pytest
@@ -13,7 +14,7 @@ from labs.kit.record import Record, Records
 from labs.parts.models import Workload
 from labs.parts.pipelines import CHAINS, Chain, analysis, chain, even_cuts, partition, profiling, schedules, split
 from labs.parts.pipelines.memory import counting
-from labs.parts.pipelines.two_devices import TwoDevices
+from labs.parts.pipelines.two_devices import NaiveSplit, TwoDevices
 
 CPU = torch.device("cpu")
 
@@ -338,3 +339,14 @@ def test_speedups_and_the_share_of_the_ceiling_by_hand():
     assert analysis.speedups(records, "small", "single")["naive", "hand", 1].value == pytest.approx(1 / 1.1)
     assert analysis.shares_of_ceiling(records, "small")["1f1b", "hand", 4].value == pytest.approx(0.6 / 0.8 / 0.75)
     assert analysis.best(records, "small") == ("1f1b", "hand", 4)
+
+
+def test_the_naive_split_computes_what_one_device_does():
+    torch.manual_seed(0)
+    first, second, x = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2), torch.randn(3, 4)
+    whole = torch.nn.Sequential(copy.deepcopy(first), copy.deepcopy(second))
+    split = NaiveSplit(first, second, devices=("cpu", "cpu"))
+    for module in (whole, split):
+        module(x).square().sum().backward()
+    for p, q in zip(split.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

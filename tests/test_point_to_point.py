@@ -1,13 +1,10 @@
 """Sums over ranks by hand: right for every size and number of ranks, with the bytes that the closed forms say."""
 
-import socket
-
 import pytest
 
 from labs import point_to_point
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.parts.sharding import traffic
 from labs.parts.timing.collectives import LatencyBandwidth
 
 
@@ -66,17 +63,3 @@ def test_bad_values(values):
 def test_one_rank_is_one_line():
     with pytest.raises(BadInput, match="use nproc=2"):
         launch("point_to_point", nproc=1, smoke=True)
-
-
-def test_tcp_counters_see_what_a_connection_sends():
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        other, _ = server.accept()
-        with other:
-            before = traffic.tcp_sent_bytes() or 0
-            client.sendall(b"x" * 12_345)
-            assert traffic.tcp_sent_bytes() - before == 12_345
-
-
-def test_without_tcp_counters_nothing_is_claimed(monkeypatch):
-    monkeypatch.delattr(socket, "TCP_INFO")
-    assert traffic.tcp_sent_bytes() is None

@@ -392,7 +392,7 @@ def test_claims_name_physical_cores_and_cards(tmp_path, monkeypatch):
     assert launch_queue.claims_of([CPU], tmp_path) == ("core-1",)
     cards = FakeNvml([card("GPU-aa01"), card("GPU-bb02")])
     report = nvml.report(cards)
-    monkeypatch.setattr(nvml, "report", lambda: report)
+    monkeypatch.setattr(nvml, "report", lambda **_: report)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert launch_queue.claims_of([Device("cuda", 0, "card")], tmp_path) == ("core-1", "gpu-GPU-bb02")
     assert launch_queue.claims_of([Device("cuda", 1, "card")], tmp_path) == (MACHINE,), (

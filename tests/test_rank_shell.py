@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from processes import HERE, MARK, PYTHON, assert_no_survivors, new_environment
@@ -46,9 +47,21 @@ def test_a_layout_the_lab_refuses_is_one_line_per_rank_under_torchrun_too():
     assert 1 <= done.stderr.count("python -m labs.ddp_training: samples must be at least 64") <= 2
 
 
-def test_the_table_and_the_file(tmp_path, capsys):
+A_LAB = SimpleNamespace(answer=lambda run: iter([f"A step takes {run.one('step_s').value * 1e3:.0f} ms."]))
+
+
+def test_the_answer_comes_first_and_the_records_are_saved(tmp_path, capsys):
     run = Records([Record("a_lab", "step_s", "s", [0.010, 0.012, 0.011], case={"mode": "ddp"})])
-    assert cli.report(run, None, tmp_path / "run.jsonl") == 0
-    out = capsys.readouterr().out
-    assert "11.0 ms [10.0, 12.0]" in out and "ddp" in out and len(load(tmp_path / "run.jsonl")) == 1
-    assert cli.report(Records(), None, None) == 0 and capsys.readouterr().out == "no records\n"
+    assert cli.report(A_LAB, run, None, cli.Output(tmp_path / "run.jsonl")) == 0
+    answer, rest = capsys.readouterr().out.split("\n\n")
+    assert answer == "A step takes 11 ms." and "11.0 ms [10.0, 12.0]" in rest and "ddp" in rest
+    assert len(load(tmp_path / "run.jsonl")) == 1
+    assert cli.report(A_LAB, Records(), None, cli.Output()) == 0 and capsys.readouterr().out == "no records\n"
+
+
+def test_many_records_are_shown_when_asked_for(capsys):
+    run = Records(Record("a_lab", "all_reduce_s", "s", [0.01], case={"size": k}) for k in range(cli.ROWS))
+    run += [Record("a_lab", "step_s", "s", [0.011])]
+    for output, rows in ((cli.Output(), 0), (cli.Output(table=True), cli.ROWS)):
+        cli.report(A_LAB, run, None, output)
+        assert capsys.readouterr().out.count("all_reduce_s") == rows

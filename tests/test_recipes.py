@@ -196,6 +196,52 @@ def test_without_16_bits_amp_is_ddp_bit_by_bit(run, losses_in_fp32):
     assert (result.losses, result.tested) == (losses_in_fp32.losses, losses_in_fp32.tested)
 
 
+# A communication hook
+
+
+def test_without_a_hook_the_losses_are_those_of_ddp(run, single, tmp_path):
+    result = run("train_ddp_hook", *EXACT, "--hook", "none", "--bucket-mb", 0.5, "--save", "w.pt", ranks=2)
+    assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
+
+
+@pytest.mark.long
+def test_without_a_hook_it_is_ddp_bit_by_bit(run, losses_in_fp32):
+    result = run("train_ddp_hook", *FEW, "--hook", "none", ranks=2)
+    assert (result.losses, result.tested) == (losses_in_fp32.losses, losses_in_fp32.tested)
+
+
+def test_the_fp16_hook_trains_alike(run, losses_in_fp32):
+    """The first loss is from before any exchange: the same bits. Each exchange then rounds twice by 2^-11 at most; 20
+    times that for each of three steps bounds the loss as above, if errors add up without exception."""
+    result = run("train_ddp_hook", *FEW, "--hook", "fp16", ranks=2)
+    assert result.losses[0] == losses_in_fp32.losses[0] and result.losses != losses_in_fp32.losses
+    assert result.losses == pytest.approx(losses_in_fp32.losses, rel=3 * 20 * 2.0**-11)
+
+
+def test_powersgd_learns_on_two_ranks(run):
+    """It begins to compress after a tenth of the steps."""
+    options = ("--cpu", "--steps", 40, "--log-every", 1, "--batch-size", 64, "--hook", "powersgd")
+    losses = run("train_ddp_hook", *options, ranks=2).losses
+    assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hook", ["none", "fp16", "powersgd"])
+def test_a_hook_with_plain_python(run, hook):
+    assert len(run("train_ddp_hook", *FEW, "--hook", hook).losses) == 4
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    (["--bucket-mb", "0"], "--bucket-mb, --powersgd-rank: above 0"),
+    pytest.param(["--hook", "bf16", "--cpu"], "take --hook fp16", marks=pytest.mark.long),
+    pytest.param(["--hook", "fp16", "--float64"], "--float64 needs --hook none", marks=pytest.mark.long),
+    pytest.param(["--bucket-mb", "nan"], "--bucket-mb, --powersgd-rank: above 0", marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_hook_that_cannot_be_is_one_line(run, options, told):
+    result = run("train_ddp_hook", *options, code=2)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1) and told in result.err
+
+
 # Resume
 
 RUN = ("--cpu", "--log-every", "1", "--batch-size", "1200", "--dropout", "0.2", "--save-every", "4")

@@ -70,8 +70,3 @@ def test_break_even():
     assert scaling.break_even_epochs(10, EPOCH_S[1], EPOCH_S[2]) == pytest.approx(2.13, abs=5e-3)
     assert scaling.break_even_epochs(10, 5.0, 5.0) == math.inf
     assert scaling.break_even_epochs(10, 5.0, 6.0) == math.inf
-
-
-def test_latency_rules_small_messages_and_bandwidth_large_ones():
-    assert scaling.transfer_s(0, 20e-6, 10e9) == 20e-6
-    assert scaling.transfer_s(10e9, 20e-6, 10e9) == pytest.approx(1.00002)

@@ -178,7 +178,7 @@ def test_a_mig_instance_is_a_seats_only_device():
 
 def test_a_cpu_build_hands_out_no_gpus_and_hides_them(monkeypatch, capsys):
     report = nvml.report(FakeNvml(SAME))
-    monkeypatch.setattr(seating.nvml, "report", lambda: report)
+    monkeypatch.setattr(seating.nvml, "report", lambda **_: report)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     machine = seating.machine_here()

@@ -5,11 +5,28 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pandas
 import pytest
+from torch import nn
 
+from labs.chapters.nb06 import figures_plan
 from labs.chapters.nb06.figures_plan import BATCHES, LINKS, SIZES, family, place_of
 from labs.kit.errors import BadInput
-from labs.parts.planning.parallel_cost import Job, Machine, Plan, best, cost, costs, fewest_gpus, plans, shape
+from labs.parts.planning import calibration
+from labs.parts.planning.parallel_cost import (
+    NEAR,
+    OTHERWISE,
+    Job,
+    Machine,
+    Plan,
+    best,
+    cost,
+    costs,
+    fewest_gpus,
+    plans,
+    shape,
+    states_bytes,
+)
 from labs.strategy import Config, advise, main
 
 JOB = Job(parameters=1e9, batch=32, seq=1024, layers=20, hidden=2048, vocabulary=1000)
@@ -58,11 +75,11 @@ def test_ddp_hides_all_but_its_last_bucket_until_the_link_is_too_slow():
     assert slow.exposed_s == pytest.approx(4e9 / 1e9 - 2 / 3 * ALONE.compute_s / 2)
 
 
-def test_sharding_divides_the_states_and_moves_three_times_the_parameters():
+def test_sharding_divides_the_states_and_moves_weights_twice_and_gradients_once():
     c = cost(JOB, GPUS, Plan(data=2, sharded=True))
     assert c.states_bytes == pytest.approx(8e9 + 2 * 2 * 1e9 / 20)
     slow = cost(JOB, replace(GPUS, link_bytes_s=1e8), Plan(data=2, sharded=True))
-    assert slow.exposed_s == pytest.approx(3 * 0.5 * 2e9 / 1e8 - slow.compute_s)
+    assert slow.exposed_s == pytest.approx(0.5 * (2 + 2 + 4) * 1e9 / 1e8 - slow.compute_s)
 
 
 def test_tensor_parallel_moves_four_all_reduces_of_the_activations_per_layer():
@@ -122,11 +139,102 @@ def test_the_issue_s_example_fits_nowhere_and_says_what_would():
 
 
 def test_the_table_has_one_row_per_scheme_those_that_fit_first():
-    table = advise(Config(params=1.5e9, gpus=4, memory_gb=40)).by_scheme()
-    fits = list(table["fits"])
-    assert fits == sorted(fits, reverse=True) and "no" in fits and "yes" in fits
-    times = [float(v) for v, f in zip(table["s per step"], fits, strict=True) if f == "yes"]
-    assert times == sorted(times)
+    table = advise(Config(params=1.5e9, gpus=4, memory_gb=20)).by_scheme()
+    fits = [word == "fits" for word in table[""]]
+    assert fits == sorted(fits, reverse=True) and {True, False} == set(fits)
+    times = [float(v.split()[0]) for v, f in zip(table["s per step (band)"], fits, strict=True) if f]
+    assert times == sorted(times) and not any("naive split x" in plan for plan in table.index)
+    assert all(
+        not row["speed-up"] and row[""].startswith("lacks") for _, row in table[~pandas.Series(fits).values].iterrows()
+    )
+
+
+# -- the error band: published runs
+
+
+def test_the_calibration_row_comes_out_as_published_and_the_first_table_s_flop_s_is_the_stated_one():
+    for table in calibration.tables():
+        assert table.runs[0].modelled_s(table.flop_s) == pytest.approx(table.runs[0].published_s, rel=1e-6)
+    assert calibration.tables()[0].flop_s == pytest.approx(62.4e12, rel=0.1)
+
+
+def test_the_band_holds_every_other_row_and_nothing_else():
+    found, band = [r for t in calibration.tables() for r in t.ratios().values()], calibration.band()
+    assert band.rows == len(found) == sum(len(t.runs) - 1 for t in calibration.tables())
+    assert band.low == min(found) and band.high == max(found)
+    assert band.low < 1 < band.high
+
+
+def test_a_choice_made_after_looking_is_told_with_what_the_other_one_gives(monkeypatch):
+    told = []
+    monkeypatch.setattr(figures_plan, "say", told.append)
+    figures_plan.error_band()
+    table = next(t for t in calibration.tables() if t.looked)
+    other = table.with_other_link().ratios()
+    assert set(other) == set(table.ratios()) and other != table.ratios()
+    assert all(f"{name} {ratio:.2f}" in told[0] for name, ratio in other.items())
+
+
+def test_every_model_with_two_rows_is_held_against_its_own_smallest_run():
+    rows = [r.name.split(" on ")[0] for t in calibration.tables() for r in t.runs]
+    same = list(calibration.same_model())
+    assert len(same) == len(rows) - len(set(rows))
+    assert sum(abs(r - 1) < NEAR for r in same) > len(same) / 2, "what stands at NEAR: most rows"
+
+
+def test_a_slower_published_run_widens_the_band(monkeypatch):
+    table = calibration.tables()[3]
+    slow = replace(table, runs=(table.runs[0], calibration.slower(table.runs[1], 3)))
+    monkeypatch.setattr(calibration, "tables", lambda: (slow,))
+    wide = calibration.band.__wrapped__()
+    assert wide.high == pytest.approx(3, rel=0.1)
+    advice = replace(advise(Config(params=1e9, gpus=64, memory_gb=80, batch=64)), error=wide)
+    low, high = advice.speed_ups(advice.choice).split(" to ")
+    assert float(low) == float(high.split()[0]) < 64 / 2.5, "one row is no range"
+    assert f"({advice.choice.step_s * wide.low:.2g} to {advice.choice.step_s * wide.high:.2g})" in advice.reasons()[1]
+
+
+def test_no_speed_without_its_band():
+    said = advise(Config(params=7e9, gpus=64, gpu="A100 80GB SXM", batch=256)).reasons()
+    assert "published runs took" in said[1] and "37 to 64 x" in said[1]
+
+
+def test_a_card_with_a_published_run_takes_its_share_of_the_peak():
+    for gpu, share in (("A100 80GB SXM", 0.68), ("H100 PCIe", 0.36), ("V100 SXM2", 0.53)):
+        assert calibration.reached(gpu)[0] == pytest.approx(share, abs=0.01)
+    assert calibration.reached("L4") is None
+    assert Config(gpu="L4").of_machine()["tflops"] == (pytest.approx(60.5), "assumed: 50% of the datasheet's")
+
+
+# -- what fits otherwise, by hand
+
+
+def test_states_of_other_formats_by_hand():
+    by_name = {s.name: s for s in OTHERWISE}
+    plan, half = Plan(), Plan(data=2, sharded=True)
+    n, layer = JOB.parameters, 2 * JOB.parameters / JOB.layers
+    assert states_bytes(JOB, plan, n, by_name["8-bit Adam"]) == pytest.approx(n * (8 + 2 * (1 + 4 / 256)) + 2 * n)
+    assert states_bytes(JOB, plan, n, by_name["weights, gradients and moments in BF16"]) == 8 * n
+    offload = by_name["FSDP2 with CPU offload"]
+    assert states_bytes(JOB, half, n, offload) == 4 * layer and offload.host_bytes * n == 16e9
+    adapters = 16 * 18 * JOB.hidden * JOB.layers
+    assert states_bytes(JOB, plan, n, by_name["LoRA of rank 16 on BF16 weights"]) == 2 * n + 16 * adapters
+    four = states_bytes(JOB, half, n, by_name["LoRA of rank 16 on 4-bit weights"])
+    assert four == pytest.approx((0.515875 * n + 16 * adapters) / 2 + 2 * layer)
+
+
+def test_adapters_are_counted_as_a_real_lora_would_have_them():
+    """Two matrices beside each of a layer's six: counted on modules, not by the formula."""
+    h, r = 64, 16
+    widths = [(h, h)] * 4 + [(h, 4 * h), (4 * h, h)]
+    real = sum(
+        p.numel()
+        for a, b in widths
+        for p in (*nn.Linear(a, r, False).parameters(), *nn.Linear(r, b, False).parameters())
+    )
+    job = Job(1e6, 1, 1, layers=1, hidden=h, vocabulary=1)
+    lora = next(s for s in OTHERWISE if "BF16 weights" in s.name)
+    assert states_bytes(job, Plan(), 1e6, lora) - 2e6 == 16 * real
 
 
 @pytest.mark.parametrize(("values", "told"), [
@@ -145,6 +253,7 @@ def test_the_command_prints_inputs_advice_and_table(monkeypatch, capsys):
     main()
     printed = capsys.readouterr().out
     assert "hidden size" in printed and "Use DDP" in printed and "naive split" in printed
+    assert printed.index("Use DDP") < printed.index("hidden size"), "the answer comes first"
 
 
 def test_a_wrong_option_is_one_line_and_exit_code_2(monkeypatch, capsys):
@@ -165,6 +274,6 @@ def test_the_star_lies_on_the_map_where_the_job_is():
 
 
 def test_a_plan_has_the_colour_of_its_scheme():
-    assert family(None) == "nothing fits" and family(Plan()) == "one GPU"
+    assert family(None) == "nothing" and family(Plan()) == "one GPU"
     assert family(Plan(pipeline=2)) == family(Plan(pipeline=2, micro_batches=4)) == "pipeline"
     assert family(Plan(data=2, tensor=2)) == "two of them" and family(Plan(data=2, sharded=True)) == "FSDP2"

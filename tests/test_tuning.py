@@ -11,7 +11,9 @@ from processes import SLOWER, is_backstage
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from labs import tune_dataloader as lab
+from labs.chapters.nb02 import figures
 from labs.kit import plot
+from labs.kit.check import Prediction
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.measure import Estimate
@@ -116,6 +118,7 @@ ZERO, ONE, TWO, FOUR = Setting(0), Setting(1), Setting(2), Setting(4)
     ("rates", "setting", "sure"),
     [
         ({TWO: [100] * 3}, TWO, True),
+        ({TWO: [100]}, TWO, False),
         ({ONE: [50, 51, 50], TWO: [100, 101, 100]}, TWO, True),
         ({TWO: [100, 101, 100], FOUR: [101, 100, 101]}, TWO, True),
         ({TWO: [95, 99, 96], FOUR: [98, 103, 100]}, FOUR, True),  # 4 % slower in every round
@@ -213,14 +216,14 @@ def each(rate):
 )
 def test_the_search_finds_setting_and_limit(model, loader, settings, limit):
     found = tuned(Simulated(model, loader))
-    assert (found.settings, found.limit, found.choice.sure) == (settings, limit, True)
+    assert (found.choice.setting.options, found.limit, found.choice.sure) == (settings, limit, True)
 
 
 def test_workers_that_share_cores_with_the_model_are_judged_together():
     """Alone four workers load 80 % more than two; with the model on the same cores they are slower."""
     together = {1: 40, 2: 75, 4: 60, 8: 50}
     found = tuned(Simulated(100, lambda w: {1: 45, 2: 90, 4: 160}.get(w, 50), lambda s: together.get(s.workers, 33)))
-    assert found.settings == {"num_workers": 2} and found.choice.sure
+    assert found.choice.setting == Setting(2) and found.choice.sure
     assert "they share cores" in str(found)
 
 
@@ -238,7 +241,7 @@ def test_more_than_the_loader_alone_asked_for_are_tried_while_they_help():
     together = {1: 55, 2: 70, 4: 80, 8: 90}
     bench = Simulated(100, lambda w: {0: 60, 1: 70, 2: 140}[w], lambda s: together.get(s.workers, 37))
     bench.loader = lambda w: {0: 60, 1: 70, 2: 140}.get(w, 70 * w)
-    assert tuned(bench).settings == {"num_workers": 8}
+    assert tuned(bench).choice.setting == Setting(8)
 
 
 @pytest.mark.parametrize(("most", "capped"), [(2, True), (4, False), (0, True)])
@@ -251,11 +254,11 @@ def test_bursts_are_met_with_a_deeper_queue_and_nothing_else_is():
     together = {(2, 2): 80, (2, 4): 90, (2, 8): 99, (4, 2): 85, (4, 4): 85, (4, 8): 85}
     shares = {"bursty": [Setting(2), Setting(4)]}
     found = tuned(Simulated(100, each(70), lambda s: together.get(s, 80 if s.workers == 8 else 40), **shares))
-    assert found.settings == {"num_workers": 2, "prefetch_factor": 8}
+    assert found.settings == {"num_workers": 2, "prefetch_factor": 8, "persistent_workers": True}
     steady = Simulated(100, each(70), lambda s: together.get(s, 80 if s.workers == 8 else 40))
-    assert {s.prefetch for _, s in (t.arm for t in steady.evidence) if s} <= {2} and tuned(steady).settings.keys() == {
-        "num_workers"
-    }
+    assert {s.prefetch for _, s in (t.arm for t in steady.evidence) if s} <= {2} and (
+        tuned(steady).choice.setting.prefetch == 2
+    )
 
 
 def pipeline(draw):
@@ -306,6 +309,16 @@ def test_no_turn_begins_when_the_budget_is_spent(budget_s):
         assert "Not sure" in str(found) and "aise budget_s" in str(found)
 
 
+def test_a_search_that_ends_before_anything_was_compared_has_a_figure(monkeypatch):
+    shown = []
+    monkeypatch.setattr(figures, "show", lambda fig, alt: shown.append(alt))
+    monkeypatch.setattr(figures, "say", shown.append)
+    found = tuned(Simulated(200, each(60), budget_s=0.1))
+    assert not found.records.where(way="both together") and not found.choice.sure
+    figures.tuning_figure(found, Prediction(found.choice.setting.workers, "workers"))
+    assert "The search settled on" in shown[0]
+
+
 def test_rounds_end_when_their_share_of_the_budget_is_spent():
     bench = Simulated(200, each(60), budget_s=4.0, turn_s=0.25)
     bench.in_turn([MODEL, ("loader", ONE)], lambda: False, share=0.4)
@@ -337,7 +350,7 @@ def test_the_table_holds_every_way_and_setting_with_its_interval():
 
 def test_the_sentence_says_setting_certainty_limit_waiting_and_what_is_next():
     text = str(report())
-    assert text.startswith("num_workers=4: 19") and "Sure: no setting that was tried is faster by 5 %." in text
+    assert text.startswith("num_workers=4: 19") and "Sure: none of these is faster by 5 %." in text
     assert "The model limits: alone the loader gives 2" in text and "of each step waits for data" in text
     assert text.endswith("Next: a faster step; data is not what it waits for.")
     slow = str(tuned(Simulated(1000, lambda w: 60 * min(max(1, w), 2))))
@@ -394,7 +407,8 @@ def no_process_left():
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_slow_source_gets_workers_and_they_are_worth_it():
     tuning = tune_dataloader(Waiting(0.005), lambda batch: None, batch_size=2, max_workers=4, budget_s=10 * SLOWER)
-    assert tuning.settings == {"num_workers": 4} and tuning.limit == "loader" and tuning.capped
+    assert tuning.settings == {"num_workers": 4, "persistent_workers": True}
+    assert tuning.limit == "loader" and tuning.capped
     assert tuning.evidence.ratio(("together", FOUR), MODEL).value < 0.5 < tuning.wait_share.value
     loader = DataLoader(Waiting(), 2, shuffle=True, **tuning.settings)
     assert len(list(loader)) == 32
@@ -512,10 +526,23 @@ def test_verdicts_put_the_share_of_rate_beside_that_of_time():
 
     rows = lab.verdicts(
         Records([record("tuned_workers", [2], limit="loader"), record("share_of_best", [0.97, 0.99, 0.98]),
-                 record("search_s", [2.0], by="tuner"), record("search_s", [8.0], by="sweep")])
+                 record("search_s", [2.0], by="tuner"), record("search_s", [8.0], by="sweep"),
+                 record("rate_per_s", [9.0, 9.1], by="tuned", workers=2, prefetch=2),
+                 record("rate_per_s", [9.2, 9.1], by="best", workers=4, prefetch=2)])
     )  # fmt: skip
+    assert (rows[0]["best"], rows[0]["same"]) == ("num_workers=4", False)
     assert rows[0]["share_of_best"].value == 0.98 and rows[0]["share_of_time"] == 0.25
     assert (rows[0]["workload"], rows[0]["workers"], rows[0]["limit"]) == ("tiny", 2, "loader")
+
+
+def test_a_setting_is_not_compared_with_itself():
+    """Its ratio to itself is 1 [1, 1], which reads like a proof."""
+    row = {"workload": "tiny", "workers": 2, "limit": "loader", "share_of_time": 0.25, "best": "num_workers=2",
+           "share_of_best": Estimate(1.0, 1.0, 1.0, 6, "x")}  # fmt: skip
+    assert "same setting" in lab.told(row | {"same": True}) and "100 %" not in lab.told(row | {"same": True})
+    other = row | {"same": False, "best": "num_workers=4"}
+    assert "in turn" in lab.told(other | {"share_of_best": Estimate(0.9, 0.85, 0.95, 6, "x")})
+    assert "no difference" in lab.told(other | {"share_of_best": Estimate(0.98, 0.95, 1.02, 6, "x")})
 
 
 def test_the_sweep_has_every_combination_once():

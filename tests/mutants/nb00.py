@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from labs.chapters.nb00 import solutions
 
 
-def _by_position(cuda, nvml):
-    return list(range(len(cuda)))
+def _diagnose(**rules):
+    """The reference with some of its rules replaced; each takes the report."""
+
+    def usual(name):
+        return lambda r: solutions.diagnose(r) == name
+
+    def diagnose(report):
+        names = ("tf32", "busy", "cores", "cache", "overhead")
+        return next((n for n in names if rules.get(n, usual(n))(report)), "healthy")
+
+    return diagnose
 
 
-def _prefix_kept(cuda, nvml):
-    return [nvml.index(u) if u in nvml else None for u in cuda]
+def _calls_in_ms(r):
+    calls = r["pass: operators"] * r["host time of an operator (µs)"] / 1e3
+    return calls > max(r["pass: arithmetic (µs)"], r["pass: memory (µs)"])
 
 
-def _case_kept(cuda, nvml):
-    known = {u.removeprefix("GPU-"): i for i, u in enumerate(nvml)}
-    return [known.get(u) for u in cuda]
+def _busbw(rate=None, warm=True, slowest=dist.ReduceOp.MAX, count=5, elements=4, wait=True):
+    """A measurement of an all-reduce; `rate(bytes, seconds, ranks)` is what is returned of it."""
 
+    def busbw(size_bytes):
+        buffer, ranks = torch.zeros(size_bytes // elements), dist.get_world_size()
+        if warm:
+            dist.all_reduce(buffer)
+        seconds = []
+        for _ in range(count):
+            dist.barrier()
+            start = time.perf_counter()
+            if wait:
+                dist.all_reduce(buffer)
+            else:
+                dist.all_reduce(buffer, async_op=True)
+            seconds.append(time.perf_counter() - start)
+        taken = torch.tensor(statistics.median(seconds) if warm else sum(seconds) / count, dtype=torch.float64)
+        if slowest is not None:
+            dist.all_reduce(taken, op=slowest)
+        s, t, n = size_bytes, taken.item(), ranks
+        return rate(s, t, n) if rate else 2 * s * (n - 1) / n / t / 1e9
 
-def _inverse(cuda, nvml):
-    known = {u.lower(): i for i, u in enumerate(cuda)}
-    return [known.get(u.lower().removeprefix("gpu-")) for u in nvml]
-
-
-def _raises_on_unknown(cuda, nvml):
-    bare = [u.lower().removeprefix("gpu-") for u in nvml]
-    return [bare.index(u.lower()) for u in cuda]
-
-
-def _drops_unknown(cuda, nvml):
-    known = {u.lower().removeprefix("gpu-"): i for i, u in enumerate(nvml)}
-    return [known[u.lower()] for u in cuda if u.lower() in known]
-
-
-def _minus_one(cuda, nvml):
-    known = {u.lower().removeprefix("gpu-"): i for i, u in enumerate(nvml)}
-    return [known.get(u.lower(), -1) for u in cuda]
+    return busbw
 
 
 def _crashes_on_max(affinity, cpu_max):
@@ -69,13 +86,22 @@ def _rounds_up(affinity, cpu_max):
 
 MUTANTS = {
     "00.1": {
-        "by position": (_by_position, "CUDA device i to be NVML device i"),
-        "prefix kept": (_prefix_kept, "no UUID was found"),
-        "capitals kept": (_case_kept, "capitals"),
-        "inverse mapping": (_inverse, "maps NVML indices to CUDA"),
-        "raises on an unknown card": (_raises_on_unknown, "does not list"),
-        "drops an unknown card": (_drops_unknown, "left out"),
-        "-1 for an unknown card": (_minus_one, "gets -1"),
+        "rates that are alike": (
+            _diagnose(tf32=lambda r: r["TF32 product (TFLOP/s)"] is not None
+                      and r["FP32 product (TFLOP/s)"] > 0.9 * r["TF32 product (TFLOP/s)"]),
+            "two peaks are equal"),
+        "slow when idle": (
+            _diagnose(overhead=lambda r: (r["SM clock when idle (MHz)"] or 1e9) < 300), "calls take 343"),
+        "any use": (_diagnose(busy=lambda r: r["busy before the run (%)"] > 0), "1 % busy"),
+        "as many ranks as cores": (_diagnose(cores=lambda r: r["device"] == "cpu" and r["ranks"] >= r["usable cores"]),
+                                   "2 ranks have 2 usable cores"),
+        "one array": (
+            _diagnose(cache=lambda r: r["triad: its arrays together (MiB)"] < r["caches (MiB)"] / 3),
+            "24 MiB together"),
+        "wrong unit": (_diagnose(overhead=_calls_in_ms), "20 operators of 7 µs"),
+        "against arithmetic alone": (
+            _diagnose(overhead=lambda r: r["pass: operators"] * r["host time of an operator (µs)"]
+                      > r["pass: arithmetic (µs)"]), "limited by memory"),
     },
     "00.2": {
         "max not handled": (_crashes_on_max, "no quota"),
@@ -86,20 +112,13 @@ MUTANTS = {
         "rounded up": (_rounds_up, "2.2 cores became 3"),
     },
     "00.3": {
-        "peak only": (lambda i, p, b: p, "bandwidth plays no part"),
-        "larger limit": (lambda i, p, b: max(p, i * b), "larger of the two"),
-        "no roof": (lambda i, p, b: i * b, "nothing stops it"),
-        "divided": (lambda i, p, b: min(p, b / i), "falls when there is more work"),
-        "in GFLOP/s": (lambda i, p, b: min(p, i * b) / 1e9, "this is in GFLOP/s"),
-        "times added": (lambda i, p, b: 1 / (1 / p + 1 / (i * b)), "added the two times"),
+        "algbw": (_busbw(lambda s, t, n: s / t / 1e9), "algbw"),
+        "all-gather's factor": (_busbw(lambda s, t, n: s / t * (n - 1) / n / 1e9), "all-gather"),
+        "bits": (_busbw(lambda s, t, n: 16 * s / t * (n - 1) / n / 1e9), "Gbit/s"),
+        "no warm-up": (_busbw(warm=False), "makes the connections"),
+        "own time": (_busbw(slowest=None), "a time of its own"),
+        "fastest rank": (_busbw(slowest=dist.ReduceOp.MIN), "fastest rank"),
+        "bytes taken for elements": (_busbw(elements=1), "torch.zeros(size_bytes // 4)"),
+        "never waited for": (_busbw(wait=False), "never waited for"),
     },
-    "00.4": {
-        "algbw": (lambda s, t, n: s / t / 1e9, "algbw"),
-        "all-gather's factor": (lambda s, t, n: s / t * (n - 1) / n / 1e9, "all-gather"),
-        "all ranks together": (lambda s, t, n: s / t * 2 * (n - 1) / 1e9, "all ranks send together"),
-        "upside down": (lambda s, t, n: s / t * n / (2 * (n - 1)) / 1e9, "upside down"),
-        "GiB": (lambda s, t, n: s / t * 2 * (n - 1) / n / 2**30, "GiB/s"),
-        "bits": (lambda s, t, n: 8 * s / t * 2 * (n - 1) / n / 1e9, "Gbit/s"),
-        "factor 2": (lambda s, t, n: 2 * s / t / 1e9, "infinitely many"),
-    },
-}
+}  # fmt: skip

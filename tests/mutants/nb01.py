@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import statistics
 
+import torch
+
+from labs.chapters.nb01 import solutions
 from labs.kit.measure import differs, estimate
 
 N = 40
@@ -152,20 +155,53 @@ def _five_percent_or_nothing(*arguments):
     return _say(_divide(second, first), lambda interval: differs(interval) and abs(interval.value - 1) > 0.05)
 
 
-def _slowest(steps):
-    return [max(s) for s in zip(*steps, strict=True)]
+def _epoch(model, optimizer, loss_of, batches, device, *, zero=True, non_blocking=True, move=True, weigh=True,
+           each=lambda loss: None, kept=lambda loss: loss.detach()):  # fmt: skip
+    """An epoch as it should be, unless a keyword says otherwise."""
+    total, right, samples = torch.zeros(()), torch.zeros(()), sum(len(y) for _, y in batches)
+    for x, y in batches:
+        if move:
+            x, y = x.to(device, non_blocking=non_blocking), y.to(device, non_blocking=non_blocking)
+        if zero:
+            optimizer.zero_grad()
+        output = model(x)
+        loss = loss_of(output, y)
+        loss.backward()
+        optimizer.step()
+        each(loss)
+        total = total + kept(loss) * (len(y) if weigh else samples / len(batches))
+        right = right + (output.argmax(1) == y).sum()
+    return float(total) / samples, float(right) / samples
 
 
-def _typical(steps):
-    return statistics.median(_slowest(steps))
+def _with(**changes):
+    return lambda *arguments: _epoch(*arguments, **changes)
 
 
-def _target(base_lr, batch, base_batch):
-    return base_lr * batch / base_batch
+def _reads_every_step(model, optimizer, loss_of, batches, device):
+    total = 0.0
+    for x, y in batches:
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * len(y)
+    return total / sum(len(y) for _, y in batches), 0.5
 
 
-def _line(step, lr, target, warm_up_steps):
-    return lr + (target - lr) * min(1, step / warm_up_steps) if warm_up_steps else target
+def _instead(of, says):
+    """The right diagnosis but for one fault."""
+    return lambda log: says if solutions.diagnose(log) == of else solutions.diagnose(log)
+
+
+def _by_the_largest_step(log):
+    return "neighbour" if max(map(max, log)) > 1.4 * statistics.median(log[0]) else solutions.diagnose(log)
+
+
+def _by_the_last_step(log):
+    found = solutions.diagnose(log)
+    return found if found != "steady" or log[0][-1] < 1.02 * log[0][0] else "drift"
 
 
 MUTANTS = {
@@ -193,41 +229,23 @@ MUTANTS = {
         "five percent or nothing": (_five_percent_or_nothing, "it leaves out 1"),
     },
     "01.3": {
-        "rank 0's step": (
-            lambda s, b: len(s) * b / statistics.median(s[0]),
-            "rank 0's steps only, and it is not always the slowest. For",
-        ),
-        "mean over ranks": (
-            lambda s, b: len(s) * b / statistics.median(map(statistics.fmean, zip(*s, strict=True))),
-            "you average over the ranks",
-        ),
-        "sum of own rates": (lambda s, b: sum(b / statistics.median(r) for r in s), "each rank would do on its own"),
-        "slowest of the medians": (lambda s, b: len(s) * b / max(map(statistics.median, s)), "each rank's median"),
-        "one rank's samples": (lambda s, b: b / _typical(s), "the samples of one rank"),
-        "steps per second": (lambda s, b: 1 / _typical(s), "steps per second"),
-        "samples over seconds, in total": (
-            lambda s, b: len(s) * b * len(s[0]) / sum(_slowest(s)),
-            "the mean over steps",
-        ),
-        "taking turns": (
-            lambda s, b: len(s) * b / statistics.median(map(sum, zip(*s, strict=True))),
-            "as if they took turns",
-        ),
+        "item in every step": (_reads_every_step, "first by .item(): each waits"),
+        "float in every step": (_with(kept=lambda loss: float(loss)), "first by float(...)"),
+        "prints every loss": (_with(each=lambda loss: f"{loss:.3f}"), 'first by f"{...}"'),
+        "blocking copies": (_with(non_blocking=False), "8 copies were blocking while a step was in the queue"),
+        "no copies": (_with(move=False), "0 tensors were copied to the device, of 10"),
+        "keeps the graphs": (_with(kept=lambda loss: loss), "graphs of former steps were still alive"),
+        "mean of the batches' means": (_with(weigh=False), "weigh the mean loss of each batch by its samples"),
+        "gradients are never set back": (_with(zero=False), "the gradients are never set back"),
     },
     "01.4": {
-        "no scaling": (lambda s, lr, b, base, w: lr, "the batch plays no part"),
-        "square root": (lambda s, lr, b, base, w: _line(s, lr, lr * (b / base) ** 0.5, w), "square root"),
-        "integer division": (lambda s, lr, b, base, w: _line(s, lr, lr * (b // base), w), "1.5 times the batch"),
-        "never stops": (lambda s, lr, b, base, w: lr + (_target(lr, b, base) - lr) * s / max(1, w), "never settles"),
-        "no warm-up": (lambda s, lr, b, base, w: _target(lr, b, base), "no warm-up"),
-        "from zero": (lambda s, lr, b, base, w: _line(s, 0, _target(lr, b, base), w), "begins at 0"),
-        "smaller batch cut off": (
-            lambda s, lr, b, base, w: min(_target(lr, b, base), lr + (_target(lr, b, base) - lr) * s / max(1, w)),
-            "not one that falls",
-        ),
-        "division by zero": (
-            lambda s, lr, b, base, w: lr + (_target(lr, b, base) - lr) * min(1, s / w),
-            "division by zero",
-        ),
+        "all the same": (lambda log: "steady", "you call all 48 logs 'steady'"),
+        "a number": (lambda log: 2, "you return 2"),
+        "jumps and drifts are one": (_instead("drift", "neighbour"), "8 times 'drift' is called 'neighbour'"),
+        "rank 0 only": (lambda log: solutions.diagnose(log[:1]), "times 'straggler' is called 'steady'"),
+        "the queue is not seen": (_instead("not synchronised", "steady"), "8 times 'not synchronised' is called"),
+        "warm-up is not seen": (_instead("not warm", "steady"), "the first steps are slower than all later ones"),
+        "by the largest step": (_by_the_largest_step, "is called 'neighbour'"),
+        "by the last step": (_by_the_last_step, "times 'steady' is called 'drift'"),
     },
 }

@@ -9,46 +9,42 @@ from statistics import fmean, median
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 from labs.kit.measure import differs, estimate, paired_ratio
 
 
-def _dataset():
-    return get_worker_info().dataset
+def _renew(worker_id):
+    get_worker_info().dataset.rng = np.random.default_rng(torch.initial_seed())
 
 
-def _nothing(worker_id):
-    pass
+def _loader(dataset, batch_size, rank, world_size, epoch, seed, *, set_epoch=True, shuffle=True, **options):
+    sampler = DistributedSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed)
+    if set_epoch:
+        sampler.set_epoch(epoch)
+    own = torch.Generator().manual_seed(1000 * (1000 * seed + epoch) + rank)
+    options = {"worker_init_fn": _renew, "generator": own, "num_workers": 2} | options
+    return DataLoader(dataset, batch_size, sampler=sampler, **options)
 
 
-def _fixed_seed(worker_id):
-    _dataset().rng = np.random.default_rng(42)
+def _with(**options):
+    return lambda *args: _loader(*args, **options)
 
 
-def _id_only(worker_id):
-    _dataset().rng = np.random.default_rng(42 + worker_id)
+def _no_sampler(dataset, batch_size, rank, world_size, epoch, seed):
+    return DataLoader(dataset, batch_size, shuffle=True, num_workers=2, worker_init_fn=_renew)
 
 
-def _clock(worker_id):
-    _dataset().rng = np.random.default_rng(time.time_ns() + worker_id)
+def _always_rank_0(dataset, batch_size, rank, world_size, epoch, seed):
+    return _loader(dataset, batch_size, 0, world_size, epoch, seed)
 
 
-def _global_with_64_bits(worker_id):
-    np.random.seed(torch.initial_seed())
+def _seeded_with(choose):
+    def loader(dataset, batch_size, rank, world_size, epoch, seed):
+        own = torch.Generator().manual_seed(choose(rank, epoch, seed))
+        return _loader(dataset, batch_size, rank, world_size, epoch, seed, generator=own)
 
-
-def _seeds_that_collide(worker_id):
-    _dataset().rng = np.random.default_rng(torch.initial_seed() - worker_id + worker_id // 2)
-
-
-def _wrong_name(worker_id):
-    _dataset().generator = np.random.default_rng(torch.initial_seed())
-
-
-def _resets_torch(worker_id):
-    _dataset().rng = np.random.default_rng(torch.initial_seed())
-    torch.manual_seed(0)
+    return loader
 
 
 def _named(model_s, loader_s, ratio):
@@ -195,14 +191,14 @@ def _shuffled_by_each(shards, rank, world_size):
 
 MUTANTS = {
     "02.1": {
-        "nothing": (_nothing, "as it was in the main process"),
-        "a fixed seed": (_fixed_seed, "your seed is the same for all of them"),
-        "worker id only": (_id_only, "nothing that is new in an epoch"),
-        "the clock": (_clock, "a second run with the same torch seed"),
-        "global generator with 64 bits": (_global_with_64_bits, "takes 32 bits"),
-        "seeds that collide": (_seeds_that_collide, "workers 0 and 1 draw the same"),
-        "wrong name": (_wrong_name, "you set dataset.generator"),
-        "resets torch": (_resets_torch, "you also reset torch"),
+        "no sampler": (_no_sampler, "each rank reads all 24 items"),
+        "always rank 0": (_always_rank_0, "both ranks read the same items"),
+        "no set_epoch": (_with(set_epoch=False), "both epochs have the same order"),
+        "not shuffled": (_with(shuffle=False), "in the order of their numbers"),
+        "no worker_init_fn": (_with(worker_init_fn=None), "both workers draw the same"),
+        "no generator": (_with(generator=None), "rank 1 draws the numbers of rank 0"),
+        "seeded with the rank alone": (_seeded_with(lambda rank, epoch, seed: rank), "epoch 1 draws the numbers of"),
+        "the clock": (_seeded_with(lambda *_: time.time_ns()), "a second run with the same seed draws other"),
     },
     "02.2": {
         "sum": (_sum, "you add the two times"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 def _order(size, seed):
@@ -109,111 +112,87 @@ def _unused_left_out_everywhere(model):
             p.grad /= dist.get_world_size()
 
 
-def _no_division(ddp, optimizer, micro_batches, loss_fn):
-    optimizer.zero_grad()
-    for i, (x, y) in enumerate(micro_batches):
-        with ddp.no_sync() if i < len(micro_batches) - 1 else nullcontext():
-            loss_fn(ddp(x), y).backward()
-    optimizer.step()
+def _weights(micro_batches):
+    """Of each micro-batch, as in the reference."""
+    rows = torch.tensor(sum(len(x) for x, _ in micro_batches))
+    dist.all_reduce(rows)
+    return [len(x) * dist.get_world_size() / rows.item() for x, _ in micro_batches]
 
 
-def _divided_by_m(ddp, optimizer, micro_batches, loss_fn):
-    optimizer.zero_grad()
-    for i, (x, y) in enumerate(micro_batches):
-        with ddp.no_sync() if i < len(micro_batches) - 1 else nullcontext():
-            (loss_fn(ddp(x), y) / len(micro_batches)).backward()
-    optimizer.step()
+def _accumulate(weights=_weights, forward_outside=False, step_inside=False, zero_inside=False, syncs=None):
+    """`accumulate_step` with a mistake; `syncs(i, last)` says which micro-batches are outside of no_sync."""
+    syncs = syncs or (lambda i, last: last)
 
-
-def _share(x, micro_batches):
-    return len(x) / sum(len(x) for x, _ in micro_batches)
-
-
-def _forward_outside(ddp, optimizer, micro_batches, loss_fn):
-    optimizer.zero_grad()
-    for i, (x, y) in enumerate(micro_batches):
-        loss = loss_fn(ddp(x), y) * _share(x, micro_batches)
-        with ddp.no_sync() if i < len(micro_batches) - 1 else nullcontext():
-            loss.backward()
-    optimizer.step()
-
-
-def _last_inside(ddp, optimizer, micro_batches, loss_fn):
-    optimizer.zero_grad()
-    with ddp.no_sync():
-        for x, y in micro_batches:
-            (loss_fn(ddp(x), y) * _share(x, micro_batches)).backward()
-    optimizer.step()
-
-
-def _zero_grad_inside(ddp, optimizer, micro_batches, loss_fn):
-    for i, (x, y) in enumerate(micro_batches):
+    def accumulate_step(ddp, optimizer, micro_batches, loss_fn):
+        shares = weights(micro_batches)
         optimizer.zero_grad()
-        with ddp.no_sync() if i < len(micro_batches) - 1 else nullcontext():
-            (loss_fn(ddp(x), y) * _share(x, micro_batches)).backward()
-    optimizer.step()
+        for i, (x, y) in enumerate(micro_batches):
+            if zero_inside:
+                optimizer.zero_grad()
+            loss = loss_fn(ddp(x), y) * shares[i] if forward_outside else None
+            with nullcontext() if syncs(i, i == len(micro_batches) - 1) else ddp.no_sync():
+                (loss_fn(ddp(x), y) * shares[i] if loss is None else loss).backward()
+            if step_inside:
+                optimizer.step()
+        if not step_inside:
+            optimizer.step()
+
+    return accumulate_step
 
 
-def _step_inside(ddp, optimizer, micro_batches, loss_fn):
-    optimizer.zero_grad()
-    for i, (x, y) in enumerate(micro_batches):
-        with ddp.no_sync() if i < len(micro_batches) - 1 else nullcontext():
-            (loss_fn(ddp(x), y) * _share(x, micro_batches)).backward()
-        optimizer.step()
+def _own_rows(micro_batches):
+    return [len(x) / sum(len(x) for x, _ in micro_batches) for x, _ in micro_batches]
+
+
+def _world_size_forgotten(micro_batches):
+    return [w / dist.get_world_size() for w in _weights(micro_batches)]
 
 
 def _one_backward(ddp, optimizer, micro_batches, loss_fn):
+    shares = _weights(micro_batches)
     optimizer.zero_grad()
     with ddp.no_sync():
-        early = sum(loss_fn(ddp(x), y) * _share(x, micro_batches) for x, y in micro_batches[:-1])
+        early = sum(loss_fn(ddp(x), y) * w for (x, y), w in zip(micro_batches[:-1], shares, strict=False))
     x, y = micro_batches[-1]
-    (early + loss_fn(ddp(x), y) * _share(x, micro_batches)).backward()
+    (early + loss_fn(ddp(x), y) * shares[-1]).backward()
     optimizer.step()
 
 
-def _only_rank_0_syncs(ddp, optimizer, micro_batches, loss_fn):
-    optimizer.zero_grad()
-    for i, (x, y) in enumerate(micro_batches):
-        last = i == len(micro_batches) - 1 and dist.get_rank() == 0
-        with nullcontext() if last else ddp.no_sync():
-            (loss_fn(ddp(x), y) * _share(x, micro_batches)).backward()
-    optimizer.step()
+def _program(init=True, sampled=True, set_epoch=True, through_ddp=True, savers=(0,), wrapped=False, waits=True,
+             accuracy="sums", ends=True):  # fmt: skip
+    """The program of 03.4 with one of its faults left in it."""
 
+    def train(model, train_set, test_set, epochs, path):
+        if init:
+            dist.init_process_group("gloo")
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        ddp = DistributedDataParallel(model)
+        sampler = DistributedSampler(train_set)
+        loader = DataLoader(train_set, batch_size=8, sampler=sampler if sampled else None, shuffle=not sampled)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(epochs):
+            if set_epoch:
+                sampler.set_epoch(epoch)
+            for x, y in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy((ddp if through_ddp else model)(x), y).backward()
+                optimizer.step()
+        if rank in savers:
+            torch.save((ddp if wrapped else model).state_dict(), path)
+        if waits:
+            dist.barrier()
+        model.load_state_dict(torch.load(path, weights_only=True))
+        mine = [test_set[i] for i in range(rank, len(test_set), ranks)]
+        counts = torch.tensor([float(sum(int(model(x).argmax() == y) for x, y in mine)), len(mine)])
+        if accuracy == "means":
+            counts = torch.stack([counts[0] / counts[1], torch.tensor(1.0)])
+        if accuracy != "own":
+            dist.all_reduce(counts)
+        if ends:
+            dist.destroy_process_group()
+        return (counts[0] / counts[1]).item()
 
-def _ring(gradient_bytes, latency_s, bytes_per_s, ranks):
-    return 2 * (ranks - 1) * (latency_s + gradient_bytes / ranks / bytes_per_s)
-
-
-def _efficiency(compute_s, gradient_bytes, latency_s, bytes_per_s, ranks):
-    return compute_s / (compute_s + _ring(gradient_bytes, latency_s, bytes_per_s, ranks))
-
-
-def _upside_down(compute_s, gradient_bytes, latency_s, bytes_per_s, ranks):
-    return (compute_s + _ring(gradient_bytes, latency_s, bytes_per_s, ranks)) / compute_s
-
-
-def _strong(compute_s, gradient_bytes, latency_s, bytes_per_s, ranks):
-    return compute_s / (compute_s / ranks + _ring(gradient_bytes, latency_s, bytes_per_s, ranks))
-
-
-def _overlapped(compute_s, gradient_bytes, latency_s, bytes_per_s, ranks):
-    return ranks * compute_s / max(compute_s, _ring(gradient_bytes, latency_s, bytes_per_s, ranks))
-
-
-def _half_a_ring(compute_s, gradient_bytes, latency_s, bytes_per_s, ranks):
-    return ranks * compute_s / (compute_s + _ring(gradient_bytes, latency_s, bytes_per_s, ranks) / 2)
-
-
-def _whole_gradient_in_every_message(compute_s, gradient_bytes, latency_s, bytes_per_s, ranks):
-    return ranks * compute_s / (compute_s + _ring(gradient_bytes * ranks, latency_s, bytes_per_s, ranks))
-
-
-def _no_latency(compute_s, gradient_bytes, latency_s, bytes_per_s, ranks):
-    return ranks * compute_s / (compute_s + _ring(gradient_bytes, 0, bytes_per_s, ranks))
-
-
-def _one_message_also_alone(compute_s, gradient_bytes, latency_s, bytes_per_s, ranks):
-    return ranks * compute_s / (compute_s + latency_s + gradient_bytes / bytes_per_s)
+    return train
 
 
 MUTANTS = {
@@ -238,23 +217,27 @@ MUTANTS = {
         "unused left out everywhere": (_unused_left_out_everywhere, "rank 0 ends with another gradient"),
     },
     "03.3": {
-        "no division": (_no_division, "were added, not averaged"),
-        "mean of means": (_divided_by_m, "every micro-batch weighs the same"),
-        "forward outside no_sync": (_forward_outside, "DDP decides in the forward pass"),
-        "last one inside no_sync": (_last_inside, "the parameters of the two ranks now differ"),
-        "zero_grad inside": (_zero_grad_inside, "only the last micro-batch is in the gradient"),
-        "step inside": (_step_inside, "made 3 optimizer steps, not 1"),
+        "each rank for itself": (_accumulate(_own_rows), "rank 0 has 12 rows and rank 1 has 4"),
+        "world size forgotten": (_accumulate(_world_size_forgotten), "half as large as it should be"),
+        "mean of means": (
+            _accumulate(lambda batches: [1 / len(batches)] * len(batches)), "every micro-batch weighs the same"
+        ),
+        "forward outside no_sync": (_accumulate(forward_outside=True), "DDP decides in the forward pass"),
+        "last one inside no_sync": (
+            _accumulate(syncs=lambda i, last: False), "the parameters of the two ranks now differ"
+        ),
+        "zero_grad inside": (_accumulate(zero_inside=True), "only the last micro-batch is in the gradient"),
+        "step inside": (_accumulate(step_inside=True), "made 3 optimizer steps, not 1"),
         "one backward for all": (_one_backward, "their activations are in memory at once"),
-        "only rank 0 synchronises": (_only_rank_0_syncs, "wait for each other for ever in your accumulation"),
     },
     "03.4": {
-        "efficiency": (_efficiency, "this is the efficiency"),
-        "upside down": (_upside_down, "grows when communication gets slower"),
-        "strong scaling": (_strong, "share one batch"),
-        "overlap": (_overlapped, "you hide the all-reduce"),
-        "half a ring": (_half_a_ring, "half a ring"),
-        "whole gradient in every message": (_whole_gradient_in_every_message, "message carries the whole"),
-        "no latency": (_no_latency, "the latency plays no part"),
-        "communication with itself": (_one_message_also_alone, "one rank alone gets"),
+        "no process group": (_program(init=False), "a process group that nobody has made"),
+        "no sampler": (_program(sampled=False), "each rank reads all 32 samples"),
+        "no set_epoch": (_program(set_epoch=False), "every epoch has the same order"),
+        "around DDP": (_program(through_ddp=False), "nobody exchanged gradients"),
+        "every rank saves": (_program(savers=(0, 1)), "ranks 0, 1 wrote the same file"),
+        "no barrier": (_program(waits=False), "before it is there"),
+        "own accuracy": (_program(accuracy="own"), "each one its own share's accuracy"),
+        "no end": (_program(ends=False), "still exists when the program ends"),
     },
 }  # fmt: skip

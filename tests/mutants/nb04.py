@@ -10,55 +10,43 @@ from torch.nn.utils import clip_grad_norm_
 FP16 = torch.float16
 
 
-def _autocast(dtype=FP16):
-    return torch.amp.autocast("cpu", dtype=dtype)
+def epoch(*, dtype=None, device="model", move=True, inside=False, around=False, article=False, weigh=True,
+           clip="after unscale_", always=False, last=True, answer=lambda skipped: skipped):  # fmt: skip
+    """A right epoch, except for what a keyword says."""
 
-
-def _step(*, context=_autocast, zero_inside=False, divide=lambda n: n, backward_inside=False, scaled=True,
-          clip_first=False):  # fmt: skip
-    """The right step, except for what a keyword says."""
-
-    def train_step(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-        optimizer.zero_grad()
-        for x, y in micro_batches:
-            if zero_inside:
-                optimizer.zero_grad()
-            with context():
-                loss = loss_fn(model(x), y) / divide(len(micro_batches))
-                if backward_inside:
+    def train_epoch(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
+        home, skipped, held = next(model.parameters()).device, 0, []
+        format_ = dtype or (torch.float16 if scaler.is_enabled() else torch.bfloat16)
+        for i, batch in enumerate(batches, 1):
+            held.append(batch)
+            if len(held) < accumulate and not (last and i == len(batches)):
+                continue
+            rows = sum(len(x) for x, _ in held)
+            optimizer.zero_grad()
+            for x, y in held:
+                if move:
+                    x, y = x.to(home), y.to(home)
+                kind = home.type if device == "model" else device
+                with torch.cuda.amp.autocast() if article else torch.autocast(kind, format_):
+                    loss = loss_fn(model(x), y) * (len(x) / rows if weigh else 1 / len(held))
+                    if inside:
+                        scaler.scale(loss).backward()
+                if not inside:
                     scaler.scale(loss).backward()
-            if not backward_inside:
-                (scaler.scale(loss) if scaled else loss).backward()
-        if clip_first:
-            clip_grad_norm_(model.parameters(), max_norm)
-        scaler.unscale_(optimizer)
-        if not clip_first:
-            clip_grad_norm_(model.parameters(), max_norm)
-        scaler.step(optimizer)
-        scaler.update()
+            if clip == "before unscale_":
+                clip_grad_norm_(model.parameters(), max_norm)
+            scaler.unscale_(optimizer)
+            if clip == "after unscale_":
+                clip_grad_norm_(model.parameters(), max_norm)
+            before, held = scaler.get_scale(), []
+            optimizer.step() if around else scaler.step(optimizer)
+            scaler.update()
+            skipped += (fell := scaler.get_scale() < before)
+            if always or not fell:
+                scheduler.step()
+        return answer(skipped)
 
-    return train_step
-
-
-def _as_in_the_article(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-    for x, y in micro_batches:
-        with torch.cuda.amp.autocast():
-            loss = loss_fn(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def _update_only_if_finite(model, optimizer, scaler, micro_batches, loss_fn, max_norm):
-    optimizer.zero_grad()
-    for x, y in micro_batches:
-        with _autocast():
-            loss = loss_fn(model(x), y) / len(micro_batches)
-        scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    if torch.isfinite(clip_grad_norm_(model.parameters(), max_norm)):
-        scaler.step(optimizer)
-        scaler.update()
+    return train_epoch
 
 
 def _flat(gradients):
@@ -89,34 +77,19 @@ def _scale_slip(scale):
     return lambda gradients: (_share(gradients), float(scale(gradients)))
 
 
-MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2}
+def _diagnose(*, stuck=lambda log: all(row["skipped"] for row in log[-4:]), much=500.0,
+              constant=lambda log: len({row["scale"] for row in log}) == 1 and log[-1]["skipped"]):  # fmt: skip
+    """A right diagnosis, except for what a keyword says."""
 
+    def diagnose(log):
+        if constant(log):
+            return "new scaler every step"
+        if stuck(log):
+            return "no zero_grad"
+        norms = [row["norm"] for row in log if not row["skipped"]]
+        return "clip before unscale_" if max(norms) > much else "fine"
 
-def _memory(fp32, amp, answer=lambda a, b: 1 - a / b):
-    """Bytes per parameter without the moments' 4, and shares of activations, from functions of (moments, lowered)."""
-
-    def saved(parameters, activation_bytes, lowered_share, optimizer):
-        m = MOMENTS[optimizer]
-        full, less = (per(m) * parameters + act(lowered_share) * activation_bytes for per, act in (fp32, amp))
-        return answer(less, full)
-
-    return saved
-
-
-FULL = (lambda m: 8 + 4 * m, lambda low: 1)
-LESS = (lambda m: 10 + 4 * m, lambda low: 1 - low / 2)
-
-
-def _amp(per=LESS[0], act=LESS[1]):
-    return _memory(FULL, (per, act))
-
-
-def _as(answer):
-    return _memory(FULL, LESS, answer)
-
-
-def _both(per):
-    return _memory((per, FULL[1]), (lambda m: per(m) + 2, LESS[1]))
+    return diagnose
 
 
 def _round(rounding=round, bias=lambda e: 2 ** (e - 1) - 1, lowest=lambda b: 1 - b, bits=lambda m: m,
@@ -140,14 +113,14 @@ def _ends(y, b):
 
 MUTANTS = {
     "04.1": {
-        "as in the article": (_as_in_the_article, "torch.cuda.amp.autocast is deprecated"),
-        "bfloat16": (_step(context=lambda: _autocast(None)), "the forward pass ran in bfloat16"),
-        "backward inside autocast": (_step(backward_inside=True), "backward() ran inside autocast"),
-        "zero_grad in the loop": (_step(zero_inside=True), "zeroed between two micro-batches"),
-        "not scaled": (_step(scaled=False), "scaler.scale() was never called"),
-        "loss not divided": (_step(divide=lambda n: 1), "were added, not averaged: the gradient is 3 times too large"),
-        "clip before unscale_": (_step(clip_first=True), "because unscale_() came after clipping"),
-        "update only if finite": (_update_only_if_finite, "a gradient was inf, and scaler.update() was not called"),
+        "always FP16": (epoch(dtype=FP16), "the scaler is off, and the forward pass ran in float16, not in BF16"),
+        "backward inside autocast": (epoch(inside=True), "backward() ran inside autocast"),
+        "every batch counts the same": (epoch(weigh=False), "every batch of a group counts the same"),
+        "clip before unscale_": (epoch(clip="before unscale_"), "clipped while they were still scaled"),
+        "last group dropped": (epoch(last=False), "fewer than `accumulate` batches, and it never made its step"),
+        "schedule goes on": (epoch(always=True), "scheduler.step() ran also after a step that the scaler skipped"),
+        "autocast for the CPU": (epoch(device="cpu"), 'autocast is for "cpu", whatever the device'),
+        "nothing is moved": (epoch(move=False), "the batches stay on the CPU where the model is on a GPU"),
     },
     "04.2": {
         "zeros count as lost": (_share_slip(lambda g: (_flat(g).half() == 0).float().mean()), "you count exact zeros"),
@@ -172,14 +145,19 @@ MUTANTS = {
         "never below 1": (_scale_slip(lambda g: max(1, _scale(g))), "never below 1"),
     },
     "04.3": {
-        "everything halves": (lambda p, a, low, opt: 0.5, "everything halve"),
-        "parameters and gradients halve": (_amp(per=lambda m: 4 + 4 * m), "parameters and gradients"),
-        "no copies": (_amp(per=lambda m: 8 + 4 * m), "2 bytes per parameter too few"),
-        "16 bytes always": (_both(lambda m: 16), "16 bytes per parameter for every optimizer"),
-        "all activations halve": (_amp(act=lambda low: 0.5), "you halve all activations"),
-        "relative to AMP": (_as(lambda a, b: b / a - 1), "by those of the FP32 step"),
-        "sign": (_as(lambda a, b: a / b - 1), "the sign is wrong"),
-        "never negative": (_as(lambda a, b: max(0, 1 - a / b)), "never let AMP cost memory"),
+        "every skipped step is a fault": (
+            _diagnose(stuck=lambda log: any(row["skipped"] for row in log)),
+            "a step that is skipped is no fault",
+        ),
+        "norm above max_norm": (_diagnose(much=4.0), "a norm above max_norm is no fault"),
+        "a scale that stays": (
+            _diagnose(constant=lambda log: len({row["scale"] for row in log}) == 1),
+            "the scale may stay where it is",
+        ),
+        "all skipped is one thing": (_diagnose(constant=lambda log: False), "yet the scale never falls"),
+        "an inf that stays is not seen": (_diagnose(stuck=lambda log: False), "no step is taken any more"),
+        "norms are not looked at": (_diagnose(much=math.inf), "clipping saw a norm about as large as the scale"),
+        "other words": (lambda log: "broken", "return one of 'fine'"),
     },
     "04.4": {
         "truncation": (_round(math.floor), "you cut digits off"),

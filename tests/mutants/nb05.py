@@ -6,7 +6,6 @@ import contextlib
 import copy
 import hashlib
 import io
-import math
 import os
 import random
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from labs.chapters.nb05.exercise_trainer import Trainer
@@ -147,69 +147,71 @@ class Swallows(Files):
 # -- 05.2
 
 
-def _recompute(*, keep_graph=False, random_state=True, restore=True, enable=True, x_only=False, grad_output=True,
-               backward_adds=False):  # fmt: skip
-    """The right function, except for what a keyword says."""
+def _stack(choose=None, *, fits=lambda left, budget: left <= budget, run=None):
+    """The right function, except for what a keyword says. `choose`: the order in which blocks are given up."""
 
-    def checkpointed(block, x):
-        weights = [] if x_only else list(block.parameters())
+    def run_stack(blocks, x, kept_bytes, budget_bytes):
+        order = (choose or (lambda kept: sorted(range(len(kept)), key=lambda i: -kept[i])))(kept_bytes)
+        again = []
+        for i in order:
+            if fits(sum(kept_bytes) - sum(kept_bytes[k] for k in again), budget_bytes):
+                break
+            again.append(i)
+        for i, block in enumerate(blocks):
+            x = (run or _again)(block, x) if i in again else block(x)
+        return x
 
-        class Recomputed(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, *_):
-                ctx.save_for_backward(x)
-                ctx.state = torch.get_rng_state()
-                if not keep_graph:
-                    return block(x)
-                with torch.enable_grad():
-                    ctx.x = x.detach().requires_grad_()
-                    ctx.output = block(ctx.x)
-                return ctx.output.detach()
+    return run_stack
 
-            @staticmethod
-            def backward(ctx, g):
-                if keep_graph:
-                    return torch.autograd.grad(ctx.output, [ctx.x, *weights], g)
-                x, before = ctx.saved_tensors[0].detach().requires_grad_(), torch.get_rng_state()
-                if random_state:
-                    torch.set_rng_state(ctx.state)
-                with torch.set_grad_enabled(enable):
-                    output = block(x)
-                if restore:
-                    torch.set_rng_state(before)
-                g = g if grad_output else torch.ones_like(g)
-                if backward_adds:
-                    output.backward(g)
-                    return (x.grad, *[p.grad for p in weights])
-                return torch.autograd.grad(output, [x, *weights], g)
 
-        return Recomputed.apply(x, *weights)
+def _again(block, x):
+    return checkpoint(block, x, use_reentrant=False)
 
-    return checkpointed
+
+def _late_binding(blocks, x, kept_bytes, budget_bytes):
+    order, again = sorted(range(len(blocks)), key=lambda i: -kept_bytes[i]), []
+    for i in order:
+        if sum(kept_bytes) - sum(kept_bytes[k] for k in again) > budget_bytes:
+            again.append(i)
+    for i, block in enumerate(blocks):
+        x = checkpoint(lambda x: block(x), x, use_reentrant=False) if i in again else block(x)  # noqa: B023
+    return x
+
+
+def _without_gradients(block, x):
+    with torch.no_grad():
+        return block(x)
 
 
 # -- 05.3
 
 
-def _fit(row=lambda k, n, a, i: k * i + math.ceil(n / k) * a, *, segments=None, lowest=0, choose=min, judged=None):
-    """The right function, except for what a keyword says. `judged`: the bytes of a row that only the rows are from."""
+def _loss(*, mean=False, keep=False, whole=False, drop=False, all_tokens=False, detach=False, number=False):
+    """The right function, except for what a keyword says."""
 
-    def largest_batch(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
-        k = choose(range(1, layers + 1), key=lambda k: row(k, layers, layer_bytes, input_bytes))
-        k = segments(layers, layer_bytes, input_bytes) if segments else k
-        bytes_of_a_row = (judged or row)(k, layers, layer_bytes, input_bytes)
-        return max(lowest, math.floor((memory_bytes - fixed_bytes) / bytes_of_a_row)), k
+    def chunked_loss(hidden, weight, labels, chunk_tokens):
+        weight = weight.detach() if detach else weight
+        if whole:
+            logits = hidden @ weight.T
+            parts = zip(logits.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
+            total = sum(cross_entropy(part, y, reduction="sum") for part, y in parts)
+            return total / (labels != -100).sum()
 
-    return largest_batch
+        def one(h, y):
+            return cross_entropy(h @ weight.T, y, reduction="mean" if mean else "sum")
 
+        pairs = list(zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True))
+        if drop:
+            pairs = [(h, y) for h, y in pairs if len(y) == chunk_tokens]
+        sums = [one(h, y) if keep else checkpoint(one, h, y, use_reentrant=False) for h, y in pairs]
+        total = sum(sums) if sums else hidden.sum() * 0
+        if number:
+            total = total.item()
+        if mean:
+            return total / len(sums)
+        return total / (len(labels) if all_tokens else max(1, sum(int((y != -100).sum()) for _, y in pairs)))
 
-def _last(candidates, key):
-    return max(candidates, key=lambda k: (-key(k), k))
-
-
-def _once_per_row(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes):
-    k = _fit()(memory_bytes, fixed_bytes, layers, layer_bytes, input_bytes)[1]
-    return int(memory_bytes / (fixed_bytes + k * input_bytes + math.ceil(layers / k) * layer_bytes)), k
+    return chunked_loss
 
 
 # -- 05.4
@@ -323,8 +325,6 @@ class Draws(Complete):
         return state
 
 
-SEGMENT = "the longest segment sets the peak"
-
 MUTANTS = {
     "05.1": {
         "as in the article": (AsInTheArticle, "straight onto its final name, and it is never synced"),
@@ -337,33 +337,32 @@ MUTANTS = {
         "a full disk is no error": (Swallows, "returns as if all were well"),
     },
     "05.2": {
-        "torch's own": (
-            lambda block, x: checkpoint(block, x, use_reentrant=False),
-            "torch.utils.checkpoint did it",
+        "nothing again": (_stack(lambda kept: []), "the budget is"),
+        "everything again": (_stack(fits=lambda left, budget: False), "every block runs a second time, and"),
+        "the first ones first": (_stack(lambda kept: range(len(kept))), "2 blocks run a second time, and 1 would be"),
+        "less than the budget": (
+            _stack(fits=lambda left, budget: left < budget),
+            "A budget that is met exactly is met",
         ),
-        "the graph is kept": (_recompute(keep_graph=True), "and your Function holds its graph"),
-        "x only": (_recompute(x_only=True), "apply() is given x alone"),
-        "random state not set": (_recompute(random_state=False), "another mask in the second run"),
-        "random state left there": (_recompute(restore=False), "draws again what it drew after forward"),
-        "without enable_grad": (_recompute(enable=False), "the second run recorded nothing"),
-        "backward() and return": (_recompute(backward_adds=True), "too large: it is added more than once"),
-        "without grad_output": (_recompute(grad_output=False), "cosine"),
+        "a lambda in the loop": (_late_binding, "backward runs another block than forward did"),
+        "use_reentrant=True": (
+            _stack(run=lambda block, x: checkpoint(block, x, use_reentrant=True)),
+            "parameters get no gradient: use_reentrant=True",
+        ),
+        "random state not kept": (
+            _stack(run=lambda block, x: checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)),
+            "another mask in the second run",
+        ),
+        "under no_grad": (_stack(run=_without_gradients), "what runs under no_grad, or detached, is cut off"),
     },
     "05.3": {
-        "square root, rounded": (
-            _fit(segments=lambda n, a, i: round(math.sqrt(n))),
-            "you take the square root of layers: that is best only",
-        ),
-        "bytes, rounded": (
-            _fit(segments=lambda n, a, i: min(n, round(math.sqrt(n * a / i)))),
-            "that is where the curve without ceil() is lowest",
-        ),
-        "floor for ceil": (_fit(lambda k, n, a, i: k * i + n // k * a), SEGMENT),
-        "the last of several": (_fit(choose=_last), "you take the largest"),
-        "all activations and inputs": (_fit(judged=lambda k, n, a, i: n * a + k * i), "one segment at a time"),
-        "one layer again": (_fit(judged=lambda k, n, a, i: k * i + a), "not one layer"),
-        "fixed in each row": (_once_per_row, "fixed_bytes once per row"),
-        "negative": (_fit(lowest=-math.inf), "a negative number of rows"),
+        "all logits at once": (_loss(whole=True), "tokens are there at once"),
+        "no checkpoint": (_loss(keep=True), "every chunk's logits wait for backward"),
+        "a mean of means": (_loss(mean=True), "the mean of a chunk in which no token counts is 0 / 0"),
+        "the last chunk left out": (_loss(drop=True), "the last, shorter chunk is left out"),
+        "over all tokens": (_loss(all_tokens=True), "the ignored ones among them"),
+        "weight detached": (_loss(detach=True), "weight gets no gradient"),
+        "a number": (_loss(number=True), "not a tensor with one number"),
     },
     "05.4": {
         "as in the article": (Article, "it is the live object"),

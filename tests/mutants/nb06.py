@@ -2,75 +2,72 @@
 
 from __future__ import annotations
 
-import math
 from itertools import combinations, pairwise
 
 import torch
 import torch.distributed as dist
-from torch.distributed.nn import functional as nn_functional
-from torch.nn.functional import linear, relu
 
 from labs.chapters.nb06 import solutions as solution
 
-# -- 06.1: a pipeline's stage
+# -- 06.1: the order of a stage
 
 
-def share_of_rows(x, micro_batches):
-    return len(x) / sum(len(x) for x, _ in micro_batches)
+def order(warm_up=lambda s, p, m, most: min(p - s, most, m), drain=True):
+    """One forward, one backward after `warm_up` forwards; the last backwards may be forgotten."""
+
+    def actions(stage, stages, micro_batches, most):
+        first = warm_up(stage, stages, micro_batches, most)
+        found = [("forward", i) for i in range(first)]
+        for i in range(micro_batches if drain else micro_batches - first + 1):
+            found.append(("backward", i))
+            if first + i < micro_batches:
+                found.append(("forward", first + i))
+        return found
+
+    return actions
 
 
-def step(*, weight=share_of_rows, keep=lambda y: y, take=0, before=None, order="gpipe", retain=False, sends_back=True):
-    """The right step, except for what a keyword says."""
-
-    def pipeline_step(stage, micro_batches, loss_fn, link):
-        kept, total = [], 0.0
-
-        def backward(at):
-            x, output = kept.pop(at)
-            if before:
-                before(stage)
-            output.backward(None if link.last or not sends_back else link.receive_next(), retain_graph=retain)
-            if not link.first and sends_back:
-                link.send_previous(x.grad)
-
-        for x, y in micro_batches:
-            if not link.first:
-                x = link.receive_previous().requires_grad_()
-            output = stage(x)
-            if link.last:
-                output = loss_fn(output, y)
-                total += output.item() * share_of_rows(x, micro_batches)
-                output = output * weight(x, micro_batches)
-            else:
-                link.send_next(output.detach())
-            if link.last or sends_back:
-                kept.append((x, keep(output)))
-            if order == "one at a time" or (order == "last at once" and link.last):
-                backward(take)
-        while kept:
-            backward(take if not link.last else 0)
-        return total if link.last else None
-
-    return pipeline_step
+def gpipe(stage, stages, micro_batches, most):
+    return [(kind, i) for kind in ("forward", "backward") for i in range(micro_batches)]
 
 
-# -- 06.2: micro-batches
+def last_first(stage, stages, micro_batches, most):
+    """Each group of `most`: forwards, then backwards from the last one."""
+    found = []
+    for begin in range(0, micro_batches, most):
+        group = range(begin, min(begin + most, micro_batches))
+        found += [("forward", i) for i in group] + [("backward", i) for i in reversed(group)]
+    return found
 
 
-def _pipeline(best=solution.best_pipeline, step=None, idle=lambda m, p: (p - 1) / (m + p - 1)):
-    """The right one, except for how many micro-batches are taken, the step, or the idle share."""
-
-    def best_pipeline(work_s, stages, overhead_s, rows):
-        m = best(work_s, stages, overhead_s, rows)
-        m = m[0] if isinstance(m, tuple) else m
-        right = (m + stages - 1) * (work_s / (stages * m) + overhead_s)
-        return m, step(work_s, stages, overhead_s, m) if step else right, idle(m, stages)
-
-    return best_pipeline
+def in_groups(stage, stages, micro_batches, most):
+    """As many forwards as may be kept, then as many backwards, and so on."""
+    found = []
+    for begin in range(0, micro_batches, most):
+        group = range(begin, min(begin + most, micro_batches))
+        found += [(kind, i) for kind in ("forward", "backward") for i in group]
+    return found
 
 
-def _rounded(work_s, stages, overhead_s, rows):
-    return max(1, min(rows, round(math.sqrt((stages - 1) * work_s / (stages * overhead_s)))))
+# -- 06.2: a timeline
+
+
+def lost(*, work=("forward", "backward"), mean=lambda w: sum(w) / len(w), message=max, clock=False, unit=1):
+    """The right one, except for what a keyword says."""
+
+    def lost_time(events, stages):
+        spent = {"work": [0.0] * stages, "messages": [0.0] * stages}
+        for stage, what, _, start, end in events:
+            if what in work:
+                spent["work"][stage] += end - start
+            if what in ("send", "receive"):
+                spent["messages"][stage] += end - start
+        step = max(e[4] for e in events) - (0 if clock else min(e[3] for e in events))
+        cut, messages = max(spent["work"]) - mean(spent["work"]), message(spent["messages"])
+        found = {"cut": cut, "messages": messages, "waiting": step - mean(spent["work"]) - cut - messages}
+        return {k: unit * v for k, v in found.items()}
+
+    return lost_time
 
 
 # -- 06.3: cuts
@@ -121,95 +118,74 @@ def _no_memory(layer_s, stages):
     return best(0, stages)[1]
 
 
-# -- 06.4: tensor parallelism
+# -- 06.4: a layer of FSDP
 
 
-def summed(tensor):
-    total = tensor.detach().clone()
-    dist.all_reduce(total)
-    return total
-
-
-class F(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return summed(gradient)
-
-
-class G(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part):
-        return summed(part)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def own_share(size):
-    each = size // dist.get_world_size()
-    return slice(dist.get_rank() * each, (dist.get_rank() + 1) * each)
-
-
-def mlp(*, f=F.apply, g=G.apply, bias=lambda total, b: total + b, part_bias=lambda b: None):
+def layer(*, keep=False, mean=True, reduce="scatter", order=1, x_gradient=lambda g, w: g @ w):
     """The right one, except for what a keyword says."""
 
-    def parallel_mlp(x, up, down):
-        mine = own_share(up.out_features)
-        hidden = relu(linear(f(x), up.weight[mine], up.bias[mine]))
-        return bias(g(linear(hidden, down.weight[:, mine], part_bias(down.bias))), down.bias)
+    def sharded_linear(x, shard):
+        n = dist.get_world_size()
 
-    return parallel_mlp
+        def gathered(shard):
+            parts = [torch.empty_like(shard) for _ in range(n)]
+            dist.all_gather(parts, shard)
+            return torch.cat(parts[::order])
+
+        class Layer(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, shard):
+                whole = gathered(shard)
+                ctx.save_for_backward(x, whole if keep else shard)
+                return x @ whole.T
+
+            @staticmethod
+            def backward(ctx, gradient):
+                x, saved = ctx.saved_tensors
+                whole, found = saved if keep else gathered(saved), gradient.T @ x
+                mine = found.chunk(n)[dist.get_rank()].clone()
+                if reduce == "scatter":
+                    dist.reduce_scatter(mine, list(found.chunk(n)))
+                elif reduce == "all":
+                    dist.all_reduce(found)
+                    mine = found.chunk(n)[dist.get_rank()].clone()
+                return x_gradient(gradient, whole), mine / n if mean else mine
+
+        return Layer.apply(x, shard)
+
+    return sharded_linear
 
 
-def inputs_cut(x, up, down):
-    mine = own_share(up.in_features)
-    hidden = relu(linear(x[:, mine], up.weight[:, mine], up.bias))
-    return linear(G.apply(hidden), down.weight) + down.bias
+def plain_gather(x, shard):
+    parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, shard.detach())
+    return x @ torch.cat(parts).T
 
 
-def gathered(x, up, down):
-    mine = own_share(up.out_features)
-    own = relu(linear(F.apply(x), up.weight[mine], up.bias[mine])).contiguous()
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own.detach())
-    parts[dist.get_rank()] = own
-    return down(torch.cat(parts, 1))
-
-
-def only_rank_0_sums(x, up, down):
-    mine = own_share(up.out_features)
-    part = linear(relu(linear(F.apply(x), up.weight[mine], up.bias[mine])), down.weight[:, mine])
-    return (G.apply(part) if dist.get_rank() == 0 else part) + down.bias
+def own_rows_only(x, shard):
+    return x @ shard.T
 
 
 MUTANTS = {
     "06.1": {
-        "mean of means": (step(weight=lambda x, b: 1 / len(b)), "the 1 row of the last one counts as much as 4 rows"),
-        "no gradient is sent back": (step(sends_back=False), "stage 1 has no gradient after the step and never trains"),
-        "kept without history": (step(keep=lambda y: y.detach()), "calls backward() on a tensor without a history"),
-        "zero_grad in the loop": (step(before=lambda s: s.zero_grad()), "only the last micro-batch is in"),
-        "last kept, first used": (step(take=-1), "gradient of micro-batch 1 went backward through the activations of "
-                                  "micro-batch 3"),
-        "last stage sends gradients at once": (step(order="last at once"), "stage 1 sends activation 2, while "
-                                               "stage 2 sends gradient 1"),
-        "one at a time": (step(order="one at a time"), "only one micro-batch is under way at any time"),
-        "graph retained": (step(retain=True), "are still in memory"),
+        "all forwards first": (gpipe, "you keep the activations of 6 at once"),
+        "1F1B without the limit": (order(lambda s, p, m, most: min(p - s, m)), "you keep the activations of 4 at once"),
+        "one at a time": (order(lambda s, p, m, most: 1), "as in the naive split"),
+        "as many ahead as may be kept": (order(lambda s, p, m, most: min(most, m)), "right, but slow"),
+        "stages from one": (order(lambda s, p, m, most: min(p - s - 1, most, m)), "backward before it went forward"),
+        "more than there are": (order(lambda s, p, m, most: min(p - s, most)), "there is a forward of micro-batch"),
+        "not emptied": (order(drain=False), "the backward of micro-batch"),
+        "last first": (last_first, "the backwards come in the order"),
     },
     "06.2": {
-        "one row each": (_pipeline(lambda w, p, c, rows: rows), "you take one row per micro-batch"),
-        "four per stage": (_pipeline(lambda w, p, c, rows: min(rows, 4 * p)), "a rule of thumb"),
-        "rounded to the nearest": (_pipeline(_rounded), "the curve is steeper on its left"),
-        "step without filling": (_pipeline(step=lambda w, p, c, m: m * (w / (p * m) + c)), "your step has m turns"),
-        "no overhead": (_pipeline(step=lambda w, p, c, m: (m + p - 1) * w / (p * m)), "micro-batches cost nothing"),
-        "step with all work": (_pipeline(step=lambda w, p, c, m: (m + p - 1) * (w / m + c)), "the whole model in your"),
-        "Megatron's bubble": (_pipeline(idle=lambda m, p: (p - 1) / m), "relative to the time in which"),
-        "names and numbers": (lambda work_s, stages, overhead_s, rows: {"micro_batches": 1, "step_s": 1.0, "idle": 0.0},
-                              "not three numbers"),
+        "forward only": (lost(work=("forward",)), "your work has the forward passes alone"),
+        "messages are work": (lost(work=("forward", "backward", "send", "receive")), "work has the messages in it"),
+        "fastest for the mean": (lost(mean=min), "the fastest stage for the mean"),
+        "messages of all": (lost(message=sum), "which pass them at the same time"),
+        "mean of the messages": (lost(message=lambda s: sum(s) / len(s)), "you take the mean over the stages"),
+        "from zero": (lost(clock=True), "your step lasts from 0 on the clock"),
+        "milliseconds": (lost(unit=1000), "these are milliseconds"),
+        "three numbers": (lambda events, stages: (0.1, 0.2, 0.3), "a dict"),
     },
     "06.3": {
         "equal numbers of layers": (_equal_numbers, "as many layers, whatever they cost"),
@@ -224,14 +200,13 @@ MUTANTS = {
         "all ways tried": (_no_memory, "25 layers in 13 stages took more than 1 s"),
     },
     "06.4": {
-        "bias on every rank": (mlp(part_bias=lambda b: b, bias=lambda total, b: total), "so that it is 2 times"),
-        "no sum": (mlp(g=lambda p: p), "nobody adds the 2 parts"),
-        "no sum of the input's gradient": (mlp(f=lambda x: x), "each rank has a part of x's gradient"),
-        "torch.distributed.nn": (mlp(g=lambda p: nn_functional.all_reduce(p)), "ranks with a loss each"),
-        "only the bias has history": (mlp(g=summed), "only down.bias, which comes after it"),
-        "inputs cut": (inputs_cut, "relu(a) + relu(b) is not relu(a + b)"),
-        "hidden features gathered": (gathered, "you gather the hidden activations: 1536 bytes, where the sum of the "
-                                     "outputs has 384"),
-        "only rank 0 sums": (only_rank_0_sums, "wait for each other for ever in forward or backward: rank 0 was"),
+        "gathered without history": (plain_gather, "the shards get no gradient"),
+        "own rows only": (own_rows_only, "where the output has shape (5, 12)"),
+        "shards in another order": (layer(order=-1), "the output of rank 0 is not that of one process"),
+        "whole weight kept": (layer(keep=True), "the whole weight is kept from forward to backward"),
+        "sum, not mean": (layer(mean=False), "2 times that of the mean over the ranks"),
+        "whole gradients summed": (layer(reduce="all"), "backward sums whole gradients on all ranks"),
+        "gradients of own rows of the batch": (layer(reduce="none"), "is not this rank's rows of the mean"),
+        "no gradient of x": (layer(x_gradient=lambda g, w: None), "x gets no gradient"),
     },
 }  # fmt: skip

@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 
 import torch
+from packaging.requirements import InvalidRequirement, Requirement
 
 from labs.kit import hardware
 from labs.kit.claims import Verdict, verdict
@@ -35,42 +36,46 @@ def _bandwidth_claim(names: list[str], claimed_gb_s: float) -> tuple[list[bool],
 
 @verdict("A22")
 def _(evidence: Records) -> Verdict:
-    here = hardware.build()
-    if here["cuda"]:
-        parts = f"CUDA {here['cuda']}" + (f" and NCCL {here['nccl']}" if here["nccl"] else "")
-        because = f"torch {here['torch']} brings {parts} in its own packages; only the driver is the system's"
-        return Verdict("does not hold", because, "")
-    if not len(evidence.where("all_reduce_s")):
-        raise LookupError("the probe has all-reduced nothing yet")
-    because = "ranks computed and all-reduced here with neither; for GPUs torch's CUDA packages bring both"
-    return Verdict("does not hold", because)
+    found = evidence.where("all_reduce_error")
+    errors = [r.value for r in found if r.layout["world_size"] > 1 and r.layout["device"] != "cpu"]
+    if not errors:
+        return Verdict("needs N GPUs", "No all-reduce between GPUs ran here; one between CPU cores needs neither.", "")
+    torch_here, needs = hardware.build()["torch"], importlib.metadata.requires("torch") or ()
+    if not any(r.startswith("nvidia-nccl") for r in needs):
+        return Verdict("depends", f"torch {torch_here} did not come with NCCL from PyTorch's packages.", "")
+    because = f"GPUs all-reduced here, error {max(errors):.0e}, with CUDA and NCCL from torch {torch_here}'s packages."
+    return Verdict("depends" if max(errors) else "does not hold", because)
 
 
 @verdict("B04")
 def _(evidence: Records) -> Verdict:
     hits, sums = _bandwidth_claim(["A100 40GB SXM", "A100 80GB SXM"], 400)
     tdp = card("A100 40GB SXM").tdp_w
-    because = f"{sums}. {tdp:g} is its power limit in watts; the article's own table says 1555"
+    because = f"{sums}." + (" 400 is its power limit in watts: perhaps a mix-up." if tdp == 400 else "")
     return Verdict("holds" if any(hits) else "does not hold", because, "published")
 
 
 @verdict("B05")
 def _(evidence: Records) -> Verdict:
-    dense = card("A100 80GB SXM").tflops("fp16")
-    because = f"the dense FP16 peak is {dense:g} TFLOP/s. 624 is {624 / dense:g} times that: the figure for "
-    return Verdict("does not hold", because + "2:4 structured sparsity, which training does not have", "published")
+    times = 624 / card("A100 80GB SXM").tflops("fp16")
+    because = f"624 is {times:.3g} times the dense FP16 peak."
+    if times == 2:
+        because += " It is the figure for 2:4 structured sparsity, which ordinary training does not have."
+    return Verdict("holds" if times == 1 else "does not hold", because, "published")
 
 
 @verdict("B20")
 def _(evidence: Records) -> Verdict:
     hits, sums = _bandwidth_claim(["A100 40GB SXM", "A100 80GB SXM", "A100 80GB PCIe"], 1555)
-    return Verdict("holds" if all(hits) else "depends", f"the 40 GB card only. {sums}", "published")
+    word = "holds" if all(hits) else "depends" if any(hits) else "does not hold"
+    return Verdict(word, f"{sum(hits)} of {len(hits)} A100 cards have it. {sums}.", "published")
 
 
 @verdict("B22")
 def _(evidence: Records) -> Verdict:
     hits, sums = _bandwidth_claim(["RTX 4090", "RTX 3090"], 936)
-    return Verdict("holds" if hits[0] else "does not hold", f"{sums}. 936 is the RTX 3090's", "published")
+    whose = " 936 is the RTX 3090's." if hits[1] else ""
+    return Verdict("holds" if hits[0] else "does not hold", f"{sums}.{whose}", "published")
 
 
 @verdict("B24")
@@ -78,87 +83,93 @@ def _(evidence: Records) -> Verdict:
     hits, sums = _bandwidth_claim(["T4"], 320)
     memory_gb = card("T4").memory_gb
     word = "holds" if hits[0] and memory_gb == 16 else "does not hold"
-    return Verdict(word, f"{sums}, {memory_gb:g} GB. A peak, not a rate that programs reach", "published")
+    return Verdict(word, f"{sums}, {memory_gb:g} GB. A peak: what programs reach is not on a datasheet.", "published")
 
 
 @verdict("B25")
 def _(evidence: Records) -> Verdict:
-    t4, a100 = card("T4"), card("A100 40GB SXM")
-    bf16 = "no BF16 matrix units" if t4.tflops("bf16") is None else "BF16 matrix units"
-    times = a100.tflops("fp16") / t4.tflops("fp16")
-    because = f"{t4.tflops('fp16'):g} dense FP16 TFLOP/s, {times:.1f} times less than an A100; {bf16}; "
-    return Verdict("holds", because + f"{t4.memory_gb:g} GB; {t4.tdp_w:g} W", "published")
+    t4, others = card("T4"), [s for s in hardware.specs() if s.tflops("fp16") and s.tdp_w and s.gpu != "T4"]
+    slowest = all(t4.tflops("fp16") < s.tflops("fp16") for s in others)
+    because = f"{t4.tflops('fp16'):g} dense FP16 TFLOP/s at {t4.tdp_w:g} W: "
+    because += "the slowest" if slowest else "not the slowest"
+    bf16 = "" if t4.tflops("bf16") else " It has no BF16 matrix units."
+    return Verdict("holds" if slowest else "depends", f"{because} of {len(others) + 1} cards here.{bf16}", "published")
+
+
+CUDA_11_1 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86"]
+"""Machine code in PyTorch 1.8's packages for CUDA 11.1, whose newest target is sm_86."""
+
+
+def _oldest_build() -> tuple[str, str]:
+    """Whether PyTorch 1.8 for CUDA 11.1 runs on all cards of the generations from Ampere on: a word, a sentence."""
+    cards = {"A100": (8, 0), "RTX 4090": (8, 9), "H100": (9, 0)}
+    runs = {name: hardware.runs_on(capability, CUDA_11_1) for name, capability in cards.items()}
+    word = "holds" if all(runs.values()) else "depends" if any(runs.values()) else "does not hold"
+    yes, no = (", ".join(n for n, how in runs.items() if bool(how) == found) or "none" for found in (True, False))
+    oldest = "The oldest that this allows, PyTorch 1.8 for CUDA 11.1, has machine code up to sm_86."
+    return word, f"{oldest} Of three cards it runs on: {yes}; not on: {no}."
 
 
 @verdict("B44")
 def _(evidence: Records) -> Verdict:
-    cuda_11_1 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86"]  # sm_86 is its newest target
-    how = hardware.runs_on((9, 0), cuda_11_1) or "none runs"
-    because = f"machine code up to sm_86 on an H100 (sm_90): {how}. The driver must be as new as the build's "
-    return Verdict("does not hold", because + "CUDA, and the build must hold kernels for the card", "")
+    return Verdict(*_oldest_build(), "")
 
 
 @verdict("C02")
 def _(evidence: Records) -> Verdict:
-    try:
-        wanted = importlib.metadata.requires("gpu-training-course") or []
-    except importlib.metadata.PackageNotFoundError:
-        raise LookupError("this course is not installed as a package: run make lab") from None
-    pin = next(r for r in wanted if r.startswith("torch"))
-    because = f"this course needs {pin}: torch.accelerator and fully_shard, for example, came long after 1.8"
-    return Verdict("does not hold", because, "")
+    return Verdict(*_oldest_build(), "")
 
 
 @verdict("D01")
 def _(evidence: Records) -> Verdict:
     sizes = {s.gpu: s.memory_gb for s in hardware.specs() if s.memory_gb}
     inside = [g for g, gb in sizes.items() if 8 <= gb <= 24]
-    because = f"{len(inside)} of the {len(sizes)} cards in the table ({', '.join(inside)}); the others have up to "
-    return Verdict("depends", because + f"{max(sizes.values()):g} GB", "published")
+    word = "depends" if 0 < len(inside) < len(sizes) else "holds" if inside else "does not hold"
+    because = f"{len(inside)} of the {len(sizes)} cards in the table have; the largest has {max(sizes.values()):g} GB."
+    return Verdict(word, because, "published")
 
 
 @verdict("D28")
 def _(evidence: Records) -> Verdict:
-    from packaging.requirements import InvalidRequirement, Requirement
-
     try:
         Requirement("\N{EM DASH}extra-index-url")
     except InvalidRequirement:
-        because = "the parser that pip uses takes the word for a package's name, and refuses the dash"
+        because = "The parser that pip uses takes the word for a package's name, and refuses the dash."
         return Verdict("does not hold", because, "")
-    return Verdict("holds", "the parser that pip uses accepts it", "")
+    return Verdict("holds", "The parser that pip uses accepts it.", "")
 
 
 @verdict("D29")
 def _(evidence: Records) -> Verdict:
     here = hardware.build()
     if here["nccl"]:
-        return Verdict("does not hold", f"this torch uses NCCL {here['nccl']} from its own packages", "")
-    return Verdict("needs N GPUs", "this torch holds no NCCL: install a CUDA build beside a GPU to see its own", "")
+        return Verdict("does not hold", f"This torch uses NCCL {here['nccl']} from its own packages.", "")
+    return Verdict("needs N GPUs", "This torch holds no NCCL: install a CUDA build beside a GPU to see its own.", "")
 
 
 @verdict("E03")
 def _(evidence: Records) -> Verdict:
-    errors = [r.value for r in evidence.where("matmul_relative_error")]
-    if not errors:
+    found = evidence.where("matmul_relative_error")
+    if not len(found):
         raise LookupError("the probe's matrix product has not been run")
-    here = hardware.build()
-    cuda = f"a build for CUDA {here['cuda']}" if here["cuda"] else "a CPU build: no GPU takes part"
-    because = f"what is installed here is torch {here['torch']}, {cuda}. A product that was computed (its error "
-    return Verdict("does not hold", because + f"here: {max(errors):.0e}) proves a device; an installation does not")
+    where = "a CPU core" if all(r.layout["device"] == "cpu" for r in found) else "a GPU"
+    because = f"It needs a GPU and a driver, too: here a product of torch {hardware.build()['torch']} ran on {where}."
+    return Verdict("depends", because + " The command itself was not run.")
 
 
 @verdict("E04")
 def _(evidence: Records) -> Verdict:
-    how = hardware.runs_on((9, 0), ["sm_70", "sm_80"]) or "none runs"
-    because = "both answer from the driver. Neither knows whether torch has kernels for the card (those for sm_70 "
-    because += f"and sm_80 on an H100: {how}) or whether its memory is free; (0) is one card of several"
-    return Verdict("depends", because, "")
+    how = hardware.runs_on((9, 0), ["sm_70", "sm_80"])
+    because = (
+        "Both find a card, even one that torch has no kernels for: then it only warns. Of a build for sm_70 and sm_80 "
+        f"{how or 'nothing runs'} on an H100 (sm_90)."
+    )
+    return Verdict("holds" if how else "depends", because, "")
 
 
 @verdict("E25")
 def _(evidence: Records) -> Verdict:
     if not hasattr(torch.cuda, "utilization"):
-        return Verdict("holds", f"torch {torch.__version__} has no torch.cuda.utilization", "")
+        return Verdict("holds", f"torch {torch.__version__} has no torch.cuda.utilization.", "")
     says = " ".join((inspect.getdoc(torch.cuda.utilization) or "").split()).partition(". ")[0]
-    return Verdict("does not hold", f'torch.cuda.utilization: "{says}". It needs nvidia-ml-py', "")
+    return Verdict("does not hold", f'torch.cuda.utilization: "{says}". It needs nvidia-ml-py.', "")

@@ -27,8 +27,10 @@ def compare_with_memory(triad: Callable[[], float], ranks: int) -> None:
             print(f"rank {rank}: {rates}. Memory does not give that: most of these bytes come from elsewhere.")
         elif ratio.high < 1 / NEAR:
             print(f"rank {rank}: {rates}. Memory gives more: something else limits this loop, or fewer bytes count.")
-        else:
+        elif ratio.low > 1 / NEAR and ratio.high < NEAR:
             print(f"rank {rank}: {rates}. So this is the speed of memory.")
+        else:
+            print(f"rank {rank}: {rates}. Whether this is the speed of memory, so wide an interval cannot tell.")
 
 
 def _in_turn(triad: Callable[[], float]) -> tuple[list[float], list[float]]:

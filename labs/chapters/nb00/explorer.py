@@ -9,7 +9,7 @@ from functools import cache
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from labs.chapters.nb00.figures import FORMATS, limits
+from labs.chapters.nb00.figures_limits import roof
 from labs.kit import hardware
 from labs.kit.errors import BadInput
 from labs.kit.explore import Menu, Slider, explore, here, powers
@@ -17,6 +17,7 @@ from labs.kit.plot import curve, figure, log_axes, plain_number, points
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.models import Workload
+from labs.parts.timing.limits import FORMATS
 from labs.parts.timing.roofline import Work, attainable_flop_s, ridge_flop_per_byte, training_step_work
 
 LAYER = 4096  # features in and out of the single linear layer
@@ -52,7 +53,7 @@ def roofline(run: Records | None = None, model: str | Factory | None = None) -> 
 
     def draw(card: str, number_format: str, model: str, batch: float) -> tuple:
         if card == HERE:
-            return _draw(f"{HERE} in FP32", "FP32", *limits(run), model, lines[model](), int(batch), run)
+            return _draw(f"{HERE} in FP32", "FP32", *roof(run), model, lines[model](), int(batch), run)
         spec = hardware.spec(card)
         peak, bandwidth = spec.tflops(_key(number_format)), spec.bandwidth_gb_s * 1e9
         where = f"{card}, {number_format}"

@@ -1,23 +1,28 @@
-"""Figures, tables and sentences of notebook 00, computed from the probe's records and the hardware table."""
+"""Notebook 00: this machine, its rates in each format, its ceilings, copies and messages, from the probe's records."""
 
 from __future__ import annotations
 
 import math
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pandas
+import torch
 
-from labs.kit import hardware, preflight
+from labs.kit import hardware, host, preflight
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.measure import Estimate, estimate
+from labs.kit.measure import estimate
+from labs.kit.monitor import DISTURBED_PERCENT, Monitor, Trace
 from labs.kit.plot import bars, curve, figure, log_axes, plain_number, points, prediction, show
 from labs.kit.preflight import as_text, gather
 from labs.kit.record import Record, Records, load
-from labs.parts.timing import collectives
-from labs.parts.timing.roofline import Work, attainable_flop_s, ridge_flop_per_byte
+from labs.parts.timing import collectives, limits
+from labs.parts.timing.limits import FORMATS
 
-FORMATS = {"fp32": "FP32", "tf32": "TF32", "bf16": "BF16", "fp16": "FP16"}
+BATCH_BYTES = 64 * 3 * 224 * 224 * 4  # an image batch in FP32
 RECORDS = Path(__file__).parents[3] / "records"
 
 
@@ -37,6 +42,49 @@ def gpu_table(report: hardware.nvml.Report | None = None) -> pandas.DataFrame | 
     return cards.dropna(how="all")
 
 
+def machine(summary: dict[str, Any] | None = None, here: host.Container | None = None) -> pandas.DataFrame:
+    """The processor, the cores that this process may use and which of them share a physical core, caches, memory."""
+    summary, here = summary or hardware.summary(), here or host.container()
+    physical, limit = host.cores(here.affinity), here.memory_limit_bytes
+    rows = {
+        "processor": summary["cpu"],
+        "instructions that torch uses": torch.backends.cpu.get_cpu_capability(),
+        "logical CPUs of the host": os.cpu_count(),
+        "of these for this process (affinity)": len(here.affinity),
+        "CPU quota (cores)": "none" if here.cpu_quota is None else f"{here.cpu_quota:g}",
+        "ranks that fit": here.cores,
+        "physical cores behind the affinity": len(physical),
+        "NUMA nodes behind the affinity": len({core.node for core in physical}),
+        "caches of one core": caches(),
+        "memory limit (GiB)": "none" if limit is None else f"{limit / 2**30:.1f}",
+    }
+    return pandas.DataFrame({"here": rows})
+
+
+def caches(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> str:
+    """For example "L1 32K, L2 1024K, L3 32768K", as Linux tells; a core may share the larger ones with others."""
+    found = {}
+    for index in sorted(folder.glob("index*")):
+        level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+        if kind != "Instruction":
+            found[f"L{level}"] = size
+    return ", ".join(f"{level} {size}" for level, size in found.items()) or "not told by this system"
+
+
+def who_else(seconds: float = 0.6, trace: Trace | None = None) -> None:
+    """How much of the usable cores other programs take right now; a sentence."""
+    if trace is None:
+        with Monitor(dict) as monitor:
+            time.sleep(seconds)
+        trace = monitor.trace
+    share = trace.neighbours_percent
+    if math.isnan(share):
+        return say("Nobody can say what other programs take here.")
+    word = "timings will be disturbed, so close programs or wait" if share > DISTURBED_PERCENT else "little enough"
+    return say(f"Other programs take {share:.0f} % of the CPU time of this process's cores right now: {word}. `top` "
+               "or `htop` in a terminal names them; on a GPU `nvidia-smi` does.")  # fmt: skip
+
+
 def recorded_runs(folder: Path = RECORDS) -> None:
     """The matrix rates of probe runs on GPUs that are committed under records/, labelled; a sentence if none."""
     runs = [load(p) for p in sorted(folder.glob("*/hardware_probe*.jsonl"))]
@@ -44,46 +92,56 @@ def recorded_runs(folder: Path = RECORDS) -> None:
     if not runs:
         say("No recorded GPU run of this lab exists yet, so no GPU number is shown in its place.")
     for run in runs:
-        best = _best_by_format(run)
+        best = limits.peaks(run)
         rates = ", ".join(f"{FORMATS[d]} {estimate(r.samples, r.unit)}" for d, r in best.items())
         say(f"**recorded** on {', '.join(run.provenance['gpus'])}, {run.provenance['utc'][:10]}: {rates}.")
 
 
-def _best_by_format(run: Records) -> dict[str, Record]:
-    """The matrix product record with the highest rate, for each format."""
-    best: dict[str, Record] = {}
-    for r in run.where("matmul_flop_s"):
-        best[r.case["dtype"]] = max(r, best.get(r.case["dtype"], r), key=lambda r: r.value)
-    return best
-
-
 def formats(run: Records, guess: Prediction) -> None:
-    """Matrix product rate against size, a line per format; the guess is BF16's rate over FP32's."""
-    best = _best_by_format(run)
-    fastest = max(best, key=lambda d: best[d].value)
-    slowest = min(best, key=lambda d: best[d].value)
-    message = f"{FORMATS[fastest]} is fastest here, {FORMATS[slowest]} slowest: bits alone do not decide"
-    fig, ax = figure(message, xlabel="matrix side n", ylabel="GFLOP/s of one device", records=run)
-    for dtype in best:
-        rows = run.where("matmul_flop_s", dtype=dtype)
-        rates = [estimate(r.samples).scaled(1e-9) for r in rows]
-        points(ax, [r.case["side"] for r in rows], rates, label=FORMATS[dtype], line=True)
-    top = best["fp32"]
-    prediction(ax, top.case["side"], float(guess) * top.value / 1e9, label="BF16")
-    values = [r.value / 1e9 for r in run.where("matmul_flop_s")]
-    log_axes(ax, sorted({r.case["side"] for r in run.where("matmul_flop_s")}), _decades(min(values), max(values)))
-    lines = "; ".join(f"{FORMATS[d]} {estimate(r.samples, r.unit)} at n = {r.case['side']}" for d, r in best.items())
+    """The fastest product and the convolution in each format; the guess is BF16's best rate over FP32's."""
+    best = limits.peaks(run)
+    fastest, slowest = (pick(best, key=lambda d: best[d].value) for pick in (max, min))
+    message = _order(best, fastest, slowest) + _bits(best)
+    fig, ax = figure(message, xlabel="GFLOP/s of one device", ylabel="number format", records=run,
+                     size=(7.0, 3.6), legend_below=True)  # fmt: skip
+    for metric, label in (("matmul_flop_s", "best matrix product"), ("convolution_flop_s", "3x3 convolution")):
+        rows = {d: max(run.where(metric, dtype=d), key=lambda r: r.value, default=None) for d in best}
+        found = [estimate(r.samples).scaled(1e-9) if r else math.nan for r in rows.values()]
+        bars(ax, [FORMATS[d] for d in best], found, label=label)
+    if "bf16" in best:
+        prediction(ax, float(guess) * best["fp32"].value / 1e9, list(best).index("bf16"), label="BF16")
+    values = [r.value / 1e9 for r in (*run.where("matmul_flop_s"), *run.where("convolution_flop_s"))]
+    log_axes(ax, _decades(min(values), max(values)))
+    lines = "; ".join(f"{FORMATS[d]} {estimate(r.samples, r.unit)} ({limits.kernel(r)})" for d, r in best.items())
     show(fig, alt=f"{message}. {lines}.")
     say(_formats_text(run, guess, best, fastest, slowest))
+
+
+def _order(best: dict[str, Record], fastest: str, slowest: str) -> str:
+    """Names the fastest and the slowest format where the interval of no other one reaches into theirs."""
+    rate = {d: estimate(r.samples) for d, r in best.items()}
+    first = all(rate[fastest].low > e.high for d, e in rate.items() if d != fastest)
+    last = all(rate[slowest].high < e.low for d, e in rate.items() if d != slowest)
+    if first:
+        return f"{FORMATS[fastest]} is fastest here" + (f", {FORMATS[slowest]} slowest" if last else "")
+    return f"{FORMATS[slowest]} is slowest here" if last else "This run cannot tell which format is fastest"
+
+
+def _bits(best: dict[str, Record]) -> str:
+    """Whether a format is slower than one with as many bits or more: then bits alone do not decide."""
+    rate = {d: estimate(r.samples) for d, r in best.items()}
+    bits = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16}
+    slower = any(bits[a] <= bits[b] and rate[a].high < rate[b].low for a in rate for b in rate)
+    return ": bits alone do not decide" if slower else ""
 
 
 def _formats_text(run: Records, guess: Prediction, best: dict[str, Record], fastest: str, slowest: str) -> str:
     text = f"From fastest to slowest: {best[fastest].value / best[slowest].value:.0f} times. "
     if "bf16" in best:
-        ratio = _ratio_of_medians(best["bf16"], best["fp32"])
-        text += f"BF16 over FP32: {ratio}. {guess.against(ratio)} "
-    if best[slowest].value < best["fp32"].value / 2:
-        text += f"{FORMATS[slowest]} looks emulated: sizes that would take too long were left out. "
+        found = limits.ratio(best["bf16"], best["fp32"])
+        text += f"BF16 over FP32, each with its fastest kernel: {found}. {guess.against(found)} "
+    if left_out := _left_out(run, best):
+        text += f"Left out, for they would take too long: {'; '.join(left_out)}. "
     shares = run.where("matmul_share_of_peak")
     if not len(shares):
         return text + "No datasheet peak is known for this device, so no share of one is given."
@@ -91,10 +149,36 @@ def _formats_text(run: Records, guess: Prediction, best: dict[str, Record], fast
     return text + "Share of the dense peak: " + ", ".join(f"{FORMATS[d]} {v:.0%}" for d, v in top.items()) + "."
 
 
-def _ratio_of_medians(a: Record, b: Record) -> Estimate:
-    """a / b, not taken in pairs: the interval reaches from the one's low end over the other's high end."""
-    x, y = estimate(a.samples), estimate(b.samples)
-    return Estimate(x.value / y.value, x.low / y.high, x.high / y.low, min(x.n, y.n), "x")
+def _left_out(run: Records, best: dict[str, Record]) -> list[str]:
+    """What was timed in another format and not in this one."""
+    kernels: dict[str, set[int]] = {d: set() for d in best}  # 0 stands for the convolution
+    for r in (*run.where("matmul_flop_s"), *run.where("convolution_flop_s")):
+        kernels[r.case["dtype"]].add(r.case.get("side", 0))
+    every = set().union(*kernels.values())
+    missing = {d: sorted(every - found) for d, found in kernels.items() if every - found}
+    return [f"{FORMATS[d]} " + ", ".join(f"n = {n}" if n else "3x3 convolution" for n in m) for d, m in missing.items()]
+
+
+def tf32_switch(errors: dict[str, float]) -> None:
+    """What the switch did, from the relative error of one FP32 product under each setting."""
+    off, on = errors["highest"], errors["high"]
+    changed = on > 10 * off  # TF32 keeps 10 of 23 bits of the mantissa
+    what = (
+        f"{on / off:,.0f} times as large: the product went through TF32"
+        if changed
+        else "no larger: this device computes FP32 products in FP32 either way"
+    )
+    say(f'Relative error of an FP32 product: {off:.1e} under "highest" and {on:.1e} under "high", {what}.')
+
+
+def published_ratios() -> None:
+    """How much faster BF16 is than TF32 and FP32 by the datasheets of the hardware table; a sentence."""
+    cards = [s for s in hardware.specs() if s.tflops("bf16") and s.tflops("tf32")]
+    over = {d: [s.tflops("bf16") / s.tflops(d) for s in cards] for d in ("tf32", "fp32")}
+    ends = {d: dict.fromkeys((f"{min(v):.1f}", f"{max(v):.1f}")) for d, v in over.items()}  # one if they are the same
+    tf32, fp32 = (" to ".join(found) for found in ends.values())
+    say(f"By the datasheets of the {len(cards)} cards in section 6 with both (published, dense), BF16 is {tf32} times "
+        f"as fast as TF32, and {fp32} times as fast as FP32 outside of the matrix units.")  # fmt: skip
 
 
 def ceiling(run: Records, guess: Prediction) -> None:
@@ -112,20 +196,41 @@ def ceiling(run: Records, guess: Prediction) -> None:
     prediction(ax, float(guess), 1)
     ax.axvline(n, linestyle=":", color="black")
     ax.annotate(f"ideal: {n}", (n, -0.4), ha="right", fontsize=10)
-    ax.set_xlim(0, n * 1.15)
+    ax.set_xlim(0, max(n * 1.15, *(1.05 * e.high for e in found.values())))
     show(fig, alt=f"{message}; the ideal is {n}.")
-    word = "less than arithmetic" if found["triad"].high < found["matmul"].low else "no less than arithmetic"
-    return say(
-        f"Memory traffic gains {found['triad']}, {word} ({found['matmul']}). {guess.against(found['triad'])} No "
-        f"message was sent: what is missing to {n} is taken by shared caches, memory, power and other programs. That "
-        f"is the ceiling to judge parallel training by, not {n}."
-    )
+    triad, product = found["triad"], found["matmul"]
+    word = "this run cannot tell whether that is less than arithmetic gains"
+    if triad.high < product.low or triad.low > product.high:
+        word = f"{'less' if triad.high < product.low else 'more'} than arithmetic gains"
+    missing = f"This run cannot show that anything is missing to {n}, nor that nothing is."
+    if triad.high < n or product.high < n:
+        missing = (
+            f"No message was sent, so messages do not explain what is missing to {n}. A guess: memory, caches "
+            f"and power that the ranks share, and other programs. Judge parallel training by these, not by {n}."
+        )
+    return say(f"Memory traffic gains {triad}; {word} ({product}). {guess.against(triad)} {missing}")
 
 
-def link_model(run: Records) -> collectives.LatencyBandwidth:
-    """Latency and bandwidth fitted to the all-reduce times of `run`."""
-    rows = run.where("all_reduce_s")
-    return collectives.fit([r.case["bytes"] for r in rows], [r.value for r in rows])
+def copies(run: Records) -> pandas.DataFrame | None:
+    """Copies between host and GPU, from pageable and pinned memory; on a CPU what takes their place."""
+    rows = run.where("host_device_b_s")
+    if not len(rows):
+        cards = [s for s in hardware.specs() if s.link and s.link.startswith("PCIe")]
+        links = {s.link: s.link_gb_s / 2 for s in sorted(cards, key=lambda s: s.link)}  # of both directions
+        times = ", ".join(f"{BATCH_BYTES / rate / 1e6:.2g} ms by {link} ({rate:g} GB/s each way)"
+                          for link, rate in links.items())  # fmt: skip
+        return say(
+            "A CPU core has no memory of its own, so nothing was measured: `.to(device)` returns the same tensor. For "
+            f"comparison, a batch of {BATCH_BYTES / 1e6:.1f} MB (64 images of 3 x 224 x 224 in FP32) at the published "
+            f"peak of a GPU's link takes, modelled: {times}."
+        )
+    rates = {(r.case["direction"], r.case["memory"]): estimate(r.samples, "B/s") for r in rows}
+    for direction in ("to device", "to host"):
+        pinned, pageable = (run.one("host_device_b_s", direction=direction, memory=m) for m in ("pinned", "pageable"))
+        found = limits.ratio(pinned, pageable)
+        word = "faster than" if found.low > 1 else "slower than" if found.high < 1 else "not told apart from"
+        say(f"Pinned memory is {word} pageable memory {direction}: {found}.")
+    return pandas.DataFrame({d: {m: str(v) for (e, m), v in rates.items() if e == d} for d in ("to device", "to host")})
 
 
 def all_reduce(run: Records, guess: Prediction) -> None:
@@ -133,119 +238,45 @@ def all_reduce(run: Records, guess: Prediction) -> None:
     rows = run.where("busbw_b_s")
     if not len(rows):
         return say("One rank has nobody to reduce with: run with NPROC = 2 or more.")
-    n, model = rows[0].case["ranks"], link_model(run)
-    limit = model.b_s * collectives.bus_factor("all_reduce", n) / 1e9
-    half_kib, told = model.half_bytes / 1024, math.isfinite(model.b_s)
-    message = "No bandwidth to be seen: large messages took no longer than small ones"
-    if told and not half_kib:  # noise between two sizes can hide what a message costs by itself
+    link = limits.link(run)
+    model, limit, half, n = link.model, link.busbw_b_s / 1e9, link.half, link.ranks
+    if not math.isfinite(limit):
+        message = "No bandwidth to be seen: large messages took no longer than small ones"
+    elif not link.told:  # noise between two sizes can hide what a message costs by itself
         message = "This run cannot tell from which size on the bandwidth is reached"
-    elif told:
-        message = f"Under {plain_number(float(f'{half_kib:.2g}'))} KiB, less than half of the bandwidth"
+    else:
+        message = f"Under {_kib(half.value)}, less than half of the bandwidth"
     fig, ax = figure(message, xlabel="message size (KiB)", ylabel="bus bandwidth (GB/s)", records=run)
     sizes = [r.case["bytes"] for r in rows]
     points(ax, [s / 1024 for s in sizes], [estimate(r.samples).scaled(1e-9) for r in rows], label=f"{n} ranks")
     grid = [2 ** (math.log2(sizes[0]) + k / 40 * math.log2(sizes[-1] / sizes[0])) for k in range(41)]
     busbw = [collectives.busbw_b_s(s, model.seconds(s), n) / 1e9 for s in grid]
     curve(ax, [s / 1024 for s in grid], busbw, label="latency + size / bandwidth")
-    if told:
+    if math.isfinite(limit):
         prediction(ax, float(guess), limit / 2, label="half reached")
     values = [r.value / 1e9 for r in rows]
-    log_axes(ax, [s / 1024 for s in sizes], _decades(min(values), max(*values, limit if told else 0.0)))
+    log_axes(ax, [s / 1024 for s in sizes], _decades(min(values), max(*values, limit if math.isfinite(limit) else 0.0)))
     show(fig, alt=f"{message}; {plain_number(values[0])} GB/s for the smallest, {values[-1]:.2g} for the largest.")
-    if not told:
-        return say("By the fit a byte costs nothing, so that this run cannot tell the bandwidth: noise has hidden it. "
-                   "Run the cell again, on a quiet machine or with more rounds.")  # fmt: skip
-    if not half_kib:
-        return say("By the fit a message costs nothing beside its bytes, which small messages above refute: noise has "
-                   "hidden it. Run the cell again, on a quiet machine or with more rounds.")  # fmt: skip
-    return say(
-        f"The fit: latency {model.latency_s * 1e6:.0f} µs, bandwidth {limit:.2g} GB/s (busbw). "
-        f"{guess.against(half_kib)} By it, 10 KiB take {model.seconds(10 * 1024) * 1e3:.2f} ms and a hundred times "
-        f"as much takes {model.seconds(1000 * 1024) * 1e3:.2f} ms: that is why DDP sends gradients in buckets."
-    )
+    say(_all_reduce_text(link, guess))
 
 
-def limits(run: Records) -> tuple[float, float]:
-    """(FLOP/s, byte/s): the best sample of any FP32 kernel and of any memory stream. A roof is a best case."""
-    kernels = (*run.where("matmul_flop_s", dtype="fp32"), *run.where("convolution_flop_s"))
-    return max(max(r.samples) for r in kernels), max(max(r.samples) for r in run.where("memory_b_s"))
+def _all_reduce_text(link: limits.Link, guess: Prediction) -> str:
+    again = "Run the cell again, on a quiet machine or with more rounds."
+    if not math.isfinite(link.busbw_b_s):
+        return f"By the fit a byte costs nothing, so that this run cannot tell the bandwidth: noise hides it. {again}"
+    half, model = link.half, link.model
+    fit = (f"The fit: latency {model.latency_s * 1e6:.0f} µs, bandwidth {link.busbw_b_s / 1e9:.2g} GB/s (busbw); the "
+           f"point that it misses most is {link.misfit:.0%} away. ")  # fmt: skip
+    if not link.told:
+        top = _kib(half.high) if math.isfinite(half.high) else "any size"
+        return f"{fit}Half of it is reached somewhere from {_kib(half.low)} to {top}: this run cannot tell. {again}"
+    return (f"{fit}Half of the bandwidth is reached at {half}. {guess.against(half)} By the fit, 10 KiB take "
+            f"{model.seconds(10 * 1024) * 1e3:.2f} ms and a hundred times as much takes "
+            f"{model.seconds(1000 * 1024) * 1e3:.2f} ms.")  # fmt: skip
 
 
-def roofline(run: Records, guess: Prediction, guessed_model: str = "mlp") -> None:
-    """Attained FLOP/s of each model's training step under the roof of this device; the guess is in GFLOP/s."""
-    peak, bandwidth = limits(run)
-    names = [r.case["model"] for r in run.where("model_flop_s")]
-    work = {m: Work(run.one("model_flop", model=m).value, run.one("model_bytes", model=m).value) for m in names}
-    ridge = ridge_flop_per_byte(peak, bandwidth)
-    share = {m: run.one("model_flop_s", model=m).value / attainable_flop_s(w.intensity, peak, bandwidth)
-             for m, w in work.items()}  # fmt: skip
-    sides = {w.intensity > ridge for w in work.values()}
-    limit = {True: "arithmetic", False: "memory"}[sides.pop()] if len(sides) == 1 else "either"
-    message = f"The limit is {limit}; {min(share.values()):.0%} to {max(share.values()):.0%} of it is reached"
-    fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="GFLOP/s", records=run,
-                     size=(7.0, 3.5), legend_below=True)  # fmt: skip
-    grid = [ridge * 2 ** (k / 4) for k in range(-20, 21)]
-    curve(ax, grid, [attainable_flop_s(i, peak, bandwidth) / 1e9 for i in grid], label="roof from the best samples")
-    rates = [estimate(run.one("model_flop_s", model=m).samples).scaled(1e-9) for m in names]
-    points(ax, [work[m].intensity for m in names], rates, label="training step")
-    middle = sorted(w.intensity for w in work.values())[len(work) // 2]
-    highest = max(rate.value for rate in rates)
-    for m, rate in zip(names, rates, strict=True):
-        right = work[m].intensity >= middle  # of these, the highest is named above its mark and the others below
-        up = 0 if not right else 7 if rate.value == highest else -7
-        ax.annotate(m, (work[m].intensity, rate.value), xytext=(9 if right else -9, up), va="center",
-                    ha="left" if right else "right", textcoords="offset points")  # fmt: skip
-    prediction(ax, work[guessed_model].intensity, guess, label=guessed_model)
-    log_axes(
-        ax, _decades(grid[0], grid[-1]), _decades(attainable_flop_s(grid[0], peak, bandwidth) / 1e9, 2 * peak / 1e9)
-    )
-    text = ", ".join(f"{m} {value:.0%} of its roof" for m, value in share.items())
-    show(fig, alt=f"{message}. {text}.")
-    got = estimate(run.one("model_flop_s", model=guessed_model).samples).scaled(1e-9)
-    say(
-        f"The roof bends at {ridge:.1f} FLOP per byte ({peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s). Reached: "
-        f"{text}. {guess.against(got)} The roof is the best sample of the fastest kernel seen here, not a "
-        "datasheet's: small layers and what is no product keep a step below it, another kernel may lift it over."
-    )
-
-
-def work_table(work: dict[str, Work]) -> pandas.DataFrame:
-    """FLOPs, bytes and intensity, counted without running anything."""
-    rows = {
-        m: {"MFLOP": w.flop / 1e6, "MB moved": w.bytes / 1e6, "FLOP per byte": w.intensity} for m, w in work.items()
-    }
-    return pandas.DataFrame(rows).T.round(2)
-
-
-def hardware_table() -> pandas.DataFrame:
-    """Datasheet figures (published; dense), with what bus width times data rate gives; "" where none is sourced."""
-    rows = []
-    for s in hardware.specs():
-        pins = hardware.bus_bandwidth_gb_s(s.bus_bits, s.pin_gbit_s) if s.bus_bits and s.pin_gbit_s else None
-        rows.append({
-            "GPU": s.gpu, "GB": s.memory_gb, "GB/s": s.bandwidth_gb_s, "bus x rate / 8": pins and round(pins),
-            **{FORMATS[d]: s.tflops(d) for d in FORMATS}, "link GB/s": s.link_gb_s, "W": s.tdp_w,
-        })  # fmt: skip
-    return pandas.DataFrame(rows).set_index("GPU").map(lambda v: "" if pandas.isna(v) else f"{v:,g}")
-
-
-def sources() -> None:
-    """The datasheets behind the hardware table, a line each."""
-    cards: dict[tuple[str, str], list[str]] = {}
-    for s in hardware.specs():
-        cards.setdefault((s.source, s.url), []).append(s.gpu)
-    say("\n".join(f"* {', '.join(gpus)}: [{title}]({url})" for (title, url), gpus in cards.items()))
-
-
-def ridges(work: dict[str, Work]) -> pandas.DataFrame:
-    """What limits each model's step on published cards: memory below the ridge, arithmetic above it."""
-    rows = {}
-    for name, dtype in (("H200 SXM", "fp32"), ("H200 SXM", "tf32"), ("RTX 4090", "fp32"), ("T4", "fp32")):
-        s = hardware.spec(name)
-        ridge = ridge_flop_per_byte(s.tflops(dtype) * 1e12, s.bandwidth_gb_s * 1e9)
-        limit = {m: "arithmetic" if w.intensity > ridge else "memory" for m, w in work.items()}
-        rows[f"{name}, {FORMATS[dtype]}"] = {"ridge (FLOP/byte)": f"{ridge:.1f}", **limit}
-    return pandas.DataFrame(rows).T
+def _kib(kib: float) -> str:
+    return f"{plain_number(float(f'{kib:.2g}'))} KiB"
 
 
 def _decades(low: float, high: float) -> list[float]:

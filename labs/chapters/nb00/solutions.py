@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+import statistics
+import time
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 
-def nvml_indices(cuda_uuids: Sequence[str], nvml_uuids: Sequence[str]) -> list[int | None]:
-    """NVML index of each CUDA device, in CUDA order; None for a device that NVML does not list."""
-    known = {uuid.lower().removeprefix("gpu-"): index for index, uuid in enumerate(nvml_uuids)}
-    return [known.get(uuid.lower().removeprefix("gpu-")) for uuid in cuda_uuids]
+def diagnose(report: dict[str, Any]) -> str:
+    """The word for what is wrong with a machine, or "healthy"."""
+    peak = report["published FP32 peak (TFLOP/s)"]
+    if peak is not None and report["FP32 product (TFLOP/s)"] > peak:
+        return "tf32"  # FP32 units cannot be faster than their peak: matrix units did it
+    if report["busy before the run (%)"] > 10:
+        return "busy"
+    if report["device"] == "cpu" and report["ranks"] > report["usable cores"]:
+        return "cores"
+    if report["triad: its arrays together (MiB)"] < report["caches (MiB)"]:
+        return "cache"
+    calls_us = report["pass: operators"] * report["host time of an operator (µs)"]
+    if calls_us > max(report["pass: arithmetic (µs)"], report["pass: memory (µs)"]):
+        return "overhead"
+    return "healthy"
 
 
 def usable_cores(affinity: Collection[int], cpu_max: str) -> int:
@@ -20,11 +37,16 @@ def usable_cores(affinity: Collection[int], cpu_max: str) -> int:
     return max(1, min(len(affinity), math.floor(int(quota) / int(period))))
 
 
-def attainable_flop_s(intensity: float, peak_flop_s: float, bandwidth_b_s: float) -> float:
-    """The roofline: memory limits up to the ridge, arithmetic from there on."""
-    return min(peak_flop_s, intensity * bandwidth_b_s)
-
-
-def busbw_gb_s(size_bytes: float, seconds: float, ranks: int) -> float:
-    """Bus bandwidth of an all-reduce in 10^9 byte/s: size / time x 2 (n - 1) / n."""
-    return size_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9
+def measured_busbw_gb_s(size_bytes: int) -> float:
+    """Bus bandwidth of an all-reduce of `size_bytes`, in 10^9 byte/s; the same number on every rank."""
+    buffer, ranks = torch.zeros(size_bytes // 4), dist.get_world_size()
+    dist.all_reduce(buffer)  # the first one makes the connections
+    seconds = []
+    for _ in range(5):
+        dist.barrier()  # all ranks start together
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return size_bytes / slowest.item() * 2 * (ranks - 1) / ranks / 1e9

@@ -69,17 +69,18 @@ def draw_learning_rate(ranks: float, batch_per_rank: float, rule: str, warm_up_p
     warm_up = round(warm_up_percent / 100 * steps)
     every = max(1, steps // 200)
     drawn = [*range(0, steps, every), steps - 1]
-    rates = [lr_scaling.learning_rate(s, BASE.base_lr, factor, rule, warm_up) for s in drawn]
-    last = lr_scaling.learning_rate(steps, BASE.base_lr, factor, rule, 0)
+    base = lr_scaling.base_rate(BASE, rule)
+    rates = [lr_scaling.learning_rate(s, base, factor, rule, warm_up) for s in drawn]
+    last = lr_scaling.learning_rate(steps, base, factor, rule, 0)
     message = f"Batch {whole:,}, {plain_number(factor)} times the base batch: learning rate {last:.3g}"
     fig, ax = figure(message, xlabel="epoch", ylabel="learning rate (logarithmic)", legend_below=True)
     epochs = [s * whole / BASE.samples for s in drawn]
     curve(ax, epochs, rates, label=f"batch {whole:,}, rule: {rule}", color=SERIES[0])
     ends = [0, BASE.epochs]
-    curve(ax, ends, [BASE.base_lr] * 2, label=f"base batch {BASE.base_batch}")
-    log_axes(ax, None, [0.005 * 4**k for k in range(6)])
+    curve(ax, ends, [base] * 2, label=f"base batch {BASE.base_batch}")
+    log_axes(ax, None, [0.00125 * 4**k for k in range(7)])
     ax.set_xlim(-0.2, BASE.epochs + 0.2)
-    ax.set_ylim(0.003, 8)
+    ax.set_ylim(0.0008, 8)
     grows = f"{warm_up:,} of them warm up. " if "warm-up" in rule else ""
     base_steps = lr_scaling.predict(BASE)[1]
     sentence = (

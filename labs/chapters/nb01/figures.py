@@ -1,4 +1,4 @@
-"""Figures and sentences of notebook 01 about timing itself; those about the batch are in nb01_batch."""
+"""Figures and sentences of notebook 01 about timing itself; those about the batch are in figures_batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pandas
 
 from labs import measure_validation, timing
 from labs.kit.check import Prediction
+from labs.kit.claims import within
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio, steady_from
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
@@ -17,31 +18,83 @@ from labs.kit.record import Records
 
 RUNGS = {
     "as printed": "as printed",
+    "data outside": "+ data made outside",
     "synchronise": "+ wait for the device",
     "warm up": "+ warm up first",
-    "data outside": "+ data made outside",
     "median of steps": "+ median of the steps",
 }
+SMALLEST = 2.0**-6
+"""Below, an answer over the truth is drawn at the edge of the figure."""
 
 
 def ladder(runs: dict[str, Records], guess: Prediction) -> None:
     """Figure: the answer of the article's loop, fault by fault, over the answer of the repaired one."""
     found = {model: {r: run.one("answer_s", rung=r).samples for r in RUNGS} for model, run in runs.items()}
+    kind = next(iter(runs.values())).one("answer_s", rung="as printed").kind
     last = list(RUNGS)[-1]
     ratios = {m: [paired_ratio(a[r], a[last]) for r in RUNGS] for m, a in found.items()}
-    first, printed = next((m, r[0]) for m, r in ratios.items())
-    message = f"The loop as printed reports {printed.value:.0%} of what a step of the {first} takes"
-    fig, ax = figure(message, xlabel="answer over that of the repaired benchmark (x)", ylabel="benchmark",
+    first, (printed, early, *_) = next(iter(ratios.items()))
+    message = f"{first}: the loop as printed {_says(printed)}; with its data outside it {_says(early)}"
+    queue = ", emulated queue" if kind == "modelled" else ""
+    fig, ax = figure(message, xlabel=f"answer / repaired answer (x{queue})", ylabel="benchmark",
                      records=[r for run in runs.values() for r in run], legend_below=True)  # fmt: skip
-    for model, values in ratios.items():
-        bars(ax, list(RUNGS.values()), values, label=model)
+    for k, (model, values) in enumerate(ratios.items()):
+        inside = [e if e.value >= SMALLEST else None for e in values]
+        bars(ax, list(RUNGS.values()), inside, label=model, kind=kind, color=SERIES[k])
+        for row, e in enumerate(values):
+            if kind == "modelled" and e.value >= SMALLEST:  # where its interval lies around, and the row of 1 by itself
+                ax.plot([e.value], [row], "|", color=SERIES[k], markersize=14, markeredgewidth=3, gid=f"kind:{kind}")
+            if e.value < SMALLEST:
+                ax.annotate(
+                    f"◄ {model}: {_times(e)}", (SMALLEST, row + 0.25 * (2 * k - 1)), color=SERIES[k], va="center"
+                )
     prediction(ax, float(guess), 0, label=first)
     ax.axvline(1, linestyle=":", color="black")
-    ends = [float(guess), *(v for values in ratios.values() for e in values for v in (e.low, e.high))]
+    ends = [SMALLEST, float(guess), *(max(v, SMALLEST) for values in ratios.values() for e in values
+                                      for v in (e.low, e.high))]  # fmt: skip
     log_axes(ax, [2.0**k for k in _octaves([v for v in ends if v > 0])])
     show(fig, alt=f"{message}. " + "; ".join(f"{m}: {', '.join(map(str, v))}" for m, v in ratios.items()))
     lines = [_repairs(model, answers) for model, answers in found.items()]
-    say("\n".join(f"* {line}" for line in [*lines, f"{first}, as printed: {printed}. {guess.against(printed)}"]))
+    said = f"{first}, as printed: {printed}. {guess.against(printed, kind)}"
+    say("\n".join(f"* {line}" for line in [*lines, said]))
+
+
+def _times(ratio: Estimate) -> str:
+    return f"{float(f'{ratio.value:.2g}'):g} times the truth" if ratio.value >= SMALLEST else "next to nothing"
+
+
+def _says(ratio: Estimate) -> str:
+    """What a benchmark says of the time of a step, beside the repaired one."""
+    return f"says {_times(ratio)}" if differs(ratio) else "is not shown to be wrong"
+
+
+def hidden_waits(run: Records) -> None:
+    """What share of a loop's time a clock sees that is read without a wait, by what each step of the loop does."""
+    rows, lines = run.where("seen_share"), []
+    for r in rows:
+        share = estimate(r.samples).scaled(100, "%")
+        word = "nearly all" if share.low > 95 else "most" if share.low > 50 else "little" if share.high < 50 else "some"
+        waits = "waits for the queue" if r.case["waits"] else "waits for nothing"
+        lines.append(f"| `{r.case['way']}` | {waits} | {share} | {word} |")
+    where = "on the emulated queue" if rows[0].kind == "modelled" else "on this GPU"
+    steps = rows[0].case["steps"]
+    say("\n".join([
+        "| in every step | by its documentation | the clock sees | of the work |", "| --- | --- | --- | --- |", *lines,
+        "", f"Loops of {steps} steps with {rows[0].case['batch']} samples each, {where}. {_copy_text(run)}",
+    ]))  # fmt: skip
+
+
+def _copy_text(run: Records) -> str:
+    """Whether a blocking copy hides all but the last step, as it would if it waited for the steps before it."""
+    record = run.one("seen_share", way="x.to(device)")
+    share, steps = estimate(record.samples).scaled(100, "%"), record.case["steps"]
+    free = estimate(run.one("seen_share", way="data on the device").samples).scaled(100, "%")
+    if free.high >= share.low:
+        return "Here launching takes about as long as the work, so that a missing wait changes little."
+    wanted = 100 * (1 - 1 / steps)
+    if share.low - 3 <= wanted <= share.high + 3:
+        return f"With blocking copies the clock sees {share}: all but the last of {steps} steps; no copy waits for it."
+    return f"With blocking copies the clock sees {share}, and not {wanted:.0f} %, all but the last of {steps} steps."
 
 
 def _octaves(values: list[float]) -> range:
@@ -63,13 +116,16 @@ def _ticks(values: list[float]) -> list[float]:
 
 
 def _repairs(model: str, answers: dict[str, tuple[float, ...]]) -> str:
-    """How each repair moved the answer, run by run."""
-    said = []
-    for before, after in itertools.pairwise(RUNGS):
-        ratio = paired_ratio(answers[after], answers[before])
-        said.append(f"{RUNGS[after]}: {ratio if differs(ratio) else 'no change that these runs can show'}")
-    first, last = (estimate(answers[r], "s") for r in (next(iter(RUNGS)), list(RUNGS)[-1]))
-    return f"**{model}**: printed {first}, repaired {last}. {'; '.join(said)}."
+    """How the repairs moved the answer, run by run. The second is half of a repair: it takes a hidden wait away."""
+    printed, early, *rest = (RUNGS[r] for r in RUNGS)
+    first, second, *others = answers.values()
+    said = [f"{early}: {paired_ratio(second, first)}"]
+    for what, before, after in zip(rest, [first, *others], others, strict=False):
+        ratio = paired_ratio(after, before)
+        against = f" of what the loop {printed} says" if before is first else ""
+        said.append(f"{what}: {f'{ratio}{against}' if differs(ratio) else 'no change that these runs can show'}")
+    ends = (estimate(answers[r], "s") for r in (next(iter(RUNGS)), list(RUNGS)[-1]))
+    return "**{}**: printed {}, repaired {}. {}.".format(model, *ends, "; ".join(said))
 
 
 def trace(run: Records) -> None:
@@ -77,8 +133,11 @@ def trace(run: Records) -> None:
     warm = [s * 1e3 for s in run.one("warm_up_s").samples]
     timed = run.one("step_s", mode="train")
     steps, middle = [s * 1e3 for s in timed.samples], estimate(timed.samples, "s")
-    message = f"The first step took {warm[0] / middle.value / 1e3:.1f} times the median; none of the warm-up counts"
-    fig, ax = figure(message, xlabel="step, in order", ylabel="step time (ms)", records=run)
+    message = (
+        f"The first step took {warm[0] / middle.value / 1e3:.1f} times the median; {_drift_text(timed.samples)[0]}"
+    )
+    what = "DDP step" if timed.layout["world_size"] > 1 else "step"
+    fig, ax = figure(message, xlabel="step, in order", ylabel=f"time of a {what} (ms)", records=run)
     points(ax, range(1, len(warm) + 1), warm, label="warm-up", color=SERIES[1])
     after = range(len(warm) + 1, len(warm) + len(steps) + 1)
     points(ax, after, steps, label="timed", color=SERIES[0])
@@ -90,19 +149,51 @@ def trace(run: Records) -> None:
     say(_trace_text(run, middle))
 
 
+def _drift_text(samples: tuple[float, ...]) -> tuple[str, str]:
+    """Whether the timed part was steady, in few words and in a sentence."""
+    found = timing.drift(samples)
+    if found is None:
+        return "too few steps to see a drift", f"{len(samples)} steps are too few to see whether the timed part drifts."
+    later = f"The later half of the timed steps took {found} as long as the earlier half"
+    if not differs(found):
+        return "no drift to be seen", f"{later}: no drift that this run can show."
+    if within(found):
+        return "the rest drifts by less than 5 %", f"{later}: a drift, but a small one."
+    return "the timed part drifts", (
+        f"{later}: **the timed part was not steady**, whatever the detector said. The median mixes speeds, and its "
+        "interval, which takes steps for independent, is too narrow. Time longer, or compare in pairs only."
+    )
+
+
 def _trace_text(run: Records, middle: Estimate) -> str:
-    length = run.one("warm_up_steps")
-    warm, samples = run.one("warm_up_s").samples, run.one("step_s", mode="train").samples
+    length, timed = run.one("warm_up_steps"), run.one("step_s", mode="train")
+    warm, samples = run.one("warm_up_s").samples, timed.samples
     settled = f"says steady after {length.value:.0f} steps" if length.case["settled"] else "never called it steady"
     since = steady_from(warm)
     looked = f" (looking back, from step {since + 1} on)" if since is not None else ""
-    mean = Estimate(statistics.fmean(samples), middle.low, middle.high, middle.n, "s")
+    mean = statistics.fmean(samples) / middle.value - 1
+    apart = "no more than 1 % away from it" if abs(mean) <= 0.01 else f"{mean:+.1%} away from it"
     return (
-        f"* The detector {settled}{looked}.\n"
-        f"* Median {middle}; mean {mean.value / middle.value - 1:+.1%} away from it, slowest step "
-        f"{max(samples) / middle.value:.1f} times it: interruptions only ever add time, so the mean follows them.\n"
-        f"* {_ranks_text(run)}"
+        f"* The detector {settled}{looked}. {_drift_text(samples)[1]}\n"
+        f"* Median {middle}; mean {apart}; slowest step {max(samples) / middle.value:.1f} times the median.\n"
+        f"* {_ranks_text(run)}\n"
+        f"* {_step_text(run)}"
     )
+
+
+def _step_text(run: Records) -> str:
+    """What "a step" is in this lab, and how it compares with the step of the benchmark loop."""
+    timed = run.one("step_s", mode="train")
+    if timed.layout["world_size"] == 1:
+        return "A step is forward, backward and optimizer on one device."
+    alone = run.one("step_s", mode="no_sync")
+    more = paired_ratio(timed.samples, alone.samples)
+    cost = f"takes {more} as long as without" if differs(more) else f"is not shown to take longer than without ({more})"
+    loop = run.where("answer_s", rung="median of steps")
+    other = (
+        f" The loop above timed one device alone, without DDP: {estimate(loop[0].samples, 's')}." if len(loop) else ""
+    )
+    return f"A step here is one of DDP: with the exchange of gradients it {cost}.{other}"
 
 
 def _ranks_text(run: Records) -> str:
@@ -115,10 +206,10 @@ def _ranks_text(run: Records) -> str:
 
 
 MEANINGS = {
-    "step_s": "one step of the job: its slowest rank", "samples_per_s": "throughput of all ranks",
-    "mfu": "model FLOP utilisation, as a share", "sync_s": "what synchronising gradients adds to a step",
-    "sync_share": "the same, as a share of the step", "iqr_share": "spread: middle half of the steps over the median",
-    "p95_ratio": "5 % of the steps take longer than this times the median",
+    "step_s": "one step (of DDP): the slowest rank", "samples_per_s": "throughput of all ranks",
+    "mfu": "share of the best rate seen here", "mfu_datasheet": "share of the datasheet's peak",
+    "sync_s": "what synchronising gradients adds to a step", "sync_share": "the same, as a share of the step",
+    "iqr_share": "width of the middle half over the median", "p95_ratio": "95th percentile over the median",
     "warm_up": "when the detector called it steady",
 }  # fmt: skip
 
@@ -130,27 +221,28 @@ def report(run: Records) -> pandas.DataFrame:
     return pandas.DataFrame(rows).T
 
 
-ORDERS = ("one after the other", "in turn")
+ORDERS = {"one after the other": "blocked (AAAABBBB)", "in turn": "interleaved (ABBA)"}
 
 
 def neighbour(run: Records, guess: Prediction) -> None:
     """Figure: the ratio B / A of one and the same function, when a neighbour moves in halfway."""
     sides = {o: [run.one("step_s", part="neighbour", order=o, side=s).samples for s in "BA"] for o in ORDERS}
     ratios = {o: paired_ratio(*s) for o, s in sides.items()}
-    blocked = ratios[ORDERS[0]]
+    blocked, fair = ratios.values()
     message = f"The same code, {blocked.value:.2g} times as slow: all of A first, then all of B"
+    if not differs(blocked):
+        message = "All of A first, then all of B: the neighbour is not seen this time"
     fig, ax = figure(message, xlabel="time of B / time of A (x); A and B are the same function", ylabel="order",
                      records=run, size=(7.0, 3.0))  # fmt: skip
-    bars(ax, list(ORDERS), list(ratios.values()))
+    bars(ax, list(ORDERS.values()), list(ratios.values()))
     prediction(ax, float(guess), 0)
     ax.axvline(1, linestyle=":", color="black")
     ax.set_xlim(left=0)
-    show(fig, alt=f"{message}: {blocked}; in turn: {ratios[ORDERS[1]]}. The truth is 1.")
-    fair = ratios[ORDERS[1]]
-    end = "finds a difference, by bad luck" if differs(fair) else "finds no difference, as there is none"
+    show(fig, alt=f"{message}: {blocked}; in turn: {fair}. The truth is 1.")
+    end = "finds a difference that is not there" if differs(fair) else "finds no difference, as there is none"
     say(
-        f"One after the other: {blocked}, though only the hour differs. {guess.against(blocked)} In turn: {fair}, "
-        f"which {end}: the neighbour slows down both halves of every pair."
+        f"Blocked: {blocked}, though A and B are one function. {guess.against(blocked)} Interleaved: {fair}, which "
+        f"{end}: the two runs of a pair follow each other, nearly always with the same neighbour."
     )
 
 
@@ -162,11 +254,11 @@ def power(run: Records, guess: Prediction, wanted: float = 0.05) -> None:
     of = f"a slowdown of {100 * wanted:.0f} % here"
     message = f"{need} pairs find {of}" if need else f"Even 40 pairs do not always find {of}"
     fig, ax = figure(
-        message, xlabel="pairs compared", ylabel="share of comparisons\nthat report a difference", records=run
+        message, xlabel="pairs compared", ylabel="share of comparisons\nthat report a slowdown", records=run
     )
     for arm in arms:
         rows = [r for r in table if r["arm"] == arm]
-        label = "the same code again" if arm == "A again" else f"{arm} work"
+        label = "the same code, any difference" if arm == "A again" else f"{arm} work"
         points(ax, [r["pairs"] for r in rows], [r["share"] for r in rows], label=label, line=True)
     prediction(ax, min(max(float(guess), 4), 50), 0.9)
     log_axes(ax, (5, 10, 20, 40))
@@ -191,15 +283,32 @@ def _power_text(run: Records, table: list, guess: Prediction, need: int | None) 
         f"* {n} comparisons of {pairs} pairs each. The same code against itself: in {same.value:.0f} the interval holds"
         f" 1, as {n * 0.95:.0f} should. With a tenth more work: {found.value:.0f} find it.\n"
         f"* A difference of 5 % needs {need or 'more than 40'} pairs to be found nine times in ten on this machine, at "
-        f"this hour.{said} Half the difference needs about four times the pairs."
+        f"this hour.{said} {_growth_text(table)}"
+    )
+
+
+def _growth_text(table: list[dict]) -> str:
+    """How many pairs each planted slowdown needed, beside the square law."""
+    sizes = sorted({row["slower"] for row in table if row["slower"] > 0}, reverse=True)
+    most = max(row["pairs"] for row in table)
+    needs = {slower: enough(table, slower) for slower in sizes}
+    told = ", ".join(f"{100 * s:.0f} %: {n or f'more than {most}'}" for s, n in needs.items())
+    law = "For normal noise, half the difference needs four times the pairs"
+    (large, few), (small, many) = next(iter(needs.items())), list(needs.items())[-1]
+    if not few or not many or few == min(row["pairs"] for row in table):
+        return f"Pairs needed, of the numbers tried: {told}. {law}; these few numbers of pairs cannot test that."
+    factors = f"that is {(large / small) ** 2:.0f} times, and here {many / few:.0f}"
+    return (
+        f"Pairs needed, of the numbers tried: {told}. {law}: from {100 * large:.0f} to {100 * small:.0f} % {factors}."
     )
 
 
 def trust(run: Records) -> None:
     """What a measurement by the kit costs, and whether torch's own timer agrees with it."""
     cost = run.one("overhead")
-    lines = [f"* Reading the clock around every step of {cost.case['step_ms']:g} ms adds "
-             f"{estimate([100 * s for s in cost.samples], '%')}."]  # fmt: skip
+    added = estimate([100 * s for s in cost.samples], "%")
+    end = "" if differs(added, 0) else ": no difference that this run can show"
+    lines = [f"* Reading the clock around every step of {cost.case['step_ms']:g} ms adds {added}{end}."]
     rows = run.where("step_s", part="timer", by="kit.measure")
     for r in rows:
         other = run.one("step_s", part="timer", by="torch Timer", function=r.case["function"])

@@ -9,7 +9,7 @@ import pandas
 from labs import batch_size, lr_scaling
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.measure import Estimate, estimate
+from labs.kit.measure import Estimate, differs, estimate, paired_ratio
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
 from labs.parts.sources.published import imagenet_batches
@@ -27,7 +27,7 @@ def utilisation(run: Records, guess: Prediction) -> None:
     top = max(b.value for b in busy)  # on a machine that others use, no job gets the whole of it
     full = [e for e, b in zip(reached, busy, strict=True) if b.value > top / 2]
     factor = max(e.value for e in full) / min(e.value for e in full)
-    message = f"Busy is not fast: two jobs look busy, one does {float(f'{factor:.1g}'):,.0f} times the work"
+    message = f"Of the jobs that look busy, one does {float(f'{factor:.1g}'):,.0f} times the work of another"
     fig, ax = figure(message, xlabel="percent (logarithmic)", ylabel="job", records=run, legend_below=True)
     bars(ax, jobs, busy, label=f"busy: {run.where('busy_share')[0].case['counter']}")
     bars(ax, jobs, reached, label="share of the best rate seen here")
@@ -43,32 +43,55 @@ def utilisation(run: Records, guess: Prediction) -> None:
     )
     show(fig, alt=f"{message}. {rows}.")
     wait = busy[jobs.index("waiting for data")]
-    say(f"* One number at a time: {guess.against(reached[slow])}\n* Waiting for data: busy {wait}. Low utilisation "
-        "proves that something waits; high utilisation proves nothing. Only work done per second does.")  # fmt: skip
+    say(f"* One number at a time: {guess.against(reached[slow])}\n* Waiting for data: busy {wait}. "
+        f"{_busy_text(jobs, busy, reached)}")  # fmt: skip
+
+
+def _busy_text(jobs: list[str], busy: list[Estimate], reached: list[Estimate]) -> str:
+    """Which jobs look as busy as the fastest one and are slow, and whether a wait shows."""
+    top, wait = busy[0], busy[jobs.index("waiting for data")]
+    slow = [j for j, b, e in zip(jobs, busy, reached, strict=True) if b.value > 0.9 * top.value and e.high < 10]
+    seen = "Whether a planted wait shows cannot be told"
+    if wait.high < 0.9 * top.value or wait.low >= 0.9 * top.value:
+        seen = "A wait shows in the counter" if wait.high < 0.9 * top.value else "Even a planted wait does not show"
+    lazy = f"; slow work does not: {', '.join(slow)}" if slow else "; no job that looks busy was slow here"
+    return f"{seen}{lazy}. Work done per second tells both."
 
 
 def polls(run: Records) -> None:
     """The same bursts of work read by counters of different speed, in words."""
-    lines = []
-    for r in sorted(run.where("polled_share"), key=lambda r: -r.case["window_s"]):
+    lines, readers = [], sorted(run.where("polled_share"), key=lambda r: -r.case["window_s"])
+    for r in readers:
         low, high = min(r.samples), max(r.samples)
         lines.append(f"* read every {r.case['window_s']:g} s: {len(r.samples)} readings from {low:.0%} to {high:.0%}")
+    slow, fast = (max(r.samples) - min(r.samples) for r in (readers[0], readers[-1]))
+    lines.append("* The slow reader sees means of work and rest, which a steady load of that height would give, too."
+                 if fast > 2 * slow else "* Reading more often shows no more here.")  # fmt: skip
     say("\n".join(lines))
 
 
+WAYS = {"train": "one device", "no_sync": "DDP without its exchange (no_sync)", "ddp": "DDP"}
+
+
 def mfu_table(runs: dict[str, Records]) -> pandas.DataFrame:
-    """Model FLOP utilisation of each run: FLOPs that the model needs, over what the device can do meanwhile."""
+    """Model FLOP utilisation of each run: FLOPs that the model needs, over what the device can do meanwhile.
+
+    With several ranks a step is one of DDP, given with and without its exchange of gradients.
+    """
     rows = {}
     for model, run in runs.items():
-        step, flop = run.one("step_s", mode="train"), run.one("step_flop").value
-        peak = run.one("peak_flop_s").value
-        mfu = estimate([100 * flop / s / peak for s in step.samples], "%")
-        rows[model] = {
-            "MFLOP per step and rank": f"{float(f'{flop / 1e6:.3g}'):,g}",
-            "step": str(estimate(step.samples, "s")),
-            "MFU": str(mfu),
-        }
-    return pandas.DataFrame(rows).T
+        flop, best = run.one("step_flop").value, run.one("peak_flop_s")
+        for step in sorted(run.where("step_s"), key=lambda r: r.case["mode"]):
+            way = "ddp" if step.layout["world_size"] > 1 and step.case["mode"] == "train" else step.case["mode"]
+            rows[model, WAYS[way]] = {
+                "MFLOP per step and rank": f"{float(f'{flop / 1e6:.3g}'):,g}",
+                "time of a step": str(estimate(step.samples, "s")),
+                "MFU": str(estimate([100 * flop / s / best.value for s in step.samples], "%")),
+                "best rate seen": f"{best.case.get('kernel', '?')}, {best.value / 1e9:.3g} GFLOP/s",
+            }
+    table = pandas.DataFrame(rows).T
+    table.index.names = ["model", "a step of"]
+    return table
 
 
 def throughput(run: Records, guess: Prediction) -> None:
@@ -76,22 +99,24 @@ def throughput(run: Records, guess: Prediction) -> None:
     n, knees = run[0].layout["world_size"], {}
     found = {mode: batch_size.throughput(run, mode) for mode in ("single", "ddp")}
     one, fit = found["single"], batch_size.fit_ends(run)
-    half = f"Half of the speed at a batch of {fit.half_batch:.0f}" if fit.sample_s else "No cost per sample to be seen"
-    message = f"{half}; beyond 256 {_more(one)}"
+    half = f"Half of the limit at a batch of {fit.half_batch:.0f}"
+    if not fit.sample_s or not fit.fixed_s:
+        half = f"No {'fixed part of a step' if fit.sample_s else 'cost per sample'} to be seen"
+    message = f"{half}{_more(run)}"
     fig, ax = figure(message, xlabel="batch size of each device", ylabel="samples per second", records=run,
                      size=(6.6, 3.5), legend_below=True)  # fmt: skip
     for mode, label in (("single", "one device"), ("ddp", f"{n} devices, DDP")):
         if found[mode]:
             color, fit = SERIES[len(knees)], batch_size.fit_ends(run, mode)
             ranks = 1 if mode == "single" else n
-            knees[label] = (fit, ranks)
+            knees[label] = (fit, batch_size.knee(run, mode))
             points(ax, list(found[mode]), list(found[mode].values()), label=label, color=color)
             grid = _grid(min(one), max(one))
             through = f"{label}, through batches {fit.small} and {fit.large}"
             curve(ax, grid, [ranks * fit.samples_per_s(b) for b in grid], label=through, color=color)
     alone, _ = knees["one device"]
-    if alone.sample_s:
-        prediction(ax, float(guess), alone.samples_per_s(math.inf) / 2, label="half speed, one device")
+    if alone.sample_s and alone.fixed_s:
+        prediction(ax, float(guess), alone.samples_per_s(math.inf) / 2, label="half of the limit, one device")
     ax.axvspan(32, 256, color="#EFEFEF", zorder=0)
     ax.annotate("the article's range", (91, 0), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=10)
     log_axes(ax, list(one))
@@ -102,15 +127,16 @@ def throughput(run: Records, guess: Prediction) -> None:
 
 def _throughput_text(run: Records, one: dict[int, Estimate], knees: dict, guess: Prediction) -> str:
     lines, times = [], batch_size.latency(run)
-    for label, (fit, _) in knees.items():
-        if not fit.sample_s:
-            lines.append(f"* {label}: batch {fit.large} took no longer than {fit.small}, so this run cannot tell what "
-                         "a sample costs. Run the cell again, on a quiet machine or with more rounds.")  # fmt: skip
+    for label, (fit, half) in knees.items():
+        if not fit.sample_s or not fit.fixed_s or half is None:
+            what = "a step costs whatever its batch" if fit.sample_s and half else "a sample costs"
+            lines.append(f"* {label}: batches {fit.small} and {fit.large} alone cannot tell in this run what {what}. "
+                         "Run the cell again, on a quiet machine or with more rounds.")  # fmt: skip
             continue
-        said = f" {guess.against(fit.half_batch)}" if label == "one device" else ""
+        said = f" {guess.against(half, 'modelled')}" if label == "one device" else ""
         lines.append(
             f"* {label}: {fit.fixed_s * 1e3:.2f} ms that do not depend on the batch and {fit.sample_s * 1e6:.1f} µs "
-            f"per sample: half of the speed at batch {fit.half_batch:.0f}.{said}"
+            f"per sample: half of the limit at {half}.{said}"
         )
     small, large = min(one), max(one)
     lines.append(f"* One device, from batch {small} to {large}: {one[large].value / one[small].value:.1f} times the "
@@ -119,10 +145,16 @@ def _throughput_text(run: Records, one: dict[int, Estimate], knees: dict, guess:
     return "\n".join(lines)
 
 
-def _more(found: dict[int, Estimate]) -> str:
-    top, last = max(found), found.get(256)
-    gain = found[top].value / last.value - 1 if last else 0.0
-    return f"there is {100 * gain:.0f} % to gain" if gain > 0.02 else "there is nothing to gain"
+def _more(run: Records) -> str:
+    """What the largest batch gains over 256, where the article stops; nothing if there was none."""
+    steps = {r.case["batch"]: r.samples for r in run.where("step_s", mode="single")}
+    top = max(steps)
+    if 256 not in steps or top == 256:
+        return ""
+    ratio = paired_ratio(steps[256], steps[top]).scaled(top / 256)
+    if not differs(ratio):
+        return "; beyond 256 no gain is shown"
+    return f"; beyond 256 there is {100 * abs(ratio.value - 1):.0f} % to {'gain' if ratio.value > 1 else 'lose'}"
 
 
 def _bytes(run: Records, batch: int) -> str:
@@ -164,13 +196,17 @@ def communication(run: Records, guess: Prediction) -> None:
     at = found.get(64, found[small])
     size = run.one("gradient_bytes").value / 1e6
     return say(
-        f"The same {size:.2f} MB travel whatever the batch. {guess.against(at)} A larger batch does not make the "
-        "exchange faster; it makes it rarer."
+        f"The same {size:.2f} MB travel in every step, whatever the batch: per sample, a larger batch exchanges less. "
+        f"{guess.against(at)}"
     )
 
 
 RULES = {"same": "same rate", "linear": "linear", "linear, warm-up": "linear, warm-up",
-         "sqrt, warm-up": "square root, warm-up"}  # fmt: skip
+         "sqrt, warm-up": "square root, warm-up", "AdamW, linear, warm-up": "AdamW: linear, warm-up",
+         "AdamW, sqrt, warm-up": "AdamW: square root, warm-up"}  # fmt: skip
+SAID = {"keeps": "keeps all but a point", "loses": "loses more than a point", "cannot be told": "cannot be told"}
+LEAST_POINTS = -12.0
+"""Below, a change of accuracy is drawn at the edge of the figure."""
 
 
 def learning_rates(config: lr_scaling.Config) -> pandas.DataFrame:
@@ -184,60 +220,85 @@ def learning_rates(config: lr_scaling.Config) -> pandas.DataFrame:
     return table
 
 
-def lr_figure(run: Records, guess: Prediction) -> None:
-    """Figure: test accuracy after equal epochs against the batch, one line per rule."""
-    rules = list(dict.fromkeys(r.case["rule"] for r in run.where("test_accuracy")))
-    batches = sorted({r.case["batch"] for r in run.where("test_accuracy")})
-    base = run.one("test_accuracy", rule="same", batch=batches[0])
-    last = batches[0] * lr_scaling.holds_until(run, "linear, warm-up")
-    message = f"Linear scaling with warm-up holds up to batch {last}" + ("" if last == batches[-1] else ", then breaks")
-    broken = min((b for b in batches if b > last), default=last)
-    if any(last < r.case["batch"] < broken for r in run.where("left_out")):
-        message = f"Linear scaling with warm-up breaks somewhere between batch {last} and {broken}"
-    fig, ax = figure(message, xlabel="batch size", ylabel="test accuracy (%)", records=run, size=(7.0, 4.3))
-    for k, rule in enumerate(rules):
-        rows = [
-            run.one("test_accuracy", rule=rule, batch=b)
-            for b in batches
-            if len(run.where("test_accuracy", rule=rule, batch=b))
-        ]
-        x = [r.case["batch"] * 1.05 ** (k - 1.5) for r in rows]
-        points(ax, x, [_percent(r) for r in rows], label=RULES[rule], line=True)
-    ax.axhline(100 * base.value, linestyle=":", color="black")
-    prediction(ax, float(guess), 100 * base.value, label="breaks at")
-    log_axes(ax, batches)
-    show(
-        fig,
-        alt=f"{message}. " + "; ".join(f"{rule}, batch {b}: {_at(run, rule, b)}" for rule in rules for b in batches),
+def rule_text(config: lr_scaling.Config) -> None:
+    """What was chosen beforehand: the base rates and the length of the warm-up."""
+    say(
+        f"SGD's rate for batch {config.base_batch}, {config.base_lr:g}, was chosen beforehand, as the largest that was "
+        "as good there as smaller ones. To try that again: `python -m labs.lr_scaling --factors 1 --rules same --rates "
+        f"0.25 0.5 2 --adamw-factors 1 --seeds 24`. AdamW's is {config.adamw_lr:g}. A warm-up takes "
+        f"{100 * config.warm_up_share:.0f} % of all steps, more than the 5 of 90 epochs of Goyal et al."
     )
-    say(_lr_text(run, rules, batches, last, guess))
+
+
+def lr_figure(run: Records, guess: Prediction) -> None:
+    """Figure: change of test accuracy against the smallest batch after equal epochs, one line per rule."""
+    rules = list(dict.fromkeys(r.case["rule"] for r in run.where("test_accuracy")))
+    batches = {r.case["factor"]: r.case["batch"] for r in run.where("test_accuracy")}
+    changes = {case: e.scaled(100, "points") for case, e in lr_scaling.change(run).items()}
+    kept = batches[lr_scaling.keeps_until(run, "linear, warm-up")]
+    lost = batches.get(lr_scaling.loses_from(run, "linear, warm-up"))
+    said = [f"keeps all but a point up to batch {kept}"] if kept > min(batches.values()) else []
+    said += [f"loses more than {'one' if said else 'a point'} at {_lost_text(run, lost)}"] if lost else []
+    message = f"Linear scaling with warm-up {', '.join(said) or 'cannot be judged by these seeds'}"
+    fig, ax = figure(message, xlabel="batch size", records=run, size=(7.0, 4.6), legend_below=True,
+                     ylabel=f"test accuracy against batch {min(batches.values())}\n(percentage points)")  # fmt: skip
+    ax.axhspan(-1, 1, color="#EFEFEF", zorder=0)
+    below = []
+    for k, rule in enumerate(rules):
+        found = {batches[f]: e for (r, f), e in changes.items() if r == rule and f > 1}
+        inside = {b: e for b, e in found.items() if e.value > LEAST_POINTS}
+        places = [b * 1.06 ** (k - len(rules) / 2) for b in inside]
+        points(ax, places, list(inside.values()), label=RULES[rule], color=SERIES[k % len(SERIES)], line=True)
+        if found and not inside:
+            ax.plot([], [], "v", color=SERIES[k % len(SERIES)], label=f"{RULES[rule]}: below")
+        for b in found.keys() - inside.keys():
+            ax.annotate(
+                "▼", (b * 1.06 ** (k - len(rules) / 2), LEAST_POINTS), ha="center", color=SERIES[k % len(SERIES)]
+            )
+            below.append(f"{RULES[rule]} at {b}: {found[b]}")
+    prediction(ax, float(guess), -1, label="loses a point")
+    log_axes(ax, list(batches.values()))
+    ax.set_ylim(LEAST_POINTS - 0.6, 3)
+    said = "; ".join(f"{rule}, batch {batches[f]}: {e}" for (rule, f), e in changes.items() if f > 1)
+    show(fig, alt=f"{message}. The grey band is one point. {said}")
+    say(_lr_text(run, batches, lost, guess, below))
 
 
 def _percent(r: Record) -> Estimate:
     return estimate(r.samples).scaled(100, "%")
 
 
-def _at(run: Records, rule: str, batch: int) -> str:
-    found = run.where("test_accuracy", rule=rule, batch=batch)
-    return str(_percent(found[0])) if len(found) else "not run"
-
-
-def _lr_text(run: Records, rules: list[str], batches: list[int], last: int, guess: Prediction) -> str:
-    base = run.one("test_accuracy", rule="same", batch=batches[0])
-    broken = [b for b in batches if b > last]
-    end = f"loses more at {broken[0]}. {guess.against(float(broken[0]))}" if broken else "was tried with no larger one."
-    lines = [
-        f"* Batch {batches[0]}: {_percent(base)} over {len(base.samples)} seeds. Linear scaling with warm-up is not "
-        f"shown to lose a point up to batch {last}; it {end}"
-    ]
-    for rule in rules:
+def _lr_text(run: Records, batches: dict[int, int], lost: int | None, guess: Prediction, below: list[str]) -> str:
+    """What each rule is shown to keep and to lose, seed by seed, and what these seeds cannot tell."""
+    accuracies, base, lines = run.where("test_accuracy"), min(batches.values()), []
+    for rule in dict.fromkeys(r.case["rule"] for r in accuracies):
+        first = run.one("test_accuracy", rule=rule, factor=1)
+        words = lr_scaling.judged(run, rule)
+        said = [f"{SAID[w]} at {', '.join(str(batches[f]) for f in words if words[f] == w)}"
+                for w in SAID if w in words.values()]  # fmt: skip
         gone = sum(r.value for r in run.where("diverged", rule=rule))
-        end = f"; {gone:.0f} trainings of this rule diverged" if gone else ""
-        lines.append(f"* {RULES[rule]}: {_at(run, rule, batches[-1])} at batch {batches[-1]}{end}")
+        end = f"; {gone:.0f} trainings diverged" if gone else ""
+        lines.append(f"* {RULES[rule]} (batch {base}: {_percent(first)}): {'; '.join(said)}{end}.")
+    seeds = len(accuracies[0].samples)
+    told = "Linear scaling with warm-up is not shown to lose one point."
+    if lost:
+        told = guess.against(Estimate(lost, min([*_untried_below(run, lost), lost]), lost, seeds))
+    lines.append(f"* What is kept and lost is shown by the interval of {seeds} differences, seed by seed. {told}")
+    if below:
+        lines.append(f"* Below the figure, in points: {'; '.join(below)}.")
     if len(untried := run.where("left_out")):
         left = ", ".join(str(r.case["batch"]) for r in untried)
         lines.append(f"* Not tried here: batch {left}, as {untried[0].case['why']}.")
     return "\n".join(lines)
+
+
+def _untried_below(run: Records, batch: int) -> list[int]:
+    """Smaller batches that there was no time for: the first loss may lie at one of them."""
+    return [r.case["batch"] for r in run.where("left_out") if r.case["batch"] < batch]
+
+
+def _lost_text(run: Records, lost: int) -> str:
+    return f"{lost} or before" if _untried_below(run, lost) else f"{lost}"
 
 
 def imagenet_table() -> pandas.DataFrame:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from labs.kit.measure import differs, estimate
 
@@ -44,18 +49,38 @@ def compare(
     return ratios, "b is slower" if interval.value > 1 else "b is faster"
 
 
-def job_samples_per_s(step_s_by_rank: Sequence[Sequence[float]], batch_per_rank: int) -> float:
-    """Samples per second of all ranks together: a step of the job ends when its slowest rank is done."""
-    job_step_s = [max(seconds) for seconds in zip(*step_s_by_rank, strict=True)]
-    return len(step_s_by_rank) * batch_per_rank / statistics.median(job_step_s)
+def train_epoch(
+    model: nn.Module, optimizer: Optimizer, loss_of: Callable[[Tensor, Tensor], Tensor],
+    batches: Sequence[tuple[Tensor, Tensor]], device: torch.device,
+) -> tuple[float, float]:  # fmt: skip
+    """(mean loss, accuracy) over the samples of an epoch. The host runs ahead; it waits once, at the end."""
+    total, right = torch.zeros((), device=device), torch.zeros((), device=device)
+    for x, y in batches:
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        optimizer.zero_grad()
+        output = model(x)
+        loss = loss_of(output, y)
+        loss.backward()
+        optimizer.step()
+        total += loss.detach() * len(y)  # detached: the sum does not keep the graphs of all steps
+        right += (output.argmax(1) == y).sum()
+    samples = sum(len(y) for _, y in batches)  # lengths are known on the host
+    return total.item() / samples, right.item() / samples
 
 
-def learning_rate(step: int, base_lr: float, batch: int, base_batch: int, warm_up_steps: int) -> float:
-    """Linear scaling: from base_lr in step 0 on a straight line to its multiple in step `warm_up_steps`, then constant.
-
-    Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677, sections 2.1 and 2.2.
-    """
-    target = base_lr * batch / base_batch
-    if step >= warm_up_steps:
-        return target
-    return base_lr + (target - base_lr) * step / warm_up_steps
+def diagnose(step_s_by_rank: Sequence[Sequence[float]]) -> str:
+    """What is wrong with a log of step times, by medians, which do not see single outliers."""
+    medians = [statistics.median(rank) for rank in step_s_by_rank]
+    if min(medians) < 0.1 * statistics.fmean(step_s_by_rank[0]):
+        return "not synchronised"
+    if max(medians) > 1.12 * min(medians):
+        return "straggler"
+    steps = [statistics.median(of_all) for of_all in zip(*step_s_by_rank, strict=True)]
+    if statistics.median(steps[:3]) > 1.3 * statistics.median(steps[10:]):
+        return "not warm"
+    blocks = [statistics.median(steps[i : i + 5]) for i in range(0, len(steps), 5)]
+    rise = blocks[-1] - blocks[0]
+    if rise < 0.12 * blocks[0]:
+        return "steady"
+    jump = max(after - before for before, after in pairwise(blocks))
+    return "neighbour" if jump > 0.5 * rise else "drift"

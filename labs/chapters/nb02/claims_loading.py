@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Sequence
 
 from labs.kit.claims import GAIN, last, pairs, percent
-from labs.kit.measure import Estimate, estimate
+from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
+from labs.parts.loading.rates import counted, quotient
 
 WAITS = 5.0  # % of the time from which on a device waits for data
 PLAIN = {"way", "model", "workers", "batch"}  # the case of a run whose other settings are those of DataLoader
@@ -21,23 +22,6 @@ Gains = dict[int, Estimate]
 def brings(gains: Sequence[Estimate]) -> tuple[list[bool], list[bool]]:
     """For `word`: which of these gains are shown, and which are shown to be no more than GAIN."""
     return [g.low > 1 for g in gains], [g.high < GAIN for g in gains]
-
-
-def quotient(a: Record, b: Record) -> Estimate:
-    """a / b of two runs that did not take turns: as wide as the intervals of both allow.
-
-    LookupError if one has a single sample, which has no interval.
-    """
-    for r in (a, b):
-        if len(r.samples) < 2:
-            raise LookupError(f"{r.case} of {r.metric!r} has one sample: at least two are needed")
-    x, y = estimate(a.samples), estimate(b.samples)
-    return Estimate(x.value / y.value, x.low / y.high, x.high / y.low, min(x.n, y.n), "x")
-
-
-def counted(workers: int) -> str:
-    """ "no workers", "1 worker", "4 workers"."""
-    return f"{workers or 'no'} worker{'s' * (workers != 1)}"
 
 
 def device(run: Records) -> str:
@@ -140,12 +124,3 @@ def first_batch(evidence: Records) -> Estimate:
     if not started:
         raise LookupError("launch('loader_traps', traps=['first_batch']) with workers is needed")
     return quotient(min(started, key=lambda r: r.value), run.one("first_batch_s", workers=0))
-
-
-def suggested(evidence: Records) -> str:
-    """From how many workers on torch warns."""
-    asked = last(evidence, "loader_traps", "suggested_max_workers").where("suggested_max_workers")
-    for r in asked:
-        if r.case["warning"]:
-            return f"torch warns above {r.value:.0f} on {r.case['cores']} cores"
-    return f"torch does not warn of {max(r.case['asked'] for r in asked)}"

@@ -1,4 +1,4 @@
-"""Exercises of notebook 02: random numbers in workers, what limits, the cheapest setting, shards for every process."""
+"""Exercises of notebook 02: a loader for every rank, what limits, the cheapest setting, shards for every process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from labs.chapters.nb02 import solutions as solution
 from labs.chapters.nb02.exercise_loader import check_my_shards
-from labs.chapters.nb02.exercise_worker_seeds import check_worker_init
+from labs.chapters.nb02.exercise_rank_loader import check_rank_loader
 from labs.kit.check import Exercise, Mistake
 from labs.kit.measure import paired_ratio
 
@@ -222,7 +222,7 @@ def _facts(case: Sweep, got: Setting, want: Setting) -> str:
 
 
 EXERCISES = {
-    "02.1": Exercise("random numbers of their own for all workers", check_worker_init, solution.worker_init),
+    "02.1": Exercise("a loader for every rank and epoch", check_rank_loader, solution.rank_loader),
     "02.2": Exercise("what limits the pipeline, and the step to expect", check_limit, solution.limit),
     "02.3": Exercise("the cheapest setting within noise of the best", check_cheapest, solution.cheapest),
     "02.4": Exercise("shards for every worker of every rank", check_my_shards, solution.my_shards),

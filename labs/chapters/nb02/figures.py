@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas
 
 from labs import dataloader, tune_dataloader
-from labs.chapters.nb02.claims_loading import quotient
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.plot import SERIES, bars, figure, heat_map, log_axes, points, prediction, show, spans
-from labs.kit.record import Record, Records
+from labs.kit.record import Record, Records, load
+from labs.parts.loading.rates import compared, counted, may_be_equal, quotient
 from labs.parts.tuning.report import Tuning
+
+RECORDS = Path(__file__).parents[3] / "records"
 
 MODELS = {"light": "light model", "even": "even model", "heavy": "heavy model"}
 
@@ -41,7 +45,8 @@ def together(run: Records, guess: Prediction, model: str = "even", workers: int 
     """Figure: model and loader together, measured and predicted from each alone, for every model and worker count."""
     rows = dataloader.comparisons(run, cores_of(run))
     near = [r for r in rows if abs(r["measured"].value / r["the slower one"] - 1) <= 0.15]
-    message = f"The slower one decides: within 15 % of it in {len(near)} of {len(rows)} cases"
+    right = "The slower one decides" if 2 * len(near) > len(rows) else "The slower one does not decide alone"
+    message = f"{right}: within 15 % of it in {len(near)} of {len(rows)} cases"
     fig, ax = figure(message, xlabel="images per second (logarithmic)", ylabel="model, num_workers", records=run,
                      size=(7.0, 5.0), legend_below=True)  # fmt: skip
     names = [f"{r['model']}, {r['workers']}" for r in rows]
@@ -64,12 +69,14 @@ def together(run: Records, guess: Prediction, model: str = "even", workers: int 
 def _together_text(rows: list[dict], far: list[dict], guess: Prediction, at: dict) -> str:
     found = estimate(at["measured"].samples)
     lines = [f"* {at['model']}, {_workers(at['workers'])}: {_rate(at['measured'])}. {guess.against(found)}"]
-    for r in far:
+    for r in sorted(far, key=lambda r: r["measured"].value / r["the slower one"])[:3]:
         ratio, shared = r["measured"].value / r["the slower one"] - 1, r["measured"].value / r["shared cores"] - 1
         why = "what it costs to hand batches over, and this run's noise, are in no formula"
         if abs(shared) < abs(ratio) - 0.02:
             why = f"model and workers share the cores; counted in CPU seconds, {shared:+.0%} remain"
         lines.append(f"* {r['model']}, {_workers(r['workers'])}: {ratio:+.0%} from the formula: {why}.")
+    if len(far) > 3:
+        lines.append(f"* {len(far) - 3} more are nearer to it than these three.")
     return "\n".join(lines)
 
 
@@ -93,6 +100,20 @@ def waiting(run: Records) -> None:
     shares = run.where("wait_share")
     cells = "; ".join(f"{r.case['model']}, {_workers(r.case['workers'])}: {r.value:.0%}" for r in shares)
     show(fig, alt=f"{message}. {cells}.")
+    say(_fed_text(run, [r for r in shares if r.case["workers"]]))
+
+
+def _fed_text(run: Records, shares: list[Record]) -> str:
+    """Of the cases with workers whose loader alone is shown to be faster than the model: how many hardly wait."""
+    faster = []
+    for r in shares:
+        loader = run.one("images_per_s", way="loader", workers=r.case["workers"])
+        model = run.one("images_per_s", way="model", model=r.case["model"])
+        if loader.value > model.value and not may_be_equal(loader, model):
+            faster.append(r)
+    few = sum(estimate(r.samples).high < 0.05 for r in faster)
+    told = f"In {len(faster)} of {len(shares)} cases with workers, the loader alone is shown to be the faster one"
+    return told + (f"; in {few} of these, the model is shown to wait for less than 5 % of its time." if faster else ".")
 
 
 def timelines(run: Records) -> None:
@@ -113,6 +134,23 @@ def timelines(run: Records) -> None:
         ax.set_yticks(range(len(workers) + 1), ["trainer", *workers])
         ax.set_ylim(len(workers) + 0.6, -0.6)
         show(fig, alt=f"{message}; {len(workers)} workers load the batches in turn while the trainer works.")
+        say(_who_waits(MODELS[model], waited, _busy(found, workers, begin, end)))
+
+
+def _busy(found: dict[str, list[tuple[float, float]]], workers: list[str], begin: float, end: float) -> float:
+    """Share of the time from `begin` to `end` that the workers load, mean over them."""
+    loads = [min(b, end) - max(a, begin) for w in workers for a, b in found[w] if b > begin and a < end]
+    return sum(loads) / len(workers) / (end - begin)
+
+
+def _who_waits(model: str, waited: float, busy: float) -> str:
+    """Which of the two holds the other back, from the shares of the time that the trainer waits and workers load."""
+    told = f"{model.capitalize()}: the trainer waits {waited:.0%} of the time, the workers load {busy:.0%} of it. "
+    if waited > 0.1 and busy > 0.8:
+        return told + "The workers hardly pause: the loader limits."
+    if waited < 0.1 and busy < 0.8:
+        return told + "The workers pause, the trainer hardly does: the model limits."
+    return told + "These shares alone do not tell which of the two limits."
 
 
 def _spans(run: Records, model: str, who: str) -> list[tuple[float, float]]:
@@ -121,18 +159,32 @@ def _spans(run: Records, model: str, who: str) -> list[tuple[float, float]]:
 
 
 def sweep_map(run: Records, guess: Prediction) -> None:
-    """Figure: the loader alone over workers and batch size."""
-    cells = {(r.case["batch"], r.case["workers"]): r.value for r in run.where("images_per_s", way="sweep")}
-    batches, workers = sorted({b for b, _ in cells}), sorted({w for _, w in cells})
-    best = max(cells, key=lambda c: cells[c])
-    message = f"Best here: {_workers(best[1])}, batches of {best[0]}: {cells[best]:,.0f} images/s"
+    """Figure: the loader alone over workers and batch size, and which cells cannot be told from the fastest."""
+    rows = {(r.case["batch"], r.case["workers"]): r for r in run.where("images_per_s", way="sweep")}
+    batches, workers = sorted({b for b, _ in rows}), sorted({w for _, w in rows})
+    best, tied = dataloader.as_fast(run, way="sweep")
+    place = f"{counted(best.case['workers'])}, batches of {best.case['batch']}"
+    message = f"Fastest here: {place}, {best.value:,.0f} images/s"
+    if len(tied) > 1:
+        message = f"{len(tied)} of {len(rows)} cells may be the fastest; the highest median: {place}"
     fig, ax = figure(message, xlabel="num_workers", ylabel="batch size", records=run, size=(6.4, 3.0))
-    grid = [[cells[b, w] for w in workers] for b in batches]
+    grid = [[rows[b, w].value for w in workers] for b in batches]
     heat_map(ax, grid, columns=workers, rows=batches, form="{:,.0f}", label="images per second")
-    show(fig, alt=f"{message}; the slowest cell has {min(cells.values()):,.0f}.")
-    cores = cores_of(run)
-    beyond = " More workers than cores bring nothing where decoding is the work." if best[1] <= cores else ""
-    say(f"{cores} cores; the fastest cell has {_workers(best[1])}. {guess.against(float(best[1]))}{beyond}")
+    show(fig, alt=f"{message}; the slowest cell has {min(r.value for r in rows.values()):,.0f} images/s.")
+    say(_sweep_text(run, rows, best, tied, guess))
+
+
+def _sweep_text(run: Records, rows: dict, best: Record, tied: list[Record], guess: Prediction) -> str:
+    cores, batch = cores_of(run), best.case["batch"]
+    lines = [f"* {cores} cores; the fastest cell has {counted(best.case['workers'])}. "
+             f"{guess.against(float(best.case['workers']))}"]  # fmt: skip
+    if others := sorted({r.case["workers"] for r in tied} - {best.case["workers"]}):
+        lines.append(f"* These samples cannot tell it from cells with {', '.join(map(str, others))} workers.")
+    most, as_many = max(w for _, w in rows), max((w for _, w in rows if w <= cores), default=0)
+    if most > cores and as_many:
+        told = f"{counted(most)}, more than cores, over {counted(as_many)}, in batches of {batch}"
+        lines.append(f"* {compared(rows[batch, most], rows[batch, as_many], told)}.")
+    return "\n".join(lines)
 
 
 def settings_table(run: Records) -> pandas.DataFrame:
@@ -156,27 +208,33 @@ def settings_text(run: Records) -> None:
     if len(queues) > 1:
         first, last = queues[0], queues[-1]
         what = f"prefetch_factor={last.case['prefetch_factor']} over {first.case['prefetch_factor']}"
-        lines.append(_difference(what, last, first))
+        lines.append(compared(last, first, what))  # each took as many batches as there was time for: no pairs
     if {"uint8", "float32"} <= set(sent):
-        lines.append(_difference("uint8 over float32", sent["uint8"], sent["float32"]))
-    say("\n".join(f"* {line}" for line in lines))
+        lines.append(compared(sent["uint8"], sent["float32"], "uint8 over float32"))
+    say("\n".join(f"* {line}." for line in lines))
 
 
-def _difference(what: str, a: Record, b: Record) -> str:
-    ratio = quotient(a, b)  # each took as many batches as there was time for: there are no pairs
-    return f"{what}: {ratio}" + ("." if differs(ratio) else ", no difference that this run can show.")
+def pinned(run: Records, folder: Path = RECORDS) -> None:
+    """Figure: pin_memory and non_blocking, all four ways, from this run or from a recorded one on a GPU, labelled.
 
-
-def pinned(run: Records) -> None:
-    """pin_memory and non_blocking, where there is a GPU; one honest sentence where there is none."""
+    One sentence where there is neither: a CPU has nothing to copy to.
+    """
     rows = [r for r in run.where("images_per_s", way="both") if "pin_memory" in r.case]
     if not rows:
-        return say(
-            "Pinned memory and asynchronous copies need a GPU: without one there is nothing to copy to, and "
-            "`pin_memory=True` only warns. No recorded GPU run of this lab exists yet, so no number is shown."
-        )
-    lines = [f"* pin_memory={r.case['pin_memory']}, non_blocking={r.case['non_blocking']}: {_rate(r)}" for r in rows]
-    return say("\n".join(lines))
+        say("Here is no GPU: `pin_memory=True` does nothing but warn, and `.to(device)` returns the batch itself.")
+        runs = [load(p) for p in sorted(folder.glob("*/dataloader*.jsonl"))]
+        rows = [r for found in runs for r in found if "pin_memory" in r.case and r.layout.get("device") == "cuda"][-4:]
+    if not rows:
+        return say("No recorded GPU run of this lab exists yet, so no number is shown in its place.")
+    by = {(r.case["pin_memory"], r.case["non_blocking"]): r for r in rows}
+    gain = quotient(by[True, True], by[False, False])
+    told = f"{gain} as fast as neither" if differs(gain) else f"no difference that this run can show, {gain}"
+    message = f"Pinned memory with non_blocking: {told}"
+    fig, ax = figure(message, xlabel="images per second", ylabel="pin_memory, non_blocking", records=Records(rows),
+                     size=(6.8, 2.9), legend_below=True)  # fmt: skip
+    bars(ax, [f"{p}, {n}" for p, n in by], list(by.values()), kind=rows[0].kind, label="model and loader together")
+    return show(fig, alt=f"{message}. " + "; ".join(f"pin_memory={p}, non_blocking={n}: {_rate(r)}"
+                                                    for (p, n), r in by.items()))  # fmt: skip
 
 
 def first_batches(run: Records) -> pandas.DataFrame:
@@ -194,7 +252,8 @@ def tuning_figure(tuning: Tuning, guess: Prediction) -> None:
     fig = tuning.figure()
     places = [t.get_text().splitlines()[0] for t in fig.axes[0].get_xticklabels()]
     if f"{float(guess):g}" in places:
-        top = max(r.value for r in tuning.records.where(way="both together"))
+        both = tuning.records.where(way="both together") or tuning.records  # none where the time was over before
+        top = max(r.value for r in both)
         prediction(fig.axes[0], places.index(f"{float(guess):g}"), top)
     rates = "; ".join(f"{r.case['way']} {r.case.get('workers', '')}: {r.value:,.0f}" for r in tuning.records)
     show(fig, alt=f"The search settled on {tuning.choice.setting}. Samples per second: {rates}.")
@@ -203,9 +262,4 @@ def tuning_figure(tuning: Tuning, guess: Prediction) -> None:
 
 def tuned_text(run: Records) -> None:
     """How near the tuned setting comes to the best of a full sweep, and in what share of its time."""
-    for row in tune_dataloader.verdicts(run):
-        say(
-            f"{row['workload']}: the search settled on {_workers(row['workers'])} (limit: {row['limit']}) in "
-            f"{row['share_of_time']:.0%} of the time of the sweep; in turn, that setting reaches "
-            f"{row['share_of_best'].scaled(100, '%')} of the best one of the sweep."
-        )
+    say("\n".join(f"* {tune_dataloader.told(row)}" for row in tune_dataloader.verdicts(run)))

@@ -8,7 +8,7 @@ import pandas
 
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
-from labs.kit.measure import Estimate, estimate
+from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
 
@@ -19,11 +19,10 @@ def scaling(run: Records, guess: Prediction, workers: int = 8) -> None:
     """Figure: items per second by number of workers, for items that wait and for items that compute, and the limits."""
     sources = {"sleep": "items that wait", "compute": "items that compute"}
     found = {s: run.where("items_per_s", source=s) for s in sources}
-    gain = {s: _times(rows[-1], rows[0]) for s, rows in found.items()}
+    gain = {s: paired_ratio(rows[-1].samples, rows[0].samples) for s, rows in found.items()}
     most = found["sleep"][-1].case["workers"]
-    message = (
-        f"{most} workers: {gain['sleep']:.1f} times the speed if items wait, {gain['compute']:.1f} if they compute"
-    )
+    waits, computes = gain["sleep"].value, gain["compute"].value
+    message = f"{most} workers: {waits:.1f} times the speed if items wait, {computes:.1f} if they compute"
     fig, ax = figure(message, xlabel="num_workers", ylabel="items per second", records=run, size=(6.6, 3.5),
                      legend_below=True)  # fmt: skip
     counts = [r.case["workers"] for r in found["sleep"]]
@@ -35,9 +34,18 @@ def scaling(run: Records, guess: Prediction, workers: int = 8) -> None:
         prediction(ax, counts.index(workers), float(guess) * found["compute"][0].value, label="that compute")
     ax.set_xticks(range(len(counts)), [str(n) for n in counts])
     ax.set_ylim(bottom=0)
-    show(fig, alt=f"{message}. Without workers both give about {found['sleep'][0].value:.0f} items per second.")
-    say(f"Waiting overlaps with waiting, whatever the number of cores; computing needs cores. "
-        f"{guess.against(gain['compute'])}")  # fmt: skip
+    rates = ", ".join(f"{label} {found[source][0].value:.0f}" for source, label in sources.items())
+    show(fig, alt=f"{message}. Per second, without workers: {rates}.")
+    say(_scaling_text(run, gain, guess))
+
+
+def _scaling_text(run: Records, gain: dict[str, Estimate], guess: Prediction) -> str:
+    """Whether items that wait gain more from the most workers than items that compute."""
+    cores = int(run.provenance["cores"])
+    told = "Which of the two gains more from workers cannot be told from this run."
+    if gain["sleep"].low > gain["compute"].high:
+        told = f"Items that wait gain more from workers than items that compute, which have {cores} cores to share."
+    return f"{told} Items that compute gain {gain['compute']}. {guess.against(gain['compute'])}"
 
 
 def _times(a: Record, b: Record) -> float:
@@ -48,9 +56,11 @@ def formats(run: Records, guess: Prediction) -> None:
     """Figure: images per second that one process reads, by format, warm and from the disk."""
     names = [f for f in (*FORMATS, "memory copy") if len(run.where("images_per_s", format=f, cache="warm"))]
     warm = {f: run.one("images_per_s", format=f, cache="warm") for f in names}
-    times = {f: _times(r, warm["JPEG folder"]) for f, r in warm.items()}
-    best = max(FORMATS, key=lambda f: times.get(f, 0.0))
-    message = f"The memory map gives {times['memory map']:,.0f} times the images per second of the JPEG folder"
+    times = {f: paired_ratio(r.samples, warm["JPEG folder"].samples) for f, r in warm.items()}  # taken in turn
+    best = max((f for f in FORMATS if f in warm), key=lambda f: times[f].value)
+    worker = _through_a_worker(run)
+    message = f"Memory map over JPEG folder: {times['memory map'].value:,.3g} x in one process"
+    message += f", {worker:,.3g} x through a worker" if worker else ""
     fig, ax = figure(message, xlabel="images per second of one process (logarithmic)", ylabel="format", records=run,
                      legend_below=True)  # fmt: skip
     labels = [f if f != "memory copy" else "copy of the bytes\nin memory (limit)" for f in names]
@@ -64,21 +74,44 @@ def formats(run: Records, guess: Prediction) -> None:
     say(_formats_text(run, warm, times, best, guess))
 
 
+def _through_a_worker(run: Records, name: str = "memory map") -> float | None:
+    """Rate of a format over that of the JPEG folder, both through one worker; None where this was not measured."""
+    both = [run.where("worker_images_per_s", format=f) for f in (name, "JPEG folder")]
+    return _times(both[0][0], both[1][0]) if all(both) else None
+
+
 def _formats_text(run: Records, warm: dict[str, Record], times: dict, best: str, guess: Prediction) -> str:
-    limit = _times(warm[best], warm["memory copy"])
+    limit = paired_ratio(warm[best].samples, warm["memory copy"].samples).scaled(100, "%")
     lines = [
-        f"* Memory map over JPEG folder: {times['memory map']:,.3g} x. {guess.against(times['memory map'])} The "
-        f"fastest, the {best}, reaches {limit:.0%} of the rate at which the same bytes can be copied in memory, and no "
-        "format can be faster than that."
+        f"* Memory map over JPEG folder, in one process: {times['memory map']}. "
+        f"{guess.against(times['memory map'])} The fastest, the {best}, reaches {limit} of the rate at which the "
+        "same bytes can be copied in memory."
     ]
+    if worker := _through_a_worker(run):
+        rate = run.one("worker_images_per_s", format="memory map").value
+        lines.append(f"* Through one worker, which hands every batch over, the map gives {rate:,.0f} images/s: "
+                     f"{worker:,.3g} x the folder's.")  # fmt: skip
+    lines.append(f"* {_cold_text(run)}")
     whole, draft = (run.where("images_per_s", format=f, cache="warm") for f in ("photo", "photo, draft"))
     if len(whole) and len(draft):
-        gain = _times(draft[0], whole[0])
+        gain = paired_ratio(draft[0].samples, whole[0].samples)
         lines.append(
             f"* Whole photos: {whole[0].value:.0f} images/s; with `Image.draft`, which decodes at reduced size, "
-            f"{draft[0].value:.0f}, {gain:.1f} times as many for one line of code."
+            f"{draft[0].value:.0f}: {gain} for one line of code."
         )
     return "\n".join(lines)
+
+
+def _cold_text(run: Records) -> str:
+    """The memory map against the folder from this machine's disk, whose speed decides."""
+    cold = {r.case["format"]: r for r in run.where("images_per_s", cache="cold")}
+    if not {"memory map", "JPEG folder"} <= set(cold):
+        return "From the disk: not measured, this system keeps the files in memory."
+    speed = run.one("disk_bytes_per_s").value / 1e6
+    told = [f"{name} {paired_ratio(r.samples, cold['JPEG folder'].samples)}" for name, r in cold.items()
+            if name.startswith("memory map")]  # fmt: skip
+    return (f"From this disk, which gives {speed:,.0f} MB/s front to back, over the JPEG folder: {', '.join(told)}. "
+            "A faster or slower disk gives other ratios.")  # fmt: skip
 
 
 def formats_table(run: Records) -> None:
@@ -168,7 +201,10 @@ def failures_table(run: Records) -> None:
     rows = {}
     for r in run.where("seconds_until_error", trap="failures", named=False):
         named = run.one("seconds_until_error", trap="failures", failure=r.case["failure"], named=True)
-        rows[FAILURES[r.case["failure"]]] = {
+        name = FAILURES[r.case["failure"]]
+        if r.case["failure"] == "hangs":
+            name += f" (here timeout={r.config.get('loader_timeout_s', 0):g} s; by default torch waits for ever)"
+        rows[name] = {
             "torch says": neutral(r.case["words"]),
             "names the item": r.case["names_item"],
             "with named_items": neutral(named.case["words"]),
@@ -186,14 +222,18 @@ def neutral(words: str) -> str:
     return words.removeprefix("labs.parts.loading.named_items.").strip()
 
 
+TIMEOUT = " (the timeout that was set here: by default it waits for ever)"
+
+
 def shm_table(run: Records) -> None:
     """What a small /dev/shm does to each setting; empty where it could not be limited."""
     rows = {}
     for r in run.where("batches_received", trap="shm"):
+        words = neutral(r.case["words"]) or "all batches arrive"
         rows[r.case["setting"]] = {
             "batch (MiB)": f"{r.case['batch_bytes'] / 2**20:.2f}",
             "in flight at most (MiB)": f"{r.case['in_flight_bytes'] / 2**20:.1f}",
-            "what the trainer sees": neutral(r.case["words"]) or "all batches arrive",
+            "what the trainer sees": words + TIMEOUT * ("timed out" in words),
         }
     if not rows:
         return say("Here /dev/shm cannot be limited for one process, so this trap was not run.")

@@ -7,15 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
 from labs.kit.measure import differs, paired_ratio
 
 
-def worker_init(worker_id: int) -> None:
-    """Give this worker's copy of the dataset a generator whose seed is new in every worker and every epoch."""
-    get_worker_info().dataset.rng = np.random.default_rng(torch.initial_seed())
+def rank_loader(dataset: Dataset, batch_size: int, rank: int, world_size: int, epoch: int, seed: int) -> DataLoader:
+    """The part of `rank` in `epoch`: another order and other draws than all others, the same when run again."""
+
+    def seed_worker(worker_id: int) -> None:
+        get_worker_info().dataset.rng = np.random.default_rng([seed, epoch, rank, worker_id])
+
+    sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=seed)
+    sampler.set_epoch(epoch)  # or every epoch has the order of epoch 0
+    return DataLoader(dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=seed_worker)
 
 
 def limit(model_s: Sequence[float], loader_s: Sequence[float]) -> tuple[str, float]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from labs.crossover import fit_link, predict
+from labs.crossover import predict
 from labs.kit import hardware
 from labs.kit.explore import Menu, Slider, explore, here, powers
 from labs.kit.plot import SERIES, curve, figure, ideal, log_axes, plain_number
 from labs.kit.record import Record, Records
-from labs.parts.data_parallel.scaling import ring_all_reduce_bytes, transfer_s
+from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+from labs.parts.timing.collectives import LatencyBandwidth, fit
 
 RANKS = powers(2, 64)
 HERE = "this machine, measured"
@@ -55,20 +56,25 @@ def speedup(run: Records | None = None) -> None:
 
 def all_reduce_s(size: float, ranks: int, latency_s: float, link_b_s: float) -> float:
     """Seconds of a ring all-reduce of `size` bytes: 2 (n-1) messages, and 2 (n-1)/n S bytes over each link."""
-    return transfer_s(ring_all_reduce_bytes(size, ranks), 2 * (ranks - 1) * latency_s, link_b_s)
+    return _ring(ranks, latency_s, link_b_s).seconds(ring_all_reduce_bytes(size, ranks))
+
+
+def _ring(ranks: int, latency_s: float, link_b_s: float) -> LatencyBandwidth:
+    """A whole ring all-reduce, per byte that a rank sends: it has 2 (n-1) messages one after the other."""
+    return LatencyBandwidth(2 * (ranks - 1) * latency_s, link_b_s)
 
 
 def weak_speedup(step_s: float, size: float, ranks: int, latency_s: float, link_b_s: float) -> float:
     """Speed-up of DDP without overlap, each rank with a batch of its own: labs.crossover.predict on a ring."""
-    return predict(step_s, ring_all_reduce_bytes(size, ranks), (2 * (ranks - 1) * latency_s, link_b_s), ranks)
+    return predict(step_s, ring_all_reduce_bytes(size, ranks), _ring(ranks, latency_s, link_b_s), ranks)
 
 
 def own_link(run: Records) -> tuple[float, float]:
     """(latency of one message in s, bytes/s of a link) that a ring would need for the all-reduces of `run`."""
     times = run.where("all_reduce_s")
-    latency, b_s = fit_link([r.case["size"] for r in times], [r.value for r in times])
+    link = fit([r.case["size"] for r in times], [r.value for r in times])
     n = max(2, times[0].layout["world_size"])
-    return latency / (2 * (n - 1)), ring_all_reduce_bytes(b_s, n)
+    return link.latency_s / (2 * (n - 1)), ring_all_reduce_bytes(link.b_s, n)
 
 
 def draw_speedup(
@@ -97,6 +103,6 @@ def draw_speedup(
         more = f"{GOOD:.0%} is reached from {plain_number(float(f'{needed_ms:.2g}'))} ms of computing on"
     sentence = (
         f"Limited by {limit}: {step_ms:g} ms of computing, {1e3 * exchange:.3g} ms for an all-reduce of "
-        f"{plain_number(size / 1e6)} MB over {name}. {more}. DDP hides a part of it behind backward, so it is faster."
+        f"{plain_number(size / 1e6)} MB over {name}. {more}. What DDP hides behind backward is not in this."
     )
     return fig, f"Speed-up against ranks, up to {RANKS[-1]}. {message}, over {name}.", sentence

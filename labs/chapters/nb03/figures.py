@@ -6,14 +6,13 @@ import math
 
 import pandas
 
-from labs import data_parallel
+from labs import data_parallel, ddp_parity
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, paired_ratio
 from labs.kit.plot import SERIES, bars, curve, figure, points, prediction, show
 from labs.kit.record import Records
 from labs.parts import models
-from labs.parts.data_parallel import scaling
 from labs.parts.timing.roofline import training_step_work
 
 NAMES = {"copies": "copies that never talk", "ddp": "DDP", "dp": "DataParallel"}
@@ -43,8 +42,9 @@ def ways(run: Records, guess: Prediction) -> None:
     prediction(ax, float(guess), 1)
     modelled = data_parallel.modelled_speedup(run)
     curve(ax, [modelled, modelled], [0.75, 1.25], label="DDP without overlap")
-    ax.axvline(n, linestyle=":", color="black")
-    ax.annotate(f"ideal: {n}", (n, -0.45), ha="right", fontsize=10)
+    for x, name in ((n, f"ideal: {n}"), (1, "1 = break-even")):
+        ax.axvline(x, linestyle=":", color="black")
+        ax.annotate(name, (x, -0.45), ha="right", fontsize=10)
     ax.set_xlim(left=0)
     show(fig, alt=f"{message}. DataParallel: {values[2]}. Model without overlap: {modelled:.2f}.")
     say(_ways_text(run, guess, values[1], values[0], modelled))
@@ -56,21 +56,76 @@ def _ways_text(run: Records, guess: Prediction, ddp: Estimate, ceiling: Estimate
     lines = [
         f"DDP: {ddp}. {guess.against(ddp)}",
         _ceiling_text(ceiling, n),
-        f"DDP reaches {share.scaled(100, '%')} of it. What is missing there is the price of DDP"
-        + ("." if differs(share) else ", and this run cannot show that anything is missing."),
+        _price_text(share.scaled(100, "%")),
         f"The model expects {modelled:.2f} x: a step of {single * 1e3:.1f} ms and an all-reduce of {alone * 1e3:.1f}"
-        " ms, one after the other. Overlap would put the measurement above it, contention puts it below.",
+        " ms, one after the other, and no rank that slows another down. " + _against_model(ddp, modelled),
     ]
     return "\n".join(f"* {line}" for line in lines)
 
 
 def _ceiling_text(ceiling: Estimate, n: int) -> str:
     if ceiling.high >= n:
-        return f"The machine allows {ceiling}: copies that exchange nothing do not slow each other down here."
+        return f"The machine allows {ceiling}: that copies slow each other down, this run cannot show."
     return (
-        f"The machine's ceiling is {ceiling}, not {n}: copies that exchange nothing already share caches, memory"
-        " bandwidth and power."
+        f"The machine's ceiling is {ceiling}, not {n}: copies that exchange nothing already take this much from each "
+        "other. What they share (caches, memory bandwidth, power), this run does not tell apart."
     )
+
+
+def _price_text(share: Estimate) -> str:
+    if not differs(share, 100.0):
+        return f"DDP reaches {share} of it: this run cannot show that DDP costs anything."
+    return f"DDP reaches {share} of it. " + ("What is missing there is the price of DDP." if share.high < 100 else
+           "That is more than the copies: this run does not say why.")  # fmt: skip
+
+
+def _against_model(ddp: Estimate, modelled: float) -> str:
+    if ddp.low > modelled:
+        return "DDP is faster than that, as it would be with a part of the all-reduce hidden behind backward."
+    if ddp.high < modelled:
+        return "DDP is slower than that: what it hides, if anything, is less than what the model leaves out."
+    return "This run cannot tell the two apart."
+
+
+def which_text(runs: dict[str, Records]) -> str:
+    """DataParallel or DDP? For each run by its name: which is faster, and whether its exchange is a reason."""
+    lines = []
+    for name, run in runs.items():
+        n = ranks_of(run)
+        dp, ddp = (run.one("step_s", mode=mode, ranks=n) for mode in ("dp", "ddp"))
+        ratio = paired_ratio(dp.samples, ddp.samples)
+        order = (
+            "DDP is faster" if ratio.low > 1 else "DataParallel is faster" if ratio.high < 1 else "no difference shown"
+        )
+        lines.append(f"* **{name}**: {order}. DDP's speed over DataParallel's: {ratio}. {_exchange_text(run)}")
+    if next(iter(runs.values()))[0].layout["device"] == "cuda":
+        return "\n".join(lines)
+    return "\n".join(lines) + (
+        "\n\nThis order is that of threads in one memory against processes that talk over sockets. It need not hold on"
+        " GPUs, where PyTorch's documentation recommends DDP even on one machine"
+        " ([DataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html))."
+    )
+
+
+def _exchange_text(run: Records) -> str:
+    found = data_parallel.cheaper_exchange(run)
+    if found is None:
+        return ""
+    step, exchange = found
+    alone, copies = (run.one(metric).value * 1e3 for metric in ("all_reduce_s", "dp_exchange_s"))
+    said = (
+        f"Alone, DDP's all-reduce of the gradients takes {alone:.2f} ms, and DataParallel's copies of parameters and "
+        f"gradients within one memory {copies:.2f} ms. The first minus the second is {exchange}; DDP's step minus "
+        f"DataParallel's is {step}. "
+    )
+    if exchange.low > 0 and step.low > 0:
+        share = "the whole difference, as far as this run can tell" if exchange.high >= step.low else "a part of it"
+        return said + f"A cheaper exchange can explain {share}."
+    if exchange.low > 0 > step.high:
+        return said + "DataParallel has the cheaper exchange and the longer steps: something else costs more."
+    if exchange.low > 0:
+        return said + "DataParallel has the cheaper exchange; that its steps are shorter, this run cannot show."
+    return said + "So the exchange does not tell why."
 
 
 def sizes_table(batches: dict[str, int]) -> pandas.DataFrame:
@@ -89,30 +144,55 @@ def sizes_table(batches: dict[str, int]) -> pandas.DataFrame:
 
 
 def bytes_figure(run: Records, guess_ddp: Prediction, guess_dp: Prediction) -> None:
-    """Figure: bytes per step by number of ranks, closed forms and what was counted; the guesses are for 8 ranks."""
+    """Figure: bytes between devices per step by number of ranks, closed forms and counts; the guesses are for 8 ranks.
+
+    Without the batch: it may come from the host, and every way has to bring it to its devices.
+    """
     config, counted = data_parallel.Config(**_config(run)), _counted(run)
     counts = list(range(2, 9))
     forms = {n: data_parallel.predict(config, n) for n in counts}
-    size = scaling.ring_all_reduce_bytes(1, 2) * forms[2]["ddp"]
+    size = forms[2]["ddp handed over"]
     dp = [_through_device_0(forms[n]) / size for n in counts]
-    ddp = [forms[n]["ddp"] / size for n in counts]
-    message = "DataParallel's device 0 moves more with every device; a DDP rank never more than twice its gradients"
+    ddp = [forms[n]["ddp sent"] / size for n in counts]
+    message = "DataParallel's device 0 moves more with every device; a rank of a ring at most twice its gradients"
     fig, ax = figure(message, xlabel="devices", ylabel="bytes per step /\nbytes of the gradients", records=run,
                      size=(7.0, 3.3))  # fmt: skip
     curve(ax, counts, dp, label="DataParallel, through device 0", color=SERIES[1])
-    curve(ax, counts, ddp, label="DDP, sent by each rank", color=SERIES[2])
-    if counted:
-        n = [ranks_of(run)] * 2
-        points(ax, n, [_through_device_0(counted) / size, counted["ddp"] / size], label="counted in this run")
-    for guess, label, color in ((guess_dp, "DataParallel", SERIES[1]), (guess_ddp, "DDP", SERIES[2])):
-        points(ax, [counts[-1]], [float(guess)], kind="prediction", label=label, color=color)
+    curve(ax, counts, ddp, label="DDP, sent by each rank of a ring", color=SERIES[2])
+    n, sent = ranks_of(run), run.where("wire_bytes_per_step")
+    if any(way.startswith("dp ") for way in counted):  # on GPUs DataParallel's copies are not counted
+        points(ax, [n], [_through_device_0(counted) / size], label="DataParallel, counted", color=SERIES[1])
+    if sent:
+        points(ax, [n], [sent[0].value / size], label="DDP, counted by the kernel", color=SERIES[2])
+    aside = 0.15 if float(guess_dp) == float(guess_ddp) else 0.0  # two stars in one place would look like one
+    for guess, label, color, x in ((guess_dp, "DataParallel", SERIES[1], -aside), (guess_ddp, "DDP", SERIES[2], aside)):
+        points(ax, [counts[-1] + x], [float(guess)], kind="prediction", label=label, color=color)
     ax.set_ylim(bottom=0)
     show(fig, alt=f"{message}. At 8 devices: {dp[-1]:.1f} against {ddp[-1]:.2f} times the gradients.")
     say(
-        f"On {counts[-1]} ranks a DDP rank sends {ddp[-1]:.2f} times its gradients. "
+        f"On {counts[-1]} ranks of a ring each sends {ddp[-1]:.2f} times its gradients. "
         f"{guess_ddp.against(ddp[-1], 'modelled')} Through DataParallel's device 0 pass {dp[-1]:.1f} times the "
-        f"gradients: parameters, gradients, and the batch of all devices. {guess_dp.against(dp[-1], 'modelled')}"
+        f"gradients: parameters out, gradients back, and the outputs. {guess_dp.against(dp[-1], 'modelled')}"
     )
+
+
+def wire_text(run: Records) -> str:
+    """What the kernel counted on the ranks' sockets in a DDP step, beside the ring's formula."""
+    n, sent = ranks_of(run), run.where("wire_bytes_per_step")
+    if n == 1:
+        return "One rank has nobody to send to."
+    if not sent:
+        return ("Nothing was counted: these ranks do not talk over TCP sockets whose bytes this system tells. The "
+                "closed form stays untested here.")  # fmt: skip
+    ring = data_parallel.predict(data_parallel.Config(**_config(run)), n)["ddp sent"]
+    ranks = ", ".join(f"{b:,.0f}" for b in sent[0].samples)
+    worst = max(abs(b / ring - 1) for b in sent[0].samples)
+    verdict = ("what the formula says, and small headers" if worst < 0.02 else
+               "not what the ring's formula says: another algorithm, or other traffic on these sockets")  # fmt: skip
+    two = (" With two ranks, sending everything to the other would take as many bytes; the course's tests count three"
+           " ranks as well.") if n == 2 and worst < 0.02 else ""  # fmt: skip
+    return (f"The kernel counted {ranks} bytes sent in a step, rank by rank; a ring sends {ring:,.0f}. "
+            f"They differ by up to {worst:.2%}: {verdict}.{two}")  # fmt: skip
 
 
 def _config(run: Records) -> dict:
@@ -124,7 +204,8 @@ def _counted(run: Records) -> dict[str, float]:
 
 
 def _through_device_0(moved: dict[str, float]) -> float:
-    return sum(v for way, v in moved.items() if way.startswith("dp "))
+    """All but the batch itself, which need not come from device 0."""
+    return sum(v for way, v in moved.items() if way.startswith("dp ") and way != "dp scatter")
 
 
 def bytes_table(config: data_parallel.Config, ranks: tuple[int, ...] = (2, 4, 8)) -> pandas.DataFrame:
@@ -135,7 +216,7 @@ def bytes_table(config: data_parallel.Config, ranks: tuple[int, ...] = (2, 4, 8)
 
 
 def counted_as_predicted(run: Records) -> str:
-    """Whether every byte count of the run equals its closed form; a deterministic sentence."""
+    """Whether every count of bytes that are copied or handed over equals its closed form; a deterministic sentence."""
     n, counted = ranks_of(run), _counted(run)
     forms = data_parallel.predict(data_parallel.Config(**_config(run)), n)
     wrong = [way for way, value in counted.items() if not math.isclose(value, forms[way])]
@@ -145,19 +226,12 @@ def counted_as_predicted(run: Records) -> str:
 
 
 def parity_table(run: Records) -> pandas.DataFrame:
-    """One row per model: what kind of difference DDP's gradient has from the whole batch's. Deterministic.
-
-    The step between two numbers is 2^29 times larger in FP32 than in FP64, and a difference by rounding is larger in
-    that proportion, whatever the kernels; another computation differs equally in both formats. Halfway, by orders of
-    magnitude, lies 2^14.5: 23,000 times. No difference in FP32 counts as one of its unit roundoff, 2^-24.
-    """
+    """One row per model: what kind of difference DDP's gradient has from the whole batch's. Deterministic."""
     rows = []
-    for r in run.where("gradient_relative_error", dtype="float64"):
-        case = {k: v for k, v in r.case.items() if k != "dtype"}
-        fp32 = run.one("gradient_relative_error", dtype="float32", **case).value
-        rounded = r.value * 2**14.5 <= max(fp32, 2**-24)
+    for model, synced, fp32, fp64 in ddp_parity.errors(run):
+        rounded = ddp_parity.is_rounding(fp32, fp64)
         rows.append({
-            "model": case["model"] + (" + SyncBatchNorm" if case["sync_batchnorm"] else ""),
+            "model": model + (" + SyncBatchNorm" if synced else ""),
             "in FP64 the error": "shrinks as rounding does" if rounded else "stays",
             "so": "the same gradient, rounded" if rounded else "another gradient",
         })  # fmt: skip
@@ -166,19 +240,20 @@ def parity_table(run: Records) -> pandas.DataFrame:
 
 def parity_text(run: Records) -> None:
     """The measured relative errors, in words."""
-    lines = []
-    for r in run.where("gradient_relative_error", dtype="float32"):
-        case = {k: v for k, v in r.case.items() if k != "dtype"}
-        fp64 = run.one("gradient_relative_error", dtype="float64", **case).value
-        name = case["model"] + (" with SyncBatchNorm" if case["sync_batchnorm"] else "")
-        lines.append(f"* {name}: relative error {r.value:.1e} in FP32, {fp64:.1e} in FP64")
+    whose = "torch's" if run[0].layout["device"] == "cuda" else "the course's own, since torch's refuses CPU tensors"
+    lines = [
+        f"* {model}{f' with SyncBatchNorm ({whose})' if synced else ''}: relative error {fp32:.1e} in FP32, "
+        f"{fp64:.1e} in FP64"
+        for model, synced, fp32, fp64 in ddp_parity.errors(run)
+    ]
     say("\n".join(lines))
 
 
 def loss_figure(fp32: Records, fp64: Records) -> None:
     """Figure: how far the loss of DDP is from that of one process, step by step, in both formats."""
     floor = 1e-17
-    message = "DDP follows one process as closely as rounding allows"
+    same = max(loss_gap(fp64)) < 1e-9  # nats: a loss of about 1 has a spacing of 2e-16 in FP64
+    message = "DDP follows one process as closely as rounding allows" if same else "DDP does not follow one process"
     fig, ax = figure(message, xlabel="optimizer step", ylabel="|loss(DDP) - loss(one process)|\n(nats)",
                      records=fp32 + fp64)  # fmt: skip
     worst = {}
@@ -191,7 +266,8 @@ def loss_figure(fp32: Records, fp64: Records) -> None:
     show(fig, alt=f"{message}: at most {worst['FP32']:.0e} in FP32 and {worst['FP64']:.0e} in FP64.")
     steps = len(loss_gap(fp32))
     say(f"Over {steps} steps the losses differ by at most {worst['FP32']:.0e} in FP32 and {worst['FP64']:.0e} in FP64"
-        f" (zeros are drawn at {floor:.0e}). What vanishes with more bits was rounding, amplified.")  # fmt: skip
+        f" (zeros are drawn at {floor:.0e})."
+        + (" What vanishes with more bits was rounding, amplified." if same else " That is no rounding."))  # fmt: skip
 
 
 def loss_gap(run: Records) -> list[float]:

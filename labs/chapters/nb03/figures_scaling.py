@@ -10,11 +10,12 @@ from labs import crossover, data_parallel
 from labs.chapters.nb03.figures import ranks_of
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.measure import estimate
+from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, curve, figure, heat_map, ideal, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.data_parallel import scaling
-from labs.parts.sources.published import rtx_4090_epochs
+from labs.parts.models.large_models import resnet_50, vgg_16
+from labs.parts.sources.published import rtx_3090_images, rtx_4090_epochs
 
 
 def table_fit() -> pandas.DataFrame:
@@ -47,18 +48,80 @@ def scaling_figure(strong: Records, weak: Records, guess: Prediction) -> None:
     for run, label, aside in ((weak, "weak scaling", -0.06), (strong, "strong scaling", 0.06)):
         found = data_parallel.speedups(run)
         ddp = [found["single", 1]] + [v for (mode, k), v in found.items() if mode == "ddp" and k > 1]
-        points(ax, [k + 1 + aside for k in range(len(ddp))], ddp, label=f"DDP here, {label}")
+        color = SERIES[0] if run is weak else SERIES[1]
+        points(ax, [k + 1 + aside for k in range(len(ddp))], ddp, label=f"DDP here, {label}", color=color)
+        pale = SERIES[5] if run is weak else SERIES[4]
+        points(ax, [n + 3 * aside], [found["copies", n]], label=f"copies, {label}", color=pale)
     points(ax, counts, [times[0] / t for t in times], kind="published", label="article, RTX 4090")
     many = [1 + i / 10 for i in range(10 * (top - 1) + 1)]
     curve(
-        ax, many, [fit.speedup(k) for k in many], label=f"Amdahl's fit of it, limit {fit.limit:.1f} x", color=SERIES[2]
+        ax,
+        many,
+        [fit.speedup(k) for k in many],
+        label=f"Amdahl's fit of the article, limit {fit.limit:.1f} x",
+        color=SERIES[2],
     )
     prediction(ax, n, guess)
     ax.set_xticks(range(1, top + 1))
     show(fig, alt=f"{message}. The article's four cards: {times[0] / times[-1]:.2f} x. Ideal: {top} x on {top}.")
     say(
-        f"Strong scaling on {n} ranks: {one_batch}; weak scaling: {batch_each}. {guess.against(one_batch)} Amdahl's fit"
-        f" of the article: {fit.serial:.2f} s that do not shrink and {fit.parallel:.2f} s that do."
+        f"Strong scaling on {n} ranks: {one_batch}; weak scaling: {batch_each}. {guess.against(one_batch)} "
+        f"{strong_beside_weak(strong, weak)} Amdahl's fit of the article: {fit.serial:.2f} s that do not shrink and "
+        f"{fit.parallel:.2f} s that do."
+    )
+
+
+def strong_beside_weak(strong: Records, weak: Records) -> str:
+    """Which of the two is faster, and whether their ceilings say why. Two launches: there are no pairs to compare."""
+    n = ranks_of(strong)
+    ddp, copies = ([data_parallel.speedups(run)[mode, n] for run in (strong, weak)] for mode in ("ddp", "copies"))
+    said = f"The copies reach {copies[0]} with a share of the batch each, and {copies[1]} with a whole one."
+    order = _apart(*ddp)
+    if not order:
+        return f"That the two differ, these launches cannot show. {said}"
+    if _apart(*copies) == order:
+        alike = "and so do its copies, which exchange nothing: it is not DDP's doing alone"
+        return f"Strong lies {order} weak, {alike}. {said}"
+    if order == "above":
+        return (
+            f"Strong lies above weak, though a step is shorter and the bytes are the same. {said} They do not tell why."
+        )
+    return f"Strong lies below weak, as the model without overlap has it: the same bytes for a shorter step. {said}"
+
+
+def _apart(a: Estimate, b: Estimate) -> str:
+    """Whether the interval of `a` is wholly "above" or "below" that of `b`; "" if they overlap."""
+    return "above" if a.low > b.high else "below" if a.high < b.low else ""
+
+
+def published_table() -> pandas.DataFrame:
+    """Speed-up of 8 RTX 3090 over 1 by model and batch, as published: the crossover map of real cards."""
+    run = rtx_3090_images()
+    rows: dict[str, dict[int, str]] = {}
+    for one, eight in zip(run.where("images_per_s", ranks=1), run.where("images_per_s", ranks=8), strict=True):
+        rows.setdefault(one.case["model"], {})[one.case["batch"]] = f"{eight.value / one.value:.2f} x"
+    table = pandas.DataFrame(rows).T.fillna("not published")
+    table.index.name, table.columns.name = "speed-up of 8 cards over 1 (published)", "images per card and step"
+    return table
+
+
+def published_text() -> str:
+    """Where 8 cards do less than 4, how large the models are, and what the table leaves open."""
+    run = rtx_3090_images()
+    rate = {tuple(r.case.values()): r.value for r in run}
+    cases = list(dict.fromkeys((model, batch) for model, batch, _ in rate))
+    worse = [case for case in cases if rate[*case, 8] < rate[*case, 4]]
+    listed = "; ".join(f"{model}, batch {batch}" for model, batch in worse) or "none"
+    model, batch = worse[0] if worse else cases[0]
+    vgg, resnet = (sum(p.numel() for p in m.parameters()) for m in (vgg_16(), resnet_50()))
+    largest = max(p.numel() for p in vgg_16().parameters())
+    return (
+        f"In {len(worse)} of {len(cases)} cases 8 cards do less than 4 ({listed}). Images/s of {model} with {batch} "
+        f"images per card on 1, 2, 4 and 8 cards: {', '.join(f'{rate[model, batch, k]:,.0f}' for k in (1, 2, 4, 8))}."
+        f"\n\nVGG-16 has {vgg / 1e6:.1f} million parameters, {largest / vgg:.0%} of them in its first fully connected "
+        f"layer; ResNet-50 has {resnet / 1e6:.1f} million (counted from their papers' tables). That the bytes of "
+        f"the gradients set them apart is our guess: this table does not test it.\n\n"
+        f"Source: {run[0].provenance['source']}."
     )
 
 
@@ -75,18 +138,29 @@ def crossover_figures(run: Records, guess: Prediction) -> None:
         verb = "should win" if kind == "modelled" else "won"
         message = f"DDP on {n} ranks {verb} in {wins} of {len(cells)} cells"
         fig, ax = figure(message, xlabel="samples per rank", ylabel="layer width", records=run, size=(6.2, 2.8))
-        heat_map(ax, grid, columns=batches, rows=widths, kind=kind, center=1.0, span=span, label="speed-up (x)")
+        heat_map(
+            ax,
+            grid,
+            columns=batches,
+            rows=widths,
+            kind=kind,
+            center=1.0,
+            span=span,
+            label="speed-up (x), 1 = break-even",
+        )
         show(fig, alt=f"{message}: from {min(cells.values()):.2f} to {max(cells.values()):.2f} times as fast.")
     say(_crossover_text(rows, guess))
 
 
 def _crossover_text(rows: list[dict], guess: Prediction) -> str:
     wins = sum(r["measured"].value > 1 for r in rows)
+    open_ = sum(r["measured"].low <= 1 <= r["measured"].high for r in rows)
     right = sum((r["modelled"] > 1) == (r["measured"].value > 1) for r in rows)
     worst, best = (f(rows, key=lambda r: r["measured"].value) for f in (min, max))
     ratio = estimate([r["measured"].value / r["modelled"] for r in rows], "x")
     return (
-        f"DDP won in {wins} of {len(rows)} cells. {guess.against(float(wins))} The model names the winner in {right} "
+        f"DDP won in {wins} of {len(rows)} cells, by the medians; in {open_} the interval holds 1, and another run may "
+        f"turn them round. {guess.against(float(wins))} The model names the winner in {right} "
         f"of {len(rows)}; always naming the commoner one would name {max(wins, len(rows) - wins)}. "
         f"Measured over modelled: {ratio}. It knows one rank's step and the link, not what DDP itself "
         "costs per step, nor what ranks take from each other. Worst:"
@@ -95,15 +169,20 @@ def _crossover_text(rows: list[dict], guess: Prediction) -> str:
     )
 
 
-def break_even_text(run: Records, images: int = 60_000) -> None:
-    """After how many epochs of `images` images DDP has earned back its start-up, from this run."""
+def break_even_text(run: Records, samples: int = 60_000) -> None:
+    """After how many epochs of `samples` samples DDP has earned back its start-up, from this run."""
     n = ranks_of(run)
     phases = {r.case["phase"]: r.value for r in run.where("startup_s")}
     single, ddp = run.one("step_s", mode="single"), run.one("step_s", mode="ddp", ranks=n)
-    epoch_1 = images / single.case["batch_per_rank"] * single.value
-    epoch_n = images / (n * ddp.case["batch_per_rank"]) * ddp.value
-    epochs = scaling.break_even_epochs(sum(phases.values()), epoch_1, epoch_n)
+    epoch_1 = samples / single.case["batch_per_rank"] * single.value
+    epoch_n = samples / (n * ddp.case["batch_per_rank"]) * ddp.value
+    epochs = data_parallel.break_even_epochs(run, samples)
     listed = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
-    end = f"DDP has earned it back after {epochs:.2f} epochs" if math.isfinite(epochs) else "it is never earned back"
-    say(f"Start-up: {listed}. An epoch of {images:,} images takes {epoch_1:.1f} s on one rank and {epoch_n:.1f} s on"
-        f" {n}: {end}. A torchrun from cold pays a few seconds more, for `import torch` in every rank.")  # fmt: skip
+    if math.isinf(epochs.low):
+        end = "it is never earned back"
+    elif math.isinf(epochs.high):
+        end = "whether DDP ever earns it back, this run cannot tell"
+    else:
+        end = f"DDP has earned it back after {epochs} epochs"
+    say(f"Start-up: {listed}. An epoch of {samples:,} samples takes {epoch_1:.1f} s on one rank and {epoch_n:.1f} s on"
+        f" {n}: {end}. A torchrun from cold also imports torch in every rank; here it was there already.")  # fmt: skip

@@ -6,13 +6,13 @@ import contextlib
 from typing import NamedTuple
 
 from labs import amp_memory, amp_training
+from labs.amp_memory import NAMES, WHICH, Step
 from labs.kit.claims import last, runs
 from labs.kit.measure import LEVEL, Estimate, estimate
 from labs.kit.record import Records
 from labs.parts.precision import amp_report
 from labs.parts.precision.amp import NO_SCALING
 
-NAMES = {"bert_large": "BERT-large", "resnet152": "ResNet-152"}
 LEAST_SEEDS = 5
 
 
@@ -24,24 +24,6 @@ def device(run: Records) -> str:
 # -- labs.amp_memory: calculated for large models, and for small ones checked by real steps
 
 
-class Step(NamedTuple):
-    """Memory of one training step of a large model, in bytes, without and with autocast."""
-
-    model: str
-    seq: int
-    batch: int
-    fp32: float
-    lowered: float
-
-    @property
-    def saved(self) -> float:
-        """Share that autocast saves, in %; negative where its copies of the weights cost more."""
-        return 100 * (1 - self.lowered / self.fp32)
-
-    def __str__(self) -> str:
-        return f"{NAMES[self.model]}, batch {self.batch}{f' of {self.seq} tokens' if self.seq else ''}"
-
-
 def memory(evidence: Records, model: str = "") -> Records:
     """The last launch of the memory lab with a large model, or with this one. LookupError without."""
     for name in [model] if model else [*NAMES]:
@@ -50,29 +32,19 @@ def memory(evidence: Records, model: str = "") -> Records:
     raise LookupError(f"launch('amp_memory') with {' or '.join([model] if model else NAMES)} is needed")
 
 
-def steps(run: Records) -> list[Step]:
-    """Every step of the large models, the one that saves least first."""
-    found = []
-    for r in run.where("predicted_bytes", category="parameters", precision="fp32"):
-        if r.case["model"] in NAMES:
-            case = {k: r.case[k] for k in ("model", "seq", "batch")}
-            found.append(Step(**case, **{k: amp_memory.total(run, precision=p, **case)
-                                         for k, p in (("fp32", "fp32"), ("lowered", "fp16"))}))  # fmt: skip
-    return sorted(found, key=lambda s: s.saved)
-
-
 def bytes_of(run: Records, step: Step, category: str, precision: str) -> float:
     """One category's bytes of a step."""
-    case = {"model": step.model, "seq": step.seq, "batch": step.batch}
-    return run.one("predicted_bytes", category=category, precision=precision, **case).value
+    return run.one("predicted_bytes", category=category, precision=precision, **step.case).value
 
 
-def most_of_activations(run: Records) -> dict[str, float]:
-    """{model: % of its activations that autocast saves at best}: what the whole tends to as the batch grows."""
-    found: dict[str, float] = {}
-    for step in steps(run):
+def most_of_activations(run: Records) -> dict[str, tuple[float, Step]]:
+    """{model and kind of attention: (% of its activations that autocast saves at best, the step that saves most)}."""
+    found: dict[str, tuple[float, Step]] = {}
+    for step in amp_memory.steps(run):  # the last one of a model is the one that saves most
         fp32, lowered = (bytes_of(run, step, "activations", p) for p in ("fp32", "fp16"))
-        found[step.model] = max(found.get(step.model, -100.0), 100 * (1 - lowered / fp32))
+        name = step.name
+        best = max(found.get(name, (-100.0, step))[0], 100 * (1 - lowered / fp32))
+        found[name] = best, step
     return found
 
 
@@ -82,8 +54,8 @@ def peaks(run: Records) -> str:
     for r in (r for r in run.where("peak_bytes", precision="fp32") if r.case["model"] in NAMES):
         lowered = run.where("peak_bytes", **{**r.case, "precision": "fp16"})
         if len(lowered):
-            step = Step(*(r.case[k] for k in ("model", "seq", "batch")), r.value, lowered[0].value)
-            said += f"; on this GPU {step.saved:.0f} % of the allocator's peak ({step})"
+            step = Step({k: r.case[k] for k in WHICH if k in r.case}, r.value, lowered[0].value)
+            said += f" On this GPU {step.saved:.0f} % of the allocator's peak ({step})."
     return said
 
 
@@ -91,9 +63,9 @@ def checked(run: Records) -> str:
     """How the numbers came about, and how far the same calculation is from real steps of small models."""
     small = [r.case for r in run.where("measured_bytes", category="activations") if r.case["model"] not in NAMES]
     if not small:
-        return "calculated"
+        return ""
     worst = max(abs(amp_memory.relative_error(run, model=c["model"], precision=c["precision"])) for c in small)
-    return f"calculated; {len(small)} real steps of small models differ by at most {100 * worst:.2g} %"
+    return f" {len(small)} real steps of small models differ from such a count by at most {100 * worst:.2g} %."
 
 
 def buckets(evidence: Records) -> str:
@@ -103,7 +75,7 @@ def buckets(evidence: Records) -> str:
         plain = run.one("bucket_bytes", precision="fp32", hook="none").value
         others = [r.value for r in run.where("bucket_bytes", hook="none") if r.case["precision"] != "fp32"]
         if others:
-            return f"; the gradients that DDP sends have {max(others) / plain:.3g} x the bytes"
+            return f" The gradients that DDP sends have {max(others) / plain:.3g} x the bytes."
     return ""
 
 
@@ -195,9 +167,9 @@ class Gained(NamedTuple):
 
     def __str__(self) -> str:
         if self.saved is None:
-            return f"{self.model} {self.speed.value:.2g} x the speed (modelled from fewer rows)"
+            return f"{amp_report.short(self.model)} {self.speed.value:.2g} x the speed (modelled from fewer rows)"
         more = "more" if self.saved < 0 else "fewer"
-        return f"{self.model} {self.speed} the speed, {abs(self.saved):.0f} % {more} bytes kept for backward"
+        return f"{amp_report.short(self.model)} {self.speed} the speed, {abs(self.saved):.0f} % {more} bytes kept"
 
 
 def gained(evidence: Records) -> list[Gained]:

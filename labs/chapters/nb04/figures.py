@@ -1,18 +1,23 @@
-"""Figures and sentences of notebook 04 about formats, speed and accuracy; memory and order are in nb04_memory."""
+"""Figures and sentences of notebook 04 about formats, speed and accuracy; memory and order are in figures_memory.py."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import pandas
+import torch
+from matplotlib.ticker import NullLocator
 
 from labs import amp_training
 from labs.kit.check import Prediction
-from labs.kit.display import say
-from labs.kit.measure import Estimate, differs, estimate
+from labs.kit.display import say, show_table
+from labs.kit.measure import LEAST_ROUNDS, Estimate
 from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
-from labs.parts.precision import amp_report, matmul_ladder, number_formats
+from labs.parts.precision import amp_report, master_weights, matmul_ladder, number_formats, published_speed
 
-NAMES = {"fp32": "FP32", "tf32": "TF32", "bf16": "BF16", "fp16": "FP16", "fp16, no scaling": "FP16 without scaling",
+NAMES = {"fp32": "FP32", "tf32": "TF32", "bf16": "BF16", "fp16": "FP16", "fp16, no scaling": "FP16, no scaling",
          "fp8 e4m3": "FP8 e4m3", "fp8 e5m2": "FP8 e5m2"}  # fmt: skip
 
 
@@ -46,7 +51,8 @@ def gradients(run: Records, model: str, scale: float = 65536.0, of: str = "activ
     """Figure: sizes of real gradients with FP16's limits, as they are and times the loss scale."""
     case = {"model": model, "of": of, "precision": "fp32"}
     scales = [1.0, scale]
-    lost = {s: run.one("below_subnormal_share", scale=s, **case).value for s in scales}
+    small = {s: run.one("below_subnormal_share", scale=s, **case).value for s in scales}
+    lost = {s: below + run.one("above_largest_share", scale=s, **case).value for s, below in small.items()}
     message = f"FP16 cannot hold {lost[1.0]:.1%} of these gradients; times {scale:,.0f}, {lost[scale]:.1%}"
     fig, ax = figure(message, xlabel="exponent: size of a gradient is 2 to this power",
                      ylabel="gradients (%)", records=run)  # fmt: skip
@@ -56,84 +62,193 @@ def gradients(run: Records, model: str, scale: float = 65536.0, of: str = "activ
         share = [100 * n / max(1.0, sum(r.samples)) for n in r.samples]
         label = "as they are" if s == 1 else f"times {s:,.0f}"
         curve(ax, list(range(low, high + 1)), share, kind="measured", label=label, color=SERIES[k])
-    most = 1.05 * max(max(line.get_ydata()) for line in ax.lines)
-    for start, end, word in ((-60, -24, "too small for FP16"), (16, 40, "too large")):
-        ax.axvspan(start, end, color="#E3E3E3", zorder=0)
-        ax.text((start + end) / 2, 0.93 * most, word, ha="center", fontsize=10)
+    most = 1.25 * max(max(line.get_ydata()) for line in ax.lines)
+    fp16 = number_formats.FORMATS["fp16"]
+    last = round(math.log2(fp16.smallest_subnormal))
+    normal, end = fp16.lowest_exponent, fp16.highest_exponent + 1
+    areas = ((-60, last, "too small\nfor FP16", "#BDBDBD"), (last, normal, "subnormal:\nfewer digits", "#E3E3E3"),
+             (end, 40, "too large", "#BDBDBD"))  # fmt: skip
+    for start, end, word, color in areas:
+        ax.axvspan(start, end, color=color, zorder=0, linewidth=0)
+        ax.text((start + end) / 2, 0.98 * most, word, ha="center", va="top", fontsize=10)
     ax.set_xlim(-60, 40)
     ax.set_ylim(0, most)
-    show(fig, alt=f"{message}. Model {model}, gradients of its {of}; FP16 ends at 2^-24 and 2^16.")
+    narrow = run.one("below_normal_share", scale=1.0, **case).value - small[1.0]
+    show(fig, alt=f"{message}. Model {model}, gradients of its {of}; a further {narrow:.1%} are subnormal in FP16.")
     zeros = {p: run.one("zero_share", scale=1.0, **(case | {"precision": p})).value for p in ("fp32", "fp16")}
     expected = run.one("expected_zero_share", scale=1.0, model=model, of=of, precision="fp16").value
-    say(f"Below 2^-24, FP16 rounds up to 2^-24 or down to 0. Calculated anew in FP16, {zeros['fp16']:.2%} of the "
-        f"gradients are 0; the histogram lets expect {expected:.2%}. In FP32 {zeros['fp32']:.2%} are.")  # fmt: skip
+    say(f"FP16 rounds what is below 2^{last} to 0 or up to 2^{last}. Calculated anew in FP16, {zeros['fp16']:.2%} of "
+        f"the gradients are 0; the histogram predicts {expected:.2%}. In FP32 {zeros['fp32']:.2%} are 0.")  # fmt: skip
 
 
 def accuracy(run: Records, guess: Prediction) -> None:
-    """Figure: accuracy against FP32's, seed by seed, of each format, for the loss as it is and times small factors.
+    """Figure: accuracy minus FP32's, seed by seed, of each format, for the loss as it is and times small factors.
 
     `guess`: the points of accuracy that FP16 without scaling loses with the smallest loss.
     """
     found = amp_training.against_fp32(run)
     exponents = sorted({e for _, e in found}, reverse=True)
     names = list(dict.fromkeys(name for name, _ in found))
-    same = all(not differs(e, 0.0) for (name, _), e in found.items() if name != "fp16, no scaling")
-    message = "BF16 and FP16 with scaling cannot be told from FP32" if same else "A format can be told from FP32 here"
-    fig, ax = figure(message, xlabel="accuracy minus FP32's, same seed (points)", ylabel="format",
-                     records=run, legend_below=True)  # fmt: skip
     small = exponents[-1]
     rows = [(n, e) for e in exponents for n in names]
-    words = [NAMES[n] + ("" if e == 0 else ", small loss") for n, e in rows]
+    fig, ax = figure(_accuracy_message(found), xlabel="accuracy minus FP32's (points)",
+                     ylabel="format", records=run, legend_below=True, size=(7.0, 4.4))  # fmt: skip
+    words = [NAMES[n] + (", scaled" if n == "fp16" else "") + ("" if e == 0 else "; small loss") for n, e in rows]
+    for row, (name, exponent) in enumerate(rows):
+        points_ = [100 * change for change in amp_training.changes(run, name, exponent)]
+        (dots,) = ax.plot(
+            points_, [row] * len(points_), "|", color=GREY, markersize=9, label="_" if row else "one seed"
+        )
+        dots.set_gid("kind:measured")
     for e in exponents:
         values = [found[row].scaled(100, "points") if row[1] == e else None for row in rows]
         bars(ax, words, values, label="loss as it is" if e == 0 else f"loss times 2^{e}")
-    prediction(ax, -float(guess), rows.index(("fp16, no scaling", small)))
+    if ("fp16, no scaling", small) in rows:
+        prediction(ax, -float(guess), rows.index(("fp16, no scaling", small)))
     ax.axvline(0, linestyle=":", color="black")
-    show(fig, alt=f"{message}. " + "; ".join(amp_training.verdicts(run)))
+    ax.set_xscale("symlog", linthresh=1.0, linscale=1.2, base=10)
+    ticks = [-50, -10, -3, -1, -0.5, 0, 0.5, 1]  # linear from -1 to 1, logarithmic beyond
+    ax.set_xticks(ticks, [f"{t:g}" for t in ticks], fontsize=10)
+    ax.xaxis.set_minor_locator(NullLocator())
+    show(fig, alt=f"{_accuracy_message(found)}. " + "; ".join(amp_training.verdicts(run)))
+    say(_accuracy_text(run, found, small, guess))
+
+
+def _limit(changes: Iterable[Estimate]) -> float:
+    """Points of accuracy that no interval reaches beyond, rounded up to a tenth."""
+    return math.ceil(1000 * max(max(-e.low, e.high) for e in changes) - 1e-6) / 10
+
+
+def _accuracy_message(found: dict[tuple[str, int], Estimate]) -> str:
+    safe = [e for (name, _), e in found.items() if name != "fp16, no scaling"]
+    if any(amp_training.told_apart(e) for e in safe):
+        return "A format other than unscaled FP16 can be told from FP32 here"
+    if safe[0].n < LEAST_ROUNDS:
+        return "Too few seeds to tell any format from FP32"
+    most = _limit(safe)
+    return f"BF16 and scaled FP16: no difference from FP32 beyond {most:.1f} points"
+
+
+def _accuracy_text(run: Records, found: dict[tuple[str, int], Estimate], small: int, guess: Prediction) -> str:
     seeds = len(run.where("test_accuracy")[0].samples)
-    spread = 100 * amp_training.seed_spread(run)
-    change = found["fp16, no scaling", small].scaled(100, "points")
-    lost = Estimate(-change.value, -change.high, -change.low, change.n, change.unit)
-    say(
-        f"* {seeds} seeds; FP32 itself spreads over {spread:.1f} points between them.\n* FP16 without scaling, loss "
-        f"times 2^{small}, loses {lost}. {guess.against(lost)}"
-    )
+    spread = 100 * amp_training.seed_spread(run, max(e for _, e in found))
+    most = _limit(e for (name, _), e in found.items() if name != "fp16, no scaling")
+    text = f"* {seeds} seeds. FP32 itself spreads over {spread:.1f} points between them"
+    text += f", more than the {most:.1f} that pairs leave open: one run could not tell." if spread > most else "."
+    if ("fp16, no scaling", small) in found:
+        change = found["fp16, no scaling", small].scaled(100, "points")
+        lost = Estimate(-change.value, -change.high, -change.low, change.n, change.unit)
+        text += f"\n* FP16 without scaling, loss times 2^{small}, loses {lost}. {guess.against(lost)}"
+    return text
+
+
+def stored_weights() -> None:
+    """Table: the same training with parameters in FP32, in FP32 under autocast, in BF16, and only rounded to it."""
+    kinds = {
+        "FP32": (torch.float32, False),
+        "FP32, BF16 autocast": (torch.float32, True),
+        "BF16": (torch.bfloat16, False),
+        ROUNDED: (torch.float32, False, True),
+    }
+    found = {name: master_weights.train(*kind) for name, kind in kinds.items()}
+    rows = {name: {"last loss (nats)": f"{loss:.2f}", "weights that a step leaves as they are": f"{unmoved:.1%}"}
+            for name, (loss, unmoved) in found.items()}  # fmt: skip
+    show_table(pandas.DataFrame(rows).T.rename_axis("parameters in"))
+    say(stored_text(found))
+
+
+ROUNDED = "FP32, rounded to BF16 after each step"
+
+
+def stored_text(found: dict[str, tuple[float, float]]) -> str:
+    """What the table says of BF16 parameters, from {name: (last loss, share of weights that a step leaves)}.
+
+    With them Adam's averages and all products are in BF16, too. The row that only rounds tells what rounding does.
+    """
+    (exact, _), (lowered, unmoved), (rounded, _) = (found[name] for name in ("FP32", "BF16", ROUNDED))
+    stays, behind = unmoved > 0.1, lowered > exact + 0.1
+    told = f"With BF16 parameters {unmoved:.0%} of the first layer's weights do not move in a step"
+    if stays and behind:
+        share = (rounded - exact) / (lowered - exact)
+        cause = (
+            f"Rounding the parameters alone costs {rounded - exact:.2f}"
+            if share > 0.1
+            else "Rounding the parameters alone costs next to nothing: the rest of the training in BF16 does it"
+        )
+        return f"{told}, and after as many steps the loss is {lowered - exact:.2f} nats higher than with FP32. {cause}."
+    if stays:
+        return f"{told}, and yet the loss ends about where it ends with FP32."
+    return f"{told}: at this learning rate rounding takes little away."
+
+
+EAGER_GPT = "labs.parts.models.text_models:char_gpt_eager"
+MODELS = {"cnn": "CNN", "char_gpt": "GPT", EAGER_GPT: "GPT, eager attention", "mlp": "MLP"}
+Speeds = dict[tuple[str, str], Estimate]
 
 
 def speed(run: Records, guess: Prediction) -> None:
     """Figure: speed of each format's training step relative to FP32, by model."""
     found = amp_report.speed_ups(run)
-    models = list(dict.fromkeys(m for m, _ in found))
+    models = [m for m in MODELS if any(m == model for model, _ in found)]
     formats = list(dict.fromkeys(f for _, f in found))
-    fastest = max(found, key=lambda k: found[k].value)
-    message = (
-        f"{NAMES[fastest[1]]} makes the {fastest[0]} {found[fastest].value:.1f} times as fast, and not every model"
-    )
-    fig, ax = figure(message, xlabel="speed of the training step, FP32 = 1 (x, logarithmic)", ylabel="model, format",
-                     records=run, legend_below=True)  # fmt: skip
+    message = speed_message(found)
+    fig, ax = figure(message, xlabel="speed of the step, FP32 = 1 (x)", ylabel="model, format",
+                     records=run, legend_below=True, size=(7.0, 4.2))  # fmt: skip
     pairs = [(m, f) for m in models for f in formats if (m, f) in found]
     for name in formats:
         values = [found[pair] if pair[1] == name else None for pair in pairs]
-        bars(ax, [f"{m}, {NAMES[f]}" for m, f in pairs], values, label=NAMES[name])
-    prediction(ax, float(guess), pairs.index(("char_gpt", "bf16")))
+        bars(ax, [f"{MODELS[m]}, {NAMES[f]}" for m, f in pairs], values, label=NAMES[name])
+    if ("char_gpt", "bf16") in pairs:
+        prediction(ax, float(guess), pairs.index(("char_gpt", "bf16")))
     ax.axvline(1, linestyle=":", color="black")
     log_axes(ax, [1 / 16, 1 / 4, 1, 4, 16])
-    rows = "; ".join(f"{m}, {NAMES[f]}: {e}" for (m, f), e in found.items())
+    rows = "; ".join(f"{MODELS[m]}, {NAMES[f]}: {e}" for (m, f), e in found.items())
     show(fig, alt=f"{message}. {rows}.")
-    here = found["char_gpt", "bf16"]
-    say(f"The GPT in BF16: {here}. {guess.against(here)}")
+    if ("char_gpt", "bf16") in found:
+        here = found["char_gpt", "bf16"]
+        say(f"The GPT in BF16: {here}. {guess.against(here)} {attention_text(found)}{left_out_text(run)}")
+
+
+def left_out_text(run: Records) -> str:
+    """Which steps were not timed, since they would take too long; "" if there are none."""
+    left = [f"{MODELS[r.case['model']]}, {NAMES[r.case['precision']]}" for r in run.where("skipped_step_s")
+            if r.case.get("model") in MODELS]  # fmt: skip
+    return f" Left out, since they would take too long: {'; '.join(left)}." if left else ""
+
+
+def speed_message(found: Speeds) -> str:
+    """How many steps are shown to be faster than in FP32, and how many slower."""
+    faster, slower = sum(e.low > 1 for e in found.values()), sum(e.high < 1 for e in found.values())
+    rest = len(found) - faster - slower
+    told = f"Of {len(found)} steps in other formats {faster} are faster than FP32, {slower} slower"
+    return told + (f", {rest} cannot be told" if rest else "")
+
+
+def attention_text(found: Speeds, name: str = "bf16") -> str:
+    """Whether it is attention that makes the GPT fast or slow in a format: the other way to compute it tells."""
+    if (EAGER_GPT, name) not in found:
+        return ""
+    fused, eager = found["char_gpt", name], found[EAGER_GPT, name]
+    told = f"With eager attention, written out, it is {eager}"
+    if eager.low > fused.high:
+        return f"{told}: of the two kinds, fused attention gains less from {NAMES[name]} on this device, or loses more."
+    if eager.high < fused.low:
+        return f"{told}: of the two kinds, fused attention gains more from {NAMES[name]} on this device, or loses less."
+    return f"{told}: which kind of attention gains more from {NAMES[name]} cannot be told from this run."
+
+
+def published_speeds() -> None:
+    """Table: published training speeds on GPUs, by format, with their sources."""
+    show_table(pandas.DataFrame(published_speed.table()).set_index("GPU"))
+    say(f"Published: GPT by S. Raschka ([LLMs-from-scratch]({published_speed.RASCHKA})), ResNet-50 by NVIDIA "
+        f"([DeepLearningExamples]({published_speed.NVIDIA})).")  # fmt: skip
 
 
 def ladder(run: Records) -> None:
     """Figure: products in 16 bit against FP32, by size, with and without the casts that autocast makes."""
     found = {(f, c): matmul_ladder.ladder(run, f, c) for f in ("bf16", "fp16") for c in (False, True)}
-    crossing = {k: matmul_ladder.crossing(v) for k, v in found.items()}
-    plain, cast = crossing["bf16", False], crossing["bf16", True]
-    message = f"BF16 products win from side {plain}, with autocast's casts from {cast}"
-    if plain == cast:
-        message = f"BF16 products win from side {plain}, with or without autocast's casts"
-    if plain is None:
-        message = "BF16 products never overtake FP32 here"
+    found = {key: ratios for key, ratios in found.items() if ratios}
+    message = ladder_message(found)
     fig, ax = figure(message, xlabel="side of the square matrices", ylabel="speed, FP32 = 1 (x)", records=run,
                      size=(6.8, 3.8), legend_below=True)  # fmt: skip
     for (name, casts), ratios in found.items():
@@ -143,9 +258,31 @@ def ladder(run: Records) -> None:
     ax.axhline(1, linestyle=":", color=GREY)
     sides = sorted({s for v in found.values() for s in v})
     log_axes(ax, sides, [2.0**k for k in range(-6, 5, 2)])
+    crossing = {k: matmul_ladder.crossing(v) for k, v in found.items()}
     show(fig, alt=f"{message}. " + "; ".join(f"{n}{', casts' if c else ''}: {v}" for (n, c), v in crossing.items()))
     left = [f"{NAMES[r.case['precision']]} at side {r.case['side']}" for r in run.where("skipped_step_s", part="matmul")
             if not r.case["casts"]]  # fmt: skip
     end = f" Left out, since they would take too long: {', '.join(left)}." if left else ""
-    step = estimate(run.where("step_s", part="matmul", precision="fp32")[0].samples, "s")
-    say(f"The smallest product takes {step} in FP32: there a cast costs more than any format can gain.{end}")
+    say(_casts_text(found) + end)
+
+
+def ladder_message(found: dict[tuple[str, bool], dict[int, Estimate]]) -> str:
+    """From which side on BF16 is shown to win, without and with autocast's casts."""
+    if ("bf16", False) not in found:
+        return "BF16 products were not measured here"
+    plain, cast = (matmul_ladder.crossing(found.get(("bf16", casts), {})) for casts in (False, True))
+    if plain is None and cast is None:
+        return "BF16 products are not shown to overtake FP32 here"
+    if plain == cast:
+        return f"BF16 products win from side {plain} on, with or without autocast's casts"
+    without, with_casts = (f"from side {side} on" if side else "at no side" for side in (plain, cast))
+    return f"BF16 products win {without}, with autocast's casts {with_casts}"
+
+
+def _casts_text(found: dict[tuple[str, bool], dict[int, Estimate]]) -> str:
+    both = {c: found.get(("bf16", c), {}) for c in (False, True)}
+    sides = sorted(set(both[False]) & set(both[True]))
+    return " ".join(
+        f"At side {side} BF16 runs at {both[False][side]} the speed of FP32, at {both[True][side]} if it casts first."
+        for side in dict.fromkeys((sides[0], sides[-1]))
+    ) if sides else ""  # fmt: skip

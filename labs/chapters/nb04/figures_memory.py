@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pandas
+import torch
 
 from labs import amp_memory, autocast_ops, loss_scaling
 from labs.kit.check import Prediction
@@ -10,47 +13,61 @@ from labs.kit.display import say, show_table
 from labs.kit.plot import SERIES, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.memory import bert_memory
+from labs.parts.models.large_models import BertShape
+from labs.parts.precision.loss_scaling_trial import ORDERS
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHAPES = {"eager": BertShape(), "sdpa": BertShape(attention="sdpa")}
+ATTENTION = {"eager": "attention written out", "sdpa": "fused attention"}
 
 
 def saved(run: Records, guess: Prediction, seq: int = 512, batch: int = 10) -> None:
-    """Figure: share of a step's memory that AMP saves, for BERT-large and ResNet-152, against the batch."""
-    share = bert_memory.saved_share(batch, seq)
-    message = f"BERT-large, {batch} sequences of {seq}: AMP saves {share:.0%} of the memory, not half"
+    """Figure: share of a step's memory that AMP saves, for BERT-large and ResNet-152, against the batch.
+
+    The prediction is that of BERT-large with attention written out.
+    """
+    shares = {a: bert_memory.saved_share(batch, seq, shape) for a, shape in SHAPES.items()}
+    message = (
+        f"BERT-large, {batch} sequences of {seq}: AMP saves {shares['eager']:.0%} of the memory, "
+        f"{shares['sdpa']:.0%} with fused attention"
+    )
     fig, ax = figure(message, xlabel="batch size", ylabel="memory saved by AMP (%)", records=run, legend_below=True)
-    for k, length in enumerate((128, 512)):
-        values = [100 * bert_memory.saved_share(b, length) for b in BATCHES]
-        curve(ax, BATCHES, values, label=f"BERT-large, {length} tokens, formula", color=SERIES[k])
-        traced = amp_memory.saved_shares(run, "bert_large", length)
+    for k, (attention, shape) in enumerate(SHAPES.items()):
+        values = [100 * bert_memory.saved_share(b, seq, shape) for b in BATCHES]
+        curve(ax, BATCHES, values, label=f"BERT-large, {ATTENTION[attention]}: formula", color=SERIES[k])
+        traced = amp_memory.saved_shares(run, "bert_large", seq, attention=attention)
         ax.plot(list(traced), [100 * v for v in traced.values()], "x", color=SERIES[k], markeredgewidth=2,
-                label=f"{length} tokens, traced (modelled)")  # fmt: skip
+                label="traced (modelled)")  # fmt: skip
     resnet = amp_memory.saved_shares(run, "resnet152")
     curve(ax, list(resnet), [100 * v for v in resnet.values()], label="ResNet-152, traced", color=SERIES[2])
     prediction(ax, batch, guess)
-    for line, text in ((50, "article: 50 %"), (20, "comment: 20 %")):
+    for line, text in ((50, "article: up to 50 %"), (20, "comment: 20 %")):
         ax.axhline(line, linestyle=":", color="black")
         ax.annotate(text, (BATCHES[0], line), va="bottom", fontsize=10)
     log_axes(ax, BATCHES)
     show(fig, alt=f"{message}. ResNet-152: {', '.join(f'{b}: {v:.0%}' for b, v in resnet.items())}.")
-    say(_saved_text(guess, seq, batch, share))
+    say(_saved_text(guess, seq, batch))
 
 
-def _saved_text(guess: Prediction, seq: int, batch: int, share: float) -> str:
-    fp32, amp = (bert_memory.predict(batch, seq, p).total / 1e9 for p in ("fp32", "fp16"))
-    limit = bert_memory.largest_saved_share(seq)
-    return (
-        f"{fp32:.1f} GB become {amp:.1f} GB. {guess.against(100 * share, 'modelled')} Parameters, gradients and "
-        f"optimizer state stay in FP32, 16 bytes per parameter with Adam, and autocast adds 16-bit copies of the "
-        f"parameters. With any batch, {limit:.0%} is the limit at {seq} tokens: LayerNorm, softmax and masks keep "
-        "what they kept."
-    )
+def _saved_text(guess: Prediction, seq: int, batch: int) -> str:
+    told = []
+    for attention, shape in SHAPES.items():
+        fp32, amp = (bert_memory.predict(batch, seq, p, shape).total / 1e9 for p in ("fp32", "fp16"))
+        limit = bert_memory.largest_saved_share(seq, shape)
+        told.append(f"With {ATTENTION[attention]}, {fp32:.1f} GB become {amp:.1f} GB; however large the batch, at most "
+                    f"{limit:.0%} are saved.")  # fmt: skip
+    against = guess.against(100 * bert_memory.saved_share(batch, seq), "modelled")
+    return f"{' '.join(told)} {against}"
 
 
 def categories(seq: int = 512, batch: int = 10) -> pandas.DataFrame:
-    """Memory of a training step of BERT-large in GB, by category. Modelled."""
-    rows = {p: bert_memory.predict(batch, seq, p).by_category() for p in ("fp32", "fp16")}
-    table = pandas.DataFrame(rows).rename(columns={"fp32": "FP32 (GB)", "fp16": "AMP (GB)"}) / 1e9
+    """Memory of a training step of BERT-large in GB, by category and kind of attention. Modelled."""
+    rows = {
+        f"{p.upper().replace('FP16', 'AMP')}, {ATTENTION[a]} (GB)": bert_memory.predict(batch, seq, p, s).by_category()
+        for a, s in SHAPES.items()
+        for p in ("fp32", "fp16")
+    }
+    table = pandas.DataFrame(rows) / 1e9
     table = table.rename(index={"optimizer": "optimizer state", "weight copies": "16-bit copies"})
     table.loc["together"] = table.sum()
     return table.round(2)
@@ -101,61 +118,109 @@ OUTCOME = {"wrong": "silently wrong", "not finite": "NaN or infinite", "loses st
 def orders_table(run: Records) -> None:
     """What each order of calls does to 20 steps of training, against FP32. Deterministic up to rounding.
 
-    First the orders that train on, by outcome; then those that stop, with what PyTorch says.
+    First the orders that train on and go wrong, then those that are right or lucky, then those that stop.
     """
     found = loss_scaling.outcomes(run)
     most = max(r["optimizer_steps"] for r in found)
-    said = {OUTCOME[o]: [_order(r, most) for r in found if r["outcome"] == o] for o in OUTCOME if o != STOPS}
-    show_table(pandas.DataFrame({"orders of calls": {o: "; ".join(names) for o, names in said.items() if names}}))
-    stopped = {r["order"]: r["raised"] for r in found if r["outcome"] == STOPS}
-    if stopped:
-        show_table(pandas.DataFrame({"stops with": stopped}))
+    wrong = [(OUTCOME[o], _order(r, most)) for o in ("wrong", "not finite", "loses steps") for r in found
+             if r["outcome"] == o]  # fmt: skip
+    show_table(pandas.DataFrame(wrong, columns=["outcome", "the step"]).set_index("outcome"))
+    fine = [_order(r, most) for r in found if r["outcome"] == "as FP32"]
+    say(f"*As in FP32*, {len(fine)} orders:\n\n" + "\n".join(f"* {order}" for order in fine))
+    if stopped := [(_order(r, 0), r["raised"]) for r in found if r["outcome"] == STOPS]:
+        show_table(pandas.DataFrame(stopped, columns=["the step stops", "with"]).set_index("the step stops"))
+
+
+def optimizers_text(run: Records, order: str = "clip before unscale_") -> None:
+    """Which orders end otherwise with AdamW, and how far parameters move if the gradient is clipped while scaled."""
+    sgd, adamw = ({r["order"]: r["outcome"] for r in loss_scaling.outcomes(run, o)} for o in ("sgd", "adamw"))
+    other = [f"{ORDERS[o].means} ({OUTCOME[adamw[o]]})" for o in sgd if sgd[o] != adamw[o]]
+    ends = f"With AdamW these end otherwise: {'; '.join(other)}." if other else "With AdamW all end alike."
+    moved = {o: run.one("update_ratio", order=order, optimizer=o).value for o in ("sgd", "adamw")}
+    told = [f"with {name} {far(moved[o])}" for o, name in (("sgd", "SGD"), ("adamw", "AdamW"))]
+    say(f"The tables are those of SGD. {ends} If {ORDERS[order].means}, parameters move {', '.join(told)}; "
+        f"with AdamW the outcome is *{OUTCOME[adamw[order]]}*.")  # fmt: skip
+
+
+def far(moved: float) -> str:
+    """A distance over that in FP32, in words that rounding on another machine does not change."""
+    if moved < 0.01:
+        return "less than 1 % as far as in FP32"
+    return "about as far as in FP32" if abs(moved - 1) < 0.1 else f"{moved:.1f} times as far as in FP32"
 
 
 def _order(row: dict, most: int) -> str:
-    """Its name, and how many optimizer steps it took, if not all of them."""
-    return row["order"] + f" ({row['optimizer_steps']} of {most} steps)" * (row["optimizer_steps"] < most)
+    """What was written, and how many optimizer steps it took, if fewer than `most`."""
+    return ORDERS[row["order"]].means + f" ({row['optimizer_steps']} of {most} steps)" * (row["optimizer_steps"] < most)
+
+
+def scaler_defaults() -> None:
+    """What GradScaler does unless it is told otherwise, read from its signature."""
+    default = {name: p.default for name, p in inspect.signature(torch.amp.GradScaler).parameters.items()}
+    say(f"`GradScaler` begins at {default['init_scale']:,.0f}, times {default['backoff_factor']:g} after an overflow, "
+        f"times {default['growth_factor']:g} after {default['growth_interval']:,} good steps in a row.")  # fmt: skip
+
+
+def same_batch_text(run: Records) -> None:
+    """What a missing zero_grad does to the gradient of one batch, taken three times."""
+    told = []
+    for order, name in (("no zero_grad", "in FP16 with a scaler"), ("no zero_grad, bf16", "in BF16")):
+        norms = run.one("same_batch_norm_ratio", order=order).samples
+        told.append(f"{name} {', '.join(f'{n:.3g}' for n in norms)}")
+    say(f"Norms of the gradient of one batch, three times without `zero_grad`, the first one as 1: {'; '.join(told)}.")
 
 
 def ops_table(run: Records, model: str = "char_gpt") -> None:
-    """Which operations of a running model autocast lowers to BF16. Deterministic."""
+    """The operations of a model's forward pass under BF16 autocast, and torch's rule for each on a CPU and on CUDA."""
     rows = [
         {
-            "autocast": r["treatment"],
-            "operation": r["op"],
-            "in": r["dtype_in"].upper(),
-            "out": r["dtype_out"].upper(),
+            "operation": r["op"].removeprefix("_"),
             "calls": r["calls"],
+            "ran in": r["dtype_in"].upper(),
+            "result": r["dtype_out"].upper(),
+            **{f"rule on {name}": autocast_ops.rule_of(run, r["op"], kind) for kind, name in KINDS.items()},
         }
         for r in autocast_ops.table(run, model, "bf16")
+        if r["op"] != autocast_ops.CAST
     ]
-    show_table(pandas.DataFrame(rows).set_index("autocast"))
+    show_table(pandas.DataFrame(rows).set_index("operation"))
 
 
-def lowered_flops(run: Records) -> pandas.DataFrame:
-    """Share of the FLOPs of matrix products and convolutions that run in BF16, by model and phase. Deterministic."""
-    rows: dict[str, dict[str, str]] = {}
-    for r in run.where("lowered_flop_share", precision="bf16"):
-        rows.setdefault(r.case["model"], {})[r.case["phase"]] = f"{r.value:.0%}"
+KINDS = {"cpu": "a CPU", "cuda": "CUDA"}
+
+
+def rules_table(run: Records) -> None:
+    """torch's rules where a CPU and CUDA differ, and how many operations were asked for."""
+    by_op = {op: {f"on {name}": autocast_ops.rule_of(run, op, kind) for kind, name in KINDS.items()}
+             for op in dict.fromkeys(r.case["op"] for r in run.where("has_rule"))}  # fmt: skip
+    other = {op: rules for op, rules in by_op.items() if len(set(rules.values())) > 1}
+    show_table(pandas.DataFrame(other).T)
+    say(
+        f"{len(other)} of the {len(by_op)} operations that torch was asked for have another rule on CUDA than on a CPU."
+    )
+
+
+def lowered_shares(run: Records) -> pandas.DataFrame:
+    """By model: operations of a forward pass, those with 16-bit inputs, casts, share of the FLOPs. Deterministic."""
+    rows = {
+        name: {"operations": s.operations, "with BF16 inputs": s.lowered, "casts besides": s.casts,
+               "FLOPs of products in BF16": f"{s.flop:.0%}"}
+        for name, s in autocast_ops.shares(run).items()
+    }  # fmt: skip
     return pandas.DataFrame(rows).T
 
 
-def _wire(run: Records, case: dict) -> float:
-    return run.one("wire_bytes", precision=case["precision"], hook=case["hook"]).value
-
-
 def wire_table(run: Records) -> pandas.DataFrame:
-    """What DDP sends per step, by format and communication hook. Deterministic."""
-    rows = [
-        {
-            "format": r.case["precision"].upper(),
-            "hook": {"none": "none", "fp16": "FP16"}.get(r.case["hook"], r.case["hook"]),
-            "gradients in buckets": f"{r.case['dtype'].replace('float32', 'FP32')}, {r.value / 1e6:.2f} MB",
-            "on the wire": f"{_wire(run, r.case) / 1e6:.2f} MB",
-        }
-        for r in run.where("bucket_bytes")
-    ]
-    return pandas.DataFrame(rows).set_index("format")
+    """What DDP sends per step, by communication hook; formats with the same bytes share a row. Deterministic."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for r in run.where("bucket_bytes"):
+        wire = run.one("wire_bytes", precision=r.case["precision"], hook=r.case["hook"]).value
+        hook = {"none": "none", "fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook"}[r.case["hook"]]
+        bucket = f"{r.case['dtype'].replace('float32', 'FP32')}, {r.value / 1e6:.2f} MB"
+        names.setdefault((hook, bucket, f"{wire / 1e6:.2f} MB"), []).append(r.case["precision"].upper())
+    rows = [{"hook": hook, "forward in": ", ".join(precisions), "gradients in buckets": bucket, "on the wire": wire}
+            for (hook, bucket, wire), precisions in names.items() if hook != "bf16_compress_hook"]  # fmt: skip
+    return pandas.DataFrame(rows).set_index("hook")
 
 
 def deprecated(run: Records) -> None:

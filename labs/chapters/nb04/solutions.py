@@ -9,28 +9,42 @@ import torch
 from torch import Tensor, nn
 
 
-def train_step(
+def train_epoch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
     scaler: torch.amp.GradScaler,
-    micro_batches: Sequence[tuple[Tensor, Tensor]],
+    batches: Sequence[tuple[Tensor, Tensor]],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
+    accumulate: int,
     max_norm: float,
-) -> None:
-    """One optimizer step in FP16: gradients accumulate over the micro-batches, are unscaled, then clipped.
+) -> int:
+    """One step for every `accumulate` batches, in FP16 if the scaler is on, else in BF16; returns the skipped steps.
 
     https://docs.pytorch.org/docs/2.13/notes/amp_examples.html
     """
-    device_type = next(model.parameters()).device.type
-    optimizer.zero_grad()
-    for x, y in micro_batches:
-        with torch.amp.autocast(device_type, dtype=torch.float16):
-            loss = loss_fn(model(x), y) / len(micro_batches)
-        scaler.scale(loss).backward()  # backward ops take the dtype of their forward ops: no autocast here
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    scaler.step(optimizer)  # skipped if a gradient is inf or NaN
-    scaler.update()
+    device = next(model.parameters()).device
+    dtype = torch.float16 if scaler.is_enabled() else torch.bfloat16
+    skipped = 0
+    for first in range(0, len(batches), accumulate):
+        group = batches[first : first + accumulate]  # the last one may be smaller
+        rows = sum(len(x) for x, _ in group)
+        optimizer.zero_grad()
+        for x, y in group:
+            x, y = x.to(device), y.to(device)
+            with torch.autocast(device.type, dtype):
+                loss = loss_fn(model(x), y) * (len(x) / rows)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:  # the step was skipped: a gradient was inf or NaN
+            skipped += 1
+        else:
+            scheduler.step()
+    return skipped
 
 
 def loss_scale(gradients: Sequence[Tensor]) -> tuple[float, float]:
@@ -42,13 +56,16 @@ def loss_scale(gradients: Sequence[Tensor]) -> tuple[float, float]:
     return share_lost, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / largest))
 
 
-def saved_share(parameters: float, activation_bytes: float, lowered_share: float, optimizer: str) -> float:
-    """Share of a training step's bytes that autocast saves against FP32; negative where it needs more."""
-    moments = {"sgd": 0, "momentum": 1, "adam": 2}[optimizer]
-    fixed_bytes = 4 * parameters * (1 + 1 + moments)  # parameters, gradients, moments: FP32 with and without autocast
-    fp32_bytes = fixed_bytes + activation_bytes
-    amp_bytes = fixed_bytes + 2 * parameters + activation_bytes * (1 - lowered_share / 2)
-    return 1 - amp_bytes / fp32_bytes
+def diagnose(log: Sequence[dict]) -> str:
+    """What is wrong with an FP16 training, from its log."""
+    taken = [row for row in log if not row["skipped"]]
+    if not taken and log[-1]["scale"] >= log[0]["scale"]:
+        return "new scaler every step"  # a scaler that remembers would have halved its scale
+    if all(row["skipped"] for row in log[-4:]):
+        return "no zero_grad"  # an overflow that never ends
+    if any(row["norm"] > 500 for row in taken):
+        return "clip before unscale_"  # a norm as large as the scale
+    return "fine"
 
 
 def round_to(x: float, exponent_bits: int, mantissa_bits: int) -> float:

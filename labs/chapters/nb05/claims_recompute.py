@@ -35,8 +35,8 @@ class Price(NamedTuple):
 def prices(evidence: Records) -> list[Price]:
     """Every policy of the last run of each model and kind of device, the cheapest first. LookupError without one."""
     found: dict[tuple[str, str], list[Price]] = {}
-    for run in runs(evidence, LAB, "step_s", policy="none"):
-        none = run.one("step_s", policy="none")
+    for run in runs(evidence, LAB, "step_s", part="pareto", policy="none"):
+        none = run.one("step_s", part="pareto", policy="none")
         if len(none.samples) >= LEAST_ROUNDS:
             device = "GPU" if run[0].layout["device"] == "cuda" else "CPU"
             found[model_of(run), device] = _prices(run, model_of(run), device)
@@ -150,8 +150,6 @@ class Long(NamedTuple):
     block: float
     order: float
     """With checkpoints it grows as this power of the length, between the two longest"""
-    square: float
-    """Share of what is kept without checkpoints that grows with the square of the length"""
 
     @property
     def falls(self) -> float:
@@ -159,8 +157,8 @@ class Long(NamedTuple):
         return 100 * (1 - self.block / self.none)
 
     def __str__(self) -> str:
-        return (f"{self.attention}: {size(self.none)} become {size(self.block)}, growing as length^{self.order:.2g} "
-                f"({100 * self.square:.0f} % of what was kept grow as length^2)")  # fmt: skip
+        return (f"from {size(self.none)} to {size(self.block)} with {self.attention} attention, which then grow as "
+                f"length^{self.order:.2g}")  # fmt: skip
 
 
 def sdpa_alone(found: list[Long]) -> str:
@@ -169,7 +167,7 @@ def sdpa_alone(found: list[Long]) -> str:
     if not {"eager", "sdpa"} <= by.keys():
         return ""
     times = by["eager"].none / by["sdpa"].none
-    return f"; without checkpoints SDPA takes {times:.1f} x less than eager attention at {by['sdpa'].seq} tokens"
+    return f". Without checkpoints eager attention takes {times:.1f} x as much as SDPA"
 
 
 def longest(evidence: Records) -> list[Long]:
@@ -183,6 +181,5 @@ def longest(evidence: Records) -> list[Long]:
         before, block = (run.one("peak_bytes", policy="block", seq=s, **case).value for s in lengths)
         none = run.one("peak_bytes", policy="none", seq=lengths[-1], **case).value
         order = math.log(block / before) / math.log(lengths[-1] / lengths[0])
-        square = run.one("square_share", seq=lengths[-1], **case).value
-        found.append(Long(attention, lengths[-1], none, block, order, square))
+        found.append(Long(attention, lengths[-1], none, block, order))
     return found

@@ -29,7 +29,7 @@ class Full(NamedTuple):
         name, fall = max(self.falls.items(), key=lambda item: item[1])
         falls = [f"{remedy} {self.falls[remedy]:.0f} %" for remedy in remedies]
         falls += [f"most of all {name} {fall:.0f} %"] * (name not in remedies)
-        return f"{self.model}, full of {self.full_of} ({size(self.peak)}): {', '.join(falls)}"
+        return f"{self.model}, full of {self.full_of}: {', '.join(falls)}"
 
 
 def advice(evidence: Records, *remedies: str) -> tuple[str, str]:
@@ -37,7 +37,7 @@ def advice(evidence: Records, *remedies: str) -> tuple[str, str]:
     found = filled(evidence, *remedies)
     right = [m.falls[remedy] >= HELPS for m in found for remedy in remedies]
     said = "; ".join(m.said(*remedies) for m in found)
-    return word(right, [not r for r in right]), f"what each takes off the peak of a step of {said}"
+    return word(right, [not r for r in right]), f"off the peak of {said}"
 
 
 def halved(evidence: Records) -> str:
@@ -104,11 +104,10 @@ class Leaks(NamedTuple):
     def __str__(self) -> str:
         verbs = ["tells" if tells else "does not tell" for tells in (self.peak_tells, self.growth_tells)]
         ends = " to ".join(dict.fromkeys(size(f(self.leaking_peaks)) for f in (min, max)))
-        history = f"; the history of allocations names a line ({self.lines[0]})" if self.lines else ""
-        answer = self.answer if self.names_a_place else "a number of bytes"
-        return (f"loops that leak reach peaks of {ends}, loops that do not, up to {size(self.harmless_peak)}: the peak "
-                f"{verbs[0]} them apart, growth from step to step {verbs[1]} them apart; {ASKED} answers with "
-                f"{answer}{history}")  # fmt: skip
+        history = f", the history of allocations names {self.lines[0]}" if self.lines else ""
+        answer = self.answer if self.names_a_place else "only bytes"
+        return (f"the peak {verbs[0]} loops that leak ({ends}) from others (up to {size(self.harmless_peak)}), growth "
+                f"{verbs[1]} them. {ASKED} answers {answer}{history}")  # fmt: skip
 
 
 def leaks(evidence: Records) -> Leaks:

@@ -1,10 +1,11 @@
-"""Exercise 05.2: recomputation by hand, tried on blocks that note how they are called."""
+"""Exercise 05.2: a stack recomputed under a budget of bytes, tried on blocks that note how they are called."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,60 +18,57 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from labs.chapters.nb05.exercise_states import one_thread
 from labs.kit.check import Mistake
 
-# -- the task: blocks that note how they are called, and runs of them
+# -- the task: blocks that note how they are called, and stacks of them
 
 
 Function = Callable[..., Any]
-ROWS, WIDTH, HIDDEN = 64, 32, 128
+Finding = tuple[str, str]
+"""What was done, and a hint."""
+ROWS, WIDTH = 64, 32
+SLACK = 8192  # bytes per block that runs again: the random state that is kept for it takes about 5,000
 
 
 @dataclass(frozen=True)
 class Call:
-    """One time that the block ran."""
+    """One time that a block ran."""
 
+    block: int
     in_backward: bool
-    grad_enabled: bool
     mask: tuple[float, ...]
     """The first numbers of dropout's mask."""
-    torchs_own: bool
-    """Whether torch.utils.checkpoint made the call."""
 
 
 class Block(nn.Module):
     """Two linear layers with dropout between them, which note how they are called."""
 
-    def __init__(self, run: Run, seed: int) -> None:
+    def __init__(self, run: Run, number: int, hidden: int) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self._run = [run]
+            torch.manual_seed(number)
+            self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self._number, self._run = number, [run]
 
     def forward(self, x: Tensor) -> Tensor:
+        """(rows, 32) -> (rows, 32)."""
         hidden = torch.tanh(self.up(x))
         mask = nn.functional.dropout(torch.ones_like(hidden), 0.5)
         run = self._run[0]
         with torch.no_grad():
-            drawn = tuple(mask.flatten()[:64].tolist())
-        run.calls.append(Call(run.in_backward, torch.is_grad_enabled(), drawn, _called_by_torchs_own()))
-        return self.down(hidden * mask)
+            run.calls.append(Call(self._number, run.in_backward, tuple(mask.flatten()[:64].tolist())))
+        out = self.down(hidden * mask)
+        run.between |= {t.untyped_storage()._cdata: StorageWeakRef(t.untyped_storage()) for t in (x, out)}
+        return out
 
 
-def _called_by_torchs_own() -> bool:
-    frame = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-        frame = frame.f_back
-    return frame is not None
-
-
-class _Allocated(TorchDispatchMode):
+class Allocated(TorchDispatchMode):
     """Remembers each storage that an operation makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps the number from others
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Called in place of each operation, with this mode switched off."""
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(t, Tensor):
@@ -78,30 +76,37 @@ class _Allocated(TorchDispatchMode):
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
 
-    def alive(self, *but: Tensor) -> int:
-        """Bytes of those that still exist, except for those of some tensors."""
-        known = {t.untyped_storage()._cdata for t in but}
-        return sum(n for key, (ref, n) in self.storages.items() if key not in known and not ref.expired())
+    def alive(self, but: set[int] = frozenset()) -> int:
+        """Bytes of those that still exist, except for storages with these numbers."""
+        return sum(n for key, (ref, n) in self.storages.items() if key not in but and not ref.expired())
 
 
 @dataclass(frozen=True)
 class Scene:
-    """How blocks are used."""
+    """A stack of blocks, by their hidden widths, and how many of the largest the budget has no room for."""
 
     words: str
-    blocks: tuple[int, ...] = (0,)
-    """Which block comes when; 0 twice is a block that is used twice."""
+    hidden: tuple[int, ...]
+    over: int
+    room: float = 0.5
+    """Of the smallest of these: how much of it the budget still has room for; 0 is a budget that is met exactly."""
     x_needs_grad: bool = True
     passes: int = 1
     """Forward and backward passes whose gradients add up."""
 
+    def budget(self, kept: list[int]) -> int:
+        """Bytes."""
+        order = sorted(kept, reverse=True)
+        return sum(order[self.over :]) + int(self.room * (order[self.over - 1] if self.over else order[-1]))
+
 
 SCENES = (
-    Scene("one block"),
-    Scene("one block, whose input needs no gradient", x_needs_grad=False),
-    Scene("two micro-batches, whose gradients add up", passes=2),
-    Scene("three blocks, one after the other", blocks=(0, 1, 2)),
-    Scene("a block that is used twice", blocks=(0, 1, 0)),
+    Scene("three blocks, a large one between two smaller ones", (64, 256, 128), over=1),
+    Scene("a budget that is met exactly when the two largest of five run again", (192, 64, 256, 96, 32), 2, room=0),
+    Scene("room for all four blocks", (64, 128, 96, 32), over=0),
+    Scene("a budget of nothing", (64, 96, 32), over=3, room=0),
+    Scene("x needs no gradient, and the first block is the largest", (256, 64, 96), over=1, x_needs_grad=False),
+    Scene("two micro-batches, whose gradients add up", (64, 192, 128), over=2, passes=2),
 )
 
 
@@ -111,15 +116,13 @@ class Run:
 
     scene: Scene
     collect: bool = True
-    """Whether garbage is collected before bytes are counted; that takes long in a large process."""
+    """Whether garbage is collected before bytes over the budget are counted; that takes long in a large process."""
     calls: list[Call] = field(default_factory=list)
+    between: dict[int, StorageWeakRef] = field(default_factory=dict)
+    """Storages of blocks' inputs and outputs in this pass, by number: the budget does not count them."""
     in_backward: bool = False
-    outputs: list[Tensor] = field(default_factory=list)
+    output: Tensor | None = None
     kept_bytes: int = 0
-    is_function: bool = False
-    """Whether the last output comes from a torch.autograd.Function,"""
-    given: int = 0
-    """and how many things its apply() was given that autograd knows."""
     x_grad: Tensor | None = None
     gradients: list[Tensor | None] = field(default_factory=list)
     drawn: tuple[float, float] = (0.0, 0.0)
@@ -130,8 +133,9 @@ class Run:
     flag_changed: bool = False
     """Whether the caller's x has another requires_grad now."""
 
-    def play(self, f: Function) -> Run:
-        blocks = [Block(self, seed) for seed in range(max(self.scene.blocks) + 1)]
+    def play(self, f: Function, kept: list[int], budget: int) -> Run:
+        """Forward and backward through the stack, as `f(blocks, x, kept_bytes, budget_bytes)` runs it."""
+        blocks = [Block(self, i, hidden) for i, hidden in enumerate(self.scene.hidden)]
         draw = torch.Generator().manual_seed(1)
         x, wanted = (torch.randn(ROWS, WIDTH, generator=draw) for _ in range(2))
         x.requires_grad_(self.scene.x_needs_grad)
@@ -139,34 +143,31 @@ class Run:
             torch.manual_seed(2)
             try:
                 for _ in range(self.scene.passes):
-                    self._one_pass(f, blocks, x, wanted)
-            except (RuntimeError, AttributeError, TypeError, ValueError) as error:
+                    self._one_pass(f, blocks, x, wanted, kept, budget)
+            except Mistake:
+                raise
+            except Exception as error:  # the learner's, or torch's on what it was given
                 self.error = error
         self.flag_changed = x.requires_grad != self.scene.x_needs_grad
         self.x_grad, self.gradients = x.grad, [p.grad for block in blocks for p in block.parameters()]
         return self
 
-    def _one_pass(self, f: Function, blocks: list[Block], x: Tensor, wanted: Tensor) -> None:
+    def _one_pass(self, f: Function, blocks: list[Block], x: Tensor, wanted: Tensor, kept: list, budget: int) -> None:
         self.in_backward = False
-        with _Allocated() as allocated:
-            y, between = x, []
-            for i in self.scene.blocks:
-                y = f(blocks[i], y)
-                if not isinstance(y, Tensor) or y.shape != x.shape:
-                    got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-                    raise Mistake(f"checkpointed(block, x) gives {got}, not a tensor as block(x) does",
-                                  "return what YourFunction.apply(x, *block.parameters()) gives")  # fmt: skip
-                between.append(y)
-        there_anyway = [*between, x, *(p for block in blocks for p in block.parameters())]
-        self.kept_bytes = allocated.alive(*there_anyway)
-        if self.collect and self.kept_bytes > 2 * ROWS * HIDDEN * len(
-            self.scene.blocks
-        ):  # garbage in cycles counts, too
+        self.between.clear()
+        with Allocated() as allocated:
+            y = f(blocks, x, list(kept), budget)
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise Mistake(f"run_stack(...) gives {got}, not a tensor as the last block does",
+                          "return what the last block gives")  # fmt: skip
+        there_anyway = set(self.between) | {p.untyped_storage()._cdata for b in blocks for p in b.parameters()}
+        there_anyway |= {t.untyped_storage()._cdata for t in (x, y)}
+        self.kept_bytes = allocated.alive(there_anyway)
+        if self.collect and self.kept_bytes > budget:  # garbage in cycles counts, too
             gc.collect()
-            self.kept_bytes = allocated.alive(*there_anyway)
-        self.outputs = [t.detach().clone() for t in between]
-        self.is_function = isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
-        self.given = len(y.grad_fn.next_functions) if self.is_function else 0
+            self.kept_bytes = allocated.alive(there_anyway)
+        self.output = y.detach().clone()
         self.cut_off = not y.requires_grad
         if self.cut_off:
             return
@@ -176,154 +177,138 @@ class Run:
         self.drawn = (first, torch.rand(()).item())
 
 
-# -- the checks: calls, bytes, gradients, random numbers
+def plain(blocks: list[nn.Module], x: Tensor, kept_bytes: list[int], budget_bytes: int) -> Tensor:
+    """The stack without any budget."""
+    for block in blocks:
+        x = block(x)
+    return x
 
 
-Finding = tuple[str, str]
-"""What was done, and a hint."""
+@functools.cache
+def kept_by(hidden: int) -> int:
+    """Bytes that a block of this width keeps for backward, beside its input and output."""
+    return Run(Scene("", (hidden,), over=0), collect=False).play(plain, [0], 0).kept_bytes
 
 
-def check_checkpointed(f: Function) -> None:
-    """One block to three, with and without a gradient for x, once and twice: gradients, bytes, calls, random states."""
+# -- the checks: bytes, blocks that run again, gradients, random numbers
+
+
+def check_run_stack(f: Function) -> None:
+    """Six stacks: a budget met exactly, one of nothing, one with room for all; gradients, bytes, calls, random "
+    "states."""
     for scene in SCENES:
         with one_thread():
-            own, plain = Run(scene).play(f), Run(scene, collect=False).play(lambda block, x: block(x))
-        for what, hint in _faults(own, plain):
-            raise Mistake(what if scene is SCENES[0] else f"{scene.words}: {what}", hint) from own.error
+            kept = [kept_by(hidden) for hidden in scene.hidden]
+            budget = scene.budget(kept)
+            own, right = (Run(scene, collect=g is f).play(g, kept, budget) for g in (f, plain))
+        for what, hint in _faults(own, right, budget):
+            raise Mistake(f"{scene.words}: {what}", hint) from own.error
         if own.error is not None:
             raise own.error
 
 
-def _faults(own: Run, plain: Run) -> Iterator[Finding]:
-    yield from _calls(own, plain)
+def _faults(own: Run, right: Run, budget: int) -> Iterator[Finding]:
+    yield from _forward(own, right)
     if own.cut_off:
-        yield _no_graph(own)
+        yield ("the output does not require grad: what runs under no_grad, or with use_reentrant=True on an x "
+               "that needs "
+               "no gradient, is cut off", "checkpoint(block, x, use_reentrant=False)")  # fmt: skip
     yield from _errors(own)
     if own.error is None:
-        yield from _recomputed(own)
-        yield from _gradients(own, plain)
-        yield from _random(own, plain)
+        yield from _again(own)
+        yield from _budget(own, budget)
+        yield from _gradients(own, right)
+        yield from _random(own, right)
         if own.flag_changed:
             yield ("the caller's x requires a gradient now: requires_grad_() works in place, and this was not your "
-                   "tensor", "x = x.detach().requires_grad_(): detach() makes a tensor of its own")  # fmt: skip
+                   "tensor", "checkpoint(block, x, use_reentrant=False) needs no such thing")  # fmt: skip
 
 
-def _no_graph(run: Run) -> Finding:
-    if not run.scene.x_needs_grad:
-        return ("the block's parameters get no gradient then: your output does not require grad, for autograd looks "
-                "only at what apply() is given, not at what forward() uses",
-                "Function.apply(x, *block.parameters())")  # fmt: skip
-    return ("the output does not require grad: what runs under no_grad, or detached, is cut off, and nothing tells "
-            "autograd how to go back", "a torch.autograd.Function whose backward runs the block again")  # fmt: skip
+LATE = ("backward runs another block than forward did: a lambda or a function looks `block` up when it is "
+        "called, and in "
+        "backward the loop is over", "checkpoint(block, x, use_reentrant=False): give the block itself")  # fmt: skip
 
 
-def _calls(own: Run, plain: Run) -> Iterator[Finding]:
-    if any(c.torchs_own for c in own.calls):
-        yield "torch.utils.checkpoint did it", "write it by hand, once in your life: a torch.autograd.Function"
-    uses = len(own.scene.blocks)
-    forward = [c for c in own.calls if not c.in_backward]
-    if own.error is None and len(forward) != uses * own.scene.passes:
-        yield (f"the block ran {len(forward)} times in forward, {uses * own.scene.passes} would do",
-               "block(x) once, in the Function's forward")  # fmt: skip
-    if own.outputs and not torch.equal(own.outputs[-1], plain.outputs[-1]):
-        yield ("the output is not that of block(x) with the same seed: something drew random numbers before, or the "
-               "block is in another mode", "forward() is block(x), and nothing else")  # fmt: skip
-    again = any(c.in_backward for c in own.calls)
-    if own.outputs and own.kept_bytes > 0.3 * plain.kept_bytes:
-        why = "" if again else ": nothing is computed again"
-        with_grad = ""
-        if any(c.grad_enabled for c in forward):
-            with_grad = "; the block ran with gradients on" + ", and your Function holds its graph" * own.is_function
-        yield (f"between forward and backward you keep {own.kept_bytes / 1e3:.0f} kB beside inputs and outputs, and "
-               f"block(x) keeps {plain.kept_bytes / 1e3:.0f} kB{why}{with_grad}",
-               "no gradients in the first pass, and ctx.save_for_backward(x) alone")  # fmt: skip
+def _forward(own: Run, right: Run) -> Iterator[Finding]:
+    ran, wanted = ([c.block for c in run.calls if not c.in_backward] for run in (own, right))
+    if own.error is None and ran != wanted:
+        yield (f"in forward the blocks {ran} ran, one after the other {wanted} would do",
+               "each block once, in order")  # fmt: skip
+    if own.output is not None and not torch.equal(own.output, right.output):
+        yield ("the output is not that of the blocks one after the other with the same seed: something drew random "
+               "numbers before, or a block is in another mode", "x = block(x), or x = checkpoint(block, x, "
+                                                                "...)")  # fmt: skip
 
 
 ERRORS = [
-    (r"returned an incorrect number of gradients \(expected (\d+), got (\d+)\)",
-     "apply() was given {1} things, and the number of gradients that backward returns is {2}",
-     "one gradient, or None, for each of them"),
-    (r"element 0 of tensors does not require grad|does not require grad and does not have a grad_fn",
-     "the second run recorded nothing: backward() of a Function runs without gradients",
-     "with torch.enable_grad(): output = block(x)"),
-    (r"differentiated Tensors does not require grad",
-     "x was detached, and nobody asks for its gradient then", "x = x.detach().requires_grad_()"),
-    (r"backward through the graph a second time",
-     "the second run goes on into the blocks before: its x still belongs to the first graph",
-     "x = x.detach().requires_grad_()"),
-    (r"appears? to not have been used in the graph",
-     "you ask for the gradient of a tensor that the second run did not use",
-     "of the very x that block(x) got, and of block.parameters()"),
-    (r"NoneType' object has no attribute|NoneType", "a value is None in your code: {0}",
-     "after backward() only leaves have .grad; torch.autograd.grad returns gradients"),
+    (r"different metadata|different number of tensors", *LATE),
+    (r"does not require grad and does not have a grad_fn",
+     "the second run recorded nothing: use_reentrant=True gives no gradient where x needs none",
+     "use_reentrant=False"),
+    (r"backward through the graph a second time", "the second run goes on into the blocks before: its x still "
+                                                  "belongs to "
+     "the first graph", "x = x.detach().requires_grad_()"),
 ]  # fmt: skip
 
 
 def _errors(own: Run) -> Iterator[Finding]:
-    ran = [c for c in own.calls if c.in_backward]
     for words, what, hint in ERRORS:
-        if own.error is None or not (found := re.search(words, str(own.error))):
-            continue
-        if "recorded nothing" in what and ran and ran[-1].grad_enabled:
-            what, hint = ERRORS[2][1:]
-        yield what.format(str(own.error).splitlines()[0], *found.groups()), hint
+        if own.error is not None and re.search(words, str(own.error)):
+            yield what, hint
 
 
-def _recomputed(own: Run) -> Iterator[Finding]:
-    uses = len(own.scene.blocks) * own.scene.passes
-    again = [c for c in own.calls if c.in_backward]
-    if len(again) != uses:
-        each = f" for {uses} uses of a block" * (uses > 1)
-        yield (f"in backward the block ran {len(again)} times{each}, not {uses}",
-               "one second run for each use, all gradients from it")  # fmt: skip
-    first = [c.mask for c in own.calls if not c.in_backward]
-    if sorted(c.mask for c in again) != sorted(first):
+def _again(own: Run) -> Iterator[Finding]:
+    """Each block at most once a pass, with the masks of forward."""
+    again = Counter(c.block for c in own.calls if c.in_backward)
+    masks = {c.mask for c in own.calls if not c.in_backward}
+    if any(n > own.scene.passes for n in again.values()):
+        yield (
+            LATE
+            if len(again) == 1
+            else (f"in backward blocks ran {dict(again)} times: once each is enough", "one second run for each use")
+        )
+    if any(c.in_backward and c.mask not in masks for c in own.calls):
         yield ("dropout draws another mask in the second run: gradients belong to a pass that never was",
-               "keep torch.get_rng_state() in forward, and set it before the second run")  # fmt: skip
+               "leave preserve_rng_state as it is: True")  # fmt: skip
 
 
-def _gradients(own: Run, plain: Run) -> Iterator[Finding]:
-    names = ["x", *(f"parameter {i}" for i in range(len(plain.gradients)))]
-    pairs = list(zip(names, [own.x_grad, *own.gradients], [plain.x_grad, *plain.gradients], strict=True))
+def _budget(own: Run, budget: int) -> Iterator[Finding]:
+    again = {c.block for c in own.calls if c.in_backward}
+    total, over = len(own.scene.hidden), own.scene.over
+    if own.kept_bytes > budget + SLACK * max(1, len(again)):
+        more = "no block runs again" if not again else f"blocks {sorted(again)} of 0 to {total - 1} run again"
+        yield (f"{own.kept_bytes / 1e3:.0f} kB are kept for backward, the budget is {budget / 1e3:.0f} kB: {more}",
+               "leave out the largest of kept_bytes until the rest fits")  # fmt: skip
+    if len(again) > over:
+        exact = ". A budget that is met exactly is met: <=, not <" * (own.scene.room == 0 and len(again) == over + 1)
+        all_of_them = "every block runs" if len(again) == total else f"{len(again)} blocks run"
+        yield (f"{all_of_them} a second time, and {over or 'none'} would be enough{exact}",
+               "the largest of kept_bytes first: the fewest blocks free the most")  # fmt: skip
+
+
+def _gradients(own: Run, right: Run) -> Iterator[Finding]:
+    names = ["x", *(f"parameter {i}" for i in range(len(right.gradients)))]
+    pairs = list(zip(names, [own.x_grad, *own.gradients], [right.x_grad, *right.gradients], strict=True))
     missing = [name for name, got, want in pairs if got is None and want is not None]
     if missing and missing[0] == "x":
-        yield "x gets no gradient: all layers before this block would stay as they are", "return it from backward()"
-    if missing and own.is_function and own.given == 1:
-        yield ("the block's parameters get no gradient: apply() is given x alone, and autograd does not look into "
-               "forward()", "Function.apply(x, *block.parameters())")  # fmt: skip
+        yield ("x gets no gradient, and all layers before this stack would stay as they are: what runs under "
+               "no_grad, or "
+               "detached, is cut off", "checkpoint(block, x, use_reentrant=False)")  # fmt: skip
     if missing:
-        yield ("the block's parameters get no gradient: it would never learn",
-               "torch.autograd.grad(output, [x, *parameters], grad_output), and return all of them")  # fmt: skip
+        yield (f"{len(missing)} parameters get no gradient: use_reentrant=True gives none where x needs none",
+               "use_reentrant=False")  # fmt: skip
     for name, got, want in pairs:
         if want is not None and not torch.allclose(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item()):
-            yield _wrong(own, "x" if name == "x" else "the parameters", got, want)
+            cosine = (got.flatten() @ want.flatten() / (got.norm() * want.norm())).item()
+            yield (f"the gradient of {'x' if name == 'x' else 'the parameters'} is wrong (cosine {cosine:.2f} "
+                   f"with that of "
+                   "the plain stack)", "the same blocks, in the same order, with the same dropout")  # fmt: skip
 
 
-def _wrong(own: Run, name: str, got: Tensor, want: Tensor) -> Finding:
-    ratio = (got.flatten() @ want.flatten() / want.norm() ** 2).item()
-    if torch.allclose(got, ratio * want, rtol=1e-3, atol=1e-4 * want.abs().max().item()):
-        if ratio > 1:
-            return (f"the gradient of {name} is {ratio:.3g} times too large: it is added more than once",
-                    "either backward() adds to .grad, or you return it; torch.autograd.grad adds nowhere")  # fmt: skip
-        return f"the gradient of {name} is {ratio:.3g} times what it should be", "pass grad_output on as it is"
-    if own.scene.passes > 1:
-        return (f"the gradient of {name} is not the sum of both passes: what was in .grad is lost",
-                "return gradients, and leave the adding to autograd")  # fmt: skip
-    cosine = (got.flatten() @ want.flatten() / (got.norm() * want.norm())).item()
-    return (f"the gradient of {name} is wrong (cosine {cosine:.2f} with that of block(x))",
-            "torch.autograd.grad(output, ..., grad_output): what the loss makes of the output")  # fmt: skip
-
-
-FORK = "with torch.random.fork_rng(devices=[]): what is drawn inside does not count outside"
-
-
-def _random(own: Run, plain: Run) -> Iterator[Finding]:
-    if own.drawn[0] != plain.drawn[0]:
-        yield ("after forward torch draws another random number than after block(x)",
-               "forward() is block(x), and nothing else")  # fmt: skip
-    if own.drawn[1] == plain.drawn[0]:
-        yield ("after backward torch draws again what it drew after forward: you set its random state back, and left "
-               "it there", FORK)  # fmt: skip
-    if own.drawn[1] != plain.drawn[1]:
-        yield ("after backward torch draws another random number than with block(x): the second run has moved its "
-               "random state", FORK)  # fmt: skip
+def _random(own: Run, right: Run) -> Iterator[Finding]:
+    if own.drawn != right.drawn:
+        yield ("after the stack torch draws other random numbers than after the plain one: the second run has "
+               "moved, or "
+               "set back, its random state", "with torch.random.fork_rng(devices=[]): around the second run; "
+                                             "checkpoint() "
+               "does it by itself")  # fmt: skip

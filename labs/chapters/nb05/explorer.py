@@ -14,10 +14,11 @@ from labs.parts.activation_memory.segments import at_peak, share_again, time_rat
 from labs.parts.memory.bert_memory import parameter_count, predict
 from labs.parts.memory.recomputation import segment_bounds
 from labs.parts.models.large_models import BertShape
+from labs.parts.oracle.fits import memory_bytes
 
 SHAPE = BertShape()
 ROOT = round(math.sqrt(SHAPE.layers))  # segments that make the sum of what is kept smallest: Chen et al. 2016
-POLICIES = {"nothing again": 0, f"{ROOT} segments again": ROOT, "each layer again": SHAPE.layers}
+POLICIES = {"nothing recomputed": 0, f"{ROOT} segments recomputed": ROOT, "each layer recomputed": SHAPE.layers}
 FORMATS = {"FP32": "fp32", "BF16 or FP16 (autocast)": "bf16"}
 OPTIMIZERS = {"AdamW": "adam", "SGD with momentum": "momentum", "SGD": "sgd"}
 PARTS = {name: color for name, color in COLORS.items() if name != "inputs/buffers"}
@@ -27,7 +28,7 @@ GB = 1e9
 
 def memory() -> None:
     """Explore the peak of a step of BERT-large by format, batch, policy and optimizer."""
-    cards = [s.gpu for s in hardware.specs() if s.memory_gb]
+    cards = [s.gpu for s in hardware.specs() if memory_bytes(s.gpu)]
     explore(
         draw,
         batch=Slider("batch (sequences)", powers(1, 512), 32),
@@ -69,26 +70,27 @@ def largest(memory_bytes: float, seq: int, precision: str, optimizer: str, count
 
 def draw(batch: float, seq: float, number_format: str, optimizer: str, card: str) -> tuple:
     """The peak by category, a row for each policy."""
-    limit, size = hardware.spec(card).memory_gb, (int(batch), int(seq))
+    limit, size = round(memory_bytes(card) / GB, 1), (int(batch), int(seq))
     own = (FORMATS[number_format], OPTIMIZERS[optimizer])
     found = {name: peak(*size, *own, count) for name, count in POLICIES.items()}
     most, *_, least = (sum(parts.values()) / GB for parts in found.values())
-    message = f"{size[0]} x {size[1]} tokens: {_gb(most)} GB, or {_gb(least)} GB with each layer again"
-    fig, ax = figure(message, xlabel="peak memory of a step of BERT-large (GB)", ylabel="computed again",
+    message = f"{size[0]} x {size[1]} tokens: {_gb(most)} GB, or {_gb(least)} GB with each layer recomputed"
+    fig, ax = figure(message, xlabel="peak memory of a step of BERT-large (GB)", ylabel="recomputed",
                      size=(7.0, 3.6), legend_below=True)  # fmt: skip
     rows = {}
     for name, parts in found.items():
         more = time_ratio(share_again(SHAPE.layers, runs(POLICIES[name]))) - 1
-        rows[f"{name.removesuffix(' again')},\n+{more:.0%} operations"] = {p: v / GB for p, v in parts.items()}
+        rows[f"{name.removesuffix(' recomputed')},\n+{more:.0%} operations"] = {p: v / GB for p, v in parts.items()}
     stacked(ax, rows, PARTS)
     ax.set_xlim(0, 1.1 * max(most, limit))
     ax.axvline(limit, color="black", linestyle=":", linewidth=1)
     side = "right" if limit > ax.get_xlim()[1] / 2 else "left"
     ax.annotate(f" {card}, {limit:g} GB ", (limit, 2.55), fontsize=10, ha=side, va="bottom")
-    fits = {name: largest(limit * GB, size[1], *own, count) for name, count in POLICIES.items()}
+    fits = {name: largest(memory_bytes(card), size[1], *own, count) for name, count in POLICIES.items()}
     told = ", ".join(f"{_batch(n)} with {name}" for name, n in fits.items())
-    in_optimizer = " With each layer again the optimizer's own step is the peak." * (
-        "temporaries" in found["each layer again"])  # fmt: skip
+    in_optimizer = ""
+    if "temporaries" in found["each layer recomputed"]:
+        in_optimizer = " With each layer recomputed the optimizer's own step is the peak (foreach, usual on a GPU)."
     sentence = (f"Largest batch that {card} holds: {told}.{in_optimizer} A closed form, from below: gradients of "
                 "activations and other tensors of a moment are left out.")  # fmt: skip
     return fig, f"Peak memory of BERT-large by category and policy. {message}. {card} has {limit:g} GB.", sentence

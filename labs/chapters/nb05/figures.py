@@ -8,18 +8,20 @@ import pandas
 
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.measure import estimate
+from labs.kit.measure import estimate, paired_ratio
 from labs.kit.plot import SERIES, bars, curve, figure, prediction, show, stack
 from labs.kit.record import Records
 from labs.memory_remedies import UNLIMITED, enough_headroom
+from labs.parts.memory.chunked_loss import CONTEXT, WORDS
 from labs.parts.oracle import report as oracle_report
 from labs.parts.oracle.trace import CATEGORIES
+from labs.parts.remedies.ways_out import OFFLOAD
 
 COLORS = {"parameters": SERIES[0], "gradients": SERIES[2], "optimizer": SERIES[5], "activations": SERIES[1],
           "temporaries": SERIES[4], "inputs/buffers": SERIES[3]}  # fmt: skip
 POLICIES = {"none": "nothing", "stage": "each stage", "block": "each block"}
 RECOMPUTED = {"none": "nothing recomputed", "stage": "each stage recomputed", "block": "each block recomputed"}
-GB = 1e9
+MB, GB = 1e6, 1e9
 
 
 def timeline(run: Records) -> None:
@@ -30,7 +32,10 @@ def timeline(run: Records) -> None:
         p: [sum(b) / GB for b in zip(*t.bytes.values(), strict=True)] for p, t in (("none", line), ("block", again))
     }
     peaks = {policy: max(total) for policy, total in sums.items()}
-    message = f"BERT-large: {peaks['none']:.1f} GB, mostly activations; recomputed {peaks['block']:.1f} GB"
+    kept = line.bytes["activations"][sums["none"].index(peaks["none"])] / GB / peaks["none"]
+    message = (
+        f"BERT-large: {peaks['none']:.1f} GB, {kept:.0%} activations; {peaks['block']:.1f} GB with blocks recomputed"
+    )
     drawn = [r for r in run if r.kind == "modelled"]  # nothing of it was allocated on this machine
     fig, ax = figure(message, xlabel="calls of operators since the step began", ylabel="memory (GB)", records=drawn,
                      legend_below=True)  # fmt: skip
@@ -39,6 +44,7 @@ def timeline(run: Records) -> None:
     stack(ax, ops, {c: [*b, b[-1]] for c, b in parts.items()}, kind="modelled", colors=[COLORS[c] for c in parts])
     more = [*again.operations, 1.03 * again.operations[-1]]
     curve(ax, more, [*sums["block"], sums["block"][-1]], label="sum, each block recomputed", color="black")
+    ax.lines[-1].set_drawstyle("steps-post")  # as the areas: between two moments nothing is known to grow
     start = line.operations[line.phases.index("backward")]
     ax.axvline(start, color="black", linestyle=":", linewidth=1)
     for x, text in ((0, " forward"), (start, " backward")):
@@ -73,14 +79,32 @@ def resnet(run: Records, guess: Prediction) -> None:
         f"{at['block'][near]:.1f}.")  # fmt: skip
 
 
+def chunked_loss(run: Records) -> None:
+    """In words: the peak of GPT-2 with the logits of all tokens at once, and in chunks."""
+    sizes = {r.case["chunks"]: oracle_report.peak(run, part="gpt2", chunks=r.case["chunks"])
+             for r in run.where("peak_bytes", part="gpt2", category=CATEGORIES[0])}  # fmt: skip
+    case = run.where("peak_bytes", part="gpt2")[0].case
+    logits = case["batch"] * CONTEXT * WORDS * 4
+    whole, parts = min(sizes), max(sizes)
+    say(f"GPT-2 small, {case['batch']} sequences of {CONTEXT:,} tokens, FP32, each block recomputed: the logits are "
+        f"{logits / GB:.2f} GB. The step takes **{sizes[whole] / GB:.1f} GB** with all of them at once, and "
+        f"**{sizes[parts] / GB:.1f} GB** with {parts} chunks (modelled).")  # fmt: skip
+
+
 def checked(run: Records) -> pandas.DataFrame:
-    """The oracle against this machine's own allocator: small models that were really trained."""
+    """The oracle against this machine's own allocator: what tensors took, and all that was handed out, for kernels too.
+
+    On a GPU the allocator does not tell the two apart: there the workspace column is 0.
+    """
     rows = []
     for r in run.where("measured_bytes", part="small"):
         case = {k: r.case[k] for k in ("model", "policy", "optimizer")}
         error = oracle_report.relative_error(run, part="small", **case)
-        rows.append({**case, "predicted MB": round(oracle_report.peak(run, part="small", **case) / 1e6, 2),
-                     "allocator MB": round(r.value / 1e6, 2), "error": f"{error:+.2%}"})  # fmt: skip
+        beside = oracle_report.workspace(run, part="small", **case)
+        rows.append({**case, "traced MB": round(oracle_report.peak(run, part="small", **case) / 1e6, 2),
+                     "real tensors MB": round(r.value / 1e6, 2), "error": f"{error:+.2%}",
+                     "real peak with workspace MB": round(r.value * (1 + beside) / 1e6, 2),
+                     "workspace on top": f"{beside:+.0%}"})  # fmt: skip
     return pandas.DataFrame(rows).set_index("model")
 
 
@@ -88,17 +112,18 @@ def conditions(run: Records) -> pandas.DataFrame:
     """The memory figures of the articles, each with the step for which it is true."""
     rows = []
     for r in run.where("peak_op", part="bert_large"):
-        case = {k: r.case[k] for k in ("batch", "seq", "policy", "set_to_none")}
+        case = {k: r.case[k] for k in ("batch", "seq", "policy", "set_to_none", "optimizer")}
         size = oracle_report.peak(run, part="bert_large", **case) / GB
         kept = "" if case["set_to_none"] else ", gradients kept in forward"
         step = f"{case['batch']} sequences of {case['seq']} tokens{kept}"
-        rows.append({"model": "BERT-large, Adam, FP32", "step": step, "recomputed": POLICIES[case["policy"]],
+        fused = " (fused=True)" * (r.case["optimizer"] == "fused_adam")
+        rows.append({"model": f"BERT-large, Adam{fused}, FP32", "step": step, "recomputed": POLICIES[case["policy"]],
                      "peak GB": f"{size:.1f}"})  # fmt: skip
     states, cluster = run.where("states_bytes")[0], run.where("cluster_bytes")[0]
     billions, cards = states.case["parameters"] / 1e9, f"{cluster.case['cards']} x {cluster.case['gpu']}"
     rows.append({"model": "GPT-3, Adam, FP32 states", "step": f"{billions:.0f} billion parameters, no batch yet",
                  "recomputed": "", "peak GB": f"{states.value / GB:,.0f}"})  # fmt: skip
-    rows.append({"model": cards, "step": "all the memory there is", "recomputed": "",
+    rows.append({"model": cards, "step": "all their memory, as nvidia-smi prints it", "recomputed": "",
                  "peak GB": f"{cluster.value / GB:,.0f}"})  # fmt: skip
     return pandas.DataFrame(rows).set_index("model")
 
@@ -111,9 +136,23 @@ def largest(run: Records) -> pandas.DataFrame:
         here, over = (
             run.one(m, part="resnet152", **case).value / GB for m in ("largest_batch_bytes", "next_batch_bytes")
         )
-        rows.append({"recomputed": POLICIES[case["policy"]], f"largest batch in {case['memory_gb']:g} GB": int(r.value),
+        rows.append({"recomputed": POLICIES[case["policy"]], f"largest batch in {case['memory_gb']:g} x 10^9 "
+                                                             f"B": int(r.value),
                      "its peak GB": round(here, 2), "with one image more": round(over, 2)})  # fmt: skip
     return pandas.DataFrame(rows).set_index("recomputed")
+
+
+def offload(run: Records) -> None:
+    """In words: what save_on_cpu moves, and what a step takes with it here, where it is a copy within one memory."""
+    times = {r.case["way"]: r.samples for r in run.where("step_s", part="offload")}
+    moved = run.where("moved_bytes", part="offload")
+    said = f"With `save_on_cpu` a step of {run.where('step_s', part='offload')[0].case['model']} takes "
+    said += f"{paired_ratio(times[OFFLOAD], times['plain'])} the time. "
+    if moved:
+        said += (f"{moved[0].value / MB:.1f} MB leave in forward and come back in backward; here they are "
+                 f"copied within one "
+                 "memory, on a GPU they would pass PCIe twice.")  # fmt: skip
+    say(said)
 
 
 def remedies(run: Records, guess: Prediction) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pandas
 
 from labs.kit.check import Prediction
-from labs.kit.display import say
-from labs.kit.measure import Estimate
+from labs.kit.display import say, show_table
+from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.activation_memory import report
@@ -23,8 +23,9 @@ def pareto(run: Records, guess: Prediction) -> None:
     rows = [r for r in report.pareto(run) if r["policy"] != "none"]
     none = run.one("peak_bytes", part="pareto", policy="none").value / MB
     least = min(rows, key=lambda r: r["peak_bytes"])
-    saved, longer = 1 - least["peak_bytes"] / MB / none, least["time_ratio"].value - 1
-    message = f"{saved:.0%} less memory at the peak, for {longer:.0%} more time"
+    saved, longer = 1 - least["peak_bytes"] / MB / none, _percent(least["time_ratio"])
+    price = f"for {longer} more time" if longer.low > 0 else "its price in time cannot be told in this run"
+    message = f"{saved:.0%} less memory at the peak, {price}"
     fig, ax = figure(message, xlabel="peak memory of the step (MB)", ylabel="step time, none = 1 (x)",
                      records=run, legend_below=True)  # fmt: skip
     points(ax, [none], [1.0], label="nothing recomputed", color=GREY)
@@ -50,15 +51,25 @@ def _groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
             "selective": [r for r in rows if r["policy"] == "selective"]}  # fmt: skip
 
 
+def _percent(ratio: Estimate) -> Estimate:
+    """By how much longer, in %."""
+    return Estimate(*(100 * (v - 1) for v in (ratio.value, ratio.low, ratio.high)), ratio.n, "%")
+
+
+def _share(part: Estimate) -> Estimate:
+    """In %."""
+    return Estimate(*(100 * v for v in (part.value, part.low, part.high)), part.n, "%")
+
+
 def _say_price(run: Records, every: dict[str, Any], flops: float, guess: Prediction) -> None:
-    ratio = every["time_ratio"]
-    percent = Estimate(*(100 * (v - 1) for v in (ratio.value, ratio.low, ratio.high)), ratio.n, "%")
+    percent = _percent(every["time_ratio"])
     others = [f"{r.case['by']}: {' to '.join(f'{s:g}' for s in r.samples)} %" for r in report.published_prices()]
     kept, fell = report.fell(run, every["policy"])
     selective = next(r for r in report.pareto(run) if r["policy"] == "selective")
     said = [
         f"With every block recomputed: {percent} more time, {100 * (flops - 1):.0f} % more operations. "
         f"{guess.against(percent)}",
+        f"Forward alone takes {_share(report.forward_share(run))} of a step: a third, if backward took twice as long.",
         f"Selective: {100 * (selective['flops_ratio'] - 1):.0f} % more operations, {selective['time_ratio']} the time.",
         f"Published: {'; '.join(others)}.",
         f"What forward keeps fell by a factor of {kept:.1f}, the peak by {fell:.2f}: parameters, optimizer state, "
@@ -86,6 +97,23 @@ def segments(run: Records) -> None:
     show(fig, alt=f"{message}. Measured least at {best['segments']:.0f}; the formula is off by at most {off:.0%}.")
     say(f"Measured least: {best['segments']:.0f} segments, {best['peak_bytes'] / MB:.1f} of {none:.1f} MB. The formula "
         f"is off by at most {off:.1%}.")  # fmt: skip
+
+
+def sizes(run: Records) -> None:
+    """In a table and words: what two policies add to a step of few and of many rows, and which part of it is fixed."""
+    rows = {}
+    for r in run.where("step_s", part="sizes", policy="none"):
+        n = r.case["rows"]
+        rows[f"{n:,}"] = {"nothing recomputed": str(estimate(r.samples, "s"))}
+        for (policy, size), more in report.added(run).items():
+            if size == n:
+                ratio = paired_ratio(run.one("step_s", part="sizes", policy=policy, rows=n).samples, r.samples)
+                rows[f"{n:,}"] |= {
+                    f"{report.NAMES.get(policy, policy)}: adds": str(more),
+                    f"{policy}: step, nothing recomputed = 1": str(ratio),
+                }
+    show_table(pandas.DataFrame(rows).T.rename_axis("rows"))
+    say("\n".join(f"* {line}" for line in report.fixed_price(run)))
 
 
 def same_gradients(run: Records) -> None:

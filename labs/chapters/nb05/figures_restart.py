@@ -6,10 +6,12 @@ import pandas
 
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
-from labs.kit.measure import Estimate, estimate, paired_ratio, proportion
+from labs.kit.measure import estimate, paired_ratio
 from labs.kit.plot import SERIES, curve, figure, log_axes, prediction, show
 from labs.kit.record import Records
 from labs.parts.checkpoints import checkpoint_interval
+from labs.sharded_checkpoint import costs
+from labs.training_checkpoint import lost_in
 
 WAYS = {"in place": "onto the old file", "rename": "beside it, then renamed", "full": "labs.checkpoints"}
 BROKEN = {"missing": "a part is missing", "truncated": "a part is cut short", "flipped": "a bit of a part is flipped",
@@ -34,25 +36,22 @@ def resumed(run: Records) -> pandas.DataFrame:
 
 
 def kills(run: Records, guess: Prediction) -> None:
-    """In a table and words: share of killed saves after which the last good checkpoint is gone, by way of writing."""
-    found = {way: _share(run.one("lost", way=way).samples) for way in WAYS}
-    killed = " or ".join(str(n) for n in sorted({len(run.one("lost", way=way).samples) for way in WAYS}))
+    """In a table and words: share of the kills during a save that lose the last good checkpoint, by way of writing."""
+    found = {way: lost_in(run, way) for way in WAYS}
     rows = {
         name: {
-            "kills that lose the checkpoint": str(found[way]),
-            "modelled, by the time a save takes": f"{100 * run.one('predicted_lost_share', way=way).value:.0f} %",
-            "half-written files left": f"{sum(run.one('leftovers', way=way).samples):.0f}",
+            "kills during a save": found[way].n,
+            "that lose the checkpoint": str(found[way]) if found[way].n else "no kill came in time",
+            "modelled, at most": f"{100 * run.one('predicted_lost_share', way=way).value:.0f} %",
+            "half-written files left beside it": f"{sum(run.one('leftovers', way=way).samples):.0f}",
         }
         for way, name in WAYS.items()
     }
     show_table(pandas.DataFrame(rows).T.rename_axis("the file is written"))
-    say(f"{killed} SIGKILLs per way, at seeded random moments of a save and shortly after it. "
-        f"{guess.against(found['in place'])} Half-written files are cleared away by the next save of labs.checkpoints. "
-        "A kill is not a power failure: what fsync is for cannot be tried here.")  # fmt: skip
-
-
-def _share(samples: tuple[float, ...]) -> Estimate:
-    return proportion(round(sum(samples)), len(samples)).scaled(100, "%")
+    said = f"{guess.against(found['in place'])} " if found["in place"].n else ""
+    say(f"SIGKILLs at seeded random moments of a save; those that came when it had just returned do not count. {said}"
+        "Half-written files are cleared away by the next save of labs.checkpoints. A kill is not a power failure: what "
+        "fsync is for cannot be tried here.")  # fmt: skip
 
 
 def damage_table(run: Records) -> pandas.DataFrame:
@@ -120,16 +119,13 @@ def restarts(run: Records) -> pandas.DataFrame:
 
 
 def stalls(run: Records) -> None:
-    """In words: how long training stands still for one save, and how long the save takes, by way to save."""
-    modes = {"gathered": "gathered on rank 0", "save": "each rank its part", "async_save": "each its part, async"}
-    stall, total = ([estimate(run.one(m, mode=n).samples, "s") for n in modes] for m in ("stall_s", "total_s"))
-    said = [f"* {n}: training stands still for {a}, complete after {b}"
-            for n, a, b in zip(modes.values(), stall, total, strict=True)]  # fmt: skip
-    alone, during = (estimate(run.one("step_s", when=w).samples, "s") for w in ("alone", "during async_save"))
-    size = run.where("state_bytes")[0].value
-    said.append(f"* {size / 1e6:.0f} MB of state per rank. A step takes {alone} alone and {during} during a save: "
-                "writing takes cores and bandwidth from training, more so on few cores.")  # fmt: skip
-    say("\n".join(said))
+    """In words: what a save costs training, standing still and slowed, and when it is on the disk, by way to save."""
+    said = list(costs(run))
+    during = run.where("step_s", when="during async_save")
+    alone, size = estimate(run.one("step_s", when="alone").samples, "s"), run.where("state_bytes")[0].value
+    meanwhile = f" and {estimate(during[0].samples, 's')} during an async save" if during else ""
+    said.append(f"{size / 1e6:.0f} MB of state per rank. A step takes {alone} alone{meanwhile}.")
+    say("\n".join(f"* {line}" for line in said))
 
 
 def shards(run: Records) -> pandas.DataFrame:
@@ -175,5 +171,8 @@ def interval(run: Records, guess: Prediction) -> None:
     show(fig, alt=f"{message}. Least at " + "; ".join(f"{b:.0f} min ({n})" for n, b in best.items()))
     young = checkpoint_interval.young(saves[first], mtbf_s) / 60
     source, against = published[0].provenance["source"], guess.against(best[first], "modelled")
-    say(f"One failure in {mtbf_s / 3600:.1f} hours ({source}). With {first} the best interval is {best[first]:.0f} "
-        f"minutes; Young's rule says {young:.0f}. {against}")  # fmt: skip
+    hit = saves[first] / (60 * best[first] + saves[first])
+    say(f"One failure in {mtbf_s / 3600:.1f} hours: 54 days over {published[0].value:.0f} unexpected "
+        f"interruptions ({source}). "
+        f"With {first} the best interval is {best[first]:.0f} minutes; Young's rule says {young:.0f}. {against} Then "
+        f"{100 * hit:.0f} % of all kills come during a save: so much of the time goes into saves.")  # fmt: skip

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-import math
 import os
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from labs.chapters.nb05.exercise_trainer import Trainer
 
@@ -70,42 +72,28 @@ class Checkpoints:
             os.close(descriptor)
 
 
-def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
-    """block(x), of which only x is kept for backward; all else is computed a second time there."""
-    parameters = [p for p in block.parameters() if p.requires_grad]
-
-    class Recomputed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, *_: Tensor) -> Tensor:  # autograd records nothing in here
-            ctx.save_for_backward(x)
-            ctx.random_state = torch.get_rng_state()
-            return block(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():  # fork_rng: later draws stay as they were
-                torch.set_rng_state(ctx.random_state)
-                output = block(x)
-            return torch.autograd.grad(output, [x, *parameters], grad_output)
-
-    return Recomputed.apply(x, *parameters)  # parameters too: a first block's x needs no gradient, they do
+def run_stack(blocks: Sequence[nn.Module], x: Tensor, kept_bytes: Sequence[int], budget_bytes: int) -> Tensor:
+    """The blocks one after the other; the fewest that make what is kept for backward fit the budget run again there."""
+    again: set[int] = set()
+    for i in sorted(range(len(blocks)), key=lambda i: -kept_bytes[i]):  # the largest first: fewest for most bytes
+        if sum(kept for k, kept in enumerate(kept_bytes) if k not in again) <= budget_bytes:
+            break
+        again.add(i)
+    for i, block in enumerate(blocks):
+        x = checkpoint(block, x, use_reentrant=False) if i in again else block(x)
+    return x
 
 
-def largest_batch(
-    memory_bytes: float, fixed_bytes: float, layers: int, layer_bytes: float, input_bytes: float
-) -> tuple[int, int]:
-    """(rows, segments): the largest batch that fits, with the smallest number of segments that gives the lowest peak.
+def chunked_loss(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+    """Mean cross-entropy over the tokens whose label is not -100, without the logits of all of them at once."""
 
-    k segments keep k inputs; backward computes one segment again, of at most ceil(layers / k) layers.
-    Chen et al. 2016, arxiv.org/abs/1604.06174
-    """
+    def summed(h: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(h @ weight.T, y, reduction="sum")  # ignores -100 by default
 
-    def row_bytes(segments: int) -> float:
-        return segments * input_bytes + math.ceil(layers / segments) * layer_bytes
-
-    segments = min(range(1, layers + 1), key=row_bytes)
-    return max(0, math.floor((memory_bytes - fixed_bytes) / row_bytes(segments))), segments
+    total = hidden.new_zeros(())
+    for h, y in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+        total = total + checkpoint(summed, h, y, use_reentrant=False)  # its logits go, and come again in backward
+    return total / (labels != -100).sum()
 
 
 class Resumable(Trainer):

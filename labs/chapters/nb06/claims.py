@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 from labs.chapters.nb06 import claims_fit as fit
@@ -21,16 +20,22 @@ POINT = 1.0  # of accuracy: what training with another loss may cost
 TENTH = 0.1  # relative: how far the first losses may be apart
 
 
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:]
+
+
 @verdict("D04")
 def _(evidence: Records) -> Verdict:
     found = parallel.schemes(evidence)
     right = [s.share <= LIFTED and s.speed.low > 1 for s in found]
     wrong = [s.share > LIFTED or s.speed.high < GAIN for s in found]
-    fsdp = ""
-    with contextlib.suppress(LookupError):
-        fsdp = f"; FSDP2 leaves {100 * parallel.states(evidence, 'fsdp'):.0f} % of the states on each"
-    because = (f"{parallel.devices(evidence)} against one: {'; '.join(map(str, found))}{fsdp}. Both at once: shown by "
-               f"{sum(right)} of {len(found)}, shown not by {sum(wrong)}")  # fmt: skip
+    open_ = [not r and not w for r, w in zip(right, wrong, strict=True)]
+    said = [
+        f"{words}: {'; '.join(str(s) for s, so in zip(found, which, strict=True) if so)}"
+        for words, which in (("both at once", right), ("not both", wrong), ("cannot be told", open_))
+        if any(which)
+    ]
+    because = f"{parallel.devices(evidence)} against one, {'. '.join([said[0], *map(_sentence, said[1:])])}"
     return Verdict(word(right, wrong), because)
 
 
@@ -44,12 +49,12 @@ def _(evidence: Records) -> Verdict:
     right = [low <= s.low and s.high <= high for s in speeds]
     wrong = [s.high < low or s.low > high for s in speeds]
     ideal = [f"{c} ({chain})" for chain, c in parallel.ceilings(evidence).items()]
-    two = f"; two copies that never talk, the ideal network, come to {', '.join(ideal)}" if ideal else ""
+    two = f". Two copies that never talk reach {', '.join(ideal)}" if ideal else ""
     here = "; ".join(s.timed for s in found)
     values = ends([f"{v:.2f}" for v in sorted(published.values())])
-    because = (f"on {parallel.devices(evidence)} {here}{two}; published: {values} with DDP on "
-               f"two V100 ({', '.join(published)}); {sum(right)} of {len(right)} are shown to be 1.7 to 1.9, "
-               f"{sum(wrong)} shown not to")  # fmt: skip
+    because = (f"{sum(right)} of {len(right)} are shown to be 1.7 to 1.9, {sum(wrong)} shown not to: published "
+               f"{values} with DDP on two V100 ({len(published)} models); on {parallel.devices(evidence)} {here}{two}"
+               )  # fmt: skip
     return Verdict(word(right, wrong), because)
 
 
@@ -99,10 +104,7 @@ def _(evidence: Records) -> Verdict:
     found = parallel.idle(evidence)
     right = [i.naive.high < BUSY for i in found]
     wrong = [i.naive.low > 1 / 2 - BUSY for i in found]
-    speed = ""
-    with contextlib.suppress(LookupError):
-        speed = f"; its speed {', '.join(f'{n.speed} ({n.case})' for n, _ in parallel.split_speeds(evidence).values())}"
-    because = f"{'; '.join(map(str, found))}{speed}; {parallel.published_split()}"
+    because = f"{'; '.join(map(str, found))}. {parallel.published_split()}"
     return Verdict(word(right, wrong), because)
 
 
@@ -111,7 +113,10 @@ def _(evidence: Records) -> Verdict:
     found = parts.mixed(evidence)
     right = [m.error <= SAME and m.counted for m in found]
     mesh = f"{found[0].copies} copies x {found[0].parts} parts"
-    because = f"on a mesh of {mesh}, against one process: {'; '.join(map(str, found))}"
+    error = max(m.error for m in found)
+    equal = "as the closed forms say" if all(m.counted for m in found) else "not what the closed forms say"
+    because = (f"on {mesh} the gradients of {', '.join(m.name for m in found)} differ from one process's by at most "
+               f"{error:.1g}; the bytes along rows and columns are {equal}")  # fmt: skip
     return Verdict(word(right, [m.error > SAME for m in found]), because)
 
 
@@ -120,15 +125,13 @@ def _(evidence: Records) -> Verdict:
     found = parts.sums(evidence)
     bytes_sent = {n: {way: parts.busiest(way, n) for way in ("root", "all_reduce", "hand ring")} for n in parts.RANKS}
     fewer = all(by["root"] > by["all_reduce"] for by in bytes_sent.values())
-    said = ", ".join(f"{by['root']:g} lengths of the vector from rank 0 of {n} through which all send, "
-                     f"{by['all_reduce']:g} from each by all_reduce, {by['hand ring']:g} in a ring by hand"
-                     for n, by in bytes_sent.items())  # fmt: skip
+    most, by = max(bytes_sent.items())
     slower, faster = sum(s.slower for s in found), sum(s.faster for s in found)
-    ordered = [str(s) for s in sorted(found, key=lambda s: s.time.value)]
     counted = "as counted" if parts.counted(evidence) else "other than counted"
-    because = (f"closed forms, {counted} on {found[0].ranks} ranks: {said}; time by send and recv over that of "
-               f"all_reduce: {ends(ordered)}; shown to be longer in {slower} and shorter in {faster} of {len(found)} "
-               f"comparisons ({found[0].ranks} ranks)")  # fmt: skip
+    because = (f"of {most} ranks a root sends {by['root']:g} lengths of the vector, each rank of all_reduce "
+               f"{by['all_reduce']:g}, of a ring by hand {by['hand ring']:g} (closed forms, {counted} on "
+               f"{found[0].ranks} ranks). With send and recv the sum is shown to take longer in {slower} and "
+               f"shorter in {faster} of {len(found)} comparisons ({found[0].ranks} ranks)")  # fmt: skip
     largest = max(s.size for s in found)
     if fewer and not faster and all(s.slower for s in found if s.size == largest):
         return Verdict("holds", because)
@@ -137,7 +140,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("E12")
 def _(evidence: Records) -> Verdict:
-    error, comparisons = parts.errors(evidence)
+    error = parts.errors(evidence)
     first, *others = parts.mixed(evidence)
     shares = [max(m.held) / sum(m.held) for m in (first, *others)]
     kept = {chain: parallel.kept(evidence, chain) for chain in parallel.chains(evidence, "saved_bytes")}
@@ -145,10 +148,9 @@ def _(evidence: Records) -> Verdict:
     wrong = [error > SAME, *(s > LIFTED for s in (*shares, *kept.values()))]
     speeds = [f"{n.speed} ({chain})" for chain, (n, _) in parallel.split_speeds(evidence).items()]
     held = " and ".join(f"{b / parts.MB:.2f}" for b in first.held)
-    because = (f"of {sum(first.held) / parts.MB:.2f} MB of parameters the ranks hold {held} ({first.name}), of the "
-               f"activations the fuller one has "
-               f"{', '.join(f'{100 * s:.0f} % ({chain})' for chain, s in kept.items())}; gradients differ from one "
-               f"process by at most {error:.1g} in {comparisons} comparisons; without micro-batches the speed is "
+    because = (f"of {sum(first.held) / parts.MB:.2f} MB of parameters the ranks hold {held}, of the activations the "
+               f"fuller one has {', '.join(f'{100 * s:.0f} % ({chain})' for chain, s in kept.items())}, and the "
+               f"gradients are one process's within {error:.1g}. Without micro-batches the speed is "
                f"{', '.join(speeds)} that of one device")  # fmt: skip
     return Verdict(word(right, wrong), because)
 
@@ -156,11 +158,10 @@ def _(evidence: Records) -> Verdict:
 @verdict("E27")
 def _(evidence: Records) -> Verdict:
     found, says = fit.shown(fit.LISTINGS), fit.replicates()
-    where = f"one device at a time ({', '.join(found.devices)})" if not found.splits else ", ".join(found.devices)
+    where = f"one device ({', '.join(found.devices)})" if not found.splits else ", ".join(found.devices)
     copies = f", wraps it in DataParallel (lines {', '.join(found.replicas)})" if found.replicas else ""
     quoted = f': "{says}"' if copies and says else ""
     casts = f"autocast in lines {', '.join(found.casts)}" if found.casts else "no autocast"
-    because = f"its code places a model on {where}{copies}{quoted}; {casts}; no run of it is described"
-    if found.splits and found.casts:
-        return Verdict("holds", because, "")
-    return Verdict("depends" if found.splits else "does not hold", because, "")
+    because = f"its code places a model on {where}{copies}{quoted}; {casts}"
+    shown = [bool(found.splits), bool(found.casts)]
+    return Verdict(word(shown, [not s for s in shown]), because, "")

@@ -37,7 +37,7 @@ class Scheme(NamedTuple):
         return f"{self.name} {self.speed} ({self.case})"
 
     def __str__(self) -> str:
-        return f"{self.timed}, {100 * self.share:.0f} % of the memory"
+        return f"{self.name} {self.speed}, {100 * self.share:.0f} % of the memory ({self.case})"
 
 
 # -- labs.pipeline_parallel
@@ -109,10 +109,10 @@ class Idle(NamedTuple):
     """{micro-batches: share of a step in which both stages compute}"""
 
     def __str__(self) -> str:
-        both = [f"both compute during {100 * s:.0f} % of it with {m} micro-batch{'es' * (m > 1)}"
-                for m, s in self.both.items()]  # fmt: skip
+        both = [f"{100 * s:.0f} % with {m}" for m, s in self.both.items()]
         idle = self.naive.scaled(100, "%")
-        return ", ".join([f"a stage of the {NAIVE} is idle for {idle} of a step ({self.chain})", *both])
+        return (f"a stage of the {NAIVE} is idle for {idle} of a step ({self.chain}); both compute during "
+                f"{', '.join(both)} micro-batch{'es' * (max(self.both, default=0) > 1)}")  # fmt: skip
 
 
 def idle(evidence: Records) -> list[Idle]:
@@ -156,12 +156,12 @@ def perceptrons(evidence: Records, mode: str, name: str) -> Scheme:
     for r in run.where("step_s", mode=mode):
         if r.kind != "modelled" and r.layout.get("world_size") == 2:
             cell = {k: r.case[k] for k in ("width", "rows")}
-            cells[f"perceptrons of width {cell['width']}, {cell['rows']} rows"] = pairs(
+            cells[f"width {cell['width']}, {cell['rows']} rows"] = pairs(
                 run.one("step_s", mode="single", **cell), r)  # fmt: skip
     if not cells:
         raise LookupError(f"launch({TENSOR!r}, nproc=2) is needed")
     best = max(cells, key=lambda c: cells[c].value)
-    return Scheme(name, f"{best}, the best of {len(cells)} cells", cells[best])
+    return Scheme(name, f"{best}: the best of {len(cells)}", cells[best])
 
 
 def shared_layers(evidence: Records) -> Scheme:
@@ -221,7 +221,4 @@ def published_split() -> str:
     runs_s = published.resnet50_split()
     one = runs_s.one("run_s", schedule="one GPU").value
     naive = runs_s.one("run_s", schedule="naive").value
-    cut = [f"{100 * (one / r.value - 1):.0f} % faster with {r.case['micro_batches']} micro-batches"
-           for r in runs_s.where("run_s", schedule="pipeline")]  # fmt: skip
-    return (f"published: ResNet-50 split over two GPUs takes {100 * (naive / one - 1):.0f} % longer than on one and is "
-            f"{' and '.join(cut)}")  # fmt: skip
+    return f"Published: ResNet-50 split over two GPUs takes {100 * (naive / one - 1):.0f} % longer than on one"

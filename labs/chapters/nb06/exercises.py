@@ -1,8 +1,7 @@
-"""Exercises of notebook 06: the best micro-batches, where to cut; 06.1 and 06.4 have files of their own."""
+"""Exercises of notebook 06: reading a timeline, where to cut; 06.1 and 06.4 have files of their own."""
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, islice, pairwise
@@ -10,124 +9,105 @@ from operator import index
 from typing import Any
 
 from labs.chapters.nb06 import solutions as solution
-from labs.chapters.nb06.exercise_pipeline import check_pipeline_step
-from labs.chapters.nb06.exercise_tensor import check_parallel_mlp
+from labs.chapters.nb06.exercise_fsdp import check_sharded_linear
+from labs.chapters.nb06.exercise_pipeline import check_order
 from labs.kit.answers import Question, Slip, number, on_ranks
 from labs.kit.check import Exercise, Mistake
 from labs.kit.failure import RankFailed
+from labs.parts.pipelines import schedules
 
 Function = Callable[..., Any]
 
-# -- 06.2: bubble and overhead
+# -- 06.2: a timeline
 
-Case = tuple[float, int, float, int]
-STEPS: list[Case] = [
-    (0.8, 2, 2e-3, 64), (2.4, 4, 1e-3, 512), (0.5, 8, 4e-5, 48), (0.841, 2, 0.2, 32), (3.0, 3, 0.3, 96),
-    (0.2, 1, 1e-3, 16), (0.03, 4, 0.5, 8),
+Timeline = tuple[tuple[solution.Event, ...], int]
+
+
+def _timeline(work: Sequence[float], micro_batches: int, message_s: float, begin_s: float) -> Timeline:
+    """(events, stages) of a 1F1B step whose stages compute for `work` seconds each; the clock does not begin at 0."""
+    p, m = len(work), micro_batches
+    found = schedules.simulate(schedules.one_f_one_b, m, [w / m / 3 for w in work], [2 * w / m / 3 for w in work],
+                               [message_s] * (p - 1))  # fmt: skip
+    events = [(e.stage, e.kind, e.micro_batch, begin_s + e.start_s, begin_s + e.end_s) for e in found]
+    return tuple(sorted(events, key=lambda e: (e[0], e[3]))), p  # rank by rank, as ranks hand them in
+
+
+TIMELINES: list[Timeline] = [
+    _timeline((0.4, 0.4, 0.4), 2, 0.004, 7.0), _timeline((0.2, 0.5), 8, 0.001, 100.0),
+    _timeline((0.3, 0.3, 0.3, 0.3), 16, 0.015, 3.0), _timeline((0.3, 0.6, 0.3), 6, 0.01, 12.5),
+    _timeline((0.25, 0.35), 4, 0.0, 1.0),
 ]  # fmt: skip
-"""(work_s, stages, overhead_s, rows). In turn: two that are plain; cheap micro-batches, of which there are not enough
-rows; one where the nearest whole number is not the best; few micro-batches; a single stage; overhead above all."""
+"""In turn: few micro-batches, an uneven cut, messages, all of them, no message at all."""
+TERMS = ("cut", "messages", "waiting")
 
 
-def _step(c: Case, m: float, *, turns: Function = lambda m, p: m + p - 1, share: Function = lambda m, p: m * p,
-          overhead: float = 1) -> float:  # fmt: skip
-    """Seconds of a step, with faults."""
-    work, p, c_s, _ = c
-    return turns(m, p) * (work / share(m, p) + overhead * c_s)
+def _terms(case: Timeline, *, kinds: Sequence[str] = ("forward", "backward"),
+           passed: Sequence[str] = ("send", "receive"), mean: Function = lambda w: sum(w) / len(w),
+           slowest: Function = max, message: Function = max,
+           step: Function = lambda e: max(x[4] for x in e) - min(x[3] for x in e)) -> dict[str, float]:  # fmt: skip
+    """The answer, with faults."""
+    events, p = case
+    work, sent = ([sum(e[4] - e[3] for e in events if e[0] == s and e[1] in those) for s in range(p)]
+                  for those in (kinds, passed))  # fmt: skip
+    cut, messages = slowest(work) - mean(work), message(sent)
+    return {"cut": cut, "messages": messages, "waiting": step(events) - mean(work) - cut - messages}
 
 
-def _best(c: Case, step: Function = _step, rows: Function = lambda c: c[3]) -> int:
-    return min(range(1, rows(c) + 1), key=lambda m: step(c, m))
+def _slip(term: str, what: str, hint: str, change: Callable[[float], float] = float, **faults: Function) -> Slip:
+    return lambda c: _zero(change(_terms(c, **faults)[term])), what, hint
 
 
-def _least(c: Case, factor: Function = lambda p: (p - 1) / p) -> float:
-    return math.sqrt(factor(c[1]) * c[0] / c[2])
+PARTS = "of each stage: work = forward + backward seconds, messages = send + receive seconds"
+BY_TERM: dict[str, list[Slip]] = {
+    "cut": [
+        _slip("cut", "your work has the forward passes alone", PARTS, kinds=("forward",)),
+        _slip("cut", "your work has the messages in it", PARTS, kinds=("forward", "backward", "send", "receive")),
+        _slip("cut", "you take the fastest stage for the mean", "the mean over all stages", mean=min),
+        _slip("cut", "this is the slowest stage's whole work, not what it has beyond the mean", "less it",
+              mean=lambda w: 0),
+        _slip("cut", "these are milliseconds", "seconds", change=lambda s: 1e3 * s),
+    ],
+    "messages": [
+        _slip("messages", "you add up the messages of all stages, which pass them at the same time",
+               "of the stage that spends most on them", message=sum),
+        _slip("messages", "you take the mean over the stages", "of the stage that spends most on them",
+               message=lambda s: sum(s) / len(s)),
+        _slip("messages", "you count what is sent or what is received, not both", PARTS, passed=("send",)),
+        _slip("messages", "these are milliseconds", "seconds", change=lambda s: 1e3 * s),
+    ],
+    "waiting": [
+        _slip("waiting", "your step lasts from 0 on the clock: it begins with its first event",
+               "the last end less the first start", step=lambda e: max(x[4] for x in e)),
+        _slip("waiting", "your step ends with the last event of the list, which need not be the last to end",
+               "the last end less the first start", step=lambda e: e[-1][4] - e[0][3]),
+        _slip("waiting", "these are milliseconds", "seconds", change=lambda s: 1e3 * s),
+    ],
+}  # fmt: skip
 
 
-def _whole(rounded: Function, factor: Function = lambda p: (p - 1) / p) -> Function:
-    return lambda c: min(c[3], max(1, rounded(_least(c, factor))))
+def check_lost_time(f: Function) -> None:
+    """Five timelines of two to four stages."""
+    got = [_as_terms(f([*events], p)) for events, p in TIMELINES]
+    right = [solution.lost_time(*case) for case in TIMELINES]
+    for term in TERMS:
+        question = Question(term, TIMELINES, BY_TERM[term], _facts, PARTS + "; waiting is the rest of the step")
+        question.judge([a[term] for a in got], [_zero(r[term]) for r in right])
 
 
-TURNS = "m + p - 1 turns, each of work_s / (p m) + overhead_s"
-ROOT = "sqrt((p - 1) work_s / (p overhead_s)) is where the derivative by m is zero"
-NEIGHBOURS = "compare step_s of the whole numbers below and above the root, or of all from 1 to rows"
-MICRO_BATCHES: list[Slip] = [
-    (lambda c: c[3], "you take one row per micro-batch: the bubble is smallest then, but every turn pays overhead_s",
-     "the least step_s, not the least idle share"),
-    (lambda c: c[1], "you take as many micro-batches as stages", NEIGHBOURS),
-    (lambda c: min(4 * c[1], c[3]), "you take 4 per stage, a rule of thumb: work and overhead decide", NEIGHBOURS),
-    (lambda c: min(max(1.0, _least(c)), c[3]), "this is the root, not a whole number", NEIGHBOURS),
-    (_whole(round), "you round the root to the nearest whole number: the curve is steeper on its left, so that the "
-     "best may be the other neighbour", NEIGHBOURS),
-    (lambda c: _best(c, rows=lambda c: 10**4), "more micro-batches than rows", "at most rows"),
-    (lambda c: min(c[3], round(_least(c))), "0 micro-batches, where one stage or a large overhead asks for one",
-     "at least 1"),
-    (_whole(round, lambda p: p - 1), "your root has all of work_s: a stage has a p-th of it", ROOT),
-    (lambda c: _best(c, lambda c, m: _step(c, m, share=lambda m, p: m)), "in your turns every stage computes the whole "
-     "model: a stage has a p-th of work_s", TURNS),
-    (_whole(round, lambda p: 1), "you have p where p - 1 belongs: a step has m + p - 1 turns", ROOT),
-    (lambda c: 1, "one micro-batch is the naive split: only one stage works at a time", NEIGHBOURS),
-]  # fmt: skip
+def _as_terms(answer: Any) -> dict[str, float]:
+    if not isinstance(answer, dict) or set(answer) != set(TERMS):
+        raise Mistake(f"you return {answer!r:.60}", 'a dict: {"cut": ..., "messages": ..., "waiting": ...}, in seconds')
+    return {term: _zero(number(answer[term], "0.02")) for term in TERMS}
 
 
-def _at_best(step: Function) -> Function:
-    return lambda c: step(c, _best(c))
+def _zero(value: float) -> float:
+    """The value; 0 for what is rounding."""
+    return 0.0 if abs(value) < 1e-9 else value
 
 
-STEP: list[Slip] = [
-    (_at_best(lambda c, m: _step(c, m, turns=lambda m, p: m)), "your step has m turns: you forget the p - 1 in which "
-     "the pipeline fills and drains", TURNS),
-    (_at_best(lambda c, m: _step(c, m, overhead=0)), "micro-batches cost nothing in your step", TURNS),
-    (_at_best(lambda c, m: _step(c, m, overhead=0) + c[2]), "you pay overhead_s once per step: every turn pays it",
-     TURNS),
-    (_at_best(lambda c, m: _step(c, m, overhead=0) + m * c[2]), "you pay overhead_s in m turns: in the p - 1 in which "
-     "the pipeline fills it is paid as well", TURNS),
-    (_at_best(lambda c, m: _step(c, m, share=lambda m, p: m)), "every stage computes the whole model in your step",
-     "a stage has a p-th of work_s"),
-    (lambda c: c[0] / c[1], "this is the ideal, work_s / p: no bubble, no overhead", TURNS),
-    (_at_best(lambda c, m: c[0] / (c[1] * m) + c[2]), "this is one turn", "how many are there?"),
-    (_at_best(lambda c, m: c[0] / _step(c, m)), "this is the speed-up over one GPU", "return the seconds"),
-    (_at_best(lambda c, m: 1e3 * _step(c, m)), "these are milliseconds", "return seconds"),
-]  # fmt: skip
-IDLE = "of m + p - 1 turns a stage works in m: (p - 1) / (m + p - 1)"
-IDLE_SHARE: list[Slip] = [
-    (_at_best(lambda c, m: (c[1] - 1) / m), "this is the bubble relative to the time in which a stage works, as in "
-     "Megatron's papers", IDLE),
-    (_at_best(lambda c, m: m / (m + c[1] - 1)), "this is the share in which a stage works", IDLE),
-    (_at_best(lambda c, m: c[1] / (m + c[1] - 1)), "p for p - 1 above the line: with one stage nothing is idle", IDLE),
-    (lambda c: (c[1] - 1) / c[1], "this is the naive split's: one of p stages works", IDLE),
-    (_at_best(lambda c, m: 1 - c[0] / c[1] / _step(c, m)), "you count overhead as idle, too: a stage is busy with it",
-     IDLE),
-    (_at_best(lambda c, m: 100 * (c[1] - 1) / (m + c[1] - 1)), "this is in percent", "a share: 1 for all"),
-]  # fmt: skip
-
-
-def check_best_pipeline(f: Function) -> None:
-    """Seven pipelines, from one stage to eight, with cheap and with dear micro-batches."""
-    got = [_three_numbers(f(*case)) for case in STEPS]
-    right = [solution.best_pipeline(*case) for case in STEPS]
-    questions = (("the best number of micro-batches", MICRO_BATCHES, NEIGHBOURS), ("step_s", STEP, TURNS),
-                 ("idle_share", IDLE_SHARE, IDLE))  # fmt: skip
-    for k, (name, slips, hint) in enumerate(questions):
-        Question(name, STEPS, slips, _facts, hint).judge([a[k] for a in got], [r[k] for r in right])
-
-
-def _three_numbers(answer: Any) -> tuple[float, ...]:
-    try:
-        if isinstance(answer, dict):  # it would unpack into its keys
-            raise TypeError
-        micro_batches, step_s, idle_share = answer
-    except (TypeError, ValueError):
-        raise Mistake(f"you return {answer!r:.60}, not three numbers",
-                      "return micro_batches, step_s, idle_share") from None  # fmt: skip
-    return number(micro_batches, "8"), number(step_s, "0.3"), number(idle_share, "0.1")
-
-
-def _facts(case: Case) -> str:
-    work, p, c_s, rows = case
-    m = solution.best_pipeline(*case)[0]
-    near = ", ".join(f"{_step(case, i):.5g} s with {i}" for i in range(max(1, m - 1), min(rows, m + 1) + 1))
-    return f"work_s={work:g}, stages={p}, overhead_s={c_s:g}, rows={rows} (a step takes {near})"
+def _facts(case: Timeline) -> str:
+    micro_batches = 1 + max(e[2] for e in case[0])
+    return f"{case[1]} stages, {micro_batches} micro-batches, {len(case[0])} events from {case[0][0][3]:g} s on"
 
 
 # -- 06.3: where to cut
@@ -341,8 +321,8 @@ SLIPS: list[tuple[Function, str, str]] = [
 
 
 EXERCISES = {
-    "06.1": Exercise("a pipeline's stage, micro-batch by micro-batch", check_pipeline_step, solution.pipeline_step),
-    "06.2": Exercise("the best number of micro-batches", check_best_pipeline, solution.best_pipeline),
+    "06.1": Exercise("the order of a pipeline's stage, under a memory limit", check_order, solution.order),
+    "06.2": Exercise("where a pipeline's milliseconds go", check_lost_time, solution.lost_time),
     "06.3": Exercise("where to cut the model", check_cuts, solution.cuts),
-    "06.4": Exercise("tensor parallelism by hand", check_parallel_mlp, solution.parallel_mlp),
+    "06.4": Exercise("a layer of FSDP by hand", check_sharded_linear, solution.sharded_linear),
 }

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pandas
 
-from labs import point_to_point
+from labs import fully_sharded, point_to_point, tensor_parallel
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.measure import Estimate, estimate, paired_ratio
-from labs.kit.plot import GREY, SERIES, figure, log_axes, points, show
+from labs.kit.plot import GREY, SERIES, TINTS, figure, log_axes, points, show
 from labs.kit.record import Records
+from labs.parts.planning.parallel_cost import sent_per_parameter
 
-WAYS = {"ddp": "DDP", "fsdp": "FSDP2", "fsdp, kept": "FSDP2, parameters kept"}
+WAYS = {"ddp": "DDP", "fsdp": "FSDP2", "fsdp, kept": "FSDP2, parameters kept", "fsdp, bf16": "FSDP2, BF16 parameters",
+        "fsdp, offload": "FSDP2, CPU offload"}  # fmt: skip
 MODES = {"ddp": "DDP", "tensor": "tensor parallel", "pipeline": "1F1B pipeline"}
 
 
@@ -48,14 +50,39 @@ def where_it_wins(run: Records) -> None:
     for k, (mode, speeds) in enumerate(found.items()):
         points(ax, rows, list(speeds.values()), label=MODES[mode], line=True, color=SERIES[k])
     ax.axhline(1, linestyle=":", color=GREY)
+    equal = tensor_parallel.bytes_cross_at(run, width)
+    ax.axvline(equal, linestyle="--", color=GREY)
+    ax.annotate(" equal bytes\n (modelled)", (equal, ax.get_ylim()[0]), va="bottom", fontsize=10)
+    crossing = tensor_parallel.times_cross_between(run, width)
+    if crossing:
+        ax.axvspan(*crossing, color=TINTS[1], zorder=0, label="DDP overtakes tensor parallel")
     log_axes(ax, rows)
-    show(fig, alt=f"{message}. Width {width}. " + "; ".join(f"{MODES[m]}, {n} rows: {e}" for m, v in found.items()
+    show(fig, alt=f"{message}. Width {width}; bytes are equal at {equal:,.0f} rows. "
+         + "; ".join(f"{MODES[m]}, {n} rows: {e}" for m, v in found.items()
                                                            for n, e in v.items()))  # fmt: skip
     sent = {m: run.one("sent_bytes_per_step", mode=m, width=width, rows=rows[0]).value for m in MODES}
     more = {m: run.one("sent_bytes_per_step", mode=m, width=width, rows=rows[-1]).value for m in MODES}
     said = "; ".join(f"{MODES[m]} {sent[m] / 1e6:.2f} MB and {more[m] / 1e6:.2f} MB" for m in MODES)
-    say(f"Layers of width {width}. Sent per rank and step with {rows[0]} and with {rows[-1]} rows: {said}. What tensor "
-        "parallel sends grows with the rows, what DDP sends with the parameters.")  # fmt: skip
+    say(
+        f"Layers of width {width}. Sent per rank and step with {rows[0]} and with {rows[-1]:,} rows: {said}. "
+        f"Tensor parallel and DDP send equally much at {equal:,.0f} rows, by the closed forms. {_crossing(run, width)}"
+    )
+
+
+def _crossing(run: Records, width: int) -> str:
+    """A sentence on time: between which rows DDP overtakes tensor parallel, or that this run cannot tell."""
+    found, crossing = tensor_parallel.faster(run, width), tensor_parallel.times_cross_between(run, width)
+    if crossing:
+        return (f"In time DDP overtakes between {crossing[0]:,} and {crossing[1]:,} rows: equal bytes are not equal "
+                "times.")  # fmt: skip
+    said = "; ".join(f"{n:,} rows {e}" for n, e in found.items())
+    if all(e.low > 1 for e in found.values()):
+        return f"In time tensor parallel is shown to be faster with all of these rows: DDP's time over its is {said}."
+    if all(e.high < 1 for e in found.values()):
+        return f"In time DDP is shown to be faster with all of these rows: its time over tensor parallel's is {said}."
+    return (
+        f"Where the order turns round in time, this run cannot tell: DDP's time over that of tensor parallel is {said}."
+    )
 
 
 def _fastest(run: Records, width: int, rows: int) -> str:
@@ -93,22 +120,46 @@ def sharded(run: Records, model: str, guess: Prediction) -> None:
     rows = {}
     for way in WAYS:
         case = {"way": way, "model": model}
-        held = {w: _both(run, "bytes_per_rank", what=w, **case) for w in ("parameters", "gradients", "optimizer")}
+        held = [_both(run, "bytes_per_rank", what=w, **case) for w in ("parameters", "gradients", "optimizer")]
         ops = dict.fromkeys(r.case["op"] for r in run.where("sent_bytes", **case))
         sent = [_both(run, "sent_bytes", op=op, **case) for op in ops]
-        exact = all(a == b for a, b in [*held.values(), *sent])
-        rows[WAYS[way]] = {"states held": f"{sum(a for a, _ in held.values()) / 1e6:.2f} MB",
-                     "parameters gathered at once": f"{_both(run, 'gathered_bytes', **case)[0] / 1e6:.2f} MB",
+        whole = _both(run, "gathered_bytes", **case)
+        rows[WAYS[way]] = {"states held": f"{sum(a for a, _ in held) / 1e6:.1f} MB",
+                     "parameters whole at once": f"{whole[0] / 1e6:.1f} MB",
                      "peak of the step": f"{run.one('peak_bytes', **case).value / 1e6:.1f} MB",
-                     "sent per step": f"{sum(a for a, _ in sent) / 1e6:.2f} MB",
-                     "closed forms": "exact" if exact else "NOT exact"}  # fmt: skip
+                     "sent per step": f"{sum(a for a, _ in sent) / 1e6:.1f} MB",
+                     "closed forms": "exact" if all(a == b for a, b in [*held, *sent, whole]) else
+                     "NOT exact"}  # fmt: skip
     show_table(pandas.DataFrame(rows).T)
-    held = {w: sum(_both(run, "bytes_per_rank", what=x, way=w, model=model)[0] for x in ("parameters", "gradients",
-            "optimizer")) for w in ("ddp", "fsdp")}  # fmt: skip
+    held = {w: fully_sharded.held_bytes(run, w, model) for w in ("ddp", "fsdp")}
+    peak = {w: run.one("peak_bytes", way=w, model=model).value for w in ("ddp", "fsdp")}
     ratio = estimate([100 * held["fsdp"] / held["ddp"]], "%")
     times = {w: run.one("step_s", way=w, model=model).samples for w in ("ddp", "fsdp")}
-    say(f"FSDP2 holds {ratio.value:.0f} % of DDP's states. {guess.against(ratio)} A step takes "
-        f"{paired_ratio(times['fsdp'], times['ddp'])} as long here.")  # fmt: skip
+    took = paired_ratio(times["fsdp"], times["ddp"])
+    word = (
+        "no difference that this run can show"
+        if took.low <= 1 <= took.high
+        else "in FP32, between ranks of this machine"
+    )
+    off = run.one("bf16_parameter_relative_error", way="fsdp, bf16", model=model).value
+    say(f"FSDP2 holds {ratio.value:.0f} % of DDP's states. {guess.against(ratio)} At the peak of a step it has "
+        f"{100 * peak['fsdp'] / peak['ddp']:.0f} % of DDP's bytes. A step takes {took} as long: {word}. With "
+        f"BF16 the parameters differ from one process's in FP32 by {100 * off:.2g} % after these steps.")  # fmt: skip
+
+
+def accounting(run: Records, model: str) -> pandas.DataFrame:
+    """Bytes that FSDP2 sends over those of DDP, by the format in which each travels: closed form, and counted."""
+    formats = {"FP32": 4, "16 bits": 2}
+    rows = []
+    for weight, gradient, way in (("FP32", "FP32", "fsdp"), ("16 bits", "FP32", "fsdp, bf16"),
+                                  ("16 bits", "16 bits", None)):  # fmt: skip
+        w, g = formats[weight], formats[gradient]
+        ratio = sent_per_parameter(2, True, w, g) / sent_per_parameter(2, False, w, g)
+        ddp = fully_sharded.sent_per_step(run, "ddp", model)
+        counted = f"{fully_sharded.sent_per_step(run, way, model) / ddp:.2f}" if way and ddp else ""
+        rows.append({"FSDP2 gathers parameters in": weight, "both sum gradients in": gradient,
+                     "bytes of FSDP2 over DDP's": f"{ratio:.2f}", "counted above": counted})  # fmt: skip
+    return pandas.DataFrame(rows).set_index("FSDP2 gathers parameters in")
 
 
 def _both(run: Records, metric: str, **case: object) -> tuple[float, float]:
@@ -116,19 +167,19 @@ def _both(run: Records, metric: str, **case: object) -> tuple[float, float]:
     return found["measured"], found["modelled"]
 
 
-def sums(run: Records) -> pandas.DataFrame:
-    """A sum over n ranks in three ways: the most that one rank sends, by closed form; at n = 2 what was counted."""
-    ways = ("all_reduce", "root", "hand ring")
+def sums(*runs: Records) -> pandas.DataFrame:
+    """A sum over n ranks in three ways: the most that one rank sends, as counted, in lengths of the vector."""
     rows = []
-    for n in (2, 4, 8):
-        size = 1_000_000  # numbers, 4 bytes each
-        sent = {w: max(point_to_point.predict(w, size, r, n) for r in range(n)) for w in ways}
-        rows.append({"ranks": n, **{w: f"{s / 1e6:.1f} MB" for w, s in sent.items()}})
-    counted = [r for r in run.where("sent_bytes")]
-    exact = all(a.samples == b.samples for a, b in zip(counted[::2], counted[1::2], strict=True))
-    rows.append(
-        {"ranks": "counted here", **dict.fromkeys(ways, "as the closed form" if exact else "NOT as the closed form")}
-    )
+    for run in runs:
+        n, size = run[0].layout["world_size"], max(r.case["size"] for r in run.where("sent_bytes"))
+        cells = {}
+        for way in point_to_point.WAYS:
+            found = next(max(r.samples) for r in run.where("sent_bytes", way=way, size=size) if r.kind == "measured")
+            form = max(point_to_point.predict(way, size // 4, rank, n) for rank in range(n))
+            cells[way] = f"{found / size:.2f}" + (f", closed form {form / size:.2f}" if found != form else "")
+        rows.append({"ranks": n, **cells, "": "as the closed forms" if "closed" not in str(cells) else "NOT"})
+    rows.append({"ranks": 8, **{way: f"{max(point_to_point.predict(way, 840, r, 8) for r in range(8)) / 3360:.2f}"
+                                for way in point_to_point.WAYS}, "": "closed form only"})  # fmt: skip
     return pandas.DataFrame(rows).set_index("ranks")
 
 

@@ -2,58 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import linear, relu
+from torch import Tensor
 
-from labs.chapters.nb06.exercise_pipeline import Link
-
-
-def pipeline_step(
-    stage: nn.Module,
-    micro_batches: Sequence[tuple[Tensor, Tensor]],
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
-    link: Link,
-) -> float | None:
-    """Forward and backward of one stage for a whole batch; the last stage returns the batch's mean loss.
-
-    GPipe: all forwards, then all backwards. Huang et al. 2019, arxiv.org/abs/1811.06965
-    """
-    rows, kept, total = sum(len(x) for x, _ in micro_batches), [], None
-    for x, y in micro_batches:
-        if not link.first:
-            x = link.receive_previous().requires_grad_()  # it has no history: its gradient is sent, not followed
-        output = stage(x)
-        if link.last:
-            output = loss_fn(output, y) * len(x) / rows
-            total = output.item() + (total or 0.0)
-        else:
-            link.send_next(output.detach())
-        kept.append((x, output))
-    while kept:
-        x, output = kept.pop(0)  # gradients arrive in the order of the activations
-        output.backward(None if link.last else link.receive_next())
-        if not link.first:
-            link.send_previous(x.grad)
-    return total
+Event = tuple[int, str, int, float, float]
 
 
-def best_pipeline(work_s: float, stages: int, overhead_s: float, rows: int) -> tuple[int, float, float]:
-    """(micro_batches, step_s, idle_share) of the fastest step: m + p - 1 turns of work_s / (p m) + overhead_s each."""
+def order(stage: int, stages: int, micro_batches: int, most: int) -> list[tuple[str, int]]:
+    """1F1B with a limit: no more forwards ahead than until the first gradient can be back, or than may be kept."""
+    warm_up = min(stages - stage, most, micro_batches)
+    actions = [("forward", i) for i in range(warm_up)]
+    for i in range(micro_batches):
+        actions.append(("backward", i))
+        if warm_up + i < micro_batches:
+            actions.append(("forward", warm_up + i))
+    return actions
 
-    def step_s(m: int) -> float:
-        return (m + stages - 1) * (work_s / (stages * m) + overhead_s)
 
-    least = math.sqrt((stages - 1) * work_s / (stages * overhead_s))  # where the derivative by m is zero
-    near = {min(max(1, m), rows) for m in (math.floor(least), math.ceil(least))}
-    m = min(near, key=step_s)
-    return m, step_s(m), (stages - 1) / (m + stages - 1)
+def lost_time(events: Sequence[Event], stages: int) -> dict[str, float]:
+    """Seconds of a step beyond the mean work of a stage: the uneven cut, messages, and the rest, which is waiting."""
+    spent = {what: [0.0] * stages for what in ("work", "messages")}
+    for stage, what, _, start, end in events:
+        spent["work" if what in ("forward", "backward") else "messages"][stage] += end - start
+    step = max(e[4] for e in events) - min(e[3] for e in events)
+    mean = sum(spent["work"]) / stages
+    cut, messages = max(spent["work"]) - mean, max(spent["messages"])
+    return {"cut": cut, "messages": messages, "waiting": step - mean - cut - messages}
 
 
 def cuts(layer_s: Sequence[float], stages: int) -> list[int]:
@@ -79,35 +58,29 @@ def cuts(layer_s: Sequence[float], stages: int) -> list[int]:
     return list(best(0, stages)[1])
 
 
-def parallel_mlp(x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
-    """down(relu(up(x))), of whose hidden features each rank computes its share; gradients land in up and down.
+def sharded_linear(x: Tensor, shard: Tensor) -> Tensor:
+    """x @ W.T, of whose rows each rank has a share; what is kept for backward is x and the share.
 
-    The functions f and g of Megatron-LM: Shoeybi et al. 2019, arxiv.org/abs/1909.08053, section 3
+    One layer of FSDP: Zhao et al. 2023, arxiv.org/abs/2304.11277, section 3
     """
+    n = dist.get_world_size()
 
-    class CopyToRanks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.view_as(x)
+    def gathered(shard: Tensor) -> Tensor:
+        parts = [torch.empty_like(shard) for _ in range(n)]
+        dist.all_gather(parts, shard)
+        return torch.cat(parts)
 
+    class ShardedLinear(torch.autograd.Function):
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # every rank used x: its gradient is the sum of theirs
-            total = gradient.clone()
-            dist.all_reduce(total)
-            return total
-
-    class SumOverRanks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, part: Tensor) -> Tensor:
-            total = part.clone()
-            dist.all_reduce(total)
-            return total
+        def forward(ctx: Any, x: Tensor, shard: Tensor) -> Tensor:
+            ctx.save_for_backward(x, shard)  # not the whole weight: it is freed here
+            return x @ gathered(shard).T
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # d(a + b)/da = 1: nothing to send
-            return gradient
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            x, shard = ctx.saved_tensors
+            mine = torch.empty_like(shard)
+            dist.reduce_scatter(mine, list((gradient.T @ x).chunk(n)))  # the ranks' sum, of these rows only
+            return gradient @ gathered(shard), mine / n
 
-    share = up.out_features // dist.get_world_size()
-    mine = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
-    hidden = relu(linear(CopyToRanks.apply(x), up.weight[mine], up.bias[mine]))
-    return SumOverRanks.apply(linear(hidden, down.weight[:, mine])) + down.bias
+    return ShardedLinear.apply(x, shard)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from labs.kit.measure import Estimate, paired_ratio
+from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.record import Record, Records
 
 CHEN_2016 = "T. Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174 (2016), abstract"
@@ -26,14 +27,16 @@ def published_prices() -> Records:
 
 def price(records: Records) -> dict[str, Estimate]:
     """Step time with each policy against without any, round by round."""
-    none = records.one("step_s", policy="none").samples
-    steps = records.where("step_s")
+    none = records.one("step_s", part="pareto", policy="none").samples
+    steps = records.where("step_s", part="pareto")
     return {r.case["policy"]: paired_ratio(r.samples, none) for r in steps if r.case["policy"] != "none"}
 
 
 def forward_share(records: Records) -> Estimate:
     """Part of a step's time that is forward: what one more forward pass costs. A third of the operations."""
-    return paired_ratio(records.one("forward_s").samples, records.one("step_s", policy="none").samples, "1")
+    return paired_ratio(
+        records.one("forward_s").samples, records.one("step_s", part="pareto", policy="none").samples, "1"
+    )
 
 
 def pareto(records: Records, part: str = "pareto") -> list[dict[str, Any]]:
@@ -61,3 +64,42 @@ def fell(records: Records, policy: str) -> tuple[float, float]:
         for m in ("saved_bytes", "peak_bytes")
     )
     return kept, peak
+
+
+NAMES = {"block": "Each block recomputed", "selective": "Selective"}
+
+
+def added(records: Records) -> dict[tuple[str, int], Estimate]:
+    """Seconds that a policy adds to a step of so many rows, round by round: `{(policy, rows): Estimate}`."""
+    none = {r.case["rows"]: r.samples for r in records.where("step_s", part="sizes", policy="none")}
+    return {
+        (r.case["policy"], r.case["rows"]): estimate(
+            [a - b for a, b in zip(r.samples, none[r.case["rows"]], strict=True)], "s"
+        )
+        for r in records.where("step_s", part="sizes")
+        if r.case["policy"] != "none"
+    }
+
+
+def fixed_price(records: Records) -> Iterator[str]:
+    """Which part of what a policy adds is there with the fewest rows, too, in sentences; none without the part sizes.
+
+    A step of one row has almost no arithmetic and no activations to move. What a policy adds there is calls, and the
+    weights that the second run reads again; the two are not told apart.
+    """
+    found = added(records)
+    few, many = (pick((rows for _, rows in found), default=0) for pick in (min, max))
+    for policy in dict.fromkeys(p for p, _ in found):
+        fixed, whole, name = found[policy, few], found[policy, many], NAMES.get(policy, policy)
+        said = f"{name} adds {fixed} to a step of {few} row{'s' * (few > 1)}"
+        if fixed.low <= 0:
+            said = f"{name}: a fixed price cannot be told in this run; with {few} row{'s' * (few > 1)} it adds {fixed}"
+        elif many > few:
+            said += (
+                f", which has 1/{many // few} of the operations of one of {many}: that part does not come from the rows"
+            )
+        if many > few:
+            grows = whole.low > fixed.high
+            said += (f". With {many} rows it adds {whole}: " +
+                     ("the rest grows with the rows" if grows else "no more that this run can show"))  # fmt: skip
+        yield f"{said}."

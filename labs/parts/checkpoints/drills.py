@@ -25,7 +25,6 @@ from labs.parts.checkpoints.writers import WAYS, Way
 from labs.parts.traps.shm import SmallSharedMemory
 
 DEADLINE_S = 30.0  # for one forked writer; each drill takes a thousandth of it
-LATEST = 1.2  # save times after the start of a save: the last moment of a kill
 SHM = Path("/dev/shm")
 
 
@@ -64,11 +63,14 @@ class Kill:
 
 
 def kills(way: Way, folder: Path, count: int, size_bytes: int, seed: int) -> Iterator[Kill]:
-    """`count` writers one after the other, each killed up to LATEST save times after the start of its first save."""
+    """`count` writers one after the other, each killed at a moment of its first save.
+
+    Moments are drawn from a whole save's usual time. A save that was faster has returned by then: `Kill.saving` tells.
+    """
     draw, saved = random.Random(seed), 0
     save_s = _save_s(way, folder, size_bytes)
     for _ in range(count):
-        moment = draw.uniform(0, LATEST)
+        moment = draw.uniform(0, 1)
         with _Progress() as progress, _forked(_save_on, way, folder, saved + 1, size_bytes, progress) as writer:
             progress.wait_for(saved + 1, writer)
             time.sleep(moment * save_s)

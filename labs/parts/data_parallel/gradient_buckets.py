@@ -1,4 +1,4 @@
-"""DDP's buckets: which gradients travel together, and a communication hook that counts them.
+"""DDP's buckets: which gradients travel together, and a communication hook that counts what is handed over.
 
 DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
 """
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from labs.parts.data_parallel.replicas import nbytes
-from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 
 
 def bucket_bytes(module: nn.Module, bucket_cap_mb: float) -> list[int]:
@@ -27,8 +26,8 @@ def bucket_bytes(module: nn.Module, bucket_cap_mb: float) -> list[int]:
     return buckets
 
 
-def counting_all_reduce(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's own default, an average over all ranks. Counts "all_reduces" and "bytes" that a ring makes a rank send."""
-    traffic["all_reduces"] += 1
-    traffic["bytes"] += ring_all_reduce_bytes(nbytes(bucket.buffer()), dist.get_world_size())
+def counting_all_reduce(handed: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's own default, an average over all ranks. Counts "all_reduces" and the "bytes" handed to them."""
+    handed["all_reduces"] += 1
+    handed["bytes"] += nbytes(bucket.buffer())
     return default_hooks.allreduce_hook(None, bucket)

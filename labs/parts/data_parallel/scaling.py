@@ -86,8 +86,3 @@ def break_even_epochs(startup_s: float, epoch_s_single: float, epoch_s_parallel:
     """Epochs after which the faster parallel run has earned back its start-up; inf if it is not faster."""
     saved = epoch_s_single - epoch_s_parallel
     return math.inf if saved <= 0 else startup_s / saved
-
-
-def transfer_s(size: float, latency_s: float, bytes_per_s: float) -> float:
-    """Seconds for one message of `size` bytes: the latency-bandwidth model alpha + S / beta."""
-    return latency_s + size / bytes_per_s

@@ -22,7 +22,7 @@ from labs.kit import measure
 from labs.kit.errors import require
 from labs.kit.failure import LOST_PEER
 from labs.kit.hardware import place
-from labs.kit.rank import Rank, process_group
+from labs.kit.rank import Rank, process_group, same_bits_every_time
 from labs.parts import models
 from labs.parts.checkpoints import load_latest, random_state, restore, save, training_state
 from labs.parts.elastic.faults import Fault
@@ -55,7 +55,7 @@ class Position:
 class Settings(dict):
     """What a resumed training must not change without a word: all but how long, where to and how often it saves."""
 
-    FREE = ("folder", "epochs", "save_every", "kill_rank", "kill_at_step", "kill_while")
+    FREE = ("folder", "epochs", "save_every", "device", "kill_rank", "kill_at_step", "kill_while")
 
     def __init__(self, config: Config, world_size: int) -> None:
         values = {k: v for k, v in dataclasses.asdict(config).items() if k not in self.FREE}
@@ -108,7 +108,9 @@ class Training:
 
 def train(config: Config, journal: Journal) -> None:
     """Join the job, resume, train to the end. A lost peer ends this rank in one line: the agent starts all again."""
-    with process_group(place(int(os.environ["LOCAL_WORLD_SIZE"]))[int(os.environ["LOCAL_RANK"])]) as rank:
+    placement = place(int(os.environ["LOCAL_WORLD_SIZE"]), config.device)
+    with process_group(placement[int(os.environ["LOCAL_RANK"])]) as rank:
+        same_bits_every_time(rank.device)  # a restarted training is compared with one that was never stopped
         journal("group")
         try:
             train_on(rank, config, journal)

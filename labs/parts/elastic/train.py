@@ -41,6 +41,8 @@ class Config:
     """Steps between two saves."""
     seed: int = 0
     """Seed of the model, of the order of the images and of the dropout."""
+    device: Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
+    """Where ranks run: GPUs if there are enough, otherwise CPU cores."""
     kill_rank: int = -1
     """Rank that kills itself, once, to try out what happens; -1: none does."""
     kill_at_step: int = 0

@@ -1,4 +1,4 @@
-"""BERT-large and ResNet-152, written out: two models whose memory the articles quote.
+"""BERT-large, ResNet-152, ResNet-50 and VGG-16, written out: models of which articles and benchmarks quote numbers.
 
 They are built to be counted on the meta device or under FakeTensorMode, where nothing is allocated. The same classes
 with smaller numbers are models that train. A helper module, not a lab.
@@ -170,6 +170,27 @@ def resnet(blocks: tuple[int, ...] = (3, 8, 36, 3), width: int = 64, classes: in
         return torch.randn(rows, 3, side, side), torch.randint(classes, (rows,))
 
     return Workload(ResNet(blocks, width, classes), make_batch, functional.cross_entropy)
+
+
+def resnet_50() -> nn.Module:
+    """ResNet-50 (He et al. 2015, arXiv 1512.03385, table 1) on the meta device: to count, not to run."""
+    with torch.device("meta"):
+        return ResNet((3, 4, 6, 3))
+
+
+def vgg_16() -> nn.Module:
+    """VGG-16 (Simonyan and Zisserman 2014, arXiv 1409.1556, table 1, D) on the meta device: to count, not to run."""
+    channels, layers = 3, []
+    with torch.device("meta"):
+        for width, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+            for _ in range(convolutions):
+                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+                channels = width
+            layers += [nn.MaxPool2d(2)]  # 224 x 224 pixels become 7 x 7 after five of them
+        layers += [nn.Flatten()]
+        for inputs, outputs in ((512 * 7 * 7, 4096), (4096, 4096), (4096, 1000)):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])  # no ReLU behind the last
 
 
 def tiny_resnet() -> Workload:

@@ -16,7 +16,12 @@ from labs.parts.oracle.trace import Trace
 MOST_ROWS = 1 << 20  # a batch is not looked for above this
 STRIDE = 16  # a small batch, whose peak is in the optimizer's step, says nothing about large ones
 RESERVE = 0.1  # share of a card that a margin should have: CUDA's context, workspace, fragmentation
-FP32_STATES = {"sgd": 8, "momentum": 12, "adam": 16}  # bytes per parameter: itself, its gradient, optimizer's state
+FP32_STATES = {
+    "sgd": 8,
+    "momentum": 12,
+    "adam": 16,
+    "fused_adam": 16,
+}  # bytes per parameter: itself, its gradient, optimizer's state
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Card:
 
     gpu: str
     memory_bytes: int | None
-    """As sold, 10^9 bytes to the GB; None: gpus.toml has no sourced figure, and none is guessed."""
+    """As nvidia-smi prints it, or as sold (10^9 bytes to the GB) where gpus.toml has only that; None: neither."""
     margin_bytes: int | None
     """What the step leaves of it; below 0: what is missing. CUDA's context and fragmentation take more."""
     verdict: Literal["fits", "tight", "does not fit", "unknown"]
@@ -91,13 +96,19 @@ class Card:
 def cards(step: Trace | float) -> list[Card]:
     """Every card of labs/kit/gpus.toml, in its order, for a trace (target "cuda") or a number of bytes."""
     needed = step.peak_bytes if isinstance(step, Trace) else step
-    return [_card(spec.gpu, spec.memory_gb, needed) for spec in hardware.specs()]
+    return [_card(spec.gpu, memory_bytes(spec.gpu), needed) for spec in hardware.specs()]
 
 
-def _card(gpu: str, memory_gb: float | None, needed: float) -> Card:
-    if memory_gb is None:
+def memory_bytes(gpu: str) -> int | None:
+    """All the memory of a card of labs/kit/gpus.toml; None where no figure is sourced."""
+    row = hardware.spec(gpu)
+    sold = round(row.memory_gb * 1e9) if row and row.memory_gb else None
+    return hardware.usable_bytes(gpu) or sold
+
+
+def _card(gpu: str, memory: int | None, needed: float) -> Card:
+    if memory is None:
         return Card(gpu, None, None, "unknown")
-    memory = round(memory_gb * 1e9)
     margin = memory - math.ceil(needed)
     verdict = "does not fit" if margin < 0 else "tight" if margin < RESERVE * memory else "fits"
     return Card(gpu, memory, margin, verdict)

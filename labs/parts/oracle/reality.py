@@ -37,9 +37,13 @@ class Measured:
     """Peak bytes of a real training step."""
 
     peak_bytes: int
-    """All that the allocator had handed out."""
+    """All that the allocator was asked for. On a GPU it hands out more, in blocks, and takes still more: see below."""
     tensor_bytes: int | None
     """Without kernels' workspace: what one kernel takes and gives back within its call. None on a GPU."""
+    allocated_bytes: int | None = None
+    """On a GPU: peak of the blocks handed out, each with the end that was too small to be split off."""
+    reserved_bytes: int | None = None
+    """On a GPU: peak of what the allocator took from the driver, for all that this process has there."""
 
 
 def measured(source: fake.Source, rows: int, device: torch.device | None = None, **conditions: Any) -> Measured:
@@ -52,9 +56,10 @@ def measured(source: fake.Source, rows: int, device: torch.device | None = None,
     workload = fake.real(source)
     c = Conditions(**{**conditions, "target": device.type})
     if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)  # such as workspace of cuBLAS, from earlier steps
+        _cublas_workspace(device)  # it stays, and belongs to no step: it must be there before
+        before = torch.cuda.memory_stats(device)
         _steps(workload, rows, c, device, _fresh_peak(device))
-        return Measured(torch.cuda.max_memory_allocated(device) - before, None)
+        return of_allocator(before, torch.cuda.memory_stats(device))
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would print its start and its stop
     gc.collect()  # what is left of earlier work must not come back meanwhile: the profiler would warn
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -71,6 +76,21 @@ def _steps(workload: Workload, rows: int, c: Conditions, device: torch.device, s
     gc.collect()  # what is in cycles of earlier steps must not come back in this one
     with no_collection(), second:
         amp.train_step(module, workload.loss, parts, optimizer, c.precision, scaler, c.max_norm)
+
+
+def of_allocator(before: dict[str, int], after: dict[str, int]) -> Measured:
+    """Peaks that `torch.cuda.memory_stats` tells, less what was there before; reserved bytes as they are."""
+
+    def more(kind: str) -> int:
+        return after[f"{kind}.all.peak"] - before[f"{kind}.all.current"]
+
+    return Measured(more("requested_bytes"), None, more("allocated_bytes"), after["reserved_bytes.all.peak"])
+
+
+def _cublas_workspace(device: torch.device) -> None:
+    """Have cuBLAS take its workspace, once in this thread and once in autograd's, which has a handle of its own."""
+    x = torch.ones(8, 8, device=device, requires_grad=True)
+    (x @ x).sum().backward()
 
 
 @contextmanager

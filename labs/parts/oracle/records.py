@@ -20,10 +20,14 @@ from labs.parts.oracle.trace import CATEGORIES, Trace
 
 POINTS = 150  # of a timeline, at most
 GPU_HEADROOM = 1.2  # a large model really runs where this many times its peak is free
+GPU_BUDGET_S = 40.0  # for all large models that really run: a launch ends after 120 s, and traces take a part of them
 
 
 class Steps:
     """Steps of one model under the same conditions, as records."""
+
+    real_s = 0.0
+    """Seconds that large models have really run in this process."""
 
     def __init__(self, rank: Rank, part: str, source: Source, *, seq: int = 0, name: str = "", **given: Any):
         self.rank, self.source, self.given, self.seq = rank, source, given, seq
@@ -53,8 +57,16 @@ class Steps:
         at = trace.peak_event
         yield self.record("peak_op", "1", at.step, batch=rows, phase=at.phase, op=at.op)
         yield self.record("trace_s", "s", self.trace_s, "measured", batch=rows)
-        if self.rank.device.type == "cuda" and trace.peak_bytes * GPU_HEADROOM < _free_bytes(self.rank.device):
+        if self._may_run(trace):
+            start = time.perf_counter()
             yield from self.real(rows)
+            Steps.real_s += time.perf_counter() - start
+
+    def _may_run(self, trace: Trace) -> bool:
+        """Whether a step of this size runs on this GPU, and there is time for it."""
+        if self.rank.device.type != "cuda" or Steps.real_s >= GPU_BUDGET_S:
+            return False
+        return trace.peak_bytes * GPU_HEADROOM < _free_bytes(self.rank.device)
 
     def real(self, rows: int) -> Iterator[Record]:
         """The same step on this device: on a CPU what tensors take, and what kernels take on top; a GPU's peak."""
@@ -64,6 +76,9 @@ class Steps:
         yield self.record("measured_bytes", "B", tensors, "measured", batch=rows)
         if found.tensor_bytes is not None:
             yield self.record("workspace_bytes", "B", found.peak_bytes - tensors, "measured", batch=rows)
+        if found.allocated_bytes is not None and found.reserved_bytes is not None:
+            yield self.record("allocated_bytes", "B", found.allocated_bytes, "measured", batch=rows)
+            yield self.record("reserved_bytes", "B", found.reserved_bytes, "measured", batch=rows)
 
     def timeline(self, trace: Trace) -> Iterator[Record]:
         """A series for each phase and category: its samples are moments of the step, in order."""

@@ -25,6 +25,17 @@ def relative_error(records: Records, **case: object) -> float:
     return peak(records, **case) / records.one("measured_bytes", **case).value - 1
 
 
+def workspace(records: Records, **case: object) -> float:
+    """What kernels took for themselves at the real peak, over the bytes of tensors; 0 where it was not told apart."""
+    found = records.where("workspace_bytes", **case)
+    return found[0].value / records.one("measured_bytes", **case).value if len(found) else 0.0
+
+
+def checked(records: Records) -> list[dict]:
+    """The cases of the steps that were really run, too."""
+    return [r.case for r in records.where("measured_bytes")]
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A step from its first operation to its last."""
@@ -49,15 +60,18 @@ def timeline(records: Records, **case: object) -> Timeline:
     return Timeline([op for samples in parts for op in samples], names, found)
 
 
-def report(records: Records) -> str:
-    """What an engineer asks of the model in `records`: how much, of what, when, how large a batch, on which cards."""
+def report(records: Records) -> list[str]:
+    """What an engineer asks of the model in `records`: how much, of what, when, how large a batch, on which cards.
+
+    In sentences.
+    """
     steps = [_step(r.case) for r in records.where("peak_bytes", part="model", category=CATEGORIES[0])]
     chosen, *others = steps
     said = [_on_peak(records, chosen)]
     for c in others:
         said.append(f"With policy {c['policy']} the peak is {_gb(peak(records, **c))}.")
     said += [_on_batch(records, r.case) for r in records.where("largest_batch", part="model")]
-    return " ".join([*said, _on_cards(records)])
+    return [*said, _on_cards(records)]
 
 
 def _step(case: dict) -> dict:

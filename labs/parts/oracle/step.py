@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p, foreach: torch.optim.SGD(p, lr=1e-3, foreach=foreach),
     "momentum": lambda p, foreach: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=foreach),
     "adam": lambda p, foreach: torch.optim.AdamW(p, lr=1e-4, foreach=foreach),
+    "fused_adam": lambda p, foreach: torch.optim.AdamW(p, lr=1e-4, fused=True),  # no copies of all parameters at once
 }
 
 
@@ -32,8 +33,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Conditions:
     """Of a training step; what is not said here is as in labs.parts.precision.amp.train_step."""
 
-    optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
-    """SGD, SGD with momentum, or AdamW."""
+    optimizer: Literal["sgd", "momentum", "adam", "fused_adam"] = "sgd"
+    """SGD, SGD with momentum, AdamW, or AdamW(fused=True)."""
     precision: str = "fp32"
     """Of labs.parts.precision.amp.FORMATS; 16-bit ones by autocast."""
     policy: str = "none"

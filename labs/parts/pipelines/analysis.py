@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.record import Record, Records
@@ -84,6 +83,8 @@ def fit(records: Records, chain: str) -> Fit:
 
 def fit_steps(seconds: dict[int, float], stages: int) -> Fit:
     """Fit the model to `{micro-batches: seconds per step}`; no cost comes out negative."""
+    from scipy.optimize import nnls  # half a second that ranks need not pay
+
     if len(seconds) < 2:
         raise ValueError(f"steps with at least two numbers of micro-batches are needed, not {list(seconds)}")
     m, t = np.array(list(seconds), float), np.array(list(seconds.values()), float)

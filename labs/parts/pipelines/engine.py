@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labs.kit import measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.parts.pipelines.chains import Chain, split
@@ -21,15 +20,34 @@ from labs.parts.pipelines.schedules import Action, Event
 AHEAD = 2  # receives that are posted before they are needed: a message then arrives while the stage still computes
 
 
-Links = tuple[dist.ProcessGroup, dist.ProcessGroup]
+Links = dict[tuple[int, str], dist.ProcessGroup]
+"""(stage, "activation") takes activations from that stage to the next, (stage, "gradient") gradients back to it."""
 
 
 def new_links() -> Links:
-    """A group for activations, one for gradients; all ranks must call this. Several pipelines may share them.
+    """A group for each pair of neighbours and each direction; all ranks call this. Several pipelines may share them.
 
-    On GPUs each group is a queue of its own, and one queue for both directions could block itself.
+    NCCL runs the messages of a group one after the other, in the order in which they were asked for. In a group with
+    more than one direction, or link, a receive that was posted ahead would stand before the very send that its sender
+    waits for, and all would wait for ever.
     """
-    return dist.new_group(), dist.new_group()
+    ways = [(stage, carries) for stage in range(dist.get_world_size() - 1) for carries in ("activation", "gradient")]
+    links = {(stage, carries): dist.new_group([stage, stage + 1]) for stage, carries in ways}
+    # NCCL connects two ranks at their first message and waits for the other: all must begin in the same order.
+    greeting = torch.zeros(1, device=_place())
+    for (stage, carries), group in links.items():
+        sender, receiver = (stage, stage + 1) if carries == "activation" else (stage + 1, stage)
+        if dist.get_rank() == sender:
+            dist.send(greeting, receiver, group)
+        elif dist.get_rank() == receiver:
+            dist.recv(greeting, sender, group)
+    return links
+
+
+def _place() -> torch.device:
+    """Where messages must lie: gloo sends tensors of the host only, also from a GPU that ranks share."""
+    nccl = "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 class StageFailed(RuntimeError):
@@ -59,9 +77,13 @@ class Pipeline:
         """If a list, every action is added to it with the times of its start and end."""
         self.messages = self._shapes(model.make_batch(1)[0])
         """Shape without its rows, and format, of what passes from each stage to the next."""
-        activations, gradients = links or new_links()
-        self.activations = Mailbox("activation", activations, self)
-        self.gradients = Mailbox("gradient", gradients, self)
+        links = new_links() if links is None else links
+
+        def mailbox(carries: str, source: int, to: int) -> Mailbox:
+            return Mailbox(carries, links.get((source, carries)), links.get((to, carries)), self)
+
+        self.activations = mailbox("activation", self.stage - 1, self.stage)
+        self.gradients = mailbox("gradient", self.stage, self.stage - 1)
 
     def step(self, actions: Sequence[Action], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float | None:
         """Forward and backward of all micro-batches: gradients end up in the module; the last stage returns the loss.
@@ -119,8 +141,10 @@ class Pipeline:
 
     def now(self) -> float:
         """Seconds of a clock that all processes of this machine share."""
-        if self.events is not None:
-            measure.sync(self.device)  # a GPU would otherwise still be busy with what the clock calls over
+        if self.events is not None and self.device.type != "cpu":
+            # What was computed, not the whole device: a receive that was posted ahead waits for a neighbour, who may
+            # wait for us.
+            torch.accelerator.current_stream(self.device).synchronize()
         return time.perf_counter()
 
     def note(self, kind: str, i: int, start: float, message: str = "") -> None:
@@ -146,10 +170,12 @@ class Pipeline:
 class Mailbox:
     """The messages of one direction: those this stage sends, and those it receives from one neighbour, in order."""
 
-    def __init__(self, carries: str, group: dist.ProcessGroup, pipeline: Pipeline) -> None:
-        self.carries, self.group, self.pipeline = carries, group, pipeline
-        # gloo sends tensors of the host only: from a shared GPU messages go through it.
-        self.place = pipeline.device if "nccl" in dist.get_backend_config(group) else torch.device("cpu")
+    def __init__(
+        self, carries: str, incoming: dist.ProcessGroup | None, outgoing: dist.ProcessGroup | None, pipeline: Pipeline
+    ) -> None:  # fmt: skip
+        """`incoming` and `outgoing` are the groups of the two links; None at the pipeline's end."""
+        self.carries, self.incoming, self.outgoing, self.pipeline = carries, incoming, outgoing, pipeline
+        self.place = _place()
         self.posted: deque[tuple[Tensor, dist.Work]] = deque()
         self.sent: deque[tuple[Tensor, dist.Work]] = deque()
         self.left = self.messages_sent = self.bytes_sent = 0
@@ -163,7 +189,7 @@ class Mailbox:
     def _post(self) -> None:
         if self.left:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.place)
-            self.posted.append((buffer, dist.irecv(buffer, self.source, self.group)))
+            self.posted.append((buffer, dist.irecv(buffer, self.source, self.incoming)))
             self.left -= 1
 
     def receive(self, i: int) -> Tensor:
@@ -181,7 +207,7 @@ class Mailbox:
         tensor = tensor.contiguous().to(self.place)
         while self.sent and self.sent[0][1].is_completed():
             self.sent.popleft()
-        self.sent.append((tensor, dist.isend(tensor, to, self.group)))  # a tensor must live until it is sent
+        self.sent.append((tensor, dist.isend(tensor, to, self.outgoing)))  # a tensor must live until it is sent
         self.messages_sent += 1
         self.bytes_sent += tensor.nbytes
         self.pipeline.note("send", i, start, self.carries)
@@ -192,6 +218,9 @@ class Mailbox:
             self._wait(self.sent.popleft()[1], f"a neighbour to take its {self.carries}")
 
     def _wait(self, work: dist.Work, what: str) -> None:
+        if self.place.type == "cuda":  # with a limit NCCL would hold up this process; without, only the GPU's stream
+            work.wait()
+            return
         start = time.perf_counter()
         try:
             work.wait(datetime.timedelta(seconds=self.pipeline.wait_s))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.optimize import nnls
 from torch import Tensor
 
 from labs.kit import measure
@@ -96,6 +95,8 @@ def link(times: Mapping[int, Sequence[float]]) -> tuple[float, float]:
 
     Neither comes out negative. (0, 0) if nothing took any time: a single rank sends nothing.
     """
+    from scipy.optimize import nnls  # half a second, which a bad option need not wait for
+
     seconds = np.array([statistics.median(t) for t in times.values()])
     if not seconds.any():
         return 0.0, 0.0

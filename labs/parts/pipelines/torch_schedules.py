@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import pipelining
 
 from labs.kit.errors import require
 from labs.kit.rank import Rank
@@ -66,6 +65,8 @@ def make(
     The whole batch goes in on every rank; torch cuts it into micro-batches. The step returns the mean loss on the rank
     of the last stage, None elsewhere. BadInput for cuts that do not fit the number of stages.
     """
+    from torch.distributed import pipelining  # a second or two, which a bad option need not wait for
+
     kind, each = SCHEDULES[name]
     total = stages_in_all(name, rank.world_size)
     cuts = even_cuts(model, total) if cuts is None else list(cuts)

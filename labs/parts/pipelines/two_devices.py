@@ -8,6 +8,20 @@ from torch import Tensor, nn
 from labs.parts.pipelines.chains import Chain, split
 
 
+class NaiveSplit(nn.Module):
+    """The plain form: each half on its device, and the activations moved between them. One device works at a time."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, devices: tuple[str, str] = ("cuda:0", "cuda:1")) -> None:
+        super().__init__()
+        self.devices = devices
+        self.first, self.second = first.to(devices[0]), second.to(devices[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs of the first half -> outputs of the second, on the second device: the targets belong there, too."""
+        between = self.first(x.to(self.devices[0]))
+        return self.second(between.to(self.devices[1]))  # autograd moves the gradient back by itself
+
+
 class TwoDevices:
     """`model` cut at `cut`: the first half on devices[0], the second on devices[1].
 

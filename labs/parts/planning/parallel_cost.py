@@ -13,7 +13,11 @@ from dataclasses import dataclass, replace
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 
 STATE_BYTES = 16  # per parameter, FP32: itself, gradient, Adam's two moments
-COPY_BYTES = 2  # per parameter: a 16-bit copy to compute with
+COPY_BYTES = 2  # per parameter: a 16-bit copy to compute with; FSDP2 gathers it
+GRADIENT_BYTES = 4  # per parameter: DDP and FSDP2 both sum gradients in FP32 here
+# Plans whose times differ by less are taken for equal. Our choice, made after calibration's errors had been seen: most
+# rows of `calibration.same_model` err by less, not all. So a plan beyond it may still be the faster one.
+NEAR = 0.1
 BUCKET_BYTES = 25 * 2**20  # DDP's; the last one has no backward pass left to hide behind
 ASPECT = 100  # hidden size over layers; 43 to 128 in GPT-3's models, Brown et al. 2020, arXiv 2005.14165, table 2.1
 LOGIT_BYTES = 10  # per token and word: the logits in 16 and in 32 bits, and their gradient
@@ -58,6 +62,37 @@ class Machine:
     """Of one GPU in one direction, reached."""
     latency_s: float = 20e-6
     """Of one message."""
+
+
+@dataclass(frozen=True)
+class States:
+    """What a GPU keeps of each parameter from step to step: its own formats of weights, gradients and moments."""
+
+    name: str
+    kept_bytes: float
+    """Per parameter; FSDP2 divides them."""
+    copy_bytes: float = COPY_BYTES
+    """Per parameter, to compute with; FSDP2 has those of two layers only."""
+    host_bytes: float = 0.0
+    """Per parameter in the host's memory, divided in the same way."""
+    adapter_rank: int = 0
+    """LoRA: only matrices of this rank beside each weight are trained, with states in FP32."""
+    source: str = ""
+
+
+ADAM = States("Adam in FP32", STATE_BYTES)
+OTHERWISE = (
+    States("8-bit Adam", 4 + 4 + 2 * (1 + 4 / 256), source="Dettmers et al. 2021, arXiv 2110.02861; bitsandbytes keeps "
+           "one FP32 scale per 256 values"),
+    States("weights, gradients and moments in BF16", 2 + 2 + 4, copy_bytes=0, source="Zamirai et al. 2020, arXiv "
+           "2010.06192: without stochastic rounding or Kahan summation small updates are lost"),
+    States("FSDP2 with CPU offload", 0, 2 * COPY_BYTES, STATE_BYTES, source="torch's CPUOffloadPolicy; ZeRO-Offload, "
+           "Ren et al. 2021, arXiv 2101.06840"),
+    States("LoRA of rank 16 on BF16 weights", 2, 0, adapter_rank=16, source="Hu et al. 2021, arXiv 2106.09685"),
+    States("LoRA of rank 16 on 4-bit weights", 0.5 + 0.127 / 8, COPY_BYTES, adapter_rank=16, source="QLoRA, Dettmers "
+           "et al. 2023, arXiv 2305.14314, section 3: 0.127 bits more per parameter"),
+)  # fmt: skip
+"""If nothing fits: in the order in which they change the training."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +154,15 @@ class Cost:
         return self.compute_s + self.bubble_s + self.exposed_s
 
 
-def cost(job: Job, machine: Machine, plan: Plan) -> Cost:
-    """The model: memory and time of `plan`."""
+def cost(job: Job, machine: Machine, plan: Plan, states: States = ADAM) -> Cost:
+    """The model: memory and time of `plan`. The time is that of ADAM: what other states cost is not modelled."""
     layers = math.ceil(job.layers / plan.pipeline)  # of the largest stage
     imbalance = layers * plan.pipeline / job.layers
     compute = job.flop * (4 / 3 if plan.recompute else 1) / (plan.ranks * machine.flop_s) * imbalance
     own = job.parameters * layers / job.layers / plan.tensor
     return Cost(
         plan,
-        states_bytes(job, plan, own),
+        states_bytes(job, plan, own, states),
         activation_bytes(job, plan, layers),
         compute,
         compute * (plan.pipeline - 1) / plan.micro_batches,
@@ -135,14 +170,17 @@ def cost(job: Job, machine: Machine, plan: Plan) -> Cost:
     )
 
 
-def states_bytes(job: Job, plan: Plan, own: float) -> float:
-    """Parameters, gradients, optimizer state and 16-bit copies of `own` parameters on one GPU.
+def states_bytes(job: Job, plan: Plan, own: float, states: States = ADAM) -> float:
+    """Parameters, gradients, optimizer state and copies to compute with of `own` parameters on one GPU.
 
-    Sharded, it keeps its share, and the 16-bit parameters of two layers: the one at work and the next one.
+    Sharded (or with weights in few bits, or on the host) a GPU has the copies of two layers only: the one at work and
+    the next one. LoRA's matrices: r (in + out) numbers for four h x h and two h x 4h weights in each layer.
     """
-    if plan.sharded:
-        return own * STATE_BYTES / plan.data + 2 * COPY_BYTES * job.parameters / job.layers / plan.tensor
-    return own * (STATE_BYTES + COPY_BYTES)
+    shares, own_layers = plan.data if plan.sharded else 1, own / job.parameters * job.layers
+    by_layer = plan.sharded or states.kept_bytes < COPY_BYTES
+    copies = 2 * job.parameters / job.layers / plan.tensor if by_layer else own
+    adapters = states.adapter_rank * 18 * job.hidden * own_layers
+    return (own * states.kept_bytes + adapters * STATE_BYTES) / shares + copies * states.copy_bytes
 
 
 def activation_bytes(job: Job, plan: Plan, layers: int) -> float:
@@ -176,21 +214,36 @@ def _tensor_s(job: Job, machine: Machine, plan: Plan, layers: int) -> float:
     return (6 if plan.recompute else 4) * layers * one * (plan.micro_batches + plan.pipeline - 1)
 
 
+def sent_per_parameter(
+    ranks: int, sharded: bool, weight: float = COPY_BYTES, gradient: float = GRADIENT_BYTES
+) -> float:
+    """Bytes that a rank sends per parameter and step. `weight`, `gradient`: bytes of the format in which they travel.
+
+    DDP: one all-reduce of gradients, 2 (n-1)/n. FSDP2: two all-gathers of weights and a reduce-scatter of gradients,
+    (n-1)/n each. In one format for all that is 3/2 of DDP's; with 16-bit weights and FP32 gradients it is as much.
+    """
+    share = (ranks - 1) / ranks
+    return share * (2 * weight + gradient if sharded else 2 * gradient)
+
+
 def _data_s(machine: Machine, plan: Plan, own: float, compute_s: float) -> float:
-    """What is left of DDP's all-reduce (FP32), or of FSDP2's gathers and scatter (16 bits), beside the computing."""
-    n = plan.data
+    """What is left of DDP's all-reduce, or of FSDP2's gathers and scatter, beside the computing.
+
+    FP32 gradients, 16-bit weights: `sent_per_parameter`. Computing hides all that it lasts for: the best case.
+    """
+    n, m = plan.data, plan.micro_batches
     if n == 1:
         return 0.0
     parts = 4 if plan.recompute else 3
     forward, backward = compute_s / parts, compute_s * (parts - 1) / parts
     latency = 2 * (n - 1) * machine.latency_s
     if not plan.sharded:
-        size = 4 * own
+        size = GRADIENT_BYTES * own
         all_reduce, last = (ring_all_reduce_bytes(s, n) / machine.link_bytes_s for s in (size, min(size, BUCKET_BYTES)))
-        return latency + max(last, all_reduce - backward / plan.micro_batches)
-    gather = (n - 1) / n * COPY_BYTES * own / machine.link_bytes_s  # per micro-batch; so long takes the scatter, too
-    m = plan.micro_batches
-    return m * latency + max(0.0, m * gather - forward) + max(0.0, 2 * m * gather - backward)
+        return latency + max(last, all_reduce - backward / m)
+    gather = (n - 1) / n * COPY_BYTES * own / machine.link_bytes_s  # per micro-batch, in forward and in backward
+    scatter = (n - 1) / n * GRADIENT_BYTES * own / machine.link_bytes_s
+    return m * latency + max(0.0, m * gather - forward) + max(0.0, m * (gather + scatter) - backward)
 
 
 def plans(job: Job, gpus: int) -> Iterator[Plan]:
@@ -215,16 +268,34 @@ def costs(job: Job, machine: Machine) -> list[Cost]:
     return sorted(found, key=lambda c: (c.step_s, _complexity(c.plan)))
 
 
+def _mechanisms(plan: Plan) -> int:
+    """How much has to be got right: sharding, cutting layers, cutting between layers, more than one GPU at all."""
+    return (plan.ranks > 1) + (plan.data > 1) + 2 * plan.sharded + 2 * (plan.tensor > 1) + 3 * (plan.pipeline > 1)
+
+
 def _complexity(plan: Plan) -> tuple[int, ...]:
-    mechanisms = (plan.data > 1) + 2 * plan.sharded + 2 * (plan.tensor > 1) + 3 * (plan.pipeline > 1)
-    return plan.ranks > 1, mechanisms, plan.recompute, plan.micro_batches
+    return plan.ranks > 1, _mechanisms(plan), plan.recompute, plan.micro_batches
 
 
 def best(costs: Iterable[Cost], memory_bytes: float) -> Cost | None:
-    """The fastest that fits or, if others come within 1 %, the simplest of them; None if none fits."""
+    """The fastest that fits or, if others come NEAR, the simplest of them; None if none fits.
+
+    A simpler plan within the model's own error is the better advice: which of the two is faster has to be measured.
+    """
     fitting = [c for c in costs if c.memory_bytes <= memory_bytes]
-    limit = 1.01 * min((c.step_s for c in fitting), default=0.0)
-    return min((c for c in fitting if c.step_s <= limit), key=lambda c: _complexity(c.plan), default=None)
+    limit = (1 + NEAR) * min((c.step_s for c in fitting), default=0.0)
+    near = [c for c in fitting if c.step_s <= limit]
+    return min(near, key=lambda c: (_mechanisms(c.plan), c.step_s, _complexity(c.plan)), default=None)
+
+
+def otherwise(job: Job, machine: Machine) -> Iterator[tuple[States, Cost]]:
+    """For each way of OTHERWISE that fits, the plan with the fewest mechanisms: bytes; its time is not modelled."""
+    for states in OTHERWISE:
+        found = [cost(job, machine, p, states) for g in {1, machine.gpus} for p in plans(job, g)
+                 if not states.host_bytes or p.sharded or p.ranks == 1]  # fmt: skip
+        fitting = [c for c in found if c.memory_bytes <= machine.memory_bytes]
+        if fitting:
+            yield states, min(fitting, key=lambda c: (c.plan.ranks < machine.gpus, _complexity(c.plan)))
 
 
 def fewest_gpus(job: Job, machine: Machine, most: int = 1024) -> int | None:

@@ -1,4 +1,4 @@
-"""One training step in mixed precision, in the order that keeps it right, for every number format.
+"""Training steps in mixed precision, in the order that keeps them right: in BF16, in FP16, and in any format.
 
 Parameters, gradients and optimizer state stay in FP32. Autocast runs matrix products and convolutions in a 16-bit
 format; GradScaler multiplies the loss so that FP16's small gradients are not lost. A helper module, not a lab.
@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 
 NO_SCALING = "fp16, no scaling"
 FORMATS = ("fp32", "tf32", "bf16", "fp16", NO_SCALING)
+Loss = Callable[[Tensor, Tensor], Tensor]
 LOWERED = {"bf16": torch.bfloat16, "fp16": torch.float16, NO_SCALING: torch.float16}  # what autocast lowers to
 
 
@@ -52,7 +53,7 @@ def scaler(name: str, device: torch.device, **settings: float) -> GradScaler:
     return GradScaler(device.type, enabled=name == "fp16", **settings)
 
 
-def impossible(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batch: Sequence[Tensor], name: str) -> str:
+def impossible(module: nn.Module, loss: Loss, batch: Sequence[Tensor], name: str) -> str:
     """Why `module` cannot be trained in format `name` on the device it is on, in torch's words; "" if it can.
 
     Tried on the first two rows of `batch`. A device may have a format and yet not every layer in it: FP16 of an LSTM on
@@ -74,8 +75,43 @@ def impossible(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batc
     return ""
 
 
+def bf16_step(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """One step in BF16: forward and loss under autocast. Returns the loss, a scalar on the device."""
+    optimizer.zero_grad()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    loss.backward()  # outside of autocast: backward takes the formats that forward chose
+    optimizer.step()
+    return loss.detach()
+
+
+def fp16_step(
+    model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, scaler: GradScaler
+) -> Tensor:
+    """The same in FP16, whose small gradients become 0 unless the loss is scaled. One `scaler` for all steps."""
+    optimizer.zero_grad()
+    with torch.autocast(x.device.type, torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # unscales first; skips the step if a gradient is not finite
+    scaler.update()  # halves the scale after such a step, doubles it after enough good ones
+    return loss.detach()
+
+
+def whole_batch_step(
+    name: str, model: nn.Module, loss_fn: Loss, batch: Sequence[Tensor], optimizer: torch.optim.Optimizer,
+    scaler: GradScaler,
+) -> Tensor:  # fmt: skip
+    """One step in the format `name` of FORMATS on all rows of `batch`, (x, y), without clipping."""
+    if name == "bf16":
+        return bf16_step(model, loss_fn, *batch, optimizer)
+    if name in LOWERED:
+        return fp16_step(model, loss_fn, *batch, optimizer, scaler)
+    return train_step(model, loss_fn, [tuple(batch)], optimizer, name, scaler)
+
+
 def train_step(
-    module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], micro_batches: Sequence[tuple[Tensor, Tensor]],
+    module: nn.Module, loss: Loss, micro_batches: Sequence[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer, name: str, scaler: GradScaler, max_norm: float | None = None,
 ) -> Tensor:  # fmt: skip
     """One optimizer step on all rows of `micro_batches`; returns their mean loss, a scalar on the device.

@@ -83,6 +83,11 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
 
 
+def short(name: str) -> str:
+    """A model's name without the module of its factory."""
+    return name.rpartition(":")[2]
+
+
 def speed_ups(records: Records, baseline: str = "fp32") -> dict[tuple[str, str], Estimate]:
     """Time of the baseline's step over that of each other format's, pair by pair, by (model, format)."""
     found = {}

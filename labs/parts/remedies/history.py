@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +44,13 @@ class Site:
 class History(Tracker):
     """What operations allocate and free, and the lines that each block comes from.
 
-    On a GPU torch.cuda.memory._record_memory_history notes the same. Stacks end below the function with code `root`.
+    On a GPU torch.cuda.memory._record_memory_history notes the same. Stacks end below the function with code `root`,
+    which runs in the thread that makes the History.
     """
 
     def __init__(self, root: CodeType) -> None:
         super().__init__()
-        self.root = root
+        self.root, self.thread = root, threading.get_ident()
         self.sites: dict[Block, Site] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -57,7 +59,7 @@ class History(Tracker):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         made = [block for block, sign, *_ in self.moves[before:] if sign > 0]
         if made:
-            site = Site(_stack(self.root), func.overloadpacket.__name__)
+            site = Site(_stack(self.root, self.thread), func.overloadpacket.__name__)
             self.sites.update((block, site) for block in made)
         return out
 
@@ -77,13 +79,20 @@ class History(Tracker):
         return next(s for s, _ in by_site.most_common() if s.line == line), size / by_line.total()
 
 
-def _stack(root: CodeType) -> tuple[tuple[str, int], ...]:
-    """(file, line) from the caller of __torch_dispatch__ outwards, without torch's own."""
-    frame, found = sys._getframe(2), []
-    while frame is not None and frame.f_code is not root:
-        if not frame.f_code.co_filename.startswith(TORCH):
-            found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
+def _stack(root: CodeType, thread: int) -> tuple[tuple[str, int], ...]:
+    """(file, line) from the caller of __torch_dispatch__ outwards, without torch's own.
+
+    Backward on a GPU runs in a thread of autograd's own, in which no Python function has called it: what stands there
+    is followed by the stack of `thread`, which waits in backward() meanwhile.
+    """
+    stacks, found = [sys._getframe(1).f_back], []
+    if threading.get_ident() != thread:
+        stacks.append(sys._current_frames()[thread])
+    for frame in stacks:
+        while frame is not None and frame.f_code is not root:
+            if not frame.f_code.co_filename.startswith(TORCH):
+                found.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
     return tuple(found)
 
 

@@ -126,3 +126,9 @@ def uneven_mlp() -> Workload:
     """A perceptron whose layers no number of ranks shares evenly (30-31-17-5), for fully sharded training."""
     module = nn.Sequential(nn.Linear(30, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 5))
     return Workload(module, lambda n: (torch.randn(n, 30), torch.randint(5, (n,))), functional.cross_entropy)
+
+
+def wide_mlp() -> Workload:
+    """A model of states for fully sharded training: 6 layers of 512 x 512, whose activations are few beside them."""
+    module = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())])
+    return Workload(module, lambda n: (torch.randn(n, 512), torch.randint(512, (n,))), functional.cross_entropy)

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.kit.errors import BadInput
@@ -27,18 +25,26 @@ def units(module: nn.Module) -> list[nn.Module]:
 
 
 def shard(
-    module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool = True, lowered: torch.dtype | None = None
+    module: nn.Module,
+    mesh: DeviceMesh,
+    reshard_after_forward: bool = True,
+    lowered: torch.dtype | None = None,
+    offload: bool = False,
 ) -> nn.Module:
     """`module` with FSDP2 on each of its units, from the inside out.
 
     `lowered` is mixed precision: the format in which parameters are gathered and used, BF16 as a rule. Each rank keeps
-    its shard, and sums gradients, in FP32. The outermost unit keeps its own parameters after forward in any case:
-    backward would need them at once.
+    its shard, and sums gradients, in FP32. `offload` keeps the shards in the host's memory, where the optimizer then
+    works. The outermost unit keeps its own parameters after forward in any case: backward would need them at once.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     policy = MixedPrecisionPolicy(param_dtype=lowered, reduce_dtype=torch.float32 if lowered else None)
+    pinned = mesh.device_type == "cuda"  # pages that a GPU can copy from by itself
+    host = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     for unit in units(module)[:-1]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-    return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=host)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=host)
 
 
 def parameters_of_units(module: nn.Module) -> list[list[nn.Parameter]]:
@@ -60,17 +66,19 @@ def predict(module: nn.Module, way: str, ranks: int, gloo: bool = False) -> dict
     """Bytes that a rank sends in one step, by kind of collective, and bytes of parameters that are whole at once.
 
     FSDP gathers each unit in forward, those that it did not keep again in backward, and reduce-scatters gradients: with
-    no padding that is 3/2 of DDP's bytes. With `gloo`, a reduce-scatter sends what an all-reduce does: twice DDP's.
+    no padding that is 3/2 of DDP's bytes in FP32. In "fsdp, bf16" parameters travel in 2 bytes and gradients in 4: as
+    many bytes as DDP's. With `gloo`, a reduce-scatter sends what an all-reduce does.
     """
     groups = [sum(shard_bytes(p, ranks) for p in group) * ranks for group in parameters_of_units(module)]
     plain = [nbytes(*group) for group in parameters_of_units(module)]
     if way == "ddp":
         return {"all_reduce": sent_bytes("all_reduce", sum(plain), ranks), "gathered": sum(plain)}
-    again = sum(groups[:-1]) if way == "fsdp" else 0
+    kept, size = way == "fsdp, kept", 1 / 2 if way == "fsdp, bf16" else 1
+    again = 0 if kept else sum(groups[:-1])
     return {
-        "all_gather": sent_bytes("all_gather", sum(groups) + again, ranks),
+        "all_gather": sent_bytes("all_gather", (sum(groups) + again) * size, ranks),
         "reduce_scatter": sent_bytes("reduce_scatter", sum(groups), ranks, gloo),
-        "gathered": plain[-1] + max(plain[:-1], default=0) if way == "fsdp" else sum(plain),
+        "gathered": sum(plain) if kept else (plain[-1] + max(plain[:-1], default=0)) * size,
     }
 
 
@@ -82,6 +90,6 @@ class Gathered(TorchDispatchMode):
         self.module, self.most = module, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        whole = [p for p in self.module.parameters() if not isinstance(p, DTensor)]
+        whole = [p for p in self.module.parameters() if not hasattr(p, "full_tensor")]  # a DTensor has: a shard
         self.most = max(self.most, nbytes(*whole))
         return func(*args, **(kwargs or {}))

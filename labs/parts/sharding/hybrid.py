@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.utils import parameters_to_vector
 
 from labs.kit.rank import Rank
@@ -155,6 +154,8 @@ def torch_pipeline(config: Layout, mesh: DeviceMesh, rank: Rank) -> Scheme:
 
     DDP around a stage fails in its second step with this schedule (torch 2.13: its buckets count parameters twice).
     """
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
     s, pipe, copies = _stage(config, mesh, rank), mesh["parts"].get_group(), mesh["dp"].get_group()
     stage = PipelineStage(s.module, pipe.rank(), pipe.size(), rank.device, group=pipe)
     schedule = ScheduleGPipe(stage, len(s.micro), loss_fn=s.loss)

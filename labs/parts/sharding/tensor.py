@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from labs.kit.errors import require
 from labs.parts.sharding.blocks import Attention, Mlp, halves
@@ -98,6 +96,14 @@ def with_dtensor(module: nn.Module, mesh: DeviceMesh, prepare: bool = True) -> n
     `prepare` turns a half's input into a DTensor once. Without it each of the three projections does so by itself, and
     backward sums each one's gradient apart: three all-reduces for the one that is needed.
     """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
     for name in halves(module):
         half = module.get_submodule(name)
         plan = {**dict.fromkeys(half.COLUMNS, ColwiseParallel()), half.ROW: RowwiseParallel()}
@@ -126,11 +132,23 @@ def whole_gradients(whole: nn.Module, group: dist.ProcessGroup) -> dict[str, Ten
     return expected | outside
 
 
+def _whole(t: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`t.full_tensor()` of a DTensor, put together on the host: what gloo, the backend of a shared GPU, is made for."""
+    (placement,) = t.placements
+    if not placement.is_shard():
+        return t.full_tensor() if placement.is_partial() else t.to_local()
+    parts: list = [None] * group.size()
+    dist.all_gather_object(parts, t.to_local().cpu(), group=group)
+    return torch.cat(parts, dim=placement.dim).to(t.to_local().device)
+
+
 def gradient_error(module: nn.Module, whole: nn.Module, group: dist.ProcessGroup) -> float:
     """||g - G|| / ||G|| over this rank's gradients g and the same parts G of one process's; of DTensors, over all."""
+    from torch.distributed.tensor import DTensor
+
     ours = {n: p.grad for n, p in module.named_parameters()}
     if any(isinstance(g, DTensor) for g in ours.values()):
-        ours = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in ours.items()}
+        ours = {n: _whole(g, group) if isinstance(g, DTensor) else g for n, g in ours.items()}
         theirs = {n: p.grad for n, p in whole.named_parameters()}
     else:
         theirs = whole_gradients(whole, group)

@@ -1,14 +1,12 @@
 """What a rank sends: each collective and message that it starts, its bytes by closed form, and what TCP carried.
 
 Two counters that know nothing of each other. `Traffic` sees the calls, with the bytes of their buffers; a closed form
-turns these into bytes that leave the rank. `tcp_sent_bytes` asks the kernel what left through the rank's connections.
+turns these into bytes that leave the rank. `labs.parts.data_parallel.wire` asks the kernel what left through the rank's
+connections.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -111,32 +109,3 @@ def _group(args: tuple) -> dist.ProcessGroup:
         if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()):
             return dist.ProcessGroup.unbox(a)
     return dist.group.WORLD
-
-
-def tcp_sent_bytes() -> int | None:
-    """Bytes that this process has written to the TCP connections that are open now.
-
-    None where the kernel does not tell (it needs Linux 4.19) or /proc is missing. NCCL does not use TCP within a
-    machine: this is for gloo. The group's own book-keeping is in it, some hundred bytes for each collective.
-    """
-    if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
-        return None
-    found = [_sent(int(fd)) for fd in os.listdir("/proc/self/fd")]
-    known = [n for n in found if n is not None]
-    return sum(known) if sum(known) else None
-
-
-def _sent(fd: int) -> int | None:
-    """Bytes sent through the TCP connection `fd`; None if it is none."""
-    try:
-        if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-            return None
-        with socket.socket(fileno=os.dup(fd)) as s:
-            info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    except OSError:  # closed meanwhile, or not TCP
-        return None
-    if len(info) < 216:
-        return None
-    # struct tcp_info of linux/tcp.h: still queued (u32 at byte 144), sent and sent again (u64 at 200 and 208).
-    queued, sent, again = (struct.unpack_from(f, info, at)[0] for f, at in (("I", 144), ("Q", 200), ("Q", 208)))
-    return queued + sent - again

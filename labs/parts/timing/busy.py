@@ -68,7 +68,7 @@ def counter_of(device: torch.device) -> Iterator[Counter]:
         yield CpuTime()
         return
     require(device.type == "cuda", f"there is no counter for {device.type} devices: use --device cpu")
-    found = nvml.report()
+    found = nvml.report(brief=True)
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     index = nvml_index_of([uuid], found.gpus)[0]
     if index is None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import textwrap
 import types
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +81,11 @@ def _measure(lab: str, parameters: dict[str, Any], options: cli.Launch) -> tuple
     return run, run.seconds
 
 
-def main(lab: str, description: str | None, config_type: type) -> None:
-    """Command line of the preflight: the lab's own options, and --json and --require-gpus. Exits."""
+def main(lab: str, description: str | None, config_type: type, answer: Callable[[Records], Iterable[str]]) -> None:
+    """Command line of the preflight: the lab's own options, and --json and --require-gpus. Exits.
+
+    What `answer` says of the records comes first, then the checks, then every speed limit.
+    """
 
     @dataclass(frozen=True)
     class Options(config_type):
@@ -109,10 +114,13 @@ def main(lab: str, description: str | None, config_type: type) -> None:
         cli.fail(prog, str(e))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    if command.config.json:
-        print(as_json(found, facts, records))
-    else:
-        print(speed_text(records) + as_text(found))
+    with cli.closed_pipe_is_no_error():
+        if command.config.json:
+            print(as_json(found, facts, records))
+        else:
+            for sentence in answer(records):
+                print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+            print(as_text(found), speed_text(records), sep="\n\n")
     raise SystemExit(max(exit_code(found), _save(records, command.output.out)))
 
 
@@ -127,7 +135,7 @@ def speed_text(records: Records) -> str:
             )
             best[key] = max(r, best.get(key, r), key=lambda r: r.value)
     lines = [f"      {' '.join(key):<34} {estimate(r.samples, r.unit)}  {r.kind}" for key, r in best.items()]
-    return "\n".join(["Speed limits, median of the best size [95 % interval]", *lines, "", ""]) if lines else ""
+    return "\n".join(["Speed limits, median of the best size [95 % interval]", *lines]) if lines else ""
 
 
 def _save(records: Records, out: Path | None) -> int:

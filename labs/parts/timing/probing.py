@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from labs.kit import measure
 from labs.kit.hardware import Peak, peak
@@ -90,13 +91,35 @@ def matmul_sweep(
         torch.set_float32_matmul_precision("highest")  # a process-wide switch: the next part wants FP32
 
 
-def convolution_step(device: torch.device) -> tuple[Step, float]:
-    """(step, FLOPs) of a 3x3 convolution in FP32, 64 to 64 channels on 32x32 images."""
-    batch = 8 if device.type == "cpu" else 512
-    torch.backends.cudnn.allow_tf32 = False  # on by default for convolutions: FP32 would silently be TF32
-    x, weight = torch.randn(batch, 64, 32, 32, device=device), torch.randn(64, 64, 3, 3, device=device)
-    flop = 2 * batch * 64 * 64 * 9 * 32 * 32
+def convolution_step(device: torch.device, dtype: str = "fp32", images: int = 0) -> tuple[Step, float]:
+    """(step, FLOPs) of a 3x3 convolution, 64 to 64 channels on 32x32 images: 8 on a CPU core, 512 on a GPU.
+
+    FLOPs are those of the definition. An algorithm that needs fewer (Winograd) shows a higher rate.
+    """
+    images = images or (8 if device.type == "cpu" else 512)
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"  # on by default: FP32 would silently be TF32
+    shapes = (images, 64, 32, 32), (64, 64, 3, 3)
+    x, weight = (torch.randn(shape, device=device).to(DTYPES[dtype]) for shape in shapes)
+    flop = 2 * images * 64 * 64 * 9 * 32 * 32
     return lambda: torch.nn.functional.conv2d(x, weight, padding=1), flop
+
+
+def tiny_mlp() -> Workload:
+    """The layers of the MLP, 8 wide: a pass calls the same operators, which have next to nothing to compute."""
+    from labs.parts.models import Workload
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10))
+
+    def make_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, 8), torch.zeros(rows, dtype=torch.long)
+
+    return Workload(module, make_batch, nn.functional.cross_entropy)
+
+
+def add_step(device: torch.device) -> Step:
+    """One operator on one number, called from Python: on a GPU the time to launch a kernel, which then hardly works."""
+    x = torch.zeros(1, device=device)
+    return lambda: x.add_(1)
 
 
 def all_reduce_step(size: int, device: torch.device) -> Step:
@@ -135,7 +158,7 @@ def copy_steps(array_bytes: int, device: torch.device) -> dict[tuple[str, str], 
 
 
 def training_step(workload: Workload, batch_size: int, device: torch.device) -> Step:
-    """Forward and backward pass of `workload` on one batch that is already on the device."""
+    """Forward and backward pass of `workload`, without an optimizer, on one batch that is already on the device."""
     torch.backends.cudnn.allow_tf32 = False
     module = workload.module.to(device)
     x, y = (t.to(device) for t in workload.make_batch(batch_size))

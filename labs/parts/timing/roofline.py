@@ -21,6 +21,8 @@ class Work:
 
     flop: float
     bytes: float
+    operators: int = 0
+    """Calls of operators that compute something (views do not): each costs the host time, whatever its size."""
 
     @property
     def intensity(self) -> float:
@@ -47,7 +49,7 @@ def ridge_flop_per_byte(peak_flop_s: float, bandwidth_b_s: float) -> float:
 
 
 def count(step: Callable[[], Any]) -> Work:
-    """FLOPs and bytes of `step()`, which should work on meta tensors: then nothing is computed.
+    """FLOPs, bytes and operators of `step()`, which should work on meta tensors: then nothing is computed.
 
     FLOPs are those of matrix products and convolutions (torch.utils.flop_counter). Bytes are every operator's
     inputs and outputs once each: what eager execution moves if no tensor stays in a cache between operators.
@@ -55,7 +57,7 @@ def count(step: Callable[[], Any]) -> Work:
     traffic = _Traffic()
     with FlopCounterMode(display=False) as flops, traffic:
         step()
-    return Work(flops.get_total_flops(), traffic.bytes)
+    return Work(flops.get_total_flops(), traffic.bytes, traffic.operators)
 
 
 def training_step_work(workload: Workload, batch_size: int) -> Work:
@@ -66,18 +68,19 @@ def training_step_work(workload: Workload, batch_size: int) -> Work:
 
 
 class _Traffic(TorchDispatchMode):
-    """Adds up the bytes that each operator reads and writes; views move nothing."""
+    """Counts operators and adds up the bytes that each reads and writes; views move nothing and do not count."""
 
     FREE = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::lift_fresh")
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes = self.operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view and not func.name().startswith(self.FREE):
             read = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}.values()
             written = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            self.operators += 1
             self.bytes += sum(t.numel() * t.element_size() for t in (*read, *written))
         return out

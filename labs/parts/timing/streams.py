@@ -1,4 +1,4 @@
-"""A GPU's stream of work, and what stands in for one on a CPU, where every operator returns when it is done."""
+"""A GPU's stream of work, and an emulated one for a CPU, where every operator returns when it is done."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from labs.kit import measure
 
 
-def open_stream(device: torch.device) -> DeviceStream | HostStream:
-    """The current stream of a GPU, or its stand-in. Close it with contextlib.closing."""
-    return HostStream() if device.type == "cpu" else DeviceStream(device)
+def open_stream(device: torch.device) -> DeviceStream | EmulatedStream:
+    """The current stream of a GPU; on a CPU an emulated one. Close it with contextlib.closing."""
+    return EmulatedStream() if device.type == "cpu" else DeviceStream(device)
+
+
+Result = Any
+"""What `submit` returns: on a GPU what the work returned, a tensor that may not be computed yet."""
 
 
 class DeviceStream:
@@ -26,9 +31,17 @@ class DeviceStream:
         self.device = device
         self._events: list[torch.Event] = []
 
-    def submit(self, work: Callable[..., object], *args: Any) -> None:
+    def to_device(self, x: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy to the device. Blocking, it waits for the whole stream; non_blocking from pinned memory, for nothing."""
+        return x.to(self.device, non_blocking=non_blocking)
+
+    def submit(self, work: Callable[..., Result], *args: Any) -> Result:
         """Launch `work(*args)`."""
-        work(*args)
+        return work(*args)
+
+    def item(self, result: Result) -> float:
+        """The number in a tensor of the device: waits for the whole stream."""
+        return result.item()
 
     def record_event(self) -> None:
         """Let the device note the time when it gets here."""
@@ -42,18 +55,18 @@ class DeviceStream:
 
     def laps(self) -> list[float]:
         """Seconds from each recorded event to the next; `synchronize` first."""
-        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._events)]
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._events)]  # elapsed_time is in ms
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-class HostStream:
-    """Stands in for a CUDA stream: a thread does what was submitted, in order.
+class EmulatedStream:
+    """Emulates a CUDA stream on a CPU: a thread does what was submitted, in order.
 
-    As with a stream, `submit` returns at once, and an exception surfaces at `synchronize`; what was submitted
-    after it is skipped. Unlike a stream, the work takes its time from the core that also submits, and a copy of
-    pageable host memory does not wait for the work before it: on a GPU it does, so that less is hidden there.
+    As with a stream, `submit` and non_blocking copies return at once, blocking copies and `item` wait until the queue
+    is empty, and an exception surfaces where one waits; what was submitted after it is skipped. Unlike a GPU, the work
+    takes its time from the core that also submits.
     """
 
     device = torch.device("cpu")
@@ -66,9 +79,24 @@ class HostStream:
         self._thread = threading.Thread(target=self._serve, args=(torch.get_num_threads(),), daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[..., object], *args: Any) -> None:
-        """Queue `work(*args)`."""
-        self._queue.put(lambda: self._error or work(*args))
+    def to_device(self, x: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy `x` in its turn; blocking, wait for it and so for all work before it, as CUDA does."""
+        copy = torch.empty_like(x)
+        self.submit(copy.copy_, x)
+        if not non_blocking:
+            self.synchronize()
+        return copy
+
+    def submit(self, work: Callable[..., Result], *args: Any) -> list[Result]:
+        """Queue `work(*args)`; what it returns will be in the list."""
+        result: list[Result] = []
+        self._queue.put(lambda: self._error or result.append(work(*args)))
+        return result
+
+    def item(self, result: list[Result]) -> float:
+        """The number in a result of `submit`: waits for all that was submitted."""
+        self.synchronize()
+        return result[0].item()
 
     def record_event(self) -> None:
         """Let the thread note the time when it gets here."""

@@ -45,9 +45,12 @@ class Tuning:
     """Whether more than max_workers might help."""
 
     @property
-    def settings(self) -> dict[str, int]:
-        """Keyword arguments for DataLoader, beside your own."""
-        return self.choice.setting.options
+    def settings(self) -> dict[str, int | bool]:
+        """Keyword arguments for DataLoader, beside your own.
+
+        Workers persist: the search times no start of an epoch, and with new workers each epoch would wait for theirs.
+        """
+        return self.choice.setting.options | ({"persistent_workers": True} if self.choice.setting.workers else {})
 
     @property
     def limit(self) -> str:
@@ -131,7 +134,7 @@ class Tuning:
 
     def _result(self) -> str:
         rates = [t.rate for t in self.evidence.of(self._together)]
-        return f"{self.choice.setting}: {estimate(rates, 'samples/s')}" if rates else str(self.choice.setting)
+        return f"{self.choice.setting}: {told(estimate(rates, 'samples/s'))}" if rates else str(self.choice.setting)
 
     def _certainty(self) -> list[str]:
         """Evidence against each other setting that was compared, and whether it is enough."""
@@ -139,15 +142,17 @@ class Tuning:
             return [f"Not sure: the {self.budget_s:g} s were over before settings could be compared with model and "
                     "loader together, and this follows from their rates alone. Raise budget_s."]  # fmt: skip
         others = {t.arm for t in self.evidence if t.arm[0] == "together"} - {self._together}
-        told = [verdict(self.evidence.ratio(o, self._together), f"{o[1]} against it") for o in sorted(others)]
-        told.append(
-            f"it reaches {self.evidence.ratio(self._together, MODEL)} of the model alone, which nothing exceeds"
-        )
+        said = [verdict(self.evidence.ratio(o, self._together), f"{o[1]} against it") for o in sorted(others)]
+        reached = self.evidence.ratio(self._together, MODEL)
+        noise = ", which only noise can exceed"
+        said.append(f"it reaches {reached} of the rate of the model alone{noise if reached.value > 1 else ''}")
         if self.choice.sure:
-            return [f"In turn: {'; '.join(told)}. Sure: no setting that was tried is faster by {TOLERANCE_TEXT}."]
+            sure = f"Sure: none of these is faster by {TOLERANCE_TEXT}"
+            rest = "No other was compared: none comes near it, by the rates of the loader alone"
+            return [f"In turn: {'; '.join(said)}. {sure if others else rest}."]
         few = self.choice.share.n < ENOUGH
-        hint = f"only {self.choice.share.n} rounds: raise budget_s" if few else "too much noise"
-        return [f"In turn: {'; '.join(told)}. Not sure ({hint}): the cheapest that may be as good was taken."]
+        hint = f"rounds: {self.choice.share.n}, raise budget_s" if few else "too much noise"
+        return [f"In turn: {'; '.join(said)}. Not sure ({hint}): the cheapest that may be as good was taken."]
 
     def _limits(self) -> list[str]:
         """What limits, what share of the time waits, and whether model and workers are in each other's way."""
@@ -156,14 +161,14 @@ class Tuning:
             return ["What limits was not measured: raise budget_s."]
         loader, model = self.evidence.rate(("loader", setting)), self.evidence.rate(MODEL)
         name = "Neither limits by more than noise" if self.limit.startswith("neither") else f"The {self.limit} limits"
-        told = [f"{name}: alone the loader gives {plain(loader)} samples/s, the model takes {plain(model)} "
+        said = [f"{name}: alone the loader gives {plain(loader)} samples/s, the model takes {plain(model)} "
                 f"({self.loader_to_model})."]  # fmt: skip
         if self.wait_share:
-            told.append(f"{self.wait_share.scaled(100, '%')} of each step waits for data.")
+            said.append(f"{told(self.wait_share.scaled(100, '%'))} of each step waits for data.")
             reached = self.evidence.rate(self._together) / expected(model, loader, setting.workers)
             if setting.workers and reached < IN_THE_WAY:
-                told.append(f"Together they reach {100 * reached:.0f} % of the slower one: they share cores.")
-        return told
+                said.append(f"Together they reach {100 * reached:.0f} % of the slower one: they share cores.")
+        return said
 
     def _next(self) -> str:
         waits = self.wait_share.value if self.wait_share else 0.0
@@ -181,6 +186,11 @@ class Tuning:
 
 def _setting(record: Record) -> Setting | None:
     return Setting(record.case["workers"], record.case["prefetch"]) if "workers" in record.case else None
+
+
+def told(e: Estimate) -> str:
+    """An Estimate in words; one of a single turn has no interval."""
+    return str(e) if e.n > 1 else f"{str(e).split(' [')[0]} (one turn)"
 
 
 def plain(value: float) -> str:

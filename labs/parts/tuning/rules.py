@@ -111,7 +111,7 @@ class Choice(NamedTuple):
     share: Estimate | None
     """Rate of the setting against that of the best; None if there was no time to compare them."""
     sure: bool
-    """Whether the intervals show that cheaper ones are slower and that dearer ones gain less than TOLERANCE."""
+    """Whether FEWEST rounds or more show that cheaper ones are slower and that dearer ones gain less than TOLERANCE."""
 
 
 def may_be_as_good(share: Estimate) -> bool:
@@ -126,7 +126,7 @@ def cheapest(rates: Mapping[Setting, Sequence[float]]) -> Choice:
     setting = next(s for s, share in shares.items() if s == best or may_be_as_good(share))
     cheaper_lose = all(shares[s].high < 1 for s in rates if s < setting)
     keeps_up = all(ratio(rates[setting], rates[s]).low >= 1 - TOLERANCE for s in rates if s > setting)
-    return Choice(setting, best, shares[setting], cheaper_lose and keeps_up)
+    return Choice(setting, best, shares[setting], len(rates[best]) >= FEWEST and cheaper_lose and keeps_up)
 
 
 def limit(loader_to_model: Estimate) -> str:

@@ -1,0 +1,141 @@
+"""Exercise 00.3: measure an all-reduce on ranks. The checker slows the collective down and keeps its own times."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labs.kit.answers import number, on_ranks
+from labs.kit.check import Mistake
+from labs.parts.timing import collectives
+
+FIRST_S, CALL_S = 1.0, 0.02  # what the checker adds to the first all-reduce on a rank, and to each of the others
+LAST_RANK = 5  # times CALL_S on the last rank, which is the slowest
+NEAR = 1.15  # a clock around a call sees a little more than the call
+Log = list[tuple[int, float, float]]
+"""(bytes, when it began, when it ended) of each all-reduce on this rank."""
+
+
+class _Waited:
+    """What an asynchronous all-reduce returns: done when `wait` has added the checker's time."""
+
+    def __init__(self, work: Any, end: Callable[[], None]) -> None:
+        self.work, self.end = work, end
+
+    def wait(self, *args: Any) -> Any:
+        done = self.work.wait(*args)
+        self.end()
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+
+@contextmanager
+def slowed(log: Log, function: Callable[..., Any]) -> Iterator[None]:
+    """dist.all_reduce takes FIRST_S or CALL_S longer, and is noted; also where `function` knows it by another name."""
+    original, names = dist.all_reduce, getattr(function, "__globals__", {})
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        begun = time.perf_counter()
+        added = CALL_S * (LAST_RANK if dist.get_rank() == dist.get_world_size() - 1 else 1) if log else FIRST_S
+        place = len(log)
+        log.append((tensor.numel() * tensor.element_size(), begun, math.inf))
+
+        def end() -> None:
+            time.sleep(added)
+            log[place] = (*log[place][:2], time.perf_counter())
+
+        work = original(tensor, *args, async_op=async_op, **kwargs)
+        if async_op:
+            return _Waited(work, end)
+        end()
+        return work
+
+    own = [name for name, value in names.items() if value is original]
+    dist.all_reduce = all_reduce
+    names.update(dict.fromkeys(own, all_reduce))
+    try:
+        yield
+    finally:
+        dist.all_reduce = original
+        names.update(dict.fromkeys(own, original))
+
+
+def _measured(f: Callable[[int], float], size: int) -> tuple[Any, Log]:
+    log: Log = []
+    with slowed(log, f):
+        answer = f(size)
+    return (answer.item() if isinstance(answer, torch.Tensor) and answer.numel() == 1 else answer), log
+
+
+def check_busbw(f: Callable[[int], float]) -> None:
+    """On 3 and on 2 ranks the answer is size / time x 2 (n - 1) / n, with the slowest rank's time after a warm-up."""
+    for ranks, size in ((3, 3 * 2**18), (2, 2**20)):
+        found = on_ranks(_measured, ranks, f, size, when="in your measurement")
+        _judge([number(answer, "0.05, in GB/s") for answer, _ in found], [log for _, log in found], ranks, size)
+
+
+def _judge(answers: list[float], logs: list[Log], ranks: int, size: int) -> None:
+    case = f"{size:,} bytes on {ranks} ranks"
+    if not any(seen == size for log in logs for seen, *_ in log):
+        sizes = sorted({seen for log in logs for seen, *_ in log})
+        if 4 * size in sizes:
+            raise Mistake(f"you were asked for {size:,} bytes, and sent {4 * size:,}",
+                          "a float32 has 4 bytes: torch.zeros(size_bytes // 4)")  # fmt: skip
+        sent = f"your all-reduces had {', '.join(f'{s:,}' for s in sizes)} bytes" if sizes else "no all-reduce was seen"
+        raise Mistake(f"{case}: {sent}", "dist.all_reduce(torch.zeros(size_bytes // 4)) sends what is asked for")
+    per_rank = [[end - begun for seen, begun, end in log if seen == size] for log in logs]
+    if any(math.inf in times for times in per_rank):
+        raise Mistake("an all-reduce with async_op=True was never waited for: only its start was timed",
+                      "call wait() on what it returns, before you read the clock, or leave async_op out")  # fmt: skip
+    if any(len(times) < 4 for times in per_rank):
+        raise Mistake(f"{case}: only {min(map(len, per_rank))} all-reduces of this size were run",
+                      "warm up with at least one, and time at least three")  # fmt: skip
+    _name_slips(min(answers), per_rank, ranks, size)
+    if max(answers) > 1.001 * min(answers):
+        texts = ", ".join(f"{a:.3g}" for a in answers)
+        raise Mistake(f"{case}: the ranks answer {texts} GB/s, each with a time of its own",
+                      "take the largest time of all ranks: dist.all_reduce(seconds, op=dist.ReduceOp.MAX)")  # fmt: skip
+    low, high = (size / seconds * collectives.bus_factor("all_reduce", ranks) / 1e9 for seconds in _bounds(per_rank))
+    if not low / NEAR <= answers[0] <= high * NEAR:
+        hint = "size / time x 2 (n - 1) / n, in 10^9 bytes/s; time the calls alone, after a warm-up"
+        raise Mistake(f"{case}: you answer {answers[0]:.3g} GB/s; the checker's clock says {high:.2g} GB/s", hint)
+
+
+def _bounds(per_rank: list[list[float]]) -> tuple[float, float]:
+    """(longest, shortest) time that a right answer may take for one call: the slowest rank's mean or fastest call."""
+    after = max((times[1:] for times in per_rank), key=statistics.median)
+    return max(statistics.fmean(after), statistics.median(after)), min(after)
+
+
+def _name_slips(got: float, per_rank: list[list[float]], ranks: int, size: int) -> None:
+    """Mistake if the answer is what a known slip makes of the very calls that were run."""
+    slow, fast = (pick(statistics.median(times[1:]) for times in per_rank) for pick in (max, min))
+    factor = collectives.bus_factor("all_reduce", ranks)
+    want, send_once = size / slow * factor / 1e9, "an all-reduce sends everything twice: 2 (n - 1) / n"
+    slips = [
+        (size / max(map(statistics.fmean, per_rank)) * factor / 1e9,
+         "the first all-reduce, which makes the connections, is in the mean", "run one before the clock starts"),
+        (want * slow / fast, "this is the fastest rank's time", "the slowest rank counts: nobody goes on before it"),
+        (want / factor, "this is algbw, size / time", "multiply by 2 (n - 1) / n"),
+        (want / 2, "the factor (n - 1) / n is that of all-gather", send_once),
+        (want * ranks, "2 (n - 1) is what all ranks send together", "divide by n: one link carries 2 (n - 1) / n"),
+        (want * 2 / factor, "the factor 2 holds for infinitely many ranks only", "use 2 (n - 1) / n"),
+        (want * 8, "this is in Gbit/s", "buffers are in bytes: do not multiply by 8"),
+        (want * 1e9, "this is in byte/s", "divide by 10^9 to get GB/s"),
+        (want * 1e3, "this is in MB/s", "divide by 10^9 to get GB/s"),
+        (want / slow * 1e9 / size, "the size plays no part", "size / time x 2 (n - 1) / n"),
+    ]  # fmt: skip
+    if math.isclose(got, want, rel_tol=NEAR - 1):
+        return
+    for value, what, hint in slips:
+        if math.isclose(got, value, rel_tol=NEAR - 1):
+            raise Mistake(what, hint)

@@ -1,0 +1,179 @@
+"""Notebook 00: which of three limits a pass meets, here and on published cards; the hardware table."""
+
+from __future__ import annotations
+
+import math
+
+import pandas
+from matplotlib.axes import Axes
+
+from labs.chapters.nb00.figures import _decades
+from labs.kit import hardware
+from labs.kit.check import Prediction
+from labs.kit.display import say
+from labs.kit.measure import Estimate
+from labs.kit.plot import BLUE, GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
+from labs.kit.record import Records
+from labs.parts.timing import limits
+from labs.parts.timing.limits import FORMATS, Pass
+from labs.parts.timing.roofline import Work, attainable_flop_s, ridge_flop_per_byte
+
+
+def roof(run: Records) -> tuple[float, float]:
+    """(FLOP/s, byte/s): the FP32 peak of section 2 and the faster memory stream, medians."""
+    return limits.peaks(run)["fp32"].value, limits.memory(run).value
+
+
+def roofline(run: Records, guess: Prediction, guessed: str = "mlp, 64 rows") -> None:
+    """Attained FLOP/s of each pass under the roof of this device; the guess is in GFLOP/s."""
+    peak, bandwidth = roof(run)
+    found = {p.name: p for p in limits.passes(run)}
+    ridge = ridge_flop_per_byte(peak, bandwidth)
+    rate = {name: p.work.flop / p.seconds.value / 1e9 for name, p in found.items()}
+    share = {name: 1e9 * rate[name] / attainable_flop_s(p.work.intensity, peak, bandwidth) for name, p in found.items()}
+    message = f"From {min(share.values()):.0%} to {max(share.values()):.0%} of the roof is reached"
+    fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="GFLOP/s", records=run,
+                     size=(7.0, 4.4), legend_below=True)  # fmt: skip
+    x = [p.work.intensity for p in found.values()]
+    grid = [min(*x, ridge) / 2, ridge, 4 * max(*x, ridge)]
+    curve(ax, grid, [attainable_flop_s(i, peak, bandwidth) / 1e9 for i in grid], label="roof")
+    points(ax, x, [_gflop_s(p) for p in found.values()], label="pass")
+    _name_points(ax, {name: (p.work.intensity, rate[name]) for name, p in found.items()}, x=2.5 * max(x))
+    prediction(ax, found[guessed].work.intensity, guess, label="mlp")
+    log_axes(ax, _decades(grid[0], grid[-1]), _decades(min(rate.values()), 2 * peak / 1e9))
+    ax.set_xlim(grid[0], 8 * grid[-1])
+    text = ", ".join(f"{name} {value:.0%}" for name, value in share.items())
+    show(fig, alt=f"{message}: {text}.")
+    above = " More than 100% is noise, or bytes that came from a cache." if max(share.values()) > 1.005 else ""
+    say(f"The roof bends at {ridge:.1f} FLOP per byte ({peak / 1e9:.3g} GFLOP/s, {bandwidth / 1e9:.3g} GB/s). Of their "
+        f"roof the passes reach: {text}.{above} {guess.against(_gflop_s(found[guessed]))}")  # fmt: skip
+
+
+def _name_points(ax: Axes, places: dict[str, tuple[float, float]], x: float) -> None:
+    """Write the names into a column at `x`, each at the height of its point or below the name before it."""
+    above = math.inf
+    for name, place in sorted(places.items(), key=lambda item: -item[1][1]):
+        y = above = min(place[1], above / 1.45)
+        ax.annotate(name, place, xytext=(x, y), va="center", fontsize=11,
+                    arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.8, "relpos": (0, 0.5)})  # fmt: skip
+
+
+def _gflop_s(p: Pass) -> Estimate:
+    seconds, gflop = p.seconds, p.work.flop / 1e9
+    return Estimate(gflop / seconds.value, gflop / seconds.high, gflop / seconds.low, seconds.n, "GFLOP/s")
+
+
+def three_limits(run: Records) -> None:
+    """The measured time of each pass beside what arithmetic, memory and overhead alone would take."""
+    found = limits.passes(run)
+    small = found[-1]
+    message = _small_message(small)
+    fig, ax = figure(message, xlabel="time of a forward and backward pass (ms)", ylabel="pass", records=run,
+                     size=(7.0, 4.4), legend_below=True)  # fmt: skip
+    names = [p.name for p in found]
+    for what, color in zip(("arithmetic", "memory", "overhead"), SERIES[1:], strict=False):
+        bars(ax, names, [1e3 * p.limits[what] for p in found], kind="modelled", label=f"{what} alone", color=color)
+    bars(ax, names, [p.seconds.scaled(1e3) for p in found], label="the pass", color=BLUE)
+    times = [1e3 * t for p in found for t in (*p.limits.values(), p.seconds.value)]
+    log_axes(ax, _decades(min(times), max(times)))
+    told = "; ".join(f"{p.name}: {p.limit or ' and '.join(p.between)}" for p in found)
+    show(fig, alt=f"{message}. The longest of the three for each pass: {told}.")
+    say("\n".join([*(f"* {_limit_text(p)}" for p in found), "", _small_text(found)]))
+
+
+def _small_message(p: Pass) -> str:
+    if p.limit == "overhead":
+        return f"{p.name}: neither arithmetic nor memory, but the calls themselves"
+    return f"{p.name}: " + (f"the limit is {p.limit}" if p.limit else f"{' and '.join(p.between)} are near one another")
+
+
+def _limit_text(p: Pass) -> str:
+    times = ", ".join(f"{what} {_time(s)}" for what, s in p.limits.items())
+    word = f"{p.limit} stands out" if p.limit else f"{p.between[0]} and {p.between[1]} are near one another"
+    over = p.seconds.value / max(p.limits.values())
+    return f"*{p.name}* took {_time(p.seconds.value)}, {over:.1f} times the longest of {times}: {word}."
+
+
+def _small_text(found: list[Pass]) -> str:
+    """One row beside many rows of the same model; caches and what is unexplained, if the times show them."""
+    small = found[-1]
+    large = next(p for p in found if p.name.partition(",")[0] == small.name.partition(",")[0])
+    less, faster = large.work.flop / small.work.flop, large.seconds.value / small.seconds.value
+    text = f"With {less:.0f} times less arithmetic *{small.name}* is {faster:.1f} times as fast as *{large.name}*."
+    cached = [p for p in found if p.seconds.high < p.limits["memory"]]
+    if cached:
+        text += (f" *{cached[0].name}* takes less than memory alone would: not all of its "
+                 f"{cached[0].work.bytes / 1e6:.1f} MB came from memory, some stayed in a cache.")  # fmt: skip
+    beyond = [p for p in found if p.seconds.low > sum(p.limits.values())]
+    if beyond:
+        text += (f" {len(beyond)} of {len(found)} passes take longer than the three together. The rest has another "
+                 "cause, perhaps kernels that are slower than the best one: this run does not tell.")  # fmt: skip
+    return text
+
+
+CARDS = (("H100 SXM", "fp32"), ("H100 SXM", "tf32"), ("RTX 4090", "fp32"), ("T4", "fp32"))
+
+
+def on_cards(work: dict[str, Work], operator_s: float) -> pandas.DataFrame:
+    """Times of passes on published cards, modelled, and which limit is the longest; a sentence on overhead.
+
+    `operator_s` is what an operator takes on this host: a GPU's host spends a time of this kind on launching one.
+    """
+    rows, longest = {}, {}
+    for name, dtype in CARDS:
+        card = hardware.spec(name)
+        for model, w in work.items():
+            times = limits.modelled(w, card.tflops(dtype) * 1e12, card.bandwidth_gb_s * 1e9, operator_s)
+            where = f"{name}, {FORMATS[dtype]}"
+            longest[where, model] = max(times, key=times.__getitem__)
+            rows[where, model] = {
+                "ridge (FLOP/byte)": f"{ridge_flop_per_byte(card.tflops(dtype) * 1e12, card.bandwidth_gb_s * 1e9):.0f}",
+                **{what: _time(s) for what, s in times.items()},
+                "longest": longest[where, model],
+                "bytes moved, and the L2 cache": _beside_cache(w.bytes / 2**20, card.l2_mib),
+            }  # fmt: skip
+    counts = {m: sum(what == "overhead" for (_, model), what in longest.items() if model == m) for m in work}
+    told = "; ".join(f"for *{m}* in {n} of {len(CARDS)} rows" for m, n in counts.items())
+    say(f"At {_time(operator_s)} for an operator, as measured here, overhead is the longest {told}.")
+    return pandas.DataFrame(rows).T
+
+
+def _beside_cache(mib: float, l2_mib: float | None) -> str:
+    """Bytes moved beside the size of a level-2 cache, both in MiB; None where no size is sourced."""
+    if l2_mib is None:
+        return f"{mib:,.0f} MiB; no size found"
+    return f"{mib:,.0f} MiB, {'fits' if mib < l2_mib else 'more than'} {l2_mib:g} MiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def work_table(work: dict[str, Work]) -> pandas.DataFrame:
+    """FLOPs, bytes, intensity and operators, counted without running anything."""
+    rows = {
+        m: {"MFLOP": f"{w.flop / 1e6:,.2f}", "MB moved": f"{w.bytes / 1e6:,.2f}",
+            "FLOP per byte": f"{w.intensity:.2f}", "operators": w.operators or 1}
+        for m, w in work.items()
+    }  # fmt: skip
+    return pandas.DataFrame(rows).T
+
+
+def hardware_table() -> pandas.DataFrame:
+    """Datasheet figures (published; dense), with what bus width times data rate gives; "" where none is sourced."""
+    rows = []
+    for s in hardware.specs():
+        pins = hardware.bus_bandwidth_gb_s(s.bus_bits, s.pin_gbit_s) if s.bus_bits and s.pin_gbit_s else None
+        rows.append({
+            "GPU": s.gpu, "GB": s.memory_gb, "GB/s": s.bandwidth_gb_s, "bus x rate / 8": pins and round(pins),
+            **{FORMATS[d]: s.tflops(d) for d in FORMATS}, "link GB/s": s.link_gb_s, "W": s.tdp_w,
+        })  # fmt: skip
+    return pandas.DataFrame(rows).set_index("GPU").map(lambda v: "" if pandas.isna(v) else f"{v:,g}")
+
+
+def sources() -> None:
+    """The datasheets behind the hardware table, a line each."""
+    cards: dict[tuple[str, str], list[str]] = {}
+    for s in hardware.specs():
+        cards.setdefault((s.source, s.url), []).append(s.gpu)
+    say("\n".join(f"* {', '.join(gpus)}: [{title}]({url})" for (title, url), gpus in cards.items()))

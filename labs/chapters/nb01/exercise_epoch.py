@@ -1,0 +1,198 @@
+"""Exercise 01.3: train an epoch without waiting for the device; every wait that Python can see is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from labs.chapters.nb01 import solutions as solution
+from labs.kit.answers import number
+from labs.kit.check import Mistake
+
+ROWS = (16, 16, 16, 16, 5)
+"""Samples of each batch: the last one is smaller, as in most epochs."""
+READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__array__", "__repr__", "__format__")
+"""Methods of a tensor that need its numbers on the host."""
+SAID = {"__float__": "float(...)", "__int__": "int(...)", "__bool__": "if ...", "__array__": "numpy.asarray(...)",
+        "__repr__": "print(...)", "__format__": 'f"{...}"'}  # fmt: skip
+
+
+class Watch:
+    """What an answer does in its loop: reads of tensors and copies that block, by the number of steps done before."""
+
+    def __init__(self) -> None:
+        self.steps = self.copies = 0
+        self.reads: list[tuple[int, str]] = []
+        self.blocking: list[int] = []
+        self.graphs: list[weakref.ref[Token]] = []
+        self.kept = 0
+        self._quiet = False
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """SGD that tells of its steps; what it reads itself does not count."""
+        found = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        found.register_step_pre_hook(lambda *_: setattr(self, "_quiet", True))
+        found.register_step_post_hook(self._stepped)
+        return found
+
+    def _stepped(self, *_: Any) -> None:
+        self.steps, self._quiet = self.steps + 1, False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Within it, tensors tell of reads and copies."""
+        with contextlib.ExitStack() as stack:
+            for name in READS:
+                stack.enter_context(mock.patch.object(torch.Tensor, name, self._telling(name)))
+            stack.enter_context(mock.patch.object(torch.Tensor, "to", self._copying(torch.Tensor.to)))
+            stack.enter_context(mock.patch.object(torch.Tensor, "copy_", self._filling(torch.Tensor.copy_)))
+            yield
+
+    def _telling(self, name: str) -> Callable[..., Any]:
+        method = getattr(torch.Tensor, name)
+
+        def told(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            outermost, self._quiet = not self._quiet, True  # print() reads with item() and tolist()
+            if outermost:
+                self.reads.append((self.steps, name))
+            try:
+                return method(tensor, *args, **options)
+            finally:
+                self._quiet = not outermost
+
+        return told
+
+    def _copying(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+            if not self._quiet and (isinstance((*args, None)[0], torch.device | str) or "device" in options):
+                self.copies += 1
+                if not (options.get("non_blocking") or True in args[1:3]):
+                    self.blocking.append(self.steps)
+            return method(tensor, *args, **options)
+
+        return to
+
+    def _filling(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            if not self._quiet:
+                self.copies += 1
+                if not non_blocking:
+                    self.blocking.append(self.steps)
+            return method(tensor, source, non_blocking)
+
+        return copy_
+
+
+class Token:
+    """Lives as long as the graph that holds it."""
+
+
+class Marked(torch.autograd.Function):
+    """The identity, with a token in its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Token) -> Tensor:
+        """`x` itself, of any shape."""
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """The gradient itself."""
+        return gradient, None
+
+
+class Model(nn.Module):
+    """A linear layer, (rows, 6) to (rows, 3), that counts how many of its former graphs are still alive."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.layer, self.watch = nn.Linear(6, 3), watch
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 6) -> (rows, 3)."""
+        self.watch.kept = max(self.watch.kept, sum(g() is not None for g in self.watch.graphs))
+        token = Token()
+        self.watch.graphs.append(weakref.ref(token))
+        return Marked.apply(self.layer(x), token)
+
+
+def check_epoch(f: Callable[..., Any]) -> None:
+    """One epoch of a small model: its parameters, loss and accuracy, and what it waited for meanwhile."""
+    draw = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(n, 6, generator=draw), torch.randint(3, (n,), generator=draw)) for n in ROWS]
+    batches[-1] = (batches[-1][0], torch.zeros(ROWS[-1], dtype=torch.long))  # its mean loss is unlike the others'
+    watch, quiet = Watch(), Watch()
+    torch.manual_seed(1)
+    model = Model(watch)
+    start = copy.deepcopy(model.layer.state_dict())
+    with watch():
+        answer = f(model, watch.optimizer(model), nn.functional.cross_entropy, batches, torch.device("cpu"))
+    twin = Model(quiet)
+    twin.layer.load_state_dict(start)
+    want = solution.train_epoch(twin, quiet.optimizer(twin), nn.functional.cross_entropy, batches, torch.device("cpu"))
+    _check_training(model, twin, watch, start, batches)
+    _check_waits(watch)
+    _check_numbers(answer, want)
+
+
+def _check_training(model: Model, twin: Model, watch: Watch, start: dict[str, Tensor], batches: list) -> None:
+    if watch.steps != len(ROWS):
+        raise Mistake(f"optimizer.step() ran {watch.steps} times for {len(ROWS)} batches", "one step for each batch")
+    after = list(model.layer.parameters())
+    if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(after, twin.layer.parameters(), strict=True)):
+        return
+    added = Model(Watch())
+    added.layer.load_state_dict(start)
+    optimizer = Watch().optimizer(added)
+    for x, y in batches:
+        nn.functional.cross_entropy(added(x), y).backward()
+        optimizer.step()
+    if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(after, added.layer.parameters(), strict=True)):
+        raise Mistake("the gradients are never set back: each step adds to those of all steps before it",
+                      "optimizer.zero_grad() in every step")  # fmt: skip
+    raise Mistake("after the epoch the parameters are not those of plain training on these batches, in this order",
+                  "zero_grad, forward, loss, backward, step: nothing else changes the parameters")  # fmt: skip
+
+
+def _check_waits(watch: Watch) -> None:
+    last = len(ROWS)
+    if inside := [name for step, name in watch.reads if step < last]:
+        name = SAID.get(inside[0], f".{inside[0]}()")
+        raise Mistake(f"{len(inside)} times a tensor's number was needed while steps were still to come, first by "
+                      f"{name}: each waits until the device has done all that is queued",
+                      "add up tensors on the device; read the sum once, after the loop")  # fmt: skip
+    if watch.copies < last:
+        raise Mistake(f"{watch.copies} tensors were copied to the device, of {2 * last}: on a GPU the model would not "
+                      "find its input", "x.to(device, non_blocking=True), and y, too")  # fmt: skip
+    if late := [step for step in watch.blocking if 0 < step < last]:
+        raise Mistake(f"{len(late)} copies were blocking while a step was in the queue: each waits until it is done",
+                      "the batches lie in pinned memory: .to(device, non_blocking=True)")  # fmt: skip
+    if watch.kept > 2:
+        raise Mistake(f"{watch.kept} graphs of former steps were still alive: their activations fill the memory",
+                      "add up loss.detach(): a sum of losses with their graphs keeps them all")  # fmt: skip
+
+
+def _check_numbers(answer: Any, want: tuple[float, float]) -> None:
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise Mistake(f"you return {answer!r:.60}, not two numbers", "return mean_loss, accuracy")
+    loss, accuracy = (number(a, "0.75") for a in answer)
+    rows = sum(ROWS)
+    if not math.isclose(loss, want[0], rel_tol=1e-4):
+        if math.isclose(loss, want[0] * rows, rel_tol=1e-4):
+            raise Mistake("your loss is the sum over the samples", f"divide by the {rows} samples")
+        raise Mistake(f"your mean loss is {loss:.4f}; over the {rows} samples of this epoch it is {want[0]:.4f}",
+                      "the last batch is smaller: weigh the mean loss of each batch by its samples")  # fmt: skip
+    if not math.isclose(accuracy, want[1], rel_tol=1e-4):
+        if any(math.isclose(accuracy, want[1] * times, rel_tol=1e-4) for times in (100, rows)):
+            raise Mistake(f"your accuracy is {accuracy:g}, not a share", "right ones over samples, from 0 to 1")
+        raise Mistake(f"your accuracy is {accuracy:.4f}; of the {rows} samples of this epoch it is {want[1]:.4f}",
+                      "count the right ones of all batches, by the output before the step")  # fmt: skip

@@ -1,0 +1,169 @@
+"""Verdicts of notebook 03, each word of them from records made up for it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from labs.chapters.nb03 import claims_scaling
+from labs.kit.claims import claims, judge_of, table
+from labs.kit.record import Record, Records
+
+NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
+WIDE = (0.5, 2.0, 0.6, 1.7, 0.55, 1.9, 0.65, 1.5)
+
+
+def make(lab, metric, samples, config=None, device="cpu", unit="s", **case):
+    samples = samples if isinstance(samples, list | tuple) else (samples,)
+    layout = {"world_size": 2, "rank": None, "backend": "gloo", "device": device}
+    return Record(lab, metric, unit, tuple(samples), "measured", case, config or {}, layout)
+
+
+def times(seconds, wide=False):
+    return [seconds * k for k in (WIDE if wide else NOISE)]
+
+
+def facts(device="cpu", **changed):
+    """labs.ddp_facts; each keyword stands for one finding."""
+    f = {"held": 658_698, "learned": (2.3, 1.0), "one_device": 1.0, "ran": 3, "local": (2.2, 2.3), "item": 1.0,
+         "before": 0.1, "after": 0.0, "later": 0.0, "views": 4, "plain": 5, "slow": 0.0, "floor": (0.5, 1.0),
+         "random": 2.3, "rows": (64, 64), "four": 1.0} | changed  # fmt: skip
+
+    def record(metric, samples, **case):
+        return make("ddp_facts", metric, samples, {"batch_size": 64}, device, "1", **case)
+
+    def parts(view, n):
+        names = ("parameters", "gradients", "activations", "optimizer", "buckets")
+        return [record("held_bytes", 1e6 * (i < n), part=p, gradient_as_bucket_view=view) for i, p in enumerate(names)]
+
+    return [
+        record("parameters", f["held"], where="smallest rank"), record("parameters", 658_698, where="model"),
+        record("rows_in_forward", f["rows"]), record("last_loss", f["local"]),
+        record("parameter_spread", f["before"], when="before DDP"),
+        record("parameter_spread", f["after"], when="after DDP"),
+        record("parameter_spread", f["later"], when="after 5 steps"),
+        record("parameter_spread", f["slow"], when="slow 0.02"),
+        record("step_s_of_fastest_rank", 0.01, slow_ms=0.0), record("step_s_of_fastest_rank", 0.03, slow_ms=20.0),
+        record("device_ids_refused", f["one_device"], device_ids="1 device(s)", error="ValueError: no"),
+        record("device_ids_refused", f["four"], device_ids="4 device(s)", error="ValueError: no"),
+        record("random_label_loss", [f["random"]] * 40), record("random_label_floor", math.log(10)),
+        record("learnable_loss", [*[f["learned"][0]] * 20, *[f["learned"][1]] * 20]),
+        record("broadcasts_per_step", 2, model="cnn_batchnorm", sync_buffers=True),
+        record("step_s_by_item", times(f["item"]), item=True), record("step_s_by_item", times(1.0), item=False),
+        *parts(False, f["plain"]), *parts(True, f["views"]),
+        record("module_level_runs", f["ran"], workers=2),
+        record("relu_mse", f["floor"][0], output="the best possible, >= 0"),
+        record("relu_mse", f["floor"][1], output="always 0"),
+    ]  # fmt: skip
+
+
+def speed(single=0.05, ddp=0.055, model="cnn", split="weak", startup=0.2, wide=False, device="cpu", moved=1e6, dp=0.06):
+    config = {"model": model, "split": split}
+
+    def step(mode, ranks, seconds):
+        case = {"mode": mode, "ranks": ranks, "batch_per_rank": 64}
+        return make("data_parallel", "step_s", times(seconds, wide and mode == "ddp"), config, device, **case)
+
+    return [step("single", 1, single), step("ddp", 2, ddp), step("dp", 2, dp),
+            make("data_parallel", "startup_s", startup, config, device, phase="process start"),
+            make("data_parallel", "bytes_per_step", moved, config, device, "B", way="dp replicate")]  # fmt: skip
+
+
+def cells(*speedups, wide=False, sizes=()):
+    """labs.crossover with these speed-ups of DDP on 2 ranks, by batch; all-reduces of 1 kB cost next to nothing."""
+    found = [make("crossover", "all_reduce_s", 1e-6 * (1 + s / 1e6), size=s) for s in (2**12, 2**20)]
+    for batch, speedup in enumerate(speedups, start=1):
+        case = {"width": 64, "batch": batch, "gradient_bytes": sizes[batch - 1] if sizes else 1000}
+        found += [make("crossover", "step_s", times(0.01), mode="single", **case),
+                  make("crossover", "step_s", times(0.02 / speedup, wide), mode="ddp", **case)]  # fmt: skip
+    return found
+
+
+def training(**changed):
+    f = {"twice": 1.0, "steps": 16, "falls": (2.0, 1.0), "same": 1.0} | changed
+    return [
+        make("ddp_training", "raised", f["twice"], case="setup_twice", error="ValueError: twice"),
+        make("ddp_training", "steps_per_epoch", f["steps"], case="ddp"),
+        make("ddp_training", "loss", [*[f["falls"][0]] * 10, *[f["falls"][1]] * 10], case="ddp"),
+        make("ddp_training", "same_order_next_epoch", f["same"], case="no_set_epoch"),
+    ]
+
+
+def accumulation(undivided=4.0, right=1.0):
+    return [
+        make("gradient_accumulation", "gradient_scale", right, way="no_sync"),
+        make("gradient_accumulation", "gradient_scale", undivided, way="loss_not_divided"),
+        make("gradient_accumulation", "all_reduces_per_step", 2, way="no_sync"),
+        make("gradient_accumulation", "all_reduces_per_step", 8, way="sync_every"),
+        make("gradient_accumulation", "step_s", 0.01, way="no_sync", effective_batch=128),
+    ]
+
+
+def parity(plain):
+    return [make("ddp_parity", "gradient_relative_error", e, model=m, dtype="float64", sync_batchnorm=False)
+            for m, e in (("cnn", plain), ("cnn_batchnorm", 0.1))]  # fmt: skip
+
+
+MLP = {"model": "mlp"}
+HOLDS, NOT, DEPENDS = "holds", "does not hold", "depends"
+CASES = {
+    "A01": [(NOT, facts()), (HOLDS, facts(held=300_000))],
+    "A02": [(NOT, speed(**MLP)), (DEPENDS, speed(single=5.0, **MLP))],
+    "A04": [(HOLDS, facts()), (NOT, facts(learned=(2.3, 2.4)))],
+    "A05": [(NOT, facts()), (HOLDS, facts(ran=1))],
+    "A08": [("needs 1 GPU", facts()), (HOLDS, facts("cuda", one_device=0.0)), (NOT, facts("cuda"))],
+    "A09": [(NOT, training()), (HOLDS, training(twice=0.0))],
+    "A11": [(HOLDS, facts()), (NOT, facts(later=0.1))],
+    "A12": [(NOT, training()), (DEPENDS, training(steps=1))],
+    "A13": [(NOT, speed(**MLP)), (HOLDS, speed(ddp=0.04, **MLP)), (DEPENDS, speed(ddp=0.05, wide=True, **MLP))],
+    "A14": [(NOT, facts()), (HOLDS, facts(random=1.0))],
+    "A15": [(HOLDS, training()), (NOT, training(falls=(1.0, 2.0)))],
+    "A16": [(NOT, facts()), (HOLDS, facts(local=(2.2, 2.2))), (NOT, facts(local=(2.2, 2.2), item=1.5))],
+    "A17": [(NOT, speed(**MLP)), (DEPENDS, speed(single=5.0, **MLP))],
+    "A20": [(DEPENDS, cells(0.5, 1.5)), (HOLDS, cells(1.2, 1.5)), (NOT, cells(0.5, 0.8)),
+            (DEPENDS, cells(1.2, 1.5, wide=True))],
+    "A21": [(HOLDS, cells(0.5, 1.5)), (DEPENDS, cells(1.2, 1.5))],
+    "A28": [(HOLDS, speed(**MLP)), (NOT, speed(startup=0.05, **MLP))],
+    "A29": [(NOT, speed() + speed(**MLP)), (HOLDS, speed(ddp=0.2) + speed(ddp=0.2, **MLP)),
+            (DEPENDS, speed() + speed(ddp=0.2, **MLP)), (DEPENDS, speed(wide=True) + speed(ddp=0.1, wide=True, **MLP))],
+    "B01": [(DEPENDS, facts()), (NOT, facts(later=0.1))],
+    "B02": [(NOT, facts()), (DEPENDS, facts(views=3)), (HOLDS, facts(views=3, plain=3))],
+    "B03": [(HOLDS, cells(1.5, 0.5, sizes=(1000, 10**11))), (DEPENDS, cells(0.5, 1.8)), (DEPENDS, cells(1.9, 1.8))],
+    "B26": [(DEPENDS, facts()), (HOLDS, facts(slow=0.1))],
+    "B34": [(DEPENDS, accumulation()), (HOLDS, accumulation(1.0)), (NOT, accumulation(right=2.0))],
+    "B36": [(NOT, facts()), (HOLDS, facts(four=0.0))],
+    "B37": [(DEPENDS, training()), (HOLDS, training(same=0.0))],
+    "B46": [(DEPENDS, speed() + cells(0.5, 1.9)), (HOLDS, speed(ddp=0.051) + cells(1.9)),
+            (NOT, speed(ddp=0.08) + cells(0.5))],
+    "C27": [(HOLDS, cells(0.5, 1.5)), (NOT, cells(1.5, 0.5)), (DEPENDS, cells(1.0, 1.1, wide=True))],
+    "D07": [(HOLDS, parity(1e-15)), (NOT, parity(0.1))],
+    "D08": [(NOT, facts()), (HOLDS, facts(rows=(32, 32)))],
+    "D12": [(NOT, facts()), (HOLDS, facts(floor=(0.0, 1.0)))],
+    "E13": [(NOT, facts()), (HOLDS, facts(rows=(32, 32)))],
+    "E14": [("needs 2 GPUs", speed()), (NOT, speed(device="cuda")), (DEPENDS, speed(device="cuda", dp=0.04))],
+    "E15": [(HOLDS, speed()), (NOT, speed(moved=0.0))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("claim", "i"), [(c, i) for c, cases in CASES.items() for i in range(len(cases))])
+def test_the_word_follows_the_records(claim, i):
+    word, evidence = CASES[claim][i]
+    found = table("03", Records(evidence), gpus=0, strict=True).verdict(claim)
+    assert found.word == word, found.because
+    assert found.because and len(found.because) < 330, "one or two short sentences"
+
+
+@pytest.mark.parametrize("claim", [c.id for c in claims("03") if judge_of(c)])
+def test_every_verdict_can_turn_round(claim):
+    published = {"A18"}  # tested below
+    assert claim in CASES or claim in published
+    assert claim in published or len({word for word, _ in CASES[claim]}) >= 2
+
+
+def test_a_published_table_turns_its_verdict(monkeypatch):
+    assert table("03", [], gpus=0, strict=True).verdict("A18").word == DEPENDS
+    growing = Records(Record("x", "images_per_s", "images/s", (100.0 * n,), "published",
+                             {"model": "VGG-16", "batch": 64, "ranks": n}) for n in (1, 2, 4, 8))  # fmt: skip
+    monkeypatch.setattr(claims_scaling, "rtx_3090_images", lambda: growing)
+    assert table("03", [], gpus=0, strict=True).verdict("A18").word == HOLDS
