@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,12 +109,18 @@ def serving(options: list[str], home: Path, **more: str) -> Iterator[tuple[str, 
     try:
         found = wait_for(lambda: list((home / "JUPYTER_RUNTIME_DIR").glob("jpserver-*.json")), what="JupyterLab")
         details = wait_for(lambda: (text := found[0].read_text()) and json.loads(text), what="its address")
+        wait_for(lambda: _listens(details["port"]), what="its port")  # JupyterLab binds it after it wrote that file
         yield details["url"], details["token"], process
     finally:
         family = [process, *process.children(recursive=True)]
         process.terminate()
         for left in psutil.wait_procs(family, timeout=10)[1]:
             left.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")

@@ -90,8 +90,9 @@ def test_a_killed_rank_is_named_not_the_peers_connection_errors(rank):
 @pytest.mark.drill
 @pytest.mark.parametrize(("fault", "told"), [("exit", "exit code 3"), ("segfault", "SIGSEGV")])
 def test_a_rank_that_vanishes_is_named(fault, told):
-    with pytest.raises(RankFailed, match=f"^rank 1 .*{told}"):
+    with pytest.raises(RankFailed, match=f"^rank 1 .*{told}") as failure:
         launch(FAULTY, fault=fault)
+    assert ("in go_wrong" in str(failure.value)) == (fault == "segfault"), "where it crashed"
 
 
 def test_a_connection_error_alone_is_reported():

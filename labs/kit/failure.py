@@ -90,7 +90,7 @@ class Watch:
             return RankFailed(SERVER_KILLED)
         died = self._died_first(exit_codes)
         if not own and died is not None:
-            return _sudden_death(died, exit_codes.get(died))
+            return _sudden_death(died, exit_codes.get(died), self._stack(died))
         if first := next(iter(own or reports), None):
             return _reported(first, len(reports) - 1)
         return RankFailed(f"the ranks did not start: {agent_error or 'see what was printed above'}")
@@ -122,11 +122,14 @@ class Watch:
             return f"rank {rank} was stopped (SIGSTOP or Ctrl-Z): the others waited for it"
         if (self.folder / f"done-{rank}").exists():
             return f"rank {rank} had finished and waited for the others"
-        stack = self.folder / f"stack-{rank}"
-        frames = _frames(stack.read_text(errors="replace")) if stack.exists() else []
+        frames = self._stack(rank)
         if not frames:
             return f"rank {rank} had not started, or did not answer"
         return f"rank {rank} was in, innermost first:\n  " + "\n  ".join(frames)
+
+    def _stack(self, rank: int) -> list[str]:
+        stack = self.folder / f"stack-{rank}"
+        return _frames(stack.read_text(errors="replace")) if stack.exists() else []
 
 
 def _frames(stack: str) -> list[str]:
@@ -157,16 +160,19 @@ def _reported(first: dict, others: int) -> Exception:
     return RankFailed(f"{first['traceback'].rstrip()}\n{tail}", rank=first["rank"], host=first["host"])
 
 
-def _sudden_death(rank: int, code: int | None) -> RankFailed:
+def _sudden_death(rank: int, code: int | None, frames: list[str]) -> RankFailed:
     if code is None:
-        return RankFailed(f"rank {rank} died without a word. {_remedy(-signal.SIGKILL)}", rank=rank)
+        return RankFailed(f"rank {rank} died without a word. {_remedy(-signal.SIGKILL, [])}", rank=rank)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-    return RankFailed(f"rank {rank} {how}. {_remedy(code)}", rank=rank)
+    return RankFailed(f"rank {rank} {how}. {_remedy(code, frames)}", rank=rank)
 
 
-def _remedy(code: int) -> str:
+def _remedy(code: int, frames: list[str]) -> str:
     if code == -signal.SIGKILL:
         return "Somebody ran kill -9, or the system ran out of memory: see `dmesg`, or try a smaller batch_size."
-    if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
-        return "It crashed below Python; a bus error usually means that /dev/shm is too small."
+    if code == -signal.SIGBUS:
+        return "It crashed below Python: a bus error usually means that /dev/shm is too small."
+    if code in (-signal.SIGSEGV, -signal.SIGABRT):
+        where = "\n  ".join(["in, innermost first:", *frames] if frames else ["in a thread that runs no Python"])
+        return f"It crashed below Python, {where}"
     return "It called os._exit() itself, or a library did."
