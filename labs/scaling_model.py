@@ -155,7 +155,7 @@ def main() -> None:
     """Entry point of the command line."""
     config = cli.parse_config(Config, __doc__, "python -m labs.scaling_model")
     if config.blind:
-        print(blind_test.table().to_string())
+        print(blind_test.row_by_row().to_string())
         print(band())
         return
     for sentence in answer(config):
