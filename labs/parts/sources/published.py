@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from labs.kit.record import Record, Records
+from functools import cache
+from pathlib import Path
+
+from labs.kit.record import Record, Records, load
+
+TABLES = Path(__file__).parents[3] / "records" / "published"
+
+
+@cache
+def table(name: str) -> Records:
+    """A published table of records/published, `name`.jsonl. Its provenance says where it was read, and how surely."""
+    return load(TABLES / f"{name}.jsonl")
+
 
 RTX_4090_ARTICLE = (
     '"GPU resource utilisation: PyTorch model parallel computation performance analysis report" (2025-12-24)'

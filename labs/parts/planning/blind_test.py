@@ -1,0 +1,326 @@
+"""The scaling model against published runs: one row of each series calibrates, the others are predicted.
+
+Fixed before anything was fitted or any error of this model was seen:
+* A series is one model in one number format, on one machine, with one program, from one source.
+* RULE: its smallest configuration calibrates, that is the row with the fewest GPUs, of these the smallest batch. It
+  gives one number: the FLOP/s that a GPU reaches. Links come from datasheets, all else from theory.
+* HELD_OUT: two rows whose errors are not looked at while the model is built. They are in no error that was printed
+  before the model's formulas were final, and they are reported on their own.
+
+The rows are records, records/published/*.jsonl. What a source does not say and a prediction needs is in CNNS and
+`calibration`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pandas
+
+from labs.kit import hardware
+from labs.kit.record import Record, Records
+from labs.parts.planning.calibration import GPT3, MPT, TRAINED_TOKENS
+from labs.parts.planning.parallel_cost import Job, Plan, shape
+from labs.parts.planning.scaling import (
+    INFINITE,
+    REACHED,
+    Cluster,
+    Group,
+    Link,
+    Step,
+    Work,
+    all_reduce_s,
+    calibrated,
+    step,
+)
+from labs.parts.sources.published import table
+
+HELD_OUT = (
+    {"table": "rtx_3090", "model": "VGG-16", "batch": 128, "gpus": 8},
+    {"table": "llm_foundry", "model": "70b", "gpus": 128},
+)
+STEPS = ("one_bit_adam", "pytorch_ddp", "llm_foundry", "torchtitan", "nvidia_resnet", "megatron", "mlperf_gpt3",
+         "rtx_3090")  # fmt: skip
+"""Tables of training steps that say all that a prediction needs."""
+COLLECTIVES = ("nccl_a100", "nccl_b200")
+"""Tables of all-reduces by size: the model's communication alone."""
+NOT_JUDGED = {
+    "pytorch_bert": "neither the model's size, nor its batch, nor the network is stated",
+    "rtx_4090_ddp": "neither the batch nor what is trained of the 1.7 billion parameters is stated",
+    "rtx_4090_p2p": "one configuration: nothing to predict",
+    "powersgd": "compressed gradients: the model has no term for compressing",
+    "horovod": "shares of one GPU's rate, which is not stated",
+}
+"""Why the others are data only."""
+
+# (parameters, 10^9 multiply-adds of a forward pass per image, convolutions): documentation of torchvision.models
+CNNS = {"ResNet-50": (25.56e6, 4.09, 53), "ResNet-101": (44.55e6, 7.80, 104), "ResNeXt-50": (25.03e6, 4.23, 53),
+        "ResNeXt-101": (88.79e6, 16.41, 104), "VGG-16": (138.36e6, 15.47, 13), "Inception-3": (27.16e6, 5.71, 94)}  # fmt: skip
+KERNELS_PER_CONVOLUTION = 9  # convolution, normalisation and activation: one kernel forward, two backward each
+SGD_BYTES = 20.0  # per parameter: momentum SGD reads three FP32 numbers and writes two
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published step, and what the model needs to predict it."""
+
+    table: str
+    series: str
+    config: str
+    work: Work
+    cluster: Cluster
+    """With flop_s not yet known."""
+    plan: Plan
+    published_s: float
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A row with what the model says of it."""
+
+    row: Row
+    calibrates: bool
+    modelled_s: float
+    perfect_s: float
+    """Had nothing but arithmetic changed since the calibration row: perfect scaling, the model to beat."""
+    step: Step | None = None
+
+    @property
+    def error(self) -> float:
+        """Modelled over published, less 1: positive where the model is too slow."""
+        return self.modelled_s / self.row.published_s - 1
+
+
+def rows() -> list[Row]:
+    """All published steps, by table and series."""
+    return [r for name in STEPS for r in _rows(name)]
+
+
+def _rows(name: str) -> list[Row]:
+    records = table(name)
+    if name == "one_bit_adam":  # its step is the sum of four parts, one after the other
+        records = Records(replace(r, metric="step", samples=(sum(
+            part.value for part in records.where(**r.case)),)) for r in records.where("forward"))  # fmt: skip
+    return [_row(name, r) for r in records]
+
+
+def _row(name: str, r: Record) -> Row:
+    work, plan = _work(name, r)
+    told = {k: v for k, v in r.case.items() if k not in ("gpus", "batch", "ddp")}
+    if name == "megatron":  # the model grows with the GPUs: that is the series
+        told = {"model": "GPT-2"}
+    series = ", ".join(str(v) for v in told.values())
+    config = f"{r.case['gpus']} GPUs" + (f", batch {r.case['batch']:g}" if name == "rtx_3090" else "")
+    config += f", {r.case['model']}" * (name == "megatron") + ", DDP" * (r.case.get("ddp", False) and r.case["gpus"] == 1)
+    key = {"table": name, **r.case}
+    held = any(all(key.get(k) == v for k, v in h.items()) for h in HELD_OUT)
+    return Row(name, series, config, work, _cluster(r), plan, _seconds(name, r, work), held)
+
+
+def _seconds(name: str, r: Record, work: Work) -> float:
+    """Published seconds per step."""
+    if r.metric == "step":
+        return r.value / 1e3
+    if r.metric == "tokens_per_gpu":
+        return r.case["batch"] * r.config["seq"] / r.value
+    if r.metric == "images":
+        return work.batch / r.value
+    steps = TRAINED_TOKENS / (work.batch * r.config["seq"])
+    return 60 * r.value / steps
+
+
+def _work(name: str, r: Record) -> tuple[Work, Plan]:
+    gpus, config = r.case["gpus"], r.config
+    if r.case["model"] in CNNS:
+        parameters, giga, convolutions = CNNS[r.case["model"]]
+        return Work(parameters, 6e9 * giga, r.case["batch"] * gpus, KERNELS_PER_CONVOLUTION * convolutions,
+                    convolutions, update_bytes=SGD_BYTES), Plan(data=gpus)  # fmt: skip
+    if name == "one_bit_adam":  # gradients travel in FP16, after backward; sequences of 128
+        job = Job(336e6, 16 * gpus, 128, 24, 1024, 30522)
+        return replace(Work.of(job), gradient_bytes=2.0, overlap=False), Plan(data=gpus)
+    micro, again = config.get("micro_batches", 1), config.get("recompute", False)
+    if name == "llm_foundry":  # mode PURE: gradients are summed in BF16, too
+        parameters, layers, hidden = MPT[r.case["model"]]
+        job = Job(parameters, r.case["batch"] * gpus, config["seq"], layers, hidden, 50368)
+        return replace(Work.of(job), gradient_bytes=2.0), Plan(gpus, sharded=True, micro_batches=micro, recompute=again)
+    if name == "torchtitan":
+        job = Job(8.03e9, r.case["batch"] * gpus, config["seq"], 32, 4096, 128256)
+        return Work.of(job), Plan(gpus, sharded=True)
+    if name == "megatron":
+        parameters = 1e9 * float(r.case["model"].split()[0])
+        return Work.of(Job(parameters, 8, config["seq"], *shape(parameters), 50257)), Plan(tensor=gpus, recompute=True)
+    data = gpus // (config["tensor"] * config["pipeline"])
+    return Work.of(Job(batch=data * micro, seq=config["seq"], **GPT3)), Plan(data, config["pipeline"], config["tensor"],
+                                                                            micro_batches=micro)  # fmt: skip
+
+
+def _cluster(r: Record) -> Cluster:
+    card = hardware.spec(r.config["card"])
+    link = r.config.get("link_gb_s") or card.link_gb_s
+    network = r.config.get("network_gb_s")
+    return Cluster(r.case["gpus"], r.config["gpus_per_node"], 1.0, Link(REACHED * link / 2 * 1e9),
+                   Link(REACHED * network * 1e9) if network else INFINITE, REACHED * card.bandwidth_gb_s * 1e9)  # fmt: skip
+
+
+def predict(rows: Iterable[Row]) -> list[Predicted]:
+    """Every row with its prediction; the smallest configuration of each series calibrates."""
+    by_series: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        by_series.setdefault((row.table, row.series), []).append(row)
+    return [p for series in by_series.values() for p in _predict_series(series)]
+
+
+def _predict_series(series: list[Row]) -> list[Predicted]:
+    first = min(series, key=lambda r: (r.cluster.gpus, r.work.batch))  # of equal ones the one that comes first
+    flop_s = calibrated(first.work, first.cluster, first.plan, first.published_s).flop_s
+    perfect = calibrated(first.work, _perfect(first.cluster), first.plan, first.published_s).flop_s
+    found = []
+    for row in series:
+        said = step(row.work, replace(row.cluster, flop_s=flop_s), row.plan)
+        ideal = step(row.work, replace(_perfect(row.cluster), flop_s=perfect), row.plan)
+        found.append(Predicted(row, row is first, said.step_s, ideal.step_s, said))
+    return found
+
+
+def _perfect(cluster: Cluster) -> Cluster:
+    """`cluster` with links, memory and ranks that cost nothing."""
+    return replace(cluster, inside=INFINITE, between=INFINITE, memory_bytes_s=math.inf, gap_s=0.0, spread=0.0)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Published over modelled seconds of the rows that were predicted."""
+
+    low: float
+    """A tenth of the rows lies below."""
+    high: float
+    """A tenth of the rows lies above."""
+    median_error: float
+    """Median of |modelled / published - 1|."""
+    within_20: float
+    """Share of rows whose error is at most 20 %."""
+    rows: int
+
+    @classmethod
+    def of(cls, ratios: Iterable[float]) -> Band:
+        """Of published over modelled seconds."""
+        ratios = list(ratios)
+        errors = [abs(1 / r - 1) for r in ratios]
+        low, high = np.quantile(ratios, [0.1, 0.9])
+        return cls(float(low), float(high), statistics.median(errors), sum(e <= 0.2 for e in errors) / len(errors),
+                   len(ratios))  # fmt: skip
+
+    def seconds(self, modelled_s: float) -> str:
+        """Seconds with the band, for example "2.4 s (2.2 to 3.0)"."""
+        return f"{modelled_s:.2g} s ({modelled_s * self.low:.2g} to {modelled_s * self.high:.2g})"
+
+    def days(self, modelled_s: float) -> str:
+        """The same in days."""
+        days = modelled_s / 86_400
+        return f"{days:.2g} days ({days * self.low:.2g} to {days * self.high:.2g})"
+
+    def __str__(self) -> str:
+        return (f"On {self.rows} published rows that it had not seen the model erred by {self.median_error:.0%} in the "
+                f"median; {self.within_20:.0%} of them came within 20 %, eight in ten took {self.low:.2f} to "
+                f"{self.high:.2f} times its seconds.")  # fmt: skip
+
+
+@cache
+def predictions() -> tuple[Predicted, ...]:
+    """Of all published steps, the two held out among them."""
+    return tuple(predict(rows()))
+
+
+def judged(held_out: bool = False) -> list[Predicted]:
+    """Predicted rows that calibrated nothing: those held out, or all others."""
+    return [p for p in predictions() if not p.calibrates and p.row.held_out == held_out]
+
+
+@cache
+def band() -> Band:
+    """Of all predicted steps: what is told with every answer of the model."""
+    return Band.of(p.row.published_s / p.modelled_s for p in predictions() if not p.calibrates)
+
+
+def perfect_band() -> Band:
+    """The same rows, predicted by perfect scaling."""
+    return Band.of(p.row.published_s / p.perfect_s for p in predictions() if not p.calibrates)
+
+
+def by_table() -> pandas.DataFrame:
+    """Median error and share within 20 % of each table, beside perfect scaling's."""
+    found = []
+    for name in STEPS:
+        its = [p for p in predictions() if p.row.table == name and not p.calibrates]
+        own, ideal = (Band.of(p.row.published_s / s(p) for p in its)
+                      for s in (lambda p: p.modelled_s, lambda p: p.perfect_s))  # fmt: skip
+        found.append({"table": name, "rows": own.rows, "median error": f"{own.median_error:.1%}",
+                      "within 20 %": f"{own.within_20:.0%}", "perfect scaling errs by": f"{ideal.median_error:.1%}",
+                      "within 20 % of it": f"{ideal.within_20:.0%}"})  # fmt: skip
+    return pandas.DataFrame(found).set_index("table")
+
+
+def outlier() -> tuple[Predicted, float]:
+    """(row, factor): the row whose published time fits its neighbours worst, beside what the model says of them.
+
+    Neighbours: the rows before and after it in its series, by GPUs. Only rows inside of a series have two; the
+    factor is published over modelled seconds, over the geometric mean of theirs.
+    """
+    best: tuple[Predicted, float] | None = None
+    for series in _series():
+        ratios = [p.row.published_s / p.modelled_s for p in series]
+        for k in range(1, len(series) - 1):
+            factor = ratios[k] / math.sqrt(ratios[k - 1] * ratios[k + 1])
+            if best is None or abs(math.log(factor)) > abs(math.log(best[1])):
+                best = series[k], factor
+    assert best is not None  # there are series of three rows
+    return best
+
+
+def _series() -> list[list[Predicted]]:
+    """Predictions by series and batch per GPU, ordered by GPUs; the held-out rows are not asked."""
+    found: dict[tuple, list[Predicted]] = {}
+    for p in predictions():
+        if not p.row.held_out:
+            batch = p.row.work.batch / p.row.cluster.gpus if p.row.table == "rtx_3090" else 0
+            found.setdefault((p.row.table, p.row.series, batch), []).append(p)
+    return [sorted(s, key=lambda p: p.row.cluster.gpus) for s in found.values()]
+
+
+def collectives() -> pandas.DataFrame:
+    """All-reduces by size: one row of each table calibrates the latency, the others are predicted."""
+    found = []
+    for name in COLLECTIVES:
+        records = list(table(name))
+        first = min(records, key=lambda r: (r.case["gpus"], r.case["size"]))
+        inside, between = _cluster(first).inside, _cluster(first).between
+        n = first.case["gpus"]
+        wire = 2 * (n - 1) / n * first.case["size"] / inside.bytes_s
+        inside = replace(inside, latency_s=max(0.0, _all_reduce_s(first) - wire) / (2 * (n - 1)))
+        for r in records:
+            group = Group(r.case["gpus"], r.config["gpus_per_node"])
+            modelled = sum(all_reduce_s(r.case["size"], group, inside, between))
+            found.append({"table": name, "GPUs": r.case["gpus"], "bytes": r.case["size"], "published us": 1e6 * _all_reduce_s(r),
+                          "modelled us": 1e6 * modelled, "error": modelled / _all_reduce_s(r) - 1,
+                          "calibrates": r is first})  # fmt: skip
+    return pandas.DataFrame(found)
+
+
+def _all_reduce_s(r: Record) -> float:
+    n = r.case["gpus"]
+    return r.value / 1e6 if r.metric == "all_reduce" else 2 * (n - 1) / n * r.case["size"] / (1e9 * r.value)
+
+
+def row_by_row() -> pandas.DataFrame:
+    """Every published step, its prediction, its error; the calibration rows and the two held out are marked."""
+    found = [{"table": p.row.table, "series": p.row.series, "configuration": p.row.config,
+              "published s": f"{p.row.published_s:.4g}", "modelled s": f"{p.modelled_s:.4g}",
+              "error": "calibrates" if p.calibrates else f"{p.error:+.1%}" + " held out" * p.row.held_out,
+              "limit": p.step.limit()} for p in predictions()]  # fmt: skip
+    return pandas.DataFrame(found).set_index(["table", "series", "configuration"])
