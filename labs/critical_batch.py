@@ -12,7 +12,6 @@ McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Train
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import itertools
