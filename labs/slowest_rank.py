@@ -192,8 +192,8 @@ def answer(run: Records) -> Iterator[str]:
         found, told, lots = measured(run, kind), formula(run, kind), planted(run, kind)
         n = max(found)
         yield (f"{kind.capitalize()} delays, {run[0].config['mean_ms']:g} ms in the mean: a step of 1 rank takes "
-               f"{found[1]}, of {n} ranks {found[n]}. The formula says {1e3 * told[n]:.1f} ms, and {1e3 * lots[n]:.1f} ms for the delays "
-               "that were drawn.")  # fmt: skip
+               f"{found[1]}, of {n} ranks {found[n]}. The formula says {1e3 * told[n]:.1f} ms, and "
+               f"{1e3 * lots[n]:.1f} ms for the delays that were drawn.")  # fmt: skip
     ranks = len(run.where("real_step_s"))
     if ranks > 1:
         first, worst, told = real(run)

@@ -117,7 +117,9 @@ def _row(name: str, r: Record) -> Row:
         told = {"model": "GPT-2"}
     series = ", ".join(str(v) for v in told.values())
     config = f"{r.case['gpus']} GPUs" + (f", batch {r.case['batch']:g}" if name == "rtx_3090" else "")
-    config += f", {r.case['model']}" * (name == "megatron") + ", DDP" * (r.case.get("ddp", False) and r.case["gpus"] == 1)
+    config += f", {r.case['model']}" * (name == "megatron") + ", DDP" * (
+        r.case.get("ddp", False) and r.case["gpus"] == 1
+    )
     key = {"table": name, **r.case}
     held = any(all(key.get(k) == v for k, v in h.items()) for h in HELD_OUT)
     return Row(name, series, config, work, _cluster(r), plan, _seconds(name, r, work), held)
