@@ -290,10 +290,10 @@ def answer(config: Config) -> Iterator[str]:
     limits += [f"for {config.budget:g}"] * bool(config.budget)
     asked = " and ".join(limits) or "without limits"
     if kept is None:
-        yield f"No offer trains {config.params:.3g} parameters {asked} for certain. {_nearest(found, config)}"
+        yield f"No offer trains {config.params:.3g} parameters {asked} at the band's upper end. {_nearest(found, config)}"
     else:
         money = f", {kept.money} of your money" if kept.money else ""
-        yield (f"Cheapest {asked}: {kept.offer}, {kept.days} days, {kept.gpu_hours} GPU-hours{money}, "
+        yield (f"Cheapest {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} GPU-hours{money}, "
                f"{kept.energy_kwh.times(1e-3)} MWh at most on the boards.")  # fmt: skip
         share = kept.training.lost_share
         yield (f"Trained as: {kept.plan}. Most of a step is {kept.step.limit()}; checkpoints and failures take "

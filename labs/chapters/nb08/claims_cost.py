@@ -23,10 +23,11 @@ def _(evidence: Records) -> Verdict:
     states = 100e9 * parallel_cost.STATE_BYTES
     cards = sorted(states / (1e9 * hardware.spec(name).memory_gb) for name in A100S)
     alone = max(map(largest_alone, A100S))
-    word = "holds" if alone >= 100e9 else "depends" if cards[0] > 1 else "holds"
-    return Verdict(word, f"Weights, gradients and Adam's moments of 100 billion parameters take {states / 1e12:.1f} TB: "
-                   f"{ends([f'{n:.0f}' for n in cards])} A100 if each byte is kept once, before activations. One of "
-                   f"80 GB has room for those of {alone / 1e9:.0f} billion.", "modelled")  # fmt: skip
+    word = "holds" if alone >= 100e9 else "depends"
+    return Verdict(word, "Weights, gradients and Adam's moments of 100 billion parameters take "
+                   f"{states / 1e12:.1f} TB: {ends([f'{n:.0f}' for n in cards])} A100, if each byte is kept once and "
+                   f"before activations. One of 80 GB has room for those of {alone / 1e9:.0f} billion.",
+                   "modelled")  # fmt: skip
 
 
 @verdict("B23")
@@ -45,5 +46,6 @@ def _(evidence: Records) -> Verdict:
     fits, soon = found.times_too_large <= 1, years <= 1
     word = "holds" if fits and soon else "does not hold"
     return Verdict(word, f"States of {found.states_bytes / 1e12:.1f} TB over {found.memory_bytes / 1e12:.2f} TB of "
-                   f"memory: {found.times_too_large:.1f} times too large. Computing alone takes {found.days() / YEAR_DAYS:.1f} "
-                   f"years at the peak of all eight, {years:.0f} at the efficiency that was published.", "modelled")  # fmt: skip
+                   f"memory: {found.times_too_large:.1f} times too large. Computing alone takes "
+                   f"{found.days() / YEAR_DAYS:.1f} years at the peak of all eight, {years:.0f} at the efficiency that "
+                   "was published.", "modelled")  # fmt: skip

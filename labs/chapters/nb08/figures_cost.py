@@ -70,8 +70,8 @@ def card_text() -> None:
     say(
         f"* The RTX 4090 has {wrong.bandwidth_gb_s:,.0f} GB/s; 936 is the {other.gpu}'s number.\n"
         f"* 1,555 GB/s is the A100 of 40 GB; that of 80 GB has {a100.bandwidth_gb_s:,.0f}.\n"
-        f"* 100 billion parameters have {needs / 1e12:.1f} TB of states: {needs / (a100.memory_gb * 1e9):.0f} A100 of 80 GB, "
-        "before the first activation. The card does not train them; a machine room of it does.\n"
+        f"* 100 billion parameters have {needs / 1e12:.1f} TB of states, which is the memory of "
+        f"{needs / (a100.memory_gb * 1e9):.0f} A100 of 80 GB, before the first activation.\n"
         "* Bandwidth to memory decides what is limited by memory. What a training costs, it does not tell: arithmetic, "
         "links, memory and the price of an hour do."
     )
@@ -83,7 +83,6 @@ def card_text() -> None:
 def gpt_3_table(gpus: int = 8, card: str = "A100 80GB SXM") -> pandas.DataFrame:
     """The two divisions for GPT-3, in a row each."""
     found = cost.divisions(GPT_3, GPT_3_TOKENS, card, gpus)
-    share = cost.Config().share_of_peak(card)[0]
     rows = {
         "memory of all": f"{found.memory_bytes / 1e9:,.0f} GB",
         "weights in 16 bits alone": f"{found.weights_bytes / 1e9:,.0f} GB",
@@ -91,9 +90,8 @@ def gpt_3_table(gpus: int = 8, card: str = "A100 80GB SXM") -> pandas.DataFrame:
         "states over memory": f"{found.times_too_large:.1f} x",
         "cards for the states alone": f"{found.states_bytes / found.memory_bytes * gpus:.0f}",
         "FLOP, 6 N D": f"{found.flop:.3g} (published: {GPT_3_FLOP:g})",
-        "days at the peak": f"{found.days():,.0f}",
-        f"days at {share:.0%} of it": f"{found.days(share):,.0f} ({found.days(share) / 365.25:.0f} years)",
-        "days by the published run": f"{published_days(gpus):,.0f} ({published_days(gpus) / 365.25:.0f} years)",
+        "days at the peak of all": f"{found.days():,.0f} ({found.days() / 365.25:.0f} years)",
+        "days as published, per card": f"{published_days(gpus):,.0f} ({published_days(gpus) / 365.25:.0f} years)",
     }
     return pandas.DataFrame({f"GPT-3 on {gpus} x {card}": rows})
 
@@ -132,8 +130,8 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     kept = cost.cheapest(found, config.deadline_days, config.budget)
     hopeful = cost.cheapest([_hoped(b) for b in found], config.deadline_days, config.budget)
     message = (
-        f"Cheapest that is surely done in {config.deadline_days:g} days: {kept.offer}" if kept
-        else f"No offer is surely done in {config.deadline_days:g} days"
+        f"Cheapest that is done in {config.deadline_days:g} days also at the band's upper end: {kept.offer}" if kept
+        else f"At the band's upper end no offer is done in {config.deadline_days:g} days"
     )  # fmt: skip
     fig, ax = figure(message, xlabel="days until it is done", ylabel="money (unit of the prices)",
                      records=_records(found), legend_below=True)  # fmt: skip
@@ -169,8 +167,8 @@ def _hoped(b: cost.Bill) -> cost.Bill:
 
 def _share(b: cost.Bill) -> str:
     running = b.training.total_s
-    return (f"start-up is {b.training.startup_s / running:.1%} of it, checkpoints and failures {b.training.lost_share:.1%}"
-            f" of the rest, and most of a step is {b.step.limit()}.")  # fmt: skip
+    return (f"start-up is {b.training.startup_s / running:.1%} of it, checkpoints and failures "
+            f"{b.training.lost_share:.1%} of the rest, and most of a step is {b.step.limit()}.")  # fmt: skip
 
 
 def _records(found: list[cost.Bill]) -> Records:
@@ -186,8 +184,8 @@ def largest_table(config: cost.Config) -> pandas.DataFrame:
             rows.append({"offer": str(offer), "parameters": "none"})
             continue
         params, b = found
-        rows.append({"offer": str(offer), "parameters": f"{params / 1e9:.2g} B", "tokens": f"{20 * params / 1e9:,.0f} B",
-                     "days (band)": str(b.days), "money": str(b.money),
+        rows.append({"offer": str(offer), "parameters": f"{params / 1e9:.2g} B",
+                     "tokens": f"{20 * params / 1e9:,.0f} B", "days (band)": str(b.days), "money": str(b.money),
                      "limited by": _limited(config, offer, params)})  # fmt: skip
     return pandas.DataFrame(rows).set_index("offer").fillna("")
 
@@ -204,9 +202,9 @@ def energy_text(config: cost.Config) -> None:
     found = [b for b in cost.bills(config) if b]
     kept = cost.cheapest(found, config.deadline_days, config.budget) or min(found, key=lambda b: b.gpu_hours.value)
     say(
-        f"{kept.offer}: {kept.energy_kwh.times(1e-3)} MWh, modelled: {kept.power_w:g} W, the datasheet's limit of a board, "
-        f"for every GPU-hour{' with what hosts, network and cooling add' if config.power_factor > 1 else ''}. A board "
-        "that waits draws less, and hosts, network and cooling come on top unless `power_factor` says how much. No energy "
-        "was recorded for this course yet: a GPU's own counter (NVML's total energy, in mJ) would tell the joules of a "
-        "step, and no record of it exists here."
+        f"{kept.offer}: {kept.energy_kwh.times(1e-3)} MWh, modelled: {kept.power_w:g} W for every GPU-hour, which is "
+        f"the datasheet's limit of a board times {config.power_factor:g}. A board that waits draws less; hosts, "
+        "network and cooling come on top and are in it only if `power_factor` says how much. No energy was recorded "
+        "for this course yet: a GPU's own counter (NVML's total energy, in mJ) would tell the joules of a step, and there is no "
+        "record of it here."
     )
