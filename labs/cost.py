@@ -290,11 +290,12 @@ def answer(config: Config) -> Iterator[str]:
     limits += [f"for {config.budget:g}"] * bool(config.budget)
     asked = " and ".join(limits) or "without limits"
     if kept is None:
-        yield f"No offer trains {config.params:.3g} parameters {asked} at the band's upper end. {_nearest(found, config)}"
+        yield f"At the band's upper end no offer trains {config.params:.3g} parameters {asked}."
+        yield _nearest(found, config)
     else:
         money = f", {kept.money} of your money" if kept.money else ""
-        yield (f"Cheapest {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} GPU-hours{money}, "
-               f"{kept.energy_kwh.times(1e-3)} MWh at most on the boards.")  # fmt: skip
+        yield (f"Cheapest {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
+               f"GPU-hours{money}, {kept.energy_kwh.times(1e-3)} MWh at most on the boards.")  # fmt: skip
         share = kept.training.lost_share
         yield (f"Trained as: {kept.plan}. Most of a step is {kept.step.limit()}; checkpoints and failures take "
                f"{share:.1%} of the time, start-up {kept.training.startup_s / kept.training.total_s:.1%}.")  # fmt: skip

@@ -97,7 +97,7 @@ def fit_steps(batches: Sequence[int], steps: Sequence[float]) -> tuple[float, fl
     s = np.asarray(steps, float)
     design = np.stack([1 / s, 1 / (np.asarray(batches, float) * s)], axis=1)
     fewest, samples = nnls(design, np.ones(len(s)))[0]
-    return float(fewest), float(samples / fewest) if fewest else math.inf
+    return float(fewest), float(samples / max(fewest, 1e-9 * s.min()))  # finite also where every batch pays
 
 
 def noise_scale(small_sq: float, large_sq: float, small: int, large: int) -> tuple[float, float]:

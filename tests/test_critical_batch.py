@@ -32,7 +32,7 @@ def test_the_fit_finds_what_steps_were_made_from():
     made = [lab.predict_steps(b, 73, 85) for b in BATCHES]
     assert lab.fit_steps(BATCHES, made) == pytest.approx((73, 85))
     assert lab.fit_steps(BATCHES, [500] * 7) == pytest.approx((500, 0), abs=1e-6), "steps that no batch changes"
-    assert lab.fit_steps(BATCHES, [4096 / b for b in BATCHES])[1] == math.inf, "batches that always pay"
+    assert lab.fit_steps(BATCHES, [4096 / b for b in BATCHES])[1] > 1e6, "batches that always pay"
     with pytest.raises(ValueError, match="two different"):
         lab.fit_steps((8, 8), (3, 4))
 
