@@ -113,7 +113,7 @@ def records(rare=0.026, extra=0.001, second=1.0, noise=0.1, n=400):
 
 def test_independent_real_steps_wait_as_one_list_foretells():
     first, worst, told = lab.real(records())
-    assert worst.value == pytest.approx(told, rel=0.01) and worst.value > first.value
+    assert worst.value == pytest.approx(told, rel=0.03) and worst.value > first.value
     assert first.low < first.value < first.high
 
 
@@ -144,9 +144,8 @@ def test_failures_at_the_published_scale(monkeypatch):
     monkeypatch.setattr(figures, "show", lambda fig, alt: alts.append(alt))
     figures.failures(predict(5, "lost", unit="%"))
     assert "a failure every 3.1 h" in alts[0] and "5.8 years" in said[0], "54 x 24 / 419, and 16,384 times that"
-    assert 54 * 24 / 419 == pytest.approx(3.09, abs=0.01) and 54 * 16_384 / 419 / 365.25 == pytest.approx(
-        5.78, abs=0.01
-    )
+    hours, years = 54 * 24 / 419, 54 * 16_384 / 419 / 365.25
+    assert (round(hours, 1), round(years, 1)) == (3.1, 5.8)
     lost = [float(x.split()[0]) for x in figures.failures_table()["lost"]]
     assert lost == sorted(lost) and lost[0] < 1
     mtbf_s = 54 * 86_400 / 419
