@@ -65,7 +65,8 @@ NOT_JUDGED = {
 HARD = 0.1
 """Perfect scaling errs by more than this on a hard row: there scaling costs something, and a model can be of use."""
 CNNS = {"ResNet-50": (25.56e6, 4.09, 53), "ResNet-101": (44.55e6, 7.80, 104), "ResNeXt-50": (25.03e6, 4.23, 53),
-        "ResNeXt-101": (88.79e6, 16.41, 104), "VGG-16": (138.36e6, 15.47, 13), "Inception-3": (27.16e6, 5.71, 94)}  # fmt: skip
+        "ResNeXt-101": (88.79e6, 16.41, 104), "VGG-16": (138.36e6, 15.47, 13),
+        "Inception-3": (27.16e6, 5.71, 94)}  # fmt: skip
 KERNELS_PER_CONVOLUTION = 9  # convolution, normalisation and activation: one kernel forward, two backward each
 SGD_BYTES = 20.0  # per parameter: momentum SGD reads three FP32 numbers and writes two
 
@@ -171,8 +172,9 @@ def _cluster(r: Record) -> Cluster:
     card = hardware.spec(r.config["card"])
     link = r.config.get("link_gb_s") or card.link_gb_s
     network = r.config.get("network_gb_s")
-    return Cluster(r.case["gpus"], r.config["gpus_per_node"], 1.0, Link(REACHED * link / 2 * 1e9),
-                   Link(REACHED * network * 1e9) if network else INFINITE, REACHED * card.bandwidth_gb_s * 1e9)  # fmt: skip
+    between = Link(REACHED * network * 1e9) if network else INFINITE  # without a network there is one node
+    return Cluster(r.case["gpus"], r.config["gpus_per_node"], 1.0, Link(REACHED * link / 2 * 1e9), between,
+                   REACHED * card.bandwidth_gb_s * 1e9)  # fmt: skip
 
 
 def predict(rows: Iterable[Row], two: bool = False) -> list[Predicted]:
@@ -304,7 +306,7 @@ def outlier() -> tuple[Predicted, float]:
 
     Neighbours: the rows before and after it in its series, by GPUs. With r = published over modelled seconds, a row
     between two stands out by the smaller of r / r_before and r / r_after if both are above 1, or by the larger of them
-    if both are below. A level of links that a series enters, and stays on, is a stair: it stands out from one side only.
+    if both are below. A level of links that a series enters, and stays on, is a stair: it stands out from one side.
     """
     best: tuple[Predicted, float] | None = None
     for series in _series():
@@ -341,9 +343,10 @@ def collectives() -> pandas.DataFrame:
         for r in records:
             group = Group(r.case["gpus"], r.config["gpus_per_node"])
             modelled = sum(all_reduce_s(r.case["size"], group, inside, between))
-            found.append({"table": name, "GPUs": r.case["gpus"], "bytes": r.case["size"], "published us": 1e6 * _all_reduce_s(r),
-                          "modelled us": 1e6 * modelled, "error": modelled / _all_reduce_s(r) - 1,
-                          "calibrates": r is first})  # fmt: skip
+            published = _all_reduce_s(r)
+            found.append({"table": name, "GPUs": r.case["gpus"], "bytes": r.case["size"],
+                          "published us": 1e6 * published, "modelled us": 1e6 * modelled,
+                          "error": modelled / published - 1, "calibrates": r is first})  # fmt: skip
     return pandas.DataFrame(found)
 
 

@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 from labs.kit import hardware
 from labs.kit.errors import require
-from labs.parts.planning.parallel_cost import BUCKET_BYTES, COPY_BYTES, GRADIENT_BYTES, Job, Plan
+from labs.parts.planning.parallel_cost import BUCKET_BYTES, COPY_BYTES, GRADIENT_BYTES, Cost, Job, Plan
 
 REACHED = 0.8
 """Of a link's datasheet bandwidth, by large messages. NVIDIA's own rule for PCIe and NVLink is 80 to 90 %; for the
@@ -279,6 +279,13 @@ def _data(work: Work, cluster: Cluster, plan: Plan, own: float, busy: float) -> 
         return whole, sum(whole)
     first = sum(gather) / max(1, work.layers)  # of the first layer, which nothing hides
     return whole, max(first, m * sum(gather) - forward) + max(0.0, m * (sum(gather) + sum(scatter)) - backward)
+
+
+def timed(cost: Cost, work: Work, cluster: Cluster) -> Cost:
+    """`cost`, whose bytes stay, with this model's seconds."""
+    found = step(work, cluster, cost.plan)
+    return replace(cost, compute_s=found.arithmetic_s + found.overhead_s, bubble_s=found.bubble_s,
+                   exposed_s=found.exposed_s, waiting_s=found.waiting_s + found.starved_s)  # fmt: skip
 
 
 def alone(work: Work, cluster: Cluster, samples: float) -> Step:
