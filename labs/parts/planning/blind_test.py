@@ -288,6 +288,26 @@ def perfect_band() -> Band:
     return Band.of(p.row.published_s / p.perfect_s for p in predictions() if not p.calibrates)
 
 
+def hard_bands() -> tuple[Band, Band]:
+    """(the model's, perfect scaling's) band of the HARD rows: those where scaling costs something."""
+    hard = [p for p in predictions() if not p.calibrates and abs(p.perfect_s / p.row.published_s - 1) > HARD]
+    return (Band.of(p.row.published_s / p.modelled_s for p in hard),
+            Band.of(p.row.published_s / p.perfect_s for p in hard))  # fmt: skip
+
+
+def two_bands() -> tuple[Band, Band]:
+    """Hard rows that neither of two calibration rows used: (band with the link calibrated, with one row only)."""
+    one = {_key(p.row): p for p in predictions()}
+    left = [p for p in predictions(two=True)
+            if not p.calibrates and abs(p.perfect_s / p.row.published_s - 1) > HARD]  # fmt: skip
+    return (Band.of(p.row.published_s / p.modelled_s for p in left),
+            Band.of(p.row.published_s / one[_key(p.row)].modelled_s for p in left))  # fmt: skip
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row.table, row.series, row.config
+
+
 def by_table() -> pandas.DataFrame:
     """Median error and share within 20 % of each table, beside perfect scaling's."""
     found = []
@@ -302,6 +322,11 @@ def by_table() -> pandas.DataFrame:
 
 
 def outlier() -> tuple[Predicted, float]:
+    """Of all published steps but those held out; see `outlier_of`."""
+    return outlier_of(p for p in predictions() if not p.row.held_out)
+
+
+def outlier_of(found: Iterable[Predicted]) -> tuple[Predicted, float]:
     """(row, factor): the row that stands out most from both of its neighbours, beside what the model says of them.
 
     Neighbours: the rows before and after it in its series, by GPUs. With r = published over modelled seconds, a row
@@ -309,7 +334,7 @@ def outlier() -> tuple[Predicted, float]:
     if both are below. A level of links that a series enters, and stays on, is a stair: it stands out from one side.
     """
     best: tuple[Predicted, float] | None = None
-    for series in _series():
+    for series in _series(found):
         logs = [math.log(p.row.published_s / p.modelled_s) for p in series]
         for before, own, after, p in zip(logs, logs[1:], logs[2:], series[1:], strict=False):
             steps = own - before, own - after
@@ -320,13 +345,12 @@ def outlier() -> tuple[Predicted, float]:
     return best
 
 
-def _series() -> list[list[Predicted]]:
-    """Predictions by series and batch per GPU, ordered by GPUs; the held-out rows are not asked."""
+def _series(predicted: Iterable[Predicted]) -> list[list[Predicted]]:
+    """Predictions by series and batch per GPU, ordered by GPUs."""
     found: dict[tuple, list[Predicted]] = {}
-    for p in predictions():
-        if not p.row.held_out:
-            batch = p.row.work.batch / p.row.cluster.gpus if p.row.table == "rtx_3090" else 0
-            found.setdefault((p.row.table, p.row.series, batch), []).append(p)
+    for p in predicted:
+        batch = p.row.work.batch / p.row.cluster.gpus if p.row.table == "rtx_3090" else 0
+        found.setdefault((p.row.table, p.row.series, batch), []).append(p)
     return [sorted(s, key=lambda p: p.row.cluster.gpus) for s in found.values()]
 
 
