@@ -17,14 +17,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import pandas
 
 from labs.kit import cli, hardware
 from labs.kit.errors import did_you_mean, require
+from labs.kit.measure import Estimate, estimate
+from labs.kit.record import Records
 from labs.parts.planning import blind_test, scaling
 from labs.parts.planning.blind_test import Band
 from labs.parts.planning.parallel_cost import Job, Plan, shape
-from labs.parts.planning.scaling import Cluster, Step, Work
+from labs.parts.planning.scaling import INFINITE, Cluster, Link, Step, Work
 
 DAY_S = 86_400.0
 
@@ -130,6 +133,29 @@ def band() -> Band:
     return blind_test.band()
 
 
+def on_your_wire(run: Records) -> dict[float, tuple[Estimate, float]]:
+    """{bandwidth in MB/s: (measured, modelled) seconds of a DDP step} from a run of labs.slow_link.
+
+    A blind test of your own. One rank's step calibrates the arithmetic and how much its time varies; an all-reduce
+    over the wire as it is gives the latency, the programs' own work among it; the paced bandwidth is known. DDP on all
+    ranks is predicted.
+    """
+    ranks, size = run[0].layout["world_size"], run.one("gradient_bytes").value
+    latency = run.one("all_reduce_s", mb_s=0.0).value / (2 * (ranks - 1))
+    work = Work(size / 4, 1.0, ranks, update_bytes=0.0)  # a sample is one rank's batch, its work the unit
+    found = {}
+    for record in run.where("step_s", way="ddp"):
+        mb_s = record.case["mb_s"]
+        if not mb_s:
+            continue
+        alone = run.one("step_s", way="single", mb_s=mb_s)  # of the same rounds: a slow spell hits both
+        low, middle, high = np.quantile(alone.samples, [0.25, 0.5, 0.75])
+        spread = float((high - low) / 1.349 / middle)  # 1.349: quartiles of a normal distribution, in deviations
+        cluster = Cluster(ranks, ranks, 1 / alone.value, Link(1e6 * mb_s, latency), INFINITE, gap_s=0.0, spread=spread)
+        found[mb_s] = estimate(record.samples, "s"), scaling.step(work, cluster).step_s
+    return found
+
+
 def answer(config: Config) -> Iterator[str]:
     """What a step takes, what limits it, how sure that is."""
     cluster, found, error = config.cluster(), predict(config), band()
@@ -150,10 +176,10 @@ def blind() -> Iterator[str]:
     hard, ideal = blind_test.hard_bands()
     perfect = blind_test.perfect_band().median_error
     yield str(band())
-    yield (f"Perfect scaling errs by {perfect:.0%} on the same rows: most published runs scale well. On the {hard.rows} "
-           f"rows where it errs by more than {blind_test.HARD:.0%} its median is {ideal.median_error:.0%}, the model's "
-           f"{hard.median_error:.0%}; {hard.within_20:.0%} of them are within 20 %: a datasheet does not tell what a link "
-           "reaches.")  # fmt: skip
+    yield f"Perfect scaling errs by {perfect:.0%} on the same rows: most published runs scale well."
+    yield (f"On the {hard.rows} rows where it errs by more than {blind_test.HARD:.0%} its median is "
+           f"{ideal.median_error:.0%}, the model's {hard.median_error:.0%}; {hard.within_20:.0%} of them are within "
+           "20 %: a datasheet does not tell what a link reaches.")  # fmt: skip
     two, same = blind_test.two_bands()
     yield (f"If the next larger number of GPUs calibrates the link, too: on the {two.rows} hard rows that are left "
            f"{two.within_20:.0%} are within 20 %, with one calibration row {same.within_20:.0%}.")  # fmt: skip

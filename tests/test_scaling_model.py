@@ -378,7 +378,8 @@ def test_a_timed_step_calibrates():
 
 @pytest.mark.parametrize(("values", "told"), [
     ({"gpus": 0}, "gpus must be at least 1"), ({"gpu": "H1000"}, "did you mean"),
-    ({"reached": 0.0}, "reached is a share"), ({"tensor": 3}, "must divide gpus"), ({"step_s": -1.0}, "must not be negative"),
+    ({"reached": 0.0}, "reached is a share"), ({"tensor": 3}, "must divide gpus"),
+    ({"step_s": -1.0}, "must not be negative"),
     ({"network_gb_s": 0.0}, "must be positive"), ({"gpu": "RTX 3090"}, "no sourced"), ({"gpus": 10**9}, "at most 1e6"),
 ])  # fmt: skip
 def test_bad_values_are_one_line(values, told):
