@@ -17,7 +17,7 @@ import pandas
 
 from labs.kit import cli, hardware
 from labs.kit.errors import did_you_mean, require
-from labs.parts.planning.blind_test import Band, band
+from labs.parts.planning.blind_test import Band, band, band_across
 from labs.parts.planning.calibration import reached
 from labs.parts.planning.parallel_cost import (
     NEAR,
@@ -269,7 +269,9 @@ def advise(config: Config) -> Advice:
     found = sorted((timed(c, work, cluster) for c in costs(job, machine)), key=lambda c: (c.step_s, complexity(c.plan)))
     choice = best(found, machine.memory_bytes)
     enough = None if choice else fewest_gpus(job, machine)
-    return Advice(config, found, choice, enough, [] if choice else list(otherwise(job, machine)), band())
+    # FLOP/s that are given come from a timed step, those of a card from another model, or from nobody
+    error = band() if config.tflops else band_across()
+    return Advice(config, found, choice, enough, [] if choice else list(otherwise(job, machine)), error)
 
 
 def main() -> None:

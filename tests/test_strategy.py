@@ -186,7 +186,7 @@ def test_a_slower_published_run_widens_the_band():
     titan = [r for r in blind_test.rows() if r.table == "torchtitan"][:2]
     slow = replace(titan[1], published_s=3 * titan[1].published_s)
     only = blind_test.predict((titan[0], slow))[1]
-    wide = blind_test.Band.of([slow.published_s / only.modelled_s])
+    wide = blind_test.Band.over([slow.published_s / only.modelled_s])
     assert wide.high == pytest.approx(3, rel=0.1)
     advice = replace(advise(Config(params=1e9, gpus=64, memory_gb=80, batch=64)), error=wide)
     low, high = advice.speed_ups(advice.choice).split(" to ")
@@ -196,11 +196,12 @@ def test_a_slower_published_run_widens_the_band():
 
 def test_no_speed_without_its_band():
     advice = advise(Config(params=7e9, gpus=64, gpu="A100 80GB SXM", batch=256))
-    said, band = advice.reasons(), blind_test.band()
+    said, band = advice.reasons(), blind_test.band_across()
     assert advice.error is band and str(band) in said[1]
     low, high = (float(x) for x in advice.speed_ups(advice.choice).split()[:3:2])
     assert low == pytest.approx(advice.speed_up / band.high, rel=0.02) and high <= 64
     assert low < 0.9 * 64, "nobody believes 63.9 on 64"
+    assert advise(replace(advice.config, tflops=150.0)).error is blind_test.band(), "a timed step is a better start"
 
 
 def test_the_tool_s_seconds_are_those_of_the_scaling_model():

@@ -99,7 +99,8 @@ def error_band() -> None:
     near = sum(abs(r - 1) < NEAR for r in same)
     said = [f"{band.rows} published runs that calibrated nothing took {band} times the seconds of these closed forms.",
             f"The tool's seconds are those of notebook 08's model, which knows two levels of links, and waiting ranks. "
-            f"{blind_test.band()} The tool gives this range with every speed.",
+            f"{blind_test.band_across()} The tool gives this range with every speed. With FLOP/s that you give, from a "
+            f"step that you have timed, it gives that of the easier test: {blind_test.band()}",
             f"If each model's own row with the fewest GPUs calibrates, its other {len(same)} rows took "
             f"{min(same):.2f} to {max(same):.2f} times as long; {near} of them lie within {NEAR:.0%}.",
             f"The tool calls plans equal that differ by less than {NEAR:.0%}. That is a choice, made after these "

@@ -50,10 +50,10 @@ def draw(card: str, billions: float, sequences: float, per_node: float, nodes: f
         return 100 * scaling.efficiency(*setting(card, billions, sequences, per_node, count, gb_s, way))
 
     work, cluster, plan = setting(card, billions, sequences, per_node, nodes, network_gb_s, way)
-    step, now, band = scaling.step(work, cluster, plan), share(nodes, network_gb_s), blind_test.band()
+    step, now, band = scaling.step(work, cluster, plan), share(nodes, network_gb_s), blind_test.band_across()
     message = f"{cluster.gpus:,} GPUs work at {now:.0f}% of one"
     records = Records([Record("scaling_model", "efficiency", "%", (now,), "modelled")])
-    fig, ax = figure(message, xlabel="nodes", ylabel="samples/s of a GPU, of one alone (%)", records=records,
+    fig, ax = figure(message, xlabel="nodes", ylabel="efficiency (%)", records=records,
                      legend_below=True)  # fmt: skip
     for gb_s, color in ((network_gb_s, SERIES[0]), (network_gb_s / 4, SERIES[1])):
         curve(ax, NODES, [share(n, gb_s) for n in NODES], label=f"network of {gb_s:.3g} GB/s", color=color)
