@@ -189,7 +189,7 @@ def blind() -> Iterator[str]:
     two, same = blind_test.two_bands()
     yield (f"If the next larger number of GPUs calibrates the link, too: on the {two.rows} hard rows that are left "
            f"{two.within_20:.0%} are within 20 %, with one calibration row {same.within_20:.0%}.")  # fmt: skip
-    held = ", ".join(f"{p.row.series} {p.row.config} {p.error:+.0%}" for p in blind_test.judged(held_out=True))
+    held = ", ".join(f"{p.row.series} on {p.row.config} {p.error:+.0%}" for p in blind_test.judged(held_out=True))
     yield f"Held out while the model was built: {held}."
     worst, factor = blind_test.outlier()
     yield (f"The row that stands out from both neighbours: {worst.row.table}, {worst.row.series} on "

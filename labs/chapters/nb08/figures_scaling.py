@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas
 
 from labs import scaling_model
@@ -34,7 +36,7 @@ def ratio(p: Predicted) -> float:
     return p.row.published_s / p.modelled_s
 
 
-def errors() -> None:
+def errors(guess: Prediction | None = None) -> None:
     """Figure: published over modelled seconds of every predicted row, by table; held-out rows and outlier marked."""
     band, (odd, _) = blind_test.band(), blind_test.outlier()
     held = blind_test.judged(held_out=True)
@@ -62,6 +64,8 @@ def errors() -> None:
     ax.invert_yaxis()
     told = "; ".join(f"{NAMES[t]} {r['median error']}" for t, r in blind_test.by_table().iterrows())
     show(fig, alt=f"{message}. Median errors: {told}. The shaded band is 20 % to both sides of the model.")
+    if guess is not None and not math.isnan(float(guess)):
+        say(f"Your guess: {float(guess):.3g} % within 20 %; it is {band.within_20:.0%}.")
 
 
 def _of(name: str) -> list[Predicted]:
@@ -103,7 +107,7 @@ def suspect(guess: Prediction | None = None) -> None:
     fig, ax = figure(message, xlabel="GPUs", ylabel="sequences/s of one GPU", records=source)
     points(ax, gpus, rate, kind="published", label=f"{odd.row.series}", color=SERIES[0], line=True)
     curve(ax, gpus, said, label=f"calibrated on {gpus[0]} GPUs")
-    if guess is not None:
+    if guess is not None and not math.isnan(float(guess)):
         k = min(range(len(gpus)), key=lambda i: abs(gpus[i] - float(guess)))
         prediction(ax, gpus[k], rate[k])
     log_axes(ax, gpus)
