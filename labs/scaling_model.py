@@ -76,6 +76,8 @@ class Config:
     """Training stops for so long to save, in s."""
     restart_s: float = 600.0
     """From a failure until training goes on, in s."""
+    startup_s: float = 60.0
+    """From the start of the job to its first step, in s; counts with `tokens` only."""
     blind: bool = False
     """Print every row of the blind test instead."""
 
@@ -83,7 +85,7 @@ class Config:
         for name in ("gpus", "gpus_per_node", "params", "batch", "seq", "tensor", "pipeline", "micro_batches",
                      "step_gpus"):  # fmt: skip
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name):g}")
-        for name in ("step_s", "feed_samples_s", "tokens", "gpu_mtbf_days", "save_s", "restart_s"):
+        for name in ("step_s", "feed_samples_s", "tokens", "gpu_mtbf_days", "save_s", "restart_s", "startup_s"):
             require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name):g}")
         require(self.network_gb_s > 0, f"network_gb_s must be positive, not {self.network_gb_s:g}")
         require(0 < self.reached <= 1, f"reached is a share of the peak, above 0 and at most 1, not {self.reached:g}")
@@ -114,7 +116,7 @@ class Config:
         found = replace(
             scaling.of_card(self.gpu, self.gpus, self.gpus_per_node, self.network_gb_s, self.reached),
             feed_samples_s=self.feed_samples_s or float("inf"), gpu_mtbf_s=mtbf, save_s=self.save_s,
-            restart_s=self.restart_s,
+            restart_s=self.restart_s, startup_s=self.startup_s,
         )  # fmt: skip
         if not self.step_s:
             return found
