@@ -7,6 +7,9 @@ Fixed before anything was fitted or any error of this model was seen:
 * HELD_OUT: two rows whose errors are not looked at while the model is built. They are in no error that was printed
   before the model's formulas were final, and they are reported on their own.
 
+Chosen after the first errors had been seen: the second rule, `predict(..., two=True)`, and HARD. No term and no number
+of the model was changed for them.
+
 The rows are records, records/published/*.jsonl. What a source does not say and a prediction needs is in CNNS and
 `calibration`.
 """
@@ -59,8 +62,11 @@ NOT_JUDGED = {
 """Why the others are data only."""
 
 # (parameters, 10^9 multiply-adds of a forward pass per image, convolutions): documentation of torchvision.models
+HARD = 0.1
+"""Perfect scaling errs by more than this on a hard row: there scaling costs something, and a model can be of use."""
 CNNS = {"ResNet-50": (25.56e6, 4.09, 53), "ResNet-101": (44.55e6, 7.80, 104), "ResNeXt-50": (25.03e6, 4.23, 53),
-        "ResNeXt-101": (88.79e6, 16.41, 104), "VGG-16": (138.36e6, 15.47, 13), "Inception-3": (27.16e6, 5.71, 94)}  # fmt: skip
+        "ResNeXt-101": (88.79e6, 16.41, 104), "VGG-16": (138.36e6, 15.47, 13),
+        "Inception-3": (27.16e6, 5.71, 94)}  # fmt: skip
 KERNELS_PER_CONVOLUTION = 9  # convolution, normalisation and activation: one kernel forward, two backward each
 SGD_BYTES = 20.0  # per parameter: momentum SGD reads three FP32 numbers and writes two
 
@@ -78,6 +84,8 @@ class Row:
     plan: Plan
     published_s: float
     held_out: bool = False
+    machine: str = ""
+    """What the series shares with those of other models: machine, program, number format."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,8 @@ def _row(name: str, r: Record) -> Row:
     )
     key = {"table": name, **r.case}
     held = any(all(key.get(k) == v for k, v in h.items()) for h in HELD_OUT)
-    return Row(name, series, config, work, _cluster(r), plan, _seconds(name, r, work), held)
+    shared = ", ".join(str(v) for k, v in told.items() if k != "model")
+    return Row(name, series, config, work, _cluster(r), plan, _seconds(name, r, work), held, shared)
 
 
 def _seconds(name: str, r: Record, work: Work) -> float:
@@ -166,28 +175,55 @@ def _cluster(r: Record) -> Cluster:
     card = hardware.spec(r.config["card"])
     link = r.config.get("link_gb_s") or card.link_gb_s
     network = r.config.get("network_gb_s")
-    return Cluster(r.case["gpus"], r.config["gpus_per_node"], 1.0, Link(REACHED * link / 2 * 1e9),
-                   Link(REACHED * network * 1e9) if network else INFINITE, REACHED * card.bandwidth_gb_s * 1e9)  # fmt: skip
+    between = Link(REACHED * network * 1e9) if network else INFINITE  # without a network there is one node
+    return Cluster(r.case["gpus"], r.config["gpus_per_node"], 1.0, Link(REACHED * link / 2 * 1e9), between,
+                   REACHED * card.bandwidth_gb_s * 1e9)  # fmt: skip
 
 
-def predict(rows: Iterable[Row]) -> list[Predicted]:
-    """Every row with its prediction; the smallest configuration of each series calibrates."""
+def predict(rows: Iterable[Row], two: bool = False) -> list[Predicted]:
+    """Every row with its prediction; the smallest configuration of each series calibrates.
+
+    `two`: the next larger number of GPUs, with its smallest batch, calibrates the bandwidth of the link that it adds:
+    what somebody has who timed one GPU and then two, or one node and then two.
+    """
     by_series: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         by_series.setdefault((row.table, row.series), []).append(row)
-    return [p for series in by_series.values() for p in _predict_series(series)]
+    return [p for series in by_series.values() for p in _predict_series(series, two)]
 
 
-def _predict_series(series: list[Row]) -> list[Predicted]:
-    first = min(series, key=lambda r: (r.cluster.gpus, r.work.batch))  # of equal ones the one that comes first
+def _predict_series(series: list[Row], two: bool) -> list[Predicted]:
+    ordered = sorted(series, key=lambda r: (r.cluster.gpus, r.work.batch))  # of equal ones the one that comes first
+    first, used = ordered[0], ordered[:1]
     flop_s = calibrated(first.work, first.cluster, first.plan, first.published_s).flop_s
     perfect = calibrated(first.work, _perfect(first.cluster), first.plan, first.published_s).flop_s
+    link = {}
+    if two and (second := next((r for r in ordered if r.cluster.gpus > first.cluster.gpus), None)):
+        link, used = _link(second, flop_s, second.cluster.nodes > first.cluster.nodes), [first, second]
     found = []
     for row in series:
-        said = step(row.work, replace(row.cluster, flop_s=flop_s), row.plan)
+        said = step(row.work, replace(row.cluster, flop_s=flop_s, **link), row.plan)
         ideal = step(row.work, replace(_perfect(row.cluster), flop_s=perfect), row.plan)
-        found.append(Predicted(row, row is first, said.step_s, ideal.step_s, said))
+        found.append(Predicted(row, row in used, said.step_s, ideal.step_s, said))
     return found
+
+
+def _link(row: Row, flop_s: float, leaves_node: bool) -> dict[str, Link]:
+    """{level: link} with the bandwidth that makes `row` come out as published; empty if none does."""
+    level = "between" if leaves_node else "inside"
+    given = getattr(row.cluster, level)
+
+    def seconds(bytes_s: float) -> float:
+        cluster = replace(row.cluster, flop_s=flop_s, **{level: replace(given, bytes_s=bytes_s)})
+        return step(row.work, cluster, row.plan).step_s
+
+    low, high = 1e5, 1e14
+    if not seconds(high) < row.published_s < seconds(low):
+        return {}
+    for _ in range(80):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if seconds(middle) > row.published_s else (low, middle)
+    return {level: replace(given, bytes_s=high)}
 
 
 def _perfect(cluster: Cluster) -> Cluster:
@@ -208,9 +244,11 @@ class Band:
     within_20: float
     """Share of rows whose error is at most 20 %."""
     rows: int
+    of: str = "one row of the same model"
+    """What had calibrated."""
 
     @classmethod
-    def of(cls, ratios: Iterable[float]) -> Band:
+    def over(cls, ratios: Iterable[float]) -> Band:
         """Of published over modelled seconds."""
         ratios = list(ratios)
         errors = [abs(1 / r - 1) for r in ratios]
@@ -228,15 +266,15 @@ class Band:
         return f"{days:.2g} days ({days * self.low:.2g} to {days * self.high:.2g})"
 
     def __str__(self) -> str:
-        return (f"On {self.rows} published rows that it had not seen the model erred by {self.median_error:.0%} in the "
-                f"median; {self.within_20:.0%} of them came within 20 %, eight in ten took {self.low:.2f} to "
+        return (f"Calibrated on {self.of}, the model erred by {self.median_error:.0%} in the median of {self.rows} "
+                f"published rows; {self.within_20:.0%} came within 20 %, eight in ten took {self.low:.2f} to "
                 f"{self.high:.2f} times its seconds.")  # fmt: skip
 
 
 @cache
-def predictions() -> tuple[Predicted, ...]:
-    """Of all published steps, the two held out among them."""
-    return tuple(predict(rows()))
+def predictions(two: bool = False) -> tuple[Predicted, ...]:
+    """Of all published steps, the two held out among them; `two` as in `predict`."""
+    return tuple(predict(rows(), two))
 
 
 def judged(held_out: bool = False) -> list[Predicted]:
@@ -246,13 +284,44 @@ def judged(held_out: bool = False) -> list[Predicted]:
 
 @cache
 def band() -> Band:
-    """Of all predicted steps: what is told with every answer of the model."""
-    return Band.of(p.row.published_s / p.modelled_s for p in predictions() if not p.calibrates)
+    """Of all predicted steps: what is told with every answer that a step of the same model calibrated."""
+    return Band.over(p.row.published_s / p.modelled_s for p in predictions() if not p.calibrates)
+
+
+@cache
+def band_across() -> Band:
+    """What is told with an answer that no step of this model calibrated, but a share of the card's peak.
+
+    The stricter test: one row calibrates all models of a source on one machine, the smallest configuration of all.
+    """
+    found = predict(replace(r, series=r.machine) for r in rows())
+    ratios = (p.row.published_s / p.modelled_s for p in found if not p.calibrates)
+    return replace(Band.over(ratios), of="one row of each machine, of whatever model")
 
 
 def perfect_band() -> Band:
     """The same rows, predicted by perfect scaling."""
-    return Band.of(p.row.published_s / p.perfect_s for p in predictions() if not p.calibrates)
+    return Band.over(p.row.published_s / p.perfect_s for p in predictions() if not p.calibrates)
+
+
+def hard_bands() -> tuple[Band, Band]:
+    """(the model's, perfect scaling's) band of the HARD rows: those where scaling costs something."""
+    hard = [p for p in predictions() if not p.calibrates and abs(p.perfect_s / p.row.published_s - 1) > HARD]
+    return (Band.over(p.row.published_s / p.modelled_s for p in hard),
+            Band.over(p.row.published_s / p.perfect_s for p in hard))  # fmt: skip
+
+
+def two_bands() -> tuple[Band, Band]:
+    """Hard rows that neither of two calibration rows used: (band with the link calibrated, with one row only)."""
+    one = {_key(p.row): p for p in predictions()}
+    left = [p for p in predictions(two=True)
+            if not p.calibrates and abs(p.perfect_s / p.row.published_s - 1) > HARD]  # fmt: skip
+    return (Band.over(p.row.published_s / p.modelled_s for p in left),
+            Band.over(p.row.published_s / one[_key(p.row)].modelled_s for p in left))  # fmt: skip
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row.table, row.series, row.config
 
 
 def by_table() -> pandas.DataFrame:
@@ -260,7 +329,7 @@ def by_table() -> pandas.DataFrame:
     found = []
     for name in STEPS:
         its = [p for p in predictions() if p.row.table == name and not p.calibrates]
-        own, ideal = (Band.of(p.row.published_s / s(p) for p in its)
+        own, ideal = (Band.over(p.row.published_s / s(p) for p in its)
                       for s in (lambda p: p.modelled_s, lambda p: p.perfect_s))  # fmt: skip
         found.append({"table": name, "rows": own.rows, "median error": f"{own.median_error:.1%}",
                       "within 20 %": f"{own.within_20:.0%}", "perfect scaling errs by": f"{ideal.median_error:.1%}",
@@ -269,29 +338,35 @@ def by_table() -> pandas.DataFrame:
 
 
 def outlier() -> tuple[Predicted, float]:
-    """(row, factor): the row whose published time fits its neighbours worst, beside what the model says of them.
+    """Of all published steps but those held out; see `outlier_of`."""
+    return outlier_of(p for p in predictions() if not p.row.held_out)
 
-    Neighbours: the rows before and after it in its series, by GPUs. Only rows inside of a series have two; the
-    factor is published over modelled seconds, over the geometric mean of theirs.
+
+def outlier_of(found: Iterable[Predicted]) -> tuple[Predicted, float]:
+    """(row, factor): the row that stands out most from both of its neighbours, beside what the model says of them.
+
+    Neighbours: the rows before and after it in its series, by GPUs. With r = published over modelled seconds, a row
+    between two stands out by the smaller of r / r_before and r / r_after if both are above 1, or by the larger of them
+    if both are below. A level of links that a series enters, and stays on, is a stair: it stands out from one side.
     """
     best: tuple[Predicted, float] | None = None
-    for series in _series():
-        ratios = [p.row.published_s / p.modelled_s for p in series]
-        for k in range(1, len(series) - 1):
-            factor = ratios[k] / math.sqrt(ratios[k - 1] * ratios[k + 1])
-            if best is None or abs(math.log(factor)) > abs(math.log(best[1])):
-                best = series[k], factor
-    assert best is not None  # there are series of three rows
+    for series in _series(found):
+        logs = [math.log(p.row.published_s / p.modelled_s) for p in series]
+        for before, own, after, p in zip(logs, logs[1:], logs[2:], series[1:], strict=False):
+            steps = own - before, own - after
+            if steps[0] * steps[1] > 0 and (best is None or min(map(abs, steps)) > abs(math.log(best[1]))):
+                best = p, math.exp(min(steps, key=abs))
+    if best is None:
+        raise LookupError("no series has three rows")
     return best
 
 
-def _series() -> list[list[Predicted]]:
-    """Predictions by series and batch per GPU, ordered by GPUs; the held-out rows are not asked."""
+def _series(predicted: Iterable[Predicted]) -> list[list[Predicted]]:
+    """Predictions by series and batch per GPU, ordered by GPUs."""
     found: dict[tuple, list[Predicted]] = {}
-    for p in predictions():
-        if not p.row.held_out:
-            batch = p.row.work.batch / p.row.cluster.gpus if p.row.table == "rtx_3090" else 0
-            found.setdefault((p.row.table, p.row.series, batch), []).append(p)
+    for p in predicted:
+        batch = p.row.work.batch / p.row.cluster.gpus if p.row.table == "rtx_3090" else 0
+        found.setdefault((p.row.table, p.row.series, batch), []).append(p)
     return [sorted(s, key=lambda p: p.row.cluster.gpus) for s in found.values()]
 
 
@@ -308,9 +383,10 @@ def collectives() -> pandas.DataFrame:
         for r in records:
             group = Group(r.case["gpus"], r.config["gpus_per_node"])
             modelled = sum(all_reduce_s(r.case["size"], group, inside, between))
-            found.append({"table": name, "GPUs": r.case["gpus"], "bytes": r.case["size"], "published us": 1e6 * _all_reduce_s(r),
-                          "modelled us": 1e6 * modelled, "error": modelled / _all_reduce_s(r) - 1,
-                          "calibrates": r is first})  # fmt: skip
+            published = _all_reduce_s(r)
+            found.append({"table": name, "GPUs": r.case["gpus"], "bytes": r.case["size"],
+                          "published us": 1e6 * published, "modelled us": 1e6 * modelled,
+                          "error": modelled / published - 1, "calibrates": r is first})  # fmt: skip
     return pandas.DataFrame(found)
 
 

@@ -1,7 +1,8 @@
 """How long does a step take on many GPUs? Computing, two levels of links, overlap, stragglers, input, failures.
 
-Every term is theory and has a unit; none was fitted to a run on many GPUs. `labs.parts.planning.blind_test` says how
-far off it is on published ones. What a node's GPUs have among them is "inside", what joins nodes is "between".
+Every term is theory and has a unit; no number was fitted to a training on many GPUs.
+`labs.parts.planning.blind_test` says how far off it is on published ones. What a node's GPUs have among them is
+"inside", what joins nodes is "between".
 
   arithmetic   FLOPs over the FLOP/s that one GPU reaches; this one number is what a calibration gives
   overhead     what does not shrink with the batch: a gap per kernel, and the optimizer's reading and writing of states
@@ -19,13 +20,13 @@ from statistics import NormalDist
 
 from labs.kit import hardware
 from labs.kit.errors import require
-from labs.parts.planning.parallel_cost import BUCKET_BYTES, COPY_BYTES, GRADIENT_BYTES, Job, Plan
+from labs.parts.planning.parallel_cost import BUCKET_BYTES, COPY_BYTES, GRADIENT_BYTES, Cost, Job, Plan
 
 REACHED = 0.8
-"""Of a link's datasheet bandwidth, by large messages. NVIDIA's own rule for PCIe and NVLink is 80 to 90 %; for the
-published NCCL sweeps in records/published this is a prediction, too."""
+"""Of a link's datasheet bandwidth, by large messages: "at best 80 to 90 %" in stas00/ml-engineering, network/README.md,
+whose NCCL sweeps reach 78 and 82 % inside a node. For those sweeps it is therefore no blind prediction."""
 GAP_S = 4e-6
-"""From the end of one kernel to the work of the next, in s: our round number, between 3 and 10 in public traces."""
+"""Between the end of one kernel and the work of the next, in s: our round number."""
 SPREAD = 0.01
 """Standard deviation of a rank's step time over its mean: our round number for equal GPUs without neighbours."""
 
@@ -110,7 +111,7 @@ class Work:
 
     @classmethod
     def of(cls, job: Job) -> Work:
-        """A transformer of `parallel_cost`; a sample is a sequence. About 15 kernels forward, 30 backward per layer."""
+        """A transformer of `parallel_cost`; a sample is a sequence. We count 45 kernels a layer, backward too."""
         return cls(job.parameters, job.flop / job.batch, job.batch, 45.0 * job.layers, job.layers,
                    2.0 * job.hidden * job.seq)  # fmt: skip
 
@@ -279,6 +280,13 @@ def _data(work: Work, cluster: Cluster, plan: Plan, own: float, busy: float) -> 
         return whole, sum(whole)
     first = sum(gather) / max(1, work.layers)  # of the first layer, which nothing hides
     return whole, max(first, m * sum(gather) - forward) + max(0.0, m * (sum(gather) + sum(scatter)) - backward)
+
+
+def timed(cost: Cost, work: Work, cluster: Cluster) -> Cost:
+    """`cost`, whose bytes stay, with this model's seconds."""
+    found = step(work, cluster, cost.plan)
+    return replace(cost, compute_s=found.arithmetic_s + found.overhead_s, bubble_s=found.bubble_s,
+                   exposed_s=found.exposed_s, waiting_s=found.waiting_s + found.starved_s)  # fmt: skip
 
 
 def alone(work: Work, cluster: Cluster, samples: float) -> Step:
