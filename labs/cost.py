@@ -24,6 +24,7 @@ import pandas
 from labs.kit import cli, hardware
 from labs.kit.errors import BadInput, did_you_mean, require
 from labs.parts.planning import blind_test, calibration, parallel_cost, scaling
+from labs.parts.planning.blind_test import Band
 from labs.parts.planning.parallel_cost import Job, Machine, Plan, shape
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
@@ -87,7 +88,10 @@ class Config:
     network_gb_s: float = 25.0
     """Bandwidth of one GPU to other machines, one direction, in 10^9 bytes/s."""
     reached: float = 0.0
-    """Share of the card's dense 16-bit peak that one GPU reaches; 0: what published runs reach on it, else 0.4."""
+    """Share of the card's dense 16-bit peak that one GPU reaches, by a step of this model that you have timed.
+
+    0: what published runs of other models reach on the card, else 0.4; the band is wider then.
+    """
     startup_min: float = 15.0
     """Minutes from the first paid one to the first step; GPUs are paid while they wait for it."""
     gpu_mtbf_days: float = 2112.0
@@ -135,6 +139,11 @@ class Config:
     def steps(self) -> float:
         """Optimizer steps of the training."""
         return (self.tokens or TOKENS_PER_PARAMETER * self.params) / (self.batch * self.seq)
+
+    @property
+    def error(self) -> Band:
+        """The model's error: narrower if `reached` was given, which should be that of a timed step of this model."""
+        return blind_test.band() if self.reached else blind_test.band_across()
 
     def share_of_peak(self, card: str) -> tuple[float, str]:
         """(what a GPU reaches over its dense peak, where that comes from)."""
@@ -217,12 +226,12 @@ def bill(config: Config, offer: Offer) -> Bill | None:
     chosen = min(fitting, key=lambda c: scaling.step(work, cluster, c.plan).step_s)
     training = scaling.training(work, cluster, config.steps, chosen.plan)
     return Bill(offer, chosen.plan, chosen.memory_bytes, scaling.step(work, cluster, chosen.plan), training,
-                with_band(training), config.power_factor * (row.tdp_w or math.nan))  # fmt: skip
+                with_band(training, config.error), config.power_factor * (row.tdp_w or math.nan))  # fmt: skip
 
 
-def with_band(training: scaling.Training) -> Range:
+def with_band(training: scaling.Training, error: Band) -> Range:
     """Seconds from the start to the last step. The band is that of a step: start-up is a given number and has none."""
-    error, running = blind_test.band(), training.total_s - training.startup_s
+    running = training.total_s - training.startup_s
     return Range(*(training.startup_s + factor * running for factor in (1.0, error.low, error.high)))
 
 
@@ -304,7 +313,7 @@ def answer(config: Config) -> Iterator[str]:
         for offer in config.parsed():
             if largest := largest_model(config, offer):
                 yield f"Largest model on {offer} {asked}: {largest[0]:.2g} parameters, 20 tokens each."
-    yield str(blind_test.band())
+    yield str(config.error)
 
 
 def _nearest(found: Sequence[Bill | None], config: Config) -> str:

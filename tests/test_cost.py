@@ -17,7 +17,7 @@ from labs.kit.errors import BadInput
 from labs.parts.planning import blind_test, scaling
 
 QUIET = {"startup_min": 0.0, "gpu_mtbf_days": 0.0, "save_s": 0.0}
-BAND = blind_test.band()
+BAND = blind_test.band_across()
 
 
 def one(offer="H100 SXM:64:2.0", **values) -> cost.Bill:
@@ -83,6 +83,11 @@ def test_the_bill_by_hand():
     assert b.energy_kwh.value == pytest.approx(1.5 * 0.7 * 64 * seconds / 3600), "700 W by the datasheet"
     assert b.seconds.high / b.seconds.value == pytest.approx(BAND.high)
     assert b.seconds.low / b.seconds.value == pytest.approx(BAND.low)
+
+
+def test_a_share_that_was_timed_has_the_narrower_band():
+    assert cost.Config(reached=0.4).error == blind_test.band() and cost.Config().error == BAND
+    assert BAND.high / BAND.low > blind_test.band().high / blind_test.band().low
 
 
 def test_arithmetic_alone_is_a_lower_bound():

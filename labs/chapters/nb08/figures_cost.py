@@ -12,7 +12,7 @@ from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.plot import SERIES, figure, show
 from labs.kit.record import Record, Records
-from labs.parts.planning import blind_test, parallel_cost
+from labs.parts.planning import parallel_cost
 
 ARTICLE = (
     ("NVIDIA A100", "40/80 GB", 1555, "100 billion parameters", ("A100 40GB SXM", "A100 80GB SXM")),
@@ -151,7 +151,7 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     show(fig, alt=f"{message}. " + "; ".join(f"{b.offer}: {b.days} days for {b.money}" for b in found) + ".")
-    said = [f"Lines are the band of the model: {blind_test.band()}"]
+    said = [f"Lines are the band of the model. {config.error}"]
     if kept:
         said.append(f"{kept.offer} takes {kept.days} days and {kept.money}; {_share(kept)}")
         said.append(guess.against(kept.money.value, "modelled"))
