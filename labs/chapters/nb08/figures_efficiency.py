@@ -152,6 +152,8 @@ def waiting(run: Records, guess: Prediction) -> None:
     message = (
         f"The same mean delay of {config['mean_ms']:g} ms: rare long ones cost {n} ranks {ratio:.1f} times the step"
     )
+    if kinds["rare"][n].low <= kinds["exponential"][n].high:
+        message = f"Whether rare long delays cost {n} ranks more, so few steps cannot tell"
     fig, ax = figure(message, xlabel="ranks that wait for each other", ylabel="mean step (ms)", records=run,
                      legend_below=True)  # fmt: skip
     for color, (kind, found) in zip(SERIES, kinds.items(), strict=False):
@@ -198,12 +200,12 @@ def real_waiting(run: Records, guess: Prediction) -> None:
     if n == 1:
         return say("One core, so one rank: how long the slowest of two takes could not be measured here.")
     extra, said = worst.value / first.value - 1, told / first.value - 1
-    if extra < said / 2:
-        why = "less: here ranks are late together more often than by chance, or differ from each other"
-    elif extra > 2 * said:
-        why = "more: a rank is slower than the one whose times were taken, or they slow each other"
+    if worst.high < told:
+        why = "less than independent delays make it; a guess: the ranks are late together more often than by chance"
+    elif worst.low > told:
+        why = "more than one list makes it; a guess: a rank is slower than the one whose times were taken"
     else:
-        why = "about what independent delays make it"
+        why = "what independent delays make it, as far as this run can tell"
     return say(f"{guess.against(100 * extra)} The slowest of {n} takes {100 * extra:.1f} % more than one rank; one "
                f"rank's list of times foretells {100 * said:.1f} %. That is {why}.")  # fmt: skip
 
