@@ -186,6 +186,19 @@ def real(run: Records) -> tuple[Estimate, Estimate, float]:
     return mean(every[0]), mean(worst), slowest.of_samples(every[0], len(every))
 
 
+def beyond_one_list(run: Records, resamples: int = 400) -> Estimate:
+    """Seconds that the slowest takes more than one rank's list foretells, with a 95 % interval.
+
+    Steps are resampled whole, with all ranks' times: the list and what is held against it share their luck.
+    """
+    every = np.asarray([r.samples for r in run.where("real_step_s")], float)
+    draw = np.random.default_rng(0).integers(every.shape[1], size=(resamples, every.shape[1]))
+    gaps = [every[:, i].max(axis=0).mean() - slowest.of_samples(every[0, i], len(every)) for i in draw]
+    low, high = np.percentile(gaps, [2.5, 97.5])
+    value = every.max(axis=0).mean() - slowest.of_samples(every[0], len(every))
+    return Estimate(float(value), float(low), float(high), every.shape[1], "s")
+
+
 def answer(run: Records) -> Iterator[str]:
     """What waiting costs with each kind of delay, how well it is foretold, and what real steps do."""
     for kind in KINDS:

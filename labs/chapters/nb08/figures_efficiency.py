@@ -200,9 +200,10 @@ def real_waiting(run: Records, guess: Prediction) -> None:
     if n == 1:
         return say("One core, so one rank: how long the slowest of two takes could not be measured here.")
     extra, said = worst.value / first.value - 1, told / first.value - 1
-    if worst.high < told:
+    beyond = slowest_rank.beyond_one_list(run)
+    if beyond.high < 0:
         why = "less than independent delays make it; a guess: the ranks are late together more often than by chance"
-    elif worst.low > told:
+    elif beyond.low > 0:
         why = "more than one list makes it; a guess: a rank is slower than the one whose times were taken"
     else:
         why = "what independent delays make it, as far as this run can tell"
