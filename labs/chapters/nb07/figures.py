@@ -121,7 +121,8 @@ def two_sizes(run: Records, guess: Prediction) -> None:
     message = f"A line through two sizes is {abs(worst):.0f}% off at {_bytes(sizes[errors.index(worst)])}"
     if not shown:
         message = "A line through two sizes misses no size by more than this run's noise"
-    fig, ax = figure(message, xlabel="bytes of the buffer", ylabel="milliseconds of an all-reduce", records=run)
+    fig, ax = figure(message, xlabel="bytes of the buffer", ylabel="milliseconds of an all-reduce", records=run,
+                     legend_below=True)  # fmt: skip
     points(ax, sizes, [_ms(r) for r in run.where("all_reduce_s")], label="all-reduce")
     curve(ax, sizes, [1e3 * ends.seconds(s) for s in sizes], label="through the first and the last size")
     whole = fit(sizes, seconds)
