@@ -33,11 +33,10 @@ from labs.parts import models
 from labs.parts.data_parallel import scaling
 from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
 from labs.parts.data_parallel.replicas import ThreadedDataParallel, nbytes
+from labs.parts.data_parallel.training import train_step
 from labs.parts.data_parallel.wire import tcp_sent_bytes
 
 Step = Callable[[], object]
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Mean over the rows of (output, target)."""
 
 
 @dataclass(frozen=True)
@@ -166,13 +165,6 @@ def _steps(config: Config, rank: Rank, phases: dict, counted: Counter) -> Iterat
             places = rank.gather(rank.cores[0] if rank.cores else rank.device.index)
             rows = _rows(config, everyone) * everyone
             yield (mode, everyone), train_dp(config, rank, rows, places, counted) if rank.rank == 0 else _idle
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, loss: Loss) -> None:
-    """One training step: the same lines for one device and for DDP. What differs is `model`."""
-    optimizer.zero_grad()
-    loss(model(x), y).backward()  # DDP all-reduces the gradients meanwhile, bucket by bucket
-    optimizer.step()  # exchanges nothing: after backward all ranks hold the same gradients
 
 
 def train_single(config: Config, rank: Rank, rows: int) -> Step:

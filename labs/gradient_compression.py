@@ -31,6 +31,7 @@ from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.communication import compression, wire
 from labs.parts.communication.compression import WAYS, wrapped
+from labs.parts.data_parallel.training import train_step
 from labs.parts.data_parallel.wire import tcp_sent_bytes
 
 PLAIN = "fp32"
@@ -152,19 +153,12 @@ def _possible(names: tuple[str, ...], rank: Rank) -> dict[str, str]:
 
 
 def training_step(name: str, config: Config, rank: Rank) -> Callable[[], object]:
-    """A DDP training step that sends its gradients in the way `name`."""
+    """A DDP training step that sends its gradients in the way `name`: the hook sits in `ddp`, no line changes."""
     workload = models.build(config.model, config.seed)
     ddp = wrapped(workload.module, name)
     x, y = workload.make_batch(config.batch_size)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     return partial(train_step, ddp, optimizer, x, y, workload.loss)
-
-
-def train_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, loss: Callable) -> None:
-    """The same lines whatever is on the wire: the hook sits in `ddp`."""
-    optimizer.zero_grad()
-    loss(ddp(x), y).backward()  # each full bucket goes through the hook, and the sum comes back into .grad
-    optimizer.step()
 
 
 def step_bytes(steps: dict[str, Callable], config: Config, rank: Rank) -> Iterator[Record]:

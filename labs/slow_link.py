@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
@@ -25,6 +25,7 @@ from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.communication import wire
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+from labs.parts.data_parallel.training import train_step
 
 NO_PACE = 0.0
 """In records, the bandwidth in MB/s of a wire that is left as it is."""
@@ -121,13 +122,6 @@ def _training(config: Config, rank: Rank) -> dict[str, Callable[[], object]]:
         idle = way == "single" and rank.rank > 0
         found[way] = (lambda: None) if idle else partial(train_step, module, optimizer, x, y, workload.loss)
     return found
-
-
-def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, loss: Callable) -> None:
-    """One training step: the same lines alone and with DDP."""
-    optimizer.zero_grad()
-    loss(module(x), y).backward()  # DDP: the wire is busy from the first full bucket on
-    optimizer.step()  # after backward every rank holds the same gradients
 
 
 def speedups(run: Records) -> dict[float, measure.Estimate]:
