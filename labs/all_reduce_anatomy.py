@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.communication.ring import ring_all_reduce
-from labs.parts.data_parallel.wire import tcp_sent_bytes
+from labs.parts.data_parallel.wire import sent_by
 from labs.parts.sharding.link import require_messages
 from labs.parts.timing.collectives import bus_factor, busbw_b_s
 
@@ -101,7 +102,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     calls = collectives(size, rank)
     for op, call in calls.items():
         call()  # makes the connections that it needs
-        if (sent := wire_bytes(call, rank)) is not None:
+        if (sent := sent_by(call, rank)) is not None:
             yield rank.record("sent_bytes", "B", sent, op=op, size=size)
         yield rank.record("sent_bytes", "B", predict(op, size, rank.world_size), kind="modelled", op=op, size=size)
     rounds = 2 if config.smoke else measure.rounds_of(config, rank.slowest, 0.6)
@@ -125,7 +126,7 @@ def by_hand(rank: Rank) -> Iterator[Record]:
     for numbers, x in (("integers", whole_numbers), ("random", torch.rand(HAND_NUMBERS, generator=generator))):
         x = x.to(rank.device)
         by_hand, by_torch = x.clone(), x.clone()
-        sent = wire_bytes(lambda v=by_hand: ring_all_reduce(v), rank)
+        sent = sent_by(partial(ring_all_reduce, by_hand), rank)
         dist.all_reduce(by_torch)
         error = (by_hand - by_torch).abs().max().item()
         yield rank.record("max_error", "1", max(rank.gather(error)), numbers=numbers)
@@ -133,19 +134,6 @@ def by_hand(rank: Rank) -> Iterator[Record]:
         yield rank.record("sent_bytes", "B", sent, op="ring by hand", size=4 * HAND_NUMBERS)
     modelled = predict("all_reduce", 4 * HAND_NUMBERS, rank.world_size)
     yield rank.record("sent_bytes", "B", modelled, kind="modelled", op="ring by hand", size=4 * HAND_NUMBERS)
-
-
-def wire_bytes(call: Callable[[], object], rank: Rank) -> list[float] | None:
-    """Bytes that each rank wrote to its TCP connections during one `call`; None where the kernel does not tell.
-
-    gloo's headers are among them: some 48 bytes a message.
-    """
-    rank.barrier()
-    before = tcp_sent_bytes()
-    call()
-    after = tcp_sent_bytes()
-    # Gathered after the count: this exchange sends bytes, too.
-    return rank.gather(None if before is None or after is None else after - before) if before is not None else None
 
 
 def sweep(config: Config, rank: Rank) -> Iterator[Record]:

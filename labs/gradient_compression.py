@@ -32,7 +32,7 @@ from labs.parts import models
 from labs.parts.communication import compression, wire
 from labs.parts.communication.compression import WAYS, wrapped
 from labs.parts.data_parallel.training import train_step
-from labs.parts.data_parallel.wire import tcp_sent_bytes
+from labs.parts.data_parallel.wire import sent_by
 
 PLAIN = "fp32"
 NO_PACE = 0.0
@@ -170,12 +170,8 @@ def step_bytes(steps: dict[str, Callable], config: Config, rank: Rank) -> Iterat
     for name, step in steps.items():
         for _ in range(4):
             step()
-        rank.barrier()
-        before = tcp_sent_bytes()
-        step()
-        after = tcp_sent_bytes()
-        if before is not None and after is not None:
-            yield rank.record("sent_bytes", "B", rank.gather(after - before), way=name)
+        if (sent := sent_by(step, rank)) is not None:
+            yield rank.record("sent_bytes", "B", sent, way=name)
         modelled = WAYS[name].sent_bytes(parameters, rank.world_size)
         yield rank.record("sent_bytes", "B", modelled, kind="modelled", way=name)
 
@@ -185,15 +181,15 @@ def facts(config: Config, rank: Rank) -> Iterator[Record]:
     workload = models.build(config.model, config.seed)
     ddp = DistributedDataParallel(workload.module)
     x, y = workload.make_batch(config.batch_size)
-    for _ in range(2):  # in the second step, DDP has rearranged its buckets
-        rank.barrier()
-        before = tcp_sent_bytes()
+
+    def under_autocast() -> None:
         with torch.autocast(rank.device.type, torch.bfloat16):
             value = workload.loss(ddp(x), y)
         value.backward()
-        after = tcp_sent_bytes()
-    if before is not None and after is not None:
-        yield rank.record("autocast_sent_bytes", "B", rank.gather(after - before))
+
+    under_autocast()  # from the second step on, DDP has rearranged its buckets
+    if (sent := sent_by(under_autocast, rank)) is not None:
+        yield rank.record("autocast_sent_bytes", "B", sent)
     there = hasattr(torch.distributed.nn, "init_distributed_optimizer") if hasattr(torch.distributed, "nn") else False
     yield rank.record("interface_exists", "1", float(there), name="torch.distributed.nn.init_distributed_optimizer")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,8 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
-from labs.parts.data_parallel.wire import tcp_sent_bytes
 from labs.parts.sharding.link import require_messages, timed
-from labs.parts.sharding.traffic import Traffic
+from labs.parts.sharding.traffic import traffic_of
 from labs.parts.timing.collectives import LatencyBandwidth, fit
 
 
@@ -156,18 +156,14 @@ def sums(size: int, rank: Rank) -> Iterator[Record]:
     for way, reduce in WAYS.items():
         x = torch.arange(size // 4, device=rank.device).remainder(1000).float() * (rank.rank + 1)
         expected = x / (rank.rank + 1) * (n * (n + 1) / 2)
-        rank.barrier()
-        before = tcp_sent_bytes()
-        with Traffic() as traffic:
-            reduce(x)
-        after = tcp_sent_bytes()
+        traffic, carried = traffic_of(partial(reduce, x), rank)
         case = {"way": way, "size": size}
         yield rank.record("max_error", "1", rank.slowest([(x - expected).abs().max().item()]), **case)
         yield rank.record("sent_bytes", "B", rank.gather(traffic.sent().total()), **case)
         modelled = [predict(way, size // 4, r, n) for r in range(n)]
         yield rank.record("sent_bytes", "B", modelled, kind="modelled", **case)
-        if before is not None and after is not None and rank.device.type == "cpu":
-            yield rank.record("tcp_sent_bytes", "B", rank.gather(after - before), **case)
+        if carried is not None:
+            yield rank.record("tcp_sent_bytes", "B", carried, **case)
 
 
 def times(size: int, config: Config, rank: Rank, part: float) -> dict[str, list[float]]:
