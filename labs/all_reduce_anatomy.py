@@ -24,8 +24,9 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.communication.ring import ring_all_reduce
+from labs.parts.communication.wire import in_turn
 from labs.parts.data_parallel.wire import sent_by
-from labs.parts.sharding.link import require_messages
+from labs.parts.sharding.link import as_in_training, require_messages
 from labs.parts.timing.collectives import bus_factor, busbw_b_s
 
 COLLECTIVE_BYTES = 2**23
@@ -105,11 +106,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         if (sent := sent_by(call, rank)) is not None:
             yield rank.record("sent_bytes", "B", sent, op=op, size=size)
         yield rank.record("sent_bytes", "B", predict(op, size, rank.world_size), kind="modelled", op=op, size=size)
-    rounds = 2 if config.smoke else measure.rounds_of(config, rank.slowest, 0.6)
-    for op, samples in measure.interleave(calls, rounds, rank.device, between=rank.barrier).items():
-        slowest = rank.slowest(samples)
-        yield rank.record("seconds", "s", slowest, op=op, size=size)
-        yield rank.record("busbw_b_s", "B/s", [busbw_b_s(size, s, rank.world_size, op) for s in slowest], op=op,
+    for op, samples in in_turn(calls, config, rank, 0.6).items():
+        yield rank.record("seconds", "s", samples, op=op, size=size)
+        yield rank.record("busbw_b_s", "B/s", [busbw_b_s(size, s, rank.world_size, op) for s in samples], op=op,
                           size=size)  # fmt: skip
     rank.progress(1, 2, "sizes")
     yield from sweep(config, rank)
@@ -137,26 +136,16 @@ def by_hand(rank: Rank) -> Iterator[Record]:
 
 
 def sweep(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of an all-reduce by size, taken in turn, each after a millisecond of work, as in training.
-
-    Back to back, small messages would look ten times faster: the threads that communicate never fall asleep.
-    """
+    """Seconds of an all-reduce by size, taken in turn, each after a millisecond of work, as in training."""
     sizes = sorted(set(config.sizes))
     if config.smoke:
         sizes = sizes[:: len(sizes) // 2][:3]
     buffers = {s: torch.zeros(s // 4, device=rank.device) for s in sizes}
-    work = torch.ones(256, 256, device=rank.device)
-
-    def as_in_training() -> None:
-        rank.barrier()
-        (work @ work).clamp(max=1.0)
-
     calls = {s: lambda b=buffer: dist.all_reduce(b) for s, buffer in buffers.items()}
     for call in calls.values():
         measure.time_steps(call, 2, rank.device)
-    rounds = measure.rounds_of(config, rank.slowest, 0.4)
-    for size, samples in measure.interleave(calls, rounds, rank.device, between=as_in_training).items():
-        yield rank.record("all_reduce_s", "s", rank.slowest(samples), size=size)
+    for size, samples in in_turn(calls, config, rank, 0.4, between=as_in_training(rank)).items():
+        yield rank.record("all_reduce_s", "s", samples, size=size)
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -35,6 +35,7 @@ from labs.parts.data_parallel.gradient_buckets import bucket_bytes
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 from labs.parts.data_parallel.training import PERCEPTRON, build, require_model, train_step
+from labs.parts.sharding.link import as_in_training
 
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else \
     "broadcast_buffers"  # fmt: skip
@@ -82,8 +83,7 @@ class Config:
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput for one rank, a system that cannot pace, or a model that cannot be built."""
-    require(world_size >= 2, "one rank exchanges nothing: use nproc=2")
-    require(wire.can_pace(), "this system cannot pace a connection: labs.bucket_overlap takes Linux")
+    wire.require_wire(world_size)
     workload_of(config)
 
 
@@ -102,7 +102,7 @@ def predict(ready_s: Sequence[float], sizes: Sequence[int], ranks: int, mb_s: fl
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The gradients' moments, the buckets, then the switches."""
-    require(rank.device.type == "cpu", 'NCCL does not use TCP within a machine: use device="cpu"')
+    wire.require_tcp(rank)
     caps = sorted(config.bucket_cap_mb)
     yield from moments(config, rank)
     steps: dict[Any, Callable[[], object]] = {}
@@ -118,12 +118,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     measure.time_steps(steps["no_sync"], 3, rank.device)
     latency_s = statistics.median(rank.slowest(all_reduce_latency(rank)))
     yield rank.record("latency_s", "s", latency_s)
-    with wire.paced(rank, 1e6 * config.mb_s):
-        rounds = measure.rounds_of(config, rank.slowest, 0.75)
-        seconds = measure.interleave(steps, rounds, rank.device, between=rank.barrier)
-    for name, samples in seconds.items():
+    for name, samples in wire.in_turn(steps, config, rank, 0.75, config.mb_s).items():
         case = {"synchronise": False} if name == "no_sync" else {"synchronise": True, "bucket_cap_mb": name}
-        yield rank.record("step_s", "s", rank.slowest(samples), mb_s=config.mb_s, **case)
+        yield rank.record("step_s", "s", samples, mb_s=config.mb_s, **case)
     rank.progress(1, 2, "switches")
     yield from switches(config, rank)
 
@@ -158,10 +155,9 @@ def moments(config: Config, rank: Rank) -> Iterator[Record]:
 
 def all_reduce_latency(rank: Rank) -> list[float]:
     """Seconds of an all-reduce of a few bytes, each after a millisecond of work: what any bucket costs at least."""
-    tiny, work, seconds = torch.zeros(8), torch.ones(256, 256), []
+    tiny, before, seconds = torch.zeros(8), as_in_training(rank), []
     for _ in range(12):
-        rank.barrier()
-        work = (work @ work).clamp(max=1.0)
+        before()
         seconds += measure.time_steps(partial(dist.all_reduce, tiny), 1, rank.device)
     return seconds[2:]
 
@@ -214,9 +210,8 @@ def switches(config: Config, rank: Rank) -> Iterator[Record]:
     for step in steps.values():
         rank.barrier()
         measure.time_steps(step, 3, rank.device)
-    rounds = measure.rounds_of(config, rank.slowest, 0.25)
-    for name, samples in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
-        yield rank.record("switch_step_s", "s", rank.slowest(samples), switch=name)
+    for name, samples in wire.in_turn(steps, config, rank, 0.25).items():
+        yield rank.record("switch_step_s", "s", samples, switch=name)
 
 
 def workload_of(config: Config) -> models.Workload:

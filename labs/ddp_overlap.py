@@ -69,8 +69,7 @@ class Config:
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput if the model cannot be built, or a wire is asked for that there is not."""
     if config.mb_s is not None:
-        require(world_size >= 2, "one rank has no wire to pace: use nproc=2, or leave out mb_s")
-        require(wire.can_pace(), "this system cannot pace a connection (it takes Linux): leave out mb_s")
+        wire.require_wire(world_size, ", or leave out mb_s")
     build(config)
 
 
@@ -151,7 +150,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         measure.time_steps(step, 2 if config.smoke else 5, rank.device)  # DDP's first step goes in one bucket
     for found in lines.values():
         found.clear()
-    with wire.paced(rank, 1e6 * config.mb_s) if config.mb_s else nullcontext():
+    with wire.paced(rank, 1e6 * config.mb_s if config.mb_s else None):
         seconds = measure.interleave(
             steps, measure.rounds_of(config, rank.slowest), rank.device, between=rank.barrier,
             on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
