@@ -24,8 +24,10 @@ from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
+from labs.parts.communication.ring import ring_all_reduce
+from labs.parts.communication.wire import in_turn
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
-from labs.parts.sharding.link import require_messages, timed
+from labs.parts.sharding.link import as_in_training, require_messages, timed
 from labs.parts.sharding.traffic import traffic_of
 from labs.parts.timing.collectives import LatencyBandwidth, fit
 
@@ -70,27 +72,8 @@ def through_root(x: Tensor) -> None:
         dist.recv(x, 0)
 
 
-def hand_ring(x: Tensor) -> None:
-    """Sum over ranks, in place: n - 1 steps in which parts travel and are added to, n - 1 in which sums are copied."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % ranks, (rank - 1) % ranks
-    parts = x.tensor_split(ranks)
-    received = torch.empty_like(parts[0])  # the first is the longest
-    for step in range(2 * (ranks - 1)):
-        out, into = parts[(rank - step) % ranks], parts[(rank - step - 1) % ranks]
-        buffer = received[: len(into)]
-        # Both at once: if every rank sent first, each could wait for its neighbour to receive.
-        both = [dist.P2POp(dist.isend, out, right), dist.P2POp(dist.irecv, buffer, left)]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
-        if step < ranks - 1:
-            into += buffer
-        else:
-            into.copy_(buffer)
-
-
 WAYS: dict[str, Callable[[Tensor], object]] = {
-    "all_reduce": dist.all_reduce, "root": through_root, "hand ring": hand_ring,
+    "all_reduce": dist.all_reduce, "root": through_root, "hand ring": ring_all_reduce,
 }  # fmt: skip
 
 
@@ -168,18 +151,11 @@ def sums(size: int, rank: Rank) -> Iterator[Record]:
 
 def times(size: int, config: Config, rank: Rank, part: float) -> dict[str, list[float]]:
     """Seconds of each way on the slowest rank, within `part` of the time, in turn, each after a millisecond of work."""
-    x, work = torch.zeros(size // 4, device=rank.device), torch.ones(256, 256, device=rank.device)
-    steps = {way: lambda r=reduce: r(x) for way, reduce in WAYS.items()}
-
-    def as_in_training() -> None:
-        rank.barrier()
-        (work @ work).clamp(max=1.0)
-
+    x = torch.zeros(size // 4, device=rank.device)
+    steps = {way: partial(reduce, x) for way, reduce in WAYS.items()}
     for step in steps.values():
         measure.time_steps(step, 2, rank.device)
-    rounds = measure.rounds_of(config, rank.slowest, part)
-    seconds = measure.interleave(steps, rounds, rank.device, between=as_in_training)
-    return {way: rank.slowest(samples) for way, samples in seconds.items()}
+    return in_turn(steps, config, rank, part, between=as_in_training(rank))
 
 
 def answer(run: Records) -> Iterator[str]:
