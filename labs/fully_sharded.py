@@ -33,6 +33,7 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.activation_memory.allocator import watch
+from labs.parts.communication.wire import in_turn
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.models import Workload
 from labs.parts.precision.rounding import METRIC, rounding_error
@@ -213,10 +214,9 @@ def moved(trainer: Trainer, whole: nn.Module, case: dict, rank: Rank) -> Iterato
 
 def times(ways: dict[str, Trainer], name: str, config: Config, rank: Rank) -> Iterator[Record]:
     """Seconds per step, the ways in turn."""
-    rounds = measure.rounds_of(config, rank.slowest, 1 / len(config.models))
     steps = {way: ways[way].step for way in TIMED}
-    for way, seconds in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
-        yield rank.record("step_s", "s", rank.slowest(seconds), way=way, model=name)
+    for way, seconds in in_turn(steps, config, rank, 1 / len(config.models)).items():
+        yield rank.record("step_s", "s", seconds, way=way, model=name)
 
 
 def held_bytes(run: Records, way: str, model: str) -> float:

@@ -23,6 +23,7 @@ from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
+from labs.parts.communication.wire import in_turn
 from labs.parts.models import gradient_bytes
 from labs.parts.pipelines import chain, even_cuts
 from labs.parts.precision.rounding import METRIC, beyond, rounding_error
@@ -135,9 +136,8 @@ def times(schemes: dict[str, Scheme], config: Config, rank: Rank) -> Iterator[Re
     steps = {"single": single.step if rank.rank == 0 else _wait, **{n: s.step for n, s in schemes.items()}}
     for step in steps.values():
         measure.time_steps(step, 2, rank.device)
-    rounds = measure.rounds_of(config, rank.slowest)
-    for name, seconds in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
-        yield rank.record("step_s", "s", rank.slowest(seconds), scheme=name, dp=config.dp)
+    for name, seconds in in_turn(steps, config, rank).items():
+        yield rank.record("step_s", "s", seconds, scheme=name, dp=config.dp)
 
 
 def _wait() -> None:

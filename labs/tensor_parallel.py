@@ -30,6 +30,7 @@ from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
+from labs.parts.communication.wire import in_turn
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 from labs.parts.data_parallel.wire import sent_by
@@ -226,9 +227,7 @@ def times(config: Config, mesh: DeviceMesh, rank: Rank) -> Iterator[Record]:
         ways = steps(width, rows, config.seed, mesh, rank)
         for step in ways.values():
             measure.time_steps(step, 3, rank.device)
-        rounds = measure.rounds_of(config, rank.slowest, 1 / len(cells))
-        found = measure.interleave(ways, rounds, rank.device, between=rank.barrier)
-        found = {mode: rank.slowest(samples) for mode, samples in found.items()}
+        found = in_turn(ways, config, rank, 1 / len(cells))
         for mode, samples in found.items():
             yield rank.record("step_s", "s", samples, mode=mode, width=width, rows=rows)
         alone = statistics.median(found["single"])
