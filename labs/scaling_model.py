@@ -211,7 +211,10 @@ def main() -> None:
     with cli.closed_pipe_is_no_error():
         for sentence in blind() if config.blind else answer(config):
             print(textwrap.fill(sentence, 100, subsequent_indent="  "))
-        print(f"\n{blind_test.row_by_row().to_string() if config.blind else table(config).round(1).to_string()}")
+        if config.blind:
+            print(f"\n{blind_test.row_by_row().to_string()}")
+        else:
+            print(f"\nAll of this is modelled:\n{table(config).round(1).to_string()}")
 
 
 if __name__ == "__main__":
