@@ -4,10 +4,10 @@
     python -m labs.many_ranks --nproc 1 --ranks 64 1024 --ways fsdp hsdp --layers 12 --width 768
     python -m labs.many_ranks --nproc 1 --ranks 512 --width 12288 --heads 96 --places 2048 --vocabulary 50257
 
-About 12 s on 2 CPU cores. One process plays one rank of a large job: the same torch code that trains, over process groups
-  whose messages go nowhere. What it calls is counted, and held against closed forms from the sizes of model and mesh:
-  DDP, FSDP2, HSDP, tensor and pipeline parallelism of a GPT. Launched on two ranks, the five ways first train on these,
-  and the calls of the fake ranks must be theirs, and the kernel's count of bytes that of the closed form.
+About 12 s on 2 CPU cores. One process plays one rank of a large job: the same torch code that trains, over process
+  groups whose messages go nowhere. What it calls is counted, and held against closed forms from the sizes of model and
+  mesh: DDP, FSDP2, HSDP, tensor and pipeline parallelism of a GPT. On two ranks the five ways first train for real: the
+  calls of two fake ranks must be theirs, and the kernel's count of bytes that of the closed form.
 Large models take no memory: from 256 MiB of parameters on, tensors are fake as well, and DDP, which needs memory, is
 left out.
 """
@@ -101,21 +101,24 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         for way in ways_here(config):
             real[way] = calls_of(job(config, 2), way)
             yield from on_the_wire(job(config, 2), way, rank)
-    if rank.rank > 0:
-        return
     with out_of_job():
-        for way, calls in real.items():
-            same = comparable(calls) == comparable(audit(job(config, 2), way)[0])
-            yield rank.record("same_calls", "1", float(same), way=way, ranks=2)
-        sizes = [n for n in config.ranks if n <= 64] or [min(config.ranks)]
-        sizes = sizes if config.smoke else list(config.ranks)
-        for done, n in enumerate(sizes, start=1):
-            yield from told(config, n, rank)
-            rank.progress(done, len(sizes), f"{n:,} ranks")
+        if rank.rank == 0:  # the other one waits for it
+            yield from fake(config, real, rank)
     for stage, (states, sent) in zero_bytes(config.shape.parameters, max(config.ranks)).items():
         for what, size in states.items():
             yield rank.record("state_bytes", "B", size, kind="modelled", stage=stage, what=what)
         yield rank.record("zero_sent_bytes", "B", sent, kind="modelled", stage=stage)
+
+
+def fake(config: Config, real: dict[str, list[Call]], rank: Rank) -> Iterator[Record]:
+    """Two fake ranks against the real ones' calls, then every number of ranks."""
+    for way, calls in real.items():
+        same = comparable(calls) == comparable(audit(job(config, 2), way, rank=0)[0])
+        yield rank.record("same_calls", "1", float(same), way=way, ranks=2)
+    sizes = [n for n in config.ranks if n <= 64 or not config.smoke] or [min(config.ranks)]
+    for done, n in enumerate(sizes, start=1):
+        yield from told(config, n, rank)
+        rank.progress(done, len(sizes), f"{n:,} ranks")
 
 
 def ways_here(config: Config) -> list[str]:
@@ -140,9 +143,9 @@ def comparable(calls: list[Call]) -> list[tuple]:
     return [(c.kind, c.bytes, c.ranks, c.peer) for c in calls]
 
 
-def audit(job: Job, way: str) -> tuple[list[Call], dict[str, float]]:
-    """(calls, bytes by level) of one step of one rank among `job.ranks` fake ones."""
-    with fake_job(job.ranks, 0 if job.ranks == 2 else job.rank_asked(way)):
+def audit(job: Job, way: str, rank: int | None = None) -> tuple[list[Call], dict[str, float]]:
+    """(calls, bytes by level) of one step of `rank`, or of the rank asked, among `job.ranks` fake ones."""
+    with fake_job(job.ranks, job.rank_asked(way) if rank is None else rank):
         calls = calls_of(job, way)
         return calls, five_ways.by_level(calls, job.per_node)
 
@@ -217,7 +220,8 @@ def sizes(run: Records) -> list[int]:
 
 def wrong(run: Records) -> list[str]:
     """Where counted calls are not those of the closed form, or of two real ranks."""
-    off = [f"{r.case['way']} on {r.case['ranks']}" for m in ("equal", "same_calls") for r in run.where(m) if not r.value]
+    equal = [*run.where("equal"), *run.where("same_calls")]
+    off = [f"{r.case['way']} on {r.case['ranks']}" for r in equal if not r.value]
     for r in run.where("sent_bytes", source="fake ranks"):
         form = run.one("sent_bytes", **{**r.case, "source": "closed form"}).value
         if abs(r.value - form) > 1e-9 * max(form, 1.0):

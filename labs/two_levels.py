@@ -89,10 +89,10 @@ class Config:
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput unless the ranks make nodes of two or more, and the system can pace."""
     least = 2 * config.nodes
-    require(world_size % config.nodes == 0 and world_size >= least, f"nproc={world_size} does not make "
-            f"{config.nodes} nodes of two ranks or more: use nproc={least}, with oversubscribe=True on few cores")  # fmt: skip
-    require(config.width % world_size == 0, f"width {config.width} cannot be cut into {world_size} equal parts: take a "
-            f"multiple of {world_size}")  # fmt: skip
+    require(world_size % config.nodes == 0 and world_size >= least, f"nproc={world_size} does not make {config.nodes} "
+            f"nodes of two ranks or more: use nproc={least}, with oversubscribe=True on few cores")  # fmt: skip
+    require(config.width % world_size == 0, f"width {config.width} cannot be cut into {world_size} equal parts: take "
+            f"a multiple of {world_size}")  # fmt: skip
     require(wire.can_pace(), "this system cannot pace a connection: labs.two_levels takes Linux")
 
 

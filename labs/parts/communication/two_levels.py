@@ -101,7 +101,7 @@ def hierarchical_all_reduce(x: Tensor, inside: dist.ProcessGroup, across: dist.P
 
 @dataclass(frozen=True)
 class Phase:
-    """What happens at once: bytes that leave each node, bytes of the busiest connection inside, and how many there are."""
+    """What happens at once: bytes that leave each node, and bytes of the busiest connection inside."""
 
     across: float
     link: float

@@ -22,20 +22,20 @@ CANNOT_SHOW = {
     "results": "No message arrives, so sums, losses and gradients are wrong: parity needs real ranks.",
     "time": "Nobody waits: neither latency, bandwidth, overlap nor stragglers are there.",
     "order": "Ranks that call collectives in different orders would hang; one rank alone does not notice.",
-    "pipelines": "Receives return at once: a schedule's order, its deadlocks and the life of its buffers are not tried.",
+    "pipelines": "Receives return at once: a schedule's order, its deadlocks and its buffers' lives are not tried.",
     "paths": "Which ring, tree or network path a library takes is not known: levels are split as a ring in rank order.",
     "other ranks": "One rank is built, not all: ranks that hold more, or send more, must be asked one by one.",
     "the start": "Rendezvous, set-up of connections and reading of checkpoints do not happen.",
     "failures": "No rank dies, no network card is slow, no message is lost.",
 }
 """What fake ranks leave out. Sources: pytorch/torchtitan pull requests 4652 (numerics, behaviour of collectives,
-performance; pipelines need real groups) and 4015 (no checkpoints, no validation); the rest follows from the first line of
-torch/testing/_internal/distributed/fake_pg.py: it does no communication."""
+performance; pipelines need real groups) and 4015 (no checkpoints, no validation); the rest follows from what
+torch/testing/_internal/distributed/fake_pg.py says of itself: it does no communication."""
 
 
 @contextmanager
 def fake_job(ranks: int, rank: int = 0) -> Iterator[None]:
-    """Within, this process is rank `rank` of `ranks`. BadInput if it belongs to a job already, or torch has moved this."""
+    """Within, this process is rank `rank` of `ranks`. BadInput if it is in a job already, or torch has moved this."""
     require(0 <= rank < ranks, f"there is no rank {rank} among {ranks}")
     require(not dist.is_initialized(), "this process is a rank of a job already: leave it first, or use another one")
     try:
@@ -52,12 +52,17 @@ def fake_job(ranks: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def out_of_job() -> Iterator[None]:
-    """Within, this process belongs to no job. Afterwards it is the one rank of a job of its own, whatever it was."""
+    """Within, this process belongs to no job; afterwards the ranks that did meet again. Collective, on CPU ranks.
+
+    Other groups than the one of all ranks do not come back.
+    """
+    meeting = dist.PrefixStore("after fake ranks", dist.distributed_c10d._get_default_store())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     try:
         yield
     finally:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
 
 
 def all_reduce_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

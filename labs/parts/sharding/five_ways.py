@@ -1,7 +1,7 @@
-"""A GPT trained in five ways on a mesh of any size: one rank's share of it, and the closed form of what that rank sends.
+"""A GPT trained in five ways on a mesh of any size: one rank's share of it, and the closed form of what it sends.
 
-Ranks are numbered node by node. Tensor parallelism and HSDP's shards stay inside a node as far as it goes; the stages of
-a pipeline are blocks of neighbouring ranks, so that on several nodes stages talk across.
+Ranks are numbered node by node. Tensor parallelism and HSDP's shards stay inside a node as far as it goes; the stages
+of a pipeline are blocks of neighbouring ranks, so that on several nodes stages talk across.
 """
 
 from __future__ import annotations
