@@ -6,6 +6,7 @@ of a pipeline are blocks of neighbouring ranks, so that on several nodes stages 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -265,6 +266,11 @@ def counted(calls: Sequence[Call]) -> Counter[tuple[str, int]]:
         if call.sent_bytes:
             found[call.kind, call.ranks] += call.sent_bytes
     return found
+
+
+def alike(one: Counter[tuple[str, int]], other: Counter[tuple[str, int]]) -> bool:
+    """Whether two counts are equal but for the rounding of their sums in FP64."""
+    return set(one) == set(other) and all(math.isclose(one[key], other[key], rel_tol=1e-12) for key in one)
 
 
 def crossing_share(members: Sequence[int], per_node: int) -> float:
