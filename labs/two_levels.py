@@ -196,8 +196,8 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("sent_bytes", "B", inside, kind="modelled", way=way, level="inside")
         yield rank.record("sent_bytes", "B", across, kind="modelled", way=way, level="across")
         yield rank.record("step_s", "s", seconds, kind="modelled", way=way)
-        if counted := levels.sent_by_level(call, rank, nodes):
-            for level, sent in zip(("inside", "across"), counted, strict=True):
+        if counted := levels.sent_between(call, rank):
+            for level, sent in zip(("inside", "across"), levels.sent_by_level(counted, nodes), strict=True):
                 yield rank.record("sent_bytes", "B", [b / micro for b in sent], way=way, level=level)
     yield from times(ways, config, nodes, rank)
 
@@ -289,7 +289,7 @@ def over_formula(run: Records) -> dict[str, measure.Estimate]:
 
 def counted_off(run: Records, tolerance: float = 0.02) -> list[str]:
     """Ways and levels whose counted bytes differ from the closed form by more than `tolerance` of the gradients."""
-    size = _bytes(run)
+    size = gradient_bytes(run)
     off = []
     for record in run.where("sent_bytes"):
         formula = of(run, "sent_bytes", "modelled", **record.case)
@@ -298,7 +298,8 @@ def counted_off(run: Records, tolerance: float = 0.02) -> list[str]:
     return off
 
 
-def _bytes(run: Records) -> float:
+def gradient_bytes(run: Records) -> float:
+    """Of one step, summed over all layers."""
     return 4 * run[0].config["width"] ** 2 * run[0].config["layers"]
 
 
@@ -307,7 +308,7 @@ def answer(run: Records) -> Iterator[str]:
     config, n = run[0].config, run[0].layout["world_size"]
     took = {way: measure.estimate(of(run, "step_s", "measured", way=way).samples, "s") for way in ways_of(run)}
     yield (f"{config['nodes']} nodes of {n // config['nodes']} ranks, {config['inside_mb_s']:g} MB/s inside and "
-           f"{config['across_mb_s']:g} MB/s out of each node, {_bytes(run) / 1e6:.1f} MB of gradients.")  # fmt: skip
+           f"{config['across_mb_s']:g} MB/s out of each node, {gradient_bytes(run) / 1e6:.1f} MB to sum.")  # fmt: skip
     fast, slow = (f(took, key=lambda way: took[way].value) for f in (min, max))
     yield f"Fastest is {fast!r} with {took[fast]} per step, slowest {slow!r} with {took[slow]}."
     off, counted = counted_off(run), [r for r in run.where("sent_bytes") if r.kind != "modelled"]

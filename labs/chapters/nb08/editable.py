@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from labs.kit.rank import Rank
-from labs.parts.communication.two_levels import Nodes, sent_by_level
+from labs.parts.communication.two_levels import Nodes, sent_between, sent_by_level
 
 NODES, PER_NODE = 2, 2
 NUMBERS = 2**18  # 1 MiB
@@ -26,10 +26,11 @@ def count(sum_up: SumUp) -> dict:
     x = torch.full((NUMBERS,), float(rank + 1))
     sum_up(x, inside, across)
     who = Rank(rank, ranks, rank, ranks, torch.device("cpu"), "gloo", ())
-    zeros, nodes = torch.zeros(NUMBERS), Nodes(NODES, PER_NODE, 1e8, 1e7)
-    sent = sent_by_level(lambda: sum_up(zeros, inside, across), who, nodes)
+    zeros = torch.zeros(NUMBERS)
+    sent = sent_between(lambda: sum_up(zeros, inside, across), who)
+    levels = sent_by_level(sent, Nodes(NODES, PER_NODE, 1e8, 1e7)) if sent else None
     right = bool((x == sum(range(1, ranks + 1))).all())
-    return {"right": right, "sent": None if sent is None else [max(b) / x.nbytes for b in sent]}
+    return {"right": right, "sent": [max(b) / x.nbytes for b in levels] if levels else None}
 
 
 def tell(found: list[dict]) -> None:

@@ -13,20 +13,7 @@ from labs.chapters.nb08.solution_levels import two_levels
 from labs.kit.answers import on_ranks
 from labs.kit.check import Exercise, Mistake
 from labs.kit.rank import Rank
-from labs.parts.communication.two_levels import Nodes, sent_by_level
-
-TASK = """\
-**08.1 An all-reduce over two speeds.** Write `two_levels(x, inside, across, inside_b_s, across_b_s)`: it sums `x` over all ranks, in place,
-and returns the seconds that this should take. `inside` is the group of the ranks on this rank's node, `across` that of the ranks that
-have this rank's place on the other nodes; `len(x)` is a multiple of `inside.size()`. Connections inside a node carry `inside_b_s` byte/s, each node's one
-network card `across_b_s`, shared by its ranks. Per node, no more may leave than $2\\frac{m-1}{m}$ times the vector, on $m$ nodes, and every rank
-must send its part of it. Count rings, no latency, and one phase after the other. The check counts the bytes that leave each node."""
-
-HINTS = (
-    "Three collectives: which one leaves each rank of a node with a part of the node's sum?",
-    "What has one rank to send across, and what all k ranks of its node together, through one card?",
-    "A ring of k ranks sends (k-1)/k of the vector in a reduce-scatter, and as much again in an all-gather.",
-)
+from labs.parts.communication.two_levels import Nodes, sent_between, sent_by_level
 
 Function = Callable[..., Any]
 LAYOUTS = ((2, 2), (2, 3), (3, 2))  # (nodes, ranks per node)
@@ -42,7 +29,7 @@ def check_two_levels(f: Function) -> None:
     for layout, ranks in found.items():
         _check_sum(layout, ranks)
     for layout, ranks in found.items():
-        _check_bytes(layout, ranks[0]["sent"], ranks)
+        _check_bytes(layout, ranks[0]["sent"])
     _check_seconds(found)
 
 
@@ -59,27 +46,11 @@ def _trial(f: Function, nodes: int, per_node: int) -> dict[str, Any]:
     f(x, inside, across, 1e8, 1e7)
     zeros = torch.zeros(NUMBERS)
     who = Rank(rank, ranks, rank, ranks, torch.device("cpu"), "gloo", ())
-    seconds = [f(torch.zeros(n), inside, across, i, a) for n, i, a in CASES]
-    alone = [Nodes(ranks, 1, 1e8, 1e7), Nodes(nodes, per_node, 1e8, 1e7)]
-    sent = [sent_by_level(lambda: f(zeros, inside, across, 1e8, 1e7), who, layout) for layout in alone]
-    own = torch.zeros(1) if sent[0] is None else None
     return {
-        "sums": sorted({*x.tolist()}) if len(set(x.tolist())) < 9 else [],
-        "seconds": seconds,
-        "sent": sent[1],
-        "by_rank": None if own is not None else _across(f, zeros, inside, across, who, nodes, per_node),
+        "sums": sorted(set(x.tolist()))[:9],
+        "seconds": [f(torch.zeros(n), inside, across, i, a) for n, i, a in CASES],
+        "sent": sent_between(lambda: f(zeros, inside, across, 1e8, 1e7), who),
     }
-
-
-def _across(f: Function, zeros: torch.Tensor, inside: Any, across: Any, who: Rank, nodes: int, per_node: int) -> int:
-    """Bytes that this rank alone sends to other nodes."""
-    from labs.parts.communication import wire
-    from labs.parts.data_parallel.wire import sent_through
-
-    links = {peer: fds for peer, fds in wire.links(who).items() if peer // per_node != who.rank // per_node}
-    before = sum(map(sent_through, links.values()))
-    f(zeros, inside, across, 1e8, 1e7)
-    return sum(map(sent_through, links.values())) - before
 
 
 def _check_sum(layout: tuple[int, int], found: list[dict[str, Any]]) -> None:
@@ -123,11 +94,11 @@ def _check_sum(layout: tuple[int, int], found: list[dict[str, Any]]) -> None:
     )
 
 
-def _check_bytes(layout: tuple[int, int], sent: tuple[list, list] | None, found: list[dict[str, Any]]) -> None:
+def _check_bytes(layout: tuple[int, int], sent: list[dict[int, int]] | None) -> None:
     if sent is None:
         return  # this kernel does not count
-    (m, k), size, leaves = layout, 4 * NUMBERS, max(sent[1])
-    least = 2 * (m - 1) / m * size
+    (m, k), size, nodes = layout, 4 * NUMBERS, Nodes(*layout, 1e8, 1e7)
+    least, leaves = 2 * (m - 1) / m * size, max(sent_by_level(sent, nodes)[1])
     case = f"{_where(layout)} {leaves / size:.2f} times the vector leave a node, {least / size:.2f} are enough"
     if leaves > SLACK * least:
         if abs(leaves - k * least) < 0.05 * k * least:
@@ -144,7 +115,7 @@ def _check_bytes(layout: tuple[int, int], sent: tuple[list, list] | None, found:
         raise Mistake(case, "only parts of the node's sum have to leave it")
     if leaves < 0.95 * least:
         raise Mistake(f"{case}: how can the sum be right?", "send the numbers in their own format")
-    mine = [r["by_rank"] for r in found]
+    mine = [sum(b for peer, b in peers.items() if not nodes.same(r, peer)) for r, peers in enumerate(sent)]
     if min(mine) < 0.05 * least / k:
         idle = sum(b < 0.05 * least / k for b in mine)
         raise Mistake(

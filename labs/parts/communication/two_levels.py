@@ -6,7 +6,7 @@ one way out: a network card. Ranks are numbered node by node, as torchrun does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -177,23 +177,24 @@ def two_speeds(rank: Rank, nodes: Nodes, lanes: int = 1) -> Iterator[None]:
         yield
 
 
-def sent_by_level(call: Callable[[], object], rank: Rank, nodes: Nodes) -> tuple[list[int], list[int]] | None:
-    """([bytes sent inside each node], [bytes that leave each node]) of one `call`. Collective.
+def sent_between(call: Callable[[], object], rank: Rank) -> list[dict[int, int]] | None:
+    """[rank][peer]: bytes that one `call` sends, as the kernel counts them; None where it does not tell. Collective.
 
-    As the kernel counts them, peer by peer; None where it does not tell. `call` must have run before: connections that
-    it opens would not be seen.
+    `call` must have run before: connections that it opens would not be seen.
     """
     rank.barrier()
     links = wire.links(rank)
     before = {peer: sent_through(fds) for peer, fds in links.items()}
     call()
-    after = {peer: sent_through(fds) for peer, fds in links.items()}
-    sent = {peer: after[peer] - before[peer] for peer in links}
+    sent = {peer: sent_through(fds) - before[peer] for peer, fds in links.items()}
     every = rank.gather(sent)  # after the count: this exchange sends bytes, too
-    if not any(map(sum, (peers.values() for peers in every))):
-        return None
+    return every if any(map(sum, (peers.values() for peers in every))) else None
+
+
+def sent_by_level(sent: Sequence[Mapping[int, int]], nodes: Nodes) -> tuple[list[int], list[int]]:
+    """([bytes sent inside each node], [bytes that leave each node]), of what `sent_between` counts."""
     inside, across = [0] * nodes.count, [0] * nodes.count
-    for one, peers in enumerate(every):
+    for one, peers in enumerate(sent):
         for other, b in peers.items():
             (inside if nodes.same(one, other) else across)[nodes.node(one)] += b
     return inside, across
