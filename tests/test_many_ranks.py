@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from labs import many_ranks
 from labs.chapters.nb08 import figures_ranks
@@ -14,7 +15,7 @@ from labs.kit.launch import launch, run_on_ranks
 from labs.kit.record import Records
 from labs.parts.oracle.gpt import GptShape, gpt
 from labs.parts.sharding import five_ways
-from labs.parts.sharding.fake_ranks import fake_job, out_of_job
+from labs.parts.sharding.fake_ranks import all_reduce_hook, fake_job, out_of_job
 from labs.parts.sharding.five_ways import Job
 from labs.parts.sharding.tensor import by_hand
 
@@ -129,6 +130,23 @@ def meet_again() -> tuple[bool, float, tuple[int, int]]:
 
 def test_ranks_meet_again_after_a_fake_job():
     assert run_on_ranks(meet_again, 2) == [(True, 3.0, (0, 2)), (True, 3.0, (1, 2))]
+
+
+def gradients_by_hook() -> bool:
+    """Whether DDP with the hook has the gradients of DDP as it is."""
+    found = []
+    for hooked in (True, False):
+        torch.manual_seed(0)
+        module = DistributedDataParallel(torch.nn.Linear(5, 3))
+        if hooked:
+            module.register_comm_hook(None, all_reduce_hook)
+        module(torch.full((2, 5), float(dist.get_rank()))).square().sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    return torch.equal(*found) and bool(found[0].any())
+
+
+def test_the_hook_computes_what_ddp_computes():
+    assert run_on_ranks(gradients_by_hook, 2) == [True, True]
 
 
 # -- the lab
