@@ -22,7 +22,7 @@ def bytes_by_level(run: Records, guess: Prediction) -> None:
     across = {way: many_ranks.levels(run, way, most)["across"] / 1e6 for way in ways}
     top = max(across, key=across.__getitem__)
     message = f"On {most:,} ranks {NAMES[top]} sends the most out of its node: {across[top]:.1f} MB per rank and step"
-    fig, first = figure(message, xlabel="ranks", ylabel="MB", records=run, size=(7.6, 3.9))
+    fig, first = figure(message, xlabel="ranks", ylabel="MB", records=run, size=(7.6, 4.3))
     first.remove()
     axes = fig.subplots(1, 2, sharey=True)
     for ax, level in zip(axes, ("inside", "across"), strict=True):
@@ -36,6 +36,8 @@ def bytes_by_level(run: Records, guess: Prediction) -> None:
         ax.set_xlabel("ranks")
         ax.set_title("inside a node" if level == "inside" else "out of its node", fontsize=10)
     axes[0].set_ylabel("bytes per rank and step (MB)")
+    axes[0].set_ylim(bottom=-0.02)
+    axes[0].legend(loc="lower right", fontsize=9, ncols=1, frameon=False)  # where no line is
     prediction(axes[1], most, float(guess))
     told = ", ".join(f"{NAMES[way]} {mb:.2f} MB" for way, mb in across.items())
     show(fig, alt=f"{message}. Out of the node on {most:,} ranks: {told}. All are counted from calls of fake ranks.")
