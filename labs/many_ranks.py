@@ -24,13 +24,12 @@ from labs.kit import cli
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.data_parallel.wire import tcp_sent_bytes
 from labs.parts.oracle.gpt import GptShape
 from labs.parts.oracle.internals import FakeTensorMode
 from labs.parts.sharding import five_ways
 from labs.parts.sharding.fake_ranks import CANNOT_SHOW, fake_job, out_of_job
 from labs.parts.sharding.five_ways import LEVELS, Job
-from labs.parts.sharding.traffic import Call, Traffic, sent_bytes
+from labs.parts.sharding.traffic import Call, Traffic, sent_bytes, traffic_of
 
 WARM_UP = {"ddp": 2}  # steps before the one that counts: DDP tells its ranks of new buckets at the start of its second
 NEEDS_MEMORY = ("ddp",)  # its reducer, in C++, reads the addresses of tensors
@@ -167,15 +166,10 @@ def on_the_wire(job: Job, way: str, rank: Rank) -> Iterator[Record]:
     step = five_ways.WAYS[way](job, nullcontext())
     for _ in range(2):
         step()
-    rank.barrier()
-    before = tcp_sent_bytes()
-    with Traffic() as traffic:
-        step()
-    after = tcp_sent_bytes()
-    sent = [sum(sent_bytes(c.kind, c.bytes, c.ranks, gloo=True) for c in traffic.calls)]
-    counts = rank.gather(None if before is None or after is None else after - before)
-    yield rank.record("tcp_sent_bytes", "B", rank.gather(sent[0]), kind="modelled", way=way)
-    if None not in counts:
+    traffic, counts = traffic_of(step, rank)
+    sent = sum(sent_bytes(c.kind, c.bytes, c.ranks, gloo=True) for c in traffic.calls)
+    yield rank.record("tcp_sent_bytes", "B", rank.gather(sent), kind="modelled", way=way)
+    if counts is not None:
         yield rank.record("tcp_sent_bytes", "B", counts, way=way)
 
 
