@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from labs.kit.rank import Rank
 
@@ -58,3 +58,8 @@ def _sent(fd: int) -> int:
         struct.unpack_from(f, info, at)[0] for f, at in (("I", QUEUED), ("Q", SENT), ("Q", SENT_AGAIN))
     )
     return queued + sent - again
+
+
+def sent_through(fds: Iterable[int]) -> int:
+    """Bytes that this process has written to these connections, as `tcp_sent_bytes` counts; 0 where nobody tells."""
+    return sum(map(_sent, fds))

@@ -41,6 +41,8 @@ class Call:
     bytes: int
     ranks: int
     group: str
+    peer: int | None = None
+    """Of a message, the other rank's place in the group."""
 
     @property
     def sent_bytes(self) -> float:
@@ -84,7 +86,8 @@ class Traffic(TorchDispatchMode):
         size = max(nbytes(*tree_leaves(a)) for a in args[:2] if _has_tensors(a))  # input or output, the larger
         if kind == "all_gather" and not _has_tensors(args[1]):  # the functional form has no output to write to
             size *= group.size()
-        self.calls.append(Call(kind, size, group.size(), group.group_name))
+        peer = args[2] if kind in ("send", "recv") else None
+        self.calls.append(Call(kind, size, group.size(), group.group_name, peer))
 
     def count(self) -> Counter[str]:
         """Calls by kind."""
