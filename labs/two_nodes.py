@@ -31,7 +31,7 @@ from labs.parts.nodes.settings import as_arguments, first_telling_line, meet_at,
 
 Part = Literal["environment", "wrong", "kill", "elastic"]
 MEET, STAY, TRAIN = "labs.parts.nodes.ranks:meet", "labs.parts.nodes.ranks:stay", "labs.parts.elastic.train:entry"
-TOLD_S, OTHERS_S = 20.0, 2.0
+TOLD_S, OTHERS_S = 20.0, 1.0
 """Seconds after which a job that says nothing is ended, and that the other machine has when one has told."""
 LIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 2}
 """A machine that is silent for 2 s counts as dead here; by torch's defaults (5 s, 3 times) after 15 s."""
@@ -111,12 +111,12 @@ def start_both(
     machines: Machines, folder: Path, port: int, ranks: int = 1, wrong: settings.Wrong | None = None
 ) -> list[Torchrun]:
     """torchrun on both machines, which are to meet at `port`, with one wrong setting or none."""
-    nobody = machines.addresses[0].rpartition(".")[0] + ".99"
+    nobody = "10.77.0.99" if machines.kind == "namespaces" else "192.0.2.1"  # RFC 5737: given to nobody
     words = {"nobody": nobody, "first": machines.addresses[0], "port": port, "closed": port + 1}
     jobs: list[Torchrun] = []
     for node in NODES[: 1 if wrong and wrong.missing else 2]:
         flags = (numbered if wrong and wrong.static else meet_at)(node, machines.addresses, port, ranks=ranks)
-        variables = {"GLOO_SOCKET_IFNAME": machines.interface, "LOGLEVEL": "INFO"}
+        variables = {"GLOO_SOCKET_IFNAME": machines.interface}
         if wrong:
             flags |= {name: value.format(**words) for name, value in wrong.flags.get(node, {}).items()}
             variables |= wrong.environment.get(node, {})

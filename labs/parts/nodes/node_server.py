@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import logging
 import os
 import select
 import sys
@@ -83,6 +84,8 @@ def _run(request: dict[str, Any]) -> None:
     from torch.distributed import run as torchrun
     from torch.distributed.launcher.api import elastic_launch
 
+    logging.basicConfig()
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.INFO)  # tells when it waits
     module, _, function = request["entry"].partition(":")
     entry = getattr(importlib.import_module(module), function)
     config, _, _ = torchrun.config_from_args(torchrun.parse_args([*request["flags"], "-m", module]))

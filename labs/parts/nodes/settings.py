@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-SHORT = {"read_timeout": 3, "join_timeout": 6, "last_call_timeout": 1}
+SHORT = {"read_timeout": 2, "join_timeout": 4, "last_call_timeout": 1}
 """Seconds in --rdzv-conf; torch's own defaults are 60, 600 and 30."""
-STATIC_S = 4
+STATIC_S = 3
 """Seconds in --rdzv-conf timeout=... of the static rendezvous; torch's own default is 600."""
 
 
