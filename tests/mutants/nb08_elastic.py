@@ -57,20 +57,23 @@ def _only_the_model(job):
 
 MUTANTS = {
     "08.2": {
-        "never looks for a checkpoint": (_way(look="never"), "begins again at its first step"),
         "each rank looks for itself": (_way(look="each"), "does not see the newest file yet"),
         "rank 0 alone loads": (_way(load="zero"), "other weights than each other"),
-        "the optimizer is forgotten": (_only_the_model, "load all of the state"),
         "every rank saves": (_way(save="every"), "rank 1 saves, too"),
-        "nothing is saved": (_way(due=False, put=False), "nothing is ever saved"),
         "the epoch begins again": (_way(skip="epoch"), "the epoch begins again from its first batch"),
         "the order of epoch 0 in all": (_way(order="first"), "has the order of epoch 0"),
-        "the whole batch on each rank": (_way(part="all"), "every rank trains on the whole batch"),
         "position in samples of a rank": (_way(unit="rank"), "split among the ranks there are now"),
-        "the number of the step before": (_way(number="before"), "nothing was saved under that number"),
         "one rank leaves": (_way(agree="alone"), "rank 0 does not know, and waits for it"),
-        "nobody looks at the notice": (_way(agree="never"), "the job trains on to its end"),
         "stops without a save": (_way(put=False), "does not save it"),
-        "a finished job trains on": (_way(end="more"), "is started again, and trains"),
     },
 }
+RARER = {
+    "never looks for a checkpoint": (_way(look="never"), "begins again at its first step"),
+    "the optimizer is forgotten": (_only_the_model, "load all of the state"),
+    "nothing is saved": (_way(due=False, put=False), "nothing is ever saved"),
+    "the whole batch on each rank": (_way(part="all"), "every rank trains on the whole batch"),
+    "the number of the step before": (_way(number="before"), "nothing was saved under that number"),
+    "nobody looks at the notice": (_way(agree="never"), "the job trains on to its end"),
+    "a finished job trains on": (_way(end="more"), "is started again, and trains"),
+}
+"""More mistakes of other kinds, tried by tests/test_exercise_nb08_elastic.py."""
