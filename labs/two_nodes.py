@@ -30,7 +30,8 @@ from labs.parts.nodes.ranks import notes
 from labs.parts.nodes.settings import as_arguments, first_telling_line, meet_at, numbered
 
 Part = Literal["environment", "wrong", "kill", "elastic"]
-MEET, STAY, TRAIN = "labs.parts.nodes.ranks:meet", "labs.parts.nodes.ranks:stay", "labs.parts.elastic.train:entry"
+MEET, STAY, FACTS = (f"labs.parts.nodes.ranks:{name}" for name in ("meet", "stay", "facts"))
+TRAIN = "labs.parts.elastic.train:entry"
 TOLD_S, OTHERS_S = 20.0, 1.0
 """Seconds after which a job that says nothing is ended, and that the other machine has when one has told."""
 LIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 2}
@@ -105,6 +106,20 @@ def environment(config: Config, machines: Machines, rank: Rank) -> Iterator[Reco
             yield rank.record("variable", "1", 1, rank=0, name=name, text=text, on_rank=int(told["RANK"]),
                               node=int(told["GROUP_RANK"]))  # fmt: skip
         yield rank.record("sum", "1", note["sum"], rank=0, on_rank=int(told["RANK"]))
+    yield from _facts(machines, rank)
+
+
+def _facts(machines: Machines, rank: Rank) -> Iterator[Record]:
+    """Lines of programs that articles print, tried on one rank."""
+    folder = _folder(machines, "facts")
+    flags = meet_at(0, machines.addresses, machines.new_port(), nodes=1, ranks=1)
+    variables = {"GLOO_SOCKET_IFNAME": machines.interface}
+    job = machines.start(0, as_arguments(flags), FACTS, [str(folder)], variables)
+    _end([job])
+    if job.code:
+        raise RuntimeError(f"the facts could not be tried: {_lines([job])}")
+    for name, (works, line) in notes(folder)[0]["facts"].items():
+        yield rank.record("works", "1", float(works), rank=0, name=name, line=line)
 
 
 def start_both(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import launch
 
 from labs.parts.elastic import lifeline, loop  # noqa: F401  (loop: loaded before the training that uses it is forked)
 
@@ -49,6 +53,45 @@ def stay(folder: str) -> None:
             break
         time.sleep(0.02)
     dist.destroy_process_group()
+
+
+def facts(folder: str) -> None:
+    """What a program of an article would meet on this rank: each a name, whether it works, and what was said."""
+    _begin()
+    address = os.environ.pop("MASTER_ADDR")
+    found = {"init without an address": _said(lambda: dist.init_process_group("gloo", rank=0, world_size=1))}
+    os.environ["MASTER_ADDR"] = address
+    found["main(rank, world_size) without arguments"] = _said(_wants_arguments)
+    package = "torch.multiprocessing"
+    runs = importlib.util.find_spec(f"{package}.__main__") is not None
+    found[f"python -m {package}"] = (runs, "" if runs else f"{package} is a package without a __main__")
+    torch.multiprocessing.start_processes(_argument, args=(2, folder), nprocs=2, start_method="fork")
+    first = sorted(path.read_text() for path in Path(folder).glob("argument-*"))
+    found["spawn passes the rank first"] = (first == ["0", "1"], f"two processes were given {' and '.join(first)}")
+    there = "multiprocessing as multiprocessing" in inspect.getsource(torch)
+    found["import torch brings torch.multiprocessing"] = (there, "torch/__init__.py imports it" if there else "")
+    old = str(getattr(launch.main, "__deprecated__", ""))
+    found["torch.distributed.launch is current"] = (not old, " ".join(old.split())[:120])
+    _write(Path(folder), {"facts": found})
+
+
+def _said(call: Callable[[], object]) -> tuple[bool, str]:
+    """Whether `call` works, and its error in one line."""
+    try:
+        call()
+    except Exception as e:
+        return False, f"{type(e).__name__}: {' '.join(str(e).split())}"[:160]
+    return True, ""
+
+
+def _wants_arguments() -> None:
+    def main(rank: int, world_size: int) -> None: ...
+
+    main()  # as a launcher calls it: rank and world size are in the environment
+
+
+def _argument(first: int, ranks: int, folder: str) -> None:
+    (Path(folder) / f"argument-{os.getpid()}").write_text(str(first))
 
 
 def _begin() -> None:
