@@ -77,7 +77,7 @@ def patience(run: Records, guess: Prediction) -> None:
     early = [name for name in told if name not in quiet and told[name] < 1]
     message = (f"{len(told) - len([q for q in quiet if q in told])} of {len(names)} wrong settings end the job with an "
                f"error before it computes, {len(early)} of them within a second")  # fmt: skip
-    fig, ax = figure(message, xlabel="from the start to the first error (s), with short timeouts", ylabel="",
+    fig, ax = figure(message, xlabel="from the start to the first error (s), with short timeouts", ylabel="wrong setting",
                      records=run)  # fmt: skip
     bars(ax, names, [told.get(name) for name in names], label="first error", color=SERIES[0])
     ax.set_xlim(left=0)
