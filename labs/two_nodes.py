@@ -5,8 +5,9 @@
     python -m labs.two_nodes --nproc 1 --parts kill --machines loopback
 
 About 45 s on 2 CPU cores, 10 of them to make two machines out of this one: as root on Linux two network namespaces
-joined by a virtual cable, elsewhere two addresses of the loopback. The lab itself is one process. torchrun's agents are
-the real ones, with all of their options; only their ranks are forked, since importing torch would take most of the time.
+joined by a virtual cable, elsewhere two addresses of the loopback. The lab itself is one process. torchrun's agents
+are the real ones, with all of their options; only their ranks are forked, since importing torch would take most of the
+time.
 """
 
 import time
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from labs.elastic_restart import same
 from labs.kit import cli
 from labs.kit.errors import BadInput, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.checkpoints import load_latest
+from labs.parts.checkpoints.resume import differences
 from labs.parts.elastic import journal
 from labs.parts.elastic.journal import History
 from labs.parts.nodes import settings
@@ -48,7 +49,7 @@ class Config:
     parts: tuple[Part, ...] = ("environment", "wrong", "kill", "elastic")
     """What ranks are told; wrong settings; a machine that is killed and comes back; machines that join and leave."""
     machines: Literal["auto", "namespaces", "loopback"] = "auto"
-    """Networks of their own (Linux, root), or two addresses of this machine; auto: namespaces where they can be made."""
+    """Networks of their own (Linux, root), or two addresses of this machine; auto: namespaces where possible."""
     settings: tuple[str, ...] = ()
     """Names of wrong settings; by default all."""
     steps: int = 32
@@ -151,11 +152,10 @@ def _until_it_waits(job: Torchrun) -> None:
 
 def _end(jobs: list[Torchrun]) -> None:
     """Until all have ended; when one has failed, or said nothing for long, the others soon are killed."""
-    until = time.monotonic() + TOLD_S
+    until, shortened = time.monotonic() + TOLD_S, False
     while any(job.code is None for job in jobs) and time.monotonic() < until:
-        if any(job.code for job in jobs):
-            until = min(until, time.monotonic() + OTHERS_S)
-            wait_for(lambda: all(j.code is not None for j in jobs) or time.monotonic() > until, "an end")
+        if not shortened and any(job.code for job in jobs):
+            until, shortened = min(until, time.monotonic() + OTHERS_S), True
         time.sleep(0.02)
     for job in jobs:
         job.kill()
@@ -230,7 +230,7 @@ def killed(config: Config, machines: Machines, rank: Rank) -> Iterator[Record]:
         yield rank.record("final_loss", "nats", losses[which][0][-1], rank=0, run=which)
         if which == "killed":
             yield from _absence(history, rank)
-    equal = same(*states.values()) and losses["undisturbed"] == losses["killed"]
+    equal = not list(differences(*states.values())) and losses["undisturbed"] == losses["killed"]
     yield rank.record("state_equal", "1", float(equal), rank=0)
 
 
@@ -273,7 +273,7 @@ def _absence(history: History, rank: Rank) -> Iterator[Record]:
 
 
 def join_and_leave(config: Config, machines: Machines, rank: Rank) -> Iterator[Record]:
-    """One machine begins (--nnodes 1:2), another joins, and leaves again: world sizes, and the seconds of each change."""
+    """One machine begins (--nnodes 1:2), another joins, and leaves again: world sizes, and the seconds of a change."""
     folder, port = _folder(machines, "elastic"), machines.new_port()
     variables = {"GLOO_SOCKET_IFNAME": machines.interface, **OWN_STORE}
 
@@ -322,8 +322,8 @@ def answer(run: Records) -> Iterator[str]:
     if len(run.where("state_equal")):
         equal = "equal bit for bit to" if run.one("state_equal").value else "DIFFERENT from"
         yield (f"A machine killed before step {run.one('killed_at_step').value:.0f} was away for "
-               f"{run.one('away_s').value:.1f} s, {run.one('steps_redone').value:.0f} steps were done twice, and model, "
-               f"optimizer and losses are {equal} those of an undisturbed run.")  # fmt: skip
+               f"{run.one('away_s').value:.1f} s, {run.one('steps_redone').value:.0f} steps were done twice, and "
+               f"model, optimizer and losses are {equal} those of an undisturbed run.")  # fmt: skip
     if len(changes := run.where("change_s")):
         words = ", ".join(f"{r.case['moment']} after {r.value:.1f} s" for r in changes)
         yield f"With --nnodes 1:2 the job went on through a machine that came and went: {words}."

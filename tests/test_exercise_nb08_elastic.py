@@ -40,7 +40,7 @@ def in_blocks(job):
 
 
 def with_tensors(job):
-    """The step is broadcast as a tensor, and rank 0's state one tensor after the other; barriers where none is needed."""
+    """The step is broadcast as a tensor, and rank 0's state tensor by tensor; barriers where none is needed."""
     found = job.newest() if dist.get_rank() == 0 else None
     step = torch.tensor(found[0] if found else 0)
     dist.broadcast(step, 0)

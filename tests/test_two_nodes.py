@@ -95,7 +95,7 @@ def test_every_option_that_a_wrong_setting_changes_is_one_that_is_given():
     ("Traceback (most recent call last):\n  File x\nValueError: no", "ValueError: no"),
     ("E1122 api.py:836] torch.distributed.DistNetworkError: timed out\nValueError: later",
      "DistNetworkError: timed out"),
-    ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: see inner\nRuntimeError: x", "RuntimeError: x"),
+    ("torch.elastic.rendezvous.api.RendezvousConnectionError: see inner\nRuntimeError: x", "RuntimeError: x"),
     ("a.b.RendezvousTimeoutError\n", "RendezvousTimeoutError"),
     ("  traceback : RuntimeError: [enforce fail at /a/b/device.cc:84] ifa", "RuntimeError: [device.cc:84] ifa"),
     ("all is well\n", ""), ("", ""),

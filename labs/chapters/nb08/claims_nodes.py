@@ -53,7 +53,7 @@ def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "spawn passes the rank first")
     ranks, _ = met(evidence)
     return Verdict("depends" if works else "does not hold", f"spawn starts processes on one machine ({line}). On two "
-                   f"machines {ranks} ranks met under a torchrun each, and a killed machine came back.")  # fmt: skip
+                   f"machines {ranks} ranks met under a torchrun each, which also starts ranks again.")  # fmt: skip
 
 
 @verdict("A24")
@@ -67,9 +67,9 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("B35")
 def _(evidence: Records) -> Verdict:
-    went_on, line = drilled(evidence, "no such interface")
-    return Verdict("does not hold", "NCCL's documentation: the variable is a filter for the interfaces of its sockets; "
-                   f"it makes none faster. A wrong name for gloo's here: {line or 'no error'}.", "published")  # fmt: skip
+    _, line = drilled(evidence, "no such interface")
+    return Verdict("does not hold", "NCCL's documentation: the variable is a filter for its sockets' interfaces; "
+                   f"it makes none faster. A wrong name for gloo's: {line or 'no error'}.", "published")  # fmt: skip
 
 
 @verdict("C04")
@@ -88,7 +88,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("C18")
 def _(evidence: Records) -> Verdict:
-    ranks, names = met(evidence)
+    ranks, _ = met(evidence)
     run = last(evidence, "two_nodes", "variable")
     nodes = run.one("variable", name="GROUP_WORLD_SIZE", on_rank=0).case["text"]
     return Verdict("does not hold", f"They name the ranks of one machine and no address. Here {nodes} torchruns with "
@@ -106,7 +106,7 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "main(rank, world_size) without arguments")
     _, names = met(evidence)
-    return Verdict("holds" if works else "does not hold", f"A launcher passes no arguments: {line}. RANK and WORLD_SIZE "
+    return Verdict("holds" if works else "does not hold", f"A launcher passes no arguments: {line}. RANK, WORLD_SIZE "
                    f"are {'in' if {'RANK', 'WORLD_SIZE'} <= names else 'NOT in'} the environment.")  # fmt: skip
 
 
@@ -135,8 +135,8 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     ranks, names = met(evidence)
     there = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= names
-    return Verdict("holds" if there else "does not hold", f"torchrun told each of {ranks} ranks {len(names)} variables "
-                   "that nobody set by hand. With several ranks per machine it also sets OMP_NUM_THREADS=1.")  # fmt: skip
+    return Verdict("holds" if there else "does not hold", f"torchrun told each of {ranks} ranks {len(names)} things "
+                   "that nobody set by hand. For several ranks it also sets OMP_NUM_THREADS=1.")  # fmt: skip
 
 
 @verdict("D10")

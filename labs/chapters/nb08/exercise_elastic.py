@@ -148,7 +148,7 @@ def _start(f: Function, plan: Plan, ranks: int, when: str) -> Start:
             raise
     logs = [_log(plan, r) for r in range(ranks)]
     trained = [[row["samples"] for row in log if row["event"] == "train"] for log in logs]
-    batches = [sorted(sum(parts, [])) for parts in zip(*trained, strict=False)]
+    batches = [sorted(n for part in parts for n in part) for parts in zip(*trained, strict=False)]
     saves = [(r, row["step"]) for r, log in enumerate(logs) for row in log if row["event"] == "save"]
     loads = [sum(row["event"] == "load" for row in log) for log in logs]
     return Start(batches, [len(t) for t in trained], saves, loads, weights)
@@ -243,7 +243,8 @@ def _check_batches(start: Start, first: int, when: str) -> None:
         old = sorted(order_of(0)[step % PER_EPOCH * BATCH : (step % PER_EPOCH + 1) * BATCH])
         if got == old:
             raise Mistake(
-                f"{when} epoch {epoch} has the order of epoch 0", "ask job.order(epoch) in every epoch, also after a start"
+                f"{when} epoch {epoch} has the order of epoch 0",
+                "ask job.order(epoch) in every epoch, also after a start",
             )
         raise Mistake(
             f"{when} step {step} (counted from 0) trains on {len(got)} samples of all ranks that are not its batch",

@@ -56,8 +56,8 @@ def wrong_settings(run: Records) -> pandas.DataFrame:
         told = run.where("told_s", setting=case["setting"])
         seen = "nothing is said"
         if len(told):
-            others = ", the other says nothing" if told[0].case["silent"] else ""
-            seen = f"node {told[0].case['node']}: {told[0].case['line']}{others}"
+            others = "; the other node still waits" if told[0].case["silent"] else ""
+            seen = f"node {told[0].case['node']}: {told[0].case['line'].rstrip('.')}{others}"
         if went_on.value:
             seen = f"{went_on.value:.0f} rank(s) compute on, world size {case['of']}. Then {seen}"
         cured = "yes" if run.one("cured", setting=case["setting"]).value else "NO"
@@ -77,15 +77,15 @@ def patience(run: Records, guess: Prediction) -> None:
     early = [name for name in told if name not in quiet and told[name] < 1]
     message = (f"{len(told) - len([q for q in quiet if q in told])} of {len(names)} wrong settings end the job with an "
                f"error before it computes, {len(early)} of them within a second")  # fmt: skip
-    fig, ax = figure(message, xlabel="from the start to the first error (s), with short timeouts", ylabel="wrong setting",
-                     records=run)  # fmt: skip
+    fig, ax = figure(message, xlabel="start to first error (s), with short timeouts", ylabel="wrong setting",
+                     records=run, legend_below=True)  # fmt: skip
     bars(ax, names, [told.get(name) for name in names], label="first error", color=SERIES[0])
     ax.set_xlim(left=0)
     show(fig, alt=f"{message}. A mark for each setting that an error told: "
                   + ", ".join(f"{n} {told[n]:.1f} s" for n in names if n in told) + ".")  # fmt: skip
     lines = [guess.against(len(quiet))]
     if quiet:
-        lines.append(f"No error kept ranks from computing with: {', '.join(quiet)}. What is printed is a loss as always; "
+        lines.append(f"No error kept ranks from computing with: {', '.join(quiet)}. A loss is printed as always; "
                      "only the world size is another.")  # fmt: skip
     say("\n".join(f"* {line}" for line in lines))
 

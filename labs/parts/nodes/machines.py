@@ -114,7 +114,9 @@ class Machines:
     @contextmanager
     def port_taken(self, port: int) -> Iterator[None]:
         """Another program listens on machine 0's port, and never answers."""
-        listen = "import socket,sys,time;s=socket.create_server(('',int(sys.argv[1])));print(1,flush=True);time.sleep(99)"
+        listen = (
+            "import socket,sys,time;s=socket.create_server(('',int(sys.argv[1])));print(1,flush=True);time.sleep(99)"
+        )
         command = [*self._on(0), sys.executable, "-S", "-c", listen, str(port)]
         other = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         (self.root / "run-0" / f"rank-other-{other.pid}").touch()

@@ -30,8 +30,6 @@ def main() -> None:
     """Serve requests until standard input ends; tell the end of each agent by a file beside its log."""
     root, name = Path(sys.argv[1]), sys.argv[2]
     lifeline.hold(name)
-    import torch._dynamo
-    import torch.distributed.run
 
     import labs.parts.nodes.ranks  # noqa: F401
 

@@ -84,7 +84,7 @@ WRONG = (
     Wrong("firewall", "what node 1 sends to the port is dropped", "open the port between the nodes, and those of the "
           "ranks: all above 1024", CONNECT, port="closed", namespaces=True),
     Wrong("port taken", "another program has the port", "a port of its own for each job, or ':0' on one machine",
-          CONNECT, port="taken"),
+          "at once", port="taken"),
     Wrong("no such interface", "GLOO_SOCKET_IFNAME names an interface that is not there", "a name from `ip addr`, or "
           "no such variable", "at once", environment={1: {"GLOO_SOCKET_IFNAME": "eth9"}}),
     Wrong("wrong interface", "GLOO_SOCKET_IFNAME is one that leads to nobody else", "the interface that has the "
