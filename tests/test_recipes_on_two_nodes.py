@@ -1,4 +1,4 @@
-"""The recipes, started on two namespaces by what the Slurm and Kubernetes files run; stopped by SIGTERM and requeued."""
+"""The recipes on two namespaces, started by what the Slurm and Kubernetes files run; stopped by SIGTERM, requeued."""
 
 from __future__ import annotations
 
