@@ -7,18 +7,12 @@ import torch
 import torch.distributed as dist
 from mutants.nb08_levels import MORE, MUTANTS
 
-from labs.chapters.nb08 import exercise_levels
 from labs.chapters.nb08 import solution_levels as solution
 from labs.kit import check
 from labs.parts.communication import wire
 from labs.parts.communication.two_levels import hierarchical_all_reduce
 
 pytestmark = pytest.mark.skipif(not wire.can_pace(), reason="this system does not count what a connection sends")
-
-
-@pytest.fixture(autouse=True)
-def only_this_exercise(monkeypatch):
-    monkeypatch.setattr(check, "get_exercise", lambda exercise_id: exercise_levels.EXERCISE)
 
 
 def examine(candidate):

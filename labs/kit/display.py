@@ -33,8 +33,11 @@ def say(text: str) -> None:
     display(Markdown(text))
 
 
-def show_table(table: Any) -> None:
-    """Show a DataFrame whose cells hold sentences: in full and wrapped, unlike pandas' own way; words to the left."""
+def show_table(table: Any, folded: str = "") -> None:
+    """Show a DataFrame whose cells hold sentences: in full and wrapped, unlike pandas' own way; words to the left.
+
+    A long one is `folded` below a line with that text, which opens it.
+    """
     import pandas
     from IPython.display import display
 
@@ -45,7 +48,10 @@ def show_table(table: Any) -> None:
     # Jupyter's style for a row beats the one that pandas gives the row of headers.
     markup = markup.replace("<th>", '<th style="text-align:left">')
     markup = re.sub("<td>", lambda cell: '<td style="text-align:left">' if next(wordy) else cell[0], markup)
-    display({"text/html": re.sub(r">\n\s*", ">", markup), "text/plain": text}, raw=True)
+    markup = re.sub(r">\n\s*", ">", markup)
+    if folded:
+        markup = f"<details><summary>{html.escape(folded)}</summary>{markup}</details>"
+    display({"text/html": markup, "text/plain": text}, raw=True)
 
 
 REFRESH_S = 0.5

@@ -1,0 +1,7 @@
+"""Typical mistakes in notebook 08: {exercise: {mistake: (function, words that its feedback must hold)}}."""
+
+from __future__ import annotations
+
+from mutants import nb08_elastic, nb08_levels, nb08_plan
+
+MUTANTS = nb08_levels.MUTANTS | nb08_elastic.MUTANTS | nb08_plan.MUTANTS
