@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from labs.chapters.nb03 import solutions as solution
-from labs.kit.answers import WAIT_S, number, on_ranks
+from labs.kit import answers
+from labs.kit.answers import number, on_ranks
 from labs.kit.check import Exercise, Mistake
 from labs.kit.failure import RankFailed
 from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
@@ -532,7 +533,7 @@ def _watched_program() -> Iterator[list[str]]:
         save(value, path, *args, **kwargs)
 
     def impatient(*args: Any, **kwargs: Any) -> None:
-        init(*args, **({"timeout": datetime.timedelta(seconds=WAIT_S)} | kwargs))
+        init(*args, **({"timeout": datetime.timedelta(seconds=answers.WAIT_S)} | kwargs))
         # A group that dies with the learner's DDP object joins gloo's threads while it holds the GIL, and may hang.
         _kept.append(dist.group.WORLD)
 
