@@ -169,8 +169,8 @@ def together(late):
     return x.item()
 
 
-def work_for_3_s():
-    until = time.monotonic() + 3
+def work_for_2_s():
+    until = time.monotonic() + 2
     while time.monotonic() < until:
         pass
 
@@ -179,11 +179,11 @@ def test_a_rank_that_is_late_because_it_works_is_waited_for(monkeypatch):
     """As on a machine where others compute; that rank 0 waits for too short a time is seen in the first run."""
     monkeypatch.setattr(answers, "WAIT_S", 1.0)
     monkeypatch.setattr(answers, "MORE", 20)
-    assert answers.on_ranks(together, 2, work_for_3_s, when="here") == [2.0, 2.0]
+    assert answers.on_ranks(together, 2, work_for_2_s, when="here") == [2.0, 2.0]
 
     monkeypatch.setattr(answers._Work, "went_on", lambda work: False)
     with pytest.raises(Mistake, match="the ranks wait for each other for ever here"):
-        answers.on_ranks(together, 2, work_for_3_s, when="here")
+        answers.on_ranks(together, 2, work_for_2_s, when="here")
 
 
 def test_ranks_that_all_wait_are_not_at_work(monkeypatch):

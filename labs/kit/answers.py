@@ -10,7 +10,6 @@ import datetime
 import io
 import linecache
 import math
-import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from labs.kit.check import FRAME, Mistake
 from labs.kit.failure import RankFailed, RankTimeout
+from labs.kit.fork_server import start_fork_server
 from labs.kit.launch import run_on_ranks
 from labs.kit.monitor import family
 
@@ -113,7 +113,7 @@ def on_ranks(body: Callable[..., Any], ranks: int, *args: Any, when: str) -> lis
 
 
 class _Work(threading.Thread):
-    """Looks, while it is entered, whether a process that this one has started computes, or would if it had a core.
+    """Looks, while it is entered, whether a rank computes, or would if it had a core.
 
     Ranks that wait for each other sleep, all of them.
     """
@@ -122,12 +122,14 @@ class _Work(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="work", daemon=True)
+        self.server = start_fork_server().server_pid()
         self.seen: list[bool] = []
         self.over = threading.Event()
 
     def run(self) -> None:
-        while not self.over.wait(self.EVERY_S):
-            self.seen.append(any(_is_at_work(pid) for pid in family(os.getpid())[1:]))
+        while self.server and not self.over.wait(self.EVERY_S):
+            if ranks := family(self.server)[1:]:
+                self.seen.append(any(map(_is_at_work, ranks)))
 
     def went_on(self) -> bool:
         """Whether there was work in a third of the last looks, as many as fit into WAIT_S: ending takes a part, too."""
