@@ -60,7 +60,7 @@ class Run(record.Records):
 
 
 def launch(
-    lab: str, nproc: int = 2, *, timeout_s: float = 120.0, device: str = "auto", oversubscribe: bool = False,
+    lab: str, nproc: int = 2, *, timeout_s: float = 240.0, device: str = "auto", oversubscribe: bool = False,
     view: View | None = None, **parameters: Any,
 ) -> Run:  # fmt: skip
     """Run `lab` on `nproc` ranks with the given parameters of its Config, and return its records.
