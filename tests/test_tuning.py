@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 import torch
+from again import holds_soon
 from processes import SLOWER, is_backstage
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -580,7 +581,8 @@ def test_smoke_run_of_the_lab():
     assert {r.case["by"] for r in run.where("search_s")} == {"tuner", "sweep"}
     (row,) = lab.verdicts(run)
     assert row["workload"] == "tiny" and row["workers"] in (0, 1), "smoke tries no more; which is better, noise may say"
-    assert row["share_of_best"].high > 0.5
+    again = lambda: launch("tune_dataloader", nproc=1, smoke=True)  # noqa: E731
+    assert holds_soon(lambda run: lab.verdicts(run)[0]["share_of_best"].high > 0.5, run, again)
 
 
 def factory():
