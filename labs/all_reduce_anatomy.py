@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.communication.ring import ring_all_reduce
-from labs.parts.data_parallel.wire import tcp_sent_bytes
-from labs.parts.sharding.link import require_messages
+from labs.parts.communication.wire import in_turn
+from labs.parts.data_parallel.wire import sent_by
+from labs.parts.sharding.link import as_in_training, require_messages
 from labs.parts.timing.collectives import bus_factor, busbw_b_s
 
 COLLECTIVE_BYTES = 2**23
@@ -101,14 +103,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     calls = collectives(size, rank)
     for op, call in calls.items():
         call()  # makes the connections that it needs
-        if (sent := wire_bytes(call, rank)) is not None:
+        if (sent := sent_by(call, rank)) is not None:
             yield rank.record("sent_bytes", "B", sent, op=op, size=size)
         yield rank.record("sent_bytes", "B", predict(op, size, rank.world_size), kind="modelled", op=op, size=size)
-    rounds = 2 if config.smoke else measure.rounds_of(config, rank.slowest, 0.6)
-    for op, samples in measure.interleave(calls, rounds, rank.device, between=rank.barrier).items():
-        slowest = rank.slowest(samples)
-        yield rank.record("seconds", "s", slowest, op=op, size=size)
-        yield rank.record("busbw_b_s", "B/s", [busbw_b_s(size, s, rank.world_size, op) for s in slowest], op=op,
+    for op, samples in in_turn(calls, config, rank, 0.6).items():
+        yield rank.record("seconds", "s", samples, op=op, size=size)
+        yield rank.record("busbw_b_s", "B/s", [busbw_b_s(size, s, rank.world_size, op) for s in samples], op=op,
                           size=size)  # fmt: skip
     rank.progress(1, 2, "sizes")
     yield from sweep(config, rank)
@@ -125,7 +125,7 @@ def by_hand(rank: Rank) -> Iterator[Record]:
     for numbers, x in (("integers", whole_numbers), ("random", torch.rand(HAND_NUMBERS, generator=generator))):
         x = x.to(rank.device)
         by_hand, by_torch = x.clone(), x.clone()
-        sent = wire_bytes(lambda v=by_hand: ring_all_reduce(v), rank)
+        sent = sent_by(partial(ring_all_reduce, by_hand), rank)
         dist.all_reduce(by_torch)
         error = (by_hand - by_torch).abs().max().item()
         yield rank.record("max_error", "1", max(rank.gather(error)), numbers=numbers)
@@ -135,40 +135,17 @@ def by_hand(rank: Rank) -> Iterator[Record]:
     yield rank.record("sent_bytes", "B", modelled, kind="modelled", op="ring by hand", size=4 * HAND_NUMBERS)
 
 
-def wire_bytes(call: Callable[[], object], rank: Rank) -> list[float] | None:
-    """Bytes that each rank wrote to its TCP connections during one `call`; None where the kernel does not tell.
-
-    gloo's headers are among them: some 48 bytes a message.
-    """
-    rank.barrier()
-    before = tcp_sent_bytes()
-    call()
-    after = tcp_sent_bytes()
-    # Gathered after the count: this exchange sends bytes, too.
-    return rank.gather(None if before is None or after is None else after - before) if before is not None else None
-
-
 def sweep(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of an all-reduce by size, taken in turn, each after a millisecond of work, as in training.
-
-    Back to back, small messages would look ten times faster: the threads that communicate never fall asleep.
-    """
+    """Seconds of an all-reduce by size, taken in turn, each after a millisecond of work, as in training."""
     sizes = sorted(set(config.sizes))
     if config.smoke:
         sizes = sizes[:: len(sizes) // 2][:3]
     buffers = {s: torch.zeros(s // 4, device=rank.device) for s in sizes}
-    work = torch.ones(256, 256, device=rank.device)
-
-    def as_in_training() -> None:
-        rank.barrier()
-        (work @ work).clamp(max=1.0)
-
     calls = {s: lambda b=buffer: dist.all_reduce(b) for s, buffer in buffers.items()}
     for call in calls.values():
         measure.time_steps(call, 2, rank.device)
-    rounds = measure.rounds_of(config, rank.slowest, 0.4)
-    for size, samples in measure.interleave(calls, rounds, rank.device, between=as_in_training).items():
-        yield rank.record("all_reduce_s", "s", rank.slowest(samples), size=size)
+    for size, samples in in_turn(calls, config, rank, 0.4, between=as_in_training(rank)).items():
+        yield rank.record("all_reduce_s", "s", samples, size=size)
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -14,7 +14,6 @@ About 12 s on 2 CPU cores. On a paced wire, where an all-reduce costs as much as
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,8 +34,9 @@ from labs.parts.communication import wire
 from labs.parts.data_parallel.gradient_buckets import bucket_bytes
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+from labs.parts.data_parallel.training import PERCEPTRON, build, require_model, train_step
+from labs.parts.sharding.link import as_in_training
 
-PERCEPTRON = "perceptron"
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else \
     "broadcast_buffers"  # fmt: skip
 """DDP's argument that broadcasts buffers before each forward; torch 2.13 has given it a new name."""
@@ -73,21 +73,17 @@ class Config:
     """Two bucket sizes are timed, few steps."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "batch_size"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        require_model(self)
         wire.require_rate(1e6 * self.mb_s)
         require(len(set(self.bucket_cap_mb)) == len(self.bucket_cap_mb) > 0,
                 f"bucket_cap_mb must hold different sizes, not {self.bucket_cap_mb}")  # fmt: skip
         require(min(self.bucket_cap_mb) > 0, f"bucket_cap_mb must be positive, not {min(self.bucket_cap_mb)}")
         measure.require_budget(self.seconds, self.rounds)
-        if self.model != PERCEPTRON:
-            models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput for one rank, a system that cannot pace, or a model that cannot be built."""
-    require(world_size >= 2, "one rank exchanges nothing: use nproc=2")
-    require(wire.can_pace(), "this system cannot pace a connection: labs.bucket_overlap takes Linux")
+    wire.require_wire(world_size)
     workload_of(config)
 
 
@@ -106,7 +102,7 @@ def predict(ready_s: Sequence[float], sizes: Sequence[int], ranks: int, mb_s: fl
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The gradients' moments, the buckets, then the switches."""
-    require(rank.device.type == "cpu", 'NCCL does not use TCP within a machine: use device="cpu"')
+    wire.require_tcp(rank)
     caps = sorted(config.bucket_cap_mb)
     yield from moments(config, rank)
     steps: dict[Any, Callable[[], object]] = {}
@@ -122,12 +118,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     measure.time_steps(steps["no_sync"], 3, rank.device)
     latency_s = statistics.median(rank.slowest(all_reduce_latency(rank)))
     yield rank.record("latency_s", "s", latency_s)
-    with wire.paced(rank, 1e6 * config.mb_s):
-        rounds = measure.rounds_of(config, rank.slowest, 0.75)
-        seconds = measure.interleave(steps, rounds, rank.device, between=rank.barrier)
-    for name, samples in seconds.items():
+    for name, samples in wire.in_turn(steps, config, rank, 0.75, config.mb_s).items():
         case = {"synchronise": False} if name == "no_sync" else {"synchronise": True, "bucket_cap_mb": name}
-        yield rank.record("step_s", "s", rank.slowest(samples), mb_s=config.mb_s, **case)
+        yield rank.record("step_s", "s", samples, mb_s=config.mb_s, **case)
     rank.progress(1, 2, "switches")
     yield from switches(config, rank)
 
@@ -162,10 +155,9 @@ def moments(config: Config, rank: Rank) -> Iterator[Record]:
 
 def all_reduce_latency(rank: Rank) -> list[float]:
     """Seconds of an all-reduce of a few bytes, each after a millisecond of work: what any bucket costs at least."""
-    tiny, work, seconds = torch.zeros(8), torch.ones(256, 256), []
+    tiny, before, seconds = torch.zeros(8), as_in_training(rank), []
     for _ in range(12):
-        rank.barrier()
-        work = (work @ work).clamp(max=1.0)
+        before()
         seconds += measure.time_steps(partial(dist.all_reduce, tiny), 1, rank.device)
     return seconds[2:]
 
@@ -173,7 +165,7 @@ def all_reduce_latency(rank: Rank) -> list[float]:
 def bucket_step(config: Config, cap_mb: float) -> tuple[dict[str, list[int]], Callable[[], object]]:
     """({"first": bytes of each bucket in the first step, "later": from the second on}, a step to be timed)."""
     seen: list[int] = []
-    step = ddp_step(config, cap_mb, hook=partial(noting_all_reduce, seen))
+    step = ddp_step(config, cap_mb, seen=seen)
     counts = {}
     for name in ("first", "later"):
         seen.clear()
@@ -182,43 +174,33 @@ def bucket_step(config: Config, cap_mb: float) -> tuple[dict[str, list[int]], Ca
     return counts, step
 
 
-def noting_all_reduce(seen: list[int], _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def noting_all_reduce(seen: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's default, an average over all ranks; notes the bytes of each bucket."""
     seen.append(nbytes(bucket.buffer()))
     return default_hooks.allreduce_hook(None, bucket)
 
 
 def ddp_step(
-    config: Config, cap_mb: float, *, synchronise: bool = True, hook: Callable | None = None, **arguments: Any
+    config: Config, cap_mb: float, *, synchronise: bool = True, seen: list[int] | None = None, **arguments: Any
 ) -> Callable[[], object]:
-    """A training step with DDP, its buckets and switches; under `no_sync` unless `synchronise`."""
+    """A training step with DDP, its buckets and switches; under `no_sync` unless `synchronise`.
+
+    `seen`, if given, is told the bytes of every bucket that is sent.
+    """
     workload = workload_of(config)
     x, y = workload.make_batch(config.batch_size)
     ddp = DistributedDataParallel(workload.module, bucket_cap_mb=cap_mb, **arguments)
-    if hook is not None:
-        ddp.register_comm_hook(None, _annotated(hook))
+    if seen is not None:
+        ddp.register_comm_hook(seen, noting_all_reduce)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)  # 0: under no_sync the ranks would drift apart
-    return partial(train_step, ddp, optimizer, x, y, workload.loss, synchronise)
+    step = train_step if synchronise else step_without_exchange
+    return partial(step, ddp, optimizer, x, y, workload.loss)
 
 
-def _annotated(hook: Callable) -> Callable:
-    """`hook` with the annotations that DDP asks for, which a partial function does not have."""
-
-    def annotated(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        return hook(state, bucket)
-
-    return annotated
-
-
-def train_step(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, loss: Callable,
-    synchronise: bool,
-) -> None:  # fmt: skip
-    """One training step. Each bucket is sent during backward, as soon as its last gradient is there."""
-    optimizer.zero_grad()
-    with nullcontext() if synchronise else ddp.no_sync():
-        loss(ddp(x), y).backward()
-    optimizer.step()
+def step_without_exchange(ddp: DistributedDataParallel, *arguments: Any) -> None:
+    """The same step under `no_sync`: every rank keeps the gradients that are its own."""
+    with ddp.no_sync():
+        train_step(ddp, *arguments)
 
 
 def switches(config: Config, rank: Rank) -> Iterator[Record]:
@@ -228,22 +210,13 @@ def switches(config: Config, rank: Rank) -> Iterator[Record]:
     for step in steps.values():
         rank.barrier()
         measure.time_steps(step, 3, rank.device)
-    rounds = measure.rounds_of(config, rank.slowest, 0.25)
-    for name, samples in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
-        yield rank.record("switch_step_s", "s", rank.slowest(samples), switch=name)
+    for name, samples in wire.in_turn(steps, config, rank, 0.25).items():
+        yield rank.record("switch_step_s", "s", samples, switch=name)
 
 
 def workload_of(config: Config) -> models.Workload:
-    """The model: small equal layers, so that gradients become ready one after the other all through backward."""
-    if config.model != PERCEPTRON:
-        return models.build(config.model, config.seed)
-    torch.manual_seed(config.seed)
-    width = config.width
-    layers = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(config.layers)]
-    return models.Workload(
-        nn.Sequential(*layers), lambda rows: (torch.randn(rows, width), torch.randn(rows, width)),
-        nn.functional.mse_loss,
-    )  # fmt: skip
+    """The model; the perceptron with buffers, so that there is something to broadcast."""
+    return build(config, batch_norm=True)
 
 
 def predicted_steps(run: Records) -> dict[float, float]:

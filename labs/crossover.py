@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,9 +19,9 @@ from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.models import gradient_bytes
+from labs.parts.sharding.link import all_reduce_link
 from labs.parts.timing import collectives
 
-MESSAGES = (2**12, 2**16, 2**20, 2**23)  # bytes, from latency-bound to bandwidth-bound
 LAYERS = 3
 
 
@@ -62,26 +61,14 @@ def predict(single_step_s: float, size: float, link: collectives.LatencyBandwidt
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """All-reduce times by size, then the map cell by cell."""
-    for size in MESSAGES:
-        yield rank.record("all_reduce_s", "s", all_reduce_times(size, 6 if config.smoke else 14, rank), size=size)
+    seconds, _ = all_reduce_link(6 if config.smoke else 14, rank)
+    for size, samples in seconds.items():
+        yield rank.record("all_reduce_s", "s", samples, size=size)
     widths, batches = (config.widths[:2], config.batches[:2]) if config.smoke else (config.widths, config.batches)
     cells = [(width, batch) for width in widths for batch in batches]
     for done, (width, batch) in enumerate(cells, start=1):
         yield from cell(width, batch, config, rank, 1 / len(cells))
         rank.progress(done, len(cells), f"width {width}, batch {batch}")
-
-
-def all_reduce_times(size: int, n: int, rank: Rank) -> list[float]:
-    """Seconds of `n` all-reduces of `size` bytes, with a millisecond of work before each, as in training.
-
-    Back to back they would look ten times faster: the threads that communicate never fall asleep.
-    """
-    buffer, work = torch.zeros(size // 4, device=rank.device), torch.ones(256, 256, device=rank.device)
-    seconds = []
-    for _ in range(n + 2):
-        work = (work @ work).clamp(max=1.0)
-        seconds += measure.time_steps(lambda: dist.all_reduce(buffer), 1, rank.device)
-    return rank.slowest(seconds[2:])
 
 
 def cell(width: int, batch: int, config: Config, rank: Rank, part: float) -> Iterator[Record]:

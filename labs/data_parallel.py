@@ -33,11 +33,10 @@ from labs.parts import models
 from labs.parts.data_parallel import scaling
 from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
 from labs.parts.data_parallel.replicas import ThreadedDataParallel, nbytes
-from labs.parts.data_parallel.wire import tcp_sent_bytes
+from labs.parts.data_parallel.training import train_step
+from labs.parts.data_parallel.wire import sent_by
 
 Step = Callable[[], object]
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Mean over the rows of (output, target)."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +135,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 def sent_on_the_wire(step: Step, n: int, rank: Rank) -> Iterator[Record]:
     """Bytes that each rank sends in a DDP step, by the kernel's count of its sockets; nothing where there is none."""
-    rank.barrier()
-    before = tcp_sent_bytes()
-    for _ in range(n):
-        step()
-    after = tcp_sent_bytes()
-    sent = rank.gather(None if before is None or after is None else (after - before) / n)
-    if rank.world_size > 1 and "nccl" not in rank.backend and None not in sent:
-        yield rank.record("wire_bytes_per_step", "B", sent)
+    sent = sent_by(step, rank, calls=n)
+    if sent is not None and rank.world_size > 1 and "nccl" not in rank.backend:
+        yield rank.record("wire_bytes_per_step", "B", [b / n for b in sent])
 
 
 def _rows(config: Config, ranks: int) -> int:
@@ -166,13 +160,6 @@ def _steps(config: Config, rank: Rank, phases: dict, counted: Counter) -> Iterat
             places = rank.gather(rank.cores[0] if rank.cores else rank.device.index)
             rows = _rows(config, everyone) * everyone
             yield (mode, everyone), train_dp(config, rank, rows, places, counted) if rank.rank == 0 else _idle
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, loss: Loss) -> None:
-    """One training step: the same lines for one device and for DDP. What differs is `model`."""
-    optimizer.zero_grad()
-    loss(model(x), y).backward()  # DDP all-reduces the gradients meanwhile, bucket by bucket
-    optimizer.step()  # exchanges nothing: after backward all ranks hold the same gradients
 
 
 def train_single(config: Config, rank: Rank, rows: int) -> Step:

@@ -21,18 +21,16 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts import models
 from labs.parts.communication import wire
 from labs.parts.data_parallel.replicas import nbytes
-
-PERCEPTRON = "perceptron"
+from labs.parts.data_parallel.training import PERCEPTRON, build, require_model
 
 
 @dataclass(frozen=True)
@@ -61,22 +59,18 @@ class Config:
     """Only a few steps, to see that it runs."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "batch_size"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        require_model(self)
         measure.require_budget(self.seconds, self.rounds)
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         if self.mb_s is not None:
             wire.require_rate(1e6 * self.mb_s)
-        if self.model != PERCEPTRON:
-            models.require_known(self.model)
 
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput if the model cannot be built, or a wire is asked for that there is not."""
     if config.mb_s is not None:
-        require(world_size >= 2, "one rank has no wire to pace: use nproc=2, or leave out mb_s")
-        require(wire.can_pace(), "this system cannot pace a connection (it takes Linux): leave out mb_s")
-    _workload(config)
+        wire.require_wire(world_size, ", or leave out mb_s")
+    build(config)
 
 
 @dataclass
@@ -136,7 +130,7 @@ def timed_step(
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Steps with and without all-reduces in turn; then what the timelines of all steps say."""
-    workload = _workload(config)
+    workload = build(config)
     x, y = (t.to(rank.device) for t in workload.make_batch(config.batch_size))
     ddp = DistributedDataParallel(workload.module.to(rank.device), bucket_cap_mb=config.bucket_cap_mb)
     of: dict[str, Timeline] = {}
@@ -156,7 +150,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         measure.time_steps(step, 2 if config.smoke else 5, rank.device)  # DDP's first step goes in one bucket
     for found in lines.values():
         found.clear()
-    with wire.paced(rank, 1e6 * config.mb_s) if config.mb_s else nullcontext():
+    with wire.paced(rank, 1e6 * config.mb_s if config.mb_s else None):
         seconds = measure.interleave(
             steps, measure.rounds_of(config, rank.slowest), rank.device, between=rank.barrier,
             on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
@@ -208,18 +202,6 @@ def _one_timeline(lines: list[Timeline], seconds: list[float], rank: Rank) -> It
 def _s(start: object, end: object) -> float:
     """Seconds between two moments; all devices have been synchronised since."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
-
-
-def _workload(config: Config) -> models.Workload:
-    if config.model != PERCEPTRON:
-        return models.build(config.model, config.seed)
-    torch.manual_seed(config.seed)
-    width = config.width
-    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(config.layers)]
-    return models.Workload(
-        nn.Sequential(*layers), lambda rows: (torch.randn(rows, width), torch.randn(rows, width)),
-        nn.functional.mse_loss,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.activation_memory.allocator import watch
+from labs.parts.communication.wire import in_turn
 from labs.parts.data_parallel.replicas import nbytes
-from labs.parts.data_parallel.wire import tcp_sent_bytes
 from labs.parts.models import Workload
 from labs.parts.precision.rounding import METRIC, rounding_error
 from labs.parts.sharding.fsdp import Gathered, predict, shard, shard_bytes
 from labs.parts.sharding.link import require_messages
-from labs.parts.sharding.traffic import Traffic
+from labs.parts.sharding.traffic import traffic_of
 
 WAYS = ("ddp", "fsdp", "fsdp, kept", "fsdp, bf16", "fsdp, offload")
 LOWERED = "fsdp, bf16"
@@ -196,11 +196,7 @@ def held(trainer: Trainer, whole: nn.Module, case: dict, config: Config, rank: R
 
 def moved(trainer: Trainer, whole: nn.Module, case: dict, rank: Rank) -> Iterator[Record]:
     """Collectives and bytes of one step, and how many bytes of parameters were whole at once."""
-    rank.barrier()
-    before = tcp_sent_bytes()
-    with Traffic() as traffic:
-        trainer.step()
-    after = tcp_sent_bytes()
+    traffic, carried = traffic_of(trainer.step, rank)
     with Gathered(trainer.module) as gathered:
         trainer.step()
     expected = predict(whole, case["way"], rank.world_size)
@@ -210,18 +206,17 @@ def moved(trainer: Trainer, whole: nn.Module, case: dict, rank: Rank) -> Iterato
         yield rank.record("calls", "1", traffic.count()[op], op=op, **case)
         yield rank.record("sent_bytes", "B", traffic.sent()[op], op=op, **case)
         yield rank.record("sent_bytes", "B", size, kind="modelled", op=op, **case)
-    if before is not None and after is not None and rank.device.type == "cpu":
-        yield rank.record("tcp_sent_bytes", "B", max(rank.gather(after - before)), **case)
+    if carried is not None:
+        yield rank.record("tcp_sent_bytes", "B", max(carried), **case)
         really = predict(whole, case["way"], rank.world_size, gloo=True)
         yield rank.record("tcp_sent_bytes", "B", sum(really.values()) - really["gathered"], kind="modelled", **case)
 
 
 def times(ways: dict[str, Trainer], name: str, config: Config, rank: Rank) -> Iterator[Record]:
     """Seconds per step, the ways in turn."""
-    rounds = measure.rounds_of(config, rank.slowest, 1 / len(config.models))
     steps = {way: ways[way].step for way in TIMED}
-    for way, seconds in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
-        yield rank.record("step_s", "s", rank.slowest(seconds), way=way, model=name)
+    for way, seconds in in_turn(steps, config, rank, 1 / len(config.models)).items():
+        yield rank.record("step_s", "s", seconds, way=way, model=name)
 
 
 def held_bytes(run: Records, way: str, model: str) -> float:

@@ -31,11 +31,11 @@ from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.communication import compression, wire
 from labs.parts.communication.compression import WAYS, wrapped
-from labs.parts.data_parallel.wire import tcp_sent_bytes
+from labs.parts.communication.wire import NO_PACE
+from labs.parts.data_parallel.training import train_step
+from labs.parts.data_parallel.wire import sent_by
 
 PLAIN = "fp32"
-NO_PACE = 0.0
-"""In records, the bandwidth in MB/s of a wire that is left as it is."""
 AROUND = (0.5, 1.0, 2.0)
 """A predicted break-even bandwidth is tried at these multiples of it."""
 HELD_OUT_ROWS = 2000
@@ -78,9 +78,7 @@ class Config:
         require(PLAIN in self.ways and len(set(self.ways)) == len(self.ways) >= 2,
                 f"ways must hold 'fp32', to compare with, and others, each once, not {self.ways}")  # fmt: skip
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        require(len(set(self.mb_s)) == len(self.mb_s) > 0, f"mb_s must hold different bandwidths, not {self.mb_s}")
-        for mb_s in self.mb_s:
-            wire.require_rate(1e6 * mb_s)
+        wire.require_rates(self.mb_s)
         measure.require_budget(self.seconds, self.rounds)
         require(self.accuracy_seconds >= 0, f"accuracy_seconds must not be negative, not {self.accuracy_seconds}")
         require(self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")
@@ -90,8 +88,7 @@ class Config:
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput for one rank, or a system that cannot pace."""
-    require(world_size >= 2, "one rank sends no gradients: use nproc=2")
-    require(wire.can_pace(), "this system cannot pace a connection: labs.gradient_compression takes Linux")
+    wire.require_wire(world_size)
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ def predict(fast: tuple[float, float], slow: tuple[float, float]) -> Crossing:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Bytes of every way, their times over every wire, break-even bandwidths, accuracy."""
-    require(rank.device.type == "cpu", 'NCCL does not use TCP within a machine: use device="cpu"')
+    wire.require_tcp(rank)
     ways = _possible(config.ways, rank)
     for name, why in ways.items():
         if why:
@@ -152,19 +149,12 @@ def _possible(names: tuple[str, ...], rank: Rank) -> dict[str, str]:
 
 
 def training_step(name: str, config: Config, rank: Rank) -> Callable[[], object]:
-    """A DDP training step that sends its gradients in the way `name`."""
+    """A DDP training step that sends its gradients in the way `name`: the hook sits in `ddp`, no line changes."""
     workload = models.build(config.model, config.seed)
     ddp = wrapped(workload.module, name)
     x, y = workload.make_batch(config.batch_size)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     return partial(train_step, ddp, optimizer, x, y, workload.loss)
-
-
-def train_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, loss: Callable) -> None:
-    """The same lines whatever is on the wire: the hook sits in `ddp`."""
-    optimizer.zero_grad()
-    loss(ddp(x), y).backward()  # each full bucket goes through the hook, and the sum comes back into .grad
-    optimizer.step()
 
 
 def step_bytes(steps: dict[str, Callable], config: Config, rank: Rank) -> Iterator[Record]:
@@ -176,12 +166,8 @@ def step_bytes(steps: dict[str, Callable], config: Config, rank: Rank) -> Iterat
     for name, step in steps.items():
         for _ in range(4):
             step()
-        rank.barrier()
-        before = tcp_sent_bytes()
-        step()
-        after = tcp_sent_bytes()
-        if before is not None and after is not None:
-            yield rank.record("sent_bytes", "B", rank.gather(after - before), way=name)
+        if (sent := sent_by(step, rank)) is not None:
+            yield rank.record("sent_bytes", "B", sent, way=name)
         modelled = WAYS[name].sent_bytes(parameters, rank.world_size)
         yield rank.record("sent_bytes", "B", modelled, kind="modelled", way=name)
 
@@ -191,15 +177,15 @@ def facts(config: Config, rank: Rank) -> Iterator[Record]:
     workload = models.build(config.model, config.seed)
     ddp = DistributedDataParallel(workload.module)
     x, y = workload.make_batch(config.batch_size)
-    for _ in range(2):  # in the second step, DDP has rearranged its buckets
-        rank.barrier()
-        before = tcp_sent_bytes()
+
+    def under_autocast() -> None:
         with torch.autocast(rank.device.type, torch.bfloat16):
             value = workload.loss(ddp(x), y)
         value.backward()
-        after = tcp_sent_bytes()
-    if before is not None and after is not None:
-        yield rank.record("autocast_sent_bytes", "B", rank.gather(after - before))
+
+    under_autocast()  # from the second step on, DDP has rearranged its buckets
+    if (sent := sent_by(under_autocast, rank)) is not None:
+        yield rank.record("autocast_sent_bytes", "B", sent)
     there = hasattr(torch.distributed.nn, "init_distributed_optimizer") if hasattr(torch.distributed, "nn") else False
     yield rank.record("interface_exists", "1", float(there), name="torch.distributed.nn.init_distributed_optimizer")
 
@@ -210,7 +196,7 @@ def step_times(steps: dict[str, Callable], config: Config, rank: Rank) -> Iterat
     parts = len(wires) + 3 * (len(steps) - 1)  # equal parts of the time
     medians: dict[float, dict[str, float]] = {}
     for done, mb_s in enumerate(wires, start=1):
-        seconds = _on_wire(mb_s, steps, config, rank, len(wires) / parts / len(wires))
+        seconds = wire.in_turn(steps, config, rank, 1 / parts, mb_s)
         medians[mb_s] = {name: statistics.median(samples) for name, samples in seconds.items()}
         for name, samples in seconds.items():
             yield rank.record("step_s", "s", samples, way=name, mb_s=mb_s)
@@ -225,20 +211,9 @@ def step_times(steps: dict[str, Callable], config: Config, rank: Rank) -> Iterat
         for times in AROUND:
             if wire.LEAST_B_S / 1e6 <= crossing * times <= NEVER:
                 pair = {PLAIN: steps[PLAIN], name: steps[name]}
-                for way, samples in _on_wire(crossing * times, pair, config, rank, 1 / parts).items():
+                for way, samples in wire.in_turn(pair, config, rank, 1 / parts, crossing * times).items():
                     yield rank.record("tried_step_s", "s", samples, way=way, beside=name, times=times,
                                       mb_s=crossing * times)  # fmt: skip
-
-
-def _on_wire(mb_s: float, steps: dict[str, Callable], config: Config, rank: Rank, part: float) -> dict:
-    """Seconds of each step on the slowest rank, in turn, over a wire of `mb_s`, within `part` of the time."""
-    rounds = measure.rounds_of(config, rank.slowest, part)
-    if mb_s == NO_PACE:
-        seconds = measure.interleave(steps, rounds, rank.device, between=rank.barrier)
-    else:
-        with wire.paced(rank, 1e6 * mb_s):
-            seconds = measure.interleave(steps, rounds, rank.device, between=rank.barrier)
-    return {name: rank.slowest(samples) for name, samples in seconds.items()}
 
 
 def accuracies(names: list[str], config: Config, rank: Rank) -> Iterator[Record]:

@@ -23,7 +23,7 @@ from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.data_parallel.wire import tcp_sent_bytes
+from labs.parts.communication.wire import in_turn
 from labs.parts.models import gradient_bytes
 from labs.parts.pipelines import chain, even_cuts
 from labs.parts.precision.rounding import METRIC, beyond, rounding_error
@@ -32,7 +32,7 @@ from labs.parts.sharding.blocks import halves
 from labs.parts.sharding.hybrid import AXES, Scheme, batch, pipeline, tensor, torch_pipeline
 from labs.parts.sharding.link import require_messages
 from labs.parts.sharding.tensor import share
-from labs.parts.sharding.traffic import Traffic
+from labs.parts.sharding.traffic import traffic_of
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,7 @@ def trial(scheme: Scheme, case: dict, mesh: DeviceMesh, rank: Rank) -> Iterator[
     """Is the gradient that of one process, and what does each rank send (one sample each)?"""
     for _ in range(2):  # the first also tells neighbours and DDP what will come
         scheme.module.zero_grad()
-        rank.barrier()
-        before = tcp_sent_bytes()
-        with Traffic() as traffic:
-            scheme.backward()
-        after = tcp_sent_bytes()
+        traffic, carried = traffic_of(scheme.backward, rank)
     gradients = [p.grad for p in scheme.module.parameters()]
     g, reference = (torch.cat([t.flatten() for t in ts]) for ts in (gradients, scheme.expected))
     error = rank.slowest([((g - reference).norm() / reference.norm()).item()])
@@ -122,8 +118,8 @@ def trial(scheme: Scheme, case: dict, mesh: DeviceMesh, rank: Rank) -> Iterator[
         found = traffic.sent(mesh[AXES[axis]].get_group())[op]
         yield rank.record("sent_bytes", "B", rank.gather(found), axis=axis, op=op, **case)
         yield rank.record("sent_bytes", "B", rank.gather(expected), kind="modelled", axis=axis, op=op, **case)
-    if before is not None and after is not None and rank.device.type == "cpu":
-        yield rank.record("tcp_sent_bytes", "B", rank.gather(after - before), **case)
+    if carried is not None:
+        yield rank.record("tcp_sent_bytes", "B", carried, **case)
 
 
 def has_own_device(rank: Rank) -> bool:
@@ -140,9 +136,8 @@ def times(schemes: dict[str, Scheme], config: Config, rank: Rank) -> Iterator[Re
     steps = {"single": single.step if rank.rank == 0 else _wait, **{n: s.step for n, s in schemes.items()}}
     for step in steps.values():
         measure.time_steps(step, 2, rank.device)
-    rounds = measure.rounds_of(config, rank.slowest)
-    for name, seconds in measure.interleave(steps, rounds, rank.device, between=rank.barrier).items():
-        yield rank.record("step_s", "s", rank.slowest(seconds), scheme=name, dp=config.dp)
+    for name, seconds in in_turn(steps, config, rank).items():
+        yield rank.record("step_s", "s", seconds, scheme=name, dp=config.dp)
 
 
 def _wait() -> None:

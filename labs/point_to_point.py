@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,11 @@ from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
+from labs.parts.communication.ring import ring_all_reduce
+from labs.parts.communication.wire import in_turn
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
-from labs.parts.data_parallel.wire import tcp_sent_bytes
-from labs.parts.sharding.link import require_messages, timed
-from labs.parts.sharding.traffic import Traffic
+from labs.parts.sharding.link import as_in_training, require_messages, timed
+from labs.parts.sharding.traffic import traffic_of
 from labs.parts.timing.collectives import LatencyBandwidth, fit
 
 
@@ -70,27 +72,8 @@ def through_root(x: Tensor) -> None:
         dist.recv(x, 0)
 
 
-def hand_ring(x: Tensor) -> None:
-    """Sum over ranks, in place: n - 1 steps in which parts travel and are added to, n - 1 in which sums are copied."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % ranks, (rank - 1) % ranks
-    parts = x.tensor_split(ranks)
-    received = torch.empty_like(parts[0])  # the first is the longest
-    for step in range(2 * (ranks - 1)):
-        out, into = parts[(rank - step) % ranks], parts[(rank - step - 1) % ranks]
-        buffer = received[: len(into)]
-        # Both at once: if every rank sent first, each could wait for its neighbour to receive.
-        both = [dist.P2POp(dist.isend, out, right), dist.P2POp(dist.irecv, buffer, left)]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
-        if step < ranks - 1:
-            into += buffer
-        else:
-            into.copy_(buffer)
-
-
 WAYS: dict[str, Callable[[Tensor], object]] = {
-    "all_reduce": dist.all_reduce, "root": through_root, "hand ring": hand_ring,
+    "all_reduce": dist.all_reduce, "root": through_root, "hand ring": ring_all_reduce,
 }  # fmt: skip
 
 
@@ -156,34 +139,23 @@ def sums(size: int, rank: Rank) -> Iterator[Record]:
     for way, reduce in WAYS.items():
         x = torch.arange(size // 4, device=rank.device).remainder(1000).float() * (rank.rank + 1)
         expected = x / (rank.rank + 1) * (n * (n + 1) / 2)
-        rank.barrier()
-        before = tcp_sent_bytes()
-        with Traffic() as traffic:
-            reduce(x)
-        after = tcp_sent_bytes()
+        traffic, carried = traffic_of(partial(reduce, x), rank)
         case = {"way": way, "size": size}
         yield rank.record("max_error", "1", rank.slowest([(x - expected).abs().max().item()]), **case)
         yield rank.record("sent_bytes", "B", rank.gather(traffic.sent().total()), **case)
         modelled = [predict(way, size // 4, r, n) for r in range(n)]
         yield rank.record("sent_bytes", "B", modelled, kind="modelled", **case)
-        if before is not None and after is not None and rank.device.type == "cpu":
-            yield rank.record("tcp_sent_bytes", "B", rank.gather(after - before), **case)
+        if carried is not None:
+            yield rank.record("tcp_sent_bytes", "B", carried, **case)
 
 
 def times(size: int, config: Config, rank: Rank, part: float) -> dict[str, list[float]]:
     """Seconds of each way on the slowest rank, within `part` of the time, in turn, each after a millisecond of work."""
-    x, work = torch.zeros(size // 4, device=rank.device), torch.ones(256, 256, device=rank.device)
-    steps = {way: lambda r=reduce: r(x) for way, reduce in WAYS.items()}
-
-    def as_in_training() -> None:
-        rank.barrier()
-        (work @ work).clamp(max=1.0)
-
+    x = torch.zeros(size // 4, device=rank.device)
+    steps = {way: partial(reduce, x) for way, reduce in WAYS.items()}
     for step in steps.values():
         measure.time_steps(step, 2, rank.device)
-    rounds = measure.rounds_of(config, rank.slowest, part)
-    seconds = measure.interleave(steps, rounds, rank.device, between=as_in_training)
-    return {way: rank.slowest(samples) for way, samples in seconds.items()}
+    return in_turn(steps, config, rank, part, between=as_in_training(rank))
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
@@ -24,10 +24,9 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.communication import wire
+from labs.parts.communication.wire import NO_PACE
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
-
-NO_PACE = 0.0
-"""In records, the bandwidth in MB/s of a wire that is left as it is."""
+from labs.parts.data_parallel.training import train_step
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        require(len(set(self.mb_s)) == len(self.mb_s) > 0, f"mb_s must hold different bandwidths, not {self.mb_s}")
-        for mb_s in self.mb_s:
-            wire.require_rate(1e6 * mb_s)
+        wire.require_rates(self.mb_s)
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         measure.require_budget(self.seconds, self.rounds)
         models.require_known(self.model)
@@ -63,8 +60,7 @@ class Config:
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput for one rank, or a system that cannot pace."""
-    require(world_size >= 2, "one rank has no wire to pace: use nproc=2")
-    require(wire.can_pace(), "this system cannot pace a connection: labs.slow_link takes Linux")
+    wire.require_wire(world_size)
 
 
 def predict_s(gradient_bytes: float, ranks: int, mb_s: float, latency_s: float = 0.0) -> float:
@@ -77,7 +73,7 @@ def predict_s(gradient_bytes: float, ranks: int, mb_s: float, latency_s: float =
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The wire as it is, then every bandwidth: an all-reduce alone, and training with one rank and with all."""
-    require(rank.device.type == "cpu", 'NCCL does not use TCP within a machine: use device="cpu"')
+    wire.require_tcp(rank)
     workload = models.build(config.model, config.seed)
     size = models.gradient_bytes(workload.module)
     gradients = torch.zeros(size // 4)
@@ -88,24 +84,14 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     yield rank.record("gradient_bytes", "B", size)
     wires = [NO_PACE, *sorted(config.mb_s, reverse=True)[: 1 if config.smoke else None]]
     for done, mb_s in enumerate(wires, start=1):
-        if mb_s == NO_PACE:
-            seconds = _in_turn(steps, config, rank, 1 / len(wires))
-        else:
-            with wire.paced(rank, 1e6 * mb_s):
-                seconds = _in_turn(steps, config, rank, 1 / len(wires))
+        seconds = wire.in_turn(steps, config, rank, 1 / len(wires), mb_s)
+        if mb_s != NO_PACE:
             modelled = predict_s(size, rank.world_size, mb_s)
             yield rank.record("all_reduce_s", "s", modelled, kind="modelled", mb_s=mb_s)
         yield rank.record("all_reduce_s", "s", seconds["all_reduce"], mb_s=mb_s)
         for way in ("single", "ddp"):
             yield rank.record("step_s", "s", seconds[way], way=way, mb_s=mb_s)
         rank.progress(done, len(wires), f"{mb_s:g} MB/s" if mb_s else "as it is")
-
-
-def _in_turn(steps: dict[str, Callable], config: Config, rank: Rank, part: float) -> dict[str, list[float]]:
-    """Seconds of each step on the slowest rank, taken in turn, within `part` of the time."""
-    rounds = 2 if config.smoke else measure.rounds_of(config, rank.slowest, part)
-    seconds = measure.interleave(steps, rounds, rank.device, between=rank.barrier)
-    return {name: rank.slowest(samples) for name, samples in seconds.items()}
 
 
 def _training(config: Config, rank: Rank) -> dict[str, Callable[[], object]]:
@@ -121,13 +107,6 @@ def _training(config: Config, rank: Rank) -> dict[str, Callable[[], object]]:
         idle = way == "single" and rank.rank > 0
         found[way] = (lambda: None) if idle else partial(train_step, module, optimizer, x, y, workload.loss)
     return found
-
-
-def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, loss: Callable) -> None:
-    """One training step: the same lines alone and with DDP."""
-    optimizer.zero_grad()
-    loss(module(x), y).backward()  # DDP: the wire is busy from the first full bucket on
-    optimizer.step()  # after backward every rank holds the same gradients
 
 
 def speedups(run: Records) -> dict[float, measure.Estimate]:

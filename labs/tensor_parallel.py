@@ -30,9 +30,10 @@ from labs.kit import cli, measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
+from labs.parts.communication.wire import in_turn
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
-from labs.parts.data_parallel.wire import tcp_sent_bytes
+from labs.parts.data_parallel.wire import sent_by
 from labs.parts.memory import saved_tensors
 from labs.parts.models import Workload, gradient_bytes
 from labs.parts.precision.rounding import METRIC, beyond, rounding_error
@@ -166,17 +167,17 @@ def _phases(module: nn.Module, loss: Callable, x: Tensor, y: Tensor, rank: Rank)
     from torch.distributed.tensor.debug import CommDebugMode  # seconds, which a bad option need not wait for
 
     seen = {}
-    rank.barrier()
-    before = tcp_sent_bytes()
-    with CommDebugMode() as counter, Traffic() as traffic:
-        value = loss(module(x), y)
-    seen["forward"] = traffic, counter.get_total_counts()
-    with CommDebugMode() as counter, Traffic() as traffic, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CommDebugMode's hooks complain that characters have no gradient
-        value.backward()
-    seen["backward"] = traffic, counter.get_total_counts()
-    after = tcp_sent_bytes()
-    seen["tcp"] = None if before is None or after is None else after - before
+
+    def noted() -> None:
+        with CommDebugMode() as counter, Traffic() as traffic:
+            value = loss(module(x), y)
+        seen["forward"] = traffic, counter.get_total_counts()
+        with CommDebugMode() as counter, Traffic() as traffic, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CommDebugMode's hooks complain that characters have no gradient
+            value.backward()
+        seen["backward"] = traffic, counter.get_total_counts()
+
+    seen["tcp"] = sent_by(noted, rank)
     return seen
 
 
@@ -190,7 +191,7 @@ def _bytes(seen: dict, half_blocks: int, numbers: tuple[int, int], case: dict, r
             yield rank.record(metric, unit, value, phase=phase, **case)
             yield rank.record(metric, unit, expected[metric], kind="modelled", phase=phase, **case)
     if seen["tcp"] is not None and rank.device.type == "cpu":
-        yield rank.record("tcp_sent_bytes", "B", max(rank.gather(seen["tcp"])), **case)
+        yield rank.record("tcp_sent_bytes", "B", max(seen["tcp"]), **case)
 
 
 def _vectors(x: Tensor, module: nn.Module) -> tuple[int, int]:
@@ -226,9 +227,7 @@ def times(config: Config, mesh: DeviceMesh, rank: Rank) -> Iterator[Record]:
         ways = steps(width, rows, config.seed, mesh, rank)
         for step in ways.values():
             measure.time_steps(step, 3, rank.device)
-        rounds = measure.rounds_of(config, rank.slowest, 1 / len(cells))
-        found = measure.interleave(ways, rounds, rank.device, between=rank.barrier)
-        found = {mode: rank.slowest(samples) for mode, samples in found.items()}
+        found = in_turn(ways, config, rank, 1 / len(cells))
         for mode, samples in found.items():
             yield rank.record("step_s", "s", samples, mode=mode, width=width, rows=rows)
         alone = statistics.median(found["single"])

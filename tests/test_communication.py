@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,24 @@ def test_only_the_chosen_connections_are_paced():
     found = run_on_ranks(chosen_links, 3)
     assert [peers for _, peers in found] == [[1], [0], []]
     assert all(peers == [r for r in range(3) if r != rank] for rank, (peers, _) in enumerate(found))
+
+
+def limits_in_turn(mb_s: float) -> tuple[set[int], dict]:
+    """(limits of this rank's connections while steps are timed over a wire of `mb_s`, seconds of these steps)."""
+    rank, seen = this_rank(), set()
+    dist.all_reduce(torch.zeros(8))
+    fds = [fd for found in wire.links(rank).values() for fd in found]
+    steps = {"look": lambda: seen.update(map(wire.limit_of, fds)), "nothing": lambda: time.sleep(0.01 * rank.rank)}
+    return seen, wire.in_turn(steps, SimpleNamespace(smoke=False, rounds=3), rank, mb_s=mb_s)
+
+
+@pytest.mark.parametrize("mb_s, limit", [(wire.NO_PACE, wire.NO_LIMIT), (20.0, int(2e7))])
+def test_steps_are_timed_in_turn_over_the_wire_that_is_asked_for(mb_s, limit):
+    found = run_on_ranks(limits_in_turn, 2, mb_s)
+    assert all(seen == {limit} for seen, _ in found)
+    seconds = found[0][1]
+    assert seconds == found[1][1] and {name: len(s) for name, s in seconds.items()} == {"look": 3, "nothing": 3}
+    assert min(seconds["nothing"]) > 0.009, "rank 1 sleeps for 10 ms: the slowest rank counts"
 
 
 @pytest.mark.parametrize("b_s", [0.0, -1e6, 1e3, float("inf"), float("nan")])

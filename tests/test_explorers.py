@@ -25,6 +25,7 @@ from labs.chapters.nb04 import explorer as nb04
 from labs.chapters.nb05 import explorer as nb05
 from labs.chapters.nb06 import explorer as nb06
 from labs.chapters.nb07 import explorer as nb07
+from labs.chapters.nb08 import explorer as nb08
 from labs.kit import explore, hardware, plot
 from labs.kit.errors import BadInput
 from labs.kit.explore import Menu, Slider
@@ -42,7 +43,7 @@ from labs.parts.tuning import rules
 EXPLORERS = {
     "roofline": nb00.roofline, "batch": nb01.batch, "learning_rate": nb01.learning_rate, "workers": nb02.workers,
     "speedup": nb03.speedup, "memory_formats": nb04.memory, "memory_policies": nb05.memory, "pipeline": nb06.pipeline,
-    "slow_link": nb07.step,
+    "slow_link": nb07.step, "scale": nb08.scale,
 }  # fmt: skip
 
 

@@ -58,8 +58,9 @@ def it_is_nearly_the_best_to_cut_before_it(run):
     assert pipeline_split.chosen_cuts(run, NAME, "equally many layers") == [2]
     predicted = {tuple(cuts): seconds for cuts, seconds, _ in pipeline_split.sweep(run, NAME)}
     chosen = tuple(pipeline_split.chosen_cuts(run, NAME))
-    assert chosen == min(predicted, key=predicted.__getitem__)
-    return predicted[3,] < 1.5 * predicted[chosen]
+    # The chooser balances stages, the prediction runs the whole step: on layers that a neighbour disturbed in their
+    # profile the two may name different cuts, of nearly the same time.
+    return predicted[chosen] < 1.5 * min(predicted.values()) and predicted[3,] < 1.5 * predicted[chosen]
 
 
 def test_the_finalists_hold_the_chosen_cut(run):

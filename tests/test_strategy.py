@@ -12,7 +12,7 @@ from torch import nn
 from labs.chapters.nb06 import figures_plan
 from labs.chapters.nb06.figures_plan import BATCHES, LINKS, SIZES, family, place_of
 from labs.kit.errors import BadInput
-from labs.parts.planning import calibration
+from labs.parts.planning import blind_test, calibration, scaling
 from labs.parts.planning.parallel_cost import (
     NEAR,
     OTHERWISE,
@@ -182,11 +182,11 @@ def test_every_model_with_two_rows_is_held_against_its_own_smallest_run():
     assert sum(abs(r - 1) < NEAR for r in same) > len(same) / 2, "what stands at NEAR: most rows"
 
 
-def test_a_slower_published_run_widens_the_band(monkeypatch):
-    table = calibration.tables()[3]
-    slow = replace(table, runs=(table.runs[0], calibration.slower(table.runs[1], 3)))
-    monkeypatch.setattr(calibration, "tables", lambda: (slow,))
-    wide = calibration.band.__wrapped__()
+def test_a_slower_published_run_widens_the_band():
+    titan = [r for r in blind_test.rows() if r.table == "torchtitan"][:2]
+    slow = replace(titan[1], published_s=3 * titan[1].published_s)
+    only = blind_test.predict((titan[0], slow))[1]
+    wide = blind_test.Band.over([slow.published_s / only.modelled_s])
     assert wide.high == pytest.approx(3, rel=0.1)
     advice = replace(advise(Config(params=1e9, gpus=64, memory_gb=80, batch=64)), error=wide)
     low, high = advice.speed_ups(advice.choice).split(" to ")
@@ -195,8 +195,23 @@ def test_a_slower_published_run_widens_the_band(monkeypatch):
 
 
 def test_no_speed_without_its_band():
-    said = advise(Config(params=7e9, gpus=64, gpu="A100 80GB SXM", batch=256)).reasons()
-    assert "published runs took" in said[1] and "37 to 64 x" in said[1]
+    advice = advise(Config(params=7e9, gpus=64, gpu="A100 80GB SXM", batch=256))
+    said, band = advice.reasons(), blind_test.band_across()
+    assert advice.error is band and str(band) in said[1]
+    low, high = (float(x) for x in advice.speed_ups(advice.choice).split()[:3:2])
+    assert low == pytest.approx(advice.speed_up / band.high, rel=0.02) and high <= 64
+    assert low < 0.9 * 64, "nobody believes 63.9 on 64"
+    assert advise(replace(advice.config, tflops=150.0)).error is blind_test.band(), "a timed step is a better start"
+
+
+def test_the_tool_s_seconds_are_those_of_the_scaling_model():
+    config = Config(params=7e9, gpus=64, gpu="A100 80GB SXM", batch=256)
+    choice = advise(config).choice
+    said = scaling.step(scaling.Work.of(config.job()), config.cluster(), choice.plan)
+    assert choice.step_s == pytest.approx(said.step_s) and choice.waiting_s > 0
+    slow = advise(replace(config, network_gb_s=0.5))
+    assert min(c.step_s for c in slow.costs if c.plan.data == 64) > 2 * choice.step_s, "between nodes is another link"
+    assert advise(replace(config, gpus_per_node=64)).choice.step_s <= choice.step_s
 
 
 def test_a_card_with_a_published_run_takes_its_share_of_the_peak():

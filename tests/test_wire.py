@@ -4,8 +4,13 @@ import os
 import socket
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from labs.parts.data_parallel.wire import tcp_sent_bytes
+from labs.kit.launch import run_on_ranks
+from labs.kit.rank import Rank
+from labs.parts.data_parallel import wire
+from labs.parts.data_parallel.wire import sent_by, tcp_sent_bytes
 
 pytestmark = pytest.mark.skipif(
     not (hasattr(socket, "TCP_INFO") and os.path.isdir("/proc/self/fd")), reason="needs Linux"
@@ -39,3 +44,24 @@ def test_counting_leaves_no_descriptor_open(tmp_path):
 def test_without_tcp_counters_nothing_is_claimed(monkeypatch):
     monkeypatch.delattr(socket, "TCP_INFO")
     assert tcp_sent_bytes() is None
+
+
+def counted_by_rank(numbers: int, without: int | None) -> tuple[list[int] | None, list[int] | None]:
+    """What one broadcast of rank 0 sends, and three of them; the rank `without` has no counters."""
+    if dist.get_rank() == without:
+        wire.tcp_sent_bytes = lambda: None
+    me = dist.get_rank(), dist.get_world_size()
+    rank, x = Rank(*me, *me, torch.device("cpu"), "gloo", ()), torch.zeros(numbers)
+    return tuple(sent_by(lambda: dist.broadcast(x, 0), rank, calls) for calls in (1, 3))
+
+
+def test_every_rank_is_told_what_each_of_them_sent():
+    size = 400_000
+    found = run_on_ranks(counted_by_rank, 2, size // 4, None)
+    assert found[0] == found[1]
+    for calls, sent in zip((1, 3), found[0], strict=True):
+        assert calls * size <= sent[0] < 1.01 * calls * size and sent[1] < 0.01 * size
+
+
+def test_one_rank_without_counters_holds_up_nobody_and_nothing_is_claimed():
+    assert run_on_ranks(counted_by_rank, 2, 1000, 1) == [(None, None)] * 2

@@ -35,7 +35,7 @@ PACES = {
 """Minutes for each word, prediction, figure or table, exercise, and minute that an exercise says it takes. In a room
 text is spoken, a prediction waits for the last hand, a figure is discussed, and a solution is shown after an exercise.
 Assumptions, not measurements: change them when your rooms are faster or slower."""
-STATED = re.compile(r"\(?About (\d+) minutes\b")
+STATED = re.compile(r"About (\d+) minutes")
 """How an exercise says how long it takes who writes it alone, with its hints at hand: a guess of its author."""
 RECORD = NOTEBOOKS.parent / "records" / "amd-epyc-2-cores-2026-11" / "course.jsonl"
 

@@ -10,7 +10,7 @@ import pandas
 
 from labs.kit.display import say
 from labs.kit.plot import GREY, SERIES, choice_map, figure, show
-from labs.parts.planning import calibration
+from labs.parts.planning import blind_test, calibration
 from labs.parts.planning.parallel_cost import NEAR, Plan
 from labs.strategy import Config, advise
 
@@ -97,8 +97,10 @@ def error_band() -> None:
     """In words: the band, what is left of it between rows of one model, and what was chosen after looking."""
     band, same = calibration.band(), list(calibration.same_model())
     near = sum(abs(r - 1) < NEAR for r in same)
-    said = [f"{band.rows} published runs that calibrated nothing took {band} times the modelled seconds. The tool "
-            "gives this band with every speed.",
+    said = [f"{band.rows} published runs that calibrated nothing took {band} times the seconds of these closed forms.",
+            f"The tool's seconds are those of notebook 08's model, which knows two levels of links, and waiting ranks. "
+            f"{blind_test.band_across()} The tool gives this range with every speed. With FLOP/s that you give, from a "
+            f"step that you have timed, it gives that of the easier test: {blind_test.band()}",
             f"If each model's own row with the fewest GPUs calibrates, its other {len(same)} rows took "
             f"{min(same):.2f} to {max(same):.2f} times as long; {near} of them lie within {NEAR:.0%}.",
             f"The tool calls plans equal that differ by less than {NEAR:.0%}. That is a choice, made after these "

@@ -7,6 +7,7 @@ from labs.kit import hardware
 from labs.kit.claims import Verdict, ends, last, verdict, word
 from labs.kit.measure import Estimate, differs
 from labs.kit.record import Records
+from labs.parts.communication.wire import NO_PACE
 
 STATED = 10  # percent of the bytes that B18 leaves
 TIMES, ROUNDING = 3.0, 0.5  # B28's factor, and how far a factor may be from it that is written as "3 times"
@@ -21,7 +22,7 @@ def speeds(evidence: Records) -> dict[str, dict[float, Estimate]]:
     found = {}
     for model in runs:
         run = last(Records(r for r in evidence if r.config.get("model") == model), "slow_link", "step_s")
-        found[model] = {m: e for m, e in slow_link.speedups(run).items() if m != slow_link.NO_PACE}
+        found[model] = {m: e for m, e in slow_link.speedups(run).items() if m != NO_PACE}
     return found
 
 

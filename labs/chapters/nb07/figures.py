@@ -121,12 +121,13 @@ def two_sizes(run: Records, guess: Prediction) -> None:
     message = f"A line through two sizes is {abs(worst):.0f}% off at {_bytes(sizes[errors.index(worst)])}"
     if not shown:
         message = "A line through two sizes misses no size by more than this run's noise"
-    fig, ax = figure(message, xlabel="bytes of the buffer", ylabel="milliseconds of an all-reduce", records=run)
-    points(ax, sizes, [_ms(r) for r in run.where("all_reduce_s")], label="all-reduce")
+    fig, ax = figure(message, xlabel="bytes of the buffer", ylabel="milliseconds of an all-reduce", records=run,
+                     legend_below=True)  # fmt: skip
+    points(ax, sizes, [milliseconds(r) for r in run.where("all_reduce_s")], label="all-reduce")
     curve(ax, sizes, [1e3 * ends.seconds(s) for s in sizes], label="through the first and the last size")
     whole = fit(sizes, seconds)
     curve(ax, sizes, [1e3 * whole.seconds(s) for s in sizes], label="fitted to all sizes", color=SERIES[2])
-    log_axes(ax, sizes, MILLISECONDS)
+    log_axes(ax, sizes, TICKS_MS)
     ax.set_ylim(min(seconds) * 500, max(seconds) * 2000)
     show(fig, alt=f"{message}. Fitted to all: {_link(whole)}.")
     say(
@@ -143,10 +144,11 @@ def _line_text(shown: list[float], times: list[Estimate]) -> str:
     return f"The line misses the intervals of {len(shown)} of {len(times)} sizes."
 
 
-MILLISECONDS = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+TICKS_MS = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
-def _ms(record: Record) -> Estimate:
+def milliseconds(record: Record) -> Estimate:
+    """Median and interval of a record that is in seconds."""
     return estimate([1e3 * s for s in record.samples], "ms")
 
 

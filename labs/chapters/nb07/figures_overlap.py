@@ -5,11 +5,12 @@ from __future__ import annotations
 import pandas
 
 from labs import bucket_overlap, ddp_overlap
+from labs.chapters.nb07.figures import milliseconds
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.measure import Estimate, differs, estimate
+from labs.kit.measure import Estimate, differs
 from labs.kit.plot import bars, curve, figure, log_axes, points, prediction, show
-from labs.kit.record import Record, Records
+from labs.kit.record import Records
 from labs.parts.data_parallel import step_timeline
 
 
@@ -46,15 +47,15 @@ def buckets(run: Records, guess: Prediction) -> None:
     if not differs(ratio):
         message = "The size of the buckets makes no difference that this run can show"
     fig, ax = figure(message, xlabel="bucket_cap_mb (MiB)", ylabel="milliseconds of a step", records=run)
-    points(ax, caps, [_ms(r) for r in steps], label="DDP", line=True)
+    points(ax, caps, [milliseconds(r) for r in steps], label="DDP", line=True)
     predicted = bucket_overlap.predicted_steps(run)
     curve(ax, caps, [1e3 * predicted[c] for c in caps], label="one bucket after the other on the wire")
     plain = run.one("step_s", synchronise=False)
-    points(ax, [caps[-1] * 2], [_ms(plain)], label="no_sync")
+    points(ax, [caps[-1] * 2], [milliseconds(plain)], label="no_sync")
     prediction(ax, float(guess), steps.one("step_s", bucket_cap_mb=best).value * 1e3)
     log_axes(ax, caps)
     ax.set_ylim(bottom=0)
-    show(fig, alt=f"{message}. Without communication {_ms(plain)}.")
+    show(fig, alt=f"{message}. Without communication {milliseconds(plain)}.")
     say(_buckets_text(run, predicted, guess, best, ratio))
 
 
@@ -85,7 +86,3 @@ def switches(run: Records) -> None:
     bars(ax, list(found), found.values())
     ax.axvline(1, linestyle=":", color="black")
     show(fig, alt=f"{message}. " + ", ".join(f"{name}: {ratio}" for name, ratio in found.items()) + ".")
-
-
-def _ms(record: Record) -> Estimate:
-    return estimate([1e3 * s for s in record.samples], "ms")

@@ -11,8 +11,8 @@ from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.communication.compression import WAYS
+from labs.parts.communication.wire import NO_PACE
 
-NO_PACE = slow_link.NO_PACE
 GUESSED = "powersgd_4"
 """The way whose gain on the slowest wire the learner guesses."""
 

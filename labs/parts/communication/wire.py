@@ -18,15 +18,19 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from labs.kit import measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
 
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h
 NO_LIMIT = 2**64 - 1  # byte/s
 LEAST_B_S = 1e5  # below, one packet of 64 KB on the loopback takes most of a second
+NO_PACE = 0.0
+"""In records, the bandwidth in MB/s of a wire that is left as it is."""
 
 Ends = tuple[tuple[str, int], tuple[str, int]]
 """((own address, own port), (the other's address, port)) of a connection."""
@@ -72,16 +76,21 @@ def links(rank: Rank) -> dict[int, list[int]]:
 
 
 @contextmanager
-def paced(rank: Rank, b_s: float, between: Callable[[int, int], bool] = lambda one, other: True) -> Iterator[int]:
+def paced(
+    rank: Rank, b_s: float | None, between: Callable[[int, int], bool] = lambda one, other: True
+) -> Iterator[int]:
     """Each connection between ranks for which `between` is true sends at most `b_s` byte/s, in each direction.
 
-    Yields how many connections of this rank are paced. Collective at the start; at the end, however it comes, every
-    limit is taken off. BadInput if this system cannot pace, ranks are GPUs or have no connection, or `b_s` is small.
+    None leaves the wire as it is. Yields how many connections of this rank are paced. Collective at the start; at the
+    end, however it comes, every limit is taken off. BadInput if this system cannot pace, ranks are GPUs or have no
+    connection, or `b_s` is small.
     """
+    if b_s is None:
+        yield 0
+        return
     require_rate(b_s)
-    # NCCL's ranks have TCP connections as well, to find each other: pacing them would hold back no gradient.
-    require(rank.device.type == "cpu", 'NCCL does not use TCP within a machine: use device="cpu"')
-    require(can_pace(), "this system cannot pace a connection (it takes Linux and /proc): use a delay instead")
+    require_tcp(rank)
+    require_wire(rank.world_size)
     chosen = [fd for peer, fds in links(rank).items() if between(rank.rank, peer) for fd in fds]
     wired = sum(rank.gather(len(chosen)))
     require(wired > 0, "no TCP connection between these ranks was found: is the backend gloo?")
@@ -94,6 +103,41 @@ def paced(rank: Rank, b_s: float, between: Callable[[int, int], bool] = lambda o
         for fd in chosen:
             with contextlib.suppress(OSError):  # closed meanwhile: nothing is left to pace
                 limit(fd, NO_LIMIT)
+
+
+def in_turn(
+    steps: Mapping[Any, Callable[[], object]], config: Any, rank: Rank, part: float = 1.0, mb_s: float = NO_PACE,
+    between: Callable[[], object] | None = None,
+) -> dict[Any, list[float]]:  # fmt: skip
+    """Seconds of each step on the slowest rank, taken in turn, over a wire of `mb_s` (10^6 byte/s).
+
+    As many rounds as `config` says, in `part` of its seconds. `between` runs before each step; by default a barrier.
+    """
+    rounds = measure.rounds_of(config, rank.slowest, part)
+    with paced(rank, None if mb_s == NO_PACE else 1e6 * mb_s):
+        seconds = measure.interleave(steps, rounds, rank.device, between=between or rank.barrier)
+    return {name: rank.slowest(samples) for name, samples in seconds.items()}
+
+
+def require_tcp(rank: Rank) -> None:
+    """BadInput for ranks that are GPUs.
+
+    NCCL's ranks have TCP connections as well, to find each other: pacing them would hold back no gradient.
+    """
+    require(rank.device.type == "cpu", 'NCCL does not use TCP within a machine: use device="cpu"')
+
+
+def require_wire(world_size: int, otherwise: str = "") -> None:
+    """BadInput for one rank, or a system that cannot pace; `otherwise` is what else can be done about it."""
+    require(world_size >= 2, f"one rank has no wire to pace: use nproc=2{otherwise}")
+    require(can_pace(), f"this system cannot pace a connection: use Linux{otherwise}")
+
+
+def require_rates(mb_s: Sequence[float]) -> None:
+    """BadInput unless these are different bandwidths of a wire, in 10^6 byte/s."""
+    require(len(set(mb_s)) == len(mb_s) > 0, f"mb_s must hold different bandwidths, not {mb_s}")
+    for each in mb_s:
+        require_rate(1e6 * each)
 
 
 def require_rate(b_s: float) -> None:

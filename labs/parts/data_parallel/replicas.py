@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+from labs.parts.data_parallel.training import Loss
 
 
 def nbytes(*tensors: Tensor) -> int:

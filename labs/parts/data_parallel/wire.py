@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Callable, Iterable
+
+from labs.kit.rank import Rank
 
 QUEUED, SENT, SENT_AGAIN = 144, 200, 208
 """Offsets in struct tcp_info of tcpi_notsent_bytes (u32), tcpi_bytes_sent and tcpi_bytes_retrans (u64): linux/tcp.h."""
@@ -23,6 +26,21 @@ def tcp_sent_bytes() -> int | None:
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
     return sum(_sent(int(fd)) for fd in os.listdir("/proc/self/fd")) or None
+
+
+def sent_by(call: Callable[[], object], rank: Rank, calls: int = 1) -> list[int] | None:
+    """Bytes that each rank's connections sent during `calls` calls; None where a kernel does not tell. Collective.
+
+    gloo's headers are among them: some 48 bytes a message.
+    """
+    rank.barrier()
+    before = tcp_sent_bytes()
+    for _ in range(calls):
+        call()
+    after = tcp_sent_bytes()
+    # Gathered after the count, by every rank: this exchange sends bytes, too.
+    sent = rank.gather(None if before is None or after is None else after - before)
+    return None if None in sent else sent
 
 
 def _sent(fd: int) -> int:
@@ -40,3 +58,8 @@ def _sent(fd: int) -> int:
         struct.unpack_from(f, info, at)[0] for f, at in (("I", QUEUED), ("Q", SENT), ("Q", SENT_AGAIN))
     )
     return queued + sent - again
+
+
+def sent_through(fds: Iterable[int]) -> int:
+    """Bytes that this process has written to these connections, as `tcp_sent_bytes` counts; 0 where nobody tells."""
+    return sum(map(_sent, fds))

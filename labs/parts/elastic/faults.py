@@ -12,7 +12,10 @@ from labs.parts.elastic.journal import Journal
 
 
 class Fault:
-    """Kills rank `rank` once, before its step `step` or in the first save from then on. `rank` -1: no one."""
+    """Kills rank `rank` once, before its step `step` or in the first save from then on. `rank` -1: no one.
+
+    While "training" the rank alone, as "machine" the torchrun that started it, too, and with it all of its ranks.
+    """
 
     def __init__(self, rank: int, step: int, while_: str, journal: Journal) -> None:
         self.step, self.while_, self.journal = step, while_, journal
@@ -20,7 +23,7 @@ class Fault:
 
     def before_step(self, step: int) -> None:
         """Called before each step."""
-        if self.armed and self.while_ == "training" and step == self.step:
+        if self.armed and self.while_ != "saving" and step == self.step:
             self._die(step)
 
     @contextmanager
@@ -34,4 +37,6 @@ class Fault:
 
     def _die(self, step: int) -> None:
         self.journal("killed", step=step)
+        if self.while_ == "machine":
+            os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

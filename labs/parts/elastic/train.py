@@ -47,8 +47,9 @@ class Config:
     """Rank that kills itself, once, to try out what happens; -1: none does."""
     kill_at_step: int = 0
     """Step of the whole training before which it does."""
-    kill_while: Literal["training", "saving"] = "training"
-    """Or in the middle of the first save from that step on; then the rank must be 0, which saves."""
+    kill_while: Literal["training", "saving", "machine"] = "training"
+    """Or in the middle of the first save from that step on; then the rank must be 0, which saves. Machine: like
+    training, but the torchrun that started the rank is killed with it."""
 
     def check(self) -> None:
         """BadInput for what cannot work. Not in __post_init__, whose errors tyro would print in a box of many lines."""
@@ -57,7 +58,7 @@ class Config:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.lr > 0, f"lr must be positive, not {self.lr}")
         require(self.save_every >= 1, f"save_every must be at least 1, not {self.save_every}")
-        require(self.kill_while == "training" or self.kill_rank <= 0, "only rank 0 saves: give --kill-rank 0")
+        require(self.kill_while != "saving" or self.kill_rank <= 0, "only rank 0 saves: give --kill-rank 0")
 
 
 def parse(args: list[str] | None = None) -> Config:

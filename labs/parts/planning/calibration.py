@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from labs.parts.planning.parallel_cost import Job, Machine, Plan, cost, shape
+from labs.parts.sources import published
 
 
 @dataclass(frozen=True)
@@ -114,28 +115,16 @@ MPT = {  # layers, hidden: scripts/train/yamls of the same repository
     "1b": (1_315_950_592, 24, 2048), "3b": (2_651_837_440, 32, 2560), "7b": (6_658_859_008, 32, 4096),
     "13b": (12_853_954_560, 40, 5120), "30b": (29_975_214_080, 48, 7168), "70b": (64_862_437_376, 80, 8192),
 }  # fmt: skip
-FOUNDRY = (  # model, GPUs, sequences per step, micro-batches, recomputes, tokens/s/GPU; the first calibrates
-    ("7b", 8, 384, 4, True, 3679), ("125m", 8, 624, 3, False, 136334), ("125m", 16, 416, 1, False, 130535),
-    ("125m", 32, 832, 1, False, 127122), ("125m", 64, 1664, 1, False, 125234), ("125m", 128, 3328, 1, False, 123936),
-    ("350m", 8, 512, 4, False, 55995), ("350m", 16, 288, 1, False, 55413), ("350m", 32, 576, 1, False, 53811),
-    ("350m", 64, 1152, 1, False, 52689), ("350m", 128, 2304, 1, False, 51934), ("760m", 8, 384, 4, False, 30173),
-    ("760m", 16, 192, 1, False, 29607), ("760m", 32, 384, 1, False, 29648), ("760m", 64, 768, 1, False, 29344),
-    ("760m", 128, 1536, 1, False, 28940), ("1b", 8, 512, 8, False, 19271), ("1b", 16, 128, 1, False, 19085),
-    ("1b", 32, 320, 1, False, 15555), ("1b", 64, 640, 1, False, 19001), ("1b", 128, 1280, 1, False, 18647),
-    ("3b", 8, 320, 8, False, 10065), ("3b", 16, 80, 1, False, 9750), ("3b", 32, 192, 1, False, 9914),
-    ("3b", 64, 384, 1, False, 9736), ("3b", 128, 768, 1, False, 9538), ("7b", 16, 256, 1, True, 3645),
-    ("7b", 32, 576, 1, True, 3725), ("7b", 64, 1152, 1, True, 3665), ("7b", 128, 2304, 1, True, 3623),
-    ("13b", 8, 512, 16, True, 1668), ("13b", 16, 160, 1, True, 1993), ("13b", 32, 448, 1, True, 1998),
-    ("13b", 64, 1024, 1, True, 1976), ("13b", 128, 2048, 1, True, 1972), ("30b", 32, 128, 1, True, 857),
-    ("30b", 128, 768, 1, True, 865), ("70b", 64, 128, 1, True, 276), ("70b", 128, 512, 1, True, 376),
-)  # fmt: skip
 
 
 def _foundry() -> Table:
     """FSDP of nine sizes on 8 to 128 A100."""
     runs = []
-    for name, gpus, batch, micro, recompute, tokens_s in FOUNDRY:
+    for row in published.table("llm_foundry"):  # the first calibrates
+        name, gpus = row.case["model"], row.case["gpus"]
+        batch, tokens_s = row.case["batch"] * gpus, row.value
         parameters, layers, hidden = MPT[name]
+        micro, recompute = row.config["micro_batches"], row.config["recompute"]
         plan = Plan(data=gpus, sharded=True, micro_batches=micro, recompute=recompute)
         link = 300e9 if gpus <= 8 else 25e9
         job = _job(parameters, batch, 2048, layers, hidden)
@@ -210,8 +199,3 @@ def reached(gpu: str) -> tuple[float, str] | None:
     """(share of the dense peak, source) that a table's calibration row reaches on this card; None without a table."""
     own = [t for t in tables() if t.gpu.split()[0] == gpu.split()[0] and "MLPerf" not in t.name]  # FP8 is another peak
     return (own[0].flop_s / own[0].peak_flop_s, own[0].name) if own else None
-
-
-def slower(run: Run, factor: float) -> Run:
-    """`run` as if it had taken `factor` times as long: for tests of what the band says."""
-    return replace(run, published_s=run.published_s * factor)

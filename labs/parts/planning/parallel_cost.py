@@ -142,6 +142,8 @@ class Cost:
     """Waiting for other stages of the pipeline."""
     exposed_s: float
     """Communication that no computing hides."""
+    waiting_s: float = 0.0
+    """For the slowest rank: `labs.parts.planning.scaling` knows it, the closed forms here do not."""
 
     @property
     def memory_bytes(self) -> float:
@@ -151,7 +153,7 @@ class Cost:
     @property
     def step_s(self) -> float:
         """Seconds per optimizer step."""
-        return self.compute_s + self.bubble_s + self.exposed_s
+        return self.compute_s + self.bubble_s + self.exposed_s + self.waiting_s
 
 
 def cost(job: Job, machine: Machine, plan: Plan, states: States = ADAM) -> Cost:
@@ -265,7 +267,7 @@ def _divisors(n: int) -> list[int]:
 def costs(job: Job, machine: Machine) -> list[Cost]:
     """Of every plan, for all GPUs and for one alone; fastest first."""
     found = (cost(job, machine, p) for g in {1, machine.gpus} for p in plans(job, g))
-    return sorted(found, key=lambda c: (c.step_s, _complexity(c.plan)))
+    return sorted(found, key=lambda c: (c.step_s, complexity(c.plan)))
 
 
 def _mechanisms(plan: Plan) -> int:
@@ -273,7 +275,8 @@ def _mechanisms(plan: Plan) -> int:
     return (plan.ranks > 1) + (plan.data > 1) + 2 * plan.sharded + 2 * (plan.tensor > 1) + 3 * (plan.pipeline > 1)
 
 
-def _complexity(plan: Plan) -> tuple[int, ...]:
+def complexity(plan: Plan) -> tuple[int, ...]:
+    """To order plans of equal time: the simpler one first."""
     return plan.ranks > 1, _mechanisms(plan), plan.recompute, plan.micro_batches
 
 
@@ -285,7 +288,7 @@ def best(costs: Iterable[Cost], memory_bytes: float) -> Cost | None:
     fitting = [c for c in costs if c.memory_bytes <= memory_bytes]
     limit = (1 + NEAR) * min((c.step_s for c in fitting), default=0.0)
     near = [c for c in fitting if c.step_s <= limit]
-    return min(near, key=lambda c: (_mechanisms(c.plan), c.step_s, _complexity(c.plan)), default=None)
+    return min(near, key=lambda c: (_mechanisms(c.plan), c.step_s, complexity(c.plan)), default=None)
 
 
 def otherwise(job: Job, machine: Machine) -> Iterator[tuple[States, Cost]]:
@@ -295,7 +298,7 @@ def otherwise(job: Job, machine: Machine) -> Iterator[tuple[States, Cost]]:
                  if not states.host_bytes or p.sharded or p.ranks == 1]  # fmt: skip
         fitting = [c for c in found if c.memory_bytes <= machine.memory_bytes]
         if fitting:
-            yield states, min(fitting, key=lambda c: (c.plan.ranks < machine.gpus, _complexity(c.plan)))
+            yield states, min(fitting, key=lambda c: (c.plan.ranks < machine.gpus, complexity(c.plan)))
 
 
 def fewest_gpus(job: Job, machine: Machine, most: int = 1024) -> int | None:

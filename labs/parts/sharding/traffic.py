@@ -8,6 +8,7 @@ connections.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from labs.kit.rank import Rank
 from labs.parts.data_parallel.replicas import nbytes
+from labs.parts.data_parallel.wire import sent_by
 
 # Names of torch's operations, without the underscores around: in place, of torch.distributed and FSDP2 (c10d), and
 # functional, of DTensor (_c10d_functional).
@@ -38,6 +41,8 @@ class Call:
     bytes: int
     ranks: int
     group: str
+    peer: int | None = None
+    """Of a message, the other rank's place in the group."""
 
     @property
     def sent_bytes(self) -> float:
@@ -81,7 +86,8 @@ class Traffic(TorchDispatchMode):
         size = max(nbytes(*tree_leaves(a)) for a in args[:2] if _has_tensors(a))  # input or output, the larger
         if kind == "all_gather" and not _has_tensors(args[1]):  # the functional form has no output to write to
             size *= group.size()
-        self.calls.append(Call(kind, size, group.size(), group.group_name))
+        peer = args[2] if kind in ("send", "recv") else None
+        self.calls.append(Call(kind, size, group.size(), group.group_name, peer))
 
     def count(self) -> Counter[str]:
         """Calls by kind."""
@@ -94,6 +100,21 @@ class Traffic(TorchDispatchMode):
             if group is None or call.group == group.group_name:
                 total[call.kind] += call.sent_bytes
         return total
+
+
+def traffic_of(call: Callable[[], object], rank: Rank) -> tuple[Traffic, list[int] | None]:
+    """(what one `call` starts on this rank, bytes that TCP carried for each rank during it). Collective.
+
+    None in place of the bytes where a kernel does not count, or GPUs talk past TCP.
+    """
+    traffic = Traffic()
+
+    def noted() -> None:
+        with traffic:
+            call()
+
+    carried = sent_by(noted, rank)
+    return traffic, carried if rank.device.type == "cpu" else None
 
 
 def _has_tensors(argument: Any) -> bool:

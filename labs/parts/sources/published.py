@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from labs.kit.record import Record, Records
+from functools import cache
+from pathlib import Path
+
+from labs.kit.record import Record, Records, load
+
+TABLES = Path(__file__).parents[3] / "records" / "published"
+
+
+@cache
+def table(name: str) -> Records:
+    """A published table of records/published, `name`.jsonl. Its provenance says where it was read, and how surely."""
+    return load(TABLES / f"{name}.jsonl")
+
 
 RTX_4090_ARTICLE = (
     '"GPU resource utilisation: PyTorch model parallel computation performance analysis report" (2025-12-24)'
@@ -27,19 +39,11 @@ SERVER_GEAR = (
 
 def rtx_3090_images() -> Records:
     """Images per second of 1, 2, 4 and 8 RTX 3090 in one server, by model and batch per card."""
-    table = {
-        "ResNet-50": {64: (1026.83, 1828.21, 2798.55, 4039.44), 128: (1126.66, 2103.69, 3596.61, 6005.06),
-                      256: (1181.90, 2283.06, 4266.43, 7362.66), 512: (1205.02, 2371.21, 4635.48, 8756.00)},
-        "Inception-3": {64: (709.40, 1304.37, 2247.00, 3549.19), 128: (764.99, 1382.01, 2692.60, 4865.46),
-                        256: (806.46, 1573.15, 2979.08, 5598.28)},
-        "VGG-16": {64: (419.83, 589.37, 703.38, 634.67), 128: (439.85, 756.71, 949.62, 1093.66),
-                   256: (455.41, 821.34, 1303.34, 1695.73), 512: (440.25, 838.75, 1356.53, 2171.86)},
-    }  # fmt: skip
     return Records(
-        Record("server-gear", "images_per_s", "images/s", (rate,), "published",
-               {"model": model, "batch": batch, "ranks": ranks}, provenance={"source": SERVER_GEAR})
-        for model, batches in table.items() for batch, rates in batches.items()
-        for ranks, rate in zip((1, 2, 4, 8), rates, strict=True)
+        Record("server-gear", "images_per_s", "images/s", r.samples, "published",
+               {"model": r.case["model"], "batch": r.case["batch"], "ranks": r.case["gpus"]},
+               provenance={"source": SERVER_GEAR})
+        for r in table("rtx_3090")
     )  # fmt: skip
 
 
@@ -65,12 +69,10 @@ PYTORCH_DDP = (
 
 def ddp_on_v100() -> Records:
     """Seconds per iteration on one V100 without DDP, and on two of one machine with it, as PyTorch publishes them."""
-    table = {"ResNet-50": (0.097, 0.103), "ResNet-101": (0.162, 0.176), "ResNeXt-50": (0.145, 0.153),
-             "ResNeXt-101": (0.415, 0.438)}  # fmt: skip
     return Records(
-        Record("pytorch", "step_s", "s", (seconds,), "published", {"model": model, "gpus": gpus},
-               provenance={"source": PYTORCH_DDP})
-        for model, both in table.items() for gpus, seconds in enumerate(both, start=1)
+        Record("pytorch", "step_s", "s", (r.value / 1e3,), "published",
+               {"model": r.case["model"], "gpus": r.case["gpus"]}, provenance={"source": PYTORCH_DDP})
+        for r in table("pytorch_ddp") if (r.case["gpus"], r.case["ddp"]) in ((1, False), (2, True))
     )  # fmt: skip
 
 
@@ -119,12 +121,11 @@ def all_reduce_of_bert() -> Records:
 
     40 Gbit/s Ethernet with 4 V100 in a node, and 100 Gbit/s InfiniBand with 8.
     """
-    tables = {("Ethernet", 4): {1: 239.76, 2: 1897.21, 4: 2133.24, 8: 2173.35, 16: 2275.43},
-              ("InfiniBand", 8): {1: 28.18, 2: 183.74, 4: 297.28, 8: 336.40}}  # fmt: skip
     return Records(
-        Record("paper", "all_reduce_s", "s", (ms / 1e3,), "published",
-               {"network": network, "gpus_per_node": gpus, "nodes": nodes}, provenance={"source": ONE_BIT_ADAM})
-        for (network, gpus), table in tables.items() for nodes, ms in table.items()
+        Record("paper", "all_reduce_s", "s", (r.value / 1e3,), "published",
+               {"network": r.case["network"].split()[-1], "gpus_per_node": r.config["gpus_per_node"],
+                "nodes": r.case["gpus"] // r.config["gpus_per_node"]}, provenance={"source": ONE_BIT_ADAM})
+        for r in table("one_bit_adam").where("all_reduce")
     )  # fmt: skip
 
 

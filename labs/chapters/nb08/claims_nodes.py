@@ -1,0 +1,157 @@
+"""Verdicts of notebook 08 on launching: what articles say of processes, addresses, ports and launchers."""
+
+from __future__ import annotations
+
+from labs.kit.claims import Verdict, last, verdict
+from labs.kit.record import Record, Records
+
+
+def fact(evidence: Records, name: str) -> tuple[bool, str]:
+    """Whether that line worked on a rank of two_nodes, and what was said."""
+    found = last(evidence, "two_nodes", "works").one("works", name=name)
+    return bool(found.value), found.case["line"]
+
+
+def drilled(evidence: Records, setting: str) -> tuple[Record, str]:
+    """The drill of a wrong setting: the ranks that computed on, and the first error ("" if there was none)."""
+    run = last(evidence, "two_nodes", "went_on", setting=setting)
+    told = run.where("told_s", setting=setting)
+    return run.one("went_on", setting=setting), told[0].case["line"] if len(told) else ""
+
+
+def met(evidence: Records) -> tuple[int, set[str]]:
+    """Ranks that have met under two torchruns, and the names of what they were told."""
+    run = last(evidence, "two_nodes", "variable")
+    ranks = len(run.where("sum"))
+    if {r.value for r in run.where("sum")} != {ranks * (ranks + 1) / 2}:
+        raise LookupError("the ranks did not meet")
+    return ranks, {r.case["name"] for r in run.where("variable")}
+
+
+@verdict("A03")
+def _(evidence: Records) -> Verdict:
+    return Verdict("does not hold", "The listing imports torch.multiprocessing and calls nothing of it: run as it is, "
+                   "no process is started, and no rank exists (read in the listing).", "published")  # fmt: skip
+
+
+@verdict("A06")
+def _(evidence: Records) -> Verdict:
+    works, line = fact(evidence, "init without an address")
+    return Verdict("holds" if works else "does not hold", f"With rank and world size only, init_process_group ends: "
+                   f"{line}." if not works else "It worked here without an address.")  # fmt: skip
+
+
+@verdict("D09")
+def _(evidence: Records) -> Verdict:
+    works, line = fact(evidence, "init without an address")
+    return Verdict("holds" if works else "does not hold", f"spawn passes a rank and sets no address: {line}."
+                   if not works else "It worked here without an address.")  # fmt: skip
+
+
+@verdict("A23")
+def _(evidence: Records) -> Verdict:
+    works, line = fact(evidence, "spawn passes the rank first")
+    ranks, _ = met(evidence)
+    return Verdict("depends" if works else "does not hold", f"spawn starts processes on one machine ({line}). On two "
+                   f"machines {ranks} ranks met under a torchrun each, which also starts ranks again.")  # fmt: skip
+
+
+@verdict("A24")
+def _(evidence: Records) -> Verdict:
+    ranks, _ = met(evidence)
+    run = last(evidence, "two_nodes", "variable")
+    backend = run[0].layout["backend"]
+    return Verdict("depends", f"{ranks} ranks met here over gloo on CPU cores: gloo sets no limit. NCCL takes one rank "
+                   f"per GPU (this run: {backend}).")  # fmt: skip
+
+
+@verdict("B35")
+def _(evidence: Records) -> Verdict:
+    _, line = drilled(evidence, "no such interface")
+    return Verdict("does not hold", "NCCL's documentation: the variable is a filter for its sockets' interfaces; "
+                   f"it makes none faster. A wrong name for gloo's: {line or 'no error'}.", "published")  # fmt: skip
+
+
+@verdict("C04")
+def _(evidence: Records) -> Verdict:
+    went_on, line = drilled(evidence, "port taken")
+    failed = bool(line) and went_on.value == 0
+    return Verdict("depends" if failed else "holds", f"A fixed port works until a second job wants it: {line}. And to "
+                   "another machine localhost is itself." if failed else "A taken port did no harm here.")  # fmt: skip
+
+
+@verdict("C11")
+def _(evidence: Records) -> Verdict:
+    return Verdict("holds", "PyTorch's documentation asks for destroy_process_group at the end of a program, on every "
+                   "rank.", "published")  # fmt: skip
+
+
+@verdict("C18")
+def _(evidence: Records) -> Verdict:
+    ranks, _ = met(evidence)
+    run = last(evidence, "two_nodes", "variable")
+    nodes = run.one("variable", name="GROUP_WORLD_SIZE", on_rank=0).case["text"]
+    return Verdict("does not hold", f"They name the ranks of one machine and no address. Here {nodes} torchruns with "
+                   f"--nnodes and one --rdzv-endpoint made {ranks} ranks meet.")  # fmt: skip
+
+
+@verdict("C19")
+def _(evidence: Records) -> Verdict:
+    works, line = fact(evidence, "python -m torch.multiprocessing")
+    return Verdict("holds" if works else "does not hold", f"It cannot be run: {line}." if not works else
+                   "This torch can run it.")  # fmt: skip
+
+
+@verdict("C20")
+def _(evidence: Records) -> Verdict:
+    works, line = fact(evidence, "main(rank, world_size) without arguments")
+    _, names = met(evidence)
+    return Verdict("holds" if works else "does not hold", f"A launcher passes no arguments: {line}. RANK, WORLD_SIZE "
+                   f"are {'in' if {'RANK', 'WORLD_SIZE'} <= names else 'NOT in'} the environment.")  # fmt: skip
+
+
+@verdict("C21")
+def _(evidence: Records) -> Verdict:
+    ranks, _ = met(evidence)
+    told = f"{ranks} ranks know their number, and an all-reduce over them gives the right sum."
+    try:
+        went_on, _ = drilled(evidence, "clock off")
+    except LookupError:
+        return Verdict("holds", told)
+    alone = int(went_on.case["of"])
+    more = f" With a clock that is off, {alone} of 2 ranks was the whole world: only the number shows it." if (
+        0 < alone < 2) else ""  # fmt: skip
+    return Verdict("holds", told + more)
+
+
+@verdict("C24")
+def _(evidence: Records) -> Verdict:
+    current, line = fact(evidence, "torch.distributed.launch is current")
+    return Verdict("holds" if current else "does not hold", "torch marks it as deprecated"
+                   f"{f': {line}' if line else ''}." if not current else "This torch does not mark it.")  # fmt: skip
+
+
+@verdict("C25")
+def _(evidence: Records) -> Verdict:
+    ranks, names = met(evidence)
+    there = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= names
+    return Verdict("holds" if there else "does not hold", f"torchrun told each of {ranks} ranks {len(names)} things "
+                   "that nobody set by hand. For several ranks it also sets OMP_NUM_THREADS=1.")  # fmt: skip
+
+
+@verdict("D10")
+def _(evidence: Records) -> Verdict:
+    works, line = fact(evidence, "import torch brings torch.multiprocessing")
+    return Verdict("holds" if works else "does not hold", f"{line or 'torch/__init__.py does not import it'}.")
+
+
+@verdict("D11")
+def _(evidence: Records) -> Verdict:
+    works, line = fact(evidence, "spawn passes the rank first")
+    return Verdict("holds" if works else "does not hold", f"As the first argument {line}, then came args.")
+
+
+@verdict("D14")
+def _(evidence: Records) -> Verdict:
+    return Verdict("depends", "CUDA's documentation: it hides GPUs and numbers the others anew, and is read when CUDA "
+                   "starts. torchrun needs none: a rank takes the GPU of its LOCAL_RANK.", "published")  # fmt: skip

@@ -1,0 +1,154 @@
+"""Figures, tables and sentences of notebook 08 about the scaling model and its blind test."""
+
+from __future__ import annotations
+
+import math
+
+import pandas
+
+from labs import scaling_model
+from labs.kit.check import Prediction
+from labs.kit.display import say
+from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show
+from labs.kit.record import Record, Records
+from labs.parts.planning import blind_test
+from labs.parts.planning.blind_test import HARD, Predicted
+from labs.parts.sources import published
+
+NAMES = {
+    "one_bit_adam": "BERT, slow networks", "pytorch_ddp": "CNNs, V100, DDP",
+    "llm_foundry": "GPTs, A100, FSDP", "torchtitan": "Llama 8B, H100, FSDP2",
+    "nvidia_resnet": "ResNet-50, one node", "megatron": "GPT-2, V100, tensor",
+    "mlperf_gpt3": "GPT-3, H100", "rtx_3090": "CNNs, RTX 3090, PCIe",
+}  # fmt: skip
+NEAR = (1 / 1.2, 1 / 0.8)
+"""Published over modelled seconds of a prediction that errs by 20 %."""
+
+
+def _records(names: tuple[str, ...] = blind_test.STEPS) -> Records:
+    """For the line under a figure: one entry, not one per source."""
+    return Records([Record("published", "step_s", "s", (1.0,), "published",
+                           provenance={"source": f"{len(names)} tables of records/published"})])  # fmt: skip
+
+
+def ratio(p: Predicted) -> float:
+    """Published over modelled seconds."""
+    return p.row.published_s / p.modelled_s
+
+
+def errors(guess: Prediction | None = None) -> None:
+    """Figure: published over modelled seconds of every predicted row, by table; held-out rows and outlier marked."""
+    band, (odd, _) = blind_test.band(), blind_test.outlier()
+    held = blind_test.judged(held_out=True)
+    also = sum(abs(p.error) <= 0.2 for p in held)
+    message = f"{band.within_20:.0%} of {band.rows} predictions come within 20%, {also} of the {len(held)} held out"
+    fig, ax = figure(message, xlabel="published over modelled time (x)", ylabel="table", records=_records(),
+                     size=(7.2, 4.8), legend_below=True)  # fmt: skip
+    ax.axvspan(*NEAR, color="#E8EEF4", zorder=0)
+    for row, name in enumerate(NAMES):
+        its = [p for p in _of(name) if not p.row.held_out]
+        label = "over the model (published)" if row == 0 else "_"
+        points(ax, [ratio(p) for p in its], [row - 0.17] * len(its), kind="published", label=label, color=SERIES[0])
+        ideal = [p.row.published_s / p.perfect_s for p in its]
+        points(ax, ideal, [row + 0.17] * len(its), kind="published", color=GREY,
+               label="over perfect scaling (published)" if row == 0 else "_")  # fmt: skip
+    rows = list(NAMES)
+    points(ax, [ratio(p) for p in held], [rows.index(p.row.table) - 0.17 for p in held], kind="published",
+           label="held out (published)", color=SERIES[1])  # fmt: skip
+    curve(ax, [1, 1], [-0.6, len(NAMES) - 0.4], label="the model")
+    ax.annotate("stands out", (ratio(odd), rows.index(odd.row.table) - 0.17), xytext=(14, 8),
+                textcoords="offset points", fontsize=10, arrowprops={"arrowstyle": "-"})  # fmt: skip
+    log_axes(ax, (0.75, 1, 1.5, 2, 3, 4, 6))
+    ax.set_yticks(range(len(NAMES)), NAMES.values())
+    ax.set_ylim(-0.6, len(NAMES) - 0.4)
+    ax.invert_yaxis()
+    told = "; ".join(f"{NAMES[t]} {r['median error']}" for t, r in blind_test.by_table().iterrows())
+    show(fig, alt=f"{message}. Median errors: {told}. The shaded band is 20 % to both sides of the model.")
+    if guess is not None and not math.isnan(float(guess)):
+        say(f"Your guess: {float(guess):.3g} % within 20 %; it is {band.within_20:.0%}.")
+
+
+def _of(name: str) -> list[Predicted]:
+    return [p for p in blind_test.predictions() if p.row.table == name and not p.calibrates]
+
+
+def verdict() -> None:
+    """In words: what the blind test says, and where the model is of no use."""
+    say("\n".join(f"* {line}" for line in scaling_model.blind()))
+
+
+def by_table() -> pandas.DataFrame:
+    """Median errors, the model's and perfect scaling's."""
+    return blind_test.by_table().rename(index=NAMES)
+
+
+def sources() -> None:
+    """Every table of records/published: where it was read, how surely, and why some are not predicted."""
+    names = (*blind_test.STEPS, *blind_test.COLLECTIVES, *blind_test.NOT_JUDGED)
+    lines = []
+    for name in names:
+        p = published.table(name).provenance
+        why = f" Not predicted: {blind_test.NOT_JUDGED[name]}." if name in blind_test.NOT_JUDGED else ""
+        lines.append(f"* `{name}`, {p['verified']}: {p['source']}.{why}")
+    say("\n".join(lines))
+
+
+def suspect(guess: Prediction | None = None) -> None:
+    """Figure: one model's published rate on 8 to 128 GPUs, and what the model says: which row is not to be believed?"""
+    odd, factor = blind_test.outlier()
+    series = odd.row.table, odd.row.series
+    its = [p for p in blind_test.predictions() if (p.row.table, p.row.series) == series]
+    its.sort(key=lambda p: p.row.cluster.gpus)
+    gpus = [p.row.cluster.gpus for p in its]
+    rate = [p.row.work.batch / p.row.cluster.gpus / p.row.published_s for p in its]
+    said = [p.row.work.batch / p.row.cluster.gpus / p.modelled_s for p in its]
+    message = f"On {odd.row.cluster.gpus} GPUs a step took {factor:.2f} times what both neighbours suggest"
+    source = published.table(odd.row.table)
+    fig, ax = figure(message, xlabel="GPUs", ylabel="sequences/s of one GPU", records=source)
+    points(ax, gpus, rate, kind="published", label=f"{odd.row.series}", color=SERIES[0], line=True)
+    curve(ax, gpus, said, label=f"calibrated on {gpus[0]} GPUs")
+    if guess is not None and not math.isnan(float(guess)):
+        k = min(range(len(gpus)), key=lambda i: abs(gpus[i] - float(guess)))
+        prediction(ax, gpus[k], rate[k])
+    log_axes(ax, gpus)
+    ax.set_ylim(0, 1.25 * max(rate))
+    show(fig, alt=f"{message}: {', '.join(f'{r:.2f} on {g}' for g, r in zip(gpus, rate, strict=True))} sequences/s.")
+    band = blind_test.band()
+    passes = band.low <= ratio(odd) <= band.high
+    say("The source says nothing of it: was that run disturbed, or is the entry wrong? The model finds the row, not "
+        f"the reason. Alone, without neighbours, it {'would not' if passes else 'would'} have stood out: it took "
+        f"{ratio(odd):.2f} times the modelled time, and eight rows in ten take {band.low:.2f} to {band.high:.2f} times."
+        )  # fmt: skip
+
+
+def own(run: Records, guess: Prediction) -> None:
+    """Figure: a step of DDP on your wire, predicted from one rank's step and the wire's bandwidth, then measured."""
+    found = scaling_model.on_your_wire(run)
+    misses = {mb_s: modelled / measured.value - 1 for mb_s, (measured, modelled) in found.items()}
+    inside = sum(abs(m) <= 0.2 for m in misses.values())
+    message = f"Predicted within 20%: {inside} of {len(found)} wires"
+    fig, ax = figure(message, xlabel="bandwidth of the wire, each direction (MB/s)", ylabel="step of DDP (ms)",
+                     records=run)  # fmt: skip
+    xs = sorted(found)
+    points(ax, xs, [found[x][0].scaled(1e3) for x in xs], label="DDP", color=SERIES[0])
+    curve(ax, xs, [1e3 * found[x][1] for x in xs], label="from one rank's step and the wire")
+    prediction(ax, xs[0], float(guess))
+    log_axes(ax, xs)
+    ax.set_ylim(bottom=0)
+    show(fig, alt=f"{message}. Points are measured, the dashed line is the model.")
+    worst = max(misses, key=lambda x: abs(misses[x]))
+    say(f"Your guess for {xs[0]:g} MB/s: {float(guess):.3g} ms; measured {found[xs[0]][0]}, modelled "
+        f"{1e3 * found[xs[0]][1]:.3g} ms. The model is furthest off at {worst:g} MB/s: {misses[worst]:+.0%}. It "
+        "knew one rank's step, one all-reduce, and the wire's bandwidth, which no datasheet of a published run tells."
+        )  # fmt: skip
+
+
+def hard_text() -> None:
+    """The boxed finding, in words."""
+    hard, _ = blind_test.hard_bands()
+    two, one = blind_test.two_bands()
+    say("> Most published runs scale well, so that even *perfect scaling* predicts them. Ask a model about the others: "
+        f"{hard.rows} rows that perfect scaling misses by more than {HARD:.0%}. There the model's median error is "
+        f"{hard.median_error:.0%}. One more measured row, on the next number of GPUs, brings {two.within_20:.0%} of "
+        f"the hard rows within 20 %, where one row brings {one.within_20:.0%}. **Measure two ranks before you trust a "
+        "number for 64.**")  # fmt: skip

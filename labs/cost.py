@@ -1,0 +1,383 @@
+"""What does this training cost: days, GPU-hours, energy, money - and which offer is the cheapest that is done in time?
+
+    python -m labs.cost --params 7e9 --tokens 1.4e11 --offers "H100 SXM:64" "A100 80GB SXM:128"
+    python -m labs.cost --offers "H100 SXM:64:2.5" "A100 80GB SXM:128:1.2" --deadline-days 10 --budget 60000
+    python -m labs.cost --params 1.75e11 --tokens 3e11 --offers "A100 80GB SXM:8" "A100 80GB SXM:1024"
+
+Takes a second: nothing is trained. An offer is CARD:GPUS or CARD:GPUS:PRICE. No price is built in: PRICE is what you
+are asked for one GPU for one hour, in any money, as long as it is the same for all offers. Those above are made up.
+
+Time is that of labs/parts/planning/scaling.py, with start-up, checkpoints and failures; every number has that model's
+error on published runs as its band. Memory is that of labs/parts/planning/parallel_cost.py.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pandas
+
+from labs.kit import cli, hardware
+from labs.kit.errors import BadInput, did_you_mean, require
+from labs.parts.planning import blind_test, calibration, parallel_cost, scaling
+from labs.parts.planning.blind_test import Band
+from labs.parts.planning.parallel_cost import Job, Machine, Plan, shape
+
+DAY_S, HOUR_S = 86_400.0, 3_600.0
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556, as their table 3 is usually rounded
+REACHED = 0.4  # of the dense peak, for a card of which no published run is known here: an assumption, told as one
+LARGEST = 1e14  # parameters
+
+
+@dataclass(frozen=True)
+class Offer:
+    """GPUs that can be had."""
+
+    card: str
+    """As in labs/kit/gpus.toml."""
+    gpus: int
+    price: float | None = None
+    """Of one GPU for one hour, in the unit of all prices; None if it is not known."""
+
+    @classmethod
+    def of(cls, text: str) -> Offer:
+        """From "CARD:GPUS" or "CARD:GPUS:PRICE". BadInput, with the form that is wanted, for anything else."""
+        form = f'an offer is "CARD:GPUS" or "CARD:GPUS:PRICE", such as "H100 SXM:64", not {text!r}'
+        parts = text.split(":")
+        require(2 <= len(parts) <= 3, form)
+        try:
+            offer = cls(parts[0].strip(), int(parts[1]), float(parts[2]) if len(parts) == 3 else None)
+        except ValueError:
+            raise BadInput(form) from None
+        require(1 <= offer.gpus <= 1_000_000, f"an offer has 1 to 1,000,000 GPUs, not {offer.gpus}")
+        price = offer.price
+        require(price is None or 0 < price < math.inf, f"a price is positive, not {price}: leave it out if unknown")
+        row = hardware.spec(offer.card)
+        if row is None:
+            known = [s.gpu for s in hardware.specs()]
+            hint = did_you_mean(offer.card, known)
+            raise BadInput(f"no datasheet of {offer.card!r} here: {hint}Known: {', '.join(known)}")
+        require(bool(row.memory_gb and row.link_gb_s and (row.tensor_bf16 or row.tensor_fp16)),
+                f"memory, link or 16-bit peak of the {row.gpu} have no source in labs/kit/gpus.toml")  # fmt: skip
+        return replace(offer, card=row.gpu)
+
+    def __str__(self) -> str:
+        return f"{self.gpus} x {self.card}"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The training, the offers, the limits."""
+
+    params: float = 7e9
+    """Parameters of the transformer."""
+    tokens: float = 0.0
+    """Tokens to train on; 0: 20 for each parameter."""
+    batch: int = 1024
+    """Sequences per optimizer step, over all GPUs."""
+    seq: int = 2048
+    """Tokens per sequence."""
+    offers: tuple[str, ...] = ("H100 SXM:64", "A100 80GB SXM:128")
+    """Each CARD:GPUS or CARD:GPUS:PRICE, with the price of one GPU for one hour."""
+    gpus_per_node: int = 8
+    """GPUs of a machine."""
+    network_gb_s: float = 25.0
+    """Bandwidth of one GPU to other machines, one direction, in 10^9 bytes/s."""
+    reached: float = 0.0
+    """Share of the card's dense 16-bit peak that one GPU reaches, by a step of this model that you have timed.
+
+    0: what published runs of other models reach on the card, else 0.4; the band is wider then.
+    """
+    startup_min: float = 15.0
+    """Minutes from the first paid one to the first step; GPUs are paid while they wait for it."""
+    gpu_mtbf_days: float = 2112.0
+    """Mean days between failures of one GPU. Llama 3: 419 in 54 days on 16,384 (arXiv:2407.21783). 0: none fails."""
+    save_s: float = 60.0
+    """Seconds for which training stops to save."""
+    restart_min: float = 10.0
+    """Minutes from a failure until training goes on."""
+    power_factor: float = 1.0
+    """All energy over that of the GPUs' boards at their limit: hosts, network, cooling. 1: the boards alone."""
+    reserved_gb: float = 2.0
+    """Memory of each GPU that training cannot have, in 10^9 bytes."""
+    deadline_days: float = 0.0
+    """The training has to be done by then; 0: there is time."""
+    budget: float = 0.0
+    """Money that there is, in the unit of the prices; 0: enough."""
+
+    def __post_init__(self) -> None:
+        for name in ("params", "batch", "seq", "gpus_per_node"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name):g}")
+        for name in ("tokens", "startup_min", "gpu_mtbf_days", "save_s", "restart_min", "reserved_gb", "deadline_days",
+                     "budget"):  # fmt: skip
+            require(0 <= getattr(self, name) < math.inf, f"{name} must not be negative: {getattr(self, name):g}")
+        require(self.params <= LARGEST, f"params must be at most {LARGEST:g}, not {self.params:g}")
+        require(self.network_gb_s > 0, f"network_gb_s must be positive, not {self.network_gb_s:g}")
+        require(0 <= self.reached <= 1, f"reached is a share of the peak, at most 1, not {self.reached:g}")
+        require(self.power_factor >= 1, f"power_factor must be at least 1, the boards alone, not {self.power_factor:g}")
+        require(len(self.offers) > 0, 'offers must name at least one, such as "H100 SXM:64"')
+        for offer in self.parsed():
+            free = hardware.spec(offer.card).memory_gb - self.reserved_gb
+            require(free > 0, f"reserved_gb leaves no memory on the {offer.card}: lower it by {-free:g} at least")
+        priced = [offer.price is not None for offer in self.parsed()]
+        require(not self.budget or all(priced), "a budget needs a price in every offer: CARD:GPUS:PRICE")
+
+    def parsed(self) -> list[Offer]:
+        """The offers."""
+        return [Offer.of(text) for text in self.offers]
+
+    def job(self) -> Job:
+        """The model, with the shape that its size suggests."""
+        layers, hidden = shape(self.params)
+        return Job(self.params, self.batch, self.seq, layers, hidden, 50257)
+
+    @property
+    def steps(self) -> float:
+        """Optimizer steps of the training."""
+        return (self.tokens or TOKENS_PER_PARAMETER * self.params) / (self.batch * self.seq)
+
+    @property
+    def error(self) -> Band:
+        """The model's error: narrower if `reached` was given, which should be that of a timed step of this model."""
+        return blind_test.band() if self.reached else blind_test.band_across()
+
+    def share_of_peak(self, card: str) -> tuple[float, str]:
+        """(what a GPU reaches over its dense peak, where that comes from)."""
+        if self.reached:
+            return self.reached, "given"
+        return calibration.reached(card) or (REACHED, "assumed")
+
+
+@dataclass(frozen=True)
+class Range:
+    """A modelled number and the band that the model's error gives it: eight in ten published runs are within."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Range:
+        """All three, `factor` times."""
+        return Range(self.value * factor, self.low * factor, self.high * factor)
+
+    def __str__(self) -> str:
+        return f"{_short(self.value)} ({_short(self.low)} to {_short(self.high)})"
+
+
+def _short(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.2g}"
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a training on an offer takes. All of it is modelled."""
+
+    offer: Offer
+    plan: Plan
+    memory_bytes: float
+    """Of the fullest GPU, at its peak."""
+    step: scaling.Step
+    training: scaling.Training
+    seconds: Range
+    """From the first paid second to the last step: start-up, steps, checkpoints, failures."""
+    power_w: float
+    """Of one GPU, its board's limit, with what goes with it."""
+
+    @property
+    def days(self) -> Range:
+        """How long one waits."""
+        return self.seconds.times(1 / DAY_S)
+
+    @property
+    def gpu_hours(self) -> Range:
+        """What is paid for, used or not."""
+        return self.seconds.times(self.offer.gpus / HOUR_S)
+
+    @property
+    def energy_kwh(self) -> Range:
+        """Of boards at their limit all the time, so rather too much; 1 kWh is 3.6 million joules."""
+        return self.gpu_hours.times(self.power_w / 1e3)
+
+    @property
+    def money(self) -> Range | None:
+        """GPU-hours times their price; None without a price."""
+        return None if self.offer.price is None else self.gpu_hours.times(self.offer.price)
+
+
+def bill(config: Config, offer: Offer) -> Bill | None:
+    """The fastest plan that fits into the memory of `offer`, and what it takes; None if none fits."""
+    row, job = hardware.spec(offer.card), config.job()
+    free = 1e9 * (row.memory_gb - config.reserved_gb)
+    cluster = replace(
+        scaling.of_card(offer.card, offer.gpus, config.gpus_per_node, config.network_gb_s,
+                        config.share_of_peak(offer.card)[0]),
+        startup_s=60 * config.startup_min, gpu_mtbf_s=DAY_S * config.gpu_mtbf_days or math.inf,
+        save_s=config.save_s, restart_s=60 * config.restart_min,
+    )  # fmt: skip
+    machine = Machine(offer.gpus, free, cluster.flop_s, cluster.inside.bytes_s)
+    fitting = [c for c in parallel_cost.costs(job, machine) if c.memory_bytes <= free and c.plan.ranks == offer.gpus]
+    if not fitting:
+        return None
+    work = scaling.Work.of(job)
+    chosen = min(fitting, key=lambda c: scaling.step(work, cluster, c.plan).step_s)
+    training = scaling.training(work, cluster, config.steps, chosen.plan)
+    return Bill(offer, chosen.plan, chosen.memory_bytes, scaling.step(work, cluster, chosen.plan), training,
+                with_band(training, config.error), config.power_factor * (row.tdp_w or math.nan))  # fmt: skip
+
+
+def with_band(training: scaling.Training, error: Band) -> Range:
+    """Seconds from the start to the last step. The band is that of a step: start-up is a given number and has none."""
+    running = training.total_s - training.startup_s
+    return Range(*(training.startup_s + factor * running for factor in (1.0, error.low, error.high)))
+
+
+def bills(config: Config) -> list[Bill | None]:
+    """One for each offer, in their order."""
+    return [bill(config, offer) for offer in config.parsed()]
+
+
+def within(found: Bill, deadline_days: float = 0.0, budget: float = 0.0, certain: bool = True) -> bool:
+    """Whether it is done in time and within budget: at the upper end of the band if that has to be certain."""
+    end = (lambda r: r.high) if certain else (lambda r: r.value)
+    late = deadline_days and end(found.days) > deadline_days
+    dear = budget and (found.money is None or end(found.money) > budget)
+    return not (late or dear)
+
+
+def cheapest(found: Sequence[Bill | None], deadline_days: float = 0.0, budget: float = 0.0) -> Bill | None:
+    """Least money (GPU-hours if an offer has no price) of those that keep both limits at the upper end of the band."""
+    fit = [b for b in found if b and within(b, deadline_days, budget)]
+    priced = all(b.money for b in fit)
+    return min(fit, key=lambda b: b.money.high if priced else b.gpu_hours.high, default=None)
+
+
+def largest_model(config: Config, offer: Offer) -> tuple[float, Bill] | None:
+    """(parameters, bill) of the largest model that `offer` trains within deadline and budget, 20 tokens a parameter.
+
+    By bisection, to a percent, at the upper end of the band; memory is a limit, too. None if not even a million fit.
+    """
+
+    def possible(params: float) -> Bill | None:
+        found = bill(replace(config, params=params, tokens=0.0), offer)
+        return found if found and within(found, config.deadline_days, config.budget) else None
+
+    require(
+        bool(config.deadline_days or config.budget), "the largest model is limited by deadline_days or budget: give one"
+    )
+    low, high = 1e6, LARGEST
+    if not possible(low):
+        return None
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if possible(middle) else (low, middle)
+    return low, possible(low)
+
+
+def table(found: Sequence[Bill | None], offers: Sequence[Offer]) -> pandas.DataFrame:
+    """A row for each offer."""
+    rows = []
+    for offer, b in zip(offers, found, strict=True):
+        if b is None:
+            rows.append({"offer": str(offer), "plan": "no plan fits into its memory"})
+            continue
+        money = {"money": str(b.money)} if b.money else {}
+        rows.append({"offer": str(offer), "plan": str(b.plan), "GB per GPU": f"{b.memory_bytes / 1e9:.0f}",
+                     "days (band)": str(b.days), "GPU-hours": str(b.gpu_hours), "MWh": str(b.energy_kwh.times(1e-3)),
+                     **money})  # fmt: skip
+    return pandas.DataFrame(rows).set_index("offer").fillna("")
+
+
+def answer(config: Config) -> Iterator[str]:
+    """Which offer to take, what it costs, what it costs beside the steps, and how sure that is."""
+    found = bills(config)
+    kept = cheapest(found, config.deadline_days, config.budget)
+    limits = [f"in {config.deadline_days:g} days"] * bool(config.deadline_days)
+    limits += [f"for {config.budget:g}"] * bool(config.budget)
+    asked = " and ".join(limits) or "without limits"
+    if kept is None:
+        yield f"At the band's upper end no offer trains {config.params:.3g} parameters {asked}."
+        yield _nearest(found, config)
+    else:
+        money = f", {kept.money} of your money" if kept.money else ""
+        yield (f"Cheapest {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
+               f"GPU-hours{money}, {kept.energy_kwh.times(1e-3)} MWh at most on the boards.")  # fmt: skip
+        share = kept.training.lost_share
+        yield (f"Trained as: {kept.plan}. Most of a step is {kept.step.limit()}; checkpoints and failures take "
+               f"{share:.1%} of the time, start-up {kept.training.startup_s / kept.training.total_s:.1%}.")  # fmt: skip
+    yield from _arithmetic(config)
+    if config.deadline_days or config.budget:
+        for offer in config.parsed():
+            if largest := largest_model(config, offer):
+                yield f"Largest model on {offer} {asked}: {largest[0]:.2g} parameters, 20 tokens each."
+    yield str(config.error)
+
+
+def _nearest(found: Sequence[Bill | None], config: Config) -> str:
+    fit = [b for b in found if b]
+    if not fit:
+        return "None has the memory."
+    hopeful = [b for b in fit if within(b, config.deadline_days, config.budget, certain=False)]
+    if hopeful:
+        return f"In the middle of the band these would: {', '.join(str(b.offer) for b in hopeful)}."
+    first = min(fit, key=lambda b: b.seconds.value)
+    return f"The fastest is {first.offer}: {first.days} days, {first.gpu_hours} GPU-hours."
+
+
+def _arithmetic(config: Config) -> Iterator[str]:
+    for card in dict.fromkeys(offer.card for offer in config.parsed()):
+        share, origin = config.share_of_peak(card)
+        yield f"{card}: taken to reach {share:.0%} of its dense 16-bit peak ({origin})."
+
+
+# -- the two divisions
+
+
+@dataclass(frozen=True)
+class Divisions:
+    """Bytes and operations of a training over what some GPUs have: before any plan is made."""
+
+    states_bytes: float
+    """16 bytes per parameter: weights, gradients and Adam's moments in FP32, or a mixed-precision copy of them."""
+    weights_bytes: float
+    """2 per parameter: in 16 bits, nothing else."""
+    memory_bytes: float
+    """Of all GPUs together."""
+    flop: float
+    """6 per parameter and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1)."""
+    peak_flop_s: float
+    """Of all GPUs together, dense, 16 bits."""
+
+    @property
+    def times_too_large(self) -> float:
+        """States over memory: above 1 they do not fit even if each byte is kept once."""
+        return self.states_bytes / self.memory_bytes
+
+    def days(self, share: float = 1.0) -> float:
+        """Of computing, if GPUs reach `share` of their peak and memory were no limit."""
+        return self.flop / (share * self.peak_flop_s) / DAY_S
+
+
+@cache
+def divisions(params: float, tokens: float, card: str, gpus: int) -> Divisions:
+    """The two divisions. BadInput for a card without a sourced memory or peak."""
+    row = hardware.spec(card)
+    require(bool(row and row.memory_gb and row.tflops("fp16")), f"no sourced memory and FP16 peak of {card!r} here")
+    return Divisions(parallel_cost.STATE_BYTES * params, 2 * params, gpus * row.memory_gb * 1e9, 6 * params * tokens,
+                     gpus * row.tflops("fp16") * 1e12)  # fmt: skip
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    config = cli.parse_config(Config, __doc__, "python -m labs.cost")
+    for sentence in answer(config):
+        print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+    print("\nAll of this is modelled:")
+    print(table(bills(config), config.parsed()).to_string())
+
+
+if __name__ == "__main__":
+    main()

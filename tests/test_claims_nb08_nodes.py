@@ -1,0 +1,75 @@
+"""Verdicts of notebook 08 on launching follow the records, and turn when the records turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from labs.chapters.nb08 import claims_nodes  # noqa: F401  (registers the verdicts)
+from labs.kit.claims import WORDS, _judges, claims
+from labs.kit.record import Record, Records
+
+OWN = ("A03 A06 A23 A24 B35 C04 C11 C18 C19 C20 C21 C24 C25 D09 D10 D11 D14").split()
+FACTS = {
+    "init without an address": (0, "ValueError: MASTER_ADDR"),
+    "main(rank, world_size) without arguments": (0, "TypeError: missing"),
+    "python -m torch.multiprocessing": (0, "a package"), "spawn passes the rank first": (1, "0 and 1"),
+    "import torch brings torch.multiprocessing": (1, "imports it"), "torch.distributed.launch is current": (0, "old"),
+}  # fmt: skip
+EXPECTED = {
+    "A03": "does not hold", "A06": "does not hold", "A23": "depends", "A24": "depends", "B35": "does not hold",
+    "C04": "depends", "C11": "holds", "C18": "does not hold", "C19": "does not hold", "C20": "does not hold",
+    "C21": "holds", "C24": "does not hold", "C25": "holds", "D09": "does not hold", "D10": "holds", "D11": "holds",
+    "D14": "depends",
+}  # fmt: skip
+
+
+def record(metric, value, **case):
+    return Record("two_nodes", metric, "1", (value,), case=case, layout={"world_size": 1, "rank": 0, "backend": "gloo",
+                  "device": "cpu"})  # fmt: skip
+
+
+def evidence(turned=False, sums=3.0):
+    found = [record("works", float(v != turned), name=name, line=line) for name, (v, line) in FACTS.items()]
+    for rank in (0, 1):
+        for name, text in (("RANK", str(rank)), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("GROUP_WORLD_SIZE", "2")):
+            found.append(record("variable", 1, name=name, text=text, on_rank=rank, node=rank))
+        found.append(record("sum", sums, on_rank=rank))
+    for setting in ("port taken", "no such interface", "clock off"):
+        found.append(record("went_on", float(setting == "clock off"), setting=setting, of=int(setting == "clock off")))
+        if not turned:
+            found.append(record("told_s", 1.0, setting=setting, line=f"Error of {setting}"))
+    return Records(found)
+
+
+def judge(claim, run):
+    return _judges[claim](run)
+
+
+def test_these_are_claims_of_this_notebook():
+    assert set(OWN) <= {c.id for c in claims("08")} and set(OWN) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("claim", OWN)
+def test_the_verdict_that_the_records_give(claim):
+    found = judge(claim, evidence())
+    assert found.word == EXPECTED[claim] and found.word in WORDS
+
+
+@pytest.mark.parametrize("claim", ["A06", "A23", "C04", "C19", "C20", "C24", "D09", "D10", "D11"])
+def test_a_verdict_turns_with_its_records(claim):
+    assert judge(claim, evidence(turned=True)).word != EXPECTED[claim]
+
+
+@pytest.mark.parametrize("claim", sorted(set(OWN) - {"A03", "C11", "D14"}))
+def test_without_records_nothing_is_said(claim):
+    with pytest.raises(LookupError):
+        judge(claim, Records())
+
+
+def test_ranks_that_did_not_meet_prove_nothing():
+    with pytest.raises(LookupError):
+        judge("C25", evidence(sums=1.0))
+
+
+def test_a_world_of_one_is_named():
+    assert "1 of 2 ranks was the whole world" in judge("C21", evidence()).because

@@ -1,0 +1,230 @@
+"""The bill of a training: arithmetic by hand, limits, what an offer may be, tables and sentences."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from labs import cost
+from labs.chapters.nb08 import figures_cost as figures
+from labs.kit import hardware
+from labs.kit.check import predict
+from labs.kit.errors import BadInput
+from labs.parts.planning import blind_test, scaling
+
+QUIET = {"startup_min": 0.0, "gpu_mtbf_days": 0.0, "save_s": 0.0}
+BAND = blind_test.band_across()
+
+
+def one(offer="H100 SXM:64:2.0", **values) -> cost.Bill:
+    config = cost.Config(offers=(offer,), **values)
+    return cost.bill(config, config.parsed()[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("H100 SXM", 'an offer is "CARD:GPUS"'),
+        ("H100 SXM:many", 'an offer is "CARD:GPUS"'),
+        ("H100 SXM:8:2:3", 'an offer is "CARD:GPUS"'),
+        ("H100 SXM:8:cheap", 'an offer is "CARD:GPUS"'),
+        ("H100 SXM:0", "1 to 1,000,000 GPUs"),
+        ("H100 SXM:8:-1", "a price is positive"),
+        ("H100 SXM:8:nan", "a price is positive"),
+        ("H100 SMX:8", "did you mean"),
+        ("RTX 3090:8", "have no source"),
+        ("V100 SXM2:8", "have no source"),
+    ],
+)
+def test_an_offer_that_is_none_is_one_line(text, words):
+    with pytest.raises(BadInput, match=words) as e:
+        cost.Config(offers=(text,))
+    assert "\n" not in str(e.value)
+
+
+def test_an_offer_is_read():
+    offer = cost.Offer.of("h100 sxm: 64 : 2.5")
+    assert (offer.card, offer.gpus, offer.price) == ("H100 SXM", 64, 2.5) and str(offer) == "64 x H100 SXM"
+    assert cost.Offer.of("L4:1").price is None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"params": 0.5}, "at least 1"),
+        ({"params": 1e15}, "at most"),
+        ({"tokens": -1.0}, "must not be negative"),
+        ({"network_gb_s": 0.0}, "positive"),
+        ({"reached": 1.5}, "at most 1"),
+        ({"power_factor": 0.5}, "at least 1"),
+        ({"offers": ()}, "at least one"),
+        ({"reserved_gb": 90.0}, "leaves no memory"),
+        ({"budget": 10.0}, "needs a price in every offer"),
+        ({"deadline_days": -1.0}, "must not be negative"),
+    ],
+)
+def test_bad_input_is_one_line(values, words):
+    with pytest.raises(BadInput, match=words):
+        cost.Config(**values)
+
+
+def test_the_bill_by_hand():
+    """Without start-up and failures: steps x a step; the rest is multiplication."""
+    b = one(**QUIET, tokens=2048 * 1024 * 1000, power_factor=1.5)
+    assert b.training.steps == pytest.approx(1000) and b.training.lost_share == 0
+    seconds = 1000 * b.step.step_s
+    assert b.seconds.value == pytest.approx(seconds)
+    assert b.gpu_hours.value == pytest.approx(64 * seconds / 3600) and b.days.value == pytest.approx(seconds / 86_400)
+    assert b.money.value == pytest.approx(2.0 * 64 * seconds / 3600)
+    assert b.energy_kwh.value == pytest.approx(1.5 * 0.7 * 64 * seconds / 3600), "700 W by the datasheet"
+    assert b.seconds.high / b.seconds.value == pytest.approx(BAND.high)
+    assert b.seconds.low / b.seconds.value == pytest.approx(BAND.low)
+
+
+def test_a_share_that_was_timed_has_the_narrower_band():
+    assert cost.Config(reached=0.4).error == blind_test.band() and cost.Config().error == BAND
+    assert BAND.high / BAND.low > blind_test.band().high / blind_test.band().low
+
+
+def test_arithmetic_alone_is_a_lower_bound():
+    b = one(**QUIET, reached=0.5)
+    flop = 6 * 7e9 * 20 * 7e9
+    ideal_s = flop / (64 * 0.5 * 989.4e12)
+    assert ideal_s < b.seconds.value < 2 * ideal_s
+
+
+def test_startup_is_paid_and_has_no_band_and_failures_lengthen():
+    quiet, late = one(**QUIET), one(**{**QUIET, "startup_min": 60.0})
+    assert late.seconds.value - quiet.seconds.value == pytest.approx(3600)
+    assert late.seconds.high - quiet.seconds.high == pytest.approx(3600), "a known number has no band"
+    failing = one(gpu_mtbf_days=100.0)
+    assert failing.training.lost_share > one().training.lost_share > 0
+    assert failing.seconds.value > one().seconds.value
+
+
+def test_twice_the_price_is_twice_the_money_and_no_price_is_none():
+    assert one("H100 SXM:64:4").money.value == pytest.approx(2 * one("H100 SXM:64:2").money.value)
+    assert one("H100 SXM:64").money is None
+
+
+def test_what_does_not_fit_has_no_bill():
+    assert one("A100 80GB SXM:8", params=175e9) is None
+    assert one("A100 80GB SXM:1024", params=175e9) is not None
+    b = one("L4:8", params=7e9)
+    assert b is None or b.memory_bytes <= 22e9
+
+
+def test_the_fastest_plan_that_fits_is_taken():
+    b = one()
+    config = cost.Config(offers=("H100 SXM:64",))
+    assert b.memory_bytes <= 78e9 and b.plan.ranks == 64
+    work = scaling.Work.of(config.job())
+    cluster = scaling.of_card("H100 SXM", 64, 8, 25.0, config.share_of_peak("H100 SXM")[0])
+    recomputing = replace(b.plan, recompute=True)
+    assert scaling.step(work, cluster, recomputing).step_s >= b.step.step_s
+
+
+def made(price, days, gpus=64, card="H100 SXM") -> cost.Bill:
+    seconds = cost.Range(*(86_400 * days * f for f in (1.0, 0.9, 1.5)))
+    return replace(one(), offer=cost.Offer(card, gpus, price), seconds=seconds)
+
+
+def test_limits_are_kept_at_the_upper_end():
+    cheap, sure, dear = made(1.0, 8), made(2.0, 6), made(15.0, 1)
+    assert cost.cheapest([cheap, sure, dear]) is cheap
+    assert cost.cheapest([cheap, sure, dear, None], deadline_days=10) is sure, "8 days may become 12"
+    assert cost.cheapest([cheap, sure, dear], deadline_days=2) is dear
+    assert cost.cheapest([cheap, sure, dear], deadline_days=1) is None
+    money = sure.money.high
+    assert cost.cheapest([sure], budget=money) is sure and cost.cheapest([sure], budget=0.99 * money) is None
+    assert cost.within(cheap, deadline_days=10, certain=False) and not cost.within(cheap, deadline_days=10)
+
+
+def test_without_prices_gpu_hours_decide():
+    assert cost.cheapest([made(None, 4, gpus=64), made(None, 3, gpus=128)]).offer.gpus == 64
+
+
+def test_the_largest_model_keeps_the_limits_and_one_that_is_larger_does_not():
+    config = cost.Config(offers=("H100 SXM:64:2.0",), budget=20_000.0)
+    params, b = cost.largest_model(config, config.parsed()[0])
+    assert cost.within(b, budget=20_000.0) and b.money.high > 19_000
+    assert not cost.within(one(params=1.05 * params), budget=20_000.0)
+    twice = replace(config, budget=40_000.0)
+    bigger = cost.largest_model(twice, twice.parsed()[0])[0]
+    assert bigger / params == pytest.approx(math.sqrt(2), rel=0.1), "FLOP grow with the square: 20 tokens a parameter"
+    assert cost.largest_model(replace(config, budget=0.001), config.parsed()[0]) is None
+    with pytest.raises(BadInput, match="give one"):
+        cost.largest_model(replace(config, budget=0.0), config.parsed()[0])
+
+
+def test_two_divisions():
+    found = cost.divisions(175e9, 300e9, "A100 80GB SXM", 8)
+    assert found.states_bytes == 2.8e12 and found.memory_bytes == 640e9 and found.times_too_large == 4.375
+    assert found.weights_bytes == 350e9 and found.flop == pytest.approx(3.15e23)
+    assert found.days() == pytest.approx(3.15e23 / (8 * 312e12) / 86_400) and found.days(0.5) == 2 * found.days()
+    with pytest.raises(BadInput, match="no sourced"):
+        cost.divisions(1e9, 1e9, "V100 SXM2", 8)
+
+
+def test_the_published_estimate_for_gpt_3_is_inside_the_band():
+    config = cost.Config(params=figures.GPT_3, tokens=figures.GPT_3_TOKENS, batch=1536, offers=("A100 80GB SXM:1024",))
+    days = cost.bill(config, config.parsed()[0]).days
+    assert 0.5 * days.low < figures.NARAYANAN[1] < 1.5 * days.high, "another table calibrated the card"
+
+
+def test_cards_of_the_article_have_their_sources(monkeypatch):
+    table = figures.card_table()
+    assert list(table.index) == ["A100 40GB SXM", "A100 80GB SXM", "RTX 4090", "T4"]
+    assert (table["GB/s"] == table["pins x rate / 8"]).all(), "two columns of datasheets agree"
+    assert all(figures.sources_table()["address"].str.startswith("https://"))
+    said = []
+    monkeypatch.setattr(figures, "say", said.append)
+    figures.card_text()
+    assert "936 is the RTX 3090's" in said[0] and "20 A100 of 80 GB" in said[0]
+    assert figures.largest_alone("T4") == 1e9
+
+
+def test_tables_and_sentences_follow_the_bills(monkeypatch):
+    said, alts = [], []
+    monkeypatch.setattr(figures, "say", said.append)
+    monkeypatch.setattr(figures, "show", lambda fig, alt: alts.append(alt))
+    slow_and_fast = ("A100 80GB SXM:64:1.0", "H100 SXM:256:3.0")
+    config = cost.Config(offers=slow_and_fast, deadline_days=3.0)
+    figures.offers_figure(config, predict(10_000, "money"))
+    assert "256 x H100 SXM" in alts[0].split(".")[0] and "256 x H100 SXM takes" in said[0]
+    hopeless = replace(config, deadline_days=0.01)
+    figures.offers_figure(hopeless, predict(10_000, "money"))
+    assert "no offer" in alts[1] and "takes" not in said[1]
+    middle = one(slow_and_fast[0], params=7e9).days
+    figures.offers_figure(replace(config, deadline_days=(middle.value + middle.high) / 2), predict(1, "money"))
+    assert "By the middle of the band alone one would book 64 x A100 80GB SXM" in said[2]
+    figures.energy_text(config)
+    assert "No energy was recorded" in said[3] and "700 W" in said[3]
+    figures.gpt_3_text(predict(12, "years", unit="years"))
+    assert "1,024 A100" in said[4]
+    limits = figures.largest_table(replace(config, deadline_days=7.0, budget=30_000.0))
+    assert set(limits["limited by"]) <= {"deadline", "budget", "memory"}
+    assert "4.4 x" in figures.gpt_3_table().iloc[3, 0]
+    assert "no plan fits" in cost.table([None], [cost.Offer("L4", 1)]).to_string()
+
+
+def test_every_card_with_sources_makes_an_offer():
+    usable = [s.gpu for s in hardware.specs() if s.memory_gb and s.link_gb_s and s.tflops("fp16")]
+    assert {"H100 SXM", "A100 80GB SXM", "L4", "T4"} <= set(usable)
+    for gpu in usable:
+        b = one(f"{gpu}:8", params=1e8)
+        assert b and 0 < b.days.value < math.inf and b.power_w > 0
+
+
+def test_the_command_answers_first_and_knows_no_price():
+    found = subprocess.run([sys.executable, "-m", "labs.cost"], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0 and found.stdout.startswith("Cheapest without limits"), found.stderr
+    assert "money" not in found.stdout and "erred by" in found.stdout
+    wrong = subprocess.run(
+        [sys.executable, "-m", "labs.cost", "--offers", "H100"], capture_output=True, text=True, timeout=120
+    )
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") <= 1, wrong.stderr

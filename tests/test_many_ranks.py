@@ -1,0 +1,230 @@
+"""Thousands of ranks: counts of fake ranks against closed forms, numbers by hand, and two real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from labs import many_ranks
+from labs.chapters.nb08 import figures_ranks
+from labs.kit.check import predict
+from labs.kit.errors import BadInput
+from labs.kit.launch import launch, run_on_ranks
+from labs.kit.record import Records
+from labs.parts.oracle.gpt import GptShape, gpt
+from labs.parts.sharding import five_ways
+from labs.parts.sharding.fake_ranks import all_reduce_hook, fake_job, out_of_job
+from labs.parts.sharding.five_ways import Job
+from labs.parts.sharding.tensor import by_hand
+
+SMALL = GptShape(layers=4, width=32, vocabulary=64, heads=8, places=16)
+
+
+# -- closed forms by hand
+
+
+def test_ddp_on_16_ranks_by_hand():
+    [term] = five_ways.predict(Job(SMALL, 16, 8), "ddp")
+    parameters = sum(p.numel() for p in gpt(SMALL).module.parameters())
+    assert (term.kind, term.ranks, term.sent) == ("all_reduce", 16, 2 * 15 / 16 * 4 * parameters)
+    levels = five_ways.predict_levels(Job(SMALL, 16, 8), "ddp")
+    assert levels["across"] == pytest.approx(term.sent / 8)  # one link of eight leaves the node
+
+
+def test_rows_that_are_fewer_than_ranks_are_padded():
+    """32 rows on 64 ranks: a rank sends as if there were 64."""
+    few, many = (sum(t.sent for t in five_ways.predict(Job(SMALL, n, 8), "fsdp")) for n in (32, 1024))
+    assert many > 7 * few
+    assert [sum(t.sent for t in five_ways.predict(Job(SMALL, n, 8), "hsdp") if t.kind != "all_reduce")
+            for n in (32, 1024)] == [pytest.approx(7 / 8 * _sharded())] * 2  # fmt: skip
+
+
+def _sharded() -> float:
+    """Gathered for forward and backward, the tables and the last norm once, and scattered, in bytes."""
+    outside = (SMALL.vocabulary + SMALL.places + 2) * SMALL.width
+    return 4 * (3 * SMALL.parameters - outside)
+
+
+def test_shares_of_tensor_ranks_and_stages_hold_every_parameter():
+    stages = five_ways.stages(SMALL, 4)
+    assert [sum(p.numel() for p in s.parameters()) for s in stages] == [
+        five_ways.stage_parameters(SMALL, 4, i) for i in range(4)]  # fmt: skip
+    with fake_job(4):
+        module = by_hand(five_ways.blocks.separated(gpt(SMALL).module), dist.group.WORLD)
+    assert sum(p.numel() for p in module.parameters()) == five_ways.tensor_parameters(SMALL, 4)
+
+
+@pytest.mark.parametrize(
+    "members, per_node, share",
+    [(range(8), 8, 0), (range(16), 8, 2 / 16), ([0, 8], 8, 1), ([0, 4], 8, 0), ([3], 1, 0), ([0, 8, 1, 9], 8, 1)],
+)
+def test_the_share_of_links_that_cross(members, per_node, share):
+    assert five_ways.crossing_share(list(members), per_node) == share
+
+
+# -- fake ranks against closed forms
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16, 64, 512])
+@pytest.mark.parametrize("way", five_ways.WAYS)
+def test_fake_ranks_send_the_bytes_of_the_closed_form(way, ranks):
+    job = Job(SMALL, ranks, 8)
+    calls, levels = many_ranks.audit(job, way)
+    assert calls
+    assert five_ways.alike(five_ways.counted(calls), five_ways.summed(five_ways.predict(job, way)))
+    assert levels == pytest.approx(five_ways.predict_levels(job, way), rel=1e-9)
+    assert not dist.is_initialized()
+
+
+def test_a_closed_form_that_is_off_by_a_bias_is_noticed():
+    job = Job(SMALL, 8, 8)
+    counted = five_ways.counted(many_ranks.audit(job, "ddp")[0])
+    wrong = five_ways.summed(five_ways.predict(Job(GptShape(4, 32, 65, 8, 16), 8, 8), "ddp"))
+    assert not five_ways.alike(counted, wrong)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "hsdp", "tensor", "pipeline"])
+def test_a_large_model_takes_no_memory(way):
+    """GPT-3's width: 4 blocks are 29 GB in FP32."""
+    job = Job(GptShape(4, 12288, 50257, 96, 128), 16, 8)
+    calls, _ = many_ranks.audit(job, way)
+    assert five_ways.alike(five_ways.counted(calls), five_ways.summed(five_ways.predict(job, way)))
+
+
+def test_4096_ranks_are_one_process():
+    job = Job(SMALL, 4096, 8)
+    calls, levels = many_ranks.audit(job, "hsdp")
+    assert {c.ranks for c in calls} == {8, 512}
+    assert levels == pytest.approx(five_ways.predict_levels(job, "hsdp"))
+
+
+# -- private parts of torch
+
+
+def test_a_fake_job_is_left_whatever_happens_and_is_refused_within_another():
+    with pytest.raises(ArithmeticError), fake_job(100, 7):
+        assert (dist.get_rank(), dist.get_world_size()) == (7, 100)
+        dist.all_reduce(torch.ones(1))  # nobody is there, and nobody waits
+        with pytest.raises(BadInput, match="a rank of a job already"), fake_job(2):
+            pass
+        raise ArithmeticError
+    assert not dist.is_initialized()
+    with pytest.raises(BadInput, match="no rank 3 among 3"), fake_job(3, 3):
+        pass
+
+
+def meet_again() -> tuple[bool, float, tuple[int, int]]:
+    """Ranks leave their job, one plays another one, and they sum again."""
+    me = dist.get_rank()
+    with out_of_job():
+        alone = not dist.is_initialized()
+        if me == 0:
+            with fake_job(512, 3):
+                pass
+    x = torch.tensor([float(me + 1)])
+    dist.all_reduce(x)
+    return alone, x.item(), (dist.get_rank(), dist.get_world_size())
+
+
+def test_ranks_meet_again_after_a_fake_job():
+    assert run_on_ranks(meet_again, 2) == [(True, 3.0, (0, 2)), (True, 3.0, (1, 2))]
+
+
+def gradients_by_hook() -> bool:
+    """Whether DDP with the hook has the gradients of DDP as it is."""
+    found = []
+    for hooked in (True, False):
+        torch.manual_seed(0)
+        module = DistributedDataParallel(torch.nn.Linear(5, 3))
+        if hooked:
+            module.register_comm_hook(None, all_reduce_hook)
+        module(torch.full((2, 5), float(dist.get_rank()))).square().sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    return torch.equal(*found) and bool(found[0].any())
+
+
+def test_the_hook_computes_what_ddp_computes():
+    assert run_on_ranks(gradients_by_hook, 2) == [True, True]
+
+
+# -- the lab
+
+
+@pytest.fixture(scope="module")
+def run() -> Records:
+    return launch("many_ranks", nproc=2, device="cpu", smoke=True, width=64, vocabulary=128)
+
+
+def test_real_ranks_make_the_calls_of_fake_ones(run):
+    assert {r.case["way"]: r.value for r in run.where("same_calls")} == dict.fromkeys(five_ways.WAYS, 1.0)
+    assert many_ranks.wrong(run) == []
+
+
+def test_the_kernel_counts_the_bytes_of_the_closed_form(run):
+    counted = [r for r in run.where("tcp_sent_bytes") if r.kind == "measured"]
+    if not counted:
+        pytest.skip("this kernel does not count what a connection sends")
+    for record in counted:
+        form = next(r for r in run.where("tcp_sent_bytes", way=record.case["way"]) if r.kind == "modelled")
+        for found, said in zip(record.samples, form.samples, strict=True):
+            assert said <= found < 1.05 * said + 20_000, record.case  # headers: 48 bytes a message
+
+
+def test_the_page_of_the_lab(run, capsys):
+    figures_ranks.checks_text(run)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert all(line.endswith("the bytes of the closed form; the calls of two real ranks") for line in lines)
+    assert not any("NOT" in line for line in lines)
+    figures_ranks.bytes_by_level(run, predict(5.0, "MB out of the node", unit="MB"))
+    figures_ranks.bytes_by_level(run, predict(None, "MB out of the node", unit="MB"))
+    assert len(figures_ranks.on_the_wire(run)) == 5
+    assert len(list(many_ranks.answer(run))) == 5
+    assert figures_ranks.padding(run, 8) == pytest.approx(1.0)
+
+
+def test_counts_that_differ_are_named(run):
+    wrong = [r if r.case.get("source") != "fake ranks" else _with(r, 1.1 * r.value) for r in run]
+    assert "ddp on 64, across" in many_ranks.wrong(Records(wrong))
+    unequal = [r if r.metric != "same_calls" else _with(r, 0.0) for r in run]
+    assert "fsdp on 2" in many_ranks.wrong(Records(unequal))
+
+
+def _with(record, value):
+    import dataclasses
+
+    return dataclasses.replace(record, samples=(value,))
+
+
+# -- ZeRO
+
+
+def test_zero_by_hand():
+    """1 billion parameters on 4 ranks: 16 bytes each, of which 12, 14, 16 are cut into four."""
+    found = many_ranks.zero_bytes(10**9, 4)
+    assert [sum(states.values()) / 1e9 for states, _ in found.values()] == [16, 7, 5.5, 4]
+    assert [sent / 1e9 for _, sent in found.values()] == [3, 3, 3, 4.5]
+    figures_ranks.zero_table()
+    figures_ranks.cannot_show()
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [({"ways": ("magic",)}, "magic"), ({"ways": ()}, "ways may"), ({"ranks": ()}, "ranks must hold"),
+     ({"ranks": (1,)}, "at least 2"), ({"ranks": (12,)}, "do not fill nodes of 8"), ({"layers": 2}, "4 stages"),
+     ({"heads": 4}, "4 heads cannot be shared by 8"), ({"heads": 7}, "7 heads"), ({"rows": 0}, "at least 1")],
+)  # fmt: skip
+def test_bad_input_is_one_line(arguments, told):
+    with pytest.raises(BadInput, match=told) as error:
+        many_ranks.Config(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_more_than_two_real_ranks_are_refused():
+    with pytest.raises(BadInput, match="use nproc=2 or 1"):
+        many_ranks.check_layout(many_ranks.Config(), 4)

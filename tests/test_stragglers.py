@@ -1,0 +1,168 @@
+"""The slowest of n: expected maxima against dice, planted delays on real ranks, sentences that follow the records."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from labs import slowest_rank as lab
+from labs.chapters.nb08 import figures_efficiency as figures
+from labs.kit.check import predict
+from labs.kit.errors import BadInput
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records
+from labs.parts.checkpoints import checkpoint_interval
+from labs.parts.planning import slowest
+
+DRAWS = 200_000
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 64])
+def test_expected_maxima_are_those_of_dice(n):
+    dice = np.random.default_rng(n)
+    many = dice.exponential(3.0, (DRAWS // n + 2000, n)).max(axis=1).mean()
+    assert slowest.of_exponential(3.0, n) == pytest.approx(many, rel=0.03)
+    rare = 60 * (dice.random((DRAWS // n + 2000, n)) < 0.05).any(axis=1).mean()
+    assert slowest.of_rare(0.05, 60, n) == pytest.approx(rare, rel=0.05)
+    samples = dice.gamma(2.0, size=200)
+    resampled = dice.choice(samples, (DRAWS // n + 2000, n)).max(axis=1).mean()
+    assert slowest.of_samples(samples, n) == pytest.approx(resampled, rel=0.02)
+
+
+def test_ends_of_the_formulas():
+    assert slowest.of_exponential(3.0, 1) == 3.0 and slowest.of_exponential(1.0, 2) == 1.5
+    assert slowest.of_rare(0.05, 60, 1) == pytest.approx(3.0) and slowest.of_rare(0.05, 60, 10**6) == pytest.approx(60)
+    assert slowest.of_samples([2.0, 1.0, 3.0], 1) == pytest.approx(2.0)
+    assert slowest.of_samples([2.0, 1.0, 3.0], 10**6) == pytest.approx(3.0), "never above the largest sample"
+    assert slowest.of_samples([1.0, 2.0], 2) == pytest.approx(1.75)
+    for wrong in (
+        lambda: slowest.of_exponential(1, 0),
+        lambda: slowest.of_samples([], 2),
+        lambda: slowest.of_rare(2, 1, 1),
+    ):
+        with pytest.raises(BadInput, match="at least one rank"):
+            wrong()
+
+
+def test_both_kinds_have_the_mean_that_was_asked_for():
+    config, dice = lab.Config(), random.Random(0)
+    for kind in lab.KINDS:
+        drawn = [lab.draw_ms(config, kind, dice) for _ in range(40_000)]
+        assert np.mean(drawn) == pytest.approx(config.mean_ms, rel=0.1)
+        assert lab.predict(config, kind, 1) == pytest.approx(1e-3 * (config.work_ms + config.mean_ms))
+    assert lab.predict(config, "rare", 8) > 1.5 * lab.predict(config, "exponential", 8)
+
+
+def test_groups_are_powers_of_two_and_all():
+    assert [lab.group_sizes(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"work_ms": -1.0}, "must not be negative"),
+        ({"mean_ms": 0.0}, "must be positive"),
+        ({"rare_share": 0.0}, "above 0"),
+        ({"rare_share": 1.5}, "at most 1"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"seconds": 0.0}, "positive"),
+    ],
+)
+def test_bad_input_is_one_line(values, words):
+    with pytest.raises(BadInput, match=words):
+        lab.Config(**values)
+
+
+def test_ranks_wait_for_the_longest_delay_that_was_planted():
+    """No sleep ends early, so every measured step is at least what was planted: in any noise."""
+    run = launch("slowest_rank", 4, oversubscribe=True, device="cpu", rounds=6, seconds=2.0)
+    for kind in lab.KINDS:
+        for n in (1, 2, 4):
+            measured = next(r for r in run.where("step_s", delays=kind, ranks=n) if r.kind == "measured").samples
+            planted = run.one("planted_s", delays=kind, ranks=n).samples
+            assert len(measured) == len(planted) == 6
+            assert all(m >= 0.99 * p for m, p in zip(measured, planted, strict=True)), (kind, n)
+    again = launch("slowest_rank", 2, oversubscribe=True, device="cpu", rounds=6, seconds=2.0)
+    for kind in lab.KINDS:
+        two = [r.one("planted_s", delays=kind, ranks=2).samples for r in (run, again)]
+        assert two[0] == two[1], "delays come from the seed, rank and group"
+    assert 1 <= len(run.where("real_step_s")) <= 4
+
+
+def records(rare=0.026, extra=0.001, second=1.0, noise=0.1, n=400):
+    layout = {"world_size": 8, "rank": None, "backend": "gloo", "device": "cpu"}
+    config, rows = {"mean_ms": 3.0, "rare_share": 0.05}, []
+
+    def add(metric, samples, kind="measured", **case):
+        rows.append(Record("slowest_rank", metric, "s", samples, kind, case, config, layout))
+
+    for kind, top in (("exponential", 0.013), ("rare", rare)):
+        for ranks in (1, 2, 4, 8):
+            s = 0.008 + (top - 0.008) * ranks / 8
+            add("step_s", [s], "modelled", delays=kind, ranks=ranks)
+            add("planted_s", [s, s], "modelled", delays=kind, ranks=ranks)
+            add("step_s", [s + extra] * 6, delays=kind, ranks=ranks)
+    dice = np.random.default_rng(1)
+    base = 0.01 * (1 + noise * dice.exponential(size=(2, n)))
+    add("real_step_s", base[0].tolist(), of_rank=0)
+    add("real_step_s", (second * (base[0] if second != 1.0 else base[1])).tolist(), of_rank=1)
+    return Records(rows)
+
+
+def test_independent_real_steps_wait_as_one_list_foretells():
+    first, worst, told = lab.real(records())
+    assert worst.value == pytest.approx(told, rel=0.03) and worst.value > first.value
+    assert first.low < first.value < first.high
+
+
+def test_sentences_and_figures_follow_the_records(monkeypatch):
+    said, alts = [], []
+    monkeypatch.setattr(figures, "say", said.append)
+    monkeypatch.setattr(figures, "show", lambda fig, alt: alts.append(alt))
+    run = records()
+    figures.waiting(run, predict(12, "step of 8 ranks", unit="ms"))
+    assert "cost 8 ranks 1.9 times" in alts[0] and "1.0 ms more than planted" in said[0]
+    figures.real_waiting(run, predict(5, "slowest of two", unit="%"))
+    assert "what independent delays make it, as" in said[1] and "400 step times" in alts[1]
+    figures.real_waiting(records(second=1.0000001), predict(5, "slowest of two", unit="%"))
+    assert "late together more often" in said[2]
+    figures.real_waiting(records(second=1.5), predict(5, "slowest of two", unit="%"))
+    assert "a rank is slower" in said[3]
+    figures.waiting(records(rare=0.013), predict(12, "step of 8 ranks", unit="ms"))
+    assert "cannot tell" in alts[-1]
+    alone = Records(r for r in run if r.case.get("of_rank") != 1)
+    figures.real_waiting(alone, predict(5, "slowest of two", unit="%"))
+    assert "could not be measured here" in said[-1]
+    told = list(lab.answer(run))
+    assert len(told) == 3 and "Rare delays" in told[1] and "26.0 ms for the delays" in told[1]
+    assert len(list(lab.answer(alone))) == 2
+
+
+def test_failures_at_the_published_scale(monkeypatch):
+    said, alts = [], []
+    monkeypatch.setattr(figures, "say", said.append)
+    monkeypatch.setattr(figures, "show", lambda fig, alt: alts.append(alt))
+    figures.failures(predict(5, "lost", unit="%"))
+    assert "a failure every 3.1 h" in alts[0] and "5.8 years" in said[0], "54 x 24 / 419, and 16,384 times that"
+    hours, years = 54 * 24 / 419, 54 * 16_384 / 419 / 365.25
+    assert (round(hours, 1), round(years, 1)) == (3.1, 5.8)
+    lost = [float(x.split()[0]) for x in figures.failures_table()["lost"]]
+    assert lost == sorted(lost) and lost[0] < 1
+    mtbf_s = 54 * 86_400 / 419
+    paper = checkpoint_interval.first_order(checkpoint_interval.young(60, mtbf_s), 60, mtbf_s, 600)
+    assert lost[3] == pytest.approx(100 * paper, rel=0.15), "C / tau + tau / 2M + R / M, as on paper"
+
+
+def test_independent_lists_are_seldom_called_dependent():
+    """The interval is meant for 95 %; a hundred made-up runs, so the count itself is uncertain by about two."""
+    called = 0
+    for seed in range(100):
+        times = 0.01 * (1 + 0.1 * np.random.default_rng(seed).exponential(size=(2, 400)))
+        layout = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}
+        run = Records([Record("slowest_rank", "real_step_s", "s", row.tolist(), "measured", {"of_rank": r}, {}, layout)
+                       for r, row in enumerate(times)])  # fmt: skip
+        found = lab.beyond_one_list(run, resamples=200)
+        called += not found.low <= 0 <= found.high
+    assert called <= 12, f"{called} of 100"
