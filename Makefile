@@ -41,7 +41,7 @@ slides: $(READY)
 	@$(PY) -m labs.classroom.slides $(ARGS)
 
 LINT = $(PY) -m ruff check . && $(PY) -m ruff format --check .
-PYTEST = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=90
+PYTEST = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=270
 
 test: $(READY)
 	@echo "== Lint"

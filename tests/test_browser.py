@@ -108,7 +108,7 @@ def serving(options: list[str], home: Path, **more: str) -> Iterator[tuple[str, 
         process = psutil.Popen(command, cwd=home, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
         found = wait_for(lambda: list((home / "JUPYTER_RUNTIME_DIR").glob("jpserver-*.json")), what="JupyterLab")
-        details = wait_for(lambda: (text := found[0].read_text()) and json.loads(text), what="its address")
+        details = wait_for(lambda: _whole_json(found[0]), what="its address")
         wait_for(lambda: _listens(details["port"]), what="its port")  # JupyterLab binds it after it wrote that file
         yield details["url"], details["token"], process
     finally:
@@ -116,6 +116,13 @@ def serving(options: list[str], home: Path, **more: str) -> Iterator[tuple[str, 
         process.terminate()
         for left in psutil.wait_procs(family, timeout=10)[1]:
             left.kill()
+
+
+def _whole_json(path: Path) -> dict | None:
+    """What the file holds; None while it is being written."""
+    with contextlib.suppress(ValueError):
+        return json.loads(path.read_text())
+    return None
 
 
 def _listens(port: int) -> bool:
@@ -254,8 +261,9 @@ def assert_no_error(page: Page) -> None:
 
 def assert_pictures(page: Page, notebook: nbformat.NotebookNode) -> None:
     """Those of the file, loaded, not hidden, each with a text for who cannot see it."""
+    wait_for(lambda: all(p["width"] > 0 for p in pictures_shown(page)), what="pictures to be decoded")
     shown = pictures_shown(page)
-    assert shown and all(p["width"] > 0 and p["shown"] > 0 and len(p["alt"]) >= 10 for p in shown)
+    assert shown and all(p["shown"] > 0 and len(p["alt"]) >= 10 for p in shown)
     assert [p["alt"] for p in shown] == [p.alt for c in code_cells(notebook) for p in pictures(c)]
 
 
@@ -276,8 +284,7 @@ def test_an_error_is_noticed(page, server):
     open_notebook(page, server, "failing.ipynb")
     expect(page.locator(ERRORS)).to_have_count(1)  # the formula
     run_all(page)
-    wait_until_done(page)
-    assert page.locator(ERRORS).count() == 2
+    expect(page.locator(ERRORS)).to_have_count(2)  # not wait_until_done: the formula's error ends that at once
 
 
 @pytest.fixture

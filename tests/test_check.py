@@ -10,8 +10,11 @@ import time
 
 import cloudpickle
 import pytest
+import torch
+import torch.distributed as dist
 
 from labs.chapters.nb00 import exercises as nb00
+from labs.kit import answers
 from labs.kit.check import TODO, Exercise, Mistake, check, examine, predict, show_solution
 from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
@@ -155,6 +158,42 @@ def test_a_loop_that_never_ends_is_stopped():
 
     outcome = examine("00.9", endless)
     assert outcome.state == "not yet" and "did not finish within 0.5 s" in outcome.text
+
+
+def together(late):
+    """A sum over two ranks, of which the second one comes when `late` returns."""
+    if dist.get_rank() == 1:
+        late()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item()
+
+
+def work_for_2_s():
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        pass
+
+
+def test_a_rank_that_is_late_because_it_works_is_waited_for(monkeypatch):
+    """As on a machine where others compute; that rank 0 waits for too short a time is seen in the first run."""
+    monkeypatch.setattr(answers, "WAIT_S", 1.0)
+    monkeypatch.setattr(answers, "MORE", 20)
+    assert answers.on_ranks(together, 2, work_for_2_s, when="here") == [2.0, 2.0]
+
+    monkeypatch.setattr(answers._Work, "went_on", lambda work: False)
+    with pytest.raises(Mistake, match="the ranks wait for each other for ever here"):
+        answers.on_ranks(together, 2, work_for_2_s, when="here")
+
+
+def test_ranks_that_all_wait_are_not_at_work(monkeypatch):
+    monkeypatch.setattr(answers, "WAIT_S", 1.0)
+    work = answers._Work()
+    assert not work.went_on()
+    work.seen = [True] * 90 + [False] * 7 + [True] * 3  # they started, waited, and ended
+    assert not work.went_on()
+    work.seen = [False] * 90 + [True, False] * 5
+    assert work.went_on()
 
 
 @pytest.mark.drill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labs.chapters.nb00 import exercise_reports
+from labs.chapters.nb00 import exercise_busbw, exercise_reports
 from labs.kit import hardware
-from labs.kit.check import examine
+from labs.kit.check import Mistake, examine
 
 
 def passes(exercise_id, candidate):
@@ -104,6 +105,68 @@ def asynchronous(size_bytes):
 @pytest.mark.parametrize("right", [block_of_calls, asynchronous])
 def test_other_ways_to_measure_pass(right):
     passes("00.3", right)
+
+
+SIZE = 2**20
+CALLS = {0: [1.1, 0.1, 0.1, 0.1, 0.1, 0.1], 1: [1.1, 0.1, 0.1, 0.1, 0.1, 0.1]}
+"""Seconds of each all-reduce by rank, the first one included: both ranks wait for the slower one."""
+
+
+def log_of(times, pause=(0.001,) * 5):
+    """The checker's log of calls of so many seconds, with so long a pause after each but the last."""
+    begun = [sum(times[:k]) + sum(pause[:k]) for k in range(len(times))]
+    return [(SIZE, b, b + t) for b, t in zip(begun, times, strict=True)]
+
+
+def stalled(rank=None, call=0, more_s=0.0):
+    """The calls, with one that a neighbour made longer."""
+    return {r: [t + more_s * (r == rank and k == call) for k, t in enumerate(times)] for r, times in CALLS.items()}
+
+
+def gb_s(seconds):
+    return SIZE / seconds * 1e-9  # 2 ranks: 2 (n - 1) / n = 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("more_s", [0.1, 0.5, 3.0])
+@pytest.mark.parametrize("call", [1, 3, 5])
+@pytest.mark.parametrize("drop", [1, 2, 3])
+def test_a_neighbours_moment_in_any_call_makes_no_right_answer_wrong(rank, more_s, call, drop):
+    """Whatever was left out as warm-up, and whether the mean or the median of the rest is answered."""
+    calls = stalled(rank, call, more_s)
+    logs = [log_of(times) for times in calls.values()]
+    assert exercise_busbw._disturbed(logs, SIZE)
+    for statistic in (statistics.fmean, statistics.median):
+        slowest = max(statistic(times[drop:]) for times in calls.values())
+        exercise_busbw._judge([gb_s(slowest * 1.02)] * 2, logs, 2, SIZE)
+
+
+def test_a_measurement_that_was_disturbed_is_made_again_and_a_wrong_answer_stays_wrong(monkeypatch):
+    found = {
+        "quiet": [log_of(times) for times in CALLS.values()],
+        "a long call": [log_of(times) for times in stalled(1, 3, 0.9).values()],
+        "a long pause": [log_of(times, (0.001, 0.001, 0.9, 0.001, 0.001)) for times in CALLS.values()],
+    }
+    runs = []
+
+    def on_ranks(body, ranks, f, size, when):
+        runs.append(next(order))
+        return [(f(size), [(size, begun, end) for _, begun, end in log]) for log in found[runs[-1]]]
+
+    monkeypatch.setattr(exercise_busbw, "on_ranks", on_ranks)
+    monkeypatch.setattr(exercise_busbw.collectives, "bus_factor", lambda name, ranks: 1.0)
+    order = iter(["a long call", "a long pause", "quiet"] * 2)
+    exercise_busbw.check_busbw(lambda size: size / 1e9 / {"quiet": 0.1}.get(runs[-1], 0.7))
+    assert runs == ["a long call", "a long pause", "quiet"] * 2
+
+    order = iter(["a long pause", "quiet"])
+    with pytest.raises(Mistake, match="you answer"):
+        exercise_busbw.check_busbw(lambda size: size / 1e9 / 0.4)
+
+    monkeypatch.setattr(exercise_busbw, "AGAIN_S", 0.0)
+    order = iter(["a long call"])
+    with pytest.raises(Mistake, match="you answer"):  # a machine that stays busy
+        exercise_busbw.check_busbw(lambda size: size / 1e9 / 0.7)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import subprocess
 import tempfile
 import threading
 from contextlib import redirect_stdout
+from functools import partial
 
 import pytest
+from again import holds_soon
 from processes import HERE, MARK, PYTHON, assert_no_survivors, leftovers, new_environment
 
 from labs.kit import fork_server, guardian
@@ -267,6 +269,7 @@ def test_a_warm_launch_is_many_times_faster_than_torchrun():
     from labs.kit import bench, cli
 
     launch(EMPTY)
-    run = bench.measure(bench.Config(smoke=True), cli.Launch(oversubscribe=True))
+    measured = partial(bench.measure, bench.Config(smoke=True), cli.Launch(oversubscribe=True))
+    run = measured()
     assert {r.case["by"] for r in run.where("start_s")} == {"first launch", "launch", "torchrun"}
-    assert run.one("ratio").value > 3, "it is 20 to 40 on a quiet machine"
+    assert holds_soon(lambda run: run.one("ratio").value > 3, run, measured), "it is 20 to 40 on a quiet machine"

@@ -8,6 +8,7 @@ from collections import OrderedDict, namedtuple
 import psutil
 import pytest
 import torch
+from again import holds_soon
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from labs.parts.loading import feed as loading
@@ -249,10 +250,16 @@ class Sleeping(Dataset):
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_sleeping_source_is_as_fast_as_its_workers(workers):
     """Samples of less than a wave said twice that for 4 workers."""
-    with running(endless(Sleeping(), workers, 4)) as source:
-        feed = drive(source, None, 6 * workers, CPU, skip=ready(workers), wave=workers)
-    (_, rate), *_ = feed.parts(1)
-    assert 0.2 < rate / (workers / 0.004) < 1.2, "a busy machine makes it slower, not faster"
+
+    def measured():
+        with running(endless(Sleeping(), workers, 4)) as source:
+            feed = drive(source, None, 6 * workers, CPU, skip=ready(workers), wave=workers)
+        (_, rate), *_ = feed.parts(1)
+        return rate / (workers / 0.004)
+
+    first = measured()
+    assert first < 1.2, "a busy machine makes it slower, not faster"
+    assert holds_soon(lambda share: share > 0.2, first, measured)
 
 
 OF_A_CELL = """

@@ -38,8 +38,8 @@ TAKE = """
 import sys, time
 from pathlib import Path
 from labs.kit import launch_queue
-launch_queue.SILENT_S = 1.0
 folder, claims, head_start_s = Path(sys.argv[1]), sys.argv[2].split(","), float(sys.argv[3])
+launch_queue.SILENT_S = float(sys.argv[4])
 last = []
 def look(text):
     if text != last: print(text, flush=True)
@@ -64,11 +64,11 @@ def take(folder):
     """Start a process that takes a turn; returns when its ticket is there. All are ended after the test."""
     started = []
 
-    def start(name: str, claims: str = MACHINE, head_start_s: float = 0.0) -> subprocess.Popen:
+    def start(name: str, claims: str = MACHINE, head_start_s: float = 0.0, silent_s: float = 60.0) -> subprocess.Popen:
         known = names(folder)
         child = subprocess.Popen(
-            [*PYTHON, "-c", TAKE, str(folder), claims, str(head_start_s)], env=new_environment(COURSE_NAME=name),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            [*PYTHON, "-c", TAKE, str(folder), claims, str(head_start_s), str(silent_s)],
+            env=new_environment(COURSE_NAME=name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
         started.append(child)
         wait_for(lambda: names(folder) - known, what=f"{name}'s ticket")
@@ -91,7 +91,7 @@ def names(folder: Path) -> set[tuple[str, str]]:
     return {tuple(p.stem.split("-")[2:]) for p in folder.glob("*ing-*.json")}
 
 
-def entered(child: subprocess.Popen, seconds: float = 20.0) -> list[str]:
+def entered(child: subprocess.Popen, seconds: float = 60.0) -> list[str]:
     """What `child` said until its turn came; the last line is "in <time>"."""
     lines, deadline = [], time.monotonic() + seconds
     while not (lines and lines[-1].startswith("in ")):
@@ -269,7 +269,7 @@ def test_a_killed_holder_and_a_killed_waiter_hold_up_nobody(folder, take):
 
 @pytest.mark.drill
 def test_a_stopped_holder_is_named_and_a_stopped_waiter_is_overtaken(folder, take):
-    holder, second, third = (take(name) for name in ("anna", "bert", "carl"))
+    holder, second, third = (take(name, silent_s=1.0) for name in ("anna", "bert", "carl"))
     entered(holder)
     holder.send_signal(signal.SIGSTOP)
     told = wait_for(
@@ -448,8 +448,8 @@ def cell(monkeypatch):
 
 
 @pytest.fixture
-def held(folder, monkeypatch):
-    """The queue is used, and somebody has it until the test, or a timer, sets this event."""
+def held(folder, cell, monkeypatch):
+    """The queue is used, and somebody has it until the cell has shown who, or the test sets this event."""
     monkeypatch.setenv("COURSE_QUEUE", str(folder))
     monkeypatch.setenv("COURSE_NAME", "<anna>")
     taken, done = threading.Event(), threading.Event()
@@ -457,12 +457,16 @@ def held(folder, monkeypatch):
     def hold() -> None:
         with Turn(folder, "data_parallel", "2 cores", (MACHINE,), 0).taken(impatient):
             taken.set()
-            done.wait(20)
+            done.wait(90)
+
+    def release() -> None:
+        wait_for(lambda: done.is_set() or any("anna" in page for page in cell.pages), what="a cell that waits")
+        done.set()
 
     thread = threading.Thread(target=hold)
     thread.start()
     assert taken.wait(10)
-    threading.Timer(0.7, done.set).start()
+    threading.Thread(target=release).start()
     yield done
     done.set()
     thread.join()

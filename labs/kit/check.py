@@ -117,7 +117,7 @@ class Exercise:
     title: str
     checker: Callable[[Callable[..., Any]], None]
     reference: Callable[..., Any]
-    timeout_s: float = 60.0
+    timeout_s: float = 120.0
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Run(record.Records):
 
 
 def launch(
-    lab: str, nproc: int = 2, *, timeout_s: float = 120.0, device: str = "auto", oversubscribe: bool = False,
+    lab: str, nproc: int = 2, *, timeout_s: float = 240.0, device: str = "auto", oversubscribe: bool = False,
     view: View | None = None, **parameters: Any,
 ) -> Run:  # fmt: skip
     """Run `lab` on `nproc` ranks with the given parameters of its Config, and return its records.
@@ -86,7 +86,7 @@ def launch(
     return run
 
 
-def run_on_ranks(function: Callable[..., Any], nproc: int = 2, *args: Any, timeout_s: float = 30.0) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], nproc: int = 2, *args: Any, timeout_s: float = 90.0) -> list[Any]:
     """Call `function(*args)` on `nproc` ranks with a process group, and return what each returned, in rank order.
 
     The function may be defined in a notebook cell. Ranks share cores if there are too few: for correctness

@@ -15,7 +15,7 @@ from labs.kit.check import Mistake
 from labs.parts.loading.feed import any_number_of_workers, running
 
 Function = Callable[..., Any]
-WAIT_S = 5.0
+WAIT_S = 15.0
 """How long the loader waits for an item. A worker that hangs ends by itself half a second later."""
 
 

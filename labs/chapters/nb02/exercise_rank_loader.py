@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from labs.chapters.nb02.exercise_loader import WAIT_S
 from labs.kit.check import Mistake
 from labs.parts.loading.feed import running
 
@@ -66,14 +67,14 @@ def _run(f: Function, seed: int) -> Reads:
 def _read(loader: DataLoader) -> list[tuple[int, int, float]]:
     if loader.num_workers != WORKERS:
         raise Mistake(f"your loader has num_workers={loader.num_workers}", f"num_workers={WORKERS} was asked for")
-    loader.multiprocessing_context, loader.timeout = "fork", 5.0  # fork: your functions are in a cell
+    loader.multiprocessing_context, loader.timeout = "fork", WAIT_S  # fork: your functions are in a cell
     try:
         with running(loader) as batches:
             return [(int(i), int(w), float(x)) for batch in batches for i, w, x in batch.tolist()]
     except RuntimeError as e:
         if "DataLoader timed out" not in str(e):
             raise
-        raise Mistake("a worker gave nothing for 5 s", "look for a loop that never ends") from None
+        raise Mistake(f"a worker gave nothing for {WAIT_S:g} s", "look for a loop that never ends") from None
 
 
 def _check_items(reads: Reads) -> None:

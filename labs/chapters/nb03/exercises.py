@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from labs.chapters.nb03 import solutions as solution
-from labs.kit.answers import WAIT_S, number, on_ranks
+from labs.kit import answers
+from labs.kit.answers import number, on_ranks
 from labs.kit.check import Exercise, Mistake
 from labs.kit.failure import RankFailed
 from labs.parts.data_parallel.gradient_buckets import counting_all_reduce
@@ -491,10 +492,16 @@ def _program(f: Function, path: str) -> dict[str, Any]:
     """Run `f` as torchrun would start it: the environment names the job, and there is no group yet."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     ports: list = [None] * ranks
-    dist.all_gather_object(ports, (_free_port(), _free_port()))
-    dist.destroy_process_group()
+    with _kept_port() as first, _kept_port() as second:  # until the end: nobody else is given them meanwhile
+        dist.all_gather_object(ports, (first, second))
+        dist.destroy_process_group()
+        return _on_ports(f, path, rank, ranks, *ports[0])
+
+
+def _on_ports(f: Function, path: str, rank: int, ranks: int, port: int, port_after: int) -> dict[str, Any]:
+    """`f` with a group that meets at `port`; then the group that whoever started this rank expects, at `port_after`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0][0]),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       TORCHELASTIC_USE_AGENT_STORE="False")  # fmt: skip
     model, train_set, test_set = _parts()
     try:
@@ -507,15 +514,18 @@ def _program(f: Function, path: str) -> dict[str, Any]:
     left = dist.is_initialized()
     if left:
         dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(ports[0][1])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    os.environ["MASTER_PORT"] = str(port_after)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     return {"returned": returned, "read": train_set.read, "saves": len(saves), "group is left": left}
 
 
-def _free_port() -> int:
+@contextmanager
+def _kept_port() -> Iterator[int]:
+    """A free port. A store of this machine can listen there meanwhile, but the system gives it to nobody else."""
     with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store's: two may bind if one does not listen
         s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        yield s.getsockname()[1]
 
 
 _kept: list[Any] = []
@@ -532,7 +542,7 @@ def _watched_program() -> Iterator[list[str]]:
         save(value, path, *args, **kwargs)
 
     def impatient(*args: Any, **kwargs: Any) -> None:
-        init(*args, **({"timeout": datetime.timedelta(seconds=WAIT_S)} | kwargs))
+        init(*args, **({"timeout": datetime.timedelta(seconds=answers.WAIT_S)} | kwargs))
         # A group that dies with the learner's DDP object joins gloo's threads while it holds the GIL, and may hang.
         _kept.append(dist.group.WORLD)
 

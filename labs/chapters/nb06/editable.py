@@ -18,7 +18,7 @@ from labs.kit.launch import RankTimeout, run_on_ranks
 Step = Callable[[nn.Module, Tensor, Tensor], object]
 FEATURES, HIDDEN, CLASSES, ROWS = 32, 64, 10, 16
 NEAR = 1e-5  # rounding in FP32; a step that is wrong differs by far more
-WAIT_S, RUN_S = 2.0, 40.0  # for a message; for the whole step with the start of its ranks
+WAIT_S, RUN_S = 5.0, 60.0  # for a message; for the whole step with the start of its ranks
 
 
 class Waits(NamedTuple):
@@ -36,7 +36,7 @@ class _GivenUp(Exception):
 def try_step(step: Step) -> None:
     """Print whether `step(half, x, y)` on two ranks leaves the gradients of one process in both halves.
 
-    Rank 0 has the first half, rank 1 the second. A message that does not come is waited for two seconds.
+    Rank 0 has the first half, rank 1 the second. A message that does not come is waited for WAIT_S.
     """
     try:
         found = run_on_ranks(_try, 2, step, timeout_s=RUN_S)
@@ -67,6 +67,7 @@ def _try(step: Step) -> float | Waits:
     nn.functional.cross_entropy(halves[1](halves[0](x)), y).backward()
     wanted = torch.cat([p.grad.flatten() for p in mine.parameters()])
     mine.zero_grad(set_to_none=True)
+    dist.barrier()  # who was quick so far does not wait for the other one in its step
     try:
         with mock.patch.multiple(dist, send=_impatient(dist.isend), recv=_impatient(dist.irecv)):
             step(mine, x, y)

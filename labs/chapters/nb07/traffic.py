@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labs.kit.answers import WAIT_S
+from labs.kit import answers
 
-LIMIT = timedelta(seconds=WAIT_S)  # the group's own limit does not hold for messages
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce", "send")
 TWO_BUFFERS = ("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "gather",
                "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall",
@@ -22,6 +21,11 @@ TWO_BUFFERS = ("allgather", "_allgather_base", "allgather_coalesced", "allgather
 """Methods of ProcessGroup by the place of the tensors that a rank gives: the first argument, or the second."""
 Event = tuple
 """("send", message, to, tag, numbers), ("sent", message) when it was waited for, ("got", from, tag)."""
+
+
+def _limit() -> timedelta:
+    """For a message: the group's own limit does not hold for it."""
+    return timedelta(seconds=answers.WAIT_S)
 
 
 @contextmanager
@@ -70,7 +74,7 @@ class Sent:
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if self.waited:
             return True
-        self.waited, done = True, self.work.wait(*args or [LIMIT], **kwargs)
+        self.waited, done = True, self.work.wait(*args or [_limit()], **kwargs)
         self.notes.events.append(("sent", self.number))
         self.notes.changed |= not torch.equal(self.tensor, self.before)
         return done
@@ -89,7 +93,7 @@ class Receipt:
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if self.waited:
             return True
-        self.waited, done = True, self.work.wait(*args or [LIMIT], **kwargs)
+        self.waited, done = True, self.work.wait(*args or [_limit()], **kwargs)
         self.tensor.copy_(self.arrives)
         self.notes.events.append(("got", self.work._source_rank(), self.tag))
         return done
