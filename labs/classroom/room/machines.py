@@ -122,6 +122,11 @@ def _anatomy(run: Records) -> Estimate:
     return _of(run.one("busbw_b_s", op="all_reduce"), 1e-9, "GB/s")
 
 
+def _levels(run: Records) -> Estimate:
+    found = {r.case["way"]: r for r in run.where("step_s") if r.kind == "measured"}
+    return _ratio(found["hierarchical"], found["flat"])
+
+
 HEADLINES = (
     Headline("00", "FP32 matrix products, best size", "rate (GFLOP/s)", "hardware_probe", _matmul),
     Headline("00", "all-reduce, largest message", "bus bandwidth (GB/s)", "hardware_probe", _busbw),
@@ -135,6 +140,7 @@ HEADLINES = (
     Headline("06", "pipeline with 8 micro-batches", "speed, naive split = 1 (x)", "pipeline_parallel", _pipeline),
     Headline("06", "FSDP2 against DDP, step of the GPT", "time, DDP = 1 (x)", "fully_sharded", _fsdp),
     Headline("07", "all-reduce of 8 MiB", "bus bandwidth (GB/s)", "all_reduce_anatomy", _anatomy),
+    Headline("08", "hierarchical all-reduce of two nodes", "time, flat = 1 (x)", "two_levels", _levels),
 )  # fmt: skip
 
 
