@@ -98,6 +98,8 @@ def test_every_option_that_a_wrong_setting_changes_is_one_that_is_given():
     ("torch.elastic.rendezvous.api.RendezvousConnectionError: see inner\nRuntimeError: x", "RuntimeError: x"),
     ("a.b.RendezvousTimeoutError\n", "RendezvousTimeoutError"),
     ("  traceback : RuntimeError: [enforce fail at /a/b/device.cc:84] ifa", "RuntimeError: [device.cc:84] ifa"),
+    ("torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /none/torchelastic/role_info/0, /none/x/1",
+     "DistStoreError: wait timeout after 3000ms"),
     ("all is well\n", ""), ("", ""),
 ])  # fmt: skip
 def test_the_first_telling_line(text, line):

@@ -97,7 +97,8 @@ WRONG = (
     Wrong("missing node", "node 1 is never started", "start it, or --nnodes 1:2 if the training can do with fewer",
           JOIN, missing=True),
     Wrong("node rank twice", "both nodes have --node-rank 0", "0 and 1; or the c10d rendezvous, which gives the "
-          "numbers itself", "600 s (timeout)", static=True, flags={1: {"--node-rank": "0"}}),
+          "numbers itself", "600 s (timeout)", static=True, flags={1: {"--node-rank": "0"}},
+          namespaces=True),  # on one machine the second store finds the port taken
     Wrong("clock off", "node 1's clock is 5 minutes slow", "let the nodes keep time by NTP (chrony)", JOIN,
           clock_off_s=-300.0, later=True),
 )  # fmt: skip
@@ -117,5 +118,6 @@ def first_telling_line(text: str) -> str:
         if (found := ERROR.search(line)) and found[1] not in WRAPPERS:
             said = re.sub(r"\[[^]]*?/([\w.]+:\d+)\]", r"[\1]", found[2] or "")  # of a path, the file
             said = re.sub(r"(\[enforce fail at )\S*/", r"\1", said)
+            said = re.sub(r",? keys: /.*", "", said)  # names in the rendezvous' store; they look like paths of a disk
             return (f"{found[1]}: {said}" if said else found[1])[:LONGEST]
     return ""
