@@ -5,6 +5,12 @@ from __future__ import annotations
 from labs.kit.claims import Verdict, last, verdict
 from labs.kit.record import Record, Records
 
+NCCL = "docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+CUDA = "docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html"
+SHUTDOWN = "docs.pytorch.org/docs/stable/distributed.html#shutdown"
+TORCHRUN = "docs.pytorch.org/docs/stable/elastic/run.html"
+"""Read in November 2026."""
+
 
 def fact(evidence: Records, name: str) -> tuple[bool, str]:
     """Whether that line worked on a rank of two_nodes, and what was said."""
@@ -30,8 +36,9 @@ def met(evidence: Records) -> tuple[int, set[str]]:
 
 @verdict("A03")
 def _(evidence: Records) -> Verdict:
-    return Verdict("does not hold", "The listing imports torch.multiprocessing and calls nothing of it: run as it is, "
-                   "no process is started, and no rank exists (read in the listing).", "published")  # fmt: skip
+    return Verdict("does not hold", "Read in article A: the name mp stands in its import alone (line 13), and nothing "
+                   "calls setup or train from outside. Run as it is, the listing starts no process, and no rank "
+                   "exists.", "published")  # fmt: skip
 
 
 @verdict("A06")
@@ -68,8 +75,9 @@ def _(evidence: Records) -> Verdict:
 @verdict("B35")
 def _(evidence: Records) -> Verdict:
     _, line = drilled(evidence, "no such interface")
-    return Verdict("does not hold", "NCCL's documentation: the variable is a filter for its sockets' interfaces; "
-                   f"it makes none faster. A wrong name for gloo's: {line or 'no error'}.", "published")  # fmt: skip
+    return Verdict("does not hold", "NCCL's documentation: the variable filters its interfaces by name, and replaces "
+                   f"a choice that favours names with ib ({NCCL}). A wrong name for gloo's: {line or 'no error'}.",
+                   "published")  # fmt: skip
 
 
 @verdict("C04")
@@ -82,8 +90,9 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("C11")
 def _(evidence: Records) -> Verdict:
-    return Verdict("holds", "PyTorch's documentation asks for destroy_process_group at the end of a program, on every "
-                   "rank.", "published")  # fmt: skip
+    return Verdict("holds", "PyTorch's documentation asks every process to call destroy_process_group near the end of "
+                   f"main ({SHUTDOWN}). With NCCL, ranks that leave it out may hang as they end.",
+                   "published")  # fmt: skip
 
 
 @verdict("C18")
@@ -136,7 +145,8 @@ def _(evidence: Records) -> Verdict:
     ranks, names = met(evidence)
     there = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= names
     return Verdict("holds" if there else "does not hold", f"torchrun told each of {ranks} ranks {len(names)} things "
-                   "that nobody set by hand. For several ranks it also sets OMP_NUM_THREADS=1.")  # fmt: skip
+                   "that nobody set by hand. For several ranks it also sets OMP_NUM_THREADS=1, unless it is set (read "
+                   "in torch/distributed/run.py).")  # fmt: skip
 
 
 @verdict("D10")
@@ -153,5 +163,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("D14")
 def _(evidence: Records) -> Verdict:
-    return Verdict("depends", "CUDA's documentation: it hides GPUs and numbers the others anew, and is read when CUDA "
-                   "starts. torchrun needs none: a rank takes the GPU of its LOCAL_RANK.", "published")  # fmt: skip
+    return Verdict("depends", "CUDA's documentation: it decides which GPUs a program sees, and in which order "
+                   f"({CUDA}). torch keeps the number of GPUs once CUDA has started (torch/cuda): set it before. "
+                   f"torchrun needs none: a rank takes the GPU of its LOCAL_RANK ({TORCHRUN}).",
+                   "published")  # fmt: skip
