@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -171,6 +173,18 @@ def made(measured: dict[str, float], noise=STEADY) -> Records:
 def test_the_order_is_judged_by_the_records(measured, noise, agree, against, open_):
     order = two_levels.ranking(made(measured, noise))
     assert (order.agree, order.contradict, order.open) == (agree, against, open_)
+
+
+def test_a_close_pair_is_shown_and_not_judged():
+    apart = made({"hierarchical": 0.011, "flat": 0.010})
+    assert two_levels.close(apart, "hierarchical", "flat") is None, "the formula decides this pair"
+    formulas = {"hierarchical": (0.009,), "flat": (0.010,)}
+    near = Records([replace(r, samples=formulas[r.case["way"]]) if r.kind == "modelled" else r for r in apart])
+    formula, ratio = two_levels.close(near, "hierarchical", "flat")
+    assert formula == pytest.approx(0.9) and ratio.low > 1
+    assert two_levels.close(near, "flat", "hierarchical") is None, "the formula's faster one comes first"
+    assert two_levels.close(near, "hsdp", "ddp") is None, "ways that were not tried"
+    assert two_levels.ranking(near) == two_levels.Ranking(0, [], 0)
 
 
 def test_bytes_that_are_not_the_formulas_are_named():

@@ -37,7 +37,7 @@ def who_talks(nodes: int = 2, per_node: int = 4) -> None:
         place = rank % per_node
         _arrow(grid[2], machines, rank, rank - place + (place + 1) % per_node, 0.22)
         _arrow(grid[2], machines, rank, (rank + per_node) % machines.ranks, 0.12)
-    grid[2].set_title("hierarchical: a ring in each\nrow, then in each column", fontsize=10)
+    grid[2].set_title("hierarchical: rings in the rows,\nthe columns, the rows again", fontsize=10)
     for ax in grid:
         for rank in range(machines.ranks):
             ax.text(rank % per_node, machines.node(rank), rank, ha="center", va="center", fontsize=10,
@@ -112,6 +112,11 @@ def _exchange_text(run: Records, guess: Prediction) -> list[str]:
     if order.contradict:
         pairs = "; ".join(f"{fast!r} before {slow!r}" for fast, slow in order.contradict)
         lines.append(f"Measured the other way round: {pairs}. Latency and arithmetic are not in the formula.")
+    if near := two_levels.close(run, "hsdp", "ddp"):
+        formula, ratio = near
+        told = "" if two_levels.measure.differs(ratio) else " The interval holds 1: no difference can be told."
+        lines.append(f"Closer pairs it does not decide: HSDP should take {formula:.2f} times DDP's time, and took "
+                     f"{ratio}.{told}")  # fmt: skip
     return lines
 
 
