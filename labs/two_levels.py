@@ -261,8 +261,8 @@ class Ranking:
 
 APART = 1.25
 """From which ratio on the formula is asked which of two ways is faster. It leaves out latency and arithmetic, which
-lengthen a step, and that after a pause a paced connection sends its first packets at once, which shortens it: on a quiet
-machine ways took 0.85 to 1.1 times the formula. Pairs that are closer are shown, not judged: `close`."""
+lengthen a step, and that after a pause a paced connection sends its first packets at once, which shortens it: on a
+quiet machine ways took 0.85 to 1.1 times the formula. Pairs that are closer are shown, not judged: `close`."""
 
 
 def ranking(run: Records, apart: float = APART) -> Ranking:
