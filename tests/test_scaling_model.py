@@ -411,7 +411,7 @@ def test_what_the_figures_say_is_computed(monkeypatch):
     figures_scaling.sources()
     figures_scaling.verdict()
     perfect = blind_test.perfect_band()
-    assert f"of perfect scaling's {perfect.within_20:.0%}" in shown[0], "beside what the laziest guess reaches"
+    assert f"{perfect.within_20:.0%} of perfect scaling's" in shown[0], "beside what the laziest guess reaches"
     assert f"errs by {perfect.median_error:.0%}" in told[3], "the laziest guess is told where the model is praised"
     odd = blind_test.outlier()[0].row.config
     assert "stands out" not in told[3] + shown[0] and odd not in told[3], "the next cell asks for it"

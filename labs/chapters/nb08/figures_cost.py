@@ -26,7 +26,7 @@ GPT_3_SHAPE = {"layers": GPT3["layers"], "hidden": GPT3["hidden"]}
 """Brown et al. 2020, table 2.1. With the shape that 174.6e9 parameters suggest no tensor-parallel plan is possible."""
 GPT_3_FLOP = 3.14e23
 """Of the whole training: Brown et al. 2020, arXiv:2005.14165, table D.1."""
-NARAYANAN = (1024, 34.0)
+NARAYANAN, NARAYANAN_TFLOPS = (1024, 34.0), 140
 """A100 80GB and days that Narayanan et al. 2021, arXiv:2104.04473, section 5.1, estimate from 140 TFLOP/s."""
 EXAMPLE = ("A100 80GB SXM:64:1.5", "A100 80GB SXM:256:1.5", "H100 SXM:64:3", "H100 SXM:128:3", "H100 SXM:256:3",
            "H200 SXM:128:3.8", "L40S:256:0.9")  # fmt: skip
@@ -117,7 +117,8 @@ def gpt_3_text(guess: Prediction, gpus: int = 8) -> None:
         f"{guess.against(days / 365.25, 'published')} Gradient accumulation, which the article adds, changes neither "
         f"number. For {many:,} A100 the course's model says {found.days} days; the paper's own estimate is {stated:g}: "
         f"{'inside' if inside else 'outside'} the band. The model takes {found.plan}, and "
-        f"{' '.join(cost.arithmetic(config)).split('taken to reach ')[1]} The paper reached 140 TFLOP/s, 45 %."
+        f"{' '.join(cost.arithmetic(config)).split('taken to reach ')[1]} The paper "
+        f"reached {NARAYANAN_TFLOPS} TFLOP/s, {NARAYANAN_TFLOPS / hardware.spec('A100 80GB SXM').tflops('fp16'):.0%}."
     )
 
 
