@@ -23,6 +23,15 @@ BATCHES = (8, 16, 32, 64, 128, 512, 2048)
 WOBBLE = (0.9, 1.0, 1.1, 0.95, 1.05, 1.0)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As on a rank: two threads that wait for each other on a busy machine take many times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_at_the_critical_batch_steps_and_samples_are_twice_the_fewest():
     assert lab.predict_steps(60, 70, 60) == 140 and 60 * 140 == 2 * (70 * 60)
     assert lab.predict_steps(1, 70, 60) / lab.predict_steps(2, 70, 60) == pytest.approx(61 / 31)
@@ -93,16 +102,7 @@ def test_the_search_goes_down_where_the_first_rate_diverges():
     assert found in config.rates
 
 
-@pytest.fixture
-def one_thread():
-    """As on a rank: two threads that wait for each other on a busy machine take many times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_a_training_stops_when_the_loss_is_there_and_not_before(one_thread):
+def test_a_training_stops_when_the_loss_is_there_and_not_before():
     data = vectors(lab.IMAGES, torch.device("cpu"))
     easy, hard = (lab.steps_to_target(64, 0.2, 0, data, target, 400) for target in (1.8, 0.9))
     assert 0 < easy < hard < 400
