@@ -81,6 +81,10 @@ class Config:
     """Sequences per optimizer step, over all GPUs."""
     seq: int = 2048
     """Tokens per sequence."""
+    layers: int = 0
+    """Layers; 0: as many as `params` suggests. The shape decides which tensor-parallel plans there are."""
+    hidden: int = 0
+    """Hidden size; 0: that which `params` suggests. Heads have 64 numbers; tensor parallelism cuts between them."""
     offers: tuple[str, ...] = ("H100 SXM:64", "A100 80GB SXM:128")
     """Each CARD:GPUS or CARD:GPUS:PRICE, with the price of one GPU for one hour."""
     gpus_per_node: int = 8
@@ -113,7 +117,7 @@ class Config:
         for name in ("params", "batch", "seq", "gpus_per_node"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name):g}")
         for name in ("tokens", "startup_min", "gpu_mtbf_days", "save_s", "restart_min", "reserved_gb", "deadline_days",
-                     "budget"):  # fmt: skip
+                     "budget", "layers", "hidden"):  # fmt: skip
             require(0 <= getattr(self, name) < math.inf, f"{name} must not be negative: {getattr(self, name):g}")
         require(self.params <= LARGEST, f"params must be at most {LARGEST:g}, not {self.params:g}")
         require(self.network_gb_s > 0, f"network_gb_s must be positive, not {self.network_gb_s:g}")
@@ -131,9 +135,9 @@ class Config:
         return [Offer.of(text) for text in self.offers]
 
     def job(self) -> Job:
-        """The model, with the shape that its size suggests."""
+        """The model, with the shape that was given or that its size suggests."""
         layers, hidden = shape(self.params)
-        return Job(self.params, self.batch, self.seq, layers, hidden, 50257)
+        return Job(self.params, self.batch, self.seq, self.layers or layers, self.hidden or hidden, 50257)
 
     @property
     def steps(self) -> float:
@@ -308,11 +312,12 @@ def answer(config: Config) -> Iterator[str]:
         share = kept.training.lost_share
         yield (f"Trained as: {kept.plan}. Most of a step is {kept.step.limit()}; checkpoints and failures take "
                f"{share:.1%} of the time, start-up {kept.training.startup_s / kept.training.total_s:.1%}.")  # fmt: skip
-    yield from _arithmetic(config)
+    yield from arithmetic(config)
     if config.deadline_days or config.budget:
         for offer in config.parsed():
             if largest := largest_model(config, offer):
-                yield f"Largest model on {offer} {asked}: {largest[0]:.2g} parameters, 20 tokens each."
+                yield (f"Largest model on {offer} {asked}, at the band's upper end: {largest[0]:.2g} parameters, "
+                       "20 tokens each.")  # fmt: skip
     yield str(config.error)
 
 
@@ -327,7 +332,8 @@ def _nearest(found: Sequence[Bill | None], config: Config) -> str:
     return f"The fastest is {first.offer}: {first.days} days, {first.gpu_hours} GPU-hours."
 
 
-def _arithmetic(config: Config) -> Iterator[str]:
+def arithmetic(config: Config) -> Iterator[str]:
+    """What each card is taken to reach of its peak, and where that comes from: two sources, two ways to train."""
     for card in dict.fromkeys(offer.card for offer in config.parsed()):
         share, origin = config.share_of_peak(card)
         yield f"{card}: taken to reach {share:.0%} of its dense 16-bit peak ({origin})."

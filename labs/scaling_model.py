@@ -167,9 +167,11 @@ def answer(config: Config) -> Iterator[str]:
     """What a step takes, what limits it, how sure that is."""
     cluster, found, error = config.cluster(), predict(config), band(config)
     share = scaling.efficiency(config.work(), cluster, config.plan())
+    tokens = config.batch * config.seq / found.step_s
     yield (f"{config.params:.3g} parameters on {config.gpus} x {config.gpu}: {error.seconds(found.step_s)} per step, "
-           f"{config.batch * config.seq / found.step_s:,.3g} tokens/s.")  # fmt: skip
-    yield f"Each GPU does {share:.0%} of what one alone would do with its share of the batch."
+           f"{tokens:,.3g} tokens/s ({tokens / error.high:,.3g} to {tokens / error.low:,.3g}).")  # fmt: skip
+    yield (f"Each GPU does {band().efficiency(share)} of what one alone would do with its share of the batch; "
+           "the range is the model's error if one GPU's own step is known.")  # fmt: skip
     yield f"Most of a step goes into {found.limit()}."
     if config.tokens:
         whole = scaling.training(config.work(), cluster, config.tokens / (config.batch * config.seq), config.plan())
@@ -181,10 +183,11 @@ def answer(config: Config) -> Iterator[str]:
 def blind() -> Iterator[str]:
     """What the blind test says: the errors, beside perfect scaling's, where scaling costs, and of what was held out."""
     hard, ideal = blind_test.hard_bands()
-    perfect = blind_test.perfect_band().median_error
+    perfect = blind_test.perfect_band()
     yield str(band())
     yield str(blind_test.band_across())
-    yield f"Perfect scaling errs by {perfect:.0%} on the first ones: most published runs scale well."
+    yield (f"Perfect scaling errs by {perfect.median_error:.0%} on the first ones, and {perfect.within_20:.0%} of them "
+           "come within 20 %: most published runs scale well, and on those the model adds little.")  # fmt: skip
     yield (f"On the {hard.rows} rows where it errs by more than {blind_test.HARD:.0%} its median is "
            f"{ideal.median_error:.0%}, the model's {hard.median_error:.0%}; {hard.within_20:.0%} of them are within "
            "20 %: a datasheet does not tell what a link reaches.")  # fmt: skip

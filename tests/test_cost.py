@@ -171,8 +171,14 @@ def test_two_divisions():
 
 
 def test_the_published_estimate_for_gpt_3_is_inside_the_band():
-    config = cost.Config(params=figures.GPT_3, tokens=figures.GPT_3_TOKENS, batch=1536, offers=("A100 80GB SXM:1024",))
+    config = cost.Config(params=figures.GPT_3, tokens=figures.GPT_3_TOKENS, batch=1536, offers=("A100 80GB SXM:1024",),
+                         **figures.GPT_3_SHAPE)  # fmt: skip
     days = cost.bill(config, config.parsed()[0]).days
+    for params in (1.7e11, 1.75e11, 1.8e11):
+        near = cost.bill(replace(config, params=params), config.parsed()[0]).days
+        assert near.value / params == pytest.approx(days.value / figures.GPT_3, rel=0.02), "no jump between sizes"
+    stated = 8 * 300e9 * 175e9 / (1024 * 140e12) / 86_400
+    assert round(stated) == figures.NARAYANAN[1], "the paper's formula (4) and what it puts in"
     assert 0.5 * days.low < figures.NARAYANAN[1] < 1.5 * days.high, "another table calibrated the card"
 
 
@@ -196,16 +202,23 @@ def test_tables_and_sentences_follow_the_bills(monkeypatch):
     config = cost.Config(offers=slow_and_fast, deadline_days=3.0)
     figures.offers_figure(config, predict(10_000, "money"))
     assert "256 x H100 SXM" in alts[0].split(".")[0] and "256 x H100 SXM takes" in said[0]
+    assert "No other offer keeps the limits" in said[0], "the other one is late"
+    assert "A100 80GB SXM: taken to reach" in said[0] and "H100 SXM: taken to reach" in said[0]
     hopeless = replace(config, deadline_days=0.01)
     figures.offers_figure(hopeless, predict(10_000, "money"))
     assert "no offer" in alts[1] and "takes" not in said[1]
     middle = one(slow_and_fast[0], params=7e9).days
     figures.offers_figure(replace(config, deadline_days=(middle.value + middle.high) / 2), predict(1, "money"))
     assert "By the middle of the band alone one would book 64 x A100 80GB SXM" in said[2]
+    figures.offers_figure(replace(config, deadline_days=100.0), predict(1, "money"))
+    assert "bands do not touch" in said.pop(), "a third of the money"
+    dear = replace(config, deadline_days=100.0, offers=("A100 80GB SXM:64:1.5", slow_and_fast[1]))
+    figures.offers_figure(dear, predict(1, "money"))
+    assert "bands of 256 x H100 SXM overlap" in said.pop(), "cheaper in the middle is not cheaper for certain"
     figures.energy_text(config)
     assert "No energy was recorded" in said[3] and "700 W" in said[3]
     figures.gpt_3_text(predict(12, "years", unit="years"))
-    assert "1,024 A100" in said[4]
+    assert "1,024 A100" in said[4] and "68% of its dense" in said[4]
     limits = figures.largest_table(replace(config, deadline_days=7.0, budget=30_000.0))
     assert set(limits["limited by"]) <= {"deadline", "budget", "memory"}
     assert "4.4 x" in figures.gpt_3_table().iloc[3, 0]

@@ -15,11 +15,21 @@ from labs.data.fashion import vectors
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
+from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
 from labs.parts.data_parallel import scaling
 
 BATCHES = (8, 16, 32, 64, 128, 512, 2048)
 WOBBLE = (0.9, 1.0, 1.1, 0.95, 1.05, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As on a rank: two threads that wait for each other on a busy machine take many times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_at_the_critical_batch_steps_and_samples_are_twice_the_fewest():
@@ -92,16 +102,7 @@ def test_the_search_goes_down_where_the_first_rate_diverges():
     assert found in config.rates
 
 
-@pytest.fixture
-def one_thread():
-    """As on a rank: two threads that wait for each other on a busy machine take many times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_a_training_stops_when_the_loss_is_there_and_not_before(one_thread):
+def test_a_training_stops_when_the_loss_is_there_and_not_before():
     data = vectors(lab.IMAGES, torch.device("cpu"))
     easy, hard = (lab.steps_to_target(64, 0.2, 0, data, target, 400) for target in (1.8, 0.9))
     assert 0 < easy < hard < 400
@@ -155,8 +156,11 @@ def test_sentences_and_figures_follow_the_records(monkeypatch):
     figures.steps_figure(run, predict(85, "critical batch", unit="samples"))
     figures.time_figure(run, predict(64, "quickest batch"))
     assert "inside of the range" in said[0] and "1.10 to 1.10 times" in said[0]
-    assert "times as slow" in said[1] and "about 85" in alts[0]
+    assert "times as slow" in said[1] and "about 85 the steps are twice the fewest" in alts[0]
     assert "outside of the range" in figures.noise_text(records(noise=(200.0, 900.0)))
+    near = {8: Estimate(2.0, 1.8, 2.2, 5), 16: Estimate(1.0, 0.9, 1.1, 5), 32: Estimate(1.2, 1.05, 1.3, 5)}
+    assert figures._near(near) == [16, 32] and "it may be 16 or 32" in figures._tied(near), "intervals that overlap"
+    assert figures._tied({8: near[8], 16: near[16]}) == ""
     table = figures.two_efficiencies(run)
     assert table["statistical"].iloc[0] == "91%" and table["hardware"].iloc[-1] == "100%"
     assert any("twice as many at the critical batch, 85.0 samples" in line for line in lab.answer(run))

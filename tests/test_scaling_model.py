@@ -409,6 +409,12 @@ def test_what_the_figures_say_is_computed(monkeypatch):
     figures_scaling.suspect()
     figures_scaling.hard_text()
     figures_scaling.sources()
+    figures_scaling.verdict()
+    perfect = blind_test.perfect_band()
+    assert f"{perfect.within_20:.0%} of perfect scaling's" in shown[0], "beside what the laziest guess reaches"
+    assert f"errs by {perfect.median_error:.0%}" in told[3], "the laziest guess is told where the model is praised"
+    odd = blind_test.outlier()[0].row.config
+    assert "stands out" not in told[3] + shown[0] and odd not in told[3], "the next cell asks for it"
     assert f"{blind_test.band().within_20:.0%} of {blind_test.band().rows}" in shown[0] and "On 32 GPUs" in shown[1]
     assert f"{blind_test.hard_bands()[0].rows} rows" in told[1]
     assert all(f"`{p.stem}`" in told[2] for p in published.TABLES.glob("*.jsonl"))
@@ -417,15 +423,36 @@ def test_what_the_figures_say_is_computed(monkeypatch):
     )
 
 
+def test_every_row_is_shown_once_folded(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
+    figures_scaling.every_row()
+    html = shown[0]["text/html"]
+    series = {(p.row.table, p.row.series) for p in blind_test.predictions()}
+    assert html.count("\n") == len(blind_test.predictions()) + len(series) and html.startswith("<details>")
+    assert (
+        html.count("calibrates") == sum(p.calibrates for p in blind_test.predictions()) and html.count(" held out") == 2
+    )
+    assert sum(map(len, shown[0].values())) < 12_000, "a notebook is small"
+
+
+def test_an_efficiency_has_the_band_of_a_step():
+    band = blind_test.Band(0.5, 2.0, 0.1, 0.8, 10)
+    assert band.efficiency(0.8) == "80% (40% to 100%)" and band.efficiency(0.4) == "40% (20% to 80%)"
+    said = " ".join(scaling_model.answer(Config()))
+    assert re.search(r"Each GPU does \d+% \(\d+% to \d+%\)", said) and re.search(r"tokens/s \([\d,.e+]+ to", said)
+
+
 def test_the_explorer_tells_time_efficiency_and_what_limits():
     knobs = {"card": "A100 80GB SXM", "billions": 7, "sequences": 2, "per_node": 8, "nodes": 8, "network_gb_s": 25}
     assert explorer.CARDS
     _, fast, _ = explorer.draw(**knobs, way="FSDP2")
     _, slow, why = explorer.draw(**{**knobs, "network_gb_s": 0.125}, way="FSDP2")
-    share = [int(re.search(r"work at (\d+)%", alt)[1]) for alt in (fast, slow)]
+    share = [int(re.search(r"work at (\d+)% \(", alt)[1]) for alt in (fast, slow)]
     assert share[0] > 90 > 30 > share[1] and "Most of it is links between nodes" in why
     _, one, _ = explorer.draw(**{**knobs, "nodes": 1, "per_node": 1}, way="DDP")
-    assert "1 GPUs work at 100% of one" in one
+    assert "1 GPUs work at 100% (" in one
+    assert blind_test.band().efficiency(share[0] / 100) in fast, "the band, too"
 
 
 def test_a_timed_step_calibrates():

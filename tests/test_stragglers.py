@@ -125,7 +125,7 @@ def test_sentences_and_figures_follow_the_records(monkeypatch):
     figures.waiting(run, predict(12, "step of 8 ranks", unit="ms"))
     assert "cost 8 ranks 1.9 times" in alts[0] and "1.0 ms more than planted" in said[0]
     figures.real_waiting(run, predict(5, "slowest of two", unit="%"))
-    assert "what independent delays make it, as" in said[1] and "400 step times" in alts[1]
+    assert "what independent delays make it, as" in said[1] and "400 times foretell" in alts[1]
     figures.real_waiting(records(second=1.0000001), predict(5, "slowest of two", unit="%"))
     assert "late together more often" in said[2]
     figures.real_waiting(records(second=1.5), predict(5, "slowest of two", unit="%"))
@@ -145,7 +145,8 @@ def test_failures_at_the_published_scale(monkeypatch):
     monkeypatch.setattr(figures, "say", said.append)
     monkeypatch.setattr(figures, "show", lambda fig, alt: alts.append(alt))
     figures.failures(predict(5, "lost", unit="%"))
-    assert "a failure every 3.1 h" in alts[0] and "5.8 years" in said[0], "54 x 24 / 419, and 16,384 times that"
+    assert "A failure every 3.1 h" in alts[0] and "less than 10 %" in alts[0]
+    assert "5.8 years" in said[0], "54 x 24 / 419, and 16,384 times that"
     hours, years = 54 * 24 / 419, 54 * 16_384 / 419 / 365.25
     assert (round(hours, 1), round(years, 1)) == (3.1, 5.8)
     lost = [float(x.split()[0]) for x in figures.failures_table()["lost"]]

@@ -36,7 +36,7 @@ def scale() -> None:
         per_node=Slider("GPUs in a node", (1, 2, 4, 8, 16), 8),
         nodes=Slider("nodes", NODES, 8),
         network_gb_s=Slider(
-            "network of one GPU, one direction (GB/s)", (0.125, 0.5, 1.25, 3.125, 6.25, 12.5, 25, 50), 25
+            "network of one GPU, one direction (GB/s)", (0.125, 0.5, 1.25, 3.125, 6.25, 12.5, 25, 50), 6.25
         ),
         way=Menu("way", ("DDP", "FSDP2"), "FSDP2"),
     )
@@ -51,7 +51,7 @@ def draw(card: str, billions: float, sequences: float, per_node: float, nodes: f
 
     work, cluster, plan = setting(card, billions, sequences, per_node, nodes, network_gb_s, way)
     step, now, band = scaling.step(work, cluster, plan), share(nodes, network_gb_s), blind_test.band_across()
-    message = f"{cluster.gpus:,} GPUs work at {now:.0f}% of one"
+    message = f"{cluster.gpus:,} GPUs work at {blind_test.band().efficiency(now / 100)} of one"
     records = Records([Record("scaling_model", "efficiency", "%", (now,), "modelled")])
     fig, ax = figure(message, xlabel="nodes", ylabel="efficiency (%)", records=records,
                      legend_below=True)  # fmt: skip
@@ -65,7 +65,7 @@ def draw(card: str, billions: float, sequences: float, per_node: float, nodes: f
     worst = max(lost, key=lambda name: lost[name])
     tail = f" ({level(step.between_s > step.inside_s)})" if worst == "exposed communication" else ""
     sentence = (
-        f"A step takes {band.seconds(step.step_s)}; the range holds eight in ten published runs. Most of it is "
+        f"A step takes {band.seconds(step.step_s)}; the ranges hold eight in ten published runs. Most of it is "
         f"{step.limit()}; besides arithmetic most goes into {worst}{tail}: {100 * lost[worst] / step.step_s:.2g} %. "
         "Memory is not looked at here: labs.strategy says what fits."
     )

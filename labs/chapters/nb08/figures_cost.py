@@ -13,6 +13,7 @@ from labs.kit.display import say
 from labs.kit.plot import SERIES, figure, show
 from labs.kit.record import Record, Records
 from labs.parts.planning import parallel_cost
+from labs.parts.planning.calibration import GPT3
 
 ARTICLE = (
     ("NVIDIA A100", "40/80 GB", 1555, "100 billion parameters", ("A100 40GB SXM", "A100 80GB SXM")),
@@ -21,10 +22,12 @@ ARTICLE = (
 )
 """The article's table (B, lines 38-41): card, memory, memory bandwidth in GB/s, what it is for; and our rows for it."""
 GPT_3, GPT_3_TOKENS = 174.6e9, 300e9
+GPT_3_SHAPE = {"layers": GPT3["layers"], "hidden": GPT3["hidden"]}
+"""Brown et al. 2020, table 2.1. With the shape that 174.6e9 parameters suggest no tensor-parallel plan is possible."""
 GPT_3_FLOP = 3.14e23
 """Of the whole training: Brown et al. 2020, arXiv:2005.14165, table D.1."""
-NARAYANAN = (1024, 34.0)
-"""A100 80GB and days that Narayanan et al. 2021, arXiv:2104.04473, section 5.1, estimate from 140 TFLOP/s per GPU."""
+NARAYANAN, NARAYANAN_TFLOPS = (1024, 34.0), 140
+"""A100 80GB and days that Narayanan et al. 2021, arXiv:2104.04473, section 5.1, estimate from 140 TFLOP/s."""
 EXAMPLE = ("A100 80GB SXM:64:1.5", "A100 80GB SXM:256:1.5", "H100 SXM:64:3", "H100 SXM:128:3", "H100 SXM:256:3",
            "H200 SXM:128:3.8", "L40S:256:0.9")  # fmt: skip
 """Offers with prices that are made up: examples, in no currency."""
@@ -82,7 +85,7 @@ def card_text() -> None:
 
 def gpt_3_table(gpus: int = 8, card: str = "A100 80GB SXM") -> pandas.DataFrame:
     """The two divisions for GPT-3, in a row each."""
-    found = cost.divisions(GPT_3, GPT_3_TOKENS, card, gpus)
+    found, slow = cost.divisions(GPT_3, GPT_3_TOKENS, card, gpus), published_days(gpus)
     rows = {
         "memory of all": f"{found.memory_bytes / 1e9:,.0f} GB",
         "weights in 16 bits alone": f"{found.weights_bytes / 1e9:,.0f} GB",
@@ -91,7 +94,7 @@ def gpt_3_table(gpus: int = 8, card: str = "A100 80GB SXM") -> pandas.DataFrame:
         "cards for the states alone": f"{found.states_bytes / found.memory_bytes * gpus:.0f}",
         "FLOP, 6 N D": f"{found.flop:.3g} (published: {GPT_3_FLOP:g})",
         "days at the peak of all": f"{found.days():,.0f} ({found.days() / 365.25:.0f} years)",
-        "days as published, per card": f"{published_days(gpus):,.0f} ({published_days(gpus) / 365.25:.0f} years)",
+        "days at the pace of the paper's 1,024": f"{slow:,.0f} ({slow / 365.25:.0f} years)",
     }
     return pandas.DataFrame({f"GPT-3 on {gpus} x {card}": rows})
 
@@ -106,13 +109,16 @@ def gpt_3_text(guess: Prediction, gpus: int = 8) -> None:
     """The guess, and the model's own answer for the published cluster."""
     days = published_days(gpus)
     many, stated = NARAYANAN
-    config = cost.Config(params=GPT_3, tokens=GPT_3_TOKENS, batch=1536, offers=(f"A100 80GB SXM:{many}",))
+    config = cost.Config(params=GPT_3, tokens=GPT_3_TOKENS, batch=1536, offers=(f"A100 80GB SXM:{many}",),
+                         **GPT_3_SHAPE)  # fmt: skip
     found = cost.bill(config, config.parsed()[0])
     inside = found.days.low <= stated <= found.days.high
     say(
         f"{guess.against(days / 365.25, 'published')} Gradient accumulation, which the article adds, changes neither "
         f"number. For {many:,} A100 the course's model says {found.days} days; the paper's own estimate is {stated:g}: "
-        f"{'inside' if inside else 'outside'} the band."
+        f"{'inside' if inside else 'outside'} the band. The model takes {found.plan}, and "
+        f"{' '.join(cost.arithmetic(config)).split('taken to reach ')[1]} The paper "
+        f"reached {NARAYANAN_TFLOPS} TFLOP/s, {NARAYANAN_TFLOPS / hardware.spec('A100 80GB SXM').tflops('fp16'):.0%}."
     )
 
 
@@ -138,26 +144,43 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     cards = list(dict.fromkeys(b.offer.card for b in found))
     for card, color in zip(cards, SERIES, strict=False):
         own = [b for b in found if b.offer.card == card]
-        xs = [b.days.value for b in own]
         for b in own:
             ax.plot([b.days.low, b.days.high], [b.money.low, b.money.high], "-", color=color, alpha=0.4)
-            ax.annotate(f"{b.offer.gpus}", (b.days.value, b.money.value), textcoords="offset points", xytext=(6, -12),
-                        fontsize=10)  # fmt: skip
-        (drawn,) = ax.plot(xs, [b.money.value for b in own], "o", color=color, label=f"{card}, modelled")
-        drawn.set_gid("kind:modelled")
+            ax.annotate(f"{b.offer.gpus}", (b.days.value, b.money.value), textcoords="offset points",
+                        xytext=(6, -12) if cards.index(card) % 2 == 0 else (-6, 6), fontsize=10, color=color,
+                        ha="left" if cards.index(card) % 2 == 0 else "right")  # fmt: skip
+        ax.plot([], [], "o", color=color, label=f"{card}, modelled")  # the legend's: full, whatever its offers are
+        for b in own:
+            face = color if cost.within(b, config.deadline_days, config.budget) else "white"
+            (drawn,) = ax.plot(b.days.value, b.money.value, "o", color=color, markerfacecolor=face)
+            drawn.set_gid("kind:modelled")
     if config.deadline_days:
         ax.axvline(config.deadline_days, linestyle=":", color="black")
         ax.annotate(" deadline", (config.deadline_days, ax.get_ylim()[1]), va="top", fontsize=10)
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     show(fig, alt=f"{message}. " + "; ".join(f"{b.offer}: {b.days} days for {b.money}" for b in found) + ".")
-    said = [f"Lines are the band of the model. {config.error}"]
+    said = [f"Lines are the band of the model; an offer whose dot is hollow is late at its upper end. {config.error}"]
     if kept:
         said.append(f"{kept.offer} takes {kept.days} days and {kept.money}; {_share(kept)}")
         said.append(guess.against(kept.money.value, "modelled"))
+        said.append(_undecided(found, kept, config))
+    said.append(" ".join(cost.arithmetic(config)))
     if hopeful and (not kept or hopeful.offer != kept.offer):
         said.append(f"By the middle of the band alone one would book {hopeful.offer}, which may be late.")
     say("\n".join(f"* {line}" for line in said))
+
+
+def _undecided(found: list[cost.Bill], kept: cost.Bill, config: cost.Config) -> str:
+    """Which other offers that keep the limits may be cheaper, for all that the model knows."""
+    rivals = [b for b in found if b is not kept and cost.within(b, config.deadline_days, config.budget)]
+    near = [str(b.offer) for b in rivals if b.money.low < kept.money.high]
+    if not rivals:
+        return "No other offer keeps the limits at its upper end."
+    if not near:
+        return "No other offer that keeps the limits comes near it: the bands do not touch."
+    return (f"Whether it is the cheapest the model cannot tell for certain: the bands of {', '.join(near)} overlap its "
+            "own. It is the one to ask about first.")  # fmt: skip
 
 
 def _hoped(b: cost.Bill) -> cost.Bill:
