@@ -215,7 +215,8 @@ def test_the_latest_pair_of_a_question_counts_and_history_stays(folder):
 
 def test_questions_of_the_notebooks_have_a_name_of_their_own():
     asked = asked_in(NOTEBOOKS)
-    calls = [n for p in NOTEBOOKS.glob("*.ipynb") for n in re.findall(r"(?<![\w.])predict\(-?[\d._e-]+,", p.read_text())]
+    found = (re.findall(r"(?<![\w.])predict\(-?[\d._e-]+,", p.read_text()) for p in NOTEBOOKS.glob("*.ipynb"))
+    calls = [n for names in found for n in names]
     assert len(asked) == len(calls) > 30, "two questions of the course share their words"
 
 

@@ -86,7 +86,9 @@ def exchanges(run: Records, guess: Prediction) -> None:
     message = f"From {fast!r} to {slow!r}: {took[slow].value / took[fast].value:.0f} times the time, by what crosses"
     fig, ax = figure(message, xlabel="time of a step over two speeds (ms)", ylabel="way (vectors that leave a node)",
                      records=run, size=(7.4, 4.2))  # fmt: skip
-    curve(ax, modelled, list(range(len(ways))), label="two-level formula", color="black")
+    (mark,) = ax.plot(modelled, range(len(ways)), "|", color="black", markersize=17, markeredgewidth=2,
+                      label="two-level formula (modelled)")  # fmt: skip
+    mark.set_gid("kind:modelled")
     names = [f"{way} ({across[way]:.2f})" for way in ways]
     bars(ax, names, [took[way].scaled(1e3, "ms") for way in ways], label="step")
     if GUESSED in took and "flat" in took:
