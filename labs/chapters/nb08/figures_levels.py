@@ -8,7 +8,7 @@ from labs import two_levels
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import estimate
-from labs.kit.plot import SERIES, bars, curve, figure, prediction, show
+from labs.kit.plot import SERIES, bars, figure, prediction, show
 from labs.kit.record import Records
 from labs.parts.communication.two_levels import Nodes, crossings
 
