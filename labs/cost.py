@@ -46,23 +46,25 @@ class Offer:
     @classmethod
     def of(cls, text: str) -> Offer:
         """From "CARD:GPUS" or "CARD:GPUS:PRICE". BadInput, with the form that is wanted, for anything else."""
-        form = f'an offer is "CARD:GPUS" or "CARD:GPUS:PRICE", such as "H100 SXM:64", not {text!r}'
+        form = f'offers: an offer is "CARD:GPUS" or "CARD:GPUS:PRICE", such as "H100 SXM:64", not {text!r}'
         parts = text.split(":")
         require(2 <= len(parts) <= 3, form)
         try:
             offer = cls(parts[0].strip(), int(parts[1]), float(parts[2]) if len(parts) == 3 else None)
         except ValueError:
             raise BadInput(form) from None
-        require(1 <= offer.gpus <= 1_000_000, f"an offer has 1 to 1,000,000 GPUs, not {offer.gpus}")
+        require(1 <= offer.gpus <= 1_000_000, f"offers: an offer has 1 to 1,000,000 GPUs, not {offer.gpus}")
         price = offer.price
-        require(price is None or 0 < price < math.inf, f"a price is positive, not {price}: leave it out if unknown")
+        require(
+            price is None or 0 < price < math.inf, f"offers: a price is positive, not {price}: leave it out if unknown"
+        )
         row = hardware.spec(offer.card)
         if row is None:
             known = [s.gpu for s in hardware.specs()]
             hint = did_you_mean(offer.card, known)
-            raise BadInput(f"no datasheet of {offer.card!r} here: {hint}Known: {', '.join(known)}")
+            raise BadInput(f"offers: no datasheet of {offer.card!r} here. {hint}Known: {', '.join(known)}")
         require(bool(row.memory_gb and row.link_gb_s and (row.tensor_bf16 or row.tensor_fp16)),
-                f"memory, link or 16-bit peak of the {row.gpu} have no source in labs/kit/gpus.toml")  # fmt: skip
+                f"offers: memory, link or 16-bit peak of the {row.gpu} have no source in gpus.toml")  # fmt: skip
         return replace(offer, card=row.gpu)
 
     def __str__(self) -> str:

@@ -68,8 +68,8 @@ class Config:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.ways) - set(five_ways.WAYS))
         require(not unknown and len(self.ways) > 0, f"ways may hold {', '.join(five_ways.WAYS)}, not {unknown}")
-        require(min(self.per_node, self.layers, self.width, self.heads, self.vocabulary, self.places, self.rows,
-                    self.micro_batches, self.stages) >= 1, "sizes must be at least 1")  # fmt: skip
+        for name in ("per_node", "layers", "width", "heads", "vocabulary", "places", "rows", "micro_batches", "stages"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.width % self.heads == 0, f"width {self.width} cannot be cut into {self.heads} heads")
         require(len(self.ranks) > 0, "ranks must hold a number of ranks")
         for n in self.ranks:

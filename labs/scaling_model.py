@@ -95,7 +95,7 @@ class Config:
         require(self.step_gpus % split == 0 or not self.step_s, f"tensor x pipeline = {split} must divide step_gpus")
         if hardware.spec(self.gpu) is None:
             known = [s.gpu for s in hardware.specs()]
-            require(False, f"no datasheet of {self.gpu!r} here: {did_you_mean(self.gpu, known)}Known: "
+            require(False, f"gpu: no datasheet of {self.gpu!r} here. {did_you_mean(self.gpu, known)}Known: "
                     f"{', '.join(known)}")  # fmt: skip
         self.cluster()  # a card without a sourced link, a step that cannot be
 

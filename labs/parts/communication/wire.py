@@ -142,7 +142,8 @@ def require_rates(mb_s: Sequence[float]) -> None:
 
 def require_rate(b_s: float) -> None:
     """BadInput for a rate that is no speed of a wire."""
-    require(LEAST_B_S <= b_s < NO_LIMIT, f"a bandwidth must be at least {LEAST_B_S / 1e6:g} MB/s, not {b_s / 1e6:g}")
+    least = LEAST_B_S / 1e6
+    require(LEAST_B_S <= b_s < NO_LIMIT, f"mb_s: a bandwidth must be at least {least:g} MB/s, not {b_s / 1e6:g}")
 
 
 def limit(fd: int, b_s: float) -> None:

@@ -311,7 +311,7 @@ def calibrated(work: Work, cluster: Cluster, plan: Plan | None, measured_s: floa
     BadInput if the other terms alone take longer: then no FLOP/s explains the measurement, and a link or gap is wrong.
     """
     floor = step(work, replace(cluster, flop_s=1e24), plan).step_s
-    require(floor < measured_s, f"{measured_s:.3g} s per step cannot be: without any arithmetic the model has "
+    require(floor < measured_s, f"step_s: {measured_s:.3g} s per step cannot be: without any arithmetic the model has "
             f"{floor:.3g} s; give faster links or shorter gaps")  # fmt: skip
     low, high = 1e3, 1e24
     for _ in range(120):
