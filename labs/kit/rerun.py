@@ -50,11 +50,12 @@ def rerun(path: Path) -> None:
 
     Raises what the failing cell raised, as nbclient's CellExecutionError; the file is then as it was.
     """
-    from nbconvert.preprocessors import ExecutePreprocessor
+    from nbconvert.preprocessors import CoalesceStreamsPreprocessor, ExecutePreprocessor
 
     notebook, run_with = nbformat.read(path, as_version=4), stamp(path)
     runner = ExecutePreprocessor(timeout=CELL_TIMEOUT_S, kernel_name="python3", record_timing=False)
     runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
+    CoalesceStreamsPreprocessor().preprocess(notebook, {})  # what is printed comes in parts, more on a slower machine
     notebook.metadata[STAMP] = run_with
     write_atomic(path, nbformat.writes(notebook) + "\n")
 
