@@ -1,0 +1,119 @@
+"""The chart of symptoms: every drill makes its message and its cure ends it; real texts find their row."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labs.parts.faults import chart, drills
+
+ROWS = {row.name: row for row in chart.rows()}
+DRILLS = {row.drill: row for row in chart.rows() if row.drill}
+SLOW = {"no_main_guard", "lambda_in_dataset"}  # start a Python that imports torch, two times each
+CPU_BUILD = {"no_nccl", "no_cuda"}
+LABS = Path(__file__).parent.parent / "labs"
+
+
+def test_each_name_and_each_drill_stands_once():
+    names = [row.name for row in chart.rows()]
+    assert len(set(names)) == len(names)
+    assert set(drills.DRILLS) == set(DRILLS)
+    assert len(DRILLS) == sum(bool(row.drill) for row in chart.rows())
+
+
+def test_commands_name_labs_that_are_there():
+    for row in chart.rows():
+        for lab in re.findall(r"labs\.(\w+)", f"{row.command} {row.ask} {row.cure}"):
+            assert (LABS / f"{lab}.py").exists(), (row.name, lab)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in DRILLS]
+)
+def test_a_drill_shows_its_message_and_the_cure_ends_it(name):
+    import torch
+
+    if name in CPU_BUILD and torch.version.cuda:
+        pytest.skip("this torch is built with CUDA")
+    row = DRILLS[name]
+    found = chart.search(drills.seen(name, cured=False))
+    assert found and found[0].row.name == row.name, found
+    cured = chart.search(drills.seen(name, cured=True))
+    assert row.name not in [f.row.name for f in cured], cured
+
+
+def test_words_of_the_chart_find_their_row():
+    for row in chart.rows():
+        for phrase in row.see:
+            assert chart.search(phrase)[0].row.name == row.name, phrase
+
+
+def test_a_cause_comes_before_its_consequences():
+    log = """
+    [rank1]: RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.69 GiB
+    [rank0]: [pair.cc:553] Connection closed by peer [10.0.0.2]:22168. This is typically caused by a crash
+    torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+    ============================================================
+    train.py FAILED
+    Root Cause (first observed failure):
+      exitcode  : 1 (pid: 12345)
+      error_file: <N/A>
+      traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+    """
+    assert chart.search(log)[0].row.name == "GPU out of memory"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n\n",
+        "everything went well",
+        "Epoch 3: loss 0.31, 1250 images/s",
+        "ModuleNotFoundError: No module named 'pandas'",
+    ],
+)
+def test_no_row_is_better_than_a_wrong_one(text):
+    assert chart.search(text) == []
+
+
+def told(*arguments, text=None):
+    return subprocess.run(
+        [sys.executable, "-m", "labs.symptom", *arguments], capture_output=True, text=True, input=text, timeout=120
+    )
+
+
+def test_the_command_answers(tmp_path):
+    done = told("trying to initialize the default process group twice!")
+    assert done.returncode == 0 and done.stdout.startswith("process group made twice\n")
+    assert "--try group_twice" in done.stdout
+    assert told("--file", "-", text="RuntimeError: CUDA error: invalid device ordinal").stdout.startswith("device that")
+    log = tmp_path / "train.log"
+    log.write_bytes(b"\xff step 1\n" * 10 + b"EOFError: Ran out of input\n")
+    assert told("--file", str(log)).stdout.startswith("damaged file\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give the text"),
+        (["x", "--list"], "give the text"),
+        (["--file", "no.log"], "--file no.log"),
+        (["--try", "group_twise"], "group_twice"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says):
+    done = told(*arguments)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_no_row_knows_ends_with_1():
+    done = told("the cat sat on the mat")
+    assert done.returncode == 1 and "no row" in done.stdout
+
+
+def test_a_search_needs_no_torch():
+    code = "import sys, labs.symptom; assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
