@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from labs.kit.cli import fail
+from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import did_you_mean
 from labs.parts.faults.chart import Found, Row, rows, search
 
@@ -113,4 +113,5 @@ def _read(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe_is_no_error():
+        main()
