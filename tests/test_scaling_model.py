@@ -232,6 +232,13 @@ def wide(name: str, keys: int) -> dict[tuple, float]:
             for row in rows for column, value in zip(columns[keys:], row[keys:], strict=True)}  # fmt: skip
 
 
+def _mlperf(r) -> tuple[int, int, float]:
+    """(GPUs, sequences of a step, steps to the target) of a row."""
+    gpus, config = r.case["gpus"], r.config
+    batch = gpus // (config["tensor"] * config["pipeline"]) * config["micro_batches"]
+    return gpus, batch, config["tokens"] / batch / config["seq"]
+
+
 COMPARED = {
     "one_bit_adam": lambda: ({(r.case["network"].split()[-1], str(r.case["gpus"]), r.metric): r.value
                               for r in published.table("one_bit_adam")},
@@ -260,7 +267,9 @@ COMPARED = {
                         {(int(a), b): number(c) for a, b, c in second("horovod")[1]}),
     **{name: lambda name=name: ({r.case["gpus"]: r.value for r in published.table(name)},
                                 {int(a): number(b) for a, b in second(name)[1]})
-       for name in ("mlperf_gpt3", "rtx_4090_ddp", "powersgd")},
+       for name in ("rtx_4090_ddp", "powersgd")},
+    "mlperf_gpt3": lambda: ({_mlperf(r): r.value for r in published.table("mlperf_gpt3")},
+                            {(int(g), int(b), float(n)): number(m) for g, b, n, m in second("mlperf_gpt3")[1]}),
     "llm_foundry": lambda: (
         {(r.case["model"], r.case["gpus"], r.case["gpus"] * r.case["batch"], r.config["micro_batches"],
           r.config["recompute"]): r.value for r in published.table("llm_foundry")},

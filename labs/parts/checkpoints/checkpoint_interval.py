@@ -21,8 +21,8 @@ from labs.kit.record import Record, Records
 
 DAY_S = 86_400.0
 LLAMA_3 = (
-    "Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783 (2024): 466 interruptions in 54 days of pre-training"
-    " the 405B model on 16,384 H100 GPUs, 419 of them unexpected"
+    "Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783 (2024), section 3.3.4: 466 interruptions in 54 days of"
+    " pre-training the 405B model, 419 of them unexpected, on 16K H100 GPUs: 16,384 by its table 4"
 )
 
 
