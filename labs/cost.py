@@ -214,16 +214,18 @@ class Bill:
         return None if self.offer.price is None else self.gpu_hours.times(self.offer.price)
 
 
+def cluster_of(config: Config, offer: Offer) -> scaling.Cluster:
+    """The GPUs of `offer` with what start-up, failures and saving take."""
+    found = scaling.of_card(offer.card, offer.gpus, config.gpus_per_node, config.network_gb_s,
+                            config.share_of_peak(offer.card)[0])  # fmt: skip
+    return replace(found, startup_s=60 * config.startup_min, gpu_mtbf_s=DAY_S * config.gpu_mtbf_days or math.inf,
+                   save_s=config.save_s, restart_s=60 * config.restart_min)  # fmt: skip
+
+
 def bill(config: Config, offer: Offer) -> Bill | None:
     """The fastest plan that fits into the memory of `offer`, and what it takes; None if none fits."""
-    row, job = hardware.spec(offer.card), config.job()
+    row, job, cluster = hardware.spec(offer.card), config.job(), cluster_of(config, offer)
     free = 1e9 * (row.memory_gb - config.reserved_gb)
-    cluster = replace(
-        scaling.of_card(offer.card, offer.gpus, config.gpus_per_node, config.network_gb_s,
-                        config.share_of_peak(offer.card)[0]),
-        startup_s=60 * config.startup_min, gpu_mtbf_s=DAY_S * config.gpu_mtbf_days or math.inf,
-        save_s=config.save_s, restart_s=60 * config.restart_min,
-    )  # fmt: skip
     machine = Machine(offer.gpus, free, cluster.flop_s, cluster.inside.bytes_s)
     fitting = [c for c in parallel_cost.costs(job, machine) if c.memory_bytes <= free and c.plan.ranks == offer.gpus]
     if not fitting:

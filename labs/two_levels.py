@@ -232,7 +232,7 @@ def sums(nodes: Nodes, rank: Rank) -> Iterator[Record]:
 
 
 def times(ways: dict[str, Callable[[], object]], config: Config, nodes: Nodes, rank: Rank) -> Iterator[Record]:
-    """Seconds of each way on the slowest rank, and of CPU time on all ranks; wires are set anew, outside of the clock."""
+    """Seconds of each way on the slowest rank, and of CPU time on all ranks; wires are set outside of the clock."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     cpu_s: dict[str, list[float]] = {way: [] for way in ways}
     budget = measure.rounds_of(config, rank.slowest)
@@ -276,9 +276,9 @@ class Ranking:
 
 
 APART = 1.25
-"""From which ratio on the formula is asked which of two ways is faster. It leaves out latency and arithmetic, which
-lengthen a step, nor FSDP2's own work, and that after a pause a paced connection sends its first packets at once, which shortens it: on a
-quiet machine ways took 0.85 to 1.1 times the formula. Pairs that are closer are shown, not judged: `close`."""
+"""From which ratio on the formula is asked which of two ways is faster. It leaves out latency, arithmetic and FSDP2's
+own work, which lengthen a step, and that after a pause a paced connection sends its first packets at once, which
+shortens it: on a quiet machine ways took 0.85 to 1.1 times the formula. Closer pairs are shown, not judged: `close`."""
 
 
 def ranking(run: Records, apart: float = APART) -> Ranking:

@@ -129,11 +129,9 @@ def _own_work(run: Records) -> str:
     ratio, more_s, cpu_s = beside
     if ratio.low <= 1:
         return f" Its collectives by hand, without FSDP2: it took {ratio} of their time."
-    return (
-        f" It took {ratio} of the time of the same collectives by hand: {1e3 * more_s:.0f} ms are FSDP2's own work and "
-        "the step's arithmetic "
-        f"(it takes {1e3 * cpu_s:.0f} ms more of CPU time over all ranks, which share the cores), and no links."
-    )
+    return (f" It took {ratio} of the time of the same collectives by hand: {1e3 * more_s:.0f} ms are no links but "
+            f"FSDP2's own work and the step's arithmetic, {1e3 * cpu_s:.0f} ms of CPU time over all ranks, which share "
+            "the cores.")  # fmt: skip
 
 
 def verdict_text(run: Records) -> None:
