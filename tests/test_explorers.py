@@ -388,6 +388,20 @@ def test_a_knob_is_followed_faster_than_a_figure_is_made(name):
     assert statistics.median(spent[explore.quick_png]) < 0.9 * statistics.median(spent[plot.to_png])
 
 
+def test_an_answer_of_the_scaling_model_takes_less_than_its_picture():
+    """What is computed and laid out, in CPU time beside what drawing it takes: no plan is searched at each move."""
+    drawn("scale")  # the blind test, once
+    answers, pictures = [], []
+    for nodes in (1, 4, 16, 64, 256):
+        start = time.process_time()
+        figure = drawn("scale", nodes=nodes)[0]
+        answers.append(time.process_time() - start)
+        start = time.process_time()
+        explore.quick_png(figure)
+        pictures.append(time.process_time() - start)
+    assert statistics.median(answers) < 1.5 * statistics.median(pictures)
+
+
 CELL = "from labs.chapters.nb01 import explorer\nexplorer.batch()"
 
 

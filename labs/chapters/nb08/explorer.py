@@ -21,7 +21,7 @@ def setting(card: str, billions: float, sequences: float, per_node: float, nodes
     """What the knobs mean, and the steps of a training; `sequences` is per GPU: the batch grows with the nodes."""
     gpus = int(per_node * nodes)
     config = cost.Config(params=1e9 * billions, batch=int(sequences * gpus), gpus_per_node=int(per_node),
-                         network_gb_s=network_gb_s, offers=(f"{card}:{gpus}",))  # fmt: skip
+                         network_gb_s=network_gb_s)  # fmt: skip
     cluster = cost.cluster_of(config, cost.Offer(card, gpus))
     return Work.of(config.job()), cluster, Plan(data=gpus, sharded=way == "FSDP2" and gpus > 1), config.steps
 
