@@ -249,8 +249,8 @@ def failures(guess: Prediction) -> None:
         f"{of_one / DAY_S / 365.25:.1f} years, and the job once in {mtbf_s / 3600:.1f} h. Daly's interval for a save "
         f"of {SAVE_S:.0f} s: {checkpoint_interval.daly(SAVE_S, mtbf_s) / 60:.1f} min (exact: {best / 60:.1f}). A "
         f"restart is taken to last {RESTART_S / 60:.0f} min; save and restart are our numbers, not the paper's. Its "
-        "authors report more than 90 % of the time as effective, so they saved and restarted faster than we assume: "
-        f"with a save of {SAVE_S / 10:.0f} s the model says {100 * _least_lost(SAVE_S / 10, mtbf_s):.0f} %."
+        "authors report more than 90 % of the time as effective: by this model they saved or restarted faster than we "
+        f"assume. With a save of {SAVE_S / 10:.0f} s the model says {100 * _least_lost(SAVE_S / 10, mtbf_s):.0f} %."
     )
 
 

@@ -85,7 +85,7 @@ def exchanges(run: Records, guess: Prediction) -> None:
     slow, fast = (f(took, key=lambda way: took[way].value) for f in (max, min))
     message = f"From {fast!r} to {slow!r}: {took[slow].value / took[fast].value:.0f} times the time, by what crosses"
     fig, ax = figure(message, xlabel="time of a step over two speeds (ms)", ylabel="way (vectors that leave a node)",
-                     records=run, size=(7.4, 4.2))  # fmt: skip
+                     records=run, size=(7.4, 4.6), legend_below=True)  # fmt: skip
     (mark,) = ax.plot(modelled, range(len(ways)), "|", color="black", markersize=17, markeredgewidth=2,
                       label="two-level formula (modelled)")  # fmt: skip
     mark.set_gid("kind:modelled")
