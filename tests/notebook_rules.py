@@ -16,7 +16,7 @@ Rule = Callable[[NotebookNode, Path], list[str]]
 RULES: dict[str, Rule] = {}
 
 SECTIONS = ("You will", "You need", "Take it home", "Exercises", "Claims on trial", "What you learned")
-SIZE_LIMIT_BYTES = 800_000  # repository pages show a notebook of up to about 1 MB
+SIZE_LIMIT_BYTES = 650_000  # repository pages show a notebook of up to about 1 MB
 CELL_LINES = 12
 EDITABLE_LINES = 20  # of a cell that defines what a learner changes and runs on ranks
 # The standard library is for exercises; ranks and other processes are started by launch() alone.

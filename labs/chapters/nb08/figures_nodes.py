@@ -94,6 +94,6 @@ def changes(run: Records) -> None:
     """World sizes while a machine comes and goes, and the seconds until ranks computed again."""
     words = {"alone": "Node 0 begins alone", "joined": "node 1 joins", "left": "node 1 is killed"}
     size = {r.case["moment"]: r.value for r in run.where("world_size")}
-    told = [f"{words[m]}: {size[m]:.0f} rank{'s' * (size[m] > 1)} compute after {r.value:.1f} s"
+    told = [f"{words[m]}: {size[m]:.0f} {'rank computes' if size[m] == 1 else 'ranks compute'} after {r.value:.1f} s"
             for r in run.where("change_s") if (m := r.case["moment"])]  # fmt: skip
     say(f"{'; '.join(told)}.")
