@@ -143,7 +143,7 @@ def test_every_wrong_setting_is_told_or_seen_and_every_cure_works():
 def test_ten_killed_machines_in_a_row_come_back_with_the_same_bits():
     losses = set()
     for _ in range(10):
-        run = launch("two_nodes", nproc=1, machines="namespaces", parts=("kill",), timeout_s=90)
+        run = launch("two_nodes", nproc=1, machines="namespaces", parts=("kill",))
         assert run.one("state_equal").value == 1 and run.one("steps_redone").value == 2
         losses |= {r.value for r in run.where("final_loss")}
     assert len(losses) == 1, "twenty trainings, half of them disturbed"
