@@ -415,7 +415,7 @@ def kernel():
 
 def outputs(client, allow_stdin):
     found = []
-    client.execute_interactive(CELL, allow_stdin=allow_stdin, timeout=60, output_hook=found.append)
+    client.execute_interactive(CELL, allow_stdin=allow_stdin, timeout=250, output_hook=found.append)
     assert not [m for m in found if m["msg_type"] == "error"]
     return [m["content"]["data"] for m in found if m["msg_type"] == "display_data"]
 

@@ -243,7 +243,7 @@ def test_when_the_time_is_used_up_the_rest_says_so(tmp_path):
 
 def run(*options, **kwargs):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*COMMAND, *options], env=environment, capture_output=True, text=True, timeout=110, **kwargs)
+    return subprocess.run([*COMMAND, *options], env=environment, capture_output=True, text=True, timeout=250, **kwargs)
 
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
@@ -296,7 +296,7 @@ def test_ctrl_c_leaves_nothing(tmp_path):
         time.sleep(0.1)
         below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=250)
     assert process.returncode == 130 and "interrupted" in said, said
     _, alive = psutil.wait_procs(below, timeout=10)
     assert alive == []
