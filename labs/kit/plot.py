@@ -254,14 +254,17 @@ def bars(
     A mark with its interval, not a filled bar: the eye compares positions, and the interval stays visible.
     """
     mark = mark_of(kind)
-    color = color or mark.color or _next_color(ax)
+    look = _look(kind, color or mark.color or _next_color(ax))
+    if mark.marker is None:
+        look |= {"marker": "|", "markersize": 14, "markeredgewidth": 2.0}
     first = True
     for row, item in enumerate(y):
         if not _is_there(item):
             continue
         value, low, high = interval(item)
-        drawn = ax.errorbar([value], [row], xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], linestyle="none",
-                            label=labelled(label, mark) if first else "_", **_look(kind, color))  # fmt: skip
+        error = [[max(0.0, value - low)], [max(0.0, high - value)]] if high > low else None
+        drawn = ax.errorbar([value], [row], xerr=error, linestyle="none",
+                            label=labelled(label, mark) if first else "_", **look)  # fmt: skip
         drawn.lines[0].set_gid(f"kind:{kind}")
         first = False
     ax.set_yticks(range(len(names)), names)
@@ -424,7 +427,8 @@ def _look(kind: str, color: str) -> dict[str, Any]:
         "color": color, "marker": mark.marker, "markersize": 16 if star else 8, "capsize": 4,
         "elinewidth": 1.8,
         "markerfacecolor": color if mark.filled else "white", "markeredgecolor": "black" if star else color,
-        "markeredgewidth": 1.0 if mark.filled else 2.0, "zorder": 4 if star else 3,
+        "markeredgewidth": 1.0 if mark.filled else 2.0,
+        "zorder": 2.5 if star else 3,  # behind what was measured: its points show around a mark that it meets
     }  # fmt: skip
 
 
