@@ -56,6 +56,7 @@ def healthy(name) -> Evidence:
                               rec("measured_bytes", 100, **memory)]},
         "recompute": {"recompute": [rec("peak_bytes", 100, part="pareto", policy="none"),
                                     rec("peak_bytes", 60, part="pareto", policy="block"),
+                                    rec("gradient_difference", 0.0, policy="none"),
                                     rec("gradient_difference", 0.0, policy="block")]},
         "loader": {"loader": []},
         "nccl": {"nccl": [*sums(world_size=2), rec("busbw_b_s", 2e11, layout={"world_size": 2})],
@@ -149,7 +150,13 @@ MISBEHAVING = [
     ("memory", changed("reserved_bytes", factor=0.1), "reserved 12"),
     ("memory", changed("measured_bytes", drop=True), "no step was really run"),
     ("recompute", changed("peak_bytes", value=110, policy="block"), "10% more memory"),
-    ("recompute", changed("gradient_difference", value=0.5), "gradients differ by 5e-01"),
+    ("recompute", changed("gradient_difference", value=1e-7, policy="block"), "gradients differ by 1e-07"),
+    ("recompute", changed("gradient_difference", value=0.5), "two runs of one step"),
+    (
+        "recompute",
+        lambda e: [changed("gradient_difference", value=v, policy=p)(e) for p, v in (("none", 1e-7), ("block", 1e-5))],
+        "by 1e-07 if not",
+    ),
     ("loader", changed("images_per_s", factor=0.1, pin_memory=True), "0.12 times as fast"),
     ("nccl", changed("all_reduce_error", value=2.0), "all-reduce is wrong by 2"),
     ("nccl", fact(gpus=4), "2 ranks for 4 GPUs"),
@@ -188,6 +195,14 @@ def test_one_slow_16_bit_format_is_no_failure_and_one_gpu_is_a_group_of_one():
     assert judge.amp(evidence).word == "pass"
     one = Evidence("cpu", {"nccl": Records(sums())}, {"gpus": 1})
     assert "messages between GPUs are not tried" in judge.nccl(one).reason
+
+
+def test_gradients_that_no_two_runs_share_are_judged_by_how_far_those_are_apart():
+    evidence = healthy("recompute")
+    for policy, value in (("none", 1e-7), ("block", 3e-7)):
+        changed("gradient_difference", value=value, policy=policy)(evidence)
+    verdict = judge.recompute(evidence)
+    assert verdict.word == "pass" and "as far off (3e-07) as those of two equal runs (1e-07)" in verdict.reason
 
 
 def test_the_cost_of_reports_on_eight_gpus_is_counted_and_passes():

@@ -471,6 +471,14 @@ def test_a_bad_value_is_one_line(run, tmp_path, options, told):
     assert result.err.startswith("train_single.py: ") and told in result.err
 
 
+@pytest.mark.parametrize("recipe", ["check_gpu", *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES
+                                                   if r not in ("check_gpu", *TRAINING))])  # fmt: skip
+def test_a_tool_tells_a_bad_value_in_one_line(run, recipe):
+    result = run(recipe, "--seconds", 0, code=2)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert result.err.startswith(f"{recipe}.py: ") and "--seconds" in result.err
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_ranks_tell_a_bad_value_once(run, recipe):

@@ -120,8 +120,7 @@ def same_gradients(run: Records) -> None:
     """In words: are all policies' gradients those without, and what do operations and kept bytes come to?"""
     rows = run.where("gradients_equal", part="pareto")
     flops = [run.one("flops", policy=r.case["policy"]).value for r in rows]
-    word = "equal, bit for bit" if all(r.value for r in rows) else "NOT equal"
-    say(f"Gradients of all {len(rows)} policies, with dropout: **{word}**. Operations: 1 to "
+    say(f"Gradients of all {len(rows)} policies, with dropout: **{report.same_gradients(run)}**. Operations: 1 to "
         f"{max(flops) / min(flops):.2f} times those without.")  # fmt: skip
 
 
