@@ -387,9 +387,9 @@ def test_states_are_loaded_on_another_number_of_ranks(run, tmp_path, saver, load
     assert results[0].losses[0] < afresh.losses[0], "it went on from what was learnt"
 
 
-@pytest.mark.long
-def test_fsdp_in_bf16(run, losses_in_fp32):
-    result = run("train_fsdp", *FEW, "--precision", "bf16", ranks=2)
+@pytest.mark.parametrize("recipe", ["train_fsdp", pytest.param("train_tensor_parallel", marks=pytest.mark.long)])
+def test_shards_in_bf16(run, losses_in_fp32, recipe):
+    result = run(recipe, *FEW, "--precision", "bf16", ranks=2)
     assert result.losses != losses_in_fp32.losses
     assert result.losses[0] == pytest.approx(losses_in_fp32.losses[0], rel=2 * BF16_STEP)
 
