@@ -387,9 +387,9 @@ def test_states_are_loaded_on_another_number_of_ranks(run, tmp_path, saver, load
     assert results[0].losses[0] < afresh.losses[0], "it went on from what was learnt"
 
 
-@pytest.mark.long
-def test_fsdp_in_bf16(run, losses_in_fp32):
-    result = run("train_fsdp", *FEW, "--precision", "bf16", ranks=2)
+@pytest.mark.parametrize("recipe", ["train_fsdp", pytest.param("train_tensor_parallel", marks=pytest.mark.long)])
+def test_shards_in_bf16(run, losses_in_fp32, recipe):
+    result = run(recipe, *FEW, "--precision", "bf16", ranks=2)
     assert result.losses != losses_in_fp32.losses
     assert result.losses[0] == pytest.approx(losses_in_fp32.losses[0], rel=2 * BF16_STEP)
 
@@ -469,6 +469,14 @@ def test_a_bad_value_is_one_line(run, tmp_path, options, told):
     result = run("train_single", *options, code=2)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
     assert result.err.startswith("train_single.py: ") and told in result.err
+
+
+@pytest.mark.parametrize("recipe", ["check_gpu", *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES
+                                                   if r not in ("check_gpu", *TRAINING))])  # fmt: skip
+def test_a_tool_tells_a_bad_value_in_one_line(run, recipe):
+    result = run(recipe, "--seconds", 0, code=2)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert result.err.startswith(f"{recipe}.py: ") and "--seconds" in result.err
 
 
 @pytest.mark.long
