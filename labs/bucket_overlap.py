@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
@@ -74,7 +74,8 @@ class Config:
 
     def __post_init__(self) -> None:
         require_model(self)
-        wire.require_rate(1e6 * self.mb_s)
+        with naming("mb_s"):
+            wire.require_rate(1e6 * self.mb_s)
         require(len(set(self.bucket_cap_mb)) == len(self.bucket_cap_mb) > 0,
                 f"bucket_cap_mb must hold different sizes, not {self.bucket_cap_mb}")  # fmt: skip
         require(min(self.bucket_cap_mb) > 0, f"bucket_cap_mb must be positive, not {min(self.bucket_cap_mb)}")

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.communication import wire
@@ -63,7 +63,8 @@ class Config:
         measure.require_budget(self.seconds, self.rounds)
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         if self.mb_s is not None:
-            wire.require_rate(1e6 * self.mb_s)
+            with naming("mb_s"):
+                wire.require_rate(1e6 * self.mb_s)
 
 
 def check_layout(config: Config, world_size: int) -> None:

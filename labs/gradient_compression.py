@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labs.data import fashion_mnist
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import naming, require
 from labs.kit.measure import Budget
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
@@ -73,12 +73,14 @@ class Config:
     """Two ways are timed and trained, at one bandwidth, with two seeds, in few steps."""
 
     def __post_init__(self) -> None:
-        for name in self.ways:
-            compression.require_way(name)
+        with naming("ways"):
+            for name in self.ways:
+                compression.require_way(name)
         require(PLAIN in self.ways and len(set(self.ways)) == len(self.ways) >= 2,
                 f"ways must hold 'fp32', to compare with, and others, each once, not {self.ways}")  # fmt: skip
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        wire.require_rates(self.mb_s)
+        with naming("mb_s"):
+            wire.require_rates(self.mb_s)
         measure.require_budget(self.seconds, self.rounds)
         require(self.accuracy_seconds >= 0, f"accuracy_seconds must not be negative, not {self.accuracy_seconds}")
         require(self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")

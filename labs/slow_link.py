@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
@@ -52,7 +52,8 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        wire.require_rates(self.mb_s)
+        with naming("mb_s"):
+            wire.require_rates(self.mb_s)
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         measure.require_budget(self.seconds, self.rounds)
         models.require_known(self.model)

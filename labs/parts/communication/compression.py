@@ -117,7 +117,7 @@ WAYS: dict[str, Way] = {
 
 def require_way(name: str) -> None:
     """BadInput for a way that there is none."""
-    require(name in WAYS, f"ways: unknown way to send gradients {name!r}: choose from {', '.join(WAYS)}")
+    require(name in WAYS, f"unknown way to send gradients {name!r}: choose from {', '.join(WAYS)}")
 
 
 def wrapped(module: nn.Module, name: str, bucket_cap_mb: float = 25.0) -> DistributedDataParallel:

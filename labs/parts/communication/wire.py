@@ -135,7 +135,7 @@ def require_wire(world_size: int, otherwise: str = "") -> None:
 
 def require_rates(mb_s: Sequence[float]) -> None:
     """BadInput unless these are different bandwidths of a wire, in 10^6 byte/s."""
-    require(len(set(mb_s)) == len(mb_s) > 0, f"mb_s must hold different bandwidths, not {mb_s}")
+    require(len(set(mb_s)) == len(mb_s) > 0, f"take different bandwidths, one at least, not {mb_s}")
     for each in mb_s:
         require_rate(1e6 * each)
 
@@ -143,7 +143,7 @@ def require_rates(mb_s: Sequence[float]) -> None:
 def require_rate(b_s: float) -> None:
     """BadInput for a rate that is no speed of a wire."""
     least = LEAST_B_S / 1e6
-    require(LEAST_B_S <= b_s < NO_LIMIT, f"mb_s: a bandwidth must be at least {least:g} MB/s, not {b_s / 1e6:g}")
+    require(LEAST_B_S <= b_s < NO_LIMIT, f"a bandwidth must be at least {least:g} MB/s, not {b_s / 1e6:g}")
 
 
 def limit(fd: int, b_s: float) -> None:
