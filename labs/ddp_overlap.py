@@ -28,7 +28,7 @@ from labs.kit import cli, measure
 from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.communication import wire
+from labs.parts.communication import delay, wire
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.training import PERCEPTRON, build, require_model
 
@@ -113,6 +113,17 @@ def timed_all_reduce(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch.
     return work.get_future().then(done)
 
 
+def timed_and_delayed(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The same where a slow wire has to be acted out: the all-reduce is done when that wire would have carried it."""
+    line, i = of["step"], len(of["step"].ready)
+
+    def done(future: torch.futures.Future) -> Tensor:
+        line.done[i] = now(future.value().device)
+        return future.value()
+
+    return delay.holding(timed_all_reduce)(of, bucket).then(done)
+
+
 def timed_step(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, loss: Callable,
     synchronise: bool, of: dict[str, Timeline],
@@ -135,7 +146,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     x, y = (t.to(rank.device) for t in workload.make_batch(config.batch_size))
     ddp = DistributedDataParallel(workload.module.to(rank.device), bucket_cap_mb=config.bucket_cap_mb)
     of: dict[str, Timeline] = {}
-    ddp.register_comm_hook(of, timed_all_reduce)
+    ddp.register_comm_hook(of, timed_all_reduce if wire.can_pace() else timed_and_delayed)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)  # 0: under no_sync the ranks would drift apart
     lines: dict[str, list[Timeline]] = {"ddp": [], "no_sync": []}
 
@@ -151,7 +162,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         measure.time_steps(step, 2 if config.smoke else 5, rank.device)  # DDP's first step goes in one bucket
     for found in lines.values():
         found.clear()
-    with wire.paced(rank, 1e6 * config.mb_s if config.mb_s else None):
+    if config.mb_s:
+        yield from wire.how(rank)
+    with wire.slowed(rank, config.mb_s) if config.mb_s else nullcontext():
         seconds = measure.interleave(
             steps, measure.rounds_of(config, rank.slowest), rank.device, between=rank.barrier,
             on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
@@ -254,6 +267,7 @@ def answer(run: Records) -> Iterator[str]:
     if run[0].layout["world_size"] == 1:
         yield "One rank has nobody to exchange gradients with. Overlap needs two."
         return
+    yield from wire.label(run)
     found = overlap(run)
     buckets = len({r.case["bucket"] for r in run.where("timeline_s", part="all-reduce")})
     yield (

@@ -17,14 +17,18 @@ GUESSED = "powersgd_4"
 """The way whose gain on the slowest wire the learner guesses."""
 
 
-def ring_table(run: Records) -> pandas.DataFrame:
-    """The ring's formula against the paced wire."""
-    rows = []
-    for mb_s, error in slow_link.ring_errors(run).items():
-        formula = next(r for r in run.where("all_reduce_s", mb_s=mb_s) if r.kind == "modelled")
-        rows.append({"MB/s": f"{mb_s:g}", "formula": f"{1e3 * formula.value:.1f} ms",
-                     "measured / formula": str(error)})  # fmt: skip
-    return pandas.DataFrame(rows).set_index("MB/s")
+def ring_table(*runs: Records) -> pandas.DataFrame:
+    """The ring's formula against the paced wire, for the gradients of every run, and how many are near in words."""
+    rows = [
+        {"model": run[0].config["model"], "MB": f"{p.size / 1e6:.2f}", "MB/s": f"{p.mb_s:g}",
+         "formula": f"{1e3 * p.formula_s:.1f} ms", "measured / formula": f"{p.error}{'' if p.in_reach else ' *'}"}
+        for run in runs for p in slow_link.ring_points(run)
+    ]  # fmt: skip
+    for run in runs:
+        print(f"{run[0].config['model']}: {slow_link.ring_text(run)}")
+    if any("*" in row["measured / formula"] for row in rows):
+        print("* more than half of what the wire reaches as it is")
+    return pandas.DataFrame(rows).set_index(["model", "MB", "MB/s"])
 
 
 def bounds(run: Records, mb_s: float) -> tuple[float, float]:
