@@ -115,13 +115,15 @@ def timed_all_reduce(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch.
 
 def timed_and_delayed(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The same where a slow wire has to be acted out: the all-reduce is done when that wire would have carried it."""
-    line, i = of["step"], len(of["step"].ready)
+    line, tensor = of["step"], bucket.buffer()
+    line.ready.append(now(tensor.device))
+    line.sizes.append(nbytes(tensor))
 
     def done(future: torch.futures.Future) -> Tensor:
-        line.done[i] = now(future.value().device)
+        line.done.append(now(tensor.device))
         return future.value()
 
-    return delay.holding(timed_all_reduce)(of, bucket).then(done)
+    return delay.holding()(None, bucket).then(done)
 
 
 def timed_step(
@@ -267,7 +269,6 @@ def answer(run: Records) -> Iterator[str]:
     if run[0].layout["world_size"] == 1:
         yield "One rank has nobody to exchange gradients with. Overlap needs two."
         return
-    yield from wire.label(run)
     found = overlap(run)
     buckets = len({r.case["bucket"] for r in run.where("timeline_s", part="all-reduce")})
     yield (
@@ -283,6 +284,7 @@ def answer(run: Records) -> Iterator[str]:
     if not measure.differs(found.cost, 0.0):
         cost = f"That a step takes longer than under no_sync, this run cannot show ({found.cost})."
     yield f"{cost} {accounts(found)}"
+    yield from wire.label(run)
 
 
 def _plain(found: measure.Estimate) -> measure.Estimate:

@@ -11,6 +11,7 @@ from labs.kit.display import say
 from labs.kit.measure import Estimate, differs
 from labs.kit.plot import bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
+from labs.parts.communication import wire
 from labs.parts.data_parallel import step_timeline
 
 
@@ -69,7 +70,7 @@ def _buckets_text(run: Records, predicted: dict[float, float], guess: Prediction
              f"The prediction would choose {chosen:g} MiB. It is {abs(off[worst]):.0f}% "
              f"{'above' if off[worst] > 0 else 'below'} the measurement at worst, with {worst:g} MiB.",
              f"The slowest size against the fastest, round by round: {ratio}. Both were picked from these rounds, "
-             "which makes the ratio somewhat too large."]  # fmt: skip
+             "which makes the ratio somewhat too large.", *wire.label(run)]  # fmt: skip
     return "\n".join(f"* {line}" for line in lines)
 
 
