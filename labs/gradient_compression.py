@@ -3,6 +3,8 @@
     python -m labs.gradient_compression                         # launches its own ranks
     python -m labs.gradient_compression --ways fp32 fp16 powersgd_4 --mb-s 400 100 25 --seconds 60
     python -m labs.gradient_compression --ways fp32 fp16 --mb-s 100 --hidden 512 256 --accuracy-seconds 60
+    python -m labs.gradient_compression --model labs.parts.data_parallel.training:many_layers --bucket-cap-mb 0.25
+        --batch-size 16 --ways fp32 fp16 --mb-s 200 50 25 10 --seconds 60 --accuracy-seconds 0    # 16 bits can lose
     torchrun --nproc-per-node 2 -m labs.gradient_compression
 
 About 20 s on 2 CPU cores. Every way to send gradients is one communication hook of DDP.

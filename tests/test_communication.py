@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import shutil
+import signal
+import subprocess
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import HERE, PYTHON, SLOWER, new_environment
 from torch import nn
 
 from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
@@ -119,6 +123,30 @@ def test_steps_are_timed_in_turn_over_the_wire_that_is_asked_for(mb_s, limit):
     seconds = found[0][1]
     assert seconds == found[1][1] and {name: len(s) for name, s in seconds.items()} == {"look": 3, "nothing": 3}
     assert min(seconds["nothing"]) > 0.009, "rank 1 sleeps for 10 ms: the slowest rank counts"
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(not shutil.which("ss"), reason="needs ss, of iproute2, which shows the limits of all connections")
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_an_interrupted_run_leaves_no_connection_paced(how, code):
+    def limited() -> bool:
+        return "/187648000bps" in subprocess.run(["ss", "-tin"], capture_output=True, text=True, check=True).stdout
+
+    command = [*PYTHON, "-m", "labs.slow_link", "--mb-s", "23.456", "--seconds", "600"]
+    with subprocess.Popen(command, cwd=HERE, env=new_environment(), stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL) as run:  # fmt: skip
+        assert soon(limited, 200 * SLOWER), "the run paces its connections"
+        run.send_signal(how)
+        assert run.wait(60 * SLOWER) == code
+    assert soon(lambda: not limited(), 5)
+
+
+def soon(fact, seconds: float) -> bool:
+    """Whether `fact` is true within that time."""
+    end = time.monotonic() + seconds
+    while not (true := fact()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return true
 
 
 # -- the wire acted out
@@ -403,7 +431,7 @@ def test_an_emulated_wire_tests_no_formula():
 @pytest.mark.parametrize(
     ("fp16", "powersgd_4", "lost", "told"),
     [
-        (0.005, 0.002, "powersgd_4", "take fp16: 2.00 x"), (0.005, 0.002, "", "take powersgd_4: 5.00 x"),
+        (0.005, 0.002, "powersgd_4", "take fp16: 2 x"), (0.005, 0.002, "", "take powersgd_4: 5.00 x"),
         (0.005, 0.002, "both", "no way is surely faster"), (0.010, 0.012, "", "no way is surely faster"),
     ],
 )  # fmt: skip
