@@ -18,12 +18,14 @@ from torch import nn
 
 from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
 from labs.chapters.nb07 import figures, figures_overlap, figures_wire
+from labs.kit import explore
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.communication import compression, delay, ring, wire
+from labs.parts.timing.collectives import bus_factor
 
 STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0)
 
@@ -41,6 +43,14 @@ def test_the_picture_ends_with_every_sum_on_every_rank(ranks):
     assert all(part == everyone for held in end.holds for part in held)
     scattered = steps[ranks - 1]
     assert [held.index(everyone) for held in scattered.holds] == [(r + 1) % ranks for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_every_setting_of_the_ring_s_picture_can_be_drawn(ranks):
+    fig, alt, sentence = figures.draw_ring(ranks)
+    explore.quick_png(fig)
+    assert len(fig.axes) == 2 * ranks - 1 and f"the sum of all {ranks}" in alt
+    assert f"{bus_factor('all_reduce', ranks):.2f} times the vector" in sentence
 
 
 def ring_against_torch(numbers: int) -> tuple[bool, bool]:

@@ -52,7 +52,7 @@ def buckets(run: Records, guess: Prediction) -> None:
     predicted = bucket_overlap.predicted_steps(run)
     curve(ax, caps, [1e3 * predicted[c] for c in caps], label="one bucket after the other on the wire")
     plain = run.one("step_s", synchronise=False)
-    points(ax, [caps[-1] * 2], [milliseconds(plain)], label="no_sync")
+    points(ax, [caps[-1] * 2], [milliseconds(plain)], label="no_sync: no exchange, no buckets")
     prediction(ax, float(guess), steps.one("step_s", bucket_cap_mb=best).value * 1e3)
     log_axes(ax, caps)
     ax.set_ylim(bottom=0)
@@ -83,7 +83,8 @@ def switches(run: Records) -> None:
         if told
         else "No switch makes a difference that this run can show"
     )
-    fig, ax = figure(message, xlabel="step, default = 1 (x)", ylabel="DDP's switch", records=run, size=(7.0, 2.9))
+    fig, ax = figure(message, xlabel="step, default = 1 (x)", ylabel="DDP's switch", records=run, size=(7.0, 3.3),
+                     legend_below=True)  # fmt: skip
     bars(ax, list(found), found.values())
     ax.axvline(1, linestyle=":", color="black")
     show(fig, alt=f"{message}. " + ", ".join(f"{name}: {ratio}" for name, ratio in found.items()) + ".")

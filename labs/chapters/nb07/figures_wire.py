@@ -162,7 +162,7 @@ def accuracy(run: Records) -> None:
     lost = [way for way, e in found.items() if e.high < 0]
     message = f"Less is learned with {' and '.join(lost)}" if lost else "No way learns less that this run can show"
     fig, ax = figure(message, xlabel="accuracy, FP32 = 0 (percentage points)", ylabel="what is sent", records=run,
-                     size=(7.0, 2.9))  # fmt: skip
+                     size=(7.0, 3.4), legend_below=True)  # fmt: skip
     bars(ax, list(found), found.values())
     ax.axvline(0, linestyle=":", color="black")
     n = len(plain.samples)
