@@ -59,8 +59,8 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[Ten
 def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average gradients in bfloat16, over gloo as well.
 
-    DDP refuses torch's own bf16_compress_hook, by its name, where torch is built without CUDA (torch 2.13,
-    torch/nn/parallel/distributed.py, _check_comm_hook). gloo adds bfloat16 numbers all the same.
+    DDP refuses torch's own bf16_compress_hook, by its name, where torch is built without CUDA (_check_comm_hook in
+    torch/nn/parallel/distributed.py). gloo adds bfloat16 numbers all the same.
     """
     small = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(small, async_op=True).get_future()  # starts; backward goes on
