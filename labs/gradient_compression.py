@@ -416,7 +416,8 @@ def answer(run: Records) -> Iterator[str]:
     worse = [f"{way} {e}" for way, e in (losses(run) if run.where("accuracy") else {}).items() if e.high < 0]
     if worse:
         yield f"Accuracy that is lost against FP32: {', '.join(worse)}."
-    yield from (choice_text(run, mb_s) for mb_s in (CHOICE_MB_S,) if run.where("step_s", mb_s=mb_s))
+    if run.where("accuracy") and run.where("step_s", mb_s=CHOICE_MB_S):
+        yield choice_text(run, CHOICE_MB_S)
 
 
 if __name__ == "__main__":
