@@ -22,7 +22,7 @@ from functools import cache
 import pandas
 
 from labs.kit import cli, hardware
-from labs.kit.errors import BadInput, did_you_mean, require
+from labs.kit.errors import BadInput, naming, require
 from labs.parts.planning import blind_test, calibration, parallel_cost, scaling
 from labs.parts.planning.blind_test import Band
 from labs.parts.planning.parallel_cost import Job, Machine, Plan, shape
@@ -58,11 +58,8 @@ class Offer:
         require(
             price is None or 0 < price < math.inf, f"offers: a price is positive, not {price}: leave it out if unknown"
         )
-        row = hardware.spec(offer.card)
-        if row is None:
-            known = [s.gpu for s in hardware.specs()]
-            hint = did_you_mean(offer.card, known)
-            raise BadInput(f"offers: no datasheet of {offer.card!r} here. {hint}Known: {', '.join(known)}")
+        with naming("offers"):
+            row = hardware.require_spec(offer.card)
         require(bool(row.memory_gb and row.link_gb_s and (row.tensor_bf16 or row.tensor_fp16)),
                 f"offers: memory, link or 16-bit peak of the {row.gpu} have no source in gpus.toml")  # fmt: skip
         return replace(offer, card=row.gpu)

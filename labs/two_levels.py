@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.communication import two_levels as levels
@@ -75,8 +75,9 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.nodes >= 2, f"nodes must be at least 2, not {self.nodes}: one node has no slow wire")
-        for mb_s in (self.inside_mb_s, self.across_mb_s):
-            wire.require_rate(1e6 * mb_s)
+        for name in ("inside_mb_s", "across_mb_s"):
+            with naming(name):
+                wire.require_rate(1e6 * getattr(self, name))
         require(min(self.width, self.layers, self.every) >= 1, "width, layers and every must be at least 1")
         unknown = sorted(set(self.ways) - set(WAYS))
         require(not unknown and len(self.ways) > 0, f"ways may hold {'; '.join(WAYS)}, not {'; '.join(unknown)}")
