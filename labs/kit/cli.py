@@ -183,6 +183,11 @@ def _leave(code: int) -> typing.NoReturn:
 
 def run_here(lab: str, command: Any) -> int:
     """`python -m labs.X`: launch ranks on this machine. Returns the exit code."""
+    from labs.kit.fork_server import start_fork_server
+
+    start_fork_server(forked=True)  # first, while this process has no threads; it loads more while we do, too
+    import pandas  # noqa: F401, I001  now, where it delays nobody, instead of after the run
+    import scipy.stats  # noqa: F401
     from labs.kit.display import TerminalView
     from labs.kit.failure import RankFailed
     from labs.kit.launch import launch
