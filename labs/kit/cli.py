@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from labs.kit import record
 from labs.kit.errors import BadInput, did_you_mean, require
-from labs.kit.lab import CANNOT_BE_JUDGED, cannot_be_judged, check_layout, lab_module, recordable, short_name
+from labs.kit.lab import CANNOT_BE_JUDGED, cannot_be_judged, check_layout, for_smoke, lab_module, recordable, short_name
 
 if TYPE_CHECKING:
     from labs.kit.monitor import Trace
@@ -162,6 +162,7 @@ def main() -> None:
     try:
         lab = lab_module(name)
         command = parse(lab, prog)
+        command.config = for_smoke(lab, command.config)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             _leave(run_under_torchrun(name, command))
         raise SystemExit(run_here(name, command))
@@ -184,8 +185,10 @@ def _leave(code: int) -> typing.NoReturn:
 def run_here(lab: str, command: Any) -> int:
     """`python -m labs.X`: launch ranks on this machine. Returns the exit code."""
     from labs.kit.fork_server import start_fork_server
+    from labs.kit.hardware import place
 
-    start_fork_server(forked=True)  # first, while this process has no threads; it loads more while we do, too
+    place(command.launch.nproc, command.launch.device, command.launch.oversubscribe)  # BadInput before anything starts
+    start_fork_server(forked=True)  # before all else, while this process has no threads; it loads more while we do, too
     import pandas  # noqa: F401, I001  now, where it delays nobody, instead of after the run
     import scipy.stats  # noqa: F401
     from labs.kit.display import TerminalView
