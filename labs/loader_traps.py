@@ -35,7 +35,7 @@ StartMethod = Literal["fork", "forkserver", "spawn"]
 HELD: tuple[Held, ...] = ("list of str", "NumPy array", "list of int", "torch tensor")
 SCALED = (0, 1, 2, 4, 8)
 RANKS, SAMPLED = 2, 11
-SMOKE = {"workers": 2, "objects": 5_000, "failures": ("raises", "killed", "hangs")}  # of a command
+SMOKE = {"workers": 2, "objects": 5_000, "failures": ("raises", "killed", "hangs")}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

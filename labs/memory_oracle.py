@@ -44,7 +44,7 @@ CARD = "RTX 4090"  # whose memory a largest batch is looked for, unless you say 
 CHUNKS = (1, 16)  # of GPT-2's loss
 SEQUENCES = 8  # of 1,024 tokens, of GPT-2's step
 WHOLE_IN_NOTEBOOKS = True  # traced models: smaller ones would be other facts
-SMOKE = {"images": (32,), "sequences": (), "small": ("mlp",), "recomputed": ()}  # of a command
+SMOKE = {"images": (32,), "sequences": (), "small": ("mlp",), "recomputed": ()}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,14 @@ UNLIMITED = "unlimited"
 HEADROOMS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.25, 1.3)
 PATTERN = (16, 50 * MIB, 30 * MIB)  # tensors, bytes of the large and of the smaller ones
 WHOLE_IN_NOTEBOOKS = True  # simulated allocators: on fewer batches and devices they would tell other facts
-SMOKE = {"models": ("mlp",), "rows": (16,), "cuts": (1, 2), "steps": 3, "lengths": 2, "batches": 4}  # of a command
+SMOKE = {
+    "models": ("mlp",),
+    "rows": (16,),
+    "cuts": (1, 2),
+    "steps": 3,
+    "lengths": 2,
+    "batches": 4,
+}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ SMOKE = {
     "kills": 3,
     "corruptions": 20,
     "large_bytes": 2**22,
-}  # of a command
+}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)
