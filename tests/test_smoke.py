@@ -1,8 +1,9 @@
-"""Smoke runs from a shell: smaller than those of a notebook, from a fork of the command, in little more than an import."""
+"""Smoke runs from a shell: smaller than a notebook's, from a fork of the command, in little more than an import."""
 
 import dataclasses
 import importlib
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -77,6 +78,12 @@ if __name__ == "__main__":
     from labs.kit import cli
     cli.main()
 """
+
+
+def test_the_bench_of_launches_tells_both_times_and_their_ratio():
+    out = command("labs.kit.bench", "--smoke", "--nproc", "1")
+    assert re.search(r"A fresh torchrun takes [\d.]+ x", " ".join(out.split()))
+    assert re.search(r"torchrun / launch +1 +[\d.]+ x", out)
 
 
 @pytest.mark.quiet
