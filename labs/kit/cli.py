@@ -182,15 +182,21 @@ def _leave(code: int) -> typing.NoReturn:
     os._exit(code)
 
 
+def prepare() -> None:
+    """Fork what ranks will come from, before this process has threads; meanwhile load what it needs after the run."""
+    from labs.kit.fork_server import start_fork_server
+
+    start_fork_server(forked=True)
+    import pandas  # noqa: F401, I001
+    import scipy.stats  # noqa: F401
+
+
 def run_here(lab: str, command: Any) -> int:
     """`python -m labs.X`: launch ranks on this machine. Returns the exit code."""
-    from labs.kit.fork_server import start_fork_server
     from labs.kit.hardware import place
 
     place(command.launch.nproc, command.launch.device, command.launch.oversubscribe)  # BadInput before anything starts
-    start_fork_server(forked=True)  # before all else, while this process has no threads; it loads more while we do, too
-    import pandas  # noqa: F401, I001  now, where it delays nobody, instead of after the run
-    import scipy.stats  # noqa: F401
+    prepare()
     from labs.kit.display import TerminalView
     from labs.kit.failure import RankFailed
     from labs.kit.launch import launch
