@@ -187,7 +187,7 @@ def prepare() -> None:
     from labs.kit.fork_server import start_fork_server
 
     start_fork_server(forked=True)
-    import pandas  # noqa: F401, I001
+    import pandas  # noqa: F401
     import scipy.stats  # noqa: F401
 
 
