@@ -47,6 +47,9 @@ Part = Literal["pareto", "sizes", "chain", "variants", "sequences"]
 THIN = (36, 64, 2048)  # layers, width and rows of the chain
 SLICES = 150  # of a step, for its curve of live bytes
 SIZED = ("none", "block", "selective")  # policies of sizes, of which a model may not have all
+SMOKE = {  # with --smoke in a shell
+    "parts": ("pareto", "variants", "sequences"), "policies": ("block",), "batch": 32, "sequences": (128,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from labs.parts.sharding.traffic import Call, Traffic, sent_bytes, traffic_of
 WARM_UP = {"ddp": 2}  # steps before the one that counts: DDP tells its ranks of new buckets at the start of its second
 NEEDS_MEMORY = ("ddp",)  # its reducer, in C++, reads the addresses of tensors
 REAL_BYTES = 2**28  # of parameters, above which tensors are fake
+SMOKE = {"ranks": (8,)}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

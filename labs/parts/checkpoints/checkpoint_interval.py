@@ -95,12 +95,6 @@ def first_order(interval_s: float, save_s: float, mtbf_s: float, restart_s: floa
     return save_s / interval_s + interval_s / (2 * mtbf_s) + restart_s / mtbf_s
 
 
-def system_mtbf(gpu_mtbf_s: float, gpus: int) -> float:
-    """Mean time between failures of a job on `gpus` GPUs: any of them stops it."""
-    require(gpus >= 1, f"gpus must be at least 1, not {gpus}")
-    return gpu_mtbf_s / gpus
-
-
 def simulate(
     interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0,
     *, failures: int = 20_000, repeats: int = 8, seed: int = 0,
