@@ -41,6 +41,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "adam": lambda p: torch.optim.AdamW(p, lr=1e-4),
 }
 GPU_HEADROOM = 1.2  # a large model really runs where this many times its predicted bytes are free
+SMOKE = {"models": ("tiny_bert",), "attention": ("eager",)}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from labs.parts.timing import probing
 
 PERCEPTRON = "perceptron"
 MOST_SEEDS = 64  # however fast the machine is
+SMOKE = {"samples": 2048, "loss_exponents": (0, -14), "gradient_models": ("fashion_cnn",)}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
-from labs.parts.communication import wire
+from labs.parts.communication import delay, wire
 from labs.parts.data_parallel.gradient_buckets import bucket_bytes
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
@@ -74,7 +74,8 @@ class Config:
 
     def __post_init__(self) -> None:
         require_model(self)
-        wire.require_rate(1e6 * self.mb_s)
+        with naming("mb_s"):
+            wire.require_rate(1e6 * self.mb_s)
         require(len(set(self.bucket_cap_mb)) == len(self.bucket_cap_mb) > 0,
                 f"bucket_cap_mb must hold different sizes, not {self.bucket_cap_mb}")  # fmt: skip
         require(min(self.bucket_cap_mb) > 0, f"bucket_cap_mb must be positive, not {min(self.bucket_cap_mb)}")
@@ -82,7 +83,7 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput for one rank, a system that cannot pace, or a model that cannot be built."""
+    """BadInput for one rank, or a model that cannot be built."""
     wire.require_wire(world_size)
     workload_of(config)
 
@@ -103,6 +104,7 @@ def predict(ready_s: Sequence[float], sizes: Sequence[int], ranks: int, mb_s: fl
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The gradients' moments, the buckets, then the switches."""
     wire.require_tcp(rank)
+    yield from wire.how(rank)
     caps = sorted(config.bucket_cap_mb)
     yield from moments(config, rank)
     steps: dict[Any, Callable[[], object]] = {}
@@ -191,7 +193,9 @@ def ddp_step(
     x, y = workload.make_batch(config.batch_size)
     ddp = DistributedDataParallel(workload.module, bucket_cap_mb=cap_mb, **arguments)
     if seen is not None:
-        ddp.register_comm_hook(seen, noting_all_reduce)
+        ddp.register_comm_hook(seen, delay.holding(noting_all_reduce))
+    elif not wire.can_pace():
+        delay.hold(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)  # 0: under no_sync the ranks would drift apart
     step = train_step if synchronise else step_without_exchange
     return partial(step, ddp, optimizer, x, y, workload.loss)
@@ -282,6 +286,7 @@ def switch_ratios(run: Records) -> dict[str, measure.Estimate]:
 
 def answer(run: Records) -> Iterator[str]:
     """Which buckets to take on this wire, what the prediction would take, and which switches matter."""
+    yield from wire.label(run)
     best, worst, ratio = best_worst(run)
     mb_s = run.one("step_s", synchronise=False).case["mb_s"]
     if measure.differs(ratio):

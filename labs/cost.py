@@ -22,7 +22,7 @@ from functools import cache
 import pandas
 
 from labs.kit import cli, hardware
-from labs.kit.errors import BadInput, did_you_mean, require
+from labs.kit.errors import BadInput, naming, require
 from labs.parts.planning import blind_test, calibration, parallel_cost, scaling
 from labs.parts.planning.blind_test import Band
 from labs.parts.planning.parallel_cost import Job, Machine, Plan, shape
@@ -58,11 +58,8 @@ class Offer:
         require(
             price is None or 0 < price < math.inf, f"offers: a price is positive, not {price}: leave it out if unknown"
         )
-        row = hardware.spec(offer.card)
-        if row is None:
-            known = [s.gpu for s in hardware.specs()]
-            hint = did_you_mean(offer.card, known)
-            raise BadInput(f"offers: no datasheet of {offer.card!r} here. {hint}Known: {', '.join(known)}")
+        with naming("offers"):
+            row = hardware.require_spec(offer.card)
         require(bool(row.memory_gb and row.link_gb_s and (row.tensor_bf16 or row.tensor_fp16)),
                 f"offers: memory, link or 16-bit peak of the {row.gpu} have no source in gpus.toml")  # fmt: skip
         return replace(offer, card=row.gpu)
@@ -214,16 +211,18 @@ class Bill:
         return None if self.offer.price is None else self.gpu_hours.times(self.offer.price)
 
 
+def cluster_of(config: Config, offer: Offer) -> scaling.Cluster:
+    """The GPUs of `offer` with what start-up, failures and saving take."""
+    found = scaling.of_card(offer.card, offer.gpus, config.gpus_per_node, config.network_gb_s,
+                            config.share_of_peak(offer.card)[0])  # fmt: skip
+    return replace(found, startup_s=60 * config.startup_min, gpu_mtbf_s=DAY_S * config.gpu_mtbf_days or math.inf,
+                   save_s=config.save_s, restart_s=60 * config.restart_min)  # fmt: skip
+
+
 def bill(config: Config, offer: Offer) -> Bill | None:
     """The fastest plan that fits into the memory of `offer`, and what it takes; None if none fits."""
-    row, job = hardware.spec(offer.card), config.job()
+    row, job, cluster = hardware.spec(offer.card), config.job(), cluster_of(config, offer)
     free = 1e9 * (row.memory_gb - config.reserved_gb)
-    cluster = replace(
-        scaling.of_card(offer.card, offer.gpus, config.gpus_per_node, config.network_gb_s,
-                        config.share_of_peak(offer.card)[0]),
-        startup_s=60 * config.startup_min, gpu_mtbf_s=DAY_S * config.gpu_mtbf_days or math.inf,
-        save_s=config.save_s, restart_s=60 * config.restart_min,
-    )  # fmt: skip
     machine = Machine(offer.gpus, free, cluster.flop_s, cluster.inside.bytes_s)
     fitting = [c for c in parallel_cost.costs(job, machine) if c.memory_bytes <= free and c.plan.ranks == offer.gpus]
     if not fitting:

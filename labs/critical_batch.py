@@ -42,6 +42,7 @@ MOMENTS = (0.0, 0.1, 0.25, 0.5, 1.0)  # of its steps, at which it is
 MICRO = 4  # micro-batches of MICRO_ROWS per rank: together they are the large batch
 MICRO_ROWS = 16
 DRAWS = 24  # large batches at each moment
+SMOKE = {"batches": (32, 128, 512), "target": 1.2}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

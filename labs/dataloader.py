@@ -30,6 +30,7 @@ from labs.parts.loading.tile_training import WIDTHS, AsFloat, Trainer, Watched
 
 LEAST_TIMED, IN_TURN = 5, 2  # batches of each loader; loaders of each case that is compared in turn
 Part = Literal["prediction", "timeline", "sweep", "settings", "bytes", "transfer"]
+SMOKE = {"workers": (0, 1), "batches": (4,), "batch_size": 4}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

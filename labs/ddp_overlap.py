@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.communication import wire
+from labs.parts.communication import delay, wire
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.training import PERCEPTRON, build, require_model
 
@@ -63,7 +63,8 @@ class Config:
         measure.require_budget(self.seconds, self.rounds)
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         if self.mb_s is not None:
-            wire.require_rate(1e6 * self.mb_s)
+            with naming("mb_s"):
+                wire.require_rate(1e6 * self.mb_s)
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -112,6 +113,19 @@ def timed_all_reduce(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch.
     return work.get_future().then(done)
 
 
+def timed_and_delayed(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The same where a slow wire has to be acted out: the all-reduce is done when that wire would have carried it."""
+    line, tensor = of["step"], bucket.buffer()
+    line.ready.append(now(tensor.device))
+    line.sizes.append(nbytes(tensor))
+
+    def done(future: torch.futures.Future) -> Tensor:
+        line.done.append(now(tensor.device))
+        return future.value()
+
+    return delay.holding()(None, bucket).then(done)
+
+
 def timed_step(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, loss: Callable,
     synchronise: bool, of: dict[str, Timeline],
@@ -134,7 +148,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     x, y = (t.to(rank.device) for t in workload.make_batch(config.batch_size))
     ddp = DistributedDataParallel(workload.module.to(rank.device), bucket_cap_mb=config.bucket_cap_mb)
     of: dict[str, Timeline] = {}
-    ddp.register_comm_hook(of, timed_all_reduce)
+    ddp.register_comm_hook(of, timed_all_reduce if wire.can_pace() else timed_and_delayed)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)  # 0: under no_sync the ranks would drift apart
     lines: dict[str, list[Timeline]] = {"ddp": [], "no_sync": []}
 
@@ -150,7 +164,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         measure.time_steps(step, 2 if config.smoke else 5, rank.device)  # DDP's first step goes in one bucket
     for found in lines.values():
         found.clear()
-    with wire.paced(rank, 1e6 * config.mb_s if config.mb_s else None):
+    if config.mb_s:
+        yield from wire.how(rank)
+    with wire.slowed(rank, config.mb_s) if config.mb_s else nullcontext():
         seconds = measure.interleave(
             steps, measure.rounds_of(config, rank.slowest), rank.device, between=rank.barrier,
             on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
@@ -268,6 +284,7 @@ def answer(run: Records) -> Iterator[str]:
     if not measure.differs(found.cost, 0.0):
         cost = f"That a step takes longer than under no_sync, this run cannot show ({found.cost})."
     yield f"{cost} {accounts(found)}"
+    yield from wire.label(run)
 
 
 def _plain(found: measure.Estimate) -> measure.Estimate:

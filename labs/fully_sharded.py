@@ -46,6 +46,7 @@ LOWERED = "fsdp, bf16"
 TIMED = WAYS[:3]  # on a CPU the time of BF16 is that of its units, and offload moves nothing
 OPTIMIZERS = {"momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adam": partial(torch.optim.Adam, lr=1e-3)}
 STATES = {"momentum": 1, "adam": 2}  # numbers per parameter
+SMOKE = {"models": ("labs.parts.sharding.blocks:uneven_mlp",), "steps": 1}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

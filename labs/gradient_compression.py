@@ -1,14 +1,17 @@
 """Does sending fewer bytes make training faster, and does the model learn as well?
 
     python -m labs.gradient_compression                         # launches its own ranks
-    python -m labs.gradient_compression --ways fp32 fp16 powersgd_4 --mb-s 400 100 25
+    python -m labs.gradient_compression --ways fp32 fp16 powersgd_4 --mb-s 400 100 25 --seconds 60
+    python -m labs.gradient_compression --ways fp32 fp16 --mb-s 100 --hidden 512 256 --accuracy-seconds 60
+    python -m labs.gradient_compression --model labs.parts.data_parallel.training:many_layers --bucket-cap-mb 0.25
+        --batch-size 16 --ways fp32 fp16 --mb-s 200 50 25 10 --seconds 60 --accuracy-seconds 0    # 16 bits can lose
     torchrun --nproc-per-node 2 -m labs.gradient_compression
 
 About 20 s on 2 CPU cores. Every way to send gradients is one communication hook of DDP.
   bytes      what each rank wrote to the wire in a step, against a closed form
   time       a training step with each way, in turn, at each bandwidth of a paced wire
   break-even from the fastest and the slowest wire the bandwidth is predicted below which a way gains; then the wire is
-             set to that bandwidth, to half and to twice of it, and a step is timed there
+             set to 1 / 1.5 and to 1.5 times of it: a way that gains at the one and loses at the other breaks even there
   accuracy   the same training on Fashion-MNIST with each way, from the same seeds
 """
 
@@ -17,14 +20,16 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.data import fashion_mnist
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import naming, require
 from labs.kit.measure import Budget
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
@@ -32,12 +37,14 @@ from labs.parts import models
 from labs.parts.communication import compression, wire
 from labs.parts.communication.compression import WAYS, wrapped
 from labs.parts.communication.wire import NO_PACE
+from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 from labs.parts.data_parallel.training import train_step
 from labs.parts.data_parallel.wire import sent_by
+from labs.parts.sharding.link import timed
 
 PLAIN = "fp32"
-AROUND = (0.5, 1.0, 2.0)
-"""A predicted break-even bandwidth is tried at these multiples of it."""
+AROUND = (1 / 1.5, 1.5)
+"""A predicted break-even bandwidth is tried at these multiples of it: between them it is right within a factor 1.5."""
 HELD_OUT_ROWS = 2000
 TRAINED_ROWS = 4096
 NEVER = 1e5
@@ -51,10 +58,14 @@ class Config:
 
     ways: tuple[str, ...] = ("fp32", "fp16", "bf16", "powersgd_1", "powersgd_4", "top_1%")
     """Ways to send gradients, of labs.parts.communication.compression.WAYS; fp32 is DDP as it is."""
+    break_even: tuple[str, ...] = ("fp16", "powersgd_4", "top_1%")
+    """Those of them whose predicted break-even bandwidth is tried."""
     model: str = "mlp"
     """Model of the timed steps: one of labs.models.MODELS, or package.module:factory."""
     batch_size: int = 64
     """Samples per rank of the timed steps."""
+    bucket_cap_mb: float = 25.0
+    """Size of DDP's gradient buckets in MiB, in a timed step of the ways that may have several."""
     mb_s: tuple[float, ...] = (200.0, 100.0, 50.0, 25.0)
     """Bandwidths of the wire in each direction, in 10^6 byte/s, besides the wire as it is."""
     seconds: float = 8.0
@@ -65,6 +76,8 @@ class Config:
     """Time for the trainings, in s: as many seeds as fit, at least 6; 0 leaves them out."""
     epochs: int = 2
     """Passes over the images in a training."""
+    hidden: tuple[int, ...] = (128,)
+    """Widths of the hidden layers of the perceptron that is trained; 512 256 has those of the articles' MLP."""
     lr: float = 0.1
     """Learning rate of SGD with momentum 0.9 in a training."""
     seed: int = 0
@@ -73,12 +86,19 @@ class Config:
     """Two ways are timed and trained, at one bandwidth, with two seeds, in few steps."""
 
     def __post_init__(self) -> None:
-        for name in self.ways:
-            compression.require_way(name)
+        with naming("ways"):
+            for name in self.ways:
+                compression.require_way(name)
         require(PLAIN in self.ways and len(set(self.ways)) == len(self.ways) >= 2,
                 f"ways must hold 'fp32', to compare with, and others, each once, not {self.ways}")  # fmt: skip
+        with naming("break_even"):
+            for name in self.break_even:
+                compression.require_way(name)
+        require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
+        require(all(width >= 1 for width in self.hidden), f"hidden must be widths of at least 1, not {self.hidden}")
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        wire.require_rates(self.mb_s)
+        with naming("mb_s"):
+            wire.require_rates(self.mb_s)
         measure.require_budget(self.seconds, self.rounds)
         require(self.accuracy_seconds >= 0, f"accuracy_seconds must not be negative, not {self.accuracy_seconds}")
         require(self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")
@@ -87,7 +107,7 @@ class Config:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput for one rank, or a system that cannot pace."""
+    """BadInput for one rank."""
     wire.require_wire(world_size)
 
 
@@ -121,6 +141,7 @@ def predict(fast: tuple[float, float], slow: tuple[float, float]) -> Crossing:
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Bytes of every way, their times over every wire, break-even bandwidths, accuracy."""
     wire.require_tcp(rank)
+    yield from wire.how(rank)
     ways = _possible(config.ways, rank)
     for name, why in ways.items():
         if why:
@@ -135,7 +156,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def _possible(names: tuple[str, ...], rank: Rank) -> dict[str, str]:
-    """Of each way, why it cannot be used here, "" if it can: DDP refuses the hook of bfloat16 over gloo."""
+    """Of each way, why it cannot be used here, "" if it can: not every gloo adds bfloat16."""
     found = {}
     for name in names:
         try:
@@ -151,7 +172,7 @@ def _possible(names: tuple[str, ...], rank: Rank) -> dict[str, str]:
 def training_step(name: str, config: Config, rank: Rank) -> Callable[[], object]:
     """A DDP training step that sends its gradients in the way `name`: the hook sits in `ddp`, no line changes."""
     workload = models.build(config.model, config.seed)
-    ddp = wrapped(workload.module, name)
+    ddp = wrapped(workload.module, name, config.bucket_cap_mb)
     x, y = workload.make_batch(config.batch_size)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     return partial(train_step, ddp, optimizer, x, y, workload.loss)
@@ -191,9 +212,11 @@ def facts(config: Config, rank: Rank) -> Iterator[Record]:
 
 
 def step_times(steps: dict[str, Callable], config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of a step of every way at every bandwidth; then at those that are predicted to be break-even ones."""
+    """Seconds of a step of every way at every bandwidth; then around those that are predicted to be break-even ones."""
     wires = [NO_PACE, *sorted(config.mb_s, reverse=True)[: 1 if config.smoke else None]]
-    parts = len(wires) + 3 * (len(steps) - 1)  # equal parts of the time
+    tried = [name for name in steps if name in config.break_even]
+    parts = len(wires) + len(AROUND) * len(tried)  # equal parts of the time
+    yield rank.record("reached_mb_s", "MB/s", reached_mb_s(config, rank))
     medians: dict[float, dict[str, float]] = {}
     for done, mb_s in enumerate(wires, start=1):
         seconds = wire.in_turn(steps, config, rank, 1 / parts, mb_s)
@@ -204,16 +227,23 @@ def step_times(steps: dict[str, Callable], config: Config, rank: Rank) -> Iterat
     if len(wires) < 3:
         return
     fast, slow = wires[1], wires[-1]
-    for name in [name for name in steps if name != PLAIN]:
+    for name in tried:
         more = {w: medians[w][name] - medians[w][PLAIN] for w in (fast, slow)}
         crossing = predict((1e-6 / fast, more[fast]), (1e-6 / slow, more[slow])).b_s / 1e6
         yield rank.record("break_even_mb_s", "MB/s", min(crossing, 1e9), kind="modelled", way=name)
         for times in AROUND:
-            if wire.LEAST_B_S / 1e6 <= crossing * times <= NEVER:
+            if wire.LEAST_B_S / 1e6 <= crossing * times <= NEVER:  # also where the wire itself is slower: it tells
                 pair = {PLAIN: steps[PLAIN], name: steps[name]}
                 for way, samples in wire.in_turn(pair, config, rank, 1 / parts, crossing * times).items():
                     yield rank.record("tried_step_s", "s", samples, way=way, beside=name, times=times,
                                       mb_s=crossing * times)  # fmt: skip
+
+
+def reached_mb_s(config: Config, rank: Rank) -> float:
+    """What an all-reduce of the gradients reaches over the wire as it is, in 10^6 byte/s: no wire here is faster."""
+    size = models.gradient_bytes(models.build(config.model, config.seed).module)
+    seconds = statistics.median(timed(partial(dist.all_reduce, torch.zeros(size // 4)), 12, rank))
+    return ring_all_reduce_bytes(size, rank.world_size) / seconds / 1e6
 
 
 def accuracies(names: list[str], config: Config, rank: Rank) -> Iterator[Record]:
@@ -247,7 +277,7 @@ def trained_accuracy(name: str, seed: int, data: tuple[Tensor, ...], config: Con
     """Accuracy of a perceptron that all ranks trained together; the same on all of them."""
     images, labels, test_images, test_labels = data
     torch.manual_seed(seed)
-    ddp: DistributedDataParallel = wrapped(nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)), name)
+    ddp: DistributedDataParallel = wrapped(perceptron(784, *config.hidden, 10), name)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=config.lr, momentum=0.9)
     rows = config.batch_size * rank.world_size
     for _ in range(1 if config.smoke else config.epochs):
@@ -257,6 +287,12 @@ def trained_accuracy(name: str, seed: int, data: tuple[Tensor, ...], config: Con
             train_step(ddp, optimizer, images[mine], labels[mine], nn.functional.cross_entropy)
     with torch.no_grad():
         return (ddp.module(test_images).argmax(1) == test_labels).double().mean().item()
+
+
+def perceptron(*widths: int) -> nn.Sequential:
+    """Linear layers from each width to the next, with ReLU between them."""
+    layers = [layer for n, m in pairwise(widths) for layer in (nn.Linear(n, m), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
 
 
 def gains(run: Records) -> dict[str, dict[float, measure.Estimate]]:
@@ -279,6 +315,8 @@ class Tried:
     """Where the way was surely faster than FP32."""
     loses_at: tuple[float, ...]
     """Where it was surely slower."""
+    reached: float = float("inf")
+    """What the wire reaches as it is: setting it to more changes nothing."""
 
     @property
     def found(self) -> tuple[float, float] | None:
@@ -286,6 +324,11 @@ class Tried:
         if not self.gains_at or not self.loses_at or max(self.gains_at) >= min(self.loses_at):
             return None
         return max(self.gains_at), min(self.loses_at)
+
+    @property
+    def off(self) -> float | None:
+        """The prediction is off by this factor at most, since the bandwidth lies between the two of `found`."""
+        return max(self.predicted / self.found[0], self.found[1] / self.predicted) if self.found else None
 
 
 def crossings(run: Records) -> dict[str, Tried]:
@@ -300,7 +343,9 @@ def crossings(run: Records) -> dict[str, Tried]:
             plain = tried.one("tried_step_s", way=PLAIN, times=mine.case["times"])
             ratios[mine.case["mb_s"]] = measure.paired_ratio(plain.samples, mine.samples)
         wins = tuple(sorted(mb_s for mb_s, e in ratios.items() if e.low > 1))
-        found[way] = Tried(record.value, wins, tuple(sorted(mb_s for mb_s, e in ratios.items() if e.high < 1)))
+        loses = tuple(sorted(mb_s for mb_s, e in ratios.items() if e.high < 1))
+        reached = run.where("reached_mb_s")
+        found[way] = Tried(record.value, wins, loses, reached[0].value if reached else float("inf"))
     return found
 
 
@@ -311,6 +356,18 @@ def losses(run: Records) -> dict[str, measure.Estimate]:
         r.case["way"]: measure.estimate([100 * (a - b) for a, b in zip(r.samples, plain, strict=True)], "points")
         for r in run.where("accuracy") if r.case["way"] != PLAIN
     }  # fmt: skip
+
+
+CHOICE_MB_S = 100.0
+"""A wire a little slower than gigabit Ethernet, at which a way is chosen."""
+
+
+def choice_text(run: Records, mb_s: float) -> str:
+    """Which way to take at `mb_s`."""
+    found = chosen(run, mb_s)
+    if found is None:
+        return f"At {mb_s:g} MB/s no way is surely faster than DDP as it is without learning less."
+    return f"At {mb_s:g} MB/s take {found[0]}: {found[1]} as fast as DDP as it is, no loss of accuracy shown."
 
 
 def _wires(mb_s: tuple[float, ...]) -> str:
@@ -326,14 +383,29 @@ def tried_text(tried: Tried) -> str:
         surely = f"it surely did at {_wires(tried.gains_at)}" if tried.gains_at else "it surely did nowhere"
         but = f", it lost at {_wires(tried.loses_at)}" if tried.loses_at else ""
         return f"by the straight line it gains on every wire; {surely}{but}"
+    beyond = f", more than this wire reaches as it is ({tried.reached:.0f})" if tried.predicted > tried.reached else ""
     if tried.found is None:
-        return f"break-even predicted at {tried.predicted:.0f} MB/s; the wires that were tried cannot tell where it is"
+        surely = f"; it surely gains at {_wires(tried.gains_at)}" if beyond and tried.gains_at else ""
+        return (f"break-even predicted at {tried.predicted:.0f} MB/s{beyond}{surely}; the wires that were tried cannot "
+                "tell where it is")  # fmt: skip
     low, high = tried.found
-    return f"break-even predicted at {tried.predicted:.0f} MB/s, found between {low:.0f} and {high:.0f}"
+    return (f"break-even predicted at {tried.predicted:.0f} MB/s{beyond}, found between {low:.0f} and {high:.0f}: "
+            f"a factor of {tried.off:.2g} away at most")  # fmt: skip
+
+
+def chosen(run: Records, mb_s: float) -> tuple[str, measure.Estimate] | None:
+    """(the fastest way at `mb_s` that is not shown to learn less, step of DDP as it is over its step), or None.
+
+    None if no way is surely faster, or nothing was trained.
+    """
+    less = {way for way, e in losses(run).items() if e.high < 0} if run.where("accuracy") else set(WAYS)
+    found = {way: by[mb_s] for way, by in gains(run).items() if way not in less and by[mb_s].low > 1}
+    return max(found.items(), key=lambda item: item[1].value) if found else None
 
 
 def answer(run: Records) -> Iterator[str]:
     """Below which bandwidth each way gains, and whether it learns as well."""
+    yield from wire.label(run)
     for record in run.where("left_out"):
         yield f"{record.case['way']} is not possible here: {record.case['why']}"
     slowest = min(mb_s for by in gains(run).values() for mb_s in by if mb_s != NO_PACE)
@@ -344,6 +416,8 @@ def answer(run: Records) -> Iterator[str]:
     worse = [f"{way} {e}" for way, e in (losses(run) if run.where("accuracy") else {}).items() if e.high < 0]
     if worse:
         yield f"Accuracy that is lost against FP32: {', '.join(worse)}."
+    if run.where("accuracy") and run.where("step_s", mb_s=CHOICE_MB_S):
+        yield choice_text(run, CHOICE_MB_S)
 
 
 if __name__ == "__main__":

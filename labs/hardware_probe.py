@@ -35,6 +35,7 @@ from labs.parts.timing import collectives, limits, probing
 from labs.parts.timing.roofline import Work, matmul_work, training_step_work
 
 GPT_BLOCK = "labs.parts.models.text_models:gpt_block"
+SMOKE = {"dtypes": ("fp32",), "models": ("mlp",), "budget_s": 0.1}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

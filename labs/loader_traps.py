@@ -35,6 +35,11 @@ StartMethod = Literal["fork", "forkserver", "spawn"]
 HELD: tuple[Held, ...] = ("list of str", "NumPy array", "list of int", "torch tensor")
 SCALED = (0, 1, 2, 4, 8)
 RANKS, SAMPLED = 2, 11
+SMOKE = {
+    "traps": ("workers", "start", "first_batch", "shm", "failures"),
+    "workers": 2,
+    "failures": ("raises", "killed"),
+}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

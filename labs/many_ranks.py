@@ -4,10 +4,11 @@
     python -m labs.many_ranks --nproc 1 --ranks 64 1024 --ways fsdp hsdp --layers 12 --width 768
     python -m labs.many_ranks --nproc 1 --ranks 512 --width 12288 --heads 96 --places 2048 --vocabulary 50257
 
-About 12 s on 2 CPU cores. One process plays one rank of a large job: the same torch code that trains, over process
-  groups whose messages go nowhere. What it calls is counted, and held against closed forms from the sizes of model and
-  mesh: DDP, FSDP2, HSDP, tensor and pipeline parallelism of a GPT. On two ranks the five ways first train for real: the
-  calls of two fake ranks must be theirs, and the kernel's count of bytes that of the closed form.
+About 4 s on 2 CPU cores, beside torch's start. One process plays one rank of a large job: the same torch code that
+  trains, over process groups whose messages go nowhere. What it calls is counted, and held against closed forms from
+  the sizes of model and mesh: DDP, FSDP2, HSDP, tensor and pipeline parallelism of a GPT. On two ranks the five ways
+  first train for real: the calls of two fake ranks must be theirs, and the kernel's count of bytes that of the closed
+  form.
 Large models take no memory: from 256 MiB of parameters on, tensors are fake as well, and DDP, which needs memory, is
 left out.
 """
@@ -34,6 +35,7 @@ from labs.parts.sharding.traffic import Call, Traffic, sent_bytes, traffic_of
 WARM_UP = {"ddp": 2}  # steps before the one that counts: DDP tells its ranks of new buckets at the start of its second
 NEEDS_MEMORY = ("ddp",)  # its reducer, in C++, reads the addresses of tensors
 REAL_BYTES = 2**28  # of parameters, above which tensors are fake
+SMOKE = {"ranks": (8,)}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ CARD = "RTX 4090"  # whose memory a largest batch is looked for, unless you say 
 CHUNKS = (1, 16)  # of GPT-2's loss
 SEQUENCES = 8  # of 1,024 tokens, of GPT-2's step
 WHOLE_IN_NOTEBOOKS = True  # traced models: smaller ones would be other facts
+SMOKE = {"images": (32,), "sequences": (), "small": ("mlp",), "recomputed": ()}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Config:
     policies: tuple[str, ...] = ("none", "stage", "block")
     """Of labs.parts.memory.recomputation, for ResNet-152."""
     sequences: tuple[tuple[int, int], ...] = ((128, 70), (512, 10))
-    """Tokens per sequence and sequences per step of BERT-large, with Adam."""
+    """Tokens per sequence and sequences per step of BERT-large, with Adam; none leaves that model out."""
     small: tuple[str, ...] = ("mlp", "cnn_batchnorm", "char_gpt", "tiny_bert")
     """Models that are really trained: of labs.models.MODELS, tiny_bert, tiny_resnet, or package.module:factory."""
     recomputed: tuple[str, ...] = ("char_gpt", "tiny_bert")
@@ -80,7 +81,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(len(self.images) > 0 and min(self.images) >= 1, "images must hold positive numbers")
-        require(len(self.sequences) > 0 and all(8 <= s <= 512 and b >= 1 for s, b in self.sequences),
+        require(all(8 <= s <= 512 and b >= 1 for s, b in self.sequences),
                 "sequences must hold pairs of tokens, from 8 to 512, and a batch of at least 1")  # fmt: skip
         for name in ("images", "policies", "sequences", "small", "memory_gb"):
             values = getattr(self, name)
@@ -118,6 +119,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Rank 0 works alone; other ranks wait."""
     if rank.rank == 0:
         parts = [_own] if config.model else [_resnet152, _bert_large, _gpt2, _memory_used, _gpt3, _small]
+        parts = [p for p in parts if p is not _bert_large or config.sequences]
         for done, part in enumerate(parts):
             rank.progress(done, len(parts), part.__name__.strip("_"))
             yield from part(config, rank)

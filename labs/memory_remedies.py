@@ -46,6 +46,14 @@ UNLIMITED = "unlimited"
 HEADROOMS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.25, 1.3)
 PATTERN = (16, 50 * MIB, 30 * MIB)  # tensors, bytes of the large and of the smaller ones
 WHOLE_IN_NOTEBOOKS = True  # simulated allocators: on fewer batches and devices they would tell other facts
+SMOKE = {
+    "models": ("mlp",),
+    "rows": (16,),
+    "cuts": (1, 2),
+    "steps": 3,
+    "lengths": 2,
+    "batches": 4,
+}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,10 @@ def fragmentation(config: Config, rank: Rank) -> Iterator[Record]:
 
 def lengths(config: Config, rank: Rank) -> Iterator[Record]:
     """(B33, D22, C26) A run of BERT whose batches have different lengths, on devices of many sizes."""
-    drawn = draw_lengths(3 if config.smoke else config.lengths, 8 if config.smoke else config.batches, config.seed)
+    lengths, batches = (
+        (min(3, config.lengths), min(8, config.batches)) if config.smoke else (config.lengths, config.batches)
+    )
+    drawn = draw_lengths(lengths, batches, config.seed)
     work = bert_run(drawn, rows=8)
     needed = train(work, drawn, WAYS[PLAIN]).stats.allocated_peak_bytes
     for way, use in WAYS.items():

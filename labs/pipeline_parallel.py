@@ -34,6 +34,7 @@ from labs.parts.pipelines.two_devices import TwoDevices
 from labs.parts.precision.rounding import METRIC, beyond
 
 BATCHES = {"deep_mlp": 1536}  # rows: enough that a stage computes for tens of milliseconds
+SMOKE = {"micro_batches": (1, 2), "compare": 2, "batch_size": 8}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

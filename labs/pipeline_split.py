@@ -27,6 +27,7 @@ from labs.parts.pipelines.engine import Links, Pipeline, new_links
 
 BATCHES = {"funnel_mlp": 512, "word_gpt": 32, "convnet": 192}  # rows: steps of about 50 ms when cut well
 FINALISTS = 2  # cuts that are measured again, beside the chosen one
+SMOKE = {"repeats": 3, "batch_size": 8}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 import pandas
 
 from labs.kit import cli, hardware
-from labs.kit.errors import did_you_mean, require
+from labs.kit.errors import naming, require
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Records
 from labs.parts.planning import blind_test, scaling
@@ -93,10 +93,8 @@ class Config:
         split = self.tensor * self.pipeline
         require(self.gpus % split == 0, f"tensor x pipeline = {split} must divide gpus = {self.gpus}")
         require(self.step_gpus % split == 0 or not self.step_s, f"tensor x pipeline = {split} must divide step_gpus")
-        if hardware.spec(self.gpu) is None:
-            known = [s.gpu for s in hardware.specs()]
-            require(False, f"gpu: no datasheet of {self.gpu!r} here. {did_you_mean(self.gpu, known)}Known: "
-                    f"{', '.join(known)}")  # fmt: skip
+        with naming("gpu"):
+            hardware.require_spec(self.gpu)
         self.cluster()  # a card without a sourced link, a step that cannot be
 
     def work(self) -> Work:
@@ -122,7 +120,8 @@ class Config:
             return found
         timed = replace(self.work(), batch=self.batch * self.step_gpus / self.gpus)
         few = replace(found, gpus=self.step_gpus)
-        return replace(found, flop_s=scaling.calibrated(timed, few, self.plan(self.step_gpus), self.step_s).flop_s)
+        with naming("step_s"):
+            return replace(found, flop_s=scaling.calibrated(timed, few, self.plan(self.step_gpus), self.step_s).flop_s)
 
 
 def predict(config: Config) -> Step:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pandas
 
 from labs.kit import cli, hardware
-from labs.kit.errors import did_you_mean, require
+from labs.kit.errors import naming, require
 from labs.parts.planning.blind_test import Band, band, band_across
 from labs.parts.planning.calibration import reached
 from labs.parts.planning.parallel_cost import (
@@ -87,10 +87,9 @@ class Config:
         require(self.network_gb_s > 0, f"network_gb_s must be positive, not {self.network_gb_s:g}")
         require(self.gpus <= 4096, f"gpus must be at most 4096, not {self.gpus}")
         require(self.params <= 1e14, f"params must be at most 1e14, not {self.params:g}")
-        if self.gpu and hardware.spec(self.gpu) is None:
-            known = [s.gpu for s in hardware.specs()]
-            require(False, f"no datasheet of {self.gpu!r} here: {did_you_mean(self.gpu, known)}Known: "
-                    f"{', '.join(known)}; or leave gpu out and give memory_gb, link_gb_s and tflops")  # fmt: skip
+        if self.gpu:
+            with naming("gpu"):
+                hardware.require_spec(self.gpu, "; or leave gpu out and give memory_gb, link_gb_s and tflops")
         free = self.machine().memory_bytes
         require(free > 0, f"reserved_gb leaves no memory: lower it below {free / 1e9 + self.reserved_gb:g}")
 

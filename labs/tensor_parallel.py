@@ -46,6 +46,7 @@ from labs.parts.sharding.traffic import Traffic
 from labs.parts.timing.collectives import LatencyBandwidth
 
 WAYS = ("by hand", "dtensor", "dtensor, no prepared input")
+SMOKE = {"models": ("mlp", "transformer"), "rows": (32,)}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

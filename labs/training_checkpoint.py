@@ -32,6 +32,15 @@ from labs.parts.checkpoints.writers import WAYS
 Trial = Literal["resume", "save_time", "kills", "corruptions", "two_writers", "full_disk"]
 PARAMETERS = 53_514  # of the perceptron
 LEAST_KILLS, MOST_KILLS = 30, 100  # the interval of 0 of 30 ends at 11 %, of 0 of 100 at 4 %
+SMOKE = {
+    "forgotten": ("data",),
+    "steps": 24,
+    "interrupted_at": 12,
+    "samples": 512,
+    "kills": 3,
+    "corruptions": 20,
+    "large_bytes": 2**22,
+}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)

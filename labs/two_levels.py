@@ -13,6 +13,7 @@ About 10 s on 2 CPU cores. Ranks 0 and 1 are one node, 2 and 3 the other; the ke
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import naming, require
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.communication import two_levels as levels
@@ -41,6 +42,7 @@ WAYS = {
     "ddp, accumulated": "DistributedDataParallel with no_sync, a micro-step",
     "fsdp": "FSDP2 with shards over all ranks, a step",
     "hsdp": "FSDP2 with shards inside a node and copies across, a step",
+    "hsdp, by hand": "the collectives of that step, without FSDP2",
 }
 
 
@@ -73,8 +75,9 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.nodes >= 2, f"nodes must be at least 2, not {self.nodes}: one node has no slow wire")
-        for mb_s in (self.inside_mb_s, self.across_mb_s):
-            wire.require_rate(1e6 * mb_s)
+        for name in ("inside_mb_s", "across_mb_s"):
+            with naming(name):
+                wire.require_rate(1e6 * getattr(self, name))
         require(min(self.width, self.layers, self.every) >= 1, "width, layers and every must be at least 1")
         unknown = sorted(set(self.ways) - set(WAYS))
         require(not unknown and len(self.ways) > 0, f"ways may hold {'; '.join(WAYS)}, not {'; '.join(unknown)}")
@@ -116,7 +119,7 @@ def predict(way: str, size: float, nodes: Nodes, every: int = 1, gloo: bool = Tr
         "hsdp": [levels.within("all_gather", 2 * size, nodes), levels.within("reduce_scatter", size, nodes, gloo),
                  levels.between(size, nodes)],
     }  # fmt: skip
-    same = {"ring, node by node": "flat", "ddp": "flat", "ddp, accumulated": "flat"}
+    same = {"ring, node by node": "flat", "ddp": "flat", "ddp, accumulated": "flat", "hsdp, by hand": "hsdp"}
     inside, across, seconds = levels.total(once[same.get(way, way)], nodes)
     share = every if way == "ddp, accumulated" else 1
     return inside / share, across / share, seconds / share
@@ -124,7 +127,7 @@ def predict(way: str, size: float, nodes: Nodes, every: int = 1, gloo: bool = Tr
 
 def lanes(way: str, nodes: Nodes) -> int:
     """How many of a node's connections send to another node at the same time."""
-    return nodes.per_node if way in ("ring, in turn", "hierarchical", "hsdp") else 1
+    return nodes.per_node if way in ("ring, in turn", "hierarchical", "hsdp", "hsdp, by hand") else 1
 
 
 # -- the ways
@@ -151,6 +154,14 @@ def step(module: nn.Module, x: Tensor) -> None:
     module(x).square().mean().backward()
 
 
+def hsdp_by_hand(parameters: Tensor, shard: Tensor, inside: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
+    """What HSDP's ranks send in a step, and nothing else: gathered for forward and for backward, scattered, summed."""
+    levels.all_gather(parameters, shard, group=inside)
+    levels.all_gather(parameters, shard, group=inside)
+    levels.reduce_scatter(shard, parameters, group=inside)
+    dist.all_reduce(shard, group=across)
+
+
 def accumulated(module: DistributedDataParallel, x: Tensor, every: int) -> None:
     """`every` micro-steps, of which the last one exchanges the sum of all their gradients."""
     with module.no_sync():
@@ -163,7 +174,7 @@ def make_ways(config: Config, nodes: Nodes) -> dict[str, Callable[[], object]]:
     """What to time, by name. Makes every group of ranks; collective."""
     mesh = init_device_mesh("cpu", (nodes.count, nodes.per_node), mesh_dim_names=("across", "inside"))
     inside, across = mesh["inside"].get_group(), mesh["across"].get_group()
-    gradients = torch.zeros(config.bytes // 4)
+    gradients, shard = torch.zeros(config.bytes // 4), torch.zeros(config.bytes // 4 // nodes.per_node)
     x = torch.randn(4, config.width)
     makers: dict[str, Callable[[], Callable[[], object]]] = {
         "flat": lambda: partial(dist.all_reduce, gradients),
@@ -174,6 +185,7 @@ def make_ways(config: Config, nodes: Nodes) -> dict[str, Callable[[], object]]:
         "ddp, accumulated": lambda: partial(accumulated, DistributedDataParallel(model(config)), x, config.every),
         "fsdp": lambda: partial(step, with_fsdp(config, init_device_mesh("cpu", (nodes.ranks,))), x),
         "hsdp": lambda: partial(step, with_fsdp(config, mesh), x),
+        "hsdp, by hand": lambda: partial(hsdp_by_hand, gradients, shard, inside, across),
     }
     return {way: makers[way]() for way in config.ways}
 
@@ -221,19 +233,24 @@ def sums(nodes: Nodes, rank: Rank) -> Iterator[Record]:
 
 
 def times(ways: dict[str, Callable[[], object]], config: Config, nodes: Nodes, rank: Rank) -> Iterator[Record]:
-    """Seconds of each way on the slowest rank, in turn; wires are set anew for each, outside of the clock."""
+    """Seconds of each way on the slowest rank, and of CPU time on all ranks; wires are set outside of the clock."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
+    cpu_s: dict[str, list[float]] = {way: [] for way in ways}
     budget = measure.rounds_of(config, rank.slowest)
     most = budget if isinstance(budget, int) else budget.most
     for done, order in enumerate(measure.within(measure.orders(tuple(ways), most), budget), start=1):
         for way in order:
             with levels.two_speeds(rank, nodes, lanes(way, nodes)):
                 rank.barrier()
+                before = time.process_time()
                 seconds[way] += measure.time_steps(ways[way], 1, rank.device)
+                cpu_s[way].append(time.process_time() - before)
         rank.progress(done, most if isinstance(budget, int) else budget.least, "a round of all ways")
     for way, samples in seconds.items():
         micro = config.every if way == "ddp, accumulated" else 1
         yield rank.record("step_s", "s", [s / micro for s in rank.slowest(samples)], way=way)
+        every = [sum(ranks) / micro for ranks in zip(*rank.gather(cpu_s[way]), strict=True)]
+        yield rank.record("cpu_s", "s", every, way=way)  # of all ranks and their threads together
 
 
 # -- what it says
@@ -260,9 +277,9 @@ class Ranking:
 
 
 APART = 1.25
-"""From which ratio on the formula is asked which of two ways is faster. It leaves out latency and arithmetic, which
-lengthen a step, and that after a pause a paced connection sends its first packets at once, which shortens it: on a
-quiet machine ways took 0.85 to 1.1 times the formula. Pairs that are closer are shown, not judged: `close`."""
+"""From which ratio on the formula is asked which of two ways is faster. It leaves out latency, arithmetic and FSDP2's
+own work, which lengthen a step, and that after a pause a paced connection sends its first packets at once, which
+shortens it: on a quiet machine ways took 0.85 to 1.1 times the formula. Closer pairs are shown, not judged: `close`."""
 
 
 def ranking(run: Records, apart: float = APART) -> Ranking:
@@ -289,6 +306,16 @@ def close(run: Records, fast: str, slow: str) -> tuple[float, measure.Estimate] 
     if not 1 / APART <= formula < 1:
         return None
     return formula, measure.paired_ratio(*(of(run, "step_s", "measured", way=w).samples for w in (fast, slow)))
+
+
+def beside_by_hand(run: Records) -> tuple[measure.Estimate, float, float] | None:
+    """(time of HSDP over that of its collectives by hand, seconds and CPU seconds of all ranks that it takes more)."""
+    both = [of(run, "step_s", "measured", way=way) for way in ("hsdp", "hsdp, by hand")]
+    cpu = [of(run, "cpu_s", "measured", way=way) for way in ("hsdp", "hsdp, by hand")]
+    if None in (*both, *cpu):
+        return None
+    ratio = measure.paired_ratio(*(r.samples for r in both))
+    return ratio, both[0].value - both[1].value, cpu[0].value - cpu[1].value
 
 
 def over_formula(run: Records) -> dict[str, measure.Estimate]:

@@ -16,8 +16,9 @@ Rule = Callable[[NotebookNode, Path], list[str]]
 RULES: dict[str, Rule] = {}
 
 SECTIONS = ("You will", "You need", "Take it home", "Exercises", "Claims on trial", "What you learned")
-SIZE_LIMIT_BYTES = 800_000  # repository pages show a notebook of up to about 1 MB
+SIZE_LIMIT_BYTES = 650_000  # repository pages show a notebook of up to about 1 MB
 CELL_LINES = 12
+CELL_WORDS = 170  # of a text cell, beside what is folded, code, and the list of further reading
 EDITABLE_LINES = 20  # of a cell that defines what a learner changes and runs on ranks
 # The standard library is for exercises; ranks and other processes are started by launch() alone.
 IMPORTS = {"labs", "torch", "numpy", "pandas", "matplotlib", "IPython"} | sys.stdlib_module_names
@@ -285,6 +286,20 @@ def cells_are_short(nb: NotebookNode, path: Path) -> list[str]:
 
     cells = [c for c in code_cells(nb) if not all(isinstance(n, ast.Import | ast.ImportFrom) for n in parsed(c).body)]
     return [f"cell {c.get('id')} has {lines(c)} lines of code" for c in cells if lines(c) > most(c)]
+
+
+@rule
+def texts_are_short(nb: NotebookNode, path: Path) -> list[str]:
+    """At the end of an evening nobody reads more at once than about half a page."""
+
+    def words(cell: NotebookNode) -> int:
+        text = re.sub(
+            r"<details>.*?</details>|```.*?```", "", cell.source.partition("## Further reading")[0], flags=re.S
+        )
+        return len(re.sub(r"\]\([^)]*\)", "]", text).split())
+
+    texts = [c for c in nb.cells if c.cell_type == "markdown" and words(c) > CELL_WORDS]
+    return [f"cell {c.get('id')} has {words(c)} words, more than {CELL_WORDS}: cut or split it" for c in texts]
 
 
 @rule

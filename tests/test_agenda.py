@@ -70,6 +70,19 @@ def test_minutes_are_people_and_machine():
     assert section.minutes("room") > section.minutes("alone") and section.key == "03/1"
 
 
+def test_a_folded_table_takes_no_minutes(tmp_path):
+    def shows(markup):
+        return nbformat.v4.new_output("display_data", {"text/html": markup})
+
+    table = "<table><tr><td>1</td></tr></table>"
+    notebook = nbformat.v4.new_notebook(cells=[
+        nbformat.v4.new_code_cell("a()", outputs=[shows(table)]),
+        nbformat.v4.new_code_cell("b()", outputs=[shows(f"<details><summary>more</summary>{table}</details>")]),
+    ])  # fmt: skip
+    nbformat.write(notebook, path := tmp_path / "03_x.ipynb")
+    assert [s.results for s in agenda.sections(path, {})] == [1]
+
+
 def test_bad_input_names_the_fix(tmp_path):
     with pytest.raises(BadInput, match="start must be a time such as 09:00, not '25:00'"):
         agenda.agenda("half", agenda.course(), "25:00")

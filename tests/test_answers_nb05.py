@@ -60,20 +60,23 @@ def test_without_sizes_nothing_is_said_of_a_fixed_price():
     assert list(report.fixed_price(Records([make("step_s", 1.0, part="pareto", policy="none")]))) == []
 
 
-def pareto(equal=1.0):
+def pareto(equal=1.0, again=1.0):
+    """`again`: whether two runs without policy are equal."""
     found = []
     for policy, peak, times, k in (("none", 40e6, 1.0, 0), ("segments:4", 30e6, 1.4, 4)):
         case = {"part": "pareto", "policy": policy, "segments": k, "share": 1.0}
         found += [make("peak_bytes", peak, **case), make("step_s", around(times), **case),
                   make("flops", 4e9 if k else 3e9, **case),
-                  make("gradients_equal", equal if k else 1.0, **case)]  # fmt: skip
+                  make("gradients_equal", equal if k else again, **case),
+                  make("gradient_difference", (1 - equal if k else 1 - again) * 1e-6, **case)]  # fmt: skip
     return found
 
 
 def test_recomputation_says_what_the_least_memory_costs_and_whether_gradients_are_equal():
     right, wrong = said(activation_checkpointing, pareto()), said(activation_checkpointing, pareto(0.0))
     assert "The least of 1 policies is 30.0 MB (segments:4): it has 1.33 x the operations and takes 1.40 x" in right
-    assert "equal bit for bit under all" in right and "NOT equal bit for bit under 1 of 2 policies" in wrong
+    assert ": equal, bit for bit." in right and "NOT equal under 1 of 1 policies, by up to 1e-06" in wrong
+    assert "bits cannot tell, for two runs of one step differ" in said(activation_checkpointing, pareto(0.0, 0.0))
     lost = [make("raised", 0, part="variants", scenario=s, variant="use_reentrant=False") for s in ("a", "b")]
     lost += [make("parameters_without_gradient", n, part="variants", scenario=s, variant="use_reentrant=False")
              for s, n in (("a", 0), ("b", 4))]  # fmt: skip

@@ -5,7 +5,8 @@ import subprocess
 import pytest
 from processes import HERE, PYTHON, new_environment
 
-from labs.kit.errors import BadInput
+from labs import bucket_overlap, cost, ddp_overlap, gradient_compression, scaling_model, slow_link, strategy, two_levels
+from labs.kit.errors import BadInput, naming
 from labs.kit.lab import require_findable
 from labs.parts import models
 
@@ -44,6 +45,26 @@ def test_what_may_be_there_is_left_to_the_import(modules, name):
 def test_what_cannot_be_there_is_told_without_an_import(modules, name, words):
     with pytest.raises(BadInput, match=words):
         models.require_known(name)
+
+
+@pytest.mark.parametrize(
+    ("lab", "option", "value"),
+    [
+        (slow_link, "mb_s", (0.0,)), (slow_link, "mb_s", ()), (gradient_compression, "mb_s", (5.0, 5.0)),
+        (gradient_compression, "ways", ("fp32", "zip")), (bucket_overlap, "mb_s", 0.0), (ddp_overlap, "mb_s", -1.0),
+        (two_levels, "inside_mb_s", 0.0), (two_levels, "across_mb_s", 0.0), (scaling_model, "step_s", 1e-9),
+        (scaling_model, "gpu", "H10"), (strategy, "gpu", "H10"), (cost, "offers", ("H10:8",)),
+    ],
+)  # fmt: skip
+def test_what_shared_code_refuses_is_told_under_the_lab_s_own_name_once(lab, option, value):
+    with pytest.raises(BadInput) as error:
+        lab.Config(**{option: value})
+    assert str(error.value).startswith(f"{option}: ") and str(error.value).count(f"{option}: ") == 1
+
+
+def test_naming_leaves_other_errors_alone():
+    with pytest.raises(ZeroDivisionError), naming("option"):
+        raise ZeroDivisionError
 
 
 AS_A_PROGRAM = """

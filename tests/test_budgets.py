@@ -18,8 +18,6 @@ LABS = {
 BUDGETED = [name for name, fields in LABS.items() if "seconds" in fields]
 FIXED = ("rounds", "seeds", "timed", "repetitions")  # what wins over seconds: the first that an experiment has
 
-TRACED = {"memory_oracle"}  # nothing is repeated: what there is no time for is left out
-
 
 def test_most_experiments_that_measure_have_a_budget():
     assert len(BUDGETED) >= 20
@@ -32,8 +30,6 @@ def test_seconds_are_positive_and_a_fixed_number_is_an_option(name):
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(BadInput, match=r"^seconds must be a positive number, not [-\w.]+$"):
             lab.Config(seconds=seconds)
-    if name in TRACED:
-        return
     fixed = next(f for f in FIXED if f in LABS[name])
     assert getattr(lab.Config(), fixed) is None
     with pytest.raises(BadInput, match=rf"^{fixed} must be at least \d+, not 0"):

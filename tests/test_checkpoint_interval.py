@@ -86,12 +86,6 @@ def test_the_simulated_minimum_is_where_the_formula_says():
     assert min(range(9), key=shares.__getitem__) == 4
 
 
-def test_n_gpus_fail_n_times_as_often():
-    assert ci.system_mtbf(1e6, 8) == 125_000
-    ratio = ci.young(1.0, ci.system_mtbf(1e6, 1)) / ci.young(1.0, ci.system_mtbf(1e6, 100))
-    assert ratio == pytest.approx(10)
-
-
 def test_the_records_of_a_curve():
     rows = ci.curve(2.0, 1000.0, 10.0, points=13, simulated=5, gpus=8)
     assert {r.kind for r in rows} == {"modelled"} and all(r.case["gpus"] == 8 for r in rows)
@@ -123,7 +117,5 @@ def test_bad_input(values):
         ci.lost_share(0, 1, 1)
     with pytest.raises(BadInput, match="restart_s"):
         ci.simulate(1, 1, 1, -1)
-    with pytest.raises(BadInput, match="gpus"):
-        ci.system_mtbf(1.0, 0)
     with pytest.raises(BadInput, match="points"):
         ci.intervals(1, 1, points=4)

@@ -182,7 +182,7 @@ def test_html_escapes_and_marks_code():
 def test_command_prints_all_and_counts_them():
     """In a process of its own, as a reader starts it."""
     command = [sys.executable, "-m", "labs.claims"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True).stdout
     assert sum(f"\n{c.id}  " in f"\n{out}" for c in claims()) == 167
     assert re.search(r"^167 claims: .*\d+ not tried yet", out, re.M)
 

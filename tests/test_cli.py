@@ -158,7 +158,7 @@ def test_the_shell_refuses_bad_input_before_anything_starts(tmp_path, monkeypatc
     started = {a: subprocess.Popen([*faulty, *a.split()], env=environment, cwd=HERE, **pipes) for a in REFUSED}
     try:
         for arguments, process in started.items():
-            out, told = process.communicate(timeout=60)
+            out, told = process.communicate(timeout=250)
             assert (process.returncode, out, told.count("\n")) == (2, "", 1), told
             assert re.match(f"python -m labs_for_tests.faulty: {REFUSED[arguments]}", told)
     finally:
@@ -234,7 +234,7 @@ raise SystemExit(code)
     read, write = os.pipe()
     os.close(read)
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60,
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=tmp_path, timeout=250,
                           env=environment)  # fmt: skip
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -64,7 +64,7 @@ def test_the_batch_file_trains_on_two_machines(machines, tmp_path):
         "--out",
         tmp_path / "it.jsonl",
     ]
-    job = subprocess.run(["bash", BATCH, *lab], env=environment, capture_output=True, text=True, timeout=180)
+    job = subprocess.run(["bash", BATCH, *lab], env=environment, capture_output=True, text=True, timeout=250)
     assert job.returncode == 0, job.stderr
     records = load(tmp_path / "it.jsonl")
     assert {r.layout["world_size"] for r in records} == {2}
@@ -84,7 +84,7 @@ def test_the_batch_file_starts_the_recipe_on_two_machines(machines, tmp_path):
     nodes = {f"ON_{n}": quoted(machines.on(n), tmp_path / f"on-{n}") for n in (0, 1)}
     environment = slurm(tmp_path, **nodes) | {MARK: machines.environment[MARK]}
     options = ["--cpu", "--steps", "4", "--log-every", "1", "--checkpoint", tmp_path / "c.pt"]
-    job = subprocess.run(["bash", BATCH, *options], env=environment, capture_output=True, text=True, timeout=180)
+    job = subprocess.run(["bash", BATCH, *options], env=environment, capture_output=True, text=True, timeout=250)
     assert job.returncode == 0, job.stderr
     assert "step 4/4" in job.stdout and job.stdout.count("test loss") == 1, "rank 0 alone reports"
     state = torch.load(tmp_path / "c.pt", weights_only=True)

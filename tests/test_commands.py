@@ -148,7 +148,7 @@ def test_torchrun_command(command, room):
     words, _ = prepared(command, room)
     torchrun = [sys.executable, "-m", "torch.distributed.run", *words[1:], "--smoke"]
     done = subprocess.run(
-        torchrun, cwd=room, env=new_environment(), capture_output=True, text=True, timeout=100 * SLOWER
+        torchrun, cwd=room, env=new_environment(), capture_output=True, text=True, timeout=250 * SLOWER
     )
     assert done.returncode == 0 and "step_s" in done.stdout, done.stderr
 
@@ -174,7 +174,7 @@ def test_make_command(command, room):
     if "--source build" in given:
         given = f"--source {ROOT / 'notebooks'}"
     make = ["make", target, f"ARGS={own} {given}"]
-    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100 * SLOWER)
+    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250 * SLOWER)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (room / "build" / "index.html").exists() or (room / "slides" / "01_timing.html").exists()
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import shutil
+import signal
+import subprocess
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import HERE, PYTHON, SLOWER, new_environment
 from torch import nn
 
 from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
 from labs.chapters.nb07 import figures, figures_overlap, figures_wire
+from labs.kit import explore
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
-from labs.parts.communication import compression, ring, wire
+from labs.parts.communication import compression, delay, ring, wire
+from labs.parts.timing.collectives import bus_factor
 
 STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0)
 
@@ -35,6 +43,14 @@ def test_the_picture_ends_with_every_sum_on_every_rank(ranks):
     assert all(part == everyone for held in end.holds for part in held)
     scattered = steps[ranks - 1]
     assert [held.index(everyone) for held in scattered.holds] == [(r + 1) % ranks for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_every_setting_of_the_ring_s_picture_can_be_drawn(ranks):
+    fig, alt, sentence = figures.draw_ring(ranks)
+    explore.quick_png(fig)
+    assert len(fig.axes) == 2 * ranks - 1 and f"the sum of all {ranks}" in alt
+    assert f"{bus_factor('all_reduce', ranks):.2f} times the vector" in sentence
 
 
 def ring_against_torch(numbers: int) -> tuple[bool, bool]:
@@ -70,11 +86,9 @@ def paced_times(b_s: float, numbers: int) -> dict:
         start = time.perf_counter()
         dist.all_reduce(x)
         seconds = time.perf_counter() - start
-    try:
-        with wire.paced(rank, b_s):
-            raise ArithmeticError
-    except ArithmeticError:
-        pass
+    for error in (ArithmeticError, KeyboardInterrupt):
+        with contextlib.suppress(error), wire.paced(rank, b_s):
+            raise error
     return {"free": free, "held": held, "seconds": seconds, "after": [wire.limit_of(fd) for fd in fds]}
 
 
@@ -121,6 +135,108 @@ def test_steps_are_timed_in_turn_over_the_wire_that_is_asked_for(mb_s, limit):
     assert min(seconds["nothing"]) > 0.009, "rank 1 sleeps for 10 ms: the slowest rank counts"
 
 
+@pytest.mark.drill
+@pytest.mark.skipif(not shutil.which("ss"), reason="needs ss, of iproute2, which shows the limits of all connections")
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_an_interrupted_run_leaves_no_connection_paced(how, code):
+    def limited() -> bool:
+        return "/187648000bps" in subprocess.run(["ss", "-tin"], capture_output=True, text=True, check=True).stdout
+
+    command = [*PYTHON, "-m", "labs.slow_link", "--mb-s", "23.456", "--seconds", "600"]
+    with subprocess.Popen(command, cwd=HERE, env=new_environment(), stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL) as run:  # fmt: skip
+        assert soon(limited, 200 * SLOWER), "the run paces its connections"
+        run.send_signal(how)
+        assert run.wait(60 * SLOWER) == code
+    assert soon(lambda: not limited(), 5)
+
+
+def soon(fact, seconds: float) -> bool:
+    """Whether `fact` is true within that time."""
+    end = time.monotonic() + seconds
+    while not (true := fact()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return true
+
+
+# -- the wire acted out
+
+
+def without_pacing(lab: str) -> tuple[set[str], list[str], str]:
+    """A smoke run on a system whose kernel cannot pace: metrics, the sentence that says so, the name of the wire."""
+    wire.can_pace = lambda: False
+    module = importlib.import_module(f"labs.{lab}")
+    config = module.Config(smoke=True, **({"mb_s": 50.0} if lab == "ddp_overlap" else {}))
+    found = Records(module.run(config, this_rank()))
+    return {r.metric for r in found}, wire.label(found), wire.named(found)
+
+
+@pytest.mark.parametrize("lab", ["slow_link", "bucket_overlap", "ddp_overlap", "gradient_compression"])
+def test_where_no_kernel_paces_a_lab_runs_over_an_emulated_wire_and_says_so(lab):
+    for metrics, label, name in run_on_ranks(without_pacing, 2, lab):
+        assert {"acted_out", "step_s"} <= metrics and "no byte is held back" in label[0] and name == "emulated wire"
+
+
+def test_two_levels_still_needs_a_kernel_that_paces():
+    with pytest.raises(BadInput, match="cannot pace"):
+        run_on_ranks(paced_without_pacing, 2)
+
+
+def paced_without_pacing() -> None:
+    wire.can_pace = lambda: False
+    with wire.paced(this_rank(), 1e7):
+        pass
+
+
+def delayed_times(mb_s: float, latency_s: float, delayed: bool) -> dict:
+    """Seconds and results of an all-reduce and of a step of DDP over a wire acted out, and seconds without it."""
+    rank, x = this_rank(), torch.full((2**18,), 1.0)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    ddp = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.1)
+    delay.hold(ddp)
+    gradients, seconds = [], {}
+    for name in ("free", "slow", "slow", "free again"):  # DDP's first step is unlike the others
+        with wire.slowed(rank, mb_s, latency_s, delayed) if name == "slow" else contextlib.nullcontext():
+            rank.barrier()
+            start = time.perf_counter()
+            delay.all_reduce(x)
+            middle = time.perf_counter()
+            ddp.zero_grad()
+            ddp(torch.ones(4, 256) * (rank.rank + 1)).sum().backward()
+            seconds[name] = middle - start, time.perf_counter() - middle
+        gradients.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
+    return {"seconds": seconds, "same": all(torch.equal(g, gradients[0]) for g in gradients), "x": x[0].item()}
+
+
+@pytest.mark.parametrize(
+    ("mb_s", "latency_s", "delayed", "least_s"),
+    [(10.0, 0.0, True, (0.105, 0.052)), (wire.NO_PACE, 0.05, False, (0.05, 0.05)), (10.0, 0.1, False, (0.2, 0.15)),
+     (10.0, 0.1, True, (0.205, 0.152))],
+)  # fmt: skip
+def test_an_exchange_over_an_emulated_wire_waits_as_long_as_the_formula_says(mb_s, latency_s, delayed, least_s):
+    for found in run_on_ranks(delayed_times, 2, mb_s, latency_s, delayed):
+        assert found["same"] and found["x"] == 2**4, "waiting changes no result"
+        assert all(s > 0.95 * least for s, least in zip(found["seconds"]["slow"], least_s, strict=True))
+
+
+def test_a_wire_that_is_acted_out_carries_one_exchange_after_the_other():
+    wire_ = delay.Delay(1e6)
+    first, second = wire_.carry(2e5), wire_.carry(1e5)
+    assert second - first == pytest.approx(0.1)
+
+
+def bf16_mean() -> list[float]:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    model.register_comm_hook(None, compression.bf16_hook)
+    model(torch.tensor([[1.0, 3.0]]) * (1 + dist.get_rank())).sum().backward()
+    return model.module.weight.grad[0].tolist()
+
+
+def test_bfloat16_over_gloo_is_the_mean():
+    assert run_on_ranks(bf16_mean, 2) == [[1.5, 4.5]] * 2
+
+
 @pytest.mark.parametrize("b_s", [0.0, -1e6, 1e3, float("inf"), float("nan")])
 def test_no_wire_has_that_bandwidth(b_s):
     with pytest.raises(BadInput, match=r"bandwidth must be at least 0\.1 MB/s"):
@@ -133,7 +249,10 @@ def test_no_wire_has_that_bandwidth(b_s):
 @pytest.mark.parametrize(
     "module, arguments, told",
     [
-        (slow_link, {"mb_s": (-1.0,)}, "bandwidth must be"), (slow_link, {"mb_s": ()}, "mb_s must hold"),
+        (slow_link, {"mb_s": (-1.0,)}, "bandwidth must be"), (slow_link, {"mb_s": ()}, "mb_s: take different"),
+        (slow_link, {"sizes": (6,)}, "sizes must be"),
+        (slow_link, {"latency_ms": -1.0}, "latency_ms must be"), (gradient_compression, {"hidden": (0,)}, "hidden"),
+        (gradient_compression, {"break_even": ("zip",)}, "break_even: unknown way"),
         (slow_link, {"mb_s": (5.0, 5.0)}, "different"), (slow_link, {"batch_size": 0}, "batch_size"),
         (gradient_compression, {"ways": ("fp32", "zip")}, "unknown way to send gradients 'zip'"),
         (gradient_compression, {"ways": ("fp16",)}, "must hold 'fp32'"),
@@ -162,12 +281,12 @@ def test_one_rank_is_told_that_it_is_alone(lab):
 @pytest.mark.parametrize(
     "lab, metrics",
     [
-        ("slow_link", {"gradient_bytes", "all_reduce_s", "step_s"}),
+        ("slow_link", {"gradient_bytes", "latency_s", "all_reduce_s", "step_s"}),
         ("all_reduce_anatomy", {"max_error", "sent_bytes", "seconds", "busbw_b_s", "all_reduce_s"}),
         ("bucket_overlap", {"forward_s", "gradient_ready_s", "gradient_bytes", "bucket_bytes", "latency_s", "step_s",
                             "switch_step_s"}),
         ("gradient_compression", {"sent_bytes", "step_s", "accuracy", "autocast_sent_bytes", "interface_exists",
-                                  "left_out"}),
+                                  "reached_mb_s"}),
     ],
 )  # fmt: skip
 def test_a_smoke_run_has_every_part_and_answers(lab, metrics):
@@ -275,9 +394,9 @@ def dialled(ddp_s: dict[float, float], alone_s: float = 0.010) -> Records:
     for mb_s, seconds in ddp_s.items():
         rows += [step("slow_link", "step_s", alone_s, way="single", mb_s=mb_s),
                  step("slow_link", "step_s", seconds, way="ddp", mb_s=mb_s),
-                 step("slow_link", "all_reduce_s", 1 / (mb_s or 1e3), mb_s=mb_s)]  # fmt: skip
+                 step("slow_link", "all_reduce_s", 1 / (mb_s or 1e3), mb_s=mb_s, size=1e6)]  # fmt: skip
         if mb_s:
-            rows.append(step("slow_link", "all_reduce_s", 1 / mb_s, mb_s=mb_s, kind="modelled"))
+            rows.append(step("slow_link", "all_reduce_s", 1 / mb_s, mb_s=mb_s, size=1e6, kind="modelled"))
     return Records(rows[1:] + rows[:1])
 
 
@@ -293,6 +412,47 @@ def dialled(ddp_s: dict[float, float], alone_s: float = 0.010) -> Records:
 def test_from_where_on_ddp_pays(ddp_s, told):
     assert slow_link.pays_text(dialled(ddp_s)).startswith(told)
     assert told in " ".join(slow_link.answer(dialled(ddp_s)))
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "told"),
+    [
+        ({400: 1 / 400, 100: 1 / 100}, "Of 2 all-reduces at 100 to 400 MB/s"),
+        ({400: 1 / 400, 100: 1.2 / 100}, "1 are within 10 %"),
+        ({900: 2 / 900, 100: 1 / 100}, "Of 1 all-reduces at 100 to 100 MB/s"),  # as it is the wire reaches 1000 MB/s
+        ({900: 2 / 900}, "No wire of this run is slower than half"),
+    ],
+)
+def test_the_formula_is_judged_on_wires_well_below_what_there_is(measured_s, told):
+    lab, size = "slow_link", 1e6
+    rows = [step(lab, "all_reduce_s", 1e-3, mb_s=0.0, size=size)]
+    for mb_s, seconds in measured_s.items():
+        rows += [step(lab, "all_reduce_s", 1 / mb_s, mb_s=mb_s, size=size, kind="modelled"),
+                 step(lab, "all_reduce_s", seconds, mb_s=mb_s, size=size)]  # fmt: skip
+    assert told in slow_link.ring_text(Records(rows))
+
+
+def test_an_emulated_wire_tests_no_formula():
+    run = dialled({0.0: 0.01, 100: 0.02})
+    acted = Records([*run, Record("slow_link", "acted_out", "1", [1.0])])
+    assert "not tested" in slow_link.ring_text(acted) and "not tested" not in slow_link.ring_text(run)
+
+
+@pytest.mark.parametrize(
+    ("fp16", "powersgd_4", "lost", "told"),
+    [
+        (0.005, 0.002, "powersgd_4", "take fp16: 2 x"), (0.005, 0.002, "", "take powersgd_4: 5.00 x"),
+        (0.005, 0.002, "both", "no way is surely faster"), (0.010, 0.012, "", "no way is surely faster"),
+    ],
+)  # fmt: skip
+def test_a_way_is_chosen_that_is_faster_and_learns_as_much(fp16, powersgd_4, lost, told):
+    lab, rows = "gradient_compression", []
+    for way, seconds in {"fp32": 0.010, "fp16": fp16, "powersgd_4": powersgd_4}.items():
+        rows.append(step(lab, "step_s", seconds, way=way, mb_s=100.0))
+        worse = 0.1 if way != "fp32" and lost in (way, "both") else 0.0
+        shares = [0.8 + k / 100 - worse for k in range(6)]
+        rows.append(Record(lab, "accuracy", "1", shares, "measured", {"way": way}))
+    assert told in gradient_compression.choice_text(Records(rows), 100.0)
 
 
 def compressed(gain_s: dict[float, float], tried_s: dict[float, float], predicted: float) -> Records:

@@ -190,3 +190,18 @@ def test_07_without_error_feedback_less_is_learned():
     kept, everything = nats(run("07", "edit-feedback")[0])
     lost, same = nats(run("07", "edit-feedback", ("gradient = gradient + left_out", "pass"))[0])
     assert everything == same and everything < kept < lost
+
+
+RING = "levels.ring_in_order(x, [0, 1, 2, 3])"
+
+
+@pytest.mark.parametrize(("line", "inside", "out"), [
+    (RING, 1.5, 1.5), ("levels.ring_in_order(x, [0, 2, 1, 3])", 0.0, 3.0),
+    ("levels.hierarchical_all_reduce(x, inside, across)", 3.0, 1.0),
+    ("levels.hierarchical_all_reduce(x, across, inside)", 1.0, 3.0),
+])  # fmt: skip
+def test_08_what_leaves_a_node_is_counted(line, inside, out):
+    told, _ = run("08", "s2-12", (RING, line))
+    assert told.splitlines() == [
+        "the sum is right on all ranks", f"inside each node {inside} vectors are sent, out of each node {out}",
+    ]  # fmt: skip

@@ -169,7 +169,7 @@ def torchrun(tmp_path):
     for job in started:
         for process in family(job.mark):
             process.kill()
-        job.process.communicate(timeout=30)
+        job.process.communicate(timeout=250)
 
 
 @pytest.mark.drill
@@ -178,7 +178,7 @@ def test_a_rank_killed_by_hand(torchrun, tmp_path):
     job = torchrun("--epochs", "20")
     victim = job.wait_for_steps(8).of("started", rank=1)[0]["pid"]
     os.kill(victim, signal.SIGKILL)
-    out, complaint = job.process.communicate(timeout=60)
+    out, complaint = job.process.communicate(timeout=250)
     assert job.process.returncode == 0, complaint
     assert_no_survivors(job.mark)
     history = job.history()
@@ -196,7 +196,7 @@ def test_ending_torchrun_ends_its_ranks(torchrun, number):
     job = torchrun("--epochs", "400")
     job.wait_for_steps(4)
     os.kill(job.process.pid, number)
-    job.process.wait(timeout=30)
+    job.process.wait(timeout=250)
     assert_no_survivors(job.mark)
     assert load_latest(job.folder)[0] >= 3
 

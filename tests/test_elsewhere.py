@@ -132,6 +132,6 @@ def test_nothing_is_left_when_it_is_stopped(sent):
     family = process.children(recursive=True)
     assert len(family) >= 2  # the neighbour and pytest
     process.send_signal(sent)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=250) == 130
     assert psutil.wait_procs(family, timeout=3)[1] == []
     assert set(Path(tempfile.gettempdir()).glob("elsewhere-*")) <= desks

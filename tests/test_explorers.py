@@ -232,7 +232,7 @@ def test_the_memory_that_mixed_precision_saves_and_the_batch_that_fits():
     fits = [int(n) for n in re.search(r"at most (\d+) sequences in FP32, (\d+) sequences", sentence).groups()]
     for most, precision in zip(fits, ("fp32", "fp16"), strict=True):
         at, above = (predict(n, 512, precision, optimizer="sgd").total for n in (most, most + 1))
-        assert at <= 24e9 < above
+        assert at <= 24_564 * 2**20 < above  # all that nvidia-smi prints of a card sold as 24 GB
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -388,6 +388,20 @@ def test_a_knob_is_followed_faster_than_a_figure_is_made(name):
     assert statistics.median(spent[explore.quick_png]) < 0.9 * statistics.median(spent[plot.to_png])
 
 
+def test_an_answer_of_the_scaling_model_takes_less_than_its_picture():
+    """What is computed and laid out, in CPU time beside what drawing it takes: no plan is searched at each move."""
+    drawn("scale")  # the blind test, once
+    answers, pictures = [], []
+    for nodes in (1, 4, 16, 64, 256):
+        start = time.process_time()
+        figure = drawn("scale", nodes=nodes)[0]
+        answers.append(time.process_time() - start)
+        start = time.process_time()
+        explore.quick_png(figure)
+        pictures.append(time.process_time() - start)
+    assert statistics.median(answers) < 1.5 * statistics.median(pictures)
+
+
 CELL = "from labs.chapters.nb01 import explorer\nexplorer.batch()"
 
 
@@ -401,7 +415,7 @@ def kernel():
 
 def outputs(client, allow_stdin):
     found = []
-    client.execute_interactive(CELL, allow_stdin=allow_stdin, timeout=60, output_hook=found.append)
+    client.execute_interactive(CELL, allow_stdin=allow_stdin, timeout=250, output_hook=found.append)
     assert not [m for m in found if m["msg_type"] == "error"]
     return [m["content"]["data"] for m in found if m["msg_type"] == "display_data"]
 

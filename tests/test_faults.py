@@ -164,7 +164,7 @@ class Kernel:
         self.manager.start_kernel(env=self.environment, cwd=tmp)
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=250)
         self.pid = self.manager.provisioner.pid
         self.mark = self.environment[MARK]
 
@@ -184,7 +184,7 @@ class Kernel:
         return "".join(printed), traceback
 
     def _run(self, code: str, hook) -> str:
-        return self.client.execute_interactive(code, output_hook=hook, timeout=60)["content"]["status"]
+        return self.client.execute_interactive(code, output_hook=hook, timeout=250)["content"]["status"]
 
     def start(self, code: str, processes: int = 6) -> str:
         """Send code and return, when its ranks and their workers are there, the id of the request."""
@@ -195,7 +195,7 @@ class Kernel:
     def interrupt(self, request: str) -> list[str]:
         """Interrupt, and wait for the end of the request, since the kernel drops what is sent before; its traceback."""
         self.manager.interrupt_kernel()
-        while (reply := self.client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != request:
+        while (reply := self.client.get_shell_msg(timeout=250))["parent_header"]["msg_id"] != request:
             pass
         return reply["content"].get("traceback", [])
 
@@ -282,7 +282,7 @@ def test_ranks_still_start_when_the_thread_that_made_the_first_launch_has_ended(
         "print(run_on_ranks(int, 1), server == forkserver._forkserver._forkserver_pid)"
     )
     environment = new_environment(TMPDIR=own_tmp)
-    done = subprocess.run([*PYTHON, "-c", code], env=environment, cwd=HERE, text=True, capture_output=True, timeout=60)
+    done = subprocess.run([*PYTHON, "-c", code], env=environment, cwd=HERE, text=True, capture_output=True, timeout=250)
     assert done.stdout == "[0] True\n", done.stderr
 
 
@@ -322,7 +322,7 @@ def test_ending_a_lab_in_the_shell_ends_its_ranks(number, group, code, own_tmp):
     semaphores = f"/dev/shm/sem.{root.name}-*"
     assert glob.glob(semaphores) or not Path("/dev/shm").exists()
     os.killpg(process.pid, number) if group else process.send_signal(number)
-    _, complaint = process.communicate(timeout=30)
+    _, complaint = process.communicate(timeout=250)
     assert process.returncode == code
     assert_no_survivors(mark)
     wait_for(lambda: not glob.glob(semaphores), what="no semaphore to be left")
@@ -333,7 +333,7 @@ def test_ending_a_lab_in_the_shell_ends_its_ranks(number, group, code, own_tmp):
 @pytest.mark.drill
 def test_a_failing_rank_in_the_shell_is_exit_code_1(own_tmp):
     process, mark = command("--fault", "raise", tmp=own_tmp)
-    out, complaint = process.communicate(timeout=60)
+    out, complaint = process.communicate(timeout=250)
     assert process.returncode == 1 and complaint.startswith("Traceback") and not out
     assert_no_survivors(mark)
 
@@ -416,7 +416,7 @@ def test_records_that_cannot_be_saved_are_printed(place, own_tmp, tmp_path):
         "runpy.run_module('labs_for_tests.empty', run_name='__main__', alter_sys=True)\n"
     )
     environment = new_environment(TMPDIR=own_tmp)
-    done = subprocess.run([*PYTHON, "-c", code], env=environment, cwd=HERE, text=True, capture_output=True, timeout=60)
+    done = subprocess.run([*PYTHON, "-c", code], env=environment, cwd=HERE, text=True, capture_output=True, timeout=250)
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith(f"could not save to {out} (") and done.stderr.count("\n") == 1
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -19,14 +19,15 @@ from labs_for_tests import acceptance_steps
 
 from labs.gpu_acceptance import Config, Outcome, answer, attempts, keep, machine_name, report
 from labs.kit import record
+from labs.kit.failure import RankTimeout
 from labs.kit.fork_server import guarded_folder
 from labs.kit.launch import run_on_ranks
 from labs.kit.record import Record, Records
 from labs.parts.acceptance import judge, stand_in
 from labs.parts.acceptance import steps as steps_module
 from labs.parts.acceptance.evidence import Evidence, Setting
-from labs.parts.acceptance.process import last_line
-from labs.parts.acceptance.steps import STEPS, cost_of_reports
+from labs.parts.acceptance.process import last_line, tried
+from labs.parts.acceptance.steps import STEPS, Step, cost_of_reports
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "labs.gpu_acceptance"]
@@ -56,6 +57,7 @@ def healthy(name) -> Evidence:
                               rec("measured_bytes", 100, **memory)]},
         "recompute": {"recompute": [rec("peak_bytes", 100, part="pareto", policy="none"),
                                     rec("peak_bytes", 60, part="pareto", policy="block"),
+                                    rec("gradient_difference", 0.0, policy="none"),
                                     rec("gradient_difference", 0.0, policy="block")]},
         "loader": {"loader": []},
         "nccl": {"nccl": [*sums(world_size=2), rec("busbw_b_s", 2e11, layout={"world_size": 2})],
@@ -149,7 +151,13 @@ MISBEHAVING = [
     ("memory", changed("reserved_bytes", factor=0.1), "reserved 12"),
     ("memory", changed("measured_bytes", drop=True), "no step was really run"),
     ("recompute", changed("peak_bytes", value=110, policy="block"), "10% more memory"),
-    ("recompute", changed("gradient_difference", value=0.5), "gradients differ by 5e-01"),
+    ("recompute", changed("gradient_difference", value=1e-7, policy="block"), "gradients differ by 1e-07"),
+    ("recompute", changed("gradient_difference", value=0.5), "two runs of one step"),
+    (
+        "recompute",
+        lambda e: [changed("gradient_difference", value=v, policy=p)(e) for p, v in (("none", 1e-7), ("block", 1e-5))],
+        "by 1e-07 if not",
+    ),
     ("loader", changed("images_per_s", factor=0.1, pin_memory=True), "0.12 times as fast"),
     ("nccl", changed("all_reduce_error", value=2.0), "all-reduce is wrong by 2"),
     ("nccl", fact(gpus=4), "2 ranks for 4 GPUs"),
@@ -188,6 +196,14 @@ def test_one_slow_16_bit_format_is_no_failure_and_one_gpu_is_a_group_of_one():
     assert judge.amp(evidence).word == "pass"
     one = Evidence("cpu", {"nccl": Records(sums())}, {"gpus": 1})
     assert "messages between GPUs are not tried" in judge.nccl(one).reason
+
+
+def test_gradients_that_no_two_runs_share_are_judged_by_how_far_those_are_apart():
+    evidence = healthy("recompute")
+    for policy, value in (("none", 1e-7), ("block", 3e-7)):
+        changed("gradient_difference", value=value, policy=policy)(evidence)
+    verdict = judge.recompute(evidence)
+    assert verdict.word == "pass" and "as far off (3e-07) as those of two equal runs (1e-07)" in verdict.reason
 
 
 def test_the_cost_of_reports_on_eight_gpus_is_counted_and_passes():
@@ -243,7 +259,7 @@ def test_when_the_time_is_used_up_the_rest_says_so(tmp_path):
 
 def run(*options, **kwargs):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*COMMAND, *options], env=environment, capture_output=True, text=True, timeout=110, **kwargs)
+    return subprocess.run([*COMMAND, *options], env=environment, capture_output=True, text=True, timeout=250, **kwargs)
 
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
@@ -296,7 +312,7 @@ def test_ctrl_c_leaves_nothing(tmp_path):
         time.sleep(0.1)
         below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=250)
     assert process.returncode == 130 and "interrupted" in said, said
     _, alive = psutil.wait_procs(below, timeout=10)
     assert alive == []
@@ -349,6 +365,16 @@ def test_report_and_records_go_into_a_folder_as_records_wants_it(tmp_path):
     found = json.loads(path.read_text())
     assert [s["word"] for s in found["steps"]] == ["pass", "fail", "cannot"] and found["provenance"]["torch"]
     assert found["pretend"] is False and found["steps"][0]["question"] == STEPS["copies"].question
+
+
+def test_a_run_that_took_too_long_is_told_by_its_limit_not_by_where_a_rank_was(capsys):
+    def gather(setting):
+        lines = 'rank 0 was in, innermost first:\n  File "functional.py", line 1769 in relu'
+        raise RankTimeout(f"after timeout_s=85.5 the run was stopped. At that time\n{lines}")
+
+    verdict, evidence = tried("memory", Step("?", gather, judge.memory), Setting("cpu", 1, False, True))
+    assert (verdict.word, verdict.reason) == ("fail", "after timeout_s=85.5 the run was stopped")
+    assert evidence is None and "in relu" in capsys.readouterr().out  # that is in the step's log
 
 
 def test_the_last_line_of_a_failing_rank_is_its_error_not_its_place():

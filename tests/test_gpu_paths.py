@@ -14,7 +14,7 @@ from labs import elastic_restart
 from labs.kit import hardware, nvml
 from labs.kit.errors import BadInput
 from labs.kit.launch import run_on_ranks
-from labs.kit.rank import Rank, same_bits_every_time
+from labs.kit.rank import Rank, same_bits, same_bits_every_time
 from labs.parts.oracle import records as oracle_records
 from labs.parts.oracle.reality import of_allocator
 from labs.parts.timing import benchmark_loop
@@ -82,6 +82,14 @@ def test_same_bits_are_asked_of_a_gpu_alone(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # somebody's own choice stays; the test leaves none behind
     same_bits_every_time(GPU)
     assert asked == [((True,), {"warn_only": True})]
+
+
+def test_same_bits_are_asked_for_a_while(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with pytest.raises(ZeroDivisionError), same_bits(GPU):
+        assert torch.are_deterministic_algorithms_enabled()
+        raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def stats(requested, allocated, reserved):

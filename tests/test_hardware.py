@@ -110,7 +110,7 @@ def test_inventory_is_plain_json_and_starts_no_cuda():
         "json.dumps(hardware.inventory()); hardware.devices(1); hardware.summary();"
         "assert not torch.cuda.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 def test_starting_no_cuda_holds_in_a_build_with_cudnn(monkeypatch):
@@ -136,7 +136,7 @@ def test_a_kernel_that_reads_all_of_the_hardware_has_no_cuda_driver_mapped():
         "maps = open('/proc/self/maps').read() if __import__('os').path.exists('/proc/self/maps') else '';"
         "assert 'libcuda.so' not in maps"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 def gpus(monkeypatch, n, **changes):

@@ -183,7 +183,7 @@ def test_any_folder_for_temporary_files_and_any_working_directory(name, tmp_path
     folder.mkdir()
     environment = new_environment(TMPDIR=str(folder))
     code = "from labs.kit.launch import launch\nprint(launch('labs_for_tests.faulty', workers=1))"
-    done = subprocess.run([*PYTHON, "-c", code], env=environment, cwd="/", capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*PYTHON, "-c", code], env=environment, cwd="/", capture_output=True, text=True, timeout=250)
     assert (done.stdout, done.stderr) == ("<1 records: ranks>\n", "")
     assert_no_survivors(environment[MARK])
     assert not leftovers(folder)
@@ -195,7 +195,7 @@ def test_a_script_that_launches_at_its_top_level_needs_no_main_guard(tmp_path):
         "import os\nfrom labs.kit.launch import run_on_ranks\nprint('once')\n"
         "def function():\n    return 'of the script'\nprint(run_on_ranks(function))\n"
     )
-    done = subprocess.run([*PYTHON, script], env=new_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*PYTHON, script], env=new_environment(), capture_output=True, text=True, timeout=250)
     assert (done.stdout, done.stderr) == ("once\n['of the script', 'of the script']\n", "")
 
 
@@ -209,7 +209,7 @@ def test_on_one_core_two_ranks_are_refused_with_the_fix_and_one_works():
         "print(launch('labs_for_tests.empty', 1).one('ranks').value)"
     )
     done = subprocess.run(
-        [*PYTHON, "-c", code], env=new_environment(), cwd=HERE, capture_output=True, text=True, timeout=60
+        [*PYTHON, "-c", code], env=new_environment(), cwd=HERE, capture_output=True, text=True, timeout=250
     )
     refused, value = done.stdout.splitlines()
     assert "this machine has 1 usable core: use nproc=1, or oversubscribe=True" in refused and value == "1.0"
@@ -245,7 +245,7 @@ def test_a_fork_server_that_was_there_before_is_used():
         "from multiprocessing import forkserver\nforkserver.ensure_running()\n"
         "from labs.kit.launch import run_on_ranks\nprint(run_on_ranks(lambda: 7, 1, timeout_s=60))"
     )
-    done = subprocess.run([*PYTHON, "-c", code], env=new_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*PYTHON, "-c", code], env=new_environment(), capture_output=True, text=True, timeout=250)
     assert (done.stdout, done.stderr) == ("[7]\n", "")
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from again import holds_soon
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from labs import loader_traps
 from labs.kit.errors import BadInput
@@ -43,14 +43,6 @@ def all_workers_end():
 def test_predict_by_hand():
     found = [loader_traps.predict(s, w, 0.01, 2) for s in ("sleep", "compute") for w in (0, 1, 2, 8)]
     assert found == pytest.approx([100, 100, 200, 800, 100, 100, 200, 200])
-
-
-@pytest.mark.parametrize("items", [7, 8, 11, 12])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_padded_length_is_that_of_torch(items, ranks, drop_last):
-    read = sum(len(DistributedSampler(range(items), ranks, r, drop_last=drop_last)) for r in range(ranks))
-    assert trap_random.padded_length(items, ranks, drop_last) == read
 
 
 def test_other_closed_forms():

@@ -280,5 +280,5 @@ if __name__ == "__main__":
 def test_a_data_set_of_a_cell_reaches_workers_that_are_not_forked(tmp_path):
     """As on macOS, and from Python 3.14 on: they cannot import what a notebook's cell defines."""
     (tmp_path / "a_notebook.py").write_text(OF_A_CELL)
-    done = subprocess.run([sys.executable, tmp_path / "a_notebook.py"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, tmp_path / "a_notebook.py"], capture_output=True, text=True, timeout=250)
     assert done.stdout == "[0.0, 1.0, 4.0, 9.0]\n", done.stderr

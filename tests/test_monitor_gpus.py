@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 from test_monitor import sampled
@@ -55,6 +56,25 @@ def test_gpu_readings_and_their_units(monkeypatch):
     assert trace.peak("gpu_pcie_rx_bytes_per_s", gpu=0) == 2e6  # NVML counts in KB/s
     assert not trace.find("gpu_pcie_rx_bytes_per_s", gpu=1) and not trace.failures
     assert nvml.open == 0
+
+
+def test_energy_is_the_difference_of_a_counter_over_all_gpus(monkeypatch):
+    """10 J a reading on the first GPU, 5 on the second, which start elsewhere; the second of another run has none."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    counted = {0: 7e9, 1: 3e6}
+
+    def total_mj(handle):
+        counted[handle] += (10_000, 5_000)[handle]
+        return counted[handle]
+
+    nvml = FakeNvml(nvmlDeviceGetTotalEnergyConsumption=total_mj)
+    with Monitor(dict, period_s=0.05, nvml=nvml) as m:
+        sampled(m)
+    readings = len(m.trace.t_s) - 1
+    assert readings >= 1 and m.trace.energy_j == 15 * readings
+    with Monitor(dict, period_s=0.05, nvml=FakeNvml()) as without:  # a card that does not count
+        sampled(without)
+    assert math.isnan(without.trace.energy_j) and not without.trace.failures
 
 
 def test_slow_readings_are_rare_and_unsupported_ones_are_not_repeated():

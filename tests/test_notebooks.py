@@ -78,7 +78,7 @@ def exercise_outputs(path):
 
 def course(folder, *options, **kwargs):
     command = [sys.executable, "-m", "labs.kit.course", "--notebooks", folder, "--out", folder / "build", *options]
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, **kwargs)
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=250, **kwargs)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from notebook_rules import EDITABLE_LINES, RULES, SIZE_LIMIT_BYTES
+from notebook_rules import CELL_WORDS, EDITABLE_LINES, RULES, SIZE_LIMIT_BYTES
 
 from labs.kit.code import code_shown
 from labs.kit.errors import require
@@ -182,6 +182,7 @@ PLANTED = [
     ("no_cell_may_fail_or_be_skipped", replace(6, "run", "# NBVAL_SKIP\nrun")),
     ("cells_are_short", replace(6, "run", "x = 1\n" * 12 + "run")),
     ("cells_are_short", replace(12, "editable", "x = 1\n" * EDITABLE_LINES + "editable")),
+    ("texts_are_short", replace(10, "Claims on trial", "Claims on trial\n\n" + "word " * CELL_WORDS)),
     ("pictures_have_alt_text", output(6, BARE_PNG)),
     ("pictures_have_alt_text", output(6, html(f'<img src="data:image/png;base64,{PNG}">'))),
     ("pictures_have_alt_text", output(6, html("<svg viewBox='0 0 1 1'><path/></svg>"))),

@@ -24,7 +24,7 @@ def shape(records):
 def test_the_same_records_however_it_is_started(start, tmp_path):
     environment, out = new_environment(), tmp_path / "run.jsonl"
     done = subprocess.run([*start, EMPTY, "--out", out], env=environment, cwd=HERE, capture_output=True, text=True,
-                          timeout=90)  # fmt: skip
+                          timeout=250)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"saved to {out}" and "own_rank" in done.stdout
     assert done.stdout.count("median [95 %]") == 1, "rank 0 alone prints"
@@ -35,14 +35,14 @@ def test_the_same_records_however_it_is_started(start, tmp_path):
 def test_bad_input_under_torchrun_names_the_fix_once_per_rank(tmp_path):
     """At most: torchrun ends the others 0.1 s after the first rank has failed, and a busy machine is slower."""
     command, environment = [*TORCHRUN, EMPTY, "--smoky"], new_environment()
-    done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=250)
     assert done.returncode != 0
     assert 1 <= done.stderr.count("there is no option --smoky: did you mean '--smoke'? --help lists them all") <= 2
 
 
 def test_a_layout_the_lab_refuses_is_one_line_per_rank_under_torchrun_too():
     command = [*TORCHRUN, "labs.ddp_training", "--samples", "40"]
-    done = subprocess.run(command, env=new_environment(), cwd=HERE, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, env=new_environment(), cwd=HERE, capture_output=True, text=True, timeout=250)
     assert done.returncode != 0
     assert 1 <= done.stderr.count("python -m labs.ddp_training: samples must be at least 64") <= 2
 

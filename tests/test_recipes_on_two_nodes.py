@@ -68,7 +68,7 @@ def test_fully_sharded_training_saves_and_goes_on_under_the_batch_file(machines,
     options = ["--cpu", "--steps", "4", "--log-every", "2"]
     for name, more in (("first", ["--save", weights]), ("second", ["--load", weights])):
         job = submit(batch(machines, tmp_path, name), recipe, *options, *more)
-        said, _ = job.communicate(timeout=140)
+        said, _ = job.communicate(timeout=250)
         assert job.returncode == 0, said
         assert "step 4/4" in said and said.count("test loss") == 1, "rank 0 alone reports"
     assert len(list(weights.glob("*.distcp"))) == 2, "each machine has written its part"

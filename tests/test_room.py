@@ -70,7 +70,7 @@ def test_two_kernels_of_one_learner_write_at_once(folder):
     code = "from labs.kit.check import predict\nfor i in range(20): predict(float(i), f'question {i}')"
     kernels = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(2)]
     try:
-        assert [k.communicate(timeout=60) and k.returncode for k in kernels] == [0, 0]
+        assert [k.communicate(timeout=250) and k.returncode for k in kernels] == [0, 0]
     finally:
         for k in kernels:
             k.kill()

@@ -103,7 +103,7 @@ def test_a_healthy_machine_gets_a_go_and_its_room_a_report_without_secrets(tmp_p
     secret, room = "s3cr3t-" + tmp_path.name, tmp_path / "room"
     room.mkdir()
     environment = processes.new_environment(COURSE_ROOM=str(room), COURSE_NAME="Ada", HF_TOKEN=secret, LD_DEBUG="")
-    done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment)
+    done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=250, cwd=ROOT, env=environment)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[0] == lines[-1] and "GO: ready for the course" in lines[0], done.stdout
     assert done.stderr == ""
@@ -141,7 +141,7 @@ def test_broken_things_get_a_no_go_that_names_them(tmp_path):
             s.listen()
         except OSError:
             pass  # somebody else's, which will do
-        done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment)
+        done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=250, cwd=tmp_path, env=environment)
     said = json.loads((tmp_path / "build/preflight.json").read_text())
     status = {c["name"]: c["status"] for c in said["checks"]}
     assert done.returncode == 1 and said["verdict"] == "NO-GO", done.stdout
@@ -158,7 +158,7 @@ def test_an_interrupted_preflight_leaves_nothing_behind(tmp_path):
     with command:
         processes.wait_for(lambda: list((tmp_path / "runtime").glob("kernel-*")), what="the kernel")
         os.kill(command.pid, signal.SIGTERM)
-        _, err = command.communicate(timeout=60)
+        _, err = command.communicate(timeout=250)
     assert command.returncode == 130 and b"Traceback" not in err
     processes.assert_no_survivors(environment[processes.MARK])
     assert list((tmp_path / "runtime").glob("kernel-*")) == [] and processes.leftovers(tmp_path) == set()

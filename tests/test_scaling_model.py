@@ -232,6 +232,13 @@ def wide(name: str, keys: int) -> dict[tuple, float]:
             for row in rows for column, value in zip(columns[keys:], row[keys:], strict=True)}  # fmt: skip
 
 
+def _mlperf(r) -> tuple[int, int, float]:
+    """(GPUs, sequences of a step, steps to the target) of a row."""
+    gpus, config = r.case["gpus"], r.config
+    batch = gpus // (config["tensor"] * config["pipeline"]) * config["micro_batches"]
+    return gpus, batch, config["tokens"] / batch / config["seq"]
+
+
 COMPARED = {
     "one_bit_adam": lambda: ({(r.case["network"].split()[-1], str(r.case["gpus"]), r.metric): r.value
                               for r in published.table("one_bit_adam")},
@@ -260,7 +267,9 @@ COMPARED = {
                         {(int(a), b): number(c) for a, b, c in second("horovod")[1]}),
     **{name: lambda name=name: ({r.case["gpus"]: r.value for r in published.table(name)},
                                 {int(a): number(b) for a, b in second(name)[1]})
-       for name in ("mlperf_gpt3", "rtx_4090_ddp", "powersgd")},
+       for name in ("rtx_4090_ddp", "powersgd")},
+    "mlperf_gpt3": lambda: ({_mlperf(r): r.value for r in published.table("mlperf_gpt3")},
+                            {(int(g), int(b), float(n)): number(m) for g, b, n, m in second("mlperf_gpt3")[1]}),
     "llm_foundry": lambda: (
         {(r.case["model"], r.case["gpus"], r.case["gpus"] * r.case["batch"], r.config["micro_batches"],
           r.config["recompute"]): r.value for r in published.table("llm_foundry")},
@@ -381,7 +390,7 @@ def test_the_answer_carries_the_band():
     assert scaling_model.table(Config())["% of the step"].sum() == pytest.approx(100)
 
 
-def test_a_wire_of_one_s_own_is_predicted_from_one_rank_one_all_reduce_and_its_bandwidth():
+def test_a_wire_of_one_s_own_is_predicted_from_one_rank_one_all_reduce_and_its_bandwidth(monkeypatch):
     """A machine without noise: 20 ms of a step, 8 MB of gradients in one bucket, which nothing hides."""
     layout = {"world_size": 2}
 
@@ -399,12 +408,20 @@ def test_a_wire_of_one_s_own_is_predicted_from_one_rank_one_all_reduce_and_its_b
     assert set(found) == set(wires)
     for measured, modelled in found.values():
         assert modelled == pytest.approx(measured.value)
+    told = []
+    monkeypatch.setattr(figures_scaling, "say", told.append)
+    figures_scaling.own(run)
+    slower = Records(
+        replace(r, samples=(2 * r.value,) * 6) if r.case == {"way": "ddp", "mb_s": 400.0} else r for r in run
+    )
+    figures_scaling.own(slower)
+    assert "Within 20 %: 2 of 2" in told[0] and "Within 20 %: 1 of 2; furthest off at 400 MB/s, -50%" in told[1]
 
 
 def test_what_the_figures_say_is_computed(monkeypatch):
     shown, told = [], []
     monkeypatch.setattr(figures_scaling, "show", lambda fig, alt: shown.append(alt))
-    monkeypatch.setattr(figures_scaling, "say", told.append)
+    monkeypatch.setattr(figures_scaling, "say", lambda text, folded="": told.append(text))
     figures_scaling.errors()
     figures_scaling.suspect()
     figures_scaling.hard_text()
@@ -444,7 +461,15 @@ def test_an_efficiency_has_the_band_of_a_step():
 
 
 def test_the_explorer_tells_time_efficiency_and_what_limits():
-    knobs = {"card": "A100 80GB SXM", "billions": 7, "sequences": 2, "per_node": 8, "nodes": 8, "network_gb_s": 25}
+    knobs = {
+        "card": "A100 80GB SXM",
+        "billions": 7,
+        "sequences": 2,
+        "per_node": 8,
+        "nodes": 8,
+        "network_gb_s": 25,
+        "price": 2,
+    }
     assert explorer.CARDS
     _, fast, _ = explorer.draw(**knobs, way="FSDP2")
     _, slow, why = explorer.draw(**{**knobs, "network_gb_s": 0.125}, way="FSDP2")
@@ -453,6 +478,26 @@ def test_the_explorer_tells_time_efficiency_and_what_limits():
     _, one, _ = explorer.draw(**{**knobs, "nodes": 1, "per_node": 1}, way="DDP")
     assert "1 GPUs work at 100% (" in one
     assert blind_test.band().efficiency(share[0] / 100) in fast, "the band, too"
+
+
+@pytest.mark.parametrize(("nodes", "price"), [(1, 2), (8, 0.5), (64, 12)])
+def test_the_explorers_cost_is_by_hand_what_it_says(nodes, price):
+    """20 tokens for each parameter in steps of its length; money is GPU-hours times the price that was given."""
+    knobs = {"card": "H100 SXM", "billions": 1, "sequences": 4, "per_node": 8, "nodes": nodes, "network_gb_s": 50}
+    _, _, said = explorer.draw(**knobs, way="FSDP2", price=price)
+    step_s, days, hours, money = (
+        float(re.search(form, said)[1].replace(",", ""))
+        for form in (
+            r"A step takes ([\d.]+) s",
+            r"parameter: ([\d.,]+) \(",
+            r"days, ([\d,.]+) \(",
+            r"for each, ([\d,.]+) \(",
+        )
+    )
+    gpus = 8 * nodes
+    least_days = 20e9 / (4 * gpus * 2048) * step_s / 86_400
+    assert least_days * 0.93 < days < 1.35 * least_days + 0.02, "start-up, checkpoints and failures come on top"
+    assert hours == pytest.approx(24 * gpus * days, rel=0.06) and money == pytest.approx(price * hours, rel=0.06)
 
 
 def test_a_timed_step_calibrates():

@@ -128,7 +128,7 @@ def test_connections_get_the_speed_of_their_level_and_their_share_of_the_card():
 @pytest.mark.quiet
 def test_the_lab_counts_the_bytes_of_the_formula_and_its_page_says_so(capsys):
     run = launch("two_levels", nproc=4, device="cpu", oversubscribe=True, smoke=True)
-    assert {r.metric for r in run} == {"max_error", "sent_bytes", "step_s"}
+    assert {r.metric for r in run} == {"max_error", "sent_bytes", "step_s", "cpu_s"}
     assert two_levels.counted_off(run) == [] and all(r.value == 0 for r in run.where("max_error"))
     assert {r.case["way"] for r in run.where("step_s")} == set(two_levels.WAYS)
     figures_levels.verdict_text(run)
@@ -185,6 +185,18 @@ def test_a_close_pair_is_shown_and_not_judged():
     assert two_levels.close(near, "flat", "hierarchical") is None, "the formula's faster one comes first"
     assert two_levels.close(near, "hsdp", "ddp") is None, "ways that were not tried"
     assert two_levels.ranking(near) == two_levels.Ranking(0, [], 0)
+
+
+@pytest.mark.parametrize(
+    ("hsdp_s", "words"), [(0.05, "20 ms are no links but FSDP2's own work"), (0.03, "of their time")]
+)
+def test_hsdp_is_held_against_its_collectives_by_hand(hsdp_s, words):
+    """What is more than the same messages take is FSDP2's; if nothing is, nothing is said of it."""
+    seconds = {"hsdp": hsdp_s, "hsdp, by hand": 0.03}
+    run = Records(Record("two_levels", metric, "s", [s * k for k in STEADY], "measured", {"way": way})
+                  for way, s in seconds.items() for metric in ("step_s", "cpu_s"))  # fmt: skip
+    assert words in figures_levels._own_work(run)
+    assert figures_levels._own_work(Records(r for r in run if r.case["way"] == "hsdp")) == ""
 
 
 def test_bytes_that_are_not_the_formulas_are_named():

@@ -38,7 +38,7 @@ def test_in_a_shell_under_torchrun_and_in_their_ranks():
     both = [start(LAB, "--nproc", "1"), start(*torchrun, LAB)]  # at the same time: they mostly import torch
     try:
         for process in both:
-            out, err = process.communicate(timeout=90)
+            out, err = process.communicate(timeout=250)
             assert "not as wanted: []" in out and ERROR in err and process.returncode == 1, process.args
     finally:
         for process in both:
@@ -60,7 +60,7 @@ def test_in_cells_under_nbval(notebook):
         "--disable-plugin-autoload -p nbval.plugin --nbval --nbval-current-env -p no:cacheprovider -rA -c /dev/null"
     )
     with start("pytest", *options.split(), f"--rootdir={notebook.parent}", notebook) as process:
-        out = re.sub(r"\x1b\[[0-9;]*m", "", process.communicate(timeout=90)[0])
+        out = re.sub(r"\x1b\[[0-9;]*m", "", process.communicate(timeout=250)[0])
     assert "1 failed, 1 passed" in out and re.search(r"PASSED \S*a.ipynb::Cell 0", out) and ERROR in out
 
 

@@ -37,6 +37,8 @@ text is spoken, a prediction waits for the last hand, a figure is discussed, and
 Assumptions, not measurements: change them when your rooms are faster or slower."""
 STATED = re.compile(r"About (\d+) minutes")
 """How an exercise says how long it takes who writes it alone, with its hints at hand: a guess of its author."""
+FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
+"""Tables for who wants them: they cost no minutes. Nor does a strip under a launch, which is looked at in passing."""
 RECORD = NOTEBOOKS.parent / "records" / "amd-epyc-2-cores-2026-11" / "course.jsonl"
 
 
@@ -73,7 +75,8 @@ def sections(path: Path, machine_s: dict[tuple[str, str], float]) -> list[Sectio
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.cell_type == "code":
             found[-1].predictions += len(re.findall(r"\bpredict\(", cell.source))
-            found[-1].results += len(pictures(cell)) - _strips(cell) + str(cell.outputs).count("<table")
+            shown = FOLDED.sub("", str(cell.outputs))
+            found[-1].results += len(pictures(cell)) - shown.count("labs-progress") + shown.count("<table")
             found[-1].exercises += len(re.findall(r"^check\(", cell.source, re.MULTILINE))
             continue
         for part in re.split(r"^(?=##)", cell.source, flags=re.MULTILINE):
@@ -92,10 +95,6 @@ def course(measured: Path = RECORD) -> list[Section]:
     """All sections of all notebooks, with the seconds of `measured`. BadInput if that holds none."""
     seconds = seconds_of(measured)
     return [s for path in sorted(NOTEBOOKS.glob("*.ipynb")) for s in sections(path, seconds)]
-
-
-def _strips(cell: nbformat.NotebookNode) -> int:
-    return str(cell.outputs).count("labs-progress")  # a strip under a launch is looked at in passing
 
 
 def seconds_of(path: Path) -> dict[tuple[str, str], float]:

@@ -20,7 +20,7 @@ import torch
 from labs.kit import cli
 from labs.kit.display import View
 from labs.kit.errors import BadInput, require
-from labs.kit.measure import interleave
+from labs.kit.measure import estimate, interleave
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records, attach_provenance
 
@@ -79,12 +79,25 @@ def measure(config: Config, options: cli.Launch) -> Records:
     )
 
 
+def answer(records: Records) -> Iterator[str]:
+    """How long a launch takes, and how many times longer torchrun."""
+    if not records.where("ratio"):  # a rank that torchrun has started
+        return
+    first, warm = (records.one("start_s", by=by) for by in ("first launch", "launch"))
+    ratio = records.one("ratio")
+    yield (f"Once torch is loaded, {warm.case['ranks']} ranks start, meet and end in {estimate(warm.samples, 's')}; "
+           f"the first launch of a process takes {first.value:.1f} s.")  # fmt: skip
+    yield f"A fresh torchrun takes {estimate(ratio.samples, 'x')} as long."
+
+
 def main() -> None:
-    """Print both medians with their intervals, and their ratio; save the records if asked to."""
+    """Print the answer and all medians with their intervals; save the records if asked to."""
     prog = "python -m labs.kit.bench"
     command = cli.parse(types.SimpleNamespace(Config=Config, __doc__=__doc__), prog)
     try:
-        raise SystemExit(cli.report(measure(command.config, command.launch), None, command.output.out))
+        raise SystemExit(
+            cli.report(sys.modules[__name__], measure(command.config, command.launch), None, command.output)
+        )
     except BadInput as e:
         cli.fail(prog, str(e))
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from labs.kit import record
 from labs.kit.errors import BadInput, did_you_mean, require
-from labs.kit.lab import CANNOT_BE_JUDGED, cannot_be_judged, check_layout, lab_module, recordable, short_name
+from labs.kit.lab import CANNOT_BE_JUDGED, cannot_be_judged, check_layout, for_smoke, lab_module, recordable, short_name
 
 if TYPE_CHECKING:
     from labs.kit.monitor import Trace
@@ -162,6 +162,7 @@ def main() -> None:
     try:
         lab = lab_module(name)
         command = parse(lab, prog)
+        command.config = for_smoke(lab, command.config)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             _leave(run_under_torchrun(name, command))
         raise SystemExit(run_here(name, command))
@@ -181,8 +182,21 @@ def _leave(code: int) -> typing.NoReturn:
     os._exit(code)
 
 
+def prepare() -> None:
+    """Fork what ranks will come from, before this process has threads; meanwhile load what it needs after the run."""
+    from labs.kit.fork_server import start_fork_server
+
+    start_fork_server(forked=True)
+    import pandas  # noqa: F401
+    import scipy.stats  # noqa: F401
+
+
 def run_here(lab: str, command: Any) -> int:
     """`python -m labs.X`: launch ranks on this machine. Returns the exit code."""
+    from labs.kit.hardware import place
+
+    place(command.launch.nproc, command.launch.device, command.launch.oversubscribe)  # BadInput before anything starts
+    prepare()
     from labs.kit.display import TerminalView
     from labs.kit.failure import RankFailed
     from labs.kit.launch import launch
@@ -253,6 +267,8 @@ def report(lab: ModuleType, records: record.Records, trace: Trace | None, output
             print(f"\n{_table(records)}" if answer else _table(records))
         else:
             print(f"\n{len(records)} records: --table prints them, --out FILE saves them.")
+    if trace is not None and trace.energy_j > 0:
+        print(f"The boards of the GPUs took {trace.energy_j:,.0f} J in this run, by NVML's counter.", file=sys.stderr)
     if trace is not None and trace.t_s[-1:] > [SHORT_S] and (warning := trace.disturbance()):
         print(warning, file=sys.stderr)
     if output.out is None:

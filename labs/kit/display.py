@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from labs.kit.monitor import Monitor, Series, Trace
 
 
-def say(text: str) -> None:
-    """Show `text` (Markdown, one paragraph or a list) under the cell."""
+def say(text: str, folded: str = "") -> None:
+    """Show `text` (Markdown, one paragraph or a list) under the cell, or `folded` below a line that opens it."""
     from IPython.display import Markdown, display
 
-    display(Markdown(text))
+    markup = f"<details><summary>{html.escape(folded)}</summary>\n\n{text}\n\n</details>"
+    display(Markdown(markup if folded else text))
 
 
 def show_table(table: Any, folded: str = "") -> None:

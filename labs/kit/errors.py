@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -23,6 +24,15 @@ def require(condition: bool, message: str) -> None:
     """Raise BadInput(message) unless `condition`."""
     if not condition:
         raise BadInput(message)
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """What is refused inside is refused as a value of `option`: shared code does not know what a lab calls it."""
+    try:
+        yield
+    except BadInput as e:
+        raise BadInput(f"{option}: {e}") from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -71,8 +72,8 @@ def _interrupted() -> KeyboardInterrupt:
 class ForkServer:
     """Fork server, folder and guardian of the process that made it."""
 
-    def __init__(self, lean: bool = False) -> None:
-        self.owner, self.lean = os.getpid(), lean
+    def __init__(self, lean: bool = False, forked: bool = False) -> None:
+        self.owner, self.lean, self.forked = os.getpid(), lean, forked
         self.root = _private_folder()
         self.runs = itertools.count()
         self.ready = self.root / "ready"
@@ -96,7 +97,8 @@ class ForkServer:
         quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"), LEAN: "1" if self.lean else ""}
         if threading.current_thread() is threading.main_thread():  # any other may end while the fork server is needed
             quiet[guardian.LAUNCHER] = str(self.owner)
-        with _environment({READY: str(self.ready), "PYTHONPATH": _import_path(), **quiet}), _sigint_blocked():
+        how, self.forked = _as_a_fork() if self.forked else contextlib.nullcontext(), False
+        with _environment({READY: str(self.ready), "PYTHONPATH": _import_path(), **quiet}), _sigint_blocked(), how:
             forkserver.ensure_running()
         pid = forkserver._forkserver._forkserver_pid
         announcement = self.root / f"server-{pid}"
@@ -138,10 +140,11 @@ _current: ForkServer | None = None
 _lock = threading.Lock()
 
 
-def start_fork_server(lean: bool = False) -> ForkServer:
+def start_fork_server(lean: bool = False, forked: bool = False) -> ForkServer:
     """Start loading torch in the background; does nothing if it is there. BadInput if there is no room for it.
 
     Undisturbed by an interrupt, which would leave half of it. `lean`: without what only training needs.
+    `forked`: from this process, which has loaded torch and computed nothing yet, where that is safe: see `_as_a_fork`.
     """
     global _current
     with signals_held(), _lock:
@@ -151,9 +154,46 @@ def start_fork_server(lean: bool = False) -> ForkServer:
             logging.getLogger("torchelastic-events-null").disabled = True
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process must not initialise CUDA
             multiprocessing.set_forkserver_preload(["labs.kit.guardian", "labs.kit.rank_process"])
-            _current = ForkServer(lean)
+            _current = ForkServer(lean, forked and sys.platform == "linux" and threading.active_count() == 1)
         _current.ensure()
         return _current
+
+
+@contextmanager
+def _as_a_fork() -> Iterator[None]:
+    """Within this block multiprocessing's fork server starts as a fork of this process, not as a fresh interpreter.
+
+    It then has all that this process has imported: a command waits for one import of torch, not for two in a row.
+    Only where this process has no thread of Python's, has started none of OpenMP's, which a fork lacks and waits for,
+    and has not used a GPU. Linux only: macOS's frameworks do not bear it.
+    """
+    before = multiprocessing.util.spawnv_passfds
+    multiprocessing.util.spawnv_passfds = _fork
+    try:
+        yield
+    finally:
+        multiprocessing.util.spawnv_passfds = before
+
+
+def _fork(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
+    """Like multiprocessing.util.spawnv_passfds, but a fork that runs the last argument, which is Python."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # what is left in a buffer would be written twice
+    launcher = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        guardian.end_with_parent(launcher)
+        os.environ.pop(guardian.LAUNCHER, None)
+        Path("/proc/self/comm").write_text(guardian.SERVER)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        kept = [2, *sorted(descriptors)]  # the launcher's other files close when it closes them
+        for last, following in itertools.pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(last + 1, following)
+        exec(arguments[-1], {"__name__": "__mp_main__"})
+    finally:
+        os._exit(1)
 
 
 def _private_folder() -> Path:

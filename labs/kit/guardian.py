@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 
 LAUNCHER = "LABS_LAUNCHER_PID"  # tells the fork server with whom it ends
+SERVER = "forkserver"  # in its command line; what was forked from a launcher has that one's, and this as its name
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SHARED_MEMORY = Path("/dev/shm")  # of Linux; on macOS a semaphore has no file
 
@@ -94,9 +95,10 @@ def _wait_for_end(launcher: int) -> bool:
 def _kill_server(pid: int) -> None:
     """It ends by itself when nobody can talk to it any more, but not while it is still loading torch."""
     with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline")
-        if not command.parents[1].exists() or b"forkserver" in command.read_bytes():  # else the pid was used again
-            os.kill(pid, signal.SIGKILL)
+        process = Path(f"/proc/{pid}")
+        known = (process / "cmdline", process / "comm")
+        if not process.parent.exists() or any(SERVER.encode() in f.read_bytes() for f in known):
+            os.kill(pid, signal.SIGKILL)  # else the pid was used again
 
 
 def _remove_semaphores(prefix: str) -> None:

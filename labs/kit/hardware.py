@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.kit import nvml
-from labs.kit.errors import BadInput, require
+from labs.kit.errors import BadInput, did_you_mean, require
 from labs.kit.host import affinity, container, core_count, cores
 from labs.kit.nvml import Visible, visible
 
@@ -320,6 +320,14 @@ def spec(name: str) -> Spec | None:
     """
     wanted = name.strip().casefold()
     return next((s for s in specs() if wanted in (n.casefold() for n in (s.gpu, *s.names))), None)
+
+
+def require_spec(name: str, otherwise: str = "") -> Spec:
+    """The row of `name`. BadInput, with the nearest name, the known ones and `otherwise`, if there is none."""
+    row, known = spec(name), [s.gpu for s in specs()]
+    require(row is not None, f"no datasheet of {name!r} here. {did_you_mean(name, known)}Known: {', '.join(known)}"
+            f"{otherwise}")  # fmt: skip
+    return row
 
 
 def usable_bytes(name: str) -> int | None:

@@ -180,6 +180,19 @@ def cannot_be_judged(error: Exception, names: Iterable[str]) -> BadInput:
     return BadInput(f"{', '.join(names)}: {getattr(error, 'strerror', None) or error}")
 
 
+def for_smoke(lab: ModuleType, config: Any) -> Any:
+    """`config`; where it asks for a smoke run, with the values of `lab.SMOKE` for what was left at its default.
+
+    A smoke run from a shell is to end soon: it takes fewer models, sizes or parts. One from a notebook is not changed,
+    since its facts must be those that the notebook shows.
+    """
+    if not getattr(config, "smoke", False):
+        return config
+    asked_for = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
+    shorter = {name: value for name, value in getattr(lab, "SMOKE", {}).items() if name not in asked_for}
+    return dataclasses.replace(config, **shorter)
+
+
 def check_layout(lab: ModuleType, config: Any, world_size: int) -> None:
     """Let a lab that has a `check_layout(config, world_size)` refuse this many ranks, before any work. BadInput."""
     if check := getattr(lab, "check_layout", None):

@@ -74,6 +74,15 @@ class Trace:
         values = [v for s in self.find(name, **per) for v in s.present]
         return statistics.fmean(values) if values else math.nan
 
+    @property
+    def energy_j(self) -> float:
+        """Joules that the GPUs' boards took from the first sample to the last, by NVML's counter (Volta or newer).
+
+        All GPUs together, whoever used them; NaN if none counts.
+        """
+        found = [s.present for s in self.find("gpu_energy_j") if len(s.present) > 1]
+        return sum(values[-1] - values[0] for values in found) if found else math.nan
+
     def disturbance(self, limit_percent: float = DISTURBED_PERCENT) -> str:
         """A sentence if other programs took more than `limit_percent` of the usable cores, otherwise ""."""
         if not self.neighbours_percent > limit_percent:
@@ -352,6 +361,7 @@ READINGS = (
     ("gpu_percent", "%", lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu),
     ("gpu_memory_bytes", "B", lambda n, h: n.nvmlDeviceGetMemoryInfo(h).used),
     ("gpu_power_w", "W", lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1e3),  # NVML gives mW
+    ("gpu_energy_j", "J", lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h) / 1e3),  # since the driver was loaded
     ("gpu_sm_clock_mhz", "MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),
 )
 # NVML counts these over 20 ms while the caller waits, and gives KB/s: once a second is enough.
@@ -371,7 +381,7 @@ SLOW_PERIOD_S = 1.0
 
 
 class GpuSampler:
-    """Utilisation, memory, power, clock and PCIe traffic of the visible GPUs; nothing without NVML.
+    """Utilisation, memory, power, energy, clock and PCIe traffic of the visible GPUs; nothing without NVML.
 
     Utilisation is NVML's: the share of time in which any kernel ran, not how much of the GPU it used.
     GPUs carry CUDA's numbers, or NVML's where the two cannot be matched.

@@ -18,13 +18,14 @@ import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import TextPath
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from labs.kit.errors import BadInput, require
@@ -74,20 +75,29 @@ def figure(
 
 
 def _title_lines(text: str, width_in: float) -> list[str]:
-    """`text` in as few lines as fit into a figure of that width: some letters are twice as wide as others."""
-    bold = FontProperties(family=STYLE["font.family"], weight="bold", size=STYLE["axes.titlesize"])
-    for most in range(int(width_in * 11), int(width_in * 4), -1):  # characters
-        lines = _wrapped(text, most)
-        if max(TextPath((0, 0), line, prop=bold).get_extents().width for line in lines) < 0.97 * 72 * width_in:
-            break
+    """`text` in as few lines as fit into a figure of that width, about equally long: no word is left alone."""
+    words, limit = text.split(), 0.97 * 72 * width_in  # points
+    fewest = len(_filled(words, limit))
+    widths = (limit * share / 100 for share in range(100 // fewest, 100))
+    return next((lines for width in widths if len(lines := _filled(words, width)) == fewest), _filled(words, limit))
+
+
+def _filled(words: Sequence[str], width: float) -> list[str]:
+    """Lines of up to `width` points; letters differ in width, so they are measured."""
+    lines: list[str] = []
+    for word in words:
+        if lines and _title_points(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
     return lines
 
 
-def _wrapped(text: str, most: int) -> list[str]:
-    """As few lines of at most `most` characters as there can be, about equally long: no word is left alone."""
-    lines = textwrap.wrap(text, most)
-    widths = range(math.ceil(len(text) / len(lines)), most)
-    return next((w for width in widths if len(w := textwrap.wrap(text, width)) == len(lines)), lines)
+@cache  # a slider's title is wrapped anew at every move
+def _title_points(text: str) -> float:
+    """The width of a title, in points."""
+    bold = FontProperties(family=STYLE["font.family"], weight="bold", size=STYLE["axes.titlesize"])
+    return text_to_path.get_text_width_height_descent(text, bold, ismath=False)[0]
 
 
 def caption(fig: Figure, records: Any) -> None:
@@ -254,14 +264,17 @@ def bars(
     A mark with its interval, not a filled bar: the eye compares positions, and the interval stays visible.
     """
     mark = mark_of(kind)
-    color = color or mark.color or _next_color(ax)
+    look = _look(kind, color or mark.color or _next_color(ax))
+    if mark.marker is None:
+        look |= {"marker": "|", "markersize": 14, "markeredgewidth": 2.0}
     first = True
     for row, item in enumerate(y):
         if not _is_there(item):
             continue
         value, low, high = interval(item)
-        drawn = ax.errorbar([value], [row], xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], linestyle="none",
-                            label=labelled(label, mark) if first else "_", **_look(kind, color))  # fmt: skip
+        error = [[max(0.0, value - low)], [max(0.0, high - value)]] if high > low else None
+        drawn = ax.errorbar([value], [row], xerr=error, linestyle="none",
+                            label=labelled(label, mark) if first else "_", **look)  # fmt: skip
         drawn.lines[0].set_gid(f"kind:{kind}")
         first = False
     ax.set_yticks(range(len(names)), names)
@@ -424,7 +437,8 @@ def _look(kind: str, color: str) -> dict[str, Any]:
         "color": color, "marker": mark.marker, "markersize": 16 if star else 8, "capsize": 4,
         "elinewidth": 1.8,
         "markerfacecolor": color if mark.filled else "white", "markeredgecolor": "black" if star else color,
-        "markeredgewidth": 1.0 if mark.filled else 2.0, "zorder": 4 if star else 3,
+        "markeredgewidth": 1.0 if mark.filled else 2.0,
+        "zorder": 2.5 if star else 3,  # behind what was measured: its points show around a mark that it meets
     }  # fmt: skip
 
 

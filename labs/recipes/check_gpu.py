@@ -13,28 +13,13 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
-from pathlib import Path
 
 import torch
 
-# name: (format, what torch.set_float32_matmul_precision is set to; "high" allows TF32 for FP32 matrices)
-FORMATS = {
-    "FP64": (torch.float64, "highest"),
-    "FP32": (torch.float32, "highest"),
-    "TF32": (torch.float32, "high"),
-    "BF16": (torch.bfloat16, "highest"),
-    "FP16": (torch.float16, "highest"),
-}
-
-
-def require(condition, message):
-    """End with one line and exit code 2 unless `condition` holds."""
-    if not condition:
-        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-        sys.exit(2)
+FORMATS = {"FP64": torch.float64, "FP32": torch.float32, "TF32": torch.float32, "BF16": torch.bfloat16,
+           "FP16": torch.float16}  # fmt: skip
 
 
 def seconds(function, device, budget):
@@ -52,10 +37,10 @@ def seconds(function, device, budget):
 
 def speeds(device, size, budget):
     """Print TFLOP/s of a matrix multiplication in each format, and GB/s of a triad."""
-    for name, (dtype, precision) in FORMATS.items():
+    for name, dtype in FORMATS.items():
         if name == "TF32" and device.type != "cuda":
             continue
-        torch.set_float32_matmul_precision(precision)
+        torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")  # "high": FP32 data, TF32 products
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         try:
             flops = 2 * size**3 / seconds(lambda a=a, b=b: a @ b, device, budget)  # a multiplication and an addition
@@ -72,20 +57,21 @@ def speeds(device, size, budget):
 def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        sys.exit()  # under torchrun: two at once would measure each other
+        return  # under torchrun: two at once would measure each other
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: require(False, message)
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, no usage before it
     parser.add_argument("--size", type=int, default=0, help="rows of the matrices; 0: 8192 on a GPU, 512 on a CPU")
     parser.add_argument("--seconds", type=float, default=0.3, help="measuring time for each number")
     parser.add_argument("--cpu", action="store_true", help="report on the CPU even if there are GPUs")
     args = parser.parse_args()
-    require(args.size >= 0 and 0 < args.seconds < 1e6, "--size must be 0 or more, --seconds above 0")
+    if args.size < 0 or not 0 < args.seconds < 1e6:
+        parser.error("--size must be 0 or more, --seconds above 0")
 
     print(f"Python {platform.python_version()}, torch {torch.__version__}, built for CUDA {torch.version.cuda}")
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=index,name,driver_version,pstate,temperature.gpu", "--format=csv,noheader"]
-        print("driver sees (index, name, driver, performance state, degrees C):")
-        print(subprocess.run(query, capture_output=True, text=True).stdout.rstrip() or "  nothing: nvidia-smi failed")
+        seen = subprocess.run(query, capture_output=True, text=True).stdout.rstrip() or "  nothing: nvidia-smi failed"
+        print(f"driver sees (index, name, driver, performance state, degrees C):\n{seen}")
     if args.cpu or not torch.cuda.is_available():
         print("torch sees no GPU" if not args.cpu else "GPUs left out: --cpu")
         torch.set_num_threads(1)
@@ -93,8 +79,8 @@ def main():
         speeds(torch.device("cpu"), args.size or 512, args.seconds)
         return
     print(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, cuDNN {torch.backends.cudnn.version()}")
-    print(f"FP32 matrices may be computed in TF32: matmul precision {torch.get_float32_matmul_precision()!r}")
-    print(f"FP32 convolutions may be computed in TF32: {torch.backends.cudnn.allow_tf32}")
+    print(f"TF32 in place of FP32: matmul precision {torch.get_float32_matmul_precision()!r} (\"high\" allows it), "
+          f"convolutions {torch.backends.cudnn.allow_tf32}")  # fmt: skip
     gpus = range(torch.cuda.device_count())
     for i in gpus:
         p, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)

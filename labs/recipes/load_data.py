@@ -40,9 +40,8 @@ class Images(Dataset):  # YOUR DATA: __len__, and __getitem__ for one sample
         angle = (torch.rand(()) - 0.5) * math.radians(40)
         turn = torch.stack((angle.cos(), -angle.sin(), angle * 0, angle.sin(), angle.cos(), angle * 0)).view(1, 2, 3)
         image = torch.from_numpy(self.images[index]).float().view(1, 1, 28, 28)
-        return grid_sample(image, affine_grid(turn, image.shape, False), align_corners=False)[0], int(
-            self.labels[index]
-        )
+        image = grid_sample(image, affine_grid(turn, image.shape, False), align_corners=False)
+        return image[0], int(self.labels[index])
 
 
 def collate(samples):
@@ -53,9 +52,8 @@ def collate(samples):
 
 def build_model():  # YOUR MODEL
     """(batch, 1, 28, 28) images -> (batch, 10) logits."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10)
-    )
+    hidden = (nn.Linear(784, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU())
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(512, 10))
 
 
 def require(condition, message):
@@ -97,19 +95,18 @@ def main():
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="numbers of workers per rank to try")
     parser.add_argument("--batch-size", type=int, default=128, help="samples per step and rank")
     parser.add_argument("--seconds", type=float, default=2, help="measuring time for each rate")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the data and of what the workers draw")
     parser.add_argument("--cpu", action="store_true", help="use CPU cores even if there are GPUs")
     args = parser.parse_args()
     require(min(args.workers) >= 0 and args.batch_size > 0, "--workers must be 0 or more, --batch-size 1 or more")
-    require(0 < args.seconds < 1e6 and args.seed >= 0, "--seconds must be above 0, --seed 0 or more")
+    require(0 < args.seconds < 1e6, "--seconds must be above 0")
     try:
         data = Images(args.data)
     except (AttributeError, NameError, TypeError):
         raise  # a mistake in Images, not in the file
     except Exception as e:
         require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank, local_ranks = (int(os.environ.get(f"LOCAL_{name}", d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    told = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))  # by torchrun; or one rank
+    rank, ranks, local_rank, local_ranks = (int(os.environ.get(name, alone)) for name, alone in told)
     cuda, gpus = torch.cuda.is_available() and not args.cpu, torch.cuda.device_count()
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -129,31 +126,22 @@ def main():
         loss.backward()
         optimizer.step()
 
-    def report(line):
-        print(f"rank {rank}  {line}", flush=True)
-
     batch = collate([mine[i] for i in range(args.batch_size)])
     batch = tuple(t.pin_memory() for t in batch) if cuda else batch  # as the loader's
     model_rate = rate(itertools.repeat(batch), train, device, args.seconds)
-    report(f"model alone, one batch again and again: {model_rate:,.0f} samples/s")
+    print(f"rank {rank}  model alone, one batch again and again: {model_rate:,.0f} samples/s", flush=True)
     for workers in args.workers:
-        loader = DataLoader(
-            mine,
-            args.batch_size,
-            shuffle=True,
-            drop_last=True,
-            collate_fn=collate,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=cuda,  # memory that the GPU reads by itself; useless without one
-            generator=torch.Generator().manual_seed(args.seed + rank),  # order, and the seeds of the workers
-        )
+        # generator: the order, and the workers' seeds. pin_memory: the GPU reads it by itself; useless without one
+        loader = DataLoader(mine, args.batch_size, shuffle=True, drop_last=True, collate_fn=collate,
+                            num_workers=workers, persistent_workers=workers > 0, pin_memory=cuda,
+                            generator=torch.Generator().manual_seed(rank))  # fmt: skip
         loader_rate = rate(endless(loader), lambda x, y: None, device, args.seconds)
         both = rate(endless(loader), train, device, args.seconds)
-        report(f"{workers} workers: loader alone {loader_rate:,.0f}, with the model {both:,.0f} samples/s, "
-               f"{both / model_rate:.0%} of the model alone")  # fmt: skip
+        print(f"rank {rank}  {workers} workers: loader alone {loader_rate:,.0f}, with the model {both:,.0f} samples/s, "
+              f"{both / model_rate:.0%} of the model alone", flush=True)  # fmt: skip
         if workers == 1:
-            report(f"to keep up: {math.ceil(model_rate / loader_rate)} workers, with a core for each")
+            needed = math.ceil(model_rate / loader_rate)
+            print(f"rank {rank}  to keep up: {needed} workers, with a core for each", flush=True)
 
 
 if __name__ == "__main__":

@@ -77,9 +77,9 @@ def main():
     parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     args = parser.parse_args()
     require(args.batch_size > 0 and 0 < args.seconds < 1e6, "--batch-size must be 1 or more, --seconds above 0")
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    cuda = torch.cuda.is_available() and not args.cpu
+    told = (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))  # by torchrun; without it this is the only rank
+    rank, local_rank, local_ranks = (int(os.environ.get(name, alone)) for name, alone in told)
+    cuda, gpus = torch.cuda.is_available() and not args.cpu, torch.cuda.device_count()
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
@@ -87,28 +87,20 @@ def main():
         torch.cuda.set_device(device)  # events are recorded on the current device
 
     steps = {way: build_step(way, args.batch_size, device) for way in "AB"}
-    end = time.perf_counter() + args.seconds / 4
-    while time.perf_counter() < end:  # warm-up: libraries choose kernels, memory is reserved, clocks rise
-        for step in steps.values():
-            seconds(step, device)
-    times = {"A": [], "B": []}
-    end = time.perf_counter() + args.seconds
-    while time.perf_counter() < end or len(times["A"]) < 20:
-        for way in ("AB", "BA")[len(times["A"]) % 2]:  # A B, B A, ...: what drifts meets both alike
-            times[way].append(seconds(steps[way], device))
+    for budget, least in ((args.seconds / 4, 1), (args.seconds, 20)):  # a warm-up first: clocks rise
+        times, end = {"A": [], "B": []}, time.perf_counter() + budget
+        while time.perf_counter() < end or len(times["A"]) < least:
+            for way in ("AB", "BA")[len(times["A"]) % 2]:  # A B, B A, ...: what drifts meets both alike
+                times[way].append(seconds(steps[way], device))
 
     lines = []
     for way, samples in times.items():
-        middle, (low, high) = median(samples), interval(samples)
-        rate = args.batch_size / middle
-        lines.append(
-            f"{way}: {middle * 1e3:.3f} ms [{low * 1e3:.3f}, {high * 1e3:.3f}] per step, {rate:,.0f} samples/s"
-        )
-        halves = [median(h) for h in (samples[: len(samples) // 2], samples[len(samples) // 2 :])]
-        if not 0.95 < halves[1] / halves[0] < 1.05:
-            lines.append(
-                f"   not steady: the second half took {halves[1] / halves[0]:.2f} times as long; measure longer"
-            )
+        middle, low, high = (1e3 * s for s in (median(samples), *interval(samples)))  # ms
+        rate = args.batch_size / middle * 1e3
+        lines.append(f"{way}: {middle:.3f} ms [{low:.3f}, {high:.3f}] per step, {rate:,.0f} samples/s")
+        drift = median(samples[len(samples) // 2 :]) / median(samples[: len(samples) // 2])
+        if not 0.95 < drift < 1.05:
+            lines.append(f"   not steady: the second half took {drift:.2f} times as long; measure longer")
     ratios = [a / b for a, b in zip(times["A"], times["B"], strict=True)]  # pair by pair: neighbours in time
     low, high = interval(ratios)
     told = "no difference that this run can show" if low <= 1 <= high else f"B is {'faster' if low > 1 else 'slower'}"

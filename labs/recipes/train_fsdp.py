@@ -126,14 +126,15 @@ def main():
     # The same seed gives the same weights on all ranks. A model too large for that: build it on device="meta", shard,
     # to_empty(device=device), then initialise or load
     model = build_model(args.dropout).to(device)
-    # BF16 for the gathered weights and the arithmetic; gradients are averaged, and weights updated, in FP32
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    policy = bf16 if args.precision == "bf16" else MixedPrecisionPolicy()
+    # BF16 for the gathered weights and the arithmetic; gradients are averaged, and weights updated, in FP32. A block's
+    # output stays in BF16, for the layer after it need not cast its inputs; the whole model's is FP32, for the loss
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.precision == "bf16" else {}
+    policy, last = MixedPrecisionPolicy(**bf16), {**bf16, "output_dtype": torch.float32} if bf16 else {}
     mesh = init_device_mesh(device.type, (ranks,))
     for layer in model:
         if isinstance(layer, Block):
             fully_shard(layer, mesh=mesh, mp_policy=policy)  # what is gathered together: one block at a time
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # last, for all parameters that are left
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**last))  # for all parameters that are left
     torch.manual_seed(args.seed + rank)  # ranks drop different activations
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after sharding: it must know the shards
     if args.load:

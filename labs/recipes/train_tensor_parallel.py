@@ -136,9 +136,10 @@ def main():
     # The same seed gives the same weights on all ranks. A model too large for that: build it on device="meta", shard,
     # to_empty(device=device), then initialise or load
     model = build_model(args.dropout).to(device)
-    # BF16 for the gathered weights and the arithmetic; gradients are averaged, and weights updated, in FP32
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    policy = bf16 if args.precision == "bf16" else MixedPrecisionPolicy()
+    # BF16 for the gathered weights and the arithmetic; gradients are averaged, and weights updated, in FP32. A block's
+    # output stays in BF16, for the layer after it need not cast its inputs; the whole model's is FP32, for the loss
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.precision == "bf16" else {}
+    policy, last = MixedPrecisionPolicy(**bf16), {**bf16, "output_dtype": torch.float32} if bf16 else {}
     # Each rank has some of the hidden features: rows of up.weight and columns of down.weight, with a sum at the end. Of
     # attention it has some of the heads: the projections to q, k and v are cut as up is, the last one as down is
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -146,7 +147,7 @@ def main():
         if isinstance(layer, Block):
             parallelize_module(layer, mesh["tensor"], plan)
             fully_shard(layer, mesh=mesh["data"], mp_policy=policy)  # what is gathered together: one block at a time
-    fully_shard(model, mesh=mesh["data"], mp_policy=policy)  # last, for all parameters that are left
+    fully_shard(model, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**last))  # for all parameters that are left
     torch.manual_seed(args.seed + group)  # after the sum all ranks of a group hold the same, and must drop the same
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after sharding: it must know the shards
     if args.load:

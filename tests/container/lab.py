@@ -39,7 +39,7 @@ def ask(url: str, token: str | None = None, method: str = "GET") -> tuple[int, s
     # No proxy: the address is the container's own.
     opener = urllib.request.build_opener(NoRedirect, urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=30) as answer:
+        with opener.open(request, timeout=250) as answer:
             return answer.status, answer.read().decode(errors="replace")
     except urllib.error.HTTPError as e:
         return e.code, e.headers.get("Location", "")
@@ -74,7 +74,7 @@ def expect(what: str, got: object, *allowed: object) -> None:
 
 def channels(address: str, kernel: str, token: str) -> http.client.HTTPConnection:
     """Opens the web socket of a kernel as a browser does; then the server greets the kernel, and it answers."""
-    connection = http.client.HTTPConnection(address, 8888, timeout=30)
+    connection = http.client.HTTPConnection(address, 8888, timeout=250)
     headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
     headers |= {"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==", "Authorization": f"token {token}"}
     connection.request("GET", f"/api/kernels/{kernel}/channels", headers=headers)
@@ -130,7 +130,7 @@ def main() -> None:
         check(address, server)
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        server.communicate(timeout=250)
     expect("exit code after SIGTERM, as `docker stop` sends", server.returncode, 0)
 
 

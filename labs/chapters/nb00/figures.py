@@ -263,7 +263,7 @@ def all_reduce(run: Records, guess: Prediction) -> None:
 def _all_reduce_text(link: limits.Link, guess: Prediction) -> str:
     again = "Run the cell again, on a quiet machine or with more rounds."
     if not math.isfinite(link.busbw_b_s):
-        return f"By the fit a byte costs nothing, so that this run cannot tell the bandwidth: noise hides it. {again}"
+        return f"By the fit a byte costs nothing, so that this run cannot tell the bandwidth. {again}"
     half, model = link.half, link.model
     fit = (f"The fit: latency {model.latency_s * 1e6:.0f} µs, bandwidth {link.busbw_b_s / 1e9:.2g} GB/s (busbw); the "
            f"point that it misses most is {link.misfit:.0%} away. ")  # fmt: skip

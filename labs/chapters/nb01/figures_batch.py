@@ -10,7 +10,7 @@ from labs import batch_size, lr_scaling
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio
-from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
+from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
 from labs.parts.sources.published import imagenet_batches
 
@@ -256,8 +256,10 @@ def lr_figure(run: Records, guess: Prediction) -> None:
                 "▼", (b * 1.06 ** (k - len(rules) / 2), LEAST_POINTS), ha="center", color=SERIES[k % len(SERIES)]
             )
             below.append(f"{RULES[rule]} at {b}: {found[b]}")
+    if below:
+        ax.plot([], [], "v", color=GREY, label="lower than drawn (measured)")
     prediction(ax, float(guess), -1, label="loses a point")
-    log_axes(ax, list(batches.values()))
+    log_axes(ax, [b for f, b in batches.items() if f > 1])  # that of the smallest batch is 0
     ax.set_ylim(LEAST_POINTS - 0.6, 3)
     said = "; ".join(f"{rule}, batch {batches[f]}: {e}" for (rule, f), e in changes.items() if f > 1)
     show(fig, alt=f"{message}. The grey band is one point. {said}")

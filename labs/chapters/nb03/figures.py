@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pandas
+from matplotlib.ticker import NullLocator
 
 from labs import data_parallel, ddp_parity
 from labs.kit.check import Prediction
@@ -262,11 +263,13 @@ def loss_figure(fp32: Records, fp64: Records) -> None:
         worst[name] = max(gap)
         points(ax, range(1, len(gap) + 1), [max(g, floor) for g in gap], label=name)
     ax.set_yscale("log")
-    ax.set_ylim(floor / 2, 10)
+    exponents = range(-14, 2, 3)
+    ax.set_yticks([floor, *(10.0**n for n in exponents)], ["0", *(f"$10^{{{n}}}$" for n in exponents)])
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_ylim(floor / 3, 10)
     show(fig, alt=f"{message}: at most {worst['FP32']:.0e} in FP32 and {worst['FP64']:.0e} in FP64.")
     steps = len(loss_gap(fp32))
-    say(f"Over {steps} steps the losses differ by at most {worst['FP32']:.0e} in FP32 and {worst['FP64']:.0e} in FP64"
-        f" (zeros are drawn at {floor:.0e})."
+    say(f"Over {steps} steps the losses differ by at most {worst['FP32']:.0e} in FP32 and {worst['FP64']:.0e} in FP64."
         + (" What vanishes with more bits was rounding, amplified." if same else " That is no rounding."))  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def saving_text(run: Records) -> None:
 
 SAID = {
     "whole_batch": "one forward with everything", "no_sync": "right: the last backward alone synchronises",
-    "sync_every": "no no_sync at all", "forward_outside": "no_sync around backward only",
+    "sync_every": "without no_sync", "forward_outside": "no_sync around backward only",
     "loss_not_divided": "loss not divided by the number of micro-batches",
     "mean_of_means": "unequal micro-batches weighed equally",
     "last_in_no_sync": "the last one inside no_sync, too", "zero_grad_inside": "zero_grad for every micro-batch",
@@ -104,7 +104,7 @@ def accumulation_figure(run: Records, guess: Prediction) -> None:
     else:
         message = f"This run shows no gain from no_sync in a step of {m} micro-batches"
     labels = {"whole_batch": "one whole batch", "no_sync": f"{m} micro-batches,\nno_sync but for the last",
-              "sync_every": f"{m} micro-batches,\nno no_sync"}  # fmt: skip
+              "sync_every": f"{m} micro-batches,\nwithout no_sync"}  # fmt: skip
     fig, ax = figure(message, xlabel="optimizer step (ms)", ylabel="way", records=run)
     bars(ax, [labels[w] for w in steps], [estimate(r.samples, "s").scaled(1e3, "ms") for r in steps.values()])
     ax.set_xlim(left=0)

@@ -7,6 +7,7 @@ from labs.kit.explore import Menu, Slider, explore, powers, stacked
 from labs.kit.plot import SERIES, figure
 from labs.parts.memory.bert_memory import largest_batch, predict
 from labs.parts.models.large_models import BertShape
+from labs.parts.oracle.fits import memory_bytes
 
 COLORS = {"parameters": SERIES[0], "gradients": SERIES[2], "optimizer": SERIES[5], "activations": SERIES[1],
           "weight copies": SERIES[4]}  # fmt: skip
@@ -18,7 +19,7 @@ GB = 1e9
 
 def memory() -> None:
     """Explore what fills the memory of a step of BERT-large, in FP32 and with autocast."""
-    cards = [s.gpu for s in hardware.specs() if s.memory_gb]
+    cards = [s.gpu for s in hardware.specs() if memory_bytes(s.gpu)]
     explore(
         draw,
         batch=Slider("batch (sequences)", powers(1, 512), 8),
@@ -31,7 +32,7 @@ def memory() -> None:
 
 def draw(batch: float, seq: float, optimizer: str, attention: str, card: str) -> tuple:
     """What a step holds by category, in FP32 and in a 16-bit format."""
-    shape, limit = BertShape(attention=ATTENTION[attention]), hardware.spec(card).memory_gb
+    shape, limit = BertShape(attention=ATTENTION[attention]), memory_bytes(card) / GB
     own = OPTIMIZERS[optimizer]
     found = {name: predict(int(batch), int(seq), p, shape, own) for name, p in FORMATS.items()}
     full, half = (m.total / GB for m in found.values())
@@ -44,15 +45,15 @@ def draw(batch: float, seq: float, optimizer: str, attention: str, card: str) ->
     ax.set_xlim(0, 1.1 * max(full, half, limit))
     ax.axvline(limit, color="black", linestyle=":", linewidth=1)
     side = "right" if limit > ax.get_xlim()[1] / 2 else "left"
-    ax.annotate(f" {card}, {limit:g} GB ", (limit, 1.55), fontsize=10, ha=side, va="bottom")
+    ax.annotate(f" {card}, {_gb(limit)} GB ", (limit, 1.55), fontsize=10, ha=side, va="bottom")
     fits = {name: largest_batch(limit * GB, int(seq), p, shape, own) for name, p in FORMATS.items()}
     sentence = (
         f"Parameters, gradients and optimizer take {_gb((found['FP32'].total - found['FP32'].activations) / GB)} GB in "
-        f"either format: autocast shrinks activations and adds copies of weights. {limit:g} GB hold at most "
+        f"either format: autocast shrinks activations and adds copies of weights. {_gb(limit)} GB hold at most "
         + ", ".join(f"{n:,} sequences in {name}" for name, n in fits.items())
         + "; CUDA's own memory comes on top."
     )
-    return fig, f"Memory of a step of BERT-large by category. {message}. {card} has {limit:g} GB.", sentence
+    return fig, f"Memory of a step of BERT-large by category. {message}. {card} has {_gb(limit)} GB.", sentence
 
 
 def _gb(value: float) -> str:

@@ -97,7 +97,7 @@ def accuracy(run: Records, guess: Prediction) -> None:
     for row, (name, exponent) in enumerate(rows):
         points_ = [100 * change for change in amp_training.changes(run, name, exponent)]
         (dots,) = ax.plot(
-            points_, [row] * len(points_), "|", color=GREY, markersize=9, label="_" if row else "one seed"
+            points_, [row] * len(points_), "|", color=GREY, markersize=9, label="_" if row else "one seed (measured)"
         )
         dots.set_gid("kind:measured")
     for e in exponents:

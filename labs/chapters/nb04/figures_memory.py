@@ -15,6 +15,7 @@ from labs.kit.record import Records
 from labs.parts.memory import bert_memory
 from labs.parts.models.large_models import BertShape
 from labs.parts.precision.loss_scaling_trial import ORDERS
+from labs.parts.sources.published import stated
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHAPES = {"eager": BertShape(), "sdpa": BertShape(attention="sdpa")}
@@ -31,7 +32,9 @@ def saved(run: Records, guess: Prediction, seq: int = 512, batch: int = 10) -> N
         f"BERT-large, {batch} sequences of {seq}: AMP saves {shares['eager']:.0%} of the memory, "
         f"{shares['sdpa']:.0%} with fused attention"
     )
-    fig, ax = figure(message, xlabel="batch size", ylabel="memory saved by AMP (%)", records=run, legend_below=True)
+    fig, ax = figure(message, xlabel="batch size", ylabel="memory saved by AMP (%)",
+                     records=[*run, *stated("A", "saved_share", "%", 20), *stated("B", "saved_share", "%", 50)],
+                     legend_below=True)  # fmt: skip
     for k, (attention, shape) in enumerate(SHAPES.items()):
         values = [100 * bert_memory.saved_share(b, seq, shape) for b in BATCHES]
         curve(ax, BATCHES, values, label=f"BERT-large, {ATTENTION[attention]}: formula", color=SERIES[k])
@@ -41,8 +44,8 @@ def saved(run: Records, guess: Prediction, seq: int = 512, batch: int = 10) -> N
     resnet = amp_memory.saved_shares(run, "resnet152")
     curve(ax, list(resnet), [100 * v for v in resnet.values()], label="ResNet-152, traced", color=SERIES[2])
     prediction(ax, batch, guess)
-    for line, text in ((50, "article: up to 50 %"), (20, "comment: 20 %")):
-        ax.axhline(line, linestyle=":", color="black")
+    for line, text in ((50, "article: up to 50 % (published)"), (20, "comment: 20 % (published)")):
+        ax.axhline(line, linestyle=":", color="black").set_gid("kind:published")
         ax.annotate(text, (BATCHES[0], line), va="bottom", fontsize=10)
     log_axes(ax, BATCHES)
     show(fig, alt=f"{message}. ResNet-152: {', '.join(f'{b}: {v:.0%}' for b, v in resnet.items())}.")

@@ -63,8 +63,6 @@ class Kept(NamedTuple):
     saved_bytes: float
     none_bytes: float
     flops_ratio: float
-    equal: bool
-    """Whether gradients are equal, bit by bit."""
 
     @property
     def selective(self) -> bool:
@@ -84,8 +82,7 @@ def kept(evidence: Records) -> list[Kept]:
         policy = r.case["policy"]
         if policy != "none":
             ratio = run.one("flops", part="pareto", policy=policy).value / flops
-            equal = bool(run.one("gradients_equal", policy=policy).value)
-            found.append(Kept(policy, r.value, none, ratio, equal))
+            found.append(Kept(policy, r.value, none, ratio))
     if all(k.selective for k in found):
         raise LookupError(f"launch({LAB!r}) with a policy that cuts blocks into segments is needed")
     return sorted(found, key=lambda k: k.saved_bytes)

@@ -16,6 +16,7 @@ from labs.parts.memory.chunked_loss import CONTEXT, WORDS
 from labs.parts.oracle import report as oracle_report
 from labs.parts.oracle.trace import CATEGORIES
 from labs.parts.remedies.ways_out import OFFLOAD
+from labs.parts.sources.published import stated
 
 COLORS = {"parameters": SERIES[0], "gradients": SERIES[2], "optimizer": SERIES[5], "activations": SERIES[1],
           "temporaries": SERIES[4], "inputs/buffers": SERIES[3]}  # fmt: skip
@@ -63,7 +64,7 @@ def resnet(run: Records, guess: Prediction) -> None:
     few, many = batches[0], batches[-1]
     message = f"ResNet-152: {at['none'][few]:.0f} GB with {few} images, {at['none'][many]:.0f} with {many}"
     fig, ax = figure(message, xlabel="images per step (224 x 224, FP32, SGD with momentum)", ylabel="peak memory (GB)",
-                     records=run, legend_below=True)  # fmt: skip
+                     records=[*run, *stated("B", "peak", "GB", 11, 7)], legend_below=True)  # fmt: skip
     for k, (policy, values) in enumerate(found.items()):
         curve(ax, batches, values, label="" if k == 0 else "_", color=SERIES[k])
         ax.annotate(f"{RECOMPUTED[policy]} ", (many, values[-1]), ha="right", va="bottom", fontsize=10)

@@ -89,7 +89,7 @@ def segments(run: Records) -> None:
     points(ax, counts, [r["peak_bytes"] / MB for r in rows])
     curve(ax, counts, [r["predicted_peak_bytes"] / MB for r in rows], label="inputs of segments + one segment")
     ax.axhline(none, linestyle=":", color=GREY)
-    ax.annotate("nothing recomputed", (counts[-1], none), ha="right", va="bottom", fontsize=10)
+    ax.annotate("nothing recomputed", (counts[len(counts) // 2], none), ha="center", va="bottom", fontsize=10)
     log_axes(ax, [n for n in (1, 2, 3, 4, 6, 9, 12, 18, 36) if n in counts])
     ax.set_ylim(0, 1.1 * none)
     off = max(abs(r["predicted_peak_bytes"] / r["peak_bytes"] - 1) for r in rows)
@@ -120,8 +120,7 @@ def same_gradients(run: Records) -> None:
     """In words: are all policies' gradients those without, and what do operations and kept bytes come to?"""
     rows = run.where("gradients_equal", part="pareto")
     flops = [run.one("flops", policy=r.case["policy"]).value for r in rows]
-    word = "equal, bit for bit" if all(r.value for r in rows) else "NOT equal"
-    say(f"Gradients of all {len(rows)} policies, with dropout: **{word}**. Operations: 1 to "
+    say(f"Gradients of all {len(rows)} policies, with dropout: **{report.same_gradients(run)}**. Operations: 1 to "
         f"{max(flops) / min(flops):.2f} times those without.")  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def interval(run: Records, guess: Prediction) -> None:
             if draw:
                 curve(ax, x, y, label=f"a save takes {save_s / 60:.1f} min: {name}", color=SERIES[k])
             else:
-                ax.plot(x, y, marker="x", linestyle="", color=SERIES[k], label="_")
+                ax.plot(x, y, marker="x", linestyle="", color=SERIES[k], label="_" if k else "simulated (modelled)")
     first = next(iter(saves))
     prediction(ax, float(guess), 100 * checkpoint_interval.lost_share(60 * float(guess), saves[first], mtbf_s))
     log_axes(ax, [1, 4, 16, 64, 256, 1024])

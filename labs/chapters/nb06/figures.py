@@ -55,6 +55,9 @@ def timeline(run: Records, chain: str, micro_batches: int) -> None:
                      legend_below=True)  # fmt: skip
     rows = [f"{name}, rank {s}" for name in events for s in range(stages)]
     for action, color in COLORS.items():
+        lasts = sum(e.end_s - e.start_s for found in events.values() for e in found if e.kind == action)
+        if lasts < 0.002 * max(length.values()):
+            continue  # thinner than a line, in all rows together
         for row in range(len(rows)):
             found, stage = list(events.values())[row // stages], row % stages
             times = [(1000 * e.start_s, 1000 * e.end_s) for e in found if e.stage == stage and e.kind == action]

@@ -9,6 +9,7 @@ import pandas
 from labs import all_reduce_anatomy, nccl_log
 from labs.kit.check import Prediction
 from labs.kit.display import say
+from labs.kit.explore import Slider, explore
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
@@ -17,8 +18,14 @@ from labs.parts.sources.published import all_reduce_of_bert, all_reduce_on_8_h20
 from labs.parts.timing.collectives import LatencyBandwidth, bus_factor, fit
 
 
-def ring_steps(ranks: int = 4) -> None:
-    """The ring all-reduce as a stepped picture: which ranks' numbers are in each part of each rank."""
+def ring_steps() -> None:
+    """Explore the ring all-reduce, step by step: which ranks' numbers are in each part of each rank."""
+    explore(draw_ring, ranks=Slider("ranks", (2, 3, 4, 5), 4))
+
+
+def draw_ring(ranks: float) -> tuple:
+    """Every step as a small picture, and how often each rank has sent a part."""
+    ranks = int(ranks)
     steps = list(snapshots(ranks))
     message = f"{2 * (ranks - 1)} steps, and every part of every rank holds the sum of all {ranks}"
     fig, first = figure(message, xlabel="part", ylabel="rank", size=(7.4, 2.1))
@@ -29,7 +36,7 @@ def ring_steps(ranks: int = 4) -> None:
             for part in range(ranks):
                 n = len(step.holds[rank][part])
                 ax.add_patch(_cell(part, rank, n, ranks))
-                ax.text(part + 0.5, rank + 0.5, n, ha="center", va="center", fontsize=10,
+                ax.text(part + 0.5, rank + 0.5, n, ha="center", va="center", fontsize=10 if ranks < 5 else 8,
                         color="white" if n > ranks / 2 else "black")  # fmt: skip
             if step.sent:
                 ax.add_patch(_frame(step.sent[rank], rank))
@@ -37,8 +44,12 @@ def ring_steps(ranks: int = 4) -> None:
                title=f"{step.step}\n{step.phase}" if step.step in (0, 1, ranks) else f"{step.step}\n")  # fmt: skip
         ax.title.set_fontsize(9)
     grid[0].set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)])
-    show(fig, alt=f"{message}. Columns of each small picture are parts, rows are ranks. A number says how many ranks' "
-                  "numbers are in that part, a frame which part was sent.")  # fmt: skip
+    alt = (f"{message}. Columns of each small picture are parts, rows are ranks. A number says how many ranks' numbers "
+           "are in that part, a frame which part was sent.")  # fmt: skip
+    sent = len(steps) - 1  # one part in every step
+    sentence = (f"Each rank sends {sent} parts, each 1/{ranks} of the vector: {sent / ranks:.2f} times the vector. "
+                "More ranks: more steps, shorter messages, and never twice the vector.")  # fmt: skip
+    return fig, alt, sentence
 
 
 def _cell(part: int, rank: int, n: int, ranks: int):

@@ -11,6 +11,7 @@ from labs.kit.display import say
 from labs.kit.measure import Estimate, differs
 from labs.kit.plot import bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
+from labs.parts.communication import wire
 from labs.parts.data_parallel import step_timeline
 
 
@@ -51,7 +52,7 @@ def buckets(run: Records, guess: Prediction) -> None:
     predicted = bucket_overlap.predicted_steps(run)
     curve(ax, caps, [1e3 * predicted[c] for c in caps], label="one bucket after the other on the wire")
     plain = run.one("step_s", synchronise=False)
-    points(ax, [caps[-1] * 2], [milliseconds(plain)], label="no_sync")
+    points(ax, [caps[-1] * 2], [milliseconds(plain)], label="no_sync: no exchange, no buckets")
     prediction(ax, float(guess), steps.one("step_s", bucket_cap_mb=best).value * 1e3)
     log_axes(ax, caps)
     ax.set_ylim(bottom=0)
@@ -69,7 +70,7 @@ def _buckets_text(run: Records, predicted: dict[float, float], guess: Prediction
              f"The prediction would choose {chosen:g} MiB. It is {abs(off[worst]):.0f}% "
              f"{'above' if off[worst] > 0 else 'below'} the measurement at worst, with {worst:g} MiB.",
              f"The slowest size against the fastest, round by round: {ratio}. Both were picked from these rounds, "
-             "which makes the ratio somewhat too large."]  # fmt: skip
+             "which makes the ratio somewhat too large.", *wire.label(run)]  # fmt: skip
     return "\n".join(f"* {line}" for line in lines)
 
 
@@ -82,7 +83,8 @@ def switches(run: Records) -> None:
         if told
         else "No switch makes a difference that this run can show"
     )
-    fig, ax = figure(message, xlabel="step, default = 1 (x)", ylabel="DDP's switch", records=run, size=(7.0, 2.9))
+    fig, ax = figure(message, xlabel="step, default = 1 (x)", ylabel="DDP's switch", records=run, size=(7.0, 3.3),
+                     legend_below=True)  # fmt: skip
     bars(ax, list(found), found.values())
     ax.axvline(1, linestyle=":", color="black")
     show(fig, alt=f"{message}. " + ", ".join(f"{name}: {ratio}" for name, ratio in found.items()) + ".")

@@ -10,6 +10,7 @@ from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
+from labs.parts.communication import wire
 from labs.parts.communication.compression import WAYS
 from labs.parts.communication.wire import NO_PACE
 
@@ -17,14 +18,18 @@ GUESSED = "powersgd_4"
 """The way whose gain on the slowest wire the learner guesses."""
 
 
-def ring_table(run: Records) -> pandas.DataFrame:
-    """The ring's formula against the paced wire."""
-    rows = []
-    for mb_s, error in slow_link.ring_errors(run).items():
-        formula = next(r for r in run.where("all_reduce_s", mb_s=mb_s) if r.kind == "modelled")
-        rows.append({"MB/s": f"{mb_s:g}", "formula": f"{1e3 * formula.value:.1f} ms",
-                     "measured / formula": str(error)})  # fmt: skip
-    return pandas.DataFrame(rows).set_index("MB/s")
+def ring_table(*runs: Records) -> pandas.DataFrame:
+    """The ring's formula against the paced wire, for the gradients of every run, and how many are near in words."""
+    rows = [
+        {"model": run[0].config["model"], "MB": f"{p.size / 1e6:.2f}", "MB/s": f"{p.mb_s:g}",
+         "formula": f"{1e3 * p.formula_s:.1f} ms", "measured / formula": f"{p.error}{'' if p.in_reach else ' *'}"}
+        for run in runs for p in slow_link.ring_points(run)
+    ]  # fmt: skip
+    for run in runs:
+        print(f"{run[0].config['model']}: {slow_link.ring_text(run)}")
+    if any("*" in row["measured / formula"] for row in rows):
+        print("* more than half of what the wire reaches as it is")
+    return pandas.DataFrame(rows).set_index(["model", "MB", "MB/s"])
 
 
 def bounds(run: Records, mb_s: float) -> tuple[float, float]:
@@ -40,7 +45,7 @@ def dial(runs: dict[str, Records], guess: Prediction) -> None:
     message = "; ".join(f"{name}: {slow_link.pays_text(run)}" for name, run in runs.items())
     ranks = next(iter(runs.values()))[0].layout["world_size"]
     every = sum(runs.values(), Records())
-    fig, ax = figure(message, xlabel="bandwidth of the wire, each direction (MB/s)",
+    fig, ax = figure(message, xlabel=f"bandwidth of the {wire.named(every)}, each direction (MB/s)",
                      ylabel="samples/s, one rank = 1 (x)", records=every, legend_below=True)  # fmt: skip
     for color, (name, run) in zip(SERIES, runs.items(), strict=False):
         found = {mb_s: e for mb_s, e in slow_link.speedups(run).items() if mb_s != NO_PACE}
@@ -54,7 +59,7 @@ def dial(runs: dict[str, Records], guess: Prediction) -> None:
     log_axes(ax, sorted({m for run in runs.values() for m in slow_link.speedups(run) if m != NO_PACE}))
     ax.set_ylim(bottom=0)
     show(fig, alt=f"{message}. Points are measured, dashed lines are the two bounds.")
-    lines = [_guess_text(next(iter(runs.values())), guess), *_dial_text(runs)]
+    lines = [_guess_text(next(iter(runs.values())), guess), *_dial_text(runs), *wire.label(every)]
     say("\n".join(f"* {line}" for line in lines))
 
 
@@ -102,12 +107,6 @@ def sent_table(run: Records) -> pandas.DataFrame:
     return table
 
 
-def left_out(run: Records) -> None:
-    """What this backend refuses, in its own words."""
-    for record in run.where("left_out"):
-        print(f"{record.case['way']} is not possible here: {record.case['why']}")
-
-
 def compression(run: Records, guess: Prediction) -> None:
     """Gain of every way against the bandwidth of the wire."""
     found = gradient_compression.gains(run)
@@ -117,7 +116,7 @@ def compression(run: Records, guess: Prediction) -> None:
     message = f"The most: {best_way} makes a step {best.value:.1f} times as fast {where}"
     if best.low <= 1:
         message = "No way makes a step faster that this run can show"
-    fig, ax = figure(message, xlabel="bandwidth of the wire, each direction (MB/s)",
+    fig, ax = figure(message, xlabel=f"bandwidth of the {wire.named(run)}, each direction (MB/s)",
                      ylabel="speed of a step, FP32 = 1 (x)", records=run, legend_below=True)  # fmt: skip
     for color, (way, by) in zip(SERIES, found.items(), strict=False):
         wires = sorted(m for m in by if m != NO_PACE)
@@ -128,7 +127,7 @@ def compression(run: Records, guess: Prediction) -> None:
     show(fig, alt=f"{message}. " + " ".join(_gain_text(way, by) for way, by in found.items()))
     guessed = found.get(GUESSED, {})  # a smoke run times fewer ways
     lines = [guess.against(guessed[min(m for m in guessed if m != NO_PACE)])] if guessed else []
-    lines += [_gain_text(way, by) for way, by in found.items()]
+    lines += [*(_gain_text(way, by) for way, by in found.items()), *wire.label(run)]
     say("\n".join(f"* {line}" for line in lines))
 
 
@@ -146,6 +145,16 @@ def break_even(run: Records) -> None:
         print(f"{way}: {gradient_compression.tried_text(tried)}")
 
 
+def choice(run: Records) -> pandas.DataFrame | None:
+    """What to take on a wire of 100 MB/s: speed against DDP as it is, accuracy against FP32, and which is best."""
+    mb_s = gradient_compression.CHOICE_MB_S
+    lost = gradient_compression.losses(run)
+    rows = {way: {"speed, FP32 = 1": str(by[mb_s]), "accuracy, FP32 = 0": str(lost[way])}
+            for way, by in gradient_compression.gains(run).items() if mb_s in by}  # fmt: skip
+    print(gradient_compression.choice_text(run, mb_s) if rows else f"This run had no wire of {mb_s:g} MB/s.")
+    return pandas.DataFrame(rows).T if rows else None
+
+
 def accuracy(run: Records) -> None:
     """Accuracy against FP32, seed by seed."""
     plain = run.one("accuracy", way=gradient_compression.PLAIN)
@@ -153,7 +162,7 @@ def accuracy(run: Records) -> None:
     lost = [way for way, e in found.items() if e.high < 0]
     message = f"Less is learned with {' and '.join(lost)}" if lost else "No way learns less that this run can show"
     fig, ax = figure(message, xlabel="accuracy, FP32 = 0 (percentage points)", ylabel="what is sent", records=run,
-                     size=(7.0, 2.9))  # fmt: skip
+                     size=(7.0, 3.4), legend_below=True)  # fmt: skip
     bars(ax, list(found), found.values())
     ax.axvline(0, linestyle=":", color="black")
     n = len(plain.samples)

@@ -1,29 +1,29 @@
-"""Scaling with knobs in notebook 08: model, cards, nodes and links give a step's time, efficiency, what limits it."""
+"""Scaling with knobs in notebook 08: model, cards, nodes, links, a price give time, efficiency, cost, what limits."""
 
 from __future__ import annotations
 
+from labs import cost
 from labs.kit import hardware
 from labs.kit.explore import Menu, Slider, explore, here, powers
 from labs.kit.plot import SERIES, curve, figure, ideal, log_axes
 from labs.kit.record import Record, Records
 from labs.parts.planning import blind_test, scaling
-from labs.parts.planning.parallel_cost import Job, Plan, shape
+from labs.parts.planning.parallel_cost import Plan
 from labs.parts.planning.scaling import Cluster, Work
 
 CARDS = tuple(s.gpu for s in hardware.specs() if s.link_gb_s and (s.tflops("bf16") or s.tflops("fp16")))
 NODES = powers(1, 1024)
-SEQ = 2048
-REACHED = 0.4  # of the dense peak: between the 36 and 68 % that notebook 06's published runs reach
+PRICES = (0.25, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12)
 
 
 def setting(card: str, billions: float, sequences: float, per_node: float, nodes: float, network_gb_s: float,
-            way: str) -> tuple[Work, Cluster, Plan]:  # fmt: skip
-    """What the knobs mean; `sequences` is per GPU, so that the batch grows with the nodes."""
+            way: str) -> tuple[Work, Cluster, Plan, float]:  # fmt: skip
+    """What the knobs mean, and the steps of a training; `sequences` is per GPU: the batch grows with the nodes."""
     gpus = int(per_node * nodes)
-    layers, hidden = shape(1e9 * billions)
-    work = Work.of(Job(1e9 * billions, sequences * gpus, SEQ, layers, hidden, 50257))
-    cluster = scaling.of_card(card, gpus, int(per_node), network_gb_s, REACHED)
-    return work, cluster, Plan(data=gpus, sharded=way == "FSDP2" and gpus > 1)
+    config = cost.Config(params=1e9 * billions, batch=int(sequences * gpus), gpus_per_node=int(per_node),
+                         network_gb_s=network_gb_s)  # fmt: skip
+    cluster = cost.cluster_of(config, cost.Offer(card, gpus))
+    return Work.of(config.job()), cluster, Plan(data=gpus, sharded=way == "FSDP2" and gpus > 1), config.steps
 
 
 def scale() -> None:
@@ -39,18 +39,19 @@ def scale() -> None:
             "network of one GPU, one direction (GB/s)", (0.125, 0.5, 1.25, 3.125, 6.25, 12.5, 25, 50), 6.25
         ),
         way=Menu("way", ("DDP", "FSDP2"), "FSDP2"),
+        price=Slider("your price of one GPU for one hour", PRICES, 2),
     )
 
 
 def draw(card: str, billions: float, sequences: float, per_node: float, nodes: float, network_gb_s: float,
-         way: str) -> tuple:  # fmt: skip
-    """Efficiency of each GPU against nodes, for this network and one four times as slow; what limits this setting."""
+         way: str, price: float) -> tuple:  # fmt: skip
+    """Efficiency of each GPU against nodes, for this network and one four times as slow; time, cost, what limits."""
 
     def share(count: float, gb_s: float) -> float:
-        return 100 * scaling.efficiency(*setting(card, billions, sequences, per_node, count, gb_s, way))
+        return 100 * scaling.efficiency(*setting(card, billions, sequences, per_node, count, gb_s, way)[:3])
 
-    work, cluster, plan = setting(card, billions, sequences, per_node, nodes, network_gb_s, way)
-    step, now, band = scaling.step(work, cluster, plan), share(nodes, network_gb_s), blind_test.band_across()
+    work, cluster, plan, steps = setting(card, billions, sequences, per_node, nodes, network_gb_s, way)
+    now = share(nodes, network_gb_s)
     message = f"{cluster.gpus:,} GPUs work at {blind_test.band().efficiency(now / 100)} of one"
     records = Records([Record("scaling_model", "efficiency", "%", (now,), "modelled")])
     fig, ax = figure(message, xlabel="nodes", ylabel="efficiency (%)", records=records,
@@ -61,15 +62,27 @@ def draw(card: str, billions: float, sequences: float, per_node: float, nodes: f
     here(ax, nodes, now)
     log_axes(ax, NODES[::2])
     ax.set_ylim(0, 110)
+    sentence = " ".join((limits(scaling.step(work, cluster, plan)), bill(work, cluster, plan, steps, price),
+                         "Ranges hold eight in ten published runs. Memory is not looked at here: labs.strategy says "
+                         "what fits."))  # fmt: skip
+    return fig, f"Efficiency against nodes. {message}, on {nodes:g} nodes of {per_node:g} {card}.", sentence
+
+
+def limits(step: scaling.Step) -> str:
+    """Seconds of a step, what takes most of it, and what takes most beside arithmetic."""
     lost = {name: s for name, s in step.parts().items() if name != "arithmetic"}
     worst = max(lost, key=lambda name: lost[name])
     tail = f" ({level(step.between_s > step.inside_s)})" if worst == "exposed communication" else ""
-    sentence = (
-        f"A step takes {band.seconds(step.step_s)}; the ranges hold eight in ten published runs. Most of it is "
-        f"{step.limit()}; besides arithmetic most goes into {worst}{tail}: {100 * lost[worst] / step.step_s:.2g} %. "
-        "Memory is not looked at here: labs.strategy says what fits."
-    )
-    return fig, f"Efficiency against nodes. {message}, on {nodes:g} nodes of {per_node:g} {card}.", sentence
+    return (f"A step takes {blind_test.band_across().seconds(step.step_s)}. Most of it is {step.limit()}; besides "
+            f"arithmetic most goes into {worst}{tail}: {100 * lost[worst] / step.step_s:.2g} %.")  # fmt: skip
+
+
+def bill(work: Work, cluster: Cluster, plan: Plan, steps: float, price: float) -> str:
+    """Days, GPU-hours and money of 20 tokens for each parameter, with start-up, checkpoints and failures."""
+    seconds = cost.with_band(scaling.training(work, cluster, steps, plan), blind_test.band_across())
+    hours = seconds.times(cluster.gpus / cost.HOUR_S)
+    return (f"Trained on {cost.TOKENS_PER_PARAMETER} tokens for each parameter: {seconds.times(1 / cost.DAY_S)} days, "
+            f"{hours} GPU-hours; at {price:g} for each, {hours.times(price)}.")  # fmt: skip
 
 
 def level(between: bool) -> str:

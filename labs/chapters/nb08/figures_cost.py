@@ -228,6 +228,7 @@ def energy_text(config: cost.Config) -> None:
         f"{kept.offer}: {kept.energy_kwh.times(1e-3)} MWh, modelled: {kept.power_w:g} W for every GPU-hour, which is "
         f"the datasheet's limit of a board times {config.power_factor:g}. A board that waits draws less; hosts, "
         "network and cooling come on top and are in it only if `power_factor` says how much. No energy was recorded "
-        "for this course yet: a GPU's own counter (NVML's total energy, in mJ) would tell the joules of a step, and "
-        "there is no record of it here."
+        "for this course yet: on GPUs every lab's command prints the joules that NVML counted, and there is no record "
+        "of it here.",
+        folded="How much energy is that?",
     )

@@ -14,7 +14,6 @@ from labs.kit.plot import GREY, SERIES, TINTS, curve, figure, ideal, log_axes, p
 from labs.kit.record import Records
 from labs.parts.checkpoints import checkpoint_interval
 from labs.parts.data_parallel import scaling
-from labs.parts.planning import slowest
 
 DAY_S = checkpoint_interval.DAY_S
 RANKS = tuple(2**k for k in range(7))
@@ -197,24 +196,9 @@ def _waits(run: Records, n: int) -> list[str]:
 
 
 def real_waiting(run: Records, guess: Prediction) -> None:
-    """Real step times: what one rank's list says of the slowest of n, beside what was measured."""
+    """In words: what one rank's list of real step times says of the slowest of n, beside what was measured."""
     first, worst, told = slowest_rank.real(run)
-    every = [r.samples for r in run.where("real_step_s")]
-    n, count = len(every), len(every[0])
-    ranks = [2**k for k in range(15)]
-    expected = [1e3 * slowest.of_samples(every[0], k) for k in ranks]
-    extra, foretold = (f"{100 * (s / first.value - 1):.1f} %" for s in (worst.value, told))
-    message = f"The slowest of {n} takes {extra} more than one rank; one rank's {count} times foretell {foretold}"
-    if n == 1:
-        message = f"One rank's {count} step times: what waiting costs if ranks are late independently"
-    fig, ax = figure(message, xlabel="ranks that wait for each other", ylabel="mean step (ms)", records=run)
-    points(ax, [1, n], [e.scaled(1e3, "ms") for e in (first, worst)], label="real steps, side by side")
-    within = [k for k in ranks if k <= count]
-    curve(ax, within, expected[: len(within)], label="one rank's times, resampled", color=SERIES[0])
-    curve(ax, ranks[len(within) - 1 :], expected[len(within) - 1 :], label="more ranks than times: a bound", color=GREY)
-    log_axes(ax, ranks[::2])
-    ax.set_ylim(bottom=0)
-    show(fig, alt=f"{message}. One rank: {first}; slowest of {n}: {worst}; resampled: {1e3 * told:.2f} ms.")
+    n = len(run.where("real_step_s"))
     if n == 1:
         return say("One core, so one rank: how long the slowest of two takes could not be measured here.")
     extra, said = worst.value / first.value - 1, told / first.value - 1
@@ -225,8 +209,9 @@ def real_waiting(run: Records, guess: Prediction) -> None:
         why = "more than one list makes it; a guess: a rank is slower than the one whose times were taken"
     else:
         why = "what independent delays make it, as far as this run can tell"
-    return say(f"{guess.against(100 * extra)} The slowest of {n} takes {100 * extra:.1f} % more than one rank; one "
-               f"rank's list of times foretells {100 * said:.1f} %. That is {why}.")  # fmt: skip
+    return say(f"{guess.against(100 * extra)} One rank takes {first}, the slowest of {n} "
+               f"{worst}: {100 * extra:.1f} % more. One rank's list of times foretells "
+               f"{100 * said:.1f} %. That is {why}.")  # fmt: skip
 
 
 SAVE_S, RESTART_S = 60.0, 600.0
@@ -264,8 +249,8 @@ def failures(guess: Prediction) -> None:
         f"{of_one / DAY_S / 365.25:.1f} years, and the job once in {mtbf_s / 3600:.1f} h. Daly's interval for a save "
         f"of {SAVE_S:.0f} s: {checkpoint_interval.daly(SAVE_S, mtbf_s) / 60:.1f} min (exact: {best / 60:.1f}). A "
         f"restart is taken to last {RESTART_S / 60:.0f} min; save and restart are our numbers, not the paper's. Its "
-        "authors report more than 90 % of the time as effective, so they saved and restarted faster than we assume: "
-        f"with a save of {SAVE_S / 10:.0f} s the model says {100 * _least_lost(SAVE_S / 10, mtbf_s):.0f} %."
+        "authors report more than 90 % of the time as effective: by this model they saved or restarted faster than we "
+        f"assume. With a save of {SAVE_S / 10:.0f} s the model says {100 * _least_lost(SAVE_S / 10, mtbf_s):.0f} %."
     )
 
 

@@ -85,7 +85,7 @@ def exchanges(run: Records, guess: Prediction) -> None:
     slow, fast = (f(took, key=lambda way: took[way].value) for f in (max, min))
     message = f"From {fast!r} to {slow!r}: {took[slow].value / took[fast].value:.0f} times the time, by what crosses"
     fig, ax = figure(message, xlabel="time of a step over two speeds (ms)", ylabel="way (vectors that leave a node)",
-                     records=run, size=(7.4, 4.2))  # fmt: skip
+                     records=run, size=(7.4, 4.6), legend_below=True)  # fmt: skip
     (mark,) = ax.plot(modelled, range(len(ways)), "|", color="black", markersize=17, markeredgewidth=2,
                       label="two-level formula (modelled)")  # fmt: skip
     mark.set_gid("kind:modelled")
@@ -118,8 +118,20 @@ def _exchange_text(run: Records, guess: Prediction) -> list[str]:
         formula, ratio = near
         told = "" if two_levels.measure.differs(ratio) else " The interval holds 1: no difference can be told."
         lines.append(f"Closer pairs it does not decide: HSDP should take {formula:.2f} times DDP's time, and took "
-                     f"{ratio}.{told}")  # fmt: skip
+                     f"{ratio}.{told}{_own_work(run)}")  # fmt: skip
     return lines
+
+
+def _own_work(run: Records) -> str:
+    """What HSDP takes beside its collectives, which were timed by hand: FSDP2's own work, or nothing to be told."""
+    if not (beside := two_levels.beside_by_hand(run)):
+        return ""
+    ratio, more_s, cpu_s = beside
+    if ratio.low <= 1:
+        return f" Its collectives by hand, without FSDP2: it took {ratio} of their time."
+    return (f" It took {ratio} of the time of the same collectives by hand: {1e3 * more_s:.0f} ms are no links but "
+            f"FSDP2's own work and the step's arithmetic, {1e3 * cpu_s:.0f} ms of CPU time over all ranks, which share "
+            "the cores.")  # fmt: skip
 
 
 def verdict_text(run: Records) -> None:

@@ -1,4 +1,4 @@
-"""Tables, figures and sentences of notebook 08 on two machines: what ranks are told, wrong settings, a death."""
+"""Tables and sentences of notebook 08 on two machines: what ranks are told, wrong settings, a death."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pandas
 from labs import two_nodes
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.plot import SERIES, bars, figure, show
 from labs.kit.record import Records
 
 MEANS = {
@@ -61,28 +60,15 @@ def wrong_settings(run: Records) -> pandas.DataFrame:
         if went_on.value:
             seen = f"{went_on.value:.0f} rank(s) compute on, world size {case['of']}. Then {seen}"
         cured = "yes" if run.one("cured", setting=case["setting"]).value else "NO"
-        rows.append({"setting": case["setting"], "wrong": case["what"], "what the user sees": seen,
-                     "waits by default": case["waits"], "cure": case["cure"], "cure worked": cured})  # fmt: skip
+        after = f"{told[0].value:.1f} s" if len(told) else "never"
+        rows.append({"setting": case["setting"], "wrong": case["what"], "what the user sees": seen, "after": after,
+                     "by default after": case["waits"], "cure": case["cure"], "cure worked": cured})  # fmt: skip
     return pandas.DataFrame(rows).set_index("setting")
 
 
-def patience(run: Records, guess: Prediction) -> None:
-    """How long each wrong setting stays unnoticed, with the short timeouts of the drill; the guess is a number of rows.
-
-    What no error told has no mark.
-    """
-    told = {r.case["setting"]: r.value for r in run.where("told_s")}
+def unnoticed(run: Records, guess: Prediction) -> None:
+    """With which wrong settings ranks computed on; the guess is their number."""
     quiet = [r.case["setting"] for r in run.where("went_on") if r.value]
-    names = [r.case["setting"] for r in run.where("went_on")]
-    early = [name for name in told if name not in quiet and told[name] < 1]
-    message = (f"{len(told) - len([q for q in quiet if q in told])} of {len(names)} wrong settings end the job with an "
-               f"error before it computes, {len(early)} of them within a second")  # fmt: skip
-    fig, ax = figure(message, xlabel="start to first error (s), with short timeouts", ylabel="wrong setting",
-                     records=run, legend_below=True)  # fmt: skip
-    bars(ax, names, [told.get(name) for name in names], label="first error", color=SERIES[0])
-    ax.set_xlim(left=0)
-    show(fig, alt=f"{message}. A mark for each setting that an error told: "
-                  + ", ".join(f"{n} {told[n]:.1f} s" for n in names if n in told) + ".")  # fmt: skip
     lines = [guess.against(len(quiet))]
     if quiet:
         lines.append(f"No error kept ranks from computing with: {', '.join(quiet)}. A loss is printed as always; "
@@ -91,27 +77,23 @@ def patience(run: Records, guess: Prediction) -> None:
 
 
 def absence(run: Records, guess: Prediction) -> None:
-    """Loss by step, undisturbed and with a machine that was killed; how long it was away, against the guess."""
+    """Whether a training with a machine that was killed ends with the same bits; how long it was away."""
     away, killed, redone = (run.one(m).value for m in ("away_s", "killed_at_step", "steps_redone"))
-    whole, again = (run.one("loss", run=which).samples for which in ("undisturbed", "killed"))
+    whole = run.one("loss", run="undisturbed").samples
+    final = [run.one("final_loss", run=which).value for which in ("undisturbed", "killed")]
     equal = bool(run.one("state_equal").value)
-    message = ("A killed machine comes back: losses and weights are the same bit for bit" if equal else
-               "A killed machine comes back: the result is NOT the same")  # fmt: skip
-    fig, ax = figure(message, xlabel="optimizer step", ylabel="loss of rank 0 (nats)", records=run, legend_below=True)
-    ax.plot(range(1, len(whole) + 1), whole, color=SERIES[0], linewidth=5, alpha=0.4,
-            label="undisturbed (measured)", gid="kind:measured")  # fmt: skip
-    ax.plot(range(1, len(again) + 1), again, color=SERIES[1], linewidth=1.2, label="killed, and back (measured)",
-            gid="kind:measured")  # fmt: skip
-    ax.axvline(killed, linestyle=":", color="black")
-    ax.annotate("killed", (killed, ax.get_ylim()[1]), va="top", ha="left", fontsize=10)
-    show(fig, alt=f"{message}. Both lines lie on each other; machine 1 is killed before step {killed:.0f}.")
-    say(f"* {guess.against(away)}\n* {redone:.0f} steps were done twice: those since the last checkpoint.")
+    same = "the same bit for bit as those" if equal else "NOT the same as those"
+    lines = [guess.against(away), f"It was killed before step {killed:.0f} of {len(whole)}; {redone:.0f} steps were "
+             "done twice: those since the last checkpoint.",
+             f"Weights, optimizer and the losses of all steps are {same} of a training that nobody disturbed: the last "
+             f"loss is {final[1]:.6f}, there {final[0]:.6f}."]  # fmt: skip
+    say("\n".join(f"* {line}" for line in lines))
 
 
-def changes(run: Records) -> pandas.DataFrame:
+def changes(run: Records) -> None:
     """World sizes while a machine comes and goes, and the seconds until ranks computed again."""
-    words = {"alone": "node 0 begins alone", "joined": "node 1 joins", "left": "node 1 is killed"}
+    words = {"alone": "Node 0 begins alone", "joined": "node 1 joins", "left": "node 1 is killed"}
     size = {r.case["moment"]: r.value for r in run.where("world_size")}
-    rows = [{"moment": words[r.case["moment"]], "world size": f"{size[r.case['moment']]:.0f}",
-             "until ranks compute": f"{r.value:.1f} s"} for r in run.where("change_s")]  # fmt: skip
-    return pandas.DataFrame(rows).set_index("moment")
+    told = [f"{words[m]}: {size[m]:.0f} {'rank computes' if size[m] == 1 else 'ranks compute'} after {r.value:.1f} s"
+            for r in run.where("change_s") if (m := r.case["moment"])]  # fmt: skip
+    say(f"{'; '.join(told)}.")

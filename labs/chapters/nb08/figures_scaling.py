@@ -112,7 +112,7 @@ def sources() -> None:
         p = published.table(name).provenance
         why = f" Not predicted: {blind_test.NOT_JUDGED[name]}." if name in blind_test.NOT_JUDGED else ""
         lines.append(f"* `{name}`, {p['verified']}: {p['source']}.{why}")
-    say("\n".join(lines))
+    say("\n".join(lines), folded="Where every table was read, how surely, and why five of them are not predicted")
 
 
 def suspect(guess: Prediction | None = None) -> None:
@@ -143,26 +143,17 @@ def suspect(guess: Prediction | None = None) -> None:
         )  # fmt: skip
 
 
-def own(run: Records, guess: Prediction) -> None:
-    """Figure: a step of DDP on your wire, predicted from one rank's step and the wire's bandwidth, then measured."""
+def own(run: Records) -> None:
+    """In words: a step of DDP on your wire, predicted from one rank's step and the wire's bandwidth, then measured."""
     found = scaling_model.on_your_wire(run)
     misses = {mb_s: modelled / measured.value - 1 for mb_s, (measured, modelled) in found.items()}
     inside = sum(abs(m) <= 0.2 for m in misses.values())
-    message = f"Predicted within 20%: {inside} of {len(found)} wires"
-    fig, ax = figure(message, xlabel="bandwidth of the wire, each direction (MB/s)", ylabel="step of DDP (ms)",
-                     records=run)  # fmt: skip
-    xs = sorted(found)
-    points(ax, xs, [found[x][0].scaled(1e3) for x in xs], label="DDP", color=SERIES[0])
-    curve(ax, xs, [1e3 * found[x][1] for x in xs], label="from one rank's step and the wire")
-    prediction(ax, xs[0], float(guess))
-    log_axes(ax, xs)
-    ax.set_ylim(bottom=0)
-    show(fig, alt=f"{message}. Points are measured, the dashed line is the model.")
+    rows = [f"{x:g} MB/s: modelled {1e3 * modelled:.3g} ms, measured {measured}" for x in sorted(found)
+            for measured, modelled in [found[x]]]  # fmt: skip
     worst = max(misses, key=lambda x: abs(misses[x]))
-    say(f"Your guess for {xs[0]:g} MB/s: {float(guess):.3g} ms; measured {found[xs[0]][0]}, modelled "
-        f"{1e3 * found[xs[0]][1]:.3g} ms. The model is furthest off at {worst:g} MB/s: {misses[worst]:+.0%}. It "
-        "knew one rank's step, one all-reduce, and the wire's bandwidth, which no datasheet of a published run tells."
-        )  # fmt: skip
+    say(f"A step of DDP. {'; '.join(rows)}. Within 20 %: {inside} of {len(found)}; furthest off at {worst:g} MB/s, "
+        f"{misses[worst]:+.0%}. The model knew one rank's step, one all-reduce, and the wire's bandwidth, which no "
+        "datasheet of a published run tells.")  # fmt: skip
 
 
 def hard_text() -> None:

@@ -13,6 +13,8 @@ PEAK_SLACK = 1.05  # a rate above the datasheet's by more is a clock or a formul
 LEAST_16_BIT = 0.2  # of the dense peak, by the largest matrix product
 LEAST_BANDWIDTH = 0.4  # of the datasheet's
 ORACLE_ERROR = 0.10
+MOST_NOISE = 1e-4  # of the largest gradient: sums of 1e4 FP32 or TF32 terms in another order stay far below
+NOISE_FACTOR = 10  # the largest of many rounding errors varies from run to run, by much less than this
 LEAST_SPEEDUP_16_BIT = 1.2
 WRONG = 1e-2  # relative error of a product in FP32 or TF32
 QUERIES_PER_GPU = {"brief": 25, "full": 100}
@@ -175,12 +177,16 @@ def recompute(e: Evidence) -> Verdict:
         return failed(problem)
     peaks = {r.case["policy"]: r.value for r in run.where("peak_bytes", part="pareto")}
     saved = 1 - peaks["block"] / peaks["none"]
-    worst = max(r.value for r in run.where("gradient_difference"))
+    off = {r.case["policy"]: r.value for r in run.where("gradient_difference")}
+    worst, again = max(value for policy, value in off.items() if policy != "none"), off["none"]
     if saved <= 0:
         return failed(f"recomputing every block takes {-saved:.0%} more memory, not less")
-    if worst > 1e-3:
-        return failed(f"gradients differ by {worst:.0e} when activations are computed again")
-    return passed(f"the peak falls by {saved:.0%}; gradients differ by {worst:.0e} at most")
+    if not again <= MOST_NOISE:
+        return failed(f"two runs of one step have gradients that differ by {again:.0e} of the largest")
+    if not worst <= NOISE_FACTOR * again:  # 0 where two runs give the same bits
+        return failed(f"gradients differ by {worst:.0e} when activations are computed again, by {again:.0e} if not")
+    bits = "the same bits" if worst == 0 else f"as far off ({worst:.0e}) as those of two equal runs ({again:.0e})"
+    return passed(f"the peak falls by {saved:.0%}; gradients are {bits}")
 
 
 def loader(e: Evidence) -> Verdict:

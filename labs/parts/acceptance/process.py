@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 from labs.kit.errors import BadInput
-from labs.kit.launch import RankFailed
+from labs.kit.failure import RankFailed, RankTimeout
 from labs.kit.record import write_atomic
 from labs.parts.acceptance import stand_in
 from labs.parts.acceptance.evidence import Cannot, Evidence, Setting, Verdict, failed
@@ -29,6 +29,9 @@ def tried(name: str, step: Step, setting: Setting) -> tuple[Verdict, Evidence | 
         evidence = step.gather(setting)
     except Cannot as e:
         return Verdict("cannot", str(e)), None
+    except RankTimeout as e:  # its last line is where a rank happened to be
+        print(e)
+        return failed(str(e).partition(". ")[0]), None
     except (RankFailed, BadInput) as e:
         print(e)
         return failed(last_line(str(e))), None

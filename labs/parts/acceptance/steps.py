@@ -42,10 +42,10 @@ class Step:
 
 def run_lab(setting: Setting, lab: str, nproc: int = 1, device: str = "", **parameters: Any) -> Run:
     """Launch a lab where the setting says; when pretending as a smoke run on cores, of which ranks may share one."""
+    limit_s = 280.0 if setting.long else 85.0
     if setting.pretend:
         parameters = {"smoke": True} | parameters
-        return launch(lab, nproc, device="cpu", oversubscribe=True, timeout_s=100.0, **parameters)
-    limit_s = 280.0 if setting.long else 85.0
+        return launch(lab, nproc, device="cpu", oversubscribe=True, timeout_s=limit_s, **parameters)
     return launch(lab, nproc, device=device or setting.device, timeout_s=limit_s, **parameters)
 
 

@@ -39,6 +39,20 @@ def forward_share(records: Records) -> Estimate:
     )
 
 
+def same_gradients(records: Records) -> str:
+    """Are all policies' gradients those without, bit for bit? Where two runs without differ, bits cannot tell."""
+    equal = {r.case["policy"]: bool(r.value) for r in records.where("gradients_equal", part="pareto")}
+    if all(equal.values()):
+        return "equal, bit for bit"
+    off = {r.case["policy"]: r.value for r in records.where("gradient_difference", part="pareto")}
+    most = max(value for policy, value in off.items() if policy != "none")
+    if equal["none"]:
+        other = list(equal.values()).count(False)
+        return f"NOT equal under {other} of {len(equal) - 1} policies, by up to {most:.0e} of the largest gradient"
+    return (f"bits cannot tell, for two runs of one step differ on this device by {off['none']:.0e} of the largest "
+            f"gradient; the policies differ by up to {most:.0e}")  # fmt: skip
+
+
 def pareto(records: Records, part: str = "pareto") -> list[dict[str, Any]]:
     """One row per policy: bytes measured and predicted, FLOPs and time against none; None where there is no such."""
     found, times = [], price(records) if part == "pareto" else {}

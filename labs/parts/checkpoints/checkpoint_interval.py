@@ -21,8 +21,8 @@ from labs.kit.record import Record, Records
 
 DAY_S = 86_400.0
 LLAMA_3 = (
-    "Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783 (2024): 466 interruptions in 54 days of pre-training"
-    " the 405B model on 16,384 H100 GPUs, 419 of them unexpected"
+    "Llama Team, The Llama 3 Herd of Models, arXiv:2407.21783 (2024), section 3.3.4: 466 interruptions in 54 days of"
+    " pre-training the 405B model, 419 of them unexpected, on 16K H100 GPUs: 16,384 by its table 4"
 )
 
 
@@ -93,12 +93,6 @@ def first_order(interval_s: float, save_s: float, mtbf_s: float, restart_s: floa
     """The same share as one does it on paper: C / tau + tau / 2M + R / M, where all three are small."""
     _check(save_s, mtbf_s, interval_s, restart_s)
     return save_s / interval_s + interval_s / (2 * mtbf_s) + restart_s / mtbf_s
-
-
-def system_mtbf(gpu_mtbf_s: float, gpus: int) -> float:
-    """Mean time between failures of a job on `gpus` GPUs: any of them stops it."""
-    require(gpus >= 1, f"gpus must be at least 1, not {gpus}")
-    return gpu_mtbf_s / gpus
 
 
 def simulate(

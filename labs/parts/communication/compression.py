@@ -5,6 +5,7 @@ DDP refuses hooks whose annotations are strings, so there is no `from __future__
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.kit.errors import require
+from labs.parts.communication import delay, wire
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 
 ONE_BUCKET_MB = 1e6
@@ -54,15 +56,28 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     return done
 
 
+def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average gradients in bfloat16, over gloo as well.
+
+    DDP refuses torch's own bf16_compress_hook, by its name, where torch is built without CUDA (_check_comm_hook in
+    torch/nn/parallel/distributed.py). gloo adds bfloat16 numbers all the same.
+    """
+    small = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    future = dist.all_reduce(small, async_op=True).get_future()  # starts; backward goes on
+    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to send gradients."""
 
     about: str
-    register: Callable[[DistributedDataParallel], None]
-    """Gives DDP its hook."""
     sent_bytes: Callable[[Iterable[nn.Parameter], int], float]
     """Bytes that each of `ranks` ranks sends per step, by closed form: (parameters, ranks)."""
+    hook: Callable | None = None
+    """DDP's communication hook; None: its own all-reduce."""
+    state: Callable[[], object] = lambda: None
+    """Makes what the hook keeps between steps."""
     one_bucket: bool = False
 
 
@@ -71,10 +86,9 @@ def _numbers(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _power_sgd(rank: int) -> Way:
-    def register(ddp: DistributedDataParallel) -> None:
+    def state() -> powerSGD_hook.PowerSGDState:
         # Two plain steps first: torch asks for more than one before it starts from the last step's matrices.
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
     def sent(parameters: Iterable[nn.Parameter], ranks: int) -> float:
         # A matrix of n x m is sent as P (n x r) and Q (r x m), if that is at least half as few numbers.
@@ -85,29 +99,26 @@ def _power_sgd(rank: int) -> Way:
             numbers += small if p.dim() > 1 and 2 * small < n * m else p.numel()
         return ring_all_reduce_bytes(4 * numbers, ranks)
 
-    return Way(f"PowerSGD, rank {rank}: two thin matrices for each", register, sent, one_bucket=True)
+    about = f"PowerSGD, rank {rank}: two thin matrices for each"
+    return Way(about, sent, powerSGD_hook.powerSGD_hook, state, one_bucket=True)
 
 
 def _top_k(share: float) -> Way:
     def sent(parameters: Iterable[nn.Parameter], ranks: int) -> float:
         return (ranks - 1) * 8 * round(share * _numbers(parameters))  # 4 bytes a value, 4 a place, to every other rank
 
-    return Way(f"the largest {share:.0%} of all, with error feedback",
-               lambda ddp: ddp.register_comm_hook(TopK(share), top_k_hook), sent, one_bucket=True)  # fmt: skip
+    about = f"the largest {share:.0%} of all, with error feedback"
+    return Way(about, sent, top_k_hook, lambda: TopK(share), one_bucket=True)
 
 
 def _plain(bytes_each: int, hook: Callable | None, about: str) -> Way:
-    def register(ddp: DistributedDataParallel) -> None:
-        if hook is not None:
-            ddp.register_comm_hook(None, hook)
-
-    return Way(about, register, lambda ps, ranks: ring_all_reduce_bytes(bytes_each * _numbers(ps), ranks))
+    return Way(about, lambda ps, ranks: ring_all_reduce_bytes(bytes_each * _numbers(ps), ranks), hook)
 
 
 WAYS: dict[str, Way] = {
     "fp32": _plain(4, None, "DDP as it is"),
     "fp16": _plain(2, default_hooks.fp16_compress_hook, "half precision on the wire"),
-    "bf16": _plain(2, default_hooks.bf16_compress_hook, "bfloat16 on the wire"),
+    "bf16": _plain(2, bf16_hook, "bfloat16 on the wire"),
     "powersgd_1": _power_sgd(1),
     "powersgd_4": _power_sgd(4),
     "powersgd_16": _power_sgd(16),
@@ -117,12 +128,20 @@ WAYS: dict[str, Way] = {
 
 def require_way(name: str) -> None:
     """BadInput for a way that there is none."""
-    require(name in WAYS, f"ways: unknown way to send gradients {name!r}: choose from {', '.join(WAYS)}")
+    require(name in WAYS, f"unknown way to send gradients {name!r}: choose from {', '.join(WAYS)}")
 
 
 def wrapped(module: nn.Module, name: str, bucket_cap_mb: float = 25.0) -> DistributedDataParallel:
     """`module` in DDP, which sends its gradients in the way `name`. A collective: parameters are broadcast."""
     way = WAYS[name]
     ddp = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET_MB if way.one_bucket else bucket_cap_mb)
-    way.register(ddp)
+    if not wire.can_pace():  # a slow wire is acted out, by a hook that waits
+        sent = partial(_bucket_bytes, way)
+        ddp.register_comm_hook(way.state(), delay.holding(way.hook or default_hooks.allreduce_hook, sent))
+    elif way.hook:
+        ddp.register_comm_hook(way.state(), way.hook)
     return ddp
+
+
+def _bucket_bytes(way: Way, bucket: dist.GradBucket) -> float:
+    return way.sent_bytes(bucket.parameters(), dist.get_world_size())

@@ -7,24 +7,28 @@
 The kernel paces: it sends each packet no earlier than the rate allows (socket option SO_MAX_PACING_RATE of socket(7),
 Linux 4.13 or later; no root needed). Bytes are really held back, so whatever waits for them waits as on a slow network.
 What is not imitated: the latency of a real network, its loss, and competition of other traffic. NCCL does not use these
-connections within a machine: this is for gloo.
+connections within a machine: this is for gloo. Where the kernel cannot pace, `slowed` lets hooks wait instead
+(labs.parts.communication.delay), and the records say so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from labs.kit import measure
 from labs.kit.errors import require
 from labs.kit.rank import Rank
+from labs.kit.record import Record, Records
+from labs.parts.communication import delay
 
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h
 NO_LIMIT = 2**64 - 1  # byte/s
@@ -83,7 +87,7 @@ def paced(
 
     None leaves the wire as it is. Yields how many connections of this rank are paced. Collective at the start; at the
     end, however it comes, every limit is taken off. BadInput if this system cannot pace, ranks are GPUs or have no
-    connection, or `b_s` is small.
+    connection, or `b_s` is small. A process that is killed leaves nothing either: its connections end with it.
     """
     if b_s is None:
         yield 0
@@ -91,6 +95,7 @@ def paced(
     require_rate(b_s)
     require_tcp(rank)
     require_wire(rank.world_size)
+    require(can_pace(), "this system cannot pace a connection: use Linux")
     chosen = [fd for peer, fds in links(rank).items() if between(rank.rank, peer) for fd in fds]
     wired = sum(rank.gather(len(chosen)))
     require(wired > 0, "no TCP connection between these ranks was found: is the backend gloo?")
@@ -105,16 +110,30 @@ def paced(
                 limit(fd, NO_LIMIT)
 
 
+@contextmanager
+def slowed(rank: Rank, mb_s: float, latency_s: float = 0.0, delayed: bool = False) -> Iterator[None]:
+    """The wire at `mb_s` (10^6 byte/s; NO_PACE: as it is): paced, or acted out by hooks if `delayed` or it must be.
+
+    `latency_s` is always acted out. BadInput as in `paced`. Collective.
+    """
+    require_tcp(rank)
+    b_s = None if mb_s == NO_PACE else 1e6 * mb_s
+    acted = b_s is not None and (delayed or not can_pace())
+    with delay.acted_out(b_s if acted else math.inf, latency_s), paced(rank, None if acted else b_s):
+        yield
+
+
 def in_turn(
     steps: Mapping[Any, Callable[[], object]], config: Any, rank: Rank, part: float = 1.0, mb_s: float = NO_PACE,
-    between: Callable[[], object] | None = None,
+    between: Callable[[], object] | None = None, latency_s: float = 0.0, delayed: bool = False,
 ) -> dict[Any, list[float]]:  # fmt: skip
-    """Seconds of each step on the slowest rank, taken in turn, over a wire of `mb_s` (10^6 byte/s).
+    """Seconds of each step on the slowest rank, taken in turn, over a wire of `mb_s` (10^6 byte/s); see `slowed`.
 
     As many rounds as `config` says, in `part` of its seconds. `between` runs before each step; by default a barrier.
     """
     rounds = measure.rounds_of(config, rank.slowest, part)
-    with paced(rank, None if mb_s == NO_PACE else 1e6 * mb_s):
+    slow = mb_s != NO_PACE or latency_s > 0  # other labs time GPUs in turn, over a wire that is left alone
+    with slowed(rank, mb_s, latency_s, delayed) if slow else nullcontext():
         seconds = measure.interleave(steps, rounds, rank.device, between=between or rank.barrier)
     return {name: rank.slowest(samples) for name, samples in seconds.items()}
 
@@ -128,14 +147,29 @@ def require_tcp(rank: Rank) -> None:
 
 
 def require_wire(world_size: int, otherwise: str = "") -> None:
-    """BadInput for one rank, or a system that cannot pace; `otherwise` is what else can be done about it."""
+    """BadInput for one rank; `otherwise` is what else can be done about it."""
     require(world_size >= 2, f"one rank has no wire to pace: use nproc=2{otherwise}")
-    require(can_pace(), f"this system cannot pace a connection: use Linux{otherwise}")
+
+
+def how(rank: Rank, delayed: bool = False) -> Iterator[Record]:
+    """A record that says so where a slow wire is acted out, none where the kernel paces it."""
+    if delayed or not can_pace():
+        yield rank.record("acted_out", "1", 1.0)
+
+
+def label(run: Records) -> list[str]:
+    """The sentence that a run over a wire that was acted out begins with."""
+    return [delay.EMULATED] if run.where("acted_out") else []
+
+
+def named(run: Records) -> str:
+    """The wire, for an axis."""
+    return "emulated wire" if run.where("acted_out") else "wire"
 
 
 def require_rates(mb_s: Sequence[float]) -> None:
     """BadInput unless these are different bandwidths of a wire, in 10^6 byte/s."""
-    require(len(set(mb_s)) == len(mb_s) > 0, f"mb_s must hold different bandwidths, not {mb_s}")
+    require(len(set(mb_s)) == len(mb_s) > 0, f"take different bandwidths, one at least, not {mb_s}")
     for each in mb_s:
         require_rate(1e6 * each)
 
@@ -143,7 +177,7 @@ def require_rates(mb_s: Sequence[float]) -> None:
 def require_rate(b_s: float) -> None:
     """BadInput for a rate that is no speed of a wire."""
     least = LEAST_B_S / 1e6
-    require(LEAST_B_S <= b_s < NO_LIMIT, f"mb_s: a bandwidth must be at least {least:g} MB/s, not {b_s / 1e6:g}")
+    require(LEAST_B_S <= b_s < NO_LIMIT, f"a bandwidth must be at least {least:g} MB/s, not {b_s / 1e6:g}")
 
 
 def limit(fd: int, b_s: float) -> None:

@@ -24,7 +24,7 @@ def sync_every(ddp: DistributedDataParallel, optimizer: Optimizer, micro_batches
     """Right, but every backward all-reduces: averaging g1, then g1 + g2 with g1 averaged already, is the same sum."""
     rows = sum(len(x) for x, _ in micro_batches)
     optimizer.zero_grad()
-    for x, y in micro_batches:  # <- no no_sync()
+    for x, y in micro_batches:  # <- without no_sync()
         (loss(ddp(x), y) * len(x) / rows).backward()
     optimizer.step()
 

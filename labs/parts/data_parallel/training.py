@@ -42,6 +42,11 @@ def perceptron(width: int, layers: int, *, batch_norm: bool = False) -> models.W
     )
 
 
+def many_layers() -> models.Workload:
+    """32 layers of 128, 2.1 MB of gradients: in small buckets what a hook costs for each adds up."""
+    return perceptron(128, 32)
+
+
 def require_model(config: Any) -> None:
     """BadInput unless `build` knows what to make of `config`'s model, width and layers, and of its batch_size."""
     for name in ("width", "layers", "batch_size"):

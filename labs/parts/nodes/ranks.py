@@ -25,6 +25,8 @@ VARIABLES = (
 """What torchrun tells each rank, in the order in which it is explained."""
 GROUP_S = 6.0
 """Seconds that ranks wait for each other here; torch's own default is 30 minutes."""
+STAY_S = 60.0
+"""The same where nothing is wrong, and a slow machine is to be waited for."""
 
 
 def meet(folder: str) -> None:
@@ -41,7 +43,7 @@ def meet(folder: str) -> None:
 def stay(folder: str) -> None:
     """Join, and all-reduce every few milliseconds until a file `stop` is there; a note whenever a rank begins."""
     _begin()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=STAY_S))  # a peer that dies is noticed without a timeout
     _write(Path(folder), {"ranks": dist.get_world_size(), "rank": dist.get_rank(), "restart": _restart()})
     while True:
         stop = torch.tensor([float((Path(folder) / "stop").exists())])

@@ -28,7 +28,7 @@ import pandas
 
 from labs.kit import hardware
 from labs.kit.record import Record, Records
-from labs.parts.planning.calibration import GPT3, MPT, TRAINED_TOKENS
+from labs.parts.planning.calibration import GPT3, MPT
 from labs.parts.planning.parallel_cost import Job, Plan, shape
 from labs.parts.planning.scaling import (
     INFINITE,
@@ -143,7 +143,7 @@ def _seconds(name: str, r: Record, work: Work) -> float:
         return r.case["batch"] * r.config["seq"] / r.value
     if r.metric == "images":
         return work.batch / r.value
-    steps = TRAINED_TOKENS / (work.batch * r.config["seq"])
+    steps = r.config["tokens"] / (work.batch * r.config["seq"])  # to the target
     return 60 * r.value / steps
 
 

@@ -311,7 +311,7 @@ def calibrated(work: Work, cluster: Cluster, plan: Plan | None, measured_s: floa
     BadInput if the other terms alone take longer: then no FLOP/s explains the measurement, and a link or gap is wrong.
     """
     floor = step(work, replace(cluster, flop_s=1e24), plan).step_s
-    require(floor < measured_s, f"step_s: {measured_s:.3g} s per step cannot be: without any arithmetic the model has "
+    require(floor < measured_s, f"{measured_s:.3g} s per step cannot be: without any arithmetic the model has "
             f"{floor:.3g} s; give faster links or shorter gaps")  # fmt: skip
     low, high = 1e3, 1e24
     for _ in range(120):
@@ -359,8 +359,7 @@ def of_card(card: str, gpus: int, gpus_per_node: int = 8, network_gb_s: float = 
 
     BadInput for a card without a sourced peak or link.
     """
-    row = hardware.spec(card)
-    require(row is not None, f"no datasheet of {card!r} in labs/kit/gpus.toml")
+    row = hardware.require_spec(card)
     peak = row.tflops("bf16") or row.tflops("fp16")
     require(bool(peak and row.link_gb_s), f"{card} has no sourced 16-bit peak, or no link, in labs/kit/gpus.toml")
     inside = Link(REACHED * row.link_gb_s / 2 * 1e9)  # datasheets add both directions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from labs.kit.claims import articles
 from labs.kit.record import Record, Records, load
 
 TABLES = Path(__file__).parents[3] / "records" / "published"
@@ -35,6 +36,13 @@ SERVER_GEAR = (
     "server-gear.com/blog/post/rtx3090-x8-exhaustive-tf-cnn-benchmarks: tf_cnn_benchmarks (container "
     "tensorflow:20.12-tf1), FP16"
 )
+
+
+def stated(article: str, metric: str, unit: str, *values: float) -> Records:
+    """What one of the five articles ("A" to "E") states, with its title as the source."""
+    told = articles()[article]
+    source = f'"{told.title_en}" ({told.date})'
+    return Records([Record("article", metric, unit, values, "published", provenance={"source": source})])
 
 
 def rtx_3090_images() -> Records:

@@ -19,6 +19,7 @@ from typing import Any
 from labs.kit import cli
 from labs.kit.errors import BadInput
 from labs.kit.failure import RankFailed
+from labs.kit.lab import for_smoke, lab_module
 from labs.kit.measure import estimate
 from labs.kit.preflight import Check, Facts, as_text, exit_code, gather, machine_checks, rank_checks
 from labs.kit.record import Records
@@ -102,6 +103,7 @@ def main(lab: str, description: str | None, config_type: type, answer: Callable[
 
     prog = f"python -m labs.{lab}"
     command = cli.parse(types.SimpleNamespace(Config=Options, __doc__=description), prog)
+    command.config = for_smoke(lab_module(lab), command.config)
     if command.config.report is not None:
         cli.fail(prog, "--report belongs to --preflight: add it, or keep the records with --out")
     if command.config.require_gpus < 0:
@@ -109,6 +111,7 @@ def main(lab: str, description: str | None, config_type: type, answer: Callable[
     parameters = {f.name: getattr(command.config, f.name) for f in dataclasses.fields(config_type)}
     try:
         launch = _enough_or_shared(command.launch)
+        cli.prepare()
         found, facts, records = preflight(lab, parameters, launch, command.config.require_gpus)
     except BadInput as e:
         cli.fail(prog, str(e))

@@ -94,8 +94,3 @@ def sampled(items: int, ranks: int, epoch: int, set_epoch: bool, drop_last: bool
             order = list(sampler)
         found.append(order)
     return found
-
-
-def padded_length(items: int, ranks: int, drop_last: bool = False) -> int:
-    """Items that all ranks of a DistributedSampler read together in an epoch."""
-    return (items // ranks if drop_last else -(-items // ranks)) * ranks

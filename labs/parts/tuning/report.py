@@ -117,7 +117,7 @@ class Tuning:
 
     def _title(self) -> str:
         if not self.choice.sure:
-            return f"{self.choice.setting}, not surely"
+            return f"{self.choice.setting} may be enough: this run cannot tell"
         starved = self.evidence.of(("loader", self.choice.setting)) and self.limit == "loader"
         return f"{self.choice.setting} is {'best, and the model still waits' if starved else 'enough'}"
 
@@ -167,7 +167,8 @@ class Tuning:
             said.append(f"{told(self.wait_share.scaled(100, '%'))} of each step waits for data.")
             reached = self.evidence.rate(self._together) / expected(model, loader, setting.workers)
             if setting.workers and reached < IN_THE_WAY:
-                said.append(f"Together they reach {100 * reached:.0f} % of the slower one: they share cores.")
+                said.append(f"Together they reach {100 * reached:.0f} % of the slower one. A guess: "
+                            "they share cores.")  # fmt: skip
         return said
 
     def _next(self) -> str:

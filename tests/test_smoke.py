@@ -1,0 +1,102 @@
+"""Smoke runs from a shell: smaller than a notebook's, from a fork of the command, in little more than an import."""
+
+import dataclasses
+import importlib
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from again import holds_soon
+from processes import HERE, MARK, PYTHON, assert_no_survivors, new_environment
+
+from labs.kit.lab import for_smoke
+
+LABS = [importlib.import_module(f"labs.{p.stem}") for p in sorted((HERE.parent / "labs").glob("[!_]*.py"))]
+SHORTER = [lab for lab in LABS if hasattr(lab, "SMOKE")]
+
+
+@pytest.mark.parametrize("lab", SHORTER, ids=lambda lab: lab.__name__)
+def test_a_smoke_run_takes_the_shorter_values_of_the_experiment_unless_told_otherwise(lab):
+    usual, short = lab.Config(), for_smoke(lab, lab.Config(smoke=True))
+    assert for_smoke(lab, usual) is usual
+    for name, value in lab.SMOKE.items():
+        assert getattr(short, name) == value != getattr(usual, name)
+    asked_for = next(f.name for f in dataclasses.fields(lab.Config) if f.name in lab.SMOKE)
+    other = {name: value for name, value in lab.SMOKE.items() if name != asked_for}
+    told = dataclasses.replace(lab.Config(smoke=True), **{asked_for: lab.SMOKE[asked_for]}, **other)
+    assert for_smoke(lab, told) == told
+
+
+def command(module, *words):
+    """Run a lab's command to its end; nothing of it stays."""
+    environment = new_environment()
+    done = subprocess.run([*PYTHON, "-m", module, *words], env=environment, cwd=HERE, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert_no_survivors(environment[MARK])
+    return done.stdout
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="only Linux forks a process that has loaded torch")
+def test_the_ranks_of_a_command_come_from_a_fork_of_it_which_has_none_of_its_open_files(tmp_path):
+    (tmp_path / "family.py").write_text(FAMILY)
+    folder = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = new_environment() | {"PYTHONPATH": os.pathsep.join([folder, str(HERE.parent)])}
+    done = subprocess.run([*PYTHON, "-m", "family", "--nproc", "2"], env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    said = dict(line.rpartition("] ")[2].split("=") for line in done.stdout.splitlines() if "=" in line)
+    assert said == {"server": "forkserver", "command": "True", "threads": "1", "held": "False", "imported": "True"}
+    assert_no_survivors(environment[MARK])
+
+
+FAMILY = """
+import os, sys
+from dataclasses import dataclass
+from pathlib import Path
+import torch
+
+HELD = open(__file__) if __name__ == "__main__" else None  # a file of the command
+TORCH = torch.__file__
+
+@dataclass(frozen=True)
+class Config:
+    smoke: bool = False
+
+def run(config, rank):
+    server = Path(f"/proc/{os.getppid()}")
+    if rank.rank == 0:
+        print("server", (server / "comm").read_text().strip(), sep="=")
+        print("command", b"family" in (server / "cmdline").read_bytes(), sep="=")
+        print("threads", len(list((server / "task").iterdir())), sep="=")
+        print("held", any(os.readlink(f) == __file__ for f in (server / "fd").iterdir()), sep="=")
+        print("imported", hasattr(sys.modules["__main__"], "TORCH"), sep="=")
+    yield rank.record("done", "1", 1)
+
+if __name__ == "__main__":
+    from labs.kit import cli
+    cli.main()
+"""
+
+
+def test_the_bench_of_launches_tells_both_times_and_their_ratio():
+    out = command("labs.kit.bench", "--smoke", "--nproc", "1")
+    assert re.search(r"A fresh torchrun takes [\d.]+ x", " ".join(out.split()))
+    assert re.search(r"torchrun / launch +1 +[\d.]+ x", out)
+
+
+@pytest.mark.quiet
+@pytest.mark.long
+@pytest.mark.parametrize("lab", ["ddp_facts", "memory_oracle", "activation_checkpointing", "amp_training"])
+def test_a_smoke_run_takes_a_few_times_an_import_of_torch(lab):
+    """Four times on a quiet machine of two cores; twice that here. Each was above it before it was made shorter."""
+
+    def ratio():
+        begun = time.perf_counter()
+        subprocess.run([*PYTHON, "-c", "import torch"], check=True)
+        imported = time.perf_counter()
+        command(f"labs.{lab}", "--smoke")
+        return (time.perf_counter() - imported) / (imported - begun)
+
+    assert holds_soon(lambda found: found <= 8, ratio(), ratio)
