@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,15 @@ def test_what_no_row_knows_ends_with_1():
 def test_a_search_needs_no_torch():
     code = "import sys, labs.symptom; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
+
+
+def test_messages_that_people_posted_find_their_row():
+    """How well it did before it knew these texts stands in the file."""
+    texts = tomllib.loads((Path(__file__).parent / "public_error_texts.toml").read_text("utf-8"))["text"]
+    assert {t["row"] for t in texts} <= {*ROWS, "none"}
+    first = [(t["row"], next((f.row.name for f in chart.search(t["shown"])), "none"), t["url"]) for t in texts]
+    known = [said for said in first if said[0] != "none"]
+    missed = [said for said in known if said[0] != said[1]]
+    assert len(known) >= 120 and len(missed) <= 0.1 * len(known), missed
+    unknown = [said for said in first if said[0] == "none"]
+    assert sum(said[1] != "none" for said in unknown) <= 0.35 * len(unknown), unknown

@@ -22,7 +22,7 @@ wrong rows in the texts of tests/public_error_texts.toml that are marked seen.""
 COMMON = set(
     """a an and are as at be been but by can do for from has have if in is it its may might more no not of on or so some
     such than that the their then there this to up was when where which with you your after all any because during each
-    error runtimeerror valueerror typeerror attributeerror keyerror indexerror oserror assertionerror warning
+    error runtimeerror valueerror typeerror attributeerror indexerror oserror assertionerror warning
     userwarning futurewarning modulenotfounderror named module python torch line file traceback most recent call last
     original""".split()
 )
@@ -100,7 +100,8 @@ def search(text: str, most: int = 3) -> list[Found]:
 @cache
 def _phrases() -> list[tuple[Row, list[str], float]]:
     weigh = _weights()
-    phrases = [(row, list(dict.fromkeys(words(phrase)))) for row in rows() for phrase in row.see]
+    said = [(row, part) for row in rows() for phrase in row.see for part in {phrase, phrase.split(". ")[0]}]
+    phrases = [(row, list(dict.fromkeys(words(part)))) for row, part in said]  # people quote the first sentence only
     return [(row, phrase, sum(weigh[w] for w in phrase)) for row, phrase in phrases]
 
 
