@@ -3,29 +3,28 @@
     python -m labs.rank_timeline                                # records a training of its own, on 2 ranks
     python -m labs.rank_timeline --nproc 4 --oversubscribe --folder traces    # keeps traces, page and merged trace
     python -m labs.rank_timeline --shift-ms 50                  # clocks of two machines, 50 ms apart
-    python -m labs.rank_timeline rank0.json rank1.json.gz       # traces of yours, gloo or NCCL: no rank is started
+    python -m labs.rank_timeline rank0.json rank1.json.gz [--folder FOLDER]   # traces of yours, gloo or NCCL
     torchrun --nproc-per-node 2 -m labs.rank_timeline --model my_package.module:factory
 
 About 5 s on 2 CPU cores. Every rank records a trace with torch.profiler; one of them is late in backward. The traces
-are put on one clock: the difference of two machines' clocks is estimated from the collectives in the traces. With a
-folder (for traces of yours: --folder, too) it writes timeline.html, which zooms without a network, and merged.json,
-which Perfetto (ui.perfetto.dev) opens.
+are put on one clock: the difference of two machines' clocks is estimated from the collectives in the traces. Into a
+folder it writes timeline.html, which zooms without a network, and merged.json, which Perfetto (ui.perfetto.dev) opens.
+Traces of yours are read without starting a rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import re
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from labs.kit import cli, measure
 from labs.kit.errors import BadInput, require
@@ -41,10 +40,8 @@ WARM_UP = 4  # steps before the recording: DDP rearranges its buckets after the 
 
 @dataclass(frozen=True)
 class Config:
-    """What is recorded, and which rank is late in it; or which traces are read."""
+    """What is recorded, and which rank is late in it."""
 
-    traces: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Traces of torch.profiler to read, one for each rank, .json or .json.gz. Without: a training is recorded."""
     folder: str | None = None
     """Folder for the ranks' traces, timeline.html and merged.json; all ranks must see it."""
     model: str = late_training.SLEEPING
@@ -93,8 +90,7 @@ def require_folder(folder: str | None) -> None:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """BadInput for a rank that there is not, traces that need no ranks, or a model that cannot be built."""
-    require(not config.traces, f"traces are read without ranks: {PROG} FILE ..., or read_traces([...]) in a notebook")
+    """BadInput for a rank that there is not, or a model that cannot be built."""
     require(config.late_rank is None or config.late_rank < world_size,
             f"late_rank {config.late_rank} needs more ranks: the last of {world_size} is {world_size - 1}")  # fmt: skip
     late_training.build(config)
@@ -237,22 +233,31 @@ def answer(run: Records) -> Iterator[str]:
 
 
 def main() -> None:
-    """The command line: reads traces if some are named, records otherwise."""
-    if "RANK" not in os.environ and not {"-h", "--help"} & {*sys.argv}:
-        command = cli.parse(sys.modules[__name__], PROG)
-        if command.config.traces:
-            _read(command.config)
-            return
-    cli.main()
+    """The command line: reads traces if its first words are files, records otherwise."""
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        tell(*_files_and_folder())
+    else:
+        cli.main()
 
 
-def _read(config: Config) -> None:
+def _files_and_folder() -> tuple[list[str], str | None]:
+    parser = argparse.ArgumentParser(prog=PROG)
+    parser.add_argument("traces", nargs="+")
+    parser.add_argument("--folder")
+    parser.error = lambda message: cli.fail(PROG, f"{message}: {PROG} rank0.json rank1.json.gz [--folder FOLDER]")
+    found = parser.parse_args()
+    return found.traces, found.folder
+
+
+def tell(paths: Sequence[str], folder: str | None = None) -> None:
+    """Print what traces of yours say; write page and merged trace into `folder`. Bad input: one line, exit code 2."""
     try:
-        merged = read_traces(config.traces)
+        require_folder(folder)
+        merged = read_traces(paths)
         with cli.closed_pipe_is_no_error():
             for sentence in sentences(merged):
-                print(sentence)
-            for path in write(merged, config.folder, config.traces) if config.folder else ():
+                print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+            for path in write(merged, folder, paths) if folder else ():
                 print(f"wrote {path}")
     except BadInput as e:
         cli.fail(PROG, str(e))

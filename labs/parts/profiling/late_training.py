@@ -48,13 +48,18 @@ class SleepingLayer(nn.Module):
 
 
 def build(config: Any) -> models.Workload:
-    """The layers that sleep, or another model that `config.model` names."""
+    """The layers that sleep, or another model that `config.model` names. A batch of theirs takes as long as 2 layers."""
     if config.model != SLEEPING:
         return models.build(config.model, config.seed)
     torch.manual_seed(config.seed)
     width = config.width
     module = nn.Sequential(*[SleepingLayer(width, config.layer_ms) for _ in range(config.layers)])
-    return models.Workload(module, lambda n: (torch.randn(n, width), torch.randn(n, width)), nn.functional.mse_loss)
+
+    def make_batch(rows: int) -> tuple[Tensor, Tensor]:
+        time.sleep(2e-3 * config.layer_ms)
+        return torch.randn(rows, width), torch.randn(rows, width)
+
+    return models.Workload(module, make_batch, nn.functional.mse_loss)
 
 
 def require_training(config: Any) -> None:
