@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 import tempfile
 import time
 import warnings
@@ -51,6 +52,7 @@ SETTINGS: dict[str, dict[str, bool]] = {
 """What the profiler is asked to note, beside the time of each operation."""
 TIME = {"shares": 0.25, "planted": 0.5, "cost": 0.25}  # parts of the seconds
 TOP_OPS = 8
+PLAIN, PLAIN_STEPS = "plain", 3  # with nothing planted, in each round of planted: their median is steady
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ class Config:
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(len(self.parts) > 0, f"parts must hold some of {', '.join(PARTS)}")
-        require(1 <= self.active <= 100, f"active must be from 1 to 100 steps, not {self.active}: a trace holds them all")
+        require(
+            1 <= self.active <= 100, f"active must be from 1 to 100 steps, not {self.active}: a trace holds them all"
+        )
         require(len(self.places) > 0, f"places must hold some of {', '.join(PLACES)}")
         require(len(self.planted_ms) > 0 and all(0 < ms <= 1000 for ms in self.planted_ms),
                 "planted_ms must hold numbers above 0 and up to 1000")  # fmt: skip
@@ -287,42 +291,47 @@ def _ops(table: Any, active: int, rank: Rank) -> Iterator[Record]:
 
 
 def planted(config: Config, rank: Rank, training: Training, rounds: int | measure.Budget) -> Iterator[Record]:
-    """By how much the share of a place rises above that of a plain step of the same round."""
+    """By how much the share of a place rises above that of the plain steps of the same round."""
     places = [p for p in config.places if p != "late" or rank.world_size > 1]
-    sizes = config.planted_ms[-1:] if config.smoke else config.planted_ms
-    cases: list[tuple[str, float] | None] = [None, *itertools.product(places, sizes)]
-    orders: list[tuple[tuple[str, float] | None, ...]] = []
+    cases = list(itertools.product(places, config.planted_ms[-1:] if config.smoke else config.planted_ms))
+    if not cases:
+        return
+    steps = [*itertools.product([PLAIN], range(PLAIN_STEPS)), *cases]
+    orders: list[tuple[tuple[str, float], ...]] = []
     found: list[dict[str, float]] = []
     spent: list[float] = []
-    endless = measure.orders(tuple(cases), 10**6, config.seed)
+    one = _planted_steps(training, measure.orders(tuple(steps), 10**6, config.seed), orders, spent)
+    profiled(lambda: next(one), len(steps), rounds, rank.device,
+             lambda profiler: found.extend(trace_shares.of_steps(read(profiler))))  # fmt: skip
+    training.plants, n = {}, len(steps)
+    told = [dict(zip(order, found[n * i : n * (i + 1)], strict=True)) for i, order in enumerate(orders)]
+    took = [dict(zip(order, spent[n * i : n * (i + 1)], strict=True)) for i, order in enumerate(orders)]
+    everyone = rank.gather(took)
+    for case in cases:
+        place, share = case[0], PLACES[case[0]]
+        plain = [statistics.median(of[PLAIN, k][share] for k in range(PLAIN_STEPS)) for of in told]
+        rise = [of[case][share] - without for of, without in zip(told, plain, strict=True)]
+        case_of = {"place": place, "share": share, "ms": case[1]}
+        yield rank.record("found_s", "s", rise, **case_of)
+        by_whom = everyone[-1 if place == "late" else 0]
+        yield rank.record("spent_s", "s", [of[case] for of in by_whom], **case_of)
 
-    def steps() -> Iterator[None]:
-        while True:
-            orders.append(next(endless))
-            for case in (None, None, *orders[-1]):  # wait and warm-up have nothing planted
-                training.plants, training.spent = dict([case] if case else []), 0.0
-                training.step()
+
+def _planted_steps(
+    training: Training, lots: Iterator[tuple[tuple[str, float], ...]], orders: list, spent: list[float]
+) -> Iterator[None]:
+    """A step at a time, in rounds: two plain ones (the schedule's wait and warm-up), then the cases as they are drawn.
+
+    What was drawn goes to `orders`, what each case really took to `spent`.
+    """
+    for order in lots:
+        orders.append(order)
+        for i, (place, ms) in enumerate([(PLAIN, 0.0)] * 2 + list(order)):
+            training.plants, training.spent = {place: ms}, 0.0
+            training.step()
+            if i >= 2:
                 spent.append(training.spent)
-                yield
-
-    sequence = steps()
-    if len(cases) > 1:
-        on_trace = lambda profiler: found.extend(trace_shares.of_steps(read(profiler)))  # noqa: E731
-        profiled(lambda: next(sequence), len(cases), rounds, rank.device, on_trace)
-    sequence.close()
-    training.plants = {}
-    n = len(cases)
-    told = [found[n * i : n * (i + 1)] for i in range(len(orders))]
-    really = rank.gather([spent[(n + 2) * i + 2 : (n + 2) * (i + 1)] for i in range(len(orders))])
-    for case in cases[1:]:
-        share = PLACES[case[0]]
-        by_whom = really[-1] if case[0] == "late" else really[0]
-        at = [(order.index(case), order.index(None)) for order in orders]
-        rise = [steps[k][share] - steps[plain][share] for steps, (k, plain) in zip(told, at, strict=True)]
-        took = [times[k] for times, (k, _) in zip(by_whom, at, strict=True)]
-        told_of = {"place": case[0], "share": share, "ms": case[1]}
-        yield rank.record("found_s", "s", rise, rank=None, **told_of)
-        yield rank.record("spent_s", "s", took, rank=None, **told_of)
+            yield
 
 
 def cost(config: Config, rank: Rank, training: Training, rounds: int | measure.Budget) -> Iterator[Record]:
@@ -441,7 +450,10 @@ def share_table(run: Records) -> Iterator[tuple[str, list[str]]]:
         cells = [f"{1e3 * found[name].value:8.2f} ms {100 * found[name].value / sums[rank]:5.1f} %"
                  if name in found else "its own host" for rank, found in every.items()]  # fmt: skip
         yield name, cells
-    yield "step, other clock", [f"{1e3 * of_rank(run, 'step_s', rank, mode='profiled').value:8.2f} ms" for rank in every]
+    yield (
+        "step, other clock",
+        [f"{1e3 * of_rank(run, 'step_s', rank, mode='profiled').value:8.2f} ms" for rank in every],
+    )
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -141,7 +141,7 @@ def test_a_trace_without_steps_says_what_is_missing(tmp_path):
 
 def planted(**parameters):
     return launch("profile_step", nproc=parameters.pop("nproc", 1), model=TINY, batch_size=4, parts=("planted",),
-                  rounds=8, **parameters)  # fmt: skip
+                  rounds=parameters.pop("rounds", 8), **parameters)  # fmt: skip
 
 
 @pytest.mark.timeout(200)
@@ -163,11 +163,12 @@ def test_what_is_planted_is_found_where_it_was_planted(kind):
 @pytest.mark.timeout(200)
 def test_a_late_rank_is_exposed_communication_of_the_one_that_waits():
     def measured():
-        return planted(nproc=2, places=("late",))
+        # On a busy machine ranks are apart by ms anyway, and what one is late hides what the other is
+        return planted(nproc=2, places=("late",), planted_ms=(60.0,), rounds=10)
 
     def all_within(run):
         found = lab.planted_found(run)
-        assert [f.share for f in found] == ["exposed communication"] * 3
+        assert [f.share for f in found] == ["exposed communication"]
         return all(abs(f.error.value) <= 10 for f in found)
 
     assert holds_soon(all_within, measured(), measured)
