@@ -307,6 +307,7 @@ def planted(config: Config, rank: Rank, training: Training, rounds: int | measur
     told = [dict(zip(order, found[n * i : n * (i + 1)], strict=True)) for i, order in enumerate(orders)]
     took = [dict(zip(order, spent[n * i : n * (i + 1)], strict=True)) for i, order in enumerate(orders)]
     everyone = rank.gather(took)
+    yield rank.record("plain_s", "s", [sum(of[PLAIN, k].values()) for of in told for k in range(PLAIN_STEPS)])
     for case in cases:
         place, share = case[0], PLACES[case[0]]
         plain = [statistics.median(of[PLAIN, k][share] for k in range(PLAIN_STEPS)) for of in told]
@@ -479,8 +480,8 @@ def _shares_text(run: Records) -> Iterator[str]:
     found = share_estimates(run)
     name = max(found, key=lambda n: found[n].value)
     whole = sum(e.value for e in found.values())
-    yield (f"Rank 0 spends most in {name}: {found[name]} of a step, {100 * found[name].value / whole:.0f} %. The shares, "
-           f"from the trace, sum to {covered(run)} of the step by the host's clock.")  # fmt: skip
+    yield (f"Rank 0 spends most in {name}: {found[name]} of a step, {100 * found[name].value / whole:.0f} %. The "
+           f"shares, from the trace, sum to {covered(run)} of the step by the host's clock.")  # fmt: skip
     if run.where("step_s", mode="no_sync"):
         trace, clock = exposed_two_ways(run)
         agree = trace.low <= clock.high and clock.low <= trace.high
@@ -494,8 +495,8 @@ def trap_text(run: Records, rank: int = 0) -> str:
     """What comes out if a column of the table of operations is summed."""
     step = of_rank(run, "step_s", rank, mode="profiled").value
     own, total = (of_rank(run, f"ops_{kind}_s", rank).value for kind in ("self", "total"))
-    return (f"Summed over all operations, self times make {own / step:.2f} of a step and totals {total / step:.2f}: the "
-            "total of an operation holds those that it called, which have rows of their own.")  # fmt: skip
+    return (f"Summed over all operations, self times make {own / step:.2f} of a step and totals {total / step:.2f}: "
+            "the total of an operation holds those that it called, which have rows of their own.")  # fmt: skip
 
 
 def cost_text(run: Records) -> str:

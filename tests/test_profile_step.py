@@ -125,7 +125,7 @@ def test_sets_of_moments_are_those_of_counting():
 def test_what_is_no_trace_is_one_line(tmp_path, text):
     path = tmp_path / "t.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(BadInput, match="t.json is no Chrome trace"):
+    with pytest.raises(BadInput, match=r"t\.json is no Chrome trace"):
         shares.read(path)
 
 
@@ -163,15 +163,17 @@ def test_what_is_planted_is_found_where_it_was_planted(kind):
 @pytest.mark.timeout(200)
 def test_a_late_rank_is_exposed_communication_of_the_one_that_waits():
     def measured():
-        # On a busy machine ranks are apart by ms anyway, and what one is late hides what the other is
         return planted(nproc=2, places=("late",), planted_ms=(60.0,), rounds=10)
 
-    def all_within(run):
-        found = lab.planted_found(run)
-        assert [f.share for f in found] == ["exposed communication"]
-        return all(abs(f.error.value) <= 10 for f in found)
+    def within(run):
+        [found] = lab.planted_found(run)
+        assert found.share == "exposed communication"
+        # A machine so busy that a step of 2 ms takes 20 gives the core to the rank that has slept: the other one's
+        # step grows meanwhile, and is no waiting. It can hide as much as a step takes there.
+        hidden = run.one("plain_s").value
+        return abs(found.found.value - found.spent.value) <= 0.1 * found.spent.value + hidden
 
-    assert holds_soon(all_within, measured(), measured)
+    assert holds_soon(within, measured(), measured)
 
 
 @pytest.mark.timeout(200)
