@@ -180,16 +180,16 @@ def test_a_late_rank_is_exposed_communication_of_the_one_that_waits():
 def test_shares_sum_to_the_step_and_the_clock_tells_the_same_exposure():
     def measured():
         return launch("profile_step", nproc=2, model=TINY, batch_size=4, parts=("shares",), rounds=6,
-                      plant=("late=20", "forward=5"))  # fmt: skip
+                      plant=("late=60", "forward=5"))  # fmt: skip
 
     def agrees(run):
         trace, clock = lab.exposed_two_ways(run)
         parts = lab.share_estimates(run)
         return (
             all(abs(lab.covered(run, r).value - 100) <= 3 for r in (0, 1))
-            and abs(trace.value - clock.value) <= 3e-3
+            and abs(trace.value - clock.value) <= 0.1 * clock.value + lab.of_rank(run, "step_s", 0, mode="no_sync").value
             and max(parts, key=lambda n: parts[n].value) == "exposed communication"
-            and abs(parts["forward"].value - 5e-3) <= 1.5e-3
+            and parts["forward"].value >= 4.9e-3
         )
 
     run = measured()
