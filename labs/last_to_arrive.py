@@ -267,7 +267,11 @@ def answer(run: Records) -> Iterator[str]:
            f"The ranks' own timers: {', '.join(f'{1e3 * s:.1f}' for s in own.values())} ms for a step on ranks "
            f"{', '.join(map(str, own))}.")  # fmt: skip
     found = blame(run, "one rank")
-    who = f"Arrivals name rank {found.rank}" if found.clear else f"Arrivals cannot tell for sure, most often rank {found.rank}"
+    who = (
+        f"Arrivals name rank {found.rank}"
+        if found.clear
+        else f"Arrivals cannot tell for sure, most often rank {found.rank}"
+    )
     yield f"{who}: last in {100 * found.share.value:.0f} % of the steps, {found.by} after the one before it."
     other = blame(run, "any rank")
     yield (f"Where any rank is late now and then, rank {other.rank} is last most often, in {100 * other.share.value:.0f} %"

@@ -7,19 +7,24 @@ import random
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from again import holds_soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from junk import damaged
 from made_traces import TRANSFER_S, made, written
 
+from labs import last_to_arrive
 from labs import rank_timeline as lab
 from labs.kit.errors import BadInput
-from labs.kit.launch import launch
-from labs.parts.profiling import clock, intervals, timeline_page, traces
+from labs.kit.launch import launch, run_on_ranks
+from labs.kit.rank import Rank
+from labs.parts.profiling import clock, intervals, late_training, timeline_page, traces
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple), max_size=8)
 
@@ -252,7 +257,9 @@ def test_a_large_trace_is_opened_in_little_memory(tmp_path):
     events, grown = map(int, done.stdout.split())
     assert events == n + 1
     # 3 million events, 500 steps of 6000, would stay below 1 GB
-    assert (grown - 16 * 2**20) / n < 2**30 / 3e6, f"{grown / n:.0f} bytes for each event of {path.stat().st_size / n:.0f}"
+    assert (grown - 16 * 2**20) / n < 2**30 / 3e6, (
+        f"{grown / n:.0f} bytes for each event of {path.stat().st_size / n:.0f}"
+    )
 
 
 def drawn_as_planted(run):
@@ -304,7 +311,9 @@ def test_one_rank_waits_for_nobody():
 def test_bad_input_is_one_line(tmp_path, words, said):
     written(tmp_path, made(1))
     (tmp_path / "bad.json").write_text('{"traceEvents": [')
-    done = subprocess.run([sys.executable, "-m", "labs.rank_timeline", *words], cwd=tmp_path, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "labs.rank_timeline", *words], cwd=tmp_path, text=True, capture_output=True
+    )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr, done.stderr
 
 
@@ -312,7 +321,9 @@ def test_traces_of_yours_are_read_from_the_shell(tmp_path):
     written(tmp_path, made(2, backend="nccl", late={0: 0.02}))
     (tmp_path / "rank1.json.gz").write_bytes(gzip.compress((tmp_path / "rank1.json").read_bytes()))
     words = ["rank0.json", "rank1.json.gz", "--folder", "out"]
-    done = subprocess.run([sys.executable, "-m", "labs.rank_timeline", *words], cwd=tmp_path, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "labs.rank_timeline", *words], cwd=tmp_path, text=True, capture_output=True
+    )
     assert done.returncode == 0 and "rank 0 comes last in 6 of 6 steps" in " ".join(done.stdout.split()), done.stderr
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"timeline.html", "merged.json"}
 
@@ -323,3 +334,29 @@ def test_the_shorter_half_is_where_most_are():
     assert middle == pytest.approx(0.01) and spread == pytest.approx(0.01)
     assert clock.shorter_half([3.0]) == (3.0, 0.0)
     assert np.isfinite(clock.shorter_half([1.0, 2.0])).all()
+
+
+def timeline_and_stopwatch(folder):
+    """On a rank: its trace, and how long it waited at each step's last all-reduce by a stopwatch of its own."""
+    waits, r = [], dist.get_rank()
+    workload = late_training.build(lab.Config())
+    training = late_training.Training(workload, 32, torch.device("cpu"), last_to_arrive.note_wait, waits)
+    rank = Rank(r, dist.get_world_size(), r, dist.get_world_size(), torch.device("cpu"), "gloo", ())
+    lab.record(training, {"backward": 0.03} if r == 1 else {}, 8, Path(folder) / f"rank{r}.json", rank)
+    return traces.read(Path(folder) / f"rank{r}.json"), [b - a for a, b in waits[-8:]]
+
+
+def within_2_ms(found):
+    """The merged traces draw the late rank where the stopwatches have it. Whatever the machine did, both saw it."""
+    read, waits = zip(*found, strict=True)
+    drawn = clock.merge(read).late_s
+    seen = [statistics.median(late) for late in zip(*last_to_arrive.late_by(list(waits)), strict=True)]
+    return all(abs(a - b) < 2e-3 for a, b in zip(drawn, seen, strict=True)) and max(drawn) == drawn[1] > 0.015
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_real_lateness_is_drawn_where_stopwatches_see_it(ranks, tmp_path):
+    def again():
+        return run_on_ranks(timeline_and_stopwatch, ranks, str(tmp_path))
+
+    assert holds_soon(within_2_ms, again(), again)
