@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from again import holds_soon
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -431,14 +432,21 @@ def test_load_data_measures_loader_and_model(run, ranks):
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_profile_step_tells_where_the_time_goes(run, tmp_path, ranks):
-    out = run("profile_step", "--cpu", "--batch-size", 8, "--steps", 6, ranks=ranks).out
+    def measured():
+        return run("profile_step", "--cpu", "--batch-size", 8, "--steps", 6, ranks=ranks).out
+
+    def as_the_clock_says(out):  # a neighbour may come between the two clocks
+        pairs = re.findall(r"together +([\d.]+) ms per step; by the host's clock ([\d.]+) ms", out)
+        return len(pairs) == max(ranks, 1) and all(abs(float(a) / float(b) - 1) <= 0.03 for a, b in pairs)
+
+    assert holds_soon(as_the_clock_says, measured(), measured)
+    out = measured()
     for rank in range(max(ranks, 1)):
         mine = re.findall(rf"rank {rank}  ([a-z -]+?) +([\d.]+) ms", out)
         assert [name for name, _ in mine] == ["data", "host-to-device", "forward", "backward", "exposed communication",
                                               "optimizer", "overhead", "together"]  # fmt: skip
         *parts, whole = (float(ms) for _, ms in mine)
-        clock = float(re.search(rf"rank {rank}  together.*clock ([\d.]+) ms", out)[1])
-        assert sum(parts) == pytest.approx(whole, abs=0.01) and whole == pytest.approx(clock, rel=0.03)
+        assert sum(parts) == pytest.approx(whole, abs=0.01)
         assert parts[4] > 0 if ranks else parts[4] == 0, "with one rank nothing is exchanged"
         # Another program, written apart from this one, reads the same trace
         events = shares.read(tmp_path / f"trace_rank{rank}.json")
