@@ -80,7 +80,7 @@ def shares(trace):
     copies = [bar for bar in device if "HtoD" in bar[2]]
     compute = {name: [] for name in NEXT}
     for bar in device or [bar for bar in host if bar[3] == "cpu_op"]:
-        if bar not in copies and not bar[2].startswith(("nccl", "c10d::", "record_param_comms")):
+        if "HtoD" not in bar[2] and not bar[2].startswith(("nccl", "c10d::", "record_param_comms")):
             compute[range_at(calls.get(bar[4].get("args", {}).get("correlation"), bar[0]))].append(bar)
     order = ("forward", "backward", "optimizer", "data", "host-to-device", "overhead")
     layers = [*((n, compute[n]) for n in order), ("host-to-device", copies), ("exposed communication", exchange)]
