@@ -57,7 +57,7 @@ ILLNESSES = (
     Illness("float64", "everything is computed in 64 bits", "set_default_dtype(torch.float32)",
             "set_default_dtype(torch.float64)", "census", "float64", ("disk", "same_batch", "cores"),
             "all parts of a step are slow alike", "04", ("double", "dtype", "64 bit", "precision")),
-    Illness("threads", "eight threads on one core", "set_num_threads(1)", "set_num_threads(8)", "cores", "threads",
+    Illness("threads", "two threads on one core: each rank takes as many as the machine has", "set_num_threads(1)", "set_num_threads(2)", "cores", "threads",
             ("same_batch", "disk", "traffic"), "top shows a busy core; forward and backward crawl", "02",
             ("oversubscription", "num_threads", "omp")),
     Illness("anomaly", "autograd's anomaly detection was left on", "set_detect_anomaly(False)",

@@ -11,6 +11,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,7 +87,9 @@ def steps(admit: Admit, rank: Rank, n: int) -> Findings:
 def shares(admit: Admit, rank: Rank, n: int) -> Findings:
     """Share of each part in rank 0's step, from a trace of torch.profiler: medians, scaled to sum to 1."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints its start and its stop
-    with tempfile.TemporaryDirectory() as folder, patients(admit(part=record_function)) as (p,):
+    folders, quiet = tempfile.TemporaryDirectory(), warnings.catch_warnings()
+    with folders as folder, quiet, patients(admit(part=record_function)) as (p,):
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # which is wanted here
         p.go(WARM)
         trace = Path(folder) / "trace.json"
         plan = schedule(wait=0, warmup=1, active=n)
@@ -238,7 +241,7 @@ def census(admit: Admit, rank: Rank, n: int) -> Findings:
 
 
 def traffic(admit: Admit, rank: Rank, n: int) -> Findings:
-    """Per step of rank 0: DDP's buckets, other collectives, bytes of both against those of the parameters, time of these.
+    """Per step of rank 0: DDP's buckets, other collectives, bytes of both against the parameters', time of the latter.
 
     And the step's time over that with DDP's own choice of buckets, in turn.
     """
