@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from labs.chapters.nb09 import exercise_exposed, exercise_schedule
+from labs.chapters.nb09 import exercise_exposed, exercise_schedule, exercise_two_illnesses
 from labs.kit.check import Exercise
 
-EXERCISES: dict[str, Exercise] = {"09.1": exercise_schedule.EXERCISE, "09.2": exercise_exposed.EXERCISE}
+EXERCISES: dict[str, Exercise] = {
+    "09.1": exercise_schedule.EXERCISE,
+    "09.2": exercise_exposed.EXERCISE,
+    "09.3": exercise_two_illnesses.EXERCISE,
+}
