@@ -263,19 +263,18 @@ def answer(run: Records) -> Iterator[str]:
         return
     [planted] = run.where("planted_s")
     own = own_timers(run, "one rank")
-    yield (f"{1e3 * planted.value:g} ms late in {planted.case['place']}, on rank {planted.case['of_rank']}, in each step. "
-           f"The ranks' own timers: {', '.join(f'{1e3 * s:.1f}' for s in own.values())} ms for a step on ranks "
+    where = f"{planted.case['place']} of rank {planted.case['of_rank']}"
+    yield (f"{1e3 * planted.value:g} ms are planted in {where}, in each step. The ranks' own timers: "
+           f"{', '.join(f'{1e3 * s:.1f}' for s in own.values())} ms for a step on ranks "
            f"{', '.join(map(str, own))}.")  # fmt: skip
     found = blame(run, "one rank")
-    who = (
-        f"Arrivals name rank {found.rank}"
-        if found.clear
-        else f"Arrivals cannot tell for sure, most often rank {found.rank}"
-    )
-    yield f"{who}: last in {100 * found.share.value:.0f} % of the steps, {found.by} after the one before it."
+    who = "Arrivals name" if found.clear else "Arrivals cannot tell for sure, most often"
+    often = f"{100 * found.share.value:.0f} % of the steps"
+    yield f"{who} rank {found.rank}: last in {often}, {found.by} after the one before it."
     other = blame(run, "any rank")
-    yield (f"Where any rank is late now and then, rank {other.rank} is last most often, in {100 * other.share.value:.0f} %"
-           + (": one rank would be blamed." if other.clear else ": no rank is to blame."))  # fmt: skip
+    often = f"{100 * other.share.value:.0f} %"
+    yield (f"Where any rank is late now and then, rank {other.rank} comes last most often, in {often}"
+           + (": one rank would be blamed." if other.clear else ": no rank is singled out."))  # fmt: skip
     for case in CASES[1:]:
         formula, drawn = predicted(run, case)
         yield (f"{case.capitalize()} late: a step takes {added(run, case)} longer in the mean; the formula says "

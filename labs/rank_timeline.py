@@ -175,7 +175,7 @@ def read_traces(paths: Sequence[str | Path]) -> Merged:
 
 
 def write(merged: Merged, folder: str | Path, paths: Sequence[str | Path]) -> list[Path]:
-    """timeline.html, which zooms in any browser, and merged.json for Perfetto, into `folder`. BadInput if that fails."""
+    """timeline.html, which zooms in any browser, and merged.json for Perfetto, into `folder`. BadInput if it fails."""
     page, trace = Path(folder) / "timeline.html", Path(folder) / "merged.json"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from mutants.nb09_exposed import MORE, MUTANTS
@@ -21,7 +23,7 @@ def on_a_grid(events):
     """With nanoseconds in an array: every one is marked by what covers it."""
     bars = [e for e in events if e["ph"] == "X"]
     first = min(e["ts"] for e in bars)
-    main = [e["tid"] for e in bars if e["name"].startswith("ProfilerStep")][0]
+    main = next(e["tid"] for e in bars if e["name"].startswith("ProfilerStep"))
     reduces, computes = (np.zeros(round(max(e["ts"] + e["dur"] for e in bars) - first) * 20 + 40, bool) for _ in "ab")
     for e in bars:
         cells = slice(round(20 * (e["ts"] - first)), round(20 * (e["ts"] - first + e["dur"])))
@@ -38,7 +40,7 @@ def with_moments(events):
     [thread] = {e["tid"] for *_, e in bars if "ProfilerStep" in e["name"]}
     moments = sorted({t for a, b, _ in bars for t in (a, b)})
     total = 0.0
-    for a, b in zip(moments, moments[1:], strict=False):
+    for a, b in itertools.pairwise(moments):
         there = [e for start, end, e in bars if start <= a and end >= b]
         reduces = any(e["name"].startswith("gloo:") for e in there)
         computes = any(e["cat"] == "cpu_op" and e["tid"] == thread and e["name"][:6] != "c10d::" for e in there)
@@ -50,9 +52,10 @@ def with_the_courses_intervals(events):
     spans = {True: [], False: []}
     main = trace_cases.main_thread(events)
     for e in events:
-        if e["ph"] == "X" and (e["name"] == "gloo:all_reduce" or (e["cat"] == "cpu_op" and e["tid"] == main)):
-            if not e["name"].startswith("c10d"):
-                spans[e["name"] == "gloo:all_reduce"].append((e["ts"], e["ts"] + e["dur"]))
+        if e["ph"] != "X" or e["name"].startswith("c10d"):
+            continue
+        if e["name"] == "gloo:all_reduce" or (e["cat"] == "cpu_op" and e["tid"] == main):
+            spans[e["name"] == "gloo:all_reduce"].append((e["ts"], e["ts"] + e["dur"]))
     return intervals.length(intervals.minus(spans[True], spans[False])) / 1000
 
 

@@ -172,7 +172,8 @@ def test_a_stream_is_what_json_reads(tmp_path, monkeypatch, piece, packed):
 
 BAD = {
     "nothing": b"", "words": b"no trace", "number": b"17", "object": b"{}", "other": b'{"traceEvents": 3}',
-    "no events": b'{"traceEvents": []}', "half": b'{"traceEvents": [{"ph": "X", "ts": 1, "dur"', "binary": bytes(range(256)),
+    "no events": b'{"traceEvents": []}', "half": b'{"traceEvents": [{"ph": "X", "ts": 1, "dur"',
+    "binary": bytes(range(256)),
     "base": b'{"baseTimeNanoseconds": "x", "traceEvents": [{"ph":"X","cat":"cpu_op","ts":1,"dur":1,"name":"a"}]}',
     "gzip": gzip.compress(b'{"traceEvents": []}')[:-9], "deep": b"[" * 100_000, "colon": b'{"traceEvents" [1]}',
 }  # fmt: skip
@@ -248,7 +249,7 @@ def test_a_large_trace_is_opened_in_little_memory(tmp_path):
     path, n = tmp_path / "large.json", 150_000
     op = '{"ph": "X", "cat": "cpu_op", "name": "aten::addmm", "pid": 5, "tid": 1, "ts": %d, "dur": 400, "args": %s},\n'
     args = json.dumps({"External id": 1, "Input Dims": [[32, 256], [256, 256]], "Input type": ["float"] * 4,
-                       "Record function id": 0, "Sequence number": 123456, "Ev Idx": 1, "Fwd thread id": 0})  # fmt: skip
+                       "Record function id": 0, "Sequence number": 123456, "Ev Idx": 1, "Fwd id": 0})  # fmt: skip
     with path.open("w") as out:
         out.write('{"baseTimeNanoseconds": 1790857026000000000, "traceEvents": [\n')
         out.writelines(op % (1000 * k, args) for k in range(n))

@@ -17,8 +17,8 @@ def _reduces(events):
 
 def _operators(events, same_thread=True, calls=False):
     main = _main(events)
-    return sorted((e["ts"], e["ts"] + e["dur"]) for e in _bars(events) if e["cat"] == "cpu_op"
-                  and (e["tid"] == main or not same_thread) and (calls or not e["name"].startswith("c10d::")))  # fmt: skip
+    chosen = [e for e in _bars(events) if e["cat"] == "cpu_op" and (e["tid"] == main or not same_thread)]
+    return sorted((e["ts"], e["ts"] + e["dur"]) for e in chosen if calls or not e["name"].startswith("c10d::"))
 
 
 def _merged(spans):

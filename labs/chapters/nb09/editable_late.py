@@ -17,7 +17,7 @@ WARM_UP, STEPS = 3, 10
 
 
 def train(delay: Delay) -> dict:
-    """On each rank: steps in which it sleeps `delay(rank, step, place)` ms in each place; its timers and its waits, in s.
+    """On each rank: steps in which it sleeps `delay(rank, step, place)` ms in each place; its timers and waits, in s.
 
     Places are data, forward, backward and optimizer. None counts as no delay.
     """

@@ -77,10 +77,11 @@ def _is_operator(e: Event) -> bool:
 
 SLIPS: list[Slip] = [
     _slip(lambda ev: [(1000 * a, 1000 * b) for a, b in _right(ev)], "this is in microseconds", "1000 of them are 1 ms"),
-    _slip(lambda ev: [(a / 1000, b / 1000) for a, b in _right(ev)], "this is in seconds", "ts and dur are microseconds"),
+    _slip(lambda ev: [(a / 1000, b / 1000) for a, b in _right(ev)], "this is in seconds", "1 ms is 1000 microseconds"),
     _slip(_every, "this is the sum of all all-reduces' durations, with what backward hides and with what two of them "
           "share", "take out the time in which an operator of the main thread runs"),
-    _slip(lambda ev: union(_every(ev)), "this is the time in which an all-reduce is under way, with what backward hides",
+    _slip(lambda ev: union(_every(ev)), "this is all the time in which an all-reduce is under way, with what backward "
+          "hides",
           "take out the time in which an operator of the main thread runs"),
     _slip(lambda ev: minus(_every(ev)[-1:], [span(e) for e in computing(ev)]), "this is what the last all-reduce alone "
           "leaves exposed", "others are under way in gaps of backward, or after it"),

@@ -122,7 +122,7 @@ def phases(run: Records, case: str = "one rank") -> pandas.DataFrame:
 
 
 def costs(run: Records) -> pandas.DataFrame:
-    """What waiting adds to a step in the mean: by formula, for the delays drawn, by the clock; and what noting costs."""
+    """What waiting adds to a step in the mean: by formula, for the drawn delays, by the clock; what noting costs."""
     rows = {}
     for case in last_to_arrive.CASES[1:]:
         formula, drawn = last_to_arrive.predicted(run, case)

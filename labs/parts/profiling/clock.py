@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -202,7 +203,7 @@ def merge(traces: Sequence[RankTrace]) -> Merged:
     """All on the clock of the lowest rank. BadInput if two are of one rank, or of jobs of different sizes."""
     require(bool(traces), "there is no trace to merge")
     traces = sorted(traces, key=lambda t: t.rank)
-    for a, b in zip(traces, traces[1:], strict=False):
+    for a, b in pairwise(traces):
         require(a.rank != b.rank, f"{a.path} and {b.path} are both of rank {a.rank}: give one file for each rank")
     sizes = {t.world_size: t.path for t in traces if t.world_size}
     require(len(sizes) < 2, "these are traces of different jobs: " + ", ".join(f"{p} has {n} ranks" for n, p in

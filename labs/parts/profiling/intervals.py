@@ -1,4 +1,4 @@
-"""Arithmetic of time spans: what covers, what is left, how long. A span is (start, end), in any unit. Pure functions."""
+"""Arithmetic of time spans: what covers, what is left, how long. A span is (start, end) in any unit."""
 
 from __future__ import annotations
 

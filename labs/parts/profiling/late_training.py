@@ -48,7 +48,7 @@ class SleepingLayer(nn.Module):
 
 
 def build(config: Any) -> models.Workload:
-    """The layers that sleep, or another model that `config.model` names. A batch of theirs takes as long as 2 layers."""
+    """The layers that sleep, or another model that `config.model` names. Their batch takes as long as 2 of them."""
     if config.model != SLEEPING:
         return models.build(config.model, config.seed)
     torch.manual_seed(config.seed)

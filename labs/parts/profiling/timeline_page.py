@@ -33,7 +33,8 @@ def write(merged: Merged, path: str | Path) -> Path:
     text = page.render(
         ranks=len(merged.ranks), files=[Path(t.path).name for t in merged.traces], lanes=LANES, data=data,
         clocks=merged.offsets, cut_s=None if cut_s == float("inf") else cut_s,
-        rows=[(r, [1e3 * length(of[lane]) for lane in LANES]) for r, of in zip(merged.ranks, merged.lanes, strict=True)],
+        rows=[(r, [1e3 * length(of[lane]) for lane in LANES])
+              for r, of in zip(merged.ranks, merged.lanes, strict=True)],
     )  # fmt: skip
     return write_atomic(Path(path), text)
 
