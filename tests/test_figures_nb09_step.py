@@ -24,6 +24,7 @@ def shown(monkeypatch):
 
 def made(metric, samples, rank=None, unit="s", lab="profile_step", **case):
     layout = {"rank": rank, "world_size": 2}
+    samples = [samples] if isinstance(samples, float) else samples
     return Record(lab, metric, unit, samples, case=case, layout=layout, config={"active": 8})
 
 
@@ -100,7 +101,7 @@ def cost_run(on):
 
 
 def test_the_profilers_price_is_named_only_where_it_can_be_told(shown):
-    drawn, alts, said, _ = shown
+    _, alts, said, _ = shown
     figures.cost(cost_run([1.4, 1.5, 1.6] * 3), predict(1.2, "price", "x"))
     assert "1.50 times as long" in alts[0] and "25.0 µs" in said[0] and "25 MB" in said[0]
     figures.cost(cost_run([0.9, 1.0, 1.1] * 3))
@@ -109,7 +110,8 @@ def test_the_profilers_price_is_named_only_where_it_can_be_told(shown):
 
 def test_operations_and_columns(shown):
     _, _, said, tables = shown
-    ops = [made("op_self_s", 0.002, 0, op="aten::mm", calls=6.0), made("op_total_s", 0.003, 0, op="aten::mm", calls=6.0),
+    mm = {"op": "aten::mm", "calls": 6.0}
+    ops = [made("op_self_s", 0.002, 0, **mm), made("op_total_s", 0.003, 0, **mm),
            made("ops_self_s", 0.009, 0), made("ops_total_s", 0.03, 0)]  # fmt: skip
     figures.operations(Records([*step_run(), *ops]))
     assert tables[0].loc["aten::mm"].tolist() == ["6", "2.000 ms", "3.000 ms"] and "totals 2.7" in said[0]
@@ -125,8 +127,9 @@ def memory_run(growth):
             curve = [a for a in after for _ in range(2)]
             case = {"loop": loop, "category": category, "lab": "memory_timeline"}
             found += [made("after_step_bytes", after, 0, "B", **case), made("curve_bytes", curve, 0, "B", **case)]
+        peak = [6e6 + each * k for k in range(4)]
         found += [made("curve_step", [0.5 * k for k in range(1, 9)], 0, "1", "memory_timeline", loop=loop),
-                  made("peak_bytes", [6e6 + each * k for k in range(4)], 0, "B", "memory_timeline", loop=loop)]  # fmt: skip
+                  made("peak_bytes", peak, 0, "B", "memory_timeline", loop=loop)]  # fmt: skip
     return Records(found)
 
 
