@@ -3,6 +3,7 @@
     python -m labs.profile_step                                       # launches its own ranks
     python -m labs.profile_step --parts shares --plant data=10        # a sick step: 10 ms of sleep in data
     python -m labs.profile_step --parts shares --model my_package.my_module:factory
+    python -m labs.profile_step --parts shares --recipe labs/recipes/train_ddp.py
     torchrun --nproc-per-node 2 -m labs.profile_step
 
 About 7 s on 2 CPU cores.
@@ -38,6 +39,7 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.profiling import shares as trace_shares
+from labs.parts.profiling.recipes import require_recipe, workload_of
 from labs.parts.profiling.shares import SHARES
 
 Part = Literal["shares", "planted", "cost"]
@@ -61,6 +63,9 @@ class Config:
 
     model: str = "mlp"
     """One of labs.models.MODELS, or package.module:factory."""
+    recipe: Path | None = None
+    """In place of `model`: a file such as labs/recipes/train_ddp.py, or your own; its build_model and load_data count,
+    with its data read by a DataLoader."""
     batch_size: int = 64
     """Samples per rank."""
     parts: tuple[Part, ...] = PARTS
@@ -97,6 +102,8 @@ class Config:
         measure.require_budget(self.seconds, self.rounds)
         planted_by(self.plant)
         models.require_known(self.model)
+        if self.recipe is not None:
+            require_recipe(self.recipe)
 
 
 def planted_by(words: Sequence[str]) -> dict[str, float]:
@@ -117,7 +124,10 @@ def check_layout(config: Config, world_size: int) -> None:
     """BadInput if the model cannot be built, or a late rank is asked for and nobody waits for it."""
     late = "late" in planted_by(config.plant) and "shares" in config.parts
     require(world_size > 1 or not late, "plant late needs at least 2 ranks: with 1 nobody waits for it")
-    models.build(config.model, config.seed)
+    if config.recipe is None:
+        models.build(config.model, config.seed)
+    else:
+        workload_of(config.recipe, config.seed).make_batch(config.batch_size)
 
 
 def training_step(
@@ -174,7 +184,8 @@ class Training:
 
     def __init__(self, config: Config, rank: Rank) -> None:
         """On `rank`'s device; a DDP model if there are more ranks."""
-        self.workload = models.make(config.model, config.seed)
+        named = config.recipe is None
+        self.workload = models.make(config.model, config.seed) if named else workload_of(config.recipe, config.seed)
         self.device, self.rows, self.kind = rank.device, config.batch_size, config.kind
         module = self.workload.module.to(self.device)
         many, gpu = rank.world_size > 1, rank.device.type == "cuda"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
+import torch
 from again import holds_soon
 
 from labs import profile_step as lab
@@ -13,6 +15,7 @@ from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.record import Record, Records
 from labs.parts.profiling import shares
+from labs.parts.profiling.recipes import workload_of
 from labs.parts.profiling.shares import Event
 
 TINY = "tests.labs_for_tests.profiled:tiny"
@@ -187,7 +190,8 @@ def test_shares_sum_to_the_step_and_the_clock_tells_the_same_exposure():
         parts = lab.share_estimates(run)
         return (
             all(abs(lab.covered(run, r).value - 100) <= 3 for r in (0, 1))
-            and abs(trace.value - clock.value) <= 0.1 * clock.value + lab.of_rank(run, "step_s", 0, mode="no_sync").value
+            and abs(trace.value - clock.value)
+            <= 0.1 * clock.value + lab.of_rank(run, "step_s", 0, mode="no_sync").value
             and max(parts, key=lambda n: parts[n].value) == "exposed communication"
             and parts["forward"].value >= 4.9e-3
         )
@@ -219,6 +223,38 @@ def test_adding_up_totals_counts_children_twice():
     step = lab.of_rank(run, "step_s", 0, mode="profiled").value
     assert 0 < own < total and own < 2 * step
     assert f"{total / step:.2f}" in lab.trap_text(run)
+
+
+RECIPES = Path(lab.__file__).parent / "recipes"
+
+
+def test_a_recipes_model_and_data_are_profiled():
+    run = launch("profile_step", nproc=1, parts=("shares",), smoke=True, recipe=RECIPES / "train_ddp.py", batch_size=32)
+    found = lab.share_estimates(run)
+    assert found["data"].value > 0 and found["backward"].value > 0
+    workload = workload_of(RECIPES / "train_ddp.py", 0)
+    assert sum(p.numel() for p in workload.module.parameters()) == 631_050, "as its docstring says"
+    x, y = workload.make_batch(8)
+    assert (tuple(x.shape), tuple(y.shape)) == ((8, 1, 28, 28), (8,))
+    assert any(not torch.equal(x, workload.make_batch(8)[0]) for _ in range(2)), "another batch each time"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "no such Python file"),
+        ("def build_model(d): ...", "has no function load_data"),
+        ("def build_model(d): ...\ndef load_data(p): 1 / 0\nDATA = 1", "cannot be used: ZeroDivisionError"),
+        ("def build_model(d): ...\ndef load_data(p): return 1, 2", "cannot be used: AttributeError"),
+        ("import sys; sys.exit('no')\ndef build_model(d): ...\ndef load_data(p): ...", "cannot be used: SystemExit"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_is_one_line(tmp_path, text, told):
+    path = tmp_path / "r.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(BadInput, match=told):
+        lab.check_layout(lab.Config(recipe=path), 1)
 
 
 # What is wrong is told at once
