@@ -36,7 +36,8 @@ def foreign(f: Findings) -> str:
     """An operator that a training of this kind has no use for and that takes a tenth of all; "" for none."""
     for name, share in f.items():
         operator = name.removeprefix("share of ")
-        if name != operator and share > 0.1 and not any(word in operator.lower() for word in OF_TRAINING):
+        bare = operator.removeprefix("aten::").lstrip("_").lower()
+        if name != operator and share > 0.1 and bare != "t" and not bare.startswith(OF_TRAINING):
             return operator
     return ""
 

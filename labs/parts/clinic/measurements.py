@@ -38,13 +38,15 @@ Findings = dict[str, float]
 Admit = Callable[..., Patient]
 """Makes another training of the same patient, with instruments."""
 WARM, STEPS = 3, 16
-OF_TRAINING = ("conv", "addmm", "mm", "batch_norm", "relu", "threshold", "cross_entropy", "nll_loss", "log_softmax",
-               "copy_", "add", "sum", "mean", "adam", "zero", "stack", "cat", "div", "sub", "mul", "fill", "empty",
-               "to", "clone", "contiguous", "index", "select", "c10d", "gloo", "hreshold", "linear", "eq", "argmax",
-               "view", "detach", "square", "rsqrt", "allreduce", "set_", "resize", "as_strided", "randperm", "lerp",
-               "accumulategrad", "optimizer", "distributed", "item", "local_scalar", "reshape", "unsqueeze", "slice",
-               "t", "transpose", "expand", "flatten", "unbind", "torch::", "backward", "param", "fused", "narrow",
-               "chunk", "split", "ones", "alias", "result", "random", "record_function")  # fmt: skip
+OF_TRAINING = (
+    "accumulate", "add", "alias", "argmax", "as_strided", "batch_norm", "bitwise", "bmm", "cat", "chunk", "clamp",
+    "clone", "contiguous", "conv", "copy", "cross_entropy", "detach", "div", "empty", "eq", "expand", "fill", "flatten",
+    "fused_adam", "index", "is_", "item", "lerp", "lift", "linear", "local_scalar", "log_softmax", "max_pool", "mean",
+    "mkldnn_conv", "mm", "mul", "narrow", "native_batch_norm", "new_", "nll", "ones", "optimizer", "random", "randperm",
+    "relu", "reshape", "resize", "result", "rsqrt", "select", "set_", "slice", "slow_conv", "split", "square", "stack",
+    "sub", "sum", "thnn_conv", "threshold", "to", "transpose", "unbind", "unsqueeze", "view", "zero",
+)  # fmt: skip
+"""How operators begin that a training of this kind needs, without aten:: and leading underscores; and aten::t."""
 
 
 class Exchange:
