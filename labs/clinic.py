@@ -397,14 +397,22 @@ def blind_kept(run: Records) -> dict[tuple[str, int], bool]:
 
 
 def cures(run: Records) -> Iterator[str]:
-    """Per illness: the median gain of its cure over the seeds beside the median promise."""
+    """Per patient: the median gain of its cure over the seeds, beside the median promise."""
     for name in dict.fromkeys(r.case["patient"] for r in run.where("gain")):
         gains = [measure.estimate(r.samples, "x") for r in run.where("gain", patient=name)]
         promised = [r.value for r in run.where("promised", patient=name)]
         told = f"promised {statistics.median(promised):.2f}x, " if promised else "no promise, "
         middle = sorted(gains, key=lambda e: e.value)[len(gains) // 2]
-        half = not promised or middle.high - 1 >= (statistics.median(promised) - 1) / 2
-        yield f"{name}: {told}the cure gave {_times(middle)}{'' if half else ': less than half of it'}"
+        yield f"{name}: {told}the cure gave {_times(middle)}{_half(middle, promised)}"
+
+
+def _half(gain: Estimate, promised: list[float]) -> str:
+    """Whether this is at least half of what was promised, of what a patient gains."""
+    if not promised or (least := (statistics.median(promised) - 1) / 2) <= 0:
+        return ""
+    if gain.low - 1 >= least:
+        return ": at least half of it"
+    return ": less than half of it" if gain.high - 1 < least else ": half of it or not cannot be told"
 
 
 # At a terminal

@@ -13,7 +13,7 @@ from labs.parts.clinic.illnesses import BY_NAME, ILLNESSES, WELL, draw
 from labs.parts.clinic.measurements import MEASUREMENTS
 
 NAMED, OTHER, NOTHING = "names it", "looks ill, names something else or nothing", "looks healthy"
-COLORS = {NAMED: BLUE, OTHER: "#F3D9C9", NOTHING: "#F7F7F7"}
+COLORS = {NAMED: BLUE, OTHER: "#F3D9C9", NOTHING: "#E3E3E3"}
 
 
 def level(run: Records, patient: str, measurement: str) -> str:
@@ -36,7 +36,8 @@ def matrix(run: Records) -> None:
                      size=(8.4, 1.9 + 0.27 * len(names)))  # fmt: skip
     choice_map(ax, cells, columns=list(MEASUREMENTS), rows=[n.replace("_", " ") for n in names], colors=COLORS,
                kind="measured")  # fmt: skip
-    ax.set_xticks(range(len(MEASUREMENTS)), [m.replace("_", " ") for m in MEASUREMENTS], rotation=35, ha="right")
+    ax.xaxis.tick_top()
+    ax.set_xticks(range(len(MEASUREMENTS)), [m.replace("_", "\n") for m in MEASUREMENTS], fontsize=9)
     told = "; ".join(
         f"{name}: {', '.join(m for m, c in zip(MEASUREMENTS, row, strict=True) if c == NAMED) or 'none'}"
         for name, row in ill
@@ -62,7 +63,8 @@ def before_and_after(run: Records) -> None:
     bars(ax, rows, [gains[n] for n in names], label="measured in turn", color=BLUE)
     ax.axvline(1, color="0.4", linewidth=1)
     ax.set_xscale("log")
-    ticks = [t for t in (1, 1.5, 2, 3, 5, 10, 20) if t <= 1.3 * max(g.high for g in gains.values())]
+    most = max([g.high for g in gains.values()] + [p for p in promised.values() if p])
+    ticks = [t for t in (1, 1.5, 2, 3, 5, 10, 20) if t <= 1.3 * most]
     ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
     ax.minorticks_off()
     told = "; ".join(f"{n} {gains[n].value:.2f}" for n in names)
@@ -86,7 +88,7 @@ def scores(found: list[clinic.Verdict]) -> None:
     total = sum(v.score for v in found)
     message = f"{total} points for {len(found)} patient{'s' if len(found) != 1 else ''}"
     fig, ax = figure(message, xlabel=f"points (of {clinic.CAUSE + clinic.GAIN})", ylabel="patient", records=_as_records(
-                     found), size=(7.0, 1.9 + 0.4 * len(found)))  # fmt: skip
+                     found), size=(7.0, 1.9 + 0.4 * len(found)), legend_below=True)  # fmt: skip
     rows = [f"{v.seed}: {draw(v.seed).name.replace('_', ' ') if v.right else '?'}" for v in found]
     bars(ax, rows, [v.score for v in found])
     ax.set_xlim(-3, clinic.CAUSE + clinic.GAIN + 3)

@@ -84,8 +84,8 @@ def _alone(f: Findings) -> dict[str, bool]:
 RULES = {"steps": _steps, "shares": _shares, "ops": _ops, "memory": _memory, "arrivals": _arrivals, "cores": _cores,
          "disk": _disk, "census": _census, "traffic": _traffic, "same_batch": _same_batch, "batch": _batch,
          "alone": _alone}  # fmt: skip
-ORDER = ("threads", "float64", "anomaly", "tiny_batches", "checkpoint", "fsync", "archive", "validation", "statistics",
-         "growing", "averaging", "sync_batchnorm", "tiny_buckets", "straggler", "slow_loader")  # fmt: skip
+ORDER = ("threads", "float64", "anomaly", "tiny_batches", "checkpoint", "fsync", "archive", "validation", "growing",
+         "statistics", "averaging", "sync_batchnorm", "tiny_buckets", "straggler", "slow_loader")  # fmt: skip
 """Which key sign counts first: settings and counts, which no neighbour disturbs, before times."""
 
 

@@ -7,6 +7,8 @@ DDP refuses hooks whose annotations are strings, so there is no `from __future__
 """
 
 import copy
+import ctypes
+import itertools
 import os
 import statistics
 import tempfile
@@ -124,16 +126,37 @@ def ops(admit: Admit, rank: Rank, n: int) -> Findings:
 
 
 def memory(admit: Admit, rank: Rank, n: int) -> Findings:
-    """Resident bytes of rank 0: at the end, and by how much they grow in a step."""
-    process, seen = psutil.Process(), []
+    """Bytes that rank 0 holds: at the end, and by how much they grow in a step."""
+    seen = []
     with patients(admit()) as (p,):
         p.go(2 * WARM)
         for _ in range(n):
             p.go()
-            seen.append(process.memory_info().rss)
-    third = max(1, n // 3)
-    growth = (statistics.median(seen[-third:]) - statistics.median(seen[:third])) / max(1, n - third)
-    return rank.gather({"resident MB": seen[-1] / 1e6, "growth MB per step": growth / 1e6})[0]
+            seen.append(held_bytes())
+    growth = statistics.median(b - a for a, b in itertools.pairwise(seen))
+    resident = psutil.Process().memory_info().rss
+    return rank.gather({"resident MB": resident / 1e6, "growth MB per step": growth / 1e6})[0]
+
+
+class _Mallinfo(ctypes.Structure):
+    """struct mallinfo2 of malloc.h (glibc 2.33 and later)."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
+                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]  # fmt: skip
+
+
+def held_bytes() -> int:
+    """Bytes in use by this process as its allocator counts them; freed memory that it keeps is not among them.
+
+    Where the allocator does not tell, resident memory, which hides what grows into memory that was freed before.
+    """
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return psutil.Process().memory_info().rss
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
 
 
 def arrivals(admit: Admit, rank: Rank, n: int) -> Findings:
