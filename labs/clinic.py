@@ -37,7 +37,8 @@ from labs.parts.clinic.patients import Patient
 Measure = Literal["steps", "shares", "ops", "memory", "arrivals", "cores", "disk", "census", "traffic", "same_batch",
                   "batch", "alone"]  # fmt: skip
 CAUSE, GAIN, PER_SECOND = 60, 40, 2  # points for the cause, for the gain at best; points that a second costs
-ADMISSION_STEPS = 8
+ADMISSION_STEPS, LEAST_STEPS = 8, 6
+STEPS_S = 1.0  # that the steps of a measurement may take in all, before there are fewer of them
 ROOM_SEEDS = (3, 8, 12, 1, 17, 6, 14, 10)
 """For an instructor: the same patients for everybody, from easy to hard; see `python -m labs.clinic --examine`."""
 
@@ -78,13 +79,12 @@ class Config:
         unknown = sorted(set(self.kinds) - set(BY_NAME))
         require(not unknown, f"kinds: there is no {', '.join(unknown)}; there are {', '.join(known)}")
         require(not self.diagnose or illnesses.recognised(self.diagnose) is not None,
-                f"diagnose {self.diagnose!r:.60} is no cause that is known here: "
+                f"diagnose {self.diagnose!r:.60} is no cause that is known here, or more than one: "
                 f"{did_you_mean(self.diagnose, BY_NAME)}there are {', '.join(consultant.ORDER)}, healthy")  # fmt: skip
 
-    @property
-    def taken(self) -> int:
-        """Steps of each measurement."""
-        return 4 if self.smoke else self.steps
+    def taken(self, step_s: float) -> int:
+        """Steps of a measurement: fewer of long ones."""
+        return 4 if self.smoke else min(self.steps, max(LEAST_STEPS, round(STEPS_S / step_s)))
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -105,9 +105,11 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     illness = illnesses.draw(config.seed)
     with tempfile.TemporaryDirectory() as folder:
         admit = partial(Patient, illnesses.source(illness), rank, config.seed, Path(folder))
-        yield from admission(admit, rank)
+        seen = admission(admit, rank)
+        yield from seen
+        steps = config.taken(rank.slowest([seen[0].value])[0])
         for done, name in enumerate(config.measure, 1):
-            found, price_s = bought(name, admit, config, rank)
+            found, price_s = bought(name, admit, steps, rank)
             yield rank.record("price_s", "s", price_s, measure=name)
             for what, value in found.items():
                 yield rank.record("finding", "", value, measure=name, what=what)
@@ -119,24 +121,26 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
             yield from treatment(illness, named, config, rank, Path(folder))
 
 
-def admission(admit: measurements.Admit, rank: Rank) -> Iterator[Record]:
+def admission(admit: measurements.Admit, rank: Rank) -> list[Record]:
     """What everybody sees, for nothing: step times and losses of rank 0, and what `top` says of each rank."""
     with measurements.patients(admit()) as (p,):
         p.go(2)
         start, cpu = time.perf_counter(), time.process_time()
         p.go(ADMISSION_STEPS)
         busy = (time.process_time() - cpu) / (time.perf_counter() - start)
-        yield rank.record("step_s", "s", rank.gather(p.steps[2:])[0])
-        yield rank.record("loss", "nats", rank.gather(p.losses)[0])
-        yield rank.record("busy", "cores", rank.gather(busy))
-        yield rank.record("batch", "samples", p.batch)
+    return [
+        rank.record("step_s", "s", rank.gather(p.steps[2:])[0]),
+        rank.record("loss", "nats", rank.gather(p.losses)[0]),
+        rank.record("busy", "cores", rank.gather(busy)),
+        rank.record("batch", "samples", p.batch),
+    ]
 
 
-def bought(name: str, admit: measurements.Admit, config: Config, rank: Rank) -> tuple[Findings, float]:
+def bought(name: str, admit: measurements.Admit, steps: int, rank: Rank) -> tuple[Findings, float]:
     """What a measurement finds, and the seconds that it took."""
     rank.barrier()
     start = time.perf_counter()
-    found = MEASUREMENTS[name](admit, rank, config.taken)
+    found = MEASUREMENTS[name](admit, rank, steps)
     [price_s] = rank.slowest([time.perf_counter() - start])
     return found, price_s
 
@@ -170,8 +174,9 @@ def examine(config: Config, rank: Rank) -> Iterator[Record]:
         with tempfile.TemporaryDirectory() as folder:
             admit = partial(Patient, illnesses.source(illness), rank, seed, Path(folder))
             case, found = {"patient": illness.name, "of_seed": seed}, {}
+            steps = config.taken(rank.slowest([admission(admit, rank)[0].value])[0])
             for name in MEASUREMENTS:
-                found[name], price_s = bought(name, admit, config, rank)
+                found[name], price_s = bought(name, admit, steps, rank)
                 yield rank.record("price_s", "s", price_s, measure=name, **case)
                 signs = consultant.signs(name, found[name])
                 yield rank.record("signs", "signs", len(signs), measure=name, read=signs,
@@ -392,14 +397,22 @@ def blind_kept(run: Records) -> dict[tuple[str, int], bool]:
 
 
 def cures(run: Records) -> Iterator[str]:
-    """Per illness: the median gain of its cure over the seeds beside the median promise."""
+    """Per patient: the median gain of its cure over the seeds, beside the median promise."""
     for name in dict.fromkeys(r.case["patient"] for r in run.where("gain")):
         gains = [measure.estimate(r.samples, "x") for r in run.where("gain", patient=name)]
         promised = [r.value for r in run.where("promised", patient=name)]
         told = f"promised {statistics.median(promised):.2f}x, " if promised else "no promise, "
         middle = sorted(gains, key=lambda e: e.value)[len(gains) // 2]
-        half = not promised or middle.high - 1 >= (statistics.median(promised) - 1) / 2
-        yield f"{name}: {told}the cure gave {_times(middle)}{'' if half else ': less than half of it'}"
+        yield f"{name}: {told}the cure gave {_times(middle)}{_half(middle, promised)}"
+
+
+def _half(gain: Estimate, promised: list[float]) -> str:
+    """Whether this is at least half of what was promised, of what a patient gains."""
+    if not promised or (least := (statistics.median(promised) - 1) / 2) <= 0:
+        return ""
+    if gain.low - 1 >= least:
+        return ": at least half of it"
+    return ": less than half of it" if gain.high - 1 < least else ": half of it or not cannot be told"
 
 
 # At a terminal

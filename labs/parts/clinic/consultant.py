@@ -36,7 +36,8 @@ def foreign(f: Findings) -> str:
     """An operator that a training of this kind has no use for and that takes a tenth of all; "" for none."""
     for name, share in f.items():
         operator = name.removeprefix("share of ")
-        if name != operator and share > 0.1 and not any(word in operator.lower() for word in OF_TRAINING):
+        bare = operator.removeprefix("aten::").lstrip("_").lower()
+        if name != operator and share > 0.1 and bare != "t" and not bare.startswith(OF_TRAINING):
             return operator
     return ""
 
@@ -83,8 +84,8 @@ def _alone(f: Findings) -> dict[str, bool]:
 RULES = {"steps": _steps, "shares": _shares, "ops": _ops, "memory": _memory, "arrivals": _arrivals, "cores": _cores,
          "disk": _disk, "census": _census, "traffic": _traffic, "same_batch": _same_batch, "batch": _batch,
          "alone": _alone}  # fmt: skip
-ORDER = ("threads", "float64", "anomaly", "tiny_batches", "checkpoint", "fsync", "archive", "validation", "statistics",
-         "growing", "averaging", "sync_batchnorm", "tiny_buckets", "straggler", "slow_loader")  # fmt: skip
+ORDER = ("threads", "float64", "anomaly", "tiny_batches", "checkpoint", "fsync", "archive", "validation", "growing",
+         "statistics", "averaging", "sync_batchnorm", "tiny_buckets", "straggler", "slow_loader")  # fmt: skip
 """Which key sign counts first: settings and counts, which no neighbour disturbs, before times."""
 
 

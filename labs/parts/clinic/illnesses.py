@@ -57,13 +57,14 @@ ILLNESSES = (
     Illness("float64", "everything is computed in 64 bits", "set_default_dtype(torch.float32)",
             "set_default_dtype(torch.float64)", "census", "float64", ("disk", "same_batch", "cores"),
             "all parts of a step are slow alike", "04", ("double", "dtype", "64 bit", "precision")),
-    Illness("threads", "two threads on one core: each rank takes as many as the machine has", "set_num_threads(1)", "set_num_threads(2)", "cores", "threads",
+    Illness("threads", "two threads on one core", "set_num_threads(1)", "set_num_threads(2)", "cores", "threads",
             ("same_batch", "disk", "traffic"), "top shows a busy core; forward and backward crawl", "02",
             ("oversubscription", "num_threads", "omp")),
     Illness("anomaly", "autograd's anomaly detection was left on", "set_detect_anomaly(False)",
             "set_detect_anomaly(True)", "census", "anomaly", ("disk", "same_batch", "traffic"),
             "forward and backward are slow, the arithmetic is the same", "01", ("detect_anomaly", "debug")),
-    Illness("validation", "the validation runs after every step", "step % 500", "step % 1", "ops", "extra forwards",
+    Illness("validation", "the validation runs after every step", "validate_every = 500", "validate_every = 1",
+            "ops", "extra forwards",
             ("same_batch", "traffic", "disk"), "time is lost between the steps' own parts", "01",
             ("evaluate", "evaluation", "eval")),
     Illness("statistics", "the median of every weight and gradient is logged each step", KEPT,
@@ -75,7 +76,8 @@ ILLNESSES = (
     Illness("fsync", "each row of the log is forced to disk", "durable=False", "durable=True",
             "disk", "fsync", ("same_batch", "traffic", "ops"), "the core is idle part of the time, the wire too", "05",
             ("log", "logging", "flush")),
-    Illness("checkpoint", "a checkpoint is written after each step", "step % 1000", "step % 1", "disk", "writes",
+    Illness("checkpoint", "a checkpoint is written after each step", "save_every = 1000", "save_every = 1",
+            "disk", "writes",
             ("same_batch", "traffic", "cores"), "the disk is busy all the time", "05", ("save", "saving", "state")),
     Illness("sync_batchnorm", "BatchNorm is synchronised over the ranks, though a rank's batch is large enough",
             "DistributedDataParallel(model,", "DistributedDataParallel(synchronised(model),", "traffic",
@@ -158,28 +160,33 @@ def treated(patient: Illness, named: str) -> str:
     return healthy_source() if named == patient.name and patient in ILLNESSES else source(patient)
 
 
+@cache
+def _vocabulary() -> dict[str, str]:
+    """{word or words: the illness that they mean}"""
+    known: dict[str, str] = {}
+    for illness in ILLNESSES + WELL[:1]:
+        for word in (illness.name, illness.cause, *illness.words):
+            known.setdefault(_plain(word), illness.name)
+    return known
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s_\-]+", " ", text.casefold()).strip()
+
+
 def recognised(answer: str) -> str | None:
     """Name of the illness that a free answer means, "healthy" for none; None if it means none or more than one.
 
     A name, a word of the table, the cause or the changed line itself; small slips of the pen are forgiven.
     """
-    text = re.sub(r"[\s_\-]+", " ", answer.casefold()).strip()
-    if not text:
-        return None
-    known: dict[str, str] = {}
-    for illness in ILLNESSES + WELL[:1]:
-        for word in (illness.name, illness.cause, *illness.words):
-            known.setdefault(re.sub(r"[\s_\-]+", " ", word.casefold()), illness.name)
-        if illness in ILLNESSES and illness.sick in answer:
-            return illness.name
+    text, known = _plain(answer), _vocabulary()
     if text in known:
         return known[text]
-    inside = {name for word, name in known.items() if re.search(rf"\b{re.escape(word)}\b", text)}
-    longest = [w for w in known if re.search(rf"\b{re.escape(w)}\b", text)]
-    if len(inside) > 1:  # "validation loss log": the most telling word decides if it is an illness's own name
-        names = {known[w] for w in longest if w == known[w].replace("_", " ")}
-        return names.pop() if len(names) == 1 else None
-    if inside:
-        return inside.pop()
+    if line := next((i.name for i in ILLNESSES if i.sick in answer), None):
+        return line
+    words = [w for w in known if re.search(rf"\b{re.escape(w)}(s|es|d|ed)?\b", text)]
+    meant = {known[w] for w in words if not any(w != longer and w in longer for longer in words)}
+    if meant:
+        return meant.pop() if len(meant) == 1 else None
     near = difflib.get_close_matches(text, known, n=1, cutoff=0.8)
     return known[near[0]] if near else None

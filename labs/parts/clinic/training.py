@@ -43,6 +43,8 @@ def train(rank: int, ranks: int, seed: int, folder: Path) -> Iterator[tuple[floa
     model = DistributedDataParallel(model, bucket_cap_mb=25)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     log = Log(folder / f"log-{rank}.txt", durable=False)
+    validate_every = 500
+    save_every = 1000
     history, step = [], 0
     for epoch in count():
         sampler.set_epoch(epoch)
@@ -64,8 +66,8 @@ def train(rank: int, ranks: int, seed: int, folder: Path) -> Iterator[tuple[floa
             step += 1
             history.append(loss.detach())
             log.write(step, output.detach().mean(0))
-            if step % 500 == 0:
+            if step % validate_every == 0:
                 evaluate(model, images, labels)
-            if step % 1000 == 0:
+            if step % save_every == 0:
                 save(model, optimizer, folder / f"checkpoint-{rank}.pt")
             yield loss.item(), len(x)
