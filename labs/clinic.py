@@ -319,7 +319,8 @@ class Case:
 
     def diagnose(self, cause: str, gain: float | None = None) -> Verdict:
         """Say what it is, and how many times as fast its cure makes it: the cure is applied and measured."""
-        run = self._run(diagnose=cause, gain=gain)
+        given = None if gain is None or gain != gain else float(gain)  # NaN: nothing was predicted
+        run = self._run(diagnose=cause, gain=given)
         self.records += run
         found = verdict(run, self.price_s, len(self.bought))
         print(found)

@@ -43,8 +43,8 @@ DYNAMIC = {"auto": None, "static": False, "dynamic": True}
 class Config:
     """What is compiled, and how long its steps are timed."""
 
-    model: str = "blocks"
-    """"blocks", two small matrix products among many pointwise operations; or one of labs.models.MODELS; or
+    model: str = "block"
+    """"block", small matrix products among many pointwise operations; or one of labs.models.MODELS; or
     package.module:factory."""
     batch_size: int = 4096
     """Samples of a step."""
@@ -61,7 +61,7 @@ class Config:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(2 <= self.shapes <= 64, f"shapes must be from 2 to 64, not {self.shapes}")
         measure.require_budget(self.seconds, self.rounds)
-        models.require_known(self.model, besides=("blocks",))
+        models.require_known(self.model, besides=("block",))
 
 
 def predict(startup_s: float, eager_s: float, compiled_s: float) -> float:
@@ -82,13 +82,13 @@ class Block(nn.Module):
         return x + y * torch.sigmoid(1.702 * y) + 0.1 * torch.sin(y) * y - 0.05 * y.square().clamp(max=3.0)
 
 
-def blocks() -> models.Workload:
-    """Two blocks and a linear head on random rows: little to multiply, much to fuse."""
+def block() -> models.Workload:
+    """A block and a linear head on random rows: little to multiply, much to fuse."""
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(batch_size, 32), torch.randint(10, (batch_size,))
 
-    return models.Workload(nn.Sequential(Block(), Block(), nn.Linear(32, 10)), make_batch, nn.functional.cross_entropy)
+    return models.Workload(nn.Sequential(Block(), nn.Linear(32, 10)), make_batch, nn.functional.cross_entropy)
 
 
 def cannot_compile(device: torch.device) -> str:
@@ -140,7 +140,7 @@ def _steps(config: Config, rank: Rank) -> Iterator[Record]:
     if why:
         yield rank.record("not_possible", "1", 1.0, rank=0, why=why)
         return
-    workload = blocks() if config.model == "blocks" else models.build(config.model)
+    workload = block() if config.model == "block" else models.build(config.model)
     workload.module.to(rank.device)
     x, y = (t.to(rank.device) for t in workload.make_batch(config.batch_size))
     eager, codes = workload.module, []
