@@ -96,18 +96,23 @@ def habits(run: Records) -> pandas.DataFrame:
 ASKED = {"auto": "as it comes", "static": "dynamic=False", "dynamic": "dynamic=True"}
 
 
-def recompiles(run: Records) -> None:
-    """Compilations so far, after a step of each new batch size."""
+def recompiles(run: Records, guess: Prediction) -> None:
+    """Compilations so far, after a step of each new batch size; `guess`: their number with dynamic=False."""
     made = {r.case["dynamic"]: r.samples for r in run.where("graphs")}
     shapes = len(made["static"])
-    message = f"{shapes} batch sizes: " + ", ".join(f"{made[k][-1]:.0f} compilations {ASKED[k]}" for k in made)
+    counts = ", ".join(f"{made[k][-1]:.0f} {ASKED[k]}" for k in made)
+    message = f"Compilations for {shapes} batch sizes: {counts}"
     fig, ax = figure(message, xlabel="different batch sizes so far", ylabel="compilations so far", records=run,
                      size=(7.0, 3.2), legend_below=True)  # fmt: skip
     for k, samples in made.items():
         points(ax, range(1, shapes + 1), samples, label=ASKED[k], line=True)
+    prediction(ax, shapes, guess)
     ax.set_ylim(bottom=0)
     show(fig, alt=f"{message}. Compilations are counted after a step of each batch size.")
+    lines = [guess.against(made["static"][-1])] if guess == guess else []
     if made["static"][-1] < shapes:
         limit = made["static"][-1]
-        say(f"* With `dynamic=False` torch gave up after {limit:.0f} compilations: the sizes after that ran eagerly, "
-            "without a word (`torch._dynamo.config.recompile_limit`).")  # fmt: skip
+        lines.append(f"With `dynamic=False` torch gave up after {limit:.0f} compilations: later sizes ran eagerly, with a "
+                     "warning in the log (`torch._dynamo.config.recompile_limit`).")  # fmt: skip
+    if lines:
+        say("\n".join(f"* {line}" for line in lines))
