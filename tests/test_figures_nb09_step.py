@@ -93,7 +93,7 @@ def test_what_is_planted_is_counted_within_ten_percent(shown, factor, near):
 
 
 def cost_run(on):
-    found = [made("cost_step_s", [0.01] * 8, profiler="off")]
+    found = [made("cost_step_s", [0.01] * 9, profiler="off")]
     for name in list(profile_step.SETTINGS)[1:]:
         found.append(made("cost_step_s", [0.01 * f for f in on], profiler=name))
         found += [made("trace_bytes", 50e3, profiler=name, unit="B"), made("trace_events", 200.0, profiler=name)]
