@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from labs.parts.clinic.illnesses import BY_NAME, ILLNESSES
 from labs.parts.clinic.measurements import OF_TRAINING, Findings
 
-FREE_DATA, LARGER, THREADED = 1.18, 2.6, 1.3  # ratios from which a reading is a sign
+FREE_DATA, WAITING, LARGER, SMALL, THREADED = (
+    1.1,
+    0.1,
+    1.8,
+    16,
+    1.3,
+)  # from which a reading is a sign: ratios, a share, samples
 
 
 def signs(measurement: str, found: Findings) -> list[str]:
@@ -70,11 +76,11 @@ def _traffic(f: Findings) -> dict[str, bool]:
 
 
 def _same_batch(f: Findings) -> dict[str, bool]:
-    return {"data": f["gain if data were free"] > FREE_DATA}
+    return {"data": f["gain if data were free"] > FREE_DATA and f["share of waiting for data"] > WAITING}
 
 
 def _batch(f: Findings) -> dict[str, bool]:
-    return {"tiny": f["gain of a batch 4 x as large"] > LARGER}
+    return {"tiny": f["gain of a batch 4 x as large"] > LARGER and f["samples"] <= SMALL}
 
 
 def _alone(f: Findings) -> dict[str, bool]:
@@ -122,7 +128,7 @@ def promised(cause: str, findings: Mapping[str, Findings]) -> float | None:
     if cause in ("fsync", "checkpoint"):
         return _without(key.get("share of waiting"))
     if cause in ("sync_batchnorm", "averaging"):
-        return _without(key.get("share of other collectives"))
+        return key.get("step over one without other collectives")
     if cause == "straggler":
         return _without(max(key.values(), default=None))
     if cause == "tiny_buckets":

@@ -8,6 +8,7 @@ DDP refuses hooks whose annotations are strings, so there is no `from __future__
 
 import copy
 import ctypes
+import functools
 import itertools
 import os
 import statistics
@@ -16,6 +17,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -268,7 +270,7 @@ def census(admit: Admit, rank: Rank, n: int) -> Findings:
 def traffic(admit: Admit, rank: Rank, n: int) -> Findings:
     """Per step of rank 0: DDP's buckets, other collectives, bytes of both against the parameters', time of the latter.
 
-    And the step's time over that with DDP's own choice of buckets, in turn.
+    And the step's time over that with DDP's own choice of buckets, and without the other collectives, in turn.
     """
     watch, others, real = Exchange(), Counter(), dist.all_reduce
 
@@ -291,7 +293,17 @@ def traffic(admit: Admit, rank: Rank, n: int) -> Findings:
              "share of other collectives": others["seconds"] / step_s}  # fmt: skip
     with patients(admit(), admit(DistributedDataParallel=default_buckets)) as (p, q):
         found["step over default buckets"] = _in_turn(p, q, rank, n)
+    if others["calls"]:
+        with patients(admit(), admit()) as (p, q):
+            q.go = functools.partial(_silenced, q.go)  # type: ignore[method-assign]
+            found["step over one without other collectives"] = _in_turn(p, q, rank, n)
     return rank.gather(found)[0]
+
+
+def _silenced(go: Callable[[int], None], steps: int = 1) -> None:
+    """Steps whose collectives do nothing, but for those of DDP, which are not called from Python."""
+    with mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: None):
+        go(steps)
 
 
 def default_buckets(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
@@ -331,15 +343,29 @@ class Alone(torch.nn.Module):
 
 
 def same_batch(admit: Admit, rank: Rank, n: int) -> Findings:
-    """The step's time over that of steps that take the same batch again, in turn: what free data would give."""
-    with patients(admit(), admit(DataLoader=OneBatch)) as (p, q):
-        return {"gain if data were free": _in_turn(p, q, rank, n)}
+    """The step's time over that of steps that take the same batch again, in turn: what free data would give.
+
+    And the share of a step in which rank 0 waits for its batch.
+    """
+    waits: list[float] = []
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if name == "data":
+            waits.append(time.perf_counter() - start)
+
+    with patients(admit(part=part), admit(DataLoader=OneBatch)) as (p, q):
+        gain = _in_turn(p, q, rank, n)
+        share = statistics.median(waits) / statistics.median(p.steps)
+    return rank.gather({"gain if data were free": gain, "share of waiting for data": share})[0]
 
 
 def batch(admit: Admit, rank: Rank, n: int) -> Findings:
-    """Samples per second of batches four times as large, over those of this patient, in turn."""
+    """Samples in a batch, and samples per second of batches four times as large, over this patient's, in turn."""
     with patients(admit(), admit(DataLoader=LargeBatches)) as (p, q):
-        return {"gain of a batch 4 x as large": _in_turn(p, q, rank, n // 2)}
+        return {"gain of a batch 4 x as large": _in_turn(p, q, rank, n // 2), "samples": p.batch}
 
 
 def alone(admit: Admit, rank: Rank, n: int) -> Findings:
