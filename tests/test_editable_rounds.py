@@ -190,3 +190,34 @@ def test_07_without_error_feedback_less_is_learned():
     kept, everything = nats(run("07", "edit-feedback")[0])
     lost, same = nats(run("07", "edit-feedback", ("gradient = gradient + left_out", "pass"))[0])
     assert everything == same and everything < kept < lost
+
+
+def timers(told):
+    """{rank: {column: ms}} of the table, and the rank that is last most often."""
+    head, *rows, last = told.splitlines()
+    columns = ["data", "forward", "backward", "optimizer", "whole step", "arrives"]
+    assert all(column in head for column in columns)
+    found = {int(r.split()[0]): dict(zip(columns, map(float, r.split()[1:]), strict=True)) for r in rows}
+    return found, int(re.search(r"rank (\d)", last)[1])
+
+
+def test_09_a_rank_that_is_late_in_backward_is_named_by_its_arrival():
+    def once():
+        return timers(run("09", "edit-late")[0])
+
+    def named(seen):
+        found, last = seen
+        return last == 1 and found[0]["arrives"] < 15 < found[1]["arrives"] and found[0]["backward"] > 40
+
+    assert holds_soon(named, once(), once)
+
+
+def test_09_late_in_data_shows_in_that_ranks_own_timer():
+    def once():
+        return timers(run("09", "edit-late", ('place == "backward"', 'place == "data"'))[0])
+
+    def shown(seen):
+        found, last = seen
+        return last == 1 and found[1]["data"] >= 30 > found[0]["data"]
+
+    assert holds_soon(shown, once(), once)

@@ -24,7 +24,8 @@ def break_even(run: Records, guess: Prediction) -> None:
         return
     found = {cache: compiled_step.break_even(run, cache) for cache in CACHES}
     start = {cache: compiled_step.startup_s(run, cache) for cache in CACHES}
-    eager, compiled = (estimate(run.one("step_s", way=way).samples).value for way in ("eager", "compiled"))
+    eager = estimate(run.one("step_s", way="eager").samples).value
+    compiled = eager * compiled_step.gain(run).value  # as break_even does: steps that took turns
     pays = {cache: e for cache, e in found.items() if math.isfinite(e.high)}
     last = 1.6 * (found["empty"].value if "empty" in pays else start["empty"] / eager)
     message = f"With an empty cache, compiling has paid after {compiled_step.in_steps(found['empty'])}"
@@ -40,6 +41,7 @@ def break_even(run: Records, guess: Prediction) -> None:
             steps = found[cache].value
             ax.plot([steps], [steps * eager], marker="o", markersize=11, markerfacecolor="none", color="black")
     ax.set_xlim(-0.02 * last, last)
+    ax.xaxis.set_major_formatter(lambda steps, _: f"{steps:,.0f}")
     ax.set_ylim(bottom=0)
     if guess == guess and 0 <= float(guess) <= last:
         prediction(ax, float(guess), float(guess) * eager)
@@ -112,7 +114,7 @@ def recompiles(run: Records, guess: Prediction) -> None:
     lines = [guess.against(made["static"][-1])] if guess == guess else []
     if made["static"][-1] < shapes:
         limit = made["static"][-1]
-        lines.append(f"With `dynamic=False` torch gave up after {limit:.0f} compilations: later sizes ran eagerly, with a "
-                     "warning in the log (`torch._dynamo.config.recompile_limit`).")  # fmt: skip
+        lines.append(f"With `dynamic=False` torch gave up after {limit:.0f} compilations: later sizes ran eagerly, "
+                     "with a warning in the log (`torch._dynamo.config.recompile_limit`).")  # fmt: skip
     if lines:
         say("\n".join(f"* {line}" for line in lines))

@@ -72,24 +72,25 @@ def timers_and_arrivals(run: Records, guess: Prediction) -> None:
     late = {r.case["of_rank"]: estimate([1e3 * s for s in r.samples], "ms")
             for r in run.where("late_s", late="one rank")}  # fmt: skip
     message = message_of(run)
-    fig, first = figure(message, xlabel="own timer: ms of a step", ylabel="rank", records=run, size=(7.4, 3.0))
+    fig, first = figure(
+        message, xlabel="own timer: ms of a step", ylabel="rank", records=run, size=(7.4, 3.2), legend_below=True
+    )
     first.remove()
     axes = fig.subplots(1, 2, sharey=True)
-    names = [str(rank) for rank in own]
+    names, planted = [str(rank) for rank in own], run.where("planted_s")[0].case["of_rank"]
     for ax, found, label in zip(axes, (own, late), ("own timer: ms of a step", "arrival: ms after the first"),
                                 strict=True):  # fmt: skip
-        bars(ax, names, found.values(), label="")
-        ax.set_xlim(0, 1.25 * max(1.0, *(e.high for e in found.values())))
+        bars(ax, names, found.values(), label="" if ax is axes[0] else "_")
+        ax.set_xlim(0, 1.25 * max(1.0, float(guess) if guess == guess and ax is axes[0] else 1.0,
+                                  *(e.high for e in found.values())))  # fmt: skip
         ax.set_xlabel(label)
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="x", color="#E3E3E3")
-        if ax.get_legend() is None:
-            ax.legend(loc="lower right", fontsize=9)
     axes[0].set_ylabel("rank")
-    planted = run.where("planted_s")[0].case["of_rank"]
-    prediction(axes[0], float(guess), planted)
+    on_time = next((rank for rank in own if rank != planted), planted)
+    prediction(axes[0], float(guess), on_time)
     show(fig, alt=f"{message}. Own timers: {_listed(own)}. After the first to arrive: {_listed(late)}.")
-    say("\n".join(f"* {line}" for line in [*_guess_text(own, guess), *last_to_arrive.answer(run)]))
+    say("\n".join(f"* {line}" for line in [*_guess_text(own[on_time], guess), *last_to_arrive.answer(run)]))
 
 
 def message_of(run: Records) -> str:
@@ -107,8 +108,8 @@ def _listed(found: dict[int, Estimate]) -> str:
     return ", ".join(f"rank {r} {e}" for r, e in found.items())
 
 
-def _guess_text(own: dict[int, Estimate], guess: Prediction) -> list[str]:
-    return [] if guess != guess else [guess.against(max(own.values(), key=lambda e: e.value))]
+def _guess_text(on_time: Estimate, guess: Prediction) -> list[str]:
+    return [] if guess != guess else [guess.against(on_time)]
 
 
 def phases(run: Records, case: str = "one rank") -> pandas.DataFrame:

@@ -1,4 +1,4 @@
-"""What the clinic's measurements can see, and which illnesses of the trade a CPU does not feel: tables of notebook 09."""
+"""What the clinic's measurements answer, and illnesses of the trade that a CPU does not feel: tables of notebook 09."""
 
 from __future__ import annotations
 
