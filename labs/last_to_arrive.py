@@ -14,7 +14,6 @@ DDP refuses hooks whose annotations are strings, so there is no `from __future__
 
 import random
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from labs.kit.record import Record, Records
 from labs.parts.planning import slowest
 from labs.parts.profiling import late_training
 from labs.parts.profiling.late_training import PHASES, Training
+from labs.parts.timing.moments import now, seconds_between
 
 CASES = ("nobody", "one rank", "any rank")
 COST_PART = 0.2  # of the seconds: for what the note costs
@@ -90,30 +90,16 @@ def note_wait(waits: list, bucket: dist.GradBucket) -> torch.futures.Future[Tens
     No clock is shared: the end is the same for all, so the rank with the shortest wait was the last to arrive. On a GPU
     the two moments are events of its streams, and nobody waits for them: read them when the training has ended.
     """
-    arrived = moment(bucket.buffer().device) if bucket.is_last() else None  # its last gradient is there
+    arrived = now(bucket.buffer().device) if bucket.is_last() else None  # its last gradient is there
     averaged = allreduce_hook(dist.group.WORLD, bucket)
     if arrived is None:
         return averaged
 
     def over(future: torch.futures.Future) -> Tensor:
-        waits.append((arrived, moment(bucket.buffer().device)))
+        waits.append((arrived, now(bucket.buffer().device)))
         return future.value()
 
     return averaged.then(over)
-
-
-def moment(device: torch.device) -> object:
-    """Now: of the host's clock, or an event in the GPU's current stream."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(start: object, end: object) -> float:
-    """Seconds between two moments. The device must have been synchronised since."""
-    return end - start if isinstance(start, float) else 1e-3 * start.elapsed_time(end)
 
 
 def late_by(waits: list[list[float]]) -> list[tuple[float, ...]]:
@@ -256,6 +242,11 @@ def cost(run: Records) -> Estimate:
     return measure.estimate([a - b for a, b in zip(noting, plain, strict=True)], "s")
 
 
+def is_shown(found: Estimate) -> bool:
+    """Whether these samples, if there are enough of them, tell this cost from nothing."""
+    return found.n >= measure.fewest() and measure.differs(found, 0.0)
+
+
 def answer(run: Records) -> Iterator[str]:
     """What the timers say, whom the arrivals name, what it costs, and what knowing it costs."""
     if run[0].layout["world_size"] == 1:
@@ -280,7 +271,7 @@ def answer(run: Records) -> Iterator[str]:
         yield (f"{case.capitalize()} late: a step takes {added(run, case)} longer in the mean; the formula says "
                f"{1e3 * formula:.1f} ms, and {1e3 * drawn:.1f} ms for the delays that were drawn.")  # fmt: skip
     noting = cost(run)
-    shown = f"adds {noting} to a step" if measure.differs(noting, 0.0) else f"costs less than can be shown ({noting})"
+    shown = f"adds {noting} to a step" if is_shown(noting) else f"costs less than can be shown ({noting})"
     yield f"The note of one wait per step {shown}."
 
 

@@ -16,6 +16,7 @@ from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.record import Record, Records
 from labs.parts.profiling import late_training
+from labs.parts.timing import moments
 
 GUESS = predict(60.0, "own timer of the late rank", unit="ms")
 LAYOUT = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}
@@ -83,6 +84,7 @@ def test_the_answer_says_what_the_records_can_tell():
         "Arrivals name rank 1" in said and "no rank is singled out" in said and "costs less than can be shown" in said
     )
     assert "cannot tell for sure" in " ".join(lab.answer(made(late_ms=0.0, n=8)))
+    assert "costs less than can be shown" in " ".join(lab.answer(made(cost_ms=2.0, n=2))), "two steps show nothing"
     assert "adds 1.98 ms" in " ".join(lab.answer(made(cost_ms=2.0)))
 
 
@@ -233,3 +235,29 @@ def test_the_figures_are_drawn():
             patch.setattr(figures_timeline, "say", lambda text: None)
             draw(run, *([GUESS] if draw is figures_timeline.timers_and_arrivals else []))
         assert 1000 < len(pictures[0]) < 60_000
+
+
+class FakeEvent:
+    """An event of a GPU whose clock, in ms, goes on by 5 with each record."""
+
+    clock_ms = 0.0
+
+    def __init__(self, device, enable_timing):
+        assert enable_timing, "events without timing have no elapsed_time"
+        self.at_ms = None
+
+    def record(self):
+        FakeEvent.clock_ms += 5.0
+        self.at_ms = FakeEvent.clock_ms
+
+    def elapsed_time(self, end):
+        """ms, as CUDA's events give them."""
+        return end.at_ms - self.at_ms
+
+
+def test_on_a_gpu_the_moments_are_events_and_seconds_come_from_their_ms(monkeypatch):
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    device = torch.device("meta")  # any that is not the CPU
+    first, second = moments.now(device), moments.now(device)
+    assert isinstance(first, FakeEvent) and moments.seconds_between(first, second) == pytest.approx(0.005)
+    assert isinstance(moments.now(torch.device("cpu")), float) and moments.seconds_between(1.0, 3.5) == 2.5

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from labs import last_to_arrive as lab
 from labs.parts.profiling import late_training
 from labs.parts.profiling.late_training import PHASES
+from labs.parts.timing.moments import seconds_between
 
 Delay = Callable[[int, int, str], float | None]
 WARM_UP, STEPS = 3, 10
@@ -27,7 +28,7 @@ def train(delay: Delay) -> dict:
     for step in range(-WARM_UP, STEPS):
         late = {place: 1e-3 * float(delay(rank, step, place) or 0) for place in PHASES} if step >= 0 else {}
         timers.append(training.step(late))
-    kept = [lab.seconds_between(*noted) for noted in waits[WARM_UP:]]
+    kept = [seconds_between(*noted) for noted in waits[WARM_UP:]]
     return {"timers": timers[WARM_UP:], "waits": kept}
 
 

@@ -9,7 +9,7 @@ import pandas
 from labs import last_to_arrive, rank_timeline
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.measure import Estimate, differs, estimate
+from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import bars, figure, prediction, show
 from labs.kit.record import Records
 from labs.parts.data_parallel import step_timeline
@@ -130,7 +130,7 @@ def costs(run: Records) -> pandas.DataFrame:
         rows[f"late: {case}"] = {"formula": f"{1e3 * formula:.1f} ms", "for the delays drawn": f"{1e3 * drawn:.1f} ms",
                                  "by the clock": str(last_to_arrive.added(run, case))}  # fmt: skip
     noting = last_to_arrive.cost(run)
-    shown = str(noting) if differs(noting, 0.0) else f"not shown: {noting}"
+    shown = str(noting) if last_to_arrive.is_shown(noting) else f"not shown: {noting}"
     rows["noting the wait"] = {"formula": "", "for the delays drawn": "", "by the clock": shown}
     table = pandas.DataFrame(rows).T
     table.columns.name = "longer step, in the mean"

@@ -33,7 +33,7 @@ class Offset:
     high: float
     """It cannot be more."""
     spread: float
-    """Half of the width of the shorter half of what single collectives say."""
+    """Half of the width of the shorter half of what single collectives say, or of what is certain, if that is less."""
     collectives: int
     how: How
 
@@ -68,7 +68,7 @@ def offset_of(reference: RankTrace, other: RankTrace) -> Offset:
         raise BadInput(f"{other.path} and {reference.path} contradict each other: in no order of two clocks can their "
                        "collectives be the same ones. Give traces of one run, with the same steps")  # fmt: skip
     seen, spread = shorter_half([b.end - a.end for a, b in pairs])
-    seen = min(max(seen, low), high)
+    seen, spread = min(max(seen, low), high), min(spread, (high - low) / 2)
     alike = bool(reference.host) and reference.host == other.host
     if alike and low <= COMMON_S and high >= -COMMON_S and abs(seen) <= max(COMMON_S, 3 * spread):
         return Offset(other.rank, 0.0, low, high, spread, len(pairs), "one machine", seen)
