@@ -349,19 +349,17 @@ def _planted_steps(
 def cost(config: Config, rank: Rank, training: Training, rounds: int | measure.Budget) -> Iterator[Record]:
     """Steps under each of SETTINGS in turn; then, once for each, the size of its trace."""
     names = tuple(SETTINGS)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    stop: dict[str, list[float]] = {name: [] for name in names}
+    metrics = ("cost_step_s", "cost_cpu_s", "cost_stop_s")
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     for order in measure.within(measure.orders(names, 10**6, config.seed), rounds):
         for name in order:
             rank.barrier()
-            took, ending, _ = under(name, training.step, config.active, rank.device)
-            seconds[name].append(took)
-            stop[name].append(ending)
+            found[name].append(under(name, training.step, config.active, rank.device)[:3])
     for name in names:
-        yield rank.record("cost_step_s", "s", rank.slowest(seconds[name]), profiler=name)
-        yield rank.record("cost_stop_s", "s", rank.slowest(stop[name]), profiler=name)
+        for metric, samples in zip(metrics, zip(*found[name], strict=True), strict=True):
+            yield rank.record(metric, "s", rank.slowest(samples), profiler=name)
     for name in names[1:]:
-        _, _, profiler = under(name, training.step, config.active, rank.device)
+        *_, profiler = under(name, training.step, config.active, rank.device)
         with _trace_file() as path:
             profiler.export_chrome_trace(str(path))
             yield rank.record("trace_bytes", "B", path.stat().st_size / config.active, profiler=name)
@@ -370,21 +368,24 @@ def cost(config: Config, rank: Rank, training: Training, rounds: int | measure.B
 
 def under(
     setting: str, step: Callable[[], None], steps: int, device: torch.device
-) -> tuple[float, float, profile | None]:
-    """(seconds of a step in the mean of `steps`, seconds to stop, the profiler) under one of SETTINGS."""
+) -> tuple[float, float, float, profile | None]:
+    """(seconds and CPU seconds of a step in the mean of `steps`, seconds to stop, the profiler) under one of SETTINGS.
+
+    CPU seconds are those that the process really computed: other programs' turns on its core are not in them.
+    """
     profiler = None if setting == "off" else profile(activities=activities(device), **SETTINGS[setting])
     if profiler:
         profiler.start()
     step()  # outside of the clock: the first one under a profiler is slow
     measure.sync(device)
-    start = time.perf_counter()
+    start, computed = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
     measure.sync(device)
-    end = time.perf_counter()
+    end, computed = time.perf_counter(), time.process_time() - computed
     if profiler:
         profiler.stop()
-    return (end - start) / steps, time.perf_counter() - end, profiler
+    return (end - start) / steps, computed / steps, time.perf_counter() - end, profiler
 
 
 # What the records say
@@ -447,11 +448,10 @@ def planted_found(run: Records) -> list[Found]:
     return rows
 
 
-def price(run: Records) -> dict[str, Estimate]:
-    """How many times as long a step takes under each of SETTINGS but "off", paired by round."""
-    off = run.one("cost_step_s", profiler="off").samples
-    return {name: measure.paired_ratio(run.one("cost_step_s", profiler=name).samples, off)
-            for name in list(SETTINGS)[1:]}  # fmt: skip
+def price(run: Records, metric: Literal["cost_step_s", "cost_cpu_s"] = "cost_step_s") -> dict[str, Estimate]:
+    """How many times as long a step takes (or computes) under each of SETTINGS but "off", paired by round."""
+    off = run.one(metric, profiler="off").samples
+    return {name: measure.paired_ratio(run.one(metric, profiler=name).samples, off) for name in list(SETTINGS)[1:]}
 
 
 def share_table(run: Records) -> Iterator[tuple[str, list[str]]]:
@@ -515,7 +515,10 @@ def cost_text(run: Records) -> str:
     times = price(run)
     sizes = {name: run.one("trace_bytes", profiler=name).value for name in times}
     told = ", ".join(f"{name} {ratio} ({sizes[name] / 1e3:.0f} kB of trace)" for name, ratio in times.items())
-    return f"A step takes so many times as long as without a profiler: {told}."
+    cpu = price(run, "cost_cpu_s")
+    most = max(cpu, key=lambda name: cpu[name].value)
+    return (f"A step takes so many times as long as without a profiler: {told}. By the CPU time of the process, "
+            f"without what other programs take: on {cpu['on']}, at most {cpu[most]} ({most}).")  # fmt: skip
 
 
 if __name__ == "__main__":

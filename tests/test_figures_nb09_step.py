@@ -93,9 +93,9 @@ def test_what_is_planted_is_counted_within_ten_percent(shown, factor, near):
 
 
 def cost_run(on):
-    found = [made("cost_step_s", [0.01] * 9, profiler="off")]
+    found = [made(metric, [0.01] * 9, profiler="off") for metric in ("cost_step_s", "cost_cpu_s")]
     for name in list(profile_step.SETTINGS)[1:]:
-        found.append(made("cost_step_s", [0.01 * f for f in on], profiler=name))
+        found += [made(metric, [0.01 * f for f in on], profiler=name) for metric in ("cost_step_s", "cost_cpu_s")]
         found += [made("trace_bytes", 50e3, profiler=name, unit="B"), made("trace_events", 200.0, profiler=name)]
     return Records(found)
 

@@ -152,12 +152,14 @@ def cost_text(run: Records, guess: Prediction | None = None) -> list[str]:
     price, lines = profile_step.price(run), []
     if guess is not None and guess == guess:
         lines.append(guess.against(price["stacks"]))
-    off, on = (run.one("cost_step_s", profiler=name).samples for name in ("off", "on"))
+    # CPU time: what noting takes is computing, and a neighbour's turn on the core is not in it
+    off, on = (run.one("cost_cpu_s", profiler=name).samples for name in ("off", "on"))
+    by_cpu = profile_step.price(run, "cost_cpu_s")["on"]
     events = run.one("trace_events", profiler="on").value
-    if differs(price["on"]):
+    if differs(by_cpu):
         each = sorted((b - a) / events for a, b in zip(off, on, strict=True))[len(off) // 2]
-        lines.append(f"A step has {events:.0f} bars in its trace: noting one costs {1e6 * each:.1f} µs, so that many "
-                     "small operations pay most.")  # fmt: skip
+        lines.append(f"A step has {events:.0f} bars in its trace: noting one costs {1e6 * each:.1f} µs of CPU time "
+                     f"in the mean ({by_cpu} of that of a step in all).")  # fmt: skip
     else:
         lines.append(f"A step has {events:.0f} bars in its trace; what noting one costs, this run cannot show.")
     size = run.one("trace_bytes", profiler="on").value
