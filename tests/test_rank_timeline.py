@@ -103,6 +103,16 @@ def test_steps_that_only_one_rank_recorded_are_left_out(tmp_path):
     assert merged.offsets[1].s == pytest.approx(0.02, abs=5e-4) and merged.offsets[1].collectives == 15
 
 
+def test_one_stray_collective_is_left_out(tmp_path):
+    """A gloo thread without a core notes one long after it ran, so that it cannot be the same one on both ranks."""
+    found = made(2, steps=8, clocks={1: 0.05}, hosts=["a", "b"])
+    bars = [e for e in found[1]["traceEvents"] if e["name"] == "gloo:all_reduce"]
+    bars[10]["ts"] = bars[11]["ts"] - 300.0
+    bars[10]["dur"] = 200.0
+    merged = lab.read_traces(written(tmp_path, found))
+    assert merged.offsets[1].s == pytest.approx(0.05, abs=5e-4) and merged.offsets[1].collectives == 23
+
+
 def test_traces_of_two_runs_contradict_each_other(tmp_path):
     one, other = made(2, seed=1), made(2, seed=1)
     for event in other[1]["traceEvents"]:
