@@ -83,11 +83,11 @@ def timers_and_arrivals(run: Records, guess: Prediction) -> None:
         ax.set_xlabel(label)
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="x", color="#E3E3E3")
-        if ax.get_legend() is None:
-            ax.legend(loc="lower right", fontsize=9)
     axes[0].set_ylabel("rank")
     planted = run.where("planted_s")[0].case["of_rank"]
     prediction(axes[0], float(guess), planted)
+    axes[0].legend(loc="center left", fontsize=9)  # a step takes some time: no mark is there
+    axes[1].legend(loc="best", fontsize=9)
     show(fig, alt=f"{message}. Own timers: {_listed(own)}. After the first to arrive: {_listed(late)}.")
     say("\n".join(f"* {line}" for line in [*_guess_text(own, guess), *last_to_arrive.answer(run)]))
 
