@@ -112,7 +112,7 @@ NOT_HERE = {
     "memory to copy to",
     "unused parameters walked": "the walk over some 20 parameters is far below 15 % of a step",
     "no overlap, huge buckets": "a rank's core computes and copies for the wire itself: on one core nothing overlaps",
-    "a loss that is kept with its graph": "backward frees what the graph held: a step later some bytes are left, and no "
+    "a loss that is kept with its graph": "backward frees what the graph held: some bytes are left, and no "
     "time is lost; a history that is worked through again in each step grows in both",
     "a dataset that swaps": "it would slow down everybody on this machine; an archive that is unpacked again and "
     "again reads as many bytes",
