@@ -280,7 +280,7 @@ def chart(seed: int) -> list[str]:
     """What the patient has, once it may be told: the cause, the line, the cure, the notebook."""
     illness = illnesses.draw(seed)
     if illness in WELL:
-        return [f"It is healthy: {illness.cause}."]
+        return [f"It is healthy; wrong with it: {illness.cause}."]
     key = f"{illness.key} shows it ({illness.sign}); {', '.join(illness.blind)} do not"
     return [f"It was {illness.name}: {illness.cause}. {key}. Line {illnesses.line(illness)} of train, "
             f"notebook {illness.teaches}:", *illnesses.cure(illness).splitlines()]  # fmt: skip

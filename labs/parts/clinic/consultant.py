@@ -49,7 +49,7 @@ def foreign(f: Findings) -> str:
 
 
 def _memory(f: Findings) -> dict[str, bool]:
-    return {"grows": f["growth MB per step"] > 0.8}
+    return {"grows": f["growth MB per step"] > 0.06}
 
 
 def _arrivals(f: Findings) -> dict[str, bool]:

@@ -57,7 +57,8 @@ ILLNESSES = (
     Illness("float64", "everything is computed in 64 bits", "set_default_dtype(torch.float32)",
             "set_default_dtype(torch.float64)", "census", "float64", ("disk", "same_batch", "cores"),
             "all parts of a step are slow alike", "04", ("double", "dtype", "64 bit", "precision")),
-    Illness("threads", "two threads on one core", "set_num_threads(1)", "set_num_threads(2)", "cores", "threads",
+    Illness("threads", "twice as many threads as the machine has cores, on one core", "set_num_threads(1)",
+            "set_num_threads(2 * os.cpu_count())", "cores", "threads",
             ("same_batch", "disk", "traffic"), "top shows a busy core; forward and backward crawl", "02",
             ("oversubscription", "num_threads", "omp")),
     Illness("anomaly", "autograd's anomaly detection was left on", "set_detect_anomaly(False)",
@@ -70,8 +71,8 @@ ILLNESSES = (
     Illness("statistics", "the median of every weight and gradient is logged each step", KEPT,
             "history.append(statistics(model))", "ops", "foreign operator", ("same_batch", "traffic", "disk"),
             "time is lost between the steps' own parts", "01", ("median", "logging weights", "monitoring", "item")),
-    Illness("growing", "all outputs are kept with their graphs, and sorted again in each step", KEPT,
-            "history = [*history, output]; quality(history)", "memory", "grows", ("same_batch", "traffic", "disk"),
+    Illness("growing", "what was seen in all steps so far is kept, and sorted again in each step", KEPT,
+            "history = quality(history, output)", "memory", "grows", ("same_batch", "traffic", "disk"),
             "it began fast; memory climbs", "05", ("history", "graph", "leak", "detach")),
     Illness("fsync", "each row of the log is forced to disk", "durable=False", "durable=True",
             "disk", "fsync", ("same_batch", "traffic", "ops"), "the core is idle part of the time, the wire too", "05",
@@ -111,6 +112,8 @@ NOT_HERE = {
     "memory to copy to",
     "unused parameters walked": "the walk over some 20 parameters is far below 15 % of a step",
     "no overlap, huge buckets": "a rank's core computes and copies for the wire itself: on one core nothing overlaps",
+    "a loss that is kept with its graph": "backward frees what the graph held: some bytes are left, and no "
+    "time is lost; a history that is worked through again in each step grows in both",
     "a dataset that swaps": "it would slow down everybody on this machine; an archive that is unpacked again and "
     "again reads as many bytes",
 }

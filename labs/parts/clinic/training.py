@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os  # noqa: F401 - for the line of an illness
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -40,7 +41,7 @@ def train(rank: int, ranks: int, seed: int, folder: Path) -> Iterator[tuple[floa
     sampler = DistributedSampler(dataset, ranks, rank, seed=seed, drop_last=True)
     loader = DataLoader(dataset, batch_size=64, sampler=sampler, drop_last=True)
     model = build_model(width=8)
-    model = DistributedDataParallel(model, bucket_cap_mb=25, broadcast_buffers=False)
+    model = DistributedDataParallel(model, bucket_cap_mb=25, forward_sync_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     log = Log(folder / f"log-{rank}.txt", durable=False)
     validate_every = 500
