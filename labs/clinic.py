@@ -40,7 +40,7 @@ CAUSE, GAIN, PER_SECOND = 60, 40, 2  # points for the cause, for the gain at bes
 ADMISSION_STEPS, LEAST_STEPS = 8, 6
 STEPS_S = 1.0  # that the steps of a measurement may take in all, before there are fewer of them
 ROOM_SEEDS = (10, 16, 5, 9, 17, 6, 12, 3)
-"""For an instructor: the same patients for everybody; what counts and settings tell first, what only times tell last."""
+"""For an instructor: the same patients for all; what counts and settings tell first, what only times tell last."""
 
 
 @dataclass(frozen=True)
