@@ -39,8 +39,8 @@ Measure = Literal["steps", "shares", "ops", "memory", "arrivals", "cores", "disk
 CAUSE, GAIN, PER_SECOND = 60, 40, 2  # points for the cause, for the gain at best; points that a second costs
 ADMISSION_STEPS, LEAST_STEPS = 8, 6
 STEPS_S = 1.0  # that the steps of a measurement may take in all, before there are fewer of them
-ROOM_SEEDS = (3, 8, 12, 1, 17, 6, 14, 10)
-"""For an instructor: the same patients for everybody, from easy to hard; see `python -m labs.clinic --examine`."""
+ROOM_SEEDS = (10, 16, 5, 9, 17, 6, 12, 3)
+"""For an instructor: the same patients for all; what counts and settings tell first, what only times tell last."""
 
 
 @dataclass(frozen=True)
