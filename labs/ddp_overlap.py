@@ -14,7 +14,6 @@ is done. Steps with all-reduces and steps under `no_sync` take turns, so two ind
 DDP refuses hooks whose annotations are strings, so there is no `from __future__ import annotations` here.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +30,8 @@ from labs.kit.record import Record, Records
 from labs.parts.communication import delay, wire
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.training import PERCEPTRON, build, require_model
+from labs.parts.profiling.intervals import length
+from labs.parts.timing.moments import now, seconds_between
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,6 @@ class Timeline:
     """Bytes of each bucket."""
     backward_done: object = None
     end: object = None
-
-
-def now(device: torch.device) -> object:
-    """This moment: of the host's clock, or on a GPU of the current stream, without waiting for it."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
 
 
 def timed_all_reduce(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -179,9 +171,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 def _parts(lines: dict[str, list[Timeline]], rank: Rank) -> Iterator[Record]:
     """Per step: gradients alone, all-reduces under way, and what of them nothing hides."""
-    own = [(_s(t.forward_done, t.backward_done), 0.0, 0.0) for t in lines["no_sync"]]
+    own = [(seconds_between(t.forward_done, t.backward_done), 0.0, 0.0) for t in lines["no_sync"]]
     yield rank.record("gradients_s", "s", rank.slowest([gradients for gradients, *_ in own]), mode="no_sync")
-    own = [(_s(t.forward_done, t.ready[-1]), _s(t.ready[-1], t.backward_done), _under_way(t)) for t in lines["ddp"]]
+    own = [
+        (seconds_between(t.forward_done, t.ready[-1]), seconds_between(t.ready[-1], t.backward_done), _under_way(t))
+        for t in lines["ddp"]
+    ]
     yield rank.record("gradients_s", "s", rank.slowest([gradients for gradients, *_ in own]), mode="ddp")
     # The rank that is last to have its gradients waits for nobody: what is left to it is communication.
     exposed = [min(ranks) for ranks in zip(*rank.gather([exposed for _, exposed, _ in own]), strict=True)]
@@ -192,11 +187,8 @@ def _parts(lines: dict[str, list[Timeline]], rank: Rank) -> Iterator[Record]:
 
 def _under_way(line: Timeline) -> float:
     """Seconds of a step in which at least one all-reduce of this rank was under way."""
-    total, until = 0.0, 0.0
-    for a, b in sorted((_s(line.start, a), _s(line.start, b)) for a, b in zip(line.ready, line.done, strict=True)):
-        total += max(0.0, b - max(a, until))
-        until = max(until, b)
-    return total
+    spans = zip(line.ready, line.done, strict=True)
+    return length((seconds_between(line.start, a), seconds_between(line.start, b)) for a, b in spans)
 
 
 def _one_timeline(lines: list[Timeline], seconds: list[float], rank: Rank) -> Iterator[Record]:
@@ -208,16 +200,13 @@ def _one_timeline(lines: list[Timeline], seconds: list[float], rank: Rank) -> It
     ends = {"forward": (line.start, line.forward_done), "backward": (line.forward_done, line.backward_done),
             "optimizer": (line.backward_done, line.end)}  # fmt: skip
     for part, moments in ends.items():
-        yield rank.record("timeline_s", "s", [late_s + _s(line.start, t) for t in moments], rank=rank.rank, part=part)
+        yield rank.record(
+            "timeline_s", "s", [late_s + seconds_between(line.start, t) for t in moments], rank=rank.rank, part=part
+        )
     for i, moments in enumerate(zip(line.ready, line.done, strict=True)):
-        span = [late_s + _s(line.start, t) for t in moments]
+        span = [late_s + seconds_between(line.start, t) for t in moments]
         case = {"part": "all-reduce", "bucket": i, "bytes": line.sizes[i]}
         yield rank.record("timeline_s", "s", span, rank=rank.rank, **case)
-
-
-def _s(start: object, end: object) -> float:
-    """Seconds between two moments; all devices have been synchronised since."""
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 @dataclass(frozen=True)

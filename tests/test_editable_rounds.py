@@ -205,3 +205,34 @@ def test_08_what_leaves_a_node_is_counted(line, inside, out):
     assert told.splitlines() == [
         "the sum is right on all ranks", f"inside each node {inside} vectors are sent, out of each node {out}",
     ]  # fmt: skip
+
+
+def timers(told):
+    """{rank: {column: ms}} of the table, and the rank that is last most often."""
+    head, *rows, last = told.splitlines()
+    columns = ["data", "forward", "backward", "optimizer", "whole step", "arrives"]
+    assert all(column in head for column in columns)
+    found = {int(r.split()[0]): dict(zip(columns, map(float, r.split()[1:]), strict=True)) for r in rows}
+    return found, int(re.search(r"rank (\d)", last)[1])
+
+
+def test_09_a_rank_that_is_late_in_backward_is_named_by_its_arrival():
+    def once():
+        return timers(run("09", "edit-late")[0])
+
+    def named(seen):
+        found, last = seen
+        return last == 1 and found[0]["arrives"] < 15 < found[1]["arrives"] and found[0]["backward"] > 40
+
+    assert holds_soon(named, once(), once)
+
+
+def test_09_late_in_data_shows_in_that_ranks_own_timer():
+    def once():
+        return timers(run("09", "edit-late", ('place == "backward"', 'place == "data"'))[0])
+
+    def shown(seen):
+        found, last = seen
+        return last == 1 and found[1]["data"] >= 30 > found[0]["data"]
+
+    assert holds_soon(shown, once(), once)

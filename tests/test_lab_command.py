@@ -97,7 +97,7 @@ def test_my_may_be_a_link_to_a_folder_elsewhere(course, tmp_path):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("09", "there is no notebook '09'; there are 00_gpu_checks, "),
+        ("77", "there is no notebook '77'; there are 00_gpu_checks, "),
         ("notebooks/09_none.ipynb", "there is no file notebooks/09_none.ipynb in the course"),
         ("../secret.txt", "there is no file ../secret.txt in the course"),
         ("/etc/hostname", "there is no file /etc/hostname in the course"),
@@ -110,10 +110,10 @@ def test_what_is_not_there_is_one_line(course, name, told):
 
 
 def test_bad_input_starts_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["labs.start", "09", "--no-browser"])
+    monkeypatch.setattr(sys, "argv", ["labs.start", "77", "--no-browser"])
     with pytest.raises(SystemExit, match="2"):
         start.main()
-    assert capsys.readouterr().err.startswith("python -m labs.start: there is no notebook '09'")
+    assert capsys.readouterr().err.startswith("python -m labs.start: there is no notebook '77'")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@
 
 import ast
 import difflib
+import importlib.util
+import json
 import os
+import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,8 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from again import holds_soon
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from labs.parts.profiling import shares
 
 pytestmark = pytest.mark.timeout(300)  # three starts of torch, on a machine that may be busy with other things
 
@@ -421,6 +428,66 @@ def test_load_data_measures_loader_and_model(run, ranks):
     out = run("load_data", "--cpu", "--seconds", 0.05, "--workers", 0, 1, ranks=ranks).out
     for rank in range(max(ranks, 1)):
         assert len(re.findall(rf"rank {rank}  [01] workers: loader alone [\d,]+, with the model", out)) == 2
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_profile_step_tells_where_the_time_goes(run, tmp_path, ranks):
+    outs = []
+
+    def measured():
+        outs.append(run("profile_step", "--cpu", "--batch-size", 8, "--steps", 6, ranks=ranks).out)
+        return outs[-1]
+
+    def as_the_clock_says(out):  # a neighbour may come between the two clocks
+        pairs = re.findall(r"together +([\d.]+) ms per step; by the host's clock ([\d.]+) ms", out)
+        return len(pairs) == max(ranks, 1) and all(abs(float(a) / float(b) - 1) <= 0.03 for a, b in pairs)
+
+    assert holds_soon(as_the_clock_says, measured(), measured)
+    out = outs[-1]  # of which the traces are
+    for rank in range(max(ranks, 1)):
+        mine = re.findall(rf"rank {rank}  ([a-z -]+?) +([\d.]+) ms", out)
+        assert [name for name, _ in mine] == ["data", "host-to-device", "forward", "backward", "exposed communication",
+                                              "optimizer", "overhead", "together"]  # fmt: skip
+        *parts, whole = (float(ms) for _, ms in mine)
+        assert sum(parts) == pytest.approx(whole, abs=0.01)
+        assert parts[4] > 0 if ranks else parts[4] == 0, "with one rank nothing is exchanged"
+        # Another program, written apart from this one, reads the same trace
+        events = shares.read(tmp_path / f"trace_rank{rank}.json")
+        found = [1e3 * statistics.mean(step[name] for step in shares.of_steps(events)) for name, _ in mine[:-1]]
+        assert found == pytest.approx(parts, abs=0.05 * whole)
+
+
+RANGES = {"data": (5, 15), "host-to-device": (15, 16), "forward": (20, 40), "backward": (40, 80), "optimizer": (82, 97)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_recipe_and_the_lab_cut_a_gpus_trace_alike(tmp_path, seed):
+    """No GPU: bars as torch.profiler writes them, by lot. The two read them in different ways."""
+    dice = random.Random(seed)
+    step = {"name": "ProfilerStep#4", "cat": "user_annotation", "ts": 0, "dur": 100, "tid": 1}
+    rows = [step, *({"name": n, "cat": "user_annotation", "ts": a, "dur": b - a, "tid": 1}
+                    for n, (a, b) in RANGES.items())]  # fmt: skip
+    kinds = [("gemm", "kernel"), ("ncclDevKernel_AllReduce", "kernel"), ("Memcpy HtoD", "gpu_memcpy"),
+             ("Memset", "gpu_memset")]  # fmt: skip
+    for number in range(dice.randint(1, 25)):
+        name, kind = dice.choice(kinds)
+        launch, wait = dice.randint(0, 95), dice.randint(0, 10)
+        rows.append({"name": name, "cat": kind, "ts": launch + wait, "dur": dice.randint(0, 15),
+                     "tid": 7 + number % 2, "args": {"correlation": number}})  # fmt: skip
+        rows.append({"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": launch, "dur": 1, "tid": 3,
+                     "args": {"correlation": number}})  # fmt: skip
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [{"ph": "X", **row} for row in rows]}))
+    found, steps = recipe("profile_step").shares(json.loads(path.read_text()))
+    [expected] = shares.of_steps(shares.read(path))
+    assert steps == 1
+    assert {n: 1e6 * found[n] for n in shares.SHARES} == pytest.approx({n: 1e6 * s for n, s in expected.items()})
+
+
+def recipe(name):
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", LABS / "recipes" / f"{name}.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
 
 
 @pytest.mark.long

@@ -127,6 +127,14 @@ def _levels(run: Records) -> Estimate:
     return _ratio(found["hierarchical"], found["flat"])
 
 
+def _profiler(run: Records) -> Estimate:
+    return _ratio(*(run.one("cost_step_s", profiler=name) for name in ("on", "off")))
+
+
+def _compiled(run: Records) -> Estimate:
+    return _ratio(*(run.one("step_s", way=way, backend="inductor") for way in ("compiled", "eager")))
+
+
 HEADLINES = (
     Headline("00", "FP32 matrix products, best size", "rate (GFLOP/s)", "hardware_probe", _matmul),
     Headline("00", "all-reduce, largest message", "bus bandwidth (GB/s)", "hardware_probe", _busbw),
@@ -141,6 +149,8 @@ HEADLINES = (
     Headline("06", "FSDP2 against DDP, step of the GPT", "time, DDP = 1 (x)", "fully_sharded", _fsdp),
     Headline("07", "all-reduce of 8 MiB", "bus bandwidth (GB/s)", "all_reduce_anatomy", _anatomy),
     Headline("08", "hierarchical all-reduce of two nodes", "time, flat = 1 (x)", "two_levels", _levels),
+    Headline("09", "a step under torch.profiler", "time, without it = 1 (x)", "profile_step", _profiler),
+    Headline("09", "a compiled step", "time, eager = 1 (x)", "compiled_step", _compiled),
 )  # fmt: skip
 
 

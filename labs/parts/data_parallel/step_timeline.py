@@ -1,29 +1,40 @@
-"""Picture of one DDP step on every rank, from a run of labs.ddp_overlap: what it computes and what it exchanges."""
+"""Pictures of steps on every rank: what each computes and what it exchanges, in two rows for each."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
 from labs.kit.plot import SERIES, figure, spans
 from labs.kit.record import Record, Records
 
-COLORS = {"forward": SERIES[5], "gradients": SERIES[0], "backward waits": SERIES[3], "optimizer": SERIES[4],
-          "all-reduce": SERIES[1]}  # fmt: skip
+COLORS = {"data": SERIES[2], "forward": SERIES[5], "gradients": SERIES[0], "backward": SERIES[0],
+          "backward waits": SERIES[3], "optimizer": SERIES[4], "all-reduce": SERIES[1], "wait": SERIES[3]}  # fmt: skip
+"""Of each part of a step. Parts of one colour do not stand in one picture."""
+EXCHANGED = ("all-reduce", "wait")
 
 
 def draw(run: Records, message: str) -> Figure:
-    """Two rows for each rank: what it computes above, its all-reduces below, in ms since the step began."""
+    """One step of a run of labs.ddp_overlap, in ms since it began."""
     spans_s = run.where("timeline_s")
     ranks = sorted({r.layout["rank"] for r in spans_s})
-    fig, ax = figure(message, xlabel="milliseconds since the step began", ylabel="rank", records=run,
-                     size=(7.4, 3.4), legend_below=True)  # fmt: skip
-    for row, rank in enumerate(ranks):
-        parts = _parts([r for r in spans_s if r.layout["rank"] == rank])
+    return two_rows({rank: _parts([r for r in spans_s if r.layout["rank"] == rank]) for rank in ranks}, message, run)
+
+
+def two_rows(
+    of_ranks: Mapping[int, Mapping[str, Sequence[tuple[float, float]]]], message: str, records: Records
+) -> Figure:
+    """Two rows for each rank: what it computes above, what it exchanges below. {rank: {part: spans in s}}."""
+    fig, ax = figure(message, xlabel="milliseconds since the step began", ylabel="rank", records=records,
+                     size=(7.4, 2.2 + 0.6 * len(of_ranks)), legend_below=True)  # fmt: skip
+    for row, parts in enumerate(of_ranks.values()):
         for part, color in COLORS.items():
-            mine = [(1e3 * start, 1e3 * end) for start, end in parts[part]]
-            spans(ax, 2 * row + (part == "all-reduce"), mine, label=part if row == 0 else "", color=color)
-    ax.set_yticks(range(2 * len(ranks)), [f"{rank}, {what}" for rank in ranks for what in ("computes", "exchanges")])
-    ax.set_ylim(2 * len(ranks) - 0.5, -0.5)
+            if part in parts:
+                mine = [(1e3 * start, 1e3 * end) for start, end in parts[part]]
+                spans(ax, 2 * row + (part in EXCHANGED), mine, label=part if row == 0 else "", color=color)
+    ax.set_yticks(range(2 * len(of_ranks)), [f"{r}, {what}" for r in of_ranks for what in ("computes", "exchanges")])
+    ax.set_ylim(2 * len(of_ranks) - 0.5, -0.5)
     return fig
 
 

@@ -132,12 +132,12 @@ class Tracker(TorchDispatchMode):
         found = []
         for block, sign, step, func, segment in self.moves:
             name = "" if func is None else func.overloadpacket.__name__
-            change = Event(step, name, self.segments[segment].phase, sign * block.nbytes, self._category(block))
+            change = Event(step, name, self.segments[segment].phase, sign * block.nbytes, self.category(block))
             if block.nbytes:
                 found.append(change)
         return tuple(found)
 
-    def _category(self, block: Block) -> str:
+    def category(self, block: Block) -> str:
         """Of CATEGORIES: as `hold` said, or by what outlives the run of the model in which it was made."""
         kept = self.segments[block.made_in].runs_model and block.freed_in != block.made_in
         return block.category or ("activations" if kept else "temporaries")

@@ -80,7 +80,7 @@ class History(Tracker):
 
 
 def _stack(root: CodeType, thread: int) -> tuple[tuple[str, int], ...]:
-    """(file, line) from the caller of __torch_dispatch__ outwards, without torch's own.
+    """(file, line) from the caller of all __torch_dispatch__ outwards, without torch's own.
 
     Backward on a GPU runs in a thread of autograd's own, in which no Python function has called it: what stands there
     is followed by the stack of `thread`, which waits in backward() meanwhile.
@@ -90,7 +90,7 @@ def _stack(root: CodeType, thread: int) -> tuple[tuple[str, int], ...]:
         stacks.append(sys._current_frames()[thread])
     for frame in stacks:
         while frame is not None and frame.f_code is not root:
-            if not frame.f_code.co_filename.startswith(TORCH):
+            if not frame.f_code.co_filename.startswith(TORCH) and frame.f_code.co_name != "__torch_dispatch__":
                 found.append((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back
     return tuple(found)

@@ -1,0 +1,102 @@
+"""Figures and sentences of notebook 09 on the clinic: what each measurement shows, what cures give, scores."""
+
+from __future__ import annotations
+
+import statistics
+
+from labs import clinic
+from labs.kit import measure
+from labs.kit.display import say
+from labs.kit.plot import BLUE, ORANGE, bars, choice_map, figure, show
+from labs.kit.record import Records
+from labs.parts.clinic.illnesses import BY_NAME, ILLNESSES, WELL, draw
+from labs.parts.clinic.measurements import MEASUREMENTS
+
+NAMED, OTHER, NOTHING = "names it", "looks ill, names something else or nothing", "looks healthy"
+COLORS = {NAMED: BLUE, OTHER: "#F3D9C9", NOTHING: "#E3E3E3"}
+
+
+def level(run: Records, patient: str, measurement: str) -> str:
+    """What one measurement alone tells about a patient in most of the seeds."""
+    told = []
+    for r in run.where("signs", patient=patient, measure=measurement):
+        named = r.case["says"] == patient
+        told.append(NAMED if named and BY_NAME[patient] in ILLNESSES else OTHER if r.case["read"] else NOTHING)
+    return statistics.mode(told)
+
+
+def matrix(run: Records) -> None:
+    """Which measurement shows which illness: a cell for each, from an examination of all patients."""
+    names = [i.name for i in ILLNESSES + WELL if run.where("signs", patient=i.name)]
+    cells = [[level(run, name, m) for m in MEASUREMENTS] for name in names]
+    ill = [(name, row) for name, row in zip(names, cells, strict=True) if BY_NAME[name] in ILLNESSES]
+    few = statistics.median(row.count(NAMED) for _, row in ill) if ill else 0
+    message = f"Most illnesses are named by {few:g} of {len(MEASUREMENTS)} measurements: ask for the right one"
+    fig, ax = figure(message, xlabel="measurement", ylabel="patient", records=run,
+                     size=(8.4, 1.9 + 0.27 * len(names)))  # fmt: skip
+    choice_map(ax, cells, columns=list(MEASUREMENTS), rows=[n.replace("_", " ") for n in names], colors=COLORS,
+               kind="measured")  # fmt: skip
+    ax.xaxis.tick_top()
+    ax.set_xticks(range(len(MEASUREMENTS)), [m.replace("_", "\n") for m in MEASUREMENTS], fontsize=9)
+    told = "; ".join(
+        f"{name}: {', '.join(m for m, c in zip(MEASUREMENTS, row, strict=True) if c == NAMED) or 'none'}"
+        for name, row in ill
+    )
+    show(fig, alt=f"{message}. Table of patients against measurements. Each illness and what names it: {told}.")
+
+
+def before_and_after(run: Records) -> None:
+    """The gain of each cure with its interval, beside what the measurements promised."""
+    names = [i.name for i in ILLNESSES + WELL if run.where("gain", patient=i.name)]
+    gains = {n: _middle([measure.estimate(r.samples, "x") for r in run.where("gain", patient=n)]) for n in names}
+    names.sort(key=lambda n: -gains[n].value)
+    promised = {n: statistics.median(r.value for r in rows) if (rows := run.where("promised", patient=n)) else None
+                for n in names}  # fmt: skip
+    top = names[0]
+    message = f"Cures of one line: {top.replace('_', ' ')} is worth the most, {gains[top].value:.1f} times the speed"
+    fig, ax = figure(message, xlabel="speed with the cure / without (x)", ylabel="patient", records=run,
+                     size=(7.6, 1.9 + 0.27 * len(names)), legend_below=True)  # fmt: skip
+    rows = [n.replace("_", " ") for n in names]
+    bars(ax, rows, [promised[n] for n in names], kind="modelled", label="promised by the measurements", color=ORANGE)
+    for line in ax.lines[:]:
+        line.set(marker="|", markersize=11, markeredgewidth=2.5)
+    bars(ax, rows, [gains[n] for n in names], label="measured in turn", color=BLUE)
+    ax.axvline(1, color="0.4", linewidth=1)
+    ax.set_xscale("log")
+    most = max([g.high for g in gains.values()] + [p for p in promised.values() if p])
+    ticks = [t for t in (1, 1.5, 2, 3, 5, 10, 20) if t <= 1.3 * most]
+    ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    ax.minorticks_off()
+    told = "; ".join(f"{n} {gains[n].value:.2f}" for n in names)
+    show(fig, alt=f"{message}. Measured gains, as ratios of speeds: {told}.")
+
+
+def _middle(found: list[measure.Estimate]) -> measure.Estimate:
+    return sorted(found, key=lambda e: e.value)[len(found) // 2]
+
+
+def told(run: Records) -> None:
+    """The sentences of an examination."""
+    say("\n".join(f"* {line}" for line in clinic.examined(run)))
+
+
+def scores(found: list[clinic.Verdict]) -> None:
+    """Points of the learner's patients, with what was bought for each."""
+    if not found:
+        say("No patient has been diagnosed yet.")
+        return
+    total = sum(v.score for v in found)
+    message = f"{total} points for {len(found)} patient{'s' if len(found) != 1 else ''}"
+    fig, ax = figure(message, xlabel=f"points (of {clinic.CAUSE + clinic.GAIN})", ylabel="patient", records=_as_records(
+                     found), size=(7.0, 1.9 + 0.4 * len(found)), legend_below=True)  # fmt: skip
+    rows = [f"{v.seed}: {draw(v.seed).name.replace('_', ' ') if v.right else '?'}" for v in found]
+    bars(ax, rows, [v.score for v in found])
+    ax.set_xlim(-3, clinic.CAUSE + clinic.GAIN + 3)
+    show(fig, alt=f"{message}: " + "; ".join(f"patient {v.seed} {v.score}" for v in found) + ".")
+    say("\n".join(f"* Patient {v.seed}: {v}" for v in found))
+
+
+def _as_records(found: list[clinic.Verdict]) -> Records:
+    from labs.kit.record import Record, attach_provenance
+
+    return Records(attach_provenance([Record("clinic", "score", "points", (v.score,)) for v in found]))

@@ -1,0 +1,37 @@
+"""What the clinic's measurements answer, and illnesses of the trade that a CPU does not feel: tables of notebook 09."""
+
+from __future__ import annotations
+
+import pandas
+
+from labs.kit.display import show_table
+from labs.parts.clinic.illnesses import ILLNESSES, NOT_HERE
+from labs.parts.clinic.measurements import MEASUREMENTS
+
+ANSWERS = {
+    "steps": "how long a step takes on each rank, and whether it grows",
+    "shares": "in which part of the step: from a trace of rank 0",
+    "ops": "which operators take the time, and how many forwards there are for a backward",
+    "memory": "whether memory grows from step to step",
+    "arrivals": "which rank comes last to the exchange, and by how much",
+    "cores": "how many cores and threads a rank uses",
+    "disk": "what is read, written and forced to disk in a step",
+    "census": "number formats and switches",
+    "traffic": "collectives, buckets and bytes of a step",
+    "same_batch": "a step without its loader",
+    "batch": "a step with another batch size",
+    "alone": "a step without the other ranks",
+}
+
+
+def guide() -> None:
+    """Each measurement, what it answers, and how many of the clinic's illnesses it is made to name."""
+    rows = {name.replace("_", " "): {"answers": ANSWERS[name], "names, of all illnesses":
+                                     f"{sum(i.key == name for i in ILLNESSES)} of {len(ILLNESSES)}"}
+            for name in MEASUREMENTS}  # fmt: skip
+    show_table(pandas.DataFrame(rows).T)
+
+
+def not_here() -> None:
+    """What the trade calls ill, and cores do not feel."""
+    show_table(pandas.DataFrame({"why not in this clinic": NOT_HERE}), folded="Illnesses that a CPU does not feel")

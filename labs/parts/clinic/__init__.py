@@ -1,0 +1,1 @@
+"""Patients of the clinic: one healthy training, illnesses that change one of its lines, and what can be measured."""

@@ -1,0 +1,185 @@
+"""Where the time of a step goes: shares from a trace of torch.profiler, for a rank on a CPU core or on a GPU.
+
+Each moment of a step belongs to one share. A CPU rank is judged by its main thread, a GPU rank by its GPU: what the
+host does counts there only while the GPU has nothing to run.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labs.kit.errors import BadInput
+
+RANGES = ("data", "host-to-device", "forward", "backward", "optimizer")
+"""Names of the record_function ranges of a step."""
+SHARES = ("data", "host-to-device", "forward", "backward", "exposed communication", "optimizer", "overhead", "idle")
+"""Idle is a GPU's: nothing to run while the host is in forward, backward or optimizer. A CPU rank is its own host."""
+STEP = "ProfilerStep#"
+COLLECTIVE = ("gloo:", "nccl:")
+NOT_COMPUTING = ("c10d::", "record_param_comms", *COLLECTIVE)
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One bar of a trace; times in s on the trace's clock."""
+
+    name: str
+    kind: str
+    """Chrome's "cat": user_annotation, cpu_op, cuda_runtime, kernel, gpu_memcpy, ..."""
+    start: float
+    end: float
+    thread: int = 0
+    correlation: int | None = None
+    """Number that a GPU's kernel shares with the call that launched it."""
+
+    @property
+    def span(self) -> Span:
+        """(start, end)."""
+        return self.start, self.end
+
+
+def read(path: str | os.PathLike) -> list[Event]:
+    """All bars of the Chrome trace at `path`, by start. BadInput if it is none."""
+    try:
+        rows = json.loads(Path(path).read_bytes())["traceEvents"]
+        return sorted((_event(row) for row in rows if row.get("ph") == "X"), key=lambda e: e.start)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise BadInput(f"{path} is no Chrome trace of torch.profiler ({type(e).__name__}: {e})") from None
+
+
+def _event(row: dict[str, Any]) -> Event:
+    start = 1e-6 * float(row["ts"])
+    thread = row.get("tid", 0)
+    return Event(
+        row["name"], row.get("cat", ""), start, start + 1e-6 * float(row.get("dur", 0)),
+        thread if isinstance(thread, int) else 0, row.get("args", {}).get("correlation"),
+    )  # fmt: skip
+
+
+def steps(events: Sequence[Event]) -> list[Event]:
+    """The steps that `prof.step()` has cut the trace into."""
+    return [e for e in events if e.name.startswith(STEP) and e.kind == "user_annotation"]
+
+
+def of_steps(events: Sequence[Event]) -> list[dict[str, float]]:
+    """Seconds of each share, step by step. BadInput if the trace has no steps."""
+    found = steps(events)
+    if not found:
+        raise BadInput("the trace has no steps: give torch.profiler a schedule and call its step() after each one")
+    of_a_step = on_gpu if any(e.kind in ON_GPU for e in events) else on_core
+    inside: list[list[Event]] = [[] for _ in found]
+    starts = [s.start for s in found]
+    for e in events:  # a bar may reach from one step into the next
+        for i in range(max(0, bisect.bisect_right(starts, e.start) - 1), bisect.bisect_left(starts, e.end)):
+            inside[i].append(e)
+    calls = {e.correlation: e for e in events if e.kind.startswith("cuda_") and e.correlation is not None}
+    return [of_a_step(own, step, calls) for own, step in zip(inside, found, strict=True)]
+
+
+def on_core(events: Sequence[Event], step: Event, calls: object = None) -> dict[str, float]:
+    """Seconds of each share of one step of a CPU rank, whose device is its main thread.
+
+    Exposed communication: a collective is under way, and the main thread runs no operation, outside of data.
+    """
+    ranges = _ranges(events, step)
+    main = [e for e in events if e.thread == step.thread and e.kind == "cpu_op"]
+    computing = union(e.span for e in main if not e.name.startswith(NOT_COMPUTING))
+    exposed = minus(both(_under_way(events), [step.span]), union([*computing, *ranges["data"]]))
+    found = dict.fromkeys(SHARES[:-1], 0.0)
+    for name, spans in ranges.items():
+        found[name] = length(minus(spans, exposed))
+    found["exposed communication"] = length(exposed)
+    named = union([*exposed, *(s for spans in ranges.values() for s in spans)])
+    found["overhead"] = length(minus([step.span], named))
+    return found
+
+
+def _under_way(events: Iterable[Event]) -> list[Span]:
+    """When collectives were under way: from the call on, if each can be found, to the end in gloo's thread."""
+    done = sorted((e for e in events if e.name.startswith(COLLECTIVE)), key=lambda e: e.start)
+    called = sorted(e.start for e in events if e.name.startswith("c10d::") and e.kind == "cpu_op")
+    if len(called) != len(done):
+        called = [e.start for e in done]
+    return union((min(start, e.start), e.end) for start, e in zip(called, done, strict=True))
+
+
+def on_gpu(events: Sequence[Event], step: Event, calls: dict[int | None, Event]) -> dict[str, float]:
+    """Seconds of each share of one step of a GPU rank, whose device is the GPU.
+
+    While kernels compute, theirs is the range that launched them; otherwise a copy to the device, otherwise NCCL, which
+    is then exposed. While nothing runs: data and host-to-device if the host is there, overhead if it is in no range,
+    else idle: the host is in forward, backward or optimizer and has not launched the next kernel yet.
+    """
+    ranges = _ranges(events, step)
+    runs: dict[str, list[Span]] = {name: [] for name in ("forward", "backward", "optimizer", "data", "overhead",
+                                                         "host-to-device", "exposed communication")}  # fmt: skip
+    for e in events:
+        if e.kind == "kernel" and "nccl" in e.name.lower():
+            runs["exposed communication"].append(e.span)
+        elif e.kind == "gpu_memcpy" and "HtoD" in e.name:
+            runs["host-to-device"].append(e.span)
+        elif e.kind in ON_GPU:
+            call = calls.get(e.correlation, e)
+            at = next((n for n, spans in ranges.items() if any(a <= call.start < b for a, b in spans)), "overhead")
+            runs[at].append(e.span)
+    found, left = dict.fromkeys(SHARES, 0.0), [step.span]
+    for name, spans in runs.items():  # in this order: what computes hides what is copied and exchanged
+        found[name] += length(both(left, union(spans)))
+        left = minus(left, union(spans))
+    for name in ("data", "host-to-device"):
+        found[name] += length(both(left, ranges[name]))
+        left = minus(left, ranges[name])
+    waiting = both(left, union(s for spans in ranges.values() for s in spans))
+    found["idle"] = length(waiting)
+    found["overhead"] += length(minus(left, waiting))
+    return found
+
+
+def _ranges(events: Iterable[Event], step: Event) -> dict[str, list[Span]]:
+    """Spans of each of RANGES on the main thread, inside of `step`."""
+    own = [e for e in events if e.thread == step.thread and e.kind == "user_annotation"]
+    return {name: both(union(e.span for e in own if e.name == name), [step.span]) for name in RANGES}
+
+
+# Sets of moments: spans in order that do not overlap
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """All moments of `spans`, in any order, once."""
+    found: list[Span] = []
+    for start, end in sorted(s for s in spans if s[1] > s[0]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def both(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """Moments that are in `a` and in `b`, each a union."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        i, j = (i + 1, j) if a[i][1] < b[j][1] else (i, j + 1)
+    return found
+
+
+def minus(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """Moments of `a` that are not in `b`, each a union."""
+    ends = [float("-inf"), *(t for span in b for t in span), float("inf")]
+    return both(a, list(zip(ends[::2], ends[1::2], strict=True)))
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Seconds in `spans`."""
+    return sum(end - start for start, end in spans)

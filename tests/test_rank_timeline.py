@@ -1,0 +1,373 @@
+"""Traces of several ranks on one clock: planted offsets and delays are found, any file is read or refused in a line."""
+
+import gzip
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from again import holds_soon
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from junk import damaged
+from made_traces import TRANSFER_S, made, written
+
+from labs import last_to_arrive
+from labs import rank_timeline as lab
+from labs.kit.errors import BadInput
+from labs.kit.launch import launch, run_on_ranks
+from labs.kit.rank import Rank
+from labs.parts.profiling import clock, intervals, late_training, timeline_page, traces
+
+spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple), max_size=8)
+
+
+def cells(of):
+    """Which unit cells of an axis the spans cover."""
+    return {k for a, b in of for k in range(a, b)}
+
+
+@given(spans, spans)
+def test_intervals_cover_what_cells_cover(a, b):
+    assert cells(intervals.union(a)) == cells(a)
+    assert cells(intervals.minus(a, b)) == cells(a) - cells(b)
+    assert intervals.length(a) == len(cells(a))
+    assert intervals.packed([x for x, _ in a], [y for _, y in a]) == intervals.union(a, 0)
+    assert all(q[0] - p[1] > 3 for p, q in itertools.pairwise(intervals.union(a, gap=3)))
+    assert cells(intervals.clip(a, 5, 12)) == cells(a) & {*range(5, 12)}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_planted_lateness_is_drawn_on_the_right_rank(tmp_path, backend, ranks):
+    late = ranks - 1
+    merged = lab.read_traces(written(tmp_path, made(ranks, backend=backend, late={late: 0.030})))
+    assert {a.last for a in merged.last_arrivals} == {late} and len(merged.last_arrivals) == 6
+    assert merged.late_s[late] == pytest.approx(0.030, abs=1e-3)
+    assert all(a.by_s == pytest.approx(0.030, abs=1e-3) for a in merged.last_arrivals)
+    for rank, lanes in enumerate(merged.lanes):
+        waits = intervals.length(lanes["wait"]) / 6
+        assert waits == pytest.approx(TRANSFER_S + (0.030 if rank != late else 0), abs=1e-3)
+        assert intervals.length(lanes["forward"]) == pytest.approx(6 * 0.005, rel=0.05)
+    assert f"rank {late} comes last in 6 of 6 steps" in lab.blame(merged)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ahead=st.floats(-0.05, 0.05), late=st.floats(0, 0.05), who=st.integers(0, 1), seed=st.integers(0, 99),
+    backend=st.sampled_from(["gloo", "nccl"]), same=st.booleans(),
+)  # fmt: skip
+def test_a_planted_offset_is_recovered_and_never_outside_of_what_is_called_certain(
+    tmp_path_factory, ahead, late, who, seed, backend, same
+):
+    """Also when one rank is late in every step, and when both files claim to come from one machine."""
+    hosts = ["one", "one" if same else "two"]
+    found = made(2, backend=backend, late={who: late}, clocks={1: ahead}, hosts=hosts, seed=seed)
+    offset = lab.read_traces(written(tmp_path_factory.mktemp("t"), found)).offsets[1]
+    assert abs(offset.s - ahead) < 2e-3
+    assert offset.low - 1e-6 <= ahead <= offset.high + 1e-6
+    assert abs(offset.s - ahead) <= max(2e-4, 3 * offset.spread, clock.COMMON_S * same)
+
+
+def test_clocks_of_four_ranks_and_a_lateness_at_once(tmp_path):
+    ahead = {1: 0.05, 2: -0.05, 3: 3600.0}
+    made_ = made(4, late={2: 0.030}, clocks=ahead, hosts=list("abcd"))
+    merged = lab.read_traces(written(tmp_path, made_))
+    assert [o.s for o in merged.offsets] == pytest.approx([0, 0.05, -0.05, 3600], abs=5e-4)
+    assert merged.late_s[2] == pytest.approx(0.030, abs=2e-3)
+    assert merged.lanes[3]["data"][0][0] < 0.01
+
+
+def test_late_ends_do_not_move_the_offset(tmp_path):
+    """A gloo thread without a core notes ends late: on each rank others, in a third of the collectives."""
+    draw, found = random.Random(0), made(2, steps=12, clocks={1: 0.05}, hosts=["a", "b"])
+    for trace in found:
+        for event in trace["traceEvents"]:
+            if event["name"].startswith("gloo:") and draw.random() < 0.33:
+                event["dur"] += draw.uniform(0, 10_000)
+    assert lab.read_traces(written(tmp_path, found)).offsets[1].s == pytest.approx(0.05, abs=5e-4)
+
+
+def test_steps_that_only_one_rank_recorded_are_left_out(tmp_path):
+    found = made(2, steps=6, clocks={1: 0.02}, hosts=["a", "b"])
+    first = next(e for e in found[0]["traceEvents"] if e["name"] == "ProfilerStep#1")["ts"]
+    found[0]["traceEvents"] = [e for e in found[0]["traceEvents"] if e["ts"] >= first or e["ph"] == "M"]
+    merged = lab.read_traces(written(tmp_path, found))
+    assert merged.offsets[1].s == pytest.approx(0.02, abs=5e-4) and merged.offsets[1].collectives == 15
+
+
+def test_one_stray_collective_is_left_out(tmp_path):
+    """A gloo thread without a core notes one long after it ran, so that it cannot be the same one on both ranks."""
+    found = made(2, steps=8, clocks={1: 0.05}, hosts=["a", "b"])
+    bars = [e for e in found[1]["traceEvents"] if e["name"] == "gloo:all_reduce"]
+    bars[10]["ts"] = bars[11]["ts"] - 300.0
+    bars[10]["dur"] = 200.0
+    merged = lab.read_traces(written(tmp_path, found))
+    assert merged.offsets[1].s == pytest.approx(0.05, abs=5e-4) and merged.offsets[1].collectives == 23
+
+
+def test_traces_of_two_runs_contradict_each_other(tmp_path):
+    one, other = made(2, seed=1), made(2, seed=1)
+    for event in other[1]["traceEvents"]:
+        event["ts"] *= 3
+    with pytest.raises(BadInput, match="contradict"):
+        lab.read_traces(written(tmp_path, [one[0], other[1]]))
+
+
+def test_without_common_collectives_the_clock_is_not_known(tmp_path):
+    found = made(2)
+    found[1]["traceEvents"] = [e for e in found[1]["traceEvents"] if "all" not in e["name"]]
+    merged = lab.read_traces(written(tmp_path, found))
+    assert merged.offsets[1].how == "not known" and merged.arrivals == []
+    assert "cannot be told" in lab.blame(merged)
+
+
+def test_ranks_and_jobs_are_told_apart(tmp_path):
+    paths = written(tmp_path, made(2))
+    with pytest.raises(BadInput, match="both of rank 0"):
+        lab.read_traces([paths[0], paths[0]])
+    (tmp_path / "b").mkdir()
+    with pytest.raises(BadInput, match="different jobs"):
+        lab.read_traces([paths[0], written(tmp_path / "b", made(4))[1]])
+    assert "missing of rank 1" in " ".join(lab.sentences(lab.read_traces(paths[:1])))
+
+
+def test_traces_without_facts_about_the_job_are_ranks_in_their_order(tmp_path):
+    found = made(2, late={1: 0.03})
+    for trace in found:
+        del trace["distributedInfo"], trace["host_name"]
+    paths = written(tmp_path, found)
+    merged = lab.read_traces(paths[::-1])
+    assert merged.ranks == (0, 1) and merged.late_s[0] == pytest.approx(0.03, abs=1e-3)
+    bare = [tmp_path / f"bare{k}.json" for k in range(2)]  # a list of events is a Chrome trace, too
+    for path, trace in zip(bare, found, strict=True):
+        path.write_text(json.dumps(trace["traceEvents"]))
+    assert lab.read_traces(bare).late_s[1] == pytest.approx(0.03, abs=1e-3)
+    with pytest.raises(BadInput, match="some do not"):
+        lab.read_traces([bare[0], *written(tmp_path, made(2))[1:]])
+
+
+def test_torchs_own_ranges_stand_in_for_missing_ones(tmp_path):
+    found = made(2)
+    names = {"data": "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
+             "forward": "DistributedDataParallel.forward", "optimizer": "Optimizer.step#SGD.step"}  # fmt: skip
+    for event in found[0]["traceEvents"]:
+        event["name"] = names.get(event["name"], event["name"])
+        if event["name"] == "backward":
+            event |= {"name": "autograd::engine::evaluate_function: AddmmBackward0", "cat": "cpu_op"}
+    lanes = lab.read_traces(written(tmp_path, found)).lanes
+    for lane in ("data", "forward", "backward", "optimizer"):
+        assert intervals.length(lanes[0][lane]) == pytest.approx(intervals.length(lanes[1][lane]), rel=0.1), lane
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 5000, 2**20])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_stream_is_what_json_reads(tmp_path, monkeypatch, piece, packed):
+    monkeypatch.setattr(traces, "CHUNK", piece)
+    trace = made(1, steps=1)[0] | {"after": {"deep": [1, -2.5e3]}, "number": 12}
+    trace["traceEvents"] += [{"ph": "i", "name": 'a "quoted" ]}, \\ name ü\u2028'}]
+    path, text = tmp_path / "t.json", json.dumps(trace, indent=2)
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    file = traces.Trace(path)
+    assert list(file.events()) == trace["traceEvents"]
+    assert file.facts == {k: v for k, v in trace.items() if k != "traceEvents"}
+
+
+BAD = {
+    "nothing": b"", "words": b"no trace", "number": b"17", "object": b"{}", "other": b'{"traceEvents": 3}',
+    "no events": b'{"traceEvents": []}', "half": b'{"traceEvents": [{"ph": "X", "ts": 1, "dur"',
+    "binary": bytes(range(256)),
+    "base": b'{"baseTimeNanoseconds": "x", "traceEvents": [{"ph":"X","cat":"cpu_op","ts":1,"dur":1,"name":"a"}]}',
+    "gzip": gzip.compress(b'{"traceEvents": []}')[:-9], "deep": b"[" * 100_000, "colon": b'{"traceEvents" [1]}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_trace_is_one_line(tmp_path, name):
+    path = tmp_path / "bad.json"
+    path.write_bytes(BAD[name])
+    with pytest.raises(BadInput, match=r"bad\.json") as told:
+        lab.read_traces([path])
+    assert len(str(told.value)) < 300 and str(told.value).isprintable()
+
+
+LINES = json.dumps(made(2, steps=2, late={1: 0.03})[1], indent=0).encode().splitlines()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_damaged_trace_is_read_or_refused_in_one_line(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("damaged")
+    good, bad = written(folder, made(2, steps=2))
+    bad.write_bytes(damaged(data.draw, LINES))
+    try:
+        merged = lab.read_traces([good, bad])
+        list(lab.sentences(merged))
+        lab.write(merged, folder, [good, bad])
+    except BadInput as e:
+        assert len(str(e)) < 400 and str(e).isprintable()
+
+
+def test_names_in_a_page_are_text(tmp_path):
+    evil = "</script><script>alert(1)</script>&\"'<b>.json"
+    path = tmp_path / evil.replace("/", "\u2215")
+    path.write_text(json.dumps(made(1)[0]))
+    page = timeline_page.write(lab.read_traces([path]), tmp_path / "page.html").read_text("utf-8")
+    assert "<script>alert" not in page and page.count("</script>") == 2
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_merged_chrome_trace_is_on_one_clock_with_a_process_for_each_rank(tmp_path, backend):
+    found = made(2, clocks={1: 0.05}, hosts=["a", "b"], backend=backend)
+    paths = written(tmp_path, found)
+    _, path = lab.write(lab.read_traces(paths), tmp_path / "out", paths[::-1])
+    events = json.loads(path.read_text("utf-8"))["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1} and all(isinstance(e.get("tid", 0), int) for e in events)
+    ends = [[e["ts"] + e["dur"] for e in events if e["pid"] == r and "all_reduce" in e["name"].lower().replace(
+             "allreduce", "all_reduce") and e["cat"] != "cpu_op"] for r in (0, 1)]  # fmt: skip
+    assert ends[0] == pytest.approx(ends[1], abs=300)  # us
+    assert min(e["ts"] for e in events if e["ph"] == "X") >= -1
+    assert sum(e["ph"] == "X" for e in events) == sum(e["ph"] == "X" for t in found for e in t["traceEvents"])
+
+
+def test_a_page_of_too_many_spans_says_what_it_leaves_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline_page, "MOST_SPANS", 40)
+    text = timeline_page.write(lab.read_traces(written(tmp_path, made(2))), tmp_path / "p.html").read_text("utf-8")
+    assert "Only the first" in text
+
+
+READ = """
+import resource, sys
+from labs.parts.profiling import clock, timeline_page, traces
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+merged = clock.merge([traces.read(sys.argv[1])])
+timeline_page.write_chrome(merged, [sys.argv[1]], sys.argv[1] + ".merged")
+print(merged.traces[0].events, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_a_large_trace_is_opened_in_little_memory(tmp_path):
+    """40 MB of operators, all beside each other, so that none can be joined with another: the worst case."""
+    path, n = tmp_path / "large.json", 150_000
+    op = '{"ph": "X", "cat": "cpu_op", "name": "aten::addmm", "pid": 5, "tid": 1, "ts": %d, "dur": 400, "args": %s},\n'
+    args = json.dumps({"External id": 1, "Input Dims": [[32, 256], [256, 256]], "Input type": ["float"] * 4,
+                       "Record function id": 0, "Sequence number": 123456, "Ev Idx": 1, "Fwd id": 0})  # fmt: skip
+    with path.open("w") as out:
+        out.write('{"baseTimeNanoseconds": 1790857026000000000, "traceEvents": [\n')
+        out.writelines(op % (1000 * k, args) for k in range(n))
+        out.write('{"ph": "i", "name": "end", "ts": 1}]}')
+    done = subprocess.run([sys.executable, "-c", READ, str(path)], text=True, capture_output=True, check=True)
+    events, grown = map(int, done.stdout.split())
+    assert events == n + 1
+    # 3 million events, 500 steps of 6000, would stay below 1 GB
+    assert (grown - 16 * 2**20) / n < 2**30 / 3e6, (
+        f"{grown / n:.0f} bytes for each event of {path.stat().st_size / n:.0f}"
+    )
+
+
+def drawn_as_planted(run):
+    """Offsets within 2 ms of the planted ones, the late rank last, and late by about what was planted."""
+    offsets = {r.case["of_rank"]: r.value for r in run.where("clock_offset_s")}
+    planted = {r.case["of_rank"]: r.value for r in run.where("planted_offset_s")}
+    late = {r.case["of_rank"]: statistics.median(r.samples) for r in run.where("late_s")}
+    [delay] = run.where("planted_s")
+    right = max(late, key=late.__getitem__) == delay.case["of_rank"]
+    return right and all(abs(offsets[r] - planted[r]) < 2e-3 for r in planted) and (
+        late[delay.case["of_rank"]] > 0.5 * delay.value
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "shift_ms"), [(2, 50.0), (4, -50.0)])
+def test_real_traces_are_merged(ranks, shift_ms, tmp_path):
+    def again():
+        return launch("rank_timeline", ranks, oversubscribe=True, device="cpu", steps=8, shift_ms=shift_ms,
+                      folder=str(tmp_path))  # fmt: skip
+
+    first = again()
+    assert holds_soon(drawn_as_planted, first, again)
+    assert {r.case["lane"] for r in first.where("spans_s")} == {*clock.LANES}
+    paths = sorted(tmp_path.glob("rank*.json"))
+    assert len(paths) == ranks and json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    merged = lab.read_traces(paths)
+    assert merged.ranks == tuple(range(ranks)) and [len(s) for s in merged.steps] == [8] * ranks
+    assert "".join(lab.answer(first)) and len(list(lab.sentences(merged))) == 2 + ranks
+
+
+def test_one_rank_waits_for_nobody():
+    run = launch("rank_timeline", 1, device="cpu", smoke=True)
+    assert "waits for nobody" in list(lab.answer(run))[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.json"], "missing.json: No such file"),
+        (["."], "Is a directory"),
+        (["bad.json"], "it ends in the middle"),
+        (["rank0.json", "--folder", "bad.json"], "is not a folder"),
+        (["rank0.json", "--nosuch"], "unrecognized arguments"),
+        (["--place", "lunch"], "place must be one of"),
+        (["--late-rank", "5"], "late_rank 5 needs more ranks"),
+        (["--folder", "bad.json/x"], "is not a folder"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(tmp_path, words, said):
+    written(tmp_path, made(1))
+    (tmp_path / "bad.json").write_text('{"traceEvents": [')
+    done = subprocess.run(
+        [sys.executable, "-m", "labs.rank_timeline", *words], cwd=tmp_path, text=True, capture_output=True
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr, done.stderr
+
+
+def test_traces_of_yours_are_read_from_the_shell(tmp_path):
+    written(tmp_path, made(2, backend="nccl", late={0: 0.02}))
+    (tmp_path / "rank1.json.gz").write_bytes(gzip.compress((tmp_path / "rank1.json").read_bytes()))
+    words = ["rank0.json", "rank1.json.gz", "--folder", "out"]
+    done = subprocess.run(
+        [sys.executable, "-m", "labs.rank_timeline", *words], cwd=tmp_path, text=True, capture_output=True
+    )
+    assert done.returncode == 0 and "rank 0 comes last in 6 of 6 steps" in " ".join(done.stdout.split()), done.stderr
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"timeline.html", "merged.json"}
+
+
+def test_the_shorter_half_is_where_most_are():
+    x = [0.0, 0.01, 0.02, 0.01, 5.0, -7.0, 9.0]
+    middle, spread = clock.shorter_half(x)
+    assert middle == pytest.approx(0.01) and spread == pytest.approx(0.01)
+    assert clock.shorter_half([3.0]) == (3.0, 0.0)
+    assert np.isfinite(clock.shorter_half([1.0, 2.0])).all()
+
+
+def timeline_and_stopwatch(folder):
+    """On a rank: its trace, and how long it waited at each step's last all-reduce by a stopwatch of its own."""
+    waits, r = [], dist.get_rank()
+    workload = late_training.build(lab.Config())
+    training = late_training.Training(workload, 32, torch.device("cpu"), last_to_arrive.note_wait, waits)
+    rank = Rank(r, dist.get_world_size(), r, dist.get_world_size(), torch.device("cpu"), "gloo", ())
+    lab.record(training, {"backward": 0.03} if r == 1 else {}, 8, Path(folder) / f"rank{r}.json", rank)
+    return traces.read(Path(folder) / f"rank{r}.json"), [b - a for a, b in waits[-8:]]
+
+
+def within_2_ms(found):
+    """The merged traces draw the late rank where the stopwatches have it. Whatever the machine did, both saw it."""
+    read, waits = zip(*found, strict=True)
+    drawn = clock.merge(read).late_s
+    seen = [statistics.median(late) for late in zip(*last_to_arrive.late_by(list(waits)), strict=True)]
+    return all(abs(a - b) < 2e-3 for a, b in zip(drawn, seen, strict=True)) and max(drawn) == drawn[1] > 0.015
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_real_lateness_is_drawn_where_stopwatches_see_it(ranks, tmp_path):
+    def again():
+        return run_on_ranks(timeline_and_stopwatch, ranks, str(tmp_path))
+
+    assert holds_soon(within_2_ms, again(), again)
