@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,15 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from labs.data import fashion_mnist
 
 IMAGES = 2048
+OWN_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+               else "broadcast_buffers": False}  # fmt: skip
+"""Ranks keep BatchNorm's statistics to themselves: DDP's copy in forward would hide who is late. By torch's version."""
 
 
 def part(name: str) -> AbstractContextManager[object]:

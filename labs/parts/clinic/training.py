@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from labs.parts.clinic.supplies import (  # noqa: F401 - some are for the lines of illnesses
+    OWN_BUFFERS,
     Log,
     average_weights,
     build_model,
@@ -41,7 +42,7 @@ def train(rank: int, ranks: int, seed: int, folder: Path) -> Iterator[tuple[floa
     sampler = DistributedSampler(dataset, ranks, rank, seed=seed, drop_last=True)
     loader = DataLoader(dataset, batch_size=64, sampler=sampler, drop_last=True)
     model = build_model(width=8)
-    model = DistributedDataParallel(model, bucket_cap_mb=25, forward_sync_buffers=False)
+    model = DistributedDataParallel(model, bucket_cap_mb=25, **OWN_BUFFERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     log = Log(folder / f"log-{rank}.txt", durable=False)
     validate_every = 500
