@@ -22,7 +22,6 @@ DRAWN_GAP_S = 1e-3  # spans so close are drawn as one
 def timeline(run: Records) -> None:
     """A step of median lateness on all ranks, from a run of labs.rank_timeline; then what the clocks are worth."""
     found = late_ms(run)
-    [planted] = run.where("planted_s")
     if not found:
         message = "One rank waits for nobody"
     else:
@@ -32,8 +31,7 @@ def timeline(run: Records) -> None:
     told = ", ".join(f"rank {r} {e.value:.1f} ms" for r, e in found.items()) or "there is one rank"
     show(fig, alt=f"{message}. Each rank has a row of data, forward, backward and optimizer and a row of all-reduces "
                   f"with the waiting in them. After the first to arrive: {told}.")  # fmt: skip
-    lines = [f"Planted: {1e3 * planted.value:g} ms in {planted.case['place']} of rank {planted.case['of_rank']}."]
-    say("\n".join(f"* {line}" for line in [*lines, *rank_timeline.answer(run)]))
+    say("\n".join(f"* {line}" for line in rank_timeline.answer(run)))
 
 
 def late_ms(run: Records) -> dict[int, Estimate]:

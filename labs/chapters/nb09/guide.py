@@ -20,7 +20,7 @@ ANSWERS = {
     "traffic": "collectives, buckets and bytes of a step",
     "same_batch": "a step without its loader",
     "batch": "a step with another batch size",
-    "alone": "a step without the other ranks",
+    "alone": "a step without the exchange of gradients",
 }
 
 
