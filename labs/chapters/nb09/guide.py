@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas
 
 from labs.kit.display import show_table
-from labs.parts.clinic.illnesses import ILLNESSES, NOT_HERE
+from labs.parts.clinic.illnesses import ILLNESSES, NOT_HERE, WELL
 from labs.parts.clinic.measurements import MEASUREMENTS
 
 ANSWERS = {
@@ -22,14 +22,28 @@ ANSWERS = {
     "batch": "a step with another batch size",
     "alone": "a step without the exchange of gradients",
 }
+NAMES_NONE = {
+    "steps": "none: says how long",
+    "shares": "none: says where",
+    "alone": "none: says what the exchange costs",
+}
+"""What those are for that name no illness."""
 
 
 def guide() -> None:
     """Each measurement, what it answers, and how many of the clinic's illnesses it is made to name."""
-    rows = {name.replace("_", " "): {"answers": ANSWERS[name], "names, of all illnesses":
-                                     f"{sum(i.key == name for i in ILLNESSES)} of {len(ILLNESSES)}"}
-            for name in MEASUREMENTS}  # fmt: skip
+    rows = {}
+    for name in MEASUREMENTS:
+        named = sum(i.key == name for i in ILLNESSES)
+        told = f"{named} of {len(ILLNESSES)}" if named else NAMES_NONE[name]
+        rows[name.replace("_", " ")] = {"answers": ANSWERS[name], "names, of all illnesses": told}
     show_table(pandas.DataFrame(rows).T)
+
+
+def causes() -> None:
+    """The causes that `diagnose()` takes, folded: a name for each illness, and one for all who are well."""
+    rows = {i.name: i.cause for i in ILLNESSES} | {WELL[0].name: "nothing, or nothing that is worth a cure"}
+    show_table(pandas.DataFrame({"what it is": rows}), folded="The causes that diagnose() takes")
 
 
 def not_here() -> None:
