@@ -170,7 +170,9 @@ def cost_text(run: Records, guess: Prediction | None = None) -> list[str]:
     lines.append(f"500 steps in one trace would be {500 * size / MB:.0f} MB; with active={active} a file has "
                  f"{active * size / MB:.2f} MB.")  # fmt: skip
     stop = estimate(run.one("cost_stop_s", profiler="stacks").samples, "s")
-    lines.append(f"Not in this bill: `stop()` takes {stop} after {active + 1} steps with stacks, and then comes the file.")
+    lines.append(
+        f"Not in this bill: `stop()` takes {stop} after {active + 1} steps with stacks, and then comes the file."
+    )
     return lines
 
 
