@@ -102,8 +102,8 @@ def planted(run: Records, guess: Prediction | None = None) -> None:
     """Found against planted, a mark for each place; `guess`: ms that the trace finds for 20 ms in the first place."""
     told = profile_step.planted_found(run)
     message = profile_step.planted_text(told)
-    fig, ax = figure(message, xlabel="planted: what it took at its place (ms)",
-                     ylabel="found: rise of the share (ms, measured)", records=run, size=(7.2, 4.4))  # fmt: skip
+    fig, ax = figure(message, xlabel="planted: what it took at its place (ms; places side by side)",
+                     ylabel="rise of its share (ms, measured)", records=run, size=(7.2, 4.4))  # fmt: skip
     most = 1.1e3 * max(f.spent.value for f in told)
     ideal(ax, [0, most], label="found = planted")
     for k, place in enumerate(dict.fromkeys(f.place for f in told)):
@@ -170,7 +170,9 @@ def cost_text(run: Records, guess: Prediction | None = None) -> list[str]:
     lines.append(f"500 steps in one trace would be {500 * size / MB:.0f} MB; with active={active} a file has "
                  f"{active * size / MB:.2f} MB.")  # fmt: skip
     stop = estimate(run.one("cost_stop_s", profiler="stacks").samples, "s")
-    lines.append(f"Not in this bill: `stop()` takes {stop} after {active} steps with stacks, and then comes the file.")
+    lines.append(
+        f"Not in this bill: `stop()` takes {stop} after {active + 1} steps with stacks, and then comes the file."
+    )
     return lines
 
 
