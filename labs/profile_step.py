@@ -489,11 +489,11 @@ def share_table(run: Records) -> Iterator[tuple[str, list[str]]]:
     """(share, for each rank "ms, %") of `typical` steps; the step itself comes last."""
     every = {rank: typical(run, rank)[0] for rank in ranks(run)}
     sums = {rank: sum(found.values()) for rank, found in every.items()}
-    for name in SHARES:
+    for name in (s for s in SHARES if any(s in found for found in every.values())):  # idle: only on a GPU
         cells = [f"{1e3 * found[name]:8.2f} ms {100 * found[name] / sums[rank]:5.1f} %"
-                 if name in found else "only on a GPU" for rank, found in every.items()]  # fmt: skip
+                 if name in found else "" for rank, found in every.items()]  # fmt: skip
         yield name, cells
-    yield "step, host's clock", [f"{1e3 * typical(run, rank)[1]:8.2f} ms" for rank in every]
+    yield "the same steps by the host's clock", [f"{1e3 * typical(run, rank)[1]:8.2f} ms" for rank in every]
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -17,7 +17,7 @@ from labs.kit.record import Records
 from labs.parts.oracle.trace import CATEGORIES
 from labs.parts.profiling.shares import SHARES
 
-COLORS = dict(zip(SHARES, (*(SERIES[k] for k in (4, 3, 5, 0, 1, 2)), GREY, TINTS[2]), strict=True))
+COLORS = dict(zip(SHARES, (*(SERIES[k] for k in (2, 3, 5, 0, 1, 4)), GREY, TINTS[2]), strict=True))
 MEMORY = {"parameters": SERIES[0], "optimizer": SERIES[5], "inputs/buffers": SERIES[3], "gradients": SERIES[2],
           "temporaries": SERIES[4], "activations": SERIES[1]}  # fmt: skip
 """From the bottom to the top: what changes least lies lowest."""
@@ -77,6 +77,8 @@ def share_text(run: Records) -> list[str]:
     """Whether the shares are the whole step, and whether two ways to find exposed communication agree."""
     covered = profile_step.covered(run)
     lines = [
+        "A bar is a sum, no timeline: exposed communication lies inside the time of `backward()`, in many pieces. The "
+        "share backward is what that call computes.",
         "Bars are means over the middle half of the steps by length: medians of shares do not sum to a step.",
         f"The shares come from the trace. Summed, they are {covered} of the step by the host's clock.",
     ]
@@ -124,6 +126,24 @@ def planted(run: Records, guess: Prediction | None = None) -> None:
     worst = max(told, key=lambda f: abs(f.error.value))
     say(f"* Furthest off by the median: {worst.ms:g} ms in {worst.place}, {worst.found} found for {worst.spent} "
         f"({worst.error} off).")  # fmt: skip
+    if text := missed_text(told):
+        say(f"* {text}")
+
+
+def missed_text(told: list[profile_step.Found]) -> str:
+    """Which planted costs were not found or cannot be told, by place; and why late is the hard one."""
+    limits = {False: "Not found", None: "Cannot be told"}
+    said = []
+    for near, words in limits.items():
+        sizes: dict[str, list[str]] = {}
+        for f in told:
+            if f.near is near:
+                sizes.setdefault(f.place, []).append(f"{f.ms:g}")
+        if sizes:
+            said.append(f"{words}: " + "; ".join(f"{', '.join(ms)} ms in {place}" for place, ms in sizes.items()))
+    if any(f.place == "late" and not f.near for f in told):
+        said.append("What is late on another rank is seen here only as waiting, and the ranks are never quite on time")
+    return ". ".join(said) + "." if said else ""
 
 
 NOTES = {"on": "times", "shapes": "times and shapes", "memory": "times and memory", "stacks": "times and stacks"}
