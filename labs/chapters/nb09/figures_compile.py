@@ -40,6 +40,10 @@ def break_even(run: Records, guess: Prediction) -> None:
         if cache in pays:
             steps = found[cache].value
             ax.plot([steps], [steps * eager], marker="o", markersize=11, markerfacecolor="none", color="black")
+            low = cache == "full"  # near the origin, where there is room to the right only
+            ax.annotate(f"paid, {CACHES[cache].split(',')[0]}", (steps, steps * eager), fontsize=9, va="center",
+                        xytext=(10, -3) if low else (-8, 16), textcoords="offset points",
+                        ha="left" if low else "right")  # fmt: skip
     ax.set_xlim(-0.02 * last, last)
     ax.xaxis.set_major_formatter(lambda steps, _: f"{steps:,.0f}")
     ax.set_ylim(bottom=0)
@@ -58,7 +62,11 @@ def _break_even_text(run: Records, guess: Prediction) -> list[str]:
     empty = compiled_step.break_even(run)
     backend = run.one("step_s", way="compiled").case["backend"]
     full = compiled_step.in_steps(compiled_step.break_even(run, "full"))
-    lines = [verdict(compiled_step.gain(run), f"A compiled step ({backend}) against an eager one, in turn") + ".",
+    eager = 1e3 * estimate(run.one("step_s", way="eager").samples).value
+    compiled = eager * compiled_step.gain(run).value
+    lines = [f"On this CPU, for this block: t_eager {eager:.2f} ms, t_compiled {compiled:.2f} ms (by the ratio below), "
+             f"T_start {start['empty']:.1f} s with an empty cache.",
+             verdict(compiled_step.gain(run), f"A compiled step ({backend}) against an eager one, in turn") + ".",
              f"Start-up takes {start['empty']:.1f} s with an empty cache and {start['full']:.1f} s with a full one in "
              f"the same process, each taken once; {run.one('import_s').value:.1f} s of both are the import of the "
              "compiler. What a new process takes with a full cache was not measured.",

@@ -34,7 +34,7 @@ def timeline(run: Records) -> None:
     show(fig, alt=f"{message}. Each rank has a row of data, forward, backward and optimizer and a row of all-reduces "
                   f"with the waiting in them. After the first to arrive: {told}.")  # fmt: skip
     lines = [
-        "The all-reduce in orange and the wait in pink are one exchange: hidden behind computing, and exposed.",
+        "All-reduce (dark orange) and wait (pink) are one exchange: hidden behind computing, and exposed.",
         "The white arrow is as long as what was planted; it is drawn in the middle of its part of the step.",
     ]
     say("\n".join(f"* {line}" for line in [*(lines if found else []), *rank_timeline.answer(run)]))
@@ -107,7 +107,8 @@ def timers_and_arrivals(run: Records, guess: Prediction) -> None:
     on_time = next((rank for rank in own if rank != planted), planted)
     prediction(axes[0], float(guess), on_time)
     show(fig, alt=f"{message}. Own timers: {_listed(own)}. After the first to arrive: {_listed(late)}.")
-    say("\n".join(f"* {line}" for line in [*_guess_text(own[on_time], guess), *last_to_arrive.answer(run)]))
+    who = list(last_to_arrive.answer(run))[:3]  # what it costs is in a table of its own
+    say("\n".join(f"* {line}" for line in [*_guess_text(own[on_time], guess), *who]))
 
 
 def message_of(run: Records) -> str:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pandas
+from collections.abc import Callable
+from typing import Any
 
+import pandas
+from IPython.display import display
+
+from labs.kit.code import code_shown
 from labs.kit.display import show_table
 from labs.parts.clinic.illnesses import ILLNESSES, NOT_HERE, WELL
 from labs.parts.clinic.measurements import MEASUREMENTS
@@ -44,6 +49,13 @@ def causes() -> None:
     """The causes that `diagnose()` takes, folded: a name for each illness, and one for all who are well."""
     rows = {i.name: i.cause for i in ILLNESSES} | {WELL[0].name: "nothing, or nothing that is worth a cure"}
     show_table(pandas.DataFrame({"what it is": rows}), folded="The causes that diagnose() takes")
+
+
+def code(summary: str, *parts: Callable[..., Any]) -> None:
+    """The source of functions, folded below a line with that text, which opens it."""
+    shown = code_shown(*parts)
+    folded = f"<details><summary>{summary}</summary>\n\n{shown['text/markdown']}\n\n</details>"
+    display({"text/markdown": folded, "text/plain": shown["text/plain"]}, raw=True)
 
 
 def not_here() -> None:
