@@ -282,8 +282,8 @@ def chart(seed: int) -> list[str]:
     if illness in WELL:
         return [f"It is healthy; wrong with it: {illness.cause}."]
     key = f"{illness.key} shows it ({illness.sign}); {', '.join(illness.blind)} do not"
-    return [f"It was {illness.name}: {illness.cause}. {key}. Line {illnesses.line(illness)} of train, "
-            f"notebook {illness.teaches}:", *illnesses.cure(illness).splitlines()]  # fmt: skip
+    return [f"It was {illness.name}: {illness.cause}. {key}. Notebook {illness.teaches} is about such costs. The cure, "
+            f"in line {illnesses.line(illness)} of `train`:", *illnesses.cure(illness).splitlines()]  # fmt: skip
 
 
 @dataclass

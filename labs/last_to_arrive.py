@@ -271,7 +271,7 @@ def answer(run: Records) -> Iterator[str]:
         yield (f"{case.capitalize()} late: a step takes {added(run, case)} longer in the mean; the formula says "
                f"{1e3 * formula:.1f} ms, and {1e3 * drawn:.1f} ms for the delays that were drawn.")  # fmt: skip
     noting = cost(run)
-    shown = f"adds {noting} to a step" if is_shown(noting) else f"costs less than can be shown ({noting})"
+    shown = f"adds {noting} to a step" if is_shown(noting) else f"adds nothing that this run can show ({noting})"
     yield f"The note of one wait per step {shown}."
 
 

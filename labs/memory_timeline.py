@@ -1,4 +1,4 @@
-"""What grows from training step to training step, and which line holds it?
+"""What grows from training step to training step, and which line made it?
 
     python -m labs.memory_timeline --nproc 1
     python -m labs.memory_timeline --nproc 1 --loops my_package.my_module:loop --model my_package.my_module:factory
@@ -137,8 +137,8 @@ def answer(run: Records) -> Iterator[str]:
         yield (f"Loop {loop}: each step leaves {told}; the peak went from {size_text(peak[0])} in the first step to "
                f"{size_text(peak[-1])} in the last.")  # fmt: skip
         for r in run.where("held_share", loop=loop):
-            yield (f"{100 * r.value:.0f} % of what is left was made in {r.case['line']}: {r.case['code']} (innermost "
-                   f"line: {r.case['inner']}).")  # fmt: skip
+            inner = "" if r.case["inner"] == r.case["line"] else f" (innermost line: {r.case['inner']})"
+            yield f"{100 * r.value:.0f} % of what is left was made in {r.case['line']}: {r.case['code']}{inner}."
         for r in run.where("expected_growth_bytes", loop=loop):
             equal = "the same" if r.value == sum(grown.values()) else "not the same"
             yield f"Counted without the tracker, a step should leave {r.value:,.0f} bytes: {equal}."

@@ -54,6 +54,7 @@ SETTINGS: dict[str, dict[str, bool]] = {
 """What the profiler is asked to note, beside the time of each operation."""
 TIME = {"shares": 0.25, "planted": 0.5, "cost": 0.25}  # parts of the seconds
 TOP_OPS = 8
+NEAR = 10.0  # percent of what was planted
 PLAIN, PLAIN_STEPS = "plain", 3  # with nothing planted, in each round of planted: their median is steady
 
 
@@ -134,7 +135,7 @@ def training_step(
     batches: Iterator[tuple[Tensor, Tensor]], model: nn.Module, loss_of: Callable, optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """One step in named ranges. Without a profiler a range costs about a microsecond."""
+    """One step in named ranges. Without a profiler a range costs some microseconds."""
     with record_function("data"):
         x, y = next(batches)
     with record_function("host-to-device"):  # for a CPU rank there is nothing to copy
@@ -408,6 +409,20 @@ def share_estimates(run: Records, rank: int = 0) -> dict[str, Estimate]:
     return {name: measure.estimate(there[name].samples, "s") for name in SHARES if name in there}
 
 
+def typical(run: Records, rank: int = 0) -> tuple[dict[str, float], float]:
+    """(Seconds of each share, of the step by the host's clock): means over the middle half of the steps by length.
+
+    Medians of shares do not sum to a step: a step that waits long is not the one that computes long.
+    """
+    there = {r.case["share"]: r.samples for r in run.where("share_s") if r.layout["rank"] == rank}
+    sums = [sum(step) for step in zip(*there.values(), strict=True)]
+    order, cut = sorted(range(len(sums)), key=sums.__getitem__), len(sums) // 4
+    kept = order[cut : len(order) - cut]
+    clock = of_rank(run, "step_s", rank, mode="profiled").samples
+    means = {name: statistics.fmean(there[name][k] for k in kept) for name in SHARES if name in there}
+    return means, statistics.fmean(clock[k] for k in kept)
+
+
 def covered(run: Records, rank: int = 0) -> Estimate:
     """Sum of a step's shares, from the trace, over the same step by the host's clock, in %."""
     parts = [r.samples for r in run.where("share_s") if r.layout["rank"] == rank]
@@ -436,6 +451,13 @@ class Found:
     error: Estimate
     """found over spent, less 1, in %."""
 
+    @property
+    def near(self) -> bool | None:
+        """Whether it was found within NEAR; None if the interval reaches over that limit and nothing can be told."""
+        if self.error.low >= -NEAR and self.error.high <= NEAR:
+            return True
+        return False if self.error.low > NEAR or self.error.high < -NEAR else None
+
 
 def planted_found(run: Records) -> list[Found]:
     """Every planted cost."""
@@ -448,6 +470,15 @@ def planted_found(run: Records) -> list[Found]:
     return rows
 
 
+def planted_text(told: Sequence[Found]) -> str:
+    """How many planted costs were found, how many were not, and of how many that cannot be told."""
+    near, off, untold = (sum(f.near is word for f in told) for word in (True, False, None))
+    said = [f"{near} of {len(told)} planted costs are found within {NEAR:g} %, each in its own share"]
+    said += [f"{off} {'is' if off == 1 else 'are'} not"] if off else []
+    said += [f"of {untold} this run cannot tell"] if untold else []
+    return "; ".join(said)
+
+
 def price(run: Records, metric: Literal["cost_step_s", "cost_cpu_s"] = "cost_step_s") -> dict[str, Estimate]:
     """How many times as long a step takes (or computes) under each of SETTINGS but "off", paired by round."""
     off = run.one(metric, profiler="off").samples
@@ -455,17 +486,14 @@ def price(run: Records, metric: Literal["cost_step_s", "cost_cpu_s"] = "cost_ste
 
 
 def share_table(run: Records) -> Iterator[tuple[str, list[str]]]:
-    """(share, for each rank "ms, %"); the step itself comes last."""
-    every = {rank: share_estimates(run, rank) for rank in ranks(run)}
-    sums = {rank: sum(e.value for e in found.values()) for rank, found in every.items()}
-    for name in SHARES:
-        cells = [f"{1e3 * found[name].value:8.2f} ms {100 * found[name].value / sums[rank]:5.1f} %"
-                 if name in found else "its own host" for rank, found in every.items()]  # fmt: skip
+    """(share, for each rank "ms, %") of `typical` steps; the step itself comes last."""
+    every = {rank: typical(run, rank)[0] for rank in ranks(run)}
+    sums = {rank: sum(found.values()) for rank, found in every.items()}
+    for name in (s for s in SHARES if any(s in found for found in every.values())):  # idle: only on a GPU
+        cells = [f"{1e3 * found[name]:8.2f} ms {100 * found[name] / sums[rank]:5.1f} %"
+                 if name in found else "" for rank, found in every.items()]  # fmt: skip
         yield name, cells
-    yield (
-        "step, other clock",
-        [f"{1e3 * of_rank(run, 'step_s', rank, mode='profiled').value:8.2f} ms" for rank in every],
-    )
+    yield "the same steps by the host's clock", [f"{1e3 * typical(run, rank)[1]:8.2f} ms" for rank in every]
 
 
 def answer(run: Records) -> Iterator[str]:
@@ -474,10 +502,8 @@ def answer(run: Records) -> Iterator[str]:
         yield from _shares_text(run)
     if told := planted_found(run):
         worst = max(told, key=lambda f: abs(f.error.value))
-        near = sum(abs(f.error.value) <= 10 for f in told)
-        yield (f"Of {len(told)} planted costs, {near} raised the share of their place by what they took, within 10 %; "
-               f"furthest off: {worst.ms:g} ms in {worst.place}, {worst.found} found in {worst.share!r} for "
-               f"{worst.spent}.")  # fmt: skip
+        yield (f"{planted_text(told)}; furthest off by the median: {worst.ms:g} ms in {worst.place}, {worst.found} "
+               f"found in {worst.share!r} for {worst.spent}.")  # fmt: skip
     if run.where("cost_step_s"):
         yield cost_text(run)
     if run.where("share_s"):
@@ -488,11 +514,11 @@ def answer(run: Records) -> Iterator[str]:
 
 
 def _shares_text(run: Records) -> Iterator[str]:
-    found = share_estimates(run)
-    name = max(found, key=lambda n: found[n].value)
-    whole = sum(e.value for e in found.values())
-    yield (f"Rank 0 spends most in {name}: {found[name]} of a step, {100 * found[name].value / whole:.0f} %. The "
-           f"shares, from the trace, sum to {covered(run)} of the step by the host's clock.")  # fmt: skip
+    found, _ = typical(run)
+    name = max(found, key=found.__getitem__)
+    yield (f"Rank 0 spends most in {name}: {100 * found[name] / sum(found.values()):.0f} % of a step, a mean over the "
+           f"middle half of the steps; the median is {share_estimates(run)[name]}. The shares, from the trace, sum to "
+           f"{covered(run)} of the step by the host's clock.")  # fmt: skip
     if run.where("step_s", mode="no_sync"):
         trace, clock = exposed_two_ways(run)
         agree = trace.low <= clock.high and clock.low <= trace.high

@@ -64,3 +64,13 @@ def test_one_rank_hides_nothing():
 def test_without_evidence_it_is_not_tried():
     assert verdict(ranks()).word == "not tried yet"
     assert "Nsight Systems was not run" in verdict(planted(), ranks()).because
+
+
+def test_what_cannot_be_told_is_no_evidence_against():
+    """The median is 30 % off, the interval reaches from -20 % to +60 %."""
+    rows = planted(places=("data",))
+    rows[1] = Record("profile_step", "found_s", "s", (0.008, 0.013, 0.013, 0.008, 0.016, 0.016), case=rows[1].case)
+    found = verdict(rows, ranks())
+    assert found.word == "not tried yet" and "of 1 this run cannot tell" in found.because
+    found = verdict(planted(places=("forward",)), rows, ranks())
+    assert found.word == "depends" and "1 of 2 planted" in found.because and "30 ms late" in found.because

@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from labs import clinic
-from labs.chapters.nb09 import guide
+from labs.chapters.nb09 import figures_clinic, guide
+from labs.kit.measure import Estimate
+from labs.kit.record import Record, Records
 from labs.parts.clinic import illnesses
 from labs.parts.clinic.measurements import MEASUREMENTS
 
@@ -26,3 +29,25 @@ def test_the_patient_has_what_is_diagnosed_and_no_room_has_it():
 
 def test_each_measurement_is_explained():
     assert set(guide.ANSWERS) == set(MEASUREMENTS)
+
+
+def test_every_cause_that_is_listed_is_taken_and_none_is_left_out(monkeypatch):
+    shown = []
+    monkeypatch.setattr(guide, "show_table", lambda table, folded="": shown.append((table, folded)))
+    guide.causes()
+    guide.guide()
+    [(listed, folded), (measurements, _)] = shown
+    assert all(illnesses.recognised(name) == name for name in listed.index) and folded
+    assert {i.name for i in illnesses.ILLNESSES} | {"healthy"} == set(listed.index)
+    assert measurements.iloc[:, 1]["shares"] == "none: says where"
+
+
+@pytest.mark.parametrize(("gain", "told"), [((1.9, 2.0, 2.1), "more than that"), ((1.2, 1.3, 1.4), "less than that"),
+                                            ((1.4, 1.5, 1.6), "cannot be told")])  # fmt: skip
+def test_what_a_share_promised_stands_beside_what_the_cure_gave(monkeypatch, gain, told):
+    said = []
+    monkeypatch.setattr(figures_clinic, "say", said.append)
+    shares = Record("clinic", "finding", "", (1 / 3,), case={"measure": "shares", "what": "overhead"})
+    found = clinic.Verdict(32, "checkpoint", True, Estimate(gain[1], gain[0], gain[2], 9, "x"), 1.5, 1.0, 2)
+    figures_clinic.promise(Records([shares]), found, "overhead")
+    assert "33 % of a step" in said[0] and "1.50x" in said[0] and told in said[0]

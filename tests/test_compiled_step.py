@@ -138,3 +138,10 @@ def test_compiled_step_is_the_eager_one_with_fewer_kernels():
 def test_bad_values(values):
     with pytest.raises(BadInput, match=next(iter(values))):
         Config(**values)
+
+
+def test_operations_of_the_module_are_counted_without_the_loss():
+    layer, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+    layer(x).exp().sin().sum().backward()  # what there was before does not count
+    # forward: addmm; backward: mm for the weight, sum for the bias; x wants no gradient
+    assert compiled_step.module_operations(layer, x) == 3

@@ -63,7 +63,7 @@ def test_idle_is_shown_where_a_gpu_has_it(shown):
         names = [t.get_text() for t in drawn[-1].legends[0].get_texts()]
         assert ("idle" in names) == gpu
         figures.share_table(step_run(gpu=gpu))
-        assert ("its own host" in tables[-1].loc["idle"].tolist()) != gpu
+        assert ("idle" in tables[-1].index) == gpu
 
 
 @pytest.mark.parametrize(("ddp", "words"), [(0.014, "no difference can be told"), (0.030, "They differ")])
@@ -96,6 +96,7 @@ def cost_run(on):
     found = [made(metric, [0.01] * 9, profiler="off") for metric in ("cost_step_s", "cost_cpu_s")]
     for name in list(profile_step.SETTINGS)[1:]:
         found += [made(metric, [0.01 * f for f in on], profiler=name) for metric in ("cost_step_s", "cost_cpu_s")]
+        found.append(made("cost_stop_s", [0.25] * 9, profiler=name))
         found += [made("trace_bytes", 50e3, profiler=name, unit="B"), made("trace_events", 200.0, profiler=name)]
     return Records(found)
 
@@ -104,6 +105,7 @@ def test_the_profilers_price_is_named_only_where_it_can_be_told(shown):
     _, alts, said, _ = shown
     figures.cost(cost_run([1.4, 1.5, 1.6] * 3), predict(1.2, "price", "x"))
     assert "1.50 times as long" in alts[0] and "25.0 µs" in said[0] and "25 MB" in said[0]
+    assert "notes times. times: 1.50" in alts[0] and "`stop()` takes 250" in said[0]
     figures.cost(cost_run([0.9, 1.0, 1.1] * 3))
     assert alts[1].startswith("What looking costs, this run cannot show") and "cannot show" in said[1]
 

@@ -197,7 +197,7 @@ def test_shares_sum_to_the_step_and_the_clock_tells_the_same_exposure():
         )
 
     run = measured()
-    assert lab.ranks(run) == [0, 1] and "its own host" in dict(lab.share_table(run))["idle"]
+    assert lab.ranks(run) == [0, 1] and "idle" not in dict(lab.share_table(run))
     assert holds_soon(agrees, run, measured)
     text = " ".join(lab.answer(run))
     assert "exposed communication" in text and "share of a step" in text
@@ -309,3 +309,32 @@ def test_two_ways_that_differ_are_said_to_differ():
     assert lab.covered(run).value == pytest.approx(100)
     trace, clock = lab.exposed_two_ways(run)
     assert (trace.value, clock.value) == (0.002, pytest.approx(0.011))
+
+
+def test_typical_shares_sum_to_a_step_where_medians_do_not():
+    """In half of the steps rank 0 waits, in the others it computes: no step is as short as both medians together."""
+    waits = [0.009, 0.001] * 6 + [0.5, 0.001, 0.001]
+    forward = [0.001, 0.009] * 6 + [0.001, 0.009, 0.009]
+    run = records(
+        forward=forward, exposed_communication=waits, profiled=[a + b for a, b in zip(waits, forward, strict=True)]
+    )
+    found, clock = lab.typical(run)
+    assert sum(found.values()) == pytest.approx(clock) == pytest.approx(0.010), "the step of 0.5 s is left out"
+    found = records(forward=[0.001, 0.001, 0.009], exposed_communication=[0.009, 0.001, 0.001], profiled=[0.01] * 3)
+    medians = sum(e.value for e in lab.share_estimates(found).values())
+    assert medians == pytest.approx(0.002) and sum(lab.typical(found)[0].values()) > 0.005
+
+
+@pytest.mark.parametrize(
+    ("rise", "near"),
+    [([1.01, 1.02, 1.03] * 3, True), ([1.3, 1.31, 1.32] * 3, False), ([0.5, 1.0, 1.6] * 3, None)],
+)
+def test_a_cost_is_found_or_not_or_cannot_be_told(rise, near):
+    case = {"place": "data", "share": "data", "ms": 10.0}
+    run = Records([Record("profile_step", "spent_s", "s", [0.01] * 9, case=case),
+                   Record("profile_step", "found_s", "s", [0.01 * r for r in rise], case=case)])  # fmt: skip
+    [found] = lab.planted_found(run)
+    assert found.near is near
+    said = lab.planted_text([found])
+    assert said.startswith(f"{near is True:d} of 1") and ("is not" in said) == (near is False)
+    assert ("cannot tell" in said) == (near is None)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 
+import pandas
+
 from labs import clinic
 from labs.kit import measure
-from labs.kit.display import say
+from labs.kit.display import say, show_table
 from labs.kit.plot import BLUE, ORANGE, bars, choice_map, figure, show
 from labs.kit.record import Records
 from labs.parts.clinic.illnesses import BY_NAME, ILLNESSES, WELL, draw
@@ -78,6 +80,29 @@ def _middle(found: list[measure.Estimate]) -> measure.Estimate:
 def told(run: Records) -> None:
     """The sentences of an examination."""
     say("\n".join(f"* {line}" for line in clinic.examined(run)))
+
+
+def beside(patients: dict[str, Records]) -> None:
+    """Shares of a step of several patients, a column for each: what has grown shows beside one who is well."""
+    columns = {name: {r.case["what"]: 100 * r.value for r in run.where("finding", measure="shares")}
+               for name, run in patients.items()}  # fmt: skip
+    table = pandas.DataFrame(columns).map(lambda percent: f"{percent:.0f} %")
+    table.columns.name = "share of a step"
+    show_table(table)
+
+
+def promise(run: Records, found: clinic.Verdict, share: str) -> None:
+    """What 1 / (1 - share) had promised, beside what the cure gave."""
+    size = run.one("finding", measure="shares", what=share).value
+    promised, gain = clinic.predict(size), found.gain
+    if gain is None:
+        say(f"* Nothing was put back, so there is nothing to compare with {share}.")
+        return
+    apart = "less than that" if gain.high < promised else "more than that"
+    if gain.low <= promised <= gain.high:
+        apart = "a difference cannot be told"
+    say(f"* {share.capitalize()} was {100 * size:.0f} % of a step: had only that gone, 1 / (1 - {size:.2f}) = "
+        f"{promised:.2f}x. The cure gave {gain.value:.2f}x [{gain.low:.2f}, {gain.high:.2f}]: {apart}.")  # fmt: skip
 
 
 def scores(found: list[clinic.Verdict]) -> None:

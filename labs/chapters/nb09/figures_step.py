@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 from labs import memory_timeline, profile_step
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
-from labs.kit.measure import differs
+from labs.kit.measure import differs, estimate
 from labs.kit.plot import GREY, SERIES, TINTS, bars, curve, figure, ideal, points, prediction, show, spans, stack
 from labs.kit.record import Records
 from labs.parts.oracle.trace import CATEGORIES
 from labs.parts.profiling.shares import SHARES
 
-COLORS = dict(zip(SHARES, (*(SERIES[k] for k in (4, 3, 5, 0, 1, 2)), GREY, TINTS[2]), strict=True))
+COLORS = dict(zip(SHARES, (*(SERIES[k] for k in (2, 3, 5, 0, 1, 4)), GREY, TINTS[2]), strict=True))
 MEMORY = {"parameters": SERIES[0], "optimizer": SERIES[5], "inputs/buffers": SERIES[3], "gradients": SERIES[2],
           "temporaries": SERIES[4], "activations": SERIES[1]}  # fmt: skip
 """From the bottom to the top: what changes least lies lowest."""
@@ -31,22 +31,22 @@ def shares(runs: Records | Mapping[str, Records], guess: Prediction | None = Non
     rows = [(f"{name}, rank {rank}" if name else f"rank {rank}", run, rank)
             for name, run in named.items() for rank in profile_step.ranks(run)]  # fmt: skip
     label, first, rank = rows[0]
-    found = {name: e.value for name, e in profile_step.share_estimates(first, rank).items()}
+    found, _ = profile_step.typical(first, rank)
     most = max(found, key=found.__getitem__)
     percent = {name: 100 * seconds / sum(found.values()) for name, seconds in found.items()}
     message = f"{label.capitalize()}: {percent[most]:.0f} % of a step is {most}"
     joined = [r for run in named.values() for r in run]
     fig, ax = figure(message, xlabel="time of a step under the profiler (ms, measured)", ylabel="rank",
                      records=joined, size=(7.6, 2.3 + 0.5 * len(rows)))  # fmt: skip
-    used = [s for s in SHARES if any(s in profile_step.share_estimates(r, k) for _, r, k in rows)]
+    used = [s for s in SHARES if any(s in profile_step.typical(r, k)[0] for _, r, k in rows)]
     told = []
     for row, (name, run, of_rank) in enumerate(rows):
-        start, parts = 0.0, profile_step.share_estimates(run, of_rank)
+        start, (parts, _) = 0.0, profile_step.typical(run, of_rank)
         for share in used:
-            ms = 1e3 * parts[share].value if share in parts else 0.0
+            ms = 1e3 * parts[share] if share in parts else 0.0
             spans(ax, row, [(start, start + ms)], label=share if row == 0 else "", color=COLORS[share])
             start += ms
-        told.append(f"{name}: " + ", ".join(f"{n} {1e3 * e.value:.2f} ms" for n, e in parts.items()))
+        told.append(f"{name}: " + ", ".join(f"{n} {1e3 * s:.2f} ms" for n, s in parts.items()))
     ax.set_yticks(range(len(rows)), [name for name, *_ in rows])
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
@@ -76,12 +76,17 @@ def _one_legend(fig: Figure, names: list[str], columns: int = 4) -> None:
 def share_text(run: Records) -> list[str]:
     """Whether the shares are the whole step, and whether two ways to find exposed communication agree."""
     covered = profile_step.covered(run)
-    lines = [f"The shares come from the trace. Summed, they are {covered} of the step by the host's clock."]
+    lines = [
+        "A bar is a sum, no timeline: exposed communication lies inside the time of `backward()`, in many pieces. The "
+        "share backward is what that call computes.",
+        "Bars are means over the middle half of the steps by length: medians of shares do not sum to a step.",
+        f"The shares come from the trace. Summed, they are {covered} of the step by the host's clock.",
+    ]
     if run.where("step_s", mode="no_sync"):
         trace, clock = profile_step.exposed_two_ways(run)
         agree = trace.low <= clock.high and clock.low <= trace.high
-        lines.append(f"Exposed communication on rank 0: {trace} in the trace; by the clock, without a profiler, a step "
-                     f"takes {clock} more than under no_sync. "
+        lines.append(f"Exposed communication on rank 0, medians: {trace} in the trace; by the clock, without a "
+                     f"profiler, a step takes {clock} more than under no_sync. "
                      + ("The intervals meet: no difference can be told." if agree else "They differ."))  # fmt: skip
     return lines
 
@@ -98,10 +103,9 @@ def share_table(run: Records) -> None:
 def planted(run: Records, guess: Prediction | None = None) -> None:
     """Found against planted, a mark for each place; `guess`: ms that the trace finds for 20 ms in the first place."""
     told = profile_step.planted_found(run)
-    near = sum(abs(f.error.value) <= 10 for f in told)
-    message = f"{near} of {len(told)} planted costs are found within 10 %, each in its own share"
-    fig, ax = figure(message, xlabel="planted: what it took at its place (ms)",
-                     ylabel="found: rise of the share (ms, measured)", records=run, size=(7.2, 4.4))  # fmt: skip
+    message = profile_step.planted_text(told)
+    fig, ax = figure(message, xlabel="planted: what it took at its place (ms; places side by side)",
+                     ylabel="rise of its share (ms, measured)", records=run, size=(7.2, 4.4))  # fmt: skip
     most = 1.1e3 * max(f.spent.value for f in told)
     ideal(ax, [0, most], label="found = planted")
     for k, place in enumerate(dict.fromkeys(f.place for f in told)):
@@ -120,10 +124,30 @@ def planted(run: Records, guess: Prediction | None = None) -> None:
     alt = ", ".join(f"{f.ms:g} ms in {f.place}: {f.found}" for f in told)
     show(fig, alt=f"{message}. {alt}.")
     worst = max(told, key=lambda f: abs(f.error.value))
-    say(f"* Furthest off: {worst.ms:g} ms in {worst.place}, {worst.found} found for {worst.spent} ({worst.error} off).")
+    say(f"* Furthest off by the median: {worst.ms:g} ms in {worst.place}, {worst.found} found for {worst.spent} "
+        f"({worst.error} off).")  # fmt: skip
+    if text := missed_text(told):
+        say(f"* {text}")
 
 
-NOTES = {"on": "times of operations", "shapes": "and shapes of inputs", "memory": "and memory", "stacks": "and stacks"}
+def missed_text(told: list[profile_step.Found]) -> str:
+    """Which planted costs were not found or cannot be told, by place; and why late is the hard one."""
+    limits = {False: "Not found", None: "Cannot be told"}
+    said = []
+    for near, words in limits.items():
+        sizes: dict[str, list[str]] = {}
+        for f in told:
+            if f.near is near:
+                sizes.setdefault(f.place, []).append(f"{f.ms:g}")
+        if sizes:
+            said.append(f"{words}: " + "; ".join(f"{', '.join(ms)} ms in {place}" for place, ms in sizes.items()))
+    if any(f.place == "late" and not f.near for f in told):
+        said.append("What is late on another rank is seen here only as waiting, and the ranks are never quite on time")
+    return ". ".join(said) + "." if said else ""
+
+
+NOTES = {"on": "times", "shapes": "times and shapes", "memory": "times and memory", "stacks": "times and stacks"}
+"""Of every operation."""
 
 
 def cost(run: Records, guess: Prediction | None = None) -> None:
@@ -133,9 +157,8 @@ def cost(run: Records, guess: Prediction | None = None) -> None:
     message = "What looking costs, this run cannot show"
     if told:
         most = max(told, key=lambda name: price[name].value)
-        what = NOTES[most].removeprefix("and ")
-        message = f"A step takes {price[most].value:.2f} times as long while the profiler notes {what}"
-    fig, ax = figure(message, xlabel="time of a step over one without a profiler (x)", ylabel="the profiler notes",
+        message = f"A step takes {price[most].value:.2f} times as long while the profiler notes {NOTES[most]}"
+    fig, ax = figure(message, xlabel="time of a step over one without a profiler (x)", ylabel="noted of each operation",
                      records=run, size=(7.4, 3.4))  # fmt: skip
     kb = {name: run.one("trace_bytes", profiler=name).value / 1e3 for name in price}
     names = [f"{NOTES[name]}\n{kb[name]:.0f} kB of trace a step" for name in price]
@@ -166,6 +189,10 @@ def cost_text(run: Records, guess: Prediction | None = None) -> list[str]:
     active = run[0].config["active"]
     lines.append(f"500 steps in one trace would be {500 * size / MB:.0f} MB; with active={active} a file has "
                  f"{active * size / MB:.2f} MB.")  # fmt: skip
+    stop = estimate(run.one("cost_stop_s", profiler="stacks").samples, "s")
+    lines.append(
+        f"Not in this bill: `stop()` takes {stop} after {active + 1} steps with stacks, and then comes the file."
+    )
     return lines
 
 

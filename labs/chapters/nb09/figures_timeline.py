@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pandas
+from matplotlib.axes import Axes
 
 from labs import last_to_arrive, rank_timeline
 from labs.kit.check import Prediction
@@ -22,18 +23,34 @@ DRAWN_GAP_S = 1e-3  # spans so close are drawn as one
 def timeline(run: Records) -> None:
     """A step of median lateness on all ranks, from a run of labs.rank_timeline; then what the clocks are worth."""
     found = late_ms(run)
-    [planted] = run.where("planted_s")
     if not found:
         message = "One rank waits for nobody"
     else:
         last = max(found, key=lambda r: found[r].value)
         message = f"The others wait for rank {last}: it comes {found[last].value:.0f} ms after the first"
     fig = step_timeline.two_rows({r: _parts(lanes) for r, lanes in one_step(run).items()}, message, run)
+    _mark_planted(fig.axes[0], run)
     told = ", ".join(f"rank {r} {e.value:.1f} ms" for r, e in found.items()) or "there is one rank"
     show(fig, alt=f"{message}. Each rank has a row of data, forward, backward and optimizer and a row of all-reduces "
                   f"with the waiting in them. After the first to arrive: {told}.")  # fmt: skip
-    lines = [f"Planted: {1e3 * planted.value:g} ms in {planted.case['place']} of rank {planted.case['of_rank']}."]
-    say("\n".join(f"* {line}" for line in [*lines, *rank_timeline.answer(run)]))
+    lines = [
+        "All-reduce (dark orange) and wait (pink) are one exchange: hidden behind computing, and exposed.",
+        "The white arrow is as long as what was planted; it is drawn in the middle of its part of the step.",
+    ]
+    say("\n".join(f"* {line}" for line in [*(lines if found else []), *rank_timeline.answer(run)]))
+
+
+def _mark_planted(ax: Axes, run: Records) -> None:
+    """An arrow as long as the planted delay, in the middle of the late rank's part in which it was planted."""
+    [planted] = run.where("planted_s")
+    of_rank, place = planted.case["of_rank"], planted.case["place"]
+    lanes = one_step(run)
+    if not planted.value or not (spans := lanes[of_rank].get(place)):
+        return
+    start, end = max(spans, key=lambda span: span[1] - span[0])
+    middle, half, row = 500 * (start + end), 500 * planted.value, 2 * list(lanes).index(of_rank)
+    ax.annotate("", (middle - half, row), (middle + half, row), arrowprops={"arrowstyle": "<->", "color": "white"})
+    ax.text(middle, row - 0.06, f"planted: {2 * half:g} ms", color="white", ha="center", va="bottom", fontsize=9)
 
 
 def late_ms(run: Records) -> dict[int, Estimate]:
@@ -90,7 +107,8 @@ def timers_and_arrivals(run: Records, guess: Prediction) -> None:
     on_time = next((rank for rank in own if rank != planted), planted)
     prediction(axes[0], float(guess), on_time)
     show(fig, alt=f"{message}. Own timers: {_listed(own)}. After the first to arrive: {_listed(late)}.")
-    say("\n".join(f"* {line}" for line in [*_guess_text(own[on_time], guess), *last_to_arrive.answer(run)]))
+    who = list(last_to_arrive.answer(run))[:3]  # what it costs is in a table of its own
+    say("\n".join(f"* {line}" for line in [*_guess_text(own[on_time], guess), *who]))
 
 
 def message_of(run: Records) -> str:

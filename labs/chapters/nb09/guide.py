@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pandas
+from collections.abc import Callable
+from typing import Any
 
+import pandas
+from IPython.display import display
+
+from labs.kit.code import code_shown
 from labs.kit.display import show_table
-from labs.parts.clinic.illnesses import ILLNESSES, NOT_HERE
+from labs.parts.clinic.illnesses import ILLNESSES, NOT_HERE, WELL
 from labs.parts.clinic.measurements import MEASUREMENTS
 
 ANSWERS = {
@@ -20,16 +25,37 @@ ANSWERS = {
     "traffic": "collectives, buckets and bytes of a step",
     "same_batch": "a step without its loader",
     "batch": "a step with another batch size",
-    "alone": "a step without the other ranks",
+    "alone": "a step without the exchange of gradients",
 }
+NAMES_NONE = {
+    "steps": "none: says how long",
+    "shares": "none: says where",
+    "alone": "none: says what the exchange costs",
+}
+"""What those are for that name no illness."""
 
 
 def guide() -> None:
     """Each measurement, what it answers, and how many of the clinic's illnesses it is made to name."""
-    rows = {name.replace("_", " "): {"answers": ANSWERS[name], "names, of all illnesses":
-                                     f"{sum(i.key == name for i in ILLNESSES)} of {len(ILLNESSES)}"}
-            for name in MEASUREMENTS}  # fmt: skip
+    rows = {}
+    for name in MEASUREMENTS:
+        named = sum(i.key == name for i in ILLNESSES)
+        told = f"{named} of {len(ILLNESSES)}" if named else NAMES_NONE[name]
+        rows[name.replace("_", " ")] = {"answers": ANSWERS[name], "names, of all illnesses": told}
     show_table(pandas.DataFrame(rows).T)
+
+
+def causes() -> None:
+    """The causes that `diagnose()` takes, folded: a name for each illness, and one for all who are well."""
+    rows = {i.name: i.cause for i in ILLNESSES} | {WELL[0].name: "nothing, or nothing that is worth a cure"}
+    show_table(pandas.DataFrame({"what it is": rows}), folded="The causes that diagnose() takes")
+
+
+def code(summary: str, *parts: Callable[..., Any]) -> None:
+    """The source of functions, folded below a line with that text, which opens it."""
+    shown = code_shown(*parts)
+    folded = f"<details><summary>{summary}</summary>\n\n{shown['text/markdown']}\n\n</details>"
+    display({"text/markdown": folded, "text/plain": shown["text/plain"]}, raw=True)
 
 
 def not_here() -> None:
