@@ -1,0 +1,295 @@
+"""DDP that tells where it stopped: after a hang or a crash each rank's files in --debug-folder say what it was doing.
+
+    torchrun --nproc-per-node 2 train_ddp_debug.py --patience 120
+    kill -USR1 PID                                       # a rank's stacks and collectives now; it trains on
+
+If no step ends for --patience seconds on a rank, or another one has failed, it writes three files: rank0.stacks.txt,
+where each of its threads is; rank0.recorder.json, its last collectives; rank0.end.json, its error and step. Then a hung
+rank ends with exit code 1. The recorder is torch's private one: tried with torch 2.13. With NCCL torch dumps, too, into
+nccl_trace_rank_0 and so on. A restart by torchrun writes into a folder of its own. The rest is train_ddp.py.
+
+For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
+"""
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+DATA = Path(__file__).resolve().parent.parent / "data" / "fashion_mnist_12k.npz"
+
+
+class Block(nn.Module):
+    """The perceptron half of a transformer's block: (batch, width) -> (batch, width)."""
+
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(gelu(self.up(self.norm(x)))))
+
+
+def build_model(dropout):  # YOUR MODEL: any nn.Module
+    """(batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
+    blocks = [Block(128, dropout) for _ in range(4)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
+
+
+def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to train on and to test with
+    """Fashion-MNIST: images (N, 1, 28, 28) float32 with mean 0 and deviation 1, labels (N,) from 0 to 9."""
+    with np.load(path) as arrays:
+        x, y, x_test, y_test = (torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test"))
+    x, x_test = (((images / 255 - 0.286) / 0.353).unsqueeze(1) for images in (x, x_test))
+    return TensorDataset(x, y.long()), TensorDataset(x_test, y_test.long())
+
+
+class Evidence:
+    """What this rank was doing, in files: when it hangs, and when it or another rank fails."""
+
+    def __init__(self, folder, rank, patience):
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob(f"rank{rank}.*"):  # of an earlier run
+            old.unlink()
+        self.folder, self.rank, self.patience, self.ending = folder, rank, patience, False
+        self.lock = threading.Lock()
+        self.end_of_step(None)
+        # Read when the first process group is made: how many collectives torch keeps, and where NCCL's own dump goes
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.resolve() / "nccl_trace_rank_"))
+        self.stacks = (folder / f"rank{rank}.stacks.txt").open("w")
+        faulthandler.enable(self.stacks)  # for a crash below Python: segmentation fault, abort, bus error
+        faulthandler.register(signal.SIGUSR1, self.stacks)
+        faulthandler.register(signal.SIGTERM, self.stacks, chain=True)  # then it ends, as it would anyway
+        sys.excepthook = self.failed
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def end_of_step(self, step):
+        """To be called now and then also in what takes long between two steps, such as validation."""
+        self.step, self.moved = step, time.monotonic()
+
+    def log_memory(self, cuda):
+        """A line with the step and this rank's peak in MiB: there even if the kernel kills the rank for it."""
+        peak = torch.cuda.max_memory_allocated() / 1024 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with (self.folder / f"rank{self.rank}.memory.csv").open("a") as file:
+            file.write(f"{self.step},{peak / 1024:.0f}\n")  # Linux counts in KiB, macOS in bytes
+
+    def write(self, exit_code=None, error="", trace=""):
+        """The last collectives, where each thread is, and how it ended; None: not yet, or not by itself."""
+        with self.lock:
+            if self.ending:
+                return
+            self.ending = exit_code is not None
+            recorder = torch._C._distributed_c10d._dump_fr_trace_json()
+            (self.folder / f"rank{self.rank}.recorder.json").write_bytes(recorder)
+            self.stacks.truncate(self.stacks.seek(0))
+            faulthandler.dump_traceback(self.stacks)
+            end = {"exit_code": exit_code, "signal": "", "error": error, "traceback": trace, "step": self.step}
+            (self.folder / f"rank{self.rank}.end.json").write_text(json.dumps(end))
+
+    def watch(self):
+        """A thread that looks once per second whether this rank, or another one, is in trouble."""
+        known = set()
+        while time.monotonic() - self.moved < self.patience:
+            time.sleep(1)
+            # If even Python stands still, this thread does, too: a timer outside of it writes the stacks, and ends it
+            faulthandler.dump_traceback_later(self.patience + 30, exit=True, file=self.stacks)
+            others = {f.name for f in self.folder.glob("rank*.end.json")} - {f"rank{self.rank}.end.json"}
+            if others - known:
+                self.write()
+            known = others
+        if not self.ending:
+            self.write()
+            print(f"rank {self.rank}: no step in {self.patience} s, see {self.folder}", file=sys.stderr, flush=True)
+            time.sleep(5)  # torchrun kills the others when one is gone: first they write, too
+            os._exit(1)
+
+    def failed(self, kind, error, trace):
+        """In place of Python's own end, which can wait for ever for ranks that are lost."""
+        sys.__excepthook__(kind, error, trace)
+        self.write(1, f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace)))
+        time.sleep(3)  # as above
+        os._exit(1)
+
+
+def first_not_finite(mine, ranks):
+    """(step, ranks) where a loss was first not finite; `mine` is this rank's first such step, 0 for none."""
+    steps = [None] * ranks
+    dist.all_gather_object(steps, int(mine))  # collective
+    first = min(step for step in steps if step)
+    return first, [rank for rank in range(ranks) if steps[rank] == first]
+
+
+def check_replicas(model, ranks):
+    """Raise on all ranks if a parameter is not the same bit by bit on all: compares the sums of their bits."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = torch.stack([p.detach().view(integers[p.element_size()]).sum() for p in model.parameters()])
+    of_ranks = [torch.empty_like(sums) for _ in range(ranks)]
+    dist.all_gather(of_ranks, sums)  # collective
+    for (name, _), *found in zip(model.named_parameters(), *torch.stack(of_ranks).tolist(), strict=True):
+        if odd := [rank for rank in range(ranks) if found[rank] != found[0]]:
+            raise RuntimeError(f"replicas differ: {name} is not on rank(s) {odd} what it is on rank 0")
+
+
+def require(condition, message):
+    """End with one line for each machine and exit code 2 unless `condition` holds."""
+    if not condition:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+        else:
+            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
+        sys.exit(2)
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once and without a traceback
+
+    # Options and data: what is wrong is told here, before any device is touched
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.error = lambda message: require(False, message)  # argparse would print its usage from every rank
+    parser.add_argument("--data", type=Path, default=DATA, help="npz file with x_train, y_train, x_test, y_test")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    parser.add_argument("--batch-size", type=int, default=128, help="samples per step, on all ranks together")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
+    parser.add_argument("--dropout", type=float, default=0.0, help="share of a block's output that is dropped")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the order of the data and the dropout")
+    parser.add_argument("--log-every", type=int, default=20, help="steps from one line of progress to the next")
+    parser.add_argument("--save", type=Path, help="file for the trained weights")
+    parser.add_argument("--patience", type=float, default=300, help="seconds without the end of a step that are a hang")
+    parser.add_argument(
+        "--check-every", type=int, default=100, help="steps from one comparison of replicas to the next"
+    )
+    parser.add_argument(
+        "--debug-folder", type=Path, default="debug", help="folder for the files that tell what went on"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use CPU cores even if there are GPUs")
+    parser.add_argument("--float64", action="store_true", help=SUPPRESS)  # to compare recipes without rounding
+    args = parser.parse_args()
+    require(min(args.steps, args.batch_size, args.log_every) > 0, "--steps, --batch-size, --log-every: 1 or more")
+    require(0 < args.lr < float("inf") and 0 <= args.dropout < 1, "--lr must be above 0, --dropout from 0 to below 1")
+    require(0 <= args.seed < 2**32, "--seed must be from 0 to 4294967295")
+    require(not args.save or args.save.absolute().parent.is_dir(), f"--save {args.save}: there is no such folder")
+    require(args.patience > 0 and args.check_every > 0, "--patience must be above 0, --check-every 1 or more")
+    parent = args.debug_folder.absolute().parent
+    require(parent.is_dir() and not args.debug_folder.is_file(), f"--debug-folder {args.debug_folder}: not a folder")
+    if args.float64:
+        torch.set_default_dtype(torch.float64)
+    try:
+        train, test = load_data(args.data)
+    except (AttributeError, NameError, TypeError):
+        raise  # a mistake in load_data, not in the file
+    except Exception as e:
+        require(False, f"{args.data} cannot be read ({e}): pass --data FILE, the course's fashion_mnist_12k.npz")
+    require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
+
+    # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    require(args.batch_size % ranks == 0, f"--batch-size {args.batch_size} must be a multiple of the {ranks} ranks")
+    cuda = torch.cuda.is_available() and not args.cpu
+    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    torch.set_num_threads(1)  # without a GPU a "device" is one CPU core
+    if cuda:
+        torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
+    # Before the process group, which is where the recorder begins; a restart must not overwrite why it was needed
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    evidence = Evidence(args.debug_folder / (f"restart{restarts}" if restarts else ""), rank, args.patience)
+    # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
+    timeout = timedelta(seconds=2 * args.patience)  # of each collective; by itself 10 minutes with NCCL, 30 with gloo
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, timeout=timeout)
+
+    # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
+    sampler = DistributedSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples
+    # drop_last: each step has the whole batch size, so that all samples weigh the same
+    loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda)
+
+    # Model
+    torch.manual_seed(args.seed)
+    model = build_model(args.dropout).to(device)
+    # Collective: copies the weights and buffers of rank 0 to all. BatchNorm would see this rank's samples only: see
+    # nn.SyncBatchNorm.convert_sync_batchnorm
+    model = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)
+    torch.manual_seed(args.seed + rank)  # ranks drop different activations
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+
+    # Train
+    step, logged, clock = 0, 0, time.perf_counter()
+    not_finite = torch.zeros((), dtype=torch.int64, device=device)  # the first step whose loss here was NaN or infinite
+    while step < args.steps:
+        sampler.set_epoch(step // len(loader))  # or each epoch has the order of the first
+        for x, y in loader:
+            # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
+            x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
+            loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
+            optimizer.zero_grad()
+            # Collective: DDP averages the gradients over the ranks while backward still computes earlier layers. To add
+            # up several batches before a step, run all but the last backward under `with model.no_sync():`
+            loss.backward()
+            optimizer.step()
+            step += 1
+            evidence.end_of_step(step)
+            not_finite = torch.where(loss.isfinite() | (not_finite > 0), not_finite, step)  # waits for nothing
+            if step % args.check_every == 0 or step == args.steps:
+                check_replicas(model, ranks)
+            if step % args.log_every == 0 or step == args.steps:
+                mean = loss.detach() / ranks
+                dist.all_reduce(mean)  # collective: every rank logs at the same steps, or all wait for ever
+                mean = mean.item()  # waits for the device: else the clock times launches instead of work
+                rate = (step - logged) * args.batch_size / (time.perf_counter() - clock)  # samples/s
+                if rank == 0:
+                    print(f"step {step}/{args.steps}  loss {mean:.10f}  {rate:,.0f} samples/s", flush=True)
+                if not np.isfinite(mean):  # so it is on all ranks: all ask, and all leave
+                    first, where = first_not_finite(not_finite, ranks)
+                    raise FloatingPointError(f"the loss was first not finite in step {first} on rank(s) {where}")
+                evidence.log_memory(cuda)
+                logged, clock = step, time.perf_counter()
+            if step == args.steps:
+                break
+
+    # Validate: each rank takes every n-th test sample. A DistributedSampler would repeat some to make the parts equal
+    model.eval()  # no dropout
+    mine = Subset(test, range(rank, len(test), ranks))
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses in nats, of right answers
+    with torch.no_grad():
+        for x, y in DataLoader(mine, args.batch_size // ranks):
+            evidence.end_of_step(step)
+            # model.module: ranks may have unequal numbers of batches here, so DDP must not communicate
+            output, y = model.module(x.to(device)), y.to(device)
+            sums += torch.stack((cross_entropy(output, y, reduction="sum"), (output.argmax(1) == y).sum()))
+    dist.all_reduce(sums)  # collective
+    loss, accuracy = (sums / len(test)).tolist()
+    if rank == 0:
+        print(f"test loss {loss:.10f}  accuracy {accuracy:.2%}", flush=True)
+
+    # Save: all ranks hold the same weights, so one writes them. No barrier: no other rank reads the file
+    if args.save and rank == 0:
+        torch.save(model.module.state_dict(), args.save)
+    evidence.write(0)
+    dist.destroy_process_group()  # frees NCCL's memory and threads
+    if not cuda:
+        os._exit(0)  # on a busy machine Python's own end can meet threads of gloo that still run, and abort
+
+
+if __name__ == "__main__":
+    main()
