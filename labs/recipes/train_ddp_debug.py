@@ -64,12 +64,12 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
 class Evidence:
     """What this rank was doing, in files: when it hangs, and when it or another rank fails."""
 
-    def __init__(self, folder, rank, patience):
+    def __init__(self, folder, rank, patience, cuda):
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(f"rank{rank}.*"):  # of an earlier run
             old.unlink()
         self.folder, self.rank, self.patience, self.ending = folder, rank, patience, False
-        self.lock = threading.Lock()
+        self.cuda, self.lock = cuda, threading.Lock()
         self.end_of_step(None)
         # Read when the first process group is made: how many collectives torch keeps, and where NCCL's own dump goes
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -86,11 +86,12 @@ class Evidence:
         """To be called now and then also in what takes long between two steps, such as validation."""
         self.step, self.moved = step, time.monotonic()
 
-    def log_memory(self, cuda):
+    def log_memory(self):
         """A line with the step and this rank's peak in MiB: there even if the kernel kills the rank for it."""
-        peak = torch.cuda.max_memory_allocated() / 1024 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB, macOS in bytes
+        peak = torch.cuda.max_memory_allocated() / 1024 if self.cuda else on_host
         with (self.folder / f"rank{self.rank}.memory.csv").open("a") as file:
-            file.write(f"{self.step},{peak / 1024:.0f}\n")  # Linux counts in KiB, macOS in bytes
+            file.write(f"{self.step},{peak / 1024:.0f}\n")
 
     def write(self, exit_code=None, error="", trace=""):
         """The last collectives, where each thread is, and how it ended; None: not yet, or not by itself."""
@@ -98,8 +99,8 @@ class Evidence:
             if self.ending:
                 return
             self.ending = exit_code is not None
-            recorder = torch._C._distributed_c10d._dump_fr_trace_json()
-            (self.folder / f"rank{self.rank}.recorder.json").write_bytes(recorder)
+            recorder = getattr(torch._C._distributed_c10d, f"_dump_{'nccl' if self.cuda else 'fr'}_trace_json")
+            (self.folder / f"rank{self.rank}.recorder.json").write_bytes(recorder())
             self.stacks.truncate(self.stacks.seek(0))
             faulthandler.dump_traceback(self.stacks)
             end = {"exit_code": exit_code, "signal": "", "error": error, "traceback": trace, "step": self.step}
@@ -124,7 +125,7 @@ class Evidence:
 
     def failed(self, kind, error, trace):
         """In place of Python's own end, which can wait for ever for ranks that are lost."""
-        sys.__excepthook__(kind, error, trace)
+        traceback.print_exception(kind, error, trace, file=sys.__stderr__)
         self.write(1, f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace)))
         time.sleep(3)  # as above
         os._exit(1)
@@ -214,9 +215,9 @@ def main():
         torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
     # Before the process group, which is where the recorder begins; a restart must not overwrite why it was needed
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    evidence = Evidence(args.debug_folder / (f"restart{restarts}" if restarts else ""), rank, args.patience)
+    evidence = Evidence(args.debug_folder / (f"restart{restarts}" if restarts else ""), rank, args.patience, cuda)
     # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
-    timeout = timedelta(seconds=2 * args.patience)  # of each collective; by itself 10 minutes with NCCL, 30 with gloo
+    timeout = timedelta(seconds=args.patience + 60)  # of a collective, should no watch end it; else 10 or 30 minutes
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, timeout=timeout)
 
     # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
@@ -251,7 +252,7 @@ def main():
             evidence.end_of_step(step)
             not_finite = torch.where(loss.isfinite() | (not_finite > 0), not_finite, step)  # waits for nothing
             if step % args.check_every == 0 or step == args.steps:
-                check_replicas(model, ranks)
+                check_replicas(model.module, ranks)
             if step % args.log_every == 0 or step == args.steps:
                 mean = loss.detach() / ranks
                 dist.all_reduce(mean)  # collective: every rank logs at the same steps, or all wait for ever
@@ -262,7 +263,7 @@ def main():
                 if not np.isfinite(mean):  # so it is on all ranks: all ask, and all leave
                     first, where = first_not_finite(not_finite, ranks)
                     raise FloatingPointError(f"the loss was first not finite in step {first} on rank(s) {where}")
-                evidence.log_memory(cuda)
+                evidence.log_memory()
                 logged, clock = step, time.perf_counter()
             if step == args.steps:
                 break

@@ -1,0 +1,137 @@
+"""Where does a training hang? Runs your unchanged script, and tells when and where all its ranks stand still.
+
+    torchrun --nproc-per-node 2 -m labs.watch train.py --lr 0.1         # options of labs.watch come before the script
+    python -m labs.watch --patience 120 --folder debug train.py
+
+When nothing moves for --patience seconds, or a rank dies, each rank writes its stacks, its last collectives and its
+error into --folder, and one rank of each machine prints the diagnosis, as python -m labs.postmortem FOLDER does later.
+A hung training is told, not ended: it may go on, and then that is told, too. After a run that ends well nothing stays.
+
+What moves: a collective, an optimizer step, a batch of a DataLoader, the main thread's place in the program, the time
+of a process or of those that it has started, bytes of files and of sockets. So a long save, a long validation or a
+compilation is no hang. Not told: an endless loop that computes, which looks like a long validation. Give each
+collective a timeout (init_process_group(timeout=...)): when it is over, the rank that waits has an error.
+
+Ranks know of each other through torchrun's store, on several machines, too; each needs the folder on a disk that all
+share, or it tells its own ranks alone. Ranks that the script itself starts (mp.spawn) are not watched one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import sys
+import time
+import types
+import typing
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from traceback import format_exception
+
+from labs.kit.cli import fail
+from labs.parts.faults import evidence
+from labs.parts.faults.watchman import Watchman
+
+PROG = "python -m labs.watch"
+PATIENCE_S = 60.0
+
+
+def options(args: list[str]) -> tuple[float, Path, list[str]]:
+    """Patience in s, folder, and the script with its own arguments. Bad input: one line, exit code 2."""
+    parser = argparse.ArgumentParser(
+        PROG, f"{PROG} [--patience S] [--folder DIR] train.py ...", __doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.error = _refuse
+    told = f"seconds without any movement that are a hang (default {PATIENCE_S:g})"
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help=told)
+    parser.add_argument("--folder", type=Path, default=Path("debug"), help="for evidence, if there is need of it")
+    parser.add_argument("script", type=Path, help="the training, run as `python train.py` would")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own")
+    given = parser.parse_args(args)
+    if not 1 <= given.patience < float("inf"):
+        _refuse(f"--patience must be a number of seconds from 1 on, not {given.patience:g}")
+    if not given.script.is_file():
+        _refuse(f"there is no script {given.script}")
+    folder = given.folder.absolute()
+    if folder.exists() and not folder.is_dir():
+        _refuse(f"--folder {given.folder} is not a folder")
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not os.access(there, os.W_OK):
+        _refuse(f"--folder: cannot write to {there}")
+    return given.patience, folder, [str(given.script), *given.args]
+
+
+def _refuse(message: str) -> typing.NoReturn:
+    """By one rank of each machine."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # until torchrun ends this rank, which it does when the one that tells is gone
+        sys.exit(2)
+    fail(PROG, message)
+
+
+def diagnosis(folder: Path) -> Iterator[str]:
+    """What is printed about the evidence."""
+    for rank in evidence.read(folder):
+        error = rank.end.error if rank.end else ""
+        where = next((f"{f.file}:{f.line}" for f in rank.stack or () if f.is_own), "unknown")
+        yield f"rank {rank.rank}: {error or 'at ' + where}"
+
+
+def run_script(argv: list[str], watchman: Watchman) -> None:
+    """Run a script as Python itself would: its name, arguments, first folder to import from, errors, exit code."""
+    path = os.path.abspath(argv[0])
+    sys.argv[:] = argv
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=__builtins__, __loader__=SourceFileLoader("__main__", path),
+                           __package__=None, __spec__=None, __cached__=None)  # fmt: skip
+    sys.modules["__main__"] = module
+    leave_at_once = os._exit
+
+    def leave(code: int) -> typing.NoReturn:
+        watchman.end(code, f"os._exit({code})" if code else "")
+        leave_at_once(code)
+
+    os._exit = leave  # it runs nothing of what is left to do, so that this must come before
+    codes = [0]
+    atexit.register(lambda: watchman.end(codes[0]))  # the first to be registered is the last to run
+    try:
+        exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
+    except SystemExit as e:
+        codes[0] = e.code if isinstance(e.code, int) else int(e.code is not None)
+        raise
+    except BaseException as e:
+        words = f"{type(e).__name__}: {e}"
+        own = _of_script(e.__traceback__, path)
+        watchman.end(1, words, "".join(format_exception(type(e), e, own)))
+        print_error = sys.excepthook  # the script's own, perhaps
+
+        def hook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
+            print_error(kind, error.with_traceback(_of_script(trace, path)), error.__traceback__)
+            watchman.tell_failure(words)
+
+        sys.excepthook = hook
+        raise
+
+
+def _of_script(trace: types.TracebackType | None, path: str) -> types.TracebackType | None:
+    """Without the frames that came before the script's own. None for an error in its syntax."""
+    while trace is not None and trace.tb_frame.f_code.co_filename != path:
+        trace = trace.tb_next
+    return trace
+
+
+def main() -> None:
+    """Arm, and become the script."""
+    patience_s, folder, argv = options(sys.argv[1:])
+    place = Watchman(folder, patience_s, diagnosis, PROG)
+    place.start()
+    run_script(argv, place)
+
+
+if __name__ == "__main__":
+    main()
