@@ -92,13 +92,17 @@ def run_script(argv: list[str], watchman: Watchman) -> None:
     sys.modules["__main__"] = module
     leave_at_once = os._exit
 
+    def end(code: int) -> None:
+        watchman.end(code)
+        watchman.tell(f"has ended with exit code {code}")
+
     def leave(code: int) -> typing.NoReturn:
-        watchman.end(code, f"os._exit({code})" if code else "")
+        end(code)
         leave_at_once(code)
 
     os._exit = leave  # it runs nothing of what is left to do, so that this must come before
     codes = [0]
-    atexit.register(lambda: watchman.end(codes[0]))  # the first to be registered is the last to run
+    atexit.register(lambda: end(codes[0]))  # the first to be registered is the last to run
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
     except SystemExit as e:
@@ -112,7 +116,7 @@ def run_script(argv: list[str], watchman: Watchman) -> None:
 
         def hook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
             print_error(kind, error.with_traceback(_of_script(trace, path)), error.__traceback__)
-            watchman.tell_failure(words)
+            watchman.tell(f"has failed ({words})")
 
         sys.excepthook = hook
         raise

@@ -93,7 +93,7 @@ class Watchman:
         self.board, self.movement = Board(self.place), Movement()
         self.pid, self.lock = os.getpid(), threading.Lock()
         self.called_for, self.failures = 0, 0  # by any rank, that this one has answered
-        self.still = self.kept = self.ended = False
+        self.still = self.kept = self.ended = self.failed = False
 
     def start(self) -> None:
         """Before the program loads torch: the recorder's size is read once."""
@@ -108,8 +108,6 @@ class Watchman:
         while True:
             time.sleep(min(1.0, self.patience_s / LOOKS))
             moved, now = self.movement.look(), time.monotonic()
-            if os.environ.get("DEBUGW"):
-                print(self.place.rank, round(now, 1), moved, file=sys.stderr)
             found, calls, failures = (
                 self.board.add(*of) for of in (("moves", bool(moved)), ("calls", 0), ("failures", 0))
             )
@@ -135,24 +133,28 @@ class Watchman:
                 self._tell(f"no rank has moved for {self.patience_s:g} s", f"told {news}")
 
     def end(self, exit_code: int, error: str = "", traceback: str = "") -> None:
-        """To be called when the rank's program has ended; if not well, the others write where they are, too."""
+        """To be called when the rank's program has ended; if not well, the others write where they are, too.
+
+        That a single process leaves with an exit code and without an error is what it wanted, and nobody waits for it.
+        """
         if os.getpid() != self.pid or self.ended:  # in a process that the program has forked
             return
-        if exit_code == 0 and (self.place.ranks == 1 or self.kept):
+        if (exit_code == 0 and self.kept) or (self.place.ranks == 1 and not error):
             self.ended = True
             return
         self._write(exit_code=exit_code, error=error, traceback=traceback)
         if exit_code:
+            self.failed = True
             self.board.add("failures", 1)
         elif all(_ended_well(self.folder / f"rank{r}.end.json") for r in self.place.neighbours):
             with suppress(OSError):  # another rank may do the same
                 evidence.clear(self.folder)
                 self.folder.rmdir()
 
-    def tell_failure(self, error: str) -> None:
+    def tell(self, error: str) -> None:
         """After `end`, and after the program's own words."""
-        if os.getpid() == self.pid:
-            self._tell(f"rank {self.place.rank} has failed ({error})", "failed")
+        if os.getpid() == self.pid and self.failed:
+            self._tell(f"rank {self.place.rank} {error}", "failed")
 
     def _write(self, **end: Any) -> None:
         """All that there is of this rank; the last time with its exit code."""
