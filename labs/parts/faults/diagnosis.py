@@ -8,6 +8,7 @@ is not decided here.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -53,8 +54,10 @@ class Diagnosis:
         return " ".join([*self.sentences, *([f"Collect next: {self.collect}"] if self.collect else [])])
 
 
-RECORDER = ("the recorder of every rank: TORCH_FR_BUFFER_SIZE=2000 in the environment before the process group is made, "
-            "and a dump while it hangs.")  # fmt: skip
+RECORDER = (
+    "the recorder of every rank: TORCH_FR_BUFFER_SIZE=2000 in the environment before the process group is made, and a "
+    "dump while it hangs."
+)
 
 
 def diagnose(evidence: Sequence[RankEvidence]) -> Diagnosis:
@@ -188,13 +191,22 @@ def _first_difference(job: Job, group: str) -> dict[int, Call] | None:
     if clash is None and not uneven:
         return None
     for n in numbers:  # a rank that takes another way, into a call that looks the same, shows by its line alone
-        if n == clash:
-            return _at(of_ranks, n)
         calls = _at(of_ranks, n)
-        if len({_where(c) for c in calls.values()}) > 1 and (astray := _astray(job, calls)):
-            if any(_was_known(job, r, c) for r in astray for s, c in calls.items() if s not in astray):
-                return calls
+        if n == clash or _left_the_way(job, calls):
+            return calls
     return None
+
+
+def _left_the_way(job: Job, calls: dict[int, Call]) -> bool:
+    """Whether a rank makes its call from an unusual line while the others are at one where it was before, too.
+
+    A rank that never was there has a branch of its own, which is no fault.
+    """
+    if len({_where(c) for c in calls.values()}) == 1:
+        return False
+    astray = _astray(job, calls)
+    usual = [c for r, c in calls.items() if r not in astray]
+    return any(_was_known(job, r, c) for r in astray for c in usual)
 
 
 def _at(of_ranks: dict[int, dict[int, Call]], number: int) -> dict[int, Call]:
@@ -269,24 +281,22 @@ def _told_apart(job: Job, calls: dict[int, Call]) -> Diagnosis:
     who, rest = _ranks(astray), _ranks(others)
     if kind == "skipped":
         said = (f"{who} did not call {_named(theirs)} at {line}, where {rest} {_be(others)}.",
-                f"{who} {_be(astray)} already in {its.name} at {_line_apart(its, theirs)}, which comes after it in earlier "
-                "steps.")  # fmt: skip
+                f"{who} {_be(astray)} already in {its.name} at {_line_apart(its, theirs)}, which came after it in "
+                "earlier steps.")  # fmt: skip
         return Diagnosis(kind, tuple(astray), theirs.name, line, said, True)
     said = (f"{who} called {_described(its, theirs)} at {line}; {rest} called {_described(theirs, its)} at "
             f"{_line_apart(theirs, its)}.",
-            f"Both are number {its.number} of group {its.group}, so they meet, and the second is what {how}.")  # fmt: skip
+            f"Both are number {its.number} of their group, so they meet; the second is what {how}.")  # fmt: skip
     return Diagnosis(kind, tuple(astray), its.name, line, said, True)
 
 
 def _either(job: Job, calls: dict[int, Call]) -> Diagnosis:
     """Calls that differ, with nothing to say which is the right one."""
-    (r, a), (s, b) = (
-        list(calls.items())[0],
-        next((s, c) for s, c in calls.items() if _sign(c) != _sign(calls[min(calls)])),
-    )
+    r, a = next(iter(calls.items()))
+    s, b = next((s, c) for s, c in calls.items() if _sign(c) != _sign(a))
     said = (f"Rank {r} called {_described(a, b)} at {_line_apart(a, b)}, rank {s} called {_described(b, a)} at "
             f"{_line_apart(b, a)}: number {a.number} of group {a.group} is not the same on all ranks.",
-            "Which of them is in the wrong cannot be told: no earlier step is recorded, and no third rank.")  # fmt: skip
+            "Which of them is in the wrong cannot be told: no earlier step and no third rank says it.")  # fmt: skip
     return Diagnosis(_kind(job, a, b, s), (r, s), a.name, _line(a), said, False,
                      "more steps (a larger TORCH_FR_BUFFER_SIZE), or a run on 3 ranks.")  # fmt: skip
 
@@ -300,15 +310,13 @@ def _kind(job: Job, theirs: Call, its: Call, rank: int) -> str:
     known = [_sign(c) for r in job.calls for c in job.calls[r] if c.record < its.record]
     if _sign(its) in known and _sign(theirs) in known:
         return "skipped"
-    if its.name == theirs.name and _where(its)[:1] == _where(theirs)[:1]:
-        return (
-            "shape" if its.sizes != theirs.sizes else "dtype" if its.dtypes != theirs.dtypes else "another collective"
-        )
+    if its.name == theirs.name and _where(its)[:1] == _where(theirs)[:1] and _content(its) != _content(theirs):
+        return "shape" if its.sizes != theirs.sizes else "dtype"
     return "another collective"
 
 
 def _crashed(job: Job) -> Diagnosis | None:
-    """A rank that ended inside of a collective by a signal: gloo does that where sizes do not fit, and it leaves no dump.
+    """A rank that a signal ended inside of a collective: gloo does that where sizes do not fit. It leaves no dump.
 
     Its stack is known, its sizes are not; the others' last call is, and what they called there in earlier steps.
     """
@@ -332,8 +340,8 @@ def _crashed(job: Job) -> Diagnosis | None:
     if _content(usual) != _content(call):
         astray = [r for r, c in alive.items() if _content(c) == _content(call)]
         kind = "shape" if usual.sizes != call.sizes else "dtype"
-        said = (f"{_ranks(astray)} called {_described(call, usual)} at {_line(call)}; it was {_described(usual, call)} in "
-                "earlier steps.", f"{_ranks(crashed)} met it there and crashed: {why}")  # fmt: skip
+        said = (f"{_ranks(astray)} called {_described(call, usual)} at {_line(call)}; earlier it was "
+                f"{_described(usual, call)}.", f"{_ranks(crashed)} met it there and crashed: {why}")  # fmt: skip
         return Diagnosis(kind, tuple(astray), call.name, _line(call), said, True)
     said = (f"{_ranks(crashed)} called {name} at {here} with another size or type than {_ranks(alive)}, whose "
             f"{_size(call)} are those of earlier steps.", f"{_ranks(crashed)} crashed there: {why}")  # fmt: skip
@@ -349,7 +357,7 @@ def _crashed_elsewhere(job: Job, crashed: list[int], call: Call, alive: dict[int
     known_here, known_call = (any(_where(c) == w for c in before) for w in (where, _where(call)))
     both = (f"{_ranks(crashed)} called {name} at {here}; {_ranks(alive)} called {call.name} at {_line(call)}.",)
     why = "They met, and gloo ended the first, whose call got more than it was ready for."
-    follows = [_where(b) for a, b in zip(before, before[1:], strict=False) if before and _sign(a) == _sign(before[-1])]
+    follows = [_where(b) for a, b in itertools.pairwise(before) if _sign(a) == _sign(before[-1])]
     usual = [w for w in (where, _where(call)) if w in follows]
     if len(usual) == 1:
         wrong = crashed if usual[0] == _where(call) else list(alive)
@@ -381,12 +389,13 @@ def _died(job: Job) -> Diagnosis | None:
     how = "was ended by " + (job.of[dead[0]].crash or job.of[dead[0]].end.signal) if killed else "left nothing"
     at = f"; {_ranks(others)} {_be(others)} in {name or 'its code'} at {line}" if others and line else ""
     if killed or lost:
-        why = ("A connection broke, as happens when the process at its other end is gone: out of memory, kill -9, or the "
-               "machine (dmesg tells)." if lost else "A signal ended it: its launcher's log and dmesg tell who sent it.")  # fmt: skip
+        why = "A signal ended it: its launcher's log and dmesg tell who sent it."
+        if lost:
+            why = "A connection broke: the process at its other end is gone. dmesg tells of kill -9 and lack of memory."
         return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), True)
     why = "Whether it was killed, stands still or was never collected from cannot be told: nobody lost a connection."
     return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), False,
-                     f"files and exit code of {_ranks(dead)}, dmesg of its machine, and whether its process still runs.")  # fmt: skip
+                     f"files and exit code of {_ranks(dead)}, dmesg of its machine, whether its process runs.")  # fmt: skip
 
 
 def _waiting(job: Job) -> Diagnosis | None:
@@ -524,7 +533,7 @@ def _size(call: Call) -> str:
 def _described(call: Call, other: Call) -> str:
     """The call, with what tells it from the other."""
     words = [call.name]
-    if call.name == other.name and call.sizes != other.sizes or call.dtypes != other.dtypes:
+    if (call.name == other.name and call.sizes != other.sizes) or call.dtypes != other.dtypes:
         words.append(f"of {_size(call)}")
     if call.group != other.group:
         words.append(f"in group {call.group}")

@@ -33,7 +33,7 @@ LARGEST_BYTES = 256 * 1024**2  # of a file that is read; a ring of 2,000 entries
 MOST_RANKS = 100_000
 
 
-# What ranks write ------------------------------------------------------------------------------------------------------
+# What ranks write ----------------------------------------------------------------------------------------------------
 
 
 def write_recorder(folder: Path, rank: int) -> Path:
