@@ -21,7 +21,9 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import shlex
 import sys
+import textwrap
 import time
 import types
 import typing
@@ -32,6 +34,7 @@ from traceback import format_exception
 
 from labs.kit.cli import fail
 from labs.parts.faults import evidence
+from labs.parts.faults.diagnosis import diagnose
 from labs.parts.faults.watchman import Watchman
 
 PROG = "python -m labs.watch"
@@ -74,10 +77,8 @@ def _refuse(message: str) -> typing.NoReturn:
 
 def diagnosis(folder: Path) -> Iterator[str]:
     """What is printed about the evidence."""
-    for rank in evidence.read(folder):
-        error = rank.end.error if rank.end else ""
-        where = next((f"{f.file}:{f.line}" for f in rank.stack or () if f.is_own), "unknown")
-        yield f"rank {rank.rank}: {error or 'at ' + where}"
+    yield from textwrap.wrap(str(diagnose(evidence.read(folder))), 112)
+    yield f"python -m labs.postmortem {shlex.quote(os.path.relpath(folder))} tells what each rank did last"
 
 
 def run_script(argv: list[str], watchman: Watchman) -> None:
@@ -132,9 +133,9 @@ def _of_script(trace: types.TracebackType | None, path: str) -> types.TracebackT
 def main() -> None:
     """Arm, and become the script."""
     patience_s, folder, argv = options(sys.argv[1:])
-    place = Watchman(folder, patience_s, diagnosis, PROG)
-    place.start()
-    run_script(argv, place)
+    watchman = Watchman(folder, patience_s, diagnosis, PROG)
+    watchman.start()
+    run_script(argv, watchman)
 
 
 if __name__ == "__main__":

@@ -254,8 +254,8 @@ def test_a_hang_is_told_with_where_each_rank_is(start, tmp_path, what):
 
 @pytest.mark.drill
 def test_a_hang_that_ends_goes_on(run, tmp_path):
-    body = f"train(rank, lambda rank, step: time.sleep({3 * PATIENCE_S}) if (rank, step) == (1, 3) else None)"
-    code, out, err = run(body)
+    sleeps = f"time.sleep({3 * PATIENCE_S}) if (rank, step) == (1, 3) else work(1)"
+    code, out, err = run(f"train(rank, lambda rank, step: {sleeps})")
     assert code == 0 and out.count("has ended") == 2
     assert err.count("no rank has moved") == 1 and "goes on after" in err
     assert len(list((tmp_path / "debug").glob("rank*.stacks.txt"))) == 2, "the evidence is kept"

@@ -101,24 +101,26 @@ def train(
     return start
 
 
-def _rank(root: Path, name: str, rank: int, port: int, options: dict[str, Any], handler: bool) -> subprocess.Popen:
-    (announced := root / "run-0").mkdir(exist_ok=True)
+def environment(rank: int, port: int, announced: Path) -> dict[str, str]:
+    """Of a process that is one of RANKS, as torchrun would set it; its store is on this machine at `port`."""
+    announced.mkdir(exist_ok=True)
     outside = {key: value for key, value in os.environ.items() if not key.startswith(OF_THIS_RANK)}
-    environment = outside | {
+    return outside | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "OMP_NUM_THREADS": "1", lifeline.ANNOUNCE: str(announced),
+        "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1", lifeline.ANNOUNCE: str(announced),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
+
+
+def _rank(root: Path, name: str, rank: int, port: int, options: dict[str, Any], handler: bool) -> subprocess.Popen:
     flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "labs.parts.faults.requeued", str(root / f"{name}-{rank}.jsonl"),
+               str(int(handler)), str(RECIPE), *flags, "--cpu"]  # fmt: skip
     with (root / f"{name}-{rank}.log").open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "labs.parts.faults.requeued", str(root / f"{name}-{rank}.jsonl"), str(int(handler)),
-             str(RECIPE), *flags, "--cpu"],
-            env=environment, stdout=subprocess.PIPE if rank == 0 else log, stderr=log, text=True, cwd=root,
-        )  # fmt: skip
+        return subprocess.Popen(command, env=environment(rank, port, root / "run-0"), text=True, cwd=root, stderr=log,
+                                stdout=subprocess.PIPE if rank == 0 else log)  # fmt: skip
 
 
 # In the process of a rank
