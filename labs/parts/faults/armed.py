@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -44,8 +44,9 @@ class Job:
     def steps(self, n: int, guards: tuple[str, ...] = ()) -> list[float]:
         """Take n steps with these guards; the loss of the last on each rank. RuntimeError if a rank has gone."""
         for process in self.ranks:
-            process.stdin.write(json.dumps({"steps": n, "guards": guards}) + "\n")
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # it has gone, as its missing answer tells
+                process.stdin.write(json.dumps({"steps": n, "guards": guards}) + "\n")
+                process.stdin.flush()
         answers = [process.stdout.readline() for process in self.ranks]
         if not all(answers):
             raise RuntimeError(f"a training has ended: {(self.log.read_text().splitlines() or ['without a word'])[-1]}")
@@ -55,12 +56,12 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:
-            for process in self.ranks:
-                stack.callback(process.stdout.close)
-                stack.callback(process.stdin.close)
-                process.kill()
-                process.wait()
+        for process in self.ranks:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(BrokenPipeError):  # of a request that it never read
+                    pipe.close()
 
 
 # In the process of a rank

@@ -1,0 +1,147 @@
+"""What a preemption costs by habit: the parts are its whole, the formula is its mean, and nothing is lost for good."""
+
+import random
+import signal
+import statistics
+import types
+
+import psutil
+import pytest
+from again import holds_soon
+
+from labs import debug_cost, preemption
+from labs.kit.errors import BadInput
+from labs.kit.lab import lab_module, make_config
+from labs.kit.launch import launch
+from labs.kit.record import Record, Records
+from labs.parts.faults import armed, requeued
+from labs.parts.faults.requeued import Start
+
+pytestmark = pytest.mark.timeout(300)
+LAYOUT = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cpu"}
+
+
+def test_the_parts_of_a_preemption_are_all_of_it():
+    """Saved at step 4, stopped after step 6: steps 5 and 6 are done again, 7 is new."""
+    before = Start(0.0, {5: 1.0, 6: 2.0}, signalled=2.5, ended=3.0)
+    events = [{"event": e, "time": t, "rank": r} for e, t, r in [
+        ("imported", 7.0, 0), ("imported", 8.0, 1), ("ready", 8.5, 0), ("ready", 8.5, 1), ("group", 9.0, 0),
+    ]]  # fmt: skip
+    after = Start(3.1, {5: 11.0, 6: 12.0, 7: 13.5}, events=events)
+    parts = dict(requeued.phases(before, after))
+    assert parts == {"end": 0.5, "start and import": 5.0, "data and checkpoint": 0.5, "rendezvous": 0.5,
+                     "model and first step": 2.0, "steps again": 2.5}  # fmt: skip
+    assert sum(parts.values()) == 13.5 - 2.5
+
+
+def test_the_formula_is_the_mean_over_when_it_comes():
+    draw = random.Random(0)
+    drawn = [3.0 + 0.1 * preemption.steps_redone(draw.randrange(10_000), 20, handler=False) for _ in range(40_000)]
+    assert preemption.predict(0.1, 20, 3.0, handler=False) == pytest.approx(statistics.fmean(drawn), rel=0.01)
+    assert preemption.predict(0.1, 20, 3.0, handler=True) == 3.0 and preemption.steps_redone(19, 20, handler=True) == 0
+
+
+@pytest.mark.parametrize(("lab", "values", "words"), [
+    ("preemption", {"save_every": 1}, "save_every"), ("preemption", {"after_save": 1.0}, "after_save"),
+    ("preemption", {"steps": 20}, "steps must be at least"), ("preemption", {"batch_size": 3}, "even number"),
+    ("preemption", {"grace_s": 0.0}, "grace_s"), ("preemption", {"habits": ("hope",)}, "habits"),
+    ("preemption", {"habits": ()}, "habits"), ("preemption", {"seed": -1}, "seed"),
+    ("debug_cost", {"block": 0}, "block"), ("debug_cost", {"batch_size": 3}, "even number"),
+    ("debug_cost", {"check_every": 0}, "check_every"), ("debug_cost", {"seconds": 0.0}, "seconds"),
+])  # fmt: skip
+def test_bad_values_are_told(lab, values, words):
+    with pytest.raises(BadInput, match=words):
+        make_config(lab_module(lab), values)
+
+
+@pytest.mark.parametrize("lab", ["preemption", "debug_cost"])
+def test_more_ranks_are_refused_before_any_starts(lab):
+    with pytest.raises(BadInput, match="nproc=1"):
+        launch(lab, 2)
+
+
+@pytest.fixture(scope="module")
+def preempted():
+    return launch("preemption", 1, device="cpu", save_every=4, steps=24, batch_size=200, timeout_s=250)
+
+
+@pytest.mark.drill
+def test_each_habit_on_real_ranks(preempted):
+    redone = {r.case["habit"]: r for r in preempted.where("redone") if r.kind == "measured"}
+    modelled = {r.case["habit"]: r.value for r in preempted.where("redone") if r.kind == "modelled"}
+    assert {h: r.value for h, r in redone.items()} == modelled
+    assert redone["handler"].value == 0
+    assert all(r.value == r.case["last"] % 4 for h, r in redone.items() if h != "handler")
+    codes = {r.case["habit"]: r.value for r in preempted.where("exit_code")}
+    assert codes == {"handler": 128 + signal.SIGTERM, "no handler": -signal.SIGTERM, "killed at once": -signal.SIGKILL}
+    assert preempted.one("weights_equal").value == 1 and all(r.value for r in preempted.where("losses_equal"))
+    for lost in preempted.where("lost_s"):
+        parts = preempted.where("part_s", habit=lost.case["habit"])
+        assert sum(p.value for p in parts) == pytest.approx(lost.value)
+    [saved] = preempted.where("saved_after_s")
+    assert saved.case["habit"] == "handler" and saved.value > 0
+    said = list(preemption.answer(preempted))
+    assert len(said) == 6 and "bit by bit" in said[4]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if "labs.parts.faults.requeued" in (p.info["cmdline"] or ())
+    ]
+
+
+def test_an_answer_does_not_hide_another_result():
+    def row(metric, value, unit="s", **case):
+        return Record(
+            "preemption", metric, unit, (value,), "measured", case, {"save_every": 4, "grace_s": 30.0}, LAYOUT, {}
+        )
+
+    rows = [row("step_s", 0.1), row("save_s", 0.5), row("checkpoint_bytes", 1e9, "B"),
+            row("lost_s", 4.0, habit="handler"), row("redone", 2.0, "steps", habit="handler"), row("losses_equal", 1.0, "1", habit="handler"),
+            row("weights_equal", 0.0, "1")]  # fmt: skip
+    rows += [row("part_s", s, habit="handler", part=p) for p, s in (("end", 1.0), ("steps again", 3.0))]
+    said = " ".join(preemption.answer(Records(rows)))
+    assert "NOT the undisturbed one" in said and "2 steps done again" in said and "60.0 GB fit" in said
+
+
+# What an armed training costs
+
+
+def cost_records(recorder=1.0, finite=1.0, replicas_s=0.0, n=12, noise=0.001):
+    draw = random.Random(1)
+    means = {"none": 0.02, "recorder and watch": 0.02 * recorder, "finite loss": 0.02 * recorder * finite,
+             "replicas": 0.02 * recorder + replicas_s / 10, "memory": 0.02 * recorder}  # fmt: skip
+    return Records([
+        Record("debug_cost", "step_s", "s", tuple(s * (1 + noise * draw.gauss(0, 1)) for _ in range(n)), "measured",
+               {"guard": name}, {"block": 10, "check_every": 100}, LAYOUT, {})
+        for name, s in means.items()
+    ])  # fmt: skip
+
+
+def test_each_guard_has_its_own_price():
+    run = cost_records(1.05, 1.02, replicas_s=0.004)
+    assert debug_cost.price(run, "recorder and watch").value == pytest.approx(0.001, rel=0.1)
+    assert debug_cost.price(run, "finite loss").value == pytest.approx(0.02 * 1.05 * 0.02, rel=0.2)
+    assert debug_cost.price(run, "replicas").value == pytest.approx(0.004, rel=0.1)
+    said = " ".join(debug_cost.answer(run))
+    assert "above the aim of at most 1.02x" in said and "0.20 % of a step" in said
+    assert "no difference that this run can show" in " ".join(debug_cost.answer(cost_records(noise=0.05)))
+    assert "within the aim" in " ".join(debug_cost.answer(cost_records(1.01)))
+
+
+def test_the_armed_training_trains_the_same(tmp_path):
+    nobody = types.SimpleNamespace(cores=None)  # not pinned
+    with armed.Job(tmp_path, False, 32, 0, nobody) as plain, armed.Job(tmp_path, True, 32, 0, nobody) as with_all:
+        losses = [plain.steps(3), with_all.steps(3, ("each step", "replicas", "memory"))]
+        with_all.ranks[0].kill()
+        with pytest.raises(RuntimeError, match="a training has ended"):
+            with_all.ranks[0].wait(timeout=60)
+            with_all.steps(1)
+    assert losses[0] == losses[1] and losses[0][0] > 0
+    assert (tmp_path / "debug" / "rank0.memory.csv").read_text().startswith("3,")
+
+
+@pytest.mark.quiet
+@pytest.mark.long
+def test_what_is_done_at_each_step_costs_at_most_two_percent():
+    def again():
+        return launch("debug_cost", 1, device="cpu", seconds=25.0, timeout_s=250)
+
+    assert holds_soon(lambda run: debug_cost.ratio(run, "finite loss").low <= 1 + debug_cost.AIM, again(), again)
