@@ -215,7 +215,7 @@ def _at(of_ranks: dict[int, dict[int, Call]], number: int) -> dict[int, Call]:
 
 def _was_known(job: Job, rank: int, call: Call) -> bool:
     """Whether `rank` itself has made this call from this line before: otherwise it has a branch of its own."""
-    return any(_where(c) == _where(call) for c in job.calls[rank])
+    return any(_where(c) == _where(call) and c.created_s < call.created_s for c in job.calls[rank])
 
 
 def _content(call: Call) -> tuple:
@@ -375,7 +375,7 @@ def _crashed_elsewhere(job: Job, crashed: list[int], call: Call, alive: dict[int
 def _died(job: Job) -> Diagnosis | None:
     """A rank that left nothing, or that a signal ended."""
     killed = [r for r, e in job.of.items() if e.crash or (e.end and e.end.signal not in ("", *ENDED_BY_OTHERS))]
-    gone = [r for r, e in job.of.items() if e.is_silent and not e.problems]
+    gone = [r for r, e in job.of.items() if e.is_silent]
     dead = sorted({*killed, *gone})
     if not dead:
         return None
@@ -395,7 +395,7 @@ def _died(job: Job) -> Diagnosis | None:
         return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), True)
     why = "Whether it was killed, stands still or was never collected from cannot be told: nobody lost a connection."
     return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), False,
-                     f"files and exit code of {_ranks(dead)}, dmesg of its machine, whether its process runs.")  # fmt: skip
+                     f"files and exit code of {_ranks(dead)}, dmesg there, whether it runs.")  # fmt: skip
 
 
 def _waiting(job: Job) -> Diagnosis | None:
