@@ -93,9 +93,15 @@ def test_an_answer_does_not_hide_another_result():
             "preemption", metric, unit, (value,), "measured", case, {"save_every": 4, "grace_s": 30.0}, LAYOUT, {}
         )
 
-    rows = [row("step_s", 0.1), row("save_s", 0.5), row("checkpoint_bytes", 1e9, "B"),
-            row("lost_s", 4.0, habit="handler"), row("redone", 2.0, "steps", habit="handler"), row("losses_equal", 1.0, "1", habit="handler"),
-            row("weights_equal", 0.0, "1")]  # fmt: skip
+    rows = [
+        row("step_s", 0.1),
+        row("save_s", 0.5),
+        row("checkpoint_bytes", 1e9, "B"),
+        row("lost_s", 4.0, habit="handler"),
+        row("redone", 2.0, "steps", habit="handler"),
+        row("losses_equal", 1.0, "1", habit="handler"),
+        row("weights_equal", 0.0, "1"),
+    ]
     rows += [row("part_s", s, habit="handler", part=p) for p, s in (("end", 1.0), ("steps again", 3.0))]
     said = " ".join(preemption.answer(Records(rows)))
     assert "NOT the undisturbed one" in said and "2 steps done again" in said and "60.0 GB fit" in said

@@ -9,12 +9,14 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
 
 from labs import watch
 from labs.parts.faults import movement
+from labs.parts.faults.hangs import HANGS as HANGS_OF_THE_LAB
 from labs.parts.faults.movement import Counted, Counts, Movement
 from labs.parts.faults.watchman import Board, Place, Watchman
 
@@ -287,6 +289,85 @@ def test_what_is_slow_is_not_called_a_hang(run, tmp_path, what):
     code, out, err = run(HEALTHY[what], 4 * PATIENCE_S)
     assert code == 0 and out.count("has ended") == 2, err
     assert watch.PROG not in err and not (tmp_path / "debug").exists()
+
+
+SLOW = """
+import io
+def slow_validation(model, test, seconds):
+    until = time.monotonic() + seconds
+    with torch.no_grad():
+        while time.monotonic() < until:
+            for x, y in DataLoader(test, 64):
+                cross_entropy(model(x), y)
+
+class SlowDisk(io.FileIO):
+    def write(self, data):
+        time.sleep(len(memoryview(data).cast("B")) / SlowDisk.rate)
+        return super().write(data)
+
+def slow_save(state, seconds):
+    SlowDisk.rate = 4 * 631_050 / seconds  # bytes of the weights in the time that it is to take
+    with SlowDisk("weights.pt", "wb") as file:
+        torch.save(state, file)
+
+"""
+SLOW_AT = {
+    "            loss.backward()\n": """
+            if rank == 0 and step == 3: slow_validation(model.module, test, LONG)
+            if rank == 1 and step == 7: slow_validation(model.module, test, LONG)
+""",
+    "            optimizer.step()\n": """
+            if rank == 0 and step == 5: slow_save(model.module.state_dict(), LONG)
+""",
+    "            # model.module: ranks may have unequal": """
+            time.sleep(0.2)
+""",
+}
+
+
+def slow_recipe(long_s: float) -> str:
+    """train_ddp.py with a validation on either rank, a save and a test that take so long, each from step to step."""
+    text = (Path(watch.__file__).parent / "recipes" / "train_ddp.py").read_text()
+    text = text.replace("def require(", SLOW + "def require(", 1)
+    for place, lines in SLOW_AT.items():
+        assert text.count(place) == 1
+        text = text.replace(place, lines.lstrip("\n") + place)
+    data = f"DATA = Path({str(Path(watch.__file__).parent)!r})"
+    return text.replace("LONG", str(long_s)).replace("DATA = Path(__file__).resolve().parent.parent", data)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(int(os.environ.get("COURSE_WATCH_RUNS", "3"))))
+def test_a_slow_recipe_is_not_called_hung(run, tmp_path, number):
+    """Tried 50 times with COURSE_WATCH_RUNS=50: four times the patience at each of three places."""
+    text = slow_recipe(4 * 2.0)
+    options = ("--cpu", "--steps", 10, "--log-every", 1, "--batch-size", 512)
+    code, out, err = run(text, *options, patience=2, plain=True)
+    assert code == 0 and "test loss" in out, err
+    assert watch.PROG not in err and not (tmp_path / "debug").exists()
+
+
+PROGRAM = """
+    import sys, torch.distributed as dist
+    from labs.parts.faults.hangs import HANGS
+    dist.init_process_group("gloo")
+    HANGS[sys.argv[1]].program(dist.get_rank(), 1, False)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("name", ["wrong_group", "deadlocked_p2p", "barrier_on_one_rank", "local_condition"])
+def test_programs_that_hang_are_diagnosed(start, name):
+    """The printed diagnosis names a rank of those at fault, the collective and the line."""
+    hang = HANGS_OF_THE_LAB[name]
+    process = start(PROGRAM, name, plain=True)
+    lines = read_until(process, "tells what each rank did last")
+    told = " ".join(line.removeprefix(f"{watch.PROG}: ").strip() for line in lines if line.startswith(watch.PROG))
+    assert any(f"hangs.py:{line}" in told for line in hang.lines), told
+    assert any(name in told for name in hang.collective), told
+    assert "rank 1" in told or "ranks 0 and 1" in told, told
 
 
 # Parts

@@ -109,7 +109,9 @@ def _alive(pids: tuple[int, ...]) -> list[str]:
 # Inside of a rank -----------------------------------------------------------------------------------------------------
 
 
-def be_rank(name: str, rank: int, ranks: int, wrong: int, cured: bool, folder: str, patience_s: float, way: Way) -> None:
+def be_rank(
+    name: str, rank: int, ranks: int, wrong: int, cured: bool, folder: str, patience_s: float, way: Way
+) -> None:
     """A rank from its start to its end, which is always `os._exit`: threads of a hung collective would hold it."""
     os.setsid()
     guardian.end_with_parent(os.getppid())
@@ -129,7 +131,9 @@ def be_rank(name: str, rank: int, ranks: int, wrong: int, cured: bool, folder: s
     if way == "monitored":
         monitor_all()
     witness = Witness(place, rank, ranks)
-    threading.Thread(target=watch, args=(witness, patience_s if way == "evidence" else 4 * LISTEN_S), daemon=True).start()
+    threading.Thread(
+        target=watch, args=(witness, patience_s if way == "evidence" else 4 * LISTEN_S), daemon=True
+    ).start()
     try:
         HANGS[name].program(rank, wrong, cured)
         witness.leave(0)
