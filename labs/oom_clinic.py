@@ -249,9 +249,9 @@ def cures(config: Config, rank: Rank) -> Iterator[Record]:
         (cause, cure)
         for cause in ENDS
         for cure in named
-        if cause in config.causes and memory_end.LINUX and named[cure].applies(cause)
+        if cause in config.causes and memory_end.LINUX and (cure == NOBODY or named[cure].applies(cause))
     ]
-    trials = [Trial(cause, steps=_steps(cause, named[cure]), cure=named[cure], size=1.0) for cause, cure in todo]
+    trials = [Trial(cause, steps=_steps(cause, named[cure]), cure=named[cure]) for cause, cure in todo]
     for done, ((cause, cure), s) in enumerate(zip(todo, _run(trials, config, rank), strict=True), 1):
         case = {"cause": cause, "cure": cure}
         if s.exit_code:

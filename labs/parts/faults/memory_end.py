@@ -47,7 +47,7 @@ MOST_STEPS, LAYERS, LABELS = 32, 3, 100
 POLL_S, TIMEOUT_S = 0.02, 60.0
 OLD_HABITS = {"optimizer": "adam", "set_to_none": False}
 """Of the step without a cure. Gradients are filled with zeros, as everybody's were before torch 2.0."""
-FACTS = ("steps", "peak", "largest_resident", "started", "private_at_start", "addresses_at_start", "addresses")
+FACTS = ("steps", "peak", "largest_resident", "started", "anonymous_at_start", "addresses_at_start", "addresses")
 HISTORY = (*CATEGORIES, "tensors", "nodes", "trainer", "workers", "shared")
 
 
@@ -288,7 +288,7 @@ def _run(trial: Trial, folder: Path, parent: int) -> None:
         _limit(trial)
         meter = Meter(board)
         job = Job(trial, folder, meter)
-        board["private_at_start"] = private_bytes(os.getpid())
+        board["anonymous_at_start"] = _status("RssAnon:")
         board["addresses_at_start"] = _status("VmSize:")
         board["started"] = _status("VmRSS:")
         with meter:
@@ -308,10 +308,16 @@ def _peaks(board: Board) -> None:
     board["addresses"] = _status("VmPeak:")
 
 
-def _status(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    words = Path("/proc/self/status").read_text().split()
-    return 1024 * int(words[words.index(name) + 1])
+def _status(name: str, pid: int | str = "self") -> int:
+    """Bytes of a line of /proc/PID/status; 0 for a process that has ended.
+
+    RssAnon: memory that is resident and belongs to no file and no /dev/shm. Of a fork it holds from the start all that
+    it shares with its parent, so that what it has more is new.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        words = Path(f"/proc/{pid}/status").read_text().split()
+        return 1024 * int(words[words.index(name) + 1])
+    return 0
 
 
 def _after_step(job: Job, board: Board, _: None) -> None:
@@ -322,7 +328,7 @@ def _after_step(job: Job, board: Board, _: None) -> None:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
     n, me = int(board["steps"]), os.getpid()
     workers = sum(map(private_bytes, workers_of(me)))
-    trainer = private_bytes(me) - board["private_at_start"]
+    trainer = _status("RssAnon:") - board["anonymous_at_start"]
     if n < MOST_STEPS:
         shared = shared_bytes() if _own_shm(job.trial) else 0
         board.history[n] = [*job.meter.now.values(), len(job.meter.live), graph_nodes(), trainer, workers, shared]
@@ -383,7 +389,7 @@ class Signs:
     nodes_left: float
     """Autograd nodes that a step leaves behind."""
     trainer: float
-    """Most bytes that the trainer had for itself, above its start."""
+    """Most bytes that the trainer had, above its start; without shared memory."""
     trainer_growth: float
     """Per step."""
     workers: float
@@ -428,6 +434,8 @@ def run_until_end(trials: Sequence[Trial], at_once: int = 1, method: str = "fork
     Children are started and watched in this thread: to the kernel, the end of the thread that forked is the end of the
     parent. Nothing of a trial is left when its signs are there, nor of any when this is closed.
     """
+    if method == "forkserver":
+        multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])  # or every child would import them
     with contextlib.ExitStack() as all_of_them:
         waiting, running = list(trials), []
         while waiting or running:
@@ -473,7 +481,7 @@ class Running:
             return
         pid = self.child.pid
         workers = {worker: private_bytes(worker) for worker in workers_of(pid)}
-        trainer = private_bytes(pid) - self.board["private_at_start"]
+        trainer = max(0.0, _status("RssAnon:", pid) - self.board["anonymous_at_start"])
         shared = shared_bytes(f"/proc/{pid}/root") if _own_shm(self.trial) else 0
         now = {"trainer": trainer, "workers": sum(workers.values()), "shared": shared}
         self.most = {name: max(self.most[name], n) for name, n in now.items()}
@@ -498,6 +506,11 @@ def _slope(values: np.ndarray) -> float:
     return float(values[-1] - values[1]) / (len(values) - 2) if len(values) >= 3 else 0.0
 
 
+def _rise(values: np.ndarray) -> float:
+    """Per step, up to the step with the most: a worker that is killed leaves less than there was. 0 as for _slope."""
+    return _slope(values[: int(values.argmax()) + 1]) if len(values) else 0.0
+
+
 def _seen(trial: Trial, board: Board, said: str, code: int, watched: dict[str, float]) -> Signs:
     steps = min(int(board["steps"]), MOST_STEPS)
     history = {name: board.history[:steps, i] for i, name in enumerate(HISTORY)}
@@ -508,8 +521,8 @@ def _seen(trial: Trial, board: Board, said: str, code: int, watched: dict[str, f
         live=dict(zip(CATEGORIES, map(float, board.at_peak), strict=True)),
         live_growth={c: _slope(history[c]) for c in CATEGORIES},
         tensors_left=_slope(history["tensors"]), nodes_left=_slope(history["nodes"]),
-        trainer=most["trainer"], trainer_growth=_slope(history["trainer"]),
-        workers=most["workers"], worker_growth=_slope(history["workers"]),
+        trainer=max(most["trainer"], resident), trainer_growth=_slope(history["trainer"]),
+        workers=most["workers"], worker_growth=_rise(history["workers"]),
         shared=most["shared"], limit_bytes=float(trial.limit_bytes),
         resident_peak=resident,
         addresses=max(0.0, board["addresses"] - board["addresses_at_start"]),

@@ -23,7 +23,7 @@ from labs.parts.remedies.requests import Replay, slivers
 from labs.parts.traps.datasets import Blocks, Items, Objects
 
 MIB = 2**20
-BATCH_ROWS, FEW, WIDE = 9_000, 64, 320  # rows of a large and of a small batch; width of a model with large states
+BATCH_ROWS, FEW, WIDE = 8_000, 64, 320  # rows of a large and of a small batch; width of a model with large states
 
 
 class Job(Protocol):
@@ -80,7 +80,7 @@ def graph(job: Job) -> Iterator[None]:
     """A validation loss is added up without no_grad: the sum keeps the graph of each step, with its activations."""
     job.build(width=32)
     total = torch.zeros(())
-    for x, y in job.batches(rows=int(3_000 * job.size)):
+    for x, y in job.batches(rows=int(2_500 * job.size)):
         job.train(x, y)
         loss = job.loss(job.model(x), y)
         total = total + loss  # <-
@@ -103,7 +103,7 @@ def closure(job: Job) -> Iterator[None]:
     """A function for later remembers the batch of its step. Without `x=x` all would share the last one: no leak."""
     job.build(width=32)
     later = []
-    for x, y in job.batches(rows=int(60_000 * job.size)):
+    for x, y in job.batches(rows=int(50_000 * job.size)):
         later.append(lambda x=x: x.mean().item())  # <-
         job.train(x[:64], y[:64])
         yield
@@ -163,7 +163,7 @@ def address_space(job: Job) -> Iterator[None]:
     """A file is mapped into memory. It takes addresses, hardly any memory; `ulimit -v` counts addresses."""
     tokens = np.memmap(job.folder / "tokens.bin", np.uint8, "w+", shape=int(160 * MIB * job.size))  # <-
     job.build(width=32)
-    for x, y in job.batches(rows=int(6_000 * job.size)):
+    for x, y in job.batches(rows=int(5_000 * job.size)):
         tokens[: len(x)].sum()
         job.train(x, y)
         yield
@@ -218,8 +218,8 @@ End = Literal["none", "data", "addresses", "killer", "shm"]
 """What ends the process: nothing, RLIMIT_DATA, RLIMIT_AS, the watcher, a small /dev/shm."""
 TRAINER: tuple[End, ...] = ("data", "killer")
 ENDS: dict[str, tuple[tuple[End, ...], int]] = {
-    "batch": (TRAINER, 24 * MIB), "states": (TRAINER, 30 * MIB), "graph": (TRAINER, 64 * MIB),
-    "outputs": (TRAINER, 32 * MIB), "closure": (TRAINER, 48 * MIB), "python_objects": (TRAINER, 48 * MIB),
+    "batch": (TRAINER, 22 * MIB), "states": (TRAINER, 30 * MIB), "graph": (TRAINER, 54 * MIB),
+    "outputs": (TRAINER, 32 * MIB), "closure": (TRAINER, 40 * MIB), "python_objects": (TRAINER, 48 * MIB),
     "worker_objects": (("killer",), 62 * MIB), "worker_buffers": (("killer",), 60 * MIB),
     "prefetch": (("killer",), 70 * MIB), "shared_memory": (("shm",), 4 * MIB),
     "address_space": (("addresses",), 175 * MIB),
