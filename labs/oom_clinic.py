@@ -19,6 +19,7 @@ Records, case fields in brackets:
   needed_bytes     the most that a program takes of the memory that it runs out of [cause, cure ("none": as it is),
                    memory: trainer, workers, shared, addresses, device]; of a device it is modelled
   tensor_bytes     the most bytes of tensors in the trainer [cause, cure]
+  left_bytes       what each step still leaves in the trainer [cause, cure]
   predicted_bytes  needed_bytes by a formula, for the causes that have one [cause, cure]
   left_over        processes that are still there in the end, and bytes in /dev/shm of this run [of: processes]
 """
@@ -261,6 +262,7 @@ def cures(config: Config, rank: Rank) -> Iterator[Record]:
         needed = {"trainer": s.resident_peak, "workers": s.workers, "shared": s.shared, "addresses": s.addresses}
         yield rank.record("needed_bytes", "B", needed[memory], rank=0, memory=memory, **case)
         yield rank.record("tensor_bytes", "B", s.tensors, rank=0, **case)
+        yield rank.record("left_bytes", "B/step", s.trainer_growth, rank=0, **case)
         if (expected := predict(cause, named[cure])) is not None:
             yield rank.record("predicted_bytes", "B", expected, kind="modelled", rank=0, **case)
         rank.progress(done, len(todo), f"{cause}: {cure}")
@@ -307,6 +309,8 @@ class Given:
     """Bytes without it."""
     saved: float
     """Bytes less; below 0: it takes more."""
+    postpones: bool = False
+    """Whether the program still grows from step to step, as it does without the cure: it runs out later."""
 
     @property
     def share(self) -> float:
@@ -324,15 +328,25 @@ def given(run: Records) -> dict[str, dict[str, Given]]:
     found: dict[str, dict[str, Given]] = {}
     for base in run.where("needed_bytes", cure=NOBODY):
         cause = base.case["cause"]
-        rows = [r for r in run.where("needed_bytes", cause=cause) if r.case["cure"] != NOBODY]
-        found[cause] = {r.case["cure"]: Given(base.value, base.value - r.value) for r in rows}
+        rows = {r.case["cure"]: r.value for r in run.where("needed_bytes", cause=cause) if r is not base}
+        left = {r.case["cure"]: r.value for r in run.where("left_bytes", cause=cause) if cause in LEAKS}
+        found[cause] = {
+            cure: Given(base.value, base.value - needed, left.get(cure, 0.0) > LEAST_SHARE * left.get(NOBODY, 0.0))
+            for cure, needed in rows.items()
+        }
     return found
 
 
+def is_later(found: Given) -> bool:
+    """Whether it gave something, but the program grows on."""
+    return found.postpones and found.saved > 0 and not found.is_nothing
+
+
 def helpful(run: Records, cause: str) -> list[str]:
-    """Cures that gave something, the one that gave most first."""
+    """Cures that gave something for good, the one that gave most first."""
     cells = given(run)[cause]
-    return sorted((c for c, g in cells.items() if g.saved > 0 and not g.is_nothing), key=lambda c: -cells[c].saved)
+    found = (c for c, g in cells.items() if g.saved > 0 and not g.is_nothing and not g.postpones)
+    return sorted(found, key=lambda c: -cells[c].saved)
 
 
 def confusion(run: Records) -> dict[tuple[str, str], int]:
@@ -362,13 +376,22 @@ def answer(run: Records) -> Iterator[str]:
         right = sum(int(r.value) for r in rows)
         yield (f"{right} of {len(rows)} programs were named right by their signs" +
                (f"; taken for another: {', '.join(wrong)}." if wrong else "."))  # fmt: skip
-    for cause, cells in given(run).items():
-        best = helpful(run, cause)
-        needed = next(iter(cells.values())).needed if cells else 0.0
-        nothing = [c for c, g in cells.items() if g.is_nothing]
-        told = ", ".join(f"{c} {_mb(cells[c].saved)}" for c in best[:3]) or "none of those tried"
-        yield (f"{WHAT[cause].capitalize()}, {_mb(needed)}: what helps is {told}" +
-               (f"; nothing came of {', '.join(nothing)}." if nothing else "."))  # fmt: skip
+    table = {cause: cells for cause, cells in given(run).items() if cells}
+    if table:
+        best = {cause: helpful(run, cause) for cause in table}
+        said = (f"{WHAT[c]}: {b[0]}, {_mb(table[c][b[0]].saved)} of {_mb(table[c][b[0]].needed)}"
+                for c, b in best.items() if b)  # fmt: skip
+        yield f"What gives most, by what filled the memory: {'; '.join(said)}."
+        if alone := [WHAT[c] for c, b in best.items() if not b]:
+            yield f"None of the cures tried helps against: {'; '.join(alone)}."
+        for cure in ("half the batch", "empty_cache"):
+            tried = [c for c in table if cure in table[c]]
+            helps = [WHAT[c] for c in tried if cure in best[c]]
+            if tried:
+                yield f"Of {len(tried)}, {cure} helps against {len(helps)}: {'; '.join(helps) or 'none'}."
+        later = [f"{cure} ({WHAT[c]})" for c in table for cure, g in table[c].items() if is_later(g)]
+        if later:
+            yield f"It only comes later with {', '.join(later)}: each step still leaves something."
     for r in run.where("failed"):
         yield f"{r.case['cause']} with {r.case['cure']} failed: {r.case['message']}"
 

@@ -297,7 +297,8 @@ def _run(trial: Trial, folder: Path, parent: int) -> None:
     except BaseException as e:  # MemoryError among them
         code = 1
         e.__traceback__ = None  # its frames hold what filled the memory
-        (folder / "message").write_text(f"{type(e).__name__}: {failures.words(e)}")
+        said, kind = failures.words(e), type(e).__name__
+        (folder / "message").write_text(said if said.startswith(kind) else f"{kind}: {said}")
     _peaks(board)
     os._exit(code)
 

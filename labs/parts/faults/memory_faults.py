@@ -121,9 +121,9 @@ def python_objects(job: Job) -> Iterator[None]:
 
 def worker_objects(job: Job) -> Iterator[None]:
     """Reading a Python object counts a reference in it, so that a forked worker copies every page that it reads."""
-    data = Objects(parts=5, held="list of str", objects=int(200_000 * job.size))  # <-
+    data = Objects(parts=4, held="list of str", objects=int(150_000 * job.size))  # <-
     job.build(width=32)
-    every_worker_reads_all = [part for part in range(2, 7) for _ in range(2)]
+    every_worker_reads_all = [part for part in range(2, 6) for _ in range(2)]
     for _, (x, y) in zip(job.load(Chosen(data, every_worker_reads_all), None, workers=2, prefetch=1),
                          job.batches(rows=FEW), strict=False):  # fmt: skip
         job.train(x, y)
@@ -220,12 +220,12 @@ TRAINER: tuple[End, ...] = ("data", "killer")
 ENDS: dict[str, tuple[tuple[End, ...], int]] = {
     "batch": (TRAINER, 22 * MIB), "states": (TRAINER, 30 * MIB), "graph": (TRAINER, 54 * MIB),
     "outputs": (TRAINER, 32 * MIB), "closure": (TRAINER, 40 * MIB), "python_objects": (TRAINER, 48 * MIB),
-    "worker_objects": (("killer",), 62 * MIB), "worker_buffers": (("killer",), 60 * MIB),
+    "worker_objects": (("killer",), 50 * MIB), "worker_buffers": (("killer",), 60 * MIB),
     "prefetch": (("killer",), 70 * MIB), "shared_memory": (("shm",), 4 * MIB),
     "address_space": (("addresses",), 175 * MIB),
 }  # fmt: skip
 """How a program can end, and at how many bytes above its start, for size 1."""
-STEPS = {"batch": 2, "states": 2, "address_space": 2, "worker_objects": 10}
+STEPS = {"batch": 2, "states": 2, "address_space": 2, "worker_objects": 8}
 """Steps after which a program without limit has shown all that it takes; 5 of the others."""
 LOADER = ("worker_objects", "worker_buffers", "prefetch", "shared_memory")
 """Causes with DataLoader workers."""
