@@ -222,7 +222,7 @@ ENDS: dict[str, tuple[tuple[End, ...], int]] = {
     "outputs": (TRAINER, 32 * MIB), "closure": (TRAINER, 40 * MIB), "python_objects": (TRAINER, 48 * MIB),
     "worker_objects": (("killer",), 50 * MIB), "worker_buffers": (("killer",), 60 * MIB),
     "prefetch": (("killer",), 70 * MIB), "shared_memory": (("shm",), 4 * MIB),
-    "address_space": (("addresses",), 175 * MIB),
+    "address_space": (("addresses",), 167 * MIB),
 }  # fmt: skip
 """How a program can end, and at how many bytes above its start, for size 1."""
 STEPS = {"batch": 2, "states": 2, "address_space": 2, "worker_objects": 8}
