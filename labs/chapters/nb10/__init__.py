@@ -1,0 +1,1 @@
+"""What notebook 10 shows: when training hangs, dies or goes wrong."""

@@ -1,0 +1,139 @@
+"""Figures and tables of notebook 10 on memory: what filled it, what gave it away, and what each cure gives."""
+
+from __future__ import annotations
+
+import re
+
+import pandas
+
+from labs import oom_clinic as lab
+from labs.kit.display import say, show_table
+from labs.kit.plot import ORANGE, figure, heat_map, show
+from labs.kit.record import Records
+from labs.parts.faults.memory_faults import CURES, FRAGMENTATION, WHAT
+
+HALF = "half the batch"
+SHORT = {
+    "batch": "batch too large", "states": "parameters + Adam", "graph": "kept graph", "outputs": "kept outputs",
+    "closure": "batch in a closure", "python_objects": "Python objects", "worker_objects": "objects in workers",
+    "worker_buffers": "too many workers", "prefetch": "prefetched batches", "shared_memory": "/dev/shm too small",
+    "address_space": "limit on addresses", FRAGMENTATION: "fragmentation",
+}  # fmt: skip
+
+TWO_LINES = {"checkpointing": "check-\npointing", "set_to_none": "set_to_\nnone", "empty_cache": "empty_\ncache",
+             "prefetch_factor=1": "prefetch_\nfactor=1", "4 micro-batches": "4 micro-\nbatches"}  # fmt: skip
+
+
+def cures(run: Records) -> None:
+    """Causes against cures: MB that each cure takes off, the darker the larger its share. Measured causes only."""
+    cells = {cause: row for cause, row in lab.given(run).items() if cause != FRAGMENTATION and row}
+    columns = [cure for cure in CURES if any(cure in row for row in cells.values())]
+    shares = [[_share(row.get(cure)) for cure in columns] for row in cells.values()]
+    origin = Records(r for r in run.where("needed_bytes") if r.case["cause"] in cells)
+    message = _message({cause: row[HALF] for cause, row in cells.items() if HALF in row})
+    fig, ax = figure(message, xlabel="cure", ylabel="what fills the memory", records=origin,
+                     size=(9.6, 2.4 + 0.36 * len(cells)))  # fmt: skip
+    names = [f"{SHORT[cause]}, {next(iter(row.values())).needed / 1e6:.0f} MB" for cause, row in cells.items()]
+    heat_map(ax, shares, columns=columns, rows=names, kind=origin[0].kind, form="", center=0.0, span=1.0,
+             label="MB saved; darker: a larger share; empty: nothing to change")  # fmt: skip
+    for i, row in enumerate(cells.values()):
+        for j, cure in enumerate(columns):
+            if cure in row:
+                dark = abs(_share(row[cure])) > 0.65
+                ax.text(j, i, _megabytes(row[cure]), ha="center", va="center", color="white" if dark else "black")
+    later = [
+        (j, i)
+        for i, row in enumerate(cells.values())
+        for j, c in enumerate(columns)
+        if c in row and lab.is_later(row[c])
+    ]
+    if later:
+        ax.plot(*zip(*[(j + 0.36, i - 0.28) for j, i in later], strict=True), linestyle="", marker="^", markersize=6,
+                color=ORANGE, markeredgecolor="black", label="grows on: it runs out later")  # fmt: skip
+        ax.legend(loc="upper right")  # where no cell is
+    ax.set_xticks(range(len(columns)), [TWO_LINES.get(c, c.replace(" ", "\n")) for c in columns], fontsize=9)
+    told = "; ".join(f"{SHORT[cause]}: {_best(run, cause)}" for cause in cells)
+    show(fig, alt=f"{message}. Table of causes against cures. What saves most: {told}.")
+
+
+def _message(half: dict[str, lab.Given]) -> str:
+    """What came of the first thing that everybody tries."""
+    helps = [c for c, g in half.items() if g.saved > 0 and not g.is_nothing and not g.postpones]
+    return f"Half the batch helps against {len(helps)} of {len(half)} causes: find out first what fills the memory"
+
+
+def _share(given: lab.Given | None) -> float:
+    return float("nan") if given is None else 0.0 if given.is_nothing else given.share
+
+
+def _megabytes(given: lab.Given) -> str:
+    return "0" if given.is_nothing else f"{given.saved / 1e6:.0f}"
+
+
+def _best(run: Records, cause: str) -> str:
+    best = lab.helpful(run, cause)
+    return f"{best[0]}, {lab.given(run)[cause][best[0]].saved / 1e6:.0f} MB" if best else "nothing"
+
+
+def cure_table(run: Records) -> None:
+    """The same as a table, in MB, with the modelled row of fragmentation; "" where there is nothing to change."""
+    cells = lab.given(run)
+    columns = [c for c in dict.fromkeys(c for row in cells.values() for c in row)]
+    rows = {
+        SHORT[cause] + (" (modelled)" if cause == FRAGMENTATION else ""): {
+            "needed, MB": f"{next(iter(row.values())).needed / 1e6:.0f}",
+            **{c: _in_table(row[c]) if c in row else "" for c in columns},
+        }
+        for cause, row in cells.items()
+        if row
+    }
+    table = pandas.DataFrame.from_dict(rows, orient="index")
+    table.columns.name = "MB saved with"
+    show_table(table)
+
+
+def _in_table(given: lab.Given) -> str:
+    return "nothing" if given.is_nothing else f"{given.saved / 1e6:.0f}" + (", grows on" if lab.is_later(given) else "")
+
+
+def messages(run: Records) -> None:
+    """Each end as its victim saw it, beside the name that the signs gave it."""
+    rows = [
+        {
+            "planted": SHORT.get(r.case["cause"], "nothing"), "ended by": ENDED_BY[r.case["end"]],
+            "exit code": r.case["exit_code"], "last words": _short(r.case["message"]) or "(none)",
+            "named": SHORT.get(r.case["named"], r.case["named"]), "since": r.case["sentence"],
+        }
+        for r in run.where("named")
+    ]  # fmt: skip
+    show_table(pandas.DataFrame(rows).set_index("planted"))
+
+
+def _short(message: str) -> str:
+    """Without torch's own place in its source."""
+    return re.sub(r"\[enforce fail at [^\]]*\] err == 0\. ", "", message)[:130]
+
+
+ENDED_BY = {
+    "none": "came to its end", "data": "RLIMIT_DATA", "addresses": "ulimit -v", "killer": "SIGKILL of a killer",
+    "shm": "a small /dev/shm", "modelled": "simulated allocator",
+}  # fmt: skip
+
+
+def named(run: Records) -> None:
+    """How many were named right, and which were taken for which."""
+    rows = run.where("named")
+    wrong = {pair: n for pair, n in lab.confusion(run).items() if pair[0] != pair[1]}
+    right = sum(int(r.value) for r in rows)
+    told = "; ".join(f"{WHAT.get(a, a)} was taken for {WHAT.get(b, b)} ({n})" for (a, b), n in wrong.items())
+    say(f"* {right} of {len(rows)} ends were named by their signs alone." + (f" {told}." if told else ""))
+
+
+def foretold(run: Records) -> None:
+    """How far formulas are off what the kernel counted, for the causes that have one."""
+    errors = lab.prediction_errors(run)
+    for cause in dict.fromkeys(cause for cause, _ in errors):
+        off = {cure: error for (c, cure), error in errors.items() if c == cause}
+        worst = max(off, key=lambda cure: abs(off[cure]))
+        say(f"* {SHORT[cause]}: the formula is off by {100 * off[lab.NOBODY]:+.0f} % as it is, at worst by "
+            f"{100 * off[worst]:+.0f} % ({worst}).")  # fmt: skip

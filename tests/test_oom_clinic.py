@@ -1,0 +1,249 @@
+"""What filled the memory is named from signs alone, in real ends of real programs; each cure gives what it should."""
+
+import dataclasses
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+import torch._dynamo  # noqa: F401  as in every rank; children would import it, and make a folder for its cache
+from processes import MARK, assert_no_survivors
+
+from labs import oom_clinic as lab
+from labs.chapters.nb10 import figures_memory as figures
+from labs.kit.errors import BadInput
+from labs.kit.lab import lab_module, make_config
+from labs.kit.launch import launch
+from labs.kit.plot import to_png
+from labs.kit.record import Record, Records
+from labs.parts.faults import memory_end, memory_faults
+from labs.parts.faults.memory_end import Trial, from_message, run_until_end
+from labs.parts.faults.memory_faults import CURES, ENDS, FRAGMENTATION, PROGRAMS, WHAT, Cure
+from labs.parts.oracle.trace import CATEGORIES
+
+linux = pytest.mark.skipif(not memory_end.LINUX, reason="limits and counts of a process's memory are Linux's here")
+MB = 1e6
+
+
+def signs(exit_code=-9, message="", steps=6, states=1.0, activations=1.0, left=None, **more):
+    """Signs with sizes in MB; `left` is what a step leaves by category."""
+    base = from_message(message)
+    live = {**base.live, "parameters": states * MB, "activations": activations * MB}
+    growth = {**dict.fromkeys(CATEGORIES, 0.0), **{c: size * MB for c, size in (left or {}).items()}}
+    sizes = {name: size * MB if name not in ("tensors_left", "nodes_left") else size for name, size in more.items()}
+    return dataclasses.replace(base, exit_code=exit_code, steps=steps, live=live, live_growth=growth, **sizes)
+
+
+ERROR_12 = (
+    "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000000 bytes. Error code 12"
+)
+NEW_CUDA = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+            "23.69 GiB of which 1.10 GiB is free. Of the allocated memory 15.20 GiB is allocated by PyTorch, and {} is "
+            "reserved by PyTorch but unallocated.")  # fmt: skip
+OLD_CUDA = ("RuntimeError: CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 11.17 GiB total capacity; {} already "
+            "allocated; 300 MiB free; 10.50 GiB reserved in total by PyTorch)")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        ("none", signs(0, trainer=3.0)),
+        ("batch", signs(activations=30, trainer=32)),
+        ("batch", signs(1, ERROR_12, steps=0, activations=30, trainer=32, limit_bytes=33)),
+        ("states", signs(states=30, activations=2, trainer=33)),
+        ("graph", signs(trainer=60, trainer_growth=10, left={"activations": 9.9}, tensors_left=13, nodes_left=29)),
+        ("outputs", signs(trainer=60, trainer_growth=10, left={"activations": 9.9}, tensors_left=1)),
+        ("outputs", signs(trainer=60, trainer_growth=10, left={"activations": 9.9}, tensors_left=1, nodes_left=12)),
+        ("closure", signs(trainer=60, trainer_growth=10, left={"inputs/buffers": 9.9}, tensors_left=2)),
+        ("python_objects", signs(trainer=60, trainer_growth=10, left={"activations": 0.1})),
+        ("worker_objects", signs(1, "DataLoader worker (pid 7) is killed by signal: Killed.", trainer=20, workers=60,
+                                 worker_growth=6)),
+        ("worker_buffers", signs(trainer=20, workers=60, worker_growth=0.2)),
+        ("prefetch", signs(trainer=20, workers=25, shared=70)),
+        ("shared_memory", signs(1, "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2_0>: No "
+                                   "space left on device (28)", steps=0, workers=20)),
+        ("shared_memory", signs(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is "
+                                   "possible that dataloader's workers are out of shared memory.", trainer=30)),
+        ("address_space", signs(1, ERROR_12, trainer=20, activations=15, limit_bytes=170)),
+        (FRAGMENTATION, from_message(NEW_CUDA.format("6.90 GiB"))),
+        (FRAGMENTATION, from_message(OLD_CUDA.format("5.00 GiB"))),
+        ("unknown", from_message(NEW_CUDA.format("150.00 MiB"))),
+        ("unknown", from_message(OLD_CUDA.format("10.10 GiB"))),
+    ],
+)  # fmt: skip
+def test_every_cause_is_named_by_its_signs(planted, found):
+    assert lab.name(found).cause == planted
+
+
+@pytest.mark.parametrize("factor", [0.01, 1000.0])
+def test_a_name_does_not_depend_on_how_large_all_is(factor):
+    for cause, s in (
+        ("batch", signs(activations=30, trainer=32)),
+        ("states", signs(states=30, activations=2, trainer=33)),
+        ("closure", signs(trainer=60, trainer_growth=10, left={"inputs/buffers": 9.9})),
+        ("worker_objects", signs(trainer=20, workers=60, worker_growth=6)),
+    ):
+        scaled = {name: factor * getattr(s, name) for name in ("trainer", "trainer_growth", "workers", "worker_growth")}
+        scaled |= {name: {c: factor * n for c, n in getattr(s, name).items()} for name in ("live", "live_growth")}
+        assert lab.name(dataclasses.replace(s, **scaled)).cause == cause
+
+
+def test_there_is_a_program_and_an_end_for_each_cause_and_its_guilty_line_is_marked():
+    assert set(PROGRAMS) == set(ENDS) == set(WHAT) - {FRAGMENTATION}
+    for program in (*PROGRAMS.values(), memory_faults.fragmented):
+        assert inspect.getsource(program).count("# <-") == 1
+
+
+@pytest.mark.parametrize("cause", PROGRAMS)
+def test_a_cured_line_is_the_guilty_one(cause):
+    for name, cure in CURES.items():
+        if cause in cure.lines:
+            source = inspect.getsource(PROGRAMS[cause]).splitlines()
+            [line] = [line for line in source if cure.lines[cause][0] in line]
+            assert line.endswith("# <-"), name
+            assert memory_faults.run_out(cause, cure).__code__ != PROGRAMS[cause].__code__
+
+
+# Real ends
+
+
+@pytest.fixture
+def nothing_stays(tmp_path, monkeypatch):
+    """No process, no file in the folder for temporary files, nothing more in /dev/shm."""
+    shm = Path("/dev/shm")
+    before = set(os.listdir(shm)) if shm.exists() else set()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield
+    assert_no_survivors(os.environ[MARK], os.getpid())
+    assert not list(tmp_path.iterdir())
+    mine = [name for name in set(os.listdir(shm)) - before if str(os.getpid()) in name] if shm.exists() else []
+    assert not mine
+
+
+def ended(cause, end, seed=0, size=1.0):
+    limit = int(size * ENDS[cause][1])
+    [found] = run_until_end([Trial(cause, end, limit, size, lab.END_STEPS, seed)])
+    return found
+
+
+@linux
+@pytest.mark.drill
+@pytest.mark.parametrize(("cause", "end"), [(c, end) for c, (kinds, _) in ENDS.items() for end in kinds])
+def test_a_real_end_has_its_message_and_its_name_and_leaves_nothing(cause, end, nothing_stays):
+    found = ended(cause, end)
+    assert lab.name(found).cause == cause, found
+    words = {"data": ("can't allocate memory", "MemoryError"), "addresses": ("can't allocate memory",),
+             "shm": ("shared memory", "Bus error")}  # fmt: skip
+    if end in words:
+        assert found.exit_code == 1 and any(w in found.message for w in words[end]), found
+    elif found.exit_code == -9:
+        assert not found.message  # there was no time for one
+    else:
+        assert "DataLoader worker" in found.message, found
+
+
+@linux
+@pytest.mark.drill
+@pytest.mark.long
+def test_all_are_named_in_several_sizes_and_seeds():
+    run = launch("oom_clinic", nproc=1, parts=("ends",), seeds=(1, 2, 3), sizes=(0.8, 2.0), timeout_s=250)
+    assert [pair for pair in lab.confusion(run) if pair[0] != pair[1]] == []
+    assert len(run.where("named")) == 3 * 2 * 17 + 3 * 2 + 1
+
+
+@linux
+def test_a_program_that_is_well_is_not_accused(nothing_stays):
+    [found] = run_until_end([Trial("healthy")])
+    assert found.exit_code == 0 and found.steps == 6 and lab.name(found).cause == lab.NOBODY
+
+
+@linux
+def test_an_end_before_its_time_leaves_no_process(nothing_stays, monkeypatch):
+    monkeypatch.setattr(memory_end, "TIMEOUT_S", 0.5)
+    with pytest.raises(TimeoutError, match="prefetch has not ended"):
+        list(run_until_end([Trial("prefetch", steps=32)] * 2, at_once=2))
+
+
+@linux
+def test_several_at_once_come_back_in_their_order(nothing_stays):
+    trials = [Trial(cause, steps=4) for cause in ("worker_buffers", "healthy", "closure")]
+    first, second, third = run_until_end(trials, at_once=3)
+    assert first.workers > 40 * MB > max(second.workers, third.workers)
+    assert third.trainer > 20 * MB > second.trainer
+
+
+# What cures give
+
+
+@linux
+def test_resident_memory_is_what_the_trace_without_memory_says():
+    """Two counts that share nothing: the kernel's pages, and sizes of tensors that have none."""
+    cures = [Cure(), CURES["half the batch"], CURES["checkpointing"], CURES["4 micro-batches"]]
+    for cure, found in zip(cures, run_until_end([Trial("batch", steps=2, cure=c) for c in cures], 2), strict=True):
+        expected = lab.predict("batch", cure)
+        assert abs(found.resident_peak - expected) < 0.1 * expected + 3 * MB
+
+
+@linux
+def test_what_a_leak_leaves_is_counted_by_hand():
+    """outputs: 8,000 rows of 100 numbers in FP32; closure: 50,000 rows of 32."""
+    kept, batches = run_until_end([Trial("outputs", steps=4), Trial("closure", steps=4)], 2)
+    assert kept.live_growth["activations"] == 4 * 8_000 * memory_end.LABELS
+    assert batches.live_growth["inputs/buffers"] == 4 * 50_000 * 32
+    assert batches.live_growth["activations"] == 0
+
+
+@pytest.fixture(scope="module")
+def run():
+    if not memory_end.LINUX:
+        pytest.skip("Linux only")
+    cures = ("half the batch", "4 micro-batches", "checkpointing", "SGD, no momentum", "detach()", "keep numbers only")
+    return launch("oom_clinic", nproc=1, causes=("batch", "states", "graph", "outputs", "shared_memory", FRAGMENTATION),
+                  cures=cures, timeout_s=250)  # fmt: skip
+
+
+def test_the_right_cure_gives_memory_and_half_the_batch_gives_none_to_states_and_leaks(run):
+    cells = lab.given(run)
+    for cause in ("states", "graph", "outputs"):
+        assert "half the batch" not in lab.helpful(run, cause)
+    assert {"half the batch", "4 micro-batches", "checkpointing"} <= set(lab.helpful(run, "batch"))
+    assert lab.helpful(run, "states") == ["SGD, no momentum"]
+    assert set(lab.helpful(run, "graph")) == {"detach()", "keep numbers only"}
+    assert cells["graph"]["checkpointing"].postpones and not cells["graph"]["checkpointing"].is_nothing
+    assert lab.helpful(run, "outputs") == ["keep numbers only"] and cells["outputs"]["detach()"].is_nothing
+    assert cells["shared_memory"]["half the batch"].share == pytest.approx(0.5, abs=0.1)
+
+
+def test_the_answer_and_the_page_say_what_the_records_hold(run, monkeypatch):
+    text = " ".join(lab.answer(run))
+    assert "11 of 11 programs were named right" in text and "checkpointing (a graph" in text
+    assert run.one("left_over", of="processes").value == 0
+    shown, tables, said = [], [], []
+    monkeypatch.setattr(figures, "show", lambda fig, alt: (shown.append(alt), to_png(fig)))
+    monkeypatch.setattr(figures, "show_table", tables.append)
+    monkeypatch.setattr(figures, "say", said.append)
+    figures.cures(run)
+    figures.cure_table(run)
+    figures.messages(run)
+    figures.named(run)
+    figures.foretold(run)
+    assert shown[0].startswith("Half the batch helps against 2 of 5 causes")
+    assert tables[0].loc["kept graph", "checkpointing"].endswith("grows on")
+    assert tables[0].loc["kept outputs", "detach()"] == "nothing" and tables[0].loc["kept outputs", "half the batch"]
+    assert "(none)" in set(tables[1]["last words"]) and said[0].startswith("* 11 of 11 ends")
+
+
+def test_a_wrong_name_is_told():
+    case = {"cause": "states", "end": "killer", "size": 1.0, "seed": 0, "named": "batch", "sentence": "so it seems"}
+    told = " ".join(lab.answer(Records([Record("oom_clinic", "named", "", (0.0,), case=case)])))
+    assert "0 of 1" in told and "states as batch" in told
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"causes": ("leak",)}, "there is no leak"), ({"cures": ("pray",)}, "there is no pray"),
+     ({"sizes": (0.0,)}, "sizes"), ({"at_once": 0}, "at_once"), ({"parts": ()}, "parts"), ({"seeds": ()}, "seeds")],
+)  # fmt: skip
+def test_bad_input_is_one_line(values, words):
+    with pytest.raises(BadInput, match=words):
+        make_config(lab_module("oom_clinic"), values)
