@@ -20,11 +20,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from labs.kit import cli, measure
 from labs.kit.errors import did_you_mean, require
@@ -33,7 +34,7 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.faults import drift, numbers
 from labs.parts.faults.drift import FAULTS, Replica
-from labs.parts.faults.numbers import BATCH, CAUSES, HEALTHY, Case, Plan, Seen, Signs, Training
+from labs.parts.faults.numbers import BATCH, CAUSES, HEALTHY, Case, Seen, Signs, Training
 
 Part = Literal["patients", "finders", "drift", "damage", "price"]
 SMOKE = {"parts": ("patients", "drift"), "causes": ("bad sample", "root of zero", "learning rate", "healthy"),
@@ -41,7 +42,8 @@ SMOKE = {"parts": ("patients", "drift"), "causes": ("bad sample", "root of zero"
 SHARES = {"finders": 0.2, "damage": 0.45, "price": 0.35}  # of the seconds
 DRIFT_STEPS, MOST_DRIFT_STEPS = 24, 100  # compared after each of the first, then after every k up to the last
 DAMAGING = ("other weights", "optimizer state", "skipped step", "never averaged")
-DAMAGE_AT, DAMAGE_STEPS = 40, 80  # the step of the fault, of so many
+DAMAGE_AT, DAMAGE_STEPS = 30, 90  # the step of the fault, of so many
+NO_INPUT_GRADIENT = "Full backward hook"  # torch warns of a first layer, whose inputs need no gradient: harmless
 HOPELESS = 8  # steps in a row that a scaler skips, until one stops looking
 
 
@@ -62,6 +64,8 @@ class Config:
     """k: replicas are compared after so many steps."""
     width: int = 256
     """Hidden features of the model whose checks are timed: 207 * width + 10 parameters."""
+    check_mb: tuple[float, ...] = (1.0, 8.0, 32.0)
+    """Further sizes of what is checked, in MB, one tensor each."""
     seconds: float = 14.0
     """Time for finders, damage and price together, in s. A slower machine has fewer rounds and wider intervals."""
     rounds: int | None = None
@@ -83,6 +87,8 @@ class Config:
         require(ascending and self.every[0] >= 1, f"every must be rising numbers of steps, not {self.every}")
         require(self.every[-1] <= 10_000, f"every must be at most 10000 steps, not {self.every[-1]}")
         require(8 <= self.width <= 16_384, f"width must be from 8 to 16384, not {self.width}")
+        require(all(0.01 <= mb <= 100_000 for mb in self.check_mb), f"check_mb must be from 0.01 to 100000 MB, not "
+                f"{self.check_mb}")  # fmt: skip
         require(0 <= self.seed < 2**31, f"seed must be from 0 to 2147483647, not {self.seed}")
         measure.require_budget(self.seconds, self.rounds)
 
@@ -94,54 +100,51 @@ class Config:
 
 # What a learner takes home
 
+Note = tuple[str, str, Tensor]
+"""Module, "output" or "gradient", and a bool on the device: whether it was the one that made it bad."""
+
 
 @contextmanager
-def first_bad(**watched: nn.Module) -> Iterator[list[tuple[str, str, Tensor]]]:
-    """Inside: notes (module, "output" or "gradient", whether it made numbers that are not finite out of finite ones).
+def first_bad(**watched: nn.Module) -> Iterator[list[Note]]:
+    """Inside: notes, in order of time, of whether a module made numbers that are not finite out of finite ones.
 
-    `watched`: first_bad(model=model, loss=criterion). The third is a bool on the device: nobody waits for it until it
-    is read, see `culprit`. Clear the list between steps. A module with in-place operations may refuse backward hooks.
+    `watched`: first_bad(model=model, loss=criterion). Clear the list between steps, and ask `culprit` after one. A
+    module with in-place operations may refuse backward hooks; a float mask with -inf counts as a bad input.
     """
-    notes: list[tuple[str, str, Tensor]] = []
+    notes: list[Note] = []
+    hooks = []
+    for name, module in nn.ModuleDict(watched).named_modules():
 
-    def finite(tensors: list[Tensor]) -> Tensor:
-        return torch.stack([t.isfinite().all() for t in tensors]).all()
+        def forward(_: nn.Module, args: Any, kwargs: Any, gave: Any, name: str = name) -> None:
+            notes.append((name, "output", all_finite((args, kwargs)) & ~all_finite(gave)))
 
-    def note(name: str, what: str, came: object, gave: object) -> None:
-        came, gave = ([t for t in nested if isinstance(t, Tensor)] for nested in (as_tuple(came), as_tuple(gave)))
-        if came and gave:
-            notes.append((name, what, finite(came) & ~finite(gave)))
+        def backward(_: nn.Module, gave: Any, came: Any, name: str = name) -> None:  # from the outputs to the inputs
+            notes.append((name, "gradient", all_finite(came) & ~all_finite(gave)))
 
-    def watch(name: str, module: nn.Module) -> list:
-        return [
-            module.register_forward_hook(lambda _, came, gave: note(name, "output", came, gave)),
-            module.register_full_backward_hook(lambda _, gave, came: note(name, "gradient", came, gave)),
-        ]
-
-    hooks = [hook for name, module in nn.ModuleDict(watched).named_modules() if name for hook in watch(name, module)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Full backward hook")  # the first layer's inputs have no gradient
-        try:
-            yield notes
-        finally:
-            for hook in hooks:
-                hook.remove()
+        hooks += [module.register_forward_hook(forward, with_kwargs=True), module.register_full_backward_hook(backward)]
+    try:
+        yield notes
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def as_tuple(tensors: object) -> tuple:
-    """What a hook is given: a tuple, or one tensor."""
-    return tensors if isinstance(tensors, tuple) else (tensors,)
+def all_finite(nested: Any) -> Tensor:
+    """Whether all tensors in it are finite; a bool on their device, which nobody waits for here."""
+    found = [t.isfinite().all() for t in tree_leaves(nested) if isinstance(t, Tensor)]
+    return torch.stack(found).all() if found else torch.tensor(True)
 
 
-def culprit(notes: list[tuple[str, str, Tensor]]) -> tuple[str, str]:
+def culprit(notes: list[Note]) -> tuple[str, str]:
     """(module, "output" or "gradient") of the first note that is bad, ("", "") if none is. Waits for the device."""
     if not notes:
         return "", ""
-    bad = torch.stack([made for _, _, made in notes]).tolist()  # one wait for all
+    device = notes[0][2].device
+    bad = torch.stack([made.to(device) for _, _, made in notes]).tolist()  # one wait for all
     return next(((name, what) for (name, what, _), is_bad in zip(notes, bad, strict=True) if is_bad), ("", ""))
 
 
-def bisect(is_bad: Callable[[int, int], bool], n: int) -> tuple[int, int]:
+def bad_sample(is_bad: Callable[[int, int], bool], n: int) -> tuple[int, int]:
     """(index, trials) of the first bad one of `n` samples; `is_bad(a, b)` tries samples a to b - 1.
 
     At least one of them must be bad. Each trial halves what is left: at most ceil(log2 n) of them.
@@ -273,7 +276,7 @@ def try_again(training: Training, start: tuple[int, dict[str, Tensor], str, str]
     n = len(batch[0])
     again = is_bad(0, n)
     other_batch = is_bad(0, BATCH, other=number - 1 if number else number + 1)
-    sample, trials = bisect(is_bad, n) if again and not other_batch else (None, 0)
+    sample, trials = bad_sample(is_bad, n) if again and not other_batch else (None, 0)
     x, shown, _ = (t if sample is None else t[sample : sample + 1] for t in batch)
     where = what if x.isfinite().all() else "input"
     signs = Signs(
@@ -287,7 +290,9 @@ def try_again(training: Training, start: tuple[int, dict[str, Tensor], str, str]
         skipped=sum(s.skipped for s in seen[-HOPELESS:]) / HOPELESS,
     )
     anomaly, anomaly_in = anomaly_says(lambda: training.gradient(weights, batch, precision))
-    return Found(signs, "" if where == "input" else module, number, sample, trials, n, anomaly, anomaly_in, seen[: number + 1])
+    return Found(
+        signs, "" if where == "input" else module, number, sample, trials, n, anomaly, anomaly_in, seen[: number + 1]
+    )
 
 
 def clip_ratio(training: Training, seen: list[Seen]) -> float:
@@ -320,6 +325,7 @@ def patients(config: Config, rank: Rank) -> Iterator[Record]:
     for done, case in enumerate(cases[rank.rank :: rank.world_size], 1):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"std\(\)")  # of one sample: the very thing that is planted
+            warnings.filterwarnings("ignore", NO_INPUT_GRADIENT)
             mine.append(list(of_patient(case, rank)))
         rank.progress(done * rank.world_size, len(cases), case.cause.name)
     for of_rank in rank.gather(mine):
@@ -377,12 +383,12 @@ def finders(config: Config, rank: Rank) -> Iterator[Record]:
             culprit(notes)
 
         def anomalous() -> None:
-            with warnings.catch_warnings(), torch.autograd.detect_anomaly():
+            with torch.autograd.detect_anomaly():
                 trained["anomaly"].step(0)
 
         steps = {"plain": lambda: trained["plain"].step(0), "hooks": hooked, "anomaly": anomalous}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "Anomaly Detection has been enabled": meant
+            warnings.filterwarnings("ignore", f"Anomaly Detection|{NO_INPUT_GRADIENT}")
             for step in steps.values():
                 measure.time_steps(step, 3, rank.device)
             rounds = config.rounds_for("finders", rank)
@@ -449,33 +455,25 @@ def damage(config: Config, rank: Rank) -> Iterator[Record]:
     Trainings of one seed have the same weights at the start and the same batches: they are compared pair by pair.
     """
     names = ("none", *(f for f in DAMAGING if not config.faults or f in config.faults))
-    right: dict[str, list[list[float]]] = {name: [] for name in names}
+    judged: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in names}
     rounds = config.rounds_for("damage", rank)
     for seed in measure.within(range(config.seed, config.seed + 1000), rounds):
         for name in names:
             replica = Replica(name, seed, rank.device, DAMAGE_AT, rank.world_size - 1)
             for _ in range(DAMAGE_STEPS):
                 replica.step()
-            right[name].append(rank.gather(replica.accuracy()))
-        rank.progress(len(right["none"]), max(6, len(right["none"])), f"seed {seed}")
+            judged[name].append(rank.gather(replica.judged()))
+        rank.progress(len(judged["none"]), max(6, len(judged["none"])), f"seed {seed}")
     for name in names:
-        for of_rank, accuracies in enumerate(zip(*right[name], strict=True)):
-            yield rank.record("accuracy", "1", accuracies, fault=name, of_rank=of_rank)
+        for of_rank, found in enumerate(zip(*judged[name], strict=True)):
+            accuracy, loss = zip(*found, strict=True)
+            yield rank.record("accuracy", "1", accuracy, fault=name, of_rank=of_rank)
+            yield rank.record("test_loss", "nats", loss, fault=name, of_rank=of_rank)
 
 
 def price(config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of a check and of steps with one after every k; of reading as many bytes, and of gathering alone."""
+    """Seconds of steps with a check after every k; then of the pieces of a check, for this model and larger ones."""
     replicas = {k: Replica("none", config.seed, rank.device, width=config.width) for k in (0, *config.every)}
-    tensors = replicas[0].tensors("parameters")
-    nbytes = sum(t.nbytes for t in tensors.values())
-    flat = torch.zeros(nbytes // 4, device=rank.device)
-    hashes = torch.zeros(len(tensors), dtype=torch.int64, device=rank.device)
-    of_ranks = [torch.empty_like(hashes) for _ in range(rank.world_size)]
-    alone: dict[str, Callable[[], object]] = {
-        "check": lambda: replica_check(tensors),
-        "read": lambda: flat.sum().item(),
-        "gather": lambda: dist.all_gather(of_ranks, hashes),
-    }
     block = 20 if config.smoke else config.every[-1]
 
     def steps(k: int) -> None:
@@ -485,25 +483,45 @@ def price(config: Config, rank: Rank) -> Iterator[Record]:
             if k and replica.done % k == 0 and replica_check(replica.tensors("parameters")):
                 raise RuntimeError("healthy replicas differ")
 
-    for name, work in alone.items():
-        measure.time_steps(work, 3, rank.device)
     for k in replicas:
         steps(k)
     timed = measure.interleave({k: functools.partial(steps, k) for k in replicas}, config.rounds_for("price", rank),
                                rank.device, between=rank.barrier, on_round=lambda done, total: rank.progress(
                                    done, total, "steps with a check every k"))  # fmt: skip
-    pieces = measure.interleave(alone, 2 if config.smoke else 30, rank.device, inner=5, between=rank.barrier)
-    cost = {name: rank.slowest(samples) for name, samples in pieces.items()}
-    yield rank.record("check_s", "s", cost["check"], bytes=nbytes, tensors=len(tensors))
-    yield rank.record("read_s", "s", cost["read"], bytes=nbytes)
-    yield rank.record("gather_s", "s", cost["gather"], tensors=len(tensors))
-    read_s, gather_s = statistics.median(cost["read"]), statistics.median(cost["gather"])
-    least = predict_check_s(nbytes, nbytes / read_s, gather_s)
-    yield rank.record("predicted_check_s", "s", least, kind="modelled")
+    checked = {"model": replicas[0].tensors("parameters")}
+    checked |= {f"{mb:g} MB": {"all": torch.ones(round(mb * 250_000), device=rank.device)} for mb in config.check_mb}
+    least = {}
+    for name, tensors in checked.items():
+        records = list(pieces(name, tensors, config, rank))
+        least[name] = records[-1].value
+        yield from records
     for k, samples in timed.items():
         yield rank.record("step_s", "s", [s / block for s in rank.slowest(samples)], every=k)  # 0: never
         if k:
-            yield rank.record("predicted_added_s", "s", least / k, kind="modelled", every=k)
+            yield rank.record("predicted_added_s", "s", least["model"] / k, kind="modelled", every=k)
+
+
+def pieces(name: str, tensors: Mapping[str, Tensor], config: Config, rank: Rank) -> Iterator[Record]:
+    """Seconds of a check, of reading as many bytes once, of gathering as many hashes; last what the formula says."""
+    nbytes = sum(t.nbytes for t in tensors.values())
+    flat = torch.ones(nbytes // 4, device=rank.device)
+    hashes = torch.zeros(len(tensors), dtype=torch.int64, device=rank.device)
+    of_ranks = [torch.empty_like(hashes) for _ in range(rank.world_size)]
+    parts: dict[str, Callable[[], object]] = {
+        "check_s": lambda: replica_check(tensors),
+        "read_s": lambda: flat.sum().item(),
+        "gather_s": lambda: dist.all_gather(of_ranks, hashes),
+    }
+    for work in parts.values():
+        measure.time_steps(work, 3, rank.device)
+    rounds = 2 if config.smoke else 15
+    timed = measure.interleave(parts, rounds, rank.device, inner=3, between=rank.barrier)
+    took = {metric: rank.slowest(samples) for metric, samples in timed.items()}
+    for metric, samples in took.items():
+        yield rank.record(metric, "s", samples, of=name, bytes=nbytes, tensors=len(tensors))
+    read_s, gather_s = (statistics.median(took[metric]) for metric in ("read_s", "gather_s"))
+    least = predict_check_s(nbytes, nbytes / read_s, gather_s)
+    yield rank.record("predicted_check_s", "s", least, kind="modelled", of=name, bytes=nbytes)
 
 
 PARTS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
@@ -609,10 +627,12 @@ def _drift_answer(run: Records, agreed: list[float]) -> Iterator[str]:
 
 
 def _price_answer(run: Records) -> Iterator[str]:
-    check, least = run.one("check_s"), run.one("predicted_check_s").value
-    took = measure.estimate(check.samples, "s")
-    yield (f"A check of {check.case['bytes'] / 1e6:.2f} MB in {check.case['tensors']} tensors takes {took}; reading the "
-           f"bytes once and gathering the hashes would take {1e3 * least:.2f} ms.")  # fmt: skip
+    for check in run.where("check_s"):
+        least = run.one("predicted_check_s", of=check.case["of"]).value
+        took = measure.estimate(check.samples, "s")
+        tensors = f"{check.case['tensors']} tensor{'s' if check.case['tensors'] > 1 else ''}"
+        yield (f"A check of {check.case['bytes'] / 1e6:.3g} MB in {tensors} takes {took}; to read the bytes once and "
+               f"to gather the hashes takes {1e3 * least:.3g} ms.")  # fmt: skip
     for r in run.where("step_s"):
         if k := r.case["every"]:
             found, percent = added(run, k), added_percent(run, k)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labs.data import fashion
 
 BATCH = 32  # images per rank and step
-LR = 2e-3
+LR = 1e-3
 HIDDEN = 64
 
 
@@ -36,8 +36,8 @@ FAULTS = {fault.name: fault for fault in (
     Fault("dropout", what="each rank draws other dropout masks: gradients differ, their average does not"),
     Fault("other rounding", what="one rank sums its batch in another order: gradients differ by rounding before they "
           "are averaged"),
-    Fault("batch norm", ("buffers",), "running statistics are those of each rank's own batch, by design; DDP sends rank "
-          "0's before the next forward"),
+    Fault("batch norm", ("buffers",), "running statistics are those of each rank's own batch, by design; DDP sends "
+          "rank 0's before the next forward"),
     Fault("batch norm, not sent", ("buffers",), "forward_sync_buffers=False: running statistics go their own ways, by "
           "design, and so does evaluation"),
     Fault("other weights", ("parameters",), "one rank loads other weights after DDP was made"),
@@ -103,12 +103,13 @@ class Replica:
         if now:
             self._plant()
         x, y = next(self.batches)
-        local = self.fault == "no_sync" and now or self.fault == "never averaged" and self.done >= self.at
+        if self.fault == "other rounding" and self.bad:
+            x, y = x.flip(0), y.flip(0)  # the same samples, the other way round
+        since = self.fault == "never averaged" and self.done >= self.at
+        local = since or (self.fault == "no_sync" and now)
         self.optimizer.zero_grad()
         with self.ddp.no_sync() if local else nullcontext():
             loss = cross_entropy(self.ddp(x), y)
-            if self.fault == "other rounding" and self.bad:
-                loss = cross_entropy(self.ddp(x.flip(0)), y.flip(0))  # the same samples, the other way round
             loss.backward()
         if not (self.fault == "skipped step" and now and self.bad):
             self.optimizer.step()
@@ -137,13 +138,13 @@ class Replica:
         return dict(self.model.named_parameters() if kind == "parameters" else self.model.named_buffers())
 
     @torch.no_grad()
-    def accuracy(self) -> float:
-        """Share of the 2,000 test images that this rank's own replica names right."""
+    def judged(self) -> tuple[float, float]:
+        """(accuracy, loss in nats) of this rank's own replica on the 2,000 test images."""
         *_, x, y = data(self.device)
         self.model.eval()
-        right = (self.model(x).argmax(1) == y).float().mean().item()
+        scores = self.model(x)
         self.model.train()
-        return right
+        return (scores.argmax(1) == y).float().mean().item(), cross_entropy(scores, y).item()
 
 
 def really_differ(tensors: dict[str, Tensor]) -> bool:
