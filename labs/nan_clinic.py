@@ -173,7 +173,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
     """64 bits, int64 on the tensor's device, of its bits and their places: each word times an odd number of its own.
 
     Modulo 2^64 an odd factor loses nothing: one changed word always changes the sum, two cancel with a chance of 2^-32
-    at most. A plain sum, or torch.hash_tensor, which takes XOR, gives zeros and ones of even size the same hash.
+    at most. In a plain sum +1 and -1 cancel; torch.hash_tensor takes XOR, and gives 4 zeros and 4 ones the same number.
     """
     words = tensor.detach().contiguous().flatten()
     words = words.view({1: torch.int8, 2: torch.int16}.get(words.itemsize, torch.int32))
@@ -604,10 +604,11 @@ def answer(run: Records) -> Iterator[str]:
         yield f"A step of this small model takes {hooks} as long with hooks, {anomaly} under detect_anomaly."
     if values["check_right"]:
         yield from _drift_answer(run, values["check_right"])
-    for fault in damaged(run):
-        points = lost(run, fault)
-        shown = f"costs rank 0's replica {points}" if is_shown(points) else f"cannot be told from healthy ({points})"
-        yield f"Unnoticed, {fault!r} {shown} of test accuracy."
+    if faults := damaged(run):
+        points = {fault: lost(run, fault) for fault in faults}
+        told = [f"{f!r} costs rank 0's replica {p}" if is_shown(p) else f"{f!r} cannot be told from healthy ({p})"
+                for f, p in points.items()]  # fmt: skip
+        yield f"Unnoticed to the end, in test accuracy: {'; '.join(told)}."
     if run.where("check_s"):
         yield from _price_answer(run)
     if run[0].layout["world_size"] == 1 and {"drift", "damage", "price"} & set(run[0].config.get("parts", ())):
@@ -627,17 +628,18 @@ def _drift_answer(run: Records, agreed: list[float]) -> Iterator[str]:
 
 
 def _price_answer(run: Records) -> Iterator[str]:
+    told = []
     for check in run.where("check_s"):
         least = run.one("predicted_check_s", of=check.case["of"]).value
-        took = measure.estimate(check.samples, "s")
-        tensors = f"{check.case['tensors']} tensor{'s' if check.case['tensors'] > 1 else ''}"
-        yield (f"A check of {check.case['bytes'] / 1e6:.3g} MB in {tensors} takes {took}; to read the bytes once and "
-               f"to gather the hashes takes {1e3 * least:.3g} ms.")  # fmt: skip
-    for r in run.where("step_s"):
-        if k := r.case["every"]:
-            found, percent = added(run, k), added_percent(run, k)
-            text = f"{found} to a step, {percent}" if is_shown(found) else f"nothing that this run can show ({percent})"
-            yield f"After every {k} step{'s' if k > 1 else ''} it adds {text}."
+        told.append(f"of {check.case['bytes'] / 1e6:.3g} MB {measure.estimate(check.samples, 's')} ({1e3 * least:.3g} "
+                    "ms to read the bytes once and to gather the hashes)")  # fmt: skip
+    yield f"A check takes: {'; '.join(told)}."
+    told = []
+    for k in (r.case["every"] for r in run.where("step_s") if r.case["every"]):
+        found, percent = added(run, k), added_percent(run, k)
+        told.append(f"every {k}: {found}, {percent}" if is_shown(found) else f"every {k}: nothing that this run can "
+                    f"show ({percent})")  # fmt: skip
+    yield f"It adds to a step, by how many steps lie between two checks: {'; '.join(told)}."
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ def test_prices_and_damage_follow_the_records():
     assert lab.lost(run, "other weights").value == pytest.approx(3.0)
     said = " ".join(lab.answer(run))
     assert "'other weights' costs rank 0's replica 3.00 points" in said and "'skipped step' cannot be told" in said
-    assert "After every 1 step it adds 2.0" in said
+    assert "every 1: 2.01 ms" in said
     assert lab.predict_check_s(1e9, 1e10, 0.001) == pytest.approx(0.101)
 
 
@@ -326,6 +326,8 @@ def test_the_timeline_and_the_tables(examined, drifted, shown):
     figures.timeline(examined, predict(4, "steps of warning", "steps"))
     assert "bad sample: none" in alts[0] and "first in the input" in alts[0] and "You predicted 4 steps" in said[0]
     assert len(drawn[0].axes) == 2 and {"measured", "prediction"} == kinds_in(drawn[0])
+    figures.silent(examined)
+    assert alts[1].count("cured to") == 2 and {"measured"} == kinds_in(drawn[1])
     figures.matrix(examined)
     assert (tables[0].loc["root of zero", "root of zero"], tables[0].loc["healthy", "root of zero"]) == (2, "")
     figures.where_it_began(examined)

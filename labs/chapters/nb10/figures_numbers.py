@@ -72,6 +72,26 @@ def _rise_text(rising: dict[str, int]) -> str:
     return ", ".join(said).capitalize()
 
 
+def silent(run: Records, causes: Sequence[str] = ("clip before unscale_", "skipped for ever")) -> None:
+    """The loss of patients that never show a NaN in it, and of the same after the cure."""
+    message = "No loss is NaN, and nothing is learned"
+    fig, ax = figure(message, xlabel="x", ylabel="y", records=run.where("loss"), size=(7.6, 3.6))
+    ax.remove()
+    axes, told = fig.subplots(1, len(causes), sharey=True, squeeze=False)[0], []
+    for ax, cause in zip(axes, causes, strict=True):
+        ill, well = _first(run, "loss", cause), _first(run, "cured_loss", cause)
+        curve(ax, ill.case["steps"], list(ill.samples), kind="measured", label="as it is", color=SERIES[1])
+        curve(ax, range(len(well.samples)), list(well.samples), kind="measured", label="cured", color=SERIES[0])
+        ax.set_title(cause, fontsize=10)
+        ax.set_xlabel("step")
+        told.append(f"{cause}: {ill.samples[0]:.2f} to {ill.samples[-2]:.2f} nats, cured to {well.samples[-2]:.2f}")
+    axes[0].set_ylabel("loss (nats)")
+    for ax in axes[1:]:
+        for line in ax.lines:
+            line.set_label("_")
+    show(fig, alt=f"{message}. {'; '.join(told)}.")
+
+
 def matrix(run: Records) -> None:
     """Planted against named, number of patients; rows with a mistake are marked."""
     found = nan_clinic.matrix(run)
@@ -219,6 +239,6 @@ def price_text(run: Records) -> list[str]:
         least = run.one("predicted_check_s", of=check.case["of"]).value
         lines.append(f"{check.case['bytes'] / 1e6:.3g} MB: a check takes {took}, {took.value / least:.1f} times the "
                      f"formula's {1e3 * least:.2g} ms.")  # fmt: skip
-    lines.append("The formula reads each byte once and gathers the hashes: the least that any check takes. Where a "
-                 "check takes several times that, this device computes the hash more slowly than it reads.")  # fmt: skip
+    lines.append("The formula reads each byte once and gathers the hashes: the least that any check takes. Where it "
+                 "takes several times that, this device computes the hash more slowly than it reads.")  # fmt: skip
     return lines
