@@ -258,9 +258,12 @@ def examine(case: Case, device: torch.device) -> Found:
             start = start or (number, weights, *culprit(notes))
             if not training.scaler.is_enabled() or in_a_row == HOPELESS:
                 break
-    if start and (not training.scaler.is_enabled() or in_a_row == HOPELESS):
-        return try_again(training, start, seen)
-    return Found(Signs("nowhere", clip_ratio=clip_ratio(training, seen)), seen=seen)
+    if start is None or (training.scaler.is_enabled() and in_a_row < HOPELESS):
+        return Found(Signs("nowhere", clip_ratio=clip_ratio(training, seen)), seen=seen)
+    found = try_again(training, start, seen)
+    if training.scaler.is_enabled():  # nobody sees a NaN: it goes on
+        found.seen += [training.step(number) for number in range(len(seen), len(training.batches))]
+    return found
 
 
 def try_again(training: Training, start: tuple[int, dict[str, Tensor], str, str], seen: list[Seen]) -> Found:
@@ -290,14 +293,12 @@ def try_again(training: Training, start: tuple[int, dict[str, Tensor], str, str]
         skipped=sum(s.skipped for s in seen[-HOPELESS:]) / HOPELESS,
     )
     anomaly, anomaly_in = anomaly_says(lambda: training.gradient(weights, batch, precision))
-    return Found(
-        signs, "" if where == "input" else module, number, sample, trials, n, anomaly, anomaly_in, seen[: number + 1]
-    )
+    return Found(signs, "" if where == "input" else module, number, sample, trials, n, anomaly, anomaly_in, seen[:])
 
 
 def clip_ratio(training: Training, seen: list[Seen]) -> float:
-    """The norm that clipping saw in the last full batch over that of its gradient in FP32, about the same weights."""
-    number = len(seen) - 2  # the last batch has one sample
+    """The last finite norm that clipping saw in a full batch over that of its gradient in FP32, at the end's weights."""
+    number = max(k for k, s in enumerate(seen[: numbers.STEPS]) if math.isfinite(s.norm))
     _, norm = training.gradient(training.state(), training.batches[number], "fp32")
     return seen[number].norm / norm
 

@@ -47,6 +47,12 @@ def test_module_step_and_sample_are_those_that_were_planted(examined):
     assert len(places) > 4, "the seed draws the place"
 
 
+def test_what_a_scaler_hides_shows_in_what_clipping_saw_and_in_the_steps_it_skips(examined):
+    hidden = [r for name in ("clip before unscale_", "skipped for ever") for r in examined.where("loss", planted=name)]
+    assert len(hidden) == 4 and all(len(r.samples) == numbers.STEPS + 1 for r in hidden), "no loss is NaN"
+    assert not any(lab.falls(list(r.samples)) for r in hidden), "and none of them learns"
+
+
 def test_bisection_takes_as_many_trials_as_the_formula_says(examined):
     trials = [(r.value, examined.one("predicted_trials", **_case(r)).value) for r in examined.where("trials")]
     assert trials == [(5, 5)] * len(trials) and len(trials) == 10
@@ -327,7 +333,9 @@ def test_the_timeline_and_the_tables(examined, drifted, shown):
     assert "bad sample: none" in alts[0] and "first in the input" in alts[0] and "You predicted 4 steps" in said[0]
     assert len(drawn[0].axes) == 2 and {"measured", "prediction"} == kinds_in(drawn[0])
     figures.silent(examined)
-    assert alts[1].count("cured to") == 2 and {"measured"} == kinds_in(drawn[1])
+    assert (
+        alts[1].startswith("No loss is NaN") and alts[1].count("cured to") == 2 and {"measured"} == kinds_in(drawn[1])
+    )
     figures.matrix(examined)
     assert (tables[0].loc["root of zero", "root of zero"], tables[0].loc["healthy", "root of zero"]) == (2, "")
     figures.where_it_began(examined)
