@@ -4,7 +4,7 @@
     python -m labs.nan_clinic --parts patients --seeds 4               # every planted cause, four times
     torchrun --nproc-per-node 2 -m labs.nan_clinic --parts drift price --every 1 10 100 1000
 
-About 25 s on 2 CPU cores. Small trainings with one planted cause each: hooks name the first module and step whose
+About 30 s on 2 CPU cores. Small trainings with one planted cause each: hooks name the first module and step whose
 numbers are not finite, bisection finds the sample, a few trials tell the cause, and its cure is applied. What hooks and
 torch's anomaly detection cost. Then replicas that drift apart on two ranks: found by a hash of their bits after every k
 steps; what that costs, and what drift costs that nobody finds.
@@ -297,7 +297,7 @@ def try_again(training: Training, start: tuple[int, dict[str, Tensor], str, str]
 
 
 def clip_ratio(training: Training, seen: list[Seen]) -> float:
-    """The last finite norm that clipping saw in a full batch over that of its gradient in FP32, at the end's weights."""
+    """The last finite norm that clipping saw in a full batch over that of its gradient in FP32, at the last weights."""
     number = max(k for k, s in enumerate(seen[: numbers.STEPS]) if math.isfinite(s.norm))
     _, norm = training.gradient(training.state(), training.batches[number], "fp32")
     return seen[number].norm / norm
@@ -321,6 +321,9 @@ def anomaly_says(work: Callable[[], object]) -> tuple[str, str]:
 def patients(config: Config, rank: Rank) -> Iterator[Record]:
     """Each patient is examined on one rank, and trained again with the cure of what was named."""
     names = config.causes or (*CAUSES, *HEALTHY)
+    if why := numbers.fp16_impossible(rank.device):
+        yield rank.record("not_possible", "1", 1.0, precision="fp16", why=why)
+        names = [name for name in names if not (CAUSES | HEALTHY)[name].plan.precision.startswith("fp16")]
     cases = [Case.draw(name, config.seed + k) for k in range(config.seeds) for name in names]
     mine: list[list[Record]] = []
     for done, case in enumerate(cases[rank.rank :: rank.world_size], 1):
@@ -592,6 +595,8 @@ def answer(run: Records) -> Iterator[str]:
     """How often cause, module, step and sample were named right; when drift was found; what both cost."""
     values = {m: [r.value for r in run.where(m)] for m in
               ("cause_right", "module_right", "sample_right", "cure_works", "check_right")}  # fmt: skip
+    for r in run.where("not_possible"):
+        yield f"FP16 is not possible here, and its patients are left out: {r.case['why']}."
     if values["cause_right"]:
         yield (f"The cause is named right in {share(values['cause_right'])} trainings, healthy look-alikes included; "
                f"the first bad module in {share(values['module_right'])}, the step in {share(steps_right(run))}, the "

@@ -17,6 +17,7 @@ from labs.kit.errors import BadInput
 from labs.kit.lab import lab_module, make_config
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.plot import kinds_in, to_png
+from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.faults import drift, numbers
 from labs.parts.faults.numbers import CAUSES, HEALTHY, Case, Signs
@@ -24,6 +25,15 @@ from labs.parts.faults.numbers import CAUSES, HEALTHY, Case, Signs
 CPU = torch.device("cpu")
 LAYOUT = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}
 PROVENANCE = {"cpu": "a processor", "utc": "2026-11-23T00:00:00+00:00"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As a rank has: more of them wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +139,7 @@ def test_first_bad_names_the_innermost_maker_and_leaves_no_hook():
     assert lab.culprit(notes) == ("", ""), "what came bad by keyword is not its fault"
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_the_loss_is_a_module_as_well():
     model, loss = nn.Linear(2, 2, bias=False), nn.MSELoss()
     with lab.first_bad(model=model, loss=loss) as notes:
@@ -353,6 +364,27 @@ def test_one_rank_examines_patients_and_has_no_replicas():
     run = launch("nan_clinic", 1, causes=("bad sample",), parts=("patients", "drift"), device="cpu")
     said = list(lab.answer(run))
     assert "1 of 1" in said[0] and "need two" in said[-1] and not run.where("differ_right")
+
+
+def without_fp16(_):
+    """What is examined on a device whose kernels have no FP16."""
+
+    def refuse(self, weights, batch, precision):
+        raise NotImplementedError("no kernel\nfor Half")
+
+    whole, numbers.Training.gradient = numbers.Training.gradient, refuse
+    why = numbers.fp16_impossible(CPU)
+    numbers.Training.gradient, numbers.fp16_impossible = whole, lambda device: why
+    rank = Rank(0, 1, 0, 1, CPU, "gloo", (), lab="nan_clinic")
+    asked = lab.Config(causes=("FP16 overflow", "skipped for ever", "bad sample"), parts=("patients",))
+    return list(lab.patients(asked, rank))
+
+
+def test_patients_in_fp16_are_left_out_where_it_is_not_possible():
+    [records] = run_on_ranks(without_fp16, 1, None)
+    run = Records(records)
+    assert {r.case["planted"] for r in run.where("cause_right")} == {"bad sample"}
+    assert "FP16 is not possible here" in next(iter(lab.answer(run))) and "no kernel for Half" in str(run[0].case)
 
 
 def test_smoke_runs_take_less_and_the_answer_is_short():

@@ -360,6 +360,16 @@ class Training:
         return loss.item(), norm.item()
 
 
+def fp16_impossible(device: torch.device) -> str:
+    """Why such a model cannot be trained in FP16 on `device`, in torch's words; "" if it can."""
+    training = Training(Case.draw("healthy", 0), PLAIN, device)
+    try:
+        training.gradient(training.state(), training.batches[0], amp.NO_SCALING)
+    except RuntimeError as e:  # of kernels, NotImplementedError included
+        return f"{type(e).__name__}: {' '.join(str(e).split())[:150]}"
+    return ""
+
+
 def train(case: Case, plan: Plan, device: torch.device) -> list[Seen]:
     """The whole training."""
     training = Training(case, plan, device)
