@@ -1,0 +1,403 @@
+"""Where NaN begins is named by module, step and sample; drift is found by a hash that does not cancel, in k steps."""
+
+import dataclasses
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labs import nan_clinic as lab
+from labs.chapters.nb10 import editable_drift
+from labs.chapters.nb10 import figures_numbers as figures
+from labs.kit.check import predict
+from labs.kit.errors import BadInput
+from labs.kit.lab import lab_module, make_config
+from labs.kit.launch import launch, run_on_ranks
+from labs.kit.plot import kinds_in, to_png
+from labs.kit.rank import Rank
+from labs.kit.record import Record, Records
+from labs.parts.faults import drift, numbers
+from labs.parts.faults.numbers import CAUSES, HEALTHY, Case, Signs
+
+CPU = torch.device("cpu")
+LAYOUT = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}
+PROVENANCE = {"cpu": "a processor", "utc": "2026-11-23T00:00:00+00:00"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As a rank has: more of them wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def examined():
+    """Patients of two seeds each, on real ranks."""
+    return launch("nan_clinic", 2, parts=("patients",), seeds=2, seed=11, device="cpu", oversubscribe=True)
+
+
+def test_every_patient_is_named_and_learns_after_the_cure(examined):
+    wrong = [r.case for r in examined.where("cause_right") if not r.value]
+    assert not wrong and len(examined.where("cause_right")) == 2 * len(CAUSES | HEALTHY)
+    assert [r.value for r in examined.where("cure_works")] == [1.0] * 2 * len(CAUSES | HEALTHY)
+
+
+def test_module_step_and_sample_are_those_that_were_planted(examined):
+    for metric, causes in (("module_right", 6), ("sample_right", 5)):
+        found = [r.value for r in examined.where(metric)]
+        assert found == [1.0] * 2 * causes
+    assert lab.steps_right(examined) == [True] * 2 * 7
+    places = {r.case["module"] for r in examined.where("bad_step") if r.case["planted_module"]}
+    assert len(places) > 4, "the seed draws the place"
+
+
+def test_what_a_scaler_hides_shows_in_what_clipping_saw_and_in_the_steps_it_skips(examined):
+    hidden = [r for name in ("clip before unscale_", "skipped for ever") for r in examined.where("loss", planted=name)]
+    assert len(hidden) == 4 and all(len(r.samples) == numbers.STEPS + 1 for r in hidden), "no loss is NaN"
+    assert not any(lab.falls(list(r.samples)) for r in hidden), "and none of them learns"
+
+
+def test_bisection_takes_as_many_trials_as_the_formula_says(examined):
+    trials = [(r.value, examined.one("predicted_trials", **_case(r)).value) for r in examined.where("trials")]
+    assert trials == [(5, 5)] * len(trials) and len(trials) == 10
+    for n in (1, 2, 3, 7, 32, 33, 100):
+        for bad in range(n):
+            asked = []
+            index, count = lab.bad_sample(lambda a, b, bad=bad, asked=asked: asked.append(b) or a <= bad < b, n)
+            assert index == bad and count == len(asked)
+            assert lab.predict_trials(n) - 1 <= count <= lab.predict_trials(n)
+            assert count == lab.predict_trials(n) or n & (n - 1), "for powers of two it is exact"
+
+
+def _case(record):
+    return {key: record.case[key] for key in ("planted", "of_seed")}
+
+
+def test_anomaly_detection_points_at_gradients_and_misses_where_a_forward_began(examined):
+    said = {r.case["planted"]: (r.case["anomaly"], r.case["anomaly_in"]) for r in examined.where("bad_step")}
+    assert said["root of zero"] == ("SqrtBackward0", "RootNorm")
+    assert said["skipped for ever"] == ("SqrtBackward0", "ChosenRoot")
+    assert said["row all masked"][1] == "" and said["log of zero"][1] == ""
+
+
+def test_cures_are_for_their_own_cause():
+    """Another cure leaves the patient ill: the named cause matters."""
+    for cure in set(CAUSES) - {"root of zero", "skipped for ever"}:
+        case = Case.draw("root of zero", 3)
+        losses = [s.loss for s in numbers.train(case, numbers.cured(case.cause.plan, cure), CPU)]
+        assert any(map(math.isnan, losses)), cure
+
+
+def test_the_diagnosis_goes_by_what_tells_the_causes_apart():
+    bad = Signs("output", samples=32)
+    assert lab.numbers.diagnose(dataclasses.replace(bad, in_fp32=False)) == "FP16 overflow"
+    assert lab.numbers.diagnose(dataclasses.replace(bad, other_batch=True, in_fp32=False)) == "learning rate"
+    assert lab.numbers.diagnose(dataclasses.replace(bad, row_masked=True)) == "row all masked"
+    assert lab.numbers.diagnose(dataclasses.replace(bad, samples=1)) == "batch of one"
+    assert lab.numbers.diagnose(dataclasses.replace(bad, where="gradient", skipped=1.0)) == "skipped for ever"
+    searching = dataclasses.replace(bad, where="gradient", skipped=1.0, again=False)
+    assert lab.numbers.diagnose(searching) == "healthy", "the scaler is lowering its scale"
+    assert lab.numbers.diagnose(Signs("nowhere", clip_ratio=2.0)) == "healthy"
+    assert lab.numbers.diagnose(Signs("nowhere", clip_ratio=6e4)) == "clip before unscale_"
+
+
+@pytest.mark.parametrize(("losses", "steps"), [([2, 1.5, 1.2, 1.3], 0), ([2, 1, 2.9, 3.1, 40, 9e9], 3),
+                                               ([2, 1, 50, 1.1, 0.9], 0), ([], 0)])  # fmt: skip
+def test_rising_counts_only_what_is_not_taken_back(losses, steps):
+    assert numbers.rising(losses) == steps
+
+
+class Branches(nn.Module):
+    """A log inside of a module that has children; a tuple as output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, scale):
+        return self.second((self.first(x) * scale).log()), x
+
+
+def test_first_bad_names_the_innermost_maker_and_leaves_no_hook():
+    model, x = nn.ModuleDict({"a": Branches(), "b": nn.Linear(3, 1)}), torch.ones(2, 3)
+    with lab.first_bad(net=model) as notes, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", lab.NO_INPUT_GRADIENT)
+        y = model["b"](model["a"](x, scale=torch.tensor(0.0))[0])
+        y.sum().backward()
+    assert lab.culprit(notes) == ("net.a", "output"), "not its child, to which bad numbers came"
+    assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
+    assert lab.culprit([]) == ("", "")
+    with lab.first_bad(net=model) as notes, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", lab.NO_INPUT_GRADIENT)
+        model["a"](x, scale=torch.tensor(math.nan))
+    assert lab.culprit(notes) == ("", ""), "what came bad by keyword is not its fault"
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_the_loss_is_a_module_as_well():
+    model, loss = nn.Linear(2, 2, bias=False), nn.MSELoss()
+    with lab.first_bad(model=model, loss=loss) as notes:
+        loss(model(torch.ones(1, 2)), torch.full((1, 2), 1e30)).backward()
+    assert lab.culprit(notes) == ("loss", "output")
+
+
+# Replicas
+
+
+def test_one_bit_changes_the_hash_and_nothing_cancels():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.bool):
+        x = torch.zeros(6, dtype=dtype)
+        y = x.clone()
+        y[4] = 1
+        assert lab.bit_hash(x) == lab.bit_hash(x.clone()) != lab.bit_hash(y)
+    torch.manual_seed(0)
+    x = torch.randn(200_000)  # more than one part
+    swapped, signs = x.clone(), x.clone()
+    swapped[[3, 150_000]] = x[[150_000, 3]]
+    signs[[3, 150_000]] *= -1  # the top bit of two words
+    mirrored = x.clone()
+    mirrored[7] = -mirrored[8]
+    both = mirrored.clone()
+    both[[7, 8]] = mirrored[[8, 7]]
+    found = [int(lab.bit_hash(t)) for t in (x, swapped, signs, mirrored, both, x.reshape(400, 500).t())]
+    assert len(set(found)) == 6
+    if hasattr(torch, "hash_tensor"):  # the docstring's claim
+        assert torch.hash_tensor(torch.zeros(4)) == torch.hash_tensor(torch.ones(4))
+    assert lab.bit_hash(torch.zeros(4)) != lab.bit_hash(torch.ones(4))
+    assert lab.bit_hash(torch.tensor(0.0)) != lab.bit_hash(torch.tensor(-0.0)), "bits, not values"
+    assert lab.bit_hash(torch.tensor(float("nan"))) == lab.bit_hash(torch.tensor(float("nan")))
+
+
+def checked(_):
+    """On each rank: what the check says of equal tensors, of one that differs on the last rank, and of NaN."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    tensors = {"a": torch.ones(5), "b": torch.arange(4.0), "c": torch.full((2,), math.nan)}
+    same = lab.replica_check(tensors)
+    if rank == last:
+        tensors["b"][2] = torch.nextafter(tensors["b"][2], torch.tensor(9.0))
+    return same, lab.replica_check(tensors)
+
+
+def test_the_check_names_tensor_and_rank_on_all_ranks():
+    assert run_on_ranks(checked, 3, None) == [([], [("b", 2)])] * 3
+
+
+@pytest.fixture(scope="module")
+def drifted():
+    """Every fault once, on two ranks."""
+    return launch("nan_clinic", 2, parts=("drift",), seed=5, device="cpu", oversubscribe=True)
+
+
+def test_replicas_differ_in_what_the_fault_says_and_hashes_agree_with_all_bytes(drifted):
+    wrong = [r.case for r in drifted.where("differ_right") if not r.value]
+    assert not wrong and len(drifted.where("differ_right")) == 3 * (len(drift.FAULTS) - 1)
+    assert all(r.value for r in drifted.where("check_right"))
+    said = {r.case["fault"]: r.case["name"] for r in drifted.where("differ_step", kind_of="parameters")}
+    assert said["in place"] == "2.weight" and said["added later"].startswith("3.")
+    assert not {"none", "dropout", "other rounding", "batch norm"} & set(said)
+
+
+def test_drift_is_found_at_the_next_multiple_of_k(drifted):
+    found = drifted.where("found_step")
+    assert {r.case["every"] for r in found} == {1, 10, 100}
+    for r in found:
+        start = drifted.one("differ_step", fault=r.case["fault"], kind_of=r.case["kind_of"]).value
+        assert r.value == drifted.one("predicted_found_step", **r.case).value
+        assert 0 <= r.value - start < r.case["every"]
+    for r in drifted.where("differ_step", kind_of="parameters"):
+        begun = drifted.one("planted_step", fault=r.case["fault"]).value
+        assert r.value == begun + 1
+
+
+def gradients(_):
+    """On each rank: whether gradients before averaging differ between ranks for one that sums the other way round."""
+    replica = drift.Replica("other rounding", 0, CPU, bad_rank=1)
+    x, y = next(drift.Replica("none", 0, CPU).batches)
+    found = []
+    for flipped in (False, True):
+        replica.model.zero_grad()
+        order = slice(None) if not flipped else torch.arange(len(x) - 1, -1, -1)
+        nn.functional.cross_entropy(replica.model(x[order]), y[order]).backward()
+        found.append(torch.cat([p.grad.flatten() for p in replica.model.parameters()]))
+    return bool((found[0] != found[1]).any())
+
+
+def test_the_other_rounding_is_another_one():
+    """Or the look-alike would look like nothing."""
+    assert run_on_ranks(gradients, 2, None) == [True, True]
+
+
+# The learner's round
+
+
+def drifting(rank, model, optimizer, batches):
+    """A rank that leaves out a step by itself."""
+    for step, (x, y) in enumerate(batches):
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        if rank == 1 and step == 12:
+            continue
+        optimizer.step()
+
+
+def test_the_editable_round_tells_when_it_is_noticed(capsys):
+    ranks = run_on_ranks(editable_drift.train_and_check, 2, drifting, 5)
+    editable_drift.tell(ranks)
+    said = capsys.readouterr().out
+    assert said.startswith("Compared every 5 steps, the replicas differ after step 15, in 0.bias")
+    assert len(said.splitlines()) == 1 + 1 + 6 + 1
+    before = [of["losses"][1] for of in ranks]
+    assert before[0] == before[1] != ranks[0]["losses"][2] != ranks[1]["losses"][2]
+    editable_drift.tell(run_on_ranks(editable_drift.train_and_check, 2, editable_drift.healthy))
+    assert "6 comparisons the replicas are the same, bit for bit" in capsys.readouterr().out
+
+
+# What costs
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The parts that measure, short."""
+    return launch("nan_clinic", 2, parts=("finders", "damage", "price"), smoke=True, device="cpu", oversubscribe=True)
+
+
+def test_what_is_measured_is_all_there_and_two_rounds_show_nothing(measured):
+    assert {r.case["finder"] for r in measured.where("finder_step_s")} == {"plain", "hooks", "anomaly"}
+    assert [r.case["every"] for r in measured.where("step_s")] == [0, 1, 10, 100]
+    assert {r.case["of"] for r in measured.where("check_s")} == {"model", "1 MB", "8 MB", "32 MB"}
+    assert {r.case["fault"] for r in measured.where("accuracy", of_rank=1)} == {"none", *lab.DAMAGING}
+    assert all(0.2 < r.value < 0.95 for r in measured.where("accuracy", of_rank=0))
+    said = " ".join(lab.answer(measured))
+    assert "cannot be told from healthy" in said and "nothing that this run can show" in said
+
+
+def made(metric, samples, unit="s", kind="measured", **case):
+    return Record("nan_clinic", metric, unit, samples, kind, case, {}, LAYOUT, PROVENANCE)
+
+
+def priced(check_s=0.002, lost=0.03, n=12):
+    """Records of a run in which a check takes so long, and drift costs so much accuracy."""
+    jitter = [1 + 0.001 * k for k in range(n)]
+    rows = [made("step_s", [0.004 * j for j in jitter], every=0)]
+    for k in (1, 10, 100):
+        rows.append(made("step_s", [(0.004 + check_s / k) * j for j in jitter], every=k))
+        rows.append(made("predicted_added_s", [check_s / 2 / k], kind="modelled", every=k))
+    rows.append(made("check_s", [check_s * j for j in jitter], of="model", bytes=212_000, tensors=4))
+    rows.append(made("predicted_check_s", [check_s / 2], kind="modelled", of="model", bytes=212_000))
+    for name, ratio in (("plain", 1), ("hooks", 3), ("anomaly", 7)):
+        rows.append(made("finder_step_s", [0.002 * ratio * j for j in jitter], finder=name))
+    for fault, less in (("none", 0.0), ("other weights", lost), ("skipped step", 0.0)):
+        for rank in (0, 1):
+            accuracy = [0.74 - less + 0.01 * (k % 3 - 1) * (fault != "none") for k in range(n)]
+            rows.append(made("accuracy", accuracy, "1", fault=fault, of_rank=rank))
+    return Records(rows)
+
+
+def test_prices_and_damage_follow_the_records():
+    run = priced()
+    assert lab.added(run, 10).value == pytest.approx(0.0002, rel=0.02)
+    assert lab.added_percent(run, 1).value == pytest.approx(50)
+    assert lab.slower(run, "anomaly").value == pytest.approx(7)
+    assert lab.lost(run, "other weights").value == pytest.approx(3.0)
+    said = " ".join(lab.answer(run))
+    assert "'other weights' costs rank 0's replica 3.00 points" in said and "'skipped step' cannot be told" in said
+    assert "every 1: 2.01 ms" in said
+    assert lab.predict_check_s(1e9, 1e10, 0.001) == pytest.approx(0.101)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """(figures, alternative texts, sentences, tables) of what is drawn meanwhile."""
+    drawn, alts, said, tables = [], [], [], []
+    monkeypatch.setattr(figures, "show", lambda fig, alt: (drawn.append(fig), alts.append(alt), to_png(fig)))
+    monkeypatch.setattr(figures, "say", said.append)
+    monkeypatch.setattr(figures, "show_table", tables.append)
+    return drawn, alts, said, tables
+
+
+def test_the_figures_of_costs_say_what_can_be_told(shown):
+    drawn, alts, said, _ = shown
+    run = priced()
+    figures.price(run, predict(5, "cost of checks every 10 steps", "%"))
+    assert alts[0].startswith("Checked in every step, a step takes 50 % longer.")
+    assert "modelled" in kinds_in(drawn[0]) and "prediction" in kinds_in(drawn[0]) and "You predicted 5 %" in said[-1]
+    assert "2.0 times the formula's 1 ms" in said[0]
+    figures.damage(run, predict(3, "points lost", "points"))
+    assert alts[1].startswith("Unnoticed, 'other weights' costs 3.0 points") and "skipped step" in said[2]
+    figures.finder_cost(run, predict(2, "step with hooks", "x"))
+    assert "3.0 times as long with hooks, 7.0 times as long under detect_anomaly" in alts[2]
+    figures.price(priced(n=2))
+    figures.damage(priced(n=2))
+    assert "cannot be told" in alts[3] and "cannot be told" in alts[4]
+
+
+def test_the_timeline_and_the_tables(examined, drifted, shown):
+    drawn, alts, said, tables = shown
+    figures.timeline(examined, predict(4, "steps of warning", "steps"))
+    assert "bad sample: none" in alts[0] and "first in the input" in alts[0] and "You predicted 4 steps" in said[0]
+    assert len(drawn[0].axes) == 2 and {"measured", "prediction"} == kinds_in(drawn[0])
+    figures.silent(examined)
+    assert (
+        alts[1].startswith("No loss is NaN") and alts[1].count("cured to") == 2 and {"measured"} == kinds_in(drawn[1])
+    )
+    figures.matrix(examined)
+    assert (tables[0].loc["root of zero", "root of zero"], tables[0].loc["healthy", "root of zero"]) == (2, "")
+    figures.where_it_began(examined)
+    figures.cures(examined)
+    assert len(tables[1]) == 2 * 8 and "NO" not in tables[1].to_string() and len(tables[2]) == len(CAUSES)
+    figures.drifts(drifted)
+    assert tables[3].loc["dropout", "ranks differ in"] == "nothing"
+    assert tables[3].loc["in place", "ranks differ in"] == "parameters"
+
+
+# The command
+
+
+def test_one_rank_examines_patients_and_has_no_replicas():
+    run = launch("nan_clinic", 1, causes=("bad sample",), parts=("patients", "drift"), device="cpu")
+    said = list(lab.answer(run))
+    assert "1 of 1" in said[0] and "need two" in said[-1] and not run.where("differ_right")
+
+
+def without_fp16(_):
+    """What is examined on a device whose kernels have no FP16."""
+
+    def refuse(self, weights, batch, precision):
+        raise NotImplementedError("no kernel\nfor Half")
+
+    whole, numbers.Training.gradient = numbers.Training.gradient, refuse
+    why = numbers.fp16_impossible(CPU)
+    numbers.Training.gradient, numbers.fp16_impossible = whole, lambda device: why
+    rank = Rank(0, 1, 0, 1, CPU, "gloo", (), lab="nan_clinic")
+    asked = lab.Config(causes=("FP16 overflow", "skipped for ever", "bad sample"), parts=("patients",))
+    return list(lab.patients(asked, rank))
+
+
+def test_patients_in_fp16_are_left_out_where_it_is_not_possible():
+    [records] = run_on_ranks(without_fp16, 1, None)
+    run = Records(records)
+    assert {r.case["planted"] for r in run.where("cause_right")} == {"bad sample"}
+    assert "FP16 is not possible here" in next(iter(lab.answer(run))) and "no kernel for Half" in str(run[0].case)
+
+
+def test_smoke_runs_take_less_and_the_answer_is_short():
+    run = launch("nan_clinic", 2, device="cpu", oversubscribe=True, smoke=True, **lab.SMOKE)
+    assert 2 <= len(list(lab.answer(run))) <= 6
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"parts": ()}, "parts"), ({"causes": ("bad smaple",)}, "did you mean 'bad sample'"),
+     ({"faults": ("gamma rays",)}, "faults"), ({"seeds": 0}, "seeds"), ({"every": (10, 1)}, "every"),
+     ({"every": ()}, "every"), ({"width": 1}, "width"), ({"check_mb": (0.0,)}, "check_mb"), ({"seed": -1}, "seed")],
+)  # fmt: skip
+def test_bad_values_name_their_option(values, said):
+    with pytest.raises(BadInput, match=said):
+        make_config(lab_module("nan_clinic"), values)
