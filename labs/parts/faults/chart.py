@@ -32,8 +32,8 @@ IN_ORDER = (0.5, 1.0)
 OTHER_KIND = 0.6
 """Weight if the text names an exception of another kind than the chart."""
 SOURCE_LINE, WARNS, AFTERMATH = 0.4, 0.6, 0.8
-"""Weight of a line of the program in a traceback (it says what was called, not what went wrong), of a warning, and of what
-was raised while another exception was handled."""
+"""Weight of a line of the program in a traceback (it says what was called, not what went wrong), of a warning, and of
+what was raised while another exception was handled."""
 PLAIN = 0.5
 """Weight of an everyday word."""
 LEAST_SHARE, LEAST_WORDS, LEAST_SCORE = 0.3, 2, 5.0
@@ -48,8 +48,8 @@ COMMON = set(
 )
 """Words that tell nothing, among them the names of exceptions."""
 EVERYDAY = set(
-    """again already another before called cannot could different does expected failed first following found get given index
-    got had into last let like line list long make memory model must name named new none number object one only open
+    """again already another before called cannot could different does expected failed first following found get given
+    got index had into last let like line list long make memory model must name named new none number object one only open
     other please present process rank raised range read required run running same set should size supported system take
     time too training two type unable use used using value values version waiting write
     argument device function input output tensor data dataset batch gpu gpus cuda exit code status loss""".split()
@@ -65,7 +65,14 @@ NAMES_DECIDE = {
     "TypeError": slice(-1, None),
 }
 """Kinds whose message is always the same but for names in quotes, and which of these must be the same."""
-FIXED = ("unexpected keyword", "cannot import name", "has no attribute", "No module named", "is not defined", "KeyError")
+FIXED = (
+    "unexpected keyword",
+    "cannot import name",
+    "has no attribute",
+    "No module named",
+    "is not defined",
+    "KeyError",
+)
 KIND = re.compile(r"(?:^|[\s.\]:(])([A-Z]\w*(?:Error|Exception|Warning)):(?:\s|$)")
 FRAME = re.compile(r"\s*File \"[^\"]*\", line \d+")
 PREFIX = re.compile(r"^\s*(?:\[(?:rank)?\d+[\],:]\S*\s*|[|│>+❱]\s?)*")
