@@ -7,9 +7,9 @@ import html
 from labs.parts.faults.chart import SUBJECTS, Row, rows
 
 PROG = "python -m labs.symptom"
-SEEN = 90
+SEEN = 70
 """Characters of a message in the table; the whole stands in the chart."""
-LEFT = 'style="text-align:left;vertical-align:top"'
+STYLE = "<style>.labs-chart td,.labs-chart th{text-align:left!important;vertical-align:top}</style>"
 FILTER = (
     "const t=this.closest('.labs-chart'),w=this.value.toLowerCase();"
     "t.querySelectorAll('tbody tr').forEach(r=>r.hidden=!r.textContent.toLowerCase().includes(w));"
@@ -40,13 +40,13 @@ class Chart:
         """HTML: a field to filter by a word, and a folded table for each subject."""
         tables = "".join(self._table(subject) for subject in SUBJECTS)
         field = f'<input placeholder="a word of the message" aria-label="filter the chart" oninput="{FILTER}">'
-        return f'<div class="labs-chart">{field}{tables}</div>'
+        return f'<div class="labs-chart">{STYLE}{field}{tables}</div>'
 
     def _table(self, subject: str) -> str:
         here = [row for row in self.rows if row.subject == subject]
         if not here:
             return ""
-        body = "".join(f"<tr><td {LEFT}>{'</td><td>'.join(_cells(row))}</td></tr>" for row in here)
+        body = "".join(f"<tr><td>{'</td><td>'.join(_cells(row))}</td></tr>" for row in here)
         head = "<th>name, and what you see</th><th>cure</th><th>shown by</th>"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return f"<details><summary>{subject}: {len(here)}</summary>{table}</details>"

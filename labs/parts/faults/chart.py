@@ -49,9 +49,9 @@ COMMON = set(
 """Words that tell nothing, among them the names of exceptions."""
 EVERYDAY = set(
     """again already another before called cannot could different does expected failed first following found get given
-    got index had into last let like line list long make memory model must name named new none number object one only
-    open other please present process rank raised range read required run running same set should size supported system take
-    time too training two type unable use used using value values version waiting write
+    got index had into last let like line list long make memory model must name named new none number object one
+    only open other please present process rank raised range read required run running same set should size
+    supported system take time too training two type unable use used using value values version waiting write
     argument device function input output tensor data dataset batch gpu gpus cuda exit code status loss""".split()
 )
 LOOSE = {"RuntimeError", "ValueError", "AssertionError", "Exception", "DistBackendError", "AcceleratorError", "Error"}

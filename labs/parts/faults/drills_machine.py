@@ -106,3 +106,37 @@ def no_such_launcher(cured):
 def no_such_version(cured):
     wanted = "pip" if cured else "torch==1.12.0+cu116"
     return command([sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-index", wanted])
+
+
+# Compiling, each in a child process: importing the compiler takes seconds
+
+
+@drill()
+def no_compiler(cured):
+    backend = "eager" if cured else "inductor"  # without a compiler only what needs none is left
+    program = f"import torch\ntorch.compile(torch.sin, backend={backend!r})(torch.ones(3))\n"
+    return script(program, CXX="no-such-compiler")
+
+
+@drill()
+def compiled_again(cured):
+    return script(f"""
+        import torch
+        torch._dynamo.config.recompile_limit = 2
+        double = torch.compile(lambda x: x * 2, backend="eager", dynamic={cured})
+        for rows in range(3, 8):
+            double(torch.ones(rows))
+    """)
+
+
+@drill()
+def not_compilable(cured):
+    return script(f"""
+        import torch
+        @torch.compile(backend="eager", fullgraph={not cured})
+        def positive(x):
+            if x.sum() > 0:  # a branch on data: the graph breaks here
+                return x
+            return -x
+        positive(torch.ones(3))
+    """)
