@@ -6,17 +6,37 @@ import math
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 CHART = Path(__file__).with_name("chart.toml")
+SUBJECTS = (
+    "memory",
+    "start-up",
+    "DDP and sharding",
+    "hangs and collectives",
+    "loading data",
+    "a step",
+    "numbers",
+    "files and checkpoints",
+    "environment",
+    "compiling",
+)
 FOLLOWS = 0.6
 """Weight of a row that follows another, for each level: with its cause in the same text, the cause comes first."""
-WHOLE = 1.5
-"""Weight of words that stand in the text in the chart's own order."""
-LEAST_SHARE, LEAST_WORDS, LEAST_SCORE = 0.3, 2, 3.8
+IN_ORDER = (0.5, 1.0)
+"""Weight of words that stand in the text in another order than in the chart, and what the same order adds."""
+OTHER_KIND = 0.6
+"""Weight if the text names an exception of another kind than the chart."""
+SOURCE_LINE, WARNS, AFTERMATH = 0.4, 0.6, 0.8
+"""Weight of a line of the program in a traceback (it says what was called, not what went wrong), of a warning, and of
+what was raised while another exception was handled."""
+PLAIN = 0.5
+"""Weight of an everyday word."""
+LEAST_SHARE, LEAST_WORDS, LEAST_SCORE = 0.3, 2, 5.0
 """Of a phrase by weight, of its words, and of the score: no row is better than a wrong one. The score parts right from
 wrong rows in the texts of tests/public_error_texts.toml that are marked seen."""
 COMMON = set(
@@ -27,6 +47,38 @@ COMMON = set(
     original""".split()
 )
 """Words that tell nothing, among them the names of exceptions."""
+EVERYDAY = set(
+    """again already another before called cannot could different does expected failed first following found get given
+    got index had into last let like line list long make memory model must name named new none number object one
+    only open other please present process rank raised range read required run running same set should size
+    supported system take time too training two type unable use used using value values version waiting write
+    argument device function input output tensor data dataset batch gpu gpus cuda exit code status loss""".split()
+)
+LOOSE = {"RuntimeError", "ValueError", "AssertionError", "Exception", "DistBackendError", "AcceleratorError", "Error"}
+"""Kinds of exceptions that libraries exchange for each other between versions."""
+NAMES_DECIDE = {
+    "NameError": slice(None),
+    "KeyError": slice(None),
+    "ModuleNotFoundError": slice(None),
+    "AttributeError": slice(1),  # of which object or module, not which attribute
+    "ImportError": slice(1, 2),  # from which module
+    "TypeError": slice(-1, None),
+}
+"""Kinds whose message is always the same but for names in quotes, and which of these must be the same."""
+FIXED = (
+    "unexpected keyword",
+    "cannot import name",
+    "has no attribute",
+    "No module named",
+    "is not defined",
+    "KeyError",
+)
+KIND = re.compile(r"(?:^|[\s.\]:(])([A-Z]\w*(?:Error|Exception|Warning)):(?:\s|$)")
+FRAME = re.compile(r"\s*File \"[^\"]*\", line \d+")
+PREFIX = re.compile(r"^\s*(?:\[(?:rank)?\d+[\],:]\S*\s*|[|│>+❱]\s?)*")
+"""Of a line: the rank that a launcher names, what a terminal or a mail draws."""
+TOKEN = re.compile(r"\w+")
+QUOTED = re.compile(r"['\"`]([\w.]+)['\"`]")
 
 
 @dataclass(frozen=True)
@@ -34,6 +86,7 @@ class Row:
     """A symptom: fields as in chart.toml."""
 
     name: str
+    subject: str
     see: tuple[str, ...]
     means: str
     ask: str
@@ -41,10 +94,13 @@ class Row:
     drill: str = ""
     command: str = ""
     source: str = ""
+    article: tuple[str, ...] = ()
+    asked: str = ""
     follows: int = 0
 
     def __post_init__(self) -> None:
         assert self.see and (self.drill or self.command or self.source), self.name
+        assert self.subject in SUBJECTS, (self.name, self.subject)
 
 
 @dataclass(frozen=True)
@@ -56,16 +112,30 @@ class Found:
     line: str
 
 
+@dataclass(frozen=True, eq=False)
+class _Phrase:
+    """A phrase of a row: its words once each, in order, what they weigh, its exception and the names that decide."""
+
+    row: Row
+    words: tuple[str, ...]
+    total: float
+    kind: str
+    names: frozenset[str]
+
+
 @cache
 def rows() -> tuple[Row, ...]:
     """All rows, in the order of the file."""
     read = tomllib.loads(CHART.read_text("utf-8"))["row"]
-    return tuple(Row(**{**row, "see": tuple(row["see"])}) for row in read)
+    lists = ("see", "article")
+    return tuple(Row(**{**row, **{key: tuple(row[key]) for key in lists if key in row}}) for row in read)
 
 
 def words(text: str) -> list[str]:
     """Words in lower case, without numbers, paths and punctuation: what two texts of one error have in common."""
-    text = re.sub(r"exit ?code *: *-", "exitcode_minus_", text, flags=re.IGNORECASE)  # which signal it was matters
+    text = re.sub(r"(?:exit|return) ?code *[:=]? *-", "exitcode_minus_", text, flags=re.IGNORECASE)  # which signal
+    text = re.sub(r"Errno (\d+)", r"errno_\1", text, flags=re.IGNORECASE)
+    text = re.sub(r"errno: (\d+)", r"errno_\1", text, flags=re.IGNORECASE)
     text = re.sub(r"(?:0x[0-9a-f]+|(?<![a-z_])[\d.]+(?![a-z_]))", " ", text.lower())
     text = re.sub(r"\S*/\S+/\S+", " ", text)  # a path
     found = re.findall(r"[a-z_][a-z0-9_]*|\N{EM DASH}|\N{EN DASH}", text)
@@ -76,37 +146,110 @@ def search(text: str, most: int = 3) -> list[Found]:
     """The rows that fit best, best first; empty if none does.
 
     Each line of the text is held against each phrase of each row. A word weighs the more, the fewer rows have it. A
-    phrase scores what its words weigh that are found, times the share of the phrase that this is.
+    phrase scores what its words weigh that are found, times the share of the phrase that this is, times how far they
+    stand in the phrase's order. A row that only tells of consequences is no answer to an error that the chart lacks.
     """
-    weigh = _weights()
     best: dict[str, Found] = {}
-    lines = text.splitlines()
-    lines += [f"{a} {b}" for a, b in pairwise(lines)]  # a terminal breaks messages
-    told = {" ".join(words(line)): line for line in reversed(lines)}  # a log says one thing many times
-    for said, line in reversed(told.items()):
-        known, joined = set(said.split()), f" {said} "
-        for row, phrase, total in _phrases():
-            hits = [w for w in phrase if w in known]
-            found = sum(weigh[w] for w in hits)
-            if found < LEAST_SHARE * total or len(hits) < min(LEAST_WORDS, len(phrase)):
-                continue
-            score = found * found / total * FOLLOWS**row.follows
-            score *= WHOLE if f" {' '.join(phrase)} " in joined else 1.0
-            if score >= LEAST_SCORE and (row.name not in best or score > best[row.name].score):
-                best[row.name] = Found(row, score, line.strip())
-    return sorted(best.values(), key=lambda f: -f.score)[:most]
+    unknown = False
+    for line, trust in _lines(text):
+        here = list(_fitting(line, trust))
+        unknown |= not here and trust == 1.0 and _kind(line).endswith(("Error", "Exception"))
+        for found in here:
+            if found.row.name not in best or found.score > best[found.row.name].score:
+                best[found.row.name] = found
+    ranked = sorted(best.values(), key=lambda f: -f.score)
+    if unknown and ranked and ranked[0].row.follows > 1:
+        return []
+    return ranked[:most]
+
+
+def _fitting(line: str, trust: float) -> Iterator[Found]:
+    """The rows that fit one line, some more than once."""
+    weigh = _weights()
+    said = words(line)
+    pairs, kind, joined = set(pairwise(said)), _kind(line), f" {' '.join(said)} "
+    hits: dict[_Phrase, list[str]] = {}
+    for word in dict.fromkeys(said):
+        for phrase in _having().get(word, ()):
+            hits.setdefault(phrase, []).append(word)
+    for phrase, known in hits.items():
+        found = sum(weigh[w] for w in known)
+        if found < LEAST_SHARE * phrase.total or len(known) < min(LEAST_WORDS, len(phrase.words)):
+            continue
+        if phrase.names and not phrase.names <= set(TOKEN.findall(line)):
+            continue
+        score = trust * found * found / phrase.total * _order(phrase.words, pairs)
+        score *= OTHER_KIND if _differ(kind, phrase.kind) else 1.0
+        if len(known) == len(phrase.words) and f" {' '.join(phrase.words)} " in joined:
+            score = max(score, LEAST_SCORE)  # short, but all of it
+        if score >= LEAST_SCORE:
+            yield Found(phrase.row, score * FOLLOWS**phrase.row.follows, line.strip())
+
+
+def _lines(text: str) -> Iterator[tuple[str, float]]:
+    """Each line that says something new, and two that follow each other as one (a terminal breaks messages).
+
+    With each line how far it can be trusted to say what went wrong.
+    """
+    lines = [PREFIX.sub("", line).rstrip(" │") for line in text.replace("\\n", "\n").splitlines()]
+    lines = [line for line in lines if line.strip()]
+    kept, before, later = [], "", False
+    for line in lines:
+        later |= "another exception occurred" in line
+        source = FRAME.match(before) and not _kind(line)
+        if not FRAME.match(line):
+            trust = SOURCE_LINE if source else WARNS if _kind(line).endswith("Warning") else AFTERMATH if later else 1.0
+            kept.append((line, trust))
+        before = line
+    joined = [(f"{a} {b}", min(s, t)) for (a, s), (b, t) in pairwise(kept)]
+    told: dict[str, tuple[str, float]] = {}
+    for line, trust in [*kept, *joined]:
+        told.setdefault(" ".join(words(line)), (line, trust))  # a log says one thing many times
+    yield from told.values()
+
+
+def _order(phrase: tuple[str, ...], pairs: set[tuple[str, str]]) -> float:
+    """IN_ORDER by the share of neighbours in the phrase that are neighbours in the text."""
+    neighbours = list(pairwise(phrase))
+    share = sum(pair in pairs for pair in neighbours) / len(neighbours) if neighbours else 1.0
+    return IN_ORDER[0] + IN_ORDER[1] * share
+
+
+def _kind(text: str) -> str:
+    """The exception that a line names, "" if none."""
+    found = KIND.findall(text)
+    return found[-1] if found else ""
+
+
+def _differ(a: str, b: str) -> bool:
+    return bool(a and b) and a != b and not (a in LOOSE and b in LOOSE)
 
 
 @cache
-def _phrases() -> list[tuple[Row, list[str], float]]:
+def _phrases() -> list[_Phrase]:
     weigh = _weights()
-    said = [(row, part) for row in rows() for phrase in row.see for part in {phrase, phrase.split(". ")[0]}]
-    phrases = [(row, list(dict.fromkeys(words(part)))) for row, part in said]  # people quote the first sentence only
-    return [(row, phrase, sum(weigh[w] for w in phrase)) for row, phrase in phrases]
+    found = []
+    for row in rows():
+        for text in {part for phrase in row.see for part in (phrase, phrase.split(". ")[0])}:  # often quoted alone
+            said, kind = tuple(dict.fromkeys(words(text))), _kind(text)
+            fixed = kind in NAMES_DECIDE and any(part in text for part in FIXED)
+            names = TOKEN.findall(" ".join(QUOTED.findall(text)[NAMES_DECIDE[kind]])) if fixed else ()
+            found.append(_Phrase(row, said, sum(weigh[w] for w in said), kind, frozenset(names)))
+    return found
+
+
+@cache
+def _having() -> dict[str, list[_Phrase]]:
+    found: dict[str, list[_Phrase]] = {}
+    for phrase in _phrases():
+        for word in phrase.words:
+            found.setdefault(word, []).append(phrase)
+    return found
 
 
 @cache
 def _weights() -> dict[str, float]:
     """{word: log(rows / rows that have it)}, at least a little."""
     having = Counter(w for row in rows() for w in {w for phrase in row.see for w in words(phrase)})
-    return {word: math.log(1 + len(rows()) / count) for word, count in having.items()}
+    rare = {word: math.log(1 + len(rows()) / count) for word, count in having.items()}
+    return {word: weight * (PLAIN if word in EVERYDAY else 1.0) for word, weight in rare.items()}

@@ -1,0 +1,117 @@
+"""Verdicts of notebook 10, from what labs.parts.faults.installed found and from the chart of symptoms."""
+
+from __future__ import annotations
+
+import re
+
+from labs.kit.claims import Verdict, last, verdict
+from labs.kit.record import Records
+from labs.parts.faults.chart import rows
+from labs.parts.faults.installed import CONTROLS, LAB
+
+NETWORK = re.compile(r"\b(interface|network|cable|switch|firewall|socket|reach)", re.IGNORECASE)
+OF_NCCL = re.compile(r"\bNCCL error|NCCL Error|NCCL WARN|\bnccl\w*Error")
+
+
+@verdict("A07")
+def _(evidence: Records) -> Verdict:
+    """Which device is current in a process that never chose one."""
+    found = [r for r in evidence.where("current_device") if r.lab == LAB]
+    if not found:
+        return Verdict(
+            "needs N GPUs",
+            "On two GPUs, without set_device, torch.ones(1).cuda(1) and then torch.cuda.current_device() decide. "
+            "The chart's row about a barrier on the wrong GPU has what follows when it is still 0.",
+            "",
+        )
+    at, on = int(found[-1].value), found[-1].case["tensor_on"]
+    said = f"with a tensor on GPU {on} and no set_device the current device is {at}"
+    if at == on:
+        return Verdict("holds", said)
+    return Verdict("depends", f"{said}: the tensor is where it should be, a bare .cuda() and barrier() go to GPU {at}")
+
+
+@verdict("A10")
+def _(evidence: Records) -> Verdict:
+    """Two ranks that end with and without it."""
+    run = last(evidence, LAB, "exit_code", last="just end")
+    code, lines, left = (int(run.one(name, last="just end").value) for name in ("exit_code", "lines_at_exit", "left"))
+    with_it = int(run.one("lines_at_exit", last="destroy").value)
+    said = f"two gloo ranks that just end: exit code {code}, {lines} lines on stderr, {left} files left"
+    if code or left:
+        return Verdict("does not hold", said)
+    if lines > with_it:
+        first = run.one("lines_at_exit", last="just end").case["first"]
+        return Verdict("depends", f'{said}: "{first}"')
+    published = (
+        "torch's NCCL backend warns at exit that it can leak resources (the chart's row \"group not destroyed\")"
+    )
+    return Verdict("depends", f"{said}, as with the call. {published}")
+
+
+@verdict("B27")
+def _(evidence: Records) -> Verdict:
+    """The message is searched for in the installed torch; unlike ranks are tried."""
+    run = last(evidence, LAB, "files_with", message=CONTROLS[0])
+    controls = [run.one("files_with", message=message) for message in CONTROLS]
+    if not all(control.value for control in controls):
+        raise LookupError("the search does not even find messages that torch has")
+    files = [r for r in run.where("files_with") if r.case["message"] not in CONTROLS]
+    holding = [r.case["message"] for r in files if r.value]
+    searched = f"{controls[0].case['of']:,} files of the installed torch searched"
+    if holding:
+        return Verdict("depends", f'{searched}: "{holding[0]}" is there; no GPUs of two kinds were tried')
+    spread = last(evidence, LAB, "spread_of_unequal_ranks").one("spread_of_unequal_ranks").value
+    trained = "stay equal" if spread == 0 else f"differ by {spread:.0e}"
+    tried = f"CPU ranks with unlike threads, speed and batch under DDP and BF16 {trained}"
+    said = f"{searched}: no part of this message is there. {tried}; GPUs of two kinds were not tried"
+    return Verdict("does not hold", said)
+
+
+@verdict("B31")
+def _(evidence: Records) -> Verdict:
+    """What NCCL_DEBUG=INFO prints, set within the program."""
+    found = [r for r in evidence.where("nccl_lines", set="in the program") if r.lab == LAB]
+    if not found:
+        return Verdict(
+            "needs N GPUs",
+            "No NCCL that would read it ran here. With a GPU: NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log; "
+            "then python -m labs.nccl_log nccl.log, which shows what such a log tells.",
+            "",
+        )
+    lines, timed = int(found[-1].value), found[-1].case["timed"]
+    if not lines:
+        return Verdict("does not hold", "set within the program, before the group was made, it printed nothing")
+    said = f"set within the program, before the group was made, it printed {lines} lines for 10 all-reduces"
+    if timed:
+        return Verdict("holds", f"{said}, {timed} with a time")
+    return Verdict("depends", f"{said}, none with a time: how ranks are connected, not how fast")
+
+
+@verdict("B42")
+def _(evidence: Records) -> Verdict:
+    """What the installed torch says that the variable switches."""
+    found = last(evidence, LAB, "words_about_speed").one("words_about_speed")
+    modes = ", ".join(found.case["modes"])
+    said = f"{found.case['variable']} (its name today) chooses what happens when a collective fails: {modes}"
+    if found.value:
+        return Verdict("depends", f"{said}; torch's header speaks of speed, too", "published")
+    return Verdict("does not hold", f"{said}. torch's header says nothing of speed; step times under gloo, which "
+                                    "does not read it, would say nothing of NCCL", "published")  # fmt: skip
+
+
+@verdict("D26")
+def _(evidence: Records) -> Verdict:
+    """Of the errors in the chart that NCCL reports, how many are of the network."""
+    del evidence  # the chart is the evidence
+    errors = [
+        row for row in rows() if re.search(r"\bNCCL error|NCCL Error|NCCL WARN|\bnccl\w*Error", " ".join(row.see))
+    ]
+    network = [row for row in errors if NETWORK.search(row.means)]
+    said = f"{len(errors)} rows of the chart have messages of NCCL; {len(network)} of these are of the network"
+    others = ", ".join(f'"{row.name}"' for row in errors if row not in network)
+    if not network:
+        return Verdict("does not hold", said, "published")
+    return Verdict(
+        "depends" if others else "holds", f"{said}, not {others}. The log is right for all of them", "published"
+    )

@@ -1,0 +1,69 @@
+"""The chart of symptoms as a table that can be filtered, and as text."""
+
+from __future__ import annotations
+
+import html
+
+from labs.parts.faults.chart import SUBJECTS, Row, rows
+
+PROG = "python -m labs.symptom"
+SEEN = 70
+"""Characters of a message in the table; the whole stands in the chart."""
+STYLE = "<style>.labs-chart td,.labs-chart th{text-align:left!important;vertical-align:top}</style>"
+FILTER = (
+    "const t=this.closest('.labs-chart'),w=this.value.toLowerCase();"
+    "t.querySelectorAll('tbody tr').forEach(r=>r.hidden=!r.textContent.toLowerCase().includes(w));"
+    "t.querySelectorAll('details').forEach(d=>{d.open=w&&[...d.querySelectorAll('tbody tr')].some(r=>!r.hidden)})"
+)
+"""Opens the subjects that have a row with the word that is typed. Without scripts the table is there all the same."""
+
+
+class Chart:
+    """Rows of the chart by subject: what you see, what it is, what cures it, where it is shown."""
+
+    def __init__(self, found: tuple[Row, ...]) -> None:
+        self.rows = found
+
+    def __repr__(self) -> str:
+        """One line for each subject: what a page that shows text alone, and a strict comparison, see."""
+        lines = []
+        for subject in SUBJECTS:
+            here = [row for row in self.rows if row.subject == subject]
+            made = sum(bool(row.drill or row.command) for row in here)
+            lines += [f"{subject}: {len(here)} rows, {made} of them made here"] if here else []
+        return "\n".join([*lines, f"{len(self.rows)} rows; {PROG} --list prints them all"])
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/html": self.markup(), "text/plain": repr(self)}
+
+    def markup(self) -> str:
+        """HTML: a field to filter by a word, and a folded table for each subject."""
+        tables = "".join(self._table(subject) for subject in SUBJECTS)
+        field = f'<input placeholder="a word of the message" aria-label="filter the chart" oninput="{FILTER}">'
+        return f'<div class="labs-chart">{STYLE}{field}{tables}</div>'
+
+    def _table(self, subject: str) -> str:
+        here = [row for row in self.rows if row.subject == subject]
+        if not here:
+            return ""
+        body = "".join(f"<tr><td>{'</td><td>'.join(_cells(row))}</td></tr>" for row in here)
+        head = "<th>name, and what you see</th><th>cure</th><th>shown by</th>"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<details><summary>{subject}: {len(here)}</summary>{table}</details>"
+
+
+def chart(subject: str = "") -> Chart:
+    """The chart, or the rows of one of its SUBJECTS. ValueError if there is no such subject."""
+    if subject and subject not in SUBJECTS:
+        raise ValueError(f"the chart has no subject {subject!r}; it has {', '.join(SUBJECTS)}")
+    return Chart(tuple(row for row in rows() if subject in ("", row.subject)))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    shown = row.see[0] if len(row.see[0]) <= SEEN else row.see[0][:SEEN].rsplit(" ", 1)[0] + " …"
+    by = f"--try {row.drill}" if row.drill else row.command.removeprefix("python -m ") or "source"
+    if by == "source":
+        by = f'<a href="{html.escape(row.source)}">source</a>' if row.source.startswith("http") else "torch's source"
+    else:
+        by = f"<code>{html.escape(by)}</code>"
+    return f"<b>{html.escape(row.name)}</b><br><code>{html.escape(shown)}</code>", html.escape(row.cure), by
