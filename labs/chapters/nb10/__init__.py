@@ -1,0 +1,1 @@
+"""What notebook 10 shows."""
