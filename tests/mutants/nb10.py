@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mutants import nb10_deadlock
+from mutants import nb10_deadlock, nb10_post_mortem, nb10_replicas
 
-MUTANTS = nb10_deadlock.MUTANTS
+MUTANTS = nb10_deadlock.MUTANTS | nb10_replicas.MUTANTS | nb10_post_mortem.MUTANTS

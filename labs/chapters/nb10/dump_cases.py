@@ -301,7 +301,8 @@ REDUCE, GATHER, PAIR, LOSS = LAST + 3, LAST + 5, LAST + 2, LAST + 6
 def _all() -> list[Case]:
     return [
         *_from_file(),
-        _made("a gradient is missing", 1, _stops(3, REDUCE), (3, "missing", "0", _number(REDUCE, "all"), "train.py:47")),
+        _made("a gradient is missing", 1, _stops(3, REDUCE),
+              (3, "missing", "0", _number(REDUCE, "all"), "train.py:47")),
         _made("a slow step", 2, _end(GATHER), None),
         _made("a broadcast is missing", 3, _stops(2, LAST), (2, "missing", "0", _number(LAST, "all"), "train.py:31")),
         _made("a pair's partner is missing", 4, _stops(4, PAIR),

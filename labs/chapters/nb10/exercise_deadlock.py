@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 import json
 import linecache
 import math
@@ -201,10 +202,10 @@ SLIPS = {
         "a rank that has run out of batches repeats its last one: its samples count more often than the others",
         "it takes part with no samples: a gradient of 0 and a count of 0",
     ),
-    "full only": ("batches that are not full are never trained on", "the last batch of a rank is smaller, and counts, too"),
+    "full only": ("batches that are not full are never trained on", "a rank's last batch is smaller, and counts"),
     "world": (
-        "you average over the ranks: a sample in a small batch counts more than one in a large batch, and a rank without "
-        "a batch pulls the gradient towards 0",
+        "you average over the ranks: a sample in a small batch counts more than one in a large batch, and a rank "
+        "without a batch pulls the gradient towards 0",
         "divide the sum of gradients by the number of samples that all ranks have in this step",
     ),
     "active": (
@@ -365,7 +366,7 @@ def _check_swallowed(f: Function, split: Split, seen: list[Seen]) -> None:
 def _catches(code: CodeType) -> bool:
     """Whether this code, or a function in it, has an `except` or a contextlib.suppress."""
     steps = [i.opname for i in dis.get_instructions(code)]
-    bare = ("PUSH_EXC_INFO", "POP_TOP") in zip(steps, steps[1:], strict=False)  # `with` and `finally` go on otherwise
+    bare = ("PUSH_EXC_INFO", "POP_TOP") in itertools.pairwise(steps)  # `with` and `finally` go on otherwise
     inner = [c for c in code.co_consts if isinstance(c, CodeType)]
     return bare or "CHECK_EXC_MATCH" in steps or "suppress" in code.co_names or any(map(_catches, inner))
 

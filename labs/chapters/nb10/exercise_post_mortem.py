@@ -60,7 +60,7 @@ def _explain(case: Case, got: Answer) -> None:
 
 
 def _overlooked(case: Case) -> None:
-    rank, kind, group, number, _ = case.answer
+    _, kind, group, number, _ = case.answer
     hint = {
         "missing": "compare the ranks' last numbers, in each group",
         "extra": "one rank alone has this number: most ranks never called it",
@@ -88,34 +88,41 @@ def _wrong_rank(case: Case, got: tuple) -> None:
             f"{you}, and all ranks that have a file came equally far, and called the same",
             "one rank has no file, and nobody else explains the hang",
         )
-    there = _call(case, blamed, group, number)
+    there, own = _call(case, blamed, group, number), _call(case, blamed, got[2], got[3])
+    theirs = [e for r in case.dumps if (e := _call(case, r, got[2], got[3]))]
+    if got[1].startswith("other") and own and all(what(e) == what(own) for e in theirs):
+        raise Mistake(
+            f"{you} ({got[1]}), and under number {got[3]} of group {got[2]!r} it calls what the others call, "
+            f"{_words(own)}",
+            "names, sizes and dtypes count; one rank may well call the same collective from another line",
+        )
     if kind in ("other collective", "other size") and there:
         odd = _call(case, rank, group, number)
-        majority = sum(
-            (e := _call(case, r, group, number)) is not None and what(e) == what(there) for r in case.groups[group]
-        )
-        if there and odd and majority > 1:
-            raise Mistake(
-                f"{you}, which does under {at} what {majority} ranks do: {_words(there)}; one does {_words(odd)}",
-                "count what is done under each number: by the exercise the majority is right",
-            )
-    highest = max((e["collective_seq_id"] for e in _of(case, blamed, "0")), default=0)
-    if there and kind == "missing":
-        ahead = all(highest > max((e["collective_seq_id"] for e in _of(case, r, "0")), default=0)
-                    for r in case.dumps if r != blamed)  # fmt: skip
+        alike = [r for r in case.dumps if (e := _call(case, r, group, number)) and what(e) == what(there)]
         raise Mistake(
-            f"{you}, and it has called {at}, the first thing that another rank has not"
-            + (": to have the highest number is no fault" if ahead else ": it waits for that rank, there or later"),
-            "who waits has called; to blame is who has not, or has called something else",
+            f"{you}, which does under {at} what {len(alike)} ranks do, {_words(there)}; one does {_words(odd)}",
+            "count what is done under each number: the majority is right, here",
         )
-    if group not in ("0", got[2]) or (got[2] != group and there is None):
+    if kind == "extra":
         raise Mistake(
-            f"{you}, which is behind in group {got[2]!r} because it waits in group {group!r}, for another rank",
-            "numbers count in each group for itself; of all that looks wrong, the earliest (time_created_ns) is the "
-            "cause",
+            f"{you}, which never called {at}; nor did most others",
+            "the majority is right, here: to blame is the one that called it",
         )
-    raise Mistake(f"{you}, and what went wrong first is {at}: another rank's", "of all that looks wrong, the earliest "
-                  "(time_created_ns) is the cause")  # fmt: skip
+    newest = {r: max((e["collective_seq_id"] for e in _of(case, r, got[2])), default=0) for r in case.dumps}
+    ahead = newest[blamed] == max(newest.values()) > min(newest.values())
+    first = "to have the highest number is no fault; " if ahead else ""
+    if there:
+        raise Mistake(
+            f"{you}, and it has called {at}; {first}it waits for another rank, which has not"
+            + ("" if got[2] == group else f". That is why it is behind in group {got[2]!r}"),
+            "who waits has called; to blame is who has not. Numbers count in each group for itself, and of all that "
+            "looks wrong the earliest (time_created_ns) is the cause",
+        )
+    raise Mistake(
+        f"{you}, and what went wrong first is {at}, which this rank "
+        + (f"is not in; {first}it waits, in another group" if blamed not in case.groups[group] else "never came to"),
+        "of all that looks wrong, in any group, the earliest (time_created_ns) is the cause",
+    )
 
 
 def _wrong_deed(case: Case, got: tuple) -> None:
@@ -127,21 +134,22 @@ def _wrong_deed(case: Case, got: tuple) -> None:
             f"{you}, and what went wrong first is number {number} of group {group!r}, not of {got[2]!r}",
             "numbers count in each group for itself; the earliest thing (time_created_ns) is the cause",
         )
-    if got[3] != number:
+    if got[3] != number and not (kind == "dead" != got[1]):
         newest = max(e["collective_seq_id"] for r in case.dumps for e in _of(case, r, group))
         later = kind == "missing" and got[3] == newest
         raise Mistake(
             f"{you}, and its number is {number}, not {got[3]}"
             + (": that is the newest one of the others, who could go on after the broadcast" if later else ""),
-            "the first collective that this rank did not call is one after its own last; the others may be further"
+            "the first collective that this rank did not call is one after its own last collective_seq_id in that "
+            "group (which is not a place in the list: its beginning may be overwritten); the others may be further"
             if kind == "missing"
             else "the first number under which it did something else; numbers are collective_seq_id, not places in the "
             "list, whose beginning may be overwritten",
         )
     if got[1] != kind:
         raise Mistake(f"{you}, with number {number} of group {group!r}; {_why(case)}: {kind!r}, not {got[1]!r}",
-                      "compare its entry of that number with the others': is there one, its name, its sizes and dtypes; "
-                      "has it a file?")  # fmt: skip
+                      "compare its entry of that number with the others': is there one, its name, its sizes and "
+                      "dtypes; has it a file?")  # fmt: skip
     named = got[4].rpartition(":")[0]
     if "torch/" in named or named.endswith(("distributed_c10d.py", "c10d_logger.py")):
         raise Mistake(f"{you}, and {got[4]} is a line of torch itself", "frames come innermost first: take the first "

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def three_steps(rank: int, fault: str, pair: dist.ProcessGroup) -> None:
-    """What each rank runs, with the group of its pair. With a fault, one of them leaves the others waiting in the third step."""
+    """What each rank runs, with the group of its pair. A fault leaves the other ranks waiting in the third step."""
     for step in range(3):
         ill = step == 2
         dist.broadcast(torch.tensor([step]), 0)
