@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -34,15 +33,13 @@ from labs.parts.communication import delay, wire
 from labs.parts.data_parallel.gradient_buckets import bucket_bytes
 from labs.parts.data_parallel.replicas import nbytes
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
+from labs.parts.data_parallel.sync_buffers import SYNC_BUFFERS
 from labs.parts.data_parallel.training import PERCEPTRON, build, require_model, train_step
 from labs.parts.sharding.link import as_in_training
 
-BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else \
-    "broadcast_buffers"  # fmt: skip
-"""DDP's argument that broadcasts buffers before each forward; torch 2.13 has given it a new name."""
 SWITCHES: dict[str, dict[str, Any]] = {
     "default": {}, "static_graph": {"static_graph": True}, "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
-    "find_unused_parameters": {"find_unused_parameters": True}, "buffers not broadcast": {BUFFERS: False},
+    "find_unused_parameters": {"find_unused_parameters": True}, "buffers not broadcast": {SYNC_BUFFERS: False},
 }  # fmt: skip
 """DDP's arguments that change what a step costs. The model has buffers, so that there is something to broadcast."""
 

@@ -7,7 +7,6 @@ About 7 s on 2 CPU cores. One small experiment for each statement that the artic
 turns the records into verdicts.
 """
 
-import inspect
 import math
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.data_parallel.replicas import nbytes
+from labs.parts.data_parallel.sync_buffers import SYNC_BUFFERS
 from labs.parts.memory.activation_bytes import activation_bytes
 
 
@@ -177,12 +177,6 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls[function.name()] += 1
         return function(*args, **(kwargs or {}))
-
-
-SYNC_BUFFERS = next(
-    name for name in ("forward_sync_buffers", "broadcast_buffers")  # the second is the name before torch 2.13
-    if name in inspect.signature(DistributedDataParallel).parameters
-)  # fmt: skip
 
 
 def buffers(config: Config, rank: Rank) -> Iterator[Record]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from contextlib import AbstractContextManager, nullcontext
-from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +12,14 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from labs.data import fashion_mnist
+from labs.parts.data_parallel.sync_buffers import SYNC_BUFFERS
 
 IMAGES = 2048
-OWN_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-               else "broadcast_buffers": False}  # fmt: skip
-"""Ranks keep BatchNorm's statistics to themselves: DDP's copy in forward would hide who is late. By torch's version."""
+OWN_BUFFERS = {SYNC_BUFFERS: False}
+"""Ranks keep BatchNorm's statistics to themselves: DDP's copy in forward would hide who is late."""
 
 
 def part(name: str) -> AbstractContextManager[object]:

@@ -37,6 +37,17 @@ def minus(spans: Iterable[Span], cover: Iterable[Span]) -> list[Span]:
     return found
 
 
+def both(a: Iterable[Span], b: Iterable[Span]) -> list[Span]:
+    """The time that a span of `a` and a span of `b` cover."""
+    a, b, found, i, j = union(a), union(b), [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        i, j = (i + 1, j) if a[i][1] < b[j][1] else (i, j + 1)
+    return found
+
+
 def clip(spans: Iterable[Span], start: float, end: float) -> list[Span]:
     """The parts of `spans` between two moments."""
     return [(max(a, start), min(b, end)) for a, b in spans if b > start and a < end]

@@ -7,14 +7,14 @@ host does counts there only while the GPU has nothing to run.
 from __future__ import annotations
 
 import bisect
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labs.kit.errors import BadInput
+from labs.kit.errors import BadInput, require
+from labs.parts.profiling.intervals import Span, both, length, minus, union
+from labs.parts.profiling.traces import Trace
 
 RANGES = ("data", "host-to-device", "forward", "backward", "optimizer")
 """Names of the record_function ranges of a step."""
@@ -24,7 +24,6 @@ STEP = "ProfilerStep#"
 COLLECTIVE = ("gloo:", "nccl:")
 NOT_COMPUTING = ("c10d::", "record_param_comms", *COLLECTIVE)
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,16 @@ class Event:
         return self.start, self.end
 
 
-def read(path: str | os.PathLike) -> list[Event]:
+def read(path: str | Path) -> list[Event]:
     """All bars of the Chrome trace at `path`, by start. BadInput if it is none."""
     try:
-        rows = json.loads(Path(path).read_bytes())["traceEvents"]
-        return sorted((_event(row) for row in rows if row.get("ph") == "X"), key=lambda e: e.start)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise BadInput(f"{path} is no Chrome trace of torch.profiler ({type(e).__name__}: {e})") from None
+        bars = [_event(event) for event in Trace(path).events() if event.get("ph") == "X"]
+    except BadInput:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise BadInput(f"{path} is no trace of torch.profiler ({type(e).__name__}: {e})") from None
+    require(bool(bars), f"{path} is no trace of torch.profiler with operations in it: profile some steps")
+    return sorted(bars, key=lambda e: e.start)
 
 
 def _event(row: dict[str, Any]) -> Event:
@@ -147,39 +149,3 @@ def _ranges(events: Iterable[Event], step: Event) -> dict[str, list[Span]]:
     """Spans of each of RANGES on the main thread, inside of `step`."""
     own = [e for e in events if e.thread == step.thread and e.kind == "user_annotation"]
     return {name: both(union(e.span for e in own if e.name == name), [step.span]) for name in RANGES}
-
-
-# Sets of moments: spans in order that do not overlap
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """All moments of `spans`, in any order, once."""
-    found: list[Span] = []
-    for start, end in sorted(s for s in spans if s[1] > s[0]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
-
-
-def both(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
-    """Moments that are in `a` and in `b`, each a union."""
-    found, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            found.append((start, end))
-        i, j = (i + 1, j) if a[i][1] < b[j][1] else (i, j + 1)
-    return found
-
-
-def minus(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
-    """Moments of `a` that are not in `b`, each a union."""
-    ends = [float("-inf"), *(t for span in b for t in span), float("inf")]
-    return both(a, list(zip(ends[::2], ends[1::2], strict=True)))
-
-
-def length(spans: Iterable[Span]) -> float:
-    """Seconds in `spans`."""
-    return sum(end - start for start, end in spans)
