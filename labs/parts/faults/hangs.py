@@ -220,4 +220,3 @@ def local_condition(rank, wrong, cured):
             gradient = torch.ones(4)
             dist.all_reduce(gradient)  # <- this rank has skipped it
     time.sleep(0.0 if cured or rank != wrong else BUSY_S)  # it writes a long report, say
-
