@@ -206,8 +206,8 @@ def answer(run: Records) -> Iterator[str]:
             of = {what: [r.case["drill"] for r in rs if r.value] for what, rs in rows.items()}
             yield (
                 f"{tool} says something in {len(of['anything'])} of {len(rows['rank'])} drills. It singles out the "
-                f"right rank in {len(of['rank'])} ({', '.join(of['rank']) or 'none'}), and has the name of the collective in "
-                f"{len(of['collective'])}."
+                f"right rank in {len(of['rank'])} ({', '.join(of['rank']) or 'none'}), and has the name of the "
+                f"collective in {len(of['collective'])}."
             )
         yield f"{len({r.case['drill'] for r in tools})} ways to hang were tried. {clean}"
         return
