@@ -156,7 +156,7 @@ def bad_sample(is_bad: Callable[[int, int], bool], n: int) -> tuple[int, int]:
     return low, trials
 
 
-def replica_check(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+def replica_check(tensors: Mapping[Any, Tensor]) -> list[tuple[Any, int]]:
     """(name, rank) of every tensor that is not, bit for bit, what it is on rank 0. All ranks must call it together.
 
     One 64-bit number per tensor and rank is exchanged. On two ranks nobody can tell which of both is wrong.
@@ -419,13 +419,16 @@ def drifts(config: Config, rank: Rank) -> Iterator[Record]:
         found: dict[str, list[tuple[int, str, int]]] = {kind: [] for kind in KINDS}
         really: dict[str, list[int]] = {kind: [] for kind in KINDS}
         for step in range(1, 1 + max(DRIFT_STEPS, *(k for k in (1, *config.every) if k <= MOST_DRIFT_STEPS))):
+            if step > DRIFT_STEPS and not any(really.values()):
+                break  # nothing differs: no k would find anything
             replica.step()
             if step > DRIFT_STEPS and all(step % k for k in config.every if k > 1):
                 continue
+            tensors = {(kind, name): t for kind in KINDS for name, t in replica.tensors(kind).items()}
+            said, differ = replica_check(tensors), drift.really_differ(tensors)
             for kind in KINDS:
-                if tensors := replica.tensors(kind):
-                    found[kind] += [(step, *said) for said in replica_check(tensors)[:1]]
-                    really[kind] += [step] if drift.really_differ(tensors) else []
+                found[kind] += [(step, name, of_rank) for (of, name), of_rank in said if of == kind][:1]
+                really[kind] += [step] if any(of == kind for of, _ in differ) else []
         for kind in KINDS:
             expected = kind in FAULTS[name].differ
             yield rank.record("differ_right", "1", float(bool(really[kind]) == expected), kind_of=kind, **about)

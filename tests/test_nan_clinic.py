@@ -248,15 +248,28 @@ def drifting(rank, model, optimizer, batches):
 
 
 def test_the_editable_round_tells_when_it_is_noticed(capsys):
-    ranks = run_on_ranks(editable_drift.train_and_check, 2, drifting, 5)
-    editable_drift.tell(ranks)
+    editable_drift.compare(drifting, every=5)
     said = capsys.readouterr().out
     assert said.startswith("Compared every 5 steps, the replicas differ after step 15, in 0.bias")
-    assert len(said.splitlines()) == 1 + 1 + 6 + 1
-    before = [of["losses"][1] for of in ranks]
-    assert before[0] == before[1] != ranks[0]["losses"][2] != ranks[1]["losses"][2]
-    editable_drift.tell(run_on_ranks(editable_drift.train_and_check, 2, editable_drift.healthy))
+    rows = [line.split() for line in said.splitlines()[2:8]]
+    assert [row[0] for row in rows] == ["5", "10", "15", "20", "25", "30"]
+    assert rows[1][1] == rows[1][2] and rows[2][1] != rows[2][2], "the losses part where the replicas do"
+    editable_drift.compare(editable_drift.healthy)
     assert "6 comparisons the replicas are the same, bit for bit" in capsys.readouterr().out
+
+
+def leaving(rank, model, optimizer, batches):
+    """One rank leaves the loop."""
+    for step, (x, y) in enumerate(batches):
+        if rank == 1 and step == 12:
+            break
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def test_a_rank_that_leaves_the_learners_loop_is_told(capsys):
+    editable_drift.compare(leaving, limit_s=12.0)
+    assert capsys.readouterr().out.startswith("Given up after 12 s: a rank waits")
 
 
 # What costs

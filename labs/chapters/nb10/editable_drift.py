@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from labs import nan_clinic as lab
+from labs.kit.failure import RankTimeout
+from labs.kit.launch import run_on_ranks
 from labs.parts.faults import drift
 
 STEPS, EVERY = 30, 5
@@ -26,13 +28,25 @@ def healthy(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, batch
         optimizer.step()
 
 
+def compare(train: Train, every: int = EVERY, ranks: int = 2, limit_s: float = 45.0) -> None:
+    """Run the learner's `train(rank, model, optimizer, batches)` on ranks that compare replicas; print what was seen.
+
+    An error of the loop is raised as `run_on_ranks` does it; a rank that left the loop is told after `limit_s`.
+    """
+    try:
+        tell(run_on_ranks(train_and_check, ranks, train, every, timeout_s=limit_s))
+    except RankTimeout:
+        print(f"Given up after {limit_s:g} s: a rank waits for another that has left the loop, or takes other steps.")
+
+
 def train_and_check(train: Train, every: int = EVERY) -> dict:
     """On each rank: the learner's `train(rank, model, optimizer, batches)`, its replicas compared every k steps.
 
     `found` is (steps, names of the parameters that differ), or None; `losses` are those of this rank's replica on the
     test images at each comparison, `healthy` the last one of the healthy loop, in nats.
     """
-    return {**_trained(train, every), "healthy": _trained(healthy, every)["losses"][-1], "every": every}
+    well = _trained(healthy, every)["losses"][-1]  # first: a learner's loop may end on one rank alone
+    return {**_trained(train, every), "healthy": well, "every": every}
 
 
 def _trained(train: Train, every: int) -> dict:

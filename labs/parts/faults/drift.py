@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,14 +148,16 @@ class Replica:
         return (scores.argmax(1) == y).float().mean().item(), cross_entropy(scores, y).item()
 
 
-def really_differ(tensors: dict[str, Tensor]) -> bool:
-    """Whether any byte differs from rank 0's on any rank, by sending them all. A collective."""
-    own = torch.cat([t.detach().contiguous().flatten().view(torch.uint8) for t in tensors.values()])
+def really_differ(tensors: dict[Any, Tensor]) -> set:
+    """Names of tensors of which any byte differs from rank 0's on any rank, by sending them all. A collective."""
+    parts = [t.detach().contiguous().flatten().view(torch.uint8) for t in tensors.values()]
+    own = torch.cat(parts)
     of_rank_0 = own.clone()
     dist.broadcast(of_rank_0, 0)
-    differ = (own != of_rank_0).any().int()
+    other = (own != of_rank_0).split([len(part) for part in parts])
+    differ = torch.stack([part.any() for part in other]).int()
     dist.all_reduce(differ)
-    return bool(differ)
+    return {name for name, ranks in zip(tensors, differ.tolist(), strict=True) if ranks}
 
 
 def draw(fault: str, seed: int, ranks: int, steps: int) -> tuple[int, int]:
