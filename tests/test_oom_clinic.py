@@ -121,7 +121,7 @@ def nothing_stays(tmp_path, monkeypatch):
 
 
 def ended(cause, end, seed=0, size=1.0):
-    limit = int(size * ENDS[cause][1])
+    limit = memory_faults.limit_bytes(cause, size)
     [found] = run_until_end([Trial(cause, end, limit, size, lab.END_STEPS, seed)])
     return found
 
