@@ -116,8 +116,9 @@ def name(s: Signs) -> Diagnosis:
         return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)} {grows}: their number counts.")
     if s.steps * s.trainer_growth > SHARE_OF_LEAK * s.trainer:
         return _leak(s)
-    if s.exit_code > 0 and s.limit_bytes and s.trainer + tried < 0.5 * s.limit_bytes:
-        return Diagnosis("address_space", f"It had {_mb(s.trainer)} when {_mb(tried)} were refused, far less than the "
+    refused = re.search(r"allocate memory|MemoryError|Errno 12", s.message)
+    if refused and s.limit_bytes and s.trainer + tried < 0.5 * s.limit_bytes:
+        return Diagnosis("address_space", f"It had {_mb(s.trainer)} when it was refused more, far less than the "
                                           f"{_mb(s.limit_bytes)} that it may have: addresses are counted.")  # fmt: skip
     if s.exit_code == 0 and s.message == "":
         return Diagnosis(NOBODY, "It came to its end, and nothing grows.")

@@ -227,7 +227,7 @@ ENDS: dict[str, tuple[tuple[End, ...], int]] = {
     "outputs": (TRAINER, 32 * MIB), "closure": (TRAINER, 40 * MIB), "python_objects": (TRAINER, 48 * MIB),
     "worker_objects": (("killer",), 32 * MIB), "worker_buffers": (("killer",), 24 * MIB),
     "prefetch": (("killer",), 50 * MIB), "shared_memory": (("shm",), 4 * MIB),
-    "address_space": (("addresses",), 167 * MIB),
+    "address_space": (("addresses",), 120 * MIB),
 }  # fmt: skip
 """How a program can end, and at how many bytes above its start, for size 1 and without what is below."""
 FROM_THE_START = {"worker_objects": 20 * MIB, "worker_buffers": 30 * MIB, "prefetch": 20 * MIB}
