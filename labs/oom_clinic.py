@@ -112,11 +112,13 @@ def name(s: Signs) -> Diagnosis:
         if s.steps * s.worker_growth > SHARE_OF_LEAK * s.workers:
             return Diagnosis("worker_objects", f"The workers grow by {_mb(s.worker_growth)} per step, to "
                              f"{_mb(s.workers)}: they copy what they read.")  # fmt: skip
-        return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)} and do not grow: their number counts.")
+        grows = "and do not grow" if s.steps >= 3 else f"after {s.steps} steps, too few to see them grow"
+        return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)} {grows}: their number counts.")
     if s.steps * s.trainer_growth > SHARE_OF_LEAK * s.trainer:
         return _leak(s)
-    if s.exit_code > 0 and s.limit_bytes and s.trainer + tried < 0.5 * s.limit_bytes:
-        return Diagnosis("address_space", f"It had {_mb(s.trainer)} when {_mb(tried)} were refused, far less than the "
+    refused = re.search(r"allocate memory|MemoryError|Errno 12", s.message)
+    if refused and s.limit_bytes and s.trainer + tried < 0.5 * s.limit_bytes:
+        return Diagnosis("address_space", f"It had {_mb(s.trainer)} when it was refused more, far less than the "
                                           f"{_mb(s.limit_bytes)} that it may have: addresses are counted.")  # fmt: skip
     if s.exit_code == 0 and s.message == "":
         return Diagnosis(NOBODY, "It came to its end, and nothing grows.")
@@ -200,10 +202,10 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 def ends(config: Config, rank: Rank) -> Iterator[Record]:
     """Each program to its end, and the name of its cause."""
     trials = [
-        Trial(cause, end, int(limit * size), size, END_STEPS, seed)
+        Trial(cause, end, memory_faults.limit_bytes(cause, size), size, END_STEPS, seed)
         for seed in config.seeds
         for size in (s * random.Random(seed).uniform(0.8, 1.2) for s in config.sizes)
-        for cause, (kinds, limit) in ENDS.items()
+        for cause, (kinds, _) in ENDS.items()
         for end in (kinds[:1] if config.smoke else kinds)
         if cause in config.causes and memory_end.LINUX
     ]

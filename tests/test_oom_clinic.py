@@ -65,6 +65,8 @@ OLD_CUDA = ("RuntimeError: CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0
         ("shared_memory", signs(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is "
                                    "possible that dataloader's workers are out of shared memory.", trainer=30)),
         ("address_space", signs(1, ERROR_12, trainer=20, activations=15, limit_bytes=170)),
+        ("address_space", signs(1, "OSError: [Errno 12] Cannot allocate memory", steps=0, trainer=1, limit_bytes=170)),
+        ("batch", signs(1, "ValueError: too many values", activations=30, trainer=20, limit_bytes=170)),
         (FRAGMENTATION, from_message(NEW_CUDA.format("6.90 GiB"))),
         (FRAGMENTATION, from_message(OLD_CUDA.format("5.00 GiB"))),
         ("unknown", from_message(NEW_CUDA.format("150.00 MiB"))),
@@ -121,7 +123,7 @@ def nothing_stays(tmp_path, monkeypatch):
 
 
 def ended(cause, end, seed=0, size=1.0):
-    limit = int(size * ENDS[cause][1])
+    limit = memory_faults.limit_bytes(cause, size)
     [found] = run_until_end([Trial(cause, end, limit, size, lab.END_STEPS, seed)])
     return found
 
@@ -132,7 +134,7 @@ def ended(cause, end, seed=0, size=1.0):
 def test_a_real_end_has_its_message_and_its_name_and_leaves_nothing(cause, end, nothing_stays):
     found = ended(cause, end)
     assert lab.name(found).cause == cause, found
-    words = {"data": ("can't allocate memory", "MemoryError"), "addresses": ("can't allocate memory",),
+    words = {"data": ("can't allocate memory", "MemoryError"), "addresses": ("Cannot allocate memory",),
              "shm": ("shared memory", "Bus error")}  # fmt: skip
     if end in words:
         assert found.exit_code == 1 and any(w in found.message for w in words[end]), found

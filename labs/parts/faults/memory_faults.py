@@ -183,6 +183,11 @@ def fragmented(count: int, large_bytes: int, small_bytes: int) -> str:
     raise AssertionError("it fits")
 
 
+def limit_bytes(cause: str, size: float) -> int:
+    """Above its start, where a program of this size is ended."""
+    return FROM_THE_START.get(cause, 0) + int(size * ENDS[cause][1])
+
+
 class Chosen(Dataset):
     """Items of another dataset, in an order of one's own."""
 
@@ -220,11 +225,13 @@ TRAINER: tuple[End, ...] = ("data", "killer")
 ENDS: dict[str, tuple[tuple[End, ...], int]] = {
     "batch": (TRAINER, 22 * MIB), "states": (TRAINER, 30 * MIB), "graph": (TRAINER, 54 * MIB),
     "outputs": (TRAINER, 32 * MIB), "closure": (TRAINER, 40 * MIB), "python_objects": (TRAINER, 48 * MIB),
-    "worker_objects": (("killer",), 50 * MIB), "worker_buffers": (("killer",), 60 * MIB),
-    "prefetch": (("killer",), 70 * MIB), "shared_memory": (("shm",), 4 * MIB),
-    "address_space": (("addresses",), 167 * MIB),
+    "worker_objects": (("killer",), 32 * MIB), "worker_buffers": (("killer",), 24 * MIB),
+    "prefetch": (("killer",), 50 * MIB), "shared_memory": (("shm",), 4 * MIB),
+    "address_space": (("addresses",), 120 * MIB),
 }  # fmt: skip
-"""How a program can end, and at how many bytes above its start, for size 1."""
+"""How a program can end, and at how many bytes above its start, for size 1 and without what is below."""
+FROM_THE_START = {"worker_objects": 20 * MIB, "worker_buffers": 30 * MIB, "prefetch": 20 * MIB}
+"""What forked workers have for themselves before they have done anything, some 9 MB each, at any size."""
 STEPS = {"batch": 2, "states": 2, "address_space": 2, "worker_objects": 8}
 """Steps after which a program without limit has shown all that it takes; 5 of the others."""
 LOADER = ("worker_objects", "worker_buffers", "prefetch", "shared_memory")
