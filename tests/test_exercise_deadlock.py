@@ -11,9 +11,11 @@ import torch.distributed as dist
 from mutants.nb10_deadlock import MUTANTS, RARER, way
 from torch.nn.parallel import DistributedDataParallel
 
-from labs.chapters.nb10.exercise_deadlock import SLIPS, SPLITS, check_train, trained
+from labs.chapters.nb10 import given_loop
+from labs.chapters.nb10.exercise_deadlock import SLIPS, SPLITS, Split, _body, _check_split, _read, check_train, trained
 from labs.chapters.nb10.given_loop import validate
 from labs.kit import answers
+from labs.kit.answers import on_ranks
 from labs.kit.check import Mistake, examine
 
 
@@ -92,6 +94,12 @@ def test_a_hang_names_where_each_rank_is():
     assert "rank 0 is in all_reduce after 4 steps" in str(found.value)
     assert "rank 1 is in all_reduce after 4 steps" in str(found.value)
     assert "average_gradients(job.model, len(x))" in str(found.value)
+
+
+def test_the_given_loop_works_on_one_rank(tmp_path):
+    split = Split((13,), (6,))
+    [[weights]] = on_ranks(_body, 1, given_loop.train, [split], str(tmp_path), when="")
+    _check_split(given_loop.train, split, [_read(tmp_path, 0, 0)], [weights])
 
 
 def test_every_slip_gives_other_weights_than_the_reference_on_some_split():

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from labs.chapters.nb10 import three_steps as job
+from labs.kit import hardware
 from labs.kit.launch import run_on_ranks
 
 Entry = dict[str, Any]
@@ -106,8 +107,10 @@ def _record() -> None:
         dumps = {rank: entries for rank, entries in enumerate(each) if entries is not None}
         found.append({"name": f"recorded: {fault}", "answer": answer, "dumps": dumps,
                       "groups": {"0": [0, 1, 2, 3], "1": [0, 1], "2": [2, 3]}})  # fmt: skip
-    about = {"torch": torch.__version__, "date": datetime.date.today().isoformat(), "backend": "gloo"}
-    FILE.write_text(json.dumps({"about": about, "cases": found}).replace("}, {", "},\n{") + "\n")
+    machine = f"{os.cpu_count()} cores of an {hardware.cpu_name()}"
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    origin = {"torch": torch.__version__, "date": today, "backend": "gloo", "machine": machine}
+    FILE.write_text(json.dumps({"about": origin, "cases": found}).replace("}, {", "},\n{") + "\n")
 
 
 @functools.cache
@@ -115,6 +118,12 @@ def _from_file() -> list[Case]:
     rows = json.loads(FILE.read_text())["cases"]
     return [Case(row["name"], {int(rank): entries for rank, entries in row["dumps"].items()}, row["groups"],
                  tuple(row["answer"]) if row["answer"] else None) for row in rows]  # fmt: skip
+
+
+def about() -> str:
+    """Where the recorded dumps come from."""
+    a = json.loads(FILE.read_text())["about"]
+    return f"Recorded on {a['machine']}, {a['date']}, 4 ranks with {a['backend']} of torch {a['torch']}."
 
 
 # -- jobs that are made: ranks walk through a program, and stop where nobody lets them go on

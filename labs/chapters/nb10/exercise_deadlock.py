@@ -12,7 +12,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -225,7 +225,7 @@ SLIPS = {
 def _body(f: Function, splits: list[Split], folder: str) -> list[list[float]]:
     torch.set_num_threads(1)
     weights, rank = [], dist.get_rank()
-    own = inspect.unwrap(f).__code__.co_filename
+    own = code.co_filename if (code := _code(f)) else ""
     for k, split in enumerate(splits):
         with (Path(folder) / f"{k}-{rank}.jsonl").open("w", buffering=1) as file:
 
@@ -309,7 +309,8 @@ class Seen:
             return f"calls no collective {steps}"
         last = calls[-1]
         source = f", {last['source']}" if last["source"] else ""
-        return f"is in {last['name']} {steps} (line {last['line']}{source})"
+        line = f" (line {last['line']}{source})" if last["line"] else ""
+        return f"is in {last['name']} {steps}{line}"
 
 
 def check_train(f: Function) -> None:
@@ -355,12 +356,18 @@ def _explain_hang(f: Function, splits: list[Split], ranks: int, folder: Path, er
 
 def _check_swallowed(f: Function, split: Split, seen: list[Seen]) -> None:
     late = [rank for rank, s in enumerate(seen) if s.stuck_after_wait]
-    if late and _catches(inspect.unwrap(f).__code__):
+    if late and (code := _code(f)) and _catches(code):
         raise Mistake(
             f"{split}, rank {late[0]} waited until its collective gave up, and your `except` went on as if it had "
             "worked: what it trained on then is not the average, and the group is broken",
             "a timeout is the message, not the illness: make all ranks call the same collectives",
         )
+
+
+def _code(f: Function) -> CodeType | None:
+    """Of the learner's own function; None if it is something else that can be called."""
+    inner = inspect.unwrap(f) if inspect.isfunction(f) else None
+    return getattr(inner, "__code__", None) if inspect.isroutine(inner) else None
 
 
 def _catches(code: CodeType) -> bool:
@@ -443,6 +450,18 @@ def _check_log(split: Split, want: Trained, seen: list[Seen]) -> None:
 
 def _alike(a: list[float], b: list[float], rtol: float = RTOL) -> bool:
     return torch.allclose(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64), rtol, rtol)
+
+
+def shown_splits() -> str:
+    """What the check trains on: samples and batches of each rank."""
+    rows = ["ranks  training samples  batches in an epoch  validation samples"]
+    rows += [f"{ranks:5}  {_row(s.train):16}  {_row(s.batches):19}  {_row(s.valid)}"
+             for ranks, splits in SPLITS.items() for s in splits]  # fmt: skip
+    return "\n".join(rows)
+
+
+def _row(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 EXERCISE = Exercise("a loop that hangs on uneven data", check_train, train, LIMIT_S)

@@ -10,6 +10,7 @@ from labs.chapters.nb10.dump_cases import Answer, Case, Entry
 from labs.chapters.nb10.solution_post_mortem import line, post_mortem, what
 from labs.kit.answers import on_ranks
 from labs.kit.check import Exercise, Mistake
+from labs.kit.errors import brief
 
 LIMIT_S = 60.0
 KINDS = ("missing", "other collective", "other size", "extra", "dead")
@@ -36,9 +37,10 @@ def _plain(answer: Any) -> Any:
         return None
     try:
         rank, kind, group, number, where = answer
-        return int(rank), str(kind), str(group), int(number), str(where)
-    except (TypeError, ValueError):
-        return f"{answer!r:.80}"
+        rank, number = (min(max(int(n), -1), 10**6) for n in (rank, number))
+        return rank, str(kind)[:50], str(group)[:50], number, str(where)[:100]
+    except Exception:  # a learner's own class may raise anything
+        return brief(answer)
 
 
 def _explain(case: Case, got: Answer) -> None:

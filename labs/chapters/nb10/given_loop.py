@@ -1,4 +1,4 @@
-"""The loop of exercise 10.1: it has worked for months on one split of the data, and hangs on another one."""
+"""The loop of exercise 10.1: it works on one rank, and hangs on several."""
 
 from __future__ import annotations
 
