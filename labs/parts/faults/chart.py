@@ -25,7 +25,7 @@ SUBJECTS = (
     "environment",
     "compiling",
 )
-FOLLOWS = (1.0, 0.6, 0.12, 0.05)
+FOLLOWS = (1.0, 0.5, 0.12, 0.05)
 """Weight of a row that follows another, by level: with its cause in the same text, the cause comes first."""
 IN_ORDER = (0.5, 1.0)
 """Weight of words that stand in the text in another order than in the chart, and what the same order adds."""
@@ -65,9 +65,11 @@ NAMES_DECIDE = {
     "AttributeError": slice(1),  # of which object or module, not which attribute
     "ImportError": slice(1, 2),  # from which module
     "TypeError": slice(-1, None),
+    "CalledProcessError": slice(1),  # which program
 }
 """Kinds whose message is always the same but for names in quotes, and which of these must be the same."""
 FIXED = (
+    "returned non-zero",
     "unexpected keyword",
     "cannot import name",
     "has no attribute",
@@ -82,7 +84,7 @@ FRAME = re.compile(r"\s*File \"[^\"]*\", line \d+")
 PREFIX = re.compile(r"^\s*(?:\[(?:rank)?\d+[\],:]\S*\s*|[|│>+❱]\s?)*")
 """Of a line: the rank that a launcher names, what a terminal or a mail draws."""
 TOKEN = re.compile(r"\w+")
-QUOTED = re.compile(r"['\"`]([\w.]+)['\"`]")
+QUOTED = re.compile(r"['\"`]([\w./-]+)['\"`]")
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def words(text: str) -> list[str]:
     """Words in lower case, without numbers, paths and punctuation: what two texts of one error have in common."""
     text = MODULES.sub(" ", text)
     text = re.sub(r"(?:exit|return) ?code *[:=]? *-", "exitcode_minus_", text, flags=re.IGNORECASE)  # which signal
+    text = re.sub(r"exit code (\d+)", r"exit_code_\1", text)
     text = re.sub(r"Errno (\d+)", r"errno_\1", text, flags=re.IGNORECASE)
     text = re.sub(r"errno: (\d+)", r"errno_\1", text, flags=re.IGNORECASE)
     text = re.sub(r"(?:0x[0-9a-f]+|(?<![a-z_])[\d.]+(?![a-z_]))", " ", text.lower())
