@@ -2,7 +2,8 @@
 
     python -m labs.symptom "Expected to have finished reduction in the prior iteration"
     python train.py 2>&1 | tee train.log; python -m labs.symptom --file train.log
-    python -m labs.symptom --list                     # the whole chart
+    python -m labs.symptom --list                     # the whole chart, by subject
+    python -m labs.symptom --table                    # a line for each row: its name, and what shows it
     python -m labs.symptom --try unused_parameters    # make the fault here, see its message, apply the cure
 
 Reads a traceback, a log, or a few words of your own, and prints the rows of the chart that fit, the best one first.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import did_you_mean
-from labs.parts.faults.chart import Found, Row, rows, search
+from labs.parts.faults.chart import SUBJECTS, Found, Row, rows, search
 
 PROG = "python -m labs.symptom"
 ALSO = 2
@@ -47,6 +48,7 @@ def in_full(row: Row) -> Iterator[str]:
     shown = f"{PROG} --try {row.drill}" if row.drill else row.command
     yield from _wrapped("shown by", shown) if shown else ()
     yield from _wrapped("source", row.source) if row.source else ()
+    yield from _wrapped("asked in", row.asked) if row.asked else ()
 
 
 def _wrapped(head: str, text: str) -> list[str]:
@@ -54,12 +56,26 @@ def _wrapped(head: str, text: str) -> list[str]:
 
 
 def chart() -> Iterator[str]:
-    """The whole chart, a row in a few lines."""
-    for row in rows():
-        yield row.name
-        yield from _wrapped("see", row.see[0])
-        yield from in_full(row)
+    """The whole chart by subject, a row in a few lines."""
+    for subject in SUBJECTS:
+        yield f"== {subject} =="
         yield ""
+        for row in (row for row in rows() if row.subject == subject):
+            yield row.name
+            yield from _wrapped("see", row.see[0])
+            yield from in_full(row)
+            yield ""
+
+
+def table() -> Iterator[str]:
+    """The chart by subject, a row in one line: its name and what shows it here."""
+    wide = max(len(row.name) for row in rows())
+    for subject in SUBJECTS:
+        here = [row for row in rows() if row.subject == subject]
+        yield f"== {subject}: {len(here)} =="
+        yield from (
+            f"  {row.name:{wide}}  {f'--try {row.drill}' if row.drill else row.command}".rstrip() for row in here
+        )
 
 
 def tried(name: str) -> Iterator[str]:
@@ -79,12 +95,13 @@ def main() -> None:
     parser.add_argument("text", nargs="*", help="what you see: words of an error, or your own")
     parser.add_argument("--file", type=Path, help="a log or a traceback; - reads standard input")
     parser.add_argument("--list", action="store_true", help="print the chart")
+    parser.add_argument("--table", action="store_true", help="print the names of its rows, and what shows each here")
     parser.add_argument("--try", dest="drill", metavar="NAME", help="make a fault here and cure it")
     args = parser.parse_args()
-    if sum(map(bool, (args.text, args.file, args.list, args.drill))) != 1:
-        fail(PROG, "give the text of an error in quotes, or one of --file, --list and --try")
-    if args.list:
-        print("\n".join(chart()))
+    if sum(map(bool, (args.text, args.file, args.list, args.table, args.drill))) != 1:
+        fail(PROG, "give the text of an error in quotes, or one of --file, --list, --table and --try")
+    if args.list or args.table:
+        print("\n".join(chart() if args.list else table()))
     elif args.drill:
         known = [row.drill for row in rows() if row.drill]
         if args.drill not in known:

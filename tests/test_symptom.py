@@ -8,13 +8,31 @@ from pathlib import Path
 
 import pytest
 
+from labs.kit.claims import claims
 from labs.parts.faults import chart, drills
 
 ROWS = {row.name: row for row in chart.rows()}
 DRILLS = {row.drill: row for row in chart.rows() if row.drill}
-SLOW = {"no_main_guard", "lambda_in_dataset"}  # start a Python that imports torch, two times each
+SLOW = {
+    "no_main_guard",
+    "lambda_in_dataset",
+    "hidden_gpus",
+    "few_files",
+    "no_such_launcher",
+    "no_such_version",
+    "no_compiler",
+    "compiled_again",
+    "not_compilable",
+}  # start a Python that imports torch, two times each
+ARTICLE_TABLES = {"B40", "B41", "B42", "B43", "B44", "B45", "D23", "D24", "D25", "D26"}
+"""Claims that are rows of the two articles' tables of errors and cures."""
+ARTICLE_ERRORS = set(
+    "A03 A06 A07 A09 A10 A22 A24 A26 B19 B26 B27 B35 B36 C03 C04 C19 C24 D14 D27 D28 D30 E02 E03 E07 E25".split()
+)
+"""Claims about what fails, or whose listing does: start, ports, imbalance, mixed cards, versions."""
 CPU_BUILD = {"no_nccl", "no_cuda"}
 LABS = Path(__file__).parent.parent / "labs"
+TEXTS = Path(__file__).parent / "public_error_texts.toml"
 
 
 def test_each_name_and_each_drill_stands_once():
@@ -22,6 +40,19 @@ def test_each_name_and_each_drill_stands_once():
     assert len(set(names)) == len(names)
     assert set(drills.DRILLS) == set(DRILLS)
     assert len(DRILLS) == sum(bool(row.drill) for row in chart.rows())
+
+
+def test_each_error_of_the_articles_has_a_row():
+    told = [claim for row in chart.rows() for claim in row.article]
+    assert set(told) <= {c.id for c in claims()}
+    assert (ARTICLE_TABLES | ARTICLE_ERRORS) - set(told) == set()
+
+
+def test_the_most_asked_are_there_with_their_thread():
+    """The twenty rows that most of the collected threads are about."""
+    texts = [t for t in tomllib.loads(TEXTS.read_text("utf-8"))["text"] if t["row"] != "none"]
+    asked = {row.name: row.asked for row in chart.rows() if row.asked}
+    assert len(asked) >= 20 and set(asked.items()) <= {(t["row"], t["url"]) for t in texts}
 
 
 def test_commands_name_labs_that_are_there():
@@ -74,6 +105,10 @@ def test_a_cause_comes_before_its_consequences():
         "everything went well",
         "Epoch 3: loss 0.31, 1250 images/s",
         "ModuleNotFoundError: No module named 'pandas'",
+        "NameError: name 'model' is not defined",
+        "IndexError: list index out of range",
+        "ImportError: cannot import name 'foo' from 'bar.baz'",
+        "TypeError: 'NoneType' object is not subscriptable",
     ],
 )
 def test_no_row_is_better_than_a_wrong_one(text):
@@ -101,6 +136,7 @@ def test_the_command_answers(tmp_path):
     [
         ([], "give the text"),
         (["x", "--list"], "give the text"),
+        (["--table", "--list"], "give the text"),
         (["--file", "no.log"], "--file no.log"),
         (["--try", "group_twise"], "group_twice"),
     ],
@@ -122,11 +158,11 @@ def test_a_search_needs_no_torch():
 
 def test_messages_that_people_posted_find_their_row():
     """How well it did before it knew these texts stands in the file."""
-    texts = tomllib.loads((Path(__file__).parent / "public_error_texts.toml").read_text("utf-8"))["text"]
+    texts = tomllib.loads(TEXTS.read_text("utf-8"))["text"]
     assert {t["row"] for t in texts} <= {*ROWS, "none"}
     first = [(t["row"], next((f.row.name for f in chart.search(t["shown"])), "none"), t["url"]) for t in texts]
     known = [said for said in first if said[0] != "none"]
     missed = [said for said in known if said[0] != said[1]]
-    assert len(known) >= 120 and len(missed) <= 0.1 * len(known), missed
+    assert len(known) >= 200 and len(missed) <= 0.08 * len(known), missed
     unknown = [said for said in first if said[0] == "none"]
-    assert sum(said[1] != "none" for said in unknown) <= 0.35 * len(unknown), unknown
+    assert sum(said[1] != "none" for said in unknown) <= 0.15 * len(unknown), unknown

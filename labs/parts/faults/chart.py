@@ -25,8 +25,8 @@ SUBJECTS = (
     "environment",
     "compiling",
 )
-FOLLOWS = 0.6
-"""Weight of a row that follows another, for each level: with its cause in the same text, the cause comes first."""
+FOLLOWS = (1.0, 0.5, 0.12, 0.05)
+"""Weight of a row that follows another, by level: with its cause in the same text, the cause comes first."""
 IN_ORDER = (0.5, 1.0)
 """Weight of words that stand in the text in another order than in the chart, and what the same order adds."""
 OTHER_KIND = 0.6
@@ -36,9 +36,11 @@ SOURCE_LINE, WARNS, AFTERMATH = 0.4, 0.6, 0.8
 what was raised while another exception was handled."""
 PLAIN = 0.5
 """Weight of an everyday word."""
-LEAST_SHARE, LEAST_WORDS, LEAST_SCORE = 0.3, 2, 5.0
-"""Of a phrase by weight, of its words, and of the score: no row is better than a wrong one. The score parts right from
-wrong rows in the texts of tests/public_error_texts.toml that are marked seen."""
+LEAST_SHARE, LEAST_WORDS, LEAST_SCORE, LEAST_WEIGHT = 0.3, 2, 5.0, 3.5
+"""Of a phrase by weight, of its words, of the score, and of a short phrase that stands there whole: no row is better
+than a wrong one. Chosen with the texts of tests/public_error_texts.toml."""
+WINDOW, WHOLE = 6, 0.8
+"""So many words in a row of a longer phrase are taken for it, if this share of them is there."""
 COMMON = set(
     """a an and are as at be been but by can do for from has have if in is it its may might more no not of on or so some
     such than that the their then there this to up was when where which with you your after all any because during each
@@ -63,9 +65,11 @@ NAMES_DECIDE = {
     "AttributeError": slice(1),  # of which object or module, not which attribute
     "ImportError": slice(1, 2),  # from which module
     "TypeError": slice(-1, None),
+    "CalledProcessError": slice(1),  # which program
 }
 """Kinds whose message is always the same but for names in quotes, and which of these must be the same."""
 FIXED = (
+    "returned non-zero",
     "unexpected keyword",
     "cannot import name",
     "has no attribute",
@@ -74,11 +78,13 @@ FIXED = (
     "KeyError",
 )
 KIND = re.compile(r"(?:^|[\s.\]:(])([A-Z]\w*(?:Error|Exception|Warning)):(?:\s|$)")
+MODULES = re.compile(r"(?:[a-z_]\w*\.){2,}(?:(?=[A-Z])|\w+:(?=\S))")
+"""The modules before the name of a class, or before what a logger says."""
 FRAME = re.compile(r"\s*File \"[^\"]*\", line \d+")
 PREFIX = re.compile(r"^\s*(?:\[(?:rank)?\d+[\],:]\S*\s*|[|│>+❱]\s?)*")
 """Of a line: the rank that a launcher names, what a terminal or a mail draws."""
 TOKEN = re.compile(r"\w+")
-QUOTED = re.compile(r"['\"`]([\w.]+)['\"`]")
+QUOTED = re.compile(r"['\"`]([\w./-]+)['\"`]")
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class _Phrase:
     total: float
     kind: str
     names: frozenset[str]
+    least: float = LEAST_SHARE
 
 
 @cache
@@ -133,11 +140,13 @@ def rows() -> tuple[Row, ...]:
 
 def words(text: str) -> list[str]:
     """Words in lower case, without numbers, paths and punctuation: what two texts of one error have in common."""
+    text = MODULES.sub(" ", text)
     text = re.sub(r"(?:exit|return) ?code *[:=]? *-", "exitcode_minus_", text, flags=re.IGNORECASE)  # which signal
+    text = re.sub(r"exit code (\d+)", r"exit_code_\1", text)
     text = re.sub(r"Errno (\d+)", r"errno_\1", text, flags=re.IGNORECASE)
     text = re.sub(r"errno: (\d+)", r"errno_\1", text, flags=re.IGNORECASE)
     text = re.sub(r"(?:0x[0-9a-f]+|(?<![a-z_])[\d.]+(?![a-z_]))", " ", text.lower())
-    text = re.sub(r"\S*/\S+/\S+", " ", text)  # a path
+    text = re.sub(r"\S*/\S+/(\S*)", r" \1 ", text)  # of a path the file
     found = re.findall(r"[a-z_][a-z0-9_]*|\N{EM DASH}|\N{EN DASH}", text)
     return [word for word in found if word not in COMMON]
 
@@ -168,22 +177,20 @@ def _fitting(line: str, trust: float) -> Iterator[Found]:
     weigh = _weights()
     said = words(line)
     pairs, kind, joined = set(pairwise(said)), _kind(line), f" {' '.join(said)} "
-    hits: dict[_Phrase, list[str]] = {}
-    for word in dict.fromkeys(said):
-        for phrase in _having().get(word, ()):
-            hits.setdefault(phrase, []).append(word)
-    for phrase, known in hits.items():
+    there = set(said)
+    for phrase in dict.fromkeys(phrase for word in there for phrase in _having().get(word, ())):
+        known = [word for word in phrase.words if word in there]
         found = sum(weigh[w] for w in known)
-        if found < LEAST_SHARE * phrase.total or len(known) < min(LEAST_WORDS, len(phrase.words)):
+        if found < phrase.least * phrase.total or len(known) < min(LEAST_WORDS, len(phrase.words)):
             continue
         if phrase.names and not phrase.names <= set(TOKEN.findall(line)):
             continue
         score = trust * found * found / phrase.total * _order(phrase.words, pairs)
         score *= OTHER_KIND if _differ(kind, phrase.kind) else 1.0
-        if len(known) == len(phrase.words) and f" {' '.join(phrase.words)} " in joined:
+        if len(known) == len(phrase.words) and phrase.total >= LEAST_WEIGHT and f" {' '.join(phrase.words)} " in joined:
             score = max(score, LEAST_SCORE)  # short, but all of it
         if score >= LEAST_SCORE:
-            yield Found(phrase.row, score * FOLLOWS**phrase.row.follows, line.strip())
+            yield Found(phrase.row, score * FOLLOWS[phrase.row.follows], line.strip())
 
 
 def _lines(text: str) -> Iterator[tuple[str, float]]:
@@ -235,14 +242,20 @@ def _phrases() -> list[_Phrase]:
             fixed = kind in NAMES_DECIDE and any(part in text for part in FIXED)
             names = TOKEN.findall(" ".join(QUOTED.findall(text)[NAMES_DECIDE[kind]])) if fixed else ()
             found.append(_Phrase(row, said, sum(weigh[w] for w in said), kind, frozenset(names)))
+            parts = [said[i : i + WINDOW] for i in range(0, len(said) - WINDOW + 1, WINDOW // 2)]
+            for part in parts if not names and len(said) > WINDOW else ():  # a terminal or a person broke the message
+                found.append(_Phrase(row, part, sum(weigh[w] for w in part), kind, frozenset(), WHOLE))
     return found
 
 
 @cache
 def _having() -> dict[str, list[_Phrase]]:
+    """Phrases by the rarer half of their words: without any of these a phrase fits badly."""
+    weigh = _weights()
     found: dict[str, list[_Phrase]] = {}
     for phrase in _phrases():
-        for word in phrase.words:
+        rarest = sorted(phrase.words, key=lambda word: -weigh[word])
+        for word in rarest[: max(2, (len(rarest) + 1) // 2)]:
             found.setdefault(word, []).append(phrase)
     return found
 
