@@ -58,9 +58,9 @@ def test_it_trains_on_any_number_of_ranks(run, ranks):  # noqa: F811
 @pytest.mark.drill
 def test_a_hang_is_ended_and_each_rank_says_where_it_was(run, faulty, tmp_path):  # noqa: F811
     recipe = faulty("if rank == 1 and step == 3: time.sleep(1000)")
-    result = run(recipe, *LONG, "--patience", 4, code=1, ranks=2)
+    result = run(recipe, *LONG, "--patience", 15, code=1, ranks=2)
     folder = tmp_path / "debug"
-    assert "no step in 4.0 s" in result.err
+    assert "no step in 15.0 s" in result.err
     assert [(end["exit_code"], end["error"], end["step"]) for end in ends(folder)] == [(None, "", 3)] * 2
     waiting, sleeping = ((folder / f"rank{rank}.stacks.txt").read_text() for rank in (0, 1))
     assert re.search(r"_engine_run_backward|autograd", waiting) and "autograd" not in sleeping
