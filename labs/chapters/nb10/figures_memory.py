@@ -7,6 +7,7 @@ import re
 import pandas
 
 from labs import oom_clinic as lab
+from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import ORANGE, figure, heat_map, show
 from labs.kit.record import Records
@@ -60,6 +61,17 @@ def _message(half: dict[str, lab.Given]) -> str:
     """What came of the first thing that everybody tries."""
     helps = [c for c, g in half.items() if g.saved > 0 and not g.is_nothing and not g.postpones]
     return f"Half the batch helps against {len(helps)} of {len(half)} causes: find out first what fills the memory"
+
+
+def half_the_batch(run: Records, guess: Prediction | None = None) -> None:
+    """Against which of the measured causes half the batch helps for good, and what it gives elsewhere."""
+    tried = {c: row[HALF] for c, row in lab.given(run).items() if c != FRAGMENTATION and HALF in row}
+    helps = [c for c, g in tried.items() if g.saved > 0 and not g.is_nothing and not g.postpones]
+    others = ", ".join(SHORT[c] for c in tried if c not in helps)
+    say(f"* Half the batch helps against {len(helps)} of {len(tried)}: {', '.join(SHORT[c] for c in helps) or 'none'}. "
+        f"It does not against: {others}.")  # fmt: skip
+    if guess is not None:
+        say(f"* {guess.against(float(len(helps)))}")
 
 
 def _share(given: lab.Given | None) -> float:

@@ -130,6 +130,16 @@ def where_it_began(run: Records) -> None:
     show_table(pandas.DataFrame.from_dict(rows, orient="index"))
 
 
+def trials(run: Records, guess: Prediction | None = None) -> None:
+    """How many trials the bisections took, beside the closed form."""
+    took = sorted({int(r.value) for r in run.where("trials")})
+    least = sorted({int(r.value) for r in run.where("predicted_trials")})
+    say(f"* Bisection took {' or '.join(map(str, took))} trials; the formula, log2 of the samples rounded up, says "
+        f"{' or '.join(map(str, least))}.")  # fmt: skip
+    if guess is not None and took:
+        say(f"* {guess.against(float(took[-1]))}")
+
+
 def cures(run: Records) -> None:
     """Each cause with its cure in words, and whether patients learn after it."""
     rows = {}
