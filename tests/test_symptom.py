@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from labs.chapters.nb10 import figures_chart
 from labs.kit.claims import claims
 from labs.parts.faults import chart, drills
 
@@ -169,3 +170,12 @@ def test_messages_that_people_posted_find_their_row():
     assert len(known) >= 200 and len(missed) <= 0.08 * len(known), missed
     unknown = [said for said in first if said[0] == "none"]
     assert sum(said[1] != "none" for said in unknown) <= 0.15 * len(unknown), unknown
+
+
+def test_the_notebooks_table_is_small_whole_and_the_same_each_time():
+    shown = figures_chart.chart()
+    markup = shown.markup()
+    assert len(markup) < 60_000 and markup == figures_chart.chart().markup()
+    assert markup.count("<tr><td>") == len(ROWS) == sum(int(n) for n in re.findall(r": (\d+) rows,", repr(shown)))
+    with pytest.raises(ValueError, match="memory"):
+        figures_chart.chart("memroy")
