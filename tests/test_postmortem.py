@@ -238,7 +238,7 @@ def test_a_file_that_runs_code_or_is_cut_short_is_named_and_the_rest_is_used(tmp
         diagnose(evidence.read(folder))
 
 
-def test_the_private_calls_of_torch_are_still_there():
+def test_the_private_calls_of_torch_are_still_there(tmp_path):
     """All that is private stands in `evidence.recorded`: gloo's entries have lines, numbers, sizes and their group."""
     code = """
 import os
@@ -250,18 +250,14 @@ dist.all_reduce(torch.ones(3))
 folder = pathlib.Path(sys.argv[1])
 evidence.write_recorder(folder, 0), evidence.write_stacks(folder, 0)
 """
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "train.py").write_text(code)
-        out = Path(folder) / "out"
-        subprocess.run([sys.executable, f"{folder}/train.py", str(out)], check=True, timeout=250)
-        [of] = evidence.read(out)
-        [made] = of.calls
-        assert (made.name, made.backend, made.number, made.sizes, made.dtypes) == ("all_reduce", "gloo", 1, ((3,),), ("Float",))
-        assert made.own[0].source == "dist.all_reduce(torch.ones(3))" and made.done
-        assert of.groups == {made.group: (0,)} and of.stack[-1].name == "<module>" and not of.problems
+    (tmp_path / "train.py").write_text(code)
+    subprocess.run([sys.executable, tmp_path / "train.py", tmp_path / "out"], check=True, timeout=250)
+    [of] = evidence.read(tmp_path / "out")
+    [made] = of.calls
+    assert (made.name, made.backend, made.number) == ("all_reduce", "gloo", 1)
+    assert (made.sizes, made.dtypes) == (((3,),), ("Float",))
+    assert made.own[0].source == "dist.all_reduce(torch.ones(3))" and made.done
+    assert of.groups == {made.group: (0,)} and of.stack[-1].name == "<module>" and not of.problems
 
 
 def command(*arguments):
