@@ -211,6 +211,19 @@ def test_dumps_of_nccl(tmp_path):
     assert names(told(tmp_path), "shape", (1,), "all_reduce", 10)
 
 
+def test_two_that_receive_first_under_nccl_which_queues_what_comes_after(tmp_path):
+    """Both queued their send, too: the oldest open call of each tells."""
+
+    def p2p(name, number, arrow, state="scheduled"):
+        return of_nccl(name, 0, 14, state=state, profiling_name=f"nccl:{name} {arrow}", is_p2p=True, p2p_seq_id=number)
+
+    nccl(tmp_path, 0, [p2p("recv", 1, "0<-1"), p2p("send", 2, "0->1")])
+    nccl(tmp_path, 1, [p2p("recv", 1, "1<-0"), p2p("send", 2, "1->0")])
+    assert names(told(tmp_path), "point to point", (0, 1), "recv", 14)
+    nccl(tmp_path, 1, [p2p("send", 1, "1->0"), p2p("recv", 2, "1<-0")])
+    assert told(tmp_path).ranks == (), "these two belong together"
+
+
 class Evil:
     """A pickle of this runs a command when it is loaded."""
 
