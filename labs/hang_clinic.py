@@ -12,6 +12,7 @@ From those files alone the diagnosis is made, and then compared with what was dr
 
 from __future__ import annotations
 
+import multiprocessing.util
 import random
 import re
 import statistics
@@ -84,7 +85,8 @@ def drawn(config: Config, name: str, round_: int, ranks: int) -> int:
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Drill after drill. Rank 0 starts their processes and reads what they leave; the other ranks wait."""
     if rank.rank == 0:
-        with unpinned(rank), tempfile.TemporaryDirectory() as folder, server() as drill:
+        run_folder = multiprocessing.util.get_temp_dir()  # the launcher's, which goes even if this rank is killed
+        with unpinned(rank), tempfile.TemporaryDirectory(dir=run_folder) as folder, server() as drill:
             rounds = max(1, config.examine)
             todo = [(i, name) for i in range(rounds) for name in config.chosen]
             for done, (i, name) in enumerate(todo, start=1):
