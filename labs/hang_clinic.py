@@ -15,6 +15,7 @@ from __future__ import annotations
 import multiprocessing.util
 import random
 import re
+import signal
 import statistics
 import tempfile
 import time
@@ -146,7 +147,8 @@ def asked_torch(
         place = folder / way
         ended = drill(case["drill"], rank.world_size, case["wrong"], False, place, config.patience_s, way)
         said = told(ended.printed)
-        for what, value in named(said, hang, case["wrong"], rank.world_size).items():
+        crashed = {"crashed": -signal.SIGSEGV in ended.exit_codes}  # no program here does that by itself
+        for what, value in (named(said, hang, case["wrong"], rank.world_size) | crashed).items():
             yield rank.record("names", "1", float(value), rank=0, tool=tool, what=what, said=said[:300], **case)
         yield rank.record(
             "leftovers", "1", float(len(left_over(ended.pids))), rank=0, what="processes", tool=tool, **case
@@ -208,6 +210,11 @@ def answer(run: Records) -> Iterator[str]:
                 f"right rank in {len(of['rank'])} ({', '.join(of['rank']) or 'none'}), and has the name of the "
                 f"collective in {len(of['collective'])}."
             )
+            if crashed := [r.case["drill"] for r in run.where("names", tool=tool, what="crashed") if r.value]:
+                yield (
+                    f"With {tool} the ranks of {', '.join(crashed)} crashed below Python (SIGSEGV), and said nothing. "
+                    "torch 2.13.0 without CUDA does so with gloo when DDP is made, healthy programs included."
+                )
         yield f"{len({r.case['drill'] for r in tools})} ways to hang were tried. {clean}"
         return
     table = counts(run)
