@@ -63,7 +63,17 @@ RECORDER = (
 def diagnose(evidence: Sequence[RankEvidence]) -> Diagnosis:
     """What `evidence` of all ranks tells. Pure; never raises for evidence that `read` gave."""
     job = Job(evidence)
-    for look in (_nothing_there, _all_well, _raised, _differing_calls, _crashed, _died, _waiting, _only_stacks):
+    for look in (
+        _nothing_there,
+        _all_well,
+        _raised,
+        _differing_calls,
+        _crashed,
+        _died,
+        _crossed,
+        _waiting,
+        _only_stacks,
+    ):
         if found := look(job):
             return found
     return _unclear(job)
@@ -400,6 +410,31 @@ def _died(job: Job) -> Diagnosis | None:
     why = "Whether it was killed, stands still or was never collected from cannot be told: nobody lost a connection."
     return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), False,
                      f"files and exit code of {_ranks(dead, 'r')}, dmesg there, whether it runs.")  # fmt: skip
+
+
+def _crossed(job: Job) -> Diagnosis | None:
+    """Ranks whose oldest open call is a send or receive that its peer is not at, in a circle. NCCL records them."""
+    heads = {r: head for r, calls in job.calls.items() if (head := next((c for c in calls if not c.done), None))}
+    waits_for = {}
+    for r, head in heads.items():
+        if not head.is_p2p or len(head.peers) != 2:
+            continue
+        of_group = job.of[r].groups.get(head.group) or tuple(sorted(job.of))
+        ends = [of_group[i] for i in head.peers if i < len(of_group)]
+        peer = next((e for e in ends if e != r), None)
+        other = heads.get(peer) if peer is not None else None
+        if other and not (other.is_p2p and other.peers == head.peers and other.name != head.name):
+            waits_for[r] = peer
+    for start in waits_for:
+        path = [start]
+        while (after := waits_for.get(path[-1])) is not None and after not in path:
+            path.append(after)
+        if after == start and len(path) > 1:
+            call, ranks = heads[start], tuple(sorted(path))
+            first = f"{_ranks(ranks)} wait for each other: rank {start} is in {call.name} at {_line(call)}."
+            why = "Each does it first, and what the other needs comes after it: one must do the opposite first."
+            return Diagnosis("point to point", ranks, call.name, _line(call), (first, why), True)
+    return None
 
 
 def _waiting(job: Job) -> Diagnosis | None:
