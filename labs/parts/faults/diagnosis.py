@@ -278,15 +278,17 @@ def _told_apart(job: Job, calls: dict[int, Call]) -> Diagnosis:
     how = "most ranks do" if len(others) > len(calls) / 2 else "was done here in earlier steps"
     kind = _kind(job, theirs, its, astray[0])
     line = _line_apart(theirs, its) if kind == "skipped" else _line_apart(its, theirs)
-    who, rest = _ranks(astray), _ranks(others)
+    who, rest = _ranks(astray), _ranks(others, "r")
     if kind == "skipped":
         said = (f"{who} did not call {_named(theirs)} at {line}, where {rest} {_be(others)}.",
                 f"{who} {_be(astray)} already in {its.name} at {_line_apart(its, theirs)}, which came after it in "
                 "earlier steps.")  # fmt: skip
         return Diagnosis(kind, tuple(astray), theirs.name, line, said, True)
+    meet = f"Both are number {its.number} of group {its.group}, so they meet"
+    if kind == "group":
+        meet = "Each waits in its group for the other"
     said = (f"{who} called {_described(its, theirs)} at {line}; {rest} called {_described(theirs, its)} at "
-            f"{_line_apart(theirs, its)}.",
-            f"Both are number {its.number} of their group, so they meet; the second is what {how}.")  # fmt: skip
+            f"{_line_apart(theirs, its)}.", f"{meet}; the second is what {how}.")  # fmt: skip
     return Diagnosis(kind, tuple(astray), its.name, line, said, True)
 
 
@@ -332,7 +334,7 @@ def _crashed(job: Job) -> Diagnosis | None:
         return _crashed_elsewhere(job, crashed, call, alive)
     earlier = [c for c in job.calls[rank] if _where(c) == where and c.record < call.record]
     if not earlier:
-        said = (f"{_ranks([*crashed, *alive])} called {name} at {here} with unlike sizes; {_ranks(crashed)} crashed.",
+        said = (f"{_ranks([*crashed, *alive])} called {name} at {here}; {_ranks(crashed, 'r')} crashed there.",
                 f"{why} Whose size is wrong cannot be told.")  # fmt: skip
         return Diagnosis("shape", tuple(sorted({*crashed, *alive})), call.name, here, said, False,
                          "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL, which prints both sizes.")  # fmt: skip
@@ -343,7 +345,7 @@ def _crashed(job: Job) -> Diagnosis | None:
         said = (f"{_ranks(astray)} called {_described(call, usual)} at {_line(call)}; earlier it was "
                 f"{_described(usual, call)}.", f"{_ranks(crashed)} met it there and crashed: {why}")  # fmt: skip
         return Diagnosis(kind, tuple(astray), call.name, _line(call), said, True)
-    said = (f"{_ranks(crashed)} called {name} at {here} with another size or type than {_ranks(alive)}, whose "
+    said = (f"{_ranks(crashed)} called {name} at {here} with another size or type than {_ranks(alive, 'r')}, whose "
             f"{_size(call)} are those of earlier steps.", f"{_ranks(crashed)} crashed there: {why}")  # fmt: skip
     return Diagnosis("shape", tuple(crashed), call.name, here, said, True)
 
@@ -355,7 +357,7 @@ def _crashed_elsewhere(job: Job, crashed: list[int], call: Call, alive: dict[int
     rank = next(iter(alive))
     before = [c for c in job.calls[rank] if c.record < call.record]
     known_here, known_call = (any(_where(c) == w for c in before) for w in (where, _where(call)))
-    both = (f"{_ranks(crashed)} called {name} at {here}; {_ranks(alive)} called {call.name} at {_line(call)}.",)
+    both = (f"{_ranks(crashed)} called {name} at {here}; {_ranks(alive, 'r')} called {call.name} at {_line(call)}.",)
     why = "They met, and gloo ended the first, whose call got more than it was ready for."
     follows = [_where(b) for a, b in itertools.pairwise(before) if _sign(a) == _sign(before[-1])]
     usual = [w for w in (where, _where(call)) if w in follows]
@@ -365,7 +367,9 @@ def _crashed_elsewhere(job: Job, crashed: list[int], call: Call, alive: dict[int
         kind = "another collective"
         if known_here and known_call:
             kind, line, what = "skipped", *((_line(call), call.name) if wrong is crashed else (here, name))
-        why = f"{why} In earlier steps the call of {_ranks(list(alive) if wrong is crashed else crashed)} came here."
+        why = (
+            f"{why} In earlier steps the call of {_ranks(list(alive) if wrong is crashed else crashed, 'r')} came here."
+        )
         return Diagnosis(kind, tuple(wrong), what, line, (*both, why), True)
     return Diagnosis("another collective", tuple(sorted({*crashed, *alive})), name, here,
                      (*both, f"{why} Which of them is in the wrong cannot be told."), False,
@@ -387,7 +391,7 @@ def _died(job: Job) -> Diagnosis | None:
     line = _line(waits) if waits else next((f for r in others if (f := job.stack_line(r))), None)
     name = waits.name if waits else ""
     how = "was ended by " + (job.of[dead[0]].crash or job.of[dead[0]].end.signal) if killed else "left nothing"
-    at = f"; {_ranks(others)} {_be(others)} in {name or 'its code'} at {line}" if others and line else ""
+    at = f"; {_ranks(others, 'r')} {_be(others)} in {name or 'its code'} at {line}" if others and line else ""
     if killed or lost:
         why = "A signal ended it: its launcher's log and dmesg tell who sent it."
         if lost:
@@ -395,7 +399,7 @@ def _died(job: Job) -> Diagnosis | None:
         return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), True)
     why = "Whether it was killed, stands still or was never collected from cannot be told: nobody lost a connection."
     return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), False,
-                     f"files and exit code of {_ranks(dead)}, dmesg there, whether it runs.")  # fmt: skip
+                     f"files and exit code of {_ranks(dead, 'r')}, dmesg there, whether it runs.")  # fmt: skip
 
 
 def _waiting(job: Job) -> Diagnosis | None:
@@ -411,7 +415,7 @@ def _waiting(job: Job) -> Diagnosis | None:
     late = [r for r in job.missing(call) if r in free]
     waits = [r for r, c in waiting.items() if _sign(c)[0] == call.group and c.number == call.number]
     line, who = _line(call), _ranks(late)
-    first = f"{who} did not call {_named(call)}, in which {_ranks(waits)} {_verb(waits)}: {line}."
+    first = f"{who} did not call {_named(call)}, in which {_ranks(waits, 'r')} {_verb(waits)}: {line}."
     kind, why, sure = _instead(job, late)
     if kind == "point to point":
         return _nobody_sends(job)
@@ -497,11 +501,11 @@ def _unclear(job: Job) -> Diagnosis:
 # Words ----------------------------------------------------------------------------------------------------------------
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def _ranks(ranks: Iterable[int], letter: str = "R") -> str:
     found = sorted(set(ranks))
     if len(found) > 6:
         return f"{len(found)} ranks ({', '.join(map(str, found[:5]))}, ...)"
-    return f"{'Rank' if len(found) == 1 else 'Ranks'} {' and '.join(map(str, found))}" if found else ""
+    return f"{letter}ank{'s' * (len(found) > 1)} {' and '.join(map(str, found))}" if found else ""
 
 
 def _be(ranks: Sequence[int]) -> str:
@@ -533,7 +537,7 @@ def _size(call: Call) -> str:
 def _described(call: Call, other: Call) -> str:
     """The call, with what tells it from the other."""
     words = [call.name]
-    if (call.name == other.name and call.sizes != other.sizes) or call.dtypes != other.dtypes:
+    if call.name == other.name and _content(call) != _content(other):
         words.append(f"of {_size(call)}")
     if call.group != other.group:
         words.append(f"in group {call.group}")

@@ -107,6 +107,11 @@ def _groups() -> dict[str, list[int]]:
 # What is read back ----------------------------------------------------------------------------------------------------
 
 
+NOT_OWN = re.compile(
+    r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<(frozen|string|__array)|labs/parts/faults/(evidence|hang_ranks)\.py$"
+)
+
+
 @dataclass(frozen=True)
 class Frame:
     """A line of Python that a thread was in."""
@@ -126,8 +131,8 @@ class Frame:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is of the training itself: not of torch, of another installed package or of Python."""
-        return not re.search(r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<(frozen|string|__array)", self.file)
+        """Whether it is of the training: not of torch, another installed package, Python, or what collects this."""
+        return not NOT_OWN.search(self.file)
 
 
 @dataclass(frozen=True)
@@ -323,7 +328,7 @@ def _end(values: dict[str, Any]) -> End:
     return End(values.get("exit_code"), texts["signal"], texts["error"], texts["traceback"], values.get("step"))
 
 
-FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+FRAME = re.compile(r'^  File "(.*)", line (\d+),? in (.*)$', re.M)  # with a comma in a traceback, without in a stack
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*most recent call first\):$", re.M)
 
 

@@ -1,4 +1,4 @@
-"""Ranks for the programs that hang: forked from a server that has torch, watched, and gone within seconds.
+"""Ranks for the programs that hang: forked from a process that has torch, watched, and gone within seconds.
 
 Every program has processes of its own, so that they may be killed. On each a thread watches: if the rank makes no
 progress for `patience_s`, all ranks write what they know and end.
@@ -7,10 +7,12 @@ progress for `patience_s`, all ranks write what they know and end.
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,12 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
+import torch._dynamo  # DDP imports it at its first forward, which would take each new rank a second
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,23 +57,58 @@ class Drilled:
         return set(self.exit_codes) == {0}
 
 
+ROOT = Path(__file__).parents[3]
+
+
 @contextmanager
-def servers() -> Iterator[Callable[..., Drilled]]:
-    """A function that runs a drill: see `_drill`. The server that ranks are forked from ends with the block."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    server = forkserver._forkserver
+def server() -> Iterator[Callable[..., Drilled]]:
+    """A function that runs a drill as `_drill` does, in a process that has torch loaded and forks the ranks.
+
+    Not this process: it may have a group and threads. Nor multiprocessing's fork server: in a rank that `python -m`
+    started, that would be a fork of the rank, group and all.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", __spec__.name, str(os.getpid())]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+
+    def drill(name: str, ranks: int, wrong: int, cured: bool, folder: Path, patience_s: float,
+              way: Way = "evidence") -> Drilled:  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        print(json.dumps([name, ranks, wrong, cured, str(folder), patience_s, way]), file=process.stdin, flush=True)
+        answer = process.stdout.readline()
+        if not answer or not (folder / "began").exists():
+            printed = "".join(p.read_text(errors="replace") for p in folder.glob("*.printed.txt"))
+            raise RuntimeError(f"the ranks of {name} did not start: {printed[-2000:]}")
+        exit_codes, printed, pids, ended = json.loads(answer)
+        return Drilled(tuple(exit_codes), printed, tuple(pids), ended)
+
     try:
-        yield lambda *arguments: _drill(context, *arguments)
+        yield drill
     finally:
-        server._stop()
+        process.stdin.close()  # it ends with its input
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
 
 
-def _drill(context: Any, name: str, ranks: int, wrong: int, cured: bool, folder: Path, patience_s: float,
-           way: Way = "evidence") -> Drilled:  # fmt: skip
+def _serve() -> None:
+    """The server: a drill for each line of standard input, an answer on standard output."""
+    guardian.end_with_parent(int(sys.argv[1]))
+    for line in sys.stdin:
+        name, ranks, wrong, cured, folder, patience_s, way = json.loads(line)
+        ended = _drill(name, ranks, wrong, cured, Path(folder), patience_s, way)
+        print(json.dumps([ended.exit_codes, ended.printed, ended.pids, ended.ended]), flush=True)
+
+
+def _drill(name: str, ranks: int, wrong: int, cured: bool, folder: Path, patience_s: float, way: Way) -> Drilled:
     """Run the program `name` on new ranks that leave their evidence in `folder`, and wait until all are gone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments = [(name, rank, ranks, wrong, cured, str(folder), patience_s, way) for rank in range(ranks)]
+    context = multiprocessing.get_context("fork")
+    arguments = [(name, rank, ranks, wrong, cured, folder, patience_s, way) for rank in range(ranks)]
     processes = [context.Process(target=be_rank, args=a) for a in arguments]
     for p in processes:
         p.start()
@@ -83,7 +120,8 @@ def _drill(context: Any, name: str, ranks: int, wrong: int, cured: bool, folder:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(p.pid, signal.SIGKILL)
         p.join()
-    printed = "\n".join((folder / f"rank{r}.printed.txt").read_text(errors="replace") for r in range(ranks))
+    files = [folder / f"rank{rank}.printed.txt" for rank in range(ranks)]
+    printed = "\n".join(f.read_text(errors="replace") for f in files if f.exists())
     return Drilled(tuple(p.exitcode for p in processes), printed, tuple(p.pid for p in processes), ended)
 
 
@@ -110,12 +148,11 @@ def _alive(pids: tuple[int, ...]) -> list[str]:
 
 
 def be_rank(
-    name: str, rank: int, ranks: int, wrong: int, cured: bool, folder: str, patience_s: float, way: Way
+    name: str, rank: int, ranks: int, wrong: int, cured: bool, place: Path, patience_s: float, way: Way
 ) -> None:
     """A rank from its start to its end, which is always `os._exit`: threads of a hung collective would hold it."""
     os.setsid()
     guardian.end_with_parent(os.getppid())
-    place = Path(folder)
     printed = os.open(place / f"rank{rank}.printed.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -130,10 +167,10 @@ def be_rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit_s))
     if way == "monitored":
         monitor_all()
+    (place / "began").touch()
     witness = Witness(place, rank, ranks)
-    threading.Thread(
-        target=watch, args=(witness, patience_s if way == "evidence" else 4 * LISTEN_S), daemon=True
-    ).start()
+    patience_s = patience_s if way == "evidence" else 4 * LISTEN_S  # torch's own checks are to speak first
+    threading.Thread(target=watch, args=(witness, patience_s), daemon=True).start()
     try:
         HANGS[name].program(rank, wrong, cured)
         witness.leave(0)
@@ -203,3 +240,7 @@ def monitor_all() -> None:
     for name in ("all_reduce", "broadcast", "barrier"):
         setattr(dist, name, checked(getattr(dist, name)))
     DistributedDataParallel.forward = checked(DistributedDataParallel.forward)
+
+
+if __name__ == "__main__":
+    _serve()
