@@ -1,13 +1,14 @@
 """What a preemption costs by habit: the parts are its whole, the formula is its mean, and nothing is lost for good."""
 
+import os
 import random
 import signal
 import statistics
 import types
 
-import psutil
 import pytest
 from again import holds_soon
+from processes import MARK, assert_no_survivors
 
 from labs import debug_cost, preemption
 from labs.kit.errors import BadInput
@@ -82,9 +83,7 @@ def test_each_habit_on_real_ranks(preempted):
     assert saved.case["habit"] == "handler" and saved.value > 0
     said = list(preemption.answer(preempted))
     assert len(said) == 6 and "bit by bit" in said[4]
-    assert not [
-        p for p in psutil.process_iter(["cmdline"]) if "labs.parts.faults.requeued" in (p.info["cmdline"] or ())
-    ]
+    assert_no_survivors(os.environ[MARK], os.getpid())
 
 
 def test_an_answer_does_not_hide_another_result():

@@ -61,7 +61,7 @@ def test_a_hang_is_ended_and_each_rank_says_where_it_was(run, faulty, tmp_path):
     result = run(recipe, *LONG, "--patience", 15, code=1, ranks=2)
     folder = tmp_path / "debug"
     assert "no step in 15.0 s" in result.err
-    assert [(end["exit_code"], end["error"], end["step"]) for end in ends(folder)] == [(None, "", 3)] * 2
+    assert [(end["exit_code"], end["error"], end["step"]) for end in ends(folder)] == [(None, "", 3)] * 2, ends(folder)
     waiting, sleeping = ((folder / f"rank{rank}.stacks.txt").read_text() for rank in (0, 1))
     assert re.search(r"_engine_run_backward|autograd", waiting) and "autograd" not in sleeping
     assert re.search(r'faulty\.py", line \d+ in main', sleeping)

@@ -119,6 +119,7 @@ class Evidence:
             known = others
         if not self.ending:
             self.write()
+            self.ending = True  # what comes now, such as a lost connection, is a consequence
             print(f"rank {self.rank}: no step in {self.patience} s, see {self.folder}", file=sys.stderr, flush=True)
             time.sleep(5)  # torchrun kills the others when one is gone: first they write, too
             os._exit(1)
