@@ -86,6 +86,7 @@ def who_names_the_rank(diagnosed: Records, asked: Records, guess: Prediction | N
     ]
     choice_map(ax, list(zip(*cells.values(), strict=True)), columns=heads, rows=[n.replace("_", " ") for n in names],
                colors=COLORS, kind="measured")  # fmt: skip
+    ax.xaxis.tick_top()
     told = "; ".join(f"{tool}: {n} of {len(names)}" for tool, n in named.items())
     show(fig, alt=f"{message}. Table of hangs against ways to ask. Named right: {told}.")
     if guess is not None:

@@ -135,6 +135,14 @@ def _compiled(run: Records) -> Estimate:
     return _ratio(*(run.one("step_s", way=way, backend="inductor") for way in ("compiled", "eager")))
 
 
+def _compared(run: Records) -> Estimate:
+    return _ratio(*(run.one("step_s", every=every) for every in (1, 0)))
+
+
+def _killed(run: Records) -> Estimate:
+    return _of(run.one("lost_s", habit="killed at once"), 1.0, "s")
+
+
 HEADLINES = (
     Headline("00", "FP32 matrix products, best size", "rate (GFLOP/s)", "hardware_probe", _matmul),
     Headline("00", "all-reduce, largest message", "bus bandwidth (GB/s)", "hardware_probe", _busbw),
@@ -151,6 +159,8 @@ HEADLINES = (
     Headline("08", "hierarchical all-reduce of two nodes", "time, flat = 1 (x)", "two_levels", _levels),
     Headline("09", "a step under torch.profiler", "time, without it = 1 (x)", "profile_step", _profiler),
     Headline("09", "a compiled step", "time, eager = 1 (x)", "compiled_step", _compiled),
+    Headline("10", "replicas compared in every step", "time, never compared = 1 (x)", "nan_clinic", _compared),
+    Headline("10", "a job killed at once, until it is back", "time (s)", "preemption", _killed),
 )  # fmt: skip
 
 
