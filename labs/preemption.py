@@ -109,7 +109,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         for index, habit in enumerate([*config.habits, None]):
             stop = {} if habit is None else {"stop_after": config.preempted_at(index), "sent": SENT[habit]}
             start = requeued.train(root, f"start{index}", options | _files(root, "preempted"), rank,
-                                   handler=habit != "no handler", **stop)  # fmt: skip
+                                   handler=habit != "no handler", grace_s=config.grace_s, **stop)  # fmt: skip
             if starts:
                 yield from _preempted(config.habits[index - 1], starts[-1], start, whole, config, rank)
             starts.append(start)

@@ -62,7 +62,7 @@ class Start:
 
 def train(
     root: Path, name: str, options: dict[str, Any], rank: Rank, stop_after: int | None = None,
-    sent: signal.Signals | None = None, handler: bool = True,
+    sent: signal.Signals | None = None, handler: bool = True, grace_s: float = 30.0,
 ) -> Start:  # fmt: skip
     """Start the recipe on two ranks; if asked to, send all of them a signal when a step was printed; wait for the end.
 
@@ -84,7 +84,12 @@ def train(
                     start.signalled = time.time()
                     for process in ranks:
                         process.send_signal(sent)
-        start.codes = tuple(process.wait(timeout=LONGEST_S) for process in ranks)
+        for process in ranks:  # as a scheduler does it: what has not ended within the grace period is killed
+            try:
+                process.wait(timeout=LONGEST_S if start.signalled is None else grace_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        start.codes = tuple(process.wait() for process in ranks)
         start.ended = time.time()
     finally:
         for process in ranks:
