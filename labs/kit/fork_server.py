@@ -159,6 +159,9 @@ def start_fork_server(lean: bool = False, forked: bool = False) -> ForkServer:
         return _current
 
 
+_spawn = multiprocessing.util.spawnv_passfds
+
+
 @contextmanager
 def _as_a_fork() -> Iterator[None]:
     """Within this block multiprocessing's fork server starts as a fork of this process, not as a fresh interpreter.
@@ -167,12 +170,11 @@ def _as_a_fork() -> Iterator[None]:
     Only where this process has no thread of Python's, has started none of OpenMP's, which a fork lacks and waits for,
     and has not used a GPU. Linux only: macOS's frameworks do not bear it.
     """
-    before = multiprocessing.util.spawnv_passfds
     multiprocessing.util.spawnv_passfds = _fork
     try:
         yield
     finally:
-        multiprocessing.util.spawnv_passfds = before
+        multiprocessing.util.spawnv_passfds = _spawn
 
 
 def _fork(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
@@ -183,6 +185,7 @@ def _fork(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
     if pid := os.fork():
         return pid
     try:
+        multiprocessing.util.spawnv_passfds = _spawn  # a fork server that a rank starts is no fork of the rank
         guardian.end_with_parent(launcher)
         os.environ.pop(guardian.LAUNCHER, None)
         Path("/proc/self/comm").write_text(guardian.SERVER)
