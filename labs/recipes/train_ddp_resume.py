@@ -229,7 +229,8 @@ def main():
                 dist.destroy_process_group()
                 if rank == 0:
                     print(f"stopped by SIGTERM and saved at step {step}: start again to go on", flush=True)
-                sys.exit(128 + signal.SIGTERM)  # torchrun --max-restarts takes any code but 0 for a reason to restart
+                code = 128 + signal.SIGTERM  # torchrun --max-restarts takes any code but 0 for a reason to restart
+                sys.exit(code) if cuda else os._exit(code)  # gloo: as at the end
             if step == args.steps:
                 break
 

@@ -283,11 +283,12 @@ def _unpickled(data: bytes) -> dict[str, Any]:
 
 
 def _recorder(values: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(values.get("entries"), list):
+    entries = values.get("entries", [] if "version" in values else None)  # left out before the first collective
+    if not isinstance(entries, list):
         raise ValueError("has no list of entries: no dump of a Flight Recorder")
     config = {k: v for k, v in (values.get("pg_config") or {}).items() if k}
     groups = {str(name): _ranks(of.get("ranks", "[]")) for name, of in config.items()}
-    return {"calls": tuple(_calls(values["entries"])), "groups": {n: r for n, r in groups.items() if r}}
+    return {"calls": tuple(_calls(entries)), "groups": {n: r for n, r in groups.items() if r}}
 
 
 def _ranks(text: Any) -> tuple[int, ...]:
