@@ -35,6 +35,10 @@ def side_by_side(name: str, wrong: int, ranks: int) -> None:
             for n in range(newest - LAST, newest + 1)
         }
         show_table(pandas.DataFrame(rows).T)
+        lines = sorted(
+            {c.own[0] for of in calls.values() for n, c in of.items() if c.own and n >= newest - LAST}, key=str
+        )
+        say("; ".join(f"line {line.line} is `{line.source}`" for line in lines).capitalize() + ".")
         say(f"**Diagnosis.** {diagnose(evidence)}")
 
 
@@ -46,7 +50,7 @@ def _call(call: Call | None) -> str:
 
 def diagnoses(run: Records) -> None:
     """Each drill: the rank that was drawn, what the diagnosis says, whether that is right, whether the cure ends it."""
-    rows = {}
+    rows, well = {}, 0
     for r in run.where("evidence_s"):
         case = {"drill": r.case["drill"], "round": r.case["round"]}
         right = [x.case["what"] for x in run.where("right", **case) if x.value]
@@ -54,10 +58,13 @@ def diagnoses(run: Records) -> None:
         cured = [x.value for x in run.where("cured", **case)]
         rows[case["drill"]] = {
             "drawn": f"rank {r.case['wrong']}", "the files say": r.case["said"],
-            "rank, collective, line": "right" if not wrong else f"WRONG: {', '.join(wrong)}",
-            **({"cured, it": "ends well" if all(cured) else "does NOT end well"} if cured else {}),
+            **({"but": f"WRONG: {', '.join(wrong)}"} if wrong else {}),
         }  # fmt: skip
-    show_table(pandas.DataFrame.from_dict(rows, orient="index"))
+        well += all(cured)
+    show_table(pandas.DataFrame.from_dict(rows, orient="index").fillna(""))
+    whole = sum("but" not in row for row in rows.values())
+    cured = f"; cured, {well} of {len(rows)} end well" if run.where("cured") else ""
+    say(f"* Rank, collective and line right: {whole} of {len(rows)}{cured}.")
     reading = statistics.median(r.value for r in run.where("reading_s"))
     patience = run[0].config["patience_s"]
     say(f"* From the last progress to the files it took {max(r.value for r in run.where('evidence_s')):.1f} s at most, "

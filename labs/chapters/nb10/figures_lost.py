@@ -18,14 +18,16 @@ def preemption(run: Records, guess: Prediction | None = None) -> None:
     most = max(again.values())
     message = "The habit decides: steps done again cost more than a start"
     if most < (least := min(starting.values())):
-        message = f"Steps done again cost at most {most:.1f} s here, starting again at least {least:.1f} s"
-    fig, ax = figure(message, xlabel="since the signal (s)", ylabel="habit", records=run.where("part_s"),
+        message = f"Steps done again cost at most {most:.1f} s here, everything else at least {least:.1f} s"
+    fig, ax = figure(message, xlabel="since the signal (s)", ylabel="what the job does", records=run.where("part_s"),
                      size=(7.8, 1.9 + 0.5 * len(lost)), legend_below=True)  # fmt: skip
-    for row, habit in enumerate(lost):
+    seconds = {p: [run.one("part_s", habit=habit, part=p).value for habit in lost] for p in parts}
+    longest = {p: s.index(max(s)) if max(s) > 0.01 * max(lost.values()) else None for p, s in seconds.items()}
+    for row in range(len(lost)):
         at = 0.0
         for k, part in enumerate(parts):
-            s = run.one("part_s", habit=habit, part=part).value
-            spans(ax, row, [(at, at + s)], color=SERIES[k % len(SERIES)], label=part if row == 0 else "")
+            s = seconds[part][row]
+            spans(ax, row, [(at, at + s)], color=SERIES[k % len(SERIES)], label=part if row == longest[part] else "")
             at += s
     ax.set_yticks(range(len(lost)), list(lost))
     ax.set_ylim(len(lost) - 0.5, -0.5)

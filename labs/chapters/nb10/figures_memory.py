@@ -109,25 +109,28 @@ def _in_table(given: lab.Given) -> str:
 
 
 def messages(run: Records) -> None:
-    """Each end as its victim saw it, beside the name that the signs gave it."""
-    rows = [
-        {
-            "planted": SHORT.get(r.case["cause"], "nothing"), "ended by": ENDED_BY[r.case["end"]],
-            "exit code": r.case["exit_code"], "last words": _short(r.case["message"]) or "(none)",
-            "named": SHORT.get(r.case["named"], r.case["named"]), "since": r.case["sentence"],
-        }
-        for r in run.where("named")
-    ]  # fmt: skip
-    show_table(pandas.DataFrame(rows).set_index("planted"))
+    """Each cause: what its victims saw, what it was taken for and why; of several ends the one with a message."""
+    rows = {}
+    for cause in dict.fromkeys(r.case["cause"] for r in run.where("named")):
+        ends = run.where("named", cause=cause)
+        told = next((r for r in ends if r.case["message"]), ends[0])
+        wrong = {SHORT.get(r.case["named"], r.case["named"]) for r in ends if not r.value}
+        rows[SHORT.get(cause, "nothing")] = {
+            "ended by: exit code": ", ".join(f"{ENDED_BY[r.case['end']]}: {r.case['exit_code']}" for r in ends),
+            "last words": _short(told.case["message"]) or "(none)",
+            "because": told.case["sentence"], "found": "right" if not wrong else f"WRONG: {', '.join(sorted(wrong))}",
+        }  # fmt: skip
+    show_table(pandas.DataFrame.from_dict(rows, orient="index"))
+    named(run)
 
 
 def _short(message: str) -> str:
     """Without torch's own place in its source."""
-    return re.sub(r"\[enforce fail at [^\]]*\] err == 0\. ", "", message)[:130]
+    return re.sub(r"\[enforce fail at [^\]]*\] err == 0\. ", "", message)[:100]
 
 
 ENDED_BY = {
-    "none": "came to its end", "data": "RLIMIT_DATA", "addresses": "ulimit -v", "killer": "SIGKILL of a killer",
+    "none": "came to its end", "data": "limit on data", "addresses": "limit on addresses", "killer": "killer",
     "shm": "a small /dev/shm", "modelled": "simulated allocator",
 }  # fmt: skip
 
@@ -144,8 +147,10 @@ def named(run: Records) -> None:
 def foretold(run: Records) -> None:
     """How far formulas are off what the kernel counted, for the causes that have one."""
     errors = lab.prediction_errors(run)
+    say("* Formulas: for batch and states the peak of a step, as labs.memory_oracle traces it; for loaders the batches "
+        "under way. Measured against them:")  # fmt: skip
     for cause in dict.fromkeys(cause for cause, _ in errors):
         off = {cure: error for (c, cure), error in errors.items() if c == cause}
         worst = max(off, key=lambda cure: abs(off[cure]))
         say(f"* {SHORT[cause]}: the formula is off by {100 * off[lab.NOBODY]:+.0f} % as it is, at worst by "
-            f"{100 * off[worst]:+.0f} % ({worst}).")  # fmt: skip
+            f"{100 * off[worst]:+.0f} % ({worst}).".replace("-0 %", "0 %"))  # fmt: skip

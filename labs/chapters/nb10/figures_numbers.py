@@ -117,17 +117,17 @@ def where_it_began(run: Records) -> None:
             continue
         case = {"planted": r.case["planted"], "of_seed": r.case["of_seed"]}
         trials = next((t.value for t in run.where("trials", **case)), None)
-        right = {m: next((f"{'yes' if x.value else 'NO'}" for x in run.where(m, **case)), "-")
-                 for m in ("module_right", "sample_right")}  # fmt: skip
-        begun = next((p.value for p in run.where("planted_step", **case)), None)
-        step = "-" if begun is None else "yes" if begun == r.value else "NO"
         torchs = f"{r.case['anomaly']} in {r.case['anomaly_in']}" if r.case["anomaly_in"] else r.case["anomaly"]
-        rows[f"{case['planted']}, seed {case['of_seed']}"] = {
-            "hooks name": r.case["module"] or "the input", "right": right["module_right"], "step": f"{r.value:.0f}",
-            "step right": step, "trials": "-" if trials is None else f"{trials:.0f}",
-            "sample right": right["sample_right"], "detect_anomaly names": torchs or "nothing",
+        rows[case["planted"] + (f", seed {case['of_seed']}" if run[0].config["seeds"] > 1 else "")] = {
+            "first bad module": r.case["module"] or "the input", "step": f"{r.value:.0f}",
+            "trials for the sample": "-" if trials is None else f"{trials:.0f}",
+            "detect_anomaly names": torchs or "nothing",
         }  # fmt: skip
     show_table(pandas.DataFrame.from_dict(rows, orient="index"))
+    right = {m: nan_clinic.share(r.value for r in run.where(f"{m}_right")) for m in ("cause", "module", "sample")}
+    steps = nan_clinic.share(nan_clinic.steps_right(run))
+    say(f"* Right, of those that have one: module {right['module']}, step {steps}, sample {right['sample']}; the cause "
+        f"by the signs alone {right['cause']}, healthy ones included.")  # fmt: skip
 
 
 def trials(run: Records, guess: Prediction | None = None) -> None:
@@ -199,7 +199,7 @@ def damage(run: Records, guess: Prediction | None = None, of_rank: int = 0) -> N
         worst = max(shown, key=lambda fault: shown[fault].value)
         message = f"Unnoticed, {worst!r} costs {shown[worst].value:.1f} points of accuracy"
     fig, ax = figure(message, xlabel=f"accuracy lost on rank {of_rank}, healthy less faulty (points)",
-                     ylabel="fault on the last rank", records=run.where("accuracy"),
+                     ylabel="fault on the last rank", records=run.where("accuracy"), legend_below=True,
                      size=(7.2, 2.2 + 0.4 * len(points_lost)))  # fmt: skip
     bars(ax, list(points_lost), list(points_lost.values()), label="seed by seed")
     if guess is not None:
@@ -229,7 +229,8 @@ def price(run: Records, guess: Prediction | None = None) -> None:
         if len(shown) < len(ks):
             rest = next(k for k in ks if k not in shown)
             message += f"; from k = {rest} on it cannot be told" if all(x not in shown for x in ks if x >= rest) else ""
-    fig, ax = figure(message, xlabel="k: steps between two checks", ylabel="added to a step (%)", size=(7.2, 4.0),
+    fig, ax = figure(message, xlabel="k: steps between two checks", ylabel="added to a step (%)", size=(7.2, 4.6),
+                     legend_below=True,
                      records=[*run.where("step_s"), *run.where("predicted_added_s")])  # fmt: skip
     curve(ax, ks, list(formula.values()), label="(bytes / bandwidth + latency) / k")
     points(ax, ks, list(found.values()), label="steps with and without, in turn")
