@@ -101,7 +101,8 @@ class Config:
 # What a learner takes home
 
 Note = tuple[str, str, Tensor]
-"""Module, "output" or "gradient", and a bool on the device: whether it was the one that made it bad."""
+"""Module; "output", "gradient" (of its inputs) or, say, "gradient of weight"; and a bool on the device: whether it was
+the one that made it bad."""
 
 
 @contextmanager
@@ -112,16 +113,31 @@ def first_bad(**watched: nn.Module) -> Iterator[list[Note]]:
     module with in-place operations may refuse backward hooks; a float mask with -inf counts as a bad input.
     """
     notes: list[Note] = []
+    fine: dict[str, Tensor] = {}  # whether the gradient that came to a module was finite
     hooks = []
     for name, module in nn.ModuleDict(watched).named_modules():
 
         def forward(_: nn.Module, args: Any, kwargs: Any, gave: Any, name: str = name) -> None:
             notes.append((name, "output", all_finite((args, kwargs)) & ~all_finite(gave)))
 
+        def before(_: nn.Module, came: Any, name: str = name) -> None:
+            fine[name] = all_finite(came)
+
         def backward(_: nn.Module, gave: Any, came: Any, name: str = name) -> None:  # from the outputs to the inputs
             notes.append((name, "gradient", all_finite(came) & ~all_finite(gave)))
 
-        hooks += [module.register_forward_hook(forward, with_kwargs=True), module.register_full_backward_hook(backward)]
+        hooks += [
+            module.register_forward_hook(forward, with_kwargs=True),
+            module.register_full_backward_pre_hook(before),
+            module.register_full_backward_hook(backward),
+        ]
+        for of, parameter in module.named_parameters(recurse=False):
+
+            def summed(p: Tensor, name: str = name, of: str = of) -> None:  # sums over the batch: may overflow alone
+                notes.append((name, f"gradient of {of}", fine.get(name, torch.tensor(True)) & ~all_finite(p.grad)))
+
+            if parameter.requires_grad:
+                hooks.append(parameter.register_post_accumulate_grad_hook(summed))
     try:
         yield notes
     finally:
@@ -131,12 +147,13 @@ def first_bad(**watched: nn.Module) -> Iterator[list[Note]]:
 
 def all_finite(nested: Any) -> Tensor:
     """Whether all tensors in it are finite; a bool on their device, which nobody waits for here."""
-    found = [t.isfinite().all() for t in tree_leaves(nested) if isinstance(t, Tensor)]
+    tensors = [t.coalesce().values() if t.is_sparse else t for t in tree_leaves(nested) if isinstance(t, Tensor)]
+    found = [t.isfinite().all() for t in tensors]
     return torch.stack(found).all() if found else torch.tensor(True)
 
 
 def culprit(notes: list[Note]) -> tuple[str, str]:
-    """(module, "output" or "gradient") of the first note that is bad, ("", "") if none is. Waits for the device."""
+    """(module, what) of the first note that is bad, ("", "") if none is. Waits for the device."""
     if not notes:
         return "", ""
     device = notes[0][2].device
@@ -159,7 +176,8 @@ def bad_sample(is_bad: Callable[[int, int], bool], n: int) -> tuple[int, int]:
 def replica_check(tensors: Mapping[Any, Tensor]) -> list[tuple[Any, int]]:
     """(name, rank) of every tensor that is not, bit for bit, what it is on rank 0. All ranks must call it together.
 
-    One 64-bit number per tensor and rank is exchanged. On two ranks nobody can tell which of both is wrong.
+    One 64-bit number per tensor and rank is exchanged. Rank 0 may be the wrong one: on three or more ranks the majority
+    tells (is every other rank named, it is rank 0), on two nobody can.
     """
     hashes = torch.stack([bit_hash(t) for t in tensors.values()])
     of_ranks = [torch.empty_like(hashes) for _ in range(dist.get_world_size())]
@@ -203,7 +221,7 @@ def predict_trials(n: int) -> int:
 
 
 def predict_check_s(nbytes: float, bytes_per_s: float, latency_s: float) -> float:
-    """Least seconds of a check: all bytes are read once, then the hashes are gathered."""
+    """Seconds of a check by a model: all bytes are read once, then the hashes are gathered. It leaves out computing."""
     return nbytes / bytes_per_s + latency_s
 
 
@@ -281,7 +299,7 @@ def try_again(training: Training, start: tuple[int, dict[str, Tensor], str, str]
     other_batch = is_bad(0, BATCH, other=number - 1 if number else number + 1)
     sample, trials = bad_sample(is_bad, n) if again and not other_batch else (None, 0)
     x, shown, _ = (t if sample is None else t[sample : sample + 1] for t in batch)
-    where = what if x.isfinite().all() else "input"
+    where = what.partition(" ")[0] if x.isfinite().all() else "input"  # "gradient of weight" is a gradient
     signs = Signs(
         where=where,
         again=again,
@@ -355,6 +373,8 @@ def of_patient(case: Case, rank: Rank) -> Iterator[Record]:
         yield rank.record("sample_right", "1", float(found.sample == case.sample), sample=found.sample, **about)
         yield rank.record("trials", "trials", found.trials, of=found.tried, **about)
         yield rank.record("predicted_trials", "trials", predict_trials(found.tried), kind="modelled", **about)
+    if found.step is None:
+        yield rank.record("clip_ratio", "1", found.signs.clip_ratio, **about)
     for metric, unit, series in (("loss", "nats", [s.loss for s in found.seen]),
                                  ("gradient_norm", "1", [s.norm for s in found.seen])):  # fmt: skip
         finite = [(k, v) for k, v in enumerate(series) if math.isfinite(v)]
@@ -418,6 +438,7 @@ def drifts(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("planted_step", "step", at, kind="modelled", of_rank=bad_rank, **about)
         found: dict[str, list[tuple[int, str, int]]] = {kind: [] for kind in KINDS}
         really: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        pairs: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}  # named alike, differs
         for step in range(1, 1 + max(DRIFT_STEPS, *(k for k in (1, *config.every) if k <= MOST_DRIFT_STEPS))):
             if step > DRIFT_STEPS and not any(really.values()):
                 break  # nothing differs: no k would find anything
@@ -428,12 +449,18 @@ def drifts(config: Config, rank: Rank) -> Iterator[Record]:
             said, differ = replica_check(tensors), drift.really_differ(tensors)
             for kind in KINDS:
                 found[kind] += [(step, name, of_rank) for (of, name), of_rank in said if of == kind][:1]
-                really[kind] += [step] if any(of == kind for of, _ in differ) else []
+                names_of = {name for of, name in differ if of == kind}
+                really[kind] += [step] if names_of else []
+                if any(of == kind for of, _ in tensors):  # a comparison of nothing would always agree
+                    alike = {name for (of, name), _ in said if of == kind} == names_of
+                    pairs[kind].append((float(alike), float(bool(names_of))))
         for kind in KINDS:
             expected = kind in FAULTS[name].differ
             yield rank.record("differ_right", "1", float(bool(really[kind]) == expected), kind_of=kind, **about)
-            agree = [step for step, *_ in found[kind]] == really[kind]
-            yield rank.record("check_right", "1", float(agree), kind_of=kind, **about)
+            if pairs[kind]:
+                alike, differed = zip(*pairs[kind], strict=True)
+                yield rank.record("check_right", "1", alike, kind_of=kind, **about)
+                yield rank.record("differed", "1", differed, kind_of=kind, **about)
             if found[kind]:
                 yield from after_steps(config, rank, found[kind], really[kind][0], kind, about)
         rank.progress(done, len(cases), name)
@@ -497,25 +524,30 @@ def price(config: Config, rank: Rank) -> Iterator[Record]:
                                    done, total, "steps with a check every k"))  # fmt: skip
     checked = {"model": replicas[0].tensors("parameters")}
     checked |= {f"{mb:g} MB": {"all": torch.ones(round(mb * 250_000), device=rank.device)} for mb in config.check_mb}
-    least = {}
+    took = {name: pieces(tensors, config, rank) for name, tensors in checked.items()}
+    latency_s = min(statistics.median(of["gather_s"]) for of in took.values())  # some numbers each: the rest is noise
+    model_s = {}
     for name, tensors in checked.items():
-        records = list(pieces(name, tensors, config, rank))
-        least[name] = records[-1].value
-        yield from records
+        nbytes = sum(t.nbytes for t in tensors.values())
+        for metric, samples in took[name].items():
+            yield rank.record(metric, "s", samples, of=name, bytes=nbytes, tensors=len(tensors))
+        model_s[name] = predict_check_s(nbytes, nbytes / statistics.median(took[name]["read_s"]), latency_s)
+        yield rank.record("predicted_check_s", "s", model_s[name], kind="modelled", of=name, bytes=nbytes)
     for k, samples in timed.items():
         yield rank.record("step_s", "s", [s / block for s in rank.slowest(samples)], every=k)  # 0: never
         if k:
-            yield rank.record("predicted_added_s", "s", least["model"] / k, kind="modelled", every=k)
+            yield rank.record("predicted_added_s", "s", model_s["model"] / k, kind="modelled", every=k)
 
 
-def pieces(name: str, tensors: Mapping[str, Tensor], config: Config, rank: Rank) -> Iterator[Record]:
-    """Seconds of a check, of reading as many bytes once, of gathering as many hashes; last what the formula says."""
+def pieces(tensors: Mapping[str, Tensor], config: Config, rank: Rank) -> dict[str, list[float]]:
+    """Seconds of a check; of its hashes alone, of reading as many bytes once, of gathering as many hashes."""
     nbytes = sum(t.nbytes for t in tensors.values())
     flat = torch.ones(nbytes // 4, device=rank.device)
     hashes = torch.zeros(len(tensors), dtype=torch.int64, device=rank.device)
     of_ranks = [torch.empty_like(hashes) for _ in range(rank.world_size)]
     parts: dict[str, Callable[[], object]] = {
         "check_s": lambda: replica_check(tensors),
+        "hash_s": lambda: torch.stack([bit_hash(t) for t in tensors.values()]),
         "read_s": lambda: flat.sum().item(),
         "gather_s": lambda: dist.all_gather(of_ranks, hashes),
     }
@@ -523,12 +555,7 @@ def pieces(name: str, tensors: Mapping[str, Tensor], config: Config, rank: Rank)
         measure.time_steps(work, 3, rank.device)
     rounds = 2 if config.smoke else 15
     timed = measure.interleave(parts, rounds, rank.device, inner=3, between=rank.barrier)
-    took = {metric: rank.slowest(samples) for metric, samples in timed.items()}
-    for metric, samples in took.items():
-        yield rank.record(metric, "s", samples, of=name, bytes=nbytes, tensors=len(tensors))
-    read_s, gather_s = (statistics.median(took[metric]) for metric in ("read_s", "gather_s"))
-    least = predict_check_s(nbytes, nbytes / read_s, gather_s)
-    yield rank.record("predicted_check_s", "s", least, kind="modelled", of=name, bytes=nbytes)
+    return {metric: rank.slowest(samples) for metric, samples in timed.items()}
 
 
 PARTS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
@@ -588,6 +615,12 @@ def damaged(run: Records) -> list[str]:
     return list(dict.fromkeys(r.case["fault"] for r in run.where("accuracy") if r.case["fault"] != "none"))
 
 
+def compared(run: Records) -> tuple[int, int, int]:
+    """Comparisons of a kind of tensors; in how many hashes and all bytes name the same; in how many any differ."""
+    alike, differed = ([x for r in run.where(metric) for x in r.samples] for metric in ("check_right", "differed"))
+    return len(alike), int(sum(alike)), int(sum(differed))
+
+
 def share(flags: Iterable[float]) -> str:
     """For example "8 of 9"."""
     flags = list(flags)
@@ -597,7 +630,7 @@ def share(flags: Iterable[float]) -> str:
 def answer(run: Records) -> Iterator[str]:
     """How often cause, module, step and sample were named right; when drift was found; what both cost."""
     values = {m: [r.value for r in run.where(m)] for m in
-              ("cause_right", "module_right", "sample_right", "cure_works", "check_right")}  # fmt: skip
+              ("cause_right", "module_right", "sample_right", "cure_works")}  # fmt: skip
     for r in run.where("not_possible"):
         yield f"FP16 is not possible here, and its patients are left out: {r.case['why']}."
     if values["cause_right"]:
@@ -611,8 +644,8 @@ def answer(run: Records) -> Iterator[str]:
     if run.where("finder_step_s"):
         hooks, anomaly = slower(run, "hooks"), slower(run, "anomaly")
         yield f"A step of this small model takes {hooks} as long with hooks, {anomaly} under detect_anomaly."
-    if values["check_right"]:
-        yield from _drift_answer(run, values["check_right"])
+    if run.where("check_right"):
+        yield from _drift_answer(run)
     if faults := damaged(run):
         points = {fault: lost(run, fault) for fault in faults}
         told = [f"{f!r} costs rank 0's replica {p}" if is_shown(p) else f"{f!r} cannot be told from healthy ({p})"
@@ -624,12 +657,13 @@ def answer(run: Records) -> Iterator[str]:
         yield "One rank has no replica to drift from: drift, damage and price need two."
 
 
-def _drift_answer(run: Records, agreed: list[float]) -> Iterator[str]:
+def _drift_answer(run: Records) -> Iterator[str]:
     late = [r.value - run.one("differ_step", fault=r.case["fault"], of_seed=r.case["of_seed"],
                               kind_of=r.case["kind_of"]).value for r in run.where("found_step")]  # fmt: skip
     names = sorted({r.case["fault"] for r in run.where("differ_step", kind_of="parameters")})
-    yield (f"Parameters differ between ranks after: {', '.join(names) or 'no fault'}. Hashes say the same as comparing "
-           f"every byte in {share(agreed)} trainings and kinds of tensors.")  # fmt: skip
+    n, alike, differed = compared(run)
+    yield (f"Parameters differ between ranks after: {', '.join(names) or 'no fault'}. Hashes name the same tensors as "
+           f"comparing every byte in {alike} of {n} comparisons, of which {differed} differed.")  # fmt: skip
     if late:
         on_time = [run.one("predicted_found_step", **r.case).value == r.value for r in run.where("found_step")]
         yield (f"A check after every k steps finds drift where the formula says in {share(on_time)} cases, at most "
@@ -639,9 +673,9 @@ def _drift_answer(run: Records, agreed: list[float]) -> Iterator[str]:
 def _price_answer(run: Records) -> Iterator[str]:
     told = []
     for check in run.where("check_s"):
-        least = run.one("predicted_check_s", of=check.case["of"]).value
-        told.append(f"of {check.case['bytes'] / 1e6:.3g} MB {measure.estimate(check.samples, 's')} ({1e3 * least:.3g} "
-                    "ms to read the bytes once and to gather the hashes)")  # fmt: skip
+        model_s = run.one("predicted_check_s", of=check.case["of"]).value
+        told.append(f"of {check.case['bytes'] / 1e6:.3g} MB {measure.estimate(check.samples, 's')} (by the model, to "
+                    f"read the bytes once and to gather the hashes, {1e3 * model_s:.3g} ms)")  # fmt: skip
     yield f"A check takes: {'; '.join(told)}."
     told = []
     for k in (r.case["every"] for r in run.where("step_s") if r.case["every"]):

@@ -236,3 +236,32 @@ def test_09_late_in_data_shows_in_that_ranks_own_timer():
         return last == 1 and found[1]["data"] >= 30 > found[0]["data"]
 
     assert holds_soon(shown, once(), once)
+
+
+UPDATE = "            continue\n"
+
+
+def drifted(told):
+    """What the first line says, and the losses of both ranks after each comparison, with those of the healthy loop."""
+    first, head, *rows = told.splitlines()
+    assert head.split()[:6] == ["after", "step", "rank", "0", "rank", "1"] and len(rows) == 7
+    return first, {row.split()[0]: [float(loss) for loss in row.split()[1:3]] for row in rows}
+
+
+def test_10_a_left_out_update_is_found_and_the_losses_show_it():
+    first, losses = drifted(run("10", "edit-drift")[0])
+    assert first == "Compared every 5 steps, the replicas differ after step 15, in 0.bias, 0.weight, 2.bias, 2.weight."
+    assert losses["10"][0] == losses["10"][1] and abs(losses["15"][0] - losses["15"][1]) > 0.01
+
+
+def test_10_a_gradient_that_is_changed_by_a_hundred_thousandth_is_found_and_no_loss_shows_it():
+    scaled = "            next(model.parameters()).grad *= 1.00001\n"
+    first, losses = drifted(run("10", "edit-drift", (UPDATE, scaled))[0])
+    assert first == "Compared every 5 steps, the replicas differ after step 15, in 0.weight."
+    assert all(abs(a - b) < 0.0015 for a, b in losses.values()), "to the third digit, which is what is printed"
+
+
+def test_10_without_the_planted_line_nothing_differs():
+    first, losses = drifted(run("10", "edit-drift", (UPDATE, "            pass\n"))[0])
+    assert first == "After 30 steps and 6 comparisons the replicas are the same, bit for bit."
+    assert losses["30"] == losses["healthy"] and losses["30"][0] == losses["30"][1]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import warnings
 
 import pytest
@@ -140,11 +141,52 @@ def test_first_bad_names_the_innermost_maker_and_leaves_no_hook():
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_the_loss_is_a_module_as_well():
-    model, loss = nn.Linear(2, 2, bias=False), nn.MSELoss()
-    with lab.first_bad(model=model, loss=loss) as notes:
-        loss(model(torch.ones(1, 2)), torch.full((1, 2), 1e30)).backward()
-    assert lab.culprit(notes) == ("loss", "output")
+def test_a_gradient_of_a_parameter_that_overflows_alone_is_named():
+    """1,000 samples of 100: each gradient of the input is 0.5, their sum in the weight is beyond FP16."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.fill_(0.5)
+            layer.bias.zero_()
+    with lab.first_bad(net=model) as notes:
+        y = model(torch.full((1000, 2), 100.0, dtype=torch.float16))
+        y.backward(torch.ones_like(y))
+    assert y.isfinite().all() and model[1].bias.grad.isfinite().all() and not model[1].weight.grad.isfinite().any()
+    assert lab.culprit(notes) == ("net.1", "gradient of weight"), "before that of net.0, which overflows, too"
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+class RootOfZero(nn.Module):
+    """Makes NaN in backward, inside of a module with a child."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.child(x) * 0
+        return y.sqrt() * 0
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_a_parameter_to_which_a_bad_gradient_came_is_not_named():
+    model = nn.Sequential(nn.Linear(3, 3), RootOfZero())
+    with lab.first_bad(net=model) as notes:
+        model(torch.ones(2, 3)).sum().backward()
+    assert model[1].child.weight.grad.isnan().any()
+    assert lab.culprit(notes) == ("net.1", "gradient")
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_sparse_gradients_are_looked_at_as_well():
+    """The rows of one index are summed: 40,000 twice is beyond FP16."""
+    model = nn.Embedding(5, 3, sparse=True).half()
+    for index, found in (([1, 2], ("", "")), ([1, 1], ("net", "gradient of weight"))):
+        model.zero_grad()
+        with lab.first_bad(net=model) as notes:
+            y = model(torch.tensor(index))
+            y.backward(torch.full_like(y, 4e4))
+        assert lab.culprit(notes) == found
 
 
 # Replicas
@@ -175,17 +217,19 @@ def test_one_bit_changes_the_hash_and_nothing_cancels():
 
 
 def checked(_):
-    """On each rank: what the check says of equal tensors, of one that differs on the last rank, and of NaN."""
+    """On each rank: what the check says of equal tensors and NaN, of one that differs on the last rank, on rank 0."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     tensors = {"a": torch.ones(5), "b": torch.arange(4.0), "c": torch.full((2,), math.nan)}
     same = lab.replica_check(tensors)
     if rank == last:
         tensors["b"][2] = torch.nextafter(tensors["b"][2], torch.tensor(9.0))
-    return same, lab.replica_check(tensors)
+    late = lab.replica_check(tensors)
+    tensors["b"] = torch.arange(4.0) + (rank == 0)
+    return same, late, lab.replica_check(tensors)
 
 
 def test_the_check_names_tensor_and_rank_on_all_ranks():
-    assert run_on_ranks(checked, 3, None) == [([], [("b", 2)])] * 3
+    assert run_on_ranks(checked, 3, None) == [([], [("b", 2)], [("b", 1), ("b", 2)])] * 3
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +241,13 @@ def drifted():
 def test_replicas_differ_in_what_the_fault_says_and_hashes_agree_with_all_bytes(drifted):
     wrong = [r.case for r in drifted.where("differ_right") if not r.value]
     assert not wrong and len(drifted.where("differ_right")) == 3 * (len(drift.FAULTS) - 1)
-    assert all(r.value for r in drifted.where("check_right"))
+    n, alike, differed = lab.compared(drifted)
+    assert n == alike == sum(len(r.samples) for r in drifted.where("differed")) > 600
+    assert {r.case["fault"] for r in drifted.where("check_right", kind_of="buffers")} == {
+        "batch norm", "batch norm, not sent"}, "a comparison of no tensors says nothing"  # fmt: skip
+    ill = {(r.case["fault"], r.case["kind_of"]) for r in drifted.where("differ_step")}
+    assert differed > 100 and {(r.case["fault"], r.case["kind_of"]) for r in drifted.where("differed")
+                               if any(r.samples)} == ill  # fmt: skip
     said = {r.case["fault"]: r.case["name"] for r in drifted.where("differ_step", kind_of="parameters")}
     assert said["in place"] == "2.weight" and said["added later"].startswith("3.")
     assert not {"none", "dropout", "other rounding", "batch norm"} & set(said)
@@ -284,7 +334,11 @@ def measured():
 def test_what_is_measured_is_all_there_and_two_rounds_show_nothing(measured):
     assert {r.case["finder"] for r in measured.where("finder_step_s")} == {"plain", "hooks", "anomaly"}
     assert [r.case["every"] for r in measured.where("step_s")] == [0, 1, 10, 100]
-    assert {r.case["of"] for r in measured.where("check_s")} == {"model", "1 MB", "8 MB", "32 MB"}
+    for metric in ("check_s", "hash_s", "read_s", "gather_s"):
+        assert {r.case["of"] for r in measured.where(metric)} == {"model", "1 MB", "8 MB", "32 MB"}
+    modelled = {r.case["of"]: r.value for r in measured.where("predicted_check_s")}
+    latency_s = min(r.value for r in measured.where("gather_s"))
+    assert all(modelled[r.case["of"]] == pytest.approx(r.value + latency_s) for r in measured.where("read_s"))
     assert {r.case["fault"] for r in measured.where("accuracy", of_rank=1)} == {"none", *lab.DAMAGING}
     assert all(0.2 < r.value < 0.95 for r in measured.where("accuracy", of_rank=0))
     said = " ".join(lab.answer(measured))
@@ -303,6 +357,8 @@ def priced(check_s=0.002, lost=0.03, n=12):
         rows.append(made("step_s", [(0.004 + check_s / k) * j for j in jitter], every=k))
         rows.append(made("predicted_added_s", [check_s / 2 / k], kind="modelled", every=k))
     rows.append(made("check_s", [check_s * j for j in jitter], of="model", bytes=212_000, tensors=4))
+    for metric, part in (("hash_s", 0.75), ("read_s", 0.25), ("gather_s", 0.2)):
+        rows.append(made(metric, [check_s * part * j for j in jitter], of="model", bytes=212_000, tensors=4))
     rows.append(made("predicted_check_s", [check_s / 2], kind="modelled", of="model", bytes=212_000))
     for name, ratio in (("plain", 1), ("hooks", 3), ("anomaly", 7)):
         rows.append(made("finder_step_s", [0.002 * ratio * j for j in jitter], finder=name))
@@ -341,7 +397,10 @@ def test_the_figures_of_costs_say_what_can_be_told(shown):
     figures.price(run, predict(5, "cost of checks every 10 steps", "%"))
     assert alts[0].startswith("Checked in every step, a step takes 50 % longer.")
     assert "modelled" in kinds_in(drawn[0]) and "prediction" in kinds_in(drawn[0]) and "You predicted 5 %" in said[-1]
-    assert "2.0 times the formula's 1 ms" in said[0]
+    assert "2.0 times the model's 1 ms" in said[0]
+    assert (
+        "the hashes take 75 % of it, 3.0 times as long as a sum that reads the bytes once; the gather 20 %" in said[0]
+    )
     figures.damage(run, predict(3, "points lost", "points"))
     assert alts[1].startswith("Unnoticed, 'other weights' costs 3.0 points") and "skipped step" in said[2]
     figures.finder_cost(run, predict(2, "step with hooks", "x"))
@@ -355,10 +414,16 @@ def test_the_timeline_and_the_tables(examined, drifted, shown):
     drawn, alts, said, tables = shown
     figures.timeline(examined, predict(4, "steps of warning", "steps"))
     assert "bad sample: none" in alts[0] and "first in the input" in alts[0] and "You predicted 4 steps" in said[0]
+    assert "steps with a loss of more than three times its lowest" in alts[0]
     assert len(drawn[0].axes) == 2 and {"measured", "prediction"} == kinds_in(drawn[0])
     figures.silent(examined)
     assert (
         alts[1].startswith("No loss is NaN") and alts[1].count("cured to") == 2 and {"measured"} == kinds_in(drawn[1])
+    )
+    [ratio] = [line for line in said if "the norm that was clipped" in line]
+    assert (
+        ratio.startswith("* clip before unscale_: ")
+        and float(re.search(r"is ([\d,]+) times", ratio)[1].replace(",", "")) > 1e4
     )
     figures.matrix(examined)
     assert (tables[0].loc["root of zero", "root of zero"], tables[0].loc["healthy", "root of zero"]) == (2, "")
@@ -368,6 +433,26 @@ def test_the_timeline_and_the_tables(examined, drifted, shown):
     figures.drifts(drifted)
     assert tables[3].loc["dropout", "ranks differ in"] == "nothing"
     assert tables[3].loc["in place", "ranks differ in"] == "parameters"
+
+
+def without_step(run, cause, gone):
+    """The same records, in which a step's loss was not finite."""
+    rows = []
+    for r in run:
+        if r.metric == "loss" and r.case["planted"] == cause:
+            kept = [(k, v) for k, v in zip(r.case["steps"], r.samples, strict=True) if k != gone]
+            steps, samples = zip(*kept, strict=True)
+            r = dataclasses.replace(r, samples=samples, case={**r.case, "steps": list(steps)})
+        rows.append(r)
+    return Records(rows)
+
+
+@pytest.mark.parametrize("gone", [7, numbers.STEPS])
+def test_a_step_without_a_finite_loss_turns_the_title_and_leaves_a_gap(examined, shown, gone):
+    drawn, alts, *_ = shown
+    figures.silent(without_step(examined, "clip before unscale_", gone))
+    assert not alts[0].startswith("No loss is NaN") and "1 of 25 steps without a finite loss" in alts[0]
+    assert list(drawn[0].axes[0].lines[0].get_xdata()) == [k for k in range(numbers.STEPS) if k != gone]
 
 
 # The command
