@@ -302,6 +302,22 @@ evidence.write_recorder(folder, 0), evidence.write_stacks(folder, 0)
     assert of.groups == {made.group: (0,)} and of.stack[-1].name == "<module>" and not of.problems
 
 
+@pytest.mark.parametrize(("size", "entries"), [(None, 3), ("2", 2), ("0", 0)])
+def test_torch_records_unless_it_is_told_not_to(size, entries):
+    """What RECORDER, the glossary and the recipe say: without the variable calls are recorded; 0 turns that off."""
+    code = (
+        "import torch, torch.distributed as dist\n"
+        "from labs.parts.faults import evidence\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "for _ in range(3): dist.all_reduce(torch.ones(3))\n"
+        "print(len(evidence.recorded()['entries']))"
+    )
+    unset = {k: v for k, v in os.environ.items() if k not in (evidence.BUFFER, "TORCH_NCCL_TRACE_BUFFER_SIZE")}
+    env = unset | ({evidence.BUFFER: size} if size else {})
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=250)
+    assert done.stdout.split() == [str(entries)], done.stderr
+
+
 def command(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "labs.postmortem", *map(str, arguments)], capture_output=True, text=True, timeout=250

@@ -55,8 +55,8 @@ class Diagnosis:
 
 
 RECORDER = (
-    "the recorder of every rank, dumped while it hangs. torch 2.13 keeps 2,000 calls, earlier ones none unless "
-    "TORCH_FR_BUFFER_SIZE=2000 is in the environment before the process group is made."
+    "the recorder of every rank, dumped while it hangs. torch 2.13 keeps 2,000 calls unless "
+    "TORCH_FR_BUFFER_SIZE says otherwise before the process group is made."
 )
 WHO_KILLED = (
     "dmesg shows it if the kernel's out-of-memory killer did it; a kill by a person or a scheduler stands only in the "
@@ -335,7 +335,7 @@ def _either(job: Job, calls: dict[int, Call]) -> Diagnosis:
             f"{job.at(s, b, a)}: number {a.number} of group {a.group} is not the same on all ranks.",
             "Which of them is in the wrong cannot be told: no earlier step and no third rank says it.")  # fmt: skip
     return Diagnosis(_kind(job, a, b, s), (r, s), a.name, job.line(r, a), said, False,
-                     "more steps (a larger TORCH_FR_BUFFER_SIZE), or a run on 3 ranks.")  # fmt: skip
+                     "more steps (TORCH_FR_BUFFER_SIZE above 2000), or a run on 3 ranks.")  # fmt: skip
 
 
 def _kind(job: Job, theirs: Call, its: Call, rank: int) -> str:
