@@ -397,7 +397,7 @@ def answer(run: Records) -> Iterator[str]:
             if tried:
                 yield f"Of {len(tried)}, {cure}{note} helps against {len(helps)}: {'; '.join(helps) or 'none'}."
         if leaks := [c for c in table if c in LEAKS and "half the batch" in table[c]]:
-            yield f"{len(leaks)} of the causes are leaks, which half the batch leaves as they are by definition: {SAME_SAMPLES}."
+            yield f"{len(leaks)} are leaks, to which half the batch does nothing by definition: {SAME_SAMPLES}."
         later = [f"{cure} ({WHAT[c]})" for c in table for cure, g in table[c].items() if is_later(g)]
         if later:
             yield f"It only comes later with {', '.join(later)}: each step still leaves something."
