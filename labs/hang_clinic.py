@@ -19,6 +19,7 @@ import signal
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record, Records
 from labs.parts.faults.diagnosis import Diagnosis, diagnose
 from labs.parts.faults.evidence import RankEvidence, read
-from labs.parts.faults.hang_ranks import Drilled, Way, left_over, server
+from labs.parts.faults.hang_ranks import MONITORED, Drilled, Way, left_over, server
 from labs.parts.faults.hangs import HANGS, Hang
 
 FIVE = ("skipped_collective", "wrong_shape", "out_of_data", "dead_peer", "deadlocked_p2p")
@@ -37,6 +38,7 @@ SMOKE = {"drills": ("skipped_collective", "dead_peer")}
 TOOLS: dict[str, Way] = {"TORCH_DISTRIBUTED_DEBUG=DETAIL": "detail", "monitored_barrier": "monitored"}
 MOST_RANKS = 4
 NAMED = ("rank", "collective", "line")
+SAID = ("anything", "rank", "both", "collective", "asked")
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,21 @@ def is_right(hang: Hang, found: Diagnosis, wrong: int, ranks: int) -> dict[str, 
 def asked_torch(
     config: Config, rank: Rank, drill: Callable[..., Drilled], folder: Path, case: dict
 ) -> Iterator[Record]:
-    """What torch's own checks print for one program: whether that names the rank, and the collective."""
+    """What torch's own checks print for one program: whether that names the rank, and the collective.
+
+    A "names" record for each `what`: anything, rank, both (it shows what two ranks call, not which is wrong),
+    collective, crashed, asked (0: the check does not stand before the call in question).
+    """
     hang = HANGS[case["drill"]]
     for tool, way in TOOLS.items():
         place = folder / way
         ended = drill(case["drill"], rank.world_size, case["wrong"], False, place, config.patience_s, way)
         said = told(ended.printed)
-        crashed = {"crashed": -signal.SIGSEGV in ended.exit_codes}  # no program here does that by itself
-        for what, value in (named(said, hang, case["wrong"], rank.world_size) | crashed).items():
+        more = {
+            "crashed": -signal.SIGSEGV in ended.exit_codes,  # no program here does that by itself
+            "asked": way != "monitored" or not set(hang.collective).isdisjoint(MONITORED),
+        }
+        for what, value in (named(said, hang, case["wrong"], rank.world_size) | more).items():
             yield rank.record("names", "1", float(value), rank=0, tool=tool, what=what, said=said[:300], **case)
         yield rank.record(
             "leftovers", "1", float(len(left_over(ended.pids))), rank=0, what="processes", tool=tool, **case
@@ -157,7 +166,9 @@ def asked_torch(
 
 
 SAYS = re.compile(r"^.*(?:mismatch between collectives|monitoredBarrier).*$", re.M)
-BLAMED = re.compile(r"Ranks? ([\d, ]+) failed to pass|from rank (\d+)\. Please check")
+LATE = re.compile(r"Ranks? ([\d, ]+) failed to pass")
+SENT_TO = re.compile(r"from rank (\d+)\. Please check")  # what the others print: whose log to read
+SHOWN = re.compile(r"Rank (\d+) is running collective: (.*?)(?=, but Rank|\.Collectives differ| \| |$)")
 
 
 def told(printed: str) -> str:
@@ -166,14 +177,22 @@ def told(printed: str) -> str:
 
 
 def named(said: str, hang: Hang, wrong: int, ranks: int) -> dict[str, bool]:
-    """Whether the text singles out the right rank, and has the name of the collective."""
-    blamed = {int(n) for found in BLAMED.findall(said) for n in re.findall(r"\d+", "".join(found))}
+    """Whether the text singles out the right rank, shows what two ranks call, and has the name of the collective."""
+    blamed = {int(n) for found in LATE.findall(said) or SENT_TO.findall(said) for n in re.findall(r"\d+", found)}
+    shown = {int(rank): call for rank, call in SHOWN.findall(said)}
     calls = [c.replace("_", "") for c in hang.collective]
     return {
         "anything": bool(said),
-        "rank": blamed == set(hang.ranks(wrong, ranks)),
+        "rank": (blamed or odd_ones(shown)) == set(hang.ranks(wrong, ranks)),
+        "both": len(set(shown.values())) > 1,
         "collective": any(c in said.replace("_", "").lower() for c in calls),
     }
+
+
+def odd_ones(shown: dict[int, str]) -> set[int]:
+    """Ranks whose call is not that of most ranks which a text shows; none, if no call is that of most."""
+    usual, count = Counter(shown.values()).most_common(1)[0] if shown else ("", 0)
+    return {rank for rank, call in shown.items() if call != usual} if count > len(shown) / 2 else set()
 
 
 def _remove(folder: Path) -> None:
@@ -203,12 +222,14 @@ def answer(run: Records) -> Iterator[str]:
     clean = "Nothing is left of them." if not left else f"{left:.0f} processes or files are left of them."
     if tools := run.where("names", what="rank"):
         for tool in TOOLS:
-            rows = {what: run.where("names", tool=tool, what=what) for what in ("anything", "rank", "collective")}
+            rows = {what: run.where("names", tool=tool, what=what) for what in SAID}
             of = {what: [r.case["drill"] for r in rs if r.value] for what, rs in rows.items()}
+            only = [drill for drill in of["both"] if drill not in of["rank"]]
             yield (
-                f"{tool} says something in {len(of['anything'])} of {len(rows['rank'])} drills. It singles out the "
-                f"right rank in {len(of['rank'])} ({', '.join(of['rank']) or 'none'}), and has the name of the "
-                f"collective in {len(of['collective'])}."
+                f"{tool} says something in {len(of['anything'])} of {len(of['asked'])} drills. It singles out the "
+                f"right rank in {len(of['rank'])} ({', '.join(of['rank']) or 'none'}), shows what two ranks call, not "
+                f"which is wrong, in {len(only)} ({', '.join(only) or 'none'}), and has the name of the collective in "
+                f"{len(of['collective'])}."
             )
             if crashed := [r.case["drill"] for r in run.where("names", tool=tool, what="crashed") if r.value]:
                 yield (

@@ -9,6 +9,7 @@ limit ends: a limit of the kernel, a small /dev/shm, or a watcher that kills as 
 From the signs alone (levels, growth from step to step, in which process, message, exit code) the cause is named. Then
 each cure is tried on each program without a limit: the memory that it takes at most, with the cure and without. It all
 happens in the host's memory, on a machine with GPUs, too; fragmentation, which only their allocator has, is modelled.
+empty_cache does nothing there: malloc_trim is tried in its place, and empty_cache in the model alone.
 
 Records, case fields in brackets:
   named            1 if the cause that was planted is the one named [cause, end, size, seed, named, sentence, message,
@@ -40,7 +41,7 @@ from labs.kit.rank import Rank, unpinned
 from labs.kit.record import Record, Records
 from labs.parts.faults import memory_end, memory_faults
 from labs.parts.faults.memory_end import OLD_HABITS, Signs, Trial, run_until_end
-from labs.parts.faults.memory_faults import CURES, ENDS, FRAGMENTATION, LOADER, MIB, WHAT, Cure
+from labs.parts.faults.memory_faults import CURES, ENDS, FRAGMENTATION, LOADER, MIB, TRIM, WHAT, Cure
 from labs.parts.oracle.step import step
 from labs.parts.remedies.ways_to_allocate import BETWEEN, EXPANDABLE, LATE, PLAIN, fragment
 from labs.parts.traps.datasets import workers_now
@@ -51,6 +52,8 @@ NOBODY = "none"
 PATTERN = (16, 50 * MIB, 30 * MIB)  # tensors, bytes of the large and of the smaller ones
 END_STEPS, CURE_STEPS = 20, 5
 LEAKS = ("graph", "outputs", "closure", "python_objects")
+SAME_SAMPLES = "it runs for the same number of samples, so for twice as many steps"
+INSTEAD = "in place of empty_cache, which does nothing on a CPU"
 OF_DEVICE = {"empty_cache when it is late": LATE, "empty_cache": BETWEEN, "expandable segments": EXPANDABLE}
 LEAST_SHARE, LEAST_BYTES = 0.1, 4 * MIB
 """A cure that gives less than this share of what is needed, or less than these bytes, gave nothing: two runs of one
@@ -112,8 +115,10 @@ def name(s: Signs) -> Diagnosis:
         if s.steps * s.worker_growth > SHARE_OF_LEAK * s.workers:
             return Diagnosis("worker_objects", f"The workers grow by {_mb(s.worker_growth)} per step, to "
                              f"{_mb(s.workers)}: they copy what they read.")  # fmt: skip
-        grows = "and do not grow" if s.steps >= 3 else f"after {s.steps} steps, too few to see them grow"
-        return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)} {grows}: their number counts.")
+        if s.steps < 3:
+            return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)}. It was killed after {s.steps} "
+                             "steps, too early to see growth: that their number counts is a guess.")  # fmt: skip
+        return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)} and do not grow: their number counts.")
     if s.steps * s.trainer_growth > SHARE_OF_LEAK * s.trainer:
         return _leak(s)
     refused = re.search(r"allocate memory|MemoryError|Errno 12", s.message)
@@ -386,11 +391,13 @@ def answer(run: Records) -> Iterator[str]:
         yield f"What gives most, by what filled the memory: {'; '.join(said)}."
         if alone := [WHAT[c] for c, b in best.items() if not b]:
             yield f"None of the cures tried helps against: {'; '.join(alone)}."
-        for cure in ("half the batch", "empty_cache"):
+        for cure, note in (("half the batch", ""), (TRIM, f" ({INSTEAD})")):
             tried = [c for c in table if cure in table[c]]
             helps = [WHAT[c] for c in tried if cure in best[c]]
             if tried:
-                yield f"Of {len(tried)}, {cure} helps against {len(helps)}: {'; '.join(helps) or 'none'}."
+                yield f"Of {len(tried)}, {cure}{note} helps against {len(helps)}: {'; '.join(helps) or 'none'}."
+        if leaks := [c for c in table if c in LEAKS and "half the batch" in table[c]]:
+            yield f"{len(leaks)} are leaks, to which half the batch does nothing by definition: {SAME_SAMPLES}."
         later = [f"{cure} ({WHAT[c]})" for c in table for cure, g in table[c].items() if is_later(g)]
         if later:
             yield f"It only comes later with {', '.join(later)}: each step still leaves something."

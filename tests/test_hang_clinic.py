@@ -66,7 +66,9 @@ def test_what_torchs_own_checks_name():
     detail, monitored = lab.TOOLS
     assert says(detail, "wrong_shape", "collective") and not says(detail, "wrong_shape", "rank")
     assert not says(monitored, "wrong_shape", "anything"), "all ranks come to the barrier"
-    assert not says(detail, "deadlocked_p2p", "anything")
+    assert says(detail, "wrong_shape", "both") and not says(detail, "skipped_collective", "both")
+    assert not says(detail, "deadlocked_p2p", "anything") and says(detail, "deadlocked_p2p", "asked")
+    assert not says(monitored, "deadlocked_p2p", "asked"), "it stands before collectives alone"
     assert "It singles out the right rank" in next(iter(lab.answer(run)))
 
 
@@ -88,10 +90,17 @@ def test_what_a_check_said_names_a_rank_only_if_it_singles_one_out():
         "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: "
         "(OpType=ALLREDUCE, TensorShape=[4]), but Rank 1 is running collective: (OpType=ALLREDUCE, TensorShape=[3])"
     )
-    assert lab.named(lab.told(both), hang, 1, 2) == {"anything": True, "rank": False, "collective": True}
+    shown = {"anything": True, "rank": False, "both": True, "collective": True}
+    assert lab.named(lab.told(both), hang, 1, 2) == shown
+    third = both.replace("Rank 0", "Rank 2") + ".Collectives differ in the following aspects: shapes: 4vs 3"
+    assert lab.named(lab.told(f"{both}\n{third}"), hang, 1, 3) == shown | {"rank": True}, "two against one"
+    assert not lab.named(lab.told(f"{both}\n{third}"), hang, 0, 3)["rank"]
     one = "[rank0]: [Rank 0]: Ranks 1 failed to pass monitoredBarrier in 2000 ms"
-    assert lab.named(lab.told(one), hang, 1, 2) == {"anything": True, "rank": True, "collective": False}
+    late = {"anything": True, "rank": True, "both": False, "collective": False}
+    assert lab.named(lab.told(one), hang, 1, 2) == late
     assert not lab.named(lab.told(one), hang, 0, 2)["rank"]
+    other = "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0."
+    assert lab.named(lab.told(f"{one}\n{other} Please check rank 0 logs for faulty rank."), hang, 1, 3) == late
     assert lab.told("RuntimeError: Connection closed by peer") == ""
 
 

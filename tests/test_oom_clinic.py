@@ -18,7 +18,7 @@ from labs.kit.plot import to_png
 from labs.kit.record import Record, Records
 from labs.parts.faults import memory_end, memory_faults
 from labs.parts.faults.memory_end import Trial, from_message, run_until_end
-from labs.parts.faults.memory_faults import CURES, ENDS, FRAGMENTATION, PROGRAMS, WHAT, Cure
+from labs.parts.faults.memory_faults import CURES, ENDS, FRAGMENTATION, PROGRAMS, TRIM, WHAT, Cure
 from labs.parts.oracle.trace import CATEGORIES
 
 linux = pytest.mark.skipif(not memory_end.LINUX, reason="limits and counts of a process's memory are Linux's here")
@@ -199,7 +199,15 @@ def test_what_a_leak_leaves_is_counted_by_hand():
 def run():
     if not memory_end.LINUX:
         pytest.skip("Linux only")
-    cures = ("half the batch", "4 micro-batches", "checkpointing", "SGD, no momentum", "detach()", "keep numbers only")
+    cures = (
+        "half the batch",
+        TRIM,
+        "4 micro-batches",
+        "checkpointing",
+        "SGD, no momentum",
+        "detach()",
+        "keep numbers only",
+    )
     return launch("oom_clinic", nproc=1, causes=("batch", "states", "graph", "outputs", "shared_memory", FRAGMENTATION),
                   cures=cures, timeout_s=250)  # fmt: skip
 
@@ -229,10 +237,23 @@ def test_the_answer_and_the_page_say_what_the_records_hold(run, monkeypatch):
     figures.messages(run)
     figures.named(run)
     figures.foretold(run)
+    figures.half_the_batch(run)
     assert shown[0].startswith("Half the batch helps against 2 of 5 causes")
     assert tables[0].loc["kept graph", "checkpointing"].endswith("grows on")
     assert tables[0].loc["kept outputs", "detach()"] == "nothing" and tables[0].loc["kept outputs", "half the batch"]
-    assert "(none)" in set(tables[1]["last words"]) and said[0].startswith("* 11 of 11 ends")
+    assert "(none)" in set(tables[1]["last words"]) and said[1].startswith("* 11 of 11 ends")
+    assert said[0].startswith("* malloc_trim is tried in place of empty_cache") and "modelled row" in said[0]
+    assert tables[0].loc["kept graph", "empty_cache"] == "" != tables[0].loc["fragmentation (modelled)", "empty_cache"]
+    assert "For the 2 leaks of the trainer that is by definition" in said[-1]
+    assert said[-1].endswith("Of the 3 that are no such leaks it helps against 2.")
+
+
+def test_a_name_that_is_a_guess_says_so():
+    """Two steps show no growth: too many workers is what is left."""
+    early, late = (lab.name(signs(trainer=20, workers=60, worker_growth=0.2, steps=n)) for n in (2, 3))
+    assert early.cause == late.cause == "worker_buffers"
+    assert "killed after 2 steps, too early to see growth" in early.sentence and early.sentence.endswith("a guess.")
+    assert "guess" not in late.sentence
 
 
 def test_a_wrong_name_is_told():

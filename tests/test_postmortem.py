@@ -211,6 +211,35 @@ def test_dumps_of_nccl(tmp_path):
     assert names(told(tmp_path), "shape", (1,), "all_reduce", 10)
 
 
+@pytest.mark.parametrize("with_stacks", [True, False])
+def test_calls_without_python_frames_as_ddp_makes_them_on_gpus(tmp_path, with_stacks):
+    """Autograd's own thread calls. Stacks tell where the main threads are; without them no line is made up."""
+
+    def of_ddp(number, size=4, state="completed"):
+        return of_nccl("all_reduce", number, 0, state=state, size=size, frames=[])
+
+    backward = [("/venv/lib/python3.11/site-packages/torch/_tensor.py", 648, "backward"), (TRAIN, 30, "main")]
+    if with_stacks:
+        leave(tmp_path, 0, stack=backward)
+        leave(tmp_path, 1, stack=[(TRAIN, 40, "save")])
+    nccl(tmp_path, 0, [of_ddp(1), of_ddp(2, state="started")])
+    nccl(tmp_path, 1, [of_ddp(1)])
+    late = told(tmp_path)
+    nccl(tmp_path, 1, [of_ddp(1), of_ddp(2, size=5, state="scheduled")])
+    other_size = told(tmp_path)
+    usual = [of_ddp(i, size=3 + i % 2) for i in (1, 2, 3, 4)]  # two buckets a step
+    nccl(tmp_path, 0, [*usual, of_ddp(5, size=4, state="started"), of_ddp(6, size=3, state="scheduled")])
+    nccl(tmp_path, 1, [*usual, of_ddp(5, size=3, state="started")])
+    skipped = told(tmp_path)
+    for found, kind, line in ((late, "elsewhere", 30), (other_size, "shape", 40), (skipped, "skipped", 30)):
+        assert (found.kind, found.ranks, found.collective) == (kind, (1,), "all_reduce"), found
+        assert "None" not in str(found)
+        assert (found.line and found.line.line) == (line if with_stacks else None), found
+        assert ("its line was not recorded" in str(found)) == (not with_stacks), found
+    if with_stacks:
+        assert "its main thread is at train.py:30" in str(late) and "is at train.py:40" in str(other_size)
+
+
 def test_two_that_receive_first_under_nccl_which_queues_what_comes_after(tmp_path):
     """Both queued their send, too: the oldest open call of each tells."""
 
@@ -271,6 +300,22 @@ evidence.write_recorder(folder, 0), evidence.write_stacks(folder, 0)
     assert (made.sizes, made.dtypes) == (((3,),), ("Float",))
     assert made.own[0].source == "dist.all_reduce(torch.ones(3))" and made.done
     assert of.groups == {made.group: (0,)} and of.stack[-1].name == "<module>" and not of.problems
+
+
+@pytest.mark.parametrize(("size", "entries"), [(None, 3), ("2", 2), ("0", 0)])
+def test_torch_records_unless_it_is_told_not_to(size, entries):
+    """What RECORDER, the glossary and the recipe say: without the variable calls are recorded; 0 turns that off."""
+    code = (
+        "import torch, torch.distributed as dist\n"
+        "from labs.parts.faults import evidence\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "for _ in range(3): dist.all_reduce(torch.ones(3))\n"
+        "print(len(evidence.recorded()['entries']))"
+    )
+    unset = {k: v for k, v in os.environ.items() if k not in (evidence.BUFFER, "TORCH_NCCL_TRACE_BUFFER_SIZE")}
+    env = unset | ({evidence.BUFFER: size} if size else {})
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=250)
+    assert done.stdout.split() == [str(entries)], done.stderr
 
 
 def command(*arguments):

@@ -169,7 +169,7 @@ def _sudden_death(rank: int, code: int | None, frames: list[str]) -> RankFailed:
 
 def _remedy(code: int, frames: list[str]) -> str:
     if code == -signal.SIGKILL:
-        return "Somebody ran kill -9, or the system ran out of memory: see `dmesg`, or try a smaller batch_size."
+        return "The system ran out of memory (`dmesg` shows that; try a smaller batch_size), or somebody ran kill -9."
     if code == -signal.SIGBUS:
         return "It crashed below Python: a bus error usually means that /dev/shm is too small."
     if code in (-signal.SIGSEGV, -signal.SIGABRT):

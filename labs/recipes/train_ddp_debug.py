@@ -71,7 +71,8 @@ class Evidence:
         self.folder, self.rank, self.patience, self.ending = folder, rank, patience, False
         self.cuda, self.lock = cuda, threading.Lock()
         self.end_of_step(None)
-        # Read when the first process group is made: how many collectives torch keeps, and where NCCL's own dump goes
+        # Read when the first process group is made: how many collectives torch keeps (in 2.13 it is the
+        # default, in some earlier versions none), and whether and where NCCL's watchdog dumps them
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.resolve() / "nccl_trace_rank_"))

@@ -17,8 +17,10 @@ from labs.parts.faults.diagnosis import diagnose
 from labs.parts.faults.evidence import Call, read
 from labs.parts.faults.hang_ranks import server
 
-RANK, SPEAKS, SILENT, CRASHES = "names the rank", "says something, not which rank", "says nothing", "crashes"
-COLORS = {RANK: BLUE, SPEAKS: "#F3D9C9", SILENT: "#E3E3E3", CRASHES: "#4D4D4D"}
+RANK, BOTH, SPEAKS = "names the rank", "shows both calls", "says something, not which rank"
+SILENT, NOT_ASKED, CRASHES = "says nothing", "not asked", "crashes"
+COLORS = {RANK: BLUE, BOTH: "#A6CEE8", SPEAKS: "#F3D9C9", SILENT: "#E3E3E3", NOT_ASKED: "#F7F0C8", CRASHES: "#4D4D4D"}
+DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 LAST = 3
 """Calls before the end that are shown."""
 
@@ -81,8 +83,8 @@ def who_names_the_rank(diagnosed: Records, asked: Records, guess: Prediction | N
     files = "files of all ranks"
     cells[files] = [RANK if diagnosed.one("right", drill=name, what="rank").value else SPEAKS for name in names]
     named = {tool: column.count(RANK) for tool, column in cells.items()}
-    message = f"Which rank? torch's checks name it in {max(named[t] for t in lab.TOOLS)} of {len(names)} hangs at " \
-              f"most, the files of all ranks in {named[files]}"  # fmt: skip
+    message = f"Which rank? DETAIL names it in {named[DETAIL]} of {len(names)} and shows both calls in " \
+              f"{cells[DETAIL].count(BOTH)}; the files of all ranks name it in {named[files]}"  # fmt: skip
     fig, ax = figure(message, xlabel="what is asked", ylabel="what was planted", size=(7.8, 2.1 + 0.27 * len(names)),
                      records=Records([*diagnosed.where("right", what="rank"), *asked.where("names", what="rank")]),
                      legend_below=True)  # fmt: skip
@@ -102,9 +104,12 @@ def who_names_the_rank(diagnosed: Records, asked: Records, guess: Prediction | N
             "Without DETAIL their cured versions end well: it is the check that crashes. With NCCL it was not tried."
         )
     if guess is not None:
-        say(f"* {guess.against(float(named['TORCH_DISTRIBUTED_DEBUG=DETAIL']))}")
+        say(f"* {guess.against(float(named[DETAIL]))}")
 
 
 def _told(asked: Records, tool: str, name: str) -> str:
-    of = {what: asked.one("names", tool=tool, drill=name, what=what).value for what in ("rank", "anything", "crashed")}
-    return RANK if of["rank"] else CRASHES if of["crashed"] else SPEAKS if of["anything"] else SILENT
+    of = {what: asked.one("names", tool=tool, drill=name, what=what).value for what in (*lab.SAID, "crashed")}
+    if not of["asked"]:
+        return NOT_ASKED
+    return (RANK if of["rank"] else BOTH if of["both"] else CRASHES if of["crashed"] else
+            SPEAKS if of["anything"] else SILENT)  # fmt: skip

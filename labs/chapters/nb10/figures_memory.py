@@ -11,7 +11,7 @@ from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import ORANGE, figure, heat_map, show
 from labs.kit.record import Records
-from labs.parts.faults.memory_faults import CURES, FRAGMENTATION, WHAT
+from labs.parts.faults.memory_faults import CURES, FRAGMENTATION, TRIM, WHAT
 
 HALF = "half the batch"
 SHORT = {
@@ -21,7 +21,7 @@ SHORT = {
     "address_space": "limit on addresses", FRAGMENTATION: "fragmentation",
 }  # fmt: skip
 
-TWO_LINES = {"checkpointing": "check-\npointing", "set_to_none": "set_to_\nnone", "empty_cache": "empty_\ncache",
+TWO_LINES = {"checkpointing": "check-\npointing", "set_to_none": "set_to_\nnone", TRIM: "malloc_\ntrim",
              "prefetch_factor=1": "prefetch_\nfactor=1", "4 micro-batches": "4 micro-\nbatches"}  # fmt: skip
 
 
@@ -32,7 +32,8 @@ def cures(run: Records) -> None:
     shares = [[_share(row.get(cure)) for cure in columns] for row in cells.values()]
     origin = Records(r for r in run.where("needed_bytes") if r.case["cause"] in cells)
     message = _message({cause: row[HALF] for cause, row in cells.items() if HALF in row})
-    fig, ax = figure(message, xlabel="cure", ylabel="what fills the memory", records=origin,
+    note = f"cure ({TRIM}: {lab.INSTEAD})" if TRIM in columns else "cure"
+    fig, ax = figure(message, xlabel=note, ylabel="what fills the memory", records=origin,
                      size=(9.6, 2.4 + 0.36 * len(cells)))  # fmt: skip
     names = [f"{SHORT[cause]}, {next(iter(row.values())).needed / 1e6:.0f} MB" for cause, row in cells.items()]
     heat_map(ax, shares, columns=columns, rows=names, kind=origin[0].kind, form="", center=0.0, span=1.0,
@@ -64,12 +65,16 @@ def _message(half: dict[str, lab.Given]) -> str:
 
 
 def half_the_batch(run: Records, guess: Prediction | None = None) -> None:
-    """Against which of the measured causes half the batch helps for good, and what it gives elsewhere."""
+    """Against which of the measured causes half the batch helps for good; leaks, where it cannot, counted apart."""
     tried = {c: row[HALF] for c, row in lab.given(run).items() if c != FRAGMENTATION and HALF in row}
     helps = [c for c, g in tried.items() if g.saved > 0 and not g.is_nothing and not g.postpones]
     others = ", ".join(SHORT[c] for c in tried if c not in helps)
     say(f"* Half the batch helps against {len(helps)} of {len(tried)}: {', '.join(SHORT[c] for c in helps) or 'none'}. "
         f"It does not against: {others}.")  # fmt: skip
+    if leaks := [c for c in tried if c in lab.LEAKS]:
+        rest = [c for c in tried if c not in leaks]
+        say(f"* For the {len(leaks)} leaks of the trainer that is by definition: {lab.SAME_SAMPLES}. Of the "
+            f"{len(rest)} that are no such leaks it helps against {len([c for c in helps if c in rest])}.")  # fmt: skip
     if guess is not None:
         say(f"* {guess.against(float(len(helps)))}")
 
@@ -102,6 +107,9 @@ def cure_table(run: Records) -> None:
     table = pandas.DataFrame.from_dict(rows, orient="index")
     table.columns.name = "MB saved with"
     show_table(table)
+    if TRIM in columns:
+        say(f"* {TRIM} is tried {lab.INSTEAD}" +
+            ("; empty_cache is in the modelled row." if FRAGMENTATION in cells else "."))  # fmt: skip
 
 
 def _in_table(given: lab.Given) -> str:

@@ -55,8 +55,12 @@ class Diagnosis:
 
 
 RECORDER = (
-    "the recorder of every rank: TORCH_FR_BUFFER_SIZE=2000 in the environment before the process group is made, and a "
-    "dump while it hangs."
+    "the recorder of every rank, dumped while it hangs. torch 2.13 keeps 2,000 calls unless "
+    "TORCH_FR_BUFFER_SIZE says otherwise before the process group is made."
+)
+WHO_KILLED = (
+    "dmesg shows it if the kernel's out-of-memory killer did it; a kill by a person or a scheduler stands only in the "
+    "scheduler's log."
 )
 
 
@@ -106,6 +110,22 @@ class Job:
     def stack_line(self, rank: int) -> Frame | None:
         """Where the main thread of a rank is, in its own code."""
         return next((f for f in self.of[rank].stack or () if f.is_own), None)
+
+    def line(self, rank: int, call: Call) -> Frame | None:
+        """Where a rank made a call. None: not recorded.
+
+        On GPUs autograd's own thread makes the calls of DDP, without Python lines. Then it is where the main thread
+        is, which is in backward or later: as long as the call is the last one, or not over.
+        """
+        is_now = call is self.last(rank) or not call.done
+        return _line(call) or (self.stack_line(rank) if is_now else None)
+
+    def at(self, rank: int, call: Call, other: Call | None = None) -> str:
+        """The same in words, of the line that `other` has not."""
+        if call.own:
+            return _at_line(_line_apart(call, other) if other else _line(call))
+        line = self.line(rank, call)
+        return f"(its main thread is at {line})" if line else _at_line(None)
 
     def in_torch(self, rank: int) -> str:
         """Name of the call of torch.distributed that the main thread of a rank is in, or empty."""
@@ -159,11 +179,14 @@ def _raised(job: Job) -> Diagnosis | None:
     end = job.of[own[0]].end
     assert end is not None
     line = _raised_at(end.traceback) or job.stack_line(own[0])
-    waits = next((c for r in job.of if r not in own and (c := job.blocked_in(r) or job.last(r))), None)
+    waiting, waits = next(
+        ((r, c) for r in job.of if r not in own and (c := job.blocked_in(r) or job.last(r))), (-1, None)
+    )
     name = waits.name if waits else ""
     at = f" at {line}" if line else ""
     others = [r for r in job.of if r not in own]
-    why = f"{_ranks(others)} {_be(others)} in {name} at {_line(waits)}, and cannot go on without it." if waits else ""
+    where = f"in {name} {job.at(waiting, waits)}" if waits else ""
+    why = f"{_ranks(others)} {_be(others)} {where}, and cannot go on without it." if waits else ""
     first = f"{_ranks(own)} raised {_first_line(end.error)}{at}."
     return Diagnosis("error", tuple(own), name, line, (first, why) if why else (first,), True)
 
@@ -287,18 +310,20 @@ def _told_apart(job: Job, calls: dict[int, Call]) -> Diagnosis:
     others = [r for r in calls if r not in astray]
     how = "most ranks do" if len(others) > len(calls) / 2 else "was done here in earlier steps"
     kind = _kind(job, theirs, its, astray[0])
-    line = _line_apart(theirs, its) if kind == "skipped" else _line_apart(its, theirs)
+    at_theirs, at_its = job.at(usual, theirs, its), job.at(astray[0], its, theirs)
     who, rest = _ranks(astray), _ranks(others, "r")
     if kind == "skipped":
-        said = (f"{who} did not call {_named(theirs)} at {line}, where {rest} {_be(others)}.",
-                f"{who} {_be(astray)} already in {its.name} at {_line_apart(its, theirs)}, which came after it in "
-                "earlier steps.")  # fmt: skip
+        line = _line_apart(theirs, its) or job.line(usual, theirs)
+        said = (f"{who} did not call {_named(theirs)} {at_theirs}, where {rest} {_be(others)}.",
+                f"{who} {_be(astray)} already in {its.name} {at_its}, which came after it in earlier "
+                "steps.")  # fmt: skip
         return Diagnosis(kind, tuple(astray), theirs.name, line, said, True)
     meet = f"Both are number {its.number} of group {its.group}, so they meet"
     if kind == "group":
         meet = "Each waits in its group for the other"
-    said = (f"{who} called {_described(its, theirs)} at {line}; {rest} called {_described(theirs, its)} at "
-            f"{_line_apart(theirs, its)}.", f"{meet}; the second is what {how}.")  # fmt: skip
+    line = _line_apart(its, theirs) or job.line(astray[0], its)
+    said = (f"{who} called {_described(its, theirs)} {at_its}; {rest} called {_described(theirs, its)} "
+            f"{at_theirs}.", f"{meet}; the second is what {how}.")  # fmt: skip
     return Diagnosis(kind, tuple(astray), its.name, line, said, True)
 
 
@@ -306,18 +331,18 @@ def _either(job: Job, calls: dict[int, Call]) -> Diagnosis:
     """Calls that differ, with nothing to say which is the right one."""
     r, a = next(iter(calls.items()))
     s, b = next((s, c) for s, c in calls.items() if _sign(c) != _sign(a))
-    said = (f"Rank {r} called {_described(a, b)} at {_line_apart(a, b)}, rank {s} called {_described(b, a)} at "
-            f"{_line_apart(b, a)}: number {a.number} of group {a.group} is not the same on all ranks.",
+    said = (f"Rank {r} called {_described(a, b)} {job.at(r, a, b)}, rank {s} called {_described(b, a)} "
+            f"{job.at(s, b, a)}: number {a.number} of group {a.group} is not the same on all ranks.",
             "Which of them is in the wrong cannot be told: no earlier step and no third rank says it.")  # fmt: skip
-    return Diagnosis(_kind(job, a, b, s), (r, s), a.name, _line(a), said, False,
-                     "more steps (a larger TORCH_FR_BUFFER_SIZE), or a run on 3 ranks.")  # fmt: skip
+    return Diagnosis(_kind(job, a, b, s), (r, s), a.name, job.line(r, a), said, False,
+                     "more steps (TORCH_FR_BUFFER_SIZE above 2000), or a run on 3 ranks.")  # fmt: skip
 
 
 def _kind(job: Job, theirs: Call, its: Call, rank: int) -> str:
     """In what `its` differs from `theirs`."""
     if its.group != theirs.group:
         return "group"
-    if its.name == theirs.name and _where(its) == _where(theirs):
+    if its.name == theirs.name and its.own and _where(its) == _where(theirs):
         return "shape" if its.sizes != theirs.sizes else "dtype"
     known = [_sign(c) for r in job.calls for c in job.calls[r] if c.record < its.record]
     if _sign(its) in known and _sign(theirs) in known:
@@ -340,11 +365,11 @@ def _crashed(job: Job) -> Diagnosis | None:
     where = tuple((f.file, f.line) for f in job.of[crashed[0]].stack or () if f.is_own)
     here, name = job.stack_line(crashed[0]), job.in_torch(crashed[0])
     why = "gloo ended the process: what it received was larger than what it was ready for."
-    if where != _where(call):
+    if call.own and where != _where(call):
         return _crashed_elsewhere(job, crashed, call, alive)
-    earlier = [c for c in job.calls[rank] if _where(c) == where and c.record < call.record]
+    earlier = [c for c in job.calls[rank] if call.own and _where(c) == where and c.record < call.record]
     if not earlier:
-        said = (f"{_ranks([*crashed, *alive])} called {name} at {here}; {_ranks(crashed, 'r')} crashed there.",
+        said = (f"{_ranks([*crashed, *alive])} called {name} {_at_line(here)}; {_ranks(crashed, 'r')} crashed there.",
                 f"{why} Whose size is wrong cannot be told.")  # fmt: skip
         return Diagnosis("shape", tuple(sorted({*crashed, *alive})), call.name, here, said, False,
                          "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL, which prints both sizes.")  # fmt: skip
@@ -367,7 +392,9 @@ def _crashed_elsewhere(job: Job, crashed: list[int], call: Call, alive: dict[int
     rank = next(iter(alive))
     before = [c for c in job.calls[rank] if c.record < call.record]
     known_here, known_call = (any(_where(c) == w for c in before) for w in (where, _where(call)))
-    both = (f"{_ranks(crashed)} called {name} at {here}; {_ranks(alive, 'r')} called {call.name} at {_line(call)}.",)
+    both = (
+        f"{_ranks(crashed)} called {name} {_at_line(here)}; {_ranks(alive, 'r')} called {call.name} at {_line(call)}.",
+    )
     why = "They met, and gloo ended the first, whose call got more than it was ready for."
     follows = [_where(b) for a, b in itertools.pairwise(before) if _sign(a) == _sign(before[-1])]
     usual = [w for w in (where, _where(call)) if w in follows]
@@ -395,17 +422,18 @@ def _died(job: Job) -> Diagnosis | None:
         return None
     others = [r for r in job.of if r not in dead]
     calls = {r: c for r in others if (c := job.last(r))}
-    waits = min(calls.values(), key=lambda c: c.number, default=None)
+    waiting = min(calls, key=lambda r: calls[r].number, default=-1)
+    waits = calls.get(waiting)
     errors = [e.end.error for r, e in job.of.items() if r in others and e.end]
     lost = any(re.search(r"onnection (closed|reset|refused)|Broken pipe|remote process exited", e) for e in errors)
-    line = _line(waits) if waits else next((f for r in others if (f := job.stack_line(r))), None)
+    line = job.line(waiting, waits) if waits else next((f for r in others if (f := job.stack_line(r))), None)
     name = waits.name if waits else ""
     how = "was ended by " + (job.of[dead[0]].crash or job.of[dead[0]].end.signal) if killed else "left nothing"
-    at = f"; {_ranks(others, 'r')} {_be(others)} in {name or 'its code'} at {line}" if others and line else ""
+    where = f"{name} {job.at(waiting, waits)}" if waits else f"its code at {line}" if line else ""
+    at = f"; {_ranks(others, 'r')} {_be(others)} in {where}" if where else ""
     if killed or lost:
-        why = "A signal ended it: its launcher's log and dmesg tell who sent it."
-        if lost:
-            why = "A connection broke: the process at its other end is gone. dmesg tells of kill -9 and lack of memory."
+        why = "A connection broke: the process at its other end is gone." if lost else "A signal ended it."
+        why = f"{why} If it was SIGKILL: {WHO_KILLED}"
         return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), True)
     why = "Whether it was killed, stands still or was never collected from cannot be told: nobody lost a connection."
     return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), False,
@@ -431,9 +459,9 @@ def _crossed(job: Job) -> Diagnosis | None:
             path.append(after)
         if after == start and len(path) > 1:
             call, ranks = heads[start], tuple(sorted(path))
-            first = f"{_ranks(ranks)} wait for each other: rank {start} is in {call.name} at {_line(call)}."
+            first = f"{_ranks(ranks)} wait for each other: rank {start} is in {call.name} {job.at(start, call)}."
             why = "Each does it first, and what the other needs comes after it: one must do the opposite first."
-            return Diagnosis("point to point", ranks, call.name, _line(call), (first, why), True)
+            return Diagnosis("point to point", ranks, call.name, job.line(start, call), (first, why), True)
     return None
 
 
@@ -449,8 +477,10 @@ def _waiting(job: Job) -> Diagnosis | None:
     call = min(waiting.values(), key=lambda c: c.created_s)
     late = [r for r in job.missing(call) if r in free]
     waits = [r for r, c in waiting.items() if _sign(c)[0] == call.group and c.number == call.number]
-    line, who = _line(call), _ranks(late)
-    first = f"{who} did not call {_named(call)}, in which {_ranks(waits, 'r')} {_verb(waits)}: {line}."
+    at = next((r for r in waits if job.line(r, waiting[r])), waits[0])
+    line, who = job.line(at, waiting[at]), _ranks(late)
+    first = f"{who} did not call {_named(call)}, in which {_ranks(waits, 'r')} {_verb(waits)} " \
+            f"{job.at(at, waiting[at])}."  # fmt: skip
     kind, why, sure = _instead(job, late)
     if kind == "point to point":
         return _nobody_sends(job)
@@ -471,7 +501,7 @@ def _instead(job: Job, late: list[int]) -> tuple[str, str, bool]:
         return "point to point", "", True
     loader = any("torch/utils/data/dataloader.py" in f.file for f in job.of[rank].stack or ())
     if loader:
-        return "data", f"{who} waits for its data loader at {line}.", True
+        return "data", f"{who} waits for its data loader{f' at {line}' if line else ''}.", True
     if line:
         return "elsewhere", f"{who} is at {line}{f', in {inside}' if inside else ''}.", True
     return "elsewhere", f"Where {who.lower()} is, nothing tells.", True
@@ -507,11 +537,12 @@ def _nobody_sends(job: Job) -> Diagnosis | None:
         rest = [r for r in names if r not in inside]
         busy = [r for r in rest if not names[r] and not (job.of[r].end and job.of[r].end.exit_code is not None)]
         missing = "sends" if way == "recv" else "receives"
-        first = f"{_ranks(inside)} all {done} at {line}, and no rank {missing}."
+        first = f"{_ranks(inside)} all {done} {_at_line(line)}, and no rank {missing}."
         if len(inside) == 1:
-            first = f"Rank {inside[0]} waits in {way} at {line}, and no rank {missing}."
+            first = f"Rank {inside[0]} waits in {way} {_at_line(line)}, and no rank {missing}."
         if busy:
-            why = f"{_ranks(busy)} {_be(busy)} at {job.stack_line(busy[0])} and may still come: it cannot be told."
+            where = f"{_be(busy)} {_at_line(job.stack_line(busy[0]))}"
+            why = f"{_ranks(busy)} {where} and may still come: it cannot be told."
             return Diagnosis("point to point", tuple(inside), way, line, (first, why), False, "the stacks, later.")
         why = "Each waits for the other, for ever: one of the two must do the opposite first." if len(inside) > 1 else (
             f"{_ranks(rest)} wait elsewhere or have ended, so it waits for ever.")  # fmt: skip
@@ -549,6 +580,10 @@ def _be(ranks: Sequence[int]) -> str:
 
 def _verb(ranks: Sequence[int]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
+
+
+def _at_line(line: Frame | None) -> str:
+    return f"at {line}" if line else "(its line was not recorded)"
 
 
 def _line(call: Call) -> Frame | None:

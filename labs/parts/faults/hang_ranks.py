@@ -37,6 +37,7 @@ from labs.parts.faults.hangs import HANGS
 Way = Literal["evidence", "detail", "monitored"]
 HUNG = 86  # exit code of a rank that was ended because it hung
 LIMIT_S = 60.0  # of a drill, on a machine that is loaded; then its ranks are killed
+MONITORED = ("all_reduce", "broadcast", "barrier")  # calls that monitored_barrier is put before
 LISTEN_S = 2.0  # time limit of a collective, where torch's own checks are tried
 
 
@@ -228,7 +229,10 @@ def progress() -> tuple:
 
 
 def monitor_all() -> None:
-    """Put `dist.monitored_barrier` before each collective that Python calls and before each forward of DDP."""
+    """Put `dist.monitored_barrier` before each of MONITORED that Python calls and before each forward of DDP.
+
+    Not before send and recv: all ranks must come to a barrier, and those calls are of two ranks.
+    """
 
     def checked(function: Callable) -> Callable:
         def with_check(*args: Any, **options: Any) -> Any:
@@ -237,7 +241,7 @@ def monitor_all() -> None:
 
         return with_check
 
-    for name in ("all_reduce", "broadcast", "barrier"):
+    for name in MONITORED:
         setattr(dist, name, checked(getattr(dist, name)))
     DistributedDataParallel.forward = checked(DistributedDataParallel.forward)
 

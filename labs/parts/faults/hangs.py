@@ -119,7 +119,7 @@ def out_of_data(rank, wrong, cured):
             ddp(torch.ones(2, 4)).sum().backward()  # <- one rank has one batch less, and has left
 
 
-@hang("all_reduce", cure="nothing in the code: find out who killed it (dmesg), and start again from a checkpoint")
+@hang("all_reduce", cure="nothing in the code: find out who killed it (the kernel: dmesg; a scheduler: its log)")
 def dead_peer(rank, wrong, cured):
     for step in range(STEPS):
         if rank == wrong and step == LAST and not cured:
@@ -157,7 +157,7 @@ class Fragile(Dataset):
         return torch.ones(1) * i
 
 
-@hang("all_reduce", cure="fewer workers, smaller batches, more memory or /dev/shm: what killed it stands in dmesg")
+@hang("all_reduce", cure="fewer workers, smaller batches, more memory or /dev/shm; dmesg shows an out-of-memory kill")
 def dead_loader_worker(rank, wrong, cured):
     data = Fragile(kills=rank == wrong and not cured)
     loader = DataLoader(data, num_workers=1, prefetch_factor=1, multiprocessing_context="fork")

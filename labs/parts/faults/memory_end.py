@@ -322,8 +322,7 @@ def _status(name: str, pid: int | str = "self") -> int:
 
 
 def _after_step(job: Job, board: Board, _: None) -> None:
-    if job.trial.cure.empty_cache:
-        torch.cuda.empty_cache()  # does nothing where CUDA was not used
+    if job.trial.cure.trim:
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -96,7 +96,7 @@ class Watchman:
         self.still = self.kept = self.ended = self.failed = False
 
     def start(self) -> None:
-        """Before the program loads torch: the recorder's size is read once."""
+        """Before the program loads torch: the recorder's size is read once. Earlier torch than 2.13 may keep none."""
         os.environ.setdefault(evidence.BUFFER, "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # should NCCL's own watchdog be the first
         for old in self.folder.glob(f"rank{self.place.rank}.*"):
