@@ -31,7 +31,7 @@ from labs.parts.faults.requeued import Start
 
 Habit = Literal["handler", "no handler", "killed at once"]
 SENT = {"handler": signal.SIGTERM, "no handler": signal.SIGTERM, "killed at once": signal.SIGKILL}
-SMOKE = {"habits": ("killed at once",)}  # with --smoke in a shell
+SMOKE = {"habits": ("killed at once",), "large_bytes": 0}  # with --smoke in a shell
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,21 @@ class Config:
     save_every: int = 12
     """Steps between two saves."""
     after_save: float = 0.7
-    """When in an interval between two saves it is preempted, from 0 to below 1."""
+    """When in an interval between two saves it is preempted, from 0 to below 1; the mean over this is modelled."""
     steps: int = 60
     """Steps of the whole training."""
     batch_size: int = 600
     """Images per step, on both ranks together."""
     grace_s: float = 30.0
-    """Seconds between SIGTERM and SIGKILL that the scheduler gives: Slurm's KillWait and Kubernetes give 30."""
+    """Seconds between SIGTERM and SIGKILL that the scheduler gives.
+
+    Kubernetes: terminationGracePeriodSeconds, 30 by default
+    (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-termination). Slurm, for a preemption: the
+    GraceTime of the partition or QOS, 0 by default (https://slurm.schedmd.com/preempt.html). Its KillWait is for a job
+    at its time limit.
+    """
+    large_bytes: int = 200_000_000
+    """Bytes of a second file, saved as the recipe saves, which tells the rate of the disk; 0: no such file."""
     seed: int = 0
     """Seed of the training."""
     smoke: bool = False
@@ -62,6 +70,8 @@ class Config:
         require(2 <= self.batch_size <= 10_000 and self.batch_size % 2 == 0,
                 f"batch_size must be an even number from 2 to 10000, not {self.batch_size}")  # fmt: skip
         require(0 < self.grace_s < math.inf, f"grace_s must be a positive number, not {self.grace_s}")
+        require(self.large_bytes == 0 or 50_000_000 <= self.large_bytes <= 10**10,
+                f"large_bytes must be 0 or from 50000000 to 10000000000, not {self.large_bytes}")  # fmt: skip
         require(0 <= self.seed < 2**32, f"seed must be from 0 to 4294967295, not {self.seed}")
         last = self.preempted_at(len(self.habits) - 1)
         require(
@@ -80,16 +90,16 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 def predict(step_s: float, save_every: int, start_s: float, handler: bool) -> float:
-    """Seconds lost per preemption in the mean: a start, and without a handler half of an interval done again.
+    """Seconds lost per preemption in the mean: an end and a start, and without a handler half of an interval.
 
-    At a random time of `save_every` steps 0 to save_every - 1 are done since the last save, each as likely: the mean
-    is (save_every - 1) / 2, and the step that was cut off.
+    At a random moment of an interval between two saves, 0 to save_every steps' time has passed since the last save:
+    whole steps, and of the step that is cut off a part. All of it is lost, in the mean save_every / 2 steps.
     """
-    return start_s + (0.0 if handler else (save_every - 1) / 2 * step_s)
+    return start_s + (0.0 if handler else save_every / 2 * step_s)
 
 
 def steps_redone(last: int, save_every: int, handler: bool) -> int:
-    """Steps to be done again if `last` was the last one that was done."""
+    """Whole steps to be done again if `last` was the last one that was done; the cut-off step is not among them."""
     return 0 if handler else last % save_every
 
 
@@ -105,6 +115,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("step_s", "s", step_s)
         yield rank.record("save_s", "s", whole.seconds("saving", "saved")[:-1] or whole.seconds("saving", "saved"))
         yield rank.record("checkpoint_bytes", "B", (root / "whole.pt").stat().st_size)
+        if config.large_bytes:
+            seconds = requeued.save_s(root, config.large_bytes)
+            yield rank.record("large_save_s", "s", seconds, bytes=config.large_bytes)
         starts: list[Start] = []
         for index, habit in enumerate([*config.habits, None]):
             stop = {} if habit is None else {"stop_after": config.preempted_at(index), "sent": SENT[habit]}
@@ -135,8 +148,9 @@ def _preempted(habit: Habit, before: Start, after: Start, whole: Start, config: 
     """What this preemption cost, and what the formula says."""
     last, resumed = max(before.steps), min(after.steps) - 1
     parts = dict(requeued.phases(before, after))
-    start_s = sum(s for name, s in parts.items() if name != "steps again")
     step_s, handler = statistics.median(_step_s(whole)), habit == "handler"
+    # The first step is in these parts: the seconds that any step takes are training, not a loss
+    start_s = max(0.0, sum(s for name, s in parts.items() if name != "steps again") - step_s)
     yield rank.record("lost_s", "s", sum(parts.values()), habit=habit)
     for name, seconds in parts.items():
         yield rank.record("part_s", "s", seconds, habit=habit, part=name)
@@ -153,9 +167,18 @@ def _preempted(habit: Habit, before: Start, after: Start, whole: Start, config: 
 
 
 def largest_state(run: Records) -> float:
-    """Bytes that could be saved within the grace period at the rate of this run's saves, as far as that can be told."""
-    save_s = statistics.median(run.one("save_s").samples)
-    return run.one("checkpoint_bytes").value / save_s * run[0].config["grace_s"]
+    """Bytes that the handler could save within the grace period; nan where this run cannot tell.
+
+    Its end holds a save of checkpoint_bytes and all that takes as long for any size. What is left of the grace period
+    is there for more bytes, at the rate from that save to the large one.
+    """
+    ends, large = run.where("part_s", habit="handler", part="end"), run.where("large_save_s")
+    if not ends or not large:
+        return math.nan
+    size, save_s = run.one("checkpoint_bytes").value, statistics.median(run.one("save_s").samples)
+    more_s, more = large[0].value - save_s, large[0].case["bytes"] - size
+    left_s = run[0].config["grace_s"] - ends[0].value
+    return size + more / more_s * left_s if more_s > 0 and more > 0 and left_s > 0 else math.nan
 
 
 def answer(run: Records) -> Iterator[str]:
@@ -163,23 +186,54 @@ def answer(run: Records) -> Iterator[str]:
     step_s = statistics.median(run.one("step_s").samples)
     for lost in run.where("lost_s"):
         habit = lost.case["habit"]
-        parts = {r.case["part"]: r.value for r in run.where("part_s", habit=habit)}
+        parts = _parts(run, habit)
         slow = max(parts, key=lambda name: parts[name])
         measured = next(r for r in run.where("redone", habit=habit) if r.kind == "measured")
         yield (f"{habit.capitalize()}: {lost.value:.2f} s from the signal until training went on, most of it for "
                f"{slow} ({parts[slow]:.2f} s); {measured.value:.0f} steps done again, {parts['steps again']:.2f} s; "
                f"the job itself ended after {parts['end']:.2f} s.")  # fmt: skip
+    yield from _did_it_pay(run)
     every = run[0].config["save_every"]
-    yield (f"In the mean over when it comes, a preemption without a handler costs {(every - 1) / 2 * step_s:.2f} s of "
-           f"steps more, at most {(every - 1) * step_s:.2f} s: a save every {every} steps of {1e3 * step_s:.0f} ms. "
-           "A start costs the same with any habit.")  # fmt: skip
+    yield (f"Modelled for a random moment: without a handler {every / 2 * step_s:.2f} s of steps are lost in the mean, "
+           f"at most {every * step_s:.2f} s, with a save every {every} steps of {1e3 * step_s:.0f} ms; the step that "
+           "is cut off counts. Here the signal came right after a step: only whole steps were done again.")  # fmt: skip
     equal = run.one("weights_equal").value and all(r.value for r in run.where("losses_equal"))
     yield ("Every loss and the weights at the end are those of the undisturbed training, bit by bit." if equal else
            "The preempted training is NOT the undisturbed one: losses or weights differ.")  # fmt: skip
+    yield _grace(run)
+
+
+def _parts(run: Records, habit: str) -> dict[str, float]:
+    return {r.case["part"]: r.value for r in run.where("part_s", habit=habit)}
+
+
+def _did_it_pay(run: Records) -> Iterator[str]:
+    """The handler against the mean of the other habits, and by how much starts differ. Nothing for a single habit."""
+    parts = {r.case["habit"]: _parts(run, r.case["habit"]) for r in run.where("lost_s")}
+    others = [of for habit, of in parts.items() if habit != "handler"]
+    if "handler" in parts and others:
+        saved = statistics.fmean(of["steps again"] for of in others) - parts["handler"]["steps again"]
+        longer = parts["handler"]["end"] - statistics.fmean(of["end"] for of in others)
+        yield (f"Against the others the handler saved {saved:.2f} s of steps, and the job took "
+               f"{abs(longer):.2f} s {'longer' if longer >= 0 else 'less'} to end: "
+               f"here it {'paid' if saved > longer else 'did not pay'}.")  # fmt: skip
+    if len(parts) > 1:
+        starts = [sum(of.values()) - of["end"] - of["steps again"] for of in parts.values()]
+        yield f"Starts took from {min(starts):.2f} to {max(starts):.2f} s in this run."
+
+
+def _grace(run: Records) -> str:
+    """What a save took, and how much could be saved within the grace period, if that can be told."""
     grace, save_s = run[0].config["grace_s"], statistics.median(run.one("save_s").samples)
-    after = "".join(f"the handler's was on disk {r.value:.2f} s after SIGTERM; " for r in run.where("saved_after_s"))
-    yield (f"A save of {run.one('checkpoint_bytes').value / 1e6:.1f} MB took {1e3 * save_s:.0f} ms; {after}at that "
-           f"rate {largest_state(run) / 1e9:.1f} GB fit into a grace period of {grace:g} s, less a step.")  # fmt: skip
+    said = f"A save of {run.one('checkpoint_bytes').value / 1e6:.1f} MB took {1e3 * save_s:.0f} ms"
+    said += "".join(f", the handler's was on disk {r.value:.2f} s after SIGTERM" for r in run.where("saved_after_s"))
+    for large in run.where("large_save_s"):
+        said += f", a file of {large.case['bytes'] / 1e6:.0f} MB {large.value:.2f} s"
+    most = largest_state(run)
+    if math.isnan(most):
+        return f"{said}: how much fits into a grace period of {grace:g} s, this run does not tell."
+    return (f"{said}. If the disk keeps the rate from the one to the other, {most / 1e9:.1f} GB fit into a grace "
+            f"period of {grace:g} s, less the end that was measured.")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -6,19 +6,18 @@ records = installed.facts()
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from labs.kit.launch import run_on_ranks
 from labs.kit.record import Record, Records
 
 LAB = "installed"
@@ -26,20 +25,22 @@ MESSAGES = ("Mixed precision requires", "requires all GPUs", "GPUs to be identic
 """What article B quotes, in parts; torch would hold any of them as it is."""
 CONTROLS = ("device_ids can only be None or contain a single element", "Connection closed by peer")
 """Messages that are there, in a Python file and in a library: a search that does not find them proves nothing."""
+OF_GPU = "Watchdog caught collective operation timeout"
+"""A message of ProcessGroupNCCL: where it is missing, there is no GPU code in which a message could be found."""
 VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-LONG_S = 60.0
+LONG_S = 60
 
 
 def facts() -> Records:
     """All that can be found here, as Records."""
-    return Records([*messages(), *unequal_ranks(), *endings(), *error_handling(), *on_gpu()])
+    return Records([*messages(), *endings(), *error_handling(), *on_gpu()])
 
 
 def messages(folder: Path | None = None) -> Iterator[Record]:
-    """How many files of the installed torch hold each of MESSAGES, and CONTROLS; Python files and libraries."""
+    """How many files of the installed torch hold each of MESSAGES, CONTROLS, OF_GPU; Python files and libraries."""
     folder = folder or Path(torch.__file__).parent
     files = [*folder.rglob("*.py"), *folder.glob("lib/*.so*")]
-    hits = dict.fromkeys((*MESSAGES, *CONTROLS), 0)
+    hits = dict.fromkeys((*MESSAGES, *CONTROLS, OF_GPU), 0)
     for path in files:
         if not path.is_file() or not path.stat().st_size:
             continue
@@ -50,89 +51,67 @@ def messages(folder: Path | None = None) -> Iterator[Record]:
         yield Record(LAB, "files_with", "files", (count,), case={"message": message, "of": len(files)})
 
 
-def unequal_ranks() -> Iterator[Record]:
-    """By how much the parameters of two ranks differ after DDP steps with unlike ranks: threads, speed, batch."""
-    spread = max(run_on_ranks(_train_unlike, 2))
-    yield Record(LAB, "spread_of_unequal_ranks", "", (spread,), layout={"world_size": 2, "backend": "gloo"})
-
-
-def _train_unlike() -> float:
-    """Three steps, rank 1 with another number of threads, a smaller batch and a pause; the spread of parameters."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    rank = dist.get_rank()
-    torch.set_num_threads(1 + rank)
-    torch.manual_seed(rank)
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(torch.randn(8 - 4 * rank, 4)).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        time.sleep(0.02 * rank)
-    weight = model.module.weight.detach().clone()
-    highest, lowest = weight.clone(), weight.clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    return float((highest - lowest).max())
-
-
+PAIRS = 5
 ENDING = """
-import sys, torch, torch.distributed as dist
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-dist.all_reduce(torch.ones(1))
-if sys.argv[3] == "destroy":
-    dist.destroy_process_group()
+import gc, glob, json, os, signal, sys
+import torch, torch.distributed as dist
+
+gc.freeze()  # at their end, ranks need not look through torch's own objects: less than half the CPU time
+folder, pairs, longest_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+found = {}
+for last in ("destroy", "just end"):
+    ranks, before = {}, set(glob.glob("/dev/shm/torch_*"))
+    for pair in range(pairs):
+        for rank in range(2):
+            child = os.fork()  # torch is loaded once; a forked Python ends as any Python does
+            if child:
+                ranks[child] = pair
+                continue
+            signal.alarm(longest_s)
+            os.dup2(os.open(f"{folder}/{last}-{pair}-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+            store = f"file://{folder}/store-{last == 'destroy'}-{pair}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+            dist.all_reduce(torch.ones(1))
+            if last == "destroy":
+                dist.destroy_process_group()
+            sys.exit()
+    codes = [0] * pairs
+    for child, pair in ranks.items():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        codes[pair] = max(code, codes[pair], key=abs)
+    found[last] = {"codes": codes, "left": len(set(glob.glob("/dev/shm/torch_*")) - before)}
+print(json.dumps(found))
 """
 
 
 def endings() -> Iterator[Record]:
-    """Two ranks in child processes that end with and without destroy_process_group.
+    """PAIRS pairs of ranks at a time that end with and without destroy_process_group, forked from a child process.
 
-    For each the worst exit code of the ranks (-15: it had to be ended), what they printed, and shared memory or
-    processes left.
+    For each pair the worst exit code of its ranks (-14: it had to be ended) and the lines that they printed; and how
+    many of torch's files in shared memory are left.
     """
-    for last in ("destroy", "just end"):
-        with tempfile.TemporaryDirectory() as folder:
-            before = _shared()
-            ranks = [
-                subprocess.Popen(
-                    [sys.executable, "-W", "default", "-c", ENDING, f"{folder}/store", str(rank), last],
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for rank in range(2)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "default", "-c", ENDING, folder, str(PAIRS), str(LONG_S)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=4 * LONG_S, check=True)
+        for last, found in json.loads(done.stdout.splitlines()[-1]).items():
+            told = [
+                [line for rank in range(2) for line in _lines(Path(folder, f"{last}-{pair}-{rank}"))]
+                for pair in range(PAIRS)
             ]
-            told = [_last_words(rank) for rank in ranks]
             case = {"last": last}
-            codes = [rank.returncode for rank in ranks]
-            yield Record(LAB, "exit_code", "", (max(codes, key=abs),), case=case, layout=_two("gloo"))
-            lines = [line for text in told for line in text.splitlines() if line.strip()]
-            case["first"] = lines[0][:200] if lines else ""
-            yield Record(LAB, "lines_at_exit", "lines", (len(lines),), case=case, layout=_two("gloo"))
-            yield Record(LAB, "left", "files", (len(_shared() - before),), case={"last": last}, layout=_two("gloo"))
+            yield Record(LAB, "exit_code", "", tuple(found["codes"]), case=case, layout=_two("gloo"))
+            first = next((lines[0][:200] for lines in told if lines), "")
+            lines = tuple(len(lines) for lines in told)
+            yield Record(LAB, "lines_at_exit", "lines", lines, case=case | {"first": first}, layout=_two("gloo"))
+            yield Record(LAB, "left", "files", (found["left"],), case=case, layout=_two("gloo"))
 
 
-def _last_words(rank: subprocess.Popen[str]) -> str:
-    try:
-        return rank.communicate(timeout=LONG_S)[1]
-    except subprocess.TimeoutExpired:
-        rank.terminate()
-        return rank.communicate()[1]
+def _lines(printed: Path) -> list[str]:
+    return [line for line in printed.read_text().splitlines() if line.strip()]
 
 
 def _two(backend: str) -> dict[str, object]:
     return {"world_size": 2, "backend": backend}
-
-
-def _shared() -> set[str]:
-    """torch's own files in shared memory."""
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.glob("torch_*")} if folder.is_dir() else set()
 
 
 def error_handling(header: str | None = None) -> Iterator[Record]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -106,6 +107,21 @@ def train(
     return start
 
 
+def save_s(folder: Path, size: int) -> float:
+    """Seconds that the recipe's own save takes for a tensor of `size` bytes; the file is removed."""
+    import torch
+
+    save = runpy.run_path(str(RECIPE), run_name="recipe")["save"]
+    state, path = {"weights": torch.rand(size // 4)}, folder / "large.pt"
+    begin = time.perf_counter()
+    try:
+        save(path, state)
+        return time.perf_counter() - begin
+    finally:
+        for left in folder.glob(f"{path.name}*"):
+            left.unlink()
+
+
 def environment(rank: int, port: int, announced: Path) -> dict[str, str]:
     """Of a process that is one of RANKS, as torchrun would set it; its store is on this machine at `port`."""
     announced.mkdir(exist_ok=True)
@@ -140,8 +156,6 @@ def main() -> None:
         if handler == "0":
             _without_handler()
         sys.argv[:] = [script, *options]
-        import runpy
-
         runpy.run_path(script, run_name="__main__")
 
 
