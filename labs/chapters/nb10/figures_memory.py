@@ -76,7 +76,7 @@ def half_the_batch(run: Records, guess: Prediction | None = None) -> None:
         say(f"* For the {len(leaks)} leaks of the trainer that is by definition: {lab.SAME_SAMPLES}. Of the "
             f"{len(rest)} that are no such leaks it helps against {len([c for c in helps if c in rest])}.")  # fmt: skip
     if guess is not None:
-        say(f"* {guess.against(float(len(helps)))}")
+        say(f"* {guess.against(float(len([c for c in helps if c not in lab.LEAKS])))}")
 
 
 def _share(given: lab.Given | None) -> float:
