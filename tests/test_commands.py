@@ -50,6 +50,10 @@ ELSEWHERE = {
         "a GPU for ten minutes",
         "tests/test_gpu_acceptance.py::test_pretending_passes_every_step",
     ),
+    r"python -m labs.postmortem FOLDER": (
+        "a hang's dumps",
+        "tests/test_postmortem.py::test_the_command_answers_first_and_its_exit_code_says_whether_it_knows",
+    ),
     r"ssh ": ("another machine", "tests/test_browser.py::server"),
     r"python -m labs.classroom.instructor": (
         "it writes INSTRUCTOR.md",
