@@ -1,0 +1,133 @@
+"""What the doctor has seen of one rank of a training: plain numbers, as JSON. All that is said later comes from here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+KINDS = ("data", "copy", "prepare", "forward", "backward", "exchange", "optimizer", "evaluation", "synchronise", "print",
+         "save", "rest")  # fmt: skip
+"""Parts of a step. Each instant of the script's main thread belongs to one:
+data: in the DataLoader's `next`; copy: in `.to`, `.cuda`; prepare: the script's own, from a step's start to its first
+forward; forward, backward, optimizer: in these calls; exchange: in collectives that the script calls (DDP's are in
+backward); evaluation: a model called without gradients; synchronise: in calls that wait for the device (`.item()`);
+print, save: in print and torch.save; rest: the script's own, after the first forward."""
+AS_IS = "as it is"
+
+
+@dataclass
+class Line:
+    """A line of the script, or of what it imports from its folder, that waits, prints, saves or copies."""
+
+    kind: str
+    """"synchronise", "print", "save", "copy" or "exchange"."""
+    what: str
+    """The call: "item", "print", ..."""
+    file: str
+    line: int
+    code: str
+    """The line itself, without spaces around it."""
+    calls: float
+    """Per step."""
+    ms: float
+    """Per step, on the host."""
+
+
+@dataclass
+class Loader:
+    """A DataLoader that the training took batches from."""
+
+    batch_size: int | None
+    workers: int
+    prefetch: int
+    """Batches that each worker has ready; 0 without workers."""
+    pinned: bool
+    persistent: bool
+    dataset: str
+    sampler: str
+    wait_ms: float
+    """Median wait for a batch in a step as it is."""
+
+
+@dataclass
+class Facts:
+    """Of one rank. Times in s, sizes in bytes, unless a name says otherwise. Empty where nothing was seen."""
+
+    script: str
+    argv: list[str]
+    rank: int = 0
+    ranks: int = 1
+    local_ranks: int = 1
+    device: str = "cpu"
+    device_name: str = ""
+
+    ended: str = "running"
+    """"done" (all was measured), "script ended", "exit", "error", "killed", "silent" (no step for too long)."""
+    exit_code: int | None = None
+    error: str = ""
+    """Last line of the script's error, with file and line."""
+    stage: str = "start"
+    """How far it came: "start", "warm-up", "as it is", "in turn", "done"."""
+    steps: int = 0
+    """Optimizer steps that were seen, warm-up included."""
+    wall_s: float = 0.0
+    """From the patient's start to its end."""
+
+    step_s: list[float] = field(default_factory=list)
+    """Each step that was looked at as it is."""
+    spans_s: dict[str, list[float]] = field(default_factory=dict)
+    """By kind, for each of these steps: they sum to the step."""
+    device_s: dict[str, list[float]] = field(default_factory=dict)
+    """On a GPU: by kind, time between events on its stream."""
+    micro_batches: float = 1.0
+    """Backward passes per optimizer step."""
+    samples: float | None = None
+    """Per step and rank."""
+    lines: list[Line] = field(default_factory=list)
+    """Costliest first."""
+    loader: Loader | None = None
+
+    turns_s: dict[str, list[list[float]]] = field(default_factory=dict)
+    """By mode ("as it is" and each counterfactual): one list per round, of steps taken in turn with the others."""
+    samples_factor: dict[str, float] = field(default_factory=dict)
+    """By mode: samples in one of its steps, in those of a step as it is. 1 if missing."""
+    not_tried: dict[str, str] = field(default_factory=dict)
+    """By mode: why it was not tried."""
+
+    training: dict[str, Any] = field(default_factory=dict)
+    """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,
+    find_unused_parameters, compiled, scaler: see hooks.describe."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """parameters, gradients, optimizer (bytes); peak (bytes); growth (bytes per step), tensors_growth (per step)."""
+    machine: dict[str, Any] = field(default_factory=dict)
+    """cores (usable), threads (torch's), cpu_share (cores' worth of CPU time per s, with workers), gpu_percent, power_w."""
+    compiles: dict[str, Any] = field(default_factory=dict)
+    """in_steps: graphs compiled while steps were looked at; reasons."""
+    cost: dict[str, float] = field(default_factory=dict)
+    """Of the hooks: calls (per step), s (per step, estimated from the price of one call)."""
+    unseen: list[str] = field(default_factory=list)
+    """What this training does that the doctor cannot see, in words."""
+
+    def save(self, path: Path) -> None:
+        """Atomically: a reader sees all of it or what was there before."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)))
+        part.replace(path)
+
+
+def load(path: Path) -> Facts:
+    """ValueError if it is no such file."""
+    return from_json(json.loads(path.read_text()))
+
+
+def from_json(row: dict[str, Any]) -> Facts:
+    """ValueError if it was not written by `save`."""
+    known = {f.name for f in fields(Facts)}
+    if not isinstance(row, dict) or not {"script", "argv", "step_s"} <= set(row) <= known:
+        raise ValueError("no facts of the doctor's")
+    facts = Facts(**row)
+    facts.lines = [Line(**line) for line in row["lines"]]
+    facts.loader = Loader(**row["loader"]) if row["loader"] else None
+    return facts

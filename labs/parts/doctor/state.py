@@ -1,0 +1,104 @@
+"""What a rank's process has and uses while it trains: memory by category and its growth, threads, cores, GPU."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+
+from labs.parts.doctor.facts import Facts
+from labs.parts.doctor.hooks import Hooks, describe
+
+FEWEST = 12
+"""Steps from which on growth per step is told."""
+
+
+class Usage:
+    """Of this process and its children, since it was made."""
+
+    def __init__(self) -> None:
+        self.process = psutil.Process()
+        self.at, self.cpu_s, self.bytes = time.perf_counter(), self._cpu_s(), self.process.memory_info().rss
+        self.tensors = _tensors()
+
+    def _cpu_s(self) -> float:
+        total = 0.0
+        for process in (self.process, *self.process.children(recursive=True)):
+            with suppress(psutil.Error):  # it has gone
+                total += sum(process.cpu_times()[:2])
+        return total
+
+    def cpu_share(self) -> float:
+        """Cores' worth of processor time."""
+        return (self._cpu_s() - self.cpu_s) / (time.perf_counter() - self.at)
+
+
+def _tensors() -> int:
+    torch = sys.modules["torch"]
+    return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+
+_usage: Usage | None = None
+
+
+def note(hooks: Hooks, facts: Facts, stage: str) -> None:
+    """At the start of the steps as they are, and after them."""
+    global _usage
+    if stage == "as it is":
+        describe(hooks, facts)
+        _usage = Usage()
+        if hooks.device is not None and hooks.device.type == "cuda":
+            hooks.torch.cuda.reset_peak_memory_stats(hooks.device)
+            facts.memory["allocated"] = hooks.torch.cuda.memory_allocated(hooks.device)
+    elif facts.step_s and "peak" not in facts.memory:
+        _memory(hooks, facts)
+        _machine(hooks, facts)
+        if facts.loader:
+            waits = sorted(facts.spans_s.get("data", [0.0]))
+            facts.loader.wait_ms = 1e3 * waits[len(waits) // 2]
+        facts.cost["s"] = facts.cost["calls"] * facts.cost["call_s"]
+
+
+def _memory(hooks: Hooks, facts: Facts) -> None:
+    parameters = {id(p): p for root in hooks.roots.values() for p in root.parameters()}.values()
+    states = [t for o in hooks.optimizers.values() for s in o.state.values() for t in s.values()
+              if isinstance(t, hooks.torch.Tensor)]  # fmt: skip
+    facts.memory |= {
+        "parameters": sum(_bytes(p) for p in parameters),
+        "gradients": sum(_bytes(p.grad) for p in parameters if p.grad is not None),
+        "optimizer": sum(map(_bytes, states)),
+    }
+    cuda = hooks.torch.cuda
+    on_gpu = hooks.device is not None and hooks.device.type == "cuda"
+    if on_gpu:
+        facts.memory["peak"] = cuda.max_memory_allocated(hooks.device)
+        now, before = cuda.memory_allocated(hooks.device), facts.memory.pop("allocated")
+    else:
+        now, before = _usage.process.memory_info().rss, _usage.bytes
+        facts.memory["peak"] = now
+    if len(facts.step_s) >= FEWEST:
+        facts.memory["growth"] = (now - before) / len(facts.step_s)
+        facts.memory["tensors_growth"] = (_tensors() - _usage.tensors) / len(facts.step_s)
+
+
+def _bytes(tensor: object) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of FSDP2, this rank's part
+    return local.numel() * local.element_size()
+
+
+def _machine(hooks: Hooks, facts: Facts) -> None:
+    facts.machine = {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": hooks.torch.get_num_threads(),
+        "cpu_share": _usage.cpu_share(),
+    }
+    if facts.device == "cuda":
+        with suppress(Exception):  # NVML is not there, or says no; then it is not told
+            facts.machine |= {
+                "gpu_percent": hooks.torch.cuda.utilization(hooks.device),
+                "power_w": hooks.torch.cuda.power_draw(hooks.device) / 1e3,
+            }
