@@ -1,4 +1,4 @@
-"""What the doctor has seen of one rank of a training: plain numbers, as JSON. All that is said later comes from here."""
+"""What the doctor has seen of one rank of a training: plain numbers, as JSON. All that it says is computed from these."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-KINDS = ("data", "copy", "prepare", "forward", "backward", "exchange", "optimizer", "evaluation", "synchronise", "print",
-         "save", "rest")  # fmt: skip
+KINDS = ("data", "copy", "prepare", "forward", "backward", "exchange", "optimizer", "evaluation", "synchronise",
+         "print", "save", "rest")  # fmt: skip
 """Parts of a step. Each instant of the script's main thread belongs to one:
 data: in the DataLoader's `next`; copy: in `.to`, `.cuda`; prepare: the script's own, from a step's start to its first
 forward; forward, backward, optimizer: in these calls; exchange: in collectives that the script calls (DDP's are in
@@ -102,7 +102,7 @@ class Facts:
     memory: dict[str, Any] = field(default_factory=dict)
     """parameters, gradients, optimizer (bytes); peak (bytes); growth (bytes per step), tensors_growth (per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """cores (usable), threads (torch's), cpu_share (cores' worth of CPU time per s, with workers), gpu_percent, power_w."""
+    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w."""
     compiles: dict[str, Any] = field(default_factory=dict)
     """in_steps: graphs compiled while steps were looked at; reasons."""
     cost: dict[str, float] = field(default_factory=dict)

@@ -17,6 +17,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -184,10 +185,8 @@ class Patient:
             traceback.print_exception(type(e), e, own)
             self.end("error", code, _told(e))
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with suppress(OSError, ValueError):  # closed by the script
                 stream.flush()
-            except (OSError, ValueError):  # closed by the script
-                pass
         self.leave_at_once(code)
 
     def _leave(self, code: int) -> typing.NoReturn:
