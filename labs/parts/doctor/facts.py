@@ -1,4 +1,4 @@
-"""What the doctor has seen of one rank of a training: plain numbers, as JSON. All that it says is computed from these."""
+"""What the doctor has seen of one rank of a training: plain numbers, as JSON. All it says is computed from these."""
 
 from __future__ import annotations
 

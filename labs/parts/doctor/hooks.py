@@ -309,7 +309,7 @@ class Hooks:
         """Outermost modules that hold parameters of the optimizers; once more below those that are never called."""
         mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
         if not self.roots:
-            modules = [m for m in gc.get_objects() if isinstance(m, self.torch.nn.Module)]
+            modules = [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
             modules = [m for m in modules if any(id(p) in mine for p in m.parameters())]
             inner = {id(c) for m in modules for c in m.modules() if c is not m}
             self._adopt(m for m in modules if id(m) not in inner)

@@ -39,7 +39,7 @@ class Usage:
 
 def _tensors() -> int:
     torch = sys.modules["torch"]
-    return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
 _usage: Usage | None = None
