@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from labs import clinic
 from labs.chapters.nb09 import figures_clinic
+from labs.kit.check import Prediction
 from labs.kit.errors import BadInput
 from labs.kit.lab import make_config
 from labs.kit.launch import launch, run_on_ranks
@@ -361,11 +362,12 @@ def test_figures_tell_what_the_records_say(shown):
     run = examined_run()
     figures_clinic.matrix(run)
     figures_clinic.before_and_after(run)
-    figures_clinic.told(run)
+    figures_clinic.told(run, Prediction(4, "measurements", "of 12"))
     figures_clinic.scores([made(gain=GAIN, predicted=1.6)])
     figures_clinic.scores([])
     assert "float64: census" in shown[0] and "named by 1 of 12" in shown[0]
     assert "straggler 1.50" in shown[1] and "right about 20 of 20" in shown[2]
+    assert shown[2].startswith("* You predicted 4 of 12; it is 1.")
     assert "94 points for 1 patient" in shown[3] and "No patient" in shown[5]
 
 
@@ -375,3 +377,13 @@ def test_an_examination_with_mistakes_names_them(shown):
                   for name, word in said.items())  # fmt: skip
     told = " ".join(clinic.examined(run))
     assert "right about 1 of 2" in told and "Healthy patients called ill: wide as threads" in told
+
+
+def test_the_recorded_examination_is_whole(shown):
+    run = figures_clinic.examination()
+    figures_clinic.matrix(run)
+    figures_clinic.told(run)
+    assert {r.kind for r in run} == {"recorded", "modelled"}
+    assert len(run.where("right")) == 5 * len(ILLNESSES + WELL)
+    assert len(run.where("signs")) == 5 * len(ILLNESSES + WELL) * len(MEASUREMENTS)
+    assert len({r.case["of_seed"] for r in run.where("right")}) == 5 and "of 100 patients" in shown[1]

@@ -126,8 +126,11 @@ def nothing_stays(tmp_path, monkeypatch):
 
 
 def signs_of(trials, at_once=1):
-    """As in a rank: in children of a process that is new. A child of this one takes what this one has freed and not given
-    back: that is resident from the start, so nothing would grow."""
+    """As in a rank: in children of a process that is new.
+
+    A child of this one takes memory that this one has freed and not given back: it is resident from the start, so that
+    nothing would grow.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_all_signs, trials, at_once).result()
 

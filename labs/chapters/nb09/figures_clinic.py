@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import statistics
+from itertools import islice
+from pathlib import Path
 
 import pandas
 
 from labs import clinic
 from labs.kit import measure
+from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import BLUE, ORANGE, bars, choice_map, figure, show
-from labs.kit.record import Records
+from labs.kit.record import Records, load
 from labs.parts.clinic.illnesses import BY_NAME, ILLNESSES, WELL, draw
 from labs.parts.clinic.measurements import MEASUREMENTS
 
 NAMED, OTHER, NOTHING = "names it", "looks ill, names something else or nothing", "looks healthy"
+EXAMINATION = Path(__file__).parents[3] / "records" / "amd-epyc-2-cores-2026-11" / "clinic_examination.jsonl"
+"""What `python -m labs.clinic --examine 5` saved; without single findings and prices."""
 COLORS = {NAMED: BLUE, OTHER: "#F3D9C9", NOTHING: "#E3E3E3"}
+
+
+def examination() -> Records:
+    """Five of each patient, all measurements, all cures: recorded, since it takes a quarter of an hour and quiet."""
+    return load(EXAMINATION)
+
+
+def _kind(run: Records) -> str:
+    return "recorded" if any(r.kind == "recorded" for r in run) else "measured"
 
 
 def level(run: Records, patient: str, measurement: str) -> str:
@@ -27,17 +41,23 @@ def level(run: Records, patient: str, measurement: str) -> str:
     return statistics.mode(told)
 
 
+def naming(run: Records) -> float:
+    """How many measurements name an illness each by itself: the median over illnesses; 0 if nobody is ill."""
+    ill = [i.name for i in ILLNESSES if run.where("signs", patient=i.name)]
+    return statistics.median(sum(level(run, i, m) == NAMED for m in MEASUREMENTS) for i in ill) if ill else 0
+
+
 def matrix(run: Records) -> None:
     """Which measurement shows which illness: a cell for each, from an examination of all patients."""
     names = [i.name for i in ILLNESSES + WELL if run.where("signs", patient=i.name)]
     cells = [[level(run, name, m) for m in MEASUREMENTS] for name in names]
     ill = [(name, row) for name, row in zip(names, cells, strict=True) if BY_NAME[name] in ILLNESSES]
-    few = statistics.median(row.count(NAMED) for _, row in ill) if ill else 0
+    few = naming(run)
     message = f"Most illnesses are named by {few:g} of {len(MEASUREMENTS)} measurements: ask for the right one"
     fig, ax = figure(message, xlabel="measurement", ylabel="patient", records=run,
                      size=(8.4, 1.9 + 0.27 * len(names)))  # fmt: skip
     choice_map(ax, cells, columns=list(MEASUREMENTS), rows=[n.replace("_", " ") for n in names], colors=COLORS,
-               kind="measured")  # fmt: skip
+               kind=_kind(run))  # fmt: skip
     ax.xaxis.tick_top()
     ax.set_xticks(range(len(MEASUREMENTS)), [m.replace("_", "\n") for m in MEASUREMENTS], fontsize=9)
     told = "; ".join(
@@ -62,7 +82,7 @@ def before_and_after(run: Records) -> None:
     bars(ax, rows, [promised[n] for n in names], kind="modelled", label="promised by the measurements", color=ORANGE)
     for line in ax.lines[:]:
         line.set(marker="|", markersize=11, markeredgewidth=2.5)
-    bars(ax, rows, [gains[n] for n in names], label="measured in turn", color=BLUE)
+    bars(ax, rows, [gains[n] for n in names], kind=_kind(run), label="cure and illness in turn", color=BLUE)
     ax.axvline(1, color="0.4", linewidth=1)
     ax.set_xscale("log")
     most = max([g.high for g in gains.values()] + [p for p in promised.values() if p])
@@ -77,9 +97,12 @@ def _middle(found: list[measure.Estimate]) -> measure.Estimate:
     return sorted(found, key=lambda e: e.value)[len(found) // 2]
 
 
-def told(run: Records) -> None:
-    """The sentences of an examination."""
-    say("\n".join(f"* {line}" for line in clinic.examined(run)))
+def told(run: Records, guess: Prediction | None = None) -> None:
+    """The sentences of an examination; those on single cures are in the figure. `guess`: see `naming`."""
+    lines = list(islice(clinic.examined(run), 4))
+    if guess is not None and guess == guess:
+        lines.insert(0, f"You predicted {float(guess):g} of {len(MEASUREMENTS)}; it is {naming(run):g}.")
+    say("\n".join(f"* {line}" for line in lines))
 
 
 def beside(patients: dict[str, Records]) -> None:
