@@ -28,10 +28,10 @@ import time
 import types
 import typing
 from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from traceback import format_exception
 
+from labs.kit import as_main
 from labs.kit.cli import fail
 from labs.parts.faults import evidence
 from labs.parts.faults.diagnosis import diagnose
@@ -82,15 +82,8 @@ def diagnosis(folder: Path) -> Iterator[str]:
 
 
 def run_script(argv: list[str], watchman: Watchman) -> None:
-    """Run a script as Python itself would: its name, arguments, first folder to import from, errors, exit code."""
-    path = os.path.abspath(argv[0])
-    sys.argv[:] = argv
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-    module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=__builtins__, __loader__=SourceFileLoader("__main__", path),
-                           __package__=None, __spec__=None, __cached__=None)  # fmt: skip
-    sys.modules["__main__"] = module
+    """Run a script as Python itself would, and tell the watchman how it ends."""
+    path = os.path.abspath(argv[0])  # now: the script may change the folder
     leave_at_once = os._exit
 
     def end(code: int) -> None:
@@ -105,29 +98,22 @@ def run_script(argv: list[str], watchman: Watchman) -> None:
     codes = [0]
     atexit.register(lambda: end(codes[0]))  # the first to be registered is the last to run
     try:
-        exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
+        as_main.run(argv)
     except SystemExit as e:
-        codes[0] = e.code if isinstance(e.code, int) else int(e.code is not None)
+        codes[0] = as_main.exit_code(e)
         raise
     except BaseException as e:
         words = f"{type(e).__name__}: {e}"
-        own = _of_script(e.__traceback__, path)
+        own = as_main.of_script(e.__traceback__, path)
         watchman.end(1, words, "".join(format_exception(type(e), e, own)))
         print_error = sys.excepthook  # the script's own, perhaps
 
         def hook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
-            print_error(kind, error.with_traceback(_of_script(trace, path)), error.__traceback__)
+            print_error(kind, error.with_traceback(as_main.of_script(trace, path)), error.__traceback__)
             watchman.tell(f"has failed ({words})")
 
         sys.excepthook = hook
         raise
-
-
-def _of_script(trace: types.TracebackType | None, path: str) -> types.TracebackType | None:
-    """Without the frames that came before the script's own. None for an error in its syntax."""
-    while trace is not None and trace.tb_frame.f_code.co_filename != path:
-        trace = trace.tb_next
-    return trace
 
 
 def main() -> None:
