@@ -365,6 +365,7 @@ def within_2_ms(found):
     return all(abs(a - b) < 2e-3 for a, b in zip(drawn, seen, strict=True)) and max(drawn) == drawn[1] > 0.015
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_real_lateness_is_drawn_where_stopwatches_see_it(ranks, tmp_path):
     def again():

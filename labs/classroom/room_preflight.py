@@ -101,7 +101,7 @@ def trials(root: Path, kernel: KernelTrial, number: list[str]) -> list[Trial]:
         Trial("packages", lambda: c.versions(c.packages(root), c.outside_of_venv(root)), 10),
         Trial("notebooks", files, 15),
         Trial("data", lambda: c.data(*c.damaged_data(root)), 10),
-        Trial("course number", lambda: number.append(c.fingerprint.course(root)) or [], 60),
+        Trial("course number", lambda: number.append(c.fingerprint.course(root)) or [], 250),
         Trial("course folder", lambda: place_checks.course_place(root)),
         Trial("folders", lambda: place_checks.folders(place_checks.folder_problems(root))),
         Trial("processes", lambda: s.processes(s.processes_left())),

@@ -56,7 +56,8 @@ def figure(
 ) -> tuple[Figure, Axes]:  # fmt: skip
     """A figure whose title is the one message it has; labels carry units. `size` is in inches.
 
-    A legend of up to 3 entries goes where it covers least, longer ones below; `legend_below` puts it there anyway.
+    A legend of up to 3 entries goes where it covers least, longer ones and those of `bars` below; `legend_below` puts
+    it there anyway.
 
     `records` (Records, a Run, or several joined) give the provenance line that `show` puts under it.
     """
@@ -178,12 +179,16 @@ def finish(fig: Figure) -> None:
 
 
 def _add_legend(fig: Figure, ax: Axes) -> None:
-    """Inside while it is short; otherwise below the axes, with room of its own."""
+    """Inside and framed while it is short; otherwise below the axes, with room of its own.
+
+    Beside rows of marks a legend's mark would pass for one more row: there it always goes below.
+    """
     handles, labels = ax.get_legend_handles_labels()
     if not labels or ax.get_legend() is not None:
         return
-    if len(labels) <= 3 and not ax.images and not getattr(fig, "_course_legend_below", False):
-        ax.legend(handles, labels, loc="best")
+    below = ax.images or getattr(ax, "_course_rows", False) or getattr(fig, "_course_legend_below", False)
+    if len(labels) <= 3 and not below:
+        ax.legend(handles, labels, loc="best", frameon=True, fancybox=False, framealpha=1, edgecolor="0.8")
         return
     width, height = fig.get_size_inches()
     left = max((len(line) for t in ax.get_yticklabels() for line in t.get_text().splitlines()), default=0)
@@ -279,6 +284,7 @@ def bars(
         first = False
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
+    ax._course_rows = True
 
 
 def curve(

@@ -146,7 +146,7 @@ def main():
                 loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
             optimizer.zero_grad()
             # Collective: DDP averages the gradients over the ranks while backward still computes earlier layers. To add
-            # up several batches before a step, run all but the last backward under `with model.no_sync():`
+            # up several batches before a step, do all but the last forward and backward in `with model.no_sync():`
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)  # before clipping, or the norm is of scaled gradients
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)  # of averaged gradients: the same on every rank

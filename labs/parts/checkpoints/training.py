@@ -111,6 +111,7 @@ def states(seed: int) -> Iterator[dict[str, Any]]:
     module = perceptron()
     optimizer = torch.optim.AdamW(module.parameters())
     while True:
+        optimizer.zero_grad()
         module(torch.randn(32, SIDE**2)).square().mean().backward()
         optimizer.step()
         yield training_state(module, optimizer)
