@@ -1,0 +1,579 @@
+"""Static rules on several ranks: DistributedDataParallel, its sampler, its exchange, saving."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from labs.parts.doctor.hits import Change, Found, Rule, inserted, replaced, rule, source_of, with_argument, without_argument
+from labs.parts.doctor.rules_steps import accumulation
+from labs.parts.doctor.syntax import (
+    Function,
+    Program,
+    above,
+    constant,
+    dotted,
+    function_of,
+    keyword,
+    method,
+    open_ended,
+    statement_of,
+)
+from labs.parts.doctor.training_loops import Training
+
+DOCS = "https://docs.pytorch.org/docs/stable/"
+DDP = DOCS + "generated/torch.nn.parallel.DistributedDataParallel.html"
+SAMPLER = DOCS + "data.html#torch.utils.data.distributed.DistributedSampler"
+BUGS = "5. What do the usual bugs look like from outside?"
+MANAGERS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "ignite", "ray", "composer", "colossalai", "horovod")
+"""Packages that shard data, synchronise, scale or save by themselves."""
+HEALTHY = """
+import datetime
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+def main(data, model, epochs, lr):
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl", timeout=datetime.timedelta(minutes=5))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, 32, sampler=sampler)
+    model = DDP(model.cuda(), device_ids=[local_rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss = cross_entropy(model(x.cuda()), y.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    if rank == 0:
+        torch.save(model.module.state_dict(), "weights.pt")
+    dist.destroy_process_group()
+"""
+ACCUMULATE = HEALTHY.replace("for x, y in loader:", "for i, (x, y) in enumerate(loader):").replace(
+    """            loss = cross_entropy(model(x.cuda()), y.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+""",
+    """            model.require_backward_grad_sync = (i + 1) % 4 == 0
+            loss = cross_entropy(model(x.cuda()), y.cuda()) / 4
+            loss.backward()
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+""",
+)
+NO_SYNC = ACCUMULATE.replace(
+    """            model.require_backward_grad_sync = (i + 1) % 4 == 0
+            loss = cross_entropy(model(x.cuda()), y.cuda()) / 4
+            loss.backward()
+""",
+    """            with model.no_sync() if (i + 1) % 4 else contextlib.nullcontext():
+                loss = cross_entropy(model(x.cuda()), y.cuda()) / 4
+                loss.backward()
+""",
+).replace("import os", "import contextlib\nimport os")
+
+
+def wraps(program: Program) -> list[ast.Call]:
+    """Calls of DistributedDataParallel."""
+    return program.torch_calls("DistributedDataParallel")
+
+
+def groups(program: Program) -> list[ast.Call]:
+    """Calls of init_process_group."""
+    return program.torch_calls("init_process_group")
+
+
+def managed(program: Program) -> bool:
+    """Whether a library does for the program what these rules look for."""
+    return program.imports(*MANAGERS)
+
+
+def training_loaders(program: Program, training: Training) -> list[ast.Call]:
+    """DataLoaders that a loop with backward goes over, as far as they can be followed."""
+    found = []
+    for section in training.sections:
+        loops = [section.node, *(loop for e in section.events for loop in e.loops)]
+        for loop in loops:
+            if isinstance(loop, ast.For | ast.AsyncFor):
+                found += loaders_of(program, loop.iter)
+    return list(dict.fromkeys(found))
+
+
+def loaders_of(program: Program, iterated: ast.expr) -> list[ast.Call]:
+    """DataLoaders behind an expression that is iterated: also in enumerate(...), tqdm(...), zip(...)."""
+    found = []
+    for origin in program.origins(iterated):
+        if isinstance(origin, ast.Call):
+            if program.is_torch(origin.func, "DataLoader"):
+                found.append(origin)
+            elif method(origin) in ("enumerate", "tqdm", "zip", "iter", "islice", "cycle", "track", "log_every", "trange"):
+                found += [loader for given in origin.args for loader in loaders_of(program, given)]
+    return found
+
+
+@rule(
+    "set-epoch-missing",
+    "wrong",
+    why="The sampler draws its order from seed + epoch, and the epoch stays 0 until it is told: every epoch has the "
+    "same order and the same batches.",
+    cure="sampler.set_epoch(epoch) at the start of each epoch, before the loop over the loader.",
+    notebook="03",
+    section=BUGS,
+    source=SAMPLER,
+    ill=(
+        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "").replace("DistributedSampler(data)", "DistributedSampler(data)  # <-"),
+        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "").replace(
+            "DistributedSampler(data)", "DistributedSampler(data)  # <-\n    sampler.set_epoch(0)"),
+    ),
+    healthy=(
+        HEALTHY,
+        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "").replace("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"),
+        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "        loader.sampler.set_epoch(epoch)\n"),
+        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "").replace("    for epoch in range(epochs):", "    for epoch in [0]:"),
+    ),
+)  # fmt: skip
+def set_epoch_missing(program: Program, training: Training) -> Iterator[Found]:
+    """A shuffling DistributedSampler for training, epochs, and no set_epoch that follows them."""
+    told = [c for c in program.named("set_epoch") if c.args and not isinstance(c.args[0], ast.Constant)]
+    epochs = [loop for s in training.sections for loop in training.outer_loops(s) if not _one_pass(loop)]
+    if told or not epochs or managed(program):
+        return
+    loaders = training_loaders(program, training)
+    used = {o for c in loaders for k in ("sampler", "batch_sampler") for o in program.origins(keyword(c, k))}
+    for call in program.torch_calls("DistributedSampler"):
+        ordered = constant(keyword(call, "shuffle", 3)) is False or _is_super(call)
+        if not ordered and (call in used or (not used and len(program.torch_calls("DistributedSampler")) == 1)):
+            yield Found(call, _told_epoch(call, epochs))
+
+
+def _is_super(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call)
+
+
+def _one_pass(loop: ast.AST) -> bool:
+    given = loop.iter if isinstance(loop, ast.For) else None
+    if isinstance(given, ast.Call) and method(given) == "range":
+        return constant(given.args[-1]) == 1
+    return isinstance(given, ast.List | ast.Tuple) and len(given.elts) < 2
+
+
+def _told_epoch(call: ast.Call, epochs: list[ast.AST]) -> Change | None:
+    statement = statement_of(call)
+    name = dotted(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+    for loop in epochs:
+        plain = isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) and function_of(loop) is function_of(call)
+        if plain and name and statement.value is call and loop.lineno > call.lineno:
+            return inserted(loop.body[0], f"{name}.set_epoch({loop.target.id})")
+    return None
+
+
+@rule(
+    "sampler-missing",
+    "wrong",
+    why="Without a DistributedSampler each rank goes over the whole data set: an epoch takes as long as on one GPU, and "
+    "with the same seed on all ranks they even compute the same batches.",
+    cure="DataLoader(..., sampler=DistributedSampler(dataset)) in place of shuffle=True, and set_epoch in the loop.",
+    notebook="03",
+    section="1. How much faster do two devices train?",
+    source=SAMPLER,
+    ill=HEALTHY.replace("sampler=sampler)", "shuffle=True)  # <-")
+    .replace("    sampler = DistributedSampler(data)\n", "")
+    .replace("        sampler.set_epoch(epoch)\n", "")
+    .replace("DataLoader, DistributedSampler", "DataLoader"),
+    healthy=(
+        HEALTHY,
+        HEALTHY.replace("sampler=sampler)", "shuffle=True)")
+        .replace("    sampler = DistributedSampler(data)\n", "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n")
+        .replace("        sampler.set_epoch(epoch)\n", "")
+        .replace("DataLoader, DistributedSampler", "DataLoader"),
+    ),
+)
+def sampler_missing(program: Program, training: Training) -> Iterator[Found]:
+    """DDP, a shuffling training loader, and nothing that knows of samplers or ranks near its data."""
+    if not wraps(program) or managed(program) or any("sampler" in w.lower() for w in program.words):
+        return
+    for call in training_loaders(program, training):
+        if constant(keyword(call, "shuffle", 2)) is True and not open_ended(call):
+            data = program.origins(keyword(call, "dataset", 0))
+            told = " ".join(ast.unparse(o) for o in data)
+            if not re.search(r"rank|world|shard|split|num_replicas|process_index", told) and not _conditional(call):
+                yield Found(call)
+
+
+def _conditional(node: ast.AST) -> bool:
+    """In a branch that asks whether there are several ranks."""
+    tests = [p.test for p in above(node) if isinstance(p, ast.If | ast.IfExp)]
+    return any(re.search(r"dist|ddp|rank|world|parallel|gpu", ast.unparse(t), re.IGNORECASE) for t in tests)
+
+
+@rule(
+    "shuffle-beside-sampler",
+    "wrong",
+    why="DataLoader raises a ValueError: a sampler gives the order, so that there is nothing left to shuffle.",
+    cure="Leave shuffle=True out: DistributedSampler shuffles by itself.",
+    notebook="03",
+    section="Exercises",
+    source=DOCS + "data.html#torch.utils.data.DataLoader",
+    ill=HEALTHY.replace("sampler=sampler)", "sampler=sampler, shuffle=True)  # <-"),
+    healthy=(HEALTHY, HEALTHY.replace("sampler=sampler)", "sampler=sampler, shuffle=sampler is None)"),
+             HEALTHY.replace("sampler=sampler)", "sampler=None, shuffle=True)").replace("shuffle=True", "shuffle=rank < 0")),
+)  # fmt: skip
+def shuffle_beside_sampler(program: Program, training: Training) -> Iterator[Found]:
+    """Both, and the sampler is made by a call for certain."""
+    for call in program.torch_calls("DataLoader"):
+        sampler = keyword(call, "sampler")
+        if constant(keyword(call, "shuffle", 2)) is True and sampler is not None:
+            made = [o for o in program.origins(sampler) if isinstance(o, ast.Call | ast.Constant | ast.IfExp | ast.BoolOp)]
+            if made and all(isinstance(o, ast.Call) for o in made):
+                yield Found(call, without_argument(call, "shuffle"))
+
+
+@rule(
+    "no-sync-missing",
+    "costs",
+    why="DDP exchanges all gradients in every backward; of several batches per step only the last one needs it. The "
+    "others' exchange is time on the wire for nothing.",
+    cure="All but the last forward and backward of a step under `with model.no_sync():` (forward, too, or it has no "
+    "effect).",
+    notebook="03",
+    section="6. How do you get a large batch when it does not fit?",
+    source=DDP + "#torch.nn.parallel.DistributedDataParallel.no_sync",
+    ill=ACCUMULATE.replace("            model.require_backward_grad_sync = (i + 1) % 4 == 0\n", "").replace(
+        "loss.backward()", "loss.backward()  # <-"
+    ),
+    healthy=(HEALTHY, ACCUMULATE, NO_SYNC),
+)
+def no_sync_missing(program: Program, training: Training) -> Iterator[Found]:
+    """Accumulation and DDP, and none of the ways to leave the exchange out."""
+    ways = ("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync", "register_comm_hook")
+    if not wraps(program) or managed(program) or program.mentions(*ways):
+        return
+    for section in training.sections:
+        if found := accumulation(training, section):
+            yield Found(found[0].node)
+
+
+@rule(
+    "no-sync-forward",
+    "costs",
+    why="DDP decides in forward whether the backward that follows will exchange gradients: no_sync() around backward "
+    "alone changes nothing, and every batch is exchanged.",
+    cure="Take forward and loss into the `with model.no_sync():`, too.",
+    notebook="03",
+    section="6. How do you get a large batch when it does not fit?",
+    source=DDP + "#torch.nn.parallel.DistributedDataParallel.no_sync",
+    ill=NO_SYNC.replace(
+        """            with model.no_sync() if (i + 1) % 4 else contextlib.nullcontext():
+                loss = cross_entropy(model(x.cuda()), y.cuda()) / 4
+""",
+        """            loss = cross_entropy(model(x.cuda()), y.cuda()) / 4
+            with model.no_sync() if (i + 1) % 4 else contextlib.nullcontext():  # <-
+""",
+    ),
+    healthy=(NO_SYNC, ACCUMULATE),
+)
+def no_sync_forward(program: Program, training: Training) -> Iterator[Found]:
+    """A `with no_sync` around a backward and nothing that could be a forward."""
+    if not wraps(program) or program.mentions("fully_shard", "FullyShardedDataParallel"):
+        return
+    for node in program.nodes(ast.With):
+        items = [o for i in node.items for o in (i.context_expr, *program.origins(i.context_expr, 2))]
+        if not any("no_sync" in ast.unparse(o) for o in items):
+            continue
+        calls = [c for s in node.body for c in ast.walk(s) if isinstance(c, ast.Call)]
+        if any(method(c) == "backward" for c in calls) and all(method(c) in ("backward", "scale") for c in calls):
+            yield Found(node)
+
+
+RANKS = r"rank|master|is_main|main_process|world_size|is_primary|primary|chief|leader|is_first|gpu(_id)?\s*==|device(_id)?\s*==|==\s*0|coordinator"
+
+
+@rule(
+    "save-all-ranks",
+    "wrong",
+    why="Every rank writes the same file at the same time: the bytes of several writers can mix, and a network disk "
+    "gets n times the load.",
+    cure="Save by one rank: `if dist.get_rank() == 0:`. With a barrier only if the others read the file.",
+    notebook="05",
+    section="5. What if a rank dies?",
+    source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
+    ill=HEALTHY.replace("    if rank == 0:\n        torch.save", "    torch.save").replace('"weights.pt")', '"weights.pt")  # <-'),
+    healthy=(
+        HEALTHY,
+        HEALTHY.replace("    if rank == 0:\n        torch.save", "    torch.save").replace('"weights.pt"', 'f"weights-{rank}.pt"'),
+        HEALTHY.replace("    if rank == 0:\n        torch.save", "    first = rank == 0\n    if first:\n        torch.save"),
+        HEALTHY.replace("    if rank == 0:\n        torch.save(", "    if rank == 0:\n        write(")
+        + "\ndef write(state, path):\n    torch.save(state, path)\n",
+        HEALTHY.replace("    if rank == 0:\n        torch.save(", "    write(rank, ")
+        + "\ndef write(rank, state, path):\n    if rank:\n        return\n    torch.save(state, path)\n",
+    ),
+)
+def save_all_ranks(program: Program, training: Training) -> Iterator[Found]:
+    """No test for a rank on any way to torch.save, no rank in the file's name."""
+    if not groups(program) or not wraps(program) or managed(program) or program.mentions("fully_shard", "FullyShardedDataParallel"):
+        return
+    for call in program.torch_calls("save"):
+        if any(n != "torch.save" for n in program.full(call.func)) or not _reached_by_all(program, call):
+            continue
+        target = keyword(call, "f", 1)
+        if target is None or re.search(r"rank|Bytes|buffer|gpu", " ".join(ast.unparse(o) for o in program.origins(target))):
+            continue
+        change = None
+        if isinstance(call.parent, ast.Expr) and call.parent.lineno == call.parent.end_lineno:
+            dist = next((k for k, v in call.file.names.items() if "torch.distributed" in v), "")
+            condition = f"if {dist}.get_rank() == 0:" if dist else ""
+            change = replaced(call.parent, f"{condition} {source_of(call)}") if condition else None
+            if change:
+                indent = " " * (call.parent.col_offset + 4)
+                change = replaced(call.parent, f"{condition}\n{indent}{source_of(call)}")
+        yield Found(call, change)
+
+
+def _reached_by_all(program: Program, node: ast.AST, depth: int = 4) -> bool:
+    """Whether some way to it has no test for a rank; a function that nobody calls by name is not reached."""
+    if _guarded(program, node):
+        return False
+    function = function_of(node)
+    if function is None or not depth:
+        return function is None
+    calls = program.callers.get(function, [])
+    if not calls:  # the script's entry, or a method that is called in a way that we do not see
+        return function.file is program.files[0] and isinstance(function.parent, ast.Module | ast.If)
+    return any(_reached_by_all(program, call, depth - 1) for call in calls if function_of(call) is not function)
+
+
+def _guarded(program: Program, node: ast.AST) -> bool:
+    child = node
+    for parent in above(node):
+        if isinstance(parent, ast.If | ast.IfExp | ast.While) and child is not parent.test and _of_rank(program, parent.test):
+            return True
+        block = getattr(parent, "body", None)
+        for statement in block if isinstance(block, list) else ():
+            if statement is child or statement.lineno > node.lineno:
+                break
+            leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return | ast.Continue)
+            if leaves and _of_rank(program, statement.test):
+                return True
+        if isinstance(parent, Function):
+            return any(_of_rank(program, d) for d in parent.decorator_list)
+        child = parent
+    return False
+
+
+def _of_rank(program: Program, test: ast.expr) -> bool:
+    if re.search(RANKS, ast.unparse(test), re.IGNORECASE):
+        return True
+    names = (n for n in ast.walk(test) if isinstance(n, ast.Name | ast.Attribute) and dotted(n) and hasattr(n, "file"))
+    return any(re.search(RANKS, ast.unparse(o), re.IGNORECASE) for n in names for o in program.origins(n, 3)[1:])
+
+
+@rule(
+    "save-wrapped",
+    "look at it",
+    why="The names in the state dict of a wrapped model begin with `module.`: they fit no model that is not wrapped.",
+    cure="Save model.module.state_dict().",
+    notebook="05",
+    section="4. Can the job be killed?",
+    source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
+    ill=(
+        HEALTHY.replace("torch.save(model.module.state_dict(), \"weights.pt\")", "torch.save(model.state_dict(), 'w.pt')  # <-"),
+        HEALTHY.replace("torch.save(model.module.state_dict(), \"weights.pt\")", "torch.save({'m': model}, 'w.pt')  # <-"),
+    ),
+    healthy=(HEALTHY, HEALTHY.replace("model = DDP(", "wrapped = DDP(").replace("model.module.state_dict", "model.state_dict")
+             .replace("cross_entropy(model(", "cross_entropy(wrapped(")),
+)  # fmt: skip
+def save_wrapped(program: Program, training: Training) -> Iterator[Found]:
+    """torch.save of what the same name was wrapped as, or of its state dict."""
+    for call in program.torch_calls("save"):
+        given = keyword(call, "obj", 0)
+        parts = [v for o in program.origins(given, 3) for v in (o.values if isinstance(o, ast.Dict) else [o])]
+        for part in parts:
+            states = isinstance(part, ast.Call) and method(part) == "state_dict" and isinstance(part.func, ast.Attribute)
+            model = part.func.value if states else part
+            if dotted(model) and _is_wrapped(program, model):
+                change = replaced(model, f"{dotted(model)}.module") if states else None
+                yield Found(part if part.file is call.file and part.lineno == call.lineno else call, change)
+
+
+def _is_wrapped(program: Program, name: ast.AST) -> bool:
+    """Directly assigned from DDP or DataParallel, and from nothing else after it."""
+    values = [v for v, i in program._values(name, dotted(name)) if i is None]
+    return bool(values) and isinstance(values[-1], ast.Call) and program.is_torch(
+        values[-1].func, "DistributedDataParallel", "DataParallel"
+    ) and not any(isinstance(p, ast.If | ast.IfExp) for p in above(values[-1]))
+
+
+@rule(
+    "data-parallel",
+    "outdated",
+    why="nn.DataParallel copies the weights to all GPUs in each forward, from one Python process: torch's documentation "
+    "recommends DistributedDataParallel even on one machine.",
+    cure="One process per GPU with torchrun, and DistributedDataParallel.",
+    notebook="03",
+    section="2. What does each way move?",
+    source=DOCS + "generated/torch.nn.DataParallel.html",
+    ill=(
+        "import torch.nn as nn\ndef f(net):\n    return nn.DataParallel(net)  # <-\n",
+        "from torch.nn.parallel import DataParallel as P\nnet = P(None)  # <-\n",
+    ),
+    healthy=(HEALTHY, "from mine import DataParallel\nnet = DataParallel(None)\n"),
+)
+def data_parallel(program: Program, training: Training) -> Iterator[Found]:
+    """Any use of it; beside DDP it may be the way for one process."""
+    other = bool(wraps(program))
+    for call in program.torch_calls("DataParallel"):
+        yield Found(call, None, certainty="look at it" if other else "")
+
+
+@rule(
+    "find-unused",
+    "look at it",
+    why="find_unused_parameters=True walks the graph of every forward to find parameters without gradients. Needed only "
+    "if there are such; torch warns once if there are none.",
+    cure="Leave it out, and put it back if DDP then complains of parameters that were not used.",
+    notebook="03",
+    section="4. When does splitting pay?",
+    source=DOCS + "notes/ddp.html#internal-design",
+    ill=HEALTHY.replace("device_ids=[local_rank])", "device_ids=[local_rank], find_unused_parameters=True)  # <-"),
+    healthy=(HEALTHY, HEALTHY.replace("device_ids=[local_rank])", "find_unused_parameters=lr > 1)")),
+)
+def find_unused(program: Program, training: Training) -> Iterator[Found]:
+    """A constant True."""
+    for call in wraps(program):
+        if constant(keyword(call, "find_unused_parameters")) is True:
+            yield Found(call, without_argument(call, "find_unused_parameters"))
+
+
+@rule(
+    "fixed-gpu",
+    "wrong",
+    why="Every rank of a machine uses GPU 0: it holds the models of all, and the other GPUs idle.",
+    cure='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything is put on a GPU, and "cuda" without a number.',
+    notebook="03",
+    section=BUGS,
+    source=DDP,
+    ill=(
+        HEALTHY.replace("    torch.cuda.set_device(local_rank)\n", "").replace(", device_ids=[local_rank])", ")  # <-"),
+        HEALTHY.replace("x.cuda()", 'x.to("cuda:0")').replace("            loss = cross", "            loss = cross").replace(
+            "y.cuda())", "y.cuda())  # <-"),
+    ),
+    healthy=(
+        HEALTHY,
+        HEALTHY.replace("    torch.cuda.set_device(local_rank)\n", "").replace(".cuda()", ".to(torch.device('cuda', local_rank))"),
+        HEALTHY.replace("    torch.cuda.set_device(local_rank)\n", "    os.environ['CUDA_VISIBLE_DEVICES'] = str(local_rank)\n"),
+        HEALTHY.replace("    torch.cuda.set_device(local_rank)\n", "    torch.accelerator.set_device_index(local_rank)\n"),
+    ),
+)  # fmt: skip
+def fixed_gpu(program: Program, training: Training) -> Iterator[Found]:
+    """`cuda:0` beside a process group; `.cuda()` or "cuda" without a number where nobody sets the device."""
+    if not groups(program) or managed(program):
+        return
+    places = {"set_device", "set_device_index", "default_device", "device_id", "set_default_device"}
+    free = program.mentions(*places) or any(
+        "CUDA_VISIBLE_DEVICES" in str(n.value) for n in program.nodes(ast.Constant) if isinstance(n.value, str)
+    )
+    for call in program.calls:
+        place = _device(call)
+        chosen = any(c.func.attr == "device" for c in _withs(call)) or _conditional(call)
+        if chosen or (place != "cuda:0" and (free or place != "cuda")):
+            continue
+        if place == "cuda:0" and re.search(r"map_location", ast.unparse(statement_of(call))):
+            continue
+        yield Found(call)
+        if place == "cuda":
+            return  # once is enough: the cure is one line
+
+
+def _withs(node: ast.AST) -> list[ast.Call]:
+    items = [i.context_expr for p in above(node) if isinstance(p, ast.With) for i in p.items]
+    return [i for i in items if isinstance(i, ast.Call) and isinstance(i.func, ast.Attribute)]
+
+
+def _device(call: ast.Call) -> str:
+    """ "cuda:0" or "cuda", where a call says so by a constant."""
+    if method(call) == "cuda" and isinstance(call.func, ast.Attribute):
+        given = [a for a in call.args] + [k.value for k in call.keywords if k.arg == "device"]
+        return "cuda" if not given else "cuda:0" if constant(given[0]) == 0 and constant(given[0]) is not False else ""
+    if method(call) == "to" and isinstance(call.func, ast.Attribute) or method(call) == "device":
+        value = constant(keyword(call, "device", 0))
+        if method(call) == "device" and len(call.args) > 1:
+            return ""
+        return value if value in ("cuda", "cuda:0") else ""
+    return ""
+
+
+@rule(
+    "destroy-missing",
+    "look at it",
+    why="Without destroy_process_group() NCCL's threads and memory are ended in whatever order Python ends: torch warns, "
+    "and the end of a job can hang.",
+    cure="dist.destroy_process_group() at the end of each rank.",
+    notebook="10",
+    section="1. It hangs: which rank, which line?",
+    source=DOCS + "distributed.html#shutdown",
+    ill=HEALTHY.replace("    dist.destroy_process_group()\n", "").replace("minutes=5))", "minutes=5))  # <-"),
+    healthy=(HEALTHY, HEALTHY.replace("    dist.destroy_process_group()\n", "    stop()\n")
+             + "\nfrom torch.distributed import destroy_process_group as stop\n"),
+)  # fmt: skip
+def destroy_missing(program: Program, training: Training) -> Iterator[Found]:
+    """No mention of it in the whole program."""
+    if not program.mentions("destroy_process_group") and not managed(program):
+        for call in groups(program)[:1]:
+            yield Found(call)
+
+
+@rule(
+    "timeout-missing",
+    "look at it",
+    why="When a rank dies or goes another way, the others wait: 10 minutes with NCCL, 30 with gloo, unless a timeout is "
+    "given. A shorter one tells sooner; it must be longer than your longest validation or save on one rank.",
+    cure="init_process_group(..., timeout=datetime.timedelta(minutes=5)).",
+    notebook="10",
+    section="1. It hangs: which rank, which line?",
+    source=DOCS + "distributed.html#torch.distributed.init_process_group",
+    ill=HEALTHY.replace('"nccl", timeout=datetime.timedelta(minutes=5))', '"nccl")  # <-'),
+    healthy=HEALTHY,
+)
+def timeout_missing(program: Program, training: Training) -> Iterator[Found]:
+    """Where the first process group is made."""
+    for call in groups(program)[:1]:
+        if keyword(call, "timeout", 2) is None and not open_ended(call):
+            known = any("datetime" in v for v in call.file.names.values())
+            yield Found(call, with_argument(call, "timeout", "datetime.timedelta(minutes=5)") if known else None)
+
+
+@rule(
+    "uneven-ranks",
+    "look at it",
+    why="Ranks that split the data by themselves can have unequal numbers of batches: DDP's exchange then waits for ever "
+    "in the last step of the longer one. DistributedSampler makes them equal.",
+    cure="Equal numbers on all ranks: DistributedSampler, as many steps on each, or `with model.join():`.",
+    notebook="10",
+    section="1. It hangs: which rank, which line?",
+    source=DDP + "#torch.nn.parallel.DistributedDataParallel.join",
+    ill=HEALTHY.replace("sampler=sampler)", "shuffle=True)  # <-")
+    .replace("    sampler = DistributedSampler(data)\n", "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n")
+    .replace("        sampler.set_epoch(epoch)\n", ""),
+    healthy=(HEALTHY, HEALTHY.replace("for x, y in loader", "for x, y in itertools.islice(loader, 100)")),
+)
+def uneven_ranks(program: Program, training: Training) -> Iterator[Found]:
+    """A training loader over a part that was cut by rank with a stride, without join."""
+    if not wraps(program) or managed(program) or program.mentions("join", "Join"):
+        return
+    for call in training_loaders(program, training):
+        for origin in program.origins(keyword(call, "dataset", 0)):
+            cut = isinstance(origin, ast.Call) and program.is_torch(origin.func, "Subset") and len(origin.args) > 1
+            if cut and re.search(r"range\(\w*rank\w*,.*,", ast.unparse(origin.args[1])) and "//" not in ast.unparse(origin):
+                yield Found(call)
+
+
+RULES = [found for found in list(globals().values()) if isinstance(found, Rule)]

@@ -1,0 +1,621 @@
+"""Static rules on the order and the state of a training loop."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from labs.parts.doctor.hits import Change, Found, Rule, inserted, moved, removed, replaced, rule, source_of
+from labs.parts.doctor.syntax import (
+    Function,
+    Loop,
+    Program,
+    above,
+    constant,
+    dotted,
+    function_of,
+    keyword,
+    last,
+    method,
+    statement_of,
+)
+from labs.parts.doctor.training_loops import Event, Section, Training, together
+
+DOCS = "https://docs.pytorch.org/docs/stable/"
+HEAD = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+def validate(model, loader):
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for x, y in loader:
+            right += (model(x).argmax(1) == y).sum()
+    return right / len(loader.dataset)
+
+def train(model, loader, held_out, epochs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+"""
+LOOP = """
+    for epoch in range(epochs):
+        model.train()
+        total = 0.0
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        print(epoch, total / len(loader), validate(model, held_out))
+        scheduler.step()
+"""
+HEALTHY = HEAD + LOOP
+IN_CLASS = """
+import torch as t
+
+class Trainer:
+    def __init__(self, model):
+        self.model, self.optimizer = model, t.optim.Adam(model.parameters())
+
+    def one_step(self, x, y):
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = t.nn.functional.mse_loss(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def fit(self, loader):
+        for x, y in loader:
+            self.one_step(x, y)
+"""
+ACCUMULATE = """
+import torch
+from torch import nn
+
+def train(model, loader, every):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i, (x, y) in enumerate(loader):
+        loss = nn.functional.cross_entropy(model(x), y) / every
+        loss.backward()
+        if (i + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+MICRO = """
+import torch
+
+class Run:
+    def train(self, model, batches, parts):
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        while batches:
+            for part in range(parts):
+                x, y = next(batches)
+                loss = ((model(x) - y) ** 2).mean() / parts
+                loss.backward()
+            opt.step()
+            opt.zero_grad()
+"""
+GAN = """
+def train(netD, netG, loader, optimizerD, optimizerG, criterion, noise):
+    for real in loader:
+        netD.zero_grad()
+        criterion(netD(real), 1).backward()
+        fake = netG(noise())
+        criterion(netD(fake.detach()), 0).backward()
+        optimizerD.step()
+        netG.zero_grad()
+        criterion(netD(fake), 1).backward()
+        optimizerG.step()
+"""
+
+
+@rule(
+    "zero-grad-missing",
+    "wrong",
+    why="backward adds to the gradients that are there: without zero_grad() each step follows the sum of all gradients "
+    "since the start.",
+    cure="optimizer.zero_grad() once per step, before backward.",
+    notebook="03",
+    section="6. How do you get a large batch when it does not fit?",
+    source=DOCS + "generated/torch.optim.Optimizer.zero_grad.html",
+    ill=(
+        HEAD + LOOP.replace("            optimizer.zero_grad()\n", "").replace("backward()", "backward()  # <-"),
+        IN_CLASS.replace("        self.optimizer.zero_grad(set_to_none=True)\n", "").replace("backward()", "backward()  # <-"),
+    ),
+    healthy=(
+        HEALTHY, IN_CLASS, ACCUMULATE, MICRO, GAN,
+        HEALTHY.replace("            optimizer.zero_grad()", "            for p in model.parameters():\n                p.grad = None"),
+        HEALTHY.replace("            optimizer.zero_grad()\n", "").replace("optimizer.step()", "update(optimizer)"),
+    ),
+)  # fmt: skip
+def zero_grad_missing(program: Program, training: Training) -> Iterator[Found]:
+    """Nothing in the loop nor anywhere in its files sets gradients back."""
+    for section in training.sections:
+        if section.of("zero") or _zeroes(program, section):
+            continue
+        first = section.of("backward")[0]
+        steps = section.of("step", "scaler.step")
+        base = dotted(steps[0].node.func.value) if steps[0].kind == "step" and len({s.on for s in steps}) == 1 else ""
+        same = base and function_of(steps[0].node) is function_of(first.node)
+        yield Found(first.node, inserted(first.node, f"{base}.zero_grad()") if same else None)
+
+
+def _zeroes(program: Program, section: Section) -> bool:
+    """Or calls a function of the program that we cannot find, and that may."""
+    files = {e.node.file for e in section.events}
+    names = [n for f in files for n in f.nodes if isinstance(n, ast.Attribute)]
+    return any(n.attr in ("zero_grad", "zero_grad_buffer", "set_to_none") for n in names) or any(
+        n.attr == "grad" and isinstance(n.ctx, ast.Store) or method_of(n) == "zero_" for n in names
+    )
+
+
+def method_of(node: ast.AST) -> str:
+    """ "zero_" of p.grad in `p.grad.zero_()`."""
+    parent = node.parent
+    return parent.attr if isinstance(parent, ast.Attribute) and isinstance(parent.parent, ast.Call) else ""
+
+
+@rule(
+    "zero-grad-order",
+    "wrong",
+    why="The gradients are gone before the optimizer sees them: the step changes nothing, or only what momentum and "
+    "weight decay do.",
+    cure="zero_grad() before backward, or after the step.",
+    notebook="03",
+    section="3. Is it the same training?",
+    source=DOCS + "generated/torch.optim.Optimizer.zero_grad.html",
+    ill=(
+        HEAD
+        + LOOP.replace("            optimizer.zero_grad()\n", "").replace(
+            "backward()\n", "backward()\n            optimizer.zero_grad()  # <-\n"
+        ),
+        IN_CLASS.replace("        self.optimizer.zero_grad(set_to_none=True)\n", "").replace(
+            "backward()\n", "backward()\n        self.model.zero_grad()  # <-\n"
+        ),
+    ),
+    healthy=(HEALTHY, IN_CLASS, ACCUMULATE, MICRO, GAN,
+             HEAD + LOOP.replace("            optimizer.zero_grad()\n", "").replace(
+                 "step()\n            total", "step()\n            optimizer.zero_grad()\n            total")),
+)  # fmt: skip
+def zero_grad_order(program: Program, training: Training) -> Iterator[Found]:
+    """backward, zero_grad, step, with no other backward or step between them, of the only optimizer or the same one."""
+    for section in training.sections:
+        order = section.events
+        only = len({e.on for e in section.of("step")} | {_first(e) for e in section.of("scaler.step")}) == 1
+        for i, zero in enumerate(order):
+            if zero.kind != "zero":
+                continue
+            before = [e for e in order[:i] if e.kind in ("backward", "step", "scaler.step") and together(e, zero)]
+            after = [e for e in order[i:] if e.kind in ("backward", "step", "scaler.step") and together(e, zero)]
+            if not before or not after or before[-1].kind != "backward" or after[0].kind == "backward":
+                continue
+            mine = after[0].on if after[0].kind == "step" else _first(after[0])
+            one_pass = zero.loops == before[-1].loops == after[0].loops and together(before[-1], zero, after[0])
+            if one_pass and (only or zero.on == mine):
+                same = zero.node.file is before[-1].node.file and isinstance(zero.node, ast.Call)
+                yield Found(zero.node, moved(zero.node, before[-1].node) if same else None)
+
+
+def _first(event: Event) -> str:
+    return dotted(event.node.args[0]) if event.node.args else ""
+
+
+@rule(
+    "loss-kept",
+    "costs",
+    why="A sum or a list of losses that still hold their graphs keeps a piece of each step's graph alive: memory grows "
+    "with every step. Where no backward has freed it, it keeps the activations, too.",
+    cure="Keep loss.detach() (does not wait for the GPU) or loss.item() (waits).",
+    notebook="09",
+    section="3. What grows from step to step?",
+    source=DOCS + "notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
+    ill=(
+        HEAD + LOOP.replace("total += loss.detach()", "total += loss  # <-"),
+        HEAD + LOOP.replace("total += loss.detach()", "total = total + loss * len(x)  # <-"),
+        HEAD + LOOP.replace("total = 0.0", "total = 0.0; seen = []").replace("total += loss.detach()", "seen.append(loss)  # <-"),
+        HEAD + LOOP.replace("total += loss.detach()", "total += loss.mean()  # <-"),
+    ),
+    healthy=(
+        HEALTHY, ACCUMULATE,
+        HEAD + LOOP.replace("loss.detach()", "loss.item()"), HEAD + LOOP.replace("loss.detach()", "float(loss)"),
+        HEAD + LOOP.replace("total += loss.detach()", "loss = loss.item()\n            total += loss"),
+        HEAD + LOOP.replace("            loss.backward()\n", "").replace("total += loss.detach()", "total += loss").replace(
+            "        print", "        total.backward()\n        print"),
+        HEAD + LOOP.replace("            total += loss.detach()\n",
+                            "            with torch.no_grad():\n                total += loss\n"),
+    ),
+)  # fmt: skip
+def loss_kept(program: Program, training: Training) -> Iterator[Found]:
+    """What backward was called on is added to, or put into, something from outside of the loop."""
+    differentiated = {text for c in program.named("backward") for text in _losses(c)}
+    for section in training.sections:
+        if not section.is_loop:
+            continue
+        losses = {text for e in section.of("backward") if e.node.file is section.node.file for text in _losses(e.node)}
+        for node in ast.walk(section.node):
+            name, value = _kept(node)
+            if not name or name in differentiated or value is None or _without_gradients(program, node):
+                continue
+            if _assigned_in(section.node, name) or function_of(node) is not function_of(section.node):
+                continue
+            for use in _uses_with_graph(value, losses):
+                if not _made_number(section.node, use, node):
+                    yield Found(node, replaced(use, f"{source_of(use)}.detach()"))
+
+
+def _losses(backward: ast.Call) -> list[str]:
+    """Names that it is called on: "loss" in `loss.backward()`, `scaler.scale(loss).backward()`."""
+    base = backward.func.value if isinstance(backward.func, ast.Attribute) else None
+    inner = base.args[0] if isinstance(base, ast.Call) and method(base) == "scale" and base.args else base
+    given = backward.args[0] if backward.args and "accelerator" in dotted(base) else None
+    return [t for t in (dotted(inner), dotted(given)) if t and "accelerator" not in t]
+
+
+def _kept(node: ast.AST) -> tuple[str, ast.expr | None]:
+    """What is added to, and what is added."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+        return dotted(node.target), node.value
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.value, ast.BinOp):
+        name, value = dotted(node.targets[0]), node.value
+        if name and isinstance(value.op, ast.Add) and dotted(value.left) == name:
+            return name, value.right
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and method(node.value) == "append":
+        call = node.value
+        return (dotted(call.func.value), call.args[0]) if call.args and isinstance(call.func, ast.Attribute) else ("", None)
+    return "", None
+
+
+def _uses_with_graph(value: ast.expr, losses: set[str]) -> Iterator[ast.expr]:
+    """The loss itself, in arithmetic or a tuple, and not what a call makes of it; `.mean()` and `.sum()` keep a graph."""
+    if isinstance(value, ast.BinOp):
+        yield from _uses_with_graph(value.left, losses)
+        yield from _uses_with_graph(value.right, losses)
+    elif isinstance(value, ast.Tuple):
+        for part in value.elts:
+            yield from _uses_with_graph(part, losses)
+    elif isinstance(value, ast.Call) and method(value) in ("mean", "sum") and not value.args:
+        yield from _uses_with_graph(value.func.value, losses)
+    elif dotted(value) in losses:
+        yield value
+
+
+def _without_gradients(program: Program, node: ast.AST) -> bool:
+    return any(isinstance(p, ast.With) and re.search(r"no_grad|inference_mode", ast.unparse(p.items[0])) for p in above(node))
+
+
+def _assigned_in(loop: ast.AST, name: str) -> bool:
+    """Set anew in each pass, so that nothing grows."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Assign) and any(dotted(t) == name for t in node.targets):
+            if _kept(node)[0] != name and not any(isinstance(p, ast.If) for p in _up_to(node, loop)):
+                return True
+    return False
+
+
+def _up_to(node: ast.AST, loop: ast.AST) -> Iterator[ast.AST]:
+    for parent in above(node):
+        if parent is loop:
+            return
+        yield parent
+
+
+def _made_number(loop: ast.AST, use: ast.expr, keeps: ast.AST) -> bool:
+    """`loss = loss.item()` between backward and here."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Assign) and any(dotted(t) == dotted(use) for t in node.targets):
+            if re.search(r"\.(item|detach|data|tolist|numpy)\b|float\(", ast.unparse(node.value)):
+                return True
+    return False
+
+
+def accumulation(training: Training, section: Section) -> tuple[Event, Event, str] | None:
+    """A backward and a step that comes only after several of them, and by how many, in words."""
+    steps, backwards = section.of("step", "scaler.step"), section.of("backward")
+    inner = [loop for b in backwards for loop in b.loops]
+    for b in backwards:
+        step = next((s for s in steps if together(b, s)), None)
+        if step is None:
+            continue
+        if b.loops and not any(b.loops[-1] in s.loops for s in steps) and _counts(b.loops[-1]):
+            given = b.loops[-1].iter.args
+            return b, step, dotted(given[-1]) or str(constant(given[-1]) or "")
+        tests = [(t, w) for t, w in zip(step.tests, step.when, strict=True) if w not in b.when]
+        modulus = next((m for t, _ in tests if (m := _modulus(training.program, t))), "")
+        if modulus and all(len(s.when) > 0 for s in steps) and not inner and step.when[-1][1] is not None:
+            return b, step, modulus
+    return None
+
+
+def _counts(loop: ast.AST) -> bool:
+    given = loop.iter if isinstance(loop, ast.For) else None
+    return isinstance(given, ast.Call) and method(given) == "range" and bool(given.args)
+
+
+def _modulus(program: Program, test: ast.expr, depth: int = 3) -> str:
+    """ "every" of `(i + 1) % every == 0`, also by way of a name."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            return dotted(node.right) or ast.unparse(node.right)
+        if depth and isinstance(node, ast.Name) and hasattr(node, "file"):
+            for origin in program.origins(node, 2)[1:]:
+                if found := _modulus(program, origin, 0):
+                    return found
+    return ""
+
+
+@rule(
+    "accumulated-loss",
+    "wrong",
+    why="Gradients of several batches add up before the step: without dividing they are as many times too large. SGD "
+    "then takes a step that is as many times longer, and clipping bites sooner; Adam hides it.",
+    cure="Divide the loss by the number of batches per step before backward.",
+    notebook="03",
+    section="6. How do you get a large batch when it does not fit?",
+    source=DOCS + "notes/amp_examples.html#gradient-accumulation",
+    ill=(
+        ACCUMULATE.replace(" / every", "").replace("backward()", "backward()  # <-"),
+        MICRO.replace(" / parts", "").replace("backward()", "backward()  # <-"),
+        ACCUMULATE.replace(" / every", "").replace("backward()", "backward()  # <-").replace(
+            "        if (i + 1) % every == 0:\n            optimizer.step()\n            optimizer.zero_grad()",
+            "        if (i + 1) % every:\n            continue\n        optimizer.step()\n        optimizer.zero_grad()"),
+    ),
+    healthy=(
+        HEALTHY, ACCUMULATE, MICRO, GAN,
+        ACCUMULATE.replace(" / every", "").replace("loss.backward()", "(loss / every).backward()"),
+        ACCUMULATE.replace(" / every", "").replace("loss.backward()", "loss /= every\n        loss.backward()"),
+        ACCUMULATE.replace("y) / every", "y, reduction='sum')"),
+        GAN.replace("    for real in loader:", "    for i, real in enumerate(loader):").replace(
+            "        optimizerG.step()", "        if i % 5 == 0:\n            optimizerG.step()"),
+    ),
+)  # fmt: skip
+def accumulated_loss(program: Program, training: Training) -> Iterator[Found]:
+    """No division of what is differentiated, and none by the number of batches anywhere."""
+    for section in training.sections:
+        found = accumulation(training, section)
+        if not found or program.imports("accelerate"):
+            continue
+        b, _, number = found
+        if _divides(program, section, b, number) or not _plain_mean(program, b):
+            continue
+        name = (_losses(b.node) or [""])[0]
+        base = b.node.func.value
+        plain = name and dotted(base) == name and number and re.fullmatch(r"[\w.]+", number)
+        same = plain and number.split(".")[0] in {n.id for n in ast.walk(_of(b.node)) if isinstance(n, ast.Name)}
+        yield Found(b.node, replaced(base, f"({source_of(base)} / {number})") if same else None)
+
+
+def _of(node: ast.AST) -> ast.AST:
+    return function_of(node) or node.file.tree
+
+
+def _divides(program: Program, section: Section, backward: Event, number: str) -> bool:
+    short = last(number)
+    for node in program.nodes(ast.BinOp, ast.AugAssign, ast.Call):
+        if isinstance(node, ast.Call):
+            if method(node) in ("div", "div_", "true_divide", "mul_") and _within(section, node):
+                return True
+            continue
+        right = node.value if isinstance(node, ast.AugAssign) else node.right
+        if isinstance(node.op, ast.Div | ast.Mult) and re.search(rf"\b{re.escape(short)}\b", ast.unparse(right)):
+            if isinstance(node.op, ast.Div) or "/" in ast.unparse(right):
+                return True
+        losses = _losses(backward.node)
+        if isinstance(node.op, ast.Div | ast.Mult) and _within(section, node) and _feeds(node, losses, backward.node):
+            return True
+    return False
+
+
+def _within(section: Section, node: ast.AST) -> bool:
+    return any(place is parent for place in section.places for parent in above(node))
+
+
+def _feeds(node: ast.AST, losses: list[str], backward: ast.AST) -> bool:
+    """Whether a division goes into the loss: in its assignment, or in the call of backward."""
+    statement = statement_of(node)
+    if statement is statement_of(backward):
+        return True
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return any(dotted(t) in losses for t in targets if t is not None)
+
+
+def _plain_mean(program: Program, backward: Event) -> bool:
+    """The loss is computed here by something that averages over the batch: then accumulating changes its scale."""
+    base = backward.node.func.value
+    given = base.args[0] if isinstance(base, ast.Call) and base.args else base
+    text = " ".join(ast.unparse(o) for o in program.origins(given, 4))
+    names = re.findall(r"cross_entropy|nll_loss|mse_loss|l1_loss|criterion|loss_fn|loss_func|\.mean\(|model\(", text)
+    return bool(names) and "sum" not in text and "reduction" not in text
+
+
+@rule(
+    "scheduler-order",
+    "wrong",
+    why="Since torch 1.1 the scheduler goes after the optimizer: the other way round, the first value of the schedule is "
+    "never used, and torch warns only once.",
+    cure="scheduler.step() after optimizer.step().",
+    notebook="01",
+    section="5. Does the learning rate follow the batch?",
+    source=DOCS + "optim.html#how-to-adjust-learning-rate",
+    ill=(
+        HEAD
+        + LOOP.replace("        scheduler.step()\n", "").replace(
+            "        model.train()\n", "        scheduler.step()  # <-\n        model.train()\n"
+        ),
+        HEAD
+        + LOOP.replace("        scheduler.step()\n", "").replace(
+            "            optimizer.step()", "            scheduler.step()  # <-\n            optimizer.step()"
+        ),
+    ),
+    healthy=(
+        HEALTHY,
+        HEAD
+        + LOOP.replace("        scheduler.step()\n", "").replace(
+            "        model.train()\n", "        if epoch:\n            scheduler.step()\n        model.train()\n"
+        ),
+        HEALTHY.replace("        scheduler.step()\n", "").replace("optimizer.step()", "optimizer.step(); scheduler.step()"),
+    ),
+)
+def scheduler_order(program: Program, training: Training) -> Iterator[Found]:
+    """In some loop the first unconditional step of a torch scheduler, without an epoch, comes before every step."""
+    loops = [(s.node, s.events) for s in training.sections] + list(training.loops.items())
+    seen = set()
+    for _, events in loops:
+        first = next((i for i, e in enumerate(events) if e.kind in ("step", "scaler.step")), None)
+        for event in events[:first] if first is not None else ():
+            fresh = event.kind == "schedule" and not event.when and not event.node.args and not event.node.keywords
+            if fresh and event.node not in seen:
+                seen.add(event.node)
+                yield Found(event.node, _moved_behind(event.node, events[first].node))
+
+
+def _moved_behind(call: ast.Call, step: ast.AST) -> Change | None:
+    """The scheduler's call behind the statement of its own block that holds the optimizer's step."""
+    block = statement_of(call).parent
+    holder = next((n for n in (step, *above(step)) if isinstance(n, ast.stmt) and n.parent is block), None)
+    return moved(call, holder, after=True) if holder is not None else None
+
+
+@rule(
+    "anomaly",
+    "costs",
+    why="Anomaly detection keeps the traceback of every operation of forward and looks for NaN after every one of "
+    "backward: it is for finding a NaN, and a training with it takes up to twice as long.",
+    cure="Remove it, or switch it on by an option.",
+    notebook="10",
+    section="4. It is NaN: where did it begin?",
+    source=DOCS + "autograd.html#anomaly-detection",
+    ill=HEALTHY.replace("import torch\n", "import torch\ntorch.autograd.set_detect_anomaly(True)  # <-\n", 1),
+    healthy=(
+        HEALTHY,
+        HEALTHY.replace("import torch\n", "import torch\ntorch.autograd.set_detect_anomaly(False)\n", 1),
+        HEALTHY.replace("    optimizer =", "    if debug:\n        torch.autograd.set_detect_anomaly(True)\n    optimizer =", 1),
+    ),
+)
+def anomaly(program: Program, training: Training) -> Iterator[Found]:
+    """Switched on by a constant, and unconditionally."""
+    for call in program.torch_calls("set_detect_anomaly", "detect_anomaly"):
+        given = keyword(call, "mode", 0)
+        bare = method(call) == "detect_anomaly" and given is None
+        if (bare or constant(given) is True) and not any(isinstance(p, ast.If) for p in above(call)):
+            alone = isinstance(call.parent, ast.Expr)
+            yield Found(call, removed(call) if alone else None)
+
+
+@rule(
+    "train-mode",
+    "wrong",
+    why="After the first eval() the model stays in evaluation mode: dropout does nothing and BatchNorm uses its "
+    "running averages and no longer updates them, for the rest of the training.",
+    cure="model.train() at the start of each epoch, or after each validation.",
+    notebook="10",
+    section="4. It is NaN: where did it begin?",
+    source=DOCS + "generated/torch.nn.Module.html#torch.nn.Module.eval",
+    ill=(
+        HEALTHY.replace("        model.train()\n", "").replace("model.eval()", "model.eval()  # <-"),
+        HEALTHY.replace("        model.train()\n", "").replace("model.eval()", "model.eval()  # <-").replace(
+            "    optimizer =", "    model.train()\n    optimizer =", 1),
+        HEALTHY.replace("            total += loss.detach()", "            validate(model, held_out)\n            total += loss.detach()")
+        .replace("model.eval()", "model.eval()  # <-"),
+    ),
+    healthy=(
+        HEALTHY, HEALTHY.replace("        model.train()\n", "").replace("    return right", "    model.train()\n    return right"),
+        HEALTHY.replace("    for epoch", "    teacher = torch.nn.Linear(1, 1)\n    for epoch").replace(
+            "        total = 0.0", "        total = 0.0\n        teacher.eval()"),
+        HEALTHY.replace("        model.train()\n", "        model.train(True)\n"),
+    ),
+)  # fmt: skip
+def train_mode(program: Program, training: Training) -> Iterator[Found]:
+    """A loop that trains a model, sets the same one to eval, and never back."""
+    seen = set()
+    for section in training.sections:
+        loops = [section.node, *training.outer_loops(section)] if section.is_loop else []
+        for loop in loops:
+            events = training.loops.get(loop, section.events)
+            if any(e.kind == "train" for e in events):
+                continue
+            for e in events:
+                if e.kind == "eval" and e.on and e.node not in seen and _is_trained(section, e.on) and not _ends(e, loop):
+                    seen.add(e.node)
+                    yield Found(e.node)
+
+
+def _is_trained(section: Section, name: str) -> bool:
+    """Called in the loop as `name(...)`, before backward."""
+    final = max(i for i, e in enumerate(section.events) if e.kind == "backward")
+    return any(e.kind == "call" and e.on == name for e in section.events[:final])
+
+
+def _ends(event: Event, loop: ast.AST) -> bool:
+    """Or the loop is left after it."""
+    block = statement_of(event.node).parent
+    return any(isinstance(s, ast.Return | ast.Break) for s in getattr(block, "body", ())) and not isinstance(block, Function)
+
+
+@rule(
+    "no-grad-missing",
+    "costs",
+    why="Without no_grad() validation keeps the activations of every layer for a backward that never comes: memory as "
+    "in training, and time to note the graph.",
+    cure="`with torch.no_grad():` around the loop, or @torch.no_grad() before the function.",
+    notebook="05",
+    section="1. What fills the memory?",
+    source=DOCS + "generated/torch.no_grad.html",
+    ill=(
+        HEALTHY.replace("    with torch.no_grad():\n        for x, y in loader:\n            right",
+                        "    for x, y in loader:  # <-\n        right"),
+        HEALTHY.replace("    with torch.no_grad():\n        for x, y in loader:\n            right +=",
+                        "    for x, y in loader:  # <-\n        output = model(x)\n        right +=").replace(
+            "(model(x).argmax(1)", "(output.argmax(1)"),
+    ),
+    healthy=(
+        HEALTHY,
+        HEALTHY.replace("    with torch.no_grad():\n        for x, y in loader:\n            right",
+                        "    for x, y in loader:\n        right").replace("def validate", "@torch.inference_mode()\ndef validate"),
+        HEALTHY.replace("    with torch.no_grad():\n        for x, y in loader:\n            right",
+                        "    for x, y in loader:\n        right").replace(
+            "        print(epoch, total / len(loader), validate(model, held_out))",
+            "        with torch.no_grad():\n            print(validate(model, held_out))"),
+        HEALTHY.replace("    with torch.no_grad():\n", "    torch.set_grad_enabled(False)\n    if True:\n"),
+    ),
+)  # fmt: skip
+def no_grad_missing(program: Program, training: Training) -> Iterator[Found]:
+    """In a function that sets a model to eval: a loop that calls it, and in which nothing is differentiated."""
+    words = re.compile(r"no_grad|inference_mode|set_grad_enabled|requires_grad|\.grad\b|autograd|enable_grad")
+    for call in program.named("eval"):
+        function = function_of(call)
+        if training.kind(call) != "eval" or function is None or words.search(ast.unparse(function)):
+            continue
+        name = dotted(call.func.value)
+        if not name or _shielded(program, function, words):
+            continue
+        for loop in ast.walk(function):
+            if not isinstance(loop, Loop) or loop.lineno < call.lineno or loop in training.loops:
+                continue
+            used = [c for c in ast.walk(loop) if isinstance(c, ast.Call) and dotted(c.func) == name]
+            if used and not any(isinstance(p, Loop) and p.lineno > call.lineno for p in above(loop)):
+                bare = not function.decorator_list and not any(e for e in training.events(function) if e.kind == "backward")
+                torch = "torch" in function.file.names.get("torch", ())
+                if not any(e.kind == "backward" for e in training.events(function)):
+                    yield Found(loop, inserted(function, "@torch.no_grad()") if bare and torch else None)
+
+
+def _shielded(program: Program, function: Function, words: re.Pattern, depth: int = 3) -> bool:
+    """Whether some caller does it, or the whole program."""
+    if any(words.search(ast.unparse(d)) for d in function.decorator_list):
+        return True
+    if any(isinstance(s, ast.Expr) and "set_grad_enabled" in ast.unparse(s) for f in program.files for s in f.tree.body):
+        return True
+    for call in program.callers.get(function, ()):
+        if any(isinstance(p, ast.With) and any(words.search(ast.unparse(i)) for i in p.items) for p in above(call)):
+            return True
+        outer = function_of(call)
+        if depth and outer is not None and outer is not function and _shielded(program, outer, words, depth - 1):
+            return True
+    return False
+
+
+RULES = [found for found in list(globals().values()) if isinstance(found, Rule)]
