@@ -103,7 +103,9 @@ def datasets(program: Program) -> Iterator[ast.ClassDef]:
 )  # fmt: skip
 def worker_generator(program: Program, training: Training) -> Iterator[Found]:
     """A generator of a data set's own, made in __init__ and drawn from in __getitem__, and workers for certain."""
-    loaders = [c for c in program.torch_calls("DataLoader") if workers(program, c) and keyword(c, "worker_init_fn") is None]
+    loaders = [
+        c for c in program.torch_calls("DataLoader") if workers(program, c) and keyword(c, "worker_init_fn") is None
+    ]
     for owner in datasets(program):
         made = owner.file.defined.get((owner, "__init__"))
         draw = owner.file.defined.get((owner, "__getitem__"))
@@ -320,7 +322,10 @@ def _decodes(program: Program, made: ast.Call) -> bool:
     section=TRAPS,
     source=DOCS + "data.html#torch.utils.data.DataLoader",
     ill=HEALTHY.replace(", persistent_workers=True)", ")  # <-"),
-    healthy=(HEALTHY, HEALTHY.replace(", persistent_workers=True)", ")").replace("    for epoch in range(epochs):", "    if epochs:")),
+    healthy=(
+        HEALTHY,
+        HEALTHY.replace(", persistent_workers=True)", ")").replace("    for epoch in range(epochs):", "    if epochs:"),
+    ),
 )
 def workers_restart(program: Program, training: Training) -> Iterator[Found]:
     """A training loader with workers for certain, in a loop over epochs."""
@@ -341,7 +346,9 @@ def workers_restart(program: Program, training: Training) -> Iterator[Found]:
     notebook="02",
     section=TRAPS,
     source=DOCS + "backends.html#torch.backends.cudnn.torch.backends.cudnn.benchmark",
-    ill=HEALTHY.replace("def main", "def pad(samples):\n    return torch.nn.utils.rnn.pad_sequence(samples)\n\ndef main")
+    ill=HEALTHY.replace(
+        "def main", "def pad(samples):\n    return torch.nn.utils.rnn.pad_sequence(samples)\n\ndef main"
+    )
     .replace("shuffle=True", "shuffle=True, collate_fn=pad")
     .replace("    optimizer =", "    torch.backends.cudnn.benchmark = True  # <-\n    optimizer ="),
     healthy=(HEALTHY, HEALTHY.replace("    optimizer =", "    torch.backends.cudnn.benchmark = True\n    optimizer =")),

@@ -159,7 +159,8 @@ def _is_fallback(program: Program, node: ast.AST) -> bool:
     healthy=(
         HEALTHY,
         WITHOUT.replace("float16", "bfloat16") + "            loss.backward()\n            optimizer.step()\n",
-        WITHOUT.replace("dtype=torch.float16", "enabled=False") + "            loss.backward()\n            optimizer.step()\n",
+        WITHOUT.replace("dtype=torch.float16", "enabled=False")
+        + "            loss.backward()\n            optimizer.step()\n",
         "import torch\ndef predict(model, x):\n    with torch.no_grad(), torch.autocast('cuda'):\n        return model(x)\n",
     ),
 )
@@ -229,7 +230,10 @@ def _scaled(section: Section) -> list[Event]:
             "clip_grad_norm_(model.parameters(), 1.0)  # <-\n            scaler.unscale_(optimizer)\n",
         ),
     ),
-    healthy=(HEALTHY, HEALTHY.replace("            scaler.unscale_(optimizer)\n", "            scaler.unscale_(self.o)\n")),
+    healthy=(
+        HEALTHY,
+        HEALTHY.replace("            scaler.unscale_(optimizer)\n", "            scaler.unscale_(self.o)\n"),
+    ),
 )
 def clip_before_unscale(program: Program, training: Training) -> Iterator[Found]:
     """A scaled backward, then a clip, and no unscale_ between them."""
@@ -238,7 +242,11 @@ def clip_before_unscale(program: Program, training: Training) -> Iterator[Found]
         for b in _scaled(section):
             for clip in section.of("clip"):
                 between = order[order.index(b) : order.index(clip)]
-                if not between or not together(b, clip) or any(e.kind == "unscale" and together(e, clip) for e in between):
+                if (
+                    not between
+                    or not together(b, clip)
+                    or any(e.kind == "unscale" and together(e, clip) for e in between)
+                ):
                     continue
                 late = [e for e in section.of("unscale") if order.index(e) > order.index(clip)]
                 name = dotted(late[0].node.func.value) if late else _scaler_name(b)
@@ -304,7 +312,8 @@ def scaler_step_missing(program: Program, training: Training) -> Iterator[Found]
         HEAD + STEP.replace("            scaler.update()\n", "").replace("step(optimizer)", "step(optimizer)  # <-"),
         HEAD
         + STEP.replace("            scaler.update()\n", "").replace(
-            "            scaler.step(optimizer)", "            scaler.update()\n            scaler.step(optimizer)  # <-"
+            "            scaler.step(optimizer)",
+            "            scaler.update()\n            scaler.step(optimizer)  # <-",
         ),
     ),
     healthy=(HEALTHY, HEAD + STEP.replace("scaler.update()", "if epoch >= 0:\n                scaler.update()")),
@@ -339,8 +348,7 @@ def _updates_elsewhere(program: Program) -> bool:
     notebook="04",
     section=SCALER,
     source=EXAMPLES + "#working-with-unscaled-gradients",
-    ill=HEAD
-    + "            scaler.scale(loss).backward()\n            scaler.step(optimizer)\n"
+    ill=HEAD + "            scaler.scale(loss).backward()\n            scaler.step(optimizer)\n"
     "            scaler.unscale_(optimizer)  # <-\n            scaler.update()\n",
     healthy=HEALTHY,
 )

@@ -6,7 +6,17 @@ import ast
 import re
 from collections.abc import Iterator
 
-from labs.parts.doctor.hits import Change, Found, Rule, inserted, replaced, rule, source_of, with_argument, without_argument
+from labs.parts.doctor.hits import (
+    Change,
+    Found,
+    Rule,
+    inserted,
+    replaced,
+    rule,
+    source_of,
+    with_argument,
+    without_argument,
+)
 from labs.parts.doctor.rules_steps import accumulation
 from labs.parts.doctor.syntax import (
     Function,
@@ -26,7 +36,17 @@ DOCS = "https://docs.pytorch.org/docs/stable/"
 DDP = DOCS + "generated/torch.nn.parallel.DistributedDataParallel.html"
 SAMPLER = DOCS + "data.html#torch.utils.data.distributed.DistributedSampler"
 BUGS = "5. What do the usual bugs look like from outside?"
-MANAGERS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "ignite", "ray", "composer", "colossalai", "horovod")
+MANAGERS = (
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "deepspeed",
+    "ignite",
+    "ray",
+    "composer",
+    "colossalai",
+    "horovod",
+)
 """Packages that shard data, synchronise, scale or save by themselves."""
 HEALTHY = """
 import datetime
@@ -115,7 +135,17 @@ def loaders_of(program: Program, iterated: ast.expr) -> list[ast.Call]:
         if isinstance(origin, ast.Call):
             if program.is_torch(origin.func, "DataLoader"):
                 found.append(origin)
-            elif method(origin) in ("enumerate", "tqdm", "zip", "iter", "islice", "cycle", "track", "log_every", "trange"):
+            elif method(origin) in (
+                "enumerate",
+                "tqdm",
+                "zip",
+                "iter",
+                "islice",
+                "cycle",
+                "track",
+                "log_every",
+                "trange",
+            ):
                 found += [loader for given in origin.args for loader in loaders_of(program, given)]
     return found
 
@@ -170,7 +200,9 @@ def _told_epoch(call: ast.Call, epochs: list[ast.AST]) -> Change | None:
     statement = statement_of(call)
     name = dotted(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
     for loop in epochs:
-        plain = isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) and function_of(loop) is function_of(call)
+        plain = (
+            isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) and function_of(loop) is function_of(call)
+        )
         if plain and name and statement.value is call and loop.lineno > call.lineno:
             return inserted(loop.body[0], f"{name}.set_epoch({loop.target.id})")
     return None
@@ -192,7 +224,10 @@ def _told_epoch(call: ast.Call, epochs: list[ast.AST]) -> Change | None:
     healthy=(
         HEALTHY,
         HEALTHY.replace("sampler=sampler)", "shuffle=True)")
-        .replace("    sampler = DistributedSampler(data)\n", "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n")
+        .replace(
+            "    sampler = DistributedSampler(data)\n",
+            "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n",
+        )
         .replace("        sampler.set_epoch(epoch)\n", "")
         .replace("DataLoader, DistributedSampler", "DataLoader"),
     ),
@@ -232,7 +267,9 @@ def shuffle_beside_sampler(program: Program, training: Training) -> Iterator[Fou
     for call in program.torch_calls("DataLoader"):
         sampler = keyword(call, "sampler")
         if constant(keyword(call, "shuffle", 2)) is True and sampler is not None:
-            made = [o for o in program.origins(sampler) if isinstance(o, ast.Call | ast.Constant | ast.IfExp | ast.BoolOp)]
+            made = [
+                o for o in program.origins(sampler) if isinstance(o, ast.Call | ast.Constant | ast.IfExp | ast.BoolOp)
+            ]
             if made and all(isinstance(o, ast.Call) for o in made):
                 yield Found(call, without_argument(call, "shuffle"))
 
@@ -292,124 +329,6 @@ def no_sync_forward(program: Program, training: Training) -> Iterator[Found]:
         calls = [c for s in node.body for c in ast.walk(s) if isinstance(c, ast.Call)]
         if any(method(c) == "backward" for c in calls) and all(method(c) in ("backward", "scale") for c in calls):
             yield Found(node)
-
-
-RANKS = r"rank|master|is_main|main_process|world_size|is_primary|primary|chief|leader|is_first|gpu(_id)?\s*==|device(_id)?\s*==|==\s*0|coordinator"
-
-
-@rule(
-    "save-all-ranks",
-    "wrong",
-    why="Every rank writes the same file at the same time: the bytes of several writers can mix, and a network disk "
-    "gets n times the load.",
-    cure="Save by one rank: `if dist.get_rank() == 0:`. With a barrier only if the others read the file.",
-    notebook="05",
-    section="5. What if a rank dies?",
-    source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
-    ill=HEALTHY.replace("    if rank == 0:\n        torch.save", "    torch.save").replace('"weights.pt")', '"weights.pt")  # <-'),
-    healthy=(
-        HEALTHY,
-        HEALTHY.replace("    if rank == 0:\n        torch.save", "    torch.save").replace('"weights.pt"', 'f"weights-{rank}.pt"'),
-        HEALTHY.replace("    if rank == 0:\n        torch.save", "    first = rank == 0\n    if first:\n        torch.save"),
-        HEALTHY.replace("    if rank == 0:\n        torch.save(", "    if rank == 0:\n        write(")
-        + "\ndef write(state, path):\n    torch.save(state, path)\n",
-        HEALTHY.replace("    if rank == 0:\n        torch.save(", "    write(rank, ")
-        + "\ndef write(rank, state, path):\n    if rank:\n        return\n    torch.save(state, path)\n",
-    ),
-)
-def save_all_ranks(program: Program, training: Training) -> Iterator[Found]:
-    """No test for a rank on any way to torch.save, no rank in the file's name."""
-    if not groups(program) or not wraps(program) or managed(program) or program.mentions("fully_shard", "FullyShardedDataParallel"):
-        return
-    for call in program.torch_calls("save"):
-        if any(n != "torch.save" for n in program.full(call.func)) or not _reached_by_all(program, call):
-            continue
-        target = keyword(call, "f", 1)
-        if target is None or re.search(r"rank|Bytes|buffer|gpu", " ".join(ast.unparse(o) for o in program.origins(target))):
-            continue
-        change = None
-        if isinstance(call.parent, ast.Expr) and call.parent.lineno == call.parent.end_lineno:
-            dist = next((k for k, v in call.file.names.items() if "torch.distributed" in v), "")
-            condition = f"if {dist}.get_rank() == 0:" if dist else ""
-            change = replaced(call.parent, f"{condition} {source_of(call)}") if condition else None
-            if change:
-                indent = " " * (call.parent.col_offset + 4)
-                change = replaced(call.parent, f"{condition}\n{indent}{source_of(call)}")
-        yield Found(call, change)
-
-
-def _reached_by_all(program: Program, node: ast.AST, depth: int = 4) -> bool:
-    """Whether some way to it has no test for a rank; a function that nobody calls by name is not reached."""
-    if _guarded(program, node):
-        return False
-    function = function_of(node)
-    if function is None or not depth:
-        return function is None
-    calls = program.callers.get(function, [])
-    if not calls:  # the script's entry, or a method that is called in a way that we do not see
-        return function.file is program.files[0] and isinstance(function.parent, ast.Module | ast.If)
-    return any(_reached_by_all(program, call, depth - 1) for call in calls if function_of(call) is not function)
-
-
-def _guarded(program: Program, node: ast.AST) -> bool:
-    child = node
-    for parent in above(node):
-        if isinstance(parent, ast.If | ast.IfExp | ast.While) and child is not parent.test and _of_rank(program, parent.test):
-            return True
-        block = getattr(parent, "body", None)
-        for statement in block if isinstance(block, list) else ():
-            if statement is child or statement.lineno > node.lineno:
-                break
-            leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return | ast.Continue)
-            if leaves and _of_rank(program, statement.test):
-                return True
-        if isinstance(parent, Function):
-            return any(_of_rank(program, d) for d in parent.decorator_list)
-        child = parent
-    return False
-
-
-def _of_rank(program: Program, test: ast.expr) -> bool:
-    if re.search(RANKS, ast.unparse(test), re.IGNORECASE):
-        return True
-    names = (n for n in ast.walk(test) if isinstance(n, ast.Name | ast.Attribute) and dotted(n) and hasattr(n, "file"))
-    return any(re.search(RANKS, ast.unparse(o), re.IGNORECASE) for n in names for o in program.origins(n, 3)[1:])
-
-
-@rule(
-    "save-wrapped",
-    "look at it",
-    why="The names in the state dict of a wrapped model begin with `module.`: they fit no model that is not wrapped.",
-    cure="Save model.module.state_dict().",
-    notebook="05",
-    section="4. Can the job be killed?",
-    source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
-    ill=(
-        HEALTHY.replace("torch.save(model.module.state_dict(), \"weights.pt\")", "torch.save(model.state_dict(), 'w.pt')  # <-"),
-        HEALTHY.replace("torch.save(model.module.state_dict(), \"weights.pt\")", "torch.save({'m': model}, 'w.pt')  # <-"),
-    ),
-    healthy=(HEALTHY, HEALTHY.replace("model = DDP(", "wrapped = DDP(").replace("model.module.state_dict", "model.state_dict")
-             .replace("cross_entropy(model(", "cross_entropy(wrapped(")),
-)  # fmt: skip
-def save_wrapped(program: Program, training: Training) -> Iterator[Found]:
-    """torch.save of what the same name was wrapped as, or of its state dict."""
-    for call in program.torch_calls("save"):
-        given = keyword(call, "obj", 0)
-        parts = [v for o in program.origins(given, 3) for v in (o.values if isinstance(o, ast.Dict) else [o])]
-        for part in parts:
-            states = isinstance(part, ast.Call) and method(part) == "state_dict" and isinstance(part.func, ast.Attribute)
-            model = part.func.value if states else part
-            if dotted(model) and _is_wrapped(program, model):
-                change = replaced(model, f"{dotted(model)}.module") if states else None
-                yield Found(part if part.file is call.file and part.lineno == call.lineno else call, change)
-
-
-def _is_wrapped(program: Program, name: ast.AST) -> bool:
-    """Directly assigned from DDP or DataParallel, and from nothing else after it."""
-    values = [v for v, i in program._values(name, dotted(name)) if i is None]
-    return bool(values) and isinstance(values[-1], ast.Call) and program.is_torch(
-        values[-1].func, "DistributedDataParallel", "DataParallel"
-    ) and not any(isinstance(p, ast.If | ast.IfExp) for p in above(values[-1]))
 
 
 @rule(
@@ -483,7 +402,9 @@ def fixed_gpu(program: Program, training: Training) -> Iterator[Found]:
     )
     for call in program.calls:
         place = _device(call)
-        chosen = any(c.func.attr == "device" for c in _withs(call)) or _conditional(call)
+        if not place or function_of(call) not in training.path:
+            continue
+        chosen = any(c.func.attr == "device" for c in _withs(call)) or _chosen(call)
         if chosen or (place != "cuda:0" and (free or place != "cuda")):
             continue
         if place == "cuda:0" and re.search(r"map_location", ast.unparse(statement_of(call))):
@@ -491,6 +412,12 @@ def fixed_gpu(program: Program, training: Training) -> Iterator[Found]:
         yield Found(call)
         if place == "cuda":
             return  # once is enough: the cure is one line
+
+
+def _chosen(node: ast.AST) -> bool:
+    """In a branch that asks for more than whether there is a GPU."""
+    tests = [p.test for p in above(node) if isinstance(p, ast.If | ast.IfExp)]
+    return any(not re.search(r"is_available|__main__", ast.unparse(t)) for t in tests)
 
 
 def _withs(node: ast.AST) -> list[ast.Call]:
@@ -561,7 +488,10 @@ def timeout_missing(program: Program, training: Training) -> Iterator[Found]:
     section="1. It hangs: which rank, which line?",
     source=DDP + "#torch.nn.parallel.DistributedDataParallel.join",
     ill=HEALTHY.replace("sampler=sampler)", "shuffle=True)  # <-")
-    .replace("    sampler = DistributedSampler(data)\n", "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n")
+    .replace(
+        "    sampler = DistributedSampler(data)\n",
+        "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n",
+    )
     .replace("        sampler.set_epoch(epoch)\n", ""),
     healthy=(HEALTHY, HEALTHY.replace("for x, y in loader", "for x, y in itertools.islice(loader, 100)")),
 )
@@ -572,7 +502,11 @@ def uneven_ranks(program: Program, training: Training) -> Iterator[Found]:
     for call in training_loaders(program, training):
         for origin in program.origins(keyword(call, "dataset", 0)):
             cut = isinstance(origin, ast.Call) and program.is_torch(origin.func, "Subset") and len(origin.args) > 1
-            if cut and re.search(r"range\(\w*rank\w*,.*,", ast.unparse(origin.args[1])) and "//" not in ast.unparse(origin):
+            if (
+                cut
+                and re.search(r"range\(\w*rank\w*,.*,", ast.unparse(origin.args[1]))
+                and "//" not in ast.unparse(origin)
+            ):
                 yield Found(call)
 
 

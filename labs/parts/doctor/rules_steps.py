@@ -135,7 +135,7 @@ def train(netD, netG, loader, optimizerD, optimizerG, criterion, noise):
 def zero_grad_missing(program: Program, training: Training) -> Iterator[Found]:
     """Nothing in the loop nor anywhere in its files sets gradients back."""
     for section in training.sections:
-        if section.of("zero") or _zeroes(program, section):
+        if not section.is_loop or section.of("zero") or _zeroes(program, section):
             continue
         first = section.of("backward")[0]
         steps = section.of("step", "scaler.step")
@@ -265,7 +265,11 @@ def _kept(node: ast.AST) -> tuple[str, ast.expr | None]:
             return name, value.right
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and method(node.value) == "append":
         call = node.value
-        return (dotted(call.func.value), call.args[0]) if call.args and isinstance(call.func, ast.Attribute) else ("", None)
+        return (
+            (dotted(call.func.value), call.args[0])
+            if call.args and isinstance(call.func, ast.Attribute)
+            else ("", None)
+        )
     return "", None
 
 
@@ -284,7 +288,9 @@ def _uses_with_graph(value: ast.expr, losses: set[str]) -> Iterator[ast.expr]:
 
 
 def _without_gradients(program: Program, node: ast.AST) -> bool:
-    return any(isinstance(p, ast.With) and re.search(r"no_grad|inference_mode", ast.unparse(p.items[0])) for p in above(node))
+    return any(
+        isinstance(p, ast.With) and re.search(r"no_grad|inference_mode", ast.unparse(p.items[0])) for p in above(node)
+    )
 
 
 def _assigned_in(loop: ast.AST, name: str) -> bool:
@@ -456,7 +462,9 @@ def _plain_mean(program: Program, backward: Event) -> bool:
         + LOOP.replace("        scheduler.step()\n", "").replace(
             "        model.train()\n", "        if epoch:\n            scheduler.step()\n        model.train()\n"
         ),
-        HEALTHY.replace("        scheduler.step()\n", "").replace("optimizer.step()", "optimizer.step(); scheduler.step()"),
+        HEALTHY.replace("        scheduler.step()\n", "").replace(
+            "optimizer.step()", "optimizer.step(); scheduler.step()"
+        ),
     ),
 )
 def scheduler_order(program: Program, training: Training) -> Iterator[Found]:
@@ -492,7 +500,9 @@ def _moved_behind(call: ast.Call, step: ast.AST) -> Change | None:
     healthy=(
         HEALTHY,
         HEALTHY.replace("import torch\n", "import torch\ntorch.autograd.set_detect_anomaly(False)\n", 1),
-        HEALTHY.replace("    optimizer =", "    if debug:\n        torch.autograd.set_detect_anomaly(True)\n    optimizer =", 1),
+        HEALTHY.replace(
+            "    optimizer =", "    if debug:\n        torch.autograd.set_detect_anomaly(True)\n    optimizer =", 1
+        ),
     ),
 )
 def anomaly(program: Program, training: Training) -> Iterator[Found]:
@@ -538,7 +548,13 @@ def train_mode(program: Program, training: Training) -> Iterator[Found]:
             if any(e.kind == "train" for e in events):
                 continue
             for e in events:
-                if e.kind == "eval" and e.on and e.node not in seen and _is_trained(section, e.on) and not _ends(e, loop):
+                if (
+                    e.kind == "eval"
+                    and e.on
+                    and e.node not in seen
+                    and _is_trained(section, e.on)
+                    and not _ends(e, loop)
+                ):
                     seen.add(e.node)
                     yield Found(e.node)
 
@@ -552,7 +568,9 @@ def _is_trained(section: Section, name: str) -> bool:
 def _ends(event: Event, loop: ast.AST) -> bool:
     """Or the loop is left after it."""
     block = statement_of(event.node).parent
-    return any(isinstance(s, ast.Return | ast.Break) for s in getattr(block, "body", ())) and not isinstance(block, Function)
+    return any(isinstance(s, ast.Return | ast.Break) for s in getattr(block, "body", ())) and not isinstance(
+        block, Function
+    )
 
 
 @rule(
@@ -597,7 +615,9 @@ def no_grad_missing(program: Program, training: Training) -> Iterator[Found]:
                 continue
             used = [c for c in ast.walk(loop) if isinstance(c, ast.Call) and dotted(c.func) == name]
             if used and not any(isinstance(p, Loop) and p.lineno > call.lineno for p in above(loop)):
-                bare = not function.decorator_list and not any(e for e in training.events(function) if e.kind == "backward")
+                bare = not function.decorator_list and not any(
+                    e for e in training.events(function) if e.kind == "backward"
+                )
                 torch = "torch" in function.file.names.get("torch", ())
                 if not any(e.kind == "backward" for e in training.events(function)):
                     yield Found(loop, inserted(function, "@torch.no_grad()") if bare and torch else None)
@@ -607,7 +627,9 @@ def _shielded(program: Program, function: Function, words: re.Pattern, depth: in
     """Whether some caller does it, or the whole program."""
     if any(words.search(ast.unparse(d)) for d in function.decorator_list):
         return True
-    if any(isinstance(s, ast.Expr) and "set_grad_enabled" in ast.unparse(s) for f in program.files for s in f.tree.body):
+    if any(
+        isinstance(s, ast.Expr) and "set_grad_enabled" in ast.unparse(s) for f in program.files for s in f.tree.body
+    ):
         return True
     for call in program.callers.get(function, ()):
         if any(isinstance(p, ast.With) and any(words.search(ast.unparse(i)) for i in p.items) for p in above(call)):

@@ -71,8 +71,12 @@ def _uses_gpu(program: Program) -> bool:
     section="1. What does an article's loop measure?",
     source=CUDA,
     ill=(
-        HEALTHY.replace("        if i % every == 0:\n            print(i, loss.item())", "        print(i, loss.item())  # <-"),
-        HEALTHY.replace("        if i % every == 0:\n            print(i, loss.item())", "        seen = loss.cpu()  # <-"),
+        HEALTHY.replace(
+            "        if i % every == 0:\n            print(i, loss.item())", "        print(i, loss.item())  # <-"
+        ),
+        HEALTHY.replace(
+            "        if i % every == 0:\n            print(i, loss.item())", "        seen = loss.cpu()  # <-"
+        ),
     ),
     healthy=(HEALTHY, HEALTHY.replace(".cuda()", "")),
 )
@@ -169,7 +173,9 @@ def times_launches(program: Program, training: Training) -> Iterator[Found]:
             continue
         events = _between(training, begun, node)
         kinds = {e.kind for e in events}
-        called = any(e.kind == "call" and e.on.rpartition(".")[2] in training.models for e in events) or "backward" in kinds
+        called = (
+            any(e.kind == "call" and e.on.rpartition(".")[2] in training.models for e in events) or "backward" in kinds
+        )
         if called and not kinds & {"read", "synchronise", "print", "scaler.step"} and not _waits(events):
             yield Found(node)
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-MOST_FILES = 150
+MOST_FILES = 80
 """Of a script's own folder; the others are not read."""
 MOST_BYTES = 2_000_000
 DEPTH = 6
@@ -72,7 +72,9 @@ class File:
             self.defined[scope(node.parent) or self.tree, node.name] = node
         elif isinstance(node, ast.Import):
             for a in node.names:
-                self.names[a.asname or a.name.partition(".")[0]].append(a.name if a.asname else a.name.partition(".")[0])
+                self.names[a.asname or a.name.partition(".")[0]].append(
+                    a.name if a.asname else a.name.partition(".")[0]
+                )
         elif isinstance(node, ast.ImportFrom):
             for a in node.names:
                 self.names[a.asname or a.name].append(f"{'.' * node.level}{node.module or ''}.{a.name}")
@@ -175,10 +177,14 @@ class Program:
         self.problems: list[Unreadable] = []
         self.files: list[File] = []
         self._read: dict[Path, File | None] = {}
+        self._torch: dict[ast.AST, frozenset[str]] = {}
+        self._full: dict[ast.AST, list[str]] = {}
+        self._returned: dict[Function, list[ast.expr]] = {}
         self._load(script)
         for file in self.files:  # grows
             self._imports(file)
         self.calls = [n for f in self.files for n in f.nodes if isinstance(n, ast.Call)]
+        self.methods = {name for f in self.files for owner, name in f.defined if isinstance(owner, ast.ClassDef)}
         self._by_method: dict[str, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
             self._by_method[method(call)].append(call)
@@ -234,8 +240,13 @@ class Program:
         """Calls whose last name is one of these, in order of their place."""
         return [c for name in names for c in self._by_method.get(name, ())]
 
-    def full(self, node: ast.AST, depth: int = DEPTH) -> list[str]:
+    def full(self, node: ast.AST) -> list[str]:
         """What a name means in full: "torch.cuda.amp.autocast" for `amp.autocast`. Several, if it is imported twice."""
+        if node not in self._full:
+            self._full[node] = self._in_full(node, DEPTH)
+        return self._full[node]
+
+    def _in_full(self, node: ast.AST, depth: int) -> list[str]:
         text = dotted(node)
         if not text or not depth:
             return []
@@ -243,21 +254,26 @@ class Program:
         names = [".".join(filter(None, (n, rest))) for n in node.file.names.get(head, ())]
         if not names and isinstance(node, ast.Name):  # autocast = torch.cuda.amp.autocast
             found = [v for v, i in node.file.assigned.get((None, text), ()) if i is None and dotted(v)]
-            names = [n for v in found if dotted(v) != text for n in self.full(v, depth - 1)]
+            names = [n for v in found if dotted(v) != text for n in self._in_full(v, depth - 1)]
         return names or [text]
 
-    def is_torch(self, node: ast.AST, *names: str, within: str = "torch") -> bool:
-        """Whether a name is torch's, or that of an own class that is one: by its last part."""
-        if any(last(n) in names and n.startswith(within) for n in self.full(node)):
-            return True
-        found = self.definition(node)
-        return isinstance(found, ast.ClassDef) and any(
-            self.is_torch(b, *names, within=within) for b in found.bases if self.definition(b) is not found
-        )
+    def torch_names(self, node: ast.AST) -> frozenset[str]:
+        """What a name is torch's by its last part, or an own class that is made from it: {"DistributedSampler"}."""
+        if node not in self._torch:
+            self._torch[node] = frozenset()  # a class that is its own base ends here
+            names = {last(n) for n in self.full(node) if n.startswith("torch.")}
+            found = self.definition(node)
+            bases = found.bases if isinstance(found, ast.ClassDef) else []
+            self._torch[node] = frozenset(names.union(*(self.torch_names(base) for base in bases)))
+        return self._torch[node]
 
-    def torch_calls(self, *names: str, within: str = "torch") -> list[ast.Call]:
+    def is_torch(self, node: ast.AST, *names: str) -> bool:
+        """Whether it is one of these of torch."""
+        return not self.torch_names(node).isdisjoint(names)
+
+    def torch_calls(self, *names: str) -> list[ast.Call]:
         """Calls of these functions or classes of torch."""
-        return [c for c in self.calls if self.is_torch(c.func, *names, within=within)]
+        return [c for c in self.calls if not self.torch_names(c.func).isdisjoint(names)]
 
     def imports(self, *packages: str) -> bool:
         """Whether any of these is imported."""
@@ -317,10 +333,16 @@ class Program:
         found = self.definition(call.func)
         if isinstance(found, ast.ClassDef):
             found = self._method(found, "__init__")
-        if found is not None or not isinstance(call.func, ast.Attribute):
-            return [found] if found is not None else []
-        owners = [self.definition(o.func) for o in self.origins(call.func.value, 3) if isinstance(o, ast.Call)]
-        return list(dict.fromkeys(m for owner in owners if (m := self._method(owner, call.func.attr))))
+        if found is not None:
+            return [found]
+        if isinstance(call.func, ast.Attribute):
+            if call.func.attr not in self.methods:
+                return []
+            base, name = call.func.value, call.func.attr
+        else:  # an instance that is called
+            base, name = call.func, "__call__"
+        owners = [self.definition(o.func) for o in self.origins(base, 4) if isinstance(o, ast.Call) and o is not call]
+        return list(dict.fromkeys(m for owner in owners if (m := self._method(owner, name))))
 
     def origins(self, node: ast.AST | None, depth: int = DEPTH) -> list[ast.expr]:
         """Expressions that it may stand for, itself first."""
@@ -334,17 +356,24 @@ class Program:
         if isinstance(node, ast.Call):
             definition = self.definition(node.func)
             if isinstance(definition, Function):
-                found += [o for r in returned(definition) for o in self.origins(r, depth - 1)]
+                found += [o for r in self.returned(definition) for o in self.origins(r, depth - 1)]
         elif text := dotted(node):
             for value, element in self._values(node, text):
                 if element is None:
                     found += self.origins(value, depth - 1) if value is not node else []
                 elif isinstance(definition := self.definition(value.func), Function):
-                    parts = [r.elts for r in returned(definition) if isinstance(r, ast.Tuple)]
+                    parts = [r.elts for r in self.returned(definition) if isinstance(r, ast.Tuple)]
                     found += [o for p in parts if element < len(p) for o in self.origins(p[element], depth - 1)]
             if isinstance(node, ast.Name) and len(found) == 1:
                 found += self._given(node, depth)
         return found
+
+    def returned(self, function: Function) -> list[ast.expr]:
+        """What it returns."""
+        if function not in self._returned:
+            found = (n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None)
+            self._returned[function] = [n.value for n in found if function_of(n) is function]
+        return self._returned[function]
 
     def _values(self, node: ast.AST, text: str) -> list[tuple[ast.expr, int | None]]:
         assigned = node.file.assigned
@@ -389,9 +418,3 @@ def arguments(function: Function, call: ast.Call) -> dict[str, ast.expr]:
     if not any(isinstance(a, ast.Starred) for a in call.args):
         given |= dict(zip(names, call.args, strict=False))
     return given
-
-
-def returned(function: Function) -> list[ast.expr]:
-    """What it returns."""
-    found = (n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None)
-    return [n.value for n in found if function_of(n) is function]

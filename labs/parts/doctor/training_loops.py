@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,7 +29,7 @@ class Event:
 
     kind: str
     """zero, backward, unscale, clip, step (of an optimizer), scaler.step, update, schedule, eval, train, read (waits for
-    a tensor's value), print, synchronise, empty_cache, clock, call (of something that is not an own function)."""
+    a tensor's value), print, save, synchronise, empty_cache, clock, call (of something that is not an own function)."""
     on: str
     """What it is called on, in the words of the loop's own function: "self.optimizer"."""
     node: ast.AST
@@ -120,22 +120,18 @@ class Walker:
                 self.add("zero", "", node, at)  # p.grad = None
 
     def expression(self, node: ast.AST, at: At) -> None:
-        """Calls in the order in which they are made: what a call needs, then the call."""
-        if isinstance(node, ast.Lambda):
-            return
-        for child in ast.iter_child_nodes(node):
-            self.expression(child, at)
-        if isinstance(node, ast.Call):
-            self.call(node, at)
+        """Its calls."""
+        for call in self.training.calls_in(node):
+            self.call(call, at)
 
     def call(self, node: ast.Call, at: At) -> None:
-        kind = self.training.kind(node)
+        kind = self.training.kind_of(node)
         if kind in ("step", "scaler.step"):
             for given in node.args:  # optimizer.step(closure)
                 if isinstance(given, ast.Name) and isinstance(found := self.program.definition(given), Function):
                     self.follow(found, node, at)
         on = at.name(dotted(node.func.value)) if isinstance(node.func, ast.Attribute) else ""
-        targets = [] if kind and kind != "schedule" else self.program.targets(node)
+        targets = [] if kind and kind != "schedule" else self.training.targets(node)
         if not targets and not kind and any(n in TIMERS for n in self.program.full(node.func)):
             kind = "clock"
         if kind:
@@ -143,7 +139,8 @@ class Walker:
         elif not targets:
             self.add("call", at.name(dotted(node.func)), node, at)
         for function in targets[:3]:
-            self.follow(function, node, at)
+            if function in self.training.matter:
+                self.follow(function, node, at)
 
     def follow(self, function: Function, call: ast.Call, at: At) -> None:
         if function in at.functions or len(at.functions) >= DEPTH or len(self.events) > MOST_EVENTS:
@@ -206,14 +203,64 @@ class Training:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self._kinds: dict[ast.Call, str] = {}
+        self._calls: dict[ast.AST, list[ast.Call]] = {}
+        self._targets: dict[ast.Call, list[Function]] = {}
+
+    def kind_of(self, call: ast.Call) -> str:
+        """`kind`, found once."""
+        if call not in self._kinds:
+            self._kinds[call] = self.kind(call)
+        return self._kinds[call]
+
+    def targets(self, call: ast.Call) -> list[Function]:
+        """`program.targets`, found once."""
+        if call not in self._targets:
+            self._targets[call] = self.program.targets(call)
+        return self._targets[call]
+
+    def calls_in(self, node: ast.AST) -> list[ast.Call]:
+        """Of an expression, in the order in which they are made: what a call needs, then the call."""
+        if node not in self._calls:
+            inner = [] if isinstance(node, ast.Lambda) else list(ast.iter_child_nodes(node))
+            found = [call for child in inner for call in self.calls_in(child)]
+            self._calls[node] = [*found, node] if isinstance(node, ast.Call) else found
+        return self._calls[node]
+
+    @cached_property
+    def path(self) -> set[ast.AST | None]:
+        """Functions that lead to a training loop or that it calls, other methods of their classes; None: a file's own code."""
+        found: set[ast.AST | None] = {None}
+        for section in self.sections:
+            newest = {syntax.function_of(section.node), *section.places} - {None}
+            while newest:
+                found |= newest
+                calls = (c for f in newest for c in self.program.callers.get(f, ()))
+                newest = {syntax.function_of(c) for c in calls} - found
+        owners = {f.parent for f in found if f is not None and isinstance(f.parent, ast.ClassDef)}
+        return found | {m for owner in owners for m in owner.body if isinstance(m, Function)}
+
+    @cached_property
+    def leads(self) -> set[Function]:
+        """Own functions in which something is differentiated or stepped, and all that call them."""
+        return self._callers_of(lambda call: self.kind_of(call) in ("backward", "step", "scaler.step"), 99)
+
+    @cached_property
+    def matter(self) -> set[Function]:
+        """Own functions that hold any kind of event, or call one that does."""
+        clocks = {last(n) for n in TIMERS}
+        return self.leads | self._callers_of(lambda call: bool(self.kind_of(call)) or method(call) in clocks, 3)
+
+    def _callers_of(self, wanted: Callable[[ast.Call], bool], depth: int) -> set[Function]:
+        found = {f for call in self.program.calls if wanted(call) and (f := syntax.function_of(call)) is not None}
+        newest = found
+        while newest and depth:
+            calls = (c for f in newest for c in self.program.callers.get(f, ()))
+            newest = {f for c in calls if (f := syntax.function_of(c)) is not None} - found
+            found, depth = found | newest, depth - 1
+        return found
 
     # Roles, by what a name was assigned or, where that is not to be seen, by the name itself
-
-    def _is(self, node: ast.AST, pattern: str, *classes: str, within: str) -> bool:
-        known = [o for o in self.program.origins(node) if isinstance(o, ast.Call)]
-        if any(self.program.is_torch(o.func, *classes, within=within) for o in known):
-            return True
-        return not known and re.search(pattern, last(dotted(node)), re.IGNORECASE) is not None
 
     def is_optimizer(self, node: ast.AST) -> bool:
         """Of torch.optim, or so called."""
@@ -226,7 +273,12 @@ class Training:
 
     def is_scaler(self, node: ast.AST) -> bool:
         """A GradScaler."""
-        return self._is(node, r"^_?(grad_?|amp_?)?scaler$", "GradScaler", within="torch")
+        known = [o for o in self.program.origins(node) if isinstance(o, ast.Call)]
+        if any(self.program.is_torch(o.func, "GradScaler") for o in known):
+            return True
+        return (
+            not known and re.search(r"^_?(grad_?|amp_?|fp16_?)?scaler$", last(dotted(node)), re.IGNORECASE) is not None
+        )
 
     def is_scheduler(self, node: ast.AST) -> bool:
         """Of torch.optim.lr_scheduler, as far as is known."""
@@ -254,6 +306,8 @@ class Training:
             return "read"
         if name == "print" and base is None:
             return "print"
+        if name == "save" and self.program.is_torch(func, "save"):
+            return "save"
         if name in ("synchronize", "empty_cache") and self.program.is_torch(func, name):
             return {"synchronize": "synchronise"}.get(name, name)
         if base is None:
@@ -294,8 +348,10 @@ class Training:
     @cached_property
     def loops(self) -> dict[ast.AST, list[Event]]:
         """All loops that lead to a backward or a step, with their events."""
-        found = {}
-        for node in self.program.nodes(Loop):
+        found, wanted = {}, ("backward", "step", "scaler.step")
+        leading = [c for f in self.leads for c in self.program.callers.get(f, ())]
+        leading += [c for c in self.program.calls if self.kind_of(c) in wanted]
+        for node in dict.fromkeys(n for c in leading for n in syntax.above(c) if isinstance(n, Loop)):
             events = self.events(node)
             if any(e.kind in ("backward", "step", "scaler.step") for e in events):
                 found[node] = events
@@ -309,8 +365,10 @@ class Training:
             inner = dict.fromkeys(loop for e in events for loop in e.loops)
             if _trains(events) and not any(_trains([e for e in events if loop in e.loops]) for loop in inner):
                 found.append(Section(node, events))
-        covered = {f for s in found for f in s.places} | {f for es in self.loops.values() for e in es for f in e.functions}
-        for node in self.program.nodes(Function):
+        covered = {f for s in found for f in s.places} | {
+            f for es in self.loops.values() for e in es for f in e.functions
+        }
+        for node in self.leads:
             if node not in covered and not any(n in self.loops for n in ast.walk(node)):
                 events = self.events(node)
                 if _trains(events) and not any(node is not f and f in covered for e in events for f in e.functions):
