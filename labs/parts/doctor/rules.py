@@ -11,7 +11,7 @@ from pathlib import Path
 
 from labs.parts.doctor import rules_loading, rules_precision, rules_ranks, rules_saving, rules_steps, rules_waiting
 from labs.parts.doctor.hits import CERTAINTIES, Found, Hit, Rule
-from labs.parts.doctor.syntax import Program, Unreadable
+from labs.parts.doctor.syntax import MOST_FILES, Program
 from labs.parts.doctor.training_loops import Training
 
 MODULES = (rules_precision, rules_steps, rules_ranks, rules_saving, rules_loading, rules_waiting)
@@ -22,16 +22,21 @@ UNREADABLE = "unreadable"
 def check(script: Path) -> list[Hit]:
     """Of the script and what it imports from its own folder: the most certain first, then by file and line."""
     program = Program(Path(script))
+    hits = [_untold(str(p.path), p.line, f"this file, for it cannot be read: {p}") for p in program.problems]
+    if program.left_out:
+        hits.append(_untold(str(script), 0, f"{program.left_out} of the files that it imports: more than {MOST_FILES}"))
     training = Training(program)
-    hits = [_unreadable(problem) for problem in program.problems]
     for rule in RULES:
-        seen = set()
-        for found in rule.find(program, training):
-            place = found.node.file, found.node.lineno
-            if place not in seen:
-                seen.add(place)
-                hits.append(_hit(rule, found))
+        try:
+            hits += _hits(rule, program, training)
+        except RecursionError:  # an expression of a thousand terms
+            hits.append(_untold(str(script), 0, f"what {rule.name} is about: it is nested too deeply"))
     return sorted(hits, key=lambda hit: (CERTAINTIES.index(hit.certainty), hit.file, hit.line))
+
+
+def _hits(rule: Rule, program: Program, training: Training) -> list[Hit]:
+    """One for each line."""
+    return list({(hit.file, hit.line): hit for hit in (_hit(rule, f) for f in rule.find(program, training))}.values())
 
 
 def _hit(rule: Rule, found: Found) -> Hit:
@@ -43,6 +48,5 @@ def _hit(rule: Rule, found: Found) -> Hit:
     )  # fmt: skip
 
 
-def _unreadable(problem: Unreadable) -> Hit:
-    why = f"The rules have not looked at this file, for it cannot be read: {problem}."
-    return Hit(UNREADABLE, str(problem.path), problem.line, "", why, "", "", "", "look at it", "")
+def _untold(file: str, line: int, what: str) -> Hit:
+    return Hit(UNREADABLE, file, line, "", f"The rules have not looked at {what}.", "", "", "", "look at it", "")

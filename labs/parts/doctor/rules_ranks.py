@@ -121,17 +121,17 @@ def training_loaders(program: Program, training: Training) -> list[ast.Call]:
     """DataLoaders that a loop with backward goes over, as far as they can be followed."""
     found = []
     for section in training.sections:
-        loops = [section.node, *(loop for e in section.events for loop in e.loops)]
+        loops = [section.node, *(loop for e in section.of("backward") for loop in e.loops)]
         for loop in loops:
             if isinstance(loop, ast.For | ast.AsyncFor):
                 found += loaders_of(program, loop.iter)
     return list(dict.fromkeys(found))
 
 
-def loaders_of(program: Program, iterated: ast.expr) -> list[ast.Call]:
+def loaders_of(program: Program, iterated: ast.expr, depth: int = 4) -> list[ast.Call]:
     """DataLoaders behind an expression that is iterated: also in enumerate(...), tqdm(...), zip(...)."""
     found = []
-    for origin in program.origins(iterated):
+    for origin in program.origins(iterated) if depth else ():
         if isinstance(origin, ast.Call):
             if program.is_torch(origin.func, "DataLoader"):
                 found.append(origin)
@@ -146,8 +146,8 @@ def loaders_of(program: Program, iterated: ast.expr) -> list[ast.Call]:
                 "log_every",
                 "trange",
             ):
-                found += [loader for given in origin.args for loader in loaders_of(program, given)]
-    return found
+                found += [loader for given in origin.args for loader in loaders_of(program, given, depth - 1)]
+    return list(dict.fromkeys(found))
 
 
 @rule(

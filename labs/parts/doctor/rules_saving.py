@@ -90,6 +90,8 @@ def _guarded(program: Program, node: ast.AST) -> bool:
             and _of_rank(program, parent.test)
         ):
             return True
+        if isinstance(parent, ast.With) and any(_of_rank(program, i.context_expr) for i in parent.items):
+            return True  # with rank_0_first(rank): the others then find what it has made
         block = getattr(parent, "body", None)
         for statement in block if isinstance(block, list) else ():
             if statement is child or statement.lineno > node.lineno:

@@ -84,10 +84,13 @@ def reads_each_step(program: Program, training: Training) -> Iterator[Found]:
     """`.item()`, `.cpu()`, `.tolist()`, `.numpy()` in each pass of a training loop."""
     if not _uses_gpu(program):
         return
+    seen = set()
     for section in training.sections:
         for event in section.of("read"):
-            once = not event.loops or len(event.loops) == 0
-            if section.is_loop and once and _every_step(training, event) and _is_tensor(event):
+            statement = statement_of(event.node)
+            fresh = section.is_loop and not event.loops and statement not in seen
+            if fresh and _every_step(training, event) and _is_tensor(event):
+                seen.add(statement)
                 yield Found(event.node)
 
 

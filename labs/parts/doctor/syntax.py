@@ -176,6 +176,8 @@ class Program:
         self.root = script.resolve().parent
         self.problems: list[Unreadable] = []
         self.files: list[File] = []
+        self.left_out = 0
+        """Files that are not looked at, for there are too many."""
         self._read: dict[Path, File | None] = {}
         self._torch: dict[ast.AST, frozenset[str]] = {}
         self._full: dict[ast.AST, list[str]] = {}
@@ -199,8 +201,12 @@ class Program:
     # Reading
 
     def _load(self, path: Path) -> File | None:
-        if path in self._read or len(self.files) >= MOST_FILES:
-            return self._read.get(path)
+        if path in self._read:
+            return self._read[path]
+        if len(self.files) >= MOST_FILES:
+            self._read[path] = None
+            self.left_out += 1
+            return None
         self._read[path] = None
         try:
             self._read[path] = File(path)
