@@ -79,6 +79,15 @@ def rule(name: str, certainty: str, **rest: Any) -> Callable[[Callable], Rule]:
     return made
 
 
+def changed(example: str, *pairs: tuple[str, str]) -> str:
+    """An example with other lines: each pair is what stands there and what is to. ValueError if it does not."""
+    for old, new in pairs:
+        if old not in example:
+            raise ValueError(f"the example has no {old!r}")
+        example = example.replace(old, new)
+    return example
+
+
 # Changes of the learner's text
 
 

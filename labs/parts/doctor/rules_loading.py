@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from labs.parts.doctor.hits import Found, Rule, rule, with_argument
+from labs.parts.doctor.hits import Found, Rule, changed, rule, with_argument
 from labs.parts.doctor.rules_ranks import loaders_of, training_loaders
 from labs.parts.doctor.syntax import (
     Function,
@@ -85,22 +85,48 @@ def datasets(program: Program) -> Iterator[ast.ClassDef]:
     section=TRAPS,
     source=DOCS + "data.html#randomness-in-multi-process-data-loading",
     ill=(
-        HEALTHY.replace("self.paths = paths", "self.paths = paths\n        self.rng = np.random.default_rng(0)  # <-")
-        .replace("np.random.rand()", "self.rng.random()"),
-        HEALTHY.replace("self.paths = paths", "self.paths = paths\n        self.rng = torch.Generator()  # <-")
-        .replace("np.random.rand()", "self.draw()").replace("    def __len__", "    def draw(self):\n        return "
-        "torch.rand((), generator=self.rng)\n\n    def __len__"),
+        changed(
+            HEALTHY,
+            ("self.paths = paths", ("self.paths = paths\n        self.rng = np.random.default_rng(0)  # <-")),
+            ("np.random.rand()", "self.rng.random()"),
+        ),
+        changed(
+            HEALTHY,
+            ("self.paths = paths", ("self.paths = paths\n        self.rng = torch.Generator()  # <-")),
+            ("np.random.rand()", "self.draw()"),
+            (
+                "    def __len__",
+                ("    def draw(self):\n        return torch.rand((), generator=self.rng)\n\n    def __len__"),
+            ),
+        ),
     ),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("self.paths = paths", "self.paths = paths\n        self.rng = np.random.default_rng(0)")
-        .replace("np.random.rand()", "self.rng.random()").replace("num_workers=4, pin_memory=True, persistent_workers=True", "pin_memory=True"),
-        HEALTHY.replace("self.paths = paths", "self.paths = paths\n        self.rng = np.random.default_rng(0)\n"
-                        "        self.order = self.rng.permutation(9)"),
-        HEALTHY.replace("self.paths = paths", "self.paths = paths\n        self.rng = np.random.default_rng(0)")
-        .replace("np.random.rand()", "self.rng.random()").replace("shuffle=True", "shuffle=True, worker_init_fn=print"),
+        changed(
+            HEALTHY,
+            ("self.paths = paths", ("self.paths = paths\n        self.rng = np.random.default_rng(0)")),
+            ("np.random.rand()", "self.rng.random()"),
+            ("num_workers=4, pin_memory=True, persistent_workers=True", "pin_memory=True"),
+        ),
+        changed(
+            HEALTHY,
+            (
+                "self.paths = paths",
+                (
+                    "self.paths = paths\n"
+                    "        self.rng = np.random.default_rng(0)\n"
+                    "        self.order = self.rng.permutation(9)"
+                ),
+            ),
+        ),
+        changed(
+            HEALTHY,
+            ("self.paths = paths", ("self.paths = paths\n        self.rng = np.random.default_rng(0)")),
+            ("np.random.rand()", "self.rng.random()"),
+            ("shuffle=True", "shuffle=True, worker_init_fn=print"),
+        ),
     ),
-)  # fmt: skip
+)
 def worker_generator(program: Program, training: Training) -> Iterator[Found]:
     """A generator of a data set's own, made in __init__ and drawn from in __getitem__, and workers for certain."""
     loaders = [
@@ -150,18 +176,31 @@ def _used(owner: ast.ClassDef, function: Function, depth: int = 3) -> set[str]:
     section=TRAPS,
     source=DOCS + "notes/randomness.html#dataloader",
     ill=(
-        HEALTHY.replace(", persistent_workers=True)", ", worker_init_fn=seed)").replace("def main", "def seed(worker):\n"
-        "    np.random.seed(7 + worker)  # <-\n\ndef main"),
-        HEALTHY.replace(", persistent_workers=True)", ", worker_init_fn=lambda w: np.random.seed(w))  # <-"),
+        changed(
+            HEALTHY,
+            (", persistent_workers=True)", ", worker_init_fn=seed)"),
+            ("def main", ("def seed(worker):\n    np.random.seed(7 + worker)  # <-\n\ndef main")),
+        ),
+        changed(HEALTHY, (", persistent_workers=True)", ", worker_init_fn=lambda w: np.random.seed(w))  # <-")),
     ),
     healthy=(
         HEALTHY,
-        HEALTHY.replace(", persistent_workers=True)", ", worker_init_fn=seed)").replace("def main", "def seed(worker):\n"
-        "    np.random.seed(torch.initial_seed() % 2**32)\n\ndef main"),
-        HEALTHY.replace("persistent_workers=True)", "persistent_workers=True, worker_init_fn=lambda w: np.random.seed(w))"),
-        HEALTHY.replace("np.random.rand()", "0").replace(", persistent_workers=True)", ", worker_init_fn=lambda w: np.random.seed(w))"),
+        changed(
+            HEALTHY,
+            (", persistent_workers=True)", ", worker_init_fn=seed)"),
+            ("def main", ("def seed(worker):\n    np.random.seed(torch.initial_seed() % 2**32)\n\ndef main")),
+        ),
+        changed(
+            HEALTHY,
+            ("persistent_workers=True)", "persistent_workers=True, worker_init_fn=lambda w: np.random.seed(w))"),
+        ),
+        changed(
+            HEALTHY,
+            ("np.random.rand()", "0"),
+            (", persistent_workers=True)", ", worker_init_fn=lambda w: np.random.seed(w))"),
+        ),
     ),
-)  # fmt: skip
+)
 def worker_seed_fixed(program: Program, training: Training) -> Iterator[Found]:
     """worker_init_fn seeds NumPy or random from constants and the worker's number, where samples draw from them."""
     draws = [owner for owner in datasets(program) if _draws(program, owner)]
@@ -230,17 +269,27 @@ def _section_loaders(program: Program, section: Section) -> list[ast.Call]:
     section="5. Tune your own",
     source=COPIES,
     ill=(
-        HEALTHY.replace("x = x.to(device, non_blocking=True)", "x = x.to(device)  # <-"),
-        HEALTHY.replace("y = y.to(device, non_blocking=True)", "y = y.cuda()  # <-"),
-        HEALTHY.replace("for x, y in loader:", "for i, (x, y) in enumerate(loader):").replace(
-            "x.to(device, non_blocking=True)", "x.to(device=device)  # <-"),
+        changed(HEALTHY, ("x = x.to(device, non_blocking=True)", "x = x.to(device)  # <-")),
+        changed(HEALTHY, ("y = y.to(device, non_blocking=True)", "y = y.cuda()  # <-")),
+        changed(
+            HEALTHY,
+            ("for x, y in loader:", "for i, (x, y) in enumerate(loader):"),
+            ("x.to(device, non_blocking=True)", "x.to(device=device)  # <-"),
+        ),
     ),
     healthy=(
-        HEALTHY, HEALTHY.replace(", non_blocking=True", "").replace("pin_memory=True, ", ""),
-        HEALTHY.replace("x.to(device, non_blocking=True)", "x.to(device, None, True)").replace("x.to(device, None, True)", "x.cuda(device, True)"),
-        HEALTHY.replace("            optimizer.zero", "            y = y.to(torch.float32)\n            optimizer.zero"),
+        HEALTHY,
+        changed(HEALTHY, (", non_blocking=True", ""), ("pin_memory=True, ", "")),
+        changed(
+            HEALTHY,
+            ("x.to(device, non_blocking=True)", "x.to(device, None, True)"),
+            ("x.to(device, None, True)", "x.cuda(device, True)"),
+        ),
+        changed(
+            HEALTHY, ("            optimizer.zero", ("            y = y.to(torch.float32)\n            optimizer.zero"))
+        ),
     ),
-)  # fmt: skip
+)
 def copy_blocks(program: Program, training: Training) -> Iterator[Found]:
     """In a training loop over a loader that pins for certain."""
     for section in training.sections:
@@ -260,10 +309,13 @@ def copy_blocks(program: Program, training: Training) -> Iterator[Found]:
     notebook="02",
     section="5. Tune your own",
     source=COPIES,
-    ill=HEALTHY.replace("pin_memory=True, ", "").replace("persistent_workers=True)", "persistent_workers=True)  # <-"),
-    healthy=(HEALTHY, HEALTHY.replace("pin_memory=True", "pin_memory=device.type == 'cuda'"),
-             HEALTHY.replace("pin_memory=True, ", "").replace("x.to(", "x.pin_memory().to(")),
-)  # fmt: skip
+    ill=changed(HEALTHY, ("pin_memory=True, ", ""), ("persistent_workers=True)", "persistent_workers=True)  # <-")),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("pin_memory=True", "pin_memory=device.type == 'cuda'")),
+        changed(HEALTHY, ("pin_memory=True, ", ""), ("x.to(", "x.pin_memory().to(")),
+    ),
+)
 def copy_not_pinned(program: Program, training: Training) -> Iterator[Found]:
     """A constant True over a loader that does not pin, and nothing pinned by hand."""
     pinned_by_hand = any(isinstance(c.func, ast.Attribute) for c in program.named("pin_memory"))
@@ -289,9 +341,12 @@ DECODES = {"open", "imread", "imdecode", "read_image", "decode_image", "decode_j
     notebook="02",
     section="2. How many workers?",
     source=DOCS + "data.html#single-and-multi-process-data-loading",
-    ill=HEALTHY.replace("num_workers=4, ", "").replace(", persistent_workers=True)", ")  # <-"),
-    healthy=(HEALTHY, HEALTHY.replace("num_workers=4, ", "").replace(", persistent_workers=True", "").replace("Image.open", "np.load")),
-)  # fmt: skip
+    ill=changed(HEALTHY, ("num_workers=4, ", ""), (", persistent_workers=True)", ")  # <-")),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("num_workers=4, ", ""), (", persistent_workers=True", ""), ("Image.open", "np.load")),
+    ),
+)
 def no_workers(program: Program, training: Training) -> Iterator[Found]:
     """A training loader without workers, and images that are decoded or changed for each sample."""
     for call in training_loaders(program, training):
@@ -321,10 +376,10 @@ def _decodes(program: Program, made: ast.Call) -> bool:
     notebook="02",
     section=TRAPS,
     source=DOCS + "data.html#torch.utils.data.DataLoader",
-    ill=HEALTHY.replace(", persistent_workers=True)", ")  # <-"),
+    ill=changed(HEALTHY, (", persistent_workers=True)", ")  # <-")),
     healthy=(
         HEALTHY,
-        HEALTHY.replace(", persistent_workers=True)", ")").replace("    for epoch in range(epochs):", "    if epochs:"),
+        changed(HEALTHY, (", persistent_workers=True)", ")"), ("    for epoch in range(epochs):", "    if epochs:")),
     ),
 )
 def workers_restart(program: Program, training: Training) -> Iterator[Found]:
@@ -346,12 +401,16 @@ def workers_restart(program: Program, training: Training) -> Iterator[Found]:
     notebook="02",
     section=TRAPS,
     source=DOCS + "backends.html#torch.backends.cudnn.torch.backends.cudnn.benchmark",
-    ill=HEALTHY.replace(
-        "def main", "def pad(samples):\n    return torch.nn.utils.rnn.pad_sequence(samples)\n\ndef main"
-    )
-    .replace("shuffle=True", "shuffle=True, collate_fn=pad")
-    .replace("    optimizer =", "    torch.backends.cudnn.benchmark = True  # <-\n    optimizer ="),
-    healthy=(HEALTHY, HEALTHY.replace("    optimizer =", "    torch.backends.cudnn.benchmark = True\n    optimizer =")),
+    ill=changed(
+        HEALTHY,
+        ("def main", ("def pad(samples):\n    return torch.nn.utils.rnn.pad_sequence(samples)\n\ndef main")),
+        ("shuffle=True", "shuffle=True, collate_fn=pad"),
+        ("    optimizer =", ("    torch.backends.cudnn.benchmark = True  # <-\n    optimizer =")),
+    ),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("    optimizer =", ("    torch.backends.cudnn.benchmark = True\n    optimizer ="))),
+    ),
 )
 def cudnn_benchmark(program: Program, training: Training) -> Iterator[Found]:
     """Switched on by a constant, and a collate that pads to the longest."""
@@ -372,14 +431,14 @@ def cudnn_benchmark(program: Program, training: Training) -> Iterator[Found]:
     section="2. How many workers?",
     source=DOCS + "notes/cpu_threading_torchscript_inference.html",
     ill=(
-        "import os\nimport torch\ntorch.set_num_threads(2 * os.cpu_count())  # <-\n",
+        ("import os\nimport torch\ntorch.set_num_threads(2 * os.cpu_count())  # <-\n"),
         "import torch\ntorch.set_num_threads(4096)  # <-\n",
-        'import os\nos.environ["OMP_NUM_THREADS"] = "4096"  # <-\nimport torch\n',
+        ('import os\nos.environ["OMP_NUM_THREADS"] = "4096"  # <-\nimport torch\n'),
     ),
     healthy=(
-        "import os\nimport torch\ntorch.set_num_threads(max(1, os.cpu_count() // 2))\n",
+        ("import os\nimport torch\ntorch.set_num_threads(max(1, os.cpu_count() // 2))\n"),
         "import torch\ntorch.set_num_threads(1)\n",
-        'import os\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch\n',
+        ('import os\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch\n'),
     ),
 )
 def too_many_threads(program: Program, training: Training) -> Iterator[Found]:

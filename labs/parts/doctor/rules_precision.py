@@ -5,7 +5,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from labs.parts.doctor.hits import Change, Found, Rule, inserted, moved, replaced, rule, source_of, with_argument
+from labs.parts.doctor.hits import (
+    Change,
+    Found,
+    Rule,
+    changed,
+    inserted,
+    moved,
+    replaced,
+    rule,
+    source_of,
+    with_argument,
+)
 from labs.parts.doctor.syntax import (
     Function,
     Program,
@@ -91,18 +102,39 @@ def on(program: Program, call: ast.Call) -> bool:
     section=SCALER,
     source=AMP,
     ill=(
-        "import torch\nscaler = torch.cuda.amp.GradScaler()  # <-\n",
-        "import torch as t\ndef f(m, x):\n    with t.cuda.amp.autocast(dtype=t.bfloat16):  # <-\n        return m(x)\n",
-        "import torch\nfrom torch.cuda.amp import autocast as ac\ndef f(m, x):\n    with ac(False):  # <-\n        return m(x)\n",
-        "from torch.cuda import amp\nscaler = amp.GradScaler(enabled=False)  # <-\n",
+        ("import torch\nscaler = torch.cuda.amp.GradScaler()  # <-\n"),
+        (
+            "import torch as t\n"
+            "def f(m, x):\n"
+            "    with t.cuda.amp.autocast(dtype=t.bfloat16):  # <-\n"
+            "        return m(x)\n"
+        ),
+        (
+            "import torch\n"
+            "from torch.cuda.amp import autocast as ac\n"
+            "def f(m, x):\n"
+            "    with ac(False):  # <-\n"
+            "        return m(x)\n"
+        ),
+        ("from torch.cuda import amp\nscaler = amp.GradScaler(enabled=False)  # <-\n"),
     ),
     healthy=(
-        'import torch\nscaler = torch.amp.GradScaler("cuda")\n',
-        "try:\n    from torch.amp import GradScaler\nexcept ImportError:\n    from torch.cuda.amp import GradScaler\n"
-        "scaler = GradScaler()\n",
-        'import torch\nif hasattr(torch.amp, "GradScaler"):\n    scaler = torch.amp.GradScaler("cuda")\nelse:\n'
-        "    scaler = torch.cuda.amp.GradScaler()\n",
-        "from mine import autocast\nwith autocast():\n    pass\n",
+        ('import torch\nscaler = torch.amp.GradScaler("cuda")\n'),
+        (
+            "try:\n"
+            "    from torch.amp import GradScaler\n"
+            "except ImportError:\n"
+            "    from torch.cuda.amp import GradScaler\n"
+            "scaler = GradScaler()\n"
+        ),
+        (
+            "import torch\n"
+            'if hasattr(torch.amp, "GradScaler"):\n'
+            '    scaler = torch.amp.GradScaler("cuda")\n'
+            "else:\n"
+            "    scaler = torch.cuda.amp.GradScaler()\n"
+        ),
+        ("from mine import autocast\nwith autocast():\n    pass\n"),
     ),
 )
 def amp_old(program: Program, training: Training) -> Iterator[Found]:
@@ -152,16 +184,22 @@ def _is_fallback(program: Program, node: ast.AST) -> bool:
     section=SCALER,
     source=AMP + "#gradient-scaling",
     ill=(
-        WITHOUT.replace("float16):", "float16):  # <-") + "            loss.backward()\n            optimizer.step()\n",
-        WITHOUT.replace('"cuda", dtype=torch.float16):', '"cuda"):  # <-')
-        + "            loss.backward()\n            optimizer.step()\n",
+        changed(WITHOUT, ("float16):", "float16):  # <-"))
+        + ("            loss.backward()\n            optimizer.step()\n"),
+        changed(WITHOUT, ('"cuda", dtype=torch.float16):', '"cuda"):  # <-'))
+        + ("            loss.backward()\n            optimizer.step()\n"),
     ),
     healthy=(
         HEALTHY,
-        WITHOUT.replace("float16", "bfloat16") + "            loss.backward()\n            optimizer.step()\n",
-        WITHOUT.replace("dtype=torch.float16", "enabled=False")
-        + "            loss.backward()\n            optimizer.step()\n",
-        "import torch\ndef predict(model, x):\n    with torch.no_grad(), torch.autocast('cuda'):\n        return model(x)\n",
+        changed(WITHOUT, ("float16", "bfloat16")) + ("            loss.backward()\n            optimizer.step()\n"),
+        changed(WITHOUT, ("dtype=torch.float16", "enabled=False"))
+        + ("            loss.backward()\n            optimizer.step()\n"),
+        (
+            "import torch\n"
+            "def predict(model, x):\n"
+            "    with torch.no_grad(), torch.autocast('cuda'):\n"
+            "        return model(x)\n"
+        ),
     ),
 )
 def scaler_missing(program: Program, training: Training) -> Iterator[Found]:
@@ -190,11 +228,11 @@ def _holds(section: Section, node: ast.AST) -> bool:
     notebook="04",
     section=FORMATS,
     source=AMP + "#gradient-scaling",
-    ill=HEALTHY.replace("torch.float16", "torch.bfloat16").replace('GradScaler("cuda")', 'GradScaler("cuda")  # <-'),
+    ill=changed(HEALTHY, ("torch.float16", "torch.bfloat16"), ('GradScaler("cuda")', 'GradScaler("cuda")  # <-')),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("torch.float16", "torch.bfloat16").replace('("cuda")', '("cuda", enabled=False)'),
-        HEALTHY.replace("dtype=torch.float16", "dtype=torch.float16 if old else torch.bfloat16").replace(
+        changed(HEALTHY, ("torch.float16", "torch.bfloat16"), ('("cuda")', '("cuda", enabled=False)')),
+        changed(HEALTHY, ("dtype=torch.float16", "dtype=torch.float16 if old else torch.bfloat16")).replace(
             "epochs):", "epochs, old):", 1
         ),
     ),
@@ -225,14 +263,18 @@ def _scaled(section: Section) -> list[Event]:
     ill=(
         _without("scaler.unscale_(optimizer)", "clip_grad_norm_(model.parameters(), 1.0)"),
         HEAD
-        + STEP.replace("            scaler.unscale_(optimizer)\n", "").replace(
-            "clip_grad_norm_(model.parameters(), 1.0)\n",
-            "clip_grad_norm_(model.parameters(), 1.0)  # <-\n            scaler.unscale_(optimizer)\n",
+        + changed(
+            STEP,
+            ("            scaler.unscale_(optimizer)\n", ""),
+            (
+                "clip_grad_norm_(model.parameters(), 1.0)\n",
+                ("clip_grad_norm_(model.parameters(), 1.0)  # <-\n            scaler.unscale_(optimizer)\n"),
+            ),
         ),
     ),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("            scaler.unscale_(optimizer)\n", "            scaler.unscale_(self.o)\n"),
+        changed(HEALTHY, ("            scaler.unscale_(optimizer)\n", "            scaler.unscale_(self.o)\n")),
     ),
 )
 def clip_before_unscale(program: Program, training: Training) -> Iterator[Found]:
@@ -278,12 +320,19 @@ def _scaler_name(backward: Event) -> str:
     section=SCALER,
     source=EXAMPLES,
     ill=HEAD
-    + "            scaler.scale(loss).backward()\n            optimizer.step()  # <-\n            scaler.update()\n",
+    + ("            scaler.scale(loss).backward()\n            optimizer.step()  # <-\n            scaler.update()\n"),
     healthy=(
         HEALTHY,
-        HEAD.replace("train(model", "train(amp, model")
-        + "            if amp:\n                scaler.scale(loss).backward()\n                scaler.step(optimizer)\n"
-        "                scaler.update()\n            else:\n                loss.backward()\n                optimizer.step()\n",
+        changed(HEAD, ("train(model", "train(amp, model"))
+        + (
+            "            if amp:\n"
+            "                scaler.scale(loss).backward()\n"
+            "                scaler.step(optimizer)\n"
+            "                scaler.update()\n"
+            "            else:\n"
+            "                loss.backward()\n"
+            "                optimizer.step()\n"
+        ),
     ),
 )
 def scaler_step_missing(program: Program, training: Training) -> Iterator[Found]:
@@ -309,14 +358,21 @@ def scaler_step_missing(program: Program, training: Training) -> Iterator[Found]
     section=SCALER,
     source=EXAMPLES,
     ill=(
-        HEAD + STEP.replace("            scaler.update()\n", "").replace("step(optimizer)", "step(optimizer)  # <-"),
+        HEAD + changed(STEP, ("            scaler.update()\n", ""), ("step(optimizer)", "step(optimizer)  # <-")),
         HEAD
-        + STEP.replace("            scaler.update()\n", "").replace(
-            "            scaler.step(optimizer)",
-            "            scaler.update()\n            scaler.step(optimizer)  # <-",
+        + changed(
+            STEP,
+            ("            scaler.update()\n", ""),
+            (
+                "            scaler.step(optimizer)",
+                ("            scaler.update()\n            scaler.step(optimizer)  # <-"),
+            ),
         ),
     ),
-    healthy=(HEALTHY, HEAD + STEP.replace("scaler.update()", "if epoch >= 0:\n                scaler.update()")),
+    healthy=(
+        HEALTHY,
+        HEAD + changed(STEP, ("scaler.update()", "if epoch >= 0:\n                scaler.update()")),
+    ),
 )
 def scaler_update(program: Program, training: Training) -> Iterator[Found]:
     """The last scaler.step of a pass has no update after it."""
@@ -348,8 +404,13 @@ def _updates_elsewhere(program: Program) -> bool:
     notebook="04",
     section=SCALER,
     source=EXAMPLES + "#working-with-unscaled-gradients",
-    ill=HEAD + "            scaler.scale(loss).backward()\n            scaler.step(optimizer)\n"
-    "            scaler.unscale_(optimizer)  # <-\n            scaler.update()\n",
+    ill=HEAD
+    + (
+        "            scaler.scale(loss).backward()\n"
+        "            scaler.step(optimizer)\n"
+        "            scaler.unscale_(optimizer)  # <-\n"
+        "            scaler.update()\n"
+    ),
     healthy=HEALTHY,
 )
 def unscale_late(program: Program, training: Training) -> Iterator[Found]:
@@ -378,11 +439,16 @@ def unscale_late(program: Program, training: Training) -> Iterator[Found]:
     section="3. Which operations change?",
     source=AMP + "#torch.autocast",
     ill=HEAD
-    + STEP.replace(
-        "            scaler.scale(loss).backward()",
-        "            with torch.autocast('cuda', dtype=torch.float16):\n"
-        "                loss = nn.functional.cross_entropy(model(x), y)\n"
-        "                scaler.scale(loss).backward()  # <-",
+    + changed(
+        STEP,
+        (
+            "            scaler.scale(loss).backward()",
+            (
+                "            with torch.autocast('cuda', dtype=torch.float16):\n"
+                "                loss = nn.functional.cross_entropy(model(x), y)\n"
+                "                scaler.scale(loss).backward()  # <-"
+            ),
+        ),
     ),
     healthy=HEALTHY,
 )

@@ -10,16 +10,14 @@ from labs.parts.doctor.hits import (
     Change,
     Found,
     Rule,
+    changed,
     inserted,
-    replaced,
     rule,
-    source_of,
     with_argument,
     without_argument,
 )
 from labs.parts.doctor.rules_steps import accumulation
 from labs.parts.doctor.syntax import (
-    Function,
     Program,
     above,
     constant,
@@ -160,17 +158,32 @@ def loaders_of(program: Program, iterated: ast.expr, depth: int = 4) -> list[ast
     section=BUGS,
     source=SAMPLER,
     ill=(
-        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "").replace("DistributedSampler(data)", "DistributedSampler(data)  # <-"),
-        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "").replace(
-            "DistributedSampler(data)", "DistributedSampler(data)  # <-\n    sampler.set_epoch(0)"),
+        changed(
+            HEALTHY,
+            ("        sampler.set_epoch(epoch)\n", ""),
+            ("DistributedSampler(data)", "DistributedSampler(data)  # <-"),
+        ),
+        changed(
+            HEALTHY,
+            ("        sampler.set_epoch(epoch)\n", ""),
+            ("DistributedSampler(data)", ("DistributedSampler(data)  # <-\n    sampler.set_epoch(0)")),
+        ),
     ),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "").replace("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"),
-        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "        loader.sampler.set_epoch(epoch)\n"),
-        HEALTHY.replace("        sampler.set_epoch(epoch)\n", "").replace("    for epoch in range(epochs):", "    for epoch in [0]:"),
+        changed(
+            HEALTHY,
+            ("        sampler.set_epoch(epoch)\n", ""),
+            ("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"),
+        ),
+        changed(HEALTHY, ("        sampler.set_epoch(epoch)\n", "        loader.sampler.set_epoch(epoch)\n")),
+        changed(
+            HEALTHY,
+            ("        sampler.set_epoch(epoch)\n", ""),
+            ("    for epoch in range(epochs):", "    for epoch in [0]:"),
+        ),
     ),
-)  # fmt: skip
+)
 def set_epoch_missing(program: Program, training: Training) -> Iterator[Found]:
     """A shuffling DistributedSampler for training, epochs, and no set_epoch that follows them."""
     told = [c for c in program.named("set_epoch") if c.args and not isinstance(c.args[0], ast.Constant)]
@@ -217,19 +230,25 @@ def _told_epoch(call: ast.Call, epochs: list[ast.AST]) -> Change | None:
     notebook="03",
     section="1. How much faster do two devices train?",
     source=SAMPLER,
-    ill=HEALTHY.replace("sampler=sampler)", "shuffle=True)  # <-")
-    .replace("    sampler = DistributedSampler(data)\n", "")
-    .replace("        sampler.set_epoch(epoch)\n", "")
-    .replace("DataLoader, DistributedSampler", "DataLoader"),
+    ill=changed(
+        HEALTHY,
+        ("sampler=sampler)", "shuffle=True)  # <-"),
+        ("    sampler = DistributedSampler(data)\n", ""),
+        ("        sampler.set_epoch(epoch)\n", ""),
+        ("DataLoader, DistributedSampler", "DataLoader"),
+    ),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("sampler=sampler)", "shuffle=True)")
-        .replace(
-            "    sampler = DistributedSampler(data)\n",
-            "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n",
-        )
-        .replace("        sampler.set_epoch(epoch)\n", "")
-        .replace("DataLoader, DistributedSampler", "DataLoader"),
+        changed(
+            HEALTHY,
+            ("sampler=sampler)", "shuffle=True)"),
+            (
+                "    sampler = DistributedSampler(data)\n",
+                "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n",
+            ),
+            ("        sampler.set_epoch(epoch)\n", ""),
+            ("DataLoader, DistributedSampler", "DataLoader"),
+        ),
     ),
 )
 def sampler_missing(program: Program, training: Training) -> Iterator[Found]:
@@ -258,10 +277,13 @@ def _conditional(node: ast.AST) -> bool:
     notebook="03",
     section="Exercises",
     source=DOCS + "data.html#torch.utils.data.DataLoader",
-    ill=HEALTHY.replace("sampler=sampler)", "sampler=sampler, shuffle=True)  # <-"),
-    healthy=(HEALTHY, HEALTHY.replace("sampler=sampler)", "sampler=sampler, shuffle=sampler is None)"),
-             HEALTHY.replace("sampler=sampler)", "sampler=None, shuffle=True)").replace("shuffle=True", "shuffle=rank < 0")),
-)  # fmt: skip
+    ill=changed(HEALTHY, ("sampler=sampler)", "sampler=sampler, shuffle=True)  # <-")),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("sampler=sampler)", "sampler=sampler, shuffle=sampler is None)")),
+        changed(HEALTHY, ("sampler=sampler)", "sampler=None, shuffle=True)"), ("shuffle=True", "shuffle=rank < 0")),
+    ),
+)
 def shuffle_beside_sampler(program: Program, training: Training) -> Iterator[Found]:
     """Both, and the sampler is made by a call for certain."""
     for call in program.torch_calls("DataLoader"):
@@ -284,10 +306,16 @@ def shuffle_beside_sampler(program: Program, training: Training) -> Iterator[Fou
     notebook="03",
     section="6. How do you get a large batch when it does not fit?",
     source=DDP + "#torch.nn.parallel.DistributedDataParallel.no_sync",
-    ill=ACCUMULATE.replace("            model.require_backward_grad_sync = (i + 1) % 4 == 0\n", "").replace(
-        "loss.backward()", "loss.backward()  # <-"
+    ill=changed(
+        ACCUMULATE,
+        ("            model.require_backward_grad_sync = (i + 1) % 4 == 0\n", ""),
+        ("loss.backward()", "loss.backward()  # <-"),
     ),
-    healthy=(HEALTHY, ACCUMULATE, NO_SYNC),
+    healthy=(
+        HEALTHY,
+        ACCUMULATE,
+        NO_SYNC,
+    ),
 )
 def no_sync_missing(program: Program, training: Training) -> Iterator[Found]:
     """Accumulation and DDP, and none of the ways to leave the exchange out."""
@@ -308,15 +336,23 @@ def no_sync_missing(program: Program, training: Training) -> Iterator[Found]:
     notebook="03",
     section="6. How do you get a large batch when it does not fit?",
     source=DDP + "#torch.nn.parallel.DistributedDataParallel.no_sync",
-    ill=NO_SYNC.replace(
-        """            with model.no_sync() if (i + 1) % 4 else contextlib.nullcontext():
-                loss = cross_entropy(model(x.cuda()), y.cuda()) / 4
-""",
-        """            loss = cross_entropy(model(x.cuda()), y.cuda()) / 4
-            with model.no_sync() if (i + 1) % 4 else contextlib.nullcontext():  # <-
-""",
+    ill=changed(
+        NO_SYNC,
+        (
+            (
+                "            with model.no_sync() if (i + 1) % 4 else contextlib.nullcontext():\n"
+                "                loss = cross_entropy(model(x.cuda()), y.cuda()) / 4\n"
+            ),
+            (
+                "            loss = cross_entropy(model(x.cuda()), y.cuda()) / 4\n"
+                "            with model.no_sync() if (i + 1) % 4 else contextlib.nullcontext():  # <-\n"
+            ),
+        ),
     ),
-    healthy=(NO_SYNC, ACCUMULATE),
+    healthy=(
+        NO_SYNC,
+        ACCUMULATE,
+    ),
 )
 def no_sync_forward(program: Program, training: Training) -> Iterator[Found]:
     """A `with no_sync` around a backward and nothing that could be a forward."""
@@ -341,10 +377,13 @@ def no_sync_forward(program: Program, training: Training) -> Iterator[Found]:
     section="2. What does each way move?",
     source=DOCS + "generated/torch.nn.DataParallel.html",
     ill=(
-        "import torch.nn as nn\ndef f(net):\n    return nn.DataParallel(net)  # <-\n",
-        "from torch.nn.parallel import DataParallel as P\nnet = P(None)  # <-\n",
+        ("import torch.nn as nn\ndef f(net):\n    return nn.DataParallel(net)  # <-\n"),
+        ("from torch.nn.parallel import DataParallel as P\nnet = P(None)  # <-\n"),
     ),
-    healthy=(HEALTHY, "from mine import DataParallel\nnet = DataParallel(None)\n"),
+    healthy=(
+        HEALTHY,
+        ("from mine import DataParallel\nnet = DataParallel(None)\n"),
+    ),
 )
 def data_parallel(program: Program, training: Training) -> Iterator[Found]:
     """Any use of it; beside DDP it may be the way for one process."""
@@ -362,8 +401,11 @@ def data_parallel(program: Program, training: Training) -> Iterator[Found]:
     notebook="03",
     section="4. When does splitting pay?",
     source=DOCS + "notes/ddp.html#internal-design",
-    ill=HEALTHY.replace("device_ids=[local_rank])", "device_ids=[local_rank], find_unused_parameters=True)  # <-"),
-    healthy=(HEALTHY, HEALTHY.replace("device_ids=[local_rank])", "find_unused_parameters=lr > 1)")),
+    ill=changed(HEALTHY, ("device_ids=[local_rank])", "device_ids=[local_rank], find_unused_parameters=True)  # <-")),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("device_ids=[local_rank])", "find_unused_parameters=lr > 1)")),
+    ),
 )
 def find_unused(program: Program, training: Training) -> Iterator[Found]:
     """A constant True."""
@@ -381,17 +423,30 @@ def find_unused(program: Program, training: Training) -> Iterator[Found]:
     section=BUGS,
     source=DDP,
     ill=(
-        HEALTHY.replace("    torch.cuda.set_device(local_rank)\n", "").replace(", device_ids=[local_rank])", ")  # <-"),
-        HEALTHY.replace("x.cuda()", 'x.to("cuda:0")').replace("            loss = cross", "            loss = cross").replace(
-            "y.cuda())", "y.cuda())  # <-"),
+        changed(HEALTHY, ("    torch.cuda.set_device(local_rank)\n", ""), (", device_ids=[local_rank])", ")  # <-")),
+        changed(
+            HEALTHY,
+            ("x.cuda()", 'x.to("cuda:0")'),
+            ("            loss = cross", "            loss = cross"),
+            ("y.cuda())", "y.cuda())  # <-"),
+        ),
     ),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("    torch.cuda.set_device(local_rank)\n", "").replace(".cuda()", ".to(torch.device('cuda', local_rank))"),
-        HEALTHY.replace("    torch.cuda.set_device(local_rank)\n", "    os.environ['CUDA_VISIBLE_DEVICES'] = str(local_rank)\n"),
-        HEALTHY.replace("    torch.cuda.set_device(local_rank)\n", "    torch.accelerator.set_device_index(local_rank)\n"),
+        changed(
+            HEALTHY,
+            ("    torch.cuda.set_device(local_rank)\n", ""),
+            (".cuda()", ".to(torch.device('cuda', local_rank))"),
+        ),
+        changed(
+            HEALTHY,
+            ("    torch.cuda.set_device(local_rank)\n", "    os.environ['CUDA_VISIBLE_DEVICES'] = str(local_rank)\n"),
+        ),
+        changed(
+            HEALTHY, ("    torch.cuda.set_device(local_rank)\n", "    torch.accelerator.set_device_index(local_rank)\n")
+        ),
     ),
-)  # fmt: skip
+)
 def fixed_gpu(program: Program, training: Training) -> Iterator[Found]:
     """`cuda:0` beside a process group; `.cuda()` or "cuda" without a number where nobody sets the device."""
     if not groups(program) or managed(program):
@@ -430,7 +485,7 @@ def _device(call: ast.Call) -> str:
     if method(call) == "cuda" and isinstance(call.func, ast.Attribute):
         given = [a for a in call.args] + [k.value for k in call.keywords if k.arg == "device"]
         return "cuda" if not given else "cuda:0" if constant(given[0]) == 0 and constant(given[0]) is not False else ""
-    if method(call) == "to" and isinstance(call.func, ast.Attribute) or method(call) == "device":
+    if (method(call) == "to" and isinstance(call.func, ast.Attribute)) or method(call) == "device":
         value = constant(keyword(call, "device", 0))
         if method(call) == "device" and len(call.args) > 1:
             return ""
@@ -447,10 +502,13 @@ def _device(call: ast.Call) -> str:
     notebook="10",
     section="1. It hangs: which rank, which line?",
     source=DOCS + "distributed.html#shutdown",
-    ill=HEALTHY.replace("    dist.destroy_process_group()\n", "").replace("minutes=5))", "minutes=5))  # <-"),
-    healthy=(HEALTHY, HEALTHY.replace("    dist.destroy_process_group()\n", "    stop()\n")
-             + "\nfrom torch.distributed import destroy_process_group as stop\n"),
-)  # fmt: skip
+    ill=changed(HEALTHY, ("    dist.destroy_process_group()\n", ""), ("minutes=5))", "minutes=5))  # <-")),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("    dist.destroy_process_group()\n", "    stop()\n"))
+        + ("\nfrom torch.distributed import destroy_process_group as stop\n"),
+    ),
+)
 def destroy_missing(program: Program, training: Training) -> Iterator[Found]:
     """No mention of it in the whole program."""
     if not program.mentions("destroy_process_group") and not managed(program):
@@ -467,7 +525,7 @@ def destroy_missing(program: Program, training: Training) -> Iterator[Found]:
     notebook="10",
     section="1. It hangs: which rank, which line?",
     source=DOCS + "distributed.html#torch.distributed.init_process_group",
-    ill=HEALTHY.replace('"nccl", timeout=datetime.timedelta(minutes=5))', '"nccl")  # <-'),
+    ill=changed(HEALTHY, ('"nccl", timeout=datetime.timedelta(minutes=5))', '"nccl")  # <-')),
     healthy=HEALTHY,
 )
 def timeout_missing(program: Program, training: Training) -> Iterator[Found]:
@@ -487,13 +545,19 @@ def timeout_missing(program: Program, training: Training) -> Iterator[Found]:
     notebook="10",
     section="1. It hangs: which rank, which line?",
     source=DDP + "#torch.nn.parallel.DistributedDataParallel.join",
-    ill=HEALTHY.replace("sampler=sampler)", "shuffle=True)  # <-")
-    .replace(
-        "    sampler = DistributedSampler(data)\n",
-        "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n",
-    )
-    .replace("        sampler.set_epoch(epoch)\n", ""),
-    healthy=(HEALTHY, HEALTHY.replace("for x, y in loader", "for x, y in itertools.islice(loader, 100)")),
+    ill=changed(
+        HEALTHY,
+        ("sampler=sampler)", "shuffle=True)  # <-"),
+        (
+            "    sampler = DistributedSampler(data)\n",
+            "    data = torch.utils.data.Subset(data, range(rank, len(data), 2))\n",
+        ),
+        ("        sampler.set_epoch(epoch)\n", ""),
+    ),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("for x, y in loader", "for x, y in itertools.islice(loader, 100)")),
+    ),
 )
 def uneven_ranks(program: Program, training: Training) -> Iterator[Found]:
     """A training loader over a part that was cut by rank with a stride, without join."""

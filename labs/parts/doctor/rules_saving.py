@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from labs.parts.doctor.hits import Change, Found, Rule, inserted, replaced, rule, source_of
+from labs.parts.doctor.hits import Change, Found, Rule, changed, inserted, replaced, rule, source_of
 from labs.parts.doctor.rules_ranks import HEALTHY, groups, managed, wraps
 from labs.parts.doctor.syntax import Function, Loop, Program, above, dotted, function_of, keyword, method
 from labs.parts.doctor.training_loops import Training
@@ -23,21 +23,24 @@ RANKS = r"rank|master|is_main|main_process|world_size|is_primary|primary|chief|l
     notebook="05",
     section="5. What if a rank dies?",
     source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
-    ill=HEALTHY.replace("    if rank == 0:\n        torch.save", "    torch.save").replace(
-        '"weights.pt")', '"weights.pt")  # <-'
+    ill=changed(
+        HEALTHY, ("    if rank == 0:\n        torch.save", "    torch.save"), ('"weights.pt")', '"weights.pt")  # <-')
     ),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("    if rank == 0:\n        torch.save", "    torch.save").replace(
-            '"weights.pt"', 'f"weights-{rank}.pt"'
+        changed(
+            HEALTHY,
+            ("    if rank == 0:\n        torch.save", "    torch.save"),
+            ('"weights.pt"', 'f"weights-{rank}.pt"'),
         ),
-        HEALTHY.replace(
-            "    if rank == 0:\n        torch.save", "    first = rank == 0\n    if first:\n        torch.save"
+        changed(
+            HEALTHY,
+            ("    if rank == 0:\n        torch.save", ("    first = rank == 0\n    if first:\n        torch.save")),
         ),
-        HEALTHY.replace("    if rank == 0:\n        torch.save(", "    if rank == 0:\n        write(")
-        + "\ndef write(state, path):\n    torch.save(state, path)\n",
-        HEALTHY.replace("    if rank == 0:\n        torch.save(", "    write(rank, ")
-        + "\ndef write(rank, state, path):\n    if rank:\n        return\n    torch.save(state, path)\n",
+        changed(HEALTHY, ("    if rank == 0:\n        torch.save(", "    if rank == 0:\n        write("))
+        + ("\ndef write(state, path):\n    torch.save(state, path)\n"),
+        changed(HEALTHY, ("    if rank == 0:\n        torch.save(", "    write(rank, "))
+        + ("\ndef write(rank, state, path):\n    if rank:\n        return\n    torch.save(state, path)\n"),
     ),
 )
 def save_all_ranks(program: Program, training: Training) -> Iterator[Found]:
@@ -121,12 +124,24 @@ def _of_rank(program: Program, test: ast.expr) -> bool:
     section="4. Can the job be killed?",
     source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
     ill=(
-        HEALTHY.replace("torch.save(model.module.state_dict(), \"weights.pt\")", "torch.save(model.state_dict(), 'w.pt')  # <-"),
-        HEALTHY.replace("torch.save(model.module.state_dict(), \"weights.pt\")", "torch.save({'m': model}, 'w.pt')  # <-"),
+        changed(
+            HEALTHY,
+            ('torch.save(model.module.state_dict(), "weights.pt")', "torch.save(model.state_dict(), 'w.pt')  # <-"),
+        ),
+        changed(
+            HEALTHY, ('torch.save(model.module.state_dict(), "weights.pt")', "torch.save({'m': model}, 'w.pt')  # <-")
+        ),
     ),
-    healthy=(HEALTHY, HEALTHY.replace("model = DDP(", "wrapped = DDP(").replace("model.module.state_dict", "model.state_dict")
-             .replace("cross_entropy(model(", "cross_entropy(wrapped(")),
-)  # fmt: skip
+    healthy=(
+        HEALTHY,
+        changed(
+            HEALTHY,
+            ("model = DDP(", "wrapped = DDP("),
+            ("model.module.state_dict", "model.state_dict"),
+            ("cross_entropy(model(", "cross_entropy(wrapped("),
+        ),
+    ),
+)
 def save_wrapped(program: Program, training: Training) -> Iterator[Found]:
     """torch.save of what the same name was wrapped as, or of its state dict."""
     for call in program.torch_calls("save"):
@@ -189,18 +204,29 @@ def main(loader, model, epochs, path):
     section="4. Can the job be killed?",
     source="https://docs.python.org/3/library/os.html#os.replace",
     ill=(
-        CHECKPOINTED.replace("save(state, path)\n", "torch.save(state, path)  # <-\n")
-        .replace("def torch.save(state, path)  # <-", "def save(state, path)"),
-        CHECKPOINTED.replace('    part = path + ".part"\n    torch.save(state, part)\n    os.replace(part, path)\n',
-                             "    torch.save(state, path)  # <-\n"),
+        changed(
+            CHECKPOINTED,
+            ("save(state, path)\n", "torch.save(state, path)  # <-\n"),
+        ),
+        changed(
+            CHECKPOINTED,
+            (
+                ('    part = path + ".part"\n    torch.save(state, part)\n    os.replace(part, path)\n'),
+                "    torch.save(state, path)  # <-\n",
+            ),
+        ),
     ),
     healthy=(
-        HEALTHY, CHECKPOINTED,
-        CHECKPOINTED.replace("        save(state, path)\n", "        torch.save(state, f'{path}-{epoch}')\n"),
-        CHECKPOINTED.replace("        save(state, path)\n", "    torch.save(state, path)\n"),
-        CHECKPOINTED.replace("        save(state, path)\n", "        name = path % epoch\n        torch.save(state, name)\n"),
+        HEALTHY,
+        CHECKPOINTED,
+        changed(CHECKPOINTED, ("        save(state, path)\n", "        torch.save(state, f'{path}-{epoch}')\n")),
+        changed(CHECKPOINTED, ("        save(state, path)\n", "    torch.save(state, path)\n")),
+        changed(
+            CHECKPOINTED,
+            ("        save(state, path)\n", ("        name = path % epoch\n        torch.save(state, name)\n")),
+        ),
     ),
-)  # fmt: skip
+)
 def save_not_atomic(program: Program, training: Training) -> Iterator[Found]:
     """In a loop, with the optimizer's state, to a name that does not change, by a program that loads again."""
     if not program.torch_calls("load") or managed(program):

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from labs.parts.doctor.hits import Change, Found, Rule, inserted, moved, removed, replaced, rule, source_of
+from labs.parts.doctor.hits import Change, Found, Rule, changed, inserted, moved, removed, replaced, rule, source_of
 from labs.parts.doctor.syntax import (
     Function,
     Loop,
@@ -123,15 +123,27 @@ def train(netD, netG, loader, optimizerD, optimizerG, criterion, noise):
     section="6. How do you get a large batch when it does not fit?",
     source=DOCS + "generated/torch.optim.Optimizer.zero_grad.html",
     ill=(
-        HEAD + LOOP.replace("            optimizer.zero_grad()\n", "").replace("backward()", "backward()  # <-"),
-        IN_CLASS.replace("        self.optimizer.zero_grad(set_to_none=True)\n", "").replace("backward()", "backward()  # <-"),
+        HEAD + changed(LOOP, ("            optimizer.zero_grad()\n", ""), ("backward()", "backward()  # <-")),
+        changed(
+            IN_CLASS, ("        self.optimizer.zero_grad(set_to_none=True)\n", ""), ("backward()", "backward()  # <-")
+        ),
     ),
     healthy=(
-        HEALTHY, IN_CLASS, ACCUMULATE, MICRO, GAN,
-        HEALTHY.replace("            optimizer.zero_grad()", "            for p in model.parameters():\n                p.grad = None"),
-        HEALTHY.replace("            optimizer.zero_grad()\n", "").replace("optimizer.step()", "update(optimizer)"),
+        HEALTHY,
+        IN_CLASS,
+        ACCUMULATE,
+        MICRO,
+        GAN,
+        changed(
+            HEALTHY,
+            (
+                "            optimizer.zero_grad()",
+                ("            for p in model.parameters():\n                p.grad = None"),
+            ),
+        ),
+        changed(HEALTHY, ("            optimizer.zero_grad()\n", ""), ("optimizer.step()", "update(optimizer)")),
     ),
-)  # fmt: skip
+)
 def zero_grad_missing(program: Program, training: Training) -> Iterator[Found]:
     """Nothing in the loop nor anywhere in its files sets gradients back."""
     for section in training.sections:
@@ -149,7 +161,7 @@ def _zeroes(program: Program, section: Section) -> bool:
     files = {e.node.file for e in section.events}
     names = [n for f in files for n in f.nodes if isinstance(n, ast.Attribute)]
     return any(n.attr in ("zero_grad", "zero_grad_buffer", "set_to_none") for n in names) or any(
-        n.attr == "grad" and isinstance(n.ctx, ast.Store) or method_of(n) == "zero_" for n in names
+        (n.attr == "grad" and isinstance(n.ctx, ast.Store)) or method_of(n) == "zero_" for n in names
     )
 
 
@@ -170,17 +182,31 @@ def method_of(node: ast.AST) -> str:
     source=DOCS + "generated/torch.optim.Optimizer.zero_grad.html",
     ill=(
         HEAD
-        + LOOP.replace("            optimizer.zero_grad()\n", "").replace(
-            "backward()\n", "backward()\n            optimizer.zero_grad()  # <-\n"
+        + changed(
+            LOOP,
+            ("            optimizer.zero_grad()\n", ""),
+            ("backward()\n", ("backward()\n            optimizer.zero_grad()  # <-\n")),
         ),
-        IN_CLASS.replace("        self.optimizer.zero_grad(set_to_none=True)\n", "").replace(
-            "backward()\n", "backward()\n        self.model.zero_grad()  # <-\n"
+        changed(
+            IN_CLASS,
+            ("        self.optimizer.zero_grad(set_to_none=True)\n", ""),
+            ("backward()\n", "backward()\n        self.model.zero_grad()  # <-\n"),
         ),
     ),
-    healthy=(HEALTHY, IN_CLASS, ACCUMULATE, MICRO, GAN,
-             HEAD + LOOP.replace("            optimizer.zero_grad()\n", "").replace(
-                 "step()\n            total", "step()\n            optimizer.zero_grad()\n            total")),
-)  # fmt: skip
+    healthy=(
+        HEALTHY,
+        IN_CLASS,
+        ACCUMULATE,
+        MICRO,
+        GAN,
+        HEAD
+        + changed(
+            LOOP,
+            ("            optimizer.zero_grad()\n", ""),
+            ("step()\n            total", ("step()\n            optimizer.zero_grad()\n            total")),
+        ),
+    ),
+)
 def zero_grad_order(program: Program, training: Training) -> Iterator[Found]:
     """backward, zero_grad, step, with no other backward or step between them, of the only optimizer or the same one."""
     for section in training.sections:
@@ -214,21 +240,37 @@ def _first(event: Event) -> str:
     section="3. What grows from step to step?",
     source=DOCS + "notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
     ill=(
-        HEAD + LOOP.replace("total += loss.detach()", "total += loss  # <-"),
-        HEAD + LOOP.replace("total += loss.detach()", "total = total + loss * len(x)  # <-"),
-        HEAD + LOOP.replace("total = 0.0", "total = 0.0; seen = []").replace("total += loss.detach()", "seen.append(loss)  # <-"),
-        HEAD + LOOP.replace("total += loss.detach()", "total += loss.mean()  # <-"),
+        HEAD + changed(LOOP, ("total += loss.detach()", "total += loss  # <-")),
+        HEAD + changed(LOOP, ("total += loss.detach()", "total = total + loss * len(x)  # <-")),
+        HEAD
+        + changed(
+            LOOP, ("total = 0.0", "total = 0.0; seen = []"), ("total += loss.detach()", "seen.append(loss)  # <-")
+        ),
+        HEAD + changed(LOOP, ("total += loss.detach()", "total += loss.mean()  # <-")),
     ),
     healthy=(
-        HEALTHY, ACCUMULATE,
-        HEAD + LOOP.replace("loss.detach()", "loss.item()"), HEAD + LOOP.replace("loss.detach()", "float(loss)"),
-        HEAD + LOOP.replace("total += loss.detach()", "loss = loss.item()\n            total += loss"),
-        HEAD + LOOP.replace("            loss.backward()\n", "").replace("total += loss.detach()", "total += loss").replace(
-            "        print", "        total.backward()\n        print"),
-        HEAD + LOOP.replace("            total += loss.detach()\n",
-                            "            with torch.no_grad():\n                total += loss\n"),
+        HEALTHY,
+        ACCUMULATE,
+        HEAD + changed(LOOP, ("loss.detach()", "loss.item()")),
+        HEAD + changed(LOOP, ("loss.detach()", "float(loss)")),
+        HEAD + changed(LOOP, ("total += loss.detach()", "loss = loss.item()\n            total += loss")),
+        HEAD
+        + changed(
+            LOOP,
+            ("            loss.backward()\n", ""),
+            ("total += loss.detach()", "total += loss"),
+            ("        print", "        total.backward()\n        print"),
+        ),
+        HEAD
+        + changed(
+            LOOP,
+            (
+                "            total += loss.detach()\n",
+                ("            with torch.no_grad():\n                total += loss\n"),
+            ),
+        ),
     ),
-)  # fmt: skip
+)
 def loss_kept(program: Program, training: Training) -> Iterator[Found]:
     """What backward was called on is added to, or put into, something from outside of the loop."""
     differentiated = {text for c in program.named("backward") for text in _losses(c)}
@@ -363,21 +405,38 @@ def _modulus(program: Program, test: ast.expr, depth: int = 3) -> str:
     section="6. How do you get a large batch when it does not fit?",
     source=DOCS + "notes/amp_examples.html#gradient-accumulation",
     ill=(
-        ACCUMULATE.replace(" / every", "").replace("backward()", "backward()  # <-"),
-        MICRO.replace(" / parts", "").replace("backward()", "backward()  # <-"),
-        ACCUMULATE.replace(" / every", "").replace("backward()", "backward()  # <-").replace(
-            "        if (i + 1) % every == 0:\n            optimizer.step()\n            optimizer.zero_grad()",
-            "        if (i + 1) % every:\n            continue\n        optimizer.step()\n        optimizer.zero_grad()"),
+        changed(ACCUMULATE, (" / every", ""), ("backward()", "backward()  # <-")),
+        changed(MICRO, (" / parts", ""), ("backward()", "backward()  # <-")),
+        changed(
+            ACCUMULATE,
+            (" / every", ""),
+            ("backward()", "backward()  # <-"),
+            (
+                ("        if (i + 1) % every == 0:\n            optimizer.step()\n            optimizer.zero_grad()"),
+                (
+                    "        if (i + 1) % every:\n"
+                    "            continue\n"
+                    "        optimizer.step()\n"
+                    "        optimizer.zero_grad()"
+                ),
+            ),
+        ),
     ),
     healthy=(
-        HEALTHY, ACCUMULATE, MICRO, GAN,
-        ACCUMULATE.replace(" / every", "").replace("loss.backward()", "(loss / every).backward()"),
-        ACCUMULATE.replace(" / every", "").replace("loss.backward()", "loss /= every\n        loss.backward()"),
-        ACCUMULATE.replace("y) / every", "y, reduction='sum')"),
-        GAN.replace("    for real in loader:", "    for i, real in enumerate(loader):").replace(
-            "        optimizerG.step()", "        if i % 5 == 0:\n            optimizerG.step()"),
+        HEALTHY,
+        ACCUMULATE,
+        MICRO,
+        GAN,
+        changed(ACCUMULATE, (" / every", ""), ("loss.backward()", "(loss / every).backward()")),
+        changed(ACCUMULATE, (" / every", ""), ("loss.backward()", "loss /= every\n        loss.backward()")),
+        changed(ACCUMULATE, ("y) / every", "y, reduction='sum')")),
+        changed(
+            GAN,
+            ("    for real in loader:", "    for i, real in enumerate(loader):"),
+            ("        optimizerG.step()", ("        if i % 5 == 0:\n            optimizerG.step()")),
+        ),
     ),
-)  # fmt: skip
+)
 def accumulated_loss(program: Program, training: Training) -> Iterator[Found]:
     """No division of what is differentiated, and none by the number of batches anywhere."""
     for section in training.sections:
@@ -448,22 +507,28 @@ def _plain_mean(program: Program, backward: Event) -> bool:
     source=DOCS + "optim.html#how-to-adjust-learning-rate",
     ill=(
         HEAD
-        + LOOP.replace("        scheduler.step()\n", "").replace(
-            "        model.train()\n", "        scheduler.step()  # <-\n        model.train()\n"
+        + changed(
+            LOOP,
+            ("        scheduler.step()\n", ""),
+            ("        model.train()\n", ("        scheduler.step()  # <-\n        model.train()\n")),
         ),
         HEAD
-        + LOOP.replace("        scheduler.step()\n", "").replace(
-            "            optimizer.step()", "            scheduler.step()  # <-\n            optimizer.step()"
+        + changed(
+            LOOP,
+            ("        scheduler.step()\n", ""),
+            ("            optimizer.step()", ("            scheduler.step()  # <-\n            optimizer.step()")),
         ),
     ),
     healthy=(
         HEALTHY,
         HEAD
-        + LOOP.replace("        scheduler.step()\n", "").replace(
-            "        model.train()\n", "        if epoch:\n            scheduler.step()\n        model.train()\n"
+        + changed(
+            LOOP,
+            ("        scheduler.step()\n", ""),
+            ("        model.train()\n", ("        if epoch:\n            scheduler.step()\n        model.train()\n")),
         ),
-        HEALTHY.replace("        scheduler.step()\n", "").replace(
-            "optimizer.step()", "optimizer.step(); scheduler.step()"
+        changed(
+            HEALTHY, ("        scheduler.step()\n", ""), ("optimizer.step()", "optimizer.step(); scheduler.step()")
         ),
     ),
 )
@@ -496,12 +561,12 @@ def _moved_behind(call: ast.Call, step: ast.AST) -> Change | None:
     notebook="10",
     section="4. It is NaN: where did it begin?",
     source=DOCS + "autograd.html#anomaly-detection",
-    ill=HEALTHY.replace("import torch\n", "import torch\ntorch.autograd.set_detect_anomaly(True)  # <-\n", 1),
+    ill=HEALTHY.replace("import torch\n", ("import torch\ntorch.autograd.set_detect_anomaly(True)  # <-\n"), 1),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("import torch\n", "import torch\ntorch.autograd.set_detect_anomaly(False)\n", 1),
+        HEALTHY.replace("import torch\n", ("import torch\ntorch.autograd.set_detect_anomaly(False)\n"), 1),
         HEALTHY.replace(
-            "    optimizer =", "    if debug:\n        torch.autograd.set_detect_anomaly(True)\n    optimizer =", 1
+            "    optimizer =", ("    if debug:\n        torch.autograd.set_detect_anomaly(True)\n    optimizer ="), 1
         ),
     ),
 )
@@ -525,19 +590,30 @@ def anomaly(program: Program, training: Training) -> Iterator[Found]:
     section="4. It is NaN: where did it begin?",
     source=DOCS + "generated/torch.nn.Module.html#torch.nn.Module.eval",
     ill=(
-        HEALTHY.replace("        model.train()\n", "").replace("model.eval()", "model.eval()  # <-"),
-        HEALTHY.replace("        model.train()\n", "").replace("model.eval()", "model.eval()  # <-").replace(
-            "    optimizer =", "    model.train()\n    optimizer =", 1),
-        HEALTHY.replace("            total += loss.detach()", "            validate(model, held_out)\n            total += loss.detach()")
-        .replace("model.eval()", "model.eval()  # <-"),
+        changed(HEALTHY, ("        model.train()\n", ""), ("model.eval()", "model.eval()  # <-")),
+        changed(HEALTHY, ("        model.train()\n", ""), ("model.eval()", "model.eval()  # <-")).replace(
+            "    optimizer =", "    model.train()\n    optimizer =", 1
+        ),
+        changed(
+            HEALTHY,
+            (
+                "            total += loss.detach()",
+                ("            validate(model, held_out)\n            total += loss.detach()"),
+            ),
+            ("model.eval()", "model.eval()  # <-"),
+        ),
     ),
     healthy=(
-        HEALTHY, HEALTHY.replace("        model.train()\n", "").replace("    return right", "    model.train()\n    return right"),
-        HEALTHY.replace("    for epoch", "    teacher = torch.nn.Linear(1, 1)\n    for epoch").replace(
-            "        total = 0.0", "        total = 0.0\n        teacher.eval()"),
-        HEALTHY.replace("        model.train()\n", "        model.train(True)\n"),
+        HEALTHY,
+        changed(HEALTHY, ("        model.train()\n", ""), ("    return right", "    model.train()\n    return right")),
+        changed(
+            HEALTHY,
+            ("    for epoch", "    teacher = torch.nn.Linear(1, 1)\n    for epoch"),
+            ("        total = 0.0", "        total = 0.0\n        teacher.eval()"),
+        ),
+        changed(HEALTHY, ("        model.train()\n", "        model.train(True)\n")),
     ),
-)  # fmt: skip
+)
 def train_mode(program: Program, training: Training) -> Iterator[Found]:
     """A loop that trains a model, sets the same one to eval, and never back."""
     seen = set()
@@ -583,23 +659,46 @@ def _ends(event: Event, loop: ast.AST) -> bool:
     section="1. What fills the memory?",
     source=DOCS + "generated/torch.no_grad.html",
     ill=(
-        HEALTHY.replace("    with torch.no_grad():\n        for x, y in loader:\n            right",
-                        "    for x, y in loader:  # <-\n        right"),
-        HEALTHY.replace("    with torch.no_grad():\n        for x, y in loader:\n            right +=",
-                        "    for x, y in loader:  # <-\n        output = model(x)\n        right +=").replace(
-            "(model(x).argmax(1)", "(output.argmax(1)"),
+        changed(
+            HEALTHY,
+            (
+                ("    with torch.no_grad():\n        for x, y in loader:\n            right"),
+                "    for x, y in loader:  # <-\n        right",
+            ),
+        ),
+        changed(
+            HEALTHY,
+            (
+                ("    with torch.no_grad():\n        for x, y in loader:\n            right +="),
+                ("    for x, y in loader:  # <-\n        output = model(x)\n        right +="),
+            ),
+            ("(model(x).argmax(1)", "(output.argmax(1)"),
+        ),
     ),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("    with torch.no_grad():\n        for x, y in loader:\n            right",
-                        "    for x, y in loader:\n        right").replace("def validate", "@torch.inference_mode()\ndef validate"),
-        HEALTHY.replace("    with torch.no_grad():\n        for x, y in loader:\n            right",
-                        "    for x, y in loader:\n        right").replace(
-            "        print(epoch, total / len(loader), validate(model, held_out))",
-            "        with torch.no_grad():\n            print(validate(model, held_out))"),
-        HEALTHY.replace("    with torch.no_grad():\n", "    torch.set_grad_enabled(False)\n    if True:\n"),
+        changed(
+            HEALTHY,
+            (
+                ("    with torch.no_grad():\n        for x, y in loader:\n            right"),
+                "    for x, y in loader:\n        right",
+            ),
+            ("def validate", "@torch.inference_mode()\ndef validate"),
+        ),
+        changed(
+            HEALTHY,
+            (
+                ("    with torch.no_grad():\n        for x, y in loader:\n            right"),
+                "    for x, y in loader:\n        right",
+            ),
+            (
+                "        print(epoch, total / len(loader), validate(model, held_out))",
+                ("        with torch.no_grad():\n            print(validate(model, held_out))"),
+            ),
+        ),
+        changed(HEALTHY, ("    with torch.no_grad():\n", "    torch.set_grad_enabled(False)\n    if True:\n")),
     ),
-)  # fmt: skip
+)
 def no_grad_missing(program: Program, training: Training) -> Iterator[Found]:
     """In a function that sets a model to eval: a loop that calls it, and in which nothing is differentiated."""
     words = re.compile(r"no_grad|inference_mode|set_grad_enabled|requires_grad|\.grad\b|autograd|enable_grad")

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from labs.parts.doctor.hits import Found, Rule, removed, rule
+from labs.parts.doctor.hits import Found, Rule, changed, removed, rule
 from labs.parts.doctor.syntax import Program, dotted, function_of, statement_of
 from labs.parts.doctor.training_loops import TIMERS, Event, Section, Training
 
@@ -71,14 +71,19 @@ def _uses_gpu(program: Program) -> bool:
     section="1. What does an article's loop measure?",
     source=CUDA,
     ill=(
-        HEALTHY.replace(
-            "        if i % every == 0:\n            print(i, loss.item())", "        print(i, loss.item())  # <-"
+        changed(
+            HEALTHY,
+            (("        if i % every == 0:\n            print(i, loss.item())"), "        print(i, loss.item())  # <-"),
         ),
-        HEALTHY.replace(
-            "        if i % every == 0:\n            print(i, loss.item())", "        seen = loss.cpu()  # <-"
+        changed(
+            HEALTHY,
+            (("        if i % every == 0:\n            print(i, loss.item())"), "        seen = loss.cpu()  # <-"),
         ),
     ),
-    healthy=(HEALTHY, HEALTHY.replace(".cuda()", "")),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, (".cuda()", "")),
+    ),
 )
 def reads_each_step(program: Program, training: Training) -> Iterator[Found]:
     """`.item()`, `.cpu()`, `.tolist()`, `.numpy()` in each pass of a training loop."""
@@ -108,9 +113,13 @@ def _is_tensor(event: Event) -> bool:
     notebook="05",
     section="3. What else empties the memory?",
     source=DOCS + "generated/torch.cuda.memory.empty_cache.html",
-    ill=HEALTHY.replace("        if i %", "        torch.cuda.empty_cache()  # <-\n        if i %"),
-    healthy=(HEALTHY, HEALTHY.replace("print(i, loss.item())", "torch.cuda.empty_cache()"), HEALTHY + "    torch.cuda.empty_cache()\n"),
-)  # fmt: skip
+    ill=changed(HEALTHY, ("        if i %", ("        torch.cuda.empty_cache()  # <-\n        if i %"))),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("print(i, loss.item())", "torch.cuda.empty_cache()")),
+        HEALTHY + "    torch.cuda.empty_cache()\n",
+    ),
+)
 def empties_cache(program: Program, training: Training) -> Iterator[Found]:
     """In each pass of a training loop."""
     for section in training.sections:
@@ -128,8 +137,12 @@ def empties_cache(program: Program, training: Training) -> Iterator[Found]:
     notebook="01",
     section="1. What does an article's loop measure?",
     source=CUDA,
-    ill=HEALTHY.replace("        if i %", "        torch.cuda.synchronize()  # <-\n        if i %"),
-    healthy=(HEALTHY, HEALTHY.replace("print(i, loss.item())", "torch.cuda.synchronize()"), TIMED),
+    ill=changed(HEALTHY, ("        if i %", ("        torch.cuda.synchronize()  # <-\n        if i %"))),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("print(i, loss.item())", "torch.cuda.synchronize()")),
+        TIMED,
+    ),
 )
 def synchronises(program: Program, training: Training) -> Iterator[Found]:
     """In each pass of a training loop; if the loop takes times, it may be what they need."""
@@ -151,19 +164,33 @@ def synchronises(program: Program, training: Training) -> Iterator[Found]:
     section="1. What does an article's loop measure?",
     source=CUDA,
     ill=(
-        TIMED.replace("        torch.cuda.synchronize()\n        return (time", "        return (time").replace(
-            "begun) / 100", "begun) / 100  # <-"),
-        HEALTHY.replace("        loss = cross", "        begun = time.time()\n        loss = cross").replace(
-            "        if i %", "        took = time.time() - begun  # <-\n        if i %"),
+        changed(
+            TIMED,
+            (("        torch.cuda.synchronize()\n        return (time"), "        return (time"),
+            ("begun) / 100", "begun) / 100  # <-"),
+        ),
+        changed(
+            HEALTHY,
+            ("        loss = cross", "        begun = time.time()\n        loss = cross"),
+            ("        if i %", ("        took = time.time() - begun  # <-\n        if i %")),
+        ),
     ),
     healthy=(
-        HEALTHY, TIMED, TIMED.replace(".cuda()", "").replace("        torch.cuda.synchronize()\n", ""),
-        TIMED.replace("        torch.cuda.synchronize()\n        return", "        model(x).sum().item()\n        return"),
-        HEALTHY.replace("    for i,", "    end = time.time()\n    for i,") + "        took = time.time() - end\n        end = time.time()\n",
-        HEALTHY.replace("        loss = cross", "        begun = time.time()\n        loss = cross").replace(
-            "        if i %", "        took = loss.item() + time.time() - begun\n        if i %"),
+        HEALTHY,
+        TIMED,
+        changed(TIMED, (".cuda()", ""), ("        torch.cuda.synchronize()\n", "")),
+        changed(
+            TIMED, ("        torch.cuda.synchronize()\n        return", "        model(x).sum().item()\n        return")
+        ),
+        changed(HEALTHY, ("    for i,", "    end = time.time()\n    for i,"))
+        + ("        took = time.time() - end\n        end = time.time()\n"),
+        changed(
+            HEALTHY,
+            ("        loss = cross", "        begun = time.time()\n        loss = cross"),
+            ("        if i %", ("        took = loss.item() + time.time() - begun\n        if i %")),
+        ),
     ),
-)  # fmt: skip
+)
 def times_launches(program: Program, training: Training) -> Iterator[Found]:
     """`clock() - begun` in one block: between the two a model is called, and nothing waits for the GPU."""
     if not (program.mentions("cuda") or any(str(n.value).startswith("cuda") for n in program.nodes(ast.Constant))):
