@@ -9,12 +9,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from labs.parts.doctor import rules_loading, rules_precision, rules_ranks, rules_saving, rules_steps, rules_waiting
+from labs.parts.doctor import (
+    rules_loading,
+    rules_modes,
+    rules_precision,
+    rules_processes,
+    rules_ranks,
+    rules_saving,
+    rules_steps,
+    rules_waiting,
+)
 from labs.parts.doctor.hits import CERTAINTIES, Found, Hit, Rule
 from labs.parts.doctor.syntax import MOST_FILES, Program
 from labs.parts.doctor.training_loops import Training
 
-MODULES = (rules_precision, rules_steps, rules_ranks, rules_saving, rules_loading, rules_waiting)
+MODULES = (
+    rules_precision,
+    rules_steps,
+    rules_modes,
+    rules_ranks,
+    rules_processes,
+    rules_saving,
+    rules_loading,
+    rules_waiting,
+)
 RULES: tuple[Rule, ...] = tuple(found for module in MODULES for found in module.RULES)
 UNREADABLE = "unreadable"
 

@@ -76,9 +76,9 @@ def datasets(program: Program) -> Iterator[ast.ClassDef]:
 @rule(
     "worker-generator",
     "wrong",
-    why="Each worker gets a copy of this generator in the same state, and all draw the same numbers; without persistent "
-    "workers they do so again in each epoch. What the DataLoader seeds in every worker, in another way, are torch's, "
-    "NumPy's (since torch 1.9) and random's global generators.",
+    why="Each worker gets a copy of this generator in the same state, and all draw the same numbers; without "
+    "persistent workers they do so again in each epoch. What the DataLoader seeds in every worker, in another "
+    "way, are torch's, NumPy's (since torch 1.9) and random's global generators.",
     cure="Use torch.rand, np.random or random inside of __getitem__, or seed the generator in worker_init_fn from "
     "torch.initial_seed().",
     notebook="02",
@@ -171,7 +171,8 @@ def _used(owner: ast.ClassDef, function: Function, depth: int = 3) -> set[str]:
     "wrong",
     why="Workers start anew in each epoch, and this seeds them in the same way each time: every epoch draws the same "
     "augmentations from NumPy and random. The DataLoader's own seed is another one in each epoch.",
-    cure="Leave it out (torch seeds NumPy's and random's generators, too, since 1.9), or seed from torch.initial_seed().",
+    cure="Leave it out (torch seeds NumPy's and random's generators, too, since 1.9), or seed from "
+    "torch.initial_seed().",
     notebook="02",
     section=TRAPS,
     source=DOCS + "notes/randomness.html#dataloader",
@@ -323,9 +324,9 @@ def copy_not_pinned(program: Program, training: Training) -> Iterator[Found]:
         for loader in _section_loaders(program, section):
             pins = keyword(loader, "pin_memory", 7)
             none = (pins is None or constant(pins) is False) and not open_ended(loader)
-            if none and keyword(loader, "collate_fn") is None:
-                if any(constant(how) is True for _, how in _copies(program, section)):
-                    yield Found(loader, with_argument(loader, "pin_memory", "True"))
+            asked = any(constant(how) is True for _, how in _copies(program, section))
+            if none and asked and keyword(loader, "collate_fn") is None:
+                yield Found(loader, with_argument(loader, "pin_memory", "True"))
 
 
 DECODES = {"open", "imread", "imdecode", "read_image", "decode_image", "decode_jpeg", "ImageFolder", "read_video",
@@ -335,8 +336,8 @@ DECODES = {"open", "imread", "imdecode", "read_image", "decode_image", "decode_j
 @rule(
     "no-workers",
     "look at it",
-    why="Samples are decoded in the training's own process, and the device waits meanwhile. With workers they are ready "
-    "when the step asks; the measurement above tells how long it waits.",
+    why="Samples are decoded in the training's own process, and the device waits meanwhile. With workers they are "
+    "ready when the step asks; the measurement above tells how long it waits.",
     cure="num_workers: as many as the cores that are free for this rank, then measure.",
     notebook="02",
     section="2. How many workers?",

@@ -11,7 +11,11 @@ from labs.parts.doctor.rules_ranks import HEALTHY, groups, managed, wraps
 from labs.parts.doctor.syntax import Function, Loop, Program, above, dotted, function_of, keyword, method
 from labs.parts.doctor.training_loops import Training
 
-RANKS = r"rank|master|is_main|main_process|world_size|is_primary|primary|chief|leader|is_first|gpu(_id)?\s*==|device(_id)?\s*==|==\s*0|coordinator"
+RANKS = (
+    r"rank|master|is_main|main_process|world_size|primary|chief|leader|is_first|coordinator"
+    r"|(gpu|device)(_id)?\s*==|==\s*0"
+)
+"""A test that has one of these asks which rank this is."""
 
 
 @rule(

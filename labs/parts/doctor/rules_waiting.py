@@ -64,8 +64,8 @@ def _uses_gpu(program: Program) -> bool:
 @rule(
     "reads-each-step",
     "look at it",
-    why="The value is on the GPU: reading it waits until the GPU has done all that was queued, in every step. It matters "
-    "where the GPU then runs dry, with short steps; the measured lines above tell how long each waits.",
+    why="The value is on the GPU: reading it waits until the GPU has done all that was queued, in every step. It "
+    "matters where the GPU then runs dry, with short steps; the measured lines above tell how long each waits.",
     cure="Read it every so many steps, or keep loss.detach() and read all at once at the end of the epoch.",
     notebook="01",
     section="1. What does an article's loop measure?",
@@ -107,8 +107,8 @@ def _is_tensor(event: Event) -> bool:
 @rule(
     "empties-cache",
     "costs",
-    why="empty_cache() gives memory back to the driver, and waits for the GPU to do it; the next step has to ask for it "
-    "again. PyTorch reuses its own cache: the training gets no more memory by it.",
+    why="empty_cache() gives memory back to the driver, and waits for the GPU to do it; the next step has to ask "
+    "for it again. PyTorch reuses its own cache: the training gets no more memory by it.",
     cure="Leave it out of the loop.",
     notebook="05",
     section="3. What else empties the memory?",
@@ -131,8 +131,9 @@ def empties_cache(program: Program, training: Training) -> Iterator[Found]:
 @rule(
     "synchronises",
     "costs",
-    why="synchronize() waits until the GPU has done everything. Meanwhile nothing new is queued: the GPU is idle from "
-    "then on until the next step's first kernel has arrived. A training needs none: what reads a value waits by itself.",
+    why="synchronize() waits until the GPU has done everything. Meanwhile nothing new is queued: the GPU is idle "
+    "from then on until the next step's first kernel has arrived. A training needs none: what reads a value "
+    "waits by itself.",
     cure="Leave it out; to take times, use torch.cuda.Event or the profiler.",
     notebook="01",
     section="1. What does an article's loop measure?",
@@ -157,8 +158,8 @@ def synchronises(program: Program, training: Training) -> Iterator[Found]:
 @rule(
     "times-launches",
     "wrong",
-    why="Calls return as soon as the GPU has them in its queue: without torch.cuda.synchronize() before the clock is read, "
-    "it measures how long Python takes to queue them.",
+    why="Calls return as soon as the GPU has them in its queue: without torch.cuda.synchronize() before the clock "
+    "is read, it measures how long Python takes to queue them.",
     cure="torch.cuda.synchronize() before both readings of the clock, or torch.cuda.Event(enable_timing=True).",
     notebook="01",
     section="1. What does an article's loop measure?",
@@ -228,8 +229,8 @@ def _begun(program: Program, node: ast.BinOp) -> ast.stmt | None:
 
 
 def _between(training: Training, begun: ast.stmt, until: ast.AST) -> list[Event]:
-    block = next(b for b in (begun.parent.body, getattr(begun.parent, "orelse", []), getattr(begun.parent, "finalbody", []))
-                 if begun in b)  # fmt: skip
+    blocks = (getattr(begun.parent, part, []) for part in ("body", "orelse", "finalbody"))
+    block = next(b for b in blocks if begun in b)
     last = statement_of(until)
     section = Section(begun.parent, [])
     part = block[block.index(begun) + 1 : block.index(last) + 1] if last in block else []
@@ -239,8 +240,8 @@ def _between(training: Training, begun: ast.stmt, until: ast.AST) -> list[Event]
 
 
 def _waits(events: list[Event]) -> bool:
-    """What may wait without our seeing it: a call of something unknown with the loss, a collective, a value as a float."""
-    words = r"item|sync|wait|barrier|elapsed|reduce|float|int|isfinite|isnan|step|meter|log|save|evaluate|generate|append|update"
+    """What may wait without our seeing it: a call of something unknown, a collective, a value as a float."""
+    words = r"item|sync|wait|barrier|elapsed|reduce|float|int|isfinite|isnan|step|meter|log|save|generate|append|update"
     return any(e.kind == "call" and re.search(words, e.on.rpartition(".")[2]) for e in events)
 
 
