@@ -311,6 +311,34 @@ def _scaler_name(backward: Event) -> str:
 
 
 @rule(
+    "clip-order",
+    "wrong",
+    why="Clipping after the step, or before backward, changes gradients that nobody uses: the step takes them as they "
+    "are.",
+    cure="Clip between backward (with a scaler: unscale_) and the step.",
+    notebook="04",
+    section=SCALER,
+    source=EXAMPLES + "#gradient-clipping",
+    ill=(
+        HEAD
+        + "            scaler.scale(loss).backward()\n            scaler.unscale_(optimizer)\n"
+        + "            scaler.step(optimizer)\n            scaler.update()\n"
+        + "            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-\n"
+    ),
+    healthy=HEALTHY,
+)
+def clip_order(program: Program, training: Training) -> Iterator[Found]:
+    """In a pass with one backward, one step and one clip: the clip is not between the other two."""
+    for section in training.sections:
+        kinds = section.of("backward", "step", "scaler.step", "clip")
+        single = len(section.of("backward")) == len(section.of("step", "scaler.step")) == len(section.of("clip")) == 1
+        after = [(a.kind, b.kind) for a, b in zip(kinds, [*kinds[1:], *kinds[:1]], strict=True)]  # round and round
+        if single and ("backward", "clip") not in after and together(*kinds):
+            clip, step = section.of("clip")[0].node, section.of("step", "scaler.step")[0].node
+            yield Found(clip, moved(clip, step) if clip.file is step.file else None)
+
+
+@rule(
     "scaler-step-missing",
     "wrong",
     why="The loss was scaled, so the gradients are too large by the scale; optimizer.step() takes them as they are, "
@@ -351,8 +379,9 @@ def scaler_step_missing(program: Program, training: Training) -> Iterator[Found]
 @rule(
     "scaler-update",
     "wrong",
-    why="update() is what halves the scale after an overflow and lets it grow again, and makes the scaler ready for "
-    "the next step. Without it, or before step(), the same scale overflows for ever or unscale_() raises an error.",
+    why="update() halves the scale after an overflow, lets it grow again, and readies the scaler for the next step. "
+    "Without it the next step() raises a RuntimeError; before step() it makes step() divide the gradients once more, "
+    "or raises an AssertionError.",
     cure="scaler.update() once per step, after scaler.step(optimizer).",
     notebook="04",
     section=SCALER,

@@ -207,13 +207,15 @@ def method_of(node: ast.AST) -> str:
 def zero_grad_order(program: Program, training: Training) -> Iterator[Found]:
     """backward, zero_grad, step, with no other backward or step between them, of the only optimizer or the same one."""
     for section in training.sections:
-        order = section.events
+        one = section.of("zero", "backward", "step", "scaler.step")
+        order = [*one, *one, *one] if section.is_loop else one  # what follows a zero_grad may be in the next pass
         only = len({e.on for e in section.of("step")} | {_first(e) for e in section.of("scaler.step")}) == 1
-        for i, zero in enumerate(order):
+        for i in range(len(one), 2 * len(one)) if section.is_loop else range(len(one)):
+            zero = order[i]
             if zero.kind != "zero":
                 continue
-            before = [e for e in order[:i] if e.kind in ("backward", "step", "scaler.step") and together(e, zero)]
-            after = [e for e in order[i:] if e.kind in ("backward", "step", "scaler.step") and together(e, zero)]
+            before = [e for e in order[:i] if e.kind != "zero" and together(e, zero)]
+            after = [e for e in order[i:] if e.kind != "zero" and together(e, zero)]
             if not before or not after or before[-1].kind != "backward" or after[0].kind == "backward":
                 continue
             mine = after[0].on if after[0].kind == "step" else _first(after[0])

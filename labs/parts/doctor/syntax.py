@@ -181,6 +181,7 @@ class Program:
         self._read: dict[Path, File | None] = {}
         self._torch: dict[ast.AST, frozenset[str]] = {}
         self._full: dict[ast.AST, list[str]] = {}
+        self._made_from: dict[ast.ClassDef | None, list[ast.ClassDef]] = {}
         self._returned: dict[Function, list[ast.expr]] = {}
         self._load(script)
         for file in self.files:  # grows
@@ -315,7 +316,10 @@ class Program:
                     return file.defined[place, text]
                 place = place.parent
         if head in ("self", "cls") and rest and "." not in rest:
-            return self._method(class_of(node), rest)
+            owner = class_of(node)
+            return self._method(owner, rest) or next(
+                (m for c in self._heirs(owner) if (m := self._method(c, rest))), None
+            )
         if head in file.own:
             other, name = file.own[head]
             name = ".".join(filter(None, (name, rest)))
@@ -333,6 +337,13 @@ class Program:
         if isinstance(found, Function):
             return found
         return next((m for b in owner.bases if (m := self._method(self.definition(b), name, depth - 1))), None)
+
+    def _heirs(self, owner: ast.ClassDef | None) -> list[ast.ClassDef]:
+        """Own classes that are made from this one."""
+        if owner not in self._made_from:
+            classes = (n for f in self.files for n in f.defined.values() if isinstance(n, ast.ClassDef))
+            self._made_from[owner] = [c for c in classes if any(self.definition(b) is owner for b in c.bases) and owner]
+        return self._made_from[owner]
 
     def targets(self, call: ast.Call) -> list[Function]:
         """Own functions that a call may lead to."""

@@ -28,8 +28,8 @@ class Event:
     """A call in a loop's pass."""
 
     kind: str
-    """zero, backward, unscale, clip, step (of an optimizer), scaler.step, update, schedule, eval, train, read (waits
-    for a tensor's value), print, save, synchronise, empty_cache, clock, call (of something that is not an own function)."""
+    """zero, backward, unscale, clip, step (an optimizer's), scaler.step, update, schedule, eval, train, read (waits
+    for a tensor's value), print, save, synchronise, empty_cache, clock, call (of no own function)."""
     on: str
     """What it is called on, in the words of the loop's own function: "self.optimizer"."""
     node: ast.AST
@@ -229,7 +229,7 @@ class Training:
 
     @cached_property
     def path(self) -> set[ast.AST | None]:
-        """Functions that lead to a training loop or that it calls, methods of their classes; None: a file's own code."""
+        """Functions that lead to a training loop or that it calls, methods of their classes; None: code of a file."""
         found: set[ast.AST | None] = {None}
         for section in self.sections:
             newest = {syntax.function_of(section.node), *section.places} - {None}
