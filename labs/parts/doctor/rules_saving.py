@@ -115,8 +115,7 @@ def _guarded(program: Program, node: ast.AST) -> bool:
 def _of_rank(program: Program, test: ast.expr) -> bool:
     if re.search(RANKS, ast.unparse(test), re.IGNORECASE):
         return True
-    names = (n for n in ast.walk(test) if isinstance(n, ast.Name | ast.Attribute) and dotted(n) and hasattr(n, "file"))
-    return any(re.search(RANKS, ast.unparse(o), re.IGNORECASE) for n in names for o in program.origins(n, 3)[1:])
+    return re.search(RANKS, program.behind(test, 2), re.IGNORECASE) is not None
 
 
 @rule(
@@ -172,6 +171,8 @@ def _is_wrapped(program: Program, name: ast.AST) -> bool:
     )
 
 
+VARYING = r"epoch|step|iter|\bit\b|\bi\b|global|count|best|time|date|rank|part|te?mp|buffer|Bytes|open\(|%"
+"""In the name of a file that is another one each time, or none that the next start goes on from."""
 CHECKPOINTED = """
 import os
 import torch
@@ -241,22 +242,16 @@ def save_not_atomic(program: Program, training: Training) -> Iterator[Found]:
         target, state = keyword(call, "f", 1), keyword(call, "obj", 0)
         if call not in inside or target is None or _replaces(program, call):
             continue
+        where, counted = program.behind(target), "|".join(re.escape(name) for name in _counted(outer)) or "(?!)"
+        varies = re.search(rf"{VARYING}|\b({counted})\b", where, re.IGNORECASE)
         whole = " ".join(ast.unparse(o) for o in program.origins(state))
-        where = " ".join(ast.unparse(o) for o in program.origins(target))
-        varies = re.search(
-            r"epoch|step|iter|\bit\b|\bi\b|global|count|best|time|date|rank|part|te?mp|buffer|Bytes|open\(|%", where
-        )
-        if "optim" in whole and not varies and not any(n in _counted(outer) for n in _names(program, target)):
+        if "optim" in whole and not varies:
             yield Found(call, _atomic(call, target))
 
 
 def _counted(loops: list[ast.AST]) -> set[str]:
     targets = [loop.target for loop in loops if isinstance(loop, ast.For)]
     return {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-
-
-def _names(program: Program, target: ast.expr) -> set[str]:
-    return {n.id for o in program.origins(target) for n in ast.walk(o) if isinstance(n, ast.Name)}
 
 
 def _replaces(program: Program, call: ast.Call) -> bool:

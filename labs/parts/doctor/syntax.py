@@ -385,6 +385,17 @@ class Program:
                 found += self._given(node, depth)
         return found
 
+    def behind(self, node: ast.AST | None, depth: int = 4) -> str:
+        """The text of an expression and of all that its names were made from, to look for a word in."""
+        found: dict[ast.AST, None] = {}
+        newest = self.origins(node, depth) if node is not None else []
+        while newest and depth:
+            found |= dict.fromkeys(newest)
+            names = (n for o in newest for n in ast.walk(o) if isinstance(n, ast.Name | ast.Attribute) and dotted(n))
+            newest = [o for n in names for o in self.origins(n, 3) if o not in found]
+            depth -= 1
+        return " ".join(ast.unparse(o) for o in found)
+
     def returned(self, function: Function) -> list[ast.expr]:
         """What it returns."""
         if function not in self._returned:
