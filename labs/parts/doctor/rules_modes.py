@@ -212,6 +212,8 @@ def train_mode(program: Program, training: Training) -> Iterator[Found]:
     seen = set()
     for section in training.sections:
         loops = [section.node, *training.outer_loops(section)] if section.is_loop else []
+        if _meant(training, section):
+            continue
         for loop in loops:
             events = training.loops.get(loop, section.events)
             if any(e.kind == "train" for e in events):
@@ -226,6 +228,14 @@ def train_mode(program: Program, training: Training) -> Iterator[Found]:
                 ):
                     seen.add(e.node)
                     yield Found(e.node)
+
+
+def _meant(training: Training, section: Section) -> bool:
+    """A training in eval mode, as of a layer on a frozen model: eval() stands just before the loop that trains."""
+    function = function_of(section.node)
+    statements = function.body if function is not None else []
+    before = [c for s in statements if s.lineno < section.node.lineno for c in training.calls_in(s)]
+    return any(training.kind_of(c) == "eval" for c in before)
 
 
 def _is_trained(section: Section, name: str) -> bool:

@@ -7,7 +7,17 @@ import re
 from collections.abc import Iterator
 
 from labs.parts.doctor.hits import Found, Rule, changed, rule, with_argument, without_argument
-from labs.parts.doctor.rules_ranks import BUGS, DDP, DOCS, HEALTHY, groups, managed, training_loaders, wraps
+from labs.parts.doctor.rules_ranks import (
+    BUGS,
+    DDP,
+    DOCS,
+    HEALTHY,
+    groups,
+    managed,
+    reached_by_all,
+    training_loaders,
+    wraps,
+)
 from labs.parts.doctor.syntax import (
     Program,
     above,
@@ -117,7 +127,7 @@ def fixed_gpu(program: Program, training: Training) -> Iterator[Found]:
         chosen = any(c.func.attr == "device" for c in _withs(call)) or _chosen(call)
         if chosen or (place != "cuda:0" and (free or place != "cuda")):
             continue
-        if place == "cuda:0" and re.search(r"map_location", ast.unparse(statement_of(call))):
+        if not reached_by_all(program, call) or "map_location" in ast.unparse(statement_of(call)):
             continue
         yield Found(call)
         if place == "cuda":

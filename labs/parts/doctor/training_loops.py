@@ -146,6 +146,8 @@ class Walker:
         if function in at.functions or len(at.functions) >= DEPTH or len(self.events) > MOST_EVENTS:
             return
         given = {name: dotted(value) for name, value in syntax.arguments(function, call).items()}
+        if isinstance(call.func, ast.Attribute):
+            given["self"] = dotted(call.func.value)
         names = {name: at.name(text) for name, text in given.items() if text}
         self.block(function.body, At(at.when, at.tests, at.loops, (*at.functions, function), names))
 
@@ -180,7 +182,12 @@ class At:
 
     def name(self, text: str) -> str:
         head, _, rest = text.partition(".")
-        return ".".join(filter(None, (self.names.get(head, head), rest)))
+        inside = self.functions[-1] if self.functions else None
+        if head in self.names:
+            head = self.names[head]
+        elif inside is not None and (head in syntax.parameters(inside) or (inside, head) in inside.file.assigned):
+            head = f"{head} of {inside.name}"  # not what its caller calls by the same name
+        return ".".join(filter(None, (head, rest)))
 
 
 def _stem(node: ast.AST) -> ast.AST:
