@@ -205,6 +205,14 @@ def anomaly(program: Program, training: Training) -> Iterator[Found]:
             ("        total = 0.0", "        total = 0.0\n        teacher.eval()"),
         ),
         changed(HEALTHY, ("        model.train()\n", "        model.train(True)\n")),
+        changed(
+            HEALTHY, ("        model.train()\n", ""), ("    for epoch", "    model.eval()  # frozen\n    for epoch")
+        ),
+        changed(  # another model, which its function calls by the same name
+            HEALTHY,
+            ("        model.train()\n", ""),
+            ("validate(model, loader):", "validate(_, loader):\n    model = load()"),
+        ),
     ),
 )
 def train_mode(program: Program, training: Training) -> Iterator[Found]:

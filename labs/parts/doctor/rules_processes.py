@@ -110,6 +110,7 @@ def find_unused(program: Program, training: Training) -> Iterator[Found]:
         changed(
             HEALTHY, ("    torch.cuda.set_device(local_rank)\n", "    torch.accelerator.set_device_index(local_rank)\n")
         ),
+        changed(HEALTHY, ("    dist.destroy", "    if rank == 0:\n        model.to('cuda:0')\n    dist.destroy")),
     ),
 )
 def fixed_gpu(program: Program, training: Training) -> Iterator[Found]:

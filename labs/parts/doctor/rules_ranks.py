@@ -218,6 +218,15 @@ def _of_rank(program: Program, test: ast.expr) -> bool:
             ("        sampler.set_epoch(epoch)\n", ""),
             ("DistributedSampler(data)", ("DistributedSampler(data)  # <-\n    sampler.set_epoch(0)")),
         ),
+        changed(  # of two samplers the one for training
+            HEALTHY,
+            (
+                "        sampler.set_epoch(epoch)\n",
+                "        validate(model, DataLoader([], 1, sampler=DistributedSampler([])))\n",
+            ),
+            ("    sampler = DistributedSampler(data)", "    sampler = DistributedSampler(data)  # <-"),
+        )
+        + "\ndef validate(model, loader):\n    with torch.no_grad():\n        for x, y in loader:\n            model(x)\n",
     ),
     healthy=(
         HEALTHY,

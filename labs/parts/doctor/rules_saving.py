@@ -35,6 +35,7 @@ from labs.parts.doctor.training_loops import Training
             HEALTHY,
             ("    if rank == 0:\n        torch.save", ("    first = rank == 0\n    if first:\n        torch.save")),
         ),
+        changed(HEALTHY, ("    if rank == 0:\n        torch.save", "    with first_come(rank):\n        torch.save")),
         changed(HEALTHY, ("    if rank == 0:\n        torch.save(", "    if rank == 0:\n        write("))
         + ("\ndef write(state, path):\n    torch.save(state, path)\n"),
         changed(HEALTHY, ("    if rank == 0:\n        torch.save(", "    write(rank, "))
