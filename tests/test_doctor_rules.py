@@ -79,6 +79,43 @@ def test_no_recipe_is_accused(recipe):
     assert certain(hits) == [] and UNREADABLE not in [h.rule for h in hits]
 
 
+# A recipe with one line changed, or one left out: (recipe, line, what stands there instead, the rule that must see it)
+MUTANTS = [
+    ("train_single", "            optimizer.zero_grad()\n", "", "zero-grad-missing"),
+    ("train_single", "loss.backward()", "loss.backward()\n            optimizer.zero_grad()", "zero-grad-order"),
+    ("train_single", "            step += 1\n", "            step += 1; torch.cuda.empty_cache()\n", "empties-cache"),
+    ("train_single", "            step += 1\n", "            step += 1; torch.cuda.synchronize()\n", "synchronises"),
+    ("train_single", "            step += 1\n", "            step += 1; losses.append(loss)\n", "loss-kept"),
+    ("train_single", "            step += 1\n", "            step += 1; loss.item()\n", "reads-each-step"),
+    ("train_single", "    with torch.no_grad():\n        for", "    if True:\n        for", "no-grad-missing"),
+    ("train_single", "torch.set_num_threads(1)", "torch.set_num_threads(9999)", "too-many-threads"),
+    ("train_ddp", "        sampler.set_epoch(step // len(loader))", "        pass", "set-epoch-missing"),
+    ("train_ddp", "sampler=sampler, drop_last", "sampler=sampler, shuffle=True, drop_last", "shuffle-beside-sampler"),
+    ("train_ddp", "    if args.save and rank == 0:", "    if args.save:", "save-all-ranks"),
+    ("train_ddp", "Parallel(model, ", "Parallel(model, find_unused_parameters=True,", "find-unused"),
+    ("train_ddp", "model = DistributedDataParallel(", "model = nn.DataParallel(", "data-parallel"),
+    ("train_ddp", "model.module.state_dict(), args", "model.state_dict(), args", "save-wrapped"),
+    ("train_ddp", "    dist.destroy_process_group()", "    pass", "destroy-missing"),
+    ("train_ddp", "            loss.backward()\n            optimizer.step()\n",
+     "            loss.backward()\n            if step % 4 == 0:\n                optimizer.step()\n",
+     "no-sync-missing"),
+    ("train_ddp", "            optimizer.zero_grad()\n",
+     "            optimizer.zero_grad()\n            torch.autograd.set_detect_anomaly(True)\n", "anomaly"),
+    ("train_ddp_amp", "torch.amp.GradScaler(device.type, ", "torch.cuda.amp.GradScaler(", "amp-old"),
+    ("train_ddp_amp", "            scaler.unscale_(optimizer)", "            pass", "clip-before-unscale"),
+    ("train_ddp_amp", "            scaler.update()", "            pass", "scaler-update"),
+    ("train_ddp_amp", "scaler.step(optimizer)", "optimizer.step()", "scaler-step-missing"),
+    ("train_ddp_resume", "save(args.checkpoint, state)", "torch.save(state, args.checkpoint)", "save-not-atomic"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "line", "instead", "rule"), MUTANTS, ids=[f"{m[0]}-{m[3]}" for m in MUTANTS])
+def test_a_recipe_with_one_changed_line_is_seen(recipe, line, instead, rule, tmp_path):
+    source = (ROOT / f"labs/recipes/{recipe}.py").read_text()
+    assert line in source
+    assert rule in [h.rule for h in hits_of(tmp_path, source.replace(line, instead))]
+
+
 def test_rules_say_who_teaches_what_and_where_it_is_written():
     headings = {}
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):

@@ -311,41 +311,42 @@ def _ends(event: Event, loop: ast.AST) -> bool:
     ),
 )
 def no_grad_missing(program: Program, training: Training) -> Iterator[Found]:
-    """In a function that sets a model to eval: a loop that calls it, and in which nothing is differentiated."""
-    words = re.compile(r"no_grad|inference_mode|set_grad_enabled|requires_grad|\.grad\b|autograd|enable_grad")
+    """After a model was set to eval: a loop that calls it, and in which nothing is differentiated."""
     for call in program.named("eval"):
-        function = function_of(call)
-        if training.kind(call) != "eval" or function is None or words.search(ast.unparse(function)):
+        function, name = function_of(call), dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if not name or training.kind_of(call) != "eval" or function is None or _shielded(program, function):
             continue
-        name = dotted(call.func.value)
-        if not name or _shielded(program, function, words):
+        if re.search(r"set_grad_enabled|requires_grad|enable_grad|autograd", ast.unparse(function)):
             continue
-        for loop in ast.walk(function):
-            if not isinstance(loop, Loop) or loop.lineno < call.lineno or loop in training.loops:
+        for loop in (n for n in ast.walk(function) if isinstance(n, Loop) and n.lineno > call.lineno):
+            inner = any(isinstance(p, Loop) and p.lineno > call.lineno for p in above(loop))
+            used = any(isinstance(c, ast.Call) and dotted(c.func) == name for c in ast.walk(loop))
+            if not used or inner or loop in training.loops or function_of(loop) is not function:
                 continue
-            used = [c for c in ast.walk(loop) if isinstance(c, ast.Call) and dotted(c.func) == name]
-            if used and not any(isinstance(p, Loop) and p.lineno > call.lineno for p in above(loop)):
-                bare = not function.decorator_list and not any(
-                    e for e in training.events(function) if e.kind == "backward"
-                )
+            if not WITHOUT.search(ast.unparse(loop)) and not _in_with(loop):
+                alone = function not in training.leads and not function.decorator_list
                 torch = "torch" in function.file.names.get("torch", ())
-                if not any(e.kind == "backward" for e in training.events(function)):
-                    yield Found(loop, inserted(function, "@torch.no_grad()") if bare and torch else None)
+                yield Found(loop, inserted(function, "@torch.no_grad()") if alone and torch else None)
 
 
-def _shielded(program: Program, function: Function, words: re.Pattern, depth: int = 3) -> bool:
-    """Whether some caller does it, or the whole program."""
-    if any(words.search(ast.unparse(d)) for d in function.decorator_list):
+WITHOUT = re.compile(r"no_grad|inference_mode|set_grad_enabled|\.grad\b")
+
+
+def _in_with(node: ast.AST) -> bool:
+    return any(isinstance(p, ast.With) and any(WITHOUT.search(ast.unparse(i)) for i in p.items) for p in above(node))
+
+
+def _shielded(program: Program, function: Function, depth: int = 3) -> bool:
+    """Whether its decorators, some caller or the whole program switch gradients off."""
+    if any(WITHOUT.search(ast.unparse(d)) for d in function.decorator_list):
         return True
     if any(
         isinstance(s, ast.Expr) and "set_grad_enabled" in ast.unparse(s) for f in program.files for s in f.tree.body
     ):
         return True
     for call in program.callers.get(function, ()):
-        if any(isinstance(p, ast.With) and any(words.search(ast.unparse(i)) for i in p.items) for p in above(call)):
-            return True
         outer = function_of(call)
-        if depth and outer is not None and outer is not function and _shielded(program, outer, words, depth - 1):
+        if _in_with(call) or (depth and outer not in (None, function) and _shielded(program, outer, depth - 1)):
             return True
     return False
 

@@ -338,6 +338,12 @@ def clip_order(program: Program, training: Training) -> Iterator[Found]:
             yield Found(clip, moved(clip, step) if clip.file is step.file else None)
 
 
+OVERFLOW = (
+    "unscale_() has divided the gradients, but a step whose gradients have overflowed has to be left out: "
+    "does that, optimizer.step() writes infinities into the weights."
+)
+
+
 @rule(
     "scaler-step-missing",
     "wrong",
@@ -366,14 +372,15 @@ def clip_order(program: Program, training: Training) -> Iterator[Found]:
 def scaler_step_missing(program: Program, training: Training) -> Iterator[Found]:
     """A scaled backward and a step of the optimizer itself, and no scaler.step at all in the loop."""
     for section in training.sections:
-        if section.of("scaler.step", "unscale"):
+        if section.of("scaler.step"):
             continue
+        why = "" if not section.of("unscale") else OVERFLOW
         for step in section.of("step"):
             before = [b for b in _scaled(section) if section.events.index(b) < section.events.index(step)]
             if before and together(before[-1], step):
                 name, base = _scaler_name(before[-1]), dotted(step.node.func.value)
                 plain = name and base and not step.node.args and step.node.file is before[-1].node.file
-                yield Found(step.node, replaced(step.node, f"{name}.step({base})") if plain else None)
+                yield Found(step.node, replaced(step.node, f"{name}.step({base})") if plain else None, why)
 
 
 @rule(

@@ -106,6 +106,7 @@ def find_unused(program: Program, training: Training) -> Iterator[Found]:
         changed(
             HEALTHY,
             ("    torch.cuda.set_device(local_rank)\n", "    os.environ['CUDA_VISIBLE_DEVICES'] = str(local_rank)\n"),
+            ("model.cuda()", "model.to('cuda:0')"),
         ),
         changed(
             HEALTHY, ("    torch.cuda.set_device(local_rank)\n", "    torch.accelerator.set_device_index(local_rank)\n")
@@ -117,10 +118,11 @@ def fixed_gpu(program: Program, training: Training) -> Iterator[Found]:
     """`cuda:0` beside a process group; `.cuda()` or "cuda" without a number where nobody sets the device."""
     if not groups(program) or managed(program):
         return
+    words = (n.value for n in program.nodes(ast.Constant) if isinstance(n.value, str))
+    if any("CUDA_VISIBLE_DEVICES" in word for word in words):
+        return  # each rank may see one GPU alone
     places = {"set_device", "set_device_index", "default_device", "device_id", "set_default_device"}
-    free = program.mentions(*places) or any(
-        "CUDA_VISIBLE_DEVICES" in str(n.value) for n in program.nodes(ast.Constant) if isinstance(n.value, str)
-    )
+    free = program.mentions(*places)
     for call in program.calls:
         place = _device(call)
         if not place or function_of(call) not in training.path:

@@ -174,25 +174,25 @@ def _guarded(program: Program, node: ast.AST) -> bool:
         if (
             isinstance(parent, ast.If | ast.IfExp | ast.While)
             and child is not parent.test
-            and _of_rank(program, parent.test)
+            and of_rank(program, parent.test)
         ):
             return True
-        if isinstance(parent, ast.With) and any(_of_rank(program, i.context_expr) for i in parent.items):
+        if isinstance(parent, ast.With) and any(of_rank(program, i.context_expr) for i in parent.items):
             return True  # with rank_0_first(rank): the others then find what it has made
         block = getattr(parent, "body", None)
         for statement in block if isinstance(block, list) else ():
             if statement is child or statement.lineno > node.lineno:
                 break
             leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return | ast.Continue)
-            if leaves and _of_rank(program, statement.test):
+            if leaves and of_rank(program, statement.test):
                 return True
         if isinstance(parent, Function):
-            return any(_of_rank(program, d) for d in parent.decorator_list)
+            return any(of_rank(program, d) for d in parent.decorator_list)
         child = parent
     return False
 
 
-def _of_rank(program: Program, test: ast.expr) -> bool:
+def of_rank(program: Program, test: ast.expr) -> bool:
     if re.search(RANKS, ast.unparse(test), re.IGNORECASE):
         return True
     return re.search(RANKS, program.behind(test, 2), re.IGNORECASE) is not None
@@ -226,7 +226,8 @@ def _of_rank(program: Program, test: ast.expr) -> bool:
             ),
             ("    sampler = DistributedSampler(data)", "    sampler = DistributedSampler(data)  # <-"),
         )
-        + "\ndef validate(model, loader):\n    with torch.no_grad():\n        for x, y in loader:\n            model(x)\n",
+        + "\ndef validate(model, loader):\n    with torch.no_grad():\n"
+        + "        for x, y in loader:\n            model(x)\n",
     ),
     healthy=(
         HEALTHY,

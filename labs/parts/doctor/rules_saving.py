@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from labs.parts.doctor.hits import Change, Found, Rule, changed, inserted, replaced, rule, source_of
-from labs.parts.doctor.rules_ranks import HEALTHY, groups, managed, reached_by_all, wraps
+from labs.parts.doctor.rules_ranks import HEALTHY, groups, managed, of_rank, reached_by_all, wraps
 from labs.parts.doctor.syntax import Loop, Program, above, dotted, function_of, keyword, method
 from labs.parts.doctor.training_loops import Training
 
@@ -123,7 +123,7 @@ def _is_wrapped(program: Program, name: ast.AST) -> bool:
     )
 
 
-VARYING = r"epoch|step|iter|\bit\b|\bi\b|global|count|best|time|date|rank|part|te?mp|buffer|Bytes|open\(|%"
+VARYING = r"epoch|step|iter|\bit\b|\bi\b|global|count|best|time|date|rank|part|te?mp|buffer|Bytes|open\(|%|\{|format\("
 """In the name of a file that is another one each time, or none that the next start goes on from."""
 CHECKPOINTED = """
 import os
@@ -161,6 +161,7 @@ def main(loader, model, epochs, path):
     section="4. Can the job be killed?",
     source="https://docs.python.org/3/library/os.html#os.replace",
     ill=(
+        changed(CHECKPOINTED, ("        save(state, path)\n", "        torch.save(state, f'{path}/last.pt')  # <-\n")),
         changed(
             CHECKPOINTED,
             ("save(state, path)\n", "torch.save(state, path)  # <-\n"),
@@ -177,6 +178,7 @@ def main(loader, model, epochs, path):
         HEALTHY,
         CHECKPOINTED,
         changed(CHECKPOINTED, ("        save(state, path)\n", "        torch.save(state, f'{path}-{epoch}')\n")),
+        changed(CHECKPOINTED, ("        save(state, path)\n", "        torch.save(state, f'{path}-{len(x):06d}')\n")),
         changed(CHECKPOINTED, ("        save(state, path)\n", "    torch.save(state, path)\n")),
         changed(
             CHECKPOINTED,
@@ -194,7 +196,8 @@ def save_not_atomic(program: Program, training: Training) -> Iterator[Found]:
         target, state = keyword(call, "f", 1), keyword(call, "obj", 0)
         if call not in inside or target is None or _replaces(program, call):
             continue
-        where, counted = program.behind(target), "|".join(re.escape(name) for name in _counted(outer)) or "(?!)"
+        where = re.sub(r"\{[^{}]*\}/", "", program.behind(target))  # f"{folder}/last.pt"
+        counted = "|".join(re.escape(name) for name in _counted(outer)) or "(?!)"
         varies = re.search(rf"{VARYING}|\b({counted})\b", where, re.IGNORECASE)
         whole = " ".join(ast.unparse(o) for o in program.origins(state))
         if "optim" in whole and not varies:
@@ -224,6 +227,51 @@ def _atomic(call: ast.Call, target: ast.expr) -> Change | None:
     part = f'str({source_of(target)}) + ".part"'
     after = inserted(call, f"os.replace({part}, {source_of(target)})", after=True)
     return replaced(target, part) + after if after else None
+
+
+@rule(
+    "load-too-early",
+    "wrong",
+    why="The other ranks do not wait for rank 0: they open the file before it is written, or while it is.",
+    cure="dist.barrier() between saving and loading, called by all ranks.",
+    notebook="10",
+    section="1. It hangs: which rank, which line?",
+    source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
+    ill=changed(HEALTHY, ("    dist.destroy", "    state = torch.load('weights.pt')  # <-\n    dist.destroy")),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("    dist.destroy", "    dist.barrier()\n    torch.load('weights.pt')\n    dist.destroy")),
+        changed(HEALTHY, ("    dist.destroy", "    state = torch.load('others.pt')\n    dist.destroy")),
+    ),
+)
+def load_too_early(program: Program, training: Training) -> Iterator[Found]:
+    """In one block: `if rank == 0: torch.save(x, path)`, then torch.load(path), and no collective between them."""
+    for save in program.torch_calls("save") if groups(program) else ():
+        block = next((p for p in above(save) if isinstance(p, ast.If)), None)
+        target = keyword(save, "f", 1)
+        if block is None or target is None or not of_rank(program, block.test):
+            continue
+        later = [s for s in getattr(block.parent, "body", []) if s.lineno > block.lineno]
+        for call in (n for s in later for n in ast.walk(s) if isinstance(n, ast.Call)):
+            if method(call) in ("barrier", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list"):
+                break
+            same = program.is_torch(call.func, "load") and ast.unparse(target) == ast.unparse(
+                keyword(call, "f", 0) or call
+            )
+            if same and not _under(call, block.parent):
+                dist = next((local for local, full in call.file.names.items() if "torch.distributed" in full), "")
+                yield Found(call, inserted(call, f"{dist}.barrier()") if dist else None)
+                break
+
+
+def _under(node: ast.AST, block: ast.AST) -> bool:
+    """In a further condition within the block."""
+    for parent in above(node):
+        if parent is block:
+            return False
+        if isinstance(parent, ast.If):
+            return True
+    return False
 
 
 RULES = [found for found in list(globals().values()) if isinstance(found, Rule)]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from labs.parts.doctor.hits import Found, Rule, changed, removed, rule
+from labs.parts.doctor.rules_steps import losses_of
 from labs.parts.doctor.syntax import Program, dotted, function_of, statement_of
 from labs.parts.doctor.training_loops import TIMERS, Event, Section, Training
 
@@ -79,22 +80,30 @@ def _uses_gpu(program: Program) -> bool:
             HEALTHY,
             (("        if i % every == 0:\n            print(i, loss.item())"), "        seen = loss.cpu()  # <-"),
         ),
+        changed(
+            HEALTHY,
+            (("        if i % every == 0:\n            print(i, loss.item())"), "        print(i, loss)  # <-"),
+        ),
     ),
     healthy=(
         HEALTHY,
         changed(HEALTHY, (".cuda()", "")),
+        changed(HEALTHY, (("        if i % every == 0:\n            print(i, loss.item())"), "        print(i)")),
     ),
 )
 def reads_each_step(program: Program, training: Training) -> Iterator[Found]:
-    """`.item()`, `.cpu()`, `.tolist()`, `.numpy()` in each pass of a training loop."""
+    """`.item()`, `.cpu()`, `.tolist()`, `.numpy()`, print(loss) in each pass of a training loop."""
     if not _uses_gpu(program):
         return
     seen = set()
     for section in training.sections:
-        for event in section.of("read"):
+        losses = {name for e in section.of("backward") for name in losses_of(e.node)}
+        for event in section.of("read", "print"):
+            if event.kind == "print" and losses.isdisjoint(dotted(a) for a in event.node.args):
+                continue
             statement = statement_of(event.node)
             fresh = section.is_loop and not event.loops and statement not in seen
-            if fresh and _every_step(training, event) and _is_tensor(event):
+            if fresh and _every_step(training, event) and (event.kind == "print" or _is_tensor(event)):
                 seen.add(statement)
                 yield Found(event.node)
 

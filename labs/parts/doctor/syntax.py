@@ -81,8 +81,8 @@ class File:
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 self._assign(target, node.value)
-        elif isinstance(node, ast.NamedExpr):
-            self._assign(node.target, node.value)
+        elif isinstance(node, ast.NamedExpr) or (isinstance(node, ast.AugAssign) and isinstance(node.op, ast.BitOr)):
+            self._assign(node.target, node.value)  # state |= {...} too
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             self._assign(node.optional_vars, node.context_expr)
 
