@@ -59,7 +59,7 @@ from labs.parts.doctor.training_loops import Event, Section, Training
             LOOP,
             (
                 "            total += loss.detach()\n",
-                ("            with torch.no_grad():\n                total += loss\n"),
+                "            with torch.no_grad():\n                total += loss\n",
             ),
         ),
     ),
@@ -154,12 +154,12 @@ def _made_number(loop: ast.AST, use: ast.expr) -> bool:
     notebook="10",
     section="4. It is NaN: where did it begin?",
     source=DOCS + "autograd.html#anomaly-detection",
-    ill=HEALTHY.replace("import torch\n", ("import torch\ntorch.autograd.set_detect_anomaly(True)  # <-\n"), 1),
+    ill=HEALTHY.replace("import torch\n", "import torch\ntorch.autograd.set_detect_anomaly(True)  # <-\n", 1),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("import torch\n", ("import torch\ntorch.autograd.set_detect_anomaly(False)\n"), 1),
+        HEALTHY.replace("import torch\n", "import torch\ntorch.autograd.set_detect_anomaly(False)\n", 1),
         HEALTHY.replace(
-            "    optimizer =", ("    if debug:\n        torch.autograd.set_detect_anomaly(True)\n    optimizer ="), 1
+            "    optimizer =", "    if debug:\n        torch.autograd.set_detect_anomaly(True)\n    optimizer =", 1
         ),
     ),
 )
@@ -191,7 +191,7 @@ def anomaly(program: Program, training: Training) -> Iterator[Found]:
             HEALTHY,
             (
                 "            total += loss.detach()",
-                ("            validate(model, held_out)\n            total += loss.detach()"),
+                "            validate(model, held_out)\n            total += loss.detach()",
             ),
             ("model.eval()", "model.eval()  # <-"),
         ),
@@ -273,15 +273,15 @@ def _ends(event: Event, loop: ast.AST) -> bool:
         changed(
             HEALTHY,
             (
-                ("    with torch.no_grad():\n        for x, y in loader:\n            right"),
+                "    with torch.no_grad():\n        for x, y in loader:\n            right",
                 "    for x, y in loader:  # <-\n        right",
             ),
         ),
         changed(
             HEALTHY,
             (
-                ("    with torch.no_grad():\n        for x, y in loader:\n            right +="),
-                ("    for x, y in loader:  # <-\n        output = model(x)\n        right +="),
+                "    with torch.no_grad():\n        for x, y in loader:\n            right +=",
+                "    for x, y in loader:  # <-\n        output = model(x)\n        right +=",
             ),
             ("(model(x).argmax(1)", "(output.argmax(1)"),
         ),
@@ -291,7 +291,7 @@ def _ends(event: Event, loop: ast.AST) -> bool:
         changed(
             HEALTHY,
             (
-                ("    with torch.no_grad():\n        for x, y in loader:\n            right"),
+                "    with torch.no_grad():\n        for x, y in loader:\n            right",
                 "    for x, y in loader:\n        right",
             ),
             ("def validate", "@torch.inference_mode()\ndef validate"),
@@ -299,12 +299,12 @@ def _ends(event: Event, loop: ast.AST) -> bool:
         changed(
             HEALTHY,
             (
-                ("    with torch.no_grad():\n        for x, y in loader:\n            right"),
+                "    with torch.no_grad():\n        for x, y in loader:\n            right",
                 "    for x, y in loader:\n        right",
             ),
             (
                 "        print(epoch, total / len(loader), validate(model, held_out))",
-                ("        with torch.no_grad():\n            print(validate(model, held_out))"),
+                "        with torch.no_grad():\n            print(validate(model, held_out))",
             ),
         ),
         changed(HEALTHY, ("    with torch.no_grad():\n", "    torch.set_grad_enabled(False)\n    if True:\n")),

@@ -97,12 +97,12 @@ def on(program: Program, call: ast.Call) -> bool:
     "outdated",
     why="torch.cuda.amp and torch.cpu.amp warn with a FutureWarning and are to go; torch.amp is the same for every "
     "device, whose name is then the first argument.",
-    cure='Take it from torch.amp, with the device ("cuda") as its first argument.',
+    cure='Take it from torch.amp, with the device "cuda" as its first argument.',
     notebook="04",
     section=SCALER,
     source=AMP,
     ill=(
-        ("import torch\nscaler = torch.cuda.amp.GradScaler()  # <-\n"),
+        "import torch\nscaler = torch.cuda.amp.GradScaler()  # <-\n",
         (
             "import torch as t\n"
             "def f(m, x):\n"
@@ -116,10 +116,10 @@ def on(program: Program, call: ast.Call) -> bool:
             "    with ac(False):  # <-\n"
             "        return m(x)\n"
         ),
-        ("from torch.cuda import amp\nscaler = amp.GradScaler(enabled=False)  # <-\n"),
+        "from torch.cuda import amp\nscaler = amp.GradScaler(enabled=False)  # <-\n",
     ),
     healthy=(
-        ('import torch\nscaler = torch.amp.GradScaler("cuda")\n'),
+        'import torch\nscaler = torch.amp.GradScaler("cuda")\n',
         (
             "try:\n"
             "    from torch.amp import GradScaler\n"
@@ -134,7 +134,7 @@ def on(program: Program, call: ast.Call) -> bool:
             "else:\n"
             "    scaler = torch.cuda.amp.GradScaler()\n"
         ),
-        ("from mine import autocast\nwith autocast():\n    pass\n"),
+        "from mine import autocast\nwith autocast():\n    pass\n",
     ),
 )
 def amp_old(program: Program, training: Training) -> Iterator[Found]:
@@ -185,15 +185,15 @@ def _is_fallback(program: Program, node: ast.AST) -> bool:
     source=AMP + "#gradient-scaling",
     ill=(
         changed(WITHOUT, ("float16):", "float16):  # <-"))
-        + ("            loss.backward()\n            optimizer.step()\n"),
+        + "            loss.backward()\n            optimizer.step()\n",
         changed(WITHOUT, ('"cuda", dtype=torch.float16):', '"cuda"):  # <-'))
-        + ("            loss.backward()\n            optimizer.step()\n"),
+        + "            loss.backward()\n            optimizer.step()\n",
     ),
     healthy=(
         HEALTHY,
-        changed(WITHOUT, ("float16", "bfloat16")) + ("            loss.backward()\n            optimizer.step()\n"),
+        changed(WITHOUT, ("float16", "bfloat16")) + "            loss.backward()\n            optimizer.step()\n",
         changed(WITHOUT, ("dtype=torch.float16", "enabled=False"))
-        + ("            loss.backward()\n            optimizer.step()\n"),
+        + "            loss.backward()\n            optimizer.step()\n",
         (
             "import torch\n"
             "def predict(model, x):\n"
@@ -268,7 +268,7 @@ def _scaled(section: Section) -> list[Event]:
             ("            scaler.unscale_(optimizer)\n", ""),
             (
                 "clip_grad_norm_(model.parameters(), 1.0)\n",
-                ("clip_grad_norm_(model.parameters(), 1.0)  # <-\n            scaler.unscale_(optimizer)\n"),
+                "clip_grad_norm_(model.parameters(), 1.0)  # <-\n            scaler.unscale_(optimizer)\n",
             ),
         ),
     ),
@@ -354,7 +354,7 @@ OVERFLOW = (
     section=SCALER,
     source=EXAMPLES,
     ill=HEAD
-    + ("            scaler.scale(loss).backward()\n            optimizer.step()  # <-\n            scaler.update()\n"),
+    + "            scaler.scale(loss).backward()\n            optimizer.step()  # <-\n            scaler.update()\n",
     healthy=(
         HEALTHY,
         changed(HEAD, ("train(model", "train(amp, model"))
@@ -401,7 +401,7 @@ def scaler_step_missing(program: Program, training: Training) -> Iterator[Found]
             ("            scaler.update()\n", ""),
             (
                 "            scaler.step(optimizer)",
-                ("            scaler.update()\n            scaler.step(optimizer)  # <-"),
+                "            scaler.update()\n            scaler.step(optimizer)  # <-",
             ),
         ),
     ),

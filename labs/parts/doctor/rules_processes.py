@@ -41,12 +41,12 @@ from labs.parts.doctor.training_loops import Training
     section="2. What does each way move?",
     source=DOCS + "generated/torch.nn.DataParallel.html",
     ill=(
-        ("import torch.nn as nn\ndef f(net):\n    return nn.DataParallel(net)  # <-\n"),
-        ("from torch.nn.parallel import DataParallel as P\nnet = P(None)  # <-\n"),
+        "import torch.nn as nn\ndef f(net):\n    return nn.DataParallel(net)  # <-\n",
+        "from torch.nn.parallel import DataParallel as P\nnet = P(None)  # <-\n",
     ),
     healthy=(
         HEALTHY,
-        ("from mine import DataParallel\nnet = DataParallel(None)\n"),
+        "from mine import DataParallel\nnet = DataParallel(None)\n",
     ),
 )
 def data_parallel(program: Program, training: Training) -> Iterator[Found]:
@@ -174,7 +174,7 @@ def _device(call: ast.Call) -> str:
     healthy=(
         HEALTHY,
         changed(HEALTHY, ("    dist.destroy_process_group()\n", "    stop()\n"))
-        + ("\nfrom torch.distributed import destroy_process_group as stop\n"),
+        + "\nfrom torch.distributed import destroy_process_group as stop\n",
     ),
 )
 def destroy_missing(program: Program, training: Training) -> Iterator[Found]:

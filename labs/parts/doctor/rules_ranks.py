@@ -216,7 +216,7 @@ def of_rank(program: Program, test: ast.expr) -> bool:
         changed(
             HEALTHY,
             ("        sampler.set_epoch(epoch)\n", ""),
-            ("DistributedSampler(data)", ("DistributedSampler(data)  # <-\n    sampler.set_epoch(0)")),
+            ("DistributedSampler(data)", "DistributedSampler(data)  # <-\n    sampler.set_epoch(0)"),
         ),
         changed(  # of two samplers the one for training
             HEALTHY,

@@ -33,13 +33,13 @@ from labs.parts.doctor.training_loops import Training
         ),
         changed(
             HEALTHY,
-            ("    if rank == 0:\n        torch.save", ("    first = rank == 0\n    if first:\n        torch.save")),
+            ("    if rank == 0:\n        torch.save", "    first = rank == 0\n    if first:\n        torch.save"),
         ),
         changed(HEALTHY, ("    if rank == 0:\n        torch.save", "    with first_come(rank):\n        torch.save")),
         changed(HEALTHY, ("    if rank == 0:\n        torch.save(", "    if rank == 0:\n        write("))
-        + ("\ndef write(state, path):\n    torch.save(state, path)\n"),
+        + "\ndef write(state, path):\n    torch.save(state, path)\n",
         changed(HEALTHY, ("    if rank == 0:\n        torch.save(", "    write(rank, "))
-        + ("\ndef write(rank, state, path):\n    if rank:\n        return\n    torch.save(state, path)\n"),
+        + "\ndef write(rank, state, path):\n    if rank:\n        return\n    torch.save(state, path)\n",
     ),
 )
 def save_all_ranks(program: Program, training: Training) -> Iterator[Found]:
@@ -169,7 +169,7 @@ def main(loader, model, epochs, path):
         changed(
             CHECKPOINTED,
             (
-                ('    part = path + ".part"\n    torch.save(state, part)\n    os.replace(part, path)\n'),
+                '    part = path + ".part"\n    torch.save(state, part)\n    os.replace(part, path)\n',
                 "    torch.save(state, path)  # <-\n",
             ),
         ),
@@ -182,7 +182,7 @@ def main(loader, model, epochs, path):
         changed(CHECKPOINTED, ("        save(state, path)\n", "    torch.save(state, path)\n")),
         changed(
             CHECKPOINTED,
-            ("        save(state, path)\n", ("        name = path % epoch\n        torch.save(state, name)\n")),
+            ("        save(state, path)\n", "        name = path % epoch\n        torch.save(state, name)\n"),
         ),
     ),
 )

@@ -135,7 +135,7 @@ def train(netD, netG, loader, optimizerD, optimizerG, criterion, noise):
             HEALTHY,
             (
                 "            optimizer.zero_grad()",
-                ("            for p in model.parameters():\n                p.grad = None"),
+                "            for p in model.parameters():\n                p.grad = None",
             ),
         ),
         changed(HEALTHY, ("            optimizer.zero_grad()\n", ""), ("optimizer.step()", "update(optimizer)")),
@@ -182,7 +182,7 @@ def method_of(node: ast.AST) -> str:
         + changed(
             LOOP,
             ("            optimizer.zero_grad()\n", ""),
-            ("backward()\n", ("backward()\n            optimizer.zero_grad()  # <-\n")),
+            ("backward()\n", "backward()\n            optimizer.zero_grad()  # <-\n"),
         ),
         changed(
             IN_CLASS,
@@ -200,7 +200,7 @@ def method_of(node: ast.AST) -> str:
         + changed(
             LOOP,
             ("            optimizer.zero_grad()\n", ""),
-            ("step()\n            total", ("step()\n            optimizer.zero_grad()\n            total")),
+            ("step()\n            total", "step()\n            optimizer.zero_grad()\n            total"),
         ),
     ),
 )
@@ -289,7 +289,7 @@ def _modulus(program: Program, test: ast.expr, depth: int = 3) -> str:
             (" / every", ""),
             ("backward()", "backward()  # <-"),
             (
-                ("        if (i + 1) % every == 0:\n            optimizer.step()\n            optimizer.zero_grad()"),
+                "        if (i + 1) % every == 0:\n            optimizer.step()\n            optimizer.zero_grad()",
                 (
                     "        if (i + 1) % every:\n"
                     "            continue\n"
@@ -310,7 +310,7 @@ def _modulus(program: Program, test: ast.expr, depth: int = 3) -> str:
         changed(
             GAN,
             ("    for real in loader:", "    for i, real in enumerate(loader):"),
-            ("        optimizerG.step()", ("        if i % 5 == 0:\n            optimizerG.step()")),
+            ("        optimizerG.step()", "        if i % 5 == 0:\n            optimizerG.step()"),
         ),
     ),
 )
@@ -387,13 +387,13 @@ def _plain_mean(program: Program, backward: Event) -> bool:
         + changed(
             LOOP,
             ("        scheduler.step()\n", ""),
-            ("        model.train()\n", ("        scheduler.step()  # <-\n        model.train()\n")),
+            ("        model.train()\n", "        scheduler.step()  # <-\n        model.train()\n"),
         ),
         HEAD
         + changed(
             LOOP,
             ("        scheduler.step()\n", ""),
-            ("            optimizer.step()", ("            scheduler.step()  # <-\n            optimizer.step()")),
+            ("            optimizer.step()", "            scheduler.step()  # <-\n            optimizer.step()"),
         ),
     ),
     healthy=(
@@ -402,7 +402,7 @@ def _plain_mean(program: Program, backward: Event) -> bool:
         + changed(
             LOOP,
             ("        scheduler.step()\n", ""),
-            ("        model.train()\n", ("        if epoch:\n            scheduler.step()\n        model.train()\n")),
+            ("        model.train()\n", "        if epoch:\n            scheduler.step()\n        model.train()\n"),
         ),
         changed(
             HEALTHY, ("        scheduler.step()\n", ""), ("optimizer.step()", "optimizer.step(); scheduler.step()")

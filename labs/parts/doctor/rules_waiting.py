@@ -74,21 +74,21 @@ def _uses_gpu(program: Program) -> bool:
     ill=(
         changed(
             HEALTHY,
-            (("        if i % every == 0:\n            print(i, loss.item())"), "        print(i, loss.item())  # <-"),
+            ("        if i % every == 0:\n            print(i, loss.item())", "        print(i, loss.item())  # <-"),
         ),
         changed(
             HEALTHY,
-            (("        if i % every == 0:\n            print(i, loss.item())"), "        seen = loss.cpu()  # <-"),
+            ("        if i % every == 0:\n            print(i, loss.item())", "        seen = loss.cpu()  # <-"),
         ),
         changed(
             HEALTHY,
-            (("        if i % every == 0:\n            print(i, loss.item())"), "        print(i, loss)  # <-"),
+            ("        if i % every == 0:\n            print(i, loss.item())", "        print(i, loss)  # <-"),
         ),
     ),
     healthy=(
         HEALTHY,
         changed(HEALTHY, (".cuda()", "")),
-        changed(HEALTHY, (("        if i % every == 0:\n            print(i, loss.item())"), "        print(i)")),
+        changed(HEALTHY, ("        if i % every == 0:\n            print(i, loss.item())", "        print(i)")),
     ),
 )
 def reads_each_step(program: Program, training: Training) -> Iterator[Found]:
@@ -122,7 +122,7 @@ def _is_tensor(event: Event) -> bool:
     notebook="05",
     section="3. What else empties the memory?",
     source=DOCS + "generated/torch.cuda.memory.empty_cache.html",
-    ill=changed(HEALTHY, ("        if i %", ("        torch.cuda.empty_cache()  # <-\n        if i %"))),
+    ill=changed(HEALTHY, ("        if i %", "        torch.cuda.empty_cache()  # <-\n        if i %")),
     healthy=(
         HEALTHY,
         changed(HEALTHY, ("print(i, loss.item())", "torch.cuda.empty_cache()")),
@@ -147,7 +147,7 @@ def empties_cache(program: Program, training: Training) -> Iterator[Found]:
     notebook="01",
     section="1. What does an article's loop measure?",
     source=CUDA,
-    ill=changed(HEALTHY, ("        if i %", ("        torch.cuda.synchronize()  # <-\n        if i %"))),
+    ill=changed(HEALTHY, ("        if i %", "        torch.cuda.synchronize()  # <-\n        if i %")),
     healthy=(
         HEALTHY,
         changed(HEALTHY, ("print(i, loss.item())", "torch.cuda.synchronize()")),
@@ -176,13 +176,13 @@ def synchronises(program: Program, training: Training) -> Iterator[Found]:
     ill=(
         changed(
             TIMED,
-            (("        torch.cuda.synchronize()\n        return (time"), "        return (time"),
+            ("        torch.cuda.synchronize()\n        return (time", "        return (time"),
             ("begun) / 100", "begun) / 100  # <-"),
         ),
         changed(
             HEALTHY,
             ("        loss = cross", "        begun = time.time()\n        loss = cross"),
-            ("        if i %", ("        took = time.time() - begun  # <-\n        if i %")),
+            ("        if i %", "        took = time.time() - begun  # <-\n        if i %"),
         ),
     ),
     healthy=(
@@ -193,11 +193,11 @@ def synchronises(program: Program, training: Training) -> Iterator[Found]:
             TIMED, ("        torch.cuda.synchronize()\n        return", "        model(x).sum().item()\n        return")
         ),
         changed(HEALTHY, ("    for i,", "    end = time.time()\n    for i,"))
-        + ("        took = time.time() - end\n        end = time.time()\n"),
+        + "        took = time.time() - end\n        end = time.time()\n",
         changed(
             HEALTHY,
             ("        loss = cross", "        begun = time.time()\n        loss = cross"),
-            ("        if i %", ("        took = loss.item() + time.time() - begun\n        if i %")),
+            ("        if i %", "        took = loss.item() + time.time() - begun\n        if i %"),
         ),
     ),
 )

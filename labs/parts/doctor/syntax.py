@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
@@ -183,7 +184,7 @@ class Program:
         self._full: dict[ast.AST, list[str]] = {}
         self._made_from: dict[ast.ClassDef | None, list[ast.ClassDef]] = {}
         self._returned: dict[Function, list[ast.expr]] = {}
-        self._load(script)
+        self._load(Path(os.path.abspath(script)))
         for file in self.files:  # grows
             self._imports(file)
         self.calls = [n for f in self.files for n in f.nodes if isinstance(n, ast.Call)]
@@ -202,19 +203,19 @@ class Program:
     # Reading
 
     def _load(self, path: Path) -> File | None:
-        if path in self._read:
-            return self._read[path]
+        key = path.resolve()
+        if key in self._read:
+            return self._read[key]
+        self._read[key] = None
         if len(self.files) >= MOST_FILES:
-            self._read[path] = None
             self.left_out += 1
             return None
-        self._read[path] = None
         try:
-            self._read[path] = File(path)
-            self.files.append(self._read[path])
+            self._read[key] = File(path)
+            self.files.append(self._read[key])
         except Unreadable as e:
             self.problems.append(e)
-        return self._read[path]
+        return self._read[key]
 
     def _imports(self, file: File) -> None:
         for local, fulls in file.names.items():
