@@ -21,7 +21,7 @@ from labs.parts.doctor import (
     rules_waiting,
 )
 from labs.parts.doctor.hits import CERTAINTIES, Found, Hit, Rule
-from labs.parts.doctor.syntax import MOST_FILES, Program, above
+from labs.parts.doctor.syntax import Program, above
 from labs.parts.doctor.training_loops import Training
 
 MODULES = (
@@ -43,7 +43,7 @@ def check(script: Path) -> list[Hit]:
     program = Program(Path(script))
     hits = [_untold(str(p.path), p.line, f"this file, for it cannot be read: {p}") for p in program.problems]
     if program.left_out:
-        hits.append(_untold(str(script), 0, f"{program.left_out} of the files that it imports: more than {MOST_FILES}"))
+        hits.append(_untold(str(script), 0, f"{program.left_out} of the files that it imports: there are too many"))
     training = Training(program)
     for rule in RULES:
         try:

@@ -17,6 +17,9 @@ from pathlib import Path
 MOST_FILES = 80
 """Of a script's own folder; the others are not read."""
 MOST_BYTES = 2_000_000
+"""Of a file."""
+ENOUGH_BYTES = 1_000_000
+"""Of all files together: those that would come after are not read, for some seconds are enough."""
 DEPTH = 6
 """So far is a name followed."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -53,11 +56,12 @@ class File:
             self.starts.append(self.starts[-1] + len(line) + 1)
         self.nodes: list[ast.AST] = []
         self.tree.parent = None
-        for node in ast.walk(self.tree):
+        self.nodes.append(self.tree)
+        for node in self.nodes:  # grows
             node.file = self
-            self.nodes.append(node)
             for child in ast.iter_child_nodes(node):
                 child.parent = node
+                self.nodes.append(child)
         self.names: dict[str, list[str]] = defaultdict(list)
         """By local name: what it was imported as, in full ("torch.cuda.amp.autocast")."""
         self.own: dict[str, tuple[File, str]] = {}
@@ -182,7 +186,7 @@ class Program:
         self._read: dict[Path, File | None] = {}
         self._torch: dict[ast.AST, frozenset[str]] = {}
         self._full: dict[ast.AST, list[str]] = {}
-        self._made_from: dict[ast.ClassDef | None, list[ast.ClassDef]] = {}
+        self._made_from: dict[ast.AST, list[ast.ClassDef]] | None = None
         self._returned: dict[Function, list[ast.expr]] = {}
         self._load(Path(os.path.abspath(script)))
         for file in self.files:  # grows
@@ -207,7 +211,7 @@ class Program:
         if key in self._read:
             return self._read[key]
         self._read[key] = None
-        if len(self.files) >= MOST_FILES:
+        if len(self.files) >= MOST_FILES or sum(len(f.text) for f in self.files) > ENOUGH_BYTES:
             self.left_out += 1
             return None
         try:
@@ -341,10 +345,13 @@ class Program:
 
     def _heirs(self, owner: ast.ClassDef | None) -> list[ast.ClassDef]:
         """Own classes that are made from this one."""
-        if owner not in self._made_from:
-            classes = (n for f in self.files for n in f.defined.values() if isinstance(n, ast.ClassDef))
-            self._made_from[owner] = [c for c in classes if any(self.definition(b) is owner for b in c.bases) and owner]
-        return self._made_from[owner]
+        if self._made_from is None:
+            self._made_from = defaultdict(list)
+            for node in (n for f in self.files for n in f.defined.values() if isinstance(n, ast.ClassDef)):
+                for base in node.bases:
+                    if isinstance(found := self.definition(base), ast.ClassDef) and found is not node:
+                        self._made_from[found].append(node)
+        return self._made_from.get(owner, [])
 
     def targets(self, call: ast.Call) -> list[Function]:
         """Own functions that a call may lead to."""
