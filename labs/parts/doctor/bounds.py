@@ -6,7 +6,7 @@ A job's step is as long as that of its slowest rank, in each round and in each s
 from __future__ import annotations
 
 import itertools
-import random
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from labs.parts.doctor.facts import AS_IS, KINDS, Facts
 
 WORTH = 1.05
 """A cure is told from so many times as fast on: less than that is nobody's afternoon."""
+WORTH_BY_PARTS = 1.10
+"""By arithmetic a part is worth more than in truth: what waits for it may wait for something else then."""
 FINE = 1.10
 """An interval that holds 1 and ends below this shows that there is little to gain; a wider one shows nothing."""
 NO_EXCHANGE = "no exchange"
@@ -46,7 +48,7 @@ def samples_per_s(facts: Sequence[Facts]) -> Estimate | None:
     if any(not f.samples for f in facts) or not steps_s(facts):
         return None
     samples = sum(f.samples for f in facts)
-    return estimate([samples / s for s in even_s(facts)], "samples/s")
+    return estimate([samples / s for s in even_s(facts)], "samples/s", resamples=RESAMPLES)
 
 
 def part_s(facts: Facts, *kinds: str) -> float:
@@ -84,7 +86,31 @@ def in_turn(facts: Sequence[Facts], mode: str) -> Estimate | None:
     """How many times as fast, per sample: median over rounds of as it is / mode. None if it was not tried."""
     factor = facts[0].samples_factor.get(mode, 1.0)
     ratios = [factor * a / b for a, b in pairs_s(facts, mode) if b > 0]
-    return estimate(ratios, "x") if ratios else None
+    return of_ratios(ratios, looks(facts)) if ratios else None
+
+
+def looks(facts: Sequence[Facts]) -> int:
+    """How many intervals are looked at: of each counterfactual, and of which rank is late."""
+    return max(len(facts[0].turns_s) - 1, 0) + len(facts)
+
+
+def of_ratios(ratios: Sequence[float], looks: int) -> Estimate:
+    """Median, with an interval that holds together with those of all other `looks` in 95 % of runs.
+
+    Of twenty plain intervals one misses, and a healthy training would be accused every other time. So this one is as
+    wide as Student's t makes that of the mean logarithm at 1 - 0.05 / looks (Bonferroni), and no narrower than the
+    plain one.
+    """
+    plain = estimate(ratios, "x", resamples=RESAMPLES)
+    if len(ratios) < 2:
+        return plain
+    from scipy.special import stdtrit  # imported late: it takes half a second
+
+    logs = [math.log(r) for r in ratios]
+    half = float(stdtrit(len(logs) - 1, 1 - 0.025 / looks)) * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.fmean(logs)
+    low, high = min(plain.low, math.exp(mean - half)), max(plain.high, math.exp(min(mean + half, 50.0)))
+    return Estimate(plain.value, low, high, plain.n, "x")
 
 
 def without(steps: Sequence[float], parts: Sequence[float]) -> Estimate | None:
@@ -93,18 +119,16 @@ def without(steps: Sequence[float], parts: Sequence[float]) -> Estimate | None:
     Steps are drawn with their parts, so that a part that few steps have gets the wide interval that it deserves.
     None if there is no step, or nothing would be left of one.
     """
-    pairs = [(s, min(p, 0.99 * s)) for s, p in zip(steps, parts, strict=False) if s > 0]
+    pairs = [(s, s - min(p, 0.99 * s)) for s, p in zip(steps, parts, strict=False) if s > 0]
     if not pairs:
         return None
-    draw = random.Random(0)
-    drawn = sorted(_ratio_of_sums(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
-    low, high = drawn[round(0.025 * RESAMPLES)], drawn[round(0.975 * RESAMPLES) - 1]
-    value = _ratio_of_sums(pairs)
-    return Estimate(value, min(low, value), max(high, value), len(pairs), "x")
+    import numpy as np
 
-
-def _ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:
-    return sum(s for s, _ in pairs) / sum(s - p for s, p in pairs)
+    both = np.array(pairs)  # (steps, 2): as it is, without
+    drawn = both[np.random.default_rng(0).integers(len(both), size=(RESAMPLES, len(both)))].sum(1)
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
+    value = float(both[:, 0].sum() / both[:, 1].sum())
+    return Estimate(value, min(float(low), value), max(float(high), value), len(pairs), "x")
 
 
 def from_parts(facts: Sequence[Facts], *kinds: str) -> tuple[Estimate | None, Facts]:
@@ -119,9 +143,9 @@ def enough(bound: Estimate | None) -> bool:
     return bound is not None and bound.n >= fewest()
 
 
-def standing(bound: Estimate) -> str:
+def standing(bound: Estimate, worth: float = WORTH) -> str:
     """ "gain", "fine" (too little to gain) or "unclear" (this run cannot tell)."""
-    if enough(bound) and bound.low > 1 and bound.value >= WORTH:
+    if enough(bound) and bound.low > 1 and bound.value >= worth:
         return "gain"
     return "fine" if enough(bound) and bound.high < FINE else "unclear"
 
@@ -136,7 +160,7 @@ def growth(series: Sequence[float], unit: str) -> Estimate | None:
         return None
     tail = series[len(series) - size * BLOCKS :]
     medians = [statistics.median(tail[i : i + size]) for i in range(0, len(tail), size)]
-    return estimate([(b - a) / size for a, b in itertools.pairwise(medians)], unit)
+    return estimate([(b - a) / size for a, b in itertools.pairwise(medians)], unit, resamples=RESAMPLES)
 
 
 @dataclass(frozen=True)

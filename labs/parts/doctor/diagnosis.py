@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 IN_TURN, FROM_PARTS, BY_READING = "measured in turn", "from the step's parts", "by reading"
 MOSTLY_FIXED = 0.75
 """Batches are tiny if at least this share of a step is paid whatever their size is."""
-OWN_CODE = 1.15
+OWN, OWN_CODE = ("prepare", "rest"), 1.15
 """The loss and zero_grad are the script's own code, too: only more than this is told."""
 BUSY_PERCENT = 70
 """Of the time a GPU has work, or Python is too slow for it."""
@@ -80,7 +80,7 @@ def line_of(finding: Finding) -> str:
 def _all(facts: Sequence[Facts]) -> Iterator[Finding]:
     named = set()
     for cause, bound, by, of in _judged(facts):
-        if standing(bound) == "gain" and cause.name not in named:
+        if _standing(bound, by) == "gain" and cause.name not in named:
             named.add(cause.name)
             yield _finding(cause, bound, by, facts, of)
     yield from _straggler(facts)
@@ -102,6 +102,10 @@ def _judged(facts: Sequence[Facts]) -> Iterator[tuple[Cause, Estimate, str, Fact
             yield cause, parted, FROM_PARTS, most
         elif bound is not None:
             yield cause, bound, IN_TURN, most
+
+
+def _standing(bound: Estimate, by: str) -> str:
+    return standing(bound, bounds.WORTH_BY_PARTS if by == FROM_PARTS else bounds.WORTH)
 
 
 def _now_and_then(cause: Cause, facts: Facts) -> bool:
@@ -253,8 +257,8 @@ def lateness(facts: Sequence[Facts]) -> Late | None:
                for k in facts[slow].spans_s}  # fmt: skip
     return Late(
         facts[slow], statistics.median(mine), statistics.median(others),
-        estimate([a / b for a, b in zip(mine, others, strict=True) if b > 0] or [1.0], "x"),
-        estimate(gains or [1.0], "x"), IN_TURN if own.in_turn else FROM_PARTS,
+        bounds.of_ratios([a / b for a, b in zip(mine, others, strict=True) if b > 0] or [1.0], bounds.looks(facts)),
+        bounds.of_ratios(gains or [1.0], bounds.looks(facts)), IN_TURN if own.in_turn else FROM_PARTS,
         max(differs, key=differs.__getitem__, default="rest"),
     )  # fmt: skip
 
@@ -272,18 +276,21 @@ def _straggler(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _own_code(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """The script's own lines before the first forward and after it: what they do, the doctor does not know."""
-    bound, most = bounds.from_parts(facts, "prepare", "rest")
+    """The script's own lines before the first forward and after it: what they do, the doctor does not know.
+
+    Of several ranks, the one that has least of them: what another one has on top makes it a straggler.
+    """
+    least = min(facts, key=lambda f: part_s(f, *OWN))
+    bound, _ = bounds.from_parts([least], *OWN)
     if bound is None or standing(bound) != "gain" or bound.low < OWN_CODE:
         return
-    before, after = part_s(most, "prepare"), part_s(most, "rest")
-    noted = next((n for n in most.lines if n.kind in ("prepare", "rest") and n.line), None)
+    before, after = (part_s(least, kind) for kind in OWN)
+    noted = next((n for n in least.lines if n.kind in OWN and n.line), None)
     what = f"the script's own lines take {ms(before)} from one step to the next forward, {ms(after)} after it"
     what += f", of a step's {ms(step_s(facts))}; loss, zero_grad and batches that it makes itself are among them"
-    rank = f" (rank {most.rank})" if len(facts) > 1 else ""
     cure = "log, check and sort every 50 steps only, and keep nothing that grows"
     where = _place(noted) if noted else ""
-    yield Finding("own_code", what + rank, bound, where, cure, SECTIONS["own_code"], FROM_PARTS)
+    yield Finding("own_code", what, bound, where, cure, SECTIONS["own_code"], FROM_PARTS)
 
 
 def _growing(facts: Sequence[Facts]) -> Iterator[Finding]:
@@ -328,7 +335,7 @@ def _copies(facts: Sequence[Facts]) -> Iterator[Finding]:
     """Copies to the device, and what they would take from pinned memory."""
     bound, most = bounds.from_parts(facts, "copy")
     noted = next((n for n in most.lines if n.kind == "copy" and n.line), None)
-    if bound is not None and noted is not None and standing(bound) == "gain":
+    if bound is not None and noted is not None and _standing(bound, FROM_PARTS) == "gain":
         what = f"copies to the device take {ms(part_s(most, 'copy'))} of a step's {ms(step_s(facts))}"
         cure = "pin_memory=True, x.to(device, non_blocking=True), and no copy twice"
         yield Finding("copies", what, bound, _place(noted), cure, SECTIONS["copies"], FROM_PARTS)
@@ -338,7 +345,7 @@ def _copies(facts: Sequence[Facts]) -> Iterator[Finding]:
             continue
         saved = max(0.0, took["pageable"] - took["pinned"]) * f.micro_batches
         bound = bounds.without(bounds.steps_s(facts), [saved] * len(f.step_s))
-        if bound is not None and standing(bound) == "gain":
+        if bound is not None and _standing(bound, FROM_PARTS) == "gain":
             what = f"a batch takes {ms(took['pageable'])} to the device, from pinned memory {ms(took['pinned'])}"
             where = called(f.script, ["DataLoader"])
             yield Finding("pageable", what, bound, where, causes.PIN, SECTIONS["copies"], FROM_PARTS)
@@ -368,7 +375,8 @@ def _switched_on(facts: Sequence[Facts], named: set[str]) -> Iterator[Finding]:
 def _read(hit: Hit, lines: dict[str, str]) -> Finding:
     where = f"{os.path.basename(hit.file)}:{hit.line}"
     what = hit.why.strip().rstrip(".") + (f" (the line of {lines[where]} above)" if where in lines else "")
-    notebook = ", ".join(filter(None, (hit.notebook, getattr(hit, "section", ""))))
+    section = getattr(hit, "section", "")
+    notebook = hit.notebook + (f", section {section}" if hit.notebook and section else "")
     where = f"{where}  {hit.code.strip()}" if hit.line else os.path.basename(hit.file)
     return Finding(hit.rule, what, None, where, hit.cure, notebook, BY_READING, READING, str(hit.certainty))
 
@@ -384,7 +392,7 @@ def healthy(facts: list[Facts]) -> list[str]:
 
 def _healthy(facts: Sequence[Facts]) -> Iterator[str]:
     for cause, bound, by, _ in _judged(facts):
-        if standing(bound) == "fine":
+        if _standing(bound, by) == "fine":
             yield f"{cause.fine}: {_little(bound)}{', by arithmetic' if by == FROM_PARTS else ''}"
     late = lateness(facts)
     if late is not None and standing(late.bound) == "fine":
@@ -413,12 +421,12 @@ def unknown(facts: list[Facts]) -> list[str]:
     """What this run cannot tell, what was not tried and why, and what the doctor never sees."""
     seen = with_steps(facts)
     texts = [*(_unclear(seen) if seen else ()), *(text for f in facts for text in f.unseen), *_not_tried(facts)]
-    return list(dict.fromkeys([*texts, *causes.NEVER_SEEN]))
+    return list(dict.fromkeys([*texts, *(causes.NEVER_SEEN if seen else ())]))
 
 
 def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
     judged = list(_judged(facts))
-    clear = {cause.name for cause, bound, *_ in judged if standing(bound) != "unclear"}
+    clear = {cause.name for cause, bound, by, _ in judged if _standing(bound, by) != "unclear"}
     for cause, bound, by, _ in judged:
         if cause.name not in clear:
             yield f"{cause.fine}: {_cannot_tell(bound, by)}"

@@ -130,7 +130,7 @@ def _nothing_seen(report: Report) -> str:
     steps = max(f.steps for f in report.facts)
     how = "; ".join(dict.fromkeys(_rank_of(f, report.facts) + end_of(f) for f in report.facts))
     if steps:
-        told = f"{report.script}: {many(steps, 'step')} were seen, all of which warm up, then {how}."
+        told = f"{report.script} has not trained long enough: {how}, and the first ones only warm up."
         return f"{told} The doctor needs some 50 of them: let it train longer."
     return f"{report.script}: no step of an optimizer was seen: {how}."
 
@@ -144,7 +144,11 @@ def end_of(facts: Facts) -> str:
     text = ENDS.get(facts.ended, "all was measured").format(
         code=code, error=facts.error or "see its output", signal=name
     )
-    return text if facts.ended == "done" else f"{text} after {many(facts.steps, 'step')}"
+    if facts.ended == "done":
+        return text
+    trying = f", while {facts.trying!r} was tried" if facts.trying else ""
+    after = f" after {many(facts.steps, 'step')}" if facts.steps else ""
+    return f"{text}{after}{trying}"
 
 
 def _rank_of(f: Facts, all_of: Sequence[Facts]) -> str:
@@ -153,12 +157,12 @@ def _rank_of(f: Facts, all_of: Sequence[Facts]) -> str:
 
 def hints(report: Report) -> list[str]:
     """What to do where nothing could be measured."""
-    if report.seen or any(f.ended == "error" for f in report.facts):
+    if report.seen or any(f.ended == "error" or f.steps for f in report.facts):
         return []
     return [
-        "a step is a call of an optimizer's step() (torch.optim): a training without one is not seen",
-        "ranks that the script starts itself (mp.spawn) are not seen: torchrun -m labs.doctor train.py",
-        "slow to begin? --patience S waits longer for the first step",
+        "A step is a call of an optimizer's step(), of torch.optim: a training without one is not seen.",
+        "Ranks that the script starts itself (mp.spawn) are not seen: torchrun --nproc-per-node n -m labs.doctor ...",
+        "Where the first step comes late, --patience S waits longer for it.",
     ]
 
 
@@ -239,8 +243,9 @@ def method(report: Report) -> str:
     place = ", ".join(filter(None, (place, gpus, many(p.get("cores") or 0, "core"), f"torch {p.get('torch', '?')}")))
     return (
         f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. A bound is the median over rounds of "
-        "as it is / counterfactual, [95 % interval]: what a perfect cure gives, and the most that yours can give. "
-        f"Bounds do not add up. {place}, {str(p.get('utc', ''))[:16].replace('T', ' ')} UTC."
+        "as it is / counterfactual: what a perfect cure gives, and the most that yours can give. All their intervals "
+        f"together hold the truth in 95 % of runs. Bounds do not add up. {place}, "
+        f"{str(p.get('utc', ''))[:16].replace('T', ' ')} UTC."
     )
 
 
@@ -259,7 +264,9 @@ def _lines(report: Report) -> Iterator[str]:
         slowest = max(facts, key=lambda f: sum(f.step_s))
         yield from _heading(f"Where a step goes{f' (rank {slowest.rank})' if len(facts) > 1 else ''}")
         yield from _bars(slowest)
-        yield from _ranks(facts)
+        if rank_table(facts)[1]:
+            yield from _heading("The ranks differ")
+            yield from _ranks(facts)
     for kind, title in TITLES.items():
         found = report.of_kind(kind)
         if found:
@@ -279,7 +286,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 TITLES = {
-    HOLDS_BACK: "What holds it back, and how many times as fast it can be without it at most",
+    HOLDS_BACK: "What holds it back, and what a cure gives at most",
     OPTION: "What a healthy training may use, too",
     READING: "Read in the source, or seen and not priced",
 }
@@ -302,13 +309,18 @@ def _ranks(facts: Sequence[Facts]) -> Iterator[str]:
 
 
 def _entry(number: int, finding: Finding) -> Iterator[str]:
-    price = f"at most {finding.bound}, {finding.by}" if finding.bound else finding.certainty or finding.by
+    price = f"at most {finding.bound}, {finding.by}" if finding.bound else known(finding)
     notebook = f"; notebook {finding.notebook}" if finding.notebook else ""
     yield from wrapped(f"{number}. {finding.name}: {price}{notebook}", "  ", "     ")
     yield from wrapped(f"{capital(finding.what)}.", "     ")
     if finding.where:
         yield f"     {cut(finding.where, COLUMNS - 5)}"
     yield from _cure(finding.cure)
+
+
+def known(finding: Finding) -> str:
+    """How it is known, of one without a price."""
+    return f"{finding.by}: {finding.certainty}" if finding.certainty else f"{finding.by}, not priced"
 
 
 def _cure(cure: str) -> Iterator[str]:
@@ -350,7 +362,7 @@ def _bytes(n: float) -> str:
 def write_html(report: Report, path: Path) -> Path:
     """One file that loads nothing. OSError if it cannot be written."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"capital": capital}
+    environment.filters |= {"capital": capital, "known": known}
     facts = report.seen
     slowest = max(facts, key=lambda f: sum(f.step_s)) if facts else None
     rows = parts(slowest) if slowest else []
