@@ -119,6 +119,9 @@ def answer(report: Report) -> str:
     said = f"Nothing that was {looked} holds {report.script} back, as far as this run can show."
     if not tried:
         said += " No counterfactual was taken: this says little."
+    unpriced = next((f for f in causes if not f.bound), None)
+    if unpriced:
+        return f"{capital(unpriced.what)}: what that costs, this run cannot price."
     if options:
         said += f" It may become faster all the same: {options[0].name}, at most {options[0].bound} as fast."
     return said
@@ -220,7 +223,7 @@ def machine(facts: Sequence[Facts]) -> list[tuple[str, str]]:
         rows.append(("on its stream", ", ".join(f"{k} {ms(sum(s) / len(s))}" for k, s in f.device_s.items() if s)))
     if (cost := hooks_cost(f)) is not None:
         often = f"{f.cost.get('calls', 0):.0f} calls in a step"
-        rows.append(("the doctor's hooks", f"{100 * cost:.2g} % of a step ({often})"
+        rows.append(("the doctor's own cost", f"{100 * cost:.2g} % of a step ({often})"
                      + (": too much for parts to be exact" if cost > COST_SAID else "")))  # fmt: skip
     return rows
 
