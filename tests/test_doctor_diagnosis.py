@@ -13,6 +13,7 @@ from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, OPTION, READING
 from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, called, diagnose, healthy, unknown
 from labs.parts.doctor.facts import AS_IS, Line
 
+STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 MODES = dict.fromkeys((c.mode for c in CAUSES), STEP_S) | {"larger batch": 2 * STEP_S}
 
 
@@ -173,6 +174,18 @@ def test_without_a_counterfactual_the_straggler_is_who_waits_for_nobody():
     assert late.by == FROM_PARTS and "rank 1" in late.what
 
 
+def test_turns_that_noise_has_spoilt_give_way_to_parts():
+    facts = two_ranks()
+    for rank, f in enumerate(facts):
+        own = (0.03, 0.045)[rank]
+        f.turns_s["no exchange"] = [[own * x] for x in (6, 1, 1, 0.8, 1, 1.3, 1, 0.9)][:: 1 - 2 * rank]
+    [late] = [f for f in diagnose(facts) if f.name == "straggler"]
+    assert late.by == FROM_PARTS and late.bound.low <= 0.050 / 0.035 <= late.bound.high
+    spoilt = made(STARVED)
+    spoilt.turns_s["same batch again"] = [[0.025 * x] for x in (6, 1, 1, 0.8, 3, 1.3, 5, 0.9)]
+    assert [(f.name, f.by) for f in diagnose([spoilt])] == [("slow_loader", FROM_PARTS)]
+
+
 def test_on_a_gpu_the_hosts_clock_names_no_straggler():
     facts = two_ranks()
     for f in facts:
@@ -276,8 +289,6 @@ def test_no_facts_no_steps_nothing():
 
 
 # Before and after
-
-STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 
 
 def _report(facts, **provenance):

@@ -16,6 +16,8 @@ from labs.parts.doctor.facts import AS_IS, KINDS, Facts
 
 WORTH = 1.05
 """A cure is told from so many times as fast on: less than that is nobody's afternoon."""
+WORTH_INSTEAD = 1.20
+"""A bound by arithmetic that stands in for one that noise has made useless."""
 WORTH_BY_PARTS = 1.10
 """By arithmetic a part is worth more than in truth: what waits for it may wait for something else then."""
 FINE = 1.10
@@ -192,14 +194,18 @@ class Own:
     """Measured without exchange; otherwise the sum of parts in which nobody waits."""
 
 
-def own_s(facts: Sequence[Facts]) -> Own | None:
-    """None for one rank, and on devices whose work the host's clock does not see."""
-    if len(facts) < 2:
-        return None
+def own_in_turn(facts: Sequence[Facts]) -> Own | None:
+    """None for one rank, and where nothing could be taken without exchange."""
     both = zip(rounds_s(facts, AS_IS), rounds_s(facts, NO_EXCHANGE), strict=False)
-    if rounds := [(max(a), b) for a, b in both if a and b]:
-        return Own([[b[rank] for _, b in rounds] for rank in range(len(facts))], [a for a, _ in rounds], True)
-    if facts[0].device != "cpu":
+    rounds = [(max(a), b) for a, b in both if a and b]
+    if len(facts) < 2 or not rounds:
+        return None
+    return Own([[b[rank] for _, b in rounds] for rank in range(len(facts))], [a for a, _ in rounds], True)
+
+
+def own_from_parts(facts: Sequence[Facts]) -> Own | None:
+    """None for one rank, and on devices whose work the host's clock does not see."""
+    if len(facts) < 2 or facts[0].device != "cpu":
         return None
     mine = [k for k in KINDS if k not in ("backward", "exchange", "synchronise")]
     job = steps_s(facts)

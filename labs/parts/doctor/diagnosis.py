@@ -103,7 +103,10 @@ def _judged(facts: Sequence[Facts]) -> Iterator[tuple[Cause, Estimate, str, Fact
     for cause in CAUSES:
         parted, most = bounds.from_parts(facts, *cause.parts) if cause.parts else (None, facts[0])
         bound = bounds.in_turn(facts, cause.mode)
-        if bounds.enough(bound) and not _now_and_then(cause, most):
+        noisy = parted is not None and bounds.enough(bound) and standing(bound) == "unclear"
+        if noisy and standing(parted, bounds.WORTH_INSTEAD) == "gain":
+            yield cause, parted, FROM_PARTS, most
+        elif bounds.enough(bound) and not _now_and_then(cause, most):
             yield cause, bound, IN_TURN, most
         elif parted is not None and part_s(most, *cause.parts):
             yield cause, parted, FROM_PARTS, most
@@ -251,8 +254,14 @@ class Late:
 
 
 def lateness(facts: Sequence[Facts]) -> Late | None:
-    """None where it cannot be told."""
-    own = bounds.own_s(facts)
+    """None where it cannot be told. From parts, where turns were too few or too noisy."""
+    in_turn, parts = (_late(facts, own) for own in (bounds.own_in_turn(facts), bounds.own_from_parts(facts)))
+    if in_turn is None or (standing(in_turn.bound) == "unclear" and parts is not None):
+        return parts
+    return in_turn
+
+
+def _late(facts: Sequence[Facts], own: bounds.Own | None) -> Late | None:
     if own is None:
         return None
     slow = max(range(len(facts)), key=lambda r: statistics.median(own.ranks[r]))
@@ -275,7 +284,8 @@ def _straggler(facts: Sequence[Facts]) -> Iterator[Finding]:
     if late is None or standing(late.bound) != "gain" or standing(late.ratio) != "gain":
         return
     rank, part = late.facts.rank, causes.PARTS[late.kind]
-    what = f"rank {rank} needs {ms(late.own_s)} for a step of its own, {late.ratio} the time of the next slowest"
+    needs = "for a step of its own" if late.by == IN_TURN else "of a step outside of backward and exchange"
+    what = f"rank {rank} needs {ms(late.own_s)} {needs}, {late.ratio} the time of the next slowest"
     what += f"; most of the difference is in: {part}"
     where = next((_place(n) for n in late.facts.lines if n.kind == late.kind and n.line), "")
     cure = f"find out what rank {rank} does that others do not: {part}"

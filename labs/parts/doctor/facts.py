@@ -111,8 +111,8 @@ class Facts:
     """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,
     find_unused_parameters, compiled, scaler: see hooks.describe."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (on a GPU of
-    its own memory, else of this process); growth (bytes per step), tensors_growth (per step)."""
+    """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
+    or of this process); growth (bytes per step), tensors_growth (per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
     """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w."""
     compiles: dict[str, Any] = field(default_factory=dict)
