@@ -154,7 +154,7 @@ def two_ranks(own=(0.030, 0.045), exchange_s=0.005):
 def test_a_straggler_is_named_by_rank_and_the_exchange_is_without_it():
     facts = two_ranks()
     late, exchange = diagnose(facts[::-1])[:2]
-    assert late.name == "straggler" and "rank 1 needs" in late.what.lower() and late.by == IN_TURN
+    assert late.name == "straggler" and "wait for rank 1: it needs" in late.what and late.by == IN_TURN
     assert late.bound.low <= 0.050 / 0.035 <= late.bound.high
     assert exchange.name == "exchange" and exchange.bound.low <= 0.050 / 0.045 <= exchange.bound.high
     exposed = estimate([a - b for a, b in bounds.pairs_s(facts, "no exchange")], "s")  # step - step without exchange
@@ -265,13 +265,28 @@ def test_the_line_is_that_of_the_noted_call_or_of_the_source(tmp_path):
     assert called(str(tmp_path / "none.py"), ["DataLoader"]) == ""
 
 
-def test_hits_follow_and_say_if_their_line_has_a_price():
-    hit = SimpleNamespace(rule="print_each_step", file="/x/train.py", line=4, code="  print(loss)", why="It waits.",
-                          cure="every 50", notebook="01", section="1", certainty="costs", source="")  # fmt: skip
+def hit(rule, line=4):
+    return SimpleNamespace(rule=rule, file="/x/train.py", line=line, code="  print(loss)", why="It waits.", source="",
+                           cure="every 50", notebook="01", section="1", certainty="costs")  # fmt: skip
+
+
+def test_hits_follow_with_what_was_measured_of_them():
     noted = Line("print", "print", "/x/train.py", 4, "print(loss)", 1.0, 9.0)
-    found = diagnose([made(modes={"no printing": 0.03}, lines=[noted])], [hit])
-    assert [f.name for f in found] == ["printing", "print_each_step"]
-    assert "the line of printing above" in found[1].what and found[1].certainty == "costs"
+    facts = made(modes={"no printing": 0.03, "same batch again": STEP_S, "fewer threads": 0.04}, lines=[noted])
+    facts.machine["threads"] = 8
+    rules = ["reads", "no-workers", "too-many-threads", "reads-each-step", "wrong"]
+    found = diagnose([facts], [hit(rule, 4 if rule == "reads" else 7) for rule in rules])
+    assert [f.name for f in found] == ["printing", "threads", *rules]
+    told = {f.name: f.what for f in found}
+    assert told["reads"] == "It waits (see printing above)" and told["wrong"] == "It waits"
+    assert told["no-workers"].startswith("It waits (measured: no difference")
+    assert told["too-many-threads"] == "It waits (see threads above)" and "not the CPU" in told["reads-each-step"]
+
+
+def test_what_is_seen_and_read_is_told_once():
+    facts = made()
+    facts.training["anomaly"] = True
+    assert [f.cure for f in diagnose([facts], [hit("anomaly")])] == ["every 50"]
 
 
 def test_the_loaders_cure_is_the_number_of_workers_that_was_fastest():

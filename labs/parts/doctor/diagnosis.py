@@ -64,9 +64,10 @@ def diagnose(facts: list[Facts], hits: Sequence[Hit] = ()) -> list[Finding]:
     """Of all ranks: what holds back and then options, each by the lower end of its bound; then what was read."""
     seen = with_steps(facts)
     found = list(_all(seen)) if seen else []
-    found.sort(key=_rank)
-    lines = {line_of(f): f.name for f in reversed(found) if f.where}
-    return found + [_read(hit, lines) for hit in hits]
+    rules = {hit.rule for hit in hits}
+    found = sorted((f for f in found if f.kind != READING or causes.SEEN.get(f.name) not in rules), key=_rank)
+    prices = _prices(seen, found) if seen else {}
+    return found + [_read(hit, prices, seen) for hit in hits]
 
 
 def _rank(finding: Finding) -> tuple[int, float, float]:
@@ -285,8 +286,8 @@ def _straggler(facts: Sequence[Facts]) -> Iterator[Finding]:
         return
     rank, part = late.facts.rank, causes.PARTS[late.kind]
     needs = "for a step of its own" if late.by == IN_TURN else "of a step outside of backward and exchange"
-    what = f"rank {rank} needs {ms(late.own_s)} {needs}, {late.ratio} the time of the next slowest"
-    what += f"; most of the difference is in: {part}"
+    what = f"the others wait for rank {rank}: it needs {ms(late.own_s)} {needs}, {late.ratio} the time of the next"
+    what += f", most of it more in: {part}"
     where = next((_place(n) for n in late.facts.lines if n.kind == late.kind and n.line), "")
     cure = f"find out what rank {rank} does that others do not: {part}"
     yield Finding("straggler", what, late.bound, where, cure, SECTIONS["straggler"], late.by)
@@ -406,9 +407,23 @@ def _switched_on(facts: Sequence[Facts], named: set[str]) -> Iterator[Finding]:
                       BY_READING, READING, RUNNING)  # fmt: skip
 
 
-def _read(hit: Hit, lines: dict[str, str]) -> Finding:
+def _prices(facts: Sequence[Facts], found: Sequence[Finding]) -> dict[str, str]:
+    """What was measured of a line ("file:line") or of what a rule is about (a mode), in words."""
+    words = {line_of(f): f"see {f.name} above" for f in reversed(found) if f.where}
+    for cause, bound, by, _ in _judged(facts):
+        if _standing(bound, by) == "fine":
+            words[cause.mode] = f"measured: {_little(bound, by)}"
+        elif priced := [f.name for f in found if f.bound == bound]:
+            words[cause.mode] = f"see {priced[0]} above"
+    return words
+
+
+def _read(hit: Hit, prices: dict[str, str], facts: Sequence[Facts]) -> Finding:
     where = f"{os.path.basename(hit.file)}:{hit.line}"
-    what = hit.why.strip().rstrip(".") + (f" (the line of {lines[where]} above)" if where in lines else "")
+    price = prices.get(where) or prices.get(causes.RULES.get(hit.rule, ""))
+    if not price and facts and facts[0].device == "cpu" and hit.rule in causes.FOR_GPUS:
+        price = "it costs a GPU time, and not the CPU that this ran on"
+    what = hit.why.strip().rstrip(".") + (f" ({price})" if price else "")
     section = getattr(hit, "section", "")
     notebook = hit.notebook + (f", section {section}" if hit.notebook and section else "")
     where = f"{where}  {hit.code.strip()}" if hit.line else os.path.basename(hit.file)
@@ -427,7 +442,7 @@ def healthy(facts: list[Facts]) -> list[str]:
 def _healthy(facts: Sequence[Facts]) -> Iterator[str]:
     for cause, bound, by, _ in _judged(facts):
         if _standing(bound, by) == "fine":
-            yield f"{cause.mode}: {_little(bound)}{', by arithmetic' if by == FROM_PARTS else ''}"
+            yield f"{cause.mode}: {_little(bound, by)}"
     late = lateness(facts)
     if late is not None and standing(late.bound) == "fine":
         yield f"ranks: the slowest takes {late.ratio} the time of the next one for a step of its own"
@@ -447,7 +462,9 @@ def _healthy(facts: Sequence[Facts]) -> Iterator[str]:
         yield f"the doctor's own cost: {100 * cost:.2g} % of a step"
 
 
-def _little(bound: Estimate) -> str:
+def _little(bound: Estimate, by: str) -> str:
+    if by == FROM_PARTS:
+        return f"at most {bound} as fast, by arithmetic"
     if bound.low <= 1 <= bound.high:
         return f"no difference that this run can show ({bound})"
     return f"at most {bound} as fast" if bound.value > 1 else f"slower ({bound})"
