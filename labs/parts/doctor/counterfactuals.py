@@ -146,6 +146,8 @@ class Threads(Counterfactual):
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         if facts.device == "cuda":
             return "the model is on a GPU"
+        if facts.training["compiled"]:
+            return "the model would be compiled anew"
         have, share = hooks.torch.get_num_threads(), fair_threads(facts.local_ranks, self.fewer)
         self.share = share
         if self.fewer:

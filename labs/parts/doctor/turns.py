@@ -92,6 +92,7 @@ def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence
         yield from _InTurn(hooks, facts, ranks, seconds).all(modes)
     except Apart as e:
         facts.unseen.append(f"counterfactuals: {e}")
+    ranks.part()
     facts.stage = "done"
 
 
@@ -105,7 +106,7 @@ def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
     graphs, quiet = -1, 0
     for _ in range(MOST_WARM_UP):
         yield
-        quiet = quiet + 1 if compiled_graphs() == graphs and hooks.called else 0
+        quiet = quiet + 1 if compiled_graphs() == graphs and (hooks.called or not hooks.looking) else 0
         graphs = compiled_graphs()
         if all(ranks.each_says(quiet >= WARM_UP - 1)):
             return
