@@ -287,7 +287,7 @@ def _straggler(facts: Sequence[Facts]) -> Iterator[Finding]:
     rank, part = late.facts.rank, causes.PARTS[late.kind]
     needs = "for a step of its own" if late.by == IN_TURN else "of a step outside of backward and exchange"
     what = f"the others wait for rank {rank}: it needs {ms(late.own_s)} {needs}, {late.ratio} the time of the next"
-    what += f", most of it more in: {part}"
+    what += f"; what takes it longer is {part}"
     where = next((_place(n) for n in late.facts.lines if n.kind == late.kind and n.line), "")
     cure = f"find out what rank {rank} does that others do not: {part}"
     yield Finding("straggler", what, late.bound, where, cure, SECTIONS["straggler"], late.by)
