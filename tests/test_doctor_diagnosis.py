@@ -10,7 +10,7 @@ from doctor_facts import STEP_S, WELL, made
 from labs.kit.measure import Estimate, estimate
 from labs.parts.doctor import bounds, compare
 from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, OPTION, READING
-from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, called, diagnose, healthy, unknown
+from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, called, diagnose, healthy, memory_growth, unknown
 from labs.parts.doctor.facts import AS_IS, Line
 
 STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
@@ -211,6 +211,13 @@ def test_memory_that_settles_jumps_or_trembles_does_not_grow(series):
     assert not diagnose([facts])
 
 
+def test_memory_whose_growth_is_unsteady_is_judged_by_what_is_certain():
+    facts = made()
+    grown = [0, 1e6, 1.0001e6, 3e6, 3.0001e6, 3.0002e6, 4e6]  # after each block of steps
+    facts.memory |= {"each_step": [3e8 + grown[i // 4] for i in range(28)], "free": 8e9}
+    assert memory_growth(facts).low > 0 and not diagnose([facts])
+
+
 def test_memory_that_grows_is_told_with_its_rate():
     facts = made(noise=0.0)
     facts.memory["each_step"] = _series(1e5, 2e4)
@@ -223,7 +230,7 @@ def test_memory_that_grows_is_told_with_its_rate():
     facts.memory["free"] = 1e9  # bytes
     assert "full after 1e+04 steps" in diagnose([facts])[0].what
     facts.memory["free"] = 1e12
-    assert not diagnose([facts]) and any("grows by very little" in text for text in healthy([facts]))
+    assert not diagnose([facts]) and any("it lasts for a million steps" in text for text in healthy([facts]))
 
 
 def test_recompiles_are_told_only_if_they_were_seen():
@@ -243,6 +250,9 @@ def test_what_is_switched_on_and_could_not_be_priced_is_read():
     assert [(f.name, f.kind, f.bound) for f in diagnose([facts])] == [
         ("anomaly", READING, None), ("float64", READING, None),
     ]  # fmt: skip
+    noisy = made(modes={"no anomaly detection": STEP_S}, noise=0.4)
+    noisy.training["anomaly"] = True
+    assert [f.name for f in diagnose([noisy])] == ["anomaly"]
     priced = made(modes={"no anomaly detection": STEP_S})
     priced.training["anomaly"] = True
     assert not diagnose([priced])  # it is on, and costs nothing

@@ -84,6 +84,15 @@ def test_a_run_without_steps_says_how_it_ended(ended, tmp_path):
     assert "Where a step goes" not in path.read_text("utf-8")
 
 
+def test_what_is_wrong_in_the_source_is_told_at_the_top_even_if_nothing_ran():
+    wrong = SimpleNamespace(rule="x", file="/x/train.py", line=3, code="y", why="z", notebook="01", section="1",
+                            cure="", certainty="wrong", source="")  # fmt: skip
+    for facts in ([made()], [Facts("/x/train.py", ["/x/train.py"], ended="exit", exit_code=3)]):
+        lines = report.page(report.make(facts, [wrong])).splitlines()
+        assert any("wrong, see below: train.py:3" in line for line in lines[:4])
+        assert "Cure: none is known" in "\n".join(lines)
+
+
 def test_no_rank_left_anything():
     assert "No rank has left anything" in report.page(report.make([]))
 

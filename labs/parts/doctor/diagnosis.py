@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from labs.parts.doctor.rules import Hit
 
 IN_TURN, FROM_PARTS, BY_READING = "measured in turn", "from the step's parts", "by reading"
-MOSTLY_FIXED = 0.75
-"""Batches are tiny if at least this share of a step is paid whatever their size is."""
+MOSTLY_FIXED, CERTAINLY_FIXED = 0.75, 0.5
+"""Batches are tiny if this share of a step is paid whatever their size is, by its value and by its lower end."""
 OWN, OWN_CODE = ("prepare", "rest"), 1.15
 """The loss and zero_grad are the script's own code, too: only more than this is told."""
 BUSY_PERCENT = 70
@@ -149,7 +149,10 @@ def _named(cause: Cause, bound: Estimate, facts: Facts) -> tuple[str, str, str]:
 
 def _mostly_fixed(bound: Estimate, factor: float) -> bool:
     """t(k B) = fixed + k rest: per sample that is k / (k - share (k - 1)) times as fast, share being fixed / t(B)."""
-    return factor > 1 and (factor - factor / bound.low) / (factor - 1) >= MOSTLY_FIXED
+    if factor <= 1:
+        return False
+    share, certain = ((factor - factor / gain) / (factor - 1) for gain in (bound.value, bound.low))
+    return share >= MOSTLY_FIXED and certain >= CERTAINLY_FIXED
 
 
 def oversubscribed(facts: Facts) -> bool:
@@ -325,14 +328,15 @@ def own_lines_s(facts: Facts) -> tuple[list[float], bool]:
 def _growing(facts: Sequence[Facts]) -> Iterator[Finding]:
     """Memory that grows: of the first rank that shows it."""
     for f in facts:
-        grows, last = memory_growth(f), steps_until_full(f)
-        if not bounds.enough(grows) or grows.low <= 0 or LONG_TRAINING < last < math.inf:
+        grows = memory_growth(f)
+        if not bounds.enough(grows) or grows.low <= 0 or steps_until_full(f, grows.low) > LONG_TRAINING:
             continue
+        last = steps_until_full(f, grows.value)
         what = f"{f'rank {f.rank}: ' if len(facts) > 1 else ''}memory grows by {grows} with each step"
         longer = bounds.growth(f.step_s, "s")
         if bounds.enough(longer) and longer.low > 0:
             what += f", and each step takes {ms(longer.value)} longer than the one before"
-        what += f"; what is free is full after {last:,.2g} steps" if math.isfinite(last) else ""
+        what += f"; what is free now is full after {last:,.2g} steps" if last else ""
         cure = "keep numbers, not tensors (loss.item(), every 50 steps), and not those of all steps"
         yield Finding("growing", what, None, "", cure, SECTIONS["growing"], FROM_PARTS)
         return
@@ -343,10 +347,9 @@ def memory_growth(facts: Facts) -> Estimate | None:
     return bounds.growth(facts.memory.get("each_step", []), "B")
 
 
-def steps_until_full(facts: Facts) -> float:
-    """Steps after which memory that grows like this has taken all that was free; infinite if that is not known."""
-    grows, free = memory_growth(facts), facts.memory.get("free")
-    return free / grows.value if free and grows is not None and grows.value > 0 else math.inf
+def steps_until_full(facts: Facts, growth: float) -> float:
+    """Steps after which memory that grows by so many bytes in each has taken all that is free; 0 if that is unknown."""
+    return facts.memory.get("free", 0) / growth if growth > 0 else math.inf
 
 
 def _recompiles(facts: Sequence[Facts]) -> Iterator[Finding]:
@@ -394,9 +397,9 @@ def _switched_on(facts: Sequence[Facts], named: set[str]) -> Iterator[Finding]:
         "anomaly": f.training.get("anomaly"), "find_unused": f.training.get("find_unused_parameters"),
         "float64": "float64" in f.training.get("dtypes", ()), "threads": oversubscribed(f),
     }  # fmt: skip
-    tried = {cause.name for cause, bound, by, _ in _judged(facts) if by == IN_TURN and bounds.enough(bound)}
+    harmless = {cause.name for cause, bound, by, _ in _judged(facts) if _standing(bound, by) == "fine"}
     for cause in CAUSES:
-        if has.get(cause.name) and cause.name not in named | tried:
+        if has.get(cause.name) and cause.name not in named | harmless:
             named.add(cause.name)
             words = numbers(cause, facts, f)
             yield Finding(cause.name, cause.what.format(**words), None, _where(cause, f, words),
@@ -413,6 +416,8 @@ def _prices(facts: Sequence[Facts], found: Sequence[Finding]) -> dict[str, str]:
     for cause, bound, by, _ in _judged(facts):
         if _standing(bound, by) == "fine":
             words[cause.mode] = f"measured: {_little(bound, by)}"
+        elif _standing(bound, by) == "unclear":
+            words[cause.mode] = f"measured, but too much noise to tell: {bound}"
         elif priced := [f.name for f in found if f.bound == bound]:
             words[cause.mode] = f"see {priced[0]} above"
     return words
@@ -449,8 +454,8 @@ def _healthy(facts: Sequence[Facts]) -> Iterator[str]:
     grows = [memory_growth(f) for f in facts]
     if all(bounds.enough(g) for g in grows) and not list(_growing(facts)):
         most = max(grows, key=lambda g: g.value)
-        little = "no growth that this run can show" if most.low <= 0 else "it grows by very little"
-        yield f"memory: {little} ({most} per step)"
+        little = "no growth that this run can show" if most.low <= 0 else "it lasts for a million steps, it seems"
+        yield f"memory: {little} (growth {most} per step)"
     if all(f.training.get("compiled") and not f.compiles.get("in_steps") for f in facts):
         yield "torch.compile: no graph was made after the warm-up"
     f = facts[0]
@@ -498,7 +503,7 @@ def _cannot_tell(bound: Estimate, by: str) -> str:
     if not bounds.enough(bound):
         return f"{count(bound.n, 'round' if by == IN_TURN else 'step')} are too few for an interval"
     if by == FROM_PARTS:
-        return "too rare in these steps to say what it costs (--steps 200 tells)"
+        return "too rare or too unsteady in these steps to say what it costs (--steps 200 tells)"
     return "no difference that this run can show, but too much noise to call it none (--seconds 200 tells more)"
 
 

@@ -173,15 +173,17 @@ def hints(report: Report) -> list[str]:
 
 
 def summary(report: Report) -> list[str]:
-    """Lines about the step as a whole, how it was run and how that ended."""
+    """Lines about the step as a whole, how it was run and how that ended, and what spoils results."""
     facts = report.seen
+    wrong = [line_of(f) for f in report.findings if f.certainty == "wrong"]
+    wrong = [f"Read in the source and wrong, see below: {', '.join(dict.fromkeys(wrong))}."] if wrong else []
     if not facts:
-        return hints(report)
+        return wrong + hints(report)
     f, rate = facts[0], bounds.samples_per_s(facts)
     step = estimate(bounds.steps_s(facts), "s")
     where = f.device_name or f.device
-    lines = [f"A step takes {step}{f', that is {rate}' if rate else '; its samples could not be counted'}; "
-             f"{many(f.ranks, 'rank')} on {where}."]  # fmt: skip
+    rates = f", that is {rate}" if rate else "; its samples could not be counted"
+    lines = [f"A step takes {step}{rates}; {many(f.ranks, 'rank')} on {where}.", *wrong]
     low, _, high = statistics.quantiles(bounds.even_s(facts), n=4) if len(f.step_s) > 1 else (step.value,) * 3
     if high - low > SCATTER * step.value:
         lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}: other programs on this machine, "
