@@ -45,7 +45,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 true = types.SimpleNamespace(open_file=io.open, FileIO=io.FileIO, **{
     name: getattr(os, name)
     for name in (*READS, *CHANGES, "open", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink",
-                 "listdir", "scandir", "chdir", "getcwd", "getcwdb", "system", "makedirs") if hasattr(os, name)
+                 "listdir", "scandir", "chdir", "getcwd", "getcwdb", "system") if hasattr(os, name)
 })  # fmt: skip
 """Python's own functions. Those of os.path call what is replaced, so that none of them is used here but for names."""
 
@@ -70,7 +70,7 @@ class Scratch:
         self.gone = os.path.join(self.folder, "gone")
         """For each true folder of which something was removed, a folder that holds these names."""
         for path in (self.written, self.gone):
-            true.makedirs(path, exist_ok=True)
+            _make_folders(path)
         self.untouched = (*UNTOUCHED, os.path.dirname(self.folder))
         self._folders: dict[str, str] = {}
         self._told: set[str] = set()
@@ -169,7 +169,7 @@ class Scratch:
         self._folders.clear()
         if self._lexists(place):
             folder, name = os.path.split(place)
-            true.makedirs(self._gone_of(folder), exist_ok=True)
+            _make_folders(self._gone_of(folder))
             os.close(true.open(os.path.join(self._gone_of(folder), name), os.O_CREAT | os.O_WRONLY, 0o600))
 
     @staticmethod
@@ -189,8 +189,8 @@ class Scratch:
         place = self.place(path, dir_fd)
         place = self.followed(place) if follow else place
         found = self.at(place)
-        if found == place and dir_fd is None and not true.getcwd().startswith(self.written):
-            return path
+        if found == os.path.abspath(os.fsdecode(path)) and dir_fd is None and not true.getcwd().startswith(self.written):
+            return path  # no link has led elsewhere: the script's own words are as good
         return os.fsencode(found) if isinstance(path, bytes) else found
 
     def to_write(self, path: Any, dir_fd: int | None = None, *, keep: bool = True, follow: bool = True) -> Any:
@@ -218,7 +218,7 @@ class Scratch:
             return place
         folder = os.path.dirname(place)
         if self.kind(folder) == stat.S_IFDIR:
-            true.makedirs(self.written + folder, exist_ok=True)
+            _make_folders(self.written + folder)
         return self.written + place
 
     @staticmethod
@@ -239,6 +239,9 @@ class Scratch:
                 removed |= set(true.listdir(self._gone_of(place)))
             seen = [name for name in true.listdir(place) if name not in removed]
         return seen, written
+
+    def _is_full(self, place: str) -> bool:
+        return any(map(len, self.names(place)))
 
     def is_plain(self, place: str) -> bool:
         """Whether nothing of this folder was written or removed."""
@@ -310,7 +313,13 @@ class Scratch:
         self, function: Callable, follows: bool, path: Any = ".", *args: Any, dir_fd: Any = None, **kwargs: Any
     ) -> Any:
         follows = follows and kwargs.get("follow_symlinks", True)
-        return function(self.to_read(path, dir_fd, follow=follows), *args, **kwargs)
+        try:
+            found = self.to_read(path, dir_fd, follow=follows)
+        except OSError:  # links in a circle
+            if function is true.access:
+                return False
+            raise
+        return function(found, *args, **kwargs)
 
     def _changing(
         self, function: Callable, follows: bool, path: Any, *args: Any, dir_fd: Any = None, **kwargs: Any
@@ -322,7 +331,14 @@ class Scratch:
         """Built in."""
         if isinstance(file, int) or kwargs.get("opener") or len(args) > 5:
             return true.open_file(file, mode, *args, **kwargs)
-        return true.open_file(self._opened(file, mode), mode, *args, **kwargs)
+        found = self._opened(file, mode)
+        opened = true.open_file(found, mode, *args, **kwargs)
+        if found is not file:
+            raw = opened
+            while not isinstance(raw, true.FileIO):
+                raw = raw.buffer if hasattr(raw, "buffer") else raw.raw
+            raw.name = os.fspath(file)  # as the script knows it
+        return opened
 
     def _opened(self, file: Any, mode: str) -> Any:
         if not set(mode) & set("wax+"):
@@ -341,7 +357,8 @@ class Scratch:
             return true.open(self.to_read(path, dir_fd), flags, mode)
         exclusive = bool(flags & os.O_EXCL and flags & os.O_CREAT)
         self._refuse_if(path, dir_fd, exclusive=exclusive)
-        return true.open(self.to_write(path, dir_fd, keep=not flags & os.O_TRUNC), flags, mode)
+        anew = flags & os.O_TRUNC and flags & os.O_CREAT
+        return true.open(self.to_write(path, dir_fd, keep=not anew), flags, mode)
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         """Of os."""
@@ -357,7 +374,7 @@ class Scratch:
             return true.rmdir(place)
         if self.kind(place) != stat.S_IFDIR:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-        if any(map(len, self.names(place))):
+        if self._is_full(place):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         if self._lexists(self.written + place):
             true.rmdir(self.written + place)
@@ -385,11 +402,17 @@ class Scratch:
         old, new = self._there(src, src_dir_fd), self.place(dst, dst_dir_fd)
         if old == new:
             return
-        folder, onto_folder = self.kind(old) == stat.S_IFDIR, self.kind(new) == stat.S_IFDIR
-        if onto_folder and not folder:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), src, None, dst)
-        if onto_folder and any(map(len, self.names(new))):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), src, None, dst)
+        folder, onto = self.kind(old) == stat.S_IFDIR, self.kind(new)
+        wrong = (
+            errno.ENOENT if self.kind(os.path.dirname(new)) != stat.S_IFDIR
+            else errno.ENOTEMPTY if old.startswith(new + os.sep) or (folder and onto == stat.S_IFDIR and self._is_full(new))
+            else (errno.EINVAL if folder else errno.ENOTDIR) if new.startswith(old + os.sep)
+            else errno.EISDIR if onto == stat.S_IFDIR and not folder
+            else errno.ENOTDIR if onto not in (0, stat.S_IFDIR) and folder
+            else 0
+        )  # fmt: skip
+        if wrong:
+            raise OSError(wrong, os.strerror(wrong), src, None, dst)
         if self.is_untouched(old):
             return true.replace(old, self.new(new))
         if folder:
@@ -404,7 +427,7 @@ class Scratch:
 
     def _copy_tree(self, place: str) -> None:
         """All that the script sees below, in the scratch folder."""
-        true.makedirs(self.written + place, exist_ok=True)
+        _make_folders(self.written + place)
         for name in self.names(place)[0] + self.names(place)[1]:
             inner = os.path.join(place, name)
             if self.kind(inner) == stat.S_IFDIR:
@@ -421,8 +444,10 @@ class Scratch:
 
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
         """Of os. Of a true file a copy is made."""
-        self._refuse_if(dst, exclusive=True)
         old, new = self._there(src, None), self.new(self.place(dst))
+        self._refuse_if(dst, exclusive=True)
+        if self.kind(old) == stat.S_IFDIR:
+            true.link(true.getcwd(), new)  # raises what the system says
         if self.at(old) == old and not self.is_untouched(old):
             _copy(old, new)
         else:
@@ -554,6 +579,17 @@ class Entry:
             return stat.S_IFMT(self.stat(follow_symlinks=follow).st_mode) == kind
         except OSError:
             return False
+
+
+def _make_folders(path: str) -> None:
+    """Those that are not there. os.makedirs calls what is replaced."""
+    try:
+        true.mkdir(path)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        _make_folders(os.path.dirname(path))
+        _make_folders(path)
 
 
 def _copy(old: str, new: str) -> None:
