@@ -1,6 +1,5 @@
 """The doctor's scratch folder: a script sees what it writes as if it had written it, and its folder stays as it was."""
 
-import hashlib
 import os
 import subprocess
 import sys

@@ -142,6 +142,12 @@ class Patient:
         self.facts.wall_s = time.perf_counter() - self.begun
         self.facts.save(self.settings.facts_path)
 
+    def cannot_see(self, words: str) -> None:
+        """Told at once: what follows may end without a word."""
+        if os.getpid() == self.pid:
+            self.facts.unseen.append(words)
+            self.save()
+
     def end(self, how: str, code: int | None = None, error: str = "") -> None:
         """The first end is the one that counts; in this process, not in one that the script has forked."""
         if os.getpid() != self.pid or self.facts.ended != "running":
@@ -202,7 +208,7 @@ def main() -> None:
     builtins.__dict__.setdefault("exit", sys.exit)
     if settings.scratch:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # no file `core`
-        scratch.install(settings.scratch, patient.facts.unseen.append)
+        scratch.install(settings.scratch, patient.cannot_see)
     patient.run()
 
 
