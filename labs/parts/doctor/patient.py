@@ -167,6 +167,8 @@ class Patient:
             pass
         except SystemExit as e:
             code = as_main.exit_code(e)
+            if e.code is not None and not isinstance(e.code, int):
+                print(e.code, file=sys.stderr)  # as Python does
             self.end("exit", code)
         except BaseException as e:
             code = 1

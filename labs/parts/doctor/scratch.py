@@ -306,9 +306,9 @@ class Scratch:
             try:
                 return function(*args, **kwargs)
             except OSError as e:
-                for name in ("filename", "filename2"):
-                    if isinstance(getattr(e, name), str | bytes):
-                        setattr(e, name, self.seen(getattr(e, name)))
+                for name, path in zip(("filename", "filename2"), args, strict=False):
+                    if getattr(e, name) is not None and not isinstance(path, int):
+                        setattr(e, name, os.fspath(path))
                 raise
 
         return call

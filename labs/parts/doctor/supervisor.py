@@ -47,6 +47,8 @@ COME_S = 60.0
 """For the others' supervisors to begin."""
 MOST_OUTPUT = 64 << 20
 """Bytes of the script's output that are kept on the disk; of more, the end."""
+LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
+"""Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
 TAIL_BYTES, TAIL_LINES = 8192, 20
 
 
@@ -144,12 +146,13 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
     What has this mark in its environment is ended, and the folder removed, even if this process is killed.
     """
     where = os.path.realpath(tempfile.gettempdir())
+    where = where if len(os.fsencode(where)) <= LONGEST_PATH else "/tmp"
     if place.local_ranks == 1:
-        folder = Path(tempfile.mkdtemp(prefix="labs-doctor-", dir=where))
+        folder = Path(tempfile.mkdtemp(prefix="labs-", dir=where))
     else:
         names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
         key = uuid.uuid5(uuid.NAMESPACE_OID, "/".join([str(os.getppid()), *(os.environ.get(n, "") for n in names)]))
-        folder = Path(where, f"labs-doctor-{key.hex[:12]}")
+        folder = Path(where, f"labs-{key.hex[:12]}")
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise BadInput(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
@@ -190,9 +193,9 @@ class Run:
         return self
 
     def _start(self) -> None:
-        (self.folder / "tmp").mkdir(exist_ok=True)
+        (self.folder / "t").mkdir(exist_ok=True)
         self.progress = Progress(self.folder, self.place.rank)
-        env = {**os.environ, caretaker.MARK: self.mark, "TMPDIR": str(self.folder / "tmp")}
+        env = {**os.environ, caretaker.MARK: self.mark, "TMPDIR": str(self.folder / "t")}
         if self.settings.scratch:
             env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python writes __pycache__ below all that could be replaced
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does: -W, -O, -X, ...
