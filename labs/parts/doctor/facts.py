@@ -22,15 +22,16 @@ class Line:
     """A line of the script, or of what it imports from its folder, that waits, prints, saves or copies."""
 
     kind: str
-    """"synchronise", "print", "save", "copy" or "exchange"."""
+    """ "synchronise", "print", "save", "copy" or "exchange"; of lines seen by sampling "prepare", "loss" (in "rest",
+    before the first backward) or "rest"."""
     what: str
-    """The call: "item", "print", ..."""
+    """The call: "item", "print", ...; "" by sampling."""
     file: str
     line: int
     code: str
     """The line itself, without spaces around it."""
     calls: float
-    """Per step."""
+    """Per step; 0 by sampling."""
     ms: float
     """Per step, on the host."""
 
@@ -92,17 +93,28 @@ class Facts:
     loader: Loader | None = None
 
     turns_s: dict[str, list[list[float]]] = field(default_factory=dict)
-    """By mode ("as it is" and each counterfactual): one list per round, of steps taken in turn with the others."""
+    """By mode ("as it is" and each counterfactual): one list per round, with the mean step of its turn, taken in turn
+    with the others; an empty list in rounds in which it had no turn. Parts of `rare` are not in it."""
+    rare: list[str] = field(default_factory=list)
+    """Of "evaluation", "save", "print": what some steps have and others have not."""
+    trying: str = ""
+    """A counterfactual that the script may not survive, while it is tried."""
     samples_factor: dict[str, float] = field(default_factory=dict)
     """By mode: samples in one of its steps, in those of a step as it is. 1 if missing."""
     not_tried: dict[str, str] = field(default_factory=dict)
     """By mode: why it was not tried."""
 
+    loader_s: dict[str, list[float]] = field(default_factory=dict)
+    """By number of workers: time per batch of the training's DataLoader alone, as fast as it can; one per round."""
+    copy_s: dict[str, list[float]] = field(default_factory=dict)
+    """On a GPU, "pageable" and "pinned": copying a batch to it, in turn."""
+
     training: dict[str, Any] = field(default_factory=dict)
     """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,
     find_unused_parameters, compiled, scaler: see hooks.describe."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """parameters, gradients, optimizer (bytes); peak (bytes); growth (bytes per step), tensors_growth (per step)."""
+    """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
+    or of this process); growth (bytes per step), tensors_growth (per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
     """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w."""
     compiles: dict[str, Any] = field(default_factory=dict)

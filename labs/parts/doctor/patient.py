@@ -18,7 +18,7 @@ import time
 import traceback
 import typing
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from labs.kit import as_main
@@ -55,7 +55,7 @@ class Settings:
     steps: int = 30
     seconds: float = 40.0
     modes: tuple[str, ...] | None = None
-    """Counterfactuals to try, by name; None: all."""
+    """Counterfactuals to try, by name; None: all but those that take long ("compiled")."""
     parent: int = 0
     """The doctor, with which the patient ends; 0: it does not."""
 
@@ -69,6 +69,11 @@ class Settings:
     def facts_path(self) -> Path:
         """Where the rank's facts are."""
         return Path(self.folder, f"facts-{self.rank}.json")
+
+    @property
+    def ended_path(self) -> Path:
+        """There as soon as the rank's script has ended, however long it takes to leave."""
+        return Path(self.folder, f"ended-{self.rank}")
 
     @property
     def stack_path(self) -> Path:
@@ -115,7 +120,7 @@ class Patient:
         self.hooks.install()
         self.facts.cost["call_s"] = price_of_a_call()
         wanted = self.settings.modes
-        modes = [mode for name, mode in MODES.items() if wanted is None or name in wanted]
+        modes = [mode for name, mode in MODES.items() if (not mode.on_request if wanted is None else name in wanted)]
         self.plan = plan(self.hooks, self.facts, self.settings.steps, self.settings.seconds, modes)
         next(self.plan)
 
@@ -123,7 +128,9 @@ class Patient:
         """At the end of each step, within the script."""
         self.facts.steps += 1
         self.progress.steps = self.facts.steps
-        before = self.facts.stage
+        if self.facts.stage == "as it is":
+            state.each_step(self.hooks, self.facts)
+        before = self.facts.stage, self.facts.trying
         try:
             self.plan.send(spans)
         except StopIteration:
@@ -133,14 +140,19 @@ class Patient:
             if self.stops > STOPS:
                 self.leave_at_once(0)
             raise Enough from None
-        if self.facts.stage != before:
+        if self.facts.stage != before[0]:
             state.note(self.hooks, self.facts, self.facts.stage)
+        if (self.facts.stage, self.facts.trying) != before:
             self.save()
 
     def save(self) -> None:
         """What is known so far."""
-        self.facts.wall_s = time.perf_counter() - self.begun
-        self.facts.save(self.settings.facts_path)
+        facts = self.facts
+        facts.wall_s = time.perf_counter() - self.begun
+        if facts.trying and facts.ended == "running":
+            # It may end this process in any way: then this is what there is
+            facts = _given_up(facts, "the script did not get through it")
+        facts.save(self.settings.facts_path)
 
     def cannot_see(self, words: str) -> None:
         """Told at once: what follows may end without a word."""
@@ -152,8 +164,12 @@ class Patient:
         """The first end is the one that counts; in this process, not in one that the script has forked."""
         if os.getpid() != self.pid or self.facts.ended != "running":
             return
-        self.facts.ended, self.facts.exit_code, self.facts.error = how, code, error
+        if self.facts.trying and code:  # it would not have ended by itself
+            self.facts = _given_up(self.facts, f"the script fails with it: {error or f'exit code {code}'}")
+        else:
+            self.facts.ended, self.facts.exit_code, self.facts.error = how, code, error
         self.save()
+        self.settings.ended_path.touch()
 
     def run(self) -> typing.NoReturn:
         """Become the script, up to its end; then leave without what Python tidies up: threads may never end."""
@@ -172,9 +188,11 @@ class Patient:
             self.end("exit", code)
         except BaseException as e:
             code = 1
-            own = as_main.of_script(e.__traceback__, self.settings.argv[0])
-            traceback.print_exception(type(e), e, own)
+            if not self.facts.trying:  # else it is no error of the script
+                traceback.print_exception(type(e), e, as_main.of_script(e.__traceback__, self.settings.argv[0]))
             self.end("error", code, _told(e, self.settings.argv[0]))
+        if self.facts.ended == "done":
+            code = 0
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # closed by the script
                 stream.flush()
@@ -183,6 +201,13 @@ class Patient:
     def _leave(self, code: int) -> typing.NoReturn:
         self.end("exit", code)
         self.leave_at_once(code)
+
+
+def _given_up(facts: Facts, why: str) -> Facts:
+    """As if it had not been tried."""
+    turns = {name: of for name, of in facts.turns_s.items() if name != facts.trying}
+    not_tried = facts.not_tried | {facts.trying: why}
+    return replace(facts, ended="done", turns_s=turns, not_tried=not_tried, trying="")
 
 
 def _told(error: BaseException, script: str) -> str:

@@ -229,7 +229,7 @@ class Run:
                 steps, moved = self.progress.steps, now
             if self.stop.by:
                 self.why = f"stopped by {self.stop.by}"
-            elif self._ended_before(now - LEAVE_S):
+            elif self._ended_before(LEAVE_S):
                 self.why = "all was measured, but it did not end"
             elif now - moved > self.order.patience_s:
                 stands = self._stack()
@@ -239,13 +239,12 @@ class Run:
             if self.why:
                 return
 
-    def _ended_before(self, when: float) -> bool:
+    def _ended_before(self, seconds: float) -> bool:
         """Whether the patient has said so long ago that the script has ended."""
         try:
-            age = time.time() - self.settings.facts_path.stat().st_mtime
+            return time.time() - self.settings.ended_path.stat().st_mtime > seconds
         except OSError:
             return False
-        return time.monotonic() - age < when and load(self.settings.facts_path).ended != "running"
 
     def _another_ended(self, seconds: float) -> int | None:
         """The place of a rank of this machine that ended so long ago."""
@@ -291,8 +290,10 @@ class Run:
         except (OSError, ValueError):
             facts = Facts(argv[0], argv, place.rank, place.ranks, place.local_ranks)
         facts.steps = max(facts.steps, self.progress.steps)
-        if facts.ended == "running":
-            facts.ended = "silent" if self.why.startswith("no step") else "killed"
+        silent = self.why.startswith("no step")
+        cut_short = self.why and not silent and not self.settings.ended_path.exists()
+        if facts.ended == "running" or cut_short:  # while it tries something risky, its facts are those of an end
+            facts.ended = "silent" if silent else "killed"
             facts.exit_code, facts.error = self.process.returncode, self.why or _death(self.process.returncode)
             facts.wall_s = time.monotonic() - self.begun
         if facts.ended not in ("done", "script ended"):
