@@ -21,7 +21,6 @@ Under torchrun one rank of each machine tells of all ranks on it, further machin
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -31,9 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labs.kit.cli import closed_pipe_is_no_error, fail
-from labs.kit.errors import BadInput, did_you_mean, require
+from labs.kit.errors import BadInput, did_you_mean, naming, require
 from labs.parts.doctor import supervisor
-from labs.parts.doctor.counterfactuals import MODES
 from labs.parts.doctor.facts import Facts
 from labs.parts.doctor.supervisor import Order, Place
 
@@ -57,7 +55,6 @@ def options(args: list[str]) -> Wanted:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.error = _refuse
-    known = ", ".join(MODES)
     add = parser.add_argument
     add("--steps", type=int, default=30, help="that are looked at as they are (default 30)")
     add("--seconds", type=float, default=40.0, help="for counterfactuals, on top (default 40; 0: none)")
@@ -66,7 +63,12 @@ def options(args: list[str]) -> Wanted:
     add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before the cure")
     add("--let-it-write", action="store_true", help="files where the script wants them, not in a scratch folder")
     add("--show-output", action="store_true", help="print what the script prints")
-    add("--only", action="append", metavar="NAME", help=f"try this counterfactual; may be repeated. One of: {known}")
+    add(
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="try this counterfactual alone; may be repeated. A wrong name lists them",
+    )
     add("--without", action="append", metavar="NAME", help="do not try this one; may be repeated")
     add("script", type=Path, help="the training, run as `python train.py` would")
     add("args", nargs=argparse.REMAINDER, help="its own")
@@ -106,19 +108,23 @@ def _check_out(out: Path) -> None:
 
 
 def _check_report(path: Path) -> None:
-    try:
-        json.loads(path.read_bytes())
-    except OSError as e:
-        raise BadInput(f"--compare: cannot read {path} ({e.strerror})") from None
-    except ValueError:
-        raise BadInput(f"--compare: {path} is no report.json of the doctor's") from None
+    from labs.parts.doctor import report  # imports torch
+
+    with naming("--compare"):
+        report.load(path)
 
 
-def _modes(only: Sequence[str], without: Sequence[str]) -> tuple[str, ...]:
+def _modes(only: Sequence[str], without: Sequence[str]) -> tuple[str, ...] | None:
+    """Names of counterfactuals; None: all but those that take long."""
+    if not only and not without:
+        return None
+    from labs.parts.doctor.counterfactuals import MODES  # imports torch
+
     for name in (*only, *without):
         require(name in MODES, f"there is no counterfactual {name!r}: {did_you_mean(name, MODES)}"
                                f"there are {', '.join(MODES)}")  # fmt: skip
-    return tuple(name for name in MODES if (not only or name in only) and name not in without)
+    wanted = only or [name for name, mode in MODES.items() if not mode.on_request]
+    return tuple(name for name in MODES if name in wanted and name not in without)
 
 
 def _refuse(message: str) -> typing.NoReturn:

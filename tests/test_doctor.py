@@ -17,6 +17,7 @@ from labs import doctor
 from labs.kit.errors import BadInput
 from labs.parts.doctor import facts as doctor_facts
 from labs.parts.doctor import supervisor
+from labs.parts.doctor.counterfactuals import MODES
 from labs.parts.doctor.supervisor import Place
 
 pytestmark = pytest.mark.timeout(300)
@@ -114,6 +115,8 @@ def run(start):
 
 
 EVERYTHING = """
+import sys
+assert "torch" not in sys.modules  # what it sets in the environment before counts
 import argparse, os, sys, threading, types
 from pathlib import Path
 import torch
@@ -421,8 +424,8 @@ def test_a_rank_that_fails_is_told_with_the_other(run, end):
         ("--patience nan train.py", "--patience must be a number of seconds from 1 on, not nan"),
         ("--out train.py train.py", "--out train.py is not a folder"),
         ("--out train.py/x train.py", "--out: {here}/train.py is not a folder"),
-        ("--compare none.json train.py", "--compare: cannot read none.json (No such file or directory)"),
-        ("--compare train.py train.py", "--compare: train.py is no report.json of the doctor's"),
+        ("--compare none.json train.py", "--compare: none.json cannot be read (No such file or directory)"),
+        ("--compare train.py train.py", "--compare: train.py"),
         ("--only same train.py", "there is no counterfactual 'same': "),
         ("--stepz 3 train.py", "unrecognized arguments: --stepz"),
         ("hidden/train.py", "{here}/hidden/labs.py has the name of the doctor's own package: rename it"),
@@ -453,12 +456,18 @@ def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):
     Path("train.py").touch()
     wanted = doctor.options(["--steps", "3", "train.py", "--steps", "x", "--help", "--", "-v"])
     assert wanted.order.argv == ["train.py", "--steps", "x", "--help", "--", "-v"] and wanted.order.steps == 3
-    every = set(doctor.MODES)
-    assert set(wanted.order.modes) == every
-    name = sorted(every)[0]
-    assert doctor.options(["--only", name, "train.py"]).order.modes == (name,)
-    assert set(doctor.options(["--without", name, "train.py"]).order.modes) == every - {name}
+    assert wanted.order.modes is None
     assert doctor.options(["--seconds", "0", "train.py"]).order.modes == ()
+    usual = [name for name, mode in MODES.items() if not mode.on_request]
+    name = usual[0]
+    assert doctor.options(["--only", name, "--only", "compiled", "train.py"]).order.modes == (name, "compiled")
+    assert doctor.options(["--without", name, "train.py"]).order.modes == tuple(usual[1:])
+
+
+def test_the_command_waits_for_no_torch():
+    """Of each rank there is one such process beside the script's."""
+    code = "import sys, labs.doctor; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=new_environment(), check=True)
 
 
 def test_where_a_process_stands_is_read_from_its_main_thread():
@@ -481,7 +490,6 @@ Current thread 0x2 (most recent call first):
 
 
 def test_the_page_is_printed_and_the_report_is_written(tmp_path):
-    pytest.importorskip("labs.parts.doctor.report")
     (tmp_path / "train.py").write_text(TRAINING + "train()")
     env = new_environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
     command = [sys.executable, "-B", "-m", "labs.doctor", "--steps", "10", "--seconds", "1", "train.py"]

@@ -23,11 +23,9 @@ from pathlib import Path
 
 from labs.kit import as_main
 from labs.kit.guardian import end_with_parent
-from labs.parts.doctor import scratch, state
+from labs.parts.doctor import scratch
 from labs.parts.doctor.after_import import after_import
 from labs.parts.doctor.facts import Facts
-from labs.parts.doctor.hooks import Hooks
-from labs.parts.doctor.turns import plan, price_of_a_call
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Has the patient write where its threads stand. No script uses the last one; macOS has none."""
@@ -114,8 +112,13 @@ class Patient:
 
     def watch(self) -> None:
         """From the moment that the script has torch."""
-        from labs.parts.doctor.counterfactuals import MODES  # found through `labs`, which is loaded: not by sys.path
+        # Not before: some import torch. They are found through `labs`, which is loaded, not by sys.path.
+        from labs.parts.doctor import state
+        from labs.parts.doctor.counterfactuals import MODES
+        from labs.parts.doctor.hooks import Hooks
+        from labs.parts.doctor.turns import plan, price_of_a_call
 
+        self.state = state
         self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
         self.hooks.install()
         self.facts.cost["call_s"] = price_of_a_call()
@@ -129,19 +132,19 @@ class Patient:
         self.facts.steps += 1
         self.progress.steps = self.facts.steps
         if self.facts.stage == "as it is":
-            state.each_step(self.hooks, self.facts)
+            self.state.each_step(self.hooks, self.facts)
         before = self.facts.stage, self.facts.trying
         try:
             self.plan.send(spans)
         except StopIteration:
             self.stops += 1
-            state.note(self.hooks, self.facts, "done")
+            self.state.note(self.hooks, self.facts, "done")
             self.end("done")
             if self.stops > STOPS:
                 self.leave_at_once(0)
             raise Enough from None
         if self.facts.stage != before[0]:
-            state.note(self.hooks, self.facts, self.facts.stage)
+            self.state.note(self.hooks, self.facts, self.facts.stage)
         if (self.facts.stage, self.facts.trying) != before:
             self.save()
 
