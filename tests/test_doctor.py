@@ -250,7 +250,7 @@ def test_a_script_that_ends_early_is_told_as_it_ended(run, name):
 def test_what_was_looked_at_before_an_error_is_told(run):
     done = run(TRAINING + "def at(number):\n    if number == 11: raise KeyError('x')\ntrain()")
     assert done.code == 0 and (done.facts.ended, done.facts.stage) == ("error", "as it is")
-    assert 0 < len(done.facts.step_s) < 8
+    assert 0 < len(done.facts.step_s) < 8 and done.facts.memory["peak"] > 0
 
 
 SILENT = {

@@ -171,6 +171,9 @@ class Patient:
             self.facts = _given_up(self.facts, f"the script fails with it: {error or f'exit code {code}'}")
         else:
             self.facts.ended, self.facts.exit_code, self.facts.error = how, code, error
+        if self.facts.stage == "as it is" and self.facts.step_s:
+            with suppress(Exception):  # the script has failed, perhaps in torch: what is known is told all the same
+                self.state.note(self.hooks, self.facts, "cut short")
         self.save()
         self.settings.ended_path.touch()
 
