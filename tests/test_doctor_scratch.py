@@ -241,7 +241,7 @@ def test_programs_that_the_script_starts_are_told(both):
 def test_reading_a_dataset_s_files_costs_little(tmp_path):
     """Less than a tenth of what decoding an image of 100 kB takes; ten times what is usual fails."""
     code = """
-    import os, time, io
+    import os, time
     names = [os.path.abspath(f"data/{n}") for n in range(200)]
     os.makedirs("data")
     for name in names:

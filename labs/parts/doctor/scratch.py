@@ -72,7 +72,9 @@ class Scratch:
         for path in (self.written, self.gone):
             _make_folders(path)
         self.untouched = (*UNTOUCHED, os.path.dirname(self.folder))
+        self._below = tuple(path + "/" for path in self.untouched)
         self._folders: dict[str, str] = {}
+        self._gone_in: dict[str, str] = {}
         self._told: set[str] = set()
         self.undo = ExitStack()
 
@@ -114,17 +116,23 @@ class Scratch:
 
     def followed(self, place: str) -> str:
         """The place that links lead to."""
+        return self._found(place)[0]
+
+    def _found(self, place: str) -> tuple[str, str]:
+        """The place that links lead to, and where it truly is."""
         for _ in range(MOST_LINKS):
-            target = self._link(place)
-            if target is None:
-                return place
+            at = self.at(place)
+            try:
+                target = true.readlink(at)
+            except OSError:
+                return place, at
             folder, last = os.path.split(os.path.normpath(os.path.join(os.path.dirname(place), self.seen(target))))
             place = os.path.join(self._folder(folder), last)
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), place)
 
     def is_untouched(self, place: str) -> bool:
         """Whether the script may write there."""
-        return any(place == path or place.startswith(path + "/") for path in self.untouched)
+        return place.startswith(self._below) or place in self.untouched
 
     def at(self, place: str) -> str:
         """Where it truly is. A name in the scratch folder that is not there, if it was removed."""
@@ -153,13 +161,15 @@ class Scratch:
             return 0
 
     def _gone_of(self, folder: str) -> str:
-        return os.path.join(self.gone, hashlib.sha1(os.fsencode(folder)).hexdigest())
+        if folder not in self._gone_in:
+            self._gone_in[folder] = os.path.join(self.gone, hashlib.sha1(os.fsencode(folder)).hexdigest())
+        return self._gone_in[folder]
 
     def is_gone(self, place: str) -> bool:
         """Whether the script has removed what is truly there."""
         folder, name = os.path.split(place)
         try:
-            true.lstat(os.path.join(self._gone_of(folder), name))
+            true.lstat(f"{self._gone_of(folder)}/{name}")
         except OSError:
             return False
         return True
@@ -187,13 +197,11 @@ class Scratch:
         if not self._is_name(path):
             return path
         place = self.place(path, dir_fd)
-        place = self.followed(place) if follow else place
-        found = self.at(place)
-        if (
-            found == os.path.abspath(os.fsdecode(path))
-            and dir_fd is None
-            and not true.getcwd().startswith(self.written)
-        ):
+        found = self._found(place)[1] if follow else self.at(place)
+        name = os.fsdecode(path)
+        if found == name:  # most often
+            return path
+        if dir_fd is None and found == os.path.abspath(name) and not true.getcwd().startswith(self.written):
             return path  # no link has led elsewhere: the script's own words are as good
         return os.fsencode(found) if isinstance(path, bytes) else found
 
