@@ -25,29 +25,21 @@ import stat
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 from unittest import mock
 
 from labs.parts.doctor.after_import import after_import
+from labs.parts.doctor.scratch_entries import Entries
 from labs.parts.doctor.scratch_libraries import TAUGHT
+from labs.parts.doctor.true_files import CHANGES, READS, copy, make_folders, true
 
 UNTOUCHED = ("/dev", "/proc", "/sys")
 MOST_LINKS = 40  # that lead to links, as in Linux
-READS = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr", "pathconf")
-"""Functions of os that look at a path, which comes first."""
-CHANGES = ("chmod", "chown", "lchown", "truncate", "utime", "setxattr", "removexattr", "mkfifo", "mknod")
-"""Functions of os that change a file in place, or make one."""
 OF_A_LINK = {"lstat", "readlink", "lchown"}
 """They look at a link itself, not at what it leads to."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-true = types.SimpleNamespace(open_file=io.open, FileIO=io.FileIO, **{
-    name: getattr(os, name)
-    for name in (*READS, *CHANGES, "open", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink",
-                 "listdir", "scandir", "chdir", "getcwd", "getcwdb", "system") if hasattr(os, name)
-})  # fmt: skip
-"""Python's own functions. Those of os.path call what is replaced, so that none of them is used here but for names."""
 
 
 def install(folder: str, tell: Callable[[str], None] = lambda words: None) -> Scratch:
@@ -70,7 +62,7 @@ class Scratch:
         self.gone = os.path.join(self.folder, "gone")
         """For each true folder of which something was removed, a folder that holds these names."""
         for path in (self.written, self.gone):
-            _make_folders(path)
+            make_folders(path)
         self.untouched = (*UNTOUCHED, os.path.dirname(self.folder))
         self._below = tuple(path + "/" for path in self.untouched)
         self._folders: dict[str, str] = {}
@@ -179,7 +171,7 @@ class Scratch:
         self._folders.clear()
         if self._lexists(place):
             folder, name = os.path.split(place)
-            _make_folders(self._gone_of(folder))
+            make_folders(self._gone_of(folder))
             os.close(true.open(os.path.join(self._gone_of(folder), name), os.O_CREAT | os.O_WRONLY, 0o600))
 
     @staticmethod
@@ -217,7 +209,7 @@ class Scratch:
         written = self.new(place)
         if kind == stat.S_IFREG and keep and not self._lexists(written):
             part = f"{written}.{os.getpid()}.part"  # two ranks may do so at once
-            _copy(place, part)
+            copy(place, part)
             true.replace(part, written)
         elif kind == stat.S_IFDIR:
             with suppress(FileExistsError):
@@ -230,7 +222,7 @@ class Scratch:
             return place
         folder = os.path.dirname(place)
         if self.kind(folder) == stat.S_IFDIR:
-            _make_folders(self.written + folder)
+            make_folders(self.written + folder)
         return self.written + place
 
     @staticmethod
@@ -433,20 +425,20 @@ class Scratch:
         if self._lexists(self.written + old):
             true.replace(self.written + old, self.new(new))
         else:
-            _copy(old, self.new(new))
+            copy(old, self.new(new))
         self._remove_tree(old)
 
     replace = rename
 
     def _copy_tree(self, place: str) -> None:
         """All that the script sees below, in the scratch folder."""
-        _make_folders(self.written + place)
+        make_folders(self.written + place)
         for name in self.names(place)[0] + self.names(place)[1]:
             inner = os.path.join(place, name)
             if self.kind(inner) == stat.S_IFDIR:
                 self._copy_tree(inner)
             elif self.at(inner) == inner:
-                _copy(inner, self.written + inner)
+                copy(inner, self.written + inner)
 
     def _remove_tree(self, place: str) -> None:
         """What is truly there, with all below, is seen no longer."""
@@ -462,7 +454,7 @@ class Scratch:
         if self.kind(old) == stat.S_IFDIR:
             true.link(true.getcwd(), new)  # raises what the system says
         if self.at(old) == old and not self.is_untouched(old):
-            _copy(old, new)
+            copy(old, new)
         else:
             true.link(self.at(old), new, **kwargs)
 
@@ -527,94 +519,6 @@ class Scratch:
         if name not in self._told:
             self._told.add(name)
             self.tell(f"it starts a program ({name}): what that one does and writes is not seen, and stays written")
-
-
-class Entries:
-    """What os.scandir gives: an iterator that can be closed."""
-
-    def __init__(self, scratch: Scratch, path: Any, place: str) -> None:
-        seen, written = scratch.names(place)
-        self._iterator = iter([Entry(scratch, path, place, name) for name in (*seen, *written)])
-
-    def __iter__(self) -> Iterator:
-        return self
-
-    def __next__(self) -> Entry:
-        return next(self._iterator)
-
-    def __enter__(self) -> Entries:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class Entry:
-    """What os.scandir gives of each: os.DirEntry cannot be made."""
-
-    def __init__(self, scratch: Scratch, path: Any, place: str, name: str) -> None:
-        self._scratch, self._place = scratch, os.path.join(place, name)
-        self.name = os.fsencode(name) if isinstance(path, bytes) else name
-        self.path = os.path.join(path, self.name)
-
-    def __fspath__(self) -> Any:
-        return self.path
-
-    def __repr__(self) -> str:
-        return f"<DirEntry {self.name!r}>"
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Of what the script sees there."""
-        place = self._scratch.followed(self._place) if follow_symlinks else self._place
-        return true.lstat(self._scratch.at(place))
-
-    def inode(self) -> int:
-        """Its number in its file system."""
-        return self.stat(follow_symlinks=False).st_ino
-
-    def is_symlink(self) -> bool:
-        """Whether it is one itself."""
-        return self._is(stat.S_IFLNK, False)
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """Or leads to one."""
-        return self._is(stat.S_IFDIR, follow_symlinks)
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """Or leads to one."""
-        return self._is(stat.S_IFREG, follow_symlinks)
-
-    def _is(self, kind: int, follow: bool) -> bool:
-        try:
-            return stat.S_IFMT(self.stat(follow_symlinks=follow).st_mode) == kind
-        except OSError:
-            return False
-
-
-def _make_folders(path: str) -> None:
-    """Those that are not there. os.makedirs calls what is replaced."""
-    try:
-        true.mkdir(path)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        _make_folders(os.path.dirname(path))
-        _make_folders(path)
-
-
-def _copy(old: str, new: str) -> None:
-    """With mode and times; a link as a link. With true functions alone."""
-    found = true.lstat(old)
-    if stat.S_ISLNK(found.st_mode):
-        true.symlink(true.readlink(old), new)
-        return
-    with true.open_file(old, "rb") as source, true.open_file(new, "wb") as target:
-        shutil.copyfileobj(source, target, 1 << 20)
-    true.chmod(new, stat.S_IMODE(found.st_mode) | stat.S_IWUSR)
-    true.utime(new, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def _file_io(scratch: Scratch) -> type:
