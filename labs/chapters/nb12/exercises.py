@@ -1,0 +1,10 @@
+"""Exercises of notebook 12; a file for each."""
+
+from __future__ import annotations
+
+from labs.chapters.nb12 import exercise_capstone
+from labs.kit.check import Exercise
+
+EXERCISES: dict[str, Exercise] = {
+    "12.1": exercise_capstone.EXERCISE,
+}
