@@ -90,11 +90,21 @@ class Facts:
     loader: Loader | None = None
 
     turns_s: dict[str, list[list[float]]] = field(default_factory=dict)
-    """By mode ("as it is" and each counterfactual): one list per round, of steps taken in turn with the others."""
+    """By mode ("as it is" and each counterfactual): one list per round, with the mean step of its turn, taken in turn
+    with the others; an empty list in rounds in which it had no turn. Parts of `rare` are not in it."""
+    rare: list[str] = field(default_factory=list)
+    """Of "evaluation", "save", "print": what some steps have and others have not."""
+    trying: str = ""
+    """A counterfactual that the script may not survive, while it is tried."""
     samples_factor: dict[str, float] = field(default_factory=dict)
     """By mode: samples in one of its steps, in those of a step as it is. 1 if missing."""
     not_tried: dict[str, str] = field(default_factory=dict)
     """By mode: why it was not tried."""
+
+    loader_s: dict[str, list[float]] = field(default_factory=dict)
+    """By number of workers: time per batch of the training's DataLoader alone, as fast as it can; one per round."""
+    copy_s: dict[str, list[float]] = field(default_factory=dict)
+    """On a GPU, "pageable" and "pinned": copying a batch to it, in turn."""
 
     training: dict[str, Any] = field(default_factory=dict)
     """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,

@@ -13,28 +13,33 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
+import itertools
 import linecache
 import os
 import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 from labs.parts.doctor.facts import KINDS, Facts, Line, Loader
 
-WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 COPIES = ("to", "cuda")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "barrier", "broadcast",
                "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "send", "recv",
                "all_gather_object", "broadcast_object_list", "gather_object")  # fmt: skip
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
-ON_DEVICE = {"forward", "backward", "optimizer", "exchange"}
+LOOKED_FOR = 6
+"""Steps after which no more is done to find out which modules the script calls."""
+GONE = 20
+"""Steps of other optimizers after which the one that ended a step is taken for gone."""
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
 
 
@@ -86,20 +91,36 @@ class Hooks:
         self.recording = False
         """Whether lines and device times are noted."""
         self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
-        self.backwards, self.samples = 0, 0
+        self.backwards = 0
+        """Backward passes in this step."""
+        self.loader_starts = 0
+        """Iterations over a training's DataLoader that began in this step."""
+        self.anomaly = False
+        """Whether autograd's anomaly detection was on in a backward pass."""
+        self.unused_seen = False
+        """Whether a step did not use all parameters of `watch_unused`."""
         self.optimizers: dict[int, Any] = {}
         self.roots: dict[int, Any] = {}
         """Outermost modules that hold parameters of an optimizer, by id."""
         self.called: set[int] = set()
         """Roots that were called with gradients."""
+        self.compiled: set[int] = set()
+        """Roots on which `module.compile()` was called."""
         self.precision: dict[str, str] = {}
         self.loader: Any = None
-        """The DataLoader that batches of the training came from."""
+        """The DataLoader that batches of the training came from; the last of them, if there are several."""
+        self.training: weakref.WeakSet = weakref.WeakSet()
+        """All DataLoaders of the training, and of the evaluation:"""
+        self.evaluating: weakref.WeakSet = weakref.WeakSet()
         self.device: Any = None
-        self.unseen: set[str] = set()
+        self.synchronised = True
+        """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
         self._own: dict[str, bool] = {}
+        self._looked, self._others = 0, 0
         self._boundary: int | None = None
-        self._last_loader: Any = None
+        self._fetched: list[weakref.ref] = []
+        self._in_batches, self._in_calls = 0, defaultdict(int)
+        self._to_be_used, self._used = 0, 0
         self._undo = ExitStack()
         self._events: list[tuple[str, Any, Any]] = []
         # What a counterfactual changes, for as long as it lasts
@@ -111,12 +132,21 @@ class Hooks:
         """Kinds that do nothing: "print", "save"."""
         self.around_forward: Callable[[], Any] = nullcontext
         """A context in which outermost modules are called."""
+        self.of_input: Callable[[Any], Any] | None = None
+        self.of_output: Callable[[Any], Any] | None = None
+        """What becomes of an outermost module's arguments and of its output."""
         self.instead: dict[int, Callable[..., Any]] = {}
         """By root: what is called in its place."""
         self.known_values = False
-        """A wait gives the value that the same line had before, at once."""
-        self._values: dict[tuple, Any] = {}
-        self._batch: Any = None
+        """A wait gives at once what the same line got in the last step that was noted; further calls of it wait."""
+        self.known_outputs = False
+        """A model that is called without gradients gives what it gave for an input of this shape; so do its data."""
+        self._values: dict[tuple, list[Any]] = {}
+        self._given: dict[tuple, int] = defaultdict(int)
+        self._outputs: dict[tuple, Any] = {}
+        self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._evaluated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._changed = False
 
     # Installing
 
@@ -131,10 +161,11 @@ class Hooks:
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._replace(torch.autograd, "backward", self._backward)
+        self._replace(torch.autograd, "grad", self._backward)
         for name in WAITS:
             self._replace(torch.Tensor, name, self._waiting)
         for name in COPIES:
-            self._replace(torch.Tensor, name, functools.partial(self._noted, "copy"))
+            self._replace(torch.Tensor, name, self._copying)
         if torch.cuda.is_available():  # asks the driver, and makes no context
             self._replace(torch.cuda, "synchronize", functools.partial(self._noted, "synchronise"))
         if dist.is_available():
@@ -145,12 +176,14 @@ class Hooks:
         self._replace(builtins, "print", functools.partial(self._mutable, "print"))
         self._replace(DataLoader, "__iter__", self._iterating)
         self._replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
+        os.register_at_fork(after_in_child=self._forked)
 
     def remove(self) -> None:
         """All is as it was before."""
-        for module in self.roots.values():
-            module.__dict__.pop("_compiled_call_impl", None)
         self._undo.close()
+
+    def _forked(self) -> None:
+        self.spans.thread = -1  # a worker of a DataLoader: nothing of it is counted
 
     def _replace(self, owner: Any, name: str, by: Callable[[Callable], Callable]) -> None:
         original = getattr(owner, name)
@@ -202,12 +235,29 @@ class Hooks:
         noted = self._noted("synchronise", function)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.known_values or self._elsewhere() or self.spans.stack[-1] in OPAQUE:
+            if not (self.known_values or self.recording) or self._elsewhere() or self.spans.stack[-1] in OPAQUE:
+                return noted(tensor, *args, **kwargs)
+            if tensor.device.type == "cpu":  # its value is there
                 return noted(tensor, *args, **kwargs)
             key = (function.__name__, *self._line())
-            if key not in self._values:
-                self._values[key] = noted(tensor, *args, **kwargs)
-            return self._values[key]
+            place, known = self._given[key], self._values.setdefault(key, [])
+            self._given[key] += 1
+            if self.known_values and place < len(known):
+                return _own_copy(known[place])
+            value = noted(tensor, *args, **kwargs)
+            if self.recording:
+                known[place:] = [_own_copy(value)]
+            return value
+
+        return call
+
+    def _copying(self, function: Callable) -> Callable:
+        """To the host it is a wait as `.cpu()` is."""
+        copied, waited = self._noted("copy", function), self._waiting(function)
+
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            to_host = tensor.is_cuda and any(str(a) == "cpu" for a in (*args, *kwargs.values()))
+            return (waited if to_host else copied)(tensor, *args, **kwargs)
 
         return call
 
@@ -215,7 +265,8 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._elsewhere():
                 return function(*args, **kwargs)
-            self.backwards += 1
+            self.backwards += function.__name__ == "backward"
+            self.anomaly = self.anomaly or self.torch.is_anomaly_enabled()
             return self._on_device("backward", function, args, kwargs)
 
         return call
@@ -239,84 +290,171 @@ class Hooks:
         def call(loader: Any) -> Any:
             if self._elsewhere():
                 return function(loader)
+            if self.known_outputs and loader in self._evaluated:
+                batch, batches = self._evaluated[loader]
+                return itertools.repeat(batch, batches)
+            self.loader_starts += loader in self.training
             iterator = self._timed(self._kind_of(loader), function, (loader,), {})
-            iterator._doctor_loader = loader
+            iterator._doctor_loader, iterator._doctor_batches = loader, 0
             return iterator
 
         return call
 
     def _next(self, function: Callable) -> Callable:
         def call(iterator: Any) -> Any:
-            if self._elsewhere():
-                return function(iterator)
             loader = getattr(iterator, "_doctor_loader", None)
-            training = loader is not None and loader is self.loader
-            if training and self.same_batch and self._batch is not None:
-                batch = self._batch
-            else:
+            if loader is None or self._elsewhere():
+                return function(iterator)
+            again = self.same_batch and loader in self.training and self._again(loader)
+            if not again:
                 batch = self._timed(self._kind_of(loader), function, (iterator,), {})
-                self._last_loader = loader
-                if training:
-                    self._batch = batch
-            return self.of_batch(batch) if training and self.of_batch else batch
+                self._fetched = [*self._fetched[-7:], weakref.ref(loader)]
+                if loader in self.training:
+                    self._keep(loader, batch)
+                elif self.recording and loader in self.evaluating:
+                    iterator._doctor_batches += 1
+                    self._evaluated[loader] = batch, iterator._doctor_batches
+            else:
+                batch = again[0]
+            if loader is self.loader:
+                self._in_batches += length(batch, self.torch.Tensor)
+            return self.of_batch(batch) if self.of_batch and loader in self.training else batch
 
         return call
 
+    def _keep(self, loader: Any, batch: Any) -> None:
+        """For the same batch again. A script may write into a batch; then a copy of the next one is kept."""
+        before = self._batches.get(loader)
+        if before and not before[2] and not self.same_batch:
+            self._changed = self._changed or [t._version for t in _leaves(before[0], self.torch)] != before[1]
+        copied = self._changed and self.same_batch
+        kept = _mapped(self.torch.Tensor.clone, batch, self.torch) if copied else batch
+        self._batches[loader] = kept, [t._version for t in _leaves(kept, self.torch)], copied
+
+    def last_batch(self) -> Any:
+        """Of the training, as the DataLoader gave it; None if there is none."""
+        kept = self._batches.get(self.loader) if self.loader is not None else None
+        return kept[0] if kept else None
+
+    def _again(self, loader: Any) -> tuple[Any] | None:
+        """The batch before, in new lists and dicts: a script may take things out of them. None if it was changed."""
+        kept = self._batches.get(loader)
+        if kept is None or (self._changed and not kept[2]):
+            return None
+        own = self.torch.Tensor.clone if kept[2] else (lambda t: t)
+        return (_mapped(own, kept[0], self.torch),)
+
     def _kind_of(self, loader: Any) -> str:
-        return "data" if self.loader is None or loader is self.loader else "evaluation"
+        return "evaluation" if loader in self.evaluating else "data"
+
+    def _sort(self, training: bool) -> None:
+        """A model is called: what was fetched just before is data of the training, or of the evaluation."""
+        fetched = [one for one in (ref() for ref in self._fetched) if one is not None]
+        if not training:
+            self.evaluating.update(one for one in fetched if one not in self.training)
+            return
+        self._fetched = []
+        mine = [one for one in fetched if one not in self.evaluating] or fetched[-1:]
+        if mine:
+            self.training.update(mine)
+            self.evaluating -= self.training
+            self.loader = mine[-1]
 
     # Modules
 
-    def _adopt(self, modules: Iterator[Any]) -> None:
+    def _adopt(self, modules: Iterable[Any]) -> None:
         """Have these modules called through `_call_root`, which is what torch does with a module that is compiled."""
         for module in modules:
-            if id(module) not in self.roots:
-                self.roots[id(module)] = module
-                module._compiled_call_impl = functools.partial(self._call_root, module, module._compiled_call_impl)
+            if id(module) in self.roots:
+                continue
+            self.roots[id(module)] = module
+            before = module._compiled_call_impl
+            if before is not None:
+                self.compiled.add(id(module))
+            # Not by setattr: an OptimizedModule would hand it on to the module within
+            module.__dict__["_compiled_call_impl"] = functools.partial(self._call_root, module, before)
+            self._undo.callback(module.__dict__.__setitem__, "_compiled_call_impl", before)
 
     def _call_root(self, module: Any, compiled: Callable | None, *args: Any, **kwargs: Any) -> Any:
         function = compiled or module._call_impl
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
+        self._sort(self.torch.is_grad_enabled())
         if not self.torch.is_grad_enabled():
-            return self._timed("evaluation", function, args, kwargs)
+            return self._evaluate(module, function, args, kwargs)
         self._seen(module, args, kwargs)
+        if self.of_input:
+            args, kwargs = self.of_input((args, kwargs))
         with self.around_forward():
             output = self._on_device("forward", self.instead.get(id(module), function), args, kwargs)
         if self.spans.stack == ["prepare"]:
             self.spans.stack[0] = "rest"
+        return self.of_output(output) if self.of_output else output
+
+    def _evaluate(self, module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
+        if not (self.recording or self.known_outputs):
+            return self._timed("evaluation", function, args, kwargs)
+        key = (id(module), *(tuple(t.shape) for t in _leaves((args, kwargs), self.torch)))
+        if self.known_outputs and key in self._outputs:
+            return self._outputs[key]
+        output = self._timed("evaluation", function, args, kwargs)
+        self._outputs[key] = output
         return output
 
     def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
-        """At each call: how many samples. At the first one: loader, device, precision."""
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, self.torch.Tensor) and v.dim()]
-        self.samples += len(tensors[0]) if tensors else 0
+        """At each call: how many samples. At the first one: device, precision."""
+        self._in_calls[id(module)] += length((args, kwargs), self.torch.Tensor)
         if id(module) in self.called:
             return
         self.called.add(id(module))
-        if self.loader is None and self._last_loader is not None:
-            self.loader = self._last_loader
         first = next(module.parameters(), None)
         self.device = self.device or (None if first is None else first.device)
         kind = self.device.type if self.device is not None else "cpu"
-        self.precision["autocast"] = (
-            str(self.torch.get_autocast_dtype(kind)).removeprefix("torch.")
-            if self.torch.is_autocast_enabled(kind)
-            else ""
-        )
+        if self.torch.is_autocast_enabled(kind):
+            self.precision["autocast"] = str(self.torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+    def watch_unused(self, parameters: Iterable[Any]) -> None:
+        """From now on see whether each step's backward passes use all of them, on this rank."""
+
+        def used(parameter: Any) -> None:
+            self._used += 1
+
+        for parameter in parameters:
+            self._to_be_used += 1
+            self._undo.callback(parameter.register_post_accumulate_grad_hook(used).remove)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens within is not the script's: nothing of it is counted."""
+        thread, self.spans.thread = self.spans.thread, -1
+        try:
+            yield
+        finally:
+            self.spans.thread = thread
+
+    @property
+    def samples(self) -> int:
+        """Of this step so far: from its batches; without a DataLoader from the model that was given the most."""
+        return self._in_batches or max(self._in_calls.values(), default=0)
 
     def _discover(self) -> None:
-        """Outermost modules that hold parameters of the optimizers; once more below those that are never called."""
+        """Outermost modules that hold parameters of the optimizers; then what is below those that are not called."""
+        self._looked += 1
         mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
-        if not self.roots:
+        held = {id(p) for root in self.roots.values() for p in root.parameters()}
+        if mine - held:
             modules = [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
             modules = [m for m in modules if any(id(p) in mine for p in m.parameters())]
             inner = {id(c) for m in modules for c in m.modules() if c is not m}
             self._adopt(m for m in modules if id(m) not in inner)
-            return
+            self._fetched = []  # by calls that were not seen
+        within = {id(m) for key in self.called for m in self.roots[key].modules()}
         for key, module in list(self.roots.items()):
-            if key not in self.called:
+            if key not in within and self._looked > 1:
                 self._adopt(c for c in module.children() if any(id(p) in mine for p in c.parameters()))
+            wrapped = getattr(module, "module", None) if hasattr(module, "reducer") else None
+            if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
+                self._adopt([wrapped])  # DDP: evaluation calls what it wraps
 
     # Steps
 
@@ -332,20 +470,31 @@ class Hooks:
         if self._elsewhere():
             return
         self.spans.leave()
+        self._others = 0 if id(optimizer) == self._boundary else self._others + 1
+        if self._others > GONE * len(self.optimizers):
+            self._boundary, self._others = id(optimizer), 0
         if id(optimizer) != self._boundary:
             return
-        if self.device is not None and self.device.type == "cuda":
-            self.spans.enter("synchronise")
-            self.torch.cuda.synchronize(self.device)
-            self.spans.leave()
+        if self.synchronised:
+            self.synchronise()
         seconds = self.spans.cut()
-        if not self.called:
+        self.unused_seen = self.unused_seen or (self.recording and self._used < self._to_be_used)
+        if self._looked < LOOKED_FOR:
             self._discover()
         try:
             self.on_step(seconds)
         finally:
-            self.backwards = self.samples = 0
+            self.backwards = self.loader_starts = self._in_batches = self._used = 0
+            self._in_calls.clear()
+            self._given.clear()
             self.spans.restart()
+
+    def synchronise(self) -> None:
+        """Wait until the device has done what it was given so far."""
+        if self.device is not None and self.device.type == "cuda":
+            self.spans.enter("synchronise")
+            self.torch.cuda.synchronize(self.device)
+            self.spans.leave()
 
     def device_seconds(self) -> dict[str, float]:
         """Since it was asked last, by kind; after a synchronisation. Empty without a GPU."""
@@ -380,6 +529,29 @@ class Hooks:
         return sorted(found, key=lambda noted: -noted.ms)
 
 
+def length(batch: Any, tensor: type) -> int:
+    """Of the first tensor in it that has a dimension; 0 if there is none."""
+    if isinstance(batch, tensor):
+        return len(batch) if batch.dim() else 0
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return next((n for n in (length(value, tensor) for value in values) if n), 0)
+
+
+def _leaves(tree: Any, torch: Any) -> list[Any]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any, torch: Any) -> Any:
+    """The same structure of new lists, tuples and dicts, its tensors changed."""
+    return torch.utils._pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _own_copy(value: Any) -> Any:
+    """A tensor or array may be written into by whoever gets it."""
+    return value.copy() if hasattr(value, "__array__") and hasattr(value, "copy") else (
+        value.clone() if hasattr(value, "clone") else value)  # fmt: skip
+
+
 def describe(hooks: Hooks, facts: Facts) -> None:
     """Write into `facts` what the training consists of."""
     torch = hooks.torch
@@ -405,10 +577,11 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         "static_graph": any(getattr(m, "static_graph", False) for m in ddp),
         "data_parallel": any(isinstance(m, DataParallel) for m in modules),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
-        "compiled": any(type(m).__name__ == "OptimizedModule" for m in modules)
-        or any(m._compiled_call_impl.args[1] is not None for m in roots),
-        "anomaly": torch.is_anomaly_enabled(),
+        "compiled": bool(hooks.compiled) or any(type(m).__name__ == "OptimizedModule" for m in modules),
+        "anomaly": hooks.anomaly or torch.is_anomaly_enabled(),
     }
+    searching = [m for m in ddp if m.find_unused_parameters]
+    hooks.watch_unused(p for m in searching for p in m.parameters() if p.requires_grad)
     facts.device = hooks.device.type if hooks.device is not None else "cpu"
     if facts.device == "cuda":
         facts.device_name = torch.cuda.get_device_name(hooks.device)

@@ -18,7 +18,7 @@ import traceback
 import typing
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from labs.kit import as_main
@@ -48,7 +48,7 @@ class Settings:
     steps: int = 30
     seconds: float = 40.0
     modes: tuple[str, ...] | None = None
-    """Counterfactuals to try, by name; None: all."""
+    """Counterfactuals to try, by name; None: all but those that take long ("compiled")."""
 
     def save(self) -> Path:
         """As SETTINGS.json of the rank."""
@@ -130,7 +130,7 @@ class Patient:
         self.hooks.install()
         self.facts.cost["call_s"] = price_of_a_call()
         wanted = self.settings.modes
-        modes = [mode for name, mode in MODES.items() if wanted is None or name in wanted]
+        modes = [mode for name, mode in MODES.items() if (not mode.on_request if wanted is None else name in wanted)]
         self.plan = plan(self.hooks, self.facts, self.settings.steps, self.settings.seconds, modes)
         next(self.plan)
 
@@ -140,7 +140,7 @@ class Patient:
 
         self.facts.steps += 1
         self.progress.steps = self.facts.steps
-        before = self.facts.stage
+        before = self.facts.stage, self.facts.trying
         try:
             self.plan.send(spans)
         except StopIteration:
@@ -150,20 +150,28 @@ class Patient:
             if self.stops > STOPS:
                 self.leave_at_once(0)
             raise Enough from None
-        if self.facts.stage != before:
+        if self.facts.stage != before[0]:
             state.note(self.hooks, self.facts, self.facts.stage)
+        if (self.facts.stage, self.facts.trying) != before:
             self.save()
 
     def save(self) -> None:
         """What is known so far."""
-        self.facts.wall_s = time.perf_counter() - self.begun
-        self.facts.save(self.settings.facts_path)
+        facts = self.facts
+        facts.wall_s = time.perf_counter() - self.begun
+        if facts.trying and facts.ended == "running":
+            # It may end this process in any way: then this is what there is
+            facts = _given_up(facts, "the script did not get through it")
+        facts.save(self.settings.facts_path)
 
     def end(self, how: str, code: int | None = None, error: str = "") -> None:
         """The first end is the one that counts; in this process, not in one that the script has forked."""
         if os.getpid() != self.pid or self.facts.ended != "running":
             return
-        self.facts.ended, self.facts.exit_code, self.facts.error = how, code, error
+        if self.facts.trying and code:  # it would not have ended by itself
+            self.facts = _given_up(self.facts, f"the script fails with it: {error or f'exit code {code}'}")
+        else:
+            self.facts.ended, self.facts.exit_code, self.facts.error = how, code, error
         self.save()
 
     def run(self) -> typing.NoReturn:
@@ -181,9 +189,11 @@ class Patient:
             self.end("exit", code)
         except BaseException as e:
             code = 1
-            own = as_main.of_script(e.__traceback__, self.settings.argv[0])
-            traceback.print_exception(type(e), e, own)
+            if not self.facts.trying:  # else it is no error of the script
+                traceback.print_exception(type(e), e, as_main.of_script(e.__traceback__, self.settings.argv[0]))
             self.end("error", code, _told(e))
+        if self.facts.ended == "done":
+            code = 0
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # closed by the script
                 stream.flush()
@@ -192,6 +202,13 @@ class Patient:
     def _leave(self, code: int) -> typing.NoReturn:
         self.end("exit", code)
         self.leave_at_once(code)
+
+
+def _given_up(facts: Facts, why: str) -> Facts:
+    """As if it had not been tried."""
+    turns = {name: of for name, of in facts.turns_s.items() if name != facts.trying}
+    not_tried = facts.not_tried | {facts.trying: why}
+    return replace(facts, ended="done", turns_s=turns, not_tried=not_tried, trying="")
 
 
 def _told(error: BaseException) -> str:

@@ -2,28 +2,41 @@
 
 A counterfactual's steps stand beside steps as they are in each round, so that a noisy machine decides nothing. Before
 each of its turns model, optimizer and random state are copied, and put back after it: what the script trains goes on
-from steps as they are alone. All ranks do the same in the same step; rank 0 says how many rounds there are.
+from steps as they are alone, with other batches of its data. All ranks do the same in the same step: rank 0 says what.
+
+What the script may not survive comes last, one after the other: what was seen before is safe in the facts by then.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
+from labs.kit.measure import fewest
 from labs.parts.doctor.facts import AS_IS, Facts
 from labs.parts.doctor.hooks import Hooks
+from labs.parts.doctor.kept import Found, Kept
+from labs.parts.doctor.ranks import Apart, Ranks
 
 WARM_UP = 5
 MOST_WARM_UP = 40
 """While torch.compile goes on compiling."""
-LEAST_ROUNDS, MOST_ROUNDS = 6, 20
-STEPS_PER_TURN = 2
-STORE_KEY = "labs.doctor/rounds"
+LEAST_ROUNDS, MOST_ROUNDS = fewest(), 20
+TURN_S = 0.1
+"""A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)."""
+MOST_STEPS = 10
+OFTEN = 0.9
+"""What fewer steps have is `rare`."""
+TRIAL_SHARE = 0.2
+"""Of the time, for each trial beside the script's loop."""
+MUCH_SLOWER = 8.0
+"""A counterfactual that takes so many times a step as it is, in both of its first turns, has no third one."""
 Steps = Generator[None, dict[str, float], None]
 """Takes the next step, and is sent its seconds by kind."""
 
@@ -38,6 +51,10 @@ class Mode(Protocol):
     """Samples in one of its steps, in those of a step as it is."""
     needs_restore: bool
     """Whether its steps leave something else in model or optimizer than a step as it is would."""
+    risky: bool
+    """Whether a script may not survive it."""
+    on_request: bool
+    """Tried only if its name is given: it takes long."""
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         """Why it cannot be tried or would show nothing; "" if it can."""
@@ -49,14 +66,32 @@ class Mode(Protocol):
         """As it was before."""
 
 
-def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence[Mode]) -> Steps:
-    """All steps that are wanted, noted in `facts`. Ends when they are done."""
-    facts.stage = "warm-up"
-    yield from _warm_up(hooks, facts)
-    facts.stage = "as it is"
-    yield from _as_it_is(hooks, facts, steps)
-    facts.stage = "in turn"
-    yield from _in_turn(hooks, facts, seconds, modes)
+class Trial(Protocol):
+    """What cannot be changed within the script's loop: it is tried beside it, between two steps."""
+
+    name: str
+    on_request: bool
+
+    def why_not(self, hooks: Hooks, facts: Facts) -> str:
+        """As that of a Mode."""
+
+    def measure(self, hooks: Hooks, facts: Facts, seconds: float) -> None:
+        """Into `facts`, within the time."""
+
+
+def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence[Mode | Trial]) -> Steps:
+    """All steps that are wanted, noted in `facts`. Ends when they are done. `seconds`: for what is after `steps`."""
+    ranks = Ranks()
+    try:
+        facts.stage = "warm-up"
+        yield from _warm_up(hooks, ranks)
+        facts.stage = "as it is"
+        yield from _as_it_is(hooks, facts, steps)
+        facts.stage = "in turn"
+        yield  # what the process uses is looked at here, before anything is copied
+        yield from _InTurn(hooks, facts, ranks, seconds).all(modes)
+    except Apart as e:
+        facts.unseen.append(f"counterfactuals: {e}")
     facts.stage = "done"
 
 
@@ -66,19 +101,20 @@ def compiled_graphs() -> int:
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
-def _warm_up(hooks: Hooks, facts: Facts) -> Steps:
+def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
     graphs, quiet = -1, 0
     for _ in range(MOST_WARM_UP):
         yield
         quiet = quiet + 1 if compiled_graphs() == graphs and hooks.called else 0
         graphs = compiled_graphs()
-        if quiet >= WARM_UP - 1:
+        if all(ranks.each_says(quiet >= WARM_UP - 1)):
             return
 
 
 def _as_it_is(hooks: Hooks, facts: Facts, steps: int) -> Steps:
     """Where their time goes. What is noted for each line is that of these steps."""
     hooks.recording, hooks.spans.calls, graphs = True, 0, compiled_graphs()
+    backwards, samples = [], []
     for done in range(1, steps + 1):
         spans = yield
         facts.step_s.append(sum(spans.values()))
@@ -86,103 +122,177 @@ def _as_it_is(hooks: Hooks, facts: Facts, steps: int) -> Steps:
             facts.spans_s.setdefault(kind, []).append(s)
         for kind, s in hooks.device_seconds().items():
             facts.device_s.setdefault(kind, []).append(s)
-        facts.micro_batches, facts.samples = float(hooks.backwards), float(hooks.samples) or None
+        backwards.append(hooks.backwards), samples.append(hooks.samples)
+        facts.micro_batches, facts.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
         facts.lines = hooks.noted_lines(done)
         facts.cost["calls"] = hooks.spans.calls / done
     facts.compiles["in_steps"] = compiled_graphs() - graphs
+    facts.rare = [kind for kind in ("evaluation", "save", "print") if 0 < share_of_steps(facts, kind) < OFTEN]
     hooks.recording = False
 
 
-def _in_turn(hooks: Hooks, facts: Facts, seconds: float, modes: Sequence[Mode]) -> Steps:
-    tried = []
-    for mode in modes:
-        if why := mode.why_not(hooks, facts):
-            facts.not_tried[mode.name] = why
-        else:
-            tried.append(mode)
-            facts.samples_factor[mode.name] = mode.samples_factor
-    if not tried:
-        return
-    drain = _batches_ahead(facts)
-    step_s = statistics.median(facts.step_s)
-    round_steps = drain + STEPS_PER_TURN + sum(m.settle + STEPS_PER_TURN for m in tried)
-    rounds = agreed(min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds / (round_steps * step_s)))))
-    draw = random.Random(0)  # the same order on all ranks
-    for _ in range(rounds):
-        for mode in draw.sample([None, *tried], len(tried) + 1):
-            name = mode.name if mode else AS_IS
-            counted: list[float] = []
-            facts.turns_s.setdefault(name, []).append(counted)
-            with _entered(mode, hooks):
-                for number in range((mode.settle if mode else drain) + STEPS_PER_TURN):
+def share_of_steps(facts: Facts, kind: str) -> float:
+    """How many of the steps as they are have a part of this kind."""
+    seen = facts.spans_s.get(kind, [])
+    return sum(s > 0 for s in seen) / len(seen) if seen else 0.0
+
+
+class _InTurn:
+    """Rounds of turns, within a time."""
+
+    def __init__(self, hooks: Hooks, facts: Facts, ranks: Ranks, seconds: float) -> None:
+        self.hooks, self.facts, self.ranks = hooks, facts, ranks
+        self.ends, self.seconds = time.perf_counter() + seconds, seconds
+        self.kept: Kept | None = None
+        """Copies, as long as they are those of the last step as it is."""
+        self.found: Found | None = None
+        self.step_s, self.steps, self.settle, self.drain = json.loads(ranks.first_says(json.dumps(self._lengths())))
+
+    def _lengths(self) -> tuple[float, int, int, int]:
+        """A step in s; steps of a turn that count, and before them; steps after one that took no batches."""
+        step_s, loader = statistics.median(self.facts.step_s), self.facts.loader
+        waits = statistics.fmean(self.facts.spans_s.get("data", [0.0])) > 0.02 * step_s
+        steps = max(1, min(MOST_STEPS, round(TURN_S / step_s)))
+        if loader and loader.workers and waits:  # their batches come in bursts of as many
+            steps = max(steps, loader.workers)
+        # Workers then have batches ready, which a step as it is must first use up
+        return step_s, steps, int(step_s < TURN_S), 1 + (loader.workers * loader.prefetch if loader else 0)
+
+    def all(self, modes: Sequence[Mode | Trial]) -> Steps:
+        """Those that can be tried: first all that are harmless together, then one after the other."""
+        tried = self._that_can(modes)
+        trials = [mode for mode in tried if hasattr(mode, "measure")]
+        safe = [mode for mode in tried if mode not in trials and not mode.risky]
+        risky = [mode for mode in tried if mode not in trials and mode.risky]
+        trial_s = TRIAL_SHARE * self.seconds
+        self.ends -= trial_s * len(trials)
+        stages = self._that_fit([safe] * bool(safe) + [[mode] for mode in risky])
+        for number, stage in enumerate(stages):
+            weight = [self._round_steps(of) for of in stages[number:]]
+            left = self.ends - time.perf_counter()
+            yield from self._stage(stage, left * weight[0] / sum(weight))
+        for trial in trials:
+            self.facts.trying = trial.name
+            yield
+            with self.hooks.aside():
+                trial.measure(self.hooks, self.facts, trial_s)
+            self.facts.trying = ""
+
+    def _that_can(self, modes: Sequence[Mode | Trial]) -> list[Mode | Trial]:
+        """On all ranks."""
+        reasons = {mode.name: why for mode in modes if (why := mode.why_not(self.hooks, self.facts))}
+        if not Kept.room(self.hooks):
+            mine = "no memory is left for copies of model and optimizer, to put them back after it"
+            reasons |= {mode.name: mine for mode in modes
+                        if getattr(mode, "needs_restore", False) and mode.name not in reasons}  # fmt: skip
+        for of_rank in self.ranks.each_says(reasons):
+            self.facts.not_tried |= of_rank | self.facts.not_tried
+        return [mode for mode in modes if mode.name not in self.facts.not_tried]
+
+    def _round_steps(self, stage: Sequence[Mode]) -> int:
+        """In one round."""
+        turns = sum(mode.settle + self.settle + self.steps for mode in stage) + self.settle + self.steps
+        return turns + self.drain * any(mode.name == "same batch again" for mode in stage)
+
+    def _that_fit(self, stages: list[list[Mode]]) -> list[list[Mode]]:
+        """Within the time, with rounds enough for an interval: others are left out, from the end."""
+        have = float(self.ranks.first_says(str(self.ends - time.perf_counter())))
+        while stages and LEAST_ROUNDS * self.step_s * sum(map(self._round_steps, stages)) > have:
+            mode = stages[-1].pop()
+            need = LEAST_ROUNDS * self.step_s * self._round_steps([mode])
+            self.facts.not_tried[mode.name] = (
+                f"{self.seconds:.0f} s are too short for it: --seconds {self.seconds + need:.0f}"
+            )
+            stages = [of for of in stages if of]
+        return stages
+
+    def _stage(self, modes: list[Mode], seconds: float) -> Steps:
+        ends = time.perf_counter() + seconds
+        by_name = {mode.name: mode for mode in modes}
+        self.facts.trying = modes[0].name if modes[0].risky else ""
+        for mode in modes:
+            self.facts.samples_factor[mode.name] = mode.samples_factor
+        draw, done, round_s = random.Random(0), 0, 0.0
+        if self.facts.trying:
+            yield  # the facts are saved after this step, with what is tried
+        while True:
+            order = draw.sample([AS_IS, *by_name], len(by_name) + 1)
+            enough = done >= MOST_ROUNDS or (done >= LEAST_ROUNDS and time.perf_counter() + round_s > ends)
+            order = json.loads(self.ranks.first_says(json.dumps([] if enough or not by_name else order)))
+            if not order:
+                break
+            begun = time.perf_counter()
+            turns: dict[str, list[float]] = {}
+            for name in order:
+                yield from self._turn(by_name.get(name), turns.setdefault(name, []))
+            self._note(turns)
+            round_s = time.perf_counter() - begun
+            done += 1
+            for name in json.loads(self.ranks.first_says(json.dumps(self._much_slower(by_name) if done == 2 else []))):
+                times = self.facts.turns_s.pop(name)[-1][0] / turns[AS_IS][0]
+                self.facts.not_tried[name] = f"its step took {times:.0f} times as long: not looked at any further"
+                del by_name[name]
+        self.facts.trying = ""
+
+    def _turn(self, mode: Mode | None, counted: list[float]) -> Steps:
+        """`counted`: gets the mean step."""
+        self.ranks.wait()  # one that is behind would slow down this turn's first step on others
+        hooks, steps, starts = self.hooks, [], []
+        with self._entered(mode):
+            for _ in range((mode.settle if mode else 0) + self.settle):
+                yield
+            hooks.synchronised = False  # between these steps a GPU is not waited for, as in the script itself
+            hooks.synchronise()
+            try:
+                for number in range(self.steps):
+                    hooks.synchronised = number == self.steps - 1
                     spans = yield
-                    if number >= (mode.settle if mode else drain):
-                        counted.append(sum(spans.values()))
+                    steps.append(sum(s for kind, s in spans.items() if kind not in self.facts.rare))
+                    starts.append(hooks.loader_starts)
+            finally:
+                hooks.synchronised = True
+        # Steps that begin an epoch count only if most of them do
+        usual = [s for s, start in zip(steps, starts, strict=True) if not start]
+        counted.append(statistics.fmean(usual if 2 * len(usual) >= len(steps) else steps))
+        if mode is not None and mode.name == "same batch again":
+            for _ in range(self.drain):
+                self.kept = None
+                yield
 
+    def _note(self, turns: dict[str, list[float]]) -> None:
+        """One list for each mode that was ever tried, so that those of one round stand at one place."""
+        rounds = len(self.facts.turns_s.setdefault(AS_IS, []))
+        for name in (*turns, *self.facts.turns_s):
+            self.facts.turns_s.setdefault(name, [[] for _ in range(rounds)])
+        for name, of in self.facts.turns_s.items():
+            of.append(turns.get(name, []))
 
-def _batches_ahead(facts: Facts) -> int:
-    """Batches that workers have ready after a turn that took none: what a step as it is must first use up."""
-    return 1 + (facts.loader.workers * facts.loader.prefetch if facts.loader else 0)
+    def _much_slower(self, names: Iterable[str]) -> list[str]:
+        """In both of the last two rounds."""
+        last = {name: self.facts.turns_s[name][-2:] for name in (AS_IS, *names)}
+        return [
+            name for name in names
+            if all(of[0] > MUCH_SLOWER * as_is[0] for of, as_is in zip(last[name], last[AS_IS], strict=True))
+        ]  # fmt: skip
 
-
-@contextmanager
-def _entered(mode: Mode | None, hooks: Hooks) -> Iterator[None]:
-    if mode is None:
-        yield
-        return
-    kept = Kept(hooks) if mode.needs_restore else None
-    mode.enter(hooks)
-    try:
-        yield
-    finally:
-        mode.leave(hooks)
-        if kept:
-            kept.restore()
-
-
-class Kept:
-    """Copies of parameters, buffers, optimizer state and random state."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        torch = hooks.torch
-        self.torch, self.optimizers = torch, list(hooks.optimizers.values())
-        tensors = {id(t): t for root in hooks.roots.values() for t in (*root.parameters(), *root.buffers())}
-        states = [t for o in self.optimizers for s in o.state.values() for t in s.values() if torch.is_tensor(t)]
-        self.tensors = [*tensors.values(), *{id(t): t for t in states}.values()]
-        with torch.no_grad():
-            self.copies = [t.detach().clone() for t in self.tensors]
-        self.numbers = [
-            (s, k, v) for o in self.optimizers for s in o.state.values() for k, v in s.items() if not torch.is_tensor(v)
-        ]
-        self.random, self.torch_random = random.getstate(), torch.get_rng_state()
-        self.cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-        numpy = sys.modules.get("numpy")
-        self.numpy_random = numpy.random.get_state() if numpy else None
-
-    def restore(self) -> None:
-        """In place, so that whoever holds a tensor sees it, too."""
-        with self.torch.no_grad():
-            for tensor, copy in zip(self.tensors, self.copies, strict=True):
-                tensor.detach().copy_(copy)
-        for state, key, value in self.numbers:
-            state[key] = value
-        random.setstate(self.random)
-        self.torch.set_rng_state(self.torch_random)
-        if self.cuda_random is not None:
-            self.torch.cuda.set_rng_state_all(self.cuda_random)
-        if self.numpy_random is not None:
-            sys.modules["numpy"].random.set_state(self.numpy_random)
-
-
-def agreed(rounds: int) -> int:
-    """Rank 0's number, on all ranks."""
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return rounds
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
-        store.set(STORE_KEY, str(rounds))
-    return int(store.get(STORE_KEY))
+    @contextmanager
+    def _entered(self, mode: Mode | None) -> Iterator[None]:
+        if mode is None:
+            self.kept = None
+            yield
+            return
+        if not mode.needs_restore:
+            self.kept = None
+        elif self.kept is None:
+            self.found = self.found or Found(self.hooks)
+            self.kept = Kept(self.hooks, self.found)
+        mode.enter(self.hooks)
+        try:
+            yield
+        finally:
+            mode.leave(self.hooks)
+            if mode.needs_restore:
+                self.kept.restore()
 
 
 def price_of_a_call(calls: int = 2_000) -> float:

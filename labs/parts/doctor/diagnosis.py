@@ -1,0 +1,483 @@
+"""What holds a training back, ranked by what a cure gives at most; what is healthy; what is not known.
+
+A sentence says what the facts hold and no more: a bound has the interval of its rounds, and a cause that this run
+cannot show is no finding. What two cures give together is not the product of their bounds: it is measured after them.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labs.kit.measure import Estimate, estimate
+from labs.parts.doctor import bounds, causes
+from labs.parts.doctor.bounds import NO_EXCHANGE, part_s, standing
+from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, OPTION, READING, SECTIONS, Cause
+from labs.parts.doctor.facts import Facts, Line
+
+if TYPE_CHECKING:
+    from labs.parts.doctor.rules import Hit
+
+IN_TURN, FROM_PARTS, BY_READING = "measured in turn", "from the step's parts", "by reading"
+MOSTLY_FIXED = 0.75
+"""Batches are tiny if at least this share of a step is paid whatever their size is."""
+OWN, OWN_CODE = ("prepare", "rest"), 1.15
+"""The loss and zero_grad are the script's own code, too: only more than this is told."""
+BUSY_PERCENT = 70
+"""Of the time a GPU has work, or Python is too slow for it."""
+COST_SAID = 0.03
+RUNNING = "certain: the running training has it"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that can be cured."""
+
+    name: str
+    what: str
+    """One sentence with its numbers."""
+    bound: Estimate | None
+    """How many times as fast at most, per sample; None if it was not measured."""
+    where: str
+    """file:line and the code; "" if no line stands for it."""
+    cure: str
+    """What to type."""
+    notebook: str
+    by: str
+    """ "measured in turn", "from the step's parts" or "by reading"."""
+    kind: str = HOLDS_BACK
+    """ "holds back", "option" (a healthy training may use it, too), "reading" (not priced)."""
+    certainty: str = ""
+    """Of what was read."""
+
+
+def diagnose(facts: list[Facts], hits: Sequence[Hit] = ()) -> list[Finding]:
+    """Of all ranks: what holds back and then options, each by the lower end of its bound; then what was read."""
+    seen = with_steps(facts)
+    found = list(_all(seen)) if seen else []
+    priced = [f for f in found if f.bound is not None]
+    priced.sort(key=lambda f: (f.kind != HOLDS_BACK, -f.bound.low, -f.bound.value))
+    lines = {line_of(f): f.name for f in reversed(priced) if f.where}
+    return priced + [f for f in found if f.bound is None] + [_read(hit, lines) for hit in hits]
+
+
+def with_steps(facts: Sequence[Facts]) -> list[Facts]:
+    """Of the ranks whose steps were looked at, by rank."""
+    return sorted((f for f in facts if f.step_s), key=lambda f: f.rank)
+
+
+def line_of(finding: Finding) -> str:
+    """Its "file:line"."""
+    return finding.where.split("  ")[0]
+
+
+def _all(facts: Sequence[Facts]) -> Iterator[Finding]:
+    named = set()
+    for cause, bound, by, of in _judged(facts):
+        if _standing(bound, by) == "gain" and cause.name not in named:
+            named.add(cause.name)
+            yield _finding(cause, bound, by, facts, of)
+    yield from _straggler(facts)
+    yield from _own_code(facts)
+    yield from _growing(facts)
+    yield from _recompiles(facts)
+    yield from _copies(facts)
+    yield from _switched_on(facts, named)
+
+
+def _judged(facts: Sequence[Facts]) -> Iterator[tuple[Cause, Estimate, str, Facts]]:
+    """Each cause that has a price: bound, how it is known, of which rank."""
+    for cause in CAUSES:
+        parted, most = bounds.from_parts(facts, *cause.parts) if cause.parts else (None, facts[0])
+        bound = bounds.in_turn(facts, cause.mode)
+        if bounds.enough(bound) and not _now_and_then(cause, most):
+            yield cause, bound, IN_TURN, most
+        elif parted is not None and part_s(most, *cause.parts):
+            yield cause, parted, FROM_PARTS, most
+        elif bound is not None:
+            yield cause, bound, IN_TURN, most
+
+
+def _standing(bound: Estimate, by: str) -> str:
+    return standing(bound, bounds.WORTH_BY_PARTS if by == FROM_PARTS else bounds.WORTH)
+
+
+def _now_and_then(cause: Cause, facts: Facts) -> bool:
+    return any(0 < bounds.often(facts, k) < bounds.IN_MOST_STEPS for k in cause.parts if k in bounds.NOW_AND_THEN)
+
+
+def _finding(cause: Cause, bound: Estimate, by: str, facts: Sequence[Facts], of: Facts) -> Finding:
+    name, kind, what = _named(cause, bound, of)
+    words = numbers(cause, facts, of)
+    if cause.name == "exchange" and by == FROM_PARTS:
+        what += ", waiting for late ranks among it"
+    what = what.format(**words) + (f" (rank {of.rank})" if len(facts) > 1 and by == FROM_PARTS else "")
+    return Finding(name, what, bound, _where(cause, of, words), cause.cure.format(**words), cause.notebook, by, kind)
+
+
+def _named(cause: Cause, bound: Estimate, facts: Facts) -> tuple[str, str, str]:
+    """Name, kind and sentence: some of what can be gained is no illness."""
+    if cause.name == "tiny_batches" and not _mostly_fixed(bound, facts.samples_factor.get(cause.mode, 1.0)):
+        return "larger_batch", OPTION, causes.LARGER
+    if cause.name == "threads" and not oversubscribed(facts):
+        return "threads", OPTION, causes.THREADS + ": fewer are faster"
+    if cause.name == "optimizer_loop" and facts.device == "cpu":  # torch's default there, not the script's choice
+        return "fused_optimizer", OPTION, cause.what
+    if cause.name == "half_precision" and "float64" in facts.training.get("dtypes", ()):
+        return "float64", HOLDS_BACK, causes.DOUBLE
+    if cause.name == "compile" and facts.device != "cpu" and facts.machine.get("gpu_percent", 100) < BUSY_PERCENT:
+        return "python_overhead", HOLDS_BACK, causes.STARVED
+    return cause.name, OPTION if cause.option else HOLDS_BACK, cause.what
+
+
+def _mostly_fixed(bound: Estimate, factor: float) -> bool:
+    """t(k B) = fixed + k rest: per sample that is k / (k - share (k - 1)) times as fast, share being fixed / t(B)."""
+    return factor > 1 and (factor - factor / bound.low) / (factor - 1) >= MOSTLY_FIXED
+
+
+def oversubscribed(facts: Facts) -> bool:
+    """Whether there are more threads of torch's than cores."""
+    threads, cores = facts.machine.get("threads"), facts.machine.get("cores")
+    return bool(threads and cores and threads * facts.local_ranks > cores and threads > 1)
+
+
+def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
+    """What the texts of a cause may hold."""
+    noted = [n for n in of.lines if n.kind == cause.lines]
+    cores, threads = of.machine.get("cores", 0), of.machine.get("threads", 0)
+    fair = max(1, cores // max(1, of.local_ranks))
+    factor = of.samples_factor.get(cause.mode, 1.0)
+    batch = of.loader.batch_size if of.loader else None
+    exposed = [a - b for a, b in bounds.pairs_s(facts, NO_EXCHANGE)]
+    optimizers = of.training.get("optimizers") or [{"kind": "Optimizer"}]
+    return {
+        "step": ms(step_s(facts)), "part": ms(part_s(of, *cause.parts)),
+        "calls": f"{sum(n.calls for n in noted):.3g}", "gpu": of.machine.get("gpu_percent"),
+        "often": f"{100 * bounds.often(of, cause.parts[0]):.0f} %" if cause.parts else "",
+        "loader": _loader(of), "loader_cure": _loader_cure(of, fair), "exchange_cure": _exchange_cure(of),
+        "exposed": str(estimate(exposed, "s")) if exposed else ms(part_s(of, "exchange")),
+        "threads": count(threads, "thread"), "cores": count(cores, "core"), "fair_threads": fair,
+        "local_ranks": count(of.local_ranks, "rank"), "factor": f"{factor:g}", "device": of.device,
+        "batch": batch or "its size", "larger_batch": round(batch * factor) if batch else f"{factor:g} * batch_size",
+        "optimizer": optimizers[0]["kind"],
+    }  # fmt: skip
+
+
+def _loader(facts: Facts) -> str:
+    if facts.loader is None:
+        return "no DataLoader"
+    workers = count(facts.loader.workers, "worker") if facts.loader.workers else "no worker"
+    return f"batches of {facts.loader.batch_size}, {workers}"
+
+
+def _loader_cure(facts: Facts, fair: int) -> str:
+    """Other numbers of workers were tried on the loader alone, if `loader_s` is there."""
+    tried = {int(n): statistics.median(s) for n, s in facts.loader_s.items() if s}
+    now = facts.loader.workers if facts.loader else 0
+    best = min(tried, key=tried.__getitem__, default=now)
+    if now in tried and tried[best] * bounds.WORTH < tried[now]:
+        times = f"the loader alone then takes {ms(tried[best])} for a batch, now {ms(tried[now])}"
+        return f"DataLoader(..., num_workers={best}, persistent_workers=True): {times}"
+    if not now and not tried:
+        return f"DataLoader(..., num_workers={fair}, persistent_workers=True), or decode once and keep it"
+    known = " (no number of workers is faster)" if tried else ""
+    return f"do less for each sample, or decode once and keep it{known}: python -m labs.dataset_formats"
+
+
+def _exchange_cure(facts: Facts) -> str:
+    if facts.micro_batches > 1:
+        return "with model.no_sync(): for all micro-batches but the last one"
+    return "exchange less, or less often: larger batches per rank, buckets of 25 MB, nothing that DDP has done already"
+
+
+# Where a cause stands in the source
+
+
+def _where(cause: Cause, facts: Facts, words: dict[str, Any]) -> str:
+    noted = next((n for n in facts.lines if cause.lines and n.kind == cause.lines and n.line), None)
+    return _place(noted) if noted else called(facts.script, [c.format(**words) for c in cause.calls])
+
+
+def _place(noted: Line) -> str:
+    return f"{os.path.basename(noted.file)}:{noted.line}  {noted.code}"
+
+
+def called(script: str, names: Sequence[str]) -> str:
+    """First line of the script that calls one of these names, as "file:line  code"; "" if none does."""
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    lines = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Call) and _name(n.func) in names]
+    if not lines:
+        return ""
+    return f"{os.path.basename(script)}:{min(lines)}  {linecache.getline(script, min(lines)).strip()}"
+
+
+def _name(function: ast.expr) -> str:
+    return getattr(function, "attr", None) or getattr(function, "id", "")
+
+
+# What no counterfactual prices
+
+
+@dataclass(frozen=True)
+class Late:
+    """The slowest rank of several."""
+
+    facts: Facts
+    own_s: float
+    others_s: float
+    """Of the slowest of the others."""
+    ratio: Estimate
+    bound: Estimate
+    """If it were as fast as that one."""
+    by: str
+    kind: str
+    """The part of its step that exceeds the others' most."""
+
+
+def lateness(facts: Sequence[Facts]) -> Late | None:
+    """None where it cannot be told."""
+    own = bounds.own_s(facts)
+    if own is None:
+        return None
+    slow = max(range(len(facts)), key=lambda r: statistics.median(own.ranks[r]))
+    mine = own.ranks[slow]
+    others = [max(of) for of in zip(*(o for r, o in enumerate(own.ranks) if r != slow), strict=True)]
+    excess = [max(0.0, a - b) for a, b in zip(mine, others, strict=True)]
+    gains = [s / (s - min(e, 0.99 * s)) for s, e in zip(own.job, excess, strict=True) if s > 0]
+    differs = {k: part_s(facts[slow], k) - max(part_s(f, k) for r, f in enumerate(facts) if r != slow)
+               for k in facts[slow].spans_s}  # fmt: skip
+    return Late(
+        facts[slow], statistics.median(mine), statistics.median(others),
+        bounds.of_ratios([a / b for a, b in zip(mine, others, strict=True) if b > 0] or [1.0], bounds.looks(facts)),
+        bounds.of_ratios(gains or [1.0], bounds.looks(facts)), IN_TURN if own.in_turn else FROM_PARTS,
+        max(differs, key=differs.__getitem__, default="rest"),
+    )  # fmt: skip
+
+
+def _straggler(facts: Sequence[Facts]) -> Iterator[Finding]:
+    late = lateness(facts)
+    if late is None or standing(late.bound) != "gain" or standing(late.ratio) != "gain":
+        return
+    rank, part = late.facts.rank, causes.PARTS[late.kind]
+    what = f"rank {rank} needs {ms(late.own_s)} for a step of its own, {late.ratio} the time of the next slowest"
+    what += f"; most of the difference is in: {part}"
+    where = next((_place(n) for n in late.facts.lines if n.kind == late.kind and n.line), "")
+    cure = f"find out what rank {rank} does that others do not: {part}"
+    yield Finding("straggler", what, late.bound, where, cure, SECTIONS["straggler"], late.by)
+
+
+def _own_code(facts: Sequence[Facts]) -> Iterator[Finding]:
+    """The script's own lines before the first forward and after it: what they do, the doctor does not know.
+
+    Of several ranks, the one that has least of them: what another one has on top makes it a straggler.
+    """
+    least = min(facts, key=lambda f: part_s(f, *OWN))
+    bound, _ = bounds.from_parts([least], *OWN)
+    if bound is None or standing(bound) != "gain" or bound.low < OWN_CODE:
+        return
+    before, after = (part_s(least, kind) for kind in OWN)
+    noted = next((n for n in least.lines if n.kind in OWN and n.line), None)
+    what = f"the script's own lines take {ms(before)} from one step to the next forward, {ms(after)} after it"
+    what += f", of a step's {ms(step_s(facts))}; loss, zero_grad and batches that it makes itself are among them"
+    cure = "log, check and sort every 50 steps only, and keep nothing that grows"
+    where = _place(noted) if noted else ""
+    yield Finding("own_code", what, bound, where, cure, SECTIONS["own_code"], FROM_PARTS)
+
+
+def _growing(facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Memory that grows: of the first rank that shows it."""
+    for f in facts:
+        grows = memory_growth(f)
+        if not bounds.enough(grows) or grows.low <= 0:
+            continue
+        what = f"{f'rank {f.rank}: ' if len(facts) > 1 else ''}memory grows by {grows} with each step"
+        longer = bounds.growth(f.step_s, "s")
+        if bounds.enough(longer) and longer.low > 0:
+            what += f", and each step takes {ms(longer.value)} longer than the one before"
+        cure = "keep numbers, not tensors (loss.item(), every 50 steps), and not those of all steps"
+        where = called(f.script, ["append", "extend"])
+        yield Finding("growing", what, None, where, cure, SECTIONS["growing"], FROM_PARTS, READING)
+        return
+
+
+def memory_growth(facts: Facts) -> Estimate | None:
+    """Bytes per step, with an interval from the run itself; None if it was not taken."""
+    return bounds.growth(facts.memory.get("each_step", []), "B")
+
+
+def _recompiles(facts: Sequence[Facts]) -> Iterator[Finding]:
+    for f in facts:
+        graphs = f.compiles.get("in_steps", 0)
+        if not graphs:
+            continue
+        usual = min(f.step_s)
+        bound = bounds.without(f.step_s, [s - usual for s in f.step_s])
+        gain = bound is not None and standing(bound) == "gain"
+        reasons = "; ".join(map(str, f.compiles.get("reasons", [])))[:200]
+        what = f"torch.compile made {count(graphs, 'graph')} during {len(f.step_s)} steps, after the warm-up"
+        what += f": {reasons}" if reasons else ""
+        cure = "batches of one shape (drop_last=True), or torch.compile(dynamic=True)"
+        yield Finding("recompiles", what, bound if gain else None, called(f.script, ["compile"]), cure,
+                      SECTIONS["recompiles"], FROM_PARTS, HOLDS_BACK if gain else READING)  # fmt: skip
+        return
+
+
+def _copies(facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Copies to the device, and what they would take from pinned memory."""
+    bound, most = bounds.from_parts(facts, "copy")
+    noted = next((n for n in most.lines if n.kind == "copy" and n.line), None)
+    if bound is not None and noted is not None and _standing(bound, FROM_PARTS) == "gain":
+        what = f"copies to the device take {ms(part_s(most, 'copy'))} of a step's {ms(step_s(facts))}"
+        cure = "pin_memory=True, x.to(device, non_blocking=True), and no copy twice"
+        yield Finding("copies", what, bound, _place(noted), cure, SECTIONS["copies"], FROM_PARTS)
+    for f in facts:
+        took = {how: statistics.median(s) for how, s in f.copy_s.items() if s}
+        if not {"pageable", "pinned"} <= set(took) or (f.loader and f.loader.pinned):
+            continue
+        saved = max(0.0, took["pageable"] - took["pinned"]) * f.micro_batches
+        bound = bounds.without(bounds.steps_s(facts), [saved] * len(f.step_s))
+        if bound is not None and _standing(bound, FROM_PARTS) == "gain":
+            what = f"a batch takes {ms(took['pageable'])} to the device, from pinned memory {ms(took['pinned'])}"
+            where = called(f.script, ["DataLoader"])
+            yield Finding("pageable", what, bound, where, causes.PIN, SECTIONS["copies"], FROM_PARTS)
+        return
+
+
+def _switched_on(facts: Sequence[Facts], named: set[str]) -> Iterator[Finding]:
+    """What the running training has, and no counterfactual has priced."""
+    f = facts[0]
+    has = {
+        "anomaly": f.training.get("anomaly"), "find_unused": f.training.get("find_unused_parameters"),
+        "float64": "float64" in f.training.get("dtypes", ()), "threads": oversubscribed(f),
+    }  # fmt: skip
+    tried = {cause.name for cause, bound, by, _ in _judged(facts) if by == IN_TURN and bounds.enough(bound)}
+    for cause in CAUSES:
+        if has.get(cause.name) and cause.name not in named | tried:
+            named.add(cause.name)
+            words = numbers(cause, facts, f)
+            yield Finding(cause.name, cause.what.format(**words), None, _where(cause, f, words),
+                          cause.cure.format(**words), cause.notebook, BY_READING, READING, RUNNING)  # fmt: skip
+    if f.training.get("data_parallel"):
+        what, cure = "DataParallel copies the model in each step", "DistributedDataParallel, a process for each device"
+        yield Finding("data_parallel", what, None, called(f.script, ["DataParallel"]), cure, SECTIONS["data_parallel"],
+                      BY_READING, READING, RUNNING)  # fmt: skip
+
+
+def _read(hit: Hit, lines: dict[str, str]) -> Finding:
+    where = f"{os.path.basename(hit.file)}:{hit.line}"
+    what = hit.why.strip().rstrip(".") + (f" (the line of {lines[where]} above)" if where in lines else "")
+    section = getattr(hit, "section", "")
+    notebook = hit.notebook + (f", section {section}" if hit.notebook and section else "")
+    where = f"{where}  {hit.code.strip()}" if hit.line else os.path.basename(hit.file)
+    return Finding(hit.rule, what, None, where, hit.cure, notebook, BY_READING, READING, str(hit.certainty))
+
+
+# What is healthy, and what is not known
+
+
+def healthy(facts: list[Facts]) -> list[str]:
+    """What was tried or looked at, and is fine, with its numbers."""
+    seen = with_steps(facts)
+    return list(_healthy(seen)) if seen else []
+
+
+def _healthy(facts: Sequence[Facts]) -> Iterator[str]:
+    for cause, bound, by, _ in _judged(facts):
+        if _standing(bound, by) == "fine":
+            yield f"{cause.fine}: {_little(bound)}{', by arithmetic' if by == FROM_PARTS else ''}"
+    late = lateness(facts)
+    if late is not None and standing(late.bound) == "fine":
+        yield f"ranks: the slowest takes {late.ratio} the time of the next one for a step of its own"
+    grows = [memory_growth(f) for f in facts]
+    if all(bounds.enough(g) and g.low <= 0 for g in grows):
+        yield f"memory: no growth that this run can show ({max(grows, key=lambda g: g.value)} per step)"
+    if all(f.training.get("compiled") and not f.compiles.get("in_steps") for f in facts):
+        yield "torch.compile: no graph was made after the warm-up"
+    f = facts[0]
+    if f.machine.get("threads") and f.machine.get("cores") and not oversubscribed(f):
+        each = " in each rank" if f.local_ranks > 1 else ""
+        yield f"threads: {f.machine['threads']}{each}, for {count(f.machine['cores'], 'core')}"
+    cost = hooks_cost(f)
+    if cost is not None and cost <= COST_SAID:
+        yield f"the doctor's own cost: {100 * cost:.2g} % of a step"
+
+
+def _little(bound: Estimate) -> str:
+    if bound.low <= 1 <= bound.high:
+        return f"no difference that this run can show without it ({bound})"
+    return f"at most {bound} as fast without it" if bound.value > 1 else f"slower without it ({bound})"
+
+
+def unknown(facts: list[Facts]) -> list[str]:
+    """What this run cannot tell, what was not tried and why, and what the doctor never sees."""
+    seen = with_steps(facts)
+    texts = [*(_unclear(seen) if seen else ()), *(text for f in facts for text in f.unseen), *_not_tried(facts)]
+    return list(dict.fromkeys([*texts, *(causes.NEVER_SEEN if seen else ())]))
+
+
+def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
+    judged = list(_judged(facts))
+    clear = {cause.name for cause, bound, by, _ in judged if _standing(bound, by) != "unclear"}
+    for cause, bound, by, _ in judged:
+        if cause.name not in clear:
+            yield f"{cause.fine}: {_cannot_tell(bound, by)}"
+    late = lateness(facts)
+    if late is not None and standing(late.bound) == "unclear":
+        yield f"ranks against each other: {_cannot_tell(late.bound, late.by)}"
+    cost = hooks_cost(facts[0])
+    if cost is not None and cost > COST_SAID:
+        yield f"the doctor's hooks take {100 * cost:.0f} % of so short a step: its parts look longer than they are"
+    if not all(bounds.enough(memory_growth(f)) for f in facts):
+        yield f"whether memory grows: {count(min(len(f.step_s) for f in facts), 'step')} do not tell"
+
+
+def _cannot_tell(bound: Estimate, by: str) -> str:
+    if not bounds.enough(bound):
+        return f"{count(bound.n, 'round' if by == IN_TURN else 'step')} are too few for an interval ({bound})"
+    if by == FROM_PARTS:
+        return f"too rare in these steps to say what it costs ({bound} by arithmetic; --steps 200 tells)"
+    return f"no difference that this run can show, which may be noise: {bound}; --seconds 200 tells more"
+
+
+def _not_tried(facts: Sequence[Facts]) -> Iterator[str]:
+    modes: dict[str, list[str]] = {}
+    for f in facts:
+        for mode, why in f.not_tried.items():
+            if mode not in modes.setdefault(why, []):
+                modes[why].append(mode)
+    if modes:
+        yield "not tried: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in modes.items())
+
+
+def hooks_cost(facts: Facts) -> float | None:
+    """Share of a step that the doctor's own calls take; None if it is not known."""
+    if not facts.step_s or "s" not in facts.cost:
+        return None
+    return facts.cost["s"] / statistics.median(facts.step_s)
+
+
+# Words
+
+
+def step_s(facts: Sequence[Facts]) -> float:
+    """Median step of the job as it is."""
+    return statistics.median(bounds.steps_s(facts))
+
+
+def ms(seconds: float) -> str:
+    """0.0123 -> "12.3 ms", in the unit that fits."""
+    return str(Estimate(seconds, seconds, seconds, 1, "s")).split(" [")[0]
+
+
+def count(n: float, noun: str) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{n:g} {noun}{'' if n == 1 else 's'}"

@@ -1,0 +1,61 @@
+"""Ranks of a training agree on what they do next: through the store that their process group was made with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from typing import Any
+
+PATIENCE = timedelta(seconds=60)
+KEY = "labs.doctor"
+
+
+class Apart(RuntimeError):
+    """Ranks do not take their steps together."""
+
+
+class Ranks:
+    """Every rank makes the same calls in the same order, between the same steps. One rank alone: nothing happens."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def _store(self) -> Any:
+        dist: Any = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        return dist.distributed_c10d._get_default_store()
+
+    def first_says(self, words: str) -> str:
+        """Rank 0's words."""
+        store = self._store()
+        if store is None:
+            return words
+        self.calls += 1
+        if self.rank == 0:
+            store.set(f"{KEY}/{self.calls}", words)
+            return words
+        return self._heard(store, f"{KEY}/{self.calls}")
+
+    def each_says(self, thing: Any) -> list[Any]:
+        """What each rank says, by rank: anything that JSON can hold."""
+        store = self._store()
+        if store is None:
+            return [thing]
+        self.calls += 1
+        keys = [f"{KEY}/{self.calls}/{rank}" for rank in range(self.ranks)]
+        store.set(keys[self.rank], json.dumps(thing))
+        return [json.loads(self._heard(store, key)) for key in keys]
+
+    def wait(self) -> None:
+        """Until all have come here."""
+        self.each_says(0)
+
+    def _heard(self, store: Any, key: str) -> str:
+        try:
+            store.wait([key], PATIENCE)
+        except RuntimeError as e:  # torch's DistStoreError is one
+            raise Apart(f"ranks do not take their steps together ({type(e).__name__})") from e
+        return store.get(key).decode()

@@ -1,0 +1,476 @@
+"""The doctor's report: one page in a terminal, the same as one HTML file without network, and JSON for --compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import signal
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from labs.kit.errors import BadInput, brief
+from labs.kit.measure import Estimate, estimate
+from labs.kit.record import parse_json, plain, provenance, write_atomic
+from labs.parts.doctor import bounds
+from labs.parts.doctor.causes import HOLDS_BACK, OPTION, PARTS, READING
+from labs.parts.doctor.diagnosis import (
+    COST_SAID,
+    Finding,
+    diagnose,
+    healthy,
+    hooks_cost,
+    line_of,
+    memory_growth,
+    ms,
+    unknown,
+    with_steps,
+)
+from labs.parts.doctor.diagnosis import count as many
+from labs.parts.doctor.facts import AS_IS, KINDS, Facts, from_json
+
+if TYPE_CHECKING:
+    from labs.parts.doctor.rules import Hit
+
+TEMPLATE = Path(__file__).with_name("report_page.html.txt")
+VERSION = 1
+"""Of the JSON."""
+COLUMNS = 112
+SHOWN = 6
+"""Findings of a kind in the terminal; the HTML has all."""
+DIFF_LINES = 6
+SMALL, DIFFERENT = 0.005, 0.10
+"""Of a step: parts below the first are not drawn; ranks whose parts differ by the second are shown side by side."""
+ENDS = {
+    "script ended": "the script ended by itself",
+    "exit": "the script left with exit code {code}",
+    "error": "the script failed: {error}",
+    "killed": "the script was killed{signal}",
+    "silent": "the script took no step for too long, and was ended",
+    "running": "the run was ended from outside",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Made by `make`, or read by `load`."""
+
+    facts: list[Facts]
+    """Of the ranks that left any."""
+    findings: list[Finding]
+    healthy: list[str]
+    unknown: list[str]
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seen(self) -> list[Facts]:
+        """Of the ranks whose steps were looked at, by rank."""
+        return with_steps(self.facts)
+
+    @property
+    def script(self) -> str:
+        """Name of its file."""
+        return os.path.basename(self.facts[0].script) if self.facts else "the script"
+
+    def of_kind(self, kind: str) -> list[Finding]:
+        """Findings that hold back, are options, or were read."""
+        return [f for f in self.findings if f.kind == kind]
+
+
+def make(facts: list[Facts], hits: Sequence[Hit] = ()) -> Report:
+    """Of the facts that the ranks of one run have left, and of what was read in its source."""
+    facts = sorted(facts, key=lambda f: f.rank)
+    return Report(
+        facts, diagnose(facts, hits), healthy(facts), [*_missing(facts), *unknown(facts)], plain(provenance())
+    )
+
+
+def _missing(facts: Sequence[Facts]) -> Iterator[str]:
+    ranks = max((f.ranks for f in facts), default=1)
+    missing = sorted(set(range(ranks)) - {f.rank for f in facts})
+    if missing:
+        yield f"ranks that left nothing: {', '.join(map(str, missing))} of {ranks}; what they did is not in here"
+    blind = [str(f.rank) for f in facts if not f.step_s]
+    if blind and any(f.step_s for f in facts):
+        yield f"ranks whose steps were not seen: {', '.join(blind)}"
+
+
+# Sentences
+
+
+def answer(report: Report) -> str:
+    """The first line: what holds it back most, how much its cure gives at most, and where it is."""
+    if not report.seen:
+        return _nothing_seen(report)
+    causes, options = report.of_kind(HOLDS_BACK), report.of_kind(OPTION)
+    best = next((f for f in causes if f.bound), None)
+    if best:
+        place = f" ({line_of(best)})" if best.where else ""
+        return f"{capital(best.what)}{place}. Cured, it is at most {best.bound} as fast."
+    tried = any(len(f.turns_s) > 1 for f in report.seen)
+    looked = "tried" if tried else "looked at"
+    said = f"Nothing that was {looked} holds {report.script} back, as far as this run can show."
+    if not tried:
+        said += " No counterfactual was taken: this says little."
+    if options:
+        said += f" It may become faster all the same: {options[0].name}, at most {options[0].bound} as fast."
+    return said
+
+
+def _nothing_seen(report: Report) -> str:
+    if not report.facts:
+        return "No rank has left anything: the script's process ended before Python could begin."
+    steps = max(f.steps for f in report.facts)
+    how = "; ".join(dict.fromkeys(_rank_of(f, report.facts) + end_of(f) for f in report.facts))
+    if steps:
+        told = f"{report.script} has not trained long enough: {how}, and the first ones only warm up."
+        return f"{told} The doctor needs some 50 of them: let it train longer."
+    return f"{report.script}: no step of an optimizer was seen: {how}."
+
+
+def end_of(facts: Facts) -> str:
+    """How the run of a rank ended, in words."""
+    code = facts.exit_code
+    name = ""
+    if code is not None and code < 0:
+        name = f" by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f" by signal {-code}"
+    text = ENDS.get(facts.ended, "all was measured").format(
+        code=code, error=facts.error or "see its output", signal=name
+    )
+    if facts.ended == "done":
+        return text
+    trying = f", while {facts.trying!r} was tried" if facts.trying else ""
+    after = f" after {many(facts.steps, 'step')}" if facts.steps else ""
+    return f"{text}{after}{trying}"
+
+
+def _rank_of(f: Facts, all_of: Sequence[Facts]) -> str:
+    return f"rank {f.rank}: " if len(all_of) > 1 else ""
+
+
+def hints(report: Report) -> list[str]:
+    """What to do where nothing could be measured."""
+    if report.seen or any(f.ended == "error" or f.steps for f in report.facts):
+        return []
+    return [
+        "A step is a call of an optimizer's step(), of torch.optim: a training without one is not seen.",
+        "Ranks that the script starts itself (mp.spawn) are not seen: torchrun --nproc-per-node n -m labs.doctor ...",
+        "Where the first step comes late, --patience S waits longer for it.",
+    ]
+
+
+def summary(report: Report) -> list[str]:
+    """Lines about the step as a whole, how it was run and how that ended."""
+    facts = report.seen
+    if not facts:
+        return hints(report)
+    f, rate = facts[0], bounds.samples_per_s(facts)
+    step = estimate(bounds.steps_s(facts), "s")
+    where = f.device_name or f.device
+    lines = [f"A step takes {step}{f', that is {rate}' if rate else '; its samples could not be counted'}; "
+             f"{many(f.ranks, 'rank')} on {where}."]  # fmt: skip
+    if ends := [_rank_of(g, report.facts) + end_of(g) for g in report.facts if g.ended != "done"]:
+        lines.append(f"Not all was measured: {'; '.join(dict.fromkeys(ends))}.")
+    return lines
+
+
+def parts(facts: Facts) -> list[tuple[str, str, float, float]]:
+    """(kind, its name, mean s per step, share of the step), in the order of a step; what is too small is left out."""
+    step = sum(facts.step_s) / len(facts.step_s)
+    rows = [(k, PARTS[k], bounds.part_s(facts, k)) for k in KINDS]
+    return [(k, name, s, s / step) for k, name, s in rows if s >= SMALL * step]
+
+
+def rank_table(facts: Sequence[Facts]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of parts in ms for each rank; no rows if the ranks do not differ."""
+    kinds = [k for k in KINDS if any(bounds.part_s(f, k) >= SMALL * sum(f.step_s) / len(f.step_s) for f in facts)]
+    step = max(sum(f.step_s) / len(f.step_s) for f in facts)
+    ranges = [max(bounds.part_s(f, k) for f in facts) - min(bounds.part_s(f, k) for f in facts) for k in kinds]
+    if len(facts) < 2 or not ranges or max(ranges) < DIFFERENT * step:
+        return [], []
+    chosen = facts if len(facts) <= 8 else [*facts[:4], *facts[-4:]]
+    rows = [[PARTS[k], *(f"{1e3 * bounds.part_s(f, k):.2f}" for f in chosen)] for k in kinds]
+    return ["ms per step", *(f"rank {f.rank}" for f in chosen)], rows
+
+
+def machine(facts: Sequence[Facts]) -> list[tuple[str, str]]:
+    """(What, value with unit): memory by category, threads, cores, GPU, and the doctor's own cost."""
+    f = facts[0]
+    m, has = f.memory, f.machine
+    memory = [f"{name} {_bytes(m[name])}" for name in ("parameters", "gradients", "optimizer", "peak") if m.get(name)]
+    rows = [("memory", ", ".join(memory))] if memory else []
+    if (grows := memory_growth(f)) is not None:
+        rows.append(("memory's growth", f"{grows} per step"))
+    if has.get("threads"):
+        share = f", {has['cpu_share']:.2g} of them busy with this rank" if has.get("cpu_share") is not None else ""
+        each = " in each rank" if f.local_ranks > 1 else ""
+        threads = f"{many(has['threads'], 'thread')} of torch's{each}"
+        rows.append(("processor", f"{threads}, {many(has.get('cores', 0), 'core')}{share}"))
+    if has.get("gpu_percent") is not None:
+        power = f", {has['power_w']:.0f} W" if has.get("power_w") else ""
+        rows.append(("GPU", f"some kernel ran {has['gpu_percent']} % of the time{power}"))
+    if f.device_s:
+        rows.append(("on its stream", ", ".join(f"{k} {ms(sum(s) / len(s))}" for k, s in f.device_s.items() if s)))
+    if (cost := hooks_cost(f)) is not None:
+        often = f"{f.cost.get('calls', 0):.0f} calls in a step"
+        rows.append(("the doctor's hooks", f"{100 * cost:.2g} % of a step ({often})"
+                     + (": too much for parts to be exact" if cost > COST_SAID else "")))  # fmt: skip
+    return rows
+
+
+def method(report: Report) -> str:
+    """How the numbers came about, in one paragraph."""
+    facts = report.seen
+    if not facts:
+        return ""
+    f = facts[0]
+    rounds = len(bounds.pairs_s(facts, AS_IS))
+    turns = (
+        f", then {many(rounds, 'round')} of {many(len(f.turns_s) - 1, 'counterfactual')} in turn with it"
+        if rounds
+        else ""
+    )
+    p = report.provenance
+    place = p.get("cpu") or "unknown processor"
+    gpus = ", ".join(map(str, p.get("gpus") or []))
+    place = ", ".join(filter(None, (place, gpus, many(p.get("cores") or 0, "core"), f"torch {p.get('torch', '?')}")))
+    return (
+        f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. A bound is the median over rounds of "
+        "as it is / counterfactual: what a perfect cure gives, and the most that yours can give. All their intervals "
+        f"together hold the truth in 95 % of runs. Bounds do not add up. {place}, "
+        f"{str(p.get('utc', ''))[:16].replace('T', ' ')} UTC."
+    )
+
+
+# The page in a terminal
+
+
+def page(report: Report) -> str:
+    """At most some 60 lines of 112 columns."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield from wrapped(answer(report))
+    yield from (line for text in summary(report) for line in wrapped(text))
+    if facts := report.seen:
+        slowest = max(facts, key=lambda f: sum(f.step_s))
+        yield from _heading(f"Where a step goes{f' (rank {slowest.rank})' if len(facts) > 1 else ''}")
+        yield from _bars(slowest)
+        if rank_table(facts)[1]:
+            yield from _heading("The ranks differ")
+            yield from _ranks(facts)
+    for kind, title in TITLES.items():
+        found = report.of_kind(kind)
+        if found:
+            yield from _heading(title)
+        for number, finding in enumerate(found[:SHOWN], 1):
+            yield from _entry(number, finding)
+        if len(found) > SHOWN:
+            yield f"    and {len(found) - SHOWN} more, in report.html"
+    for title, texts in (("Healthy", report.healthy), ("Not known", report.unknown)):
+        if texts:
+            yield from _heading(title)
+            yield from (line for text in texts for line in wrapped(f"- {text}", "  ", "    "))
+    if report.seen:
+        yield from _heading("Machine and method")
+        yield from wrapped("; ".join(f"{what}: {value}" for what, value in machine(report.seen)) + ".", "  ")
+        yield from wrapped(method(report), "  ")
+
+
+TITLES = {
+    HOLDS_BACK: "What holds it back, and what a cure gives at most",
+    OPTION: "What a healthy training may use, too",
+    READING: "Read in the source, or seen and not priced",
+}
+
+
+def _heading(text: str) -> Iterator[str]:
+    yield ""
+    yield text.upper()
+
+
+def _bars(facts: Facts) -> Iterator[str]:
+    for _, name, s, share in parts(facts):
+        yield f"  {name:<32}{ms(s):>9} {100 * share:4.0f} %  {'#' * max(1, round(50 * share))}"
+
+
+def _ranks(facts: Sequence[Facts]) -> Iterator[str]:
+    header, rows = rank_table(facts)
+    for row in [header, *rows] if rows else []:
+        yield f"  {row[0]:<32}" + "".join(f"{cell:>9}" for cell in row[1:])
+
+
+def _entry(number: int, finding: Finding) -> Iterator[str]:
+    price = f"at most {finding.bound}, {finding.by}" if finding.bound else known(finding)
+    notebook = f"; notebook {finding.notebook}" if finding.notebook else ""
+    yield from wrapped(f"{number}. {finding.name}: {price}{notebook}", "  ", "     ")
+    yield from wrapped(f"{capital(finding.what)}.", "     ")
+    if finding.where:
+        yield f"     {cut(finding.where, COLUMNS - 5)}"
+    yield from _cure(finding.cure)
+
+
+def known(finding: Finding) -> str:
+    """How it is known, of one without a price."""
+    return f"{finding.by}: {finding.certainty}" if finding.certainty else f"{finding.by}, not priced"
+
+
+def _cure(cure: str) -> Iterator[str]:
+    """Words, or of a diff the lines that it changes."""
+    lines = cure.strip("\n").splitlines()
+    if len(lines) < 2:
+        yield from wrapped(f"Cure: {cure or 'none is known'}", "     ", "       ")
+        return
+    changed = [line for line in lines if line[:1] in "+-" and not line.startswith(("+++", "---"))]
+    yield from (f"     {cut(line, COLUMNS - 5)}" for line in changed[:DIFF_LINES])
+    if len(changed) > DIFF_LINES:
+        yield "     ... the whole of it is in report.html"
+
+
+def wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
+    """Lines of the terminal's width, the first of them with another indent than the rest."""
+    rest = first if rest is None else rest
+    text = " ".join(text.split())
+    return textwrap.wrap(text, COLUMNS, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def cut(text: str, width: int) -> str:
+    """To one line of so many characters."""
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def capital(text: str) -> str:
+    """As a sentence begins."""
+    return text[:1].upper() + text[1:]
+
+
+def _bytes(n: float) -> str:
+    return str(Estimate(n, n, n, 1, "B")).split(" [")[0]
+
+
+# The page in a browser
+
+
+def write_html(report: Report, path: Path) -> Path:
+    """One file that loads nothing. OSError if it cannot be written."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"capital": capital, "known": known}
+    facts = report.seen
+    slowest = max(facts, key=lambda f: sum(f.step_s)) if facts else None
+    rows = parts(slowest) if slowest else []
+    header, ranks = rank_table(facts) if facts else ([], [])
+    most = max([2.0, *(f.bound.high for f in report.findings if f.bound)])
+    text = environment.from_string(TEMPLATE.read_text("utf-8")).render(
+        report=report, answer=answer(report), summary=summary(report), parts=rows, ms=ms,
+        rank=slowest.rank if slowest else 0,
+        many=len(facts) > 1, rank_header=header, rank_rows=ranks, colors=_colors(rows), titles=TITLES, most=most,
+        place=lambda x: _place_on_axis(x, most), machine=machine(facts) if facts else [], method=method(report),
+        command=shlex.join(report.facts[0].argv) if report.facts else "",
+    )  # fmt: skip
+    return write_atomic(Path(path), text)
+
+
+def _colors(rows: Sequence[tuple[str, str, float, float]]) -> dict[str, int]:
+    """A colour for each of the six largest parts; the others are grey."""
+    return {kind: i for i, (kind, *_) in enumerate(sorted(rows, key=lambda row: -row[2])[:6])}
+
+
+def _place_on_axis(x: float, most: float) -> float:
+    """0 to 100 for 0.8 to `most` times as fast, on a logarithmic axis: twice as fast is as far from 1 as half."""
+    low = math.log(0.8)
+    return round(100 * min(1.0, max(0.0, (math.log(max(x, 0.01)) - low) / (math.log(most) - low))), 1)
+
+
+# JSON
+
+
+def write_json(report: Report, path: Path) -> Path:
+    """What `load` reads. OSError if it cannot be written."""
+    row = {"doctor": VERSION} | dataclasses.asdict(report)
+    return write_atomic(Path(path), json.dumps(row, allow_nan=False) + "\n")
+
+
+def save(report: Report, folder: Path) -> tuple[Path, Path]:
+    """report.json and report.html in the folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_json(report, folder / "report.json"), write_html(report, folder / "report.html")
+
+
+def load(path: str | os.PathLike) -> Report:
+    """A report that was written by `write_json`. BadInput names the file, the field and what to do about it."""
+    try:
+        row = parse_json(Path(path).read_bytes())
+    except OSError as e:
+        raise BadInput(f"{path} cannot be read ({e.strerror}): give the report.json of an earlier run") from None
+    except ValueError as e:
+        raise BadInput(f"{path}: {e}: give the report.json of an earlier run") from None
+    if not isinstance(row, dict) or row.get("doctor") != VERSION:
+        raise BadInput(
+            f"{path} is no report of this doctor's (version {VERSION}): run it again on the script as it was"
+        )
+    for name, read in READERS.items():
+        try:
+            row[name] = read(row[name])
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise BadInput(
+                f"{path}, field {name!r}: {brief(str(e))}: run the doctor again on the script as it was"
+            ) from None
+    return Report(**{name: row[name] for name in READERS})
+
+
+def _finding(row: dict[str, Any]) -> Finding:
+    bound = Estimate(**row["bound"]) if row["bound"] is not None else None
+    if bound is not None and not all(_number(x) for x in (bound.value, bound.low, bound.high, bound.n)):
+        raise ValueError("a bound needs numbers")
+    finding = Finding(**row | {"bound": bound})
+    return _texts(finding, [v for k, v in vars(finding).items() if k != "bound"])
+
+
+def _facts(row: dict[str, Any]) -> Facts:
+    facts = from_json(row)
+    times = [facts.step_s, *facts.spans_s.values(), *(t for turns in facts.turns_s.values() for t in turns)]
+    counts = [facts.rank, facts.ranks, facts.local_ranks, facts.steps, facts.wall_s, *facts.samples_factor.values()]
+    if not all(_number(s) and s >= 0 for of in [*times, counts] for s in of):
+        raise ValueError("times and counts must be numbers from 0 on")
+    if facts.samples is not None and not (_number(facts.samples) and facts.samples > 0):
+        raise ValueError("samples must be a number above 0")
+    return _texts(facts, [facts.script, facts.device, facts.ended, facts.error, *facts.argv])
+
+
+def _texts(value: Any, texts: Sequence[Any]) -> Any:
+    if not all(isinstance(t, str) for t in texts):
+        raise ValueError("texts are needed")
+    return value
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _list(values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        raise ValueError(f"a list is needed, not {type(values).__name__}")
+    return values
+
+
+def _dict(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ValueError(f"an object is needed, not {type(values).__name__}")
+    return values
+
+
+READERS = {
+    "facts": lambda rows: [_facts(r) for r in _list(rows)],
+    "findings": lambda rows: [_finding(r) for r in _list(rows)],
+    "healthy": lambda rows: _texts(rows, _list(rows)),
+    "unknown": lambda rows: _texts(rows, _list(rows)),
+    "provenance": _dict,
+}
