@@ -68,6 +68,8 @@ class Facts:
     exit_code: int | None = None
     error: str = ""
     """Last line of the script's error, with file and line."""
+    output: list[str] = field(default_factory=list)
+    """Last lines that the script printed, if it did not come to its end."""
     stage: str = "start"
     """How far it came: "start", "warm-up", "as it is", "in turn", "done"."""
     steps: int = 0

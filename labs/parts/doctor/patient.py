@@ -6,24 +6,31 @@ python -m labs.parts.doctor.patient SETTINGS.json     # started by the doctor, o
 from __future__ import annotations
 
 import builtins
-import importlib.abc
-import importlib.util
+import faulthandler
 import json
 import mmap
 import os
+import resource
+import signal
 import struct
 import sys
 import time
 import traceback
 import typing
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from labs.kit import as_main
+from labs.kit.guardian import end_with_parent
+from labs.parts.doctor import scratch, state
+from labs.parts.doctor.after_import import after_import
 from labs.parts.doctor.facts import Facts
+from labs.parts.doctor.hooks import Hooks
+from labs.parts.doctor.turns import plan, price_of_a_call
 
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
+"""Has the patient write where its threads stand. No script uses the last one; macOS has none."""
 STOPS = 3
 """So many times a script may catch what ends it, by `except:`; then it is ended without asking."""
 
@@ -49,6 +56,8 @@ class Settings:
     seconds: float = 40.0
     modes: tuple[str, ...] | None = None
     """Counterfactuals to try, by name; None: all but those that take long ("compiled")."""
+    parent: int = 0
+    """The doctor, with which the patient ends; 0: it does not."""
 
     def save(self) -> Path:
         """As SETTINGS.json of the rank."""
@@ -60,6 +69,11 @@ class Settings:
     def facts_path(self) -> Path:
         """Where the rank's facts are."""
         return Path(self.folder, f"facts-{self.rank}.json")
+
+    @property
+    def stack_path(self) -> Path:
+        """Where the rank writes where it stands."""
+        return Path(self.folder, f"stack-{self.rank}.txt")
 
 
 class Progress:
@@ -82,33 +96,6 @@ class Progress:
         self._bytes[:] = struct.pack("q", n)
 
 
-class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Calls `then` as soon as module `name` has been imported: a script may set the environment before."""
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self.name, self.then = name, then
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        """The true finders' answer, with this as its loader."""
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            self.loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: object) -> object:
-        """As the true loader does."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: object) -> None:
-        """The import itself."""
-        module.__loader__ = module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        self.then()
-
-
 class Patient:
     """A rank that is looked at."""
 
@@ -122,9 +109,7 @@ class Patient:
 
     def watch(self) -> None:
         """From the moment that the script has torch."""
-        from labs.parts.doctor.counterfactuals import MODES
-        from labs.parts.doctor.hooks import Hooks
-        from labs.parts.doctor.turns import plan, price_of_a_call
+        from labs.parts.doctor.counterfactuals import MODES  # found through `labs`, which is loaded: not by sys.path
 
         self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
         self.hooks.install()
@@ -136,8 +121,6 @@ class Patient:
 
     def stepped(self, spans: dict[str, float]) -> None:
         """At the end of each step, within the script."""
-        from labs.parts.doctor import state
-
         self.facts.steps += 1
         self.progress.steps = self.facts.steps
         before = self.facts.stage, self.facts.trying
@@ -176,7 +159,7 @@ class Patient:
 
     def run(self) -> typing.NoReturn:
         """Become the script, up to its end; then leave without what Python tidies up: threads may never end."""
-        sys.meta_path.insert(0, AfterImport("torch", self.watch))
+        after_import("torch", self.watch)
         os._exit = self._leave
         code = 0
         try:
@@ -191,7 +174,7 @@ class Patient:
             code = 1
             if not self.facts.trying:  # else it is no error of the script
                 traceback.print_exception(type(e), e, as_main.of_script(e.__traceback__, self.settings.argv[0]))
-            self.end("error", code, _told(e))
+            self.end("error", code, _told(e, self.settings.argv[0]))
         if self.facts.ended == "done":
             code = 0
         for stream in (sys.stdout, sys.stderr):
@@ -211,21 +194,32 @@ def _given_up(facts: Facts, why: str) -> Facts:
     return replace(facts, ended="done", turns_s=turns, not_tried=not_tried, trying="")
 
 
-def _told(error: BaseException) -> str:
+def _told(error: BaseException, script: str) -> str:
+    """In one line, with the innermost line of the script's own folder."""
+    folder = os.path.dirname(os.path.realpath(script)) + os.sep
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:300] + where
+    own = [f for f in frames if os.path.realpath(f.filename).startswith(folder) and "-packages" not in f.filename]
+    own = [f for f in own if os.path.dirname(f.filename) != os.path.dirname(__file__)]
+    where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in (own or frames)[-1:]]
+    if isinstance(error, SyntaxError) and error.filename:
+        where = [f"{os.path.basename(error.filename)}:{error.lineno}"]
+    return " ".join([" ".join(f"{type(error).__name__}: {error}".split())[:300], *(f"({w})" for w in where)])
 
 
 def main() -> None:
     """Read the settings, send what is written to the scratch folder, and become the script."""
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
+    if settings.parent:
+        end_with_parent(settings.parent)
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, settings.stack_path.open("w"), all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # as in a terminal: the last lines are there when it is ended
     patient = Patient(settings)
     builtins.__dict__.setdefault("exit", sys.exit)
     if settings.scratch:
-        from labs.parts.doctor import scratch
-
-        scratch.install(settings.scratch)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # no file `core`
+        scratch.install(settings.scratch, patient.facts.unseen.append)
     patient.run()
 
 

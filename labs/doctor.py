@@ -1,0 +1,181 @@
+"""What holds your training back, and what would each cure give at most?
+
+    python -m labs.doctor train.py --lr 0.1                     # options of labs.doctor come before the script
+    python -m labs.doctor --steps 50 --patience 300 train.py    # a first step that takes minutes, as with torch.compile
+    torchrun --nproc-per-node 2 -m labs.doctor train.py
+    python -m labs.doctor --compare doctor-report/report.json train.py      # after the cure
+
+Your script runs unchanged, as `python train.py` would run it, for some steps to warm up, --steps as they are, and for
+--seconds in turn with counterfactuals: the same step without waiting for data, without exchange, and so on. Then it
+is ended. A step is a call of the `step` of an optimizer of torch. Model, optimizer and random state are put back after
+each counterfactual. What the script writes goes to a scratch folder that is removed, unless you --let-it-write; what
+cannot be sent there (programs that it starts, libraries in C) is told in the report. It finds its files, and what it
+has written in this run. It sees a TMPDIR of its own, and no terminal.
+
+Printed is one page. --out gets report.json and report.html. Exit code: 0, 1 if no step could be looked at (then the
+page says why), 2 for bad input. Ctrl-C ends the script and tells what is known. Nothing is left: no process, no file.
+
+Under torchrun one rank of each machine tells of all ranks on it, further machines into --out with their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from labs.kit.cli import closed_pipe_is_no_error, fail
+from labs.kit.errors import BadInput, did_you_mean, require
+from labs.parts.doctor import supervisor
+from labs.parts.doctor.counterfactuals import MODES
+from labs.parts.doctor.facts import Facts
+from labs.parts.doctor.supervisor import Order, Place
+
+PROG = "python -m labs.doctor"
+MOST_STEPS = 10_000
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """By the command line."""
+
+    order: Order
+    out: Path
+    compare: Path | None
+
+
+def options(args: list[str]) -> Wanted:
+    """BadInput for what cannot work, before anything starts."""
+    parser = argparse.ArgumentParser(
+        PROG, f"{PROG} [options] train.py ...", __doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.error = _refuse
+    known = ", ".join(MODES)
+    add = parser.add_argument
+    add("--steps", type=int, default=30, help="that are looked at as they are (default 30)")
+    add("--seconds", type=float, default=40.0, help="for counterfactuals, on top (default 40; 0: none)")
+    add("--patience", type=float, default=60.0, help="seconds without a step, then it is ended (default 60)")
+    add("--out", type=Path, default=Path("doctor-report"), help="folder for the report (default doctor-report)")
+    add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before the cure")
+    add("--let-it-write", action="store_true", help="files where the script wants them, not in a scratch folder")
+    add("--show-output", action="store_true", help="print what the script prints")
+    add("--only", action="append", metavar="NAME", help=f"try this counterfactual; may be repeated. One of: {known}")
+    add("--without", action="append", metavar="NAME", help="do not try this one; may be repeated")
+    add("script", type=Path, help="the training, run as `python train.py` would")
+    add("args", nargs=argparse.REMAINDER, help="its own")
+    given = parser.parse_args(args)
+    require(1 <= given.steps <= MOST_STEPS, f"--steps must be from 1 to {MOST_STEPS}, not {given.steps}")
+    require(0 <= given.seconds < float("inf"), f"--seconds must be a number from 0 on, not {given.seconds:g}")
+    require(
+        1 <= given.patience < float("inf"), f"--patience must be a number of seconds from 1 on, not {given.patience:g}"
+    )
+    _check_script(given.script)
+    _check_out(given.out)
+    if given.compare is not None:
+        _check_report(given.compare)
+    modes = () if given.seconds == 0 else _modes(given.only or [], given.without or [])
+    order = Order([str(given.script), *given.args], given.steps, given.seconds, given.patience, modes,
+                  given.let_it_write, given.show_output)  # fmt: skip
+    return Wanted(order, given.out.absolute(), given.compare)
+
+
+def _check_script(script: Path) -> None:
+    require(script.is_file(), f"there is no script {script}")
+    try:
+        with script.open("rb"):
+            pass
+    except OSError as e:
+        raise BadInput(f"cannot read {script} ({e.strerror})") from None
+    ours = Path(__file__).parent
+    for path in (script.resolve().parent / "labs.py", script.resolve().parent / "labs" / "__init__.py"):
+        require(not path.exists() or path.parent == ours, f"{path} has the name of the doctor's own package: rename it")
+
+
+def _check_out(out: Path) -> None:
+    require(not out.exists() or out.is_dir(), f"--out {out} is not a folder")
+    there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    require(there.is_dir(), f"--out: {there} is not a folder")
+    require(os.access(there, os.W_OK), f"--out: cannot write to {there}")
+
+
+def _check_report(path: Path) -> None:
+    try:
+        json.loads(path.read_bytes())
+    except OSError as e:
+        raise BadInput(f"--compare: cannot read {path} ({e.strerror})") from None
+    except ValueError:
+        raise BadInput(f"--compare: {path} is no report.json of the doctor's") from None
+
+
+def _modes(only: Sequence[str], without: Sequence[str]) -> tuple[str, ...]:
+    for name in (*only, *without):
+        require(name in MODES, f"there is no counterfactual {name!r}: {did_you_mean(name, MODES)}"
+                               f"there are {', '.join(MODES)}")  # fmt: skip
+    return tuple(name for name in MODES if (not only or name in only) and name not in without)
+
+
+def _refuse(message: str) -> typing.NoReturn:
+    """By one rank of each machine."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # until torchrun ends this rank, which it does when the one that tells is gone
+        sys.exit(2)
+    fail(PROG, message)
+
+
+def tell(facts: list[Facts], wanted: Wanted, machine: int) -> None:
+    """Print the page, and write the report."""
+    from labs.parts.doctor import compare, report, rules
+
+    found = report.make(facts, rules.check(Path(wanted.order.argv[0])))
+    out = wanted.out if machine == 0 else wanted.out.with_name(f"{wanted.out.name}-machine-{machine}")
+    with closed_pipe_is_no_error():
+        print(report.page(found), end="")
+        for line in last_words(facts, wanted.order):
+            print(line)
+        if wanted.compare is not None:
+            print(_compared(compare, report.load(wanted.compare), found))
+        try:
+            print("\nreport: " + ", ".join(map(str, report.save(found, out))))
+        except OSError as e:
+            print(f"could not write to {out} ({e.strerror}): the page above is all there is", file=sys.stderr)
+
+
+def _compared(compare: typing.Any, before: typing.Any, after: typing.Any) -> str:
+    try:
+        return "\n" + compare.page(before, after)
+    except BadInput as e:
+        return f"\nnot compared: {e}"
+
+
+def last_words(facts: list[Facts], order: Order) -> list[str]:
+    """What a script that did not come to its end had printed, and what may have been our own fault."""
+    lines = []
+    for f in facts:
+        if f.output and f.ended in ("error", "exit", "killed", "silent"):
+            rank = f" of rank {f.rank}" if f.ranks > 1 else ""
+            lines += ["", f"LAST LINES OF ITS OUTPUT{rank.upper()}", *(f"  {line}" for line in f.output)]
+    if any(f.ended == "error" for f in facts) and not order.let_it_write:
+        lines += ["", "Does it run without the doctor, but not here? What it writes goes to a scratch folder, which "
+                  "libraries", "in C and programs that it starts do not know: try --let-it-write."]  # fmt: skip
+    return lines
+
+
+def main() -> None:
+    """Check, run the script, tell."""
+    try:
+        wanted, place = options(sys.argv[1:]), Place.of(os.environ)
+        facts = supervisor.examine(wanted.order, place, lambda found: tell(found, wanted, place.machine))
+    except BadInput as e:
+        _refuse(str(e))
+    sys.exit(0 if any(f.step_s for f in facts) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Libraries that open files themselves, and processes started anew: each is taught where the script's files are."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    from labs.parts.doctor.scratch import Scratch
+
+ROOT = str(Path(__file__).parents[3])
+SPAWNED = """
+import sys
+sys.path.insert(0, {root!r})
+from labs.parts.doctor import scratch
+sys.path.remove({root!r})
+scratch.install({folder!r})
+"""
+
+
+def _lead(scratch: Scratch, owner: Any, name: str, argument: int, how: Callable[[Any], Any]) -> None:
+    """Replace a function that takes a path as its `argument`-th, so that it gets `how(path)`."""
+    original = getattr(owner, name)
+
+    def lead(args: tuple) -> list:
+        args = list(args)
+        if len(args) > argument and isinstance(args[argument], str | os.PathLike):
+            args[argument] = os.fspath(how(args[argument]))
+        return args
+
+    if isinstance(original, type) and original.__module__.startswith("torch"):  # it may be asked for by isinstance
+
+        class Led(original):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*lead(args), **kwargs)
+
+        new: Any = functools.wraps(original, updated=())(Led)
+    else:
+
+        def new(*args: Any, **kwargs: Any) -> Any:
+            return original(*lead(args), **kwargs)
+
+    scratch.undo.enter_context(mock.patch.object(owner, name, new))
+
+
+def _map(scratch: Scratch, owner: Any) -> None:
+    """Memory that is a file; only if it is `shared` the file is written."""
+    original = owner.from_file
+
+    def from_file(filename: Any, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        found = scratch.to_write(filename) if shared else scratch.to_read(filename)
+        return original(os.fspath(found), shared, *args, **kwargs)
+
+    scratch.undo.enter_context(mock.patch.object(owner, "from_file", from_file))
+
+
+def _teach_torch(scratch: Scratch) -> None:
+    import torch
+    import torch.autograd.profiler
+
+    anew = functools.partial(scratch.to_write, keep=False)
+    _lead(scratch, torch._C, "PyTorchFileWriter", 0, anew)
+    _lead(scratch, torch._C, "PyTorchFileReader", 0, scratch.to_read)
+    _map(scratch, torch.UntypedStorage)
+    _map(scratch, torch)
+    _lead(scratch, torch.jit.RecursiveScriptModule, "save", 1, anew)
+    _lead(scratch, torch.jit, "load", 0, scratch.to_read)
+    _lead(scratch, torch.autograd.profiler.profile, "export_chrome_trace", 1, anew)
+
+
+def _teach_safetensors(scratch: Scratch) -> None:
+    import safetensors
+
+    _lead(scratch, safetensors, "serialize_file", 1, functools.partial(scratch.to_write, keep=False))
+    _lead(scratch, safetensors, "safe_open", 0, scratch.to_read)
+
+
+def _teach_sqlite3(scratch: Scratch) -> None:
+    import sqlite3
+
+    def how(path: Any) -> Any:
+        return path if str(path) == ":memory:" or str(path).startswith("file:") else scratch.to_write(path)
+
+    _lead(scratch, sqlite3, "connect", 0, how)
+
+
+def _teach_spawned(scratch: Scratch) -> None:
+    import multiprocessing.spawn as spawn
+
+    prepare = spawn.get_preparation_data
+
+    def with_scratch(name: str) -> dict:
+        return {"scratch": _InChild(scratch.folder), **prepare(name)}
+
+    scratch.undo.enter_context(mock.patch.object(spawn, "get_preparation_data", with_scratch))
+
+
+class _InChild:
+    """When a process that multiprocessing has spawned reads this, it has a scratch folder, too."""
+
+    def __init__(self, folder: str) -> None:
+        self.code = SPAWNED.format(root=ROOT, folder=folder)
+
+    def __reduce__(self) -> tuple:
+        return exec, (self.code, {})
+
+
+TAUGHT = {
+    "torch": _teach_torch,
+    "safetensors": _teach_safetensors,
+    "sqlite3": _teach_sqlite3,
+    "multiprocessing.spawn": _teach_spawned,
+}
+"""What is to be done once a module has been imported."""

@@ -1,0 +1,367 @@
+"""Runs the script once in a process of its own, the patient; ends it and all that it has started; hands on the facts.
+
+Under torchrun each rank's process is a supervisor with a patient of its own. Those of one machine share a folder. The
+first of them waits for the facts of the others, and tells; the others stay until it has.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from labs.kit.errors import BadInput
+from labs.parts.doctor import caretaker
+from labs.parts.doctor.facts import Facts, load
+from labs.parts.doctor.patient import STACK_SIGNAL, Progress, Settings
+
+ROOT = str(Path(__file__).parents[3])
+BOOT = """
+import sys
+root = sys.argv.pop(1)
+if sys.flags.safe_path:
+    sys.path.insert(0, root)
+else:
+    sys.path[0] = root  # the script's folder takes its place
+from labs.parts.doctor.patient import main
+if sys.flags.safe_path:
+    sys.path.remove(root)
+main()
+"""
+POLL_S = 0.2
+LEAVE_S = 20.0
+"""For what a script does in `finally` when all is measured; its facts are there."""
+FOLLOW_S = 15.0
+"""For a rank to end after another has."""
+COME_S = 60.0
+"""For the others' supervisors to begin."""
+MOST_OUTPUT = 64 << 20
+"""Bytes of the script's output that are kept on the disk; of more, the end."""
+TAIL_BYTES, TAIL_LINES = 8192, 20
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is wanted."""
+
+    argv: list[str]
+    """The script and its arguments."""
+    steps: int = 30
+    seconds: float = 40.0
+    patience_s: float = 60.0
+    """Without a step."""
+    modes: tuple[str, ...] | None = None
+    """Counterfactuals, by name; None: all."""
+    let_it_write: bool = False
+    show_output: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a rank, as a launcher says in the environment."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    machine: int = 0
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> Place:
+        """BadInput if a number is none. Where a launcher does not say which ranks share a machine, each is alone."""
+
+        def number(name: str, default: int) -> int:
+            try:
+                return int(env.get(name, default))
+            except ValueError:
+                raise BadInput(f"{name}={env[name]} in the environment is no number: start it by torchrun") from None
+
+        rank, ranks = number("RANK", 0), number("WORLD_SIZE", 1)
+        if "LOCAL_WORLD_SIZE" not in env:
+            return cls(rank, ranks)
+        place = cls(rank, ranks, number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1), number("GROUP_RANK", 0))
+        if not (0 <= place.local_rank < place.local_ranks and 0 <= rank < ranks):
+            raise BadInput(f"{place} in the environment: start it by torchrun")
+        return place
+
+
+class Stop:
+    """SIGINT, SIGTERM and SIGHUP are noted, and end nothing by themselves."""
+
+    def __init__(self) -> None:
+        self.by = ""
+
+    def _note(self, signum: int, frame: object) -> None:
+        self.by = self.by or signal.Signals(signum).name
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """In the main thread; another has no signals."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background
+                    before[signum] = signal.signal(signum, self._note)
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+def examine(order: Order, place: Place, tell: Callable[[list[Facts]], None]) -> list[Facts]:
+    """Run the script; `tell` gets the facts of this machine's ranks, in its first rank. All that was made is removed.
+
+    Returns these facts; in the other ranks, their own.
+    """
+    stop = Stop()
+    with stop.noting(), run_folder(place) as (folder, mark):
+        with Run(order, place, folder, mark, stop) as run:
+            run.watch()
+        run.facts.save(_final(folder, place.local_rank))
+        if place.local_rank:
+            _wait_for_the_first(folder)
+            return [run.facts]
+        found = [run.facts, *_others(folder, place, order, stop)]
+        tell(found)
+        return found
+
+
+@contextmanager
+def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
+    """For all that a run needs and writes on this machine; ranks that torchrun has started share one. And a mark.
+
+    What has this mark in its environment is ended, and the folder removed, even if this process is killed.
+    """
+    where = os.path.realpath(tempfile.gettempdir())
+    if place.local_ranks == 1:
+        folder = Path(tempfile.mkdtemp(prefix="labs-doctor-", dir=where))
+    else:
+        names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        key = uuid.uuid5(uuid.NAMESPACE_OID, "/".join([str(os.getppid()), *(os.environ.get(n, "") for n in names)]))
+        folder = Path(where, f"labs-doctor-{key.hex[:12]}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise BadInput(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
+    caretaker.sign(folder, place.local_rank, os.getpid())
+    mark = uuid.uuid4().hex
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", caretaker.__file__, mark, str(folder), str(place.local_rank)], stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/",
+    )  # fmt: skip
+    try:
+        yield folder, mark
+    finally:
+        caretaker.leave(folder, place.local_rank)
+        keeper.kill()
+        keeper.communicate()
+
+
+class Run:
+    """A patient, from its start to its end."""
+
+    def __init__(self, order: Order, place: Place, folder: Path, mark: str, stop: Stop) -> None:
+        self.order, self.place, self.folder, self.mark, self.stop = order, place, folder, mark, stop
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        self.settings = Settings(
+            order.argv, str(folder), "" if order.let_it_write else str(folder / "scratch"), place.rank, place.ranks,
+            place.local_ranks, order.steps, order.seconds, order.modes, parent,
+        )  # fmt: skip
+        self.output = folder / f"output-{place.rank}.txt"
+        self.why, self.tail, self._cut, self._shown = "", b"", b"", 0
+
+    def __enter__(self) -> Run:
+        self.begun = time.monotonic()
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _start(self) -> None:
+        (self.folder / "tmp").mkdir(exist_ok=True)
+        self.progress = Progress(self.folder, self.place.rank)
+        env = {**os.environ, caretaker.MARK: self.mark, "TMPDIR": str(self.folder / "tmp")}
+        if self.settings.scratch:
+            env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python writes __pycache__ below all that could be replaced
+        flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does: -W, -O, -X, ...
+        command = [sys.executable, *flags, "-c", BOOT, ROOT, str(self.settings.save())]
+        stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
+        with self.output.open("ab") as output:  # appended to, so that it can be cut
+            self.process = subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, env=env,
+                                            start_new_session=True)  # fmt: skip
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        self.facts = self._facts()
+
+    def _end(self) -> None:
+        """All processes. What the script had printed until then is read."""
+        caretaker.end(self.mark)
+        if hasattr(self, "process"):
+            self.process.wait()
+        self._read_output()
+
+    def watch(self) -> None:
+        """Until the patient has ended, or there is a reason to end it."""
+        steps, moved = 0, time.monotonic()
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(POLL_S)
+                return
+            self._read_output()
+            now = time.monotonic()
+            if self.progress.steps != steps:
+                steps, moved = self.progress.steps, now
+            if self.stop.by:
+                self.why = f"stopped by {self.stop.by}"
+            elif self._ended_before(now - LEAVE_S):
+                self.why = "all was measured, but it did not end"
+            elif now - moved > self.order.patience_s:
+                stands = self._stack()
+                self.why = f"no step in {self.order.patience_s:g} s{stands and f': it stands in {stands}'}"
+            elif (other := self._another_ended(FOLLOW_S)) is not None:
+                self.why = f"ended, for local rank {other} had ended {FOLLOW_S:g} s before"
+            if self.why:
+                return
+
+    def _ended_before(self, when: float) -> bool:
+        """Whether the patient has said so long ago that the script has ended."""
+        try:
+            age = time.time() - self.settings.facts_path.stat().st_mtime
+        except OSError:
+            return False
+        return time.monotonic() - age < when and load(self.settings.facts_path).ended != "running"
+
+    def _another_ended(self, seconds: float) -> int | None:
+        """The place of a rank of this machine that ended so long ago."""
+        for other in range(self.place.local_ranks):
+            with suppress(OSError):
+                path = _final(self.folder, other)
+                if other != self.place.local_rank and time.time() - path.stat().st_mtime > seconds:
+                    return other
+        return None
+
+    def _read_output(self) -> None:
+        """Keep its end, show it if that is wanted, and cut the file if it is too long."""
+        with suppress(OSError), self.output.open("rb") as file:
+            if self.order.show_output:
+                file.seek(self._shown)
+                self._shown += _show(file)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            self.tail = (self._cut + file.read())[-TAIL_BYTES:]
+            if size > MOST_OUTPUT:
+                os.truncate(self.output, 0)
+                self._cut, self._shown = self.tail, 0
+
+    def _stack(self) -> str:
+        """Where the script's main thread stands: "train.py:12, in wait"; "" if it does not say."""
+        if STACK_SIGNAL is None:
+            return ""
+        text = ""
+        with suppress(OSError):
+            self.process.send_signal(STACK_SIGNAL)
+            for _ in range(10):
+                time.sleep(POLL_S)
+                before, text = text, self.settings.stack_path.read_text()
+                if text and text == before:  # all of it
+                    return stood(text, self.order.argv[0])
+        return ""
+
+    def _facts(self) -> Facts:
+        """What the patient has left, and what it could not know."""
+        place, argv = self.place, self.order.argv
+        try:
+            facts = load(self.settings.facts_path)
+        except (OSError, ValueError):
+            facts = Facts(argv[0], argv, place.rank, place.ranks, place.local_ranks)
+        facts.steps = max(facts.steps, self.progress.steps)
+        if facts.ended == "running":
+            facts.ended = "silent" if self.why.startswith("no step") else "killed"
+            facts.exit_code, facts.error = self.process.returncode, self.why or _death(self.process.returncode)
+            facts.wall_s = time.monotonic() - self.begun
+        if facts.ended not in ("done", "script ended"):
+            facts.output = [line[:200] for line in self.tail.decode(errors="replace").splitlines()[-TAIL_LINES:]]
+        return facts
+
+
+def _show(file: object) -> int:
+    """Copy what follows in a file to standard output; how many bytes."""
+    shown = 0
+    while block := file.read(1 << 16):
+        sys.stdout.buffer.write(block)
+        shown += len(block)
+    sys.stdout.flush()
+    return shown
+
+
+def _death(code: int) -> str:
+    """Of a process that had no time to say why."""
+    if code == -signal.SIGKILL:
+        return "ended by SIGKILL: the system does so when memory is exhausted"
+    if code < 0:
+        with suppress(ValueError):
+            return f"ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}, before Python could say why"
+
+
+def stood(text: str, script: str) -> str:
+    """Of what faulthandler writes, in which the main thread is last: its innermost line of the script's own folder.
+
+    Its innermost line of all, if none is.
+    """
+    folder = os.path.dirname(os.path.realpath(script)) + os.sep
+    blocks = text.split("(most recent call first):\n")
+    lines = deque(line.strip() for line in blocks[-1].splitlines() if line.startswith('  File "'))
+    own = next((line for line in lines if line[6:].startswith(folder) and "-packages" not in line), None)
+    line = own or next(iter(lines), "")
+    file, _, rest = line.removeprefix('File "').partition('", line ')
+    number, _, function = rest.partition(" in ")
+    return f"{os.path.basename(file)}:{number}, in {function}" if function else ""
+
+
+# Ranks of one machine
+
+
+def _final(folder: Path, local_rank: int) -> Path:
+    """Facts of a rank that has ended."""
+    return folder / f"final-{local_rank}.json"
+
+
+def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Facts]:
+    """Facts of the other ranks of this machine; of those that left none, if they had begun, that they were killed."""
+    until = time.monotonic() + order.patience_s + LEAVE_S + FOLLOW_S
+    come = time.monotonic() + min(COME_S, order.patience_s)
+    missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
+    while missing and time.monotonic() < until:
+        for other in sorted(missing):
+            at_work = caretaker.is_at_work(folder, other)  # before the file is looked for
+            if _final(folder, other).exists():
+                found.append(load(_final(folder, other)))
+                missing.discard(other)
+            elif at_work is False or (at_work is None and (time.monotonic() > come or stop.by)):
+                missing.discard(other)  # the report says that it left nothing
+        time.sleep(POLL_S if missing else 0)
+    return found
+
+
+def _wait_for_the_first(folder: Path) -> None:
+    """Until it has told, and is gone. A rank that ends sooner would have torchrun end the first one."""
+    come, at_work = time.monotonic() + COME_S, None
+    while at_work is None and time.monotonic() < come:
+        at_work = caretaker.is_at_work(folder, 0)
+        time.sleep(POLL_S)
+    while caretaker.is_at_work(folder, 0):
+        time.sleep(POLL_S)
