@@ -175,9 +175,9 @@ def _sick() -> Iterator[Case]:
     yield Case("float64", SINGLE, Change("if args.float64:", "if not args.float64:"), ("float64",), options=LONG)
     yield Case("float64_images", IMAGES, Change("torch.float32)\n", "torch.float64)\n"), ("float64",))
     yield Case("threads", DDP, Change("torch.set_num_threads(1)", "torch.set_num_threads(2 * os.cpu_count())"),
-               ("threads",), ranks=2, options=LONG)  # fmt: skip
+               ("threads", "too-many-threads"), ranks=2, options=LONG)  # fmt: skip
     yield Case("threads_images", IMAGES, Change("set_num_threads(1)", "set_num_threads(4 * os.cpu_count())"),
-               ("threads",))  # fmt: skip
+               ("threads", "too-many-threads"))  # fmt: skip
     yield Case("anomaly", IMAGES, Change("set_detect_anomaly(False)", "set_detect_anomaly(True)"), ("anomaly",))
     yield Case("anomaly_recipe", SINGLE, Change("    torch.set_num_threads(1)", "    torch.set_anomaly_enabled(True); "
                "torch.set_num_threads(1)"), ("anomaly",), options=LONG)  # fmt: skip
@@ -202,7 +202,7 @@ def _sick() -> Iterator[Case]:
                "if p.dim() > 1]"),
                ("straggler",), ranks=2, options=LONG)  # fmt: skip
     yield Case("no_no_sync", "train_accumulate", Change("nullcontext() if last else model.no_sync()", "nullcontext()"),
-               ("exchange", "no_no_sync"), ranks=2)  # fmt: skip
+               ("exchange", "no-sync-missing"), ranks=2)  # fmt: skip
     yield Case("recompiles", "train_text", Change("torch.zeros(len(pieces), LENGTH + 1,", "torch.zeros(len(pieces), "
                "min(LENGTH + 1, max(map(len, pieces))),"), ("recompiles",))  # fmt: skip
     yield Case("optimizer_loop", IMAGES, Change("lr=1e-3, fused=True", "lr=1e-3, foreach=False"),
@@ -213,15 +213,15 @@ def _read() -> Iterator[Case]:
     """One line changed, and no step is slower for it: what is read in the source says so."""
     read = {"by": BY_READING, "options": LONG}
     yield Case("find_unused", DDP, Change("device_ids=[local_rank] if cuda else None)", "device_ids=[local_rank] if "
-               "cuda else None, find_unused_parameters=True)"), ("find_unused",), ranks=2, **read)  # fmt: skip
-    yield Case("no_set_epoch", DDP, Change("sampler.set_epoch(step // len(loader))", "pass"), ("set_epoch",), ranks=2,
+               "cuda else None, find_unused_parameters=True)"), ("find_unused", "find-unused"), ranks=2, **read)  # fmt: skip
+    yield Case("no_set_epoch", DDP, Change("sampler.set_epoch(step // len(loader))", "pass"), ("set-epoch-missing",), ranks=2,
                **read)  # fmt: skip
     yield Case("zero_grad_order", SINGLE, Change("            loss.backward()\n", "            loss.backward(); "
-               "optimizer.zero_grad()\n"), ("zero_grad",), learns=False, **read)  # fmt: skip
-    yield Case("kept_graph", IMAGES, Change(HISTORY, "history.append(loss)"), ("kept_graph",), by=BY_READING)
+               "optimizer.zero_grad()\n"), ("zero-grad-order", "zero-grad-missing"), learns=False, **read)  # fmt: skip
+    yield Case("kept_graph", IMAGES, Change(HISTORY, "history.append(loss)"), ("loss-kept",), by=BY_READING)
     yield Case("clip_before_unscale", "train_ddp_amp", Change("            scaler.unscale_(optimizer)",
-               "            pass"), ("clip_before_unscale",), ranks=2, **read)  # fmt: skip
-    yield Case("all_ranks_save", DDP, Change("if args.save and rank == 0:", "if args.save:"), ("save_by_all",), ranks=2,
+               "            pass"), ("clip-before-unscale",), ranks=2, **read)  # fmt: skip
+    yield Case("all_ranks_save", DDP, Change("if args.save and rank == 0:", "if args.save:"), ("save-all-ranks",), ranks=2,
                **read)  # fmt: skip
 
 
