@@ -16,11 +16,7 @@ def edited(text: str, changes: dict[str, str]) -> str:
     return text
 
 
-EVALUATION = {
-    """                    print(f"step {step}  loss {average:.3f}  right {evaluate(model, test_loader):.1%}", flush=True)
-""": """                    print(f"step {step}  loss {average:.3f}", flush=True)
-"""
-}
+EVALUATION = {"  right {evaluate(model, test_loader):.1%}": ""}  # after each epoch it is evaluated, too
 DATA = {
     """            self.images, self.labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
 """: """            images, self.labels = arrays[f"x_{part}"], arrays[f"y_{part}"].astype(int)
