@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +28,7 @@ from labs.kit.errors import did_you_mean, require
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records, attach_provenance
 from labs.parts.doctor.cases import BY_NAME, BY_READING, Case
-from labs.parts.doctor.in_turn import ScriptFailed, environment, take_turns
+from labs.parts.doctor.in_turn import ScriptFailed, run_alone, take_turns
 
 PROG = "python -m labs.doctor_trial"
 NAME = "doctor_trial"
@@ -132,13 +128,13 @@ class Seen:
     """What the doctor said of one patient."""
 
     seconds: float
-    exit_code: int
+    exit_code: int | None
     findings: list[dict[str, Any]] = field(default_factory=list)
     """As in report.json: name, bound, kind, by, ..."""
     factor: float = 1.0
     """Of the larger batch that it tried."""
     complaint: str = ""
-    """Last line of its standard error, if it failed."""
+    """Last line of its standard error, if there is no report."""
 
     def names(self, case: Case) -> list[str]:
         """Of all that is said, in the report's order; options only where the illness may be one."""
@@ -161,7 +157,7 @@ def seen_by_doctor(case: Case, folder: Path, seconds: float) -> Seen:
     if case.ranks > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks), "-m"]
     begun = time.monotonic()
-    code, said = _run([*command, "labs.doctor", *options, *script.argv], folder)
+    code, said = run_alone([*command, "labs.doctor", *options, *script.argv], folder, LIMIT_S)
     found = Seen(time.monotonic() - begun, code)
     if (report / "report.json").is_file():
         row = json.loads((report / "report.json").read_text())
@@ -171,26 +167,6 @@ def seen_by_doctor(case: Case, folder: Path, seconds: float) -> Seen:
         found.complaint = (said.strip().splitlines() or ["no report, and not a word"])[-1]
     shutil.rmtree(folder, ignore_errors=True)
     return found
-
-
-def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Exit code and what was said on standard error; after LIMIT_S its whole session is ended."""
-    with (folder / "stderr.txt").open("w+", errors="replace") as err:
-        process = subprocess.Popen(command, cwd=folder, env=environment(0, 1, "0"), stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)  # fmt: skip
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # the doctor ends its patient
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            code = -signal.SIGTERM
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        err.seek(0)
-        return code, err.read()
 
 
 def _judged(case: Case, n: int, found: Seen) -> Iterator[Record]:

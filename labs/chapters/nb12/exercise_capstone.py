@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from labs.chapters.nb12.watched import Results
 from labs.kit import measure
 from labs.kit.check import Exercise, Mistake
 from labs.kit.measure import Estimate
-from labs.parts.doctor.in_turn import ROOT, Block, Script, ScriptFailed, environment, take_turns
+from labs.parts.doctor.in_turn import ROOT, Block, Script, ScriptFailed, run_alone, take_turns
 
 DATA = ROOT / "labs" / "data" / "fashion_mnist_12k.npz"
 STEPS, BATCH, TRAIN, TEST = 79, 128, 10_000, 2_000
@@ -65,16 +64,13 @@ def watched(text: str, seed: int = 0) -> Results:
         argv = [sys.executable, "-m", "labs.chapters.nb12.watched", str(results), str(STEPS), str(DATA), "--",
                 str(script), "--data", str(DATA), "--epochs", "1", "--seed", str(seed), 
                 "--folder", str(run)]  # fmt: skip
-        try:
-            done = subprocess.run(argv, cwd=folder, env=environment(0, 1, "0"), capture_output=True, text=True,
-                                  errors="replace", timeout=EPOCH_S, stdin=subprocess.DEVNULL)  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise Mistake(f"one epoch of your script did not end within {EPOCH_S:g} s",
-                          "look for a loop that never ends") from None  # fmt: skip
-        if done.returncode or not results.is_file():
-            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise Mistake(f"your script failed with exit code {done.returncode}: {said}",
-                          "run it: python my_script.py --epochs 1; with the options of the original")  # fmt: skip
+        code, said = run_alone(argv, folder, EPOCH_S)
+        if code is None:
+            raise Mistake(f"one epoch of your script did not end within {EPOCH_S:g} s", "look for a loop without end")
+        if code or not results.is_file():
+            last = (said.strip().splitlines() or ["it said nothing"])[-1]
+            raise Mistake(f"your script failed with exit code {code}: {last}",
+                          "run it: python my_script.py --epochs 1, with the options of the original")  # fmt: skip
         files = [name for name in FILES if (run / name).is_file() and (run / name).stat().st_size]
         return Results(**json.loads(results.read_text()), files=files)
 

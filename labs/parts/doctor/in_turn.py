@@ -33,6 +33,8 @@ IDLE_S, LONGEST_IDLE_S = 0.02, 2.0
 """A script's workers may fill their queues before another one's turn: looked at this often, waited for at most."""
 PATIENCE_S = 120.0
 """For one block of one script."""
+GRACE_S = 8.0
+"""From SIGTERM to SIGKILL."""
 ROOT = Path(__file__).parents[3]
 
 
@@ -112,7 +114,10 @@ class _Running:
                 raise ScriptFailed(self.name, f"no block of steps was done in {PATIENCE_S:g} s")
         if select.select([answer], [], [], 0)[0] and (line := answer.readline()):
             return json.loads(line)
-        code = next((p.wait() for p in self.processes if p.poll()), 0)
+        for process in self.processes:  # what was said comes before the end
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+        code = next((p.returncode for p in self.processes if p.returncode), 0)
         said = self.errors.read_text(errors="replace").strip().splitlines()[-1:]
         how = f"it failed with exit code {code}" if code else "it ended before enough steps were taken"
         raise ScriptFailed(self.name, ": ".join([how, *said]) if code else how)
@@ -163,6 +168,30 @@ def environment(rank: int, ranks: int, port: str) -> dict[str, str]:
         mine |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}  # fmt: skip
     return mine
+
+
+def run_alone(command: Sequence[str], folder: Path, limit_s: float) -> tuple[int | None, str]:
+    """Exit code and standard error of a command; None after `limit_s`. Nothing of its session is left then.
+
+    A command that is ended gets SIGTERM first, and some seconds to end what it has started elsewhere.
+    """
+    with (folder / "stderr.txt").open("w+", errors="replace") as err:
+        process = subprocess.Popen(command, cwd=folder, env=environment(0, 1, "0"), stdin=subprocess.DEVNULL,
+                                   stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)  # fmt: skip
+        code = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
+        finally:
+            if code is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.terminate()
+                    process.wait(GRACE_S)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        err.seek(0)
+        return code, err.read()
 
 
 # In the process that becomes the script

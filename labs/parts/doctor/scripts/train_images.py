@@ -124,7 +124,7 @@ def main():
     loader = DataLoader(dataset, batch_size=64, sampler=sampler, drop_last=True, num_workers=workers)
     model = module = build_model(width=8)
     if ranks > 1:
-        model = DistributedDataParallel(model, bucket_cap_mb=25, broadcast_buffers=False)
+        model = DistributedDataParallel(model, bucket_cap_mb=25, forward_sync_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     log = open("log.txt", "w", buffering=1)  # noqa: SIM115 - until the training ends
     validate_every, save_every, durable = 500, 1000, False
