@@ -337,8 +337,9 @@ def main() -> None:
     """Say how long it takes, then each patient as it comes, then the answer."""
     config = cli.parse_config(Command, __doc__, PROG)
     minutes = math.ceil(predicted_s(config) / 60)
-    print(f"{len(config.visits)} visits, about {minutes} minute{'s' if minutes > 1 else ''}: nothing else should run "
-          "here.", file=sys.stderr, flush=True)  # fmt: skip
+    visits = len(config.visits)
+    print(f"{visits} visit{'s' if visits > 1 else ''}, about {minutes} minute{'s' if minutes > 1 else ''}: nothing else "
+          "should run here.", file=sys.stderr, flush=True)  # fmt: skip
     begun = time.monotonic()
 
     def told(record: Record) -> None:

@@ -12,7 +12,7 @@ from labs import doctor_trial as trial
 from labs.chapters.nb12 import figures
 from labs.doctor_trial import Config, Seen
 from labs.kit.errors import BadInput
-from labs.kit.record import Record, Records, attach_provenance
+from labs.kit.record import Record, Records, attach_provenance, load
 from labs.parts.doctor.cases import BY_NAME
 
 
@@ -106,9 +106,16 @@ def run(tmp_path, *options: str) -> tuple[subprocess.CompletedProcess, Records]:
     assert done.returncode == 0, done.stderr
     assert_no_survivors(env["LABS_TEST_MARK"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trial.jsonl"]
-    return done, Records.load(out)
+    return done, load(out)
 
 
+def test_a_visit_is_a_run_of_the_doctor_and_leaves_nothing(tmp_path):
+    done, found = run(tmp_path, "--cases", "zero_grad_order", "--seconds", "1", "--no-gains")
+    assert "1 visit, about 1 minute" in done.stderr and "first or second in 100 %" in done.stdout
+    assert found.one("place").value == 1 and found.one("visit_s").case["exit_code"] == 0
+
+
+@pytest.mark.long
 def test_a_smoke_run_visits_two_patients_and_leaves_nothing(tmp_path):
     done, found = run(tmp_path, "--smoke")
     assert "2 visits, about 1 minute" in done.stderr

@@ -43,7 +43,7 @@ LOOP = """                optimizer.zero_grad(set_to_none=False)
 MUTANTS = {
     "12.1": {
         "validation after every ten steps is left": (lambda: left("evaluation"), "one illness is left"),
-        "two illnesses are left": (lambda: left("data", "arithmetic"), "2 illnesses are left"),
+        "two illnesses are left": (lambda: left("data", "arithmetic"), "2 are left"),
         "a batch four times as large": (
             but({'"--batch-size", type=int, default=128': '"--batch-size", type=int, default=512'}),
             "a step takes 512 images",
