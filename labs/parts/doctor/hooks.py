@@ -5,7 +5,8 @@ what other threads do is not counted. A step ends with the `step` of the optimiz
 
 What is replaced: DataLoader's `next`, the call of the outermost modules that hold the optimizer's parameters,
 `torch.autograd.backward`, collectives of torch.distributed, `.to`, `.cuda`, calls that wait for a device (`.item()` and
-others), print, torch.save. torch.compile sees none of it: modules inside of an outermost one are as they were.
+others), print, torch.save. torch.compile sees none of it: modules inside of an outermost one are as they were, and
+while it traces everything else is, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 from labs.parts.doctor.facts import KINDS, Facts, Line, Loader
 
@@ -122,6 +122,11 @@ class Hooks:
         self._in_batches, self._in_calls = 0, defaultdict(int)
         self._to_be_used, self._used = 0, 0
         self._undo = ExitStack()
+        self._patches: list[tuple[Any, str, Any, Any]] = []
+        self._adopted: list[Callable[[], None]] = []
+        self._dynamo_knows = False
+        self.traced = False
+        """Whether torch.compile has traced something."""
         self._events: list[tuple[str, Any, Any]] = []
         # What a counterfactual changes, for as long as it lasts
         self.same_batch = False
@@ -172,6 +177,7 @@ class Hooks:
             for name in COLLECTIVES:
                 if hasattr(dist, name):
                     self._replace(dist, name, functools.partial(self._noted, "exchange"))
+        self._replace(torch, "compile", self._compiling)
         self._replace(torch, "save", functools.partial(self._mutable, "save"))
         self._replace(builtins, "print", functools.partial(self._mutable, "print"))
         self._replace(DataLoader, "__iter__", self._iterating)
@@ -180,6 +186,7 @@ class Hooks:
 
     def remove(self) -> None:
         """All is as it was before."""
+        self.take_off()
         self._undo.close()
 
     def _forked(self) -> None:
@@ -187,7 +194,54 @@ class Hooks:
 
     def _replace(self, owner: Any, name: str, by: Callable[[Callable], Callable]) -> None:
         original = getattr(owner, name)
-        self._undo.enter_context(mock.patch.object(owner, name, functools.wraps(original)(by(original))))
+        own = name in vars(owner)  # else inherited
+        self._patches.append((owner, name, original if own else None, functools.wraps(original)(by(original))))
+        setattr(owner, name, self._patches[-1][-1])
+
+    def put_on(self, *args: Any) -> None:
+        """What is replaced is again."""
+        for owner, name, _, replacement in self._patches:
+            setattr(owner, name, replacement)
+
+    def take_off(self, *args: Any) -> None:
+        """Until `put_on`."""
+        for owner, name, original, replacement in self._patches:
+            if vars(owner).get(name) is not replacement:
+                continue  # the script has put something else there, or it is off
+            if original is not None:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+    # torch.compile
+
+    def _compiling(self, function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._dynamo_knows:
+                self._dynamo_knows = True
+                from torch._dynamo import callback, disable, trace_rules
+
+                trace_rules.add("labs.parts.doctor")  # nothing here is ever traced,
+                self._end_step = disable(self._end_step)  # nor what is called from here
+                callback.on_compile_start(self._trace_begins)
+                callback.on_compile_end(self.put_on)
+                self._undo.callback(callback.callback_handler.remove_start_callback, self._trace_begins)
+                self._undo.callback(callback.callback_handler.remove_end_callback, self.put_on)
+            return function(*args, **kwargs)
+
+        return call
+
+    def _trace_begins(self, *args: Any) -> None:
+        self.take_off()
+        self.traced = True
+        if self._adopted and not self.called and not {"forward", "evaluation"} & set(self.spans.stack):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """A compiled function calls the models: what is hung onto them would be in its graph."""
+        for undo in self._adopted:
+            undo()
+        self._adopted, self._looked = [], LOOKED_FOR
 
     def _elsewhere(self) -> bool:
         """In a thread that is not the script's, in a fork, or while torch.compile reads the program."""
@@ -209,11 +263,12 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._elsewhere() or self.spans.stack[-1] in OPAQUE:
                 return function(*args, **kwargs)
-            begun = time.perf_counter()
+            begun, result = time.perf_counter(), None
             try:
-                return self._timed(kind, function, args, kwargs)
+                result = self._timed(kind, function, args, kwargs)
+                return result
             finally:
-                if self.recording:
+                if self.recording and not (kind == "copy" and result is args[0]):  # it was there
                     noted = self.lines[(kind, name, *self._line())]
                     noted[0] += 1
                     noted[1] += time.perf_counter() - begun
@@ -313,7 +368,8 @@ class Hooks:
                     self._keep(loader, batch)
                 elif self.recording and loader in self.evaluating:
                     iterator._doctor_batches += 1
-                    self._evaluated[loader] = batch, iterator._doctor_batches
+                    first = batch if iterator._doctor_batches == 1 else self._evaluated[loader][0]
+                    self._evaluated[loader] = first, iterator._doctor_batches
             else:
                 batch = again[0]
             if loader is self.loader:
@@ -373,7 +429,9 @@ class Hooks:
                 self.compiled.add(id(module))
             # Not by setattr: an OptimizedModule would hand it on to the module within
             module.__dict__["_compiled_call_impl"] = functools.partial(self._call_root, module, before)
-            self._undo.callback(module.__dict__.__setitem__, "_compiled_call_impl", before)
+            undo = functools.partial(_put_back, module.__dict__, "_compiled_call_impl", before)
+            self._adopted.append(undo)
+            self._undo.callback(undo)
 
     def _call_root(self, module: Any, compiled: Callable | None, *args: Any, **kwargs: Any) -> Any:
         function = compiled or module._call_impl
@@ -437,6 +495,11 @@ class Hooks:
         """Of this step so far: from its batches; without a DataLoader from the model that was given the most."""
         return self._in_batches or max(self._in_calls.values(), default=0)
 
+    @property
+    def looking(self) -> bool:
+        """Whether it is still looked for modules that the script calls."""
+        return self._looked < LOOKED_FOR
+
     def _discover(self) -> None:
         """Outermost modules that hold parameters of the optimizers; then what is below those that are not called."""
         self._looked += 1
@@ -473,14 +536,18 @@ class Hooks:
         self._others = 0 if id(optimizer) == self._boundary else self._others + 1
         if self._others > GONE * len(self.optimizers):
             self._boundary, self._others = id(optimizer), 0
-        if id(optimizer) != self._boundary:
-            return
+        if id(optimizer) == self._boundary:
+            self._end_step()
+
+    def _end_step(self) -> None:
         if self.synchronised:
             self.synchronise()
         seconds = self.spans.cut()
         self.unused_seen = self.unused_seen or (self.recording and self._used < self._to_be_used)
-        if self._looked < LOOKED_FOR:
+        if self.looking:
             self._discover()
+        elif not self.called and self.loader is None:
+            self._sort(training=True)  # no model's call can be seen: what was fetched last
         try:
             self.on_step(seconds)
         finally:
@@ -537,6 +604,13 @@ def length(batch: Any, tensor: type) -> int:
     return next((n for n in (length(value, tensor) for value in values) if n), 0)
 
 
+def _put_back(holder: dict, name: str, value: Any) -> None:
+    if value is None:
+        holder.pop(name, None)
+    else:
+        holder[name] = value
+
+
 def _leaves(tree: Any, torch: Any) -> list[Any]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
@@ -577,7 +651,7 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         "static_graph": any(getattr(m, "static_graph", False) for m in ddp),
         "data_parallel": any(isinstance(m, DataParallel) for m in modules),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
-        "compiled": bool(hooks.compiled) or any(type(m).__name__ == "OptimizedModule" for m in modules),
+        "compiled": hooks.traced or bool(hooks.compiled) or any(type(m).__name__ == "OptimizedModule" for m in modules),
         "anomaly": hooks.anomaly or torch.is_anomaly_enabled(),
     }
     searching = [m for m in ddp if m.find_unused_parameters]
@@ -593,4 +667,5 @@ def describe(hooks: Hooks, facts: Facts) -> None:
             0.0,
         )  # fmt: skip
     if not hooks.called:
-        facts.unseen.append("no module was called that holds the optimizer's parameters: forward is part of 'rest'")
+        where = "a compiled function calls the models" if hooks.traced else "no call of a model was seen"
+        facts.unseen.append(f"{where}: forward is part of 'prepare'")

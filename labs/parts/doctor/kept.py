@@ -26,8 +26,8 @@ class Kept:
         torch = self.torch = hooks.torch
         self.device = hooks.device if hooks.device is not None and hooks.device.type == "cuda" else None
         to_host = self.device is not None and not _fits(hooks, self.device)
-        scales = [t for s in found.scalers for t in (s._scale, s._growth_tracker) if t is not None]
-        self.tensors = [*_tensors(hooks), *scales]
+        scales = [getattr(s, name, None) for s in found.scalers for name in ("_scale", "_growth_tracker")]
+        self.tensors = [*_tensors(hooks), *(t for t in scales if t is not None)]  # None: not used so far, or disabled
         with torch.no_grad():
             self.copies = [_copied(t, to_host) for t in self.tensors]
         optimizers = list(hooks.optimizers.values())

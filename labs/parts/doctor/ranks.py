@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +53,18 @@ class Ranks:
     def wait(self) -> None:
         """Until all have come here."""
         self.each_says(0)
+
+    def part(self) -> None:
+        """Nothing is said any more. Rank 0, whose process may be the store's, goes last."""
+        store = self._store()
+        if store is None:
+            return
+        if self.rank:
+            store.set(f"{KEY}/gone/{self.rank}", "")
+            return
+        with suppress(Apart):
+            for rank in range(1, self.ranks):
+                self._heard(store, f"{KEY}/gone/{rank}")
 
     def _heard(self, store: Any, key: str) -> str:
         try:
