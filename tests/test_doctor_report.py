@@ -33,7 +33,12 @@ def test_the_page_says_first_what_holds_it_back_most_and_fits_a_terminal():
     assert lines[0].startswith("Each step waits 25.") and "at most 2.0" in " ".join(lines[:2])
     assert len(lines) <= 60 and max(map(len, lines)) <= report.COLUMNS
     text = "\n".join(lines)
-    for words in ("32 bits: no difference that this run can show", "not tried: compiled", "num_workers=2", "+pass"):
+    for words in (
+        "half precision: no difference that this run can show",
+        "not tried: compiled",
+        "num_workers=2",
+        "+pass",
+    ):
         assert words in text
     waits = next(line for line in lines if "waiting for data" in line)
     assert "50 %" in waits and waits.count("#") == 25

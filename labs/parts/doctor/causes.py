@@ -18,8 +18,6 @@ class Cause:
     """Counterfactual that prices it; "" if there is none."""
     what: str
     """One sentence about what the doctor saw."""
-    fine: str
-    """How it is called where it does no harm."""
     cure: str
     """What to type."""
     notebook: str
@@ -39,54 +37,60 @@ STARVED = "the GPU had work {gpu} % of the time only: Python does not call it fa
 PIN = "DataLoader(..., pin_memory=True) and x.to(device, non_blocking=True)"
 CAUSES = (
     Cause("slow_loader", "same batch again", "each step waits {part} of its {step} for data ({loader})",
-          "waiting for data", "{loader_cure}", "02, section 2", ("data",), calls=("DataLoader",)),
+          "{loader_cure}", "02, section 2", ("data",), calls=("DataLoader",)),
     Cause("exchange", "no exchange", "{exposed} of a step's {step} are exchange between ranks that nothing hides",
-          "exchange between ranks", "{exchange_cure}", "07, section 4", ("exchange",), "exchange",
+          "{exchange_cure}", "07, section 4", ("exchange",), "exchange",
           ("DistributedDataParallel", "DDP", "fully_shard", "FullyShardedDataParallel")),
     Cause("synchronise", "no waiting line", "the host waits for the device {calls} times in a step",
-          "waiting for values of the device (.item() and others)",
-          "keep the tensor (loss.detach()) and read it every 50 steps: if step % 50 == 0: ...", "01, section 1",
+          "keep the tensor (loss.detach()) and read it every 50 steps: if step % 50 == 0: ...", "01, exercise 01.3",
           (), "synchronise"),
     Cause("validation", "no evaluation", "the model is evaluated in {often} of the steps: {part} per step of {step}",
-          "evaluation", "evaluate every few hundred steps: if step % 500 == 0: ...", "01, section 1",
+          "evaluate every few hundred steps: if step % 500 == 0: ...", "09, section 5",
           ("evaluation",), calls=("evaluate", "validate", "test")),
     Cause("checkpoint", "no saving", "something is saved in {often} of the steps: {part} per step of {step}",
-          "saving", "save every few minutes; python -m labs.cost and notebook 05 say how often", "05, section 4",
+          "save every few minutes", "05, section 4",
           ("save",), "save", ("save",)),
-    Cause("printing", "no printing", "it prints {calls} times in a step: {part} of {step}", "printing",
-          "print every 50 steps: if step % 50 == 0: ...", "01, section 1", ("print",), "print"),
-    Cause("threads", "one thread per core", THREADS, "threads against cores",
-          "torch.set_num_threads({fair_threads})", "02, section 2",
-          calls=("set_num_threads",)),
-    Cause("threads", "fewer threads", THREADS, "threads against cores",
-          "torch.set_num_threads({fair_threads})", "02, section 2",
+    Cause("printing", "no printing", "it prints {calls} times in a step: {part} of {step}",
+          "print every 50 steps: if step % 50 == 0: ...", "01, exercise 01.3", ("print",), "print"),
+    Cause("more_threads", "one thread per core", THREADS + ": one for each core is faster",
+          "torch.set_num_threads({fair_threads})", "02, section 5", calls=("set_num_threads",), option=True),
+    Cause("threads", "fewer threads", THREADS, "torch.set_num_threads({fair_threads})", "02, section 5",
           calls=("set_num_threads",)),
     Cause("anomaly", "no anomaly detection", "autograd checks every gradient for NaN (anomaly detection is on)",
-          "autograd's checks", "torch.autograd.set_detect_anomaly(False)", "10, section 4",
+          "torch.autograd.set_detect_anomaly(False)", "10, section 4",
           calls=("set_detect_anomaly", "detect_anomaly")),
     Cause("find_unused", "no search for unused parameters",
-          "DDP searches for unused parameters after every forward", "the search for unused parameters",
+          "DDP searches for unused parameters after every forward",
           "DistributedDataParallel(..., find_unused_parameters=False)", "03, section 5",
           calls=("DistributedDataParallel", "DDP")),
-    Cause("float64", "single precision", DOUBLE, "64 bits",
+    Cause("float64", "single precision", DOUBLE,
           "torch.set_default_dtype(torch.float32), and .float() for data and model", "04, section 1",
           calls=("set_default_dtype", "double")),
-    Cause("pageable", "pinned memory", "batches are copied to the device from pageable memory", "pageable memory",
+    Cause("pageable", "pinned memory", "batches are copied to the device from pageable memory",
           PIN, "00, section 4", lines="copy", calls=("DataLoader",)),
-    Cause("tiny_batches", "larger batch",
-          LARGER + ": most of a step is paid whatever its size is", "small batches",
-          "batch_size={larger_batch}: other learning rate, other training",
-          "01, section 4", calls=("DataLoader",)),
+    Cause("tiny_batches", "larger batch", LARGER + ": most of a step is paid whatever its size is",
+          "batch_size={larger_batch}: other learning rate, other training", "01, section 4", calls=("DataLoader",)),
     Cause("optimizer_loop", "fused optimizer", "the optimizer goes from parameter to parameter in Python",
-          "the optimizer's loop over parameters", "{optimizer}(..., fused=True)", "01, section 6",
-          calls=("{optimizer}",)),
-    Cause("half_precision", "half precision", "forward and loss are computed in 32 bits", "32 bits",
+          "{optimizer}(..., fused=True)", "09, section 1", calls=("{optimizer}",)),
+    Cause("half_precision", "half precision", "forward and loss are computed in 32 bits",
           'with torch.autocast("{device}", torch.bfloat16): around forward and loss; compare the losses',
           "04, section 4", option=True),
     Cause("compile", "compiled", "each operation of the model is called from Python, one by one",
-          "calling operations from Python", "model = torch.compile(model)", "09, section 4", option=True),
+          "model = torch.compile(model)", "09, section 4", option=True),
 )  # fmt: skip
 """A training that has one of them may be healthy all the same: what counts is the bound."""
+RULES = {
+    "no-workers": "same batch again", "workers-restart": "same batch again", "anomaly": "no anomaly detection",
+    "find-unused": "no search for unused parameters", "too-many-threads": "fewer threads",
+    "reads-each-step": "no waiting line", "synchronises": "no waiting line", "no-sync-missing": "no exchange",
+    "copy-not-pinned": "pinned memory",
+}  # fmt: skip
+"""Static rules about time, and the counterfactual that prices what they have found."""
+SEEN = {"anomaly": "anomaly", "find_unused": "find-unused", "data_parallel": "data-parallel",
+        "threads": "too-many-threads"}  # fmt: skip
+"""What is seen in the running training, and the rule that finds its line, and has a better cure for it."""
+FOR_GPUS = {"reads-each-step", "synchronises", "copy-blocks", "copy-not-pinned", "empties-cache", "cudnn-benchmark",
+            "times-launches"}  # fmt: skip
 PARTS = {
     "data": "waiting for data", "copy": "copy to device", "prepare": "own code before forward", "forward": "forward",
     "loss": "loss", "backward": "backward", "exchange": "exchange", "optimizer": "optimizer",

@@ -176,6 +176,7 @@ def _lines(before: Report, after: Report, found: Comparison) -> Iterator[str]:
     yield ""
     yield "WHERE A STEP WENT, AND GOES"
     yield from _parts(before.seen, after.seen)
+    yield from wrapped("Two runs, one after the other: what the machine did between them is in their ratio.", "  ")
 
 
 def _what_came(found: Comparison) -> str:

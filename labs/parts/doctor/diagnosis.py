@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ OWN, OWN_CODE = ("prepare", "rest"), 1.15
 BUSY_PERCENT = 70
 """Of the time a GPU has work, or Python is too slow for it."""
 COST_SAID = 0.03
+LONG_TRAINING = 1e6
+"""Steps: memory that lasts longer than that may grow."""
 RUNNING = "certain: the running training has it"
 
 
@@ -61,10 +64,15 @@ def diagnose(facts: list[Facts], hits: Sequence[Hit] = ()) -> list[Finding]:
     """Of all ranks: what holds back and then options, each by the lower end of its bound; then what was read."""
     seen = with_steps(facts)
     found = list(_all(seen)) if seen else []
-    priced = [f for f in found if f.bound is not None]
-    priced.sort(key=lambda f: (f.kind != HOLDS_BACK, -f.bound.low, -f.bound.value))
-    lines = {line_of(f): f.name for f in reversed(priced) if f.where}
-    return priced + [f for f in found if f.bound is None] + [_read(hit, lines) for hit in hits]
+    rules = {hit.rule for hit in hits}
+    found = sorted((f for f in found if f.kind != READING or causes.SEEN.get(f.name) not in rules), key=_rank)
+    prices = _prices(seen, found) if seen else {}
+    return found + [_read(hit, prices, seen) for hit in hits]
+
+
+def _rank(finding: Finding) -> tuple[int, float, float]:
+    low, value = (finding.bound.low, finding.bound.value) if finding.bound else (0.0, 0.0)
+    return (HOLDS_BACK, OPTION, READING).index(finding.kind), -low, -value
 
 
 def with_steps(facts: Sequence[Facts]) -> list[Facts]:
@@ -96,7 +104,10 @@ def _judged(facts: Sequence[Facts]) -> Iterator[tuple[Cause, Estimate, str, Fact
     for cause in CAUSES:
         parted, most = bounds.from_parts(facts, *cause.parts) if cause.parts else (None, facts[0])
         bound = bounds.in_turn(facts, cause.mode)
-        if bounds.enough(bound) and not _now_and_then(cause, most):
+        noisy = parted is not None and bounds.enough(bound) and standing(bound) == "unclear"
+        if noisy and standing(parted, bounds.WORTH_INSTEAD) == "gain":
+            yield cause, parted, FROM_PARTS, most
+        elif bounds.enough(bound) and not _now_and_then(cause, most):
             yield cause, bound, IN_TURN, most
         elif parted is not None and part_s(most, *cause.parts):
             yield cause, parted, FROM_PARTS, most
@@ -244,8 +255,14 @@ class Late:
 
 
 def lateness(facts: Sequence[Facts]) -> Late | None:
-    """None where it cannot be told."""
-    own = bounds.own_s(facts)
+    """None where it cannot be told. From parts, where turns were too few or too noisy."""
+    in_turn, parts = (_late(facts, own) for own in (bounds.own_in_turn(facts), bounds.own_from_parts(facts)))
+    if in_turn is None or (standing(in_turn.bound) == "unclear" and parts is not None):
+        return parts
+    return in_turn
+
+
+def _late(facts: Sequence[Facts], own: bounds.Own | None) -> Late | None:
     if own is None:
         return None
     slow = max(range(len(facts)), key=lambda r: statistics.median(own.ranks[r]))
@@ -268,8 +285,9 @@ def _straggler(facts: Sequence[Facts]) -> Iterator[Finding]:
     if late is None or standing(late.bound) != "gain" or standing(late.ratio) != "gain":
         return
     rank, part = late.facts.rank, causes.PARTS[late.kind]
-    what = f"rank {rank} needs {ms(late.own_s)} for a step of its own, {late.ratio} the time of the next slowest"
-    what += f"; most of the difference is in: {part}"
+    needs = "for a step of its own" if late.by == IN_TURN else "of a step outside of backward and exchange"
+    what = f"the others wait for rank {rank}: it needs {ms(late.own_s)} {needs}, {late.ratio} the time of the next"
+    what += f"; what takes it longer is {part}"
     where = next((_place(n) for n in late.facts.lines if n.kind == late.kind and n.line), "")
     cure = f"find out what rank {rank} does that others do not: {part}"
     yield Finding("straggler", what, late.bound, where, cure, SECTIONS["straggler"], late.by)
@@ -281,37 +299,54 @@ def _own_code(facts: Sequence[Facts]) -> Iterator[Finding]:
     Of several ranks, the one that has least of them: what another one has on top makes it a straggler.
     """
     least = min(facts, key=lambda f: part_s(f, *OWN))
-    bound, _ = bounds.from_parts([least], *OWN)
+    own, without_loss = own_lines_s(least)
+    bound = bounds.without(least.step_s, own)
     if bound is None or standing(bound) != "gain" or bound.low < OWN_CODE:
         return
-    before, after = (part_s(least, kind) for kind in OWN)
     noted = next((n for n in least.lines if n.kind in OWN and n.line), None)
-    what = f"the script's own lines take {ms(before)} from one step to the next forward, {ms(after)} after it"
-    what += f", of a step's {ms(step_s(facts))}; loss, zero_grad and batches that it makes itself are among them"
+    what = f"the script's own lines take {ms(statistics.fmean(own))} of a step's {ms(step_s(facts))}"
+    if noted:
+        what += f", about {ms(noted.ms / 1e3)} of it this one"
+    what += "" if without_loss else "; loss, zero_grad and batches that it makes itself are among them"
     cure = "log, check and sort every 50 steps only, and keep nothing that grows"
     where = _place(noted) if noted else ""
     yield Finding("own_code", what, bound, where, cure, SECTIONS["own_code"], FROM_PARTS)
 
 
+def own_lines_s(facts: Facts) -> tuple[list[float], bool]:
+    """Of each step, and whether its loss is left out: if it is known from looks how much of "rest" that is."""
+    rest = sum(n.ms for n in facts.lines if n.kind == "rest")
+    loss = sum(n.ms for n in facts.lines if n.kind == "loss")
+    share = rest / (rest + loss) if loss else 1.0
+    both = (facts.spans_s.get(kind, [0.0] * len(facts.step_s)) for kind in OWN)
+    return [before + share * after for before, after in zip(*both, strict=True)], bool(loss)
+
+
 def _growing(facts: Sequence[Facts]) -> Iterator[Finding]:
     """Memory that grows: of the first rank that shows it."""
     for f in facts:
-        grows = memory_growth(f)
-        if not bounds.enough(grows) or grows.low <= 0:
+        grows, last = memory_growth(f), steps_until_full(f)
+        if not bounds.enough(grows) or grows.low <= 0 or LONG_TRAINING < last < math.inf:
             continue
         what = f"{f'rank {f.rank}: ' if len(facts) > 1 else ''}memory grows by {grows} with each step"
         longer = bounds.growth(f.step_s, "s")
         if bounds.enough(longer) and longer.low > 0:
             what += f", and each step takes {ms(longer.value)} longer than the one before"
+        what += f"; what is free is full after {last:,.2g} steps" if math.isfinite(last) else ""
         cure = "keep numbers, not tensors (loss.item(), every 50 steps), and not those of all steps"
-        where = called(f.script, ["append", "extend"])
-        yield Finding("growing", what, None, where, cure, SECTIONS["growing"], FROM_PARTS, READING)
+        yield Finding("growing", what, None, "", cure, SECTIONS["growing"], FROM_PARTS)
         return
 
 
 def memory_growth(facts: Facts) -> Estimate | None:
     """Bytes per step, with an interval from the run itself; None if it was not taken."""
     return bounds.growth(facts.memory.get("each_step", []), "B")
+
+
+def steps_until_full(facts: Facts) -> float:
+    """Steps after which memory that grows like this has taken all that was free; infinite if that is not known."""
+    grows, free = memory_growth(facts), facts.memory.get("free")
+    return free / grows.value if free and grows is not None and grows.value > 0 else math.inf
 
 
 def _recompiles(facts: Sequence[Facts]) -> Iterator[Finding]:
@@ -372,9 +407,23 @@ def _switched_on(facts: Sequence[Facts], named: set[str]) -> Iterator[Finding]:
                       BY_READING, READING, RUNNING)  # fmt: skip
 
 
-def _read(hit: Hit, lines: dict[str, str]) -> Finding:
+def _prices(facts: Sequence[Facts], found: Sequence[Finding]) -> dict[str, str]:
+    """What was measured of a line ("file:line") or of what a rule is about (a mode), in words."""
+    words = {line_of(f): f"see {f.name} above" for f in reversed(found) if f.where}
+    for cause, bound, by, _ in _judged(facts):
+        if _standing(bound, by) == "fine":
+            words[cause.mode] = f"measured: {_little(bound, by)}"
+        elif priced := [f.name for f in found if f.bound == bound]:
+            words[cause.mode] = f"see {priced[0]} above"
+    return words
+
+
+def _read(hit: Hit, prices: dict[str, str], facts: Sequence[Facts]) -> Finding:
     where = f"{os.path.basename(hit.file)}:{hit.line}"
-    what = hit.why.strip().rstrip(".") + (f" (the line of {lines[where]} above)" if where in lines else "")
+    price = prices.get(where) or prices.get(causes.RULES.get(hit.rule, ""))
+    if not price and facts and facts[0].device == "cpu" and hit.rule in causes.FOR_GPUS:
+        price = "it costs a GPU time, and not the CPU that this ran on"
+    what = hit.why.strip().rstrip(".") + (f" ({price})" if price else "")
     section = getattr(hit, "section", "")
     notebook = hit.notebook + (f", section {section}" if hit.notebook and section else "")
     where = f"{where}  {hit.code.strip()}" if hit.line else os.path.basename(hit.file)
@@ -393,13 +442,15 @@ def healthy(facts: list[Facts]) -> list[str]:
 def _healthy(facts: Sequence[Facts]) -> Iterator[str]:
     for cause, bound, by, _ in _judged(facts):
         if _standing(bound, by) == "fine":
-            yield f"{cause.fine}: {_little(bound)}{', by arithmetic' if by == FROM_PARTS else ''}"
+            yield f"{cause.mode}: {_little(bound, by)}"
     late = lateness(facts)
     if late is not None and standing(late.bound) == "fine":
         yield f"ranks: the slowest takes {late.ratio} the time of the next one for a step of its own"
     grows = [memory_growth(f) for f in facts]
-    if all(bounds.enough(g) and g.low <= 0 for g in grows):
-        yield f"memory: no growth that this run can show ({max(grows, key=lambda g: g.value)} per step)"
+    if all(bounds.enough(g) for g in grows) and not list(_growing(facts)):
+        most = max(grows, key=lambda g: g.value)
+        little = "no growth that this run can show" if most.low <= 0 else "it grows by very little"
+        yield f"memory: {little} ({most} per step)"
     if all(f.training.get("compiled") and not f.compiles.get("in_steps") for f in facts):
         yield "torch.compile: no graph was made after the warm-up"
     f = facts[0]
@@ -411,10 +462,12 @@ def _healthy(facts: Sequence[Facts]) -> Iterator[str]:
         yield f"the doctor's own cost: {100 * cost:.2g} % of a step"
 
 
-def _little(bound: Estimate) -> str:
+def _little(bound: Estimate, by: str) -> str:
+    if by == FROM_PARTS:
+        return f"at most {bound} as fast, by arithmetic"
     if bound.low <= 1 <= bound.high:
-        return f"no difference that this run can show without it ({bound})"
-    return f"at most {bound} as fast without it" if bound.value > 1 else f"slower without it ({bound})"
+        return f"no difference that this run can show ({bound})"
+    return f"at most {bound} as fast" if bound.value > 1 else f"slower ({bound})"
 
 
 def unknown(facts: list[Facts]) -> list[str]:
@@ -425,14 +478,15 @@ def unknown(facts: list[Facts]) -> list[str]:
 
 
 def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
-    judged = list(_judged(facts))
-    clear = {cause.name for cause, bound, by, _ in judged if _standing(bound, by) != "unclear"}
-    for cause, bound, by, _ in judged:
-        if cause.name not in clear:
-            yield f"{cause.fine}: {_cannot_tell(bound, by)}"
+    unclear = [(c.mode, bound, by) for c, bound, by, _ in _judged(facts) if _standing(bound, by) == "unclear"]
     late = lateness(facts)
     if late is not None and standing(late.bound) == "unclear":
-        yield f"ranks against each other: {_cannot_tell(late.bound, late.by)}"
+        unclear.append(("ranks as fast as each other", late.bound, late.by))
+    by_reason: dict[str, list[str]] = {}
+    for mode, bound, by in unclear:
+        by_reason.setdefault(_cannot_tell(bound, by), []).append(f"{mode} {bound}")
+    for why, modes in by_reason.items():
+        yield f"{why}: {', '.join(modes)}"
     cost = hooks_cost(facts[0])
     if cost is not None and cost > COST_SAID:
         yield f"the doctor's hooks take {100 * cost:.0f} % of so short a step: its parts look longer than they are"
@@ -442,10 +496,10 @@ def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
 
 def _cannot_tell(bound: Estimate, by: str) -> str:
     if not bounds.enough(bound):
-        return f"{count(bound.n, 'round' if by == IN_TURN else 'step')} are too few for an interval ({bound})"
+        return f"{count(bound.n, 'round' if by == IN_TURN else 'step')} are too few for an interval"
     if by == FROM_PARTS:
-        return f"too rare in these steps to say what it costs ({bound} by arithmetic; --steps 200 tells)"
-    return f"no difference that this run can show, which may be noise: {bound}; --seconds 200 tells more"
+        return "too rare in these steps to say what it costs (--steps 200 tells)"
+    return "no difference that this run can show, but too much noise to call it none (--seconds 200 tells more)"
 
 
 def _not_tried(facts: Sequence[Facts]) -> Iterator[str]:

@@ -22,15 +22,16 @@ class Line:
     """A line of the script, or of what it imports from its folder, that waits, prints, saves or copies."""
 
     kind: str
-    """"synchronise", "print", "save", "copy" or "exchange"."""
+    """ "synchronise", "print", "save", "copy" or "exchange"; of lines seen by sampling "prepare", "loss" (in "rest",
+    before the first backward) or "rest"."""
     what: str
-    """The call: "item", "print", ..."""
+    """The call: "item", "print", ...; "" by sampling."""
     file: str
     line: int
     code: str
     """The line itself, without spaces around it."""
     calls: float
-    """Per step."""
+    """Per step; 0 by sampling."""
     ms: float
     """Per step, on the host."""
 
@@ -112,7 +113,8 @@ class Facts:
     """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,
     find_unused_parameters, compiled, scaler: see hooks.describe."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """parameters, gradients, optimizer (bytes); peak (bytes); growth (bytes per step), tensors_growth (per step)."""
+    """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
+    or of this process); growth (bytes per step), tensors_growth (per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
     """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w."""
     compiles: dict[str, Any] = field(default_factory=dict)

@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import threading
 import time
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -575,7 +576,10 @@ class Hooks:
 
     def _line(self) -> tuple[str, int]:
         """The nearest line of the script's own that has led here; ("", 0) if there is none."""
-        frame = sys._getframe(2)
+        return self.own_line(sys._getframe(2))
+
+    def own_line(self, frame: types.FrameType | None) -> tuple[str, int]:
+        """The same, from a frame on."""
         while frame is not None:
             name = frame.f_code.co_filename
             if name not in self._own:

@@ -123,6 +123,8 @@ class Patient:
         """At the end of each step, within the script."""
         self.facts.steps += 1
         self.progress.steps = self.facts.steps
+        if self.facts.stage == "as it is":
+            state.each_step(self.hooks, self.facts)
         before = self.facts.stage, self.facts.trying
         try:
             self.plan.send(spans)

@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import signal
+import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ SHOWN = 6
 DIFF_LINES = 6
 SMALL, DIFFERENT = 0.005, 0.10
 """Of a step: parts below the first are not drawn; ranks whose parts differ by the second are shown side by side."""
+SCATTER = 0.2
+"""Of the median step, between its quartiles: it is told."""
 ENDS = {
     "script ended": "the script ended by itself",
     "exit": "the script left with exit code {code}",
@@ -119,6 +122,9 @@ def answer(report: Report) -> str:
     said = f"Nothing that was {looked} holds {report.script} back, as far as this run can show."
     if not tried:
         said += " No counterfactual was taken: this says little."
+    unpriced = next((f for f in causes if not f.bound), None)
+    if unpriced:
+        return f"{capital(unpriced.what)}: what that costs, this run cannot price."
     if options:
         said += f" It may become faster all the same: {options[0].name}, at most {options[0].bound} as fast."
     return said
@@ -176,6 +182,10 @@ def summary(report: Report) -> list[str]:
     where = f.device_name or f.device
     lines = [f"A step takes {step}{f', that is {rate}' if rate else '; its samples could not be counted'}; "
              f"{many(f.ranks, 'rank')} on {where}."]  # fmt: skip
+    low, _, high = statistics.quantiles(bounds.even_s(facts), n=4) if len(f.step_s) > 1 else (step.value,) * 3
+    if high - low > SCATTER * step.value:
+        lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}: other programs on this machine, "
+                     "perhaps. That makes intervals wide; more --seconds make them narrower.")  # fmt: skip
     if ends := [_rank_of(g, report.facts) + end_of(g) for g in report.facts if g.ended != "done"]:
         lines.append(f"Not all was measured: {'; '.join(dict.fromkeys(ends))}.")
     return lines
@@ -220,7 +230,7 @@ def machine(facts: Sequence[Facts]) -> list[tuple[str, str]]:
         rows.append(("on its stream", ", ".join(f"{k} {ms(sum(s) / len(s))}" for k, s in f.device_s.items() if s)))
     if (cost := hooks_cost(f)) is not None:
         often = f"{f.cost.get('calls', 0):.0f} calls in a step"
-        rows.append(("the doctor's hooks", f"{100 * cost:.2g} % of a step ({often})"
+        rows.append(("the doctor's own cost", f"{100 * cost:.2g} % of a step ({often})"
                      + (": too much for parts to be exact" if cost > COST_SAID else "")))  # fmt: skip
     return rows
 

@@ -10,8 +10,10 @@ from contextlib import suppress
 
 import psutil
 
+from labs.kit import host
 from labs.parts.doctor.facts import Facts
 from labs.parts.doctor.hooks import Hooks, describe
+from labs.parts.doctor.sampling import Sampler
 
 FEWEST = 12
 """Steps from which on growth per step is told."""
@@ -43,30 +45,42 @@ def _tensors() -> int:
 
 
 _usage: Usage | None = None
+_sampler: Sampler | None = None
 
 
 def note(hooks: Hooks, facts: Facts, stage: str) -> None:
     """At the start of the steps as they are, and after them."""
-    global _usage
+    global _usage, _sampler
     if stage == "as it is":
         describe(hooks, facts)
-        _usage = Usage()
+        _usage, _sampler = Usage(), Sampler(hooks)
+        _sampler.start()
         if hooks.device is not None and hooks.device.type == "cuda":
             hooks.torch.cuda.reset_peak_memory_stats(hooks.device)
             facts.memory["allocated"] = hooks.torch.cuda.memory_allocated(hooks.device)
     elif facts.step_s and "peak" not in facts.memory:
+        _sampler.stop(facts)
         _memory(hooks, facts)
         _machine(hooks, facts)
         if facts.loader:
             waits = sorted(facts.spans_s.get("data", [0.0]))
             facts.loader.wait_ms = 1e3 * waits[len(waits) // 2]
-        facts.cost["s"] = facts.cost["calls"] * facts.cost["call_s"]
+        looks_s = _sampler.took_s / len(facts.step_s)
+        facts.cost["s"] = facts.cost["calls"] * facts.cost["call_s"] + looks_s
+
+
+def each_step(hooks: Hooks, facts: Facts) -> None:
+    """After each step as it is."""
+    on_gpu = hooks.device is not None and hooks.device.type == "cuda"
+    now = hooks.torch.cuda.memory_allocated(hooks.device) if on_gpu else _usage.process.memory_info().rss
+    facts.memory.setdefault("each_step", []).append(now)
 
 
 def _memory(hooks: Hooks, facts: Facts) -> None:
     parameters = {id(p): p for root in hooks.roots.values() for p in root.parameters()}.values()
     states = [t for o in hooks.optimizers.values() for s in o.state.values() for t in s.values()
               if isinstance(t, hooks.torch.Tensor)]  # fmt: skip
+    facts.memory["free"] = _free(hooks)
     facts.memory |= {
         "parameters": sum(_bytes(p) for p in parameters),
         "gradients": sum(_bytes(p.grad) for p in parameters if p.grad is not None),
@@ -83,6 +97,13 @@ def _memory(hooks: Hooks, facts: Facts) -> None:
     if len(facts.step_s) >= FEWEST:
         facts.memory["growth"] = (now - before) / len(facts.step_s)
         facts.memory["tensors_growth"] = (_tensors() - _usage.tensors) / len(facts.step_s)
+
+
+def _free(hooks: Hooks) -> int:
+    if hooks.device is not None and hooks.device.type == "cuda":
+        return hooks.torch.cuda.mem_get_info(hooks.device)[0]
+    limits = host.container()
+    return limits.memory_available_bytes or psutil.virtual_memory().available
 
 
 def _bytes(tensor: object) -> int:

@@ -1,0 +1,72 @@
+"""The lines of its own that a script spends its time in, and its memory after each step, as a patient leaves them."""
+
+import subprocess
+import sys
+
+import pytest
+from processes import new_environment
+
+from labs.parts.doctor import bounds, facts
+from labs.parts.doctor.diagnosis import diagnose, own_lines_s
+from labs.parts.doctor.patient import Settings
+
+pytestmark = pytest.mark.timeout(250)
+SCRIPT = """
+import time
+import torch
+from torch import nn
+
+def statistics(model):
+    time.sleep(0.02)
+
+def criterion(output):
+    time.sleep(0.01)
+    return output.sum()
+
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = []
+while True:
+    optimizer.zero_grad()
+    loss = criterion(model(torch.ones(4, 8)))
+    loss.backward()
+    optimizer.step()
+    statistics(model)
+    kept.append(torch.ones(250_000))  # 1 MB
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Facts of 42 steps, without a counterfactual."""
+    folder = tmp_path_factory.mktemp("patient")
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    settings = Settings([str(script)], str(folder), "", steps=42, seconds=1.0, modes=())
+    command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
+    done = subprocess.run(command, env=new_environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return facts.load(settings.facts_path)
+
+
+def test_the_line_that_takes_most_of_the_scripts_own_time_is_named_and_the_loss_is_not(seen):
+    first = next(line for line in seen.lines if line.kind in ("prepare", "rest"))
+    assert (first.kind, first.code) == ("prepare", "time.sleep(0.02)")
+    assert any((line.kind, line.code) == ("loss", "time.sleep(0.01)") for line in seen.lines)
+    own, without_loss = own_lines_s(seen)
+    assert without_loss and min(own) >= 0.02  # a sleep takes no less
+    assert sum(own) < sum(seen.step_s) - 0.7 * 0.01 * len(own)  # most of the loss's 10 ms is out
+    found = diagnose([seen])[0]
+    assert found.name == "own_code" and found.where.endswith("  time.sleep(0.02)") and found.bound.low > 1.5
+
+
+def test_memory_is_noted_after_each_step(seen):
+    series = seen.memory["each_step"]
+    assert len(series) == len(seen.step_s) == 42
+    grows = bounds.growth(series, "B")
+    assert 0.9e6 < grows.low <= grows.value < 1.5e6
+    assert any(f.name == "growing" for f in diagnose([seen])) and seen.memory["free"] > 0
+
+
+def test_looking_costs_little(seen):
+    assert 0 < seen.cost["s"] < 0.03 * sum(seen.step_s) / len(seen.step_s)
