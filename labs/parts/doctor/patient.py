@@ -71,6 +71,11 @@ class Settings:
         return Path(self.folder, f"facts-{self.rank}.json")
 
     @property
+    def ended_path(self) -> Path:
+        """There as soon as the rank's script has ended, however long it takes to leave."""
+        return Path(self.folder, f"ended-{self.rank}")
+
+    @property
     def stack_path(self) -> Path:
         """Where the rank writes where it stands."""
         return Path(self.folder, f"stack-{self.rank}.txt")
@@ -149,6 +154,12 @@ class Patient:
             facts = _given_up(facts, "the script did not get through it")
         facts.save(self.settings.facts_path)
 
+    def cannot_see(self, words: str) -> None:
+        """Told at once: what follows may end without a word."""
+        if os.getpid() == self.pid:
+            self.facts.unseen.append(words)
+            self.save()
+
     def end(self, how: str, code: int | None = None, error: str = "") -> None:
         """The first end is the one that counts; in this process, not in one that the script has forked."""
         if os.getpid() != self.pid or self.facts.ended != "running":
@@ -158,6 +169,7 @@ class Patient:
         else:
             self.facts.ended, self.facts.exit_code, self.facts.error = how, code, error
         self.save()
+        self.settings.ended_path.touch()
 
     def run(self) -> typing.NoReturn:
         """Become the script, up to its end; then leave without what Python tidies up: threads may never end."""
@@ -171,6 +183,8 @@ class Patient:
             pass
         except SystemExit as e:
             code = as_main.exit_code(e)
+            if e.code is not None and not isinstance(e.code, int):
+                print(e.code, file=sys.stderr)  # as Python does
             self.end("exit", code)
         except BaseException as e:
             code = 1
@@ -221,7 +235,7 @@ def main() -> None:
     builtins.__dict__.setdefault("exit", sys.exit)
     if settings.scratch:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # no file `core`
-        scratch.install(settings.scratch, patient.facts.unseen.append)
+        scratch.install(settings.scratch, patient.cannot_see)
     patient.run()
 
 

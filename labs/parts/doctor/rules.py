@@ -7,6 +7,7 @@ and code that has not.
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from labs.parts.doctor import (
@@ -20,7 +21,7 @@ from labs.parts.doctor import (
     rules_waiting,
 )
 from labs.parts.doctor.hits import CERTAINTIES, Found, Hit, Rule
-from labs.parts.doctor.syntax import MOST_FILES, Program
+from labs.parts.doctor.syntax import MOST_FILES, Program, above
 from labs.parts.doctor.training_loops import Training
 
 MODULES = (
@@ -53,8 +54,15 @@ def check(script: Path) -> list[Hit]:
 
 
 def _hits(rule: Rule, program: Program, training: Training) -> list[Hit]:
-    """One for each line."""
-    return list({(hit.file, hit.line): hit for hit in (_hit(rule, f) for f in rule.find(program, training))}.values())
+    """One for each line of what this program runs."""
+    found = [f for f in rule.find(program, training) if not _of_another_script(program, f)]
+    return list({(hit.file, hit.line): hit for hit in (_hit(rule, f) for f in found)}.values())
+
+
+def _of_another_script(program: Program, found: Found) -> bool:
+    """Under `if __name__ == "__main__":` of a file that is imported."""
+    tests = (ast.unparse(p.test) for p in above(found.node) if isinstance(p, ast.If))
+    return found.node.file is not program.files[0] and any("__name__" in test for test in tests)
 
 
 def _hit(rule: Rule, found: Found) -> Hit:

@@ -87,16 +87,16 @@ def datasets(program: Program) -> Iterator[ast.ClassDef]:
     ill=(
         changed(
             HEALTHY,
-            ("self.paths = paths", ("self.paths = paths\n        self.rng = np.random.default_rng(0)  # <-")),
+            ("self.paths = paths", "self.paths = paths\n        self.rng = np.random.default_rng(0)  # <-"),
             ("np.random.rand()", "self.rng.random()"),
         ),
         changed(
             HEALTHY,
-            ("self.paths = paths", ("self.paths = paths\n        self.rng = torch.Generator()  # <-")),
+            ("self.paths = paths", "self.paths = paths\n        self.rng = torch.Generator()  # <-"),
             ("np.random.rand()", "self.draw()"),
             (
                 "    def __len__",
-                ("    def draw(self):\n        return torch.rand((), generator=self.rng)\n\n    def __len__"),
+                "    def draw(self):\n        return torch.rand((), generator=self.rng)\n\n    def __len__",
             ),
         ),
     ),
@@ -104,7 +104,7 @@ def datasets(program: Program) -> Iterator[ast.ClassDef]:
         HEALTHY,
         changed(
             HEALTHY,
-            ("self.paths = paths", ("self.paths = paths\n        self.rng = np.random.default_rng(0)")),
+            ("self.paths = paths", "self.paths = paths\n        self.rng = np.random.default_rng(0)"),
             ("np.random.rand()", "self.rng.random()"),
             ("num_workers=4, pin_memory=True, persistent_workers=True", "pin_memory=True"),
         ),
@@ -121,7 +121,7 @@ def datasets(program: Program) -> Iterator[ast.ClassDef]:
         ),
         changed(
             HEALTHY,
-            ("self.paths = paths", ("self.paths = paths\n        self.rng = np.random.default_rng(0)")),
+            ("self.paths = paths", "self.paths = paths\n        self.rng = np.random.default_rng(0)"),
             ("np.random.rand()", "self.rng.random()"),
             ("shuffle=True", "shuffle=True, worker_init_fn=print"),
         ),
@@ -180,7 +180,7 @@ def _used(owner: ast.ClassDef, function: Function, depth: int = 3) -> set[str]:
         changed(
             HEALTHY,
             (", persistent_workers=True)", ", worker_init_fn=seed)"),
-            ("def main", ("def seed(worker):\n    np.random.seed(7 + worker)  # <-\n\ndef main")),
+            ("def main", "def seed(worker):\n    np.random.seed(7 + worker)  # <-\n\ndef main"),
         ),
         changed(HEALTHY, (", persistent_workers=True)", ", worker_init_fn=lambda w: np.random.seed(w))  # <-")),
     ),
@@ -189,7 +189,7 @@ def _used(owner: ast.ClassDef, function: Function, depth: int = 3) -> set[str]:
         changed(
             HEALTHY,
             (", persistent_workers=True)", ", worker_init_fn=seed)"),
-            ("def main", ("def seed(worker):\n    np.random.seed(torch.initial_seed() % 2**32)\n\ndef main")),
+            ("def main", "def seed(worker):\n    np.random.seed(torch.initial_seed() % 2**32)\n\ndef main"),
         ),
         changed(
             HEALTHY,
@@ -287,7 +287,7 @@ def _section_loaders(program: Program, section: Section) -> list[ast.Call]:
             ("x.to(device, None, True)", "x.cuda(device, True)"),
         ),
         changed(
-            HEALTHY, ("            optimizer.zero", ("            y = y.to(torch.float32)\n            optimizer.zero"))
+            HEALTHY, ("            optimizer.zero", "            y = y.to(torch.float32)\n            optimizer.zero")
         ),
     ),
 )
@@ -404,13 +404,13 @@ def workers_restart(program: Program, training: Training) -> Iterator[Found]:
     source=DOCS + "backends.html#torch.backends.cudnn.torch.backends.cudnn.benchmark",
     ill=changed(
         HEALTHY,
-        ("def main", ("def pad(samples):\n    return torch.nn.utils.rnn.pad_sequence(samples)\n\ndef main")),
+        ("def main", "def pad(samples):\n    return torch.nn.utils.rnn.pad_sequence(samples)\n\ndef main"),
         ("shuffle=True", "shuffle=True, collate_fn=pad"),
-        ("    optimizer =", ("    torch.backends.cudnn.benchmark = True  # <-\n    optimizer =")),
+        ("    optimizer =", "    torch.backends.cudnn.benchmark = True  # <-\n    optimizer ="),
     ),
     healthy=(
         HEALTHY,
-        changed(HEALTHY, ("    optimizer =", ("    torch.backends.cudnn.benchmark = True\n    optimizer ="))),
+        changed(HEALTHY, ("    optimizer =", "    torch.backends.cudnn.benchmark = True\n    optimizer =")),
     ),
 )
 def cudnn_benchmark(program: Program, training: Training) -> Iterator[Found]:
@@ -430,16 +430,16 @@ def cudnn_benchmark(program: Program, training: Training) -> Iterator[Found]:
     cure="At most the cores of the machine, divided by its ranks.",
     notebook="02",
     section="2. How many workers?",
-    source=DOCS + "notes/cpu_threading_torchscript_inference.html",
+    source=DOCS + "generated/torch.set_num_threads.html",
     ill=(
-        ("import os\nimport torch\ntorch.set_num_threads(2 * os.cpu_count())  # <-\n"),
+        "import os\nimport torch\ntorch.set_num_threads(2 * os.cpu_count())  # <-\n",
         "import torch\ntorch.set_num_threads(4096)  # <-\n",
-        ('import os\nos.environ["OMP_NUM_THREADS"] = "4096"  # <-\nimport torch\n'),
+        'import os\nos.environ["OMP_NUM_THREADS"] = "4096"  # <-\nimport torch\n',
     ),
     healthy=(
-        ("import os\nimport torch\ntorch.set_num_threads(max(1, os.cpu_count() // 2))\n"),
+        "import os\nimport torch\ntorch.set_num_threads(max(1, os.cpu_count() // 2))\n",
         "import torch\ntorch.set_num_threads(1)\n",
-        ('import os\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch\n'),
+        'import os\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch\n',
     ),
 )
 def too_many_threads(program: Program, training: Training) -> Iterator[Found]:

@@ -59,7 +59,7 @@ from labs.parts.doctor.training_loops import Event, Section, Training
             LOOP,
             (
                 "            total += loss.detach()\n",
-                ("            with torch.no_grad():\n                total += loss\n"),
+                "            with torch.no_grad():\n                total += loss\n",
             ),
         ),
     ),
@@ -148,18 +148,18 @@ def _made_number(loop: ast.AST, use: ast.expr) -> bool:
 @rule(
     "anomaly",
     "costs",
-    why="Anomaly detection keeps the traceback of every operation of forward and looks for NaN after every one of "
-    "backward: it is for finding a NaN, and a training with it takes up to twice as long.",
+    why="Anomaly detection keeps the traceback of every operation of forward, and looks for NaN after every one of "
+    "backward. It is for finding a NaN: it slows down every step, and the arithmetic is the same.",
     cure="Remove it, or switch it on by an option.",
     notebook="10",
     section="4. It is NaN: where did it begin?",
     source=DOCS + "autograd.html#anomaly-detection",
-    ill=HEALTHY.replace("import torch\n", ("import torch\ntorch.autograd.set_detect_anomaly(True)  # <-\n"), 1),
+    ill=HEALTHY.replace("import torch\n", "import torch\ntorch.autograd.set_detect_anomaly(True)  # <-\n", 1),
     healthy=(
         HEALTHY,
-        HEALTHY.replace("import torch\n", ("import torch\ntorch.autograd.set_detect_anomaly(False)\n"), 1),
+        HEALTHY.replace("import torch\n", "import torch\ntorch.autograd.set_detect_anomaly(False)\n", 1),
         HEALTHY.replace(
-            "    optimizer =", ("    if debug:\n        torch.autograd.set_detect_anomaly(True)\n    optimizer ="), 1
+            "    optimizer =", "    if debug:\n        torch.autograd.set_detect_anomaly(True)\n    optimizer =", 1
         ),
     ),
 )
@@ -191,7 +191,7 @@ def anomaly(program: Program, training: Training) -> Iterator[Found]:
             HEALTHY,
             (
                 "            total += loss.detach()",
-                ("            validate(model, held_out)\n            total += loss.detach()"),
+                "            validate(model, held_out)\n            total += loss.detach()",
             ),
             ("model.eval()", "model.eval()  # <-"),
         ),
@@ -205,6 +205,14 @@ def anomaly(program: Program, training: Training) -> Iterator[Found]:
             ("        total = 0.0", "        total = 0.0\n        teacher.eval()"),
         ),
         changed(HEALTHY, ("        model.train()\n", "        model.train(True)\n")),
+        changed(
+            HEALTHY, ("        model.train()\n", ""), ("    for epoch", "    model.eval()  # frozen\n    for epoch")
+        ),
+        changed(  # another model, which its function calls by the same name
+            HEALTHY,
+            ("        model.train()\n", ""),
+            ("validate(model, loader):", "validate(_, loader):\n    model = load()"),
+        ),
     ),
 )
 def train_mode(program: Program, training: Training) -> Iterator[Found]:
@@ -212,6 +220,8 @@ def train_mode(program: Program, training: Training) -> Iterator[Found]:
     seen = set()
     for section in training.sections:
         loops = [section.node, *training.outer_loops(section)] if section.is_loop else []
+        if _meant(training, section):
+            continue
         for loop in loops:
             events = training.loops.get(loop, section.events)
             if any(e.kind == "train" for e in events):
@@ -226,6 +236,14 @@ def train_mode(program: Program, training: Training) -> Iterator[Found]:
                 ):
                     seen.add(e.node)
                     yield Found(e.node)
+
+
+def _meant(training: Training, section: Section) -> bool:
+    """A training in eval mode, as of a layer on a frozen model: eval() stands just before the loop that trains."""
+    function = function_of(section.node)
+    statements = function.body if function is not None else []
+    before = [c for s in statements if s.lineno < section.node.lineno for c in training.calls_in(s)]
+    return any(training.kind_of(c) == "eval" for c in before)
 
 
 def _is_trained(section: Section, name: str) -> bool:
@@ -255,15 +273,15 @@ def _ends(event: Event, loop: ast.AST) -> bool:
         changed(
             HEALTHY,
             (
-                ("    with torch.no_grad():\n        for x, y in loader:\n            right"),
+                "    with torch.no_grad():\n        for x, y in loader:\n            right",
                 "    for x, y in loader:  # <-\n        right",
             ),
         ),
         changed(
             HEALTHY,
             (
-                ("    with torch.no_grad():\n        for x, y in loader:\n            right +="),
-                ("    for x, y in loader:  # <-\n        output = model(x)\n        right +="),
+                "    with torch.no_grad():\n        for x, y in loader:\n            right +=",
+                "    for x, y in loader:  # <-\n        output = model(x)\n        right +=",
             ),
             ("(model(x).argmax(1)", "(output.argmax(1)"),
         ),
@@ -273,7 +291,7 @@ def _ends(event: Event, loop: ast.AST) -> bool:
         changed(
             HEALTHY,
             (
-                ("    with torch.no_grad():\n        for x, y in loader:\n            right"),
+                "    with torch.no_grad():\n        for x, y in loader:\n            right",
                 "    for x, y in loader:\n        right",
             ),
             ("def validate", "@torch.inference_mode()\ndef validate"),
@@ -281,53 +299,54 @@ def _ends(event: Event, loop: ast.AST) -> bool:
         changed(
             HEALTHY,
             (
-                ("    with torch.no_grad():\n        for x, y in loader:\n            right"),
+                "    with torch.no_grad():\n        for x, y in loader:\n            right",
                 "    for x, y in loader:\n        right",
             ),
             (
                 "        print(epoch, total / len(loader), validate(model, held_out))",
-                ("        with torch.no_grad():\n            print(validate(model, held_out))"),
+                "        with torch.no_grad():\n            print(validate(model, held_out))",
             ),
         ),
         changed(HEALTHY, ("    with torch.no_grad():\n", "    torch.set_grad_enabled(False)\n    if True:\n")),
     ),
 )
 def no_grad_missing(program: Program, training: Training) -> Iterator[Found]:
-    """In a function that sets a model to eval: a loop that calls it, and in which nothing is differentiated."""
-    words = re.compile(r"no_grad|inference_mode|set_grad_enabled|requires_grad|\.grad\b|autograd|enable_grad")
+    """After a model was set to eval: a loop that calls it, and in which nothing is differentiated."""
     for call in program.named("eval"):
-        function = function_of(call)
-        if training.kind(call) != "eval" or function is None or words.search(ast.unparse(function)):
+        function, name = function_of(call), dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if not name or training.kind_of(call) != "eval" or function is None or _shielded(program, function):
             continue
-        name = dotted(call.func.value)
-        if not name or _shielded(program, function, words):
+        if re.search(r"set_grad_enabled|requires_grad|enable_grad|autograd", ast.unparse(function)):
             continue
-        for loop in ast.walk(function):
-            if not isinstance(loop, Loop) or loop.lineno < call.lineno or loop in training.loops:
+        for loop in (n for n in ast.walk(function) if isinstance(n, Loop) and n.lineno > call.lineno):
+            inner = any(isinstance(p, Loop) and p.lineno > call.lineno for p in above(loop))
+            used = any(isinstance(c, ast.Call) and dotted(c.func) == name for c in ast.walk(loop))
+            if not used or inner or loop in training.loops or function_of(loop) is not function:
                 continue
-            used = [c for c in ast.walk(loop) if isinstance(c, ast.Call) and dotted(c.func) == name]
-            if used and not any(isinstance(p, Loop) and p.lineno > call.lineno for p in above(loop)):
-                bare = not function.decorator_list and not any(
-                    e for e in training.events(function) if e.kind == "backward"
-                )
+            if not WITHOUT.search(ast.unparse(loop)) and not _in_with(loop):
+                alone = function not in training.leads and not function.decorator_list
                 torch = "torch" in function.file.names.get("torch", ())
-                if not any(e.kind == "backward" for e in training.events(function)):
-                    yield Found(loop, inserted(function, "@torch.no_grad()") if bare and torch else None)
+                yield Found(loop, inserted(function, "@torch.no_grad()") if alone and torch else None)
 
 
-def _shielded(program: Program, function: Function, words: re.Pattern, depth: int = 3) -> bool:
-    """Whether some caller does it, or the whole program."""
-    if any(words.search(ast.unparse(d)) for d in function.decorator_list):
+WITHOUT = re.compile(r"no_grad|inference_mode|set_grad_enabled|\.grad\b")
+
+
+def _in_with(node: ast.AST) -> bool:
+    return any(isinstance(p, ast.With) and any(WITHOUT.search(ast.unparse(i)) for i in p.items) for p in above(node))
+
+
+def _shielded(program: Program, function: Function, depth: int = 3) -> bool:
+    """Whether its decorators, some caller or the whole program switch gradients off."""
+    if any(WITHOUT.search(ast.unparse(d)) for d in function.decorator_list):
         return True
     if any(
         isinstance(s, ast.Expr) and "set_grad_enabled" in ast.unparse(s) for f in program.files for s in f.tree.body
     ):
         return True
     for call in program.callers.get(function, ()):
-        if any(isinstance(p, ast.With) and any(words.search(ast.unparse(i)) for i in p.items) for p in above(call)):
-            return True
         outer = function_of(call)
-        if depth and outer is not None and outer is not function and _shielded(program, outer, words, depth - 1):
+        if _in_with(call) or (depth and outer not in (None, function) and _shielded(program, outer, depth - 1)):
             return True
     return False
 

@@ -97,12 +97,12 @@ def on(program: Program, call: ast.Call) -> bool:
     "outdated",
     why="torch.cuda.amp and torch.cpu.amp warn with a FutureWarning and are to go; torch.amp is the same for every "
     "device, whose name is then the first argument.",
-    cure='Take it from torch.amp, with the device ("cuda") as its first argument.',
+    cure='Take it from torch.amp, with the device "cuda" as its first argument.',
     notebook="04",
     section=SCALER,
     source=AMP,
     ill=(
-        ("import torch\nscaler = torch.cuda.amp.GradScaler()  # <-\n"),
+        "import torch\nscaler = torch.cuda.amp.GradScaler()  # <-\n",
         (
             "import torch as t\n"
             "def f(m, x):\n"
@@ -116,10 +116,10 @@ def on(program: Program, call: ast.Call) -> bool:
             "    with ac(False):  # <-\n"
             "        return m(x)\n"
         ),
-        ("from torch.cuda import amp\nscaler = amp.GradScaler(enabled=False)  # <-\n"),
+        "from torch.cuda import amp\nscaler = amp.GradScaler(enabled=False)  # <-\n",
     ),
     healthy=(
-        ('import torch\nscaler = torch.amp.GradScaler("cuda")\n'),
+        'import torch\nscaler = torch.amp.GradScaler("cuda")\n',
         (
             "try:\n"
             "    from torch.amp import GradScaler\n"
@@ -134,7 +134,7 @@ def on(program: Program, call: ast.Call) -> bool:
             "else:\n"
             "    scaler = torch.cuda.amp.GradScaler()\n"
         ),
-        ("from mine import autocast\nwith autocast():\n    pass\n"),
+        "from mine import autocast\nwith autocast():\n    pass\n",
     ),
 )
 def amp_old(program: Program, training: Training) -> Iterator[Found]:
@@ -185,15 +185,15 @@ def _is_fallback(program: Program, node: ast.AST) -> bool:
     source=AMP + "#gradient-scaling",
     ill=(
         changed(WITHOUT, ("float16):", "float16):  # <-"))
-        + ("            loss.backward()\n            optimizer.step()\n"),
+        + "            loss.backward()\n            optimizer.step()\n",
         changed(WITHOUT, ('"cuda", dtype=torch.float16):', '"cuda"):  # <-'))
-        + ("            loss.backward()\n            optimizer.step()\n"),
+        + "            loss.backward()\n            optimizer.step()\n",
     ),
     healthy=(
         HEALTHY,
-        changed(WITHOUT, ("float16", "bfloat16")) + ("            loss.backward()\n            optimizer.step()\n"),
+        changed(WITHOUT, ("float16", "bfloat16")) + "            loss.backward()\n            optimizer.step()\n",
         changed(WITHOUT, ("dtype=torch.float16", "enabled=False"))
-        + ("            loss.backward()\n            optimizer.step()\n"),
+        + "            loss.backward()\n            optimizer.step()\n",
         (
             "import torch\n"
             "def predict(model, x):\n"
@@ -268,7 +268,7 @@ def _scaled(section: Section) -> list[Event]:
             ("            scaler.unscale_(optimizer)\n", ""),
             (
                 "clip_grad_norm_(model.parameters(), 1.0)\n",
-                ("clip_grad_norm_(model.parameters(), 1.0)  # <-\n            scaler.unscale_(optimizer)\n"),
+                "clip_grad_norm_(model.parameters(), 1.0)  # <-\n            scaler.unscale_(optimizer)\n",
             ),
         ),
     ),
@@ -311,6 +311,40 @@ def _scaler_name(backward: Event) -> str:
 
 
 @rule(
+    "clip-order",
+    "wrong",
+    why="Clipping after the step, or before backward, changes gradients that nobody uses: the step takes them as they "
+    "are.",
+    cure="Clip between backward (with a scaler: unscale_) and the step.",
+    notebook="04",
+    section=SCALER,
+    source=EXAMPLES + "#gradient-clipping",
+    ill=(
+        HEAD
+        + "            scaler.scale(loss).backward()\n            scaler.unscale_(optimizer)\n"
+        + "            scaler.step(optimizer)\n            scaler.update()\n"
+        + "            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-\n"
+    ),
+    healthy=HEALTHY,
+)
+def clip_order(program: Program, training: Training) -> Iterator[Found]:
+    """In a pass with one backward, one step and one clip: the clip is not between the other two."""
+    for section in training.sections:
+        kinds = section.of("backward", "step", "scaler.step", "clip")
+        single = len(section.of("backward")) == len(section.of("step", "scaler.step")) == len(section.of("clip")) == 1
+        after = [(a.kind, b.kind) for a, b in zip(kinds, [*kinds[1:], *kinds[:1]], strict=True)]  # round and round
+        if single and ("backward", "clip") not in after and together(*kinds):
+            clip, step = section.of("clip")[0].node, section.of("step", "scaler.step")[0].node
+            yield Found(clip, moved(clip, step) if clip.file is step.file else None)
+
+
+OVERFLOW = (
+    "unscale_() has divided the gradients, but a step whose gradients have overflowed has to be left out: "
+    "does that, optimizer.step() writes infinities into the weights."
+)
+
+
+@rule(
     "scaler-step-missing",
     "wrong",
     why="The loss was scaled, so the gradients are too large by the scale; optimizer.step() takes them as they are, "
@@ -320,7 +354,7 @@ def _scaler_name(backward: Event) -> str:
     section=SCALER,
     source=EXAMPLES,
     ill=HEAD
-    + ("            scaler.scale(loss).backward()\n            optimizer.step()  # <-\n            scaler.update()\n"),
+    + "            scaler.scale(loss).backward()\n            optimizer.step()  # <-\n            scaler.update()\n",
     healthy=(
         HEALTHY,
         changed(HEAD, ("train(model", "train(amp, model"))
@@ -338,21 +372,23 @@ def _scaler_name(backward: Event) -> str:
 def scaler_step_missing(program: Program, training: Training) -> Iterator[Found]:
     """A scaled backward and a step of the optimizer itself, and no scaler.step at all in the loop."""
     for section in training.sections:
-        if section.of("scaler.step", "unscale"):
+        if section.of("scaler.step"):
             continue
+        why = "" if not section.of("unscale") else OVERFLOW
         for step in section.of("step"):
             before = [b for b in _scaled(section) if section.events.index(b) < section.events.index(step)]
             if before and together(before[-1], step):
                 name, base = _scaler_name(before[-1]), dotted(step.node.func.value)
                 plain = name and base and not step.node.args and step.node.file is before[-1].node.file
-                yield Found(step.node, replaced(step.node, f"{name}.step({base})") if plain else None)
+                yield Found(step.node, replaced(step.node, f"{name}.step({base})") if plain else None, why)
 
 
 @rule(
     "scaler-update",
     "wrong",
-    why="update() is what halves the scale after an overflow and lets it grow again, and makes the scaler ready for "
-    "the next step. Without it, or before step(), the same scale overflows for ever or unscale_() raises an error.",
+    why="update() halves the scale after an overflow, lets it grow again, and readies the scaler for the next step. "
+    "Without it the next step() raises a RuntimeError; before step() it makes step() divide the gradients once more, "
+    "or raises an AssertionError.",
     cure="scaler.update() once per step, after scaler.step(optimizer).",
     notebook="04",
     section=SCALER,
@@ -365,7 +401,7 @@ def scaler_step_missing(program: Program, training: Training) -> Iterator[Found]
             ("            scaler.update()\n", ""),
             (
                 "            scaler.step(optimizer)",
-                ("            scaler.update()\n            scaler.step(optimizer)  # <-"),
+                "            scaler.update()\n            scaler.step(optimizer)  # <-",
             ),
         ),
     ),

@@ -7,7 +7,17 @@ import re
 from collections.abc import Iterator
 
 from labs.parts.doctor.hits import Found, Rule, changed, rule, with_argument, without_argument
-from labs.parts.doctor.rules_ranks import BUGS, DDP, DOCS, HEALTHY, groups, managed, training_loaders, wraps
+from labs.parts.doctor.rules_ranks import (
+    BUGS,
+    DDP,
+    DOCS,
+    HEALTHY,
+    groups,
+    managed,
+    reached_by_all,
+    training_loaders,
+    wraps,
+)
 from labs.parts.doctor.syntax import (
     Program,
     above,
@@ -31,12 +41,12 @@ from labs.parts.doctor.training_loops import Training
     section="2. What does each way move?",
     source=DOCS + "generated/torch.nn.DataParallel.html",
     ill=(
-        ("import torch.nn as nn\ndef f(net):\n    return nn.DataParallel(net)  # <-\n"),
-        ("from torch.nn.parallel import DataParallel as P\nnet = P(None)  # <-\n"),
+        "import torch.nn as nn\ndef f(net):\n    return nn.DataParallel(net)  # <-\n",
+        "from torch.nn.parallel import DataParallel as P\nnet = P(None)  # <-\n",
     ),
     healthy=(
         HEALTHY,
-        ("from mine import DataParallel\nnet = DataParallel(None)\n"),
+        "from mine import DataParallel\nnet = DataParallel(None)\n",
     ),
 )
 def data_parallel(program: Program, training: Training) -> Iterator[Found]:
@@ -96,20 +106,23 @@ def find_unused(program: Program, training: Training) -> Iterator[Found]:
         changed(
             HEALTHY,
             ("    torch.cuda.set_device(local_rank)\n", "    os.environ['CUDA_VISIBLE_DEVICES'] = str(local_rank)\n"),
+            ("model.cuda()", "model.to('cuda:0')"),
         ),
         changed(
             HEALTHY, ("    torch.cuda.set_device(local_rank)\n", "    torch.accelerator.set_device_index(local_rank)\n")
         ),
+        changed(HEALTHY, ("    dist.destroy", "    if rank == 0:\n        model.to('cuda:0')\n    dist.destroy")),
     ),
 )
 def fixed_gpu(program: Program, training: Training) -> Iterator[Found]:
     """`cuda:0` beside a process group; `.cuda()` or "cuda" without a number where nobody sets the device."""
     if not groups(program) or managed(program):
         return
+    words = (n.value for n in program.nodes(ast.Constant) if isinstance(n.value, str))
+    if any("CUDA_VISIBLE_DEVICES" in word for word in words):
+        return  # each rank may see one GPU alone
     places = {"set_device", "set_device_index", "default_device", "device_id", "set_default_device"}
-    free = program.mentions(*places) or any(
-        "CUDA_VISIBLE_DEVICES" in str(n.value) for n in program.nodes(ast.Constant) if isinstance(n.value, str)
-    )
+    free = program.mentions(*places)
     for call in program.calls:
         place = _device(call)
         if not place or function_of(call) not in training.path:
@@ -117,7 +130,7 @@ def fixed_gpu(program: Program, training: Training) -> Iterator[Found]:
         chosen = any(c.func.attr == "device" for c in _withs(call)) or _chosen(call)
         if chosen or (place != "cuda:0" and (free or place != "cuda")):
             continue
-        if place == "cuda:0" and re.search(r"map_location", ast.unparse(statement_of(call))):
+        if not reached_by_all(program, call) or "map_location" in ast.unparse(statement_of(call)):
             continue
         yield Found(call)
         if place == "cuda":
@@ -161,7 +174,7 @@ def _device(call: ast.Call) -> str:
     healthy=(
         HEALTHY,
         changed(HEALTHY, ("    dist.destroy_process_group()\n", "    stop()\n"))
-        + ("\nfrom torch.distributed import destroy_process_group as stop\n"),
+        + "\nfrom torch.distributed import destroy_process_group as stop\n",
     ),
 )
 def destroy_missing(program: Program, training: Training) -> Iterator[Found]:

@@ -17,6 +17,7 @@ from labs.parts.doctor.hits import (
 )
 from labs.parts.doctor.rules_steps import accumulation
 from labs.parts.doctor.syntax import (
+    Function,
     Program,
     above,
     constant,
@@ -99,6 +100,13 @@ NO_SYNC = ACCUMULATE.replace(
 ).replace("import os", "import contextlib\nimport os")
 
 
+RANKS = (
+    r"rank|master|is_main|main_process|world_size|primary|chief|leader|is_first|coordinator"
+    r"|(gpu|device)(_id)?\s*==|==\s*0"
+)
+"""A test that has one of these asks which rank this is."""
+
+
 def wraps(program: Program) -> list[ast.Call]:
     """Calls of DistributedDataParallel."""
     return program.torch_calls("DistributedDataParallel")
@@ -147,6 +155,49 @@ def loaders_of(program: Program, iterated: ast.expr, depth: int = 4) -> list[ast
     return list(dict.fromkeys(found))
 
 
+def reached_by_all(program: Program, node: ast.AST, depth: int = 4) -> bool:
+    """Whether some way to it has no test for a rank; a function that nobody calls by name is not reached."""
+    if _guarded(program, node):
+        return False
+    function = function_of(node)
+    if function is None or not depth:
+        return function is None
+    calls = program.callers.get(function, [])
+    if not calls:  # the script's entry, or a method that is called in a way that we do not see
+        return function.file is program.files[0] and isinstance(function.parent, ast.Module | ast.If)
+    return any(reached_by_all(program, call, depth - 1) for call in calls if function_of(call) is not function)
+
+
+def _guarded(program: Program, node: ast.AST) -> bool:
+    child = node
+    for parent in above(node):
+        if (
+            isinstance(parent, ast.If | ast.IfExp | ast.While)
+            and child is not parent.test
+            and of_rank(program, parent.test)
+        ):
+            return True
+        if isinstance(parent, ast.With) and any(of_rank(program, i.context_expr) for i in parent.items):
+            return True  # with rank_0_first(rank): the others then find what it has made
+        block = getattr(parent, "body", None)
+        for statement in block if isinstance(block, list) else ():
+            if statement is child or statement.lineno > node.lineno:
+                break
+            leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return | ast.Continue)
+            if leaves and of_rank(program, statement.test):
+                return True
+        if isinstance(parent, Function):
+            return any(of_rank(program, d) for d in parent.decorator_list)
+        child = parent
+    return False
+
+
+def of_rank(program: Program, test: ast.expr) -> bool:
+    if re.search(RANKS, ast.unparse(test), re.IGNORECASE):
+        return True
+    return re.search(RANKS, program.behind(test, 2), re.IGNORECASE) is not None
+
+
 @rule(
     "set-epoch-missing",
     "wrong",
@@ -165,8 +216,18 @@ def loaders_of(program: Program, iterated: ast.expr, depth: int = 4) -> list[ast
         changed(
             HEALTHY,
             ("        sampler.set_epoch(epoch)\n", ""),
-            ("DistributedSampler(data)", ("DistributedSampler(data)  # <-\n    sampler.set_epoch(0)")),
+            ("DistributedSampler(data)", "DistributedSampler(data)  # <-\n    sampler.set_epoch(0)"),
         ),
+        changed(  # of two samplers the one for training
+            HEALTHY,
+            (
+                "        sampler.set_epoch(epoch)\n",
+                "        validate(model, DataLoader([], 1, sampler=DistributedSampler([])))\n",
+            ),
+            ("    sampler = DistributedSampler(data)", "    sampler = DistributedSampler(data)  # <-"),
+        )
+        + "\ndef validate(model, loader):\n    with torch.no_grad():\n"
+        + "        for x, y in loader:\n            model(x)\n",
     ),
     healthy=(
         HEALTHY,

@@ -7,15 +7,9 @@ import re
 from collections.abc import Iterator
 
 from labs.parts.doctor.hits import Change, Found, Rule, changed, inserted, replaced, rule, source_of
-from labs.parts.doctor.rules_ranks import HEALTHY, groups, managed, wraps
-from labs.parts.doctor.syntax import Function, Loop, Program, above, dotted, function_of, keyword, method
+from labs.parts.doctor.rules_ranks import HEALTHY, groups, managed, of_rank, reached_by_all, wraps
+from labs.parts.doctor.syntax import Loop, Program, above, dotted, function_of, keyword, method
 from labs.parts.doctor.training_loops import Training
-
-RANKS = (
-    r"rank|master|is_main|main_process|world_size|primary|chief|leader|is_first|coordinator"
-    r"|(gpu|device)(_id)?\s*==|==\s*0"
-)
-"""A test that has one of these asks which rank this is."""
 
 
 @rule(
@@ -39,12 +33,13 @@ RANKS = (
         ),
         changed(
             HEALTHY,
-            ("    if rank == 0:\n        torch.save", ("    first = rank == 0\n    if first:\n        torch.save")),
+            ("    if rank == 0:\n        torch.save", "    first = rank == 0\n    if first:\n        torch.save"),
         ),
+        changed(HEALTHY, ("    if rank == 0:\n        torch.save", "    with first_come(rank):\n        torch.save")),
         changed(HEALTHY, ("    if rank == 0:\n        torch.save(", "    if rank == 0:\n        write("))
-        + ("\ndef write(state, path):\n    torch.save(state, path)\n"),
+        + "\ndef write(state, path):\n    torch.save(state, path)\n",
         changed(HEALTHY, ("    if rank == 0:\n        torch.save(", "    write(rank, "))
-        + ("\ndef write(rank, state, path):\n    if rank:\n        return\n    torch.save(state, path)\n"),
+        + "\ndef write(rank, state, path):\n    if rank:\n        return\n    torch.save(state, path)\n",
     ),
 )
 def save_all_ranks(program: Program, training: Training) -> Iterator[Found]:
@@ -57,7 +52,7 @@ def save_all_ranks(program: Program, training: Training) -> Iterator[Found]:
     ):
         return
     for call in program.torch_calls("save"):
-        if any(n != "torch.save" for n in program.full(call.func)) or not _reached_by_all(program, call):
+        if any(n != "torch.save" for n in program.full(call.func)) or not reached_by_all(program, call):
             continue
         target = keyword(call, "f", 1)
         if target is None or re.search(
@@ -73,50 +68,6 @@ def _by_rank_0(call: ast.Call) -> Change | None:
         return None
     indent = " " * (call.parent.col_offset + 4)
     return replaced(call.parent, f"if {dist}.get_rank() == 0:\n{indent}{source_of(call)}")
-
-
-def _reached_by_all(program: Program, node: ast.AST, depth: int = 4) -> bool:
-    """Whether some way to it has no test for a rank; a function that nobody calls by name is not reached."""
-    if _guarded(program, node):
-        return False
-    function = function_of(node)
-    if function is None or not depth:
-        return function is None
-    calls = program.callers.get(function, [])
-    if not calls:  # the script's entry, or a method that is called in a way that we do not see
-        return function.file is program.files[0] and isinstance(function.parent, ast.Module | ast.If)
-    return any(_reached_by_all(program, call, depth - 1) for call in calls if function_of(call) is not function)
-
-
-def _guarded(program: Program, node: ast.AST) -> bool:
-    child = node
-    for parent in above(node):
-        if (
-            isinstance(parent, ast.If | ast.IfExp | ast.While)
-            and child is not parent.test
-            and _of_rank(program, parent.test)
-        ):
-            return True
-        if isinstance(parent, ast.With) and any(_of_rank(program, i.context_expr) for i in parent.items):
-            return True  # with rank_0_first(rank): the others then find what it has made
-        block = getattr(parent, "body", None)
-        for statement in block if isinstance(block, list) else ():
-            if statement is child or statement.lineno > node.lineno:
-                break
-            leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return | ast.Continue)
-            if leaves and _of_rank(program, statement.test):
-                return True
-        if isinstance(parent, Function):
-            return any(_of_rank(program, d) for d in parent.decorator_list)
-        child = parent
-    return False
-
-
-def _of_rank(program: Program, test: ast.expr) -> bool:
-    if re.search(RANKS, ast.unparse(test), re.IGNORECASE):
-        return True
-    names = (n for n in ast.walk(test) if isinstance(n, ast.Name | ast.Attribute) and dotted(n) and hasattr(n, "file"))
-    return any(re.search(RANKS, ast.unparse(o), re.IGNORECASE) for n in names for o in program.origins(n, 3)[1:])
 
 
 @rule(
@@ -172,6 +123,8 @@ def _is_wrapped(program: Program, name: ast.AST) -> bool:
     )
 
 
+VARYING = r"epoch|step|iter|\bit\b|\bi\b|global|count|best|time|date|rank|part|te?mp|buffer|Bytes|open\(|%|\{|format\("
+"""In the name of a file that is another one each time, or none that the next start goes on from."""
 CHECKPOINTED = """
 import os
 import torch
@@ -208,6 +161,7 @@ def main(loader, model, epochs, path):
     section="4. Can the job be killed?",
     source="https://docs.python.org/3/library/os.html#os.replace",
     ill=(
+        changed(CHECKPOINTED, ("        save(state, path)\n", "        torch.save(state, f'{path}/last.pt')  # <-\n")),
         changed(
             CHECKPOINTED,
             ("save(state, path)\n", "torch.save(state, path)  # <-\n"),
@@ -215,7 +169,7 @@ def main(loader, model, epochs, path):
         changed(
             CHECKPOINTED,
             (
-                ('    part = path + ".part"\n    torch.save(state, part)\n    os.replace(part, path)\n'),
+                '    part = path + ".part"\n    torch.save(state, part)\n    os.replace(part, path)\n',
                 "    torch.save(state, path)  # <-\n",
             ),
         ),
@@ -224,10 +178,11 @@ def main(loader, model, epochs, path):
         HEALTHY,
         CHECKPOINTED,
         changed(CHECKPOINTED, ("        save(state, path)\n", "        torch.save(state, f'{path}-{epoch}')\n")),
+        changed(CHECKPOINTED, ("        save(state, path)\n", "        torch.save(state, f'{path}-{len(x):06d}')\n")),
         changed(CHECKPOINTED, ("        save(state, path)\n", "    torch.save(state, path)\n")),
         changed(
             CHECKPOINTED,
-            ("        save(state, path)\n", ("        name = path % epoch\n        torch.save(state, name)\n")),
+            ("        save(state, path)\n", "        name = path % epoch\n        torch.save(state, name)\n"),
         ),
     ),
 )
@@ -241,22 +196,17 @@ def save_not_atomic(program: Program, training: Training) -> Iterator[Found]:
         target, state = keyword(call, "f", 1), keyword(call, "obj", 0)
         if call not in inside or target is None or _replaces(program, call):
             continue
+        where = re.sub(r"\{[^{}]*\}/", "", program.behind(target))  # f"{folder}/last.pt"
+        counted = "|".join(re.escape(name) for name in _counted(outer)) or "(?!)"
+        varies = re.search(rf"{VARYING}|\b({counted})\b", where, re.IGNORECASE)
         whole = " ".join(ast.unparse(o) for o in program.origins(state))
-        where = " ".join(ast.unparse(o) for o in program.origins(target))
-        varies = re.search(
-            r"epoch|step|iter|\bit\b|\bi\b|global|count|best|time|date|rank|part|te?mp|buffer|Bytes|open\(|%", where
-        )
-        if "optim" in whole and not varies and not any(n in _counted(outer) for n in _names(program, target)):
+        if "optim" in whole and not varies:
             yield Found(call, _atomic(call, target))
 
 
 def _counted(loops: list[ast.AST]) -> set[str]:
     targets = [loop.target for loop in loops if isinstance(loop, ast.For)]
     return {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-
-
-def _names(program: Program, target: ast.expr) -> set[str]:
-    return {n.id for o in program.origins(target) for n in ast.walk(o) if isinstance(n, ast.Name)}
 
 
 def _replaces(program: Program, call: ast.Call) -> bool:
@@ -277,6 +227,51 @@ def _atomic(call: ast.Call, target: ast.expr) -> Change | None:
     part = f'str({source_of(target)}) + ".part"'
     after = inserted(call, f"os.replace({part}, {source_of(target)})", after=True)
     return replaced(target, part) + after if after else None
+
+
+@rule(
+    "load-too-early",
+    "wrong",
+    why="The other ranks do not wait for rank 0: they open the file before it is written, or while it is.",
+    cure="dist.barrier() between saving and loading, called by all ranks.",
+    notebook="10",
+    section="1. It hangs: which rank, which line?",
+    source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
+    ill=changed(HEALTHY, ("    dist.destroy", "    state = torch.load('weights.pt')  # <-\n    dist.destroy")),
+    healthy=(
+        HEALTHY,
+        changed(HEALTHY, ("    dist.destroy", "    dist.barrier()\n    torch.load('weights.pt')\n    dist.destroy")),
+        changed(HEALTHY, ("    dist.destroy", "    state = torch.load('others.pt')\n    dist.destroy")),
+    ),
+)
+def load_too_early(program: Program, training: Training) -> Iterator[Found]:
+    """In one block: `if rank == 0: torch.save(x, path)`, then torch.load(path), and no collective between them."""
+    for save in program.torch_calls("save") if groups(program) else ():
+        block = next((p for p in above(save) if isinstance(p, ast.If)), None)
+        target = keyword(save, "f", 1)
+        if block is None or target is None or not of_rank(program, block.test):
+            continue
+        later = [s for s in getattr(block.parent, "body", []) if s.lineno > block.lineno]
+        for call in (n for s in later for n in ast.walk(s) if isinstance(n, ast.Call)):
+            if method(call) in ("barrier", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list"):
+                break
+            same = program.is_torch(call.func, "load") and ast.unparse(target) == ast.unparse(
+                keyword(call, "f", 0) or call
+            )
+            if same and not _under(call, block.parent):
+                dist = next((local for local, full in call.file.names.items() if "torch.distributed" in full), "")
+                yield Found(call, inserted(call, f"{dist}.barrier()") if dist else None)
+                break
+
+
+def _under(node: ast.AST, block: ast.AST) -> bool:
+    """In a further condition within the block."""
+    for parent in above(node):
+        if parent is block:
+            return False
+        if isinstance(parent, ast.If):
+            return True
+    return False
 
 
 RULES = [found for found in list(globals().values()) if isinstance(found, Rule)]

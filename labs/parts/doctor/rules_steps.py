@@ -135,7 +135,7 @@ def train(netD, netG, loader, optimizerD, optimizerG, criterion, noise):
             HEALTHY,
             (
                 "            optimizer.zero_grad()",
-                ("            for p in model.parameters():\n                p.grad = None"),
+                "            for p in model.parameters():\n                p.grad = None",
             ),
         ),
         changed(HEALTHY, ("            optimizer.zero_grad()\n", ""), ("optimizer.step()", "update(optimizer)")),
@@ -182,7 +182,7 @@ def method_of(node: ast.AST) -> str:
         + changed(
             LOOP,
             ("            optimizer.zero_grad()\n", ""),
-            ("backward()\n", ("backward()\n            optimizer.zero_grad()  # <-\n")),
+            ("backward()\n", "backward()\n            optimizer.zero_grad()  # <-\n"),
         ),
         changed(
             IN_CLASS,
@@ -200,20 +200,22 @@ def method_of(node: ast.AST) -> str:
         + changed(
             LOOP,
             ("            optimizer.zero_grad()\n", ""),
-            ("step()\n            total", ("step()\n            optimizer.zero_grad()\n            total")),
+            ("step()\n            total", "step()\n            optimizer.zero_grad()\n            total"),
         ),
     ),
 )
 def zero_grad_order(program: Program, training: Training) -> Iterator[Found]:
     """backward, zero_grad, step, with no other backward or step between them, of the only optimizer or the same one."""
     for section in training.sections:
-        order = section.events
+        one = section.of("zero", "backward", "step", "scaler.step")
+        order = [*one, *one, *one] if section.is_loop else one  # what follows a zero_grad may be in the next pass
         only = len({e.on for e in section.of("step")} | {_first(e) for e in section.of("scaler.step")}) == 1
-        for i, zero in enumerate(order):
+        for i in range(len(one), 2 * len(one)) if section.is_loop else range(len(one)):
+            zero = order[i]
             if zero.kind != "zero":
                 continue
-            before = [e for e in order[:i] if e.kind in ("backward", "step", "scaler.step") and together(e, zero)]
-            after = [e for e in order[i:] if e.kind in ("backward", "step", "scaler.step") and together(e, zero)]
+            before = [e for e in order[:i] if e.kind != "zero" and together(e, zero)]
+            after = [e for e in order[i:] if e.kind != "zero" and together(e, zero)]
             if not before or not after or before[-1].kind != "backward" or after[0].kind == "backward":
                 continue
             mine = after[0].on if after[0].kind == "step" else _first(after[0])
@@ -287,7 +289,7 @@ def _modulus(program: Program, test: ast.expr, depth: int = 3) -> str:
             (" / every", ""),
             ("backward()", "backward()  # <-"),
             (
-                ("        if (i + 1) % every == 0:\n            optimizer.step()\n            optimizer.zero_grad()"),
+                "        if (i + 1) % every == 0:\n            optimizer.step()\n            optimizer.zero_grad()",
                 (
                     "        if (i + 1) % every:\n"
                     "            continue\n"
@@ -308,7 +310,7 @@ def _modulus(program: Program, test: ast.expr, depth: int = 3) -> str:
         changed(
             GAN,
             ("    for real in loader:", "    for i, real in enumerate(loader):"),
-            ("        optimizerG.step()", ("        if i % 5 == 0:\n            optimizerG.step()")),
+            ("        optimizerG.step()", "        if i % 5 == 0:\n            optimizerG.step()"),
         ),
     ),
 )
@@ -385,13 +387,13 @@ def _plain_mean(program: Program, backward: Event) -> bool:
         + changed(
             LOOP,
             ("        scheduler.step()\n", ""),
-            ("        model.train()\n", ("        scheduler.step()  # <-\n        model.train()\n")),
+            ("        model.train()\n", "        scheduler.step()  # <-\n        model.train()\n"),
         ),
         HEAD
         + changed(
             LOOP,
             ("        scheduler.step()\n", ""),
-            ("            optimizer.step()", ("            scheduler.step()  # <-\n            optimizer.step()")),
+            ("            optimizer.step()", "            scheduler.step()  # <-\n            optimizer.step()"),
         ),
     ),
     healthy=(
@@ -400,7 +402,7 @@ def _plain_mean(program: Program, backward: Event) -> bool:
         + changed(
             LOOP,
             ("        scheduler.step()\n", ""),
-            ("        model.train()\n", ("        if epoch:\n            scheduler.step()\n        model.train()\n")),
+            ("        model.train()\n", "        if epoch:\n            scheduler.step()\n        model.train()\n"),
         ),
         changed(
             HEALTHY, ("        scheduler.step()\n", ""), ("optimizer.step()", "optimizer.step(); scheduler.step()")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from labs.parts.doctor.hits import Found, Rule, changed, removed, rule
+from labs.parts.doctor.rules_steps import losses_of
 from labs.parts.doctor.syntax import Program, dotted, function_of, statement_of
 from labs.parts.doctor.training_loops import TIMERS, Event, Section, Training
 
@@ -73,28 +74,36 @@ def _uses_gpu(program: Program) -> bool:
     ill=(
         changed(
             HEALTHY,
-            (("        if i % every == 0:\n            print(i, loss.item())"), "        print(i, loss.item())  # <-"),
+            ("        if i % every == 0:\n            print(i, loss.item())", "        print(i, loss.item())  # <-"),
         ),
         changed(
             HEALTHY,
-            (("        if i % every == 0:\n            print(i, loss.item())"), "        seen = loss.cpu()  # <-"),
+            ("        if i % every == 0:\n            print(i, loss.item())", "        seen = loss.cpu()  # <-"),
+        ),
+        changed(
+            HEALTHY,
+            ("        if i % every == 0:\n            print(i, loss.item())", "        print(i, loss)  # <-"),
         ),
     ),
     healthy=(
         HEALTHY,
         changed(HEALTHY, (".cuda()", "")),
+        changed(HEALTHY, ("        if i % every == 0:\n            print(i, loss.item())", "        print(i)")),
     ),
 )
 def reads_each_step(program: Program, training: Training) -> Iterator[Found]:
-    """`.item()`, `.cpu()`, `.tolist()`, `.numpy()` in each pass of a training loop."""
+    """`.item()`, `.cpu()`, `.tolist()`, `.numpy()`, print(loss) in each pass of a training loop."""
     if not _uses_gpu(program):
         return
     seen = set()
     for section in training.sections:
-        for event in section.of("read"):
+        losses = {name for e in section.of("backward") for name in losses_of(e.node)}
+        for event in section.of("read", "print"):
+            if event.kind == "print" and losses.isdisjoint(dotted(a) for a in event.node.args):
+                continue
             statement = statement_of(event.node)
             fresh = section.is_loop and not event.loops and statement not in seen
-            if fresh and _every_step(training, event) and _is_tensor(event):
+            if fresh and _every_step(training, event) and (event.kind == "print" or _is_tensor(event)):
                 seen.add(statement)
                 yield Found(event.node)
 
@@ -113,7 +122,7 @@ def _is_tensor(event: Event) -> bool:
     notebook="05",
     section="3. What else empties the memory?",
     source=DOCS + "generated/torch.cuda.memory.empty_cache.html",
-    ill=changed(HEALTHY, ("        if i %", ("        torch.cuda.empty_cache()  # <-\n        if i %"))),
+    ill=changed(HEALTHY, ("        if i %", "        torch.cuda.empty_cache()  # <-\n        if i %")),
     healthy=(
         HEALTHY,
         changed(HEALTHY, ("print(i, loss.item())", "torch.cuda.empty_cache()")),
@@ -138,7 +147,7 @@ def empties_cache(program: Program, training: Training) -> Iterator[Found]:
     notebook="01",
     section="1. What does an article's loop measure?",
     source=CUDA,
-    ill=changed(HEALTHY, ("        if i %", ("        torch.cuda.synchronize()  # <-\n        if i %"))),
+    ill=changed(HEALTHY, ("        if i %", "        torch.cuda.synchronize()  # <-\n        if i %")),
     healthy=(
         HEALTHY,
         changed(HEALTHY, ("print(i, loss.item())", "torch.cuda.synchronize()")),
@@ -167,13 +176,13 @@ def synchronises(program: Program, training: Training) -> Iterator[Found]:
     ill=(
         changed(
             TIMED,
-            (("        torch.cuda.synchronize()\n        return (time"), "        return (time"),
+            ("        torch.cuda.synchronize()\n        return (time", "        return (time"),
             ("begun) / 100", "begun) / 100  # <-"),
         ),
         changed(
             HEALTHY,
             ("        loss = cross", "        begun = time.time()\n        loss = cross"),
-            ("        if i %", ("        took = time.time() - begun  # <-\n        if i %")),
+            ("        if i %", "        took = time.time() - begun  # <-\n        if i %"),
         ),
     ),
     healthy=(
@@ -184,11 +193,11 @@ def synchronises(program: Program, training: Training) -> Iterator[Found]:
             TIMED, ("        torch.cuda.synchronize()\n        return", "        model(x).sum().item()\n        return")
         ),
         changed(HEALTHY, ("    for i,", "    end = time.time()\n    for i,"))
-        + ("        took = time.time() - end\n        end = time.time()\n"),
+        + "        took = time.time() - end\n        end = time.time()\n",
         changed(
             HEALTHY,
             ("        loss = cross", "        begun = time.time()\n        loss = cross"),
-            ("        if i %", ("        took = loss.item() + time.time() - begun\n        if i %")),
+            ("        if i %", "        took = loss.item() + time.time() - begun\n        if i %"),
         ),
     ),
 )

@@ -189,7 +189,11 @@ class Scratch:
         place = self.place(path, dir_fd)
         place = self.followed(place) if follow else place
         found = self.at(place)
-        if found == os.path.abspath(os.fsdecode(path)) and dir_fd is None and not true.getcwd().startswith(self.written):
+        if (
+            found == os.path.abspath(os.fsdecode(path))
+            and dir_fd is None
+            and not true.getcwd().startswith(self.written)
+        ):
             return path  # no link has led elsewhere: the script's own words are as good
         return os.fsencode(found) if isinstance(path, bytes) else found
 
@@ -302,9 +306,9 @@ class Scratch:
             try:
                 return function(*args, **kwargs)
             except OSError as e:
-                for name in ("filename", "filename2"):
-                    if isinstance(getattr(e, name), str | bytes):
-                        setattr(e, name, self.seen(getattr(e, name)))
+                for name, path in zip(("filename", "filename2"), args, strict=False):
+                    if getattr(e, name) is not None and not isinstance(path, int):
+                        setattr(e, name, os.fspath(path))
                 raise
 
         return call
@@ -405,7 +409,8 @@ class Scratch:
         folder, onto = self.kind(old) == stat.S_IFDIR, self.kind(new)
         wrong = (
             errno.ENOENT if self.kind(os.path.dirname(new)) != stat.S_IFDIR
-            else errno.ENOTEMPTY if old.startswith(new + os.sep) or (folder and onto == stat.S_IFDIR and self._is_full(new))
+            else errno.ENOTEMPTY if old.startswith(new + os.sep)
+            else errno.ENOTEMPTY if folder and onto == stat.S_IFDIR and self._is_full(new)
             else (errno.EINVAL if folder else errno.ENOTDIR) if new.startswith(old + os.sep)
             else errno.EISDIR if onto == stat.S_IFDIR and not folder
             else errno.ENOTDIR if onto not in (0, stat.S_IFDIR) and folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,7 @@ def _teach_torch(scratch: Scratch) -> None:
 
 
 def _teach_safetensors(scratch: Scratch) -> None:
-    import safetensors
-
+    safetensors = sys.modules["safetensors"]
     _lead(scratch, safetensors, "serialize_file", 1, functools.partial(scratch.to_write, keep=False))
     _lead(scratch, safetensors, "safe_open", 0, scratch.to_read)
 

@@ -47,6 +47,8 @@ COME_S = 60.0
 """For the others' supervisors to begin."""
 MOST_OUTPUT = 64 << 20
 """Bytes of the script's output that are kept on the disk; of more, the end."""
+LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
+"""Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
 TAIL_BYTES, TAIL_LINES = 8192, 20
 
 
@@ -144,12 +146,13 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
     What has this mark in its environment is ended, and the folder removed, even if this process is killed.
     """
     where = os.path.realpath(tempfile.gettempdir())
+    where = where if len(os.fsencode(where)) <= LONGEST_PATH else "/tmp"
     if place.local_ranks == 1:
-        folder = Path(tempfile.mkdtemp(prefix="labs-doctor-", dir=where))
+        folder = Path(tempfile.mkdtemp(prefix="labs-", dir=where))
     else:
         names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
         key = uuid.uuid5(uuid.NAMESPACE_OID, "/".join([str(os.getppid()), *(os.environ.get(n, "") for n in names)]))
-        folder = Path(where, f"labs-doctor-{key.hex[:12]}")
+        folder = Path(where, f"labs-{key.hex[:12]}")
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise BadInput(f"{folder} belongs to somebody else: set TMPDIR to a folder of your own")
@@ -190,9 +193,9 @@ class Run:
         return self
 
     def _start(self) -> None:
-        (self.folder / "tmp").mkdir(exist_ok=True)
+        (self.folder / "t").mkdir(exist_ok=True)
         self.progress = Progress(self.folder, self.place.rank)
-        env = {**os.environ, caretaker.MARK: self.mark, "TMPDIR": str(self.folder / "tmp")}
+        env = {**os.environ, caretaker.MARK: self.mark, "TMPDIR": str(self.folder / "t")}
         if self.settings.scratch:
             env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python writes __pycache__ below all that could be replaced
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does: -W, -O, -X, ...
@@ -226,7 +229,7 @@ class Run:
                 steps, moved = self.progress.steps, now
             if self.stop.by:
                 self.why = f"stopped by {self.stop.by}"
-            elif self._ended_before(now - LEAVE_S):
+            elif self._ended_before(LEAVE_S):
                 self.why = "all was measured, but it did not end"
             elif now - moved > self.order.patience_s:
                 stands = self._stack()
@@ -236,13 +239,12 @@ class Run:
             if self.why:
                 return
 
-    def _ended_before(self, when: float) -> bool:
+    def _ended_before(self, seconds: float) -> bool:
         """Whether the patient has said so long ago that the script has ended."""
         try:
-            age = time.time() - self.settings.facts_path.stat().st_mtime
+            return time.time() - self.settings.ended_path.stat().st_mtime > seconds
         except OSError:
             return False
-        return time.monotonic() - age < when and load(self.settings.facts_path).ended != "running"
 
     def _another_ended(self, seconds: float) -> int | None:
         """The place of a rank of this machine that ended so long ago."""
@@ -288,8 +290,10 @@ class Run:
         except (OSError, ValueError):
             facts = Facts(argv[0], argv, place.rank, place.ranks, place.local_ranks)
         facts.steps = max(facts.steps, self.progress.steps)
-        if facts.ended == "running":
-            facts.ended = "silent" if self.why.startswith("no step") else "killed"
+        silent = self.why.startswith("no step")
+        cut_short = self.why and not silent and not self.settings.ended_path.exists()
+        if facts.ended == "running" or cut_short:  # while it tries something risky, its facts are those of an end
+            facts.ended = "silent" if silent else "killed"
             facts.exit_code, facts.error = self.process.returncode, self.why or _death(self.process.returncode)
             facts.wall_s = time.monotonic() - self.begun
         if facts.ended not in ("done", "script ended"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
@@ -81,8 +82,8 @@ class File:
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 self._assign(target, node.value)
-        elif isinstance(node, ast.NamedExpr):
-            self._assign(node.target, node.value)
+        elif isinstance(node, ast.NamedExpr) or (isinstance(node, ast.AugAssign) and isinstance(node.op, ast.BitOr)):
+            self._assign(node.target, node.value)  # state |= {...} too
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             self._assign(node.optional_vars, node.context_expr)
 
@@ -181,8 +182,9 @@ class Program:
         self._read: dict[Path, File | None] = {}
         self._torch: dict[ast.AST, frozenset[str]] = {}
         self._full: dict[ast.AST, list[str]] = {}
+        self._made_from: dict[ast.ClassDef | None, list[ast.ClassDef]] = {}
         self._returned: dict[Function, list[ast.expr]] = {}
-        self._load(script)
+        self._load(Path(os.path.abspath(script)))
         for file in self.files:  # grows
             self._imports(file)
         self.calls = [n for f in self.files for n in f.nodes if isinstance(n, ast.Call)]
@@ -201,19 +203,19 @@ class Program:
     # Reading
 
     def _load(self, path: Path) -> File | None:
-        if path in self._read:
-            return self._read[path]
+        key = path.resolve()
+        if key in self._read:
+            return self._read[key]
+        self._read[key] = None
         if len(self.files) >= MOST_FILES:
-            self._read[path] = None
             self.left_out += 1
             return None
-        self._read[path] = None
         try:
-            self._read[path] = File(path)
-            self.files.append(self._read[path])
+            self._read[key] = File(path)
+            self.files.append(self._read[key])
         except Unreadable as e:
             self.problems.append(e)
-        return self._read[path]
+        return self._read[key]
 
     def _imports(self, file: File) -> None:
         for local, fulls in file.names.items():
@@ -315,7 +317,10 @@ class Program:
                     return file.defined[place, text]
                 place = place.parent
         if head in ("self", "cls") and rest and "." not in rest:
-            return self._method(class_of(node), rest)
+            owner = class_of(node)
+            return self._method(owner, rest) or next(
+                (m for c in self._heirs(owner) if (m := self._method(c, rest))), None
+            )
         if head in file.own:
             other, name = file.own[head]
             name = ".".join(filter(None, (name, rest)))
@@ -333,6 +338,13 @@ class Program:
         if isinstance(found, Function):
             return found
         return next((m for b in owner.bases if (m := self._method(self.definition(b), name, depth - 1))), None)
+
+    def _heirs(self, owner: ast.ClassDef | None) -> list[ast.ClassDef]:
+        """Own classes that are made from this one."""
+        if owner not in self._made_from:
+            classes = (n for f in self.files for n in f.defined.values() if isinstance(n, ast.ClassDef))
+            self._made_from[owner] = [c for c in classes if any(self.definition(b) is owner for b in c.bases) and owner]
+        return self._made_from[owner]
 
     def targets(self, call: ast.Call) -> list[Function]:
         """Own functions that a call may lead to."""
@@ -373,6 +385,17 @@ class Program:
             if isinstance(node, ast.Name) and len(found) == 1:
                 found += self._given(node, depth)
         return found
+
+    def behind(self, node: ast.AST | None, depth: int = 4) -> str:
+        """The text of an expression and of all that its names were made from, to look for a word in."""
+        found: dict[ast.AST, None] = {}
+        newest = self.origins(node, depth) if node is not None else []
+        while newest and depth:
+            found |= dict.fromkeys(newest)
+            names = (n for o in newest for n in ast.walk(o) if isinstance(n, ast.Name | ast.Attribute) and dotted(n))
+            newest = [o for n in names for o in self.origins(n, 3) if o not in found]
+            depth -= 1
+        return " ".join(ast.unparse(o) for o in found)
 
     def returned(self, function: Function) -> list[ast.expr]:
         """What it returns."""

@@ -28,8 +28,8 @@ class Event:
     """A call in a loop's pass."""
 
     kind: str
-    """zero, backward, unscale, clip, step (of an optimizer), scaler.step, update, schedule, eval, train, read (waits
-    for a tensor's value), print, save, synchronise, empty_cache, clock, call (of something that is not an own function)."""
+    """zero, backward, unscale, clip, step (an optimizer's), scaler.step, update, schedule, eval, train, read (waits
+    for a tensor's value), print, save, synchronise, empty_cache, clock, call (of no own function)."""
     on: str
     """What it is called on, in the words of the loop's own function: "self.optimizer"."""
     node: ast.AST
@@ -146,6 +146,8 @@ class Walker:
         if function in at.functions or len(at.functions) >= DEPTH or len(self.events) > MOST_EVENTS:
             return
         given = {name: dotted(value) for name, value in syntax.arguments(function, call).items()}
+        if isinstance(call.func, ast.Attribute):
+            given["self"] = dotted(call.func.value)
         names = {name: at.name(text) for name, text in given.items() if text}
         self.block(function.body, At(at.when, at.tests, at.loops, (*at.functions, function), names))
 
@@ -180,7 +182,12 @@ class At:
 
     def name(self, text: str) -> str:
         head, _, rest = text.partition(".")
-        return ".".join(filter(None, (self.names.get(head, head), rest)))
+        inside = self.functions[-1] if self.functions else None
+        if head in self.names:
+            head = self.names[head]
+        elif inside is not None and (head in syntax.parameters(inside) or (inside, head) in inside.file.assigned):
+            head = f"{head} of {inside.name}"  # not what its caller calls by the same name
+        return ".".join(filter(None, (head, rest)))
 
 
 def _stem(node: ast.AST) -> ast.AST:
@@ -229,7 +236,7 @@ class Training:
 
     @cached_property
     def path(self) -> set[ast.AST | None]:
-        """Functions that lead to a training loop or that it calls, methods of their classes; None: a file's own code."""
+        """Functions that lead to a training loop or that it calls, methods of their classes; None: code of a file."""
         found: set[ast.AST | None] = {None}
         for section in self.sections:
             newest = {syntax.function_of(section.node), *section.places} - {None}

@@ -1,0 +1,495 @@
+"""The doctor's command: what a script may do, it ends with facts, and nothing is left: no process, no file."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+
+from labs import doctor
+from labs.kit.errors import BadInput
+from labs.parts.doctor import facts as doctor_facts
+from labs.parts.doctor import supervisor
+from labs.parts.doctor.supervisor import Place
+
+pytestmark = pytest.mark.timeout(300)
+LIMIT_S = 250
+DOCTOR = "labs_for_tests.doctor_facts"
+
+TRAINING = """
+import os, sys, time
+import torch
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+
+def train(steps=100_000):
+    for number in range(1, steps + 1):
+        at(number)
+        step()
+
+def at(number): ...
+"""
+
+
+def state(folder: Path) -> dict[str, tuple]:
+    """Of all that is in a folder: mode, time of the last change, contents."""
+    paths = [folder, *sorted(folder.rglob("*"))]
+    return {
+        str(p.relative_to(folder)): (*p.lstat()[:1], p.lstat().st_mtime_ns, p.read_bytes() if p.is_file() else b"")
+        for p in paths
+    }
+
+
+class Started:
+    """A doctor at work."""
+
+    def __init__(self, folder: Path, script: str, options=(), args=(), ranks=0, **environment) -> None:
+        self.work, self.out = folder / "work", folder / "out"
+        self.work.mkdir(exist_ok=True)
+        self.tmp = Path(tempfile.mkdtemp())  # its path is short, as that of a socket must be
+        (self.work / "train.py").write_text(textwrap.dedent(script))
+        self.before = state(self.work)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+        options = ["--out", self.out, "--seconds", "0", "--steps", "8", *options]
+        self.env = new_environment(TMPDIR=str(self.tmp), OMP_NUM_THREADS="1", **environment)
+        command = [sys.executable, "-B", *torchrun, "-m", DOCTOR, *options, "train.py", *args]
+        self.process = subprocess.Popen([*map(str, command)], cwd=self.work, env=self.env, stdin=subprocess.DEVNULL,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+
+    def end(self) -> "Started":
+        """Wait for it. Nothing may be left."""
+        self.said, self.errors = self.process.communicate(timeout=LIMIT_S * SLOWER)
+        self.code = self.process.returncode
+        assert_no_survivors(self.env[MARK])
+        assert state(self.work) == self.before
+        left = [p.name for p in self.tmp.iterdir() if not p.name.startswith("torchelastic_")]  # torchrun's own
+        assert left == []
+        self.ranks = []
+        if (self.out / "facts.json").exists():
+            self.ranks = [doctor_facts.from_json(row) for row in json.loads((self.out / "facts.json").read_text())]
+        return self
+
+    @property
+    def facts(self):
+        (only,) = self.ranks
+        return only
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start(*args, **kwargs):
+        started.append(Started(tmp_path, *args, **kwargs))
+        return started[-1]
+
+    yield start
+    for one in started:
+        for process in family(one.env[MARK]):
+            process.kill()
+        one.process.communicate()
+        shutil.rmtree(one.tmp)
+
+
+@pytest.fixture
+def run(start):
+    return lambda *args, **kwargs: start(*args, **kwargs).end()
+
+
+# Scripts as they are
+
+
+EVERYTHING = """
+import argparse, os, sys, threading, types
+from pathlib import Path
+import torch
+from torch import nn
+import helper  # from its own folder
+assert __name__ == "__main__" and __file__ == os.path.abspath("train.py"), __file__
+assert sys.path[0] == os.path.dirname(__file__), sys.path
+assert sys.path.count(sys.path[0]) == 1 and not any("doctor" in path for path in sys.path)
+assert sys.argv == ["train.py", "--steps", "7", "--out", "here", "--let-it-write", "train.py"], sys.argv
+assert Path("train.py").read_text() == Path(__file__).read_text()
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int); parser.add_argument("--out", type=Path)
+parser.add_argument("--let-it-write", action="store_true"); parser.add_argument("other")
+given = parser.parse_args()
+
+def batches():
+    while True:
+        yield torch.randn(4, 8)
+
+generator, critic = nn.Linear(8, 8), nn.Linear(8, 1)
+one = torch.optim.Adam(generator.parameters()); two = torch.optim.SGD(critic.parameters(), lr=0.1)
+given.out.mkdir()
+(given.out / "log.txt").write_text("begun\\n")
+for number, x in enumerate(batches()):
+    critic(generator(x)).mean().backward()
+    if number % 3 == 2:  # accumulated
+        one.step(); two.step(); one.zero_grad(); two.zero_grad()
+        with open("here/log.txt", "a") as log:
+            print(number, file=log)
+        torch.save(generator.state_dict(), "here/latest.pt")
+        assert torch.load("here/latest.pt").keys() == generator.state_dict().keys()
+        print(len(Path("here/log.txt").read_text().splitlines()), "lines")
+"""
+
+
+def test_a_script_runs_as_it_would_alone(run, tmp_path):
+    """Arguments that look like ours, relative paths, its own modules, a generator, two optimizers, accumulation."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "helper.py").write_text("")
+    args = ["--steps", "7", "--out", "here", "--let-it-write", "train.py"]
+    done = run(EVERYTHING, options=["--show-output"], args=args)
+    assert done.code == 0, done.said + done.errors
+    facts = done.facts
+    assert (facts.ended, facts.stage, len(facts.step_s), facts.micro_batches) == ("done", "done", 8, 3.0)
+    assert facts.argv == ["train.py", *args] and len(facts.training["optimizers"]) == 2
+    assert {"save", "print"} <= {line.kind for line in facts.lines} and facts.unseen == []
+    assert f"{facts.steps} lines" in done.said
+
+
+@pytest.mark.drill
+def test_let_it_write_lets_it_write(start, tmp_path):
+    done = start(TRAINING + "open('mine.txt', 'w').write('x')\ntrain()", options=["--let-it-write"])
+    done.process.wait(LIMIT_S * SLOWER)
+    assert (tmp_path / "work" / "mine.txt").read_text() == "x"
+    (tmp_path / "work" / "mine.txt").unlink()
+    done.before["."] = state(tmp_path / "work")["."]
+    assert done.end().code == 0
+
+
+WORKERS = TRAINING.replace("def train(", "def unused(") + """
+from torch.utils.data import DataLoader, TensorDataset
+import multiprocessing as mp
+loader = DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=2, num_workers=2, persistent_workers=True,
+                    multiprocessing_context=mp.get_context({context!r}) if __name__ == "__main__" else None)
+
+def note(text):
+    with open("seen.txt", "a") as file:
+        file.write(text)
+
+if __name__ == "__main__":
+    other = mp.get_context({context!r}).Process(target=note, args=("child",))
+    other.start(); other.join()
+    assert open("seen.txt").read() == "child"
+    while True:
+        for (x,) in loader:
+            optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.drill)])
+def test_workers_and_children_write_to_the_scratch_folder_and_end(run, context):
+    done = run(WORKERS.replace("{context!r}", repr(context)))
+    assert done.code == 0, done.said + done.errors
+    assert done.facts.ended == "done" and done.facts.loader.workers == 2
+
+
+# Scripts that end otherwise
+
+ENDS = {
+    "an exception in step 3": (
+        "def at(number):\n    if number == 3: print('so far'); raise RuntimeError('no more')\ntrain()",
+        ("error", 1, 2, "RuntimeError: no more (train.py:21)"), ["so far", "RuntimeError: no more"],
+    ),
+    "an error of syntax": ("def x(:", ("error", 1, 0, "SyntaxError: invalid syntax"), ["def x(:"]),
+    "sys.exit": ("train(3); sys.exit('enough of it')", ("exit", 1, 3, ""), ["enough of it"]),
+    "os._exit in step 2": (
+        "def at(number):\n    if number == 2: os._exit(7)\ntrain()", ("exit", 7, 1, ""), [],
+    ),
+    "it ends by itself": ("train(2)", ("script ended", 0, 2, ""), []),
+    "another program takes its place": (
+        "train(2); os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])",
+        ("killed", 0, 2, "ended with exit code 0, before Python could say why"), ["1"],
+    ),
+    "memory is exhausted": (
+        "import signal; train(2); os.kill(os.getpid(), signal.SIGKILL)",
+        ("killed", -9, 2, "ended by SIGKILL: the system does so when memory is exhausted"), [],
+    ),
+    "a crash below Python": (
+        "import ctypes; train(2); print('here'); ctypes.string_at(0)",
+        ("killed", -11, 2, "ended by SIGSEGV"), ["here"],
+    ),
+}  # fmt: skip
+QUICK = ("an exception in step 3", "os._exit in step 2")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.drill) for name in ENDS]
+)
+def test_a_script_that_ends_early_is_told_as_it_ended(run, name):
+    body, (how, code, steps, error), words = ENDS[name]
+    done = run(TRAINING + body)
+    facts = done.facts
+    assert done.code == 1, "no step could be looked at as it is"
+    assert (facts.ended, facts.exit_code, facts.steps) == (how, code, steps)
+    assert facts.error.startswith(error)
+    assert all(word in done.said for word in words), done.said
+    assert ("--let-it-write" in done.said) == (how == "error")
+
+
+@pytest.mark.drill
+def test_what_was_looked_at_before_an_error_is_told(run):
+    done = run(TRAINING + "def at(number):\n    if number == 11: raise KeyError('x')\ntrain()")
+    assert done.code == 0 and (done.facts.ended, done.facts.stage) == ("error", "as it is")
+    assert 0 < len(done.facts.step_s) < 8
+
+
+SILENT = {
+    "an endless loop before training": "def wait():\n    while True:\n        time.sleep(0.01)\nwait()",
+    "deaf to SIGTERM": """
+import signal
+for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(signum, signal.SIG_IGN)
+def wait():
+    time.sleep(1000)
+wait()""",
+    "a child with a session of its own": """
+import subprocess
+for session in (True, False):
+    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(1000)"],
+                     start_new_session=session)
+def wait():
+    time.sleep(1000)
+wait()""",
+}
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("name", SILENT)
+def test_a_script_that_takes_no_step_is_ended_and_where_it_stands_is_told(run, name):
+    done = run(TRAINING + SILENT[name], options=["--patience", "25"])
+    facts = done.facts
+    assert done.code == 1 and (facts.ended, facts.steps) == ("silent", 0)
+    assert facts.error.startswith("no step in 25 s: it stands in train.py:") and facts.error.endswith("in wait")
+    assert bool(facts.unseen) == ("child" in name)
+
+
+@pytest.mark.drill
+def test_a_program_that_it_has_started_and_left_is_ended(run):
+    """The script is measured to its end; what it leaves has a session of its own."""
+    body = """
+    import subprocess
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    train()"""
+    done = run(TRAINING + textwrap.dedent(body))
+    assert done.code == 0 and "python" in " ".join(done.facts.unseen)
+
+
+THREADS = """
+import threading
+def forever():
+    while True:
+        time.sleep(0.1)
+for daemon in (True, False):
+    threading.Thread(target=forever, daemon=daemon).start()
+try:
+    train()
+finally:
+    print("finally", flush=True)
+"""
+
+
+def test_threads_that_never_end_and_ten_megabytes_of_output(run):
+    done = run(TRAINING + "for _ in range(100): print('x' * 100_000)\n" + THREADS, options=["--show-output"])
+    assert done.code == 0 and done.facts.ended == "done"
+    assert len(done.said) > 10_000_000 and "finally" in done.said
+
+
+@pytest.mark.drill
+def test_a_script_that_catches_everything_is_ended_all_the_same(run):
+    done = run(TRAINING + "while True:\n    try:\n        train()\n    except BaseException:\n        pass")
+    assert done.code == 0 and done.facts.ended == "done"
+
+
+def test_more_output_than_is_kept_is_cut(run, monkeypatch, tmp_path):
+    """Its last lines are told, and the disk is not filled."""
+    place = Place()
+    monkeypatch.setattr(supervisor, "MOST_OUTPUT", 100_000)
+    script = tmp_path / "train.py"
+    script.write_text("import time\nfor n in range(3000):\n    print('x' * 1000)\ntime.sleep(1)\nprint('last')\n1 / 0")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    sizes = []
+    read = supervisor.Run._read_output
+    monkeypatch.setattr(
+        supervisor.Run, "_read_output", lambda run: (read(run), sizes.append(run.output.stat().st_size))
+    )
+    told = []
+    (facts,) = supervisor.examine(supervisor.Order([str(script)]), place, told.extend)
+    assert told == [facts] and facts.ended == "error" and facts.output[-1].startswith("ZeroDivisionError")
+    assert "last" in facts.output and sizes[-1] < 100_000
+
+
+# Whoever ends it
+
+
+def at_work(one: Started) -> bool:
+    """Whether steps have been taken."""
+    return any(p.read_bytes()[:1] > b"\x05" for p in one.tmp.glob("labs-*/progress-*"))
+
+
+ENDLESS = TRAINING + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('begun')\ntrain()"
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
+    one = start(ENDLESS, options=["--steps", "10000"])
+    wait_for(lambda: at_work(one), LIMIT_S, "steps")
+    one.process.send_signal(signum)
+    done = one.end()
+    assert (done.facts.ended, done.facts.error) == ("killed", f"stopped by {signum.name}")
+    assert done.facts.steps > 5 and "begun" in done.said
+
+
+@pytest.mark.drill
+def test_nothing_survives_the_doctor_s_own_death(start):
+    one = start(ENDLESS.replace("train()", """
+import subprocess
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+train()"""), options=["--steps", "10000"])  # fmt: skip
+    wait_for(lambda: at_work(one), LIMIT_S, "steps")
+    one.process.kill()
+    one.process.wait()
+    wait_for(lambda: not family(one.env[MARK]), 60, "the end of all processes")
+    assert one.end().ranks == []
+
+
+# Ranks
+
+RANKS = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if rank == 0:
+    torch.save(model.state_dict(), "shared.pt")
+dist.barrier()
+torch.load("shared.pt")
+train()
+"""
+
+
+@pytest.mark.drill
+def test_two_ranks_are_told_together(run):
+    done = run(TRAINING + RANKS, ranks=2)
+    assert done.code == 0, done.said + done.errors
+    assert [(f.rank, f.ranks, f.ended, len(f.step_s)) for f in done.ranks] == [(0, 2, "done", 8), (1, 2, "done", 8)]
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("end", ["raise RuntimeError('mine')", "os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_a_rank_that_fails_is_told_with_the_other(run, end):
+    body = RANKS.replace("train()\n", f"def at(number):\n    if (rank, number) == (1, 3): {end}\ntrain()")
+    done = run(TRAINING + body, ranks=2)
+    assert done.code == 1
+    one, two = done.ranks
+    how = {"r": ("error", "RuntimeError: mine"), "o": ("exit", "")}.get(end[0], ("killed", "ended by SIGKILL"))
+    how = ("killed", "ended by SIGKILL") if "kill" in end else how
+    assert two.ended == how[0] and two.error.startswith(how[1]) and two.steps == 2
+    assert one.ended in ("error", "killed") and one.steps <= 3  # gloo says so, or it waits and is ended
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("", "the following arguments are required: script"),
+        ("nothing.py", "there is no script nothing.py"),
+        (".", "there is no script ."),
+        ("--steps 0 train.py", "--steps must be from 1 to 10000, not 0"),
+        ("--seconds -1 train.py", "--seconds must be a number from 0 on, not -1"),
+        ("--patience nan train.py", "--patience must be a number of seconds from 1 on, not nan"),
+        ("--out train.py train.py", "--out train.py is not a folder"),
+        ("--out train.py/x train.py", "--out: {here}/train.py is not a folder"),
+        ("--compare none.json train.py", "--compare: cannot read none.json (No such file or directory)"),
+        ("--compare train.py train.py", "--compare: train.py is no report.json of the doctor's"),
+        ("--only same train.py", "there is no counterfactual 'same': "),
+        ("--stepz 3 train.py", "unrecognized arguments: --stepz"),
+        ("hidden/train.py", "{here}/hidden/labs.py has the name of the doctor's own package: rename it"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hidden").mkdir()
+    for name in ("train.py", "hidden/train.py", "hidden/labs.py"):
+        (tmp_path / name).write_text("x")
+    monkeypatch.setattr(supervisor, "examine", lambda *args: pytest.fail("it starts"))
+    monkeypatch.setattr(sys, "argv", ["labs.doctor", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        doctor.main()
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and not out
+    assert err.startswith(f"python -m labs.doctor: {told.format(here=tmp_path)}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("env", [{"RANK": "x"}, {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}])
+def test_an_environment_that_no_launcher_makes_is_refused(env):
+    with pytest.raises(BadInput, match="start it by torchrun"):
+        Place.of(env)
+
+
+def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    wanted = doctor.options(["--steps", "3", "train.py", "--steps", "x", "--help", "--", "-v"])
+    assert wanted.order.argv == ["train.py", "--steps", "x", "--help", "--", "-v"] and wanted.order.steps == 3
+    every = set(doctor.MODES)
+    assert set(wanted.order.modes) == every
+    name = sorted(every)[0]
+    assert doctor.options(["--only", name, "train.py"]).order.modes == (name,)
+    assert set(doctor.options(["--without", name, "train.py"]).order.modes) == every - {name}
+    assert doctor.options(["--seconds", "0", "train.py"]).order.modes == ()
+
+
+def test_where_a_process_stands_is_read_from_its_main_thread():
+    text = """Thread 0x1 (most recent call first):
+  File "/home/me/other.py", line 3 in run
+  File "/usr/lib/python3.11/threading.py", line 975 in run
+
+Current thread 0x2 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/home/me/.venv/lib/python3.11/site-packages/torch/x.py", line 9 in forward
+  File "/home/me/sub/model.py", line 7 in block
+  File "/home/me/train.py", line 12 in <module>
+"""
+    assert supervisor.stood(text, "/home/me/train.py") == "model.py:7, in block"
+    assert supervisor.stood(text, "/elsewhere/train.py") == "threading.py:320, in wait"
+    assert supervisor.stood("", "/home/me/train.py") == ""
+
+
+# The whole command
+
+
+def test_the_page_is_printed_and_the_report_is_written(tmp_path):
+    pytest.importorskip("labs.parts.doctor.report")
+    (tmp_path / "train.py").write_text(TRAINING + "train()")
+    env = new_environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
+    command = [sys.executable, "-B", "-m", "labs.doctor", "--steps", "10", "--seconds", "1", "train.py"]
+    for more in ([], ["--compare", "doctor-report/report.json", "--out", "after"]):
+        done = subprocess.run([*command[:-1], *more, "train.py"], cwd=tmp_path, env=env, text=True, capture_output=True,
+                              timeout=LIMIT_S)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert_no_survivors(env[MARK])
+        assert "A step takes" in done.stdout
+    assert json.loads((tmp_path / "after" / "report.json").read_text())["facts"][0]["ended"] == "done"
+    assert sorted(os.listdir(tmp_path)) == ["after", "doctor-report", "train.py"]
