@@ -338,8 +338,8 @@ def main() -> None:
     config = cli.parse_config(Command, __doc__, PROG)
     minutes = math.ceil(predicted_s(config) / 60)
     visits = len(config.visits)
-    print(f"{visits} visit{'s' if visits > 1 else ''}, about {minutes} minute{'s' if minutes > 1 else ''}: nothing else "
-          "should run here.", file=sys.stderr, flush=True)  # fmt: skip
+    many, long = f"{visits} visit{'s'[: visits - 1]}", f"{minutes} minute{'s'[: minutes - 1]}"
+    print(f"{many}, about {long}: nothing else should run here.", file=sys.stderr, flush=True)
     begun = time.monotonic()
 
     def told(record: Record) -> None:
