@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -346,6 +347,7 @@ def main() -> None:
         if line := _line(record):
             print(f"{time.monotonic() - begun:6.0f} s  {line}", file=sys.stderr, flush=True)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     try:
         raise SystemExit(cli.report(sys.modules[__name__], trial(config, told), None, config))
     except KeyboardInterrupt:

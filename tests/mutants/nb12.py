@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mutants import nb12_capstone
+from mutants import nb12_capstone, nb12_first_cure
 
-MUTANTS = nb12_capstone.MUTANTS
+MUTANTS = nb12_capstone.MUTANTS | nb12_first_cure.MUTANTS
