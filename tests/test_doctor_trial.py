@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 from processes import assert_no_survivors, new_environment
@@ -136,3 +137,18 @@ def test_cures_of_one_line_give_what_was_promised(tmp_path):
     _, found = run(tmp_path, "--cases", "slow_loader", "float64_images", "validation", "anomaly", "--seconds", "8")
     assert all(r.value in (1, 2) for r in found.where("place"))
     assert sum(p.kept for p in trial.promises(found)) >= 3
+
+
+@pytest.mark.drill
+def test_a_trial_that_is_ended_leaves_no_process_and_no_folder(tmp_path):
+    env = new_environment(TMPDIR=str(tmp_path))
+    command = [sys.executable, "-m", "labs.doctor_trial", "--cases", "images", "--out", str(tmp_path / "t.jsonl")]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    ends = time.monotonic() + 120
+    while not list(tmp_path.glob("labs-trial-*/*/stderr.txt")) and time.monotonic() < ends:
+        time.sleep(0.2)
+    time.sleep(3)  # the doctor has begun
+    process.terminate()
+    assert process.wait(60) == 143
+    assert_no_survivors(env["LABS_TEST_MARK"])
+    assert not list(tmp_path.glob("labs-trial-*"))
