@@ -203,10 +203,10 @@ def _sick() -> Iterator[Case]:
                ("straggler",), ranks=2, options=LONG)  # fmt: skip
     yield Case("no_no_sync", "train_accumulate", Change("nullcontext() if last else model.no_sync()", "nullcontext()"),
                ("exchange", "no-sync-missing"), ranks=2)  # fmt: skip
-    yield Case("recompiles", "train_text", Change("torch.zeros(len(pieces), LENGTH + 1,", "torch.zeros(len(pieces), "
-               "min(LENGTH + 1, max(map(len, pieces))),"), ("recompiles",))  # fmt: skip
-    yield Case("optimizer_loop", IMAGES, Change("lr=1e-3, fused=True", "lr=1e-3, foreach=False"),
-               ("optimizer_loop", "fused_optimizer"))  # fmt: skip
+    yield Case("recompiles", "train_text", Change("LENGTH + 1, dtype", "max(map(len, pieces)), dtype"), ("recompiles",))
+    yield Case("optimizer_loop", SINGLE, Change("lr=args.lr, fused=True)", "lr=args.lr)"),
+               ("optimizer_loop", "fused_optimizer"), options=LONG,
+               well=(Change("lr=args.lr)", "lr=args.lr, fused=True)"),))  # fmt: skip
 
 
 def _read() -> Iterator[Case]:
