@@ -86,10 +86,17 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Model(args.forward, args.backward, args.evaluation, args.width)
-    optimizer = SlowSgd(model.parameters(), lr=0.01, momentum=0.9) if args.optimizer else torch.optim.Adam(model.parameters())
+    optimizer = (
+        SlowSgd(model.parameters(), lr=0.01, momentum=0.9) if args.optimizer else torch.optim.Adam(model.parameters())
+    )
     SlowSgd.seconds = args.optimizer
-    loader = DataLoader(Slow(args.data, args.batch_size), args.batch_size, shuffle=True, num_workers=args.workers,
-                        persistent_workers=args.workers > 0)
+    loader = DataLoader(
+        Slow(args.data, args.batch_size),
+        args.batch_size,
+        shuffle=True,
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,
+    )
     out, file, step = SlowPrint(args.print), SlowFile(args.save), 0
     while step < args.steps:
         for x, y in loader:

@@ -189,7 +189,8 @@ class NoExchange(Counterfactual):
     def enter(self, hooks: Hooks) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        # Also if the script sets it in each step, by itself or by no_sync()
+        # Also if the script sets it in each step, by itself or by no_sync(), which puts back what it reads
+        self.before = [(m, m.require_backward_grad_sync) for m in _ddp(hooks)]
         never = property(lambda ddp: False, lambda ddp, on: ddp.__dict__.__setitem__(NAME, on))
         DistributedDataParallel.require_backward_grad_sync = never
 
@@ -197,6 +198,8 @@ class NoExchange(Counterfactual):
         from torch.nn.parallel import DistributedDataParallel
 
         del DistributedDataParallel.require_backward_grad_sync
+        for ddp, on in self.before:
+            ddp.require_backward_grad_sync = on
 
 
 NAME = "require_backward_grad_sync"
@@ -316,6 +319,9 @@ class SinglePrecision(Counterfactual):
             return "nothing is computed in FP64"
         if facts.training["compiled"] or _ddp(hooks) or facts.training["fsdp"]:
             return "buckets or compiled code are made for FP64"
+        states = [v for o in hooks.optimizers.values() for s in o.state.values() for v in s.values()]
+        if any(isinstance(v, list | tuple | dict) for v in states):
+            return "its optimizer keeps a history in FP64"
         return "" if hooks.called else "no forward of a model was seen"
 
     def enter(self, hooks: Hooks) -> None:
@@ -426,7 +432,11 @@ class Compiled(Counterfactual):
         return "" if hooks.called else "no forward of a model was seen"
 
     def enter(self, hooks: Hooks) -> None:
-        self.calls = self.calls or {key: hooks.torch.compile(hooks.roots[key]._call_impl) for key in hooks.called}
+        from torch._dynamo.external_utils import wrap_inline  # without it torch's own modules are not traced
+
+        self.calls = self.calls or {
+            key: hooks.torch.compile(wrap_inline(hooks.roots[key]._call_impl)) for key in hooks.called
+        }
         hooks.instead = self.calls
 
     def leave(self, hooks: Hooks) -> None:

@@ -369,7 +369,8 @@ class Hooks:
                     self._keep(loader, batch)
                 elif self.recording and loader in self.evaluating:
                     iterator._doctor_batches += 1
-                    self._evaluated[loader] = batch, iterator._doctor_batches
+                    first = batch if iterator._doctor_batches == 1 else self._evaluated[loader][0]
+                    self._evaluated[loader] = first, iterator._doctor_batches
             else:
                 batch = again[0]
             if loader is self.loader:

@@ -18,7 +18,6 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from labs.kit.measure import fewest
 from labs.parts.doctor.facts import AS_IS, Facts
 from labs.parts.doctor.hooks import Hooks
 from labs.parts.doctor.kept import Found, Kept
@@ -27,10 +26,13 @@ from labs.parts.doctor.ranks import Apart, Ranks
 WARM_UP = 5
 MOST_WARM_UP = 40
 """While torch.compile goes on compiling."""
-LEAST_ROUNDS, MOST_ROUNDS = fewest(), 20
+LEAST_ROUNDS, MOST_ROUNDS = 6, 20
+"""At least as many as an interval needs (labs.kit.measure.fewest, which would import torch before the script does)."""
 TURN_S = 0.1
 """A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)."""
 MOST_STEPS = 10
+BURST_S = 1.0
+"""For a turn with workers, which give a batch each at about the same time: at most."""
 OFTEN = 0.9
 """What fewer steps have is `rare`."""
 TRIAL_SHARE = 0.2
@@ -155,9 +157,11 @@ class _InTurn:
         waits = statistics.fmean(self.facts.spans_s.get("data", [0.0])) > 0.02 * step_s
         steps = max(1, min(MOST_STEPS, round(TURN_S / step_s)))
         if loader and loader.workers and waits:  # their batches come in bursts of as many
-            steps = max(steps, loader.workers)
-        # Workers then have batches ready, which a step as it is must first use up
-        return step_s, steps, int(step_s < TURN_S), 1 + (loader.workers * loader.prefetch if loader else 0)
+            steps = max(steps, min(loader.workers, round(BURST_S / step_s)))
+        settle = int(step_s < TURN_S)
+        # After steps that took no batches workers have some ready, which a step as it is must first use up
+        ready = min(loader.workers * loader.prefetch, 1 + settle + steps) if loader else 0
+        return step_s, steps, settle, 1 + ready
 
     def all(self, modes: Sequence[Mode | Trial]) -> Steps:
         """Those that can be tried: first all that are harmless together, then one after the other."""
@@ -174,9 +178,11 @@ class _InTurn:
             yield from self._stage(stage, left * weight[0] / sum(weight))
         for trial in trials:
             self.facts.trying = trial.name
-            yield
+            yield from self._steps_as_they_are(1)
+            self._keep()
             with self.hooks.aside():
                 trial.measure(self.hooks, self.facts, trial_s)
+            self.kept.restore()  # random state: a sampler draws from it
             self.facts.trying = ""
 
     def _that_can(self, modes: Sequence[Mode | Trial]) -> list[Mode | Trial]:
@@ -215,7 +221,7 @@ class _InTurn:
             self.facts.samples_factor[mode.name] = mode.samples_factor
         draw, done, round_s = random.Random(0), 0, 0.0
         if self.facts.trying:
-            yield  # the facts are saved after this step, with what is tried
+            yield from self._steps_as_they_are(1)  # the facts are saved before it, with what is tried
         while True:
             order = draw.sample([AS_IS, *by_name], len(by_name) + 1)
             enough = done >= MOST_ROUNDS or (done >= LEAST_ROUNDS and time.perf_counter() + round_s > ends)
@@ -256,9 +262,7 @@ class _InTurn:
         usual = [s for s, start in zip(steps, starts, strict=True) if not start]
         counted.append(statistics.fmean(usual if 2 * len(usual) >= len(steps) else steps))
         if mode is not None and mode.name == "same batch again":
-            for _ in range(self.drain):
-                self.kept = None
-                yield
+            yield from self._steps_as_they_are(self.drain)
 
     def _note(self, turns: dict[str, list[float]]) -> None:
         """One list for each mode that was ever tried, so that those of one round stand at one place."""
@@ -276,6 +280,16 @@ class _InTurn:
             if all(of[0] > MUCH_SLOWER * as_is[0] for of, as_is in zip(last[name], last[AS_IS], strict=True))
         ]  # fmt: skip
 
+    def _steps_as_they_are(self, steps: int) -> Steps:
+        for _ in range(steps):
+            self.kept = None
+            yield
+
+    def _keep(self) -> None:
+        if self.kept is None:
+            self.found = self.found or Found(self.hooks)
+            self.kept = Kept(self.hooks, self.found)
+
     @contextmanager
     def _entered(self, mode: Mode | None) -> Iterator[None]:
         if mode is None:
@@ -284,9 +298,8 @@ class _InTurn:
             return
         if not mode.needs_restore:
             self.kept = None
-        elif self.kept is None:
-            self.found = self.found or Found(self.hooks)
-            self.kept = Kept(self.hooks, self.found)
+        else:
+            self._keep()
         mode.enter(self.hooks)
         try:
             yield

@@ -1,0 +1,34 @@
+"""Typical mistakes in telling which cures are worth it."""
+
+from __future__ import annotations
+
+from labs.chapters.nb12.exercise_first_cure import AS_IS
+from labs.kit.measure import paired_ratio
+
+
+def way(key="low", enough="low", factor=True, flip=False, reverse=True, keep=False):
+    """The reference with something else in one place."""
+
+    def worth_it(turns, samples):
+        found = {}
+        for name, seconds in turns.items():
+            if name == AS_IS and not keep:
+                continue
+            a = [t * (samples[name] / samples[AS_IS] if factor else 1) for t in turns[AS_IS]]
+            found[name] = paired_ratio(seconds, a) if flip else paired_ratio(a, seconds)
+        names = [n for n in found if getattr(found[n], enough) >= 1.05 or (keep and n == AS_IS)]
+        return sorted(names, key=lambda n: getattr(found[n], key), reverse=reverse)
+
+    return worth_it
+
+
+MUTANTS = {
+    "12.2": {
+        "steps, not samples": (way(factor=False), "twice as many samples"),
+        "sorted by the median": (way(key="value"), "sort by the median"),
+        "an interval that holds 1": (way(key="value", enough="value"), "its interval holds 1"),
+        "upside down": (way(reverse=False), "order is upside down"),
+        "slower ones": (way(flip=True), "what makes it slower"),
+        "itself": (way(keep=True), "is no change"),
+    },
+}

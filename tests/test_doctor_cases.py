@@ -1,0 +1,151 @@
+"""Patients of the doctor's trial: one line is changed, it is there once, and what trains learns."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import assert_no_survivors, new_environment
+
+from labs.parts.doctor import rules
+from labs.parts.doctor.cases import BY_NAME, BY_READING, HEALTHY, LABS, SICK, Change
+from labs.parts.doctor.causes import CAUSES, SECTIONS
+from labs.parts.doctor.in_turn import Script, ScriptFailed, environment, free_port, take_turns
+
+
+def test_names_are_used_once_and_every_recipe_that_trains_is_a_patient():
+    assert len(BY_NAME) == len(HEALTHY) + len(SICK)
+    recipes = {path.stem for path in (LABS / "recipes").glob("train_*.py")}
+    assert recipes <= {case.base for case in HEALTHY}
+
+
+@pytest.mark.parametrize("case", HEALTHY + SICK, ids=lambda case: case.name)
+def test_an_illness_is_one_line_of_a_program(case):
+    compile(case.text, case.name, "exec")
+    sick, well = case.text.splitlines(), case.cured.splitlines()
+    assert len(sick) == len(well), "a line is changed, none is added"
+    assert sum(a != b for a, b in zip(sick, well, strict=True)) == int(case.is_ill)
+    assert bool(case.names) == case.is_ill
+    assert case.is_ill or case.base.startswith("train_")
+
+
+def test_a_line_that_is_not_there_once_is_refused():
+    for text in ("b = 1\n", "a = 1\na = 1\n"):
+        with pytest.raises(ValueError, match="must stand there once"):
+            Change("a = 1", "a = 2").made(text)
+
+
+def test_what_names_an_illness_is_something_that_the_doctor_can_say():
+    said = {cause.name for cause in CAUSES} | set(SECTIONS) | {"own_code", "fused_optimizer"}
+    said |= {rule.name for rule in rules.RULES}
+    for case in SICK:
+        assert set(case.names) & said, case.name
+    unknown = {name for case in SICK for name in case.names} - said
+    assert not unknown
+
+
+READ = [case.name for case in SICK if case.by == BY_READING]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_is_read_in_the_sick_script_and_not_in_the_cured_one(name, tmp_path):
+    case = BY_NAME[name]
+    for cured in (False, True):
+        script = case.write(tmp_path / str(cured), cured=cured)
+        hits = {hit.rule for hit in rules.check(Path(script.argv[0]))}
+        assert bool(hits & set(case.names)) != cured, hits
+
+
+def test_a_larger_batch_of_a_patient_with_tiny_ones():
+    assert "default=16, help=" in BY_NAME["tiny_batches"].with_batch(4)
+    assert "batch_size=32" in BY_NAME["tiny_batches_images"].with_batch(8)
+
+
+def losses(case, folder) -> list[float]:
+    """What 40 steps of it print."""
+    script = case.write(folder)
+    argv = [*script.argv]
+    argv += ["--steps", "40"] if "--steps" not in argv else []
+    argv = ["40" if before == "--steps" else a for before, a in zip(["", *argv], argv, strict=False)]
+    argv += ["--log-every", "4"] if case.base not in OWN else []
+    port, ended = str(free_port()), []
+    for rank in range(case.ranks):
+        ended.append(subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment(rank, case.ranks, port),
+                                      stdout=subprocess.PIPE, text=True))  # fmt: skip
+    out = [process.communicate(timeout=250)[0] for process in ended]
+    assert [process.returncode for process in ended] == [0] * case.ranks
+    return [float(x) for x in re.findall(r"loss +([\d.]+|nan)", out[0])]
+
+
+OWN = {"train_images", "train_accumulate", "train_plain", "train_text"}
+QUICK = ["accumulate", "plain", "text", "averaging", "float64_images"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_patient_learns(name, tmp_path):
+    _learns(BY_NAME[name], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [n for n, case in BY_NAME.items() if n not in QUICK and case.learns])
+def test_all_patients_learn(name, tmp_path):
+    _learns(BY_NAME[name], tmp_path)
+
+
+def _learns(case, folder) -> None:
+    found = losses(case, folder)
+    assert all(map(math.isfinite, found)) and len(found) >= 4
+    assert found[-1] < found[0] - 0.02, found
+
+
+@pytest.mark.long
+def test_a_training_that_zeroes_before_the_step_does_not_learn(tmp_path):
+    found = losses(BY_NAME["zero_grad_order"], tmp_path)
+    assert abs(found[-1] - found[0]) < 0.2
+
+
+# Steps in turn
+
+
+STEPS = """
+import sys, time, torch
+torch.set_num_threads(1)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[2])):
+    model(torch.ones(5, 2)).sum().backward()
+    time.sleep(float(sys.argv[1]))
+    optimizer.step()
+"""
+
+
+def test_scripts_take_steps_in_turn_and_are_gone_then(tmp_path):
+    env = new_environment()
+    (tmp_path / "steps.py").write_text(STEPS)
+    code = f"""
+from pathlib import Path
+from labs.parts.doctor.in_turn import Script, take_turns
+script = r"{tmp_path / "steps.py"}"
+taken = take_turns({{"slow": Script((script, "0.02", "100000")), "fast": Script((script, "0.0", "100000"))}}, 5, 3,
+                   Path(r"{tmp_path}"))
+assert [len(blocks) for blocks in taken.values()] == [3, 3]
+assert all(b.samples == 5 and abs(sum(b.spans_s.values()) - b.step_s) < 1e-9 for of in taken.values() for b in of)
+assert min(b.step_s for b in taken["slow"]) >= 0.02
+assert min(b.step_s - b.spans_s["rest"] for b in taken["slow"]) < 0.02
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert_no_survivors(env["LABS_TEST_MARK"])
+
+
+def test_a_script_that_ends_or_fails_is_named(tmp_path):
+    (tmp_path / "steps.py").write_text(STEPS)
+    argv = (str(tmp_path / "steps.py"), "0.0")
+    for steps, words in (("3", "it ended before"), ("x", "ValueError")):
+        with pytest.raises(ScriptFailed, match=words) as found:
+            take_turns({"one": Script((*argv, steps))}, 5, 3, tmp_path)
+        assert found.value.name == "one"

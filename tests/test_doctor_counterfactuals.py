@@ -1,0 +1,534 @@
+"""Counterfactuals leave no trace, take away what their name says, and fit into their time."""
+
+import random
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from doctor_patients import Done, classifier, data, environment, forever, hooked, look_at
+from torch import nn
+
+from labs.kit.measure import fewest
+from labs.parts.doctor import loader_alone, turns
+from labs.parts.doctor.counterfactuals import MODES, Counterfactual, twice
+from labs.parts.doctor.facts import AS_IS, Facts, load
+from labs.parts.doctor.patient import Settings
+
+loss_of = nn.functional.cross_entropy
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Two rounds of short turns."""
+    for name, value in (("LEAST_ROUNDS", 2), ("MOST_ROUNDS", 2), ("MOST_STEPS", 2)):
+        monkeypatch.setattr(turns, name, value)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Vandal(Counterfactual):
+    """Whatever a counterfactual might do to a training."""
+
+    name = "vandal"
+
+    def why_not(self, hooks, facts):
+        return ""
+
+    def enter(self, hooks):
+        self.hooks = hooks
+        self.leave(hooks)
+
+    def leave(self, hooks):
+        for root in hooks.roots.values():
+            for tensor in (*root.parameters(), *root.buffers()):
+                tensor.data.fill_(7)
+        for optimizer in hooks.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = 13.0
+            for state in optimizer.state.values():
+                for key, value in list(state.items()):
+                    state[key] = torch.full_like(value, 3) if torch.is_tensor(value) else value
+                state["litter"] = 1
+        torch.rand(5), random.random(), numpy.random.rand()
+
+
+class Watched:
+    """Says to the training whether its step is one of a counterfactual that is taken back."""
+
+    def __init__(self, mode, on):
+        self.mode, self.on = mode, on
+
+    def __getattr__(self, name):
+        return getattr(self.mode, name)
+
+    def enter(self, hooks):
+        self.on.append(self.mode.name)
+        self.mode.enter(hooks)
+
+    def leave(self, hooks):
+        self.mode.leave(hooks)
+        self.on.clear()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2, history_size=3)
+
+
+TAKEN_BACK = ("same batch again", "half precision", "single precision", "fused optimizer", "larger batch")
+
+
+@pytest.mark.parametrize("make", [sgd, torch.optim.Adam, torch.optim.Adagrad, lbfgs])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_as_they_are_train_as_if_nothing_else_had_been(quick, make, dtype):
+    """Bit for bit: weights, optimizer, schedule, dropout and statistics, with the batches that they were given."""
+
+    def prepared():
+        torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
+        layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), *(nn.Linear(16, 16) for _ in range(3))]
+        model = nn.Sequential(*layers, nn.Linear(16, 3)).to(dtype)
+        optimizer = make(model.parameters())
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
+
+    def step(model, optimizer, schedule, x, y):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model(x.to(next(model.parameters()).dtype)), y) * (1 + random.random() + numpy.random.rand())
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        schedule.step()
+        return loss.item().hex()
+
+    on, losses, batches = [], [], []
+
+    def training():
+        mine = prepared()
+        for x, y in forever(data(shuffle=True, generator=torch.Generator().manual_seed(1))):
+            as_it_is = not on
+            loss = step(*mine, x, y)
+            if as_it_is:
+                losses.append(loss), batches.append((x.clone(), y.clone()))
+
+    modes = [Watched(mode, on) for mode in (Vandal(), *(MODES[name] for name in TAKEN_BACK))]
+    facts = look_at(training, modes)
+    tried = {"vandal", "same batch again", "larger batch", "half precision"}
+    tried |= {"single precision"} if dtype == torch.float64 and make is not lbfgs else set()
+    tried |= {"fused optimizer"} if make is not lbfgs else set()
+    assert set(facts.turns_s) == {AS_IS, *tried}
+    assert len(losses) > 20
+    alone = prepared()
+    assert losses == [step(*alone, x, y) for x, y in batches]
+
+
+def test_a_batch_that_the_script_takes_apart_is_whole_again(quick):
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            return {"x": torch.full((8,), float(i + 1)), "y": i % 3}
+
+    model, sums = classifier(), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    on = []
+
+    def training():
+        for batch in forever(torch.utils.data.DataLoader(Rows(), 8)):
+            y, x = batch.pop("y"), batch["x"]
+            sums.append((bool(on), x.sum().item()))
+            x.div_(255)
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+    look_at(training, [Watched(MODES["same batch again"], on)])
+    assert any(repeated for repeated, _ in sums)
+    assert all(s % 32 == 0 and s >= 8 * 36 for _, s in sums)  # none was divided twice
+
+
+def test_the_same_batch_asks_no_dataset(quick):
+    asked, on = [], []
+
+    class Counted(torch.utils.data.TensorDataset):
+        def __getitem__(self, i):
+            asked.append(bool(on))
+            return super().__getitem__(i)
+
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def training():
+        for x, y in forever(torch.utils.data.DataLoader(Counted(torch.randn(64, 8), torch.ones(64).long()), 8)):
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+    look_at(training, [Watched(MODES["same batch again"], on)])
+    assert asked and not any(asked)
+
+
+def test_no_evaluation_no_printing_no_saving(quick, tmp_path, capsys):
+    done, on = [], []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = classifier()
+
+        def forward(self, x):
+            if not torch.is_grad_enabled():
+                done.append(("evaluation", *on))
+            return self.inner(x)
+
+    class Other(torch.utils.data.TensorDataset):
+        def __getitem__(self, i):
+            done.append(("its data", *on))
+            return super().__getitem__(i)
+
+    model, other = Model(), torch.utils.data.DataLoader(Other(torch.randn(20, 8)), 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = set()
+
+    def training():
+        for x, y in forever(data()):
+            loss_of(model(x), y).backward()
+            with torch.no_grad():
+                seen.add(tuple(tuple(model(x).shape) for (x,) in other))
+            (tmp_path / "file").unlink(missing_ok=True)
+            torch.save({}, tmp_path / "file")
+            done.append(("saved", *on) if (tmp_path / "file").exists() else ("not", *on))
+            print("step", *on)
+            optimizer.step()
+
+    names = ["no evaluation", "no printing", "no saving"]
+    facts = look_at(training, [Watched(MODES[name], on) for name in names])
+    assert set(facts.turns_s) == {AS_IS, *names} and not facts.rare
+    assert ("evaluation",) in done and ("evaluation", "no evaluation") not in done
+    assert ("its data",) in done and ("its data", "no evaluation") not in done
+    assert seen == {((8, 3), (8, 3), (4, 3)), ((8, 3),) * 3}  # as many batches as ever
+    assert ("saved",) in done and ("not", "no saving") in done and ("saved", "no saving") not in done
+    said = capsys.readouterr().out.splitlines()
+    assert "step" in said and "step no evaluation" in said and "step no printing" not in said
+
+
+def test_what_few_steps_have_is_in_no_turn(quick, monkeypatch):
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def training():
+        for number, (x, y) in enumerate(forever(data())):
+            loss_of(model(x), y).backward()
+            if number % 4 == 0:
+                print(number)
+            optimizer.step()
+
+    facts = look_at(training, [MODES["no printing"], MODES["same batch again"]], steps=8)
+    assert facts.rare == ["print"] and "25%" in facts.not_tried["no printing"]
+    assert set(facts.turns_s) == {AS_IS, "same batch again"}
+
+
+class OnDevice:
+    """A tensor of another device, whose value is waited for."""
+
+    device = SimpleNamespace(type="cuda")
+
+
+def test_a_loop_that_waits_ends_without_waiting():
+    values = iter([True, True, False, True, False])
+    with hooked(lambda seconds: None) as hooks:
+        wait = hooks._waiting(lambda tensor: next(values))
+
+        def waits(n):
+            hooks._given.clear()
+            return [wait(OnDevice()) for _ in range(n)]
+
+        hooks.recording = True
+        assert waits(3) == [True, True, False]
+        hooks.recording, hooks.known_values = False, True
+        assert waits(3) == waits(3) == [True, True, False]  # and nothing is asked
+        assert waits(5) == [True, True, False, True, False]  # beyond what is known the true ones: a loop ends
+
+
+def test_a_batch_twice():
+    x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+    named = {"x": x, "more": [y, ("a", "b", "c")]}
+    both = twice(named, torch)
+    assert torch.equal(both["x"], torch.cat([x, x])) and torch.equal(both["more"][0], torch.cat([y, y]))
+    assert both["more"][1] == ("a", "b", "c") * 2 and len(named["x"]) == 3
+    for unknown in ([x, torch.zeros(())], [x, torch.zeros(2)], [x, None], [x, object()], "text", [x, {3, 4}]):
+        with pytest.raises(TypeError):
+            twice(unknown, torch)
+
+
+def _seen(monkeypatch, **training):
+    facts = Facts("x", ["x"], training={"autocast": "", "dtypes": ["float32"], "compiled": False, "fsdp": False,
+                                        "data_parallel": False, **training})  # fmt: skip
+    facts.spans_s, facts.step_s = {"data": [0.0]}, [1.0]
+    return facts
+
+
+def test_reasons_against_each(monkeypatch):
+    model = classifier()
+    hooks = SimpleNamespace(torch=torch, loader=None, called={1}, roots={1: model}, optimizers={}, anomaly=False,
+                            unused_seen=False, last_batch=lambda: None, device=torch.device("cpu"))  # fmt: skip
+    facts = _seen(monkeypatch)
+    reasons = {name: mode.why_not(hooks, facts) for name, mode in MODES.items()}
+    can = {name for name, why in reasons.items() if not why}
+    assert can - {"fewer threads", "one thread per core"} == {"half precision", "compiled"}
+    facts = _seen(monkeypatch, autocast="bfloat16")
+    assert "bfloat16" in MODES["half precision"].why_not(hooks, facts)
+    facts = _seen(monkeypatch, fsdp=True)
+    assert "FSDP" in MODES["no exchange"].why_not(hooks, facts)
+    facts.device = "cuda"
+    assert "GPU" in MODES["fewer threads"].why_not(hooks, facts)
+    assert MODES["no waiting line"].why_not(hooks, facts)  # no line waits
+
+
+def test_threads_of_each_rank(monkeypatch):
+    from labs.parts.doctor import counterfactuals
+
+    monkeypatch.setattr(counterfactuals.host, "core_count", lambda: 8)
+    monkeypatch.setattr(counterfactuals.psutil, "cpu_count", lambda logical: 4)
+    hooks = SimpleNamespace(torch=SimpleNamespace(get_num_threads=lambda: 3))
+    facts = _seen(monkeypatch)
+    facts.local_ranks = 2
+    fewer, more = MODES["fewer threads"], MODES["one thread per core"]
+    assert fewer.why_not(hooks, facts) and more.why_not(hooks, facts)  # 3 of 2 physical, 4 logical cores: as it may be
+    hooks.torch.get_num_threads = lambda: 5
+    assert not fewer.why_not(hooks, facts) and fewer.share == 4
+    hooks.torch.get_num_threads = lambda: 1
+    assert not more.why_not(hooks, facts) and more.share == 2
+
+
+def test_half_precision_computes_in_half_and_gives_what_was_given():
+    inside = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, x):
+            y = self.layer(x)
+            inside.append(y.dtype)
+            return {"y": y, "n": [3]}
+
+    model, given = Model(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steps = iter(range(20))
+
+    def stepped(seconds):
+        if next(steps) == 5:
+            MODES["half precision"].enter(hooks)
+        elif inside[-1] == torch.bfloat16:
+            MODES["half precision"].leave(hooks)
+            raise Done
+
+    with hooked(stepped) as hooks, pytest.raises(Done):
+        for x, y in forever(data()):
+            output = model(x)["y"]
+            given.append(output.dtype)
+            loss_of(output, y).backward()
+            optimizer.step()
+    assert inside[-1] == torch.bfloat16 and set(given) == {torch.float32}
+
+
+def test_anomaly_detection_of_each_step_is_off(quick):
+    model, on, seen = classifier(), [], set()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def training():
+        for x, y in forever(data()):
+            with torch.autograd.detect_anomaly(check_nan=False):
+                seen.add((bool(on), torch.is_anomaly_enabled()))
+                loss_of(model(x), y).backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="Anomaly"):
+        facts = look_at(training, [Watched(MODES["no anomaly detection"], on)])
+    assert "no anomaly detection" in facts.turns_s
+    assert seen == {(False, True), (True, False)} and not torch.is_anomaly_enabled()
+
+
+def test_rounds_stand_side_by_side(quick):
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def training():
+        for x, y in forever(data()):
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+    facts = look_at(training, [MODES["same batch again"], MODES["half precision"], MODES["larger batch"]])
+    taken = {name: [bool(turn) for turn in of] for name, of in facts.turns_s.items()}
+    assert taken == {
+        AS_IS: [True] * 6, "same batch again": [True] * 2 + [False] * 4,
+        "half precision": [False] * 2 + [True] * 2 + [False] * 2, "larger batch": [False] * 4 + [True] * 2,
+    }  # fmt: skip
+    assert facts.samples_factor["larger batch"] == 2 and not facts.trying
+
+
+# Time
+
+
+def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
+    """Simulated: facts, and seconds that all turns took."""
+    now = [0.0]
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))
+    hooks = SimpleNamespace(synchronised=True, synchronise=lambda: None, loader_starts=0)
+    facts = Facts("x", ["x"], step_s=[step_s] * 30, spans_s={"data": [step_s / 2] * 30})
+    facts.loader = SimpleNamespace(workers=workers, prefetch=2) if workers else None
+    now_on = [1.0]
+
+    class Mode(Counterfactual):
+        needs_restore = False
+
+        def __init__(self, number, factor):
+            self.name, self.factor, self.risky = f"mode {number}", factor, number > 4
+
+        def why_not(self, hooks, facts):
+            return ""
+
+        def enter(self, hooks):
+            now_on[0] = self.factor
+
+        def leave(self, hooks):
+            now_on[0] = 1.0
+
+    modes = [Mode(number, factor) for number, factor in enumerate(factors)]
+    steps = turns._InTurn(hooks, facts, turns.Ranks(), seconds).all(modes)
+    next(steps)
+    try:
+        while True:
+            now[0] += step_s * now_on[0]
+            steps.send({"forward": step_s * now_on[0]})
+    except StopIteration:
+        return facts, now[0]
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.05, 1.0])
+@pytest.mark.parametrize("workers", [0, 8])
+def test_turns_fit_into_their_time(monkeypatch, step_s, workers):
+    facts, took_s = _taken_s(monkeypatch, step_s, 40.0, [0.5, 0.9, 1.0, 1.0, 1.0, 2.0, 1.5, 1.0], workers)
+    assert took_s < 1.3 * 40
+    tried = set(facts.turns_s) - {AS_IS}
+    assert len(tried) == 8 if step_s < 0.1 and not workers else len(tried) >= (1 if workers else 2)
+    for name in tried:
+        assert sum(map(bool, facts.turns_s[name])) >= fewest()
+    assert all("--seconds" in why for why in facts.not_tried.values()) and len(facts.not_tried) == 8 - len(tried)
+
+
+def test_what_is_much_slower_is_left_out_soon(monkeypatch):
+    facts, took_s = _taken_s(monkeypatch, 0.05, 40.0, [0.5, 30.0])
+    assert set(facts.turns_s) == {AS_IS, "mode 0"} and "30 times" in facts.not_tried["mode 1"]
+    assert took_s < 50
+
+
+def test_at_least_as_many_rounds_as_an_interval_needs():
+    assert fewest() <= turns.LEAST_ROUNDS
+
+
+# What a script does not survive
+
+
+@pytest.mark.parametrize("how", ["raise ValueError('only 8')", "sys.exit(3)", "os._exit(4)", "os.kill(os.getpid(), 9)"])
+def test_a_script_that_does_not_survive_one_leaves_all_others(tmp_path, how):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, sys
+        import torch
+        torch.set_num_threads(1)
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(5)])
+        optimizer = torch.optim.Adam(model.parameters())
+        data = torch.utils.data.TensorDataset(torch.randn(800, 8))
+        while True:
+            for (x,) in torch.utils.data.DataLoader(data, 8):
+                if len(x) != 8:
+                    {how}
+                model(x).sum().backward()
+                optimizer.step()
+    """)
+    )
+    modes = ("same batch again", "fused optimizer", "larger batch")
+    settings = Settings([str(script)], str(tmp_path), "", steps=3, seconds=20, modes=modes)
+    command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
+    facts = load(settings.facts_path)
+    assert facts.ended == "done" and set(facts.turns_s) == {AS_IS, "same batch again", "fused optimizer"}
+    assert "larger batch" in facts.not_tried and not facts.trying
+    if "raise" in how:
+        assert "only 8" in facts.not_tried["larger batch"] and done.returncode == 0
+        assert "Traceback" not in done.stderr
+
+
+# A DataLoader alone
+
+
+class Sleepy(torch.utils.data.Dataset):
+    def __init__(self, sleep=lambda: None):
+        self.sleep = sleep
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        self.sleep()
+        return torch.zeros(2)
+
+
+def test_a_loader_alone_goes_on_after_its_end_and_leaves_no_worker(monkeypatch):
+    import multiprocessing
+
+    loader = torch.utils.data.DataLoader(Sleepy(), 8)
+    assert loader_alone.seconds_per_batch(loader, 0, 0.01) > 0
+    assert loader_alone.seconds_per_batch(loader, 2, 0.05) > 0
+    assert not multiprocessing.active_children()
+
+
+def test_numbers_of_workers_in_whole_rounds_within_their_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(loader_alone, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def measured(loader, workers, seconds):
+        now[0] += 0.5 + workers
+        return 1.0 / (1 + workers)
+
+    monkeypatch.setattr(loader_alone, "seconds_per_batch", measured)
+    monkeypatch.setattr(loader_alone.host, "core_count", lambda: 16)
+    for seconds in (1.0, 10.0, 1000.0):
+        now[0] = 0.0
+        facts = Facts("x", ["x"], local_ranks=2)
+        loader_alone.MoreWorkers().measure(SimpleNamespace(loader=SimpleNamespace(num_workers=3)), facts, seconds)
+        rounds = {len(of) for of in facts.loader_s.values()}
+        assert len(rounds) == 1 and now[0] < 2 * seconds + 1
+        if seconds == 1000:
+            assert list(facts.loader_s) == ["0", "1", "2", "3", "4", "8"] and rounds == {loader_alone.MOST_ROUNDS}
+
+
+@pytest.mark.parametrize("kind", ["iterable", "used up", "no wait"])
+def test_loaders_that_are_not_measured_alone(kind):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([torch.zeros(2)])
+
+    loader = torch.utils.data.DataLoader(Sleepy(), 8)
+    if kind == "iterable":
+        loader = torch.utils.data.DataLoader(Stream(), 1)
+    if kind == "used up":
+        loader = torch.utils.data.DataLoader(Sleepy(), batch_sampler=iter([[1, 2], [3, 4]]))
+    facts = Facts("x", ["x"], step_s=[1.0], spans_s={"data": [0.001 if kind == "no wait" else 0.5]})
+    assert loader_alone.MoreWorkers().why_not(SimpleNamespace(loader=loader), facts)
+    facts.spans_s["data"] = [0.5]
+    usual = SimpleNamespace(loader=torch.utils.data.DataLoader(Sleepy(), 8))
+    assert not loader_alone.MoreWorkers().why_not(usual, facts)

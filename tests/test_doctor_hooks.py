@@ -1,0 +1,386 @@
+"""The doctor's hooks: each instant of a step belongs to the right kind, and the script does not notice them."""
+
+import builtins
+import copy
+import inspect
+import io
+import itertools
+
+import pytest
+import torch
+from doctor_patients import Clock, Done, classifier, data, forever, hooked, seconds_of_steps
+from torch import nn
+from torch.utils.data import dataloader
+
+from labs.parts.doctor.hooks import COLLECTIVES, COPIES, WAITS
+
+loss_of = nn.functional.cross_entropy
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def here():
+    """Line of the caller."""
+    return inspect.currentframe().f_back.f_lineno
+
+
+class Slow(nn.Module):
+    """Takes time in forward and in backward."""
+
+    def __init__(self, clock, forward, backward=0.0):
+        super().__init__()
+        self.clock, self.forward_s, self.backward_s, self.inner = clock, forward, backward, classifier()
+
+    def forward(self, x):
+        self.clock.sleep(self.forward_s)
+        y = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.clock.sleep(self.backward_s))
+        return y
+
+
+class SlowData(torch.utils.data.Dataset):
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        self.clock.sleep(self.seconds / 8)
+        return torch.randn(8), i % 3
+
+
+class SlowSgd(torch.optim.SGD):
+    """A custom optimizer."""
+
+    def __init__(self, parameters, clock, seconds):
+        super().__init__(parameters, lr=0.01)
+        self.clock, self.seconds = clock, seconds
+
+    def step(self, closure=None):
+        self.clock.sleep(self.seconds)
+        return super().step(closure)
+
+
+def loader_of(clock, seconds):
+    return torch.utils.data.DataLoader(SlowData(clock, seconds), 8)
+
+
+def test_every_planted_second_is_in_its_part_of_the_step(clock, monkeypatch):
+    monkeypatch.setattr(torch, "save", lambda what, file: clock.sleep(0.06))
+    monkeypatch.setattr(builtins, "print", lambda *what: clock.sleep(0.05))
+    model, other = Slow(clock, 0.002, 0.003), loader_of(clock, 0.08)
+    optimizer = SlowSgd(model.parameters(), clock, 0.004)
+    lines = {}
+
+    def training():
+        for x, y in forever(loader_of(clock, 0.001)):
+            clock.sleep(0.01)
+            loss = loss_of(model(x), y)
+            optimizer.zero_grad()
+            clock.sleep(0.02)
+            loss.backward()
+            print("loss", loss.item())
+            lines["print"] = here()  # noqa: E702
+            torch.save({}, "file")
+            lines["save"] = here()  # noqa: E702
+            with torch.no_grad():
+                for x, _ in other:
+                    model(x)
+            optimizer.step()
+
+    seconds, hooks = seconds_of_steps(training)
+    assert seconds == {
+        "data": 0.001, "prepare": 0.01, "forward": 0.002, "rest": 0.02, "backward": 0.003, "optimizer": 0.004,
+        "print": 0.05, "save": 0.06, "evaluation": pytest.approx(5 * (0.08 + 0.002)),
+    }  # fmt: skip
+    noted = {line.kind: line for line in hooks.noted_lines(11)}
+    assert {kind: noted[kind].line for kind in lines} == lines
+    assert noted["print"].ms == pytest.approx(50) and noted["save"].calls == 1
+    assert noted["synchronise"].line == lines["print"] and "loss.item()" in noted["synchronise"].code
+
+
+def _gan(clock):
+    generator, critic = Slow(clock, 0.001), Slow(clock, 0.002)
+    first, second = SlowSgd(critic.parameters(), clock, 0.004), SlowSgd(generator.parameters(), clock, 0.008)
+    for a, b in zip(forever(loader_of(clock, 0.016)), forever(loader_of(clock, 0.032)), strict=True):
+        critic(a[0]).sum().backward()
+        first.step()
+        generator(b[0]).sum().backward()
+        second.step()
+
+
+def _closure(clock):
+    model = Slow(clock, 0.001)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    for x, y in forever(loader_of(clock, 0.048)):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def _submodules(clock):
+    model = nn.ModuleDict({"body": Slow(clock, 0.001), "heads": nn.ModuleList([nn.Linear(3, 3)])})
+    optimizer = SlowSgd(model.parameters(), clock, 0.012)
+    for x, y in forever(loader_of(clock, 0.048)):
+        loss_of(model["heads"][0](model["body"](x)), y).backward()
+        optimizer.step()
+
+
+def _accumulation(clock):
+    model = Slow(clock, 0.001)
+    optimizer = SlowSgd(model.parameters(), clock, 0.012)
+    scaler = torch.amp.GradScaler("cpu")
+    for number, (x, y) in enumerate(forever(loader_of(clock, 0.024)), 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(x), y)
+        scaler.scale(loss).backward()
+        if number % 2 == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def _averaged(clock):
+    model = Slow(clock, 0.001)
+    optimizer = SlowSgd(model.parameters(), clock, 0.012)
+    schedule, average = torch.optim.lr_scheduler.StepLR(optimizer, 1), None
+    for x, y in forever(loader_of(clock, 0.048)):
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+        average = average or copy.deepcopy(model)  # after the hooks have found the model
+        assert average._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        (_gan, {"data": 0.048, "forward": 0.003, "optimizer": 0.012}),
+        (_closure, {"data": 0.048, "forward": 0.001}),
+        (_submodules, {"data": 0.048, "forward": 0.001, "optimizer": 0.012}),
+        (_accumulation, {"data": 0.048, "forward": 0.002, "optimizer": 0.012}),
+        (_averaged, {"data": 0.048, "forward": 0.001, "optimizer": 0.012}),
+    ],
+)
+def test_trainings_of_all_shapes_are_seen(clock, training, expected):
+    seconds, hooks = seconds_of_steps(lambda: training(clock), steps=8)
+    assert seconds == expected
+    assert hooks.loader is not None and hooks.called
+
+
+def test_micro_batches_and_samples_of_a_step(clock):
+    counts = []
+
+    def stepped(seconds):
+        counts.append((hooks.backwards, hooks.samples))
+        if len(counts) == 6:
+            raise Done
+
+    with hooked(stepped) as hooks, pytest.raises(Done):
+        _accumulation(clock)
+    assert counts[-1] == (2, 16)
+
+
+def test_evaluation_of_what_ddp_wraps_and_of_a_second_loader_before_training(clock):
+    model, other = Slow(clock, 0.001), loader_of(clock, 0.016)
+    optimizer = SlowSgd(model.parameters(), clock, 0.004)
+
+    class Wrapped(nn.Module):
+        """Looks like DDP: trained through itself, evaluated through what it wraps."""
+
+        def __init__(self):
+            super().__init__()
+            self.module, self.reducer = model, object()
+
+        def forward(self, x):
+            return self.module(x)
+
+    wrapped = Wrapped()
+
+    def evaluate():
+        with torch.no_grad():
+            for x, _ in itertools.islice(other, 2):
+                wrapped.module(x)
+
+    def training():
+        evaluate()
+        for x, y in forever(loader_of(clock, 0.008)):
+            loss_of(wrapped(x), y).backward()
+            evaluate()
+            optimizer.step()
+
+    seconds, hooks = seconds_of_steps(training)
+    assert seconds == {"data": 0.008, "forward": 0.001, "optimizer": 0.004, "evaluation": 0.034}
+    assert hooks.loader is not other and other in hooks.evaluating
+
+
+@pytest.mark.parametrize("kind", ["generator", "iterable", "functional"])
+def test_what_cannot_be_seen_is_in_the_scripts_own_time(clock, kind):
+    model = Slow(clock, 0.001)
+    optimizer = SlowSgd(model.parameters(), clock, 0.004)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            while True:
+                clock.sleep(0.001)
+                yield torch.randn(8), 1
+
+    def made():
+        while True:
+            clock.sleep(0.008)
+            yield torch.randn(8, 8), torch.ones(8, dtype=torch.long)
+
+    def training():
+        for x, y in made() if kind == "generator" else torch.utils.data.DataLoader(Stream(), 8):
+            weights = dict(model.named_parameters())
+            out = torch.func.functional_call(model, weights, x) if kind == "functional" else model(x)
+            loss_of(out, y).backward()
+            optimizer.step()
+
+    seconds, hooks = seconds_of_steps(training)
+    if kind == "generator":
+        assert seconds == {"prepare": 0.008, "forward": 0.001, "optimizer": 0.004} and hooks.loader is None
+    else:
+        assert seconds == {"data": 0.008, "forward": 0.001, "optimizer": 0.004}
+
+
+def test_an_optimizer_that_is_gone_ends_no_step_for_ever(clock):
+    model = Slow(clock, 0.001)
+
+    def training():
+        weights = [*model.parameters()]
+        for optimizer, steps in ((torch.optim.SGD(weights, 0.1), 3), (torch.optim.Adam(weights), 99)):
+            for _ in range(steps):
+                model(torch.randn(2, 8)).sum().backward()
+                optimizer.step()
+
+    seconds, _ = seconds_of_steps(training, steps=12)
+    assert seconds == {"forward": 0.001}
+
+
+@pytest.mark.parametrize("context", ["spawn", "fork"])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_workers_and_a_default_device(context, device):
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if device and context == "spawn":
+        pytest.skip("once is enough")
+
+    def training():
+        torch.set_default_device(device)
+        try:
+            options = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": True}
+            for x, y in forever(data(**options)):
+                loss_of(model(x), y).backward()
+                optimizer.step()
+        finally:
+            torch.set_default_device(None)
+
+    _, hooks = seconds_of_steps(training)
+    assert hooks.loader.num_workers == 1
+
+
+def test_nothing_is_left_after_them():
+    def all_of():
+        places = [(torch.Tensor, n) for n in (*WAITS, *COPIES)]
+        places += [(torch, "save"), (torch, "compile"), (builtins, "print"), (torch.autograd, "backward")]
+        places += [(torch.distributed, n) for n in COLLECTIVES]
+        places += [(torch.utils.data.DataLoader, "__iter__"), (dataloader._BaseDataLoaderIter, "__next__")]
+        return {(owner, name): (getattr(owner, name), name in vars(owner)) for owner, name in places}
+
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def training():
+        for x, y in forever(data()):
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+    before = all_of()
+    _, hooks = seconds_of_steps(training)
+    assert hooks.called and all_of() == before
+    assert model._compiled_call_impl is None
+    torch.save(model, io.BytesIO())
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, x):
+        return self.inner(x.to(torch.float32))
+
+
+def _compiled_module(model, optimizer):
+    model = torch.compile(model, backend="eager")
+
+    def step(x, y):
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def _plain(model, optimizer):
+    def step(x, y):
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def _compiled_in_place(model, optimizer):
+    model.compile(backend="eager")
+    return _plain(model, optimizer)
+
+
+def _compiled_step(model, optimizer):
+    @torch.compile(backend="eager")
+    def step(x, y):
+        loss = loss_of(model(x.to(torch.float32)), y)
+        if loss.item() > 1e9:
+            raise ValueError("too large")
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("compiled", [_compiled_module, _compiled_in_place, _compiled_step])
+def test_torch_compile_sees_none_of_it(compiled):
+    import torch._dynamo
+
+    def count(with_hooks):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model = Own()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def training():
+            step = compiled(model, optimizer)
+            for x, y in itertools.islice(forever(data()), 12):
+                step(x, y)
+
+        if with_hooks:
+            seconds_of_steps(training)
+        else:
+            training()
+        counters = torch._dynamo.utils.counters
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), [*model.parameters()]
+
+    graphs, breaks, weights = count(False)
+    with_hooks = count(True)
+    assert with_hooks[0] == graphs >= 1 and with_hooks[1] <= breaks
+    assert all(torch.equal(a, b) for a, b in zip(with_hooks[2], weights, strict=True))

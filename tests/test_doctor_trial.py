@@ -1,0 +1,154 @@
+"""The doctor's trial: what it counts, what it says, and that a visit is a run of the doctor's own command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import assert_no_survivors, new_environment
+
+from labs import doctor_trial as trial
+from labs.chapters.nb12 import figures
+from labs.doctor_trial import Config, Seen
+from labs.kit.errors import BadInput
+from labs.kit.record import Record, Records, attach_provenance, load
+from labs.parts.doctor.cases import BY_NAME
+
+
+def finding(name: str, kind: str = "holds back", **more) -> dict:
+    """As in a report."""
+    return {"name": name, "kind": kind, "bound": None, "by": "", "certainty": "", **more}
+
+
+def visit(name: str, n: int, *findings: dict) -> list[Record]:
+    """Records of one visit to a patient of whom this was said."""
+    return list(trial._judged(BY_NAME[name], n, Seen(9.0, 0, list(findings))))
+
+
+def bound(low: float, value: float, high: float) -> dict:
+    """Of a finding."""
+    return {"value": value, "low": low, "high": high, "n": 8, "unit": "x"}
+
+
+def made() -> Records:
+    """Three sick patients, two healthy ones, two visits each."""
+    option, look = finding("compile", "option"), finding("no-workers", "reading", certainty="look at it")
+    rows = [
+        *visit("slow_loader", 0, finding("slow_loader", bound=bound(2, 2.1, 2.2)), option),
+        *visit("slow_loader", 1, finding("own_code"), option, finding("slow_loader", bound=bound(2, 2.3, 2.4))),
+        *visit("threads", 0, finding("validation"), finding("own_code"), finding("threads", bound=bound(1, 1.1, 1.2))),
+        *visit("threads", 1),
+        *visit("no_set_epoch", 0, finding("validation"), finding("set-epoch-missing", "reading", certainty="wrong")),
+        *visit("no_set_epoch", 1, look, look, finding("no-grad-missing", "reading")),
+        *visit("images", 0, option, look),
+        *visit("images", 1, finding("exchange"), option),
+        *visit("train_ddp", 0, finding("loss-kept", "reading", certainty="wrong")),
+        *visit("train_ddp", 1),
+        trial._record("gain", "x", [2.0, 2.1, 2.2, 2.1, 2.0, 2.1, 2.2], patient="slow_loader", factor=1.0),
+        trial._record("gain", "x", [3.0, 3.1, 3.2, 3.1, 3.0, 3.1, 3.2], patient="threads", factor=1.0),
+    ]
+    return Records(attach_provenance(rows))
+
+
+def test_the_place_of_an_illness_is_counted_without_options_and_readings_by_themselves():
+    places = {(r.case["patient"], r.case["run"]): r.value for r in made().where("place")}
+    assert places == {("slow_loader", 0): 1, ("slow_loader", 1): 2, ("threads", 0): 3, ("threads", 1): 0,
+                      ("no_set_epoch", 0): 1, ("no_set_epoch", 1): 0}  # fmt: skip
+
+
+def test_who_is_healthy_is_accused_by_what_holds_back_or_is_wrong_alone():
+    accused = {(r.case["patient"], r.case["run"]): r.case["of"] for r in made().where("accused")}
+    assert accused == {("images", 0): [], ("images", 1): ["exchange"], ("train_ddp", 0): ["loss-kept"],
+                       ("train_ddp", 1): []}  # fmt: skip
+
+
+def test_a_bound_is_compared_with_the_gain_of_the_cure():
+    kept = {p.patient: p.kept for p in trial.promises(made())}
+    assert kept == {"slow_loader": True, "threads": False}
+
+
+def test_the_answer_names_those_that_went_wrong():
+    said = " ".join(trial.answer(made()))
+    assert "first or second in 50 % [19, 81]" in said and "first in 33 %" in said
+    assert "threads (validation)" in said and "no_set_epoch (no-workers)" in said
+    assert "accused in 50 % [15, 85]: images of exchange; train_ddp of loss-kept" in said
+    assert "50 %" in said and "threads (1.10x promised, 3.10x given)" in said
+
+
+def test_figures_say_in_words_what_they_show(capsys):
+    for draw in (figures.visits, figures.confusion, figures.bounds_against_gains):
+        draw(made())
+    said = capsys.readouterr().out
+    assert "Not always named: threads, no_set_epoch" in said and "Accused at least once: train_ddp, images" in said
+    assert "slow_loader as own_code" in said and "images as exchange" in said
+    assert "slow_loader 2.30 promised, 2.10 given" in said
+
+
+def test_bad_values_are_refused_with_what_there_is():
+    for values, words in (({"cases": ("slow_loder",)}, "slow_loader"), ({"seconds": 0}, "seconds"),
+                          ({"runs": -1}, "negative"), ({"runs": 0, "healthy_runs": 0}, "nobody")):  # fmt: skip
+        with pytest.raises(BadInput, match=words):
+            Config(**values)
+
+
+def test_how_long_it_takes_is_said_before_and_grows_with_what_is_asked():
+    one = trial.predicted_s(Config(cases=("images", "slow_loader")))
+    assert one < trial.predicted_s(Config(cases=("images", "slow_loader"), healthy_runs=5))
+    assert one > trial.predicted_s(Config(cases=("images", "slow_loader"), gains=False))
+
+
+def run(tmp_path, *options: str) -> tuple[subprocess.CompletedProcess, Records]:
+    """The command; its records."""
+    env, out = new_environment(), tmp_path / "trial.jsonl"
+    done = subprocess.run([sys.executable, "-m", "labs.doctor_trial", *options, "--out", str(out)], cwd=tmp_path,
+                          env=env, capture_output=True, text=True, timeout=280)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_no_survivors(env["LABS_TEST_MARK"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["trial.jsonl"]
+    return done, load(out)
+
+
+def test_a_visit_is_a_run_of_the_doctor_and_leaves_nothing(tmp_path):
+    done, found = run(tmp_path, "--cases", "zero_grad_order", "--seconds", "1", "--no-gains")
+    assert "1 visit, about 1 minute" in done.stderr and "first or second in 100 %" in done.stdout
+    assert found.one("place").value == 1 and found.one("visit_s").case["exit_code"] == 0
+
+
+@pytest.mark.long
+def test_a_smoke_run_visits_two_patients_and_leaves_nothing(tmp_path):
+    done, found = run(tmp_path, "--smoke")
+    assert "2 visits, about 1 minute" in done.stderr
+    assert found.one("place", patient="slow_loader").value in (1, 2)
+    assert found.one("gain").value > 0 and {r.case["exit_code"] for r in found.where("visit_s")} == {0}
+    assert "first or second in 100 %" in done.stdout
+
+
+@pytest.mark.long
+def test_a_patient_on_two_ranks_is_read_and_seen_under_torchrun(tmp_path):
+    _, found = run(tmp_path, "--cases", "no_set_epoch", "--seconds", "1", "--no-gains")
+    assert found.one("place").value == 1
+
+
+@pytest.mark.long
+@pytest.mark.quiet
+def test_cures_of_one_line_give_what_was_promised(tmp_path):
+    _, found = run(tmp_path, "--cases", "slow_loader", "float64_images", "validation", "anomaly", "--seconds", "8")
+    assert all(r.value in (1, 2) for r in found.where("place"))
+    assert sum(p.kept for p in trial.promises(found)) >= 3
+
+
+@pytest.mark.drill
+def test_a_trial_that_is_ended_leaves_no_process_and_no_folder(tmp_path):
+    env = new_environment(TMPDIR=str(tmp_path))
+    command = [sys.executable, "-m", "labs.doctor_trial", "--cases", "images", "--out", str(tmp_path / "t.jsonl")]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    ends = time.monotonic() + 120
+    while not list(tmp_path.glob("labs-trial-*/*/stderr.txt")) and time.monotonic() < ends:
+        time.sleep(0.2)
+    time.sleep(3)  # the doctor has begun
+    process.terminate()
+    assert process.wait(60) == 143
+    assert_no_survivors(env["LABS_TEST_MARK"])
+    assert not list(tmp_path.glob("labs-trial-*"))

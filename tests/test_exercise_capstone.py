@@ -1,0 +1,142 @@
+"""The capstone: each illness that is left is told by its size, other results are told by what was changed."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from mutants import nb12_capstone as m
+from mutants.nb12_capstone import ILLNESSES, MUTANTS, RARER, left
+from processes import assert_no_survivors, new_environment
+
+from labs.chapters.nb12 import exercise_capstone as capstone
+from labs.chapters.nb12.exercise_capstone import LOSS, ORDINAL, PARTS, check_results, check_speed, judged, watched
+from labs.chapters.nb12.solution_capstone import SLOW, edited, fast_script
+from labs.kit.check import Mistake
+from labs.parts.doctor.in_turn import Block
+
+MS = {"data": 14, "evaluation": 40, "forward": 13, "backward": 18, "prepare": 7, "save": 4}
+WELL = {"data": 0.6, "evaluation": 0.0, "forward": 4.2, "backward": 6.5, "prepare": 0.3, "save": 0.0}
+KINDS = {"data": ["data"], "evaluation": ["evaluation"], "arithmetic": ["forward", "backward"],
+         "own lines": ["prepare"], "saving": ["save"]}  # fmt: skip
+
+
+def blocks(ms: dict[str, float], noise: float = 0.02) -> list[Block]:
+    """Nine of them, that scatter a little."""
+    scale = [1 - noise, 1 + noise, 1.0] * 3
+    return [Block(f * sum(ms.values()) / 1e3, {k: f * v / 1e3 for k, v in ms.items()}, 128) for f in scale]
+
+
+def taken(*ill: str) -> dict[str, list[Block]]:
+    """Of a script that still has these illnesses."""
+    kinds = {kind for part in ill for kind in KINDS[part]}
+    yours = {k: MS[k] if k in kinds else WELL[k] for k in MS}
+    return {"original": blocks(MS), "yours": blocks(yours), "reference": blocks(WELL)}
+
+
+def test_an_illness_that_is_left_is_told_by_its_size_and_not_by_its_place():
+    sizes = {part: sum(MS[k] - WELL[k] for k in kinds) for part, kinds in KINDS.items()}
+    by_size = sorted(sizes, key=lambda part: -sizes[part])
+    for count in (1, 2, 4):
+        for ill in itertools.combinations(KINDS, count):
+            speed = judged(taken(*ill))
+            assert sorted(speed.ill) == sorted(ill)
+            with pytest.raises(Mistake) as found:
+                check_speed(speed, "")
+            worst = max(ill, key=sizes.__getitem__)
+            assert f"the {ORDINAL[by_size.index(worst)]} of the five, {sizes[worst]:.1f} ms" in str(found.value)
+            assert not any(part in str(found.value) for part in PARTS)
+    check_speed(judged(taken()), "")
+
+
+def test_noise_alone_is_no_illness_and_a_faster_script_than_the_reference_passes():
+    loud = {"original": blocks(MS), "yours": blocks(WELL, 0.3), "reference": blocks(WELL)}
+    check_speed(judged(loud), "")
+    check_speed(judged(taken() | {"yours": blocks({k: v / 2 for k, v in WELL.items()})}), "")
+
+
+def test_slower_everywhere_is_told_too():
+    with pytest.raises(Mistake, match="left"):
+        check_speed(judged(taken() | {"yours": blocks({k: 2.2 * v for k, v in WELL.items()})}), "")
+
+
+def test_the_epoch_of_the_fast_script_is_that_of_the_original():
+    original, found = capstone.original_results(), watched(fast_script())
+    check_results(found, original)
+    assert capstone.herrings_cured(found, original) == ""
+    assert sum(found.samples) == len(found.means) == 10_000 and found.tested == 2_000
+    assert LOSS[0] < original.loss < LOSS[1]
+
+
+def test_what_costs_nothing_is_told_if_it_was_changed():
+    original = capstone.original_results()
+    cured = {"zero_grad(set_to_none=False)": "zero_grad()",
+             "average + 0.02 * loss.item()": "average + 0.02 * float(loss.detach())"}  # fmt: skip
+    found = watched(edited(fast_script(), cured))
+    check_results(found, original)
+    said = capstone.herrings_cured(found, original)
+    assert "zeroed in place" in said and "read in each step" in said
+
+
+@pytest.mark.parametrize("name", [n for n, (_, words) in MUTANTS["12.1"].items() if "left" not in words] + list(RARER))
+def test_other_results_are_told(name):
+    wrong, words = (MUTANTS["12.1"] | RARER)[name]
+    with pytest.raises(Mistake) as found:
+        check_results(watched(capstone.script_of(wrong)), capstone.original_results())
+    assert words in str(found.value)
+
+
+@pytest.mark.long
+def test_the_original_does_what_was_kept_of_it_and_its_illnesses_are_left():
+    kept, found = capstone.original_results(), watched(SLOW.read_text())
+    assert np.abs(np.array(kept.means) - found.means).max() < 1e-9
+    assert (kept.samples, kept.parameters, kept.lr, kept.tested) == (
+        found.samples, found.parameters, found.lr, found.tested)  # fmt: skip
+    assert kept.loss == pytest.approx(found.loss, rel=0.05)
+
+
+@pytest.mark.quiet
+@pytest.mark.long
+def test_each_illness_alone_is_found_where_it_is_and_all_are_of_different_size():
+    sizes = capstone.compared(SLOW.read_text()).size_s
+    ordered = sorted(sizes.values())
+    assert all(b > 1.2 * a for a, b in itertools.pairwise(ordered)), sizes
+    for part in ILLNESSES:
+        assert capstone.compared(left(part)).ill == [part]
+
+
+def of_another_style() -> str:
+    """Workers prepare the images, a network in a network, inference mode, gradients dropped."""
+    changes = {
+        "pixels = (np.asarray(image) / 255.0 - 0.286) / 0.353": "pixels = np.asarray(image, np.float32) / 255",
+        "unsqueeze(0), int(": "unsqueeze(0).sub(0.286).div(0.353), int(",
+        m.cures.NETWORK[0]: "torch.nn.Sequential(Network())",
+        "DataLoader(train, args.batch_size, shuffle=True)": "DataLoader(train, args.batch_size, shuffle=True, "
+        "num_workers=2, persistent_workers=True)",
+        "with torch.no_grad():": "with torch.inference_mode():",
+        "zero_grad(set_to_none=False)": "zero_grad()",
+    }
+    return edited(SLOW.read_text(), m.cures.EVALUATION | m.cures.STATISTICS | m.cures.SAVING | changes)
+
+
+def test_the_results_of_a_right_script_of_another_style_are_those_of_the_original(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(of_another_style())
+    check_results(watched(capstone.script_of(lambda: path)), capstone.original_results())
+
+
+@pytest.mark.quiet
+def test_the_fast_script_passes_and_nothing_is_said_of_it(capsys):
+    capstone.check_capstone(fast_script)
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_left_of_a_script_that_fails():
+    env = new_environment()
+    code = "from labs.chapters.nb12.exercise_capstone import watched; watched('import time; time.sleep(0); 1/0')"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
+    assert "ZeroDivisionError" in done.stderr
+    assert_no_survivors(env["LABS_TEST_MARK"])
