@@ -23,12 +23,12 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run(tmp_path, *argv, seconds=20, modes=None):
-    """Facts of both ranks."""
+def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
+    """Facts of all ranks."""
     port, started, paths = str(free_port()), [], []
-    for rank in range(2):
-        settings = Settings(list(argv), str(tmp_path), "", rank, 2, 2, steps=6, seconds=seconds, modes=modes)
-        mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    for rank in range(ranks):
+        settings = Settings(list(argv), str(tmp_path), "", rank, ranks, ranks, steps=6, seconds=seconds, modes=modes)
+        mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         env = (
             environment() | {k: str(v) for k, v in mine.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         )
@@ -41,9 +41,9 @@ def run(tmp_path, *argv, seconds=20, modes=None):
     finally:
         for process in started:
             process.kill()
-    assert [p.returncode for p in started] == [0, 0], said
+    assert not any(p.returncode for p in started), said
     facts = [load(path) for path in paths]
-    assert [f.ended for f in facts] == ["done", "done"] and not any(f.unseen for f in facts), [f.unseen for f in facts]
+    assert {f.ended for f in facts} == {"done"} and not any(f.unseen for f in facts), [f.unseen for f in facts]
     return facts
 
 
@@ -82,6 +82,7 @@ def test_no_search_where_all_is_used_and_none_where_it_is_needed(tmp_path):
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in RECIPES.glob("train_*.py")))
 def test_recipes_run_with_all_counterfactuals(tmp_path, recipe):
-    facts = run(tmp_path, str(RECIPES / f"{recipe}.py"), "--cpu", "--steps", "100000", "--batch-size", "32", seconds=8)
-    assert all(f.turns_s[AS_IS] and "same batch again" in f.turns_s for f in facts)
-    assert facts[0].turns_s.keys() == facts[1].turns_s.keys()
+    few = ("--cpu", "--steps", "100000", "--batch-size", "32")
+    facts = run(tmp_path, str(RECIPES / f"{recipe}.py"), *few, seconds=30, ranks=1 if recipe == "train_single" else 2)
+    assert all(f.turns_s[AS_IS] and "same batch again" in f.turns_s for f in facts), facts[0].not_tried
+    assert facts[0].turns_s.keys() == facts[-1].turns_s.keys()
