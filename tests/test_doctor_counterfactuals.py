@@ -441,7 +441,12 @@ def test_at_least_as_many_rounds_as_an_interval_needs():
 # What a script does not survive
 
 
-@pytest.mark.parametrize("how", ["raise ValueError('only 8')", "sys.exit(3)", "os._exit(4)", "os.kill(os.getpid(), 9)"])
+KILLS = [
+    pytest.param(how, marks=pytest.mark.drill) for how in ("sys.exit(3)", "os._exit(4)", "os.kill(os.getpid(), 9)")
+]
+
+
+@pytest.mark.parametrize("how", ["raise ValueError('only 8')", *KILLS])
 def test_a_script_that_does_not_survive_one_leaves_all_others(tmp_path, how):
     script = tmp_path / "train.py"
     script.write_text(

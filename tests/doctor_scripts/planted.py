@@ -114,7 +114,6 @@ def main():
                 print("loss", loss.item(), file=out)
             if args.save:
                 torch.save(model.state_dict(), file)
-                file.flush()
             optimizer.step()
             step += 1
             if args.log:

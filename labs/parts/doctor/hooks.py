@@ -126,6 +126,7 @@ class Hooks:
         self._patches: list[tuple[Any, str, Any, Any]] = []
         self._adopted: list[Callable[[], None]] = []
         self._dynamo_knows = False
+        self._stepping: dict[int, list[Any]] = {}
         self.traced = False
         """Whether torch.compile has traced something."""
         self._events: list[tuple[str, Any, Any]] = []
@@ -528,11 +529,21 @@ class Hooks:
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = optimizer
             self._boundary = self._boundary or id(optimizer)
+        begun = self._stepping.get(id(optimizer))
+        if begun and _runs(begun[0]):  # a subclass whose step calls that of its class
+            begun[1] += 1
+            return
+        self._stepping[id(optimizer)] = [sys._getframe(1), 1]
         self.spans.enter("optimizer")
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if self._elsewhere():
             return
+        begun = self._stepping[id(optimizer)]
+        begun[1] -= 1
+        if begun[1]:
+            return
+        del self._stepping[id(optimizer)]
         self.spans.leave()
         self._others = 0 if id(optimizer) == self._boundary else self._others + 1
         if self._others > GONE * len(self.optimizers):
@@ -606,6 +617,14 @@ def length(batch: Any, tensor: type) -> int:
         return len(batch) if batch.dim() else 0
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
     return next((n for n in (length(value, tensor) for value in values) if n), 0)
+
+
+def _runs(frame: Any) -> bool:
+    """Whether it is one of those that have led here: a step that has failed is not."""
+    here = sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
 
 
 def _put_back(holder: dict, name: str, value: Any) -> None:

@@ -29,7 +29,7 @@ COPIES = 12
 class MoreWorkers:
     """The training's DataLoader alone, with 0, 1, 2, 4 ... workers in turn, up to one for each core of the rank."""
 
-    name, on_request = "more workers", False
+    name, on_request, needs_restore = "more workers", False, True
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         from torch.utils.data import IterableDataset
@@ -112,7 +112,7 @@ def seconds_per_batch(loader: Any, workers: int, seconds: float) -> float:
 class PinnedMemory:
     """A batch copied to the GPU from pageable and from pinned memory, in turn."""
 
-    name, on_request = "pinned memory", False
+    name, on_request, needs_restore = "pinned memory", False, True
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         if facts.device != "cuda":

@@ -37,8 +37,9 @@ OFTEN = 0.9
 """What fewer steps have is `rare`."""
 TRIAL_SHARE = 0.2
 """Of the time, for each trial beside the script's loop."""
-MUCH_SLOWER = 8.0
-"""A counterfactual that takes so many times a step as it is, in both of its first turns, has no third one."""
+MUCH_SLOWER, SLOWER = 8.0, 2.0
+"""A counterfactual that takes so many times a step as it is, in two rounds on end, has no further one; the second
+number counts when the time is over."""
 Steps = Generator[None, dict[str, float], None]
 """Takes the next step, and is sent its seconds by kind."""
 
@@ -235,7 +236,9 @@ class _InTurn:
             self._note(turns)
             round_s = time.perf_counter() - begun
             done += 1
-            for name in json.loads(self.ranks.first_says(json.dumps(self._much_slower(by_name) if done == 2 else []))):
+            over = time.perf_counter() + round_s > ends
+            slow = self._slower(SLOWER if over else MUCH_SLOWER, by_name) if done > 1 else []
+            for name in json.loads(self.ranks.first_says(json.dumps(slow))):
                 times = self.facts.turns_s.pop(name)[-1][0] / turns[AS_IS][0]
                 self.facts.not_tried[name] = f"its step took {times:.0f} times as long: not looked at any further"
                 del by_name[name]
@@ -272,12 +275,12 @@ class _InTurn:
         for name, of in self.facts.turns_s.items():
             of.append(turns.get(name, []))
 
-    def _much_slower(self, names: Iterable[str]) -> list[str]:
+    def _slower(self, factor: float, names: Iterable[str]) -> list[str]:
         """In both of the last two rounds."""
         last = {name: self.facts.turns_s[name][-2:] for name in (AS_IS, *names)}
         return [
             name for name in names
-            if all(of[0] > MUCH_SLOWER * as_is[0] for of, as_is in zip(last[name], last[AS_IS], strict=True))
+            if all(of[0] > factor * as_is[0] for of, as_is in zip(last[name], last[AS_IS], strict=True))
         ]  # fmt: skip
 
     def _steps_as_they_are(self, steps: int) -> Steps:

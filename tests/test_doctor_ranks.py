@@ -1,0 +1,88 @@
+"""The doctor's hooks and counterfactuals on two ranks over gloo: ranks stay in step, and what is planted is found."""
+
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doctor_patients import environment
+
+from labs.parts.doctor.facts import AS_IS, load
+from labs.parts.doctor.patient import Settings
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+SCRIPT = str(Path(__file__).parent / "doctor_scripts" / "two_ranks.py")
+RECIPES = Path(__file__).parents[1] / "labs" / "recipes"
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
+    """Facts of all ranks."""
+    port, started, paths = str(free_port()), [], []
+    for rank in range(ranks):
+        settings = Settings(list(argv), str(tmp_path), "", rank, ranks, ranks, steps=6, seconds=seconds, modes=modes)
+        mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        env = (
+            environment() | {k: str(v) for k, v in mine.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        )
+        command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
+        started.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL,
+                                        stderr=subprocess.PIPE, text=True))  # fmt: skip
+        paths.append(settings.facts_path)
+    try:
+        said = [process.communicate(timeout=250)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert not any(p.returncode for p in started), said
+    facts = [load(path) for path in paths]
+    assert {f.ended for f in facts} == {"done"} and not any(f.unseen for f in facts), [f.unseen for f in facts]
+    return facts
+
+
+def ms(facts, mode):
+    """Median of a mode's turns."""
+    return 1e3 * statistics.median(turn[0] for turn in facts.turns_s[mode] if turn)
+
+
+@pytest.mark.parametrize("straggler", [0, 1])
+def test_a_straggler_is_seen_where_ranks_are_alone(tmp_path, straggler):
+    facts = run(tmp_path, SCRIPT, "--straggler", str(straggler), "--late", "0.1", modes=("no exchange",))
+    late, other = facts[straggler], facts[1 - straggler]
+    assert ms(late, "no exchange") > 100
+    assert ms(other, "no exchange") < ms(late, "no exchange") / 2
+    assert ms(other, AS_IS) > 100  # it waits in the exchange
+
+
+@pytest.mark.parametrize("accumulate", ["1", "3"])
+def test_exposed_exchange_is_gone_and_comes_back(tmp_path, accumulate):
+    """Also where the script itself calls no_sync(), which puts back what it reads."""
+    facts = run(tmp_path, SCRIPT, "--exchange", "0.1", "--accumulate", accumulate, modes=("no exchange",))
+    for f in facts:
+        gained = [a[0] - b[0] for a, b in zip(f.turns_s[AS_IS], f.turns_s["no exchange"], strict=True)]
+        assert statistics.median(gained) > 0.08
+        assert min(turn[0] for turn in f.turns_s[AS_IS]) > 0.1  # after no exchange there is one
+
+
+def test_no_search_where_all_is_used_and_none_where_it_is_needed(tmp_path):
+    modes = ("no search for unused parameters",)
+    for f in run(tmp_path, SCRIPT, "--search", modes=modes):
+        assert modes[0] in f.turns_s
+    (tmp_path / "more").mkdir()
+    for f in run(tmp_path / "more", SCRIPT, "--search", "--unused", "1", modes=modes):
+        assert set(f.turns_s) <= {AS_IS} and "not used" in f.not_tried[modes[0]]  # one rank's reason counts for all
+
+
+@pytest.mark.parametrize("recipe", sorted(p.stem for p in RECIPES.glob("train_*.py")))
+def test_recipes_run_with_all_counterfactuals(tmp_path, recipe):
+    few = ("--cpu", "--steps", "100000", "--batch-size", "32")
+    facts = run(tmp_path, str(RECIPES / f"{recipe}.py"), *few, seconds=30, ranks=1 if recipe == "train_single" else 2)
+    assert all(f.turns_s[AS_IS] and "same batch again" in f.turns_s for f in facts), facts[0].not_tried
+    assert facts[0].turns_s.keys() == facts[-1].turns_s.keys()
