@@ -12,7 +12,7 @@ SEEN = 70
 STYLE = "<style>.labs-chart td,.labs-chart th{text-align:left!important;vertical-align:top}</style>"
 FILTER = (
     "const t=this.closest('.labs-chart'),w=this.value.toLowerCase();"
-    "t.querySelectorAll('tbody tr').forEach(r=>r.hidden=!(r.textContent+r.dataset.see).toLowerCase().includes(w));"
+    "t.querySelectorAll('tbody tr').forEach(r=>r.hidden=!r.textContent.toLowerCase().includes(w));"
     "t.querySelectorAll('details').forEach(d=>{d.open=w&&[...d.querySelectorAll('tbody tr')].some(r=>!r.hidden)})"
 )
 """Opens the subjects that have a row with the word that is typed. Without scripts the table is there all the same."""
@@ -46,10 +46,7 @@ class Chart:
         here = [row for row in self.rows if row.subject == subject]
         if not here:
             return ""
-        body = "".join(
-            f'<tr data-see="{html.escape(" ".join(row.see))}"><td>{"</td><td>".join(_cells(row))}</td></tr>'
-            for row in here
-        )
+        body = "".join(f"<tr><td>{'</td><td>'.join(_cells(row))}</td></tr>" for row in here)
         head = "<th>name, and what you see</th><th>cure</th><th>shown by</th>"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return f"<details><summary>{subject}: {len(here)}</summary>{table}</details>"
