@@ -39,7 +39,8 @@ BLOCK, MOST_ROUNDS = 20, 20
 """Steps of a turn of sick and cured."""
 NEAR = 0.2
 """A bound is right within its interval or this share of the gain."""
-SMOKE = ("images", "slow_loader")
+FEW = ("images", "slow_loader")
+"""Patients of a smoke run."""
 LIMIT_S = 200.0
 """For one run of the doctor, whatever it was told."""
 OPTION, READ = "option", "reading"
@@ -55,7 +56,7 @@ class Config:
     """Times that each sick patient is seen."""
     healthy_runs: int = 1
     """Times that each healthy patient is seen."""
-    seconds: float = 20.0
+    doctor_seconds: float = 20.0
     """That the doctor may take for counterfactuals, of each patient."""
     gains: bool = True
     """Whether sick and cured scripts take steps in turn."""
@@ -67,7 +68,7 @@ class Config:
     def __post_init__(self) -> None:
         require(min(self.runs, self.healthy_runs) >= 0, "runs and healthy_runs must not be negative")
         require(max(self.runs, self.healthy_runs) <= 100, "runs and healthy_runs must be at most 100")
-        require(1 <= self.seconds <= 100, f"seconds must be from 1 to 100, not {self.seconds:g}")
+        require(1 <= self.doctor_seconds <= 100, f"doctor_seconds must be from 1 to 100, not {self.doctor_seconds:g}")
         require(1 <= self.gain_seconds <= 100, f"gain_seconds must be from 1 to 100, not {self.gain_seconds:g}")
         for name in self.cases:
             hint = did_you_mean(name, BY_NAME)
@@ -77,7 +78,7 @@ class Config:
     @property
     def chosen(self) -> list[Case]:
         """Patients, in the order of the table."""
-        names = self.cases or (SMOKE if self.smoke else tuple(BY_NAME))
+        names = self.cases or (FEW if self.smoke else tuple(BY_NAME))
         return [case for case in BY_NAME.values() if case.name in names]
 
     @property
@@ -90,7 +91,7 @@ class Config:
     @property
     def each_s(self) -> float:
         """For counterfactuals."""
-        return min(3.0, self.seconds) if self.smoke else self.seconds
+        return min(3.0, self.doctor_seconds) if self.smoke else self.doctor_seconds
 
     @property
     def gain_s(self) -> float:

@@ -87,7 +87,7 @@ def test_figures_say_in_words_what_they_show(capsys):
 
 
 def test_bad_values_are_refused_with_what_there_is():
-    for values, words in (({"cases": ("slow_loder",)}, "slow_loader"), ({"seconds": 0}, "seconds"),
+    for values, words in (({"cases": ("slow_loder",)}, "slow_loader"), ({"doctor_seconds": 0}, "doctor_seconds"),
                           ({"runs": -1}, "negative"), ({"runs": 0, "healthy_runs": 0}, "nobody")):  # fmt: skip
         with pytest.raises(BadInput, match=words):
             Config(**values)
@@ -111,7 +111,7 @@ def run(tmp_path, *options: str) -> tuple[subprocess.CompletedProcess, Records]:
 
 
 def test_a_visit_is_a_run_of_the_doctor_and_leaves_nothing(tmp_path):
-    done, found = run(tmp_path, "--cases", "zero_grad_order", "--seconds", "1", "--no-gains")
+    done, found = run(tmp_path, "--cases", "zero_grad_order", "--doctor-seconds", "1", "--no-gains")
     assert "1 visit, about 1 minute" in done.stderr and "first or second in 100 %" in done.stdout
     assert found.one("place").value == 1 and found.one("visit_s").case["exit_code"] == 0
 
@@ -127,14 +127,15 @@ def test_a_smoke_run_visits_two_patients_and_leaves_nothing(tmp_path):
 
 @pytest.mark.long
 def test_a_patient_on_two_ranks_is_read_and_seen_under_torchrun(tmp_path):
-    _, found = run(tmp_path, "--cases", "no_set_epoch", "--seconds", "1", "--no-gains")
+    _, found = run(tmp_path, "--cases", "no_set_epoch", "--doctor-seconds", "1", "--no-gains")
     assert found.one("place").value == 1
 
 
 @pytest.mark.long
 @pytest.mark.quiet
 def test_cures_of_one_line_give_what_was_promised(tmp_path):
-    _, found = run(tmp_path, "--cases", "slow_loader", "float64_images", "validation", "anomaly", "--seconds", "8")
+    cases = ("slow_loader", "float64_images", "validation", "anomaly")
+    _, found = run(tmp_path, "--cases", *cases, "--doctor-seconds", "8")
     assert all(r.value in (1, 2) for r in found.where("place"))
     assert sum(p.kept for p in trial.promises(found)) >= 3
 
