@@ -21,7 +21,13 @@ def mutants(exercise_id: str) -> dict:
     return module.MUTANTS.get(exercise_id, {})
 
 
-MUTANTS = [(i, name) for i in IDS for name in mutants(i)]
+SLOW = {"12.1": ("two illnesses are left", "a smaller network")}
+"""Exercises whose checks take half a minute: these mistakes are tried in `make test`, all in `make test-all`."""
+MUTANTS = [
+    pytest.param(i, name, marks=pytest.mark.long if name not in SLOW.get(i, (name,)) else ())
+    for i in IDS
+    for name in mutants(i)
+]
 
 
 def test_each_notebook_with_exercises_has_mutants_for_exercises_that_exist():
@@ -79,7 +85,7 @@ def test_mistake_is_named(exercise_id, name):
     assert "your code raised" not in said.splitlines()[0] or "Error" in words, "a typical mistake deserves its name"
 
 
-@pytest.mark.parametrize("exercise_id", IDS)
+@pytest.mark.parametrize("exercise_id", [pytest.param(i, marks=pytest.mark.long if i in SLOW else ()) for i in IDS])
 def test_each_mistake_has_feedback_of_its_own(exercise_id):
     seen: dict[str, str] = {}
     for name in mutants(exercise_id):
