@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from labs.kit.measure import Estimate, estimate, fewest
-from labs.parts.doctor.facts import AS_IS, KINDS, Facts
+from labs.parts.doctor.facts import AS_IS, KINDS, Facts, rare_kinds
 
 WORTH = 1.05
 """A cure is told from so many times as fast on: less than that is nobody's afternoon."""
@@ -24,8 +24,6 @@ FINE = 1.10
 """An interval that holds 1 and ends below this shows that there is little to gain; a wider one shows nothing."""
 NO_EXCHANGE = "no exchange"
 RESAMPLES = 2_000
-NOW_AND_THEN, IN_MOST_STEPS = ("evaluation", "save", "print"), 0.9
-"""What fewer steps have than that is missed by the median of short turns: its mean over the steps prices it."""
 BLOCKS = fewest() + 1
 """Of a series that may grow: as many differences between neighbours as an interval needs."""
 
@@ -39,7 +37,7 @@ def even_s(facts: Sequence[Facts]) -> list[float]:
     """As `steps_s`, with what only some steps have (a validation, a save) spread over all of them."""
     ranks = []
     for f in facts:
-        rare = [f.spans_s[k] for k in NOW_AND_THEN if 0 < often(f, k) < IN_MOST_STEPS]
+        rare = [f.spans_s[k] for k in rare_kinds(f)]
         lost = [sum(of) for of in zip(*rare, strict=True)] or [0.0] * len(f.step_s)
         ranks.append([s - part + statistics.fmean(lost) for s, part in zip(f.step_s, lost, strict=True)])
     return [max(steps) for steps in zip(*ranks, strict=False)]
@@ -56,12 +54,6 @@ def samples_per_s(facts: Sequence[Facts]) -> Estimate | None:
 def part_s(facts: Facts, *kinds: str) -> float:
     """Mean per step; parts that are not in every step count as what they cost on average."""
     return sum(statistics.fmean(facts.spans_s[k]) for k in kinds if facts.spans_s.get(k))
-
-
-def often(facts: Facts, kind: str) -> float:
-    """Share of the steps that have a part of this kind."""
-    seen = facts.spans_s.get(kind, [])
-    return sum(s > 0 for s in seen) / len(seen) if seen else 0.0
 
 
 def rounds_s(facts: Sequence[Facts], mode: str) -> list[list[float] | None]:

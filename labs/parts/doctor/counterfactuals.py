@@ -13,10 +13,10 @@ from unittest import mock
 import psutil
 
 from labs.kit import host
-from labs.parts.doctor.facts import Facts
+from labs.parts.doctor.facts import Facts, share_of_steps
 from labs.parts.doctor.hooks import Hooks, length
 from labs.parts.doctor.loader_alone import MoreWorkers, PinnedMemory
-from labs.parts.doctor.turns import Mode, Trial, share_of_steps
+from labs.parts.doctor.turns import Mode, Trial
 
 FEW_PARAMETERS = 8
 """An optimizer of fewer tensors has no loop to speak of."""

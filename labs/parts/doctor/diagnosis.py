@@ -20,7 +20,7 @@ from labs.kit.measure import Estimate, estimate
 from labs.parts.doctor import bounds, causes
 from labs.parts.doctor.bounds import NO_EXCHANGE, part_s, standing
 from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, OPTION, READING, SECTIONS, Cause
-from labs.parts.doctor.facts import Facts, Line
+from labs.parts.doctor.facts import Facts, Line, rare_kinds, share_of_steps
 
 if TYPE_CHECKING:
     from labs.parts.doctor.rules import Hit
@@ -120,7 +120,7 @@ def _standing(bound: Estimate, by: str) -> str:
 
 
 def _now_and_then(cause: Cause, facts: Facts) -> bool:
-    return any(0 < bounds.often(facts, k) < bounds.IN_MOST_STEPS for k in cause.parts if k in bounds.NOW_AND_THEN)
+    return any(k in rare_kinds(facts) for k in cause.parts)
 
 
 def _finding(cause: Cause, bound: Estimate, by: str, facts: Sequence[Facts], of: Facts) -> Finding:
@@ -173,7 +173,7 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
     return {
         "step": ms(step_s(facts)), "part": ms(part_s(of, *cause.parts)),
         "calls": f"{sum(n.calls for n in noted):.3g}", "gpu": of.machine.get("gpu_percent"),
-        "often": f"{100 * bounds.often(of, cause.parts[0]):.0f} %" if cause.parts else "",
+        "often": f"{100 * share_of_steps(of, cause.parts[0]):.0f} %" if cause.parts else "",
         "loader": _loader(of), "loader_cure": _loader_cure(of, fair), "exchange_cure": _exchange_cure(of),
         "exposed": str(estimate(exposed, "s")) if exposed else ms(part_s(of, "exchange")),
         "threads": count(threads, "thread"), "cores": count(cores, "core"), "fair_threads": fair,

@@ -15,6 +15,8 @@ forward; forward, backward, optimizer: in these calls; exchange: in collectives 
 backward); evaluation: a model called without gradients; synchronise: in calls that wait for the device (`.item()`);
 print, save: in print and torch.save; rest: the script's own, after the first forward."""
 AS_IS = "as it is"
+NOW_AND_THEN, IN_MOST_STEPS = ("evaluation", "save", "print"), 0.9
+"""What fewer steps have than that is rare: short turns miss it, and its mean over the steps prices it."""
 
 
 @dataclass
@@ -145,3 +147,14 @@ def from_json(row: dict[str, Any]) -> Facts:
     facts.lines = [Line(**line) for line in row["lines"]]
     facts.loader = Loader(**row["loader"]) if row["loader"] else None
     return facts
+
+
+def share_of_steps(facts: Facts, kind: str) -> float:
+    """How many of the steps as they are have a part of this kind."""
+    seen = facts.spans_s.get(kind, [])
+    return sum(s > 0 for s in seen) / len(seen) if seen else 0.0
+
+
+def rare_kinds(facts: Facts) -> list[str]:
+    """Kinds of NOW_AND_THEN that some steps have, and fewer than IN_MOST_STEPS."""
+    return [kind for kind in NOW_AND_THEN if 0 < share_of_steps(facts, kind) < IN_MOST_STEPS]

@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from labs.parts.doctor.facts import AS_IS, Facts
+from labs.parts.doctor.facts import AS_IS, Facts, rare_kinds
 from labs.parts.doctor.hooks import Hooks
 from labs.parts.doctor.kept import Found, Kept
 from labs.parts.doctor.ranks import Apart, Ranks
@@ -33,8 +33,6 @@ TURN_S = 0.1
 MOST_STEPS = 10
 BURST_S = 1.0
 """For a turn with workers, which give a batch each at about the same time: at most."""
-OFTEN = 0.9
-"""What fewer steps have is `rare`."""
 TRIAL_SHARE = 0.2
 """Of the time, for each trial beside the script's loop."""
 MUCH_SLOWER, SLOWER = 8.0, 2.0
@@ -131,14 +129,8 @@ def _as_it_is(hooks: Hooks, facts: Facts, steps: int) -> Steps:
         facts.lines = hooks.noted_lines(done)
         facts.cost["calls"] = hooks.spans.calls / done
     facts.compiles["in_steps"] = compiled_graphs() - graphs
-    facts.rare = [kind for kind in ("evaluation", "save", "print") if 0 < share_of_steps(facts, kind) < OFTEN]
+    facts.rare = rare_kinds(facts)
     hooks.recording = False
-
-
-def share_of_steps(facts: Facts, kind: str) -> float:
-    """How many of the steps as they are have a part of this kind."""
-    seen = facts.spans_s.get(kind, [])
-    return sum(s > 0 for s in seen) / len(seen) if seen else 0.0
 
 
 class _InTurn:
