@@ -5,10 +5,12 @@ import copy
 import inspect
 import io
 import itertools
+import os
 
 import pytest
 import torch
 from doctor_patients import Clock, Done, classifier, data, forever, hooked, seconds_of_steps
+from processes import MARK, assert_no_survivors
 from torch import nn
 from torch.utils.data import dataloader
 
@@ -288,6 +290,8 @@ def test_workers_and_a_default_device(context, device):
 
     _, hooks = seconds_of_steps(training)
     assert hooks.loader.num_workers == 1
+    hooks.loader._iterator._shutdown_workers()  # persistent: the thread of its queue knows the hooks
+    assert_no_survivors(os.environ[MARK], os.getpid())
 
 
 def test_nothing_is_left_after_them():

@@ -58,6 +58,10 @@ class Spans:
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self.begun = self.since = time.perf_counter()
 
+    def stop(self) -> None:
+        """Count nothing any more: this is a worker of a DataLoader."""
+        self.thread = -1
+
     def enter(self, kind: str) -> None:
         """From here on time is of this kind."""
         now = time.perf_counter()
@@ -184,15 +188,12 @@ class Hooks:
         self._replace(builtins, "print", functools.partial(self._mutable, "print"))
         self._replace(DataLoader, "__iter__", self._iterating)
         self._replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self.spans.stop)  # stays registered: not of self, which knows the loader
 
     def remove(self) -> None:
         """All is as it was before."""
         self.take_off()
         self._undo.close()
-
-    def _forked(self) -> None:
-        self.spans.thread = -1  # a worker of a DataLoader: nothing of it is counted
 
     def _replace(self, owner: Any, name: str, by: Callable[[Callable], Callable]) -> None:
         original = getattr(owner, name)
