@@ -10,7 +10,7 @@ import pytest
 from processes import assert_no_survivors, new_environment
 
 from labs import doctor_trial as trial
-from labs.chapters.nb12 import figures
+from labs.chapters.nb12 import figures_trial as figures
 from labs.doctor_trial import Config, Seen
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, attach_provenance, load

@@ -203,6 +203,25 @@ def test_without_16_bits_amp_is_ddp_bit_by_bit(run, losses_in_fp32):
     assert (result.losses, result.tested) == (losses_in_fp32.losses, losses_in_fp32.tested)
 
 
+# Fast habits
+
+
+def test_fast_habits_train_what_one_process_trains(run, single, tmp_path):
+    """Batches come from another process, the optimizer is fused, and weights are saved after every step."""
+    result = run("train_ddp_fast", *EXACT, "--workers", 1, "--save", "w.pt", "--save-every", 1e-9, ranks=2)
+    assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
+    assert [p.name for p in tmp_path.glob("w.pt*")] == ["w.pt"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [("--bf16",), ("--bf16", "--compile")])
+def test_fast_habits_in_16_bits_train_alike(run, losses_in_fp32, options):
+    """As for train_ddp_amp: the first loss within one rounding."""
+    result = run("train_ddp_fast", *FEW, *options, ranks=2)
+    assert result.losses != losses_in_fp32.losses
+    assert result.losses[0] == pytest.approx(losses_in_fp32.losses[0], rel=BF16_STEP)
+
+
 # A communication hook
 
 

@@ -130,7 +130,7 @@ def _recipes() -> Iterator[Case]:
     for name, more in ((DDP, ()), ("train_ddp_amp", ("--precision", "fp32", "--clip", "1")), ("train_fsdp", ()),
                        ("train_recompute", ("--batch-size", "1000")), ("train_ddp_resume", ()), ("train_ddp_debug", ()),
                        ("train_ddp_hook", ("--hook", "none")), ("train_pipeline", ()),
-                       ("train_tensor_parallel", ())):  # fmt: skip
+                       ("train_tensor_parallel", ()), ("train_ddp_fast", ())):  # fmt: skip
         yield Case(name, name, ranks=2, options=(*LONG, *more))
 
 

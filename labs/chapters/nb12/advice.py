@@ -1,0 +1,35 @@
+"""What the articles advise, and what in the doctor's report says whether it helps *your* training."""
+
+from __future__ import annotations
+
+import pandas
+
+from labs.kit.claims import claims
+from labs.kit.display import show_table
+
+TRIED: dict[str, tuple[str, str]] = {
+    "A34": ("counterfactual", "more workers; pinned memory"),
+    "E06": ("counterfactual", "same batch again"),
+    "E08": ("counterfactual", "more workers"),
+    "A16": ("counterfactual", "no waiting line; no printing"),
+    "E16": ("counterfactual", "half precision"),
+    "E22": ("counterfactual", "larger batch"),
+    "C23": ("counterfactual", "no exchange"),
+    "B03": ("counterfactual", "no exchange"),
+    "B41": ("facts", "memory: parameters, gradients, optimizer, peak"),
+    "B08": ("rule", "amp-old"),
+    "B09": ("rule", "zero-grad-missing"),
+    "E18": ("rule", "zero-grad-missing"),
+    "B34": ("rule", "no-sync-missing"),
+    "B37": ("rule", "set-epoch-missing"),
+}
+"""By claim: how the doctor tries it, and under which names."""
+
+
+def show() -> None:
+    """A row for each statement: the notebook that tried it here, and what tries it on a script of your own."""
+    by_id = {claim.id: claim for claim in claims()}
+    rows = [{"claim": f"{name} ({by_id[name].source})", "statement": by_id[name].claim,
+             "tried in": by_id[name].notebook, "on your script": f"{how}: {what}"}
+            for name, (how, what) in TRIED.items()]  # fmt: skip
+    show_table(pandas.DataFrame(rows).set_index("claim"))

@@ -1,0 +1,190 @@
+"""Figures of notebook 12 on one visit: where a step goes, on each rank; what cures give at most, and what they gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from labs.kit.check import Prediction
+from labs.kit.display import say
+from labs.kit.measure import Estimate, estimate
+from labs.kit.plot import BLUE, GREY, SERIES, bars, figure, log_axes, prediction, show, spans
+from labs.kit.record import Record, Records
+from labs.parts.doctor import bounds
+from labs.parts.doctor.causes import PARTS
+from labs.parts.doctor.facts import AS_IS, KINDS
+from labs.parts.doctor.report import Report
+
+MOST_PARTS = 6
+"""With a colour of their own; the others are grey."""
+SMALL = 0.02
+"""Of the longest step: parts below it get no name."""
+TICKS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)
+
+
+def records_of(found: Report) -> Records:
+    """Parts of each step as it was, and all ratios taken in turn, as records of the run that the report is of."""
+    rows = [Record("doctor", "part_s", "s", tuple(seconds), case={"rank": f.rank, "part": kind})
+            for f in found.seen for kind, seconds in f.spans_s.items()]  # fmt: skip
+    for without, ratios in ratios_of(found).items():
+        rows.append(Record("doctor", "in_turn", "x", tuple(ratios), case={"counterfactual": without}))
+    return Records(replace(r, provenance=found.provenance) for r in rows)
+
+
+def ratios_of(found: Report) -> dict[str, list[float]]:
+    """As it is / counterfactual, per sample, in each round, by counterfactual."""
+    facts = found.seen
+    factor = facts[0].samples_factor if facts else {}
+    modes = facts[0].turns_s if facts else {}
+    ratios = {m: [factor.get(m, 1.0) * a / b for a, b in bounds.pairs_s(facts, m) if b > 0] for m in modes}
+    return {m: of for m, of in ratios.items() if of and m != AS_IS}
+
+
+# Where a step goes
+
+
+def step(found: Report, guess: Prediction | None = None, *, of: str = "data") -> None:
+    """A row for each rank: its mean step, part after part. `guess`: share of part `of` on rank 0, in %."""
+    facts = found.seen
+    part_ms = {f.rank: {k: 1e3 * bounds.part_s(f, k) for k in KINDS} for f in facts}
+    longest = max(sum(p.values()) for p in part_ms.values())
+    largest = sorted(KINDS, key=lambda k: -max(p[k] for p in part_ms.values()))[:MOST_PARTS]
+    named = [k for k in KINDS if k in largest and max(p[k] for p in part_ms.values()) > SMALL * longest]
+    message = _where(part_ms, named)
+    fig, ax = figure(message, xlabel="mean step (ms)", ylabel="rank", records=records_of(found).where("part_s"),
+                     size=(7.8, 2.1 + 0.5 * len(facts)), legend_below=True)  # fmt: skip
+    _rows(ax, part_ms, named)
+    share = 100 * part_ms[0][of] / sum(part_ms[0].values())
+    if guess is not None:
+        prediction(ax, float(guess) / 100 * sum(part_ms[0].values()), 0, label=f"{PARTS[of]}, rank 0")
+    told = "; ".join(
+        f"rank {rank}, {sum(p.values()):.1f} ms: " + ", ".join(f"{PARTS[k]} {p[k]:.1f}" for k in named)
+        for rank, p in part_ms.items()
+    )
+    show(fig, alt=f"{message}. Parts of the mean step. {told}.")
+    if guess is not None:
+        say(f"* {guess.against(share)}")
+
+
+def _where(part_ms: Mapping[int, Mapping[str, float]], named: list[str]) -> str:
+    """The message: the largest part of the only rank, or the part in which the ranks differ most."""
+    if len(part_ms) == 1:
+        (parts,) = part_ms.values()
+        most = max(named, key=lambda k: parts[k])
+        return f"The largest part of a step is {PARTS[most]}: {parts[most]:.1f} of {sum(parts.values()):.1f} ms"
+    apart = {k: max(p[k] for p in part_ms.values()) - min(p[k] for p in part_ms.values()) for k in named}
+    own = {k: apart[k] for k in named if k not in WAITS} or apart
+    most = max(own, key=lambda k: own[k])
+    late = max(part_ms, key=lambda rank: part_ms[rank][most])
+    return f"Steps are equally long on both ranks; rank {late} has {own[most]:.1f} ms more of {PARTS[most]}"
+
+
+WAITS = ("backward", "exchange", "synchronise")
+"""Parts in which a rank may wait for another one."""
+
+
+def _rows(ax, part_ms: Mapping[int, Mapping[str, float]], named: list[str]) -> None:
+    colors = {k: SERIES[i % len(SERIES)] for i, k in enumerate(named)}
+    for row, parts in enumerate(part_ms.values()):
+        at = 0.0
+        for k in (k for k in KINDS if parts[k]):
+            label = PARTS[k] if row == _longest_row(part_ms, k) and k in colors else ""
+            spans(ax, row, [(at, at + parts[k])], color=colors.get(k, "#BBBBBB"), label=label)
+            at += parts[k]
+    ax.set_yticks(range(len(part_ms)), [str(rank) for rank in part_ms])
+    ax.set_ylim(len(part_ms) - 0.5, -0.5)
+    ax.set_xlim(0, None)
+
+
+def _longest_row(part_ms: Mapping[int, Mapping[str, float]], kind: str) -> int:
+    of = [p[kind] for p in part_ms.values()]
+    return of.index(max(of))
+
+
+# What a cure gives
+
+
+def promised(found: Report, guess: Prediction | None = None, cured: Records | None = None, *,
+             of: str = "same batch again") -> None:  # fmt: skip
+    """A row for each counterfactual, and for each cure that was tried; `guess`: x, of counterfactual `of`."""
+    at_most = {name: bounds.of_ratios(ratios, bounds.looks(found.seen)) for name, ratios in ratios_of(found).items()}
+    at_most = dict(sorted(at_most.items(), key=lambda item: -item[1].value))
+    given = {f"cure: {r.case['cure']}": estimate(r.samples, "x") for r in cured or ()}
+    message = _kept(at_most.get(of), given) if given else _most(at_most)
+    rows = [*at_most, *given]
+    records = [*records_of(found).where("in_turn"), *(cured or ())]
+    fig, ax = figure(message, xlabel="samples per second, as it is = 1 (x)", ylabel="what is otherwise",
+                     records=Records(records), size=(7.8, 2.0 + 0.42 * len(rows)), legend_below=True)  # fmt: skip
+    bars(ax, rows, [*at_most.values(), *(None for _ in given)], label="at most, in turn", color=BLUE)
+    if given:
+        bars(ax, rows, [*(None for _ in at_most), *given.values()], label="cure, in turn", color=SERIES[1])
+    ax.axvline(1, color=GREY, linewidth=1)
+    if guess is not None and of in rows:
+        prediction(ax, float(guess), rows.index(of))
+    _axis(ax, [*at_most.values(), *given.values()], guess)
+    told = "; ".join(f"{name} {e}" for name, e in {**at_most, **given}.items())
+    show(fig, alt=f"{message}. Ratios with their intervals: {told}.")
+    if guess is not None and of in at_most:
+        say(f"* {guess.against(at_most[of])}")
+    for line in _said(at_most.get(of), given):
+        say(f"* {line}")
+
+
+def _axis(ax, shown: list[Estimate], guess: Prediction | None) -> None:
+    low, high = min(e.low for e in shown), max(e.high for e in shown)
+    if guess is not None and float(guess) > 0:
+        low, high = min(low, float(guess)), max(high, float(guess))
+    low, high = max(0.12, 0.9 * min(1.0, low)), min(40.0, 1.15 * max(1.5, high))
+    log_axes(ax, [t for t in TICKS if low <= t <= high])
+    ax.set_xlim(low, high)
+
+
+def _most(at_most: Mapping[str, Estimate]) -> str:
+    sure = [name for name, e in at_most.items() if e.low > 1]
+    if not sure:
+        return "Nothing that was tried makes it faster, as far as this run can show"
+    return f"Most would be gained by {sure[0]}: at most {at_most[sure[0]].value:.2f} x"
+
+
+def _kept(bound: Estimate | None, given: Mapping[str, Estimate]) -> str:
+    best = max(given, key=lambda name: given[name].value)
+    text = f"{best.removeprefix('cure: ').capitalize()}: {given[best].value:.2f} x"
+    return f"{text}, at most {bound.value:.2f} x was promised" if bound else text
+
+
+def _said(bound: Estimate | None, given: Mapping[str, Estimate]) -> list[str]:
+    """How each cure stands to what was promised, as far as the intervals can tell."""
+    lines = []
+    for name, gain in given.items() if bound else ():
+        if gain.low > bound.high:
+            how = "more than the bound allows: it cures something else as well"
+        elif gain.high < bound.low:
+            how = "less than the bound: this cure leaves some of it, or has a price of its own"
+        else:
+            how = "in line with the bound: their intervals overlap"
+        lines.append(f"{name.removeprefix('cure: ').capitalize()}: {gain}, {how}.")
+    return lines
+
+
+# Two ranks
+
+
+def late(found: Report, guess: Prediction | None = None) -> None:
+    """`step`, and how long rank 0 would need without waiting; `guess`: that share of its step, %."""
+    step(found)
+    facts = found.seen
+    if len(facts) < 2:
+        say("* One rank has nobody to wait for.")
+        return
+    own_ms = {f.rank: 1e3 * bounds.part_s(f, *(k for k in KINDS if k not in WAITS)) for f in facts}
+    mean_ms = {f.rank: 1e3 * sum(f.step_s) / len(f.step_s) for f in facts}
+    first = min(own_ms, key=lambda rank: own_ms[rank])
+    last = max(own_ms, key=lambda rank: own_ms[rank])
+    waits = 100 * min(1.0, (own_ms[last] - own_ms[first]) / mean_ms[first])
+    say(f"* Outside of backward and exchange, rank {first} needs {own_ms[first]:.1f} ms and rank {last} "
+        f"{own_ms[last]:.1f} ms. So about {waits:.0f} % of rank {first}'s step is a wait for rank {last}.")  # fmt: skip
+    if guess is not None:
+        say(f"* {guess.against(waits)}")
+    for finding in found.findings:
+        if finding.name in ("straggler", "exchange"):
+            say(f"* What the doctor says: {finding.what[:1].upper()}{finding.what[1:]}.")

@@ -1,0 +1,42 @@
+"""The doctor's static rules on a function of a cell: what a reader of the source would object to."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from labs.kit.check import Prediction
+from labs.kit.display import say
+from labs.parts.doctor import rules
+from labs.parts.doctor.hits import Hit
+
+
+def hits(f: Callable[..., Any]) -> list[Hit]:
+    """Of this function's source alone; nothing is run."""
+    with tempfile.TemporaryDirectory(prefix="labs-reading-") as folder:
+        path = Path(folder) / "your_function.py"
+        path.write_text(textwrap.dedent(inspect.getsource(f)))
+        return rules.check(path)
+
+
+def read(f: Callable[..., Any], guess: Prediction | None = None) -> None:
+    """Print each line that a rule objects to, why, and what to write instead."""
+    found = hits(f)
+    for hit in found:
+        print(f"line {hit.line}: {hit.code}")
+        print(textwrap.indent(textwrap.fill(f"{hit.certainty} ({hit.rule}): {hit.why}", 108), "    "))
+        print(textwrap.indent(_cure(hit), "    "))
+    if not found:
+        print("No rule objects to this function.")
+    if guess is not None:
+        say(f"* {guess.against(len(found), 'counted')}")
+
+
+def _cure(hit: Hit) -> str:
+    lines = hit.cure.strip("\n").splitlines()
+    changed = [line for line in lines if line[:1] in "+-" and not line.startswith(("+++", "---"))]
+    return "\n".join(changed) if len(lines) > 1 else textwrap.fill(hit.cure, 108)
