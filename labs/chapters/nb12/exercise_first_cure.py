@@ -48,6 +48,22 @@ def case(seed: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     return {name: turns[name] for name in names}, {name: 64 if name == "larger batch" else 32 for name in names}
 
 
+def shown_case(seed: int = 0) -> None:
+    """Show a made run: median step, samples, and how far apart the rounds are."""
+    import statistics
+
+    import pandas
+
+    from labs.kit.display import show_table
+
+    turns, samples = case(seed)
+    rows = [{"name": name, "samples": samples[name], "median step (ms)": round(1e3 * statistics.median(s)),
+             "first four rounds (ms)": ", ".join(f"{1e3 * t:.0f}" for t in s[:4])}
+            for name, s in turns.items()]  # fmt: skip
+    show_table(pandas.DataFrame(rows).set_index("name"))
+    print(f"{ROUNDS} rounds")
+
+
 def _by(turns: Turns, samples: Mapping[str, int], score: Callable[[list[float], list[float]], tuple[float, float]],
         factor: bool = True) -> list[str]:  # fmt: skip
     """Names whose first score is enough, by the second one."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from labs import doctor_trial as trial
+from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.plot import BLUE, GREY, choice_map, figure, log_axes, points, show
 from labs.kit.record import Records
 from labs.parts.doctor.cases import BY_NAME
 
+RECORDED = Path(__file__).parents[3] / "records" / "amd-epyc-2-cores-2026-11" / "doctor_trial.jsonl"
+"""`python -m labs.doctor_trial --healthy-runs 5`, on a quiet machine."""
 FIRST, SECOND, MISSED = "named first", "named second", "not named"
 QUIET, ACCUSED, NOT_SEEN = "healthy, and told so", "healthy, and accused", "not seen"
 COLORS = {FIRST: BLUE, SECOND: "#A6CEE8", MISSED: "#D55E00", QUIET: "#E3E3E3", ACCUSED: "#4D4D4D", NOT_SEEN: "#FFFFFF"}
@@ -31,7 +36,7 @@ def _seen(run: Records, ill: bool) -> list[str]:
     return [name for name in BY_NAME if name in names]
 
 
-def visits(run: Records) -> None:
+def visits(run: Records, guess: Prediction | None = None) -> None:
     """A row for each patient, the sick ones first; a column for each visit; the names of what was said, in words."""
     sick, well = _seen(run, True), _seen(run, False)
     runs = 1 + max(r.case["run"] for r in run.where("visit_s"))
@@ -44,9 +49,11 @@ def visits(run: Records) -> None:
                      size=(5.6 + 0.3 * runs, 1.9 + 0.24 * len(cells)), legend_below=True)  # fmt: skip
     rows = [name.replace("_", " ") for name in sick + well]
     used = {name: color for name, color in COLORS.items() if name in of}
-    choice_map(ax, cells, columns=range(1, runs + 1), rows=rows, colors=used, kind="measured")
+    choice_map(ax, cells, columns=range(1, runs + 1), rows=rows, colors=used, kind=run[0].kind)
     wrong = _words(run, sick, well)
     show(fig, alt=f"{message}. Table of patients against visits, coloured by what the doctor said. {wrong}")
+    if guess is not None and (well := of.count(QUIET) + of.count(ACCUSED)):
+        say(f"* {guess.against(100 * of.count(ACCUSED) / well, run[0].kind)}")
     say("\n".join(f"* {line}" for line in list(trial.answer(run))[:5]))
 
 
@@ -64,7 +71,7 @@ def confusion(run: Records) -> None:
     names = [n for n in BY_NAME if n in table]
     said = [s for s, _ in sum((c for c in table.values()), start=type(next(iter(table.values())))()).most_common()]
     said.sort(key=lambda s: (s == "nothing", s))
-    shares = [[100 * table[n][s] / table[n].total() for s in said] for n in names]
+    shares = [[100 * table[n][s] / table[n].total() or math.nan for s in said] for n in names]  # a zero stays white
     right = sum(table[n][s] for n in names for s in said
                 if (s in BY_NAME[n].names if BY_NAME[n].is_ill else s == "nothing"))  # fmt: skip
     total = sum(c.total() for c in table.values())
@@ -72,7 +79,7 @@ def confusion(run: Records) -> None:
     fig, ax = figure(message, xlabel="said first", ylabel="patient", records=Records(run.where("visit_s")),
                      size=(3.6 + 0.42 * len(said), 2.6 + 0.24 * len(names)))  # fmt: skip
     heat_map(ax, shares, columns=[s.replace("_", " ") for s in said], rows=[n.replace("_", " ") for n in names],
-             kind="measured", label="share of visits (%)")  # fmt: skip
+             kind=run[0].kind, form="{:.0f}", label="share of visits (%)")  # fmt: skip
     ax.tick_params(axis="x", rotation=90)
     off = [f"{n} as {s}" for n in names for s in said if table[n][s]
            and not (s in BY_NAME[n].names if BY_NAME[n].is_ill else s == "nothing")]  # fmt: skip
@@ -96,7 +103,7 @@ def bounds_against_gains(run: Records) -> None:
     ax.fill_between([0.8, 2 * most], [0.8 * (1 - trial.NEAR), 2 * most * (1 - trial.NEAR)],
                     [0.8 * (1 + trial.NEAR), 2 * most * (1 + trial.NEAR)], color="#E3E3E3", linewidth=0)  # fmt: skip
     ax.plot([0.8, 2 * most], [0.8, 2 * most], color=GREY, linewidth=1)
-    points(ax, [p.gain.value for p in found], [p.bound for p in found], label="a cure")
+    points(ax, [p.gain.value for p in found], [p.bound for p in found], kind=run[0].kind, label="a cure")
     ax.errorbar([p.gain.value for p in found], [p.bound.value for p in found], fmt="none", ecolor=GREY, elinewidth=1,
                 xerr=[[max(0.0, p.gain.value - p.gain.low) for p in found],
                       [max(0.0, p.gain.high - p.gain.value) for p in found]])  # fmt: skip

@@ -8,15 +8,31 @@ from dataclasses import replace
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
-from labs.kit.plot import BLUE, GREY, SERIES, bars, figure, log_axes, prediction, show, spans
+from labs.kit.plot import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    bars,
+    figure,
+    log_axes,
+    prediction,
+    show,
+    spans,
+)  # fmt: skip
 from labs.kit.record import Record, Records
 from labs.parts.doctor import bounds
 from labs.parts.doctor.causes import PARTS
 from labs.parts.doctor.facts import AS_IS, KINDS
 from labs.parts.doctor.report import Report
 
-MOST_PARTS = 6
-"""With a colour of their own; the others are grey."""
+COLORS = {"data": BLUE, "prepare": VERMILION, "forward": SKY, "backward": GREEN, "exchange": ORANGE,
+          "optimizer": PURPLE, "rest": VERMILION, "evaluation": ORANGE, "save": ORANGE}  # fmt: skip
+"""The same in each figure; other parts are grey."""
+HATCHED = ("rest", "evaluation", "save")
 SMALL = 0.02
 """Of the longest step: parts below it get no name."""
 TICKS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)
@@ -24,10 +40,20 @@ TICKS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)
 
 def records_of(found: Report) -> Records:
     """Parts of each step as it was, and all ratios taken in turn, as records of the run that the report is of."""
-    rows = [Record("doctor", "part_s", "s", tuple(seconds), case={"rank": f.rank, "part": kind})
+    rows = [Record("doctor", "part_s", "s", tuple(seconds), case={"rank": f.rank, "part": kind},
+                   layout={"world_size": f.ranks, "rank": f.rank, "device": f.device})
             for f in found.seen for kind, seconds in f.spans_s.items()]  # fmt: skip
     for without, ratios in ratios_of(found).items():
-        rows.append(Record("doctor", "in_turn", "x", tuple(ratios), case={"counterfactual": without}))
+        rows.append(
+            Record(
+                "doctor",
+                "in_turn",
+                "x",
+                tuple(ratios),
+                case={"counterfactual": without},
+                layout={"world_size": found.seen[0].ranks, "rank": None, "device": found.seen[0].device},
+            )
+        )
     return Records(replace(r, provenance=found.provenance) for r in rows)
 
 
@@ -48,8 +74,7 @@ def step(found: Report, guess: Prediction | None = None, *, of: str = "data") ->
     facts = found.seen
     part_ms = {f.rank: {k: 1e3 * bounds.part_s(f, k) for k in KINDS} for f in facts}
     longest = max(sum(p.values()) for p in part_ms.values())
-    largest = sorted(KINDS, key=lambda k: -max(p[k] for p in part_ms.values()))[:MOST_PARTS]
-    named = [k for k in KINDS if k in largest and max(p[k] for p in part_ms.values()) > SMALL * longest]
+    named = [k for k in KINDS if k in COLORS and max(p[k] for p in part_ms.values()) > SMALL * longest]
     message = _where(part_ms, named)
     fig, ax = figure(message, xlabel="mean step (ms)", ylabel="rank", records=records_of(found).where("part_s"),
                      size=(7.8, 2.1 + 0.5 * len(facts)), legend_below=True)  # fmt: skip
@@ -64,6 +89,14 @@ def step(found: Report, guess: Prediction | None = None, *, of: str = "data") ->
     show(fig, alt=f"{message}. Parts of the mean step. {told}.")
     if guess is not None:
         say(f"* {guess.against(share)}")
+    if len(facts) == 1:
+        own = sum(part_ms[0][k] for k in OWN)
+        say(f"* What the script itself does between torch's calls, the log and `.item()` in it: {own:.1f} ms, "
+            f"{100 * own / longest:.0f} % of a step.")  # fmt: skip
+
+
+OWN = ("prepare", "rest", "synchronise", "print")
+"""The script's own lines, and what they wait for."""
 
 
 def _where(part_ms: Mapping[int, Mapping[str, float]], named: list[str]) -> str:
@@ -84,12 +117,13 @@ WAITS = ("backward", "exchange", "synchronise")
 
 
 def _rows(ax, part_ms: Mapping[int, Mapping[str, float]], named: list[str]) -> None:
-    colors = {k: SERIES[i % len(SERIES)] for i, k in enumerate(named)}
+    colors = {k: COLORS[k] for k in named}
     for row, parts in enumerate(part_ms.values()):
         at = 0.0
         for k in (k for k in KINDS if parts[k]):
             label = PARTS[k] if row == _longest_row(part_ms, k) and k in colors else ""
-            spans(ax, row, [(at, at + parts[k])], color=colors.get(k, "#BBBBBB"), label=label)
+            spans(ax, row, [(at, at + parts[k])], color=colors.get(k, "#BBBBBB"), label=label,
+                  hatch="//" if k in HATCHED else "")  # fmt: skip
             at += parts[k]
     ax.set_yticks(range(len(part_ms)), [str(rank) for rank in part_ms])
     ax.set_ylim(len(part_ms) - 0.5, -0.5)
@@ -117,7 +151,7 @@ def promised(found: Report, guess: Prediction | None = None, cured: Records | No
                      records=Records(records), size=(7.8, 2.0 + 0.42 * len(rows)), legend_below=True)  # fmt: skip
     bars(ax, rows, [*at_most.values(), *(None for _ in given)], label="at most, in turn", color=BLUE)
     if given:
-        bars(ax, rows, [*(None for _ in at_most), *given.values()], label="cure, in turn", color=SERIES[1])
+        bars(ax, rows, [*(None for _ in at_most), *given.values()], label="cure, in turn", color=VERMILION)
     ax.axvline(1, color=GREY, linewidth=1)
     if guess is not None and of in rows:
         prediction(ax, float(guess), rows.index(of))

@@ -93,10 +93,10 @@ SEEN = {"anomaly": "anomaly", "find_unused": "find-unused", "data_parallel": "da
 FOR_GPUS = {"reads-each-step", "synchronises", "copy-blocks", "copy-not-pinned", "empties-cache", "cudnn-benchmark",
             "times-launches"}  # fmt: skip
 PARTS = {
-    "data": "waiting for data", "copy": "copy to device", "prepare": "own code before forward", "forward": "forward",
+    "data": "waiting for data", "copy": "copy to device", "prepare": "own code between steps", "forward": "forward",
     "loss": "loss", "backward": "backward", "exchange": "exchange", "optimizer": "optimizer",
     "evaluation": "evaluation", "synchronise": "waiting for device", "print": "print", "save": "save",
-    "rest": "own code after forward",
+    "rest": "own code within the step",
 }  # fmt: skip
 """What a learner calls the kinds of `facts.KINDS`."""
 NEVER_SEEN = (
