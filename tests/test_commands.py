@@ -50,6 +50,10 @@ ELSEWHERE = {
         "a GPU for ten minutes",
         "tests/test_gpu_acceptance.py::test_pretending_passes_every_step",
     ),
+    r"(python|torchrun --nproc-per-node 2) -m labs.doctor train.py": (
+        "a script of one's own",
+        "tests/test_doctor.py::test_the_page_is_printed_and_the_report_is_written",
+    ),
     r"python -m labs.postmortem FOLDER": (
         "a hang's dumps",
         "tests/test_postmortem.py::test_the_command_answers_first_and_its_exit_code_says_whether_it_knows",

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from labs.kit import measure
+from labs.kit import measure, room
 from labs.kit.display import say
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, attach_provenance
@@ -106,7 +106,9 @@ def cures(patient: str, seconds: float = 8.0) -> Records:
             scripts[cure] = Script(case.argv(path), case.ranks)
         budget = measure.Budget(1.0 if is_smoke() else seconds, most=MOST_ROUNDS)
         taken = take_turns(scripts, BLOCK, budget, folder / "runs")
-    return attach_provenance(_gains({name: [b.step_s for b in blocks] for name, blocks in taken.items()}, patient))
+    gains = _gains({name: [b.step_s for b in blocks] for name, blocks in taken.items()}, case)
+    room.keep_records(found := attach_provenance(gains))
+    return found
 
 
 def cured_texts(case: Case) -> Mapping[str, str]:
@@ -115,10 +117,11 @@ def cured_texts(case: Case) -> Mapping[str, str]:
     return {FIRST_CURE.get(case.name, "cured"): case.cured, **others}
 
 
-def _gains(step_s: Mapping[str, Sequence[float]], patient: str) -> list[Record]:
+def _gains(step_s: Mapping[str, Sequence[float]], patient: Case) -> list[Record]:
     before = step_s["as it is"]
+    layout = {"world_size": patient.ranks, "rank": None, "device": "cpu"}
     return [
         Record("doctor", "gain", "x", tuple(a / b for a, b in zip(before, after, strict=True)),
-               case={"patient": patient, "cure": cure})
+               case={"patient": patient.name, "cure": cure}, layout=layout)
         for cure, after in step_s.items() if cure != "as it is"
     ]  # fmt: skip

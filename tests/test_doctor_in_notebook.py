@@ -1,0 +1,207 @@
+"""What notebook 12 shows of the doctor: visits, figures, a counterfactual of one's own, a loop that is read."""
+
+import html
+import itertools
+
+import pytest
+import torch
+from doctor_facts import STEP_S, made
+from torch.nn.functional import cross_entropy
+
+from labs.chapters.nb12 import advice, figures_visit, reading, visit
+from labs.chapters.nb12 import editable_counterfactual as editable
+from labs.classroom.room.machines import HEADLINES
+from labs.kit.check import predict
+from labs.kit.errors import BadInput
+from labs.kit.measure import estimate
+from labs.kit.plot import to_png
+from labs.kit.record import Record, Records
+from labs.parts.doctor import report, rules
+from labs.parts.doctor.cases import BY_NAME
+from labs.parts.doctor.counterfactuals import MODES
+
+FAST = "same batch again"
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys):
+    """What a drawing function prints, says, and writes as alternative text."""
+    monkeypatch.setattr(figures_visit, "show", lambda fig, alt: print(alt, to_png(fig)[:4]))
+    for module in (figures_visit, visit, reading):
+        monkeypatch.setattr(module, "say", lambda text, folded="": print(f"<{folded}>", text), raising=False)
+
+    def of(draw, *args, **more):
+        capsys.readouterr()
+        draw(*args, **more)
+        return capsys.readouterr().out
+
+    return of
+
+
+def visited(**more):
+    return report.make([made({"data": 0.5, "forward": 0.2, "backward": 0.3}, {FAST: STEP_S / 2}, **more)])
+
+
+# Figures
+
+
+def test_the_largest_part_is_named_and_compared_with_the_guess(shown):
+    said = shown(figures_visit.step, visited(), predict(20, "w", unit="%"))
+    assert "largest part of a step is waiting for data: 25.0 of 50" in said
+    assert "30 points below" in said
+
+
+def test_the_rank_with_more_of_its_own_is_late_and_not_the_one_with_the_long_backward(shown):
+    waiting = made({"forward": 0.2, "backward": 0.8}, rank=0, ranks=2)
+    late = made({"forward": 0.2, "prepare": 0.5, "backward": 0.3}, rank=1, ranks=2)
+    said = shown(figures_visit.late, report.make([waiting, late]), predict(20, "w", unit="%"))
+    assert "rank 1 has 25.0 ms more of own code between steps" in said
+    assert "50 % of rank 0's step is a wait for rank 1" in said and "30 points below" in said
+
+
+def test_equal_ranks_do_not_wait(shown):
+    both = [made({"forward": 0.4, "backward": 0.6}, rank=rank, ranks=2, noise=0) for rank in range(2)]
+    assert "about 0 % of rank 0's step" in shown(figures_visit.late, report.make(both))
+
+
+def gain(*ratios):
+    return Records([Record("doctor", "gain", "x", ratios, case={"patient": "slow_loader", "cure": "other"})])
+
+
+@pytest.mark.parametrize(("ratios", "said"), [
+    ((1.9, 1.95, 2.0, 2.0, 2.0, 2.05, 2.1), "in line with the bound"),
+    ((1.0, 1.0, 1.01, 1.02, 0.99, 1.0, 1.0), "leaves some of it"),
+    ((4.0, 4.0, 4.1, 4.0, 3.9, 4.0, 4.0), "more than the bound allows"),
+])  # fmt: skip
+def test_a_cure_is_held_against_what_was_promised(shown, ratios, said):
+    told = shown(figures_visit.promised, visited(), predict(2, "g", unit="x"), gain(*ratios))
+    assert said in told and sum(s in told for s in ("in line", "leaves some", "more than the bound")) == 1
+
+
+def test_a_counterfactual_is_per_sample_and_without_a_cure_nothing_is_promised(shown):
+    found = report.make([made(None, {"larger batch": 1.5 * STEP_S}, samples_factor={"larger batch": 2.0})])
+    assert estimate(figures_visit.ratios_of(found)["larger batch"]).value == pytest.approx(2 / 1.5, rel=0.05)
+    assert "Most would be gained by larger batch" in shown(figures_visit.promised, found)
+
+
+# Visits
+
+
+def test_cures_change_the_patient_and_one_takes_the_bad_line_away():
+    case = BY_NAME["slow_loader"]
+    texts = visit.cured_texts(case)
+    assert texts[visit.FIRST_CURE["slow_loader"]] == case.cured != case.text
+    assert len({case.text, *texts.values()}) == 3
+
+
+def test_the_room_compares_the_cure():
+    (headline,) = [h for h in HEADLINES if h.notebook == "12"]
+    step_s = {
+        "as it is": [2.0, 2.2, 2.1],
+        **{cure: [1.0, 1.1, 1.0] for cure in visit.cured_texts(BY_NAME["slow_loader"])},
+    }
+    kept = Records(visit._gains(step_s, BY_NAME["slow_loader"]))
+    assert headline.find(kept).value == pytest.approx(2.0, rel=0.1)
+
+
+def test_lines_are_shown_with_the_numbers_that_the_report_uses(capsys):
+    visit.show_lines("slow_loader", "dataset = ", "workers = 0")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert int(first.split()[0]) == BY_NAME["slow_loader"].line and "Files(images, labels)" in first
+
+
+def test_a_doctor_without_a_report_is_told(monkeypatch):
+    monkeypatch.setattr(visit, "command", lambda script, options: ["sh", "-c", "echo no torch here >&2; exit 3"])
+    with pytest.raises(BadInput, match=r"exit code 3\): no torch here"):
+        visit.examine("slow_loader")
+
+
+def test_the_page_is_split_and_nothing_is_lost(shown):
+    found = visited()
+    said = html.escape(html.unescape(shown(visit.show_page, found, "python -m labs.doctor train.py")), quote=False)
+    assert all(line.strip() in said for line in html.escape(report.page(found), quote=False).splitlines())
+    assert said.index("WHERE A STEP GOES") < said.index("&lt;The rest of the page") < said.index("HEALTHY")
+
+
+@pytest.mark.long
+def test_a_visit_names_the_late_rank(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(visit, "SECONDS", 3.0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = visit.examine("straggler")
+    assert "straggler" in [f.name for f in found.findings] and "torchrun" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+# A counterfactual of one's own
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes as the ways say; nothing is trained."""
+    now = [0.0]
+    monkeypatch.setattr(editable.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(editable.measure, "within", lambda rounds, budget: itertools.islice(rounds, 8))
+    return now
+
+
+def test_steps_are_compared_in_turn_and_only_the_first_way_trains_on(clock, capsys):
+    weights = []
+
+    def as_it_is(job):
+        clock[0] += 0.04
+        job.train(*job.kept)
+        weights.append(job.model[0].weight.sum().item())
+
+    def half(job):
+        clock[0] += 0.02
+        before = job.model[0].weight.detach().clone()
+        job.train(*job.kept)
+        assert not torch.equal(before, job.model[0].weight)
+
+    editable.compare(as_it_is, half)
+    told = capsys.readouterr().out
+    assert "2.00 x" in told and "8 rounds" in told
+
+    def only(job):
+        job.train(*job.kept)
+        alone.append(job.model[0].weight.sum().item())
+
+    def nothing(job):
+        clock[0] += 0.01
+
+    alone = []
+    editable.compare(only, nothing)
+    assert alone == weights, "what the other way trained was put back"
+
+
+def test_two_ways_are_needed():
+    with pytest.raises(BadInput, match="two functions"):
+        editable.compare(lambda job: None, lambda job: None)
+
+
+# Reading
+
+
+def test_a_loop_is_read_and_a_mended_one_is_not_objected_to(shown):
+    def hasty(model, loader, optimizer):
+        for x, y in loader:
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+    def mended(model, loader, optimizer):
+        for x, y in loader:
+            loss = cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    said = shown(reading.read, hasty, predict(1, "lines", unit="lines"))
+    assert "line 4: loss.backward()" in said and "zero-grad-missing" in said and "exactly" in said
+    assert "No rule objects" in shown(reading.read, mended)
+
+
+def test_advice_is_tried_by_what_there_is():
+    names = {"counterfactual": set(MODES), "rule": {rule.name for rule in rules.RULES}}
+    for how, what in advice.TRIED.values():
+        assert how == "facts" or set(what.split("; ")) <= names[how], what
