@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 
 import pytest
-from mutants.nb12_first_cure import MUTANTS
+from mutants.nb12_first_cure import MUTANTS, by_name
 
 from labs.chapters.nb12.exercise_first_cure import AS_IS, SEEDS, case, check_worth_it, worth_it
 from labs.kit.check import Mistake
+from labs.kit.measure import paired_ratio
 
 
 def with_own_bootstrap(turns, samples):
@@ -35,6 +37,28 @@ def test_mistakes_are_named(name):
     assert words in str(found.value)
 
 
-def test_what_is_worth_it_is_clear_in_every_made_run():
+@pytest.mark.parametrize(("wrong", "words"), [
+    (by_name, "not surely worth it|leave it out"),
+    (lambda t, s: sorted(worth_it(t, s)), "right names, in another order|upside down|by the median"),
+    (lambda t, s: set(worth_it(t, s)), "not a list of names"),
+    (lambda t, s: [(n, 1.0) for n in worth_it(t, s)], "none of the names"),
+    (lambda t, s: worth_it(t, s)[:2], "leave it out"),
+    (lambda t, s: worth_it(t, s) * 2, "twice"),
+])  # fmt: skip
+def test_other_answers_are_told_what_is_wrong_and_never_the_answer(wrong, words):
+    with pytest.raises(Mistake, match=words) as found:
+        check_worth_it(wrong)
+    assert str(worth_it(*case(SEEDS[0]))) not in str(found.value)
+
+
+def test_what_is_worth_it_is_clear_in_every_made_run_and_not_always_the_same():
+    """The lower ends are apart from each other, and from the limit, by more than a bootstrap's own noise."""
+    answers = set()
     for seed in SEEDS:
-        assert worth_it(*case(seed)) == ["same batch again", "larger batch", "no exchange"]
+        turns, samples = case(seed)
+        low = {n: paired_ratio([samples[n] / samples[AS_IS] * t for t in turns[AS_IS]], turns[n]).low
+               for n in turns if n != AS_IS}  # fmt: skip
+        ends = sorted([1.05, *(end for end in low.values() if end > 1)])
+        assert min(b / a for a, b in itertools.pairwise(ends)) > 1.01, (seed, low)
+        answers.add(tuple(worth_it(turns, samples)))
+    assert {len(a) for a in answers} == {3} and len(answers) > 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def confusion(run: Records) -> None:
     names = [n for n in BY_NAME if n in table]
     said = [s for s, _ in sum((c for c in table.values()), start=type(next(iter(table.values())))()).most_common()]
     said.sort(key=lambda s: (s == "nothing", s))
-    shares = [[100 * table[n][s] / table[n].total() or math.nan for s in said] for n in names]  # a zero stays white
+    shares = [[100 * table[n][s] / table[n].total() for s in said] for n in names]
     right = sum(table[n][s] for n in names for s in said
                 if (s in BY_NAME[n].names if BY_NAME[n].is_ill else s == "nothing"))  # fmt: skip
     total = sum(c.total() for c in table.values())
@@ -80,6 +79,8 @@ def confusion(run: Records) -> None:
                      size=(3.6 + 0.42 * len(said), 2.6 + 0.24 * len(names)))  # fmt: skip
     heat_map(ax, shares, columns=[s.replace("_", " ") for s in said], rows=[n.replace("_", " ") for n in names],
              kind=run[0].kind, form="{:.0f}", label="share of visits (%)")  # fmt: skip
+    for text in ax.texts:  # never said: an empty cell is easier to read than a zero
+        text.set_visible(text.get_text() != "0")
     ax.tick_params(axis="x", rotation=90)
     off = [f"{n} as {s}" for n in names for s in said if table[n][s]
            and not (s in BY_NAME[n].names if BY_NAME[n].is_ill else s == "nothing")]  # fmt: skip
