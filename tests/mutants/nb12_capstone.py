@@ -74,6 +74,11 @@ RARER = {
         "9,984 images",
     ),
     "another learning rate": (but({"default=2e-3": "default=4e-3"}), "learning rate"),
+    "a checkpoint without the optimizer": (
+        but({', "optimizer": optimizer.state_dict()}': "}"}),
+        "last.pt is missing or does not hold all",
+    ),
+    "another optimizer": (but({"torch.optim.AdamW(": "torch.optim.Adam("}), "the optimizer is Adam"),
     "no Python": (lambda: "def f(:\n", "is no Python"),
     "an option is gone": (but({'    parser.add_argument("--seed", type=int, default=0)\n': ""}), "seed"),
     "no file": (lambda: "no_such_script.py", "there is no file"),
