@@ -69,7 +69,7 @@ def drawn(name, **values):
 
 
 @pytest.mark.parametrize("name", EXPLORERS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(data=st.data())
 def test_every_setting_can_be_drawn_and_read(name, data):
     draw, controls = OPENED[name]
