@@ -15,9 +15,10 @@ from processes import MARK, SLOWER
 from labs.kit.course import use_own_kernel
 
 ROOT = Path(__file__).parents[1]
-LONGEST = """browser exercises doctor recipes explorers oracle commands gpu_acceptance notebooks rank_timeline doctor_cases
-    doctor_trial doctor_counterfactuals fully_sharded ddp_facts editable_rounds many_ranks mixed_precision elastic_restart
-    two_nodes training_checkpoint copies elsewhere smoke properties_checks exercise_deadlock clinic communication""".split()
+LONGEST = """browser exercises doctor recipes explorers oracle commands gpu_acceptance notebooks rank_timeline
+    doctor_cases doctor_trial doctor_counterfactuals fully_sharded ddp_facts editable_rounds many_ranks
+    mixed_precision elastic_restart two_nodes training_checkpoint copies elsewhere smoke properties_checks
+    exercise_deadlock clinic communication""".split()
 """Files of tests that take longest: side by side they start first, so that in the end no process is left alone."""
 
 
