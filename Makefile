@@ -46,8 +46,8 @@ PYTEST = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=270
 test: $(READY)
 	@echo "== Lint"
 	$(LINT)
-	@echo "== Quick tests of the kit, labs, exercises and repository, two at a time"
-	$(PY) -m pytest -m "not drill and not long and not quiet" -n 2 --dist loadfile tests $(ARGS)
+	@echo "== Quick tests of the kit, labs, exercises and repository, four at a time"
+	$(PY) -m pytest -m "not drill and not long and not quiet" -n 4 --dist loadfile --no-loadscope-reorder tests $(ARGS)
 	@echo "== Tests that measure, one by one, then every notebook, in short, against its committed outputs"
 	COURSE_SMOKE=1 $(PYTEST) -m "quiet and not drill and not long" $(ARGS)
 

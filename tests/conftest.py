@@ -15,6 +15,11 @@ from processes import MARK, SLOWER
 from labs.kit.course import use_own_kernel
 
 ROOT = Path(__file__).parents[1]
+LONGEST = """browser exercises doctor recipes explorers oracle commands gpu_acceptance notebooks rank_timeline
+    doctor_cases doctor_trial doctor_counterfactuals fully_sharded ddp_facts editable_rounds many_ranks
+    mixed_precision elastic_restart two_nodes training_checkpoint copies elsewhere smoke properties_checks
+    exercise_deadlock clinic communication""".split()
+"""Files of tests that take longest: side by side they start first, so that in the end no process is left alone."""
 
 
 def pytest_configure(config):
@@ -61,6 +66,9 @@ def pytest_collection_modifyitems(items):
 
     Notebooks measure, so that their cells are marked `quiet`, which nbval does not let them do themselves.
     """
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("quiet")

@@ -16,7 +16,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 CASES = list(itertools.product(PRECISIONS, ("none", "fp16")))
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
 def run(request):
     return launch("amp_communication", nproc=request.param, oversubscribe=True, smoke=True)
 

@@ -5,7 +5,8 @@ file. What only a browser can prove is what JupyterLab makes of it. Therefore:
 * every notebook is opened as it is committed, by a user who has not run it yet (JupyterLab then trusts no HTML), and
   each picture, table, formula and output of the file is on the page, and no error;
 * two notebooks, which between them have every kind of output, are emptied and run by "Run All Cells", saved and read
-  again: that an output is shown while it comes depends on its kind, not on its notebook;
+  again: that an output is shown while it comes depends on its kind, not on its notebook. `make test` runs the first,
+  which lacks only the difference of two recipes;
 * `python -m labs.start` in a fresh checkout opens the learner's copy, and its list of files tells of an old one.
 * a figure with knobs follows keys and mouse, in both themes.
 """
@@ -268,7 +269,7 @@ def assert_pictures(page: Page, notebook: nbformat.NotebookNode) -> None:
     assert [p["alt"] for p in shown] == [p.alt for c in code_cells(notebook) for p in pictures(c)]
 
 
-@pytest.mark.parametrize("path", RUN, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [RUN[0], pytest.param(RUN[1], marks=pytest.mark.long)], ids=lambda p: p.stem)
 def test_a_learner_runs_the_notebook(page, server, folder, path):
     open_notebook(page, server, EMPTY + path.name)
     assert not pictures_shown(page)

@@ -112,8 +112,13 @@ def prepared(command, folder):
     return [w for w in words if not re.match(r"[A-Z_]+=", w)], variables
 
 
+TRIED = {"python -m labs.hardware_probe --preflight"}
+"""Those that another test of `make test` runs: test_room_preflight."""
+
+
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", [c for c in HERE if re.match(r"(?:[A-Z_]+=\S+ )*python -m ", c)])
+@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.long if c in TRIED else ()) for c in HERE
+                                     if re.match(r"(?:[A-Z_]+=\S+ )*python -m ", c)])  # fmt: skip
 def test_python_command(command, room, monkeypatch, capsys):
     words, variables = prepared(command, room)
     module, arguments = words[2], words[3:]
@@ -151,6 +156,7 @@ def run(module, monkeypatch):
 SMOKE = {f"labs.{p.stem}" for p in (ROOT / "labs").glob("*.py") if re.search(r"^    smoke: bool", p.read_text(), re.M)}
 
 
+@pytest.mark.long  # test_rank_shell has a lab under torchrun
 @pytest.mark.parametrize("command", [c for c in HERE if c.startswith("torchrun")])
 def test_torchrun_command(command, room):
     words, _ = prepared(command, room)

@@ -50,6 +50,7 @@ def without(line):
 STRICT = ["02 edit-seeds", "03 edit-set-epoch", "04 edit-unscale", "05 edit-state", "06 edit-deadlock"]
 
 
+@pytest.mark.long  # nbval runs the same cells in `make test`
 @pytest.mark.parametrize(("number", "cell_id"), [name.split() for name in STRICT])
 def test_what_is_committed_is_what_the_cell_prints(number, cell_id):
     assert run(number, cell_id)[0] == committed(number, cell_id)

@@ -216,6 +216,21 @@ def test_an_act_that_leaves_by_exit_or_signal_is_told_apart():
     assert in_child(lambda: (_ for _ in ()).throw(KeyError("x"))).error.startswith("KeyError")
 
 
+def test_an_error_that_cannot_be_told_ends_the_child_and_no_second_process_goes_on():
+    class Unspeakable(Exception):
+        __str__ = lambda self: 1 / 0  # noqa: E731
+
+    def act():
+        raise Unspeakable
+
+    me = os.getpid()
+    with contextlib.suppress(Mistake):
+        assert in_child(act).error.startswith("Unspeakable")
+    if os.getpid() != me:
+        os._exit(0)
+    assert in_child(act).error.startswith("Unspeakable")
+
+
 def test_each_damage_changes_the_file_and_torch_alone_does_not_notice_all(tmp_path):
     torch.save(a_state(3), file := io.BytesIO())
     damaged = list(_damages(file.getvalue()))

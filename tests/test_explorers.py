@@ -69,7 +69,7 @@ def drawn(name, **values):
 
 
 @pytest.mark.parametrize("name", EXPLORERS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(data=st.data())
 def test_every_setting_can_be_drawn_and_read(name, data):
     draw, controls = OPENED[name]
@@ -337,7 +337,9 @@ def test_without_widgets_the_default_figure_is_shown_and_what_is_missing(monkeyp
     assert "pip install ipywidgets" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", EXPLORERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n not in ("roofline", "pipeline") else ()) for n in EXPLORERS]
+)
 def test_a_moved_knob_draws_the_same_picture_anew(name, monkeypatch):
     page = Page(monkeypatch)
     EXPLORERS[name]()

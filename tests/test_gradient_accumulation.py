@@ -16,7 +16,8 @@ APART = ("last_in_no_sync", "step_inside")
 SMALL = {"smoke": True, "micro_batch": 8, "accumulate": 3, "oversubscribe": True}
 
 
-@pytest.fixture(scope="module", params=[(1, "mlp"), (2, "mlp"), (2, "cnn")], ids=str)
+@pytest.fixture(scope="module", params=[(1, "mlp"), pytest.param((2, "mlp"), marks=pytest.mark.long), (2, "cnn")],
+                ids=str)  # fmt: skip
 def run(request):
     """The comparison in float64, where all that is left is mistakes."""
     nproc, model = request.param

@@ -7,7 +7,8 @@ from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.parts.sharding import hybrid
 
-MESHES = [(4, 2), (4, 1), (3, 1), (2, 2)]  # (ranks, dp): 2 x 2, 1 x 4, 1 x 3 (uneven stages and heads), 2 x 1
+MESHES = [(4, 2), (3, 1), *(pytest.param(m, marks=pytest.mark.long) for m in ((4, 1), (2, 2)))]
+"""(ranks, dp): 2 x 2, 1 x 3 (uneven stages and heads), 1 x 4, 2 x 1."""
 
 
 @pytest.fixture(scope="module", params=MESHES, ids=lambda m: f"{m[1]}x{m[0] // m[1]}")

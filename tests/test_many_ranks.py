@@ -70,7 +70,7 @@ def test_the_share_of_links_that_cross(members, per_node, share):
 # -- fake ranks against closed forms
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 16, 64, 512])
+@pytest.mark.parametrize("ranks", [2, 16, *(pytest.param(n, marks=pytest.mark.long) for n in (8, 64, 512))])
 @pytest.mark.parametrize("way", five_ways.WAYS)
 def test_fake_ranks_send_the_bytes_of_the_closed_form(way, ranks):
     job = Job(SMALL, ranks, 8)

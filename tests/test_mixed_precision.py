@@ -380,6 +380,7 @@ def test_bad_input_is_one_line(values, words):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.long  # test_timing has the same
 def test_from_a_shell_bad_input_is_one_line_and_exit_code_2():
     command = [*PYTHON, "-m", "labs.mixed_precision", "--nproc", "1", "--model", f"{__name__}:integers"]
     environment = new_environment()

@@ -15,7 +15,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from labs.kit import notebook_report
-from labs.kit.course import execute, literal, own_parameters, tell_times
+from labs.kit.course import execute, literal, main, own_parameters, tell_times
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 OTHER = {"NPROC": 1, "SOLUTIONS": True}
@@ -102,9 +102,11 @@ def write(path, *cells):
 def test_course_goes_on_after_a_failure_and_writes_one_index(small):
     elsewhere = small / "elsewhere"
     elsewhere.mkdir()
+    before = {p.name: p.read_bytes() for p in small.glob("*.ipynb")}
     done = course(small, "-p", "NPROC", "1", cwd=elsewhere)
     assert done.returncode == 1
     assert "2 passed, 1 failed" in done.stdout
+    assert {p.name: p.read_bytes() for p in small.glob("*.ipynb")} == before, "a committed notebook is never written"
     index = (small / "build" / "index.html").read_text()
     for part in ("Draw &amp; see", "<li>see it</li>", "<li>go on and on</li>", 'alt="a figure"', "ZeroDivisionError"):
         assert part in index
@@ -138,18 +140,28 @@ def test_kernels_run_in_this_python_whatever_else_is_installed(small):
         (["--notebooks", "nowhere"], "there are no notebooks in"),
     ],
 )
-def test_bad_input_is_one_line(small, options, answer):
-    done = course(small, *options)
-    assert done.returncode == 2
-    assert answer in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_bad_input_is_one_line(small, refused, options, answer):
+    assert answer in refused("--notebooks", small, *options)
 
 
-def test_a_file_that_is_no_notebook_is_named(small):
+def test_a_file_that_is_no_notebook_is_named(small, refused):
     (small / "b.ipynb").write_text("<<<<<<< HEAD")
-    done = course(small, "b")
-    assert done.returncode == 2
-    assert "b.ipynb is not a notebook" in done.stderr
+    assert "b.ipynb is not a notebook" in refused("--notebooks", small, "b")
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """What the command says, in one line, of options that it refuses; run in this process."""
+
+    def refused(*options):
+        monkeypatch.setattr(sys, "argv", ["course", *map(str, options)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr().err
+        assert ended.value.code == 2 and len(told.splitlines()) == 1, told
+        return told
+
+    return refused
 
 
 @pytest.mark.drill
@@ -185,22 +197,30 @@ def wait_until(condition, timeout_s=40.0):
         time.sleep(0.1)
 
 
-def test_a_committed_notebook_is_never_written(small):
-    before = {p.name: p.read_bytes() for p in small.glob("*.ipynb")}
-    course(small)
-    assert {p.name: p.read_bytes() for p in small.glob("*.ipynb")} == before
-
-
 def test_nbval_notices_a_changed_output(small):
     """The run that `make test` relies on: a strict comparison, in the notebook's own folder."""
     write(small / "b.ipynb", new_markdown_cell("# Count"), new_code_cell("import os; os.path.basename(os.getcwd())"))
-    nbval = [sys.executable, "-m", "pytest", "--nbval", "-q", "-p", "no:cacheprovider", "--rootdir", small]
-    execute(small / "b.ipynb", small / "d.ipynb", {})
-    assert subprocess.run([*map(str, nbval), small / "d.ipynb"], capture_output=True).returncode == 0
-    stale = nbformat.read(small / "d.ipynb", as_version=4)
+    execute(small / "b.ipynb", small / "same.ipynb", {})
+    stale = nbformat.read(small / "same.ipynb", as_version=4)
     stale.cells[1].outputs[0].data["text/plain"] = "'elsewhere'"
-    nbformat.write(stale, small / "d.ipynb")
-    assert subprocess.run([*map(str, nbval), small / "d.ipynb"], capture_output=True).returncode == 1
+    nbformat.write(stale, small / "stale.ipynb")
+    nbval = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--nbval",
+        "-rA",
+        "-p",
+        "no:cacheprovider",
+        "--color=no",
+        "--rootdir",
+        small,
+    ]
+    done = subprocess.run(
+        [*map(str, nbval), small / "same.ipynb", small / "stale.ipynb"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout, done.stdout
+    assert re.search(r"^PASSED \S*same.ipynb", done.stdout, re.M), done.stdout
 
 
 def timed(path, *seconds):

@@ -8,7 +8,9 @@ from labs.kit.launch import launch
 from labs.parts.timing.collectives import LatencyBandwidth
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+)
 def run(request):
     return launch("point_to_point", nproc=request.param, oversubscribe=True, smoke=True, sizes=(4100, 1_200_000))
 

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import random
+import runpy
 import statistics
 import subprocess
 import sys
@@ -306,6 +307,7 @@ def test_one_rank_waits_for_nobody():
     assert "waits for nobody" in list(lab.answer(run))[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -319,13 +321,15 @@ def test_one_rank_waits_for_nobody():
         (["--folder", "bad.json/x"], "is not a folder"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line(tmp_path, words, said):
+def test_bad_input_is_one_line(tmp_path, words, said, monkeypatch, capsys):
     written(tmp_path, made(1))
     (tmp_path / "bad.json").write_text('{"traceEvents": [')
-    done = subprocess.run(
-        [sys.executable, "-m", "labs.rank_timeline", *words], cwd=tmp_path, text=True, capture_output=True
-    )
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rank_timeline", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("labs.rank_timeline", run_name="__main__", alter_sys=True)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and len(told.splitlines()) == 1 and said in told, told
 
 
 def test_traces_of_yours_are_read_from_the_shell(tmp_path):

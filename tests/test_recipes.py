@@ -225,6 +225,7 @@ def test_fast_habits_in_16_bits_train_alike(run, losses_in_fp32, options):
 # A communication hook
 
 
+@pytest.mark.long
 def test_without_a_hook_the_losses_are_those_of_ddp(run, single, tmp_path):
     result = run("train_ddp_hook", *EXACT, "--hook", "none", "--bucket-mb", 0.5, "--save", "w.pt", ranks=2)
     assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
@@ -413,7 +414,8 @@ def test_states_are_loaded_on_another_number_of_ranks(run, tmp_path, saver, load
     assert results[0].losses[0] < afresh.losses[0], "it went on from what was learnt"
 
 
-@pytest.mark.parametrize("recipe", ["train_fsdp", pytest.param("train_tensor_parallel", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["train_fsdp", "train_tensor_parallel"])
 def test_shards_in_bf16(run, losses_in_fp32, recipe):
     result = run(recipe, *FEW, "--precision", "bf16", ranks=2)
     assert result.losses != losses_in_fp32.losses

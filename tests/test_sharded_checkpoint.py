@@ -21,7 +21,7 @@ def again(ranks, folder):
     return launch("sharded_checkpoint", nproc=ranks, oversubscribe=True, smoke=True, folder=folder)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3])
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     yield again(request.param, folder)

@@ -13,7 +13,7 @@ from labs.parts.sharding.traffic import HEADER_BYTES, sent_bytes
 from labs.parts.timing.collectives import LatencyBandwidth
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 4])
 def run(request):
     return launch("tensor_parallel", nproc=request.param, oversubscribe=True, smoke=True)
 

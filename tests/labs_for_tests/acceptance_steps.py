@@ -45,7 +45,7 @@ def unjudgeable(evidence) -> Verdict:
 STEPS = {
     "crashes": Step("?", crashes, good, 60, 60),
     "killed": Step("?", killed, good, 60, 60),
-    "hangs": Step("?", hangs, good, 12, 12),
+    "hangs": Step("?", hangs, good, 6, 6),
     "raises": Step("?", raises, good, 60, 60),
     "lacks": Step("?", lacks, good, 60, 60),
     "unjudgeable": Step("?", fine, unjudgeable, 60, 60),

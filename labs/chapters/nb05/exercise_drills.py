@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labs.kit.check import Mistake
+from labs.kit.check import Mistake, error_text
 
 LIMIT_S = 15.0
 """How long one act may take; saving the small states of this exercise takes milliseconds."""
@@ -74,7 +74,10 @@ def in_child(act: Callable[[], Any], drill: Drill = Drill(), using: Iterable[dic
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the child runs this one act and ends
         pid = os.fork()
     if pid == 0:
-        _live(act, drill, using, writing)
+        try:
+            _live(act, drill, using, writing)
+        finally:
+            os._exit(1)  # whatever a learner's error does when it is told: there must not be two of this process
     os.close(writing)
     try:
         text = _read(reading)
@@ -113,7 +116,7 @@ def _live(act: Callable[[], Any], drill: Drill, using: Iterable[dict[str, Any]],
         _limit(drill)
         act()
     except BaseException as e:
-        error = f"{type(e).__name__}: {e}".splitlines()[0][:300]
+        error = f"{type(e).__name__}: {error_text(e)}".splitlines()[0][:300]
     watch.over = True
     told = json.dumps({"error": error, "calls": [[c.what, c.paths, c.files] for c in watch.calls]}).encode()
     while told:  # a pipe takes 64 kB at once
