@@ -28,6 +28,8 @@ class Cause:
     calls: tuple[str, ...] = ()
     """Calls in the source that it hangs on."""
     option: bool = False
+    within: tuple[str, ...] = ()
+    """Kinds of a step's parts outside of which its counterfactual changes nothing."""
 
 
 THREADS = "torch uses {threads} in each of {local_ranks}, on {cores}"
@@ -52,7 +54,7 @@ CAUSES = (
           "save every few minutes", "05, section 4",
           ("save",), "save", ("save",)),
     Cause("printing", "no printing", "it prints {calls} times in a step: {part} of {step}",
-          "print every 50 steps: if step % 50 == 0: ...", "01, exercise 01.3", ("print",), "print"),
+          "print every 50 steps: if step % 50 == 0: ...", "01, exercise 01.3", ("print",), "print", within=("print",)),
     Cause("more_threads", "one thread per core", THREADS + ": one for each core is faster",
           "torch.set_num_threads({fair_threads})", "02, section 5", calls=("set_num_threads",), option=True),
     Cause("threads", "fewer threads", THREADS, "torch.set_num_threads({fair_threads})", "02, section 5",
@@ -72,7 +74,7 @@ CAUSES = (
     Cause("tiny_batches", "larger batch", LARGER + ": most of a step is paid whatever its size is",
           "batch_size={larger_batch}: other learning rate, other training", "01, section 4", calls=("DataLoader",)),
     Cause("optimizer_loop", "fused optimizer", "the optimizer goes from parameter to parameter in Python",
-          "{optimizer}(..., fused=True)", "09, section 1", calls=("{optimizer}",)),
+          "{optimizer}(..., fused=True)", "09, section 1", within=("optimizer",), calls=("{optimizer}",)),
     Cause("half_precision", "half precision", "forward and loss are computed in 32 bits",
           'with torch.autocast("{device}", torch.bfloat16): around forward and loss; compare the losses',
           "04, section 4", option=True),
