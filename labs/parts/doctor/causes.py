@@ -54,7 +54,7 @@ CAUSES = (
           "save every few minutes", "05, section 4",
           ("save",), "save", ("save",)),
     Cause("printing", "no printing", "it prints {calls} times in a step: {part} of {step}",
-          "print every 50 steps: if step % 50 == 0: ...", "01, exercise 01.3", ("print",), "print", within=("print",)),
+          "print every 50 steps: if step % 50 == 0: ...", "01, exercise 01.3", ("print",), "print"),
     Cause("more_threads", "one thread per core", THREADS + ": one for each core is faster",
           "torch.set_num_threads({fair_threads})", "02, section 5", calls=("set_num_threads",), option=True),
     Cause("threads", "fewer threads", THREADS, "torch.set_num_threads({fair_threads})", "02, section 5",

@@ -121,9 +121,11 @@ def _within(cause: Cause, bound: Estimate, facts: Sequence[Facts]) -> tuple[Esti
     A GPU's parts are longer than the host's clock says: of those nothing is known from here.
     """
     most, of = bounds.from_parts(facts, *cause.within) if cause.within else (None, facts[0])
-    if of.device == "cpu" and bounds.enough(most) and most.high < bound.value:
-        return most, FROM_PARTS, of
-    return bound, IN_TURN, of
+    if of.device != "cpu" or not bounds.enough(most):
+        return bound, IN_TURN, of
+    too_much = standing(bound) == "gain" and most.high < bound.value
+    little = standing(bound) == "unclear" and standing(most, bounds.WORTH_BY_PARTS) == "fine"
+    return (most, FROM_PARTS, of) if too_much or little else (bound, IN_TURN, of)
 
 
 def _standing(bound: Estimate, by: str) -> str:
