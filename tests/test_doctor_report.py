@@ -65,8 +65,15 @@ def test_a_page_with_everything_still_fits():
 
 
 ENDS = {
-    "silent": ({}, "no step of an optimizer was seen: the script took no step for too long"),
+    "silent": (
+        {"error": "it stands in train.py:9"},
+        "no step of an optimizer was seen: the script took no step for too long, and was ended (it stands in train.py:9)",
+    ),
     "killed": ({"exit_code": -9, "steps": 3}, "killed by SIGKILL after 3 steps"),
+    "killed ": (
+        {"ended": "killed", "exit_code": -15, "error": "stopped by Ctrl-C"},
+        "killed by SIGTERM (stopped by Ctrl-C)",
+    ),
     "error": ({"exit_code": 1, "error": "ValueError: <b> (train.py:3)"}, "failed: ValueError: <b> (train.py:3)"),
     "error ": (
         {"ended": "error", "steps": 3, "error": "ValueError (train.py:3)"},

@@ -55,8 +55,8 @@ ENDS = {
     "script ended": "the script ended by itself",
     "exit": "the script left with exit code {code}",
     "error": "the script failed: {error}",
-    "killed": "the script was killed{signal}",
-    "silent": "the script took no step for too long, and was ended",
+    "killed": "the script was killed{signal}{why}",
+    "silent": "the script took no step for too long, and was ended{why}",
     "running": "the run was ended from outside",
 }
 
@@ -156,7 +156,7 @@ def end_of(facts: Facts) -> str:
     if code is not None and code < 0:
         name = f" by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f" by signal {-code}"
     text = ENDS.get(facts.ended, "all was measured").format(
-        code=code, error=facts.error or "see its output", signal=name
+        code=code, error=facts.error or "see its output", signal=name, why=facts.error and f" ({facts.error})"
     )
     if facts.ended == "done":
         return text
