@@ -40,6 +40,8 @@ class Script:
     """Writes into that folder what the script reads."""
     ranks: int = 0
     """By torchrun; 0: without."""
+    apart: bool = False
+    """Whether its ranks exchange nothing, each with a model of its own."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables on top."""
     optimizers: tuple[str, ...] = ()
@@ -123,8 +125,8 @@ SCRIPTS = [
     Script("pytorch/examples", "mnist/main.py", optimizers=("Adadelta",), dataset="MNIST"),
     Script("pytorch/examples", "imagenet/main.py", "--dummy -j 2 -b 8 -p 1", optimizers=("SGD",), dataset="FakeData",
            rules=(("save-not-atomic", 430),)),
-    Script("pytorch/examples", "imagenet/main.py", ALONE, ranks=2, optimizers=("SGD",), dataset="FakeData",
-           rules=(("save-not-atomic", 430),)),
+    Script("pytorch/examples", "imagenet/main.py", ALONE, ranks=2, apart=True, optimizers=("SGD",),
+           dataset="FakeData", rules=(("save-not-atomic", 430),)),
     Script("pytorch/examples", "word_language_model/main.py", WORDS, _words, optimizers=("AdamW",)),
     Script("pytorch/examples", "dcgan/main.py", "--dataset fake --workers 1 --batchSize 8 --ngf 8 --ndf 8",
            optimizers=("Adam", "Adam"), dataset="FakeData"),

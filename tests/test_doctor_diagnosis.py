@@ -322,6 +322,18 @@ def test_the_loaders_cure_is_the_number_of_workers_that_was_fastest():
     assert "num_workers" not in diagnose([facts])[0].cure
 
 
+def test_ranks_between_which_no_exchange_is_seen_are_told():
+    def told(parts=None, ranks=2, **training):
+        facts = [made(parts, rank=rank, ranks=ranks) for rank in range(ranks)]
+        for f in facts:
+            f.training |= training
+        return any("train one model" in text for text in unknown(facts))
+
+    assert told()
+    assert not told(ddp=True) and not told(fsdp=True) and not told(ranks=1)
+    assert not told(WELL | {"exchange": 0.02})
+
+
 def test_no_facts_no_steps_nothing():
     empty = made(steps=0, rounds=0)
     for facts in ([], [empty]):

@@ -491,8 +491,20 @@ def _little(bound: Estimate, by: str) -> str:
 def unknown(facts: list[Facts]) -> list[str]:
     """What this run cannot tell, what was not tried and why, and what the doctor never sees."""
     seen = with_steps(facts)
-    texts = [*(_unclear(seen) if seen else ()), *(text for f in facts for text in f.unseen), *_not_tried(facts)]
+    texts = [*_no_exchange(seen), *(_unclear(seen) if seen else ())]
+    texts += [*(text for f in facts for text in f.unseen), *_not_tried(facts)]
     return list(dict.fromkeys([*texts, *(causes.NEVER_SEEN if seen else ())]))
+
+
+def _no_exchange(facts: Sequence[Facts]) -> Iterator[str]:
+    """Of ranks that seem to train for themselves: what they exchange may be hidden, in a library or in DTensors."""
+    wrapped = any(f.training.get(how) for f in facts for how in ("ddp", "fsdp"))
+    if len(facts) < 2 or wrapped or any(part_s(f, "exchange") for f in facts):
+        return
+    yield (
+        f"whether {count(len(facts), 'rank')} train one model: no exchange between them was seen in these steps, no "
+        "DistributedDataParallel, no fully_shard and no call of torch.distributed. Without one each trains its own"
+    )
 
 
 def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
