@@ -17,7 +17,7 @@ from labs.parts.doctor.facts import Facts
 from labs.parts.doctor.hooks import LOOKED_FOR
 from labs.parts.doctor.turns import LEAST_ROUNDS
 
-pytestmark = [pytest.mark.long, pytest.mark.quiet, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.quiet, pytest.mark.timeout(600)]
 STEP_S = 0.020
 MOST = 1.03
 """Times the step without hooks."""
