@@ -168,8 +168,11 @@ def last_words(facts: list[Facts], order: Order) -> list[str]:
             rank = f" of rank {f.rank}" if f.ranks > 1 else ""
             lines += ["", f"LAST LINES OF ITS OUTPUT{rank.upper()}", *(f"  {line}" for line in f.output)]
     if any(f.ended == "error" for f in facts) and not order.let_it_write:
-        lines += ["", "Does it run without the doctor, but not here? What it writes goes to a scratch folder, which "
-                  "libraries", "in C and programs that it starts do not know: try --let-it-write."]  # fmt: skip
+        lines += [
+            "",
+            "Does it run without the doctor, but not here? It sees no terminal, and what it writes goes to a",
+            "scratch folder, which libraries in C and programs that it starts do not know: try --let-it-write.",
+        ]
     return lines
 
 

@@ -207,7 +207,7 @@ def test_workers_and_children_write_to_the_scratch_folder_and_end(run, context):
 
 ENDS = {
     "an exception in step 3": (
-        "def at(number):\n    if number == 3: print('so far'); raise RuntimeError('no more')\ntrain()",
+        "def at(number):\n    if number == 3: print('so \\x1b[1mfar'); raise RuntimeError('no \\x1b[0mmore')\ntrain()",
         ("error", 1, 2, "RuntimeError: no more (train.py:21)"), ["so far", "RuntimeError: no more"],
     ),
     "an error of syntax": ("def x(:", ("error", 1, 0, "SyntaxError: invalid syntax"), ["def x(:"]),

@@ -131,6 +131,29 @@ def test_steps_as_they_are_train_as_if_nothing_else_had_been(quick, make, dtype)
     assert losses == [step(*alone, x, y) for x, y in batches]
 
 
+@pytest.mark.parametrize("generator_every", [1, 3])
+def test_the_graph_of_a_loss_to_come_survives_what_is_put_back(quick, generator_every):
+    """Of two networks that train each other: the images are made before the critic's step, and judged after it."""
+
+    def training():
+        generator, critic = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), classifier()
+        ours, theirs = (torch.optim.Adam(m.parameters()) for m in (generator, critic))
+        for number, (x, _) in enumerate(forever(data())):
+            images = generator(x)
+            theirs.zero_grad()
+            (critic(x) - critic(images.detach())).square().mean().backward()
+            theirs.step()
+            if number % generator_every == 0:
+                images = images if generator_every == 1 else generator(x)
+                ours.zero_grad()
+                critic(images).square().mean().backward()
+                ours.step()
+
+    facts = look_at(training, [MODES["same batch again"], MODES["larger batch"]])
+    assert len(facts.turns_s) == 3
+    assert facts.micro_batches == pytest.approx(1 + 1 / generator_every)  # backward passes of a step
+
+
 def test_a_batch_that_the_script_takes_apart_is_whole_again(quick):
     class Rows(torch.utils.data.Dataset):
         def __len__(self):

@@ -256,6 +256,22 @@ def test_what_cannot_be_seen_is_in_the_scripts_own_time(clock, kind):
         assert seconds == {"data": 0.008, "forward": 0.001, "optimizer": 0.004}
 
 
+def test_a_new_optimizer_in_each_epoch_ends_the_steps_from_its_first_one_on(clock):
+    model, seen = Slow(clock, 0.001), []
+
+    def training():
+        for _ in range(4):
+            optimizer = SlowSgd(model.parameters(), clock, 0.004)
+            for x, y in loader_of(clock, 0.008):
+                loss_of(model(x), y).backward()
+                optimizer.step()
+
+    with hooked(lambda seconds: seen.append(sum(seconds.values()))) as hooks:
+        training()
+        assert len(hooks.optimizers) <= 1  # the models of old ones are not kept
+    assert len(seen) == 4 * len(loader_of(clock, 0.008)) and max(seen[1:]) == pytest.approx(0.013)
+
+
 def test_an_optimizer_that_is_gone_ends_no_step_for_ever(clock):
     model = Slow(clock, 0.001)
 

@@ -65,9 +65,20 @@ def test_a_page_with_everything_still_fits():
 
 
 ENDS = {
-    "silent": ({}, "no step of an optimizer was seen: the script took no step for too long"),
+    "silent": (
+        {"error": "it stands in train.py:9"},
+        "no step of an optimizer was seen: the script took no step for too long, and was ended (it stands in train.py",
+    ),
     "killed": ({"exit_code": -9, "steps": 3}, "killed by SIGKILL after 3 steps"),
+    "killed ": (
+        {"ended": "killed", "exit_code": -15, "error": "stopped by Ctrl-C"},
+        "killed by SIGTERM (stopped by Ctrl-C)",
+    ),
     "error": ({"exit_code": 1, "error": "ValueError: <b> (train.py:3)"}, "failed: ValueError: <b> (train.py:3)"),
+    "error ": (
+        {"ended": "error", "steps": 3, "error": "ValueError (train.py:3)"},
+        "failed: ValueError (train.py:3) after 3",
+    ),
     "script ended": ({"exit_code": 0, "steps": 4}, "ended by itself after 4 steps"),
     "exit": ({"exit_code": 3}, "left with exit code 3"),
     "running": ({"trying": "compiled"}, "ended from outside, while 'compiled' was tried"),
@@ -77,8 +88,9 @@ ENDS = {
 @pytest.mark.parametrize("ended", ENDS)
 def test_a_run_without_steps_says_how_it_ended(ended, tmp_path):
     more, words = ENDS[ended]
-    found = report.make([Facts("/x/train.py", ["/x/train.py"], ended=ended, **more)])
+    found = report.make([Facts("/x/train.py", ["/x/train.py"], **{"ended": ended, **more})])
     assert words in report.answer(found) and words in " ".join(report.page(found).split())
+    assert ("train longer" in report.answer(found)) == ("steps" in more and "error" not in ended)
     assert len(report.page(found).splitlines()) < 15
     path = report.write_html(found, tmp_path / "page.html")
     assert "Where a step goes" not in path.read_text("utf-8")
@@ -91,6 +103,23 @@ def test_what_is_wrong_in_the_source_is_told_at_the_top_even_if_nothing_ran():
         lines = report.page(report.make(facts, [wrong])).splitlines()
         assert any("wrong, see below: train.py:3" in line for line in lines[:4])
         assert "Cure: none is known" in "\n".join(lines)
+
+
+def test_lines_of_which_the_same_is_to_be_told_are_one_entry(tmp_path):
+    def hit(line, cure="Read it later."):
+        return SimpleNamespace(rule="reads", file="/x/train.py", line=line, code=f"{line}.item()", why="It waits.",
+                               notebook="01", section="1", cure=cure, certainty="look at it", source="")  # fmt: skip
+
+    found = report.make([made()], [hit(3), hit(5), hit(7, "Another one.")])
+    for told in (report.page(found), _html(found, tmp_path)):
+        assert told.count("It waits") == 2 and told.count("Read it later") == 1
+        assert [told.count(f"train.py:{line}") for line in (3, 5, 7)] == [1, 1, 1]
+    assert len(found.findings) == 3  # of each line in the JSON
+
+
+def test_a_name_in_code_keeps_its_small_letter():
+    assert report.capital("nn.DataParallel copies") == "nn.DataParallel copies"
+    assert report.capital("it waits") == "It waits"
 
 
 def test_no_rank_left_anything():

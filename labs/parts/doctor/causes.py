@@ -28,6 +28,8 @@ class Cause:
     calls: tuple[str, ...] = ()
     """Calls in the source that it hangs on."""
     option: bool = False
+    within: tuple[str, ...] = ()
+    """Kinds of a step's parts outside of which its counterfactual changes nothing."""
 
 
 THREADS = "torch uses {threads} in each of {local_ranks}, on {cores}"
@@ -72,7 +74,7 @@ CAUSES = (
     Cause("tiny_batches", "larger batch", LARGER + ": most of a step is paid whatever its size is",
           "batch_size={larger_batch}: other learning rate, other training", "01, section 4", calls=("DataLoader",)),
     Cause("optimizer_loop", "fused optimizer", "the optimizer goes from parameter to parameter in Python",
-          "{optimizer}(..., fused=True)", "09, section 1", calls=("{optimizer}",)),
+          "{optimizer}(..., fused=True)", "09, section 1", within=("optimizer",), calls=("{optimizer}",)),
     Cause("half_precision", "half precision", "forward and loss are computed in 32 bits",
           'with torch.autocast("{device}", torch.bfloat16): around forward and loss; compare the losses',
           "04, section 4", option=True),

@@ -152,7 +152,7 @@ class Threads(Counterfactual):
         self.share = share
         if self.fewer:
             return "" if have > share else f"{have} of {share} possible threads are none too many"
-        return "" if have < share else f"it has {have} threads for {share} cores"
+        return "" if have < share else "each of its cores has a thread already"
 
     def enter(self, hooks: Hooks) -> None:
         self.before = hooks.torch.get_num_threads()

@@ -108,11 +108,24 @@ def _judged(facts: Sequence[Facts]) -> Iterator[tuple[Cause, Estimate, str, Fact
         if noisy and standing(parted, bounds.WORTH_INSTEAD) == "gain":
             yield cause, parted, FROM_PARTS, most
         elif bounds.enough(bound) and not _now_and_then(cause, most):
-            yield cause, bound, IN_TURN, most
+            yield cause, *_within(cause, bound, facts)
         elif parted is not None and part_s(most, *cause.parts):
             yield cause, parted, FROM_PARTS, most
         elif bound is not None:
             yield cause, bound, IN_TURN, most
+
+
+def _within(cause: Cause, bound: Estimate, facts: Sequence[Facts]) -> tuple[Estimate, str, Facts]:
+    """A cure of the optimizer gives no more than a step without one, whatever a noisy machine shows.
+
+    A GPU's parts are longer than the host's clock says: of those nothing is known from here.
+    """
+    most, of = bounds.from_parts(facts, *cause.within) if cause.within else (None, facts[0])
+    if of.device != "cpu" or not bounds.enough(most):
+        return bound, IN_TURN, of
+    too_much = standing(bound) == "gain" and most.high < bound.value
+    little = standing(bound) == "unclear" and standing(most, bounds.WORTH_BY_PARTS) == "fine"
+    return (most, FROM_PARTS, of) if too_much or little else (bound, IN_TURN, of)
 
 
 def _standing(bound: Estimate, by: str) -> str:
@@ -197,7 +210,7 @@ def _loader_cure(facts: Facts, fair: int) -> str:
     best = min(tried, key=tried.__getitem__, default=now)
     if now in tried and tried[best] * bounds.WORTH < tried[now]:
         times = f"the loader alone then takes {ms(tried[best])} for a batch, now {ms(tried[now])}"
-        return f"DataLoader(..., num_workers={best}, persistent_workers=True): {times}"
+        return f"DataLoader(..., num_workers={best}{', persistent_workers=True' if best else ''}): {times}"
     if not now and not tried:
         return f"DataLoader(..., num_workers={fair}, persistent_workers=True), or decode once and keep it"
     known = " (no number of workers is faster)" if tried else ""
@@ -478,8 +491,20 @@ def _little(bound: Estimate, by: str) -> str:
 def unknown(facts: list[Facts]) -> list[str]:
     """What this run cannot tell, what was not tried and why, and what the doctor never sees."""
     seen = with_steps(facts)
-    texts = [*(_unclear(seen) if seen else ()), *(text for f in facts for text in f.unseen), *_not_tried(facts)]
+    texts = [*_no_exchange(seen), *(_unclear(seen) if seen else ())]
+    texts += [*(text for f in facts for text in f.unseen), *_not_tried(facts)]
     return list(dict.fromkeys([*texts, *(causes.NEVER_SEEN if seen else ())]))
+
+
+def _no_exchange(facts: Sequence[Facts]) -> Iterator[str]:
+    """Of ranks that seem to train for themselves: what they exchange may be hidden, in a library or in DTensors."""
+    wrapped = any(f.training.get(how) for f in facts for how in ("ddp", "fsdp"))
+    if len(facts) < 2 or wrapped or any(part_s(f, "exchange") for f in facts):
+        return
+    yield (
+        f"whether {count(len(facts), 'rank')} train one model: no exchange between them was seen in these steps, no "
+        "DistributedDataParallel, no fully_shard and no call of torch.distributed. Without one each trains its own"
+    )
 
 
 def _unclear(facts: Sequence[Facts]) -> Iterator[str]:

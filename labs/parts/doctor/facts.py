@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,11 @@ class Facts:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)))
         part.replace(path)
+
+
+def without_colours(text: str) -> str:
+    """And without other orders to a terminal."""
+    return re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", text).replace("\x1b", "")
 
 
 def load(path: Path) -> Facts:

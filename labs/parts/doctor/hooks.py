@@ -41,6 +41,8 @@ LOOKED_FOR = 6
 """Steps after which no more is done to find out which modules the script calls."""
 GONE = 20
 """Steps of other optimizers after which the one that ended a step is taken for gone."""
+ITERATIONS = 3
+"""From the start: in these it is found out which of several optimizers ends an iteration."""
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
 
 
@@ -104,7 +106,8 @@ class Hooks:
         """Whether autograd's anomaly detection was on in a backward pass."""
         self.unused_seen = False
         """Whether a step did not use all parameters of `watch_unused`."""
-        self.optimizers: dict[int, Any] = {}
+        self.optimizers: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+        """By id. A script may make a new one in each epoch."""
         self.roots: dict[int, Any] = {}
         """Outermost modules that hold parameters of an optimizer, by id."""
         self.called: set[int] = set()
@@ -121,8 +124,8 @@ class Hooks:
         self.synchronised = True
         """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
         self._own: dict[str, bool] = {}
-        self._looked, self._others = 0, 0
-        self._boundary: int | None = None
+        self._looked = 0
+        self._ends_steps(None)
         self._fetched: list[weakref.ref] = []
         self._in_batches, self._in_calls = 0, defaultdict(int)
         self._to_be_used, self._used = 0, 0
@@ -527,9 +530,9 @@ class Hooks:
     def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if self._elsewhere():
             return
-        if id(optimizer) not in self.optimizers:
-            self.optimizers[id(optimizer)] = optimizer
-            self._boundary = self._boundary or id(optimizer)
+        self.optimizers[id(optimizer)] = optimizer
+        if self._boundary not in self.optimizers:  # it is the first one, or the script has dropped that before it
+            self._ends_steps(id(optimizer))
         begun = self._stepping.get(id(optimizer))
         if begun and _runs(begun[0]):  # a subclass whose step calls that of its class
             begun[1] += 1
@@ -546,11 +549,34 @@ class Hooks:
             return
         del self._stepping[id(optimizer)]
         self.spans.leave()
+        self._find_last(id(optimizer))
         self._others = 0 if id(optimizer) == self._boundary else self._others + 1
         if self._others > GONE * len(self.optimizers):
-            self._boundary, self._others = id(optimizer), 0
+            self._ends_steps(id(optimizer))
         if id(optimizer) == self._boundary:
             self._end_step()
+
+    def _ends_steps(self, optimizer: int | None) -> None:
+        """Until `_find_last` knows better."""
+        self._boundary, self._others = optimizer, 0
+        self._iterations = 0
+        self._in_iteration: list[int] = []
+        self._in_each: list[int] = []
+
+    def _find_last(self, optimizer: int) -> None:
+        """Of several optimizers a step ends with the last that takes one step in each iteration.
+
+        After that of an earlier one the graph of a loss to come may be there: torch refuses to go back through weights
+        that were put back meanwhile. The first iteration begins with the first optimizer that takes a step.
+        """
+        if self._iterations == ITERATIONS:
+            return
+        if self._in_iteration[:1] == [optimizer]:
+            self._iterations += 1
+            once = [o for o in self._in_iteration if self._in_iteration.count(o) == 1]
+            self._in_each = [o for o in once if o in (self._in_each or once)]
+            self._boundary, self._in_iteration = self._in_each[-1], []
+        self._in_iteration.append(optimizer)
 
     def _end_step(self) -> None:
         if self.synchronised:

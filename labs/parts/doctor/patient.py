@@ -25,7 +25,7 @@ from labs.kit import as_main
 from labs.kit.guardian import end_with_parent
 from labs.parts.doctor import scratch
 from labs.parts.doctor.after_import import after_import
-from labs.parts.doctor.facts import Facts
+from labs.parts.doctor.facts import Facts, without_colours
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Has the patient write where its threads stand. No script uses the last one; macOS has none."""
@@ -225,7 +225,8 @@ def _told(error: BaseException, script: str) -> str:
     where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in (own or frames)[-1:]]
     if isinstance(error, SyntaxError) and error.filename:
         where = [f"{os.path.basename(error.filename)}:{error.lineno}"]
-    return " ".join([" ".join(f"{type(error).__name__}: {error}".split())[:300], *(f"({w})" for w in where)])
+    said = without_colours(f"{type(error).__name__}: {error}")
+    return " ".join([" ".join(said.split())[:300], *(f"({w})" for w in where)])
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import signal
 import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,8 @@ ENDS = {
     "script ended": "the script ended by itself",
     "exit": "the script left with exit code {code}",
     "error": "the script failed: {error}",
-    "killed": "the script was killed{signal}",
-    "silent": "the script took no step for too long, and was ended",
+    "killed": "the script was killed{signal}{why}",
+    "silent": "the script took no step for too long, and was ended{why}",
     "running": "the run was ended from outside",
 }
 
@@ -85,6 +85,13 @@ class Report:
     def of_kind(self, kind: str) -> list[Finding]:
         """Findings that hold back, are options, or were read."""
         return [f for f in self.findings if f.kind == kind]
+
+    def entries(self, kind: str) -> list[tuple[Finding, list[str]]]:
+        """What is told of these: each with its lines. One entry for lines of which all else is the same."""
+        same: dict[Finding, list[str]] = {}
+        for f in self.of_kind(kind):
+            same.setdefault(replace(f, where=""), []).append(f.where)
+        return [(finding, [where for where in lines if where]) for finding, lines in same.items()]
 
 
 def make(facts: list[Facts], hits: Sequence[Hit] = ()) -> Report:
@@ -137,7 +144,8 @@ def _nothing_seen(report: Report) -> str:
     how = "; ".join(dict.fromkeys(_rank_of(f, report.facts) + end_of(f) for f in report.facts))
     if steps:
         told = f"{report.script} has not trained long enough: {how}, and the first ones only warm up."
-        return f"{told} The doctor needs some 50 of them: let it train longer."
+        longer = "" if all(f.ended == "error" for f in report.facts) else ": let it train longer"
+        return f"{told} The doctor needs some 50 of them{longer}."
     return f"{report.script}: no step of an optimizer was seen: {how}."
 
 
@@ -148,7 +156,7 @@ def end_of(facts: Facts) -> str:
     if code is not None and code < 0:
         name = f" by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f" by signal {-code}"
     text = ENDS.get(facts.ended, "all was measured").format(
-        code=code, error=facts.error or "see its output", signal=name
+        code=code, error=facts.error or "see its output", signal=name, why=facts.error and f" ({facts.error})"
     )
     if facts.ended == "done":
         return text
@@ -280,11 +288,11 @@ def _lines(report: Report) -> Iterator[str]:
             yield from _heading("The ranks differ")
             yield from _ranks(facts)
     for kind, title in TITLES.items():
-        found = report.of_kind(kind)
+        found = report.entries(kind)
         if found:
             yield from _heading(title)
-        for number, finding in enumerate(found[:SHOWN], 1):
-            yield from _entry(number, finding)
+        for number, (finding, places) in enumerate(found[:SHOWN], 1):
+            yield from _entry(number, finding, places)
         if len(found) > SHOWN:
             yield f"    and {len(found) - SHOWN} more, in report.html"
     for title, texts in (("Healthy", report.healthy), ("Not known", report.unknown)):
@@ -320,13 +328,12 @@ def _ranks(facts: Sequence[Facts]) -> Iterator[str]:
         yield f"  {row[0]:<32}" + "".join(f"{cell:>9}" for cell in row[1:])
 
 
-def _entry(number: int, finding: Finding) -> Iterator[str]:
+def _entry(number: int, finding: Finding, places: Sequence[str]) -> Iterator[str]:
     price = f"at most {finding.bound}, {finding.by}" if finding.bound else known(finding)
     notebook = f"; notebook {finding.notebook}" if finding.notebook else ""
     yield from wrapped(f"{number}. {finding.name}: {price}{notebook}", "  ", "     ")
     yield from wrapped(f"{capital(finding.what)}.", "     ")
-    if finding.where:
-        yield f"     {cut(finding.where, COLUMNS - 5)}"
+    yield from (f"     {cut(where, COLUMNS - 5)}" for where in places)
     yield from _cure(finding.cure)
 
 
@@ -360,8 +367,9 @@ def cut(text: str, width: int) -> str:
 
 
 def capital(text: str) -> str:
-    """As a sentence begins."""
-    return text[:1].upper() + text[1:]
+    """As a sentence begins. A name in code stays as it is: nn.DataParallel, zero_grad()."""
+    first = text.split(" ", 1)[0]
+    return text if any(sign in first for sign in "._(") else text[:1].upper() + text[1:]
 
 
 def _bytes(n: float) -> str:

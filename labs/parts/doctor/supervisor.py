@@ -22,7 +22,7 @@ from pathlib import Path
 
 from labs.kit.errors import BadInput
 from labs.parts.doctor import caretaker
-from labs.parts.doctor.facts import Facts, load
+from labs.parts.doctor.facts import Facts, load, without_colours
 from labs.parts.doctor.patient import STACK_SIGNAL, Progress, Settings
 
 ROOT = str(Path(__file__).parents[3])
@@ -297,7 +297,8 @@ class Run:
             facts.exit_code, facts.error = self.process.returncode, self.why or _death(self.process.returncode)
             facts.wall_s = time.monotonic() - self.begun
         if facts.ended not in ("done", "script ended"):
-            facts.output = [line[:200] for line in self.tail.decode(errors="replace").splitlines()[-TAIL_LINES:]]
+            lines = without_colours(self.tail.decode(errors="replace")).splitlines()
+            facts.output = [line[:200] for line in lines[-TAIL_LINES:]]
         return facts
 
 

@@ -96,4 +96,6 @@ def entry(args: list[str] | None = None) -> None:
     except BadInput as e:
         if is_spokesman():
             print(f"{PROG}: {e}", file=sys.stderr)
+        else:
+            time.sleep(10)  # until torchrun ends this rank, which it does when the one that printed is gone
         raise SystemExit(2) from None

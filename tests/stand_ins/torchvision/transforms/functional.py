@@ -1,0 +1,1 @@
+"""Imported by scripts, and not called."""
