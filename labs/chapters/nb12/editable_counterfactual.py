@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from labs.chapters.nb12.visit import is_smoke
@@ -95,6 +95,25 @@ def _turn(job: Job, way: Way, stays: bool) -> float:
     if not stays:
         job.put_back(before)
     return took
+
+
+def price(line: Callable[[nn.Module], object], calls: int = 20) -> None:
+    """Print the median time of `line(model)` beside that of a step without it, taken in turn after a step each."""
+    job, step_ms, line_ms = Job(), [], []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(calls + 2):
+            begun = time.perf_counter()
+            job.train(*job.kept)
+            between = time.perf_counter()
+            line(job.model)
+            step_ms.append(1e3 * (between - begun))
+            line_ms.append(1e3 * (time.perf_counter() - between))
+    finally:
+        torch.set_num_threads(threads)
+    for name, ms in (("a step on one rank, its data there", step_ms), (line.__name__, line_ms)):
+        print(f"{name:36} {measure.estimate(ms[2:], 'ms')}")
 
 
 def tell(step_s: dict[str, list[float]]) -> None:

@@ -26,6 +26,7 @@ from labs.kit.plot import (
 from labs.kit.record import Record, Records
 from labs.parts.doctor import bounds
 from labs.parts.doctor.causes import PARTS
+from labs.parts.doctor.diagnosis import FROM_PARTS
 from labs.parts.doctor.facts import AS_IS, KINDS
 from labs.parts.doctor.report import Report
 
@@ -81,7 +82,7 @@ def step(found: Report, guess: Prediction | None = None, *, of: str = "data") ->
     _rows(ax, part_ms, named)
     share = 100 * part_ms[0][of] / sum(part_ms[0].values())
     if guess is not None:
-        prediction(ax, float(guess) / 100 * sum(part_ms[0].values()), 0, label=f"{PARTS[of]}, rank 0")
+        prediction(ax, float(guess) / 100 * sum(part_ms[0].values()), 0, label=f"end of {PARTS[of]}")
     told = "; ".join(
         f"rank {rank}, {sum(p.values()):.1f} ms: " + ", ".join(f"{PARTS[k]} {p[k]:.1f}" for k in named)
         for rank, p in part_ms.items()
@@ -91,8 +92,8 @@ def step(found: Report, guess: Prediction | None = None, *, of: str = "data") ->
         say(f"* {guess.against(share)}")
     if len(facts) == 1:
         own = sum(part_ms[0][k] for k in OWN)
-        say(f"* What the script itself does between torch's calls, the log and `.item()` in it: {own:.1f} ms, "
-            f"{100 * own / longest:.0f} % of a step.")  # fmt: skip
+        say(f"* Own code, with the log, `.item()`, the loss and `zero_grad`: {own:.1f} ms, "
+            f"{100 * own / longest:.0f} % of a step. Parts below 2 % have no colour.")  # fmt: skip
 
 
 OWN = ("prepare", "rest", "synchronise", "print")
@@ -109,7 +110,9 @@ def _where(part_ms: Mapping[int, Mapping[str, float]], named: list[str]) -> str:
     own = {k: apart[k] for k in named if k not in WAITS} or apart
     most = max(own, key=lambda k: own[k])
     late = max(part_ms, key=lambda rank: part_ms[rank][most])
-    return f"Steps are equally long on both ranks; rank {late} has {own[most]:.1f} ms more of {PARTS[most]}"
+    steps = [sum(p.values()) for p in part_ms.values()]
+    equal = "Steps are equally long, and " if max(steps) < 1.1 * min(steps) else ""
+    return f"{equal}rank {late} has {own[most]:.1f} ms more of {PARTS[most]}"
 
 
 WAITS = ("backward", "exchange", "synchronise")
@@ -137,30 +140,35 @@ def _longest_row(part_ms: Mapping[int, Mapping[str, float]], kind: str) -> int:
 
 # What a cure gives
 
+DATA = "same batch again"
+
 
 def promised(found: Report, guess: Prediction | None = None, cured: Records | None = None, *,
-             of: str = "same batch again") -> None:  # fmt: skip
-    """A row for each counterfactual, and for each cure that was tried; `guess`: x, of counterfactual `of`."""
+             of: str = DATA) -> None:  # fmt: skip
+    """A row for each counterfactual, and for each cure that was tried; `guess`: x, of row `of`."""
     at_most = {name: bounds.of_ratios(ratios, bounds.looks(found.seen)) for name, ratios in ratios_of(found).items()}
-    at_most = dict(sorted(at_most.items(), key=lambda item: -item[1].value))
+    by_parts = {f"{DATA}, from the parts": f.bound for f in found.findings
+                if f.name == "slow_loader" and f.bound and f.by == FROM_PARTS}  # fmt: skip
+    at_most = by_parts | dict(sorted(at_most.items(), key=lambda item: -item[1].value))
+    bound = next(iter(by_parts.values()), at_most.get(DATA))
     given = {f"cure: {r.case['cure']}": estimate(r.samples, "x") for r in cured or ()}
-    message = _kept(at_most.get(of), given) if given else _most(at_most)
+    message = _kept(bound, given) if given else _most(at_most)
     rows = [*at_most, *given]
     records = [*records_of(found).where("in_turn"), *(cured or ())]
     fig, ax = figure(message, xlabel="samples per second, as it is = 1 (x)", ylabel="what is otherwise",
                      records=Records(records), size=(7.8, 2.0 + 0.42 * len(rows)), legend_below=True)  # fmt: skip
-    bars(ax, rows, [*at_most.values(), *(None for _ in given)], label="at most, in turn", color=BLUE)
+    bars(ax, rows, [*at_most.values(), *(None for _ in given)], label="without it, or with it otherwise", color=BLUE)
     if given:
-        bars(ax, rows, [*(None for _ in at_most), *given.values()], label="cure, in turn", color=VERMILION)
+        bars(ax, rows, [*(None for _ in at_most), *given.values()], label="a cure", color=VERMILION)
     ax.axvline(1, color=GREY, linewidth=1)
     if guess is not None and of in rows:
         prediction(ax, float(guess), rows.index(of))
     _axis(ax, [*at_most.values(), *given.values()], guess)
     told = "; ".join(f"{name} {e}" for name, e in {**at_most, **given}.items())
     show(fig, alt=f"{message}. Ratios with their intervals: {told}.")
-    if guess is not None and of in at_most:
-        say(f"* {guess.against(at_most[of])}")
-    for line in _said(at_most.get(of), given):
+    if guess is not None and of in rows:
+        say(f"* {guess.against((at_most | given)[of])}")
+    for line in _said(bound, given):
         say(f"* {line}")
 
 
@@ -176,8 +184,8 @@ def _axis(ax, shown: list[Estimate], guess: Prediction | None) -> None:
 def _most(at_most: Mapping[str, Estimate]) -> str:
     sure = [name for name, e in at_most.items() if e.low > 1]
     if not sure:
-        return "Nothing that was tried makes it faster, as far as this run can show"
-    return f"Most would be gained by {sure[0]}: at most {at_most[sure[0]].value:.2f} x"
+        return "All intervals hold 1: this run was too noisy to tell what would help"
+    return f"Most is gained by {sure[0]}: {at_most[sure[0]].value:.2f} x"
 
 
 def _kept(bound: Estimate | None, given: Mapping[str, Estimate]) -> str:
@@ -190,12 +198,14 @@ def _said(bound: Estimate | None, given: Mapping[str, Estimate]) -> list[str]:
     """How each cure stands to what was promised, as far as the intervals can tell."""
     lines = []
     for name, gain in given.items() if bound else ():
-        if gain.low > bound.high:
-            how = "more than the bound allows: it cures something else as well"
+        if bound.low <= 1:
+            how = "but this bound is too wide to be tested"
+        elif gain.low > bound.high:
+            how = "more than the bound allows: perhaps it cures something else as well"
         elif gain.high < bound.low:
-            how = "less than the bound: this cure leaves some of it, or has a price of its own"
+            how = "less than the bound: perhaps this cure leaves some of it, or has a price of its own"
         else:
-            how = "in line with the bound: their intervals overlap"
+            how = "as far as this run can tell what the bound allows"
         lines.append(f"{name.removeprefix('cure: ').capitalize()}: {gain}, {how}.")
     return lines
 

@@ -48,14 +48,14 @@ def examine(patient: str) -> Report:
     with tempfile.TemporaryDirectory(prefix="labs-doctor-") as name:
         folder = Path(name)
         script = case.write(folder / "patient")
-        options = ("--steps", str(steps), "--seconds", f"{seconds:g}", "--out", str(folder / "report"))
-        code, said = run_alone(command(script, options), folder, LIMIT_S)
+        options = ("--steps", str(steps), "--seconds", f"{seconds:g}")
+        code, said = run_alone(command(script, (*options, "--out", str(folder / "report"))), folder, LIMIT_S)
         written = folder / "report" / "report.json"
         if not written.is_file():
             last = (said.strip().splitlines() or ["not a word"])[-1]
             raise BadInput(f"the doctor left no report of {patient} (exit code {code}): {last}")
         found = report.load(written)
-    show_page(found, in_shell(script))
+    show_page(found, in_shell(script, options))
     return found
 
 
@@ -67,10 +67,10 @@ def command(script: Script, options: Sequence[str]) -> list[str]:
     return [*start, "labs.doctor", *options, *script.argv]
 
 
-def in_shell(script: Script) -> str:
+def in_shell(script: Script, options: Sequence[str] = ()) -> str:
     """As a person would type it."""
     start = f"torchrun --nproc-per-node {script.ranks} -m" if script.ranks > 1 else "python -m"
-    return f"{start} labs.doctor {Path(script.argv[0]).name} --data fashion_mnist_12k.npz"
+    return f"{start} labs.doctor {' '.join(options)} {Path(script.argv[0]).name} --data fashion_mnist_12k.npz"
 
 
 def show_page(found: Report, typed: str) -> None:
