@@ -359,7 +359,7 @@ def test_anomaly_detection_of_each_step_is_off(quick):
     assert seen == {(False, True), (True, False)} and not torch.is_anomaly_enabled()
 
 
-def test_rounds_stand_side_by_side(quick):
+def test_rounds_stand_side_by_side_the_most_promising_first(quick):
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -372,7 +372,7 @@ def test_rounds_stand_side_by_side(quick):
     taken = {name: [bool(turn) for turn in of] for name, of in facts.turns_s.items()}
     assert taken == {
         AS_IS: [True] * 6, "same batch again": [True] * 2 + [False] * 4,
-        "half precision": [False] * 2 + [True] * 2 + [False] * 2, "larger batch": [False] * 4 + [True] * 2,
+        "larger batch": [False] * 2 + [True] * 2 + [False] * 2, "half precision": [False] * 4 + [True] * 2,
     }  # fmt: skip
     assert facts.samples_factor["larger batch"] == 2 and not facts.trying
 
@@ -385,7 +385,7 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))
-    hooks = SimpleNamespace(synchronised=True, synchronise=lambda: None, loader_starts=0)
+    hooks = SimpleNamespace(synchronised=True, synchronise=lambda: None, loader_starts=0, device=None)
     facts = Facts("x", ["x"], step_s=[step_s] * 30, spans_s={"data": [step_s / 2] * 30})
     facts.loader = SimpleNamespace(workers=workers, prefetch=2) if workers else None
     now_on = [1.0]

@@ -16,6 +16,7 @@ import functools
 import gc
 import itertools
 import linecache
+import math
 import os
 import sys
 import sysconfig
@@ -23,6 +24,7 @@ import threading
 import time
 import types
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,7 +36,8 @@ WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 COPIES = ("to", "cuda")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "barrier", "broadcast",
                "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "send", "recv",
-               "all_gather_object", "broadcast_object_list", "gather_object")  # fmt: skip
+               "all_gather_object", "broadcast_object_list", "gather_object", "batch_isend_irecv")  # fmt: skip
+"""Not isend and irecv: torch compares functions that it is given with its own. What they take is the wait for them."""
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
 LOOKED_FOR = 6
@@ -122,6 +125,7 @@ class Hooks:
         """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
         self._own: dict[str, bool] = {}
         self._looked, self._others = 0, 0
+        self._schedules_seen = False
         self._boundary: int | None = None
         self._fetched: list[weakref.ref] = []
         self._in_batches, self._in_calls = 0, defaultdict(int)
@@ -183,6 +187,7 @@ class Hooks:
             for name in COLLECTIVES:
                 if hasattr(dist, name):
                     self._replace(dist, name, functools.partial(self._noted, "exchange"))
+            self._replace(dist.Work, "wait", self._waiting_for_ranks)
         self._replace(torch, "compile", self._compiling)
         self._replace(torch, "save", functools.partial(self._mutable, "save"))
         self._replace(builtins, "print", functools.partial(self._mutable, "print"))
@@ -275,6 +280,15 @@ class Hooks:
                     noted = self.lines[(kind, name, *self._line())]
                     noted[0] += 1
                     noted[1] += time.perf_counter() - begun
+
+        return call
+
+    def _waiting_for_ranks(self, function: Callable) -> Callable:
+        """Within forward and backward it is the model that waits, of FSDP for instance: part of them, by its design."""
+        noted = self._noted("exchange", function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if self.spans.stack[-1] in ("forward", "backward") else noted)(*args, **kwargs)
 
         return call
 
@@ -448,7 +462,7 @@ class Hooks:
             args, kwargs = self.of_input((args, kwargs))
         with self.around_forward():
             output = self._on_device("forward", self.instead.get(id(module), function), args, kwargs)
-        if self.spans.stack == ["prepare"]:
+        if self.spans.stack in (["prepare"], ["prepare", "exchange"]):  # the second within a pipeline's schedule
             self.spans.stack[0] = "rest"
         return self.of_output(output) if self.of_output else output
 
@@ -506,6 +520,7 @@ class Hooks:
     def _discover(self) -> None:
         """Outermost modules that hold parameters of the optimizers; then what is below those that are not called."""
         self._looked += 1
+        self._hook_schedules()
         mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
         held = {id(p) for root in self.roots.values() for p in root.parameters()}
         if mine - held:
@@ -521,6 +536,15 @@ class Hooks:
             wrapped = getattr(module, "module", None) if hasattr(module, "reducer") else None
             if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
                 self._adopt([wrapped])  # DDP: evaluation calls what it wraps
+
+    def _hook_schedules(self) -> None:
+        """What a pipeline's schedule does besides forward and backward is exchange: it waits for its neighbours."""
+        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+        if schedules is None or self._schedules_seen:
+            return
+        self._schedules_seen = True
+        for owner in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+            self._replace(owner, "step", functools.partial(self._noted, "exchange"))
 
     # Steps
 
@@ -650,6 +674,16 @@ def _own_copy(value: Any) -> Any:
         value.clone() if hasattr(value, "clone") else value)  # fmt: skip
 
 
+def _checksum(parameters: Iterable[Any], torch: Any) -> float:
+    """The same on ranks that hold the same weights; 0 if it is no number."""
+    total = 0.0
+    with torch.no_grad():
+        for p in parameters:
+            own = p.to_local() if hasattr(p, "to_local") else p
+            total += float(own.detach().sum(dtype=torch.float64))
+    return total if math.isfinite(total) else 0.0
+
+
 def describe(hooks: Hooks, facts: Facts) -> None:
     """Write into `facts` what the training consists of."""
     torch = hooks.torch
@@ -677,6 +711,8 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
         "compiled": hooks.traced or bool(hooks.compiled) or any(type(m).__name__ == "OptimizedModule" for m in modules),
         "anomaly": hooks.anomaly or torch.is_anomaly_enabled(),
+        "shapes": zlib.crc32(repr(sorted(tuple(p.shape) for p in parameters)).encode()),
+        "weights": _checksum(parameters, torch),
     }
     searching = [m for m in ddp if m.find_unused_parameters]
     hooks.watch_unused(p for m in searching for p in m.parameters() if p.requires_grad)
