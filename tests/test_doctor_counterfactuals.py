@@ -1,5 +1,6 @@
 """Counterfactuals leave no trace, take away what their name says, and fit into their time."""
 
+import itertools
 import random
 import subprocess
 import sys
@@ -176,6 +177,23 @@ def test_the_same_batch_asks_no_dataset(quick):
     assert asked and not any(asked)
 
 
+def test_an_evaluation_ends_while_the_training_has_the_same_batch(quick):
+    model = classifier()
+    optimizer, tests = sgd(model.parameters()), data()
+    seen = []
+
+    def training():
+        for step, (x, y) in enumerate(forever(data())):
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            if step % 2:
+                with torch.no_grad():
+                    seen.append(sum(len(model(x)) for x, _ in itertools.islice(tests, 100)))  # else it never ends
+
+    facts = look_at(training, [MODES["same batch again"]])
+    assert all(facts.turns_s["same batch again"]) and len(set(seen)) == 1
+
+
 def test_no_evaluation_no_printing_no_saving(quick, tmp_path, capsys):
     done, on = [], []
 
@@ -340,6 +358,27 @@ def test_half_precision_computes_in_half_and_gives_what_was_given():
             loss_of(output, y).backward()
             optimizer.step()
     assert inside[-1] == torch.bfloat16 and set(given) == {torch.float32}
+
+
+def test_in_single_precision_lines_after_the_step_find_gradients_and_evaluation_works(quick):
+    """As they do in the capstone: a script reads p.grad after the step, zeroes it in place, and evaluates."""
+    model, dtypes = classifier().double(), set()
+    optimizer, twin = sgd(model.parameters()), torch.zeros((), dtype=torch.float64)
+
+    def training():
+        for x, y in forever(data()):
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model(x.double()), y).backward()
+            optimizer.step()
+            dtypes.update((p.dtype, p.grad.dtype) for p in model.parameters())
+            twin.add_(sum(p.grad.abs().sum().item() for p in model.parameters()))
+            with torch.no_grad():
+                model(x.double())
+
+    facts = look_at(training, [MODES["single precision"]])
+    assert all(facts.turns_s["single precision"]) and "single precision" not in facts.not_tried
+    assert dtypes == {(torch.float64, torch.float64), (torch.float32, torch.float32)}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
 
 
 def test_anomaly_detection_of_each_step_is_off(quick):

@@ -149,7 +149,7 @@ class Hooks:
         """A context in which outermost modules are called."""
         self.of_input: Callable[[Any], Any] | None = None
         self.of_output: Callable[[Any], Any] | None = None
-        """What becomes of an outermost module's arguments and of its output."""
+        """What becomes of an outermost module's arguments, and of its output where that has gradients."""
         self.instead: dict[int, Callable[..., Any]] = {}
         """By root: what is called in its place."""
         self.known_values = False
@@ -380,7 +380,6 @@ class Hooks:
             again = self.same_batch and loader in self.training and self._again(loader)
             if not again:
                 batch = self._timed(self._kind_of(loader), function, (iterator,), {})
-                self._fetched = [*self._fetched[-7:], weakref.ref(loader)]
                 if loader in self.training:
                     self._keep(loader, batch)
                 elif self.recording and loader in self.evaluating:
@@ -389,6 +388,7 @@ class Hooks:
                     self._evaluated[loader] = first, iterator._doctor_batches
             else:
                 batch = again[0]
+            self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
             if loader is self.loader:
                 self._in_batches += length(batch, self.torch.Tensor)
             return self.of_batch(batch) if self.of_batch and loader in self.training else batch
@@ -455,11 +455,12 @@ class Hooks:
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
         self._sort(self.torch.is_grad_enabled())
+        given = args, kwargs
+        if self.of_input:
+            args, kwargs = self.of_input(given)
         if not self.torch.is_grad_enabled():
             return self._evaluate(module, function, args, kwargs)
-        self._seen(module, args, kwargs)
-        if self.of_input:
-            args, kwargs = self.of_input((args, kwargs))
+        self._seen(module, *given)
         with self.around_forward():
             output = self._on_device("forward", self.instead.get(id(module), function), args, kwargs)
         if self.spans.stack in (["prepare"], ["prepare", "exchange"]):  # the second within a pipeline's schedule
