@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 IN_TURN, FROM_PARTS, BY_READING = "measured in turn", "from the step's parts", "by reading"
 MOSTLY_FIXED, CERTAINLY_FIXED = 0.75, 0.5
 """Batches are tiny if this share of a step is paid whatever their size is, by its value and by its lower end."""
+MUCH_EXCHANGE = 2.0
+"""From so many times as fast on more than half of a step is exchange, which holds a training back in any case."""
+SMALL_BUCKET, MANY_BUCKETS = 2**20, 8
+"""Bytes: DDP's first bucket, and the others are 25 times as large; so many buckets of less are too many."""
 OWN, OWN_CODE = ("prepare", "rest"), 1.15
 """The loss and zero_grad are the script's own code, too: only more than this is told."""
 BUSY_PERCENT = 70
@@ -107,7 +111,8 @@ def _judged(facts: Sequence[Facts]) -> Iterator[tuple[Cause, Estimate, str, Fact
         parted, most = bounds.from_parts(facts, *cause.parts) if cause.parts else (None, facts[0])
         bound = bounds.in_turn(facts, cause.mode)
         noisy = parted is not None and bounds.enough(bound) and standing(bound) == "unclear"
-        if noisy and standing(parted, bounds.WORTH_INSTEAD) == "gain":
+        own = cause.name == "exchange" and parted is not None and _standing(parted, FROM_PARTS) == "gain"
+        if own or (noisy and standing(parted, bounds.WORTH_INSTEAD) == "gain"):
             yield cause, parted, FROM_PARTS, most
         elif bounds.enough(bound) and not _now_and_then(cause, most):
             yield cause, bound, IN_TURN, most
@@ -127,6 +132,8 @@ def _now_and_then(cause: Cause, facts: Facts) -> bool:
 
 def _finding(cause: Cause, bound: Estimate, by: str, facts: Sequence[Facts], of: Facts) -> Finding:
     name, kind, what = _named(cause, bound, of)
+    if name == "exchange" and by == IN_TURN and not _needless_exchange(of) and bound.value < MUCH_EXCHANGE:
+        kind = OPTION
     words = numbers(cause, facts, of)
     if cause.name == "exchange" and by == FROM_PARTS:
         what += ", waiting for late ranks among it"
@@ -148,6 +155,14 @@ def _named(cause: Cause, bound: Estimate, facts: Facts) -> tuple[str, str, str]:
     if cause.name == "compile" and facts.device != "cpu" and facts.machine.get("gpu_percent", 100) < BUSY_PERCENT:
         return "python_overhead", HOLDS_BACK, causes.STARVED
     return cause.name, OPTION if cause.option else HOLDS_BACK, cause.what
+
+
+def _needless_exchange(facts: Facts) -> bool:
+    """Whether DDP exchanges more often, or in smaller pieces, than it has to. Some of what it must do nothing hides."""
+    of = facts.training
+    pieces = of.get("bucket_bytes") and facts.memory.get("parameters", 0) / of["bucket_bytes"] > MANY_BUCKETS
+    small = of.get("bucket_bytes", SMALL_BUCKET) < SMALL_BUCKET
+    return bool(of.get("exchanges", 1) > 1 or (pieces and small) or of.get("sync_batchnorm"))
 
 
 def _mostly_fixed(bound: Estimate, factor: float) -> bool:
@@ -214,7 +229,7 @@ def _loader_cure(facts: Facts, fair: int) -> str:
 
 
 def _exchange_cure(facts: Facts) -> str:
-    if facts.micro_batches > 1:
+    if facts.micro_batches > 1 and facts.training.get("exchanges", facts.micro_batches) > 1:
         return "with model.no_sync(): for all micro-batches but the last one"
     return "exchange less, or less often: larger batches per rank, buckets of 25 MB, nothing that DDP has done already"
 

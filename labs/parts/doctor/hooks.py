@@ -101,6 +101,9 @@ class Hooks:
         self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
         self.backwards = 0
         """Backward passes in this step."""
+        self.ddp: list[Any] = []
+        self.exchanges = 0
+        """Backward passes in which DDP exchanges gradients, while lines are noted."""
         self.loader_starts = 0
         """Iterations over a training's DataLoader that began in this step."""
         self.anomaly = False
@@ -337,7 +340,9 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._elsewhere():
                 return function(*args, **kwargs)
-            self.backwards += function.__name__ == "backward"
+            if function.__name__ == "backward":
+                self.backwards += 1
+                self.exchanges += self.recording and any(m.require_backward_grad_sync for m in self.ddp)
             self.anomaly = self.anomaly or self.torch.is_anomaly_enabled()
             return self._on_device("backward", function, args, kwargs)
 
@@ -706,6 +711,8 @@ def describe(hooks: Hooks, facts: Facts) -> None:
             for o in hooks.optimizers.values()
         ],
         "ddp": len(ddp),
+        "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
+        "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),
         "find_unused_parameters": any(m.find_unused_parameters for m in ddp),
         "static_graph": any(getattr(m, "static_graph", False) for m in ddp),
         "data_parallel": any(isinstance(m, DataParallel) for m in modules),
@@ -715,6 +722,7 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         "shapes": zlib.crc32(repr(sorted(tuple(p.shape) for p in parameters)).encode()),
         "weights": _checksum(parameters, torch),
     }
+    hooks.ddp = ddp
     searching = [m for m in ddp if m.find_unused_parameters]
     hooks.watch_unused(p for m in searching for p in m.parameters() if p.requires_grad)
     facts.device = hooks.device.type if hooks.device is not None else "cpu"

@@ -148,6 +148,7 @@ def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: flo
         facts.cost["calls"] = hooks.spans.calls / done
         if done == steps:
             wanted += min(ranks.each_says(min(max(ranks.each_says(_more_events(facts))), _that_last(facts, extra_s))))
+    facts.training["exchanges"] = hooks.exchanges / wanted
     facts.compiles["in_steps"] = compiled_graphs() - graphs
     facts.rare = rare_kinds(facts)
     hooks.recording = False
