@@ -1,6 +1,6 @@
 """Can the doctor be believed? Trainings that are well, and ones with one line changed: whom does it accuse of what?
 
-    python -m labs.doctor_trial                                  # every patient once, every cure measured: a quarter of an hour
+    python -m labs.doctor_trial                                 # every patient once, every cure measured: 17 minutes
     python -m labs.doctor_trial --cases slow_loader train_ddp
     python -m labs.doctor_trial --healthy-runs 5 --out trial.jsonl
 
