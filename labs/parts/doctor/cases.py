@@ -184,7 +184,7 @@ def _sick() -> Iterator[Case]:
     yield Case("anomaly_recipe", SINGLE, Change("    torch.set_num_threads(1)", "    torch.set_anomaly_enabled(True); "
                "torch.set_num_threads(1)"), ("anomaly",), options=LONG)  # fmt: skip
     yield Case("validation", IMAGES, Change("500, 1000", "1, 1000"), ("validation",))
-    yield Case("validation_rare", IMAGES, Change("500, 1000", "10, 1000"), ("validation",))
+    yield Case("validation_rare", IMAGES, Change("500, 1000", "5, 1000"), ("validation",))
     yield Case("checkpoint", IMAGES, Change("500, 1000", "500, 1"), ("checkpoint",))
     yield Case("checkpoint_recipe", SINGLE, _step("torch.save(optimizer.state_dict(), 'last.pt')"),
                ("checkpoint",), options=LONG)  # fmt: skip
