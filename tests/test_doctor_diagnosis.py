@@ -215,6 +215,14 @@ def test_exchange_is_an_illness_if_there_is_more_than_there_has_to_be(training, 
     assert names(facts, kind) == ["exchange"]
 
 
+def test_needless_exchange_that_noise_leaves_without_a_price_is_told_all_the_same():
+    facts = two_ranks((0.020, 0.020))
+    for f in facts:
+        f.training["bucket_bytes"] = 100
+        del f.turns_s["no exchange"]
+    assert names(facts, READING) == ["exchange"] and not names(facts)
+
+
 def test_without_a_counterfactual_the_straggler_is_who_waits_for_nobody():
     facts = two_ranks()
     for f in facts:

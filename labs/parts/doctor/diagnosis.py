@@ -429,6 +429,7 @@ def _switched_on(facts: Sequence[Facts], named: set[str]) -> Iterator[Finding]:
     has = {
         "anomaly": f.training.get("anomaly"), "find_unused": f.training.get("find_unused_parameters"),
         "float64": "float64" in f.training.get("dtypes", ()), "threads": oversubscribed(f),
+        "exchange": len(facts) > 1 and _needless_exchange(f) and not bounds.split(facts),
     }  # fmt: skip
     harmless = {cause.name for cause, bound, by, _ in _judged(facts) if _standing(bound, by) == "fine"}
     for cause in CAUSES:
