@@ -6,7 +6,6 @@ A bound, since a step without that thing may run into the next one: half the ari
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -26,7 +25,8 @@ FEW_PARAMETERS = 8
 
 LAYER_S = 1e-4
 """What Python and torch take to call a layer, forward, backward and in the optimizer, whatever its size: about."""
-POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
+POINT_TO_POINT = ("send", "recv", "batch_isend_irecv", "step")
+"""Calls that are noted; the last one is that of a pipeline's schedule."""
 
 
 class Counterfactual:
@@ -426,7 +426,7 @@ class LargerBatch(Counterfactual):
             return "its data comes from no DataLoader"
         if facts.training["compiled"]:
             return "the model would be compiled anew"
-        if "torch.distributed.pipelining" in sys.modules or any(line.what in POINT_TO_POINT for line in facts.lines):
+        if any(line.kind == "exchange" and line.what in POINT_TO_POINT for line in facts.lines):
             return "ranks send each other tensors of the shapes that they have now"
         batch = hooks.last_batch()
         try:
