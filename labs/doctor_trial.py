@@ -1,6 +1,6 @@
 """Can the doctor be believed? Trainings that are well, and ones with one line changed: whom does it accuse of what?
 
-    python -m labs.doctor_trial                                 # every patient once, every cure measured: 17 minutes
+    python -m labs.doctor_trial                                 # every patient once, every cure measured: 16 minutes
     python -m labs.doctor_trial --cases slow_loader train_ddp
     python -m labs.doctor_trial --healthy-runs 5 --out trial.jsonl
 
@@ -56,7 +56,7 @@ class Config:
     """Times that each sick patient is seen."""
     healthy_runs: int = 1
     """Times that each healthy patient is seen."""
-    doctor_seconds: float = 6.0
+    doctor_seconds: float = 5.5
     """That the doctor may take for counterfactuals, of each patient."""
     gains: bool = True
     """Whether sick and cured scripts take steps in turn."""
