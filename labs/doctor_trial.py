@@ -1,6 +1,6 @@
 """Can the doctor be believed? Trainings that are well, and ones with one line changed: whom does it accuse of what?
 
-    python -m labs.doctor_trial                                  # every patient once, every cure measured: half an hour
+    python -m labs.doctor_trial                                 # every patient once, every cure measured: 16 minutes
     python -m labs.doctor_trial --cases slow_loader train_ddp
     python -m labs.doctor_trial --healthy-runs 5 --out trial.jsonl
 
@@ -33,7 +33,7 @@ from labs.parts.doctor.in_turn import ScriptFailed, run_alone, take_turns
 
 PROG = "python -m labs.doctor_trial"
 NAME = "doctor_trial"
-START_S = 8.0
+START_S = 6.0
 """Of one run of the doctor besides the steps in turn: two imports of torch, warm-up and steps as they are."""
 BLOCK, MOST_ROUNDS = 20, 20
 """Steps of a turn of sick and cured."""
@@ -56,11 +56,11 @@ class Config:
     """Times that each sick patient is seen."""
     healthy_runs: int = 1
     """Times that each healthy patient is seen."""
-    doctor_seconds: float = 20.0
+    doctor_seconds: float = 5.5
     """That the doctor may take for counterfactuals, of each patient."""
     gains: bool = True
     """Whether sick and cured scripts take steps in turn."""
-    gain_seconds: float = 8.0
+    gain_seconds: float = 6.0
     """For these steps, of each sick patient."""
     smoke: bool = False
     """One healthy and one sick patient, 3 s each."""

@@ -1,5 +1,6 @@
 """Counterfactuals leave no trace, take away what their name says, and fit into their time."""
 
+import itertools
 import random
 import subprocess
 import sys
@@ -199,6 +200,23 @@ def test_the_same_batch_asks_no_dataset(quick):
     assert asked and not any(asked)
 
 
+def test_an_evaluation_ends_while_the_training_has_the_same_batch(quick):
+    model = classifier()
+    optimizer, tests = sgd(model.parameters()), data()
+    seen = []
+
+    def training():
+        for step, (x, y) in enumerate(forever(data())):
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            if step % 2:
+                with torch.no_grad():
+                    seen.append(sum(len(model(x)) for x, _ in itertools.islice(tests, 100)))  # else it never ends
+
+    facts = look_at(training, [MODES["same batch again"]])
+    assert all(facts.turns_s["same batch again"]) and len(set(seen)) == 1
+
+
 def test_no_evaluation_no_printing_no_saving(quick, tmp_path, capsys):
     done, on = [], []
 
@@ -365,6 +383,27 @@ def test_half_precision_computes_in_half_and_gives_what_was_given():
     assert inside[-1] == torch.bfloat16 and set(given) == {torch.float32}
 
 
+def test_in_single_precision_lines_after_the_step_find_gradients_and_evaluation_works(quick):
+    """As they do in the capstone: a script reads p.grad after the step, zeroes it in place, and evaluates."""
+    model, dtypes = classifier().double(), set()
+    optimizer, twin = sgd(model.parameters()), torch.zeros((), dtype=torch.float64)
+
+    def training():
+        for x, y in forever(data()):
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model(x.double()), y).backward()
+            optimizer.step()
+            dtypes.update((p.dtype, p.grad.dtype) for p in model.parameters())
+            twin.add_(sum(p.grad.abs().sum().item() for p in model.parameters()))
+            with torch.no_grad():
+                model(x.double())
+
+    facts = look_at(training, [MODES["single precision"]])
+    assert all(facts.turns_s["single precision"]) and "single precision" not in facts.not_tried
+    assert dtypes == {(torch.float64, torch.float64), (torch.float32, torch.float32)}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
+
+
 def test_anomaly_detection_of_each_step_is_off(quick):
     model, on, seen = classifier(), [], set()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -382,7 +421,7 @@ def test_anomaly_detection_of_each_step_is_off(quick):
     assert seen == {(False, True), (True, False)} and not torch.is_anomaly_enabled()
 
 
-def test_rounds_stand_side_by_side(quick):
+def test_rounds_stand_side_by_side_the_most_promising_first(quick):
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -395,7 +434,7 @@ def test_rounds_stand_side_by_side(quick):
     taken = {name: [bool(turn) for turn in of] for name, of in facts.turns_s.items()}
     assert taken == {
         AS_IS: [True] * 6, "same batch again": [True] * 2 + [False] * 4,
-        "half precision": [False] * 2 + [True] * 2 + [False] * 2, "larger batch": [False] * 4 + [True] * 2,
+        "larger batch": [False] * 2 + [True] * 2 + [False] * 2, "half precision": [False] * 4 + [True] * 2,
     }  # fmt: skip
     assert facts.samples_factor["larger batch"] == 2 and not facts.trying
 
@@ -408,7 +447,7 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))
-    hooks = SimpleNamespace(synchronised=True, synchronise=lambda: None, loader_starts=0)
+    hooks = SimpleNamespace(synchronised=True, synchronise=lambda: None, loader_starts=0, device=None)
     facts = Facts("x", ["x"], step_s=[step_s] * 30, spans_s={"data": [step_s / 2] * 30})
     facts.loader = SimpleNamespace(workers=workers, prefetch=2) if workers else None
     now_on = [1.0]

@@ -143,6 +143,28 @@ def test_what_few_steps_have_is_priced_by_its_mean_and_not_by_short_turns():
     assert rate.value == pytest.approx(32 * 30 / sum(facts.step_s), rel=0.01)  # throughput, not the median step's
 
 
+def _now_and_then(at, seconds=0.5):
+    facts = made(noise=0.001)
+    for i in at:
+        facts.spans_s["evaluation"][i] = seconds
+        facts.step_s[i] += seconds
+    return facts
+
+
+def test_of_something_in_every_tenth_step_three_times_are_enough_if_it_costs_much():
+    """Half of the run: 3 x 0.5 s in 30 steps of 50 ms. How often it comes is known but for one more or less."""
+    [found] = diagnose([_now_and_then((9, 19, 29))])
+    assert found.name == "validation" and found.bound.value == pytest.approx(2, rel=0.01)
+    assert found.bound.low == pytest.approx(1 + 2 / 3, rel=0.02) and found.bound.high == pytest.approx(7 / 3, rel=0.02)
+    assert "3 of 30 steps" in found.what
+
+
+@pytest.mark.parametrize("at", [(4,), (3, 4, 5), (5, 7, 28)])
+def test_what_comes_without_order_three_times_in_thirty_steps_is_not_known(at):
+    facts = _now_and_then(at)
+    assert not diagnose([facts]) and any("no evaluation" in text for text in unknown([facts]))
+
+
 def test_what_was_seen_once_is_not_known():
     facts = made(noise=0.001)
     facts.spans_s["save"][7] = 0.3
@@ -172,9 +194,44 @@ def test_a_straggler_is_named_by_rank_and_the_exchange_is_without_it():
     assert exchange.what.startswith(str(exposed)) and exposed.low < 0.005 < exposed.high
 
 
+@pytest.mark.parametrize("training", [{"shapes": 1}, {"shapes": 0, "weights": 3.5}])
+def test_ranks_that_hold_different_parts_of_the_model_are_not_late_and_have_no_exchange_too_many(training):
+    facts = two_ranks()
+    for f in facts:
+        f.training |= {"shapes": 0, "weights": 3.0}
+        f.spans_s["exchange"] = [0.02] * len(f.step_s)
+    assert set(names(facts, HOLDS_BACK, OPTION)) == {"straggler", "exchange"}
+    facts[1].training |= training
+    assert not names(facts, HOLDS_BACK, OPTION) and any("ranks hold different parts" in text for text in unknown(facts))
+    assert not any("ranks: the slowest" in text for text in healthy(facts))
+
+
 def test_ranks_that_are_alike_have_no_straggler():
     facts = two_ranks((0.020, 0.020))
-    assert names(facts) == ["exchange"] and any(text.startswith("ranks: the slowest takes") for text in healthy(facts))
+    assert names(facts, OPTION) == ["exchange"] and any(
+        text.startswith("ranks: the slowest takes") for text in healthy(facts)
+    )
+
+
+@pytest.mark.parametrize(
+    ("training", "exchange_s", "kind"),
+    [({"exchanges": 1, "bucket_bytes": 25 * 2**20}, 0.005, OPTION), ({"exchanges": 4}, 0.005, HOLDS_BACK),
+     ({"bucket_bytes": 100}, 0.005, HOLDS_BACK), ({"sync_batchnorm": True}, 0.005, HOLDS_BACK),
+     ({"exchanges": 1}, 0.030, HOLDS_BACK)],
+)  # fmt: skip
+def test_exchange_is_an_illness_if_there_is_more_than_there_has_to_be(training, exchange_s, kind):
+    facts = two_ranks((0.020, 0.020), exchange_s)
+    for f in facts:
+        f.training |= training
+    assert names(facts, kind) == ["exchange"]
+
+
+def test_needless_exchange_that_noise_leaves_without_a_price_is_told_all_the_same():
+    facts = two_ranks((0.020, 0.020))
+    for f in facts:
+        f.training["bucket_bytes"] = 100
+        del f.turns_s["no exchange"]
+    assert names(facts, READING) == ["exchange"] and not names(facts)
 
 
 def test_without_a_counterfactual_the_straggler_is_who_waits_for_nobody():
@@ -227,6 +284,15 @@ def test_memory_whose_growth_is_unsteady_is_judged_by_what_is_certain():
     grown = [0, 1e6, 1.0001e6, 3e6, 3.0001e6, 3.0002e6, 4e6]  # after each block of steps
     facts.memory |= {"each_step": [3e8 + grown[i // 4] for i in range(28)], "free": 8e9}
     assert memory_growth(facts).low > 0 and not diagnose([facts])
+
+
+def test_memory_that_settles_after_the_steps_as_they_are_does_not_grow():
+    facts = made(memory={"each_step": [1e9 + 1e6 * i for i in range(30)], "free": 1e9})
+    assert names([facts]) == ["growing"]
+    facts.memory["each_round"] = [[40 + 9 * i, 1.03e9 + 1e4 * (i % 2)] for i in range(14)]
+    assert not diagnose([facts])
+    facts.memory["each_round"] = [[40 + 9 * i, 1.03e9 + 9e6 * i] for i in range(14)]
+    assert names([facts]) == ["growing"] and memory_growth(facts).value == pytest.approx(1e6)
 
 
 def test_memory_that_grows_is_told_with_its_rate():

@@ -106,6 +106,68 @@ def test_every_planted_second_is_in_its_part_of_the_step(clock, monkeypatch):
     assert noted["synchronise"].line == lines["print"] and "loss.item()" in noted["synchronise"].code
 
 
+@pytest.fixture
+def one_rank():
+    """A process group of its own, without a port."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*pipelining.*")
+def test_what_a_pipelines_schedule_does_besides_forward_and_backward_is_exchange(clock, one_rank):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    model = Slow(clock, 0.002, 0.003)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def loss(output, target):
+        clock.sleep(0.005)
+        return loss_of(output, target)
+
+    schedule = Schedule1F1B(PipelineStage(model, 0, 1, torch.device("cpu")), 2, loss_fn=loss)
+
+    def training():
+        for x, y in forever(data()):
+            optimizer.zero_grad()
+            schedule.step(x, target=y)
+            clock.sleep(0.02)
+            optimizer.step()
+
+    seconds, _ = seconds_of_steps(training)
+    assert seconds == {"forward": 0.004, "backward": 0.006, "exchange": 0.010, "rest": 0.02}
+
+
+def test_a_wait_for_what_was_sent_is_exchange_and_within_a_model_it_is_the_models(clock, one_rank):
+    """FSDP waits for its weights in forward: that is how it works, and nothing that a script could leave out."""
+    inside, kinds = [], []
+
+    class Gathers(nn.Linear):
+        def forward(self, x):
+            torch.distributed.distributed_c10d._get_default_group().allreduce([torch.ones(1)]).wait()
+            inside.append(x)
+            return super().forward(x)
+
+    model = Gathers(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    steps = []
+
+    def stepped(seconds):
+        steps.append(seconds)
+        hooks.recording = len(steps) > 3  # the model is found after the first one
+        kinds.extend(line.line for line in hooks.noted_lines(1) if line.kind == "exchange")
+        if len(steps) == 8:
+            raise Done
+
+    with hooked(stepped) as hooks, pytest.raises(Done):
+        for x, y in forever(data()):
+            loss_of(model(x), y).backward()
+            torch.distributed.all_reduce(torch.ones(1), async_op=True).wait()
+            mine = here() - 1
+            optimizer.step()
+    assert len(inside) == 8 and set(kinds) == {mine}
+
+
 def _gan(clock):
     generator, critic = Slow(clock, 0.001), Slow(clock, 0.002)
     first, second = SlowSgd(critic.parameters(), clock, 0.004), SlowSgd(generator.parameters(), clock, 0.008)

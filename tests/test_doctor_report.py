@@ -20,7 +20,7 @@ STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 def sick(**more):
     """It waits for data, prints, and has a line of each kind that is hard to write down."""
     hit = SimpleNamespace(rule="evil", file="/x/train.py", line=3, code=EVIL, why=f"Because {EVIL}.", notebook="01",
-                          section="1", certainty="look at it", source="https://example.org",
+                          section="1", certainty="costs", source="https://example.org",
                           cure=f"--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-{EVIL}\n+pass\n")  # fmt: skip
     noted = Line("print", "print", "/x/train.py", 3, EVIL, 1.0, 5.0)
     modes = {"same batch again": STEP_S / 2, "no printing": 0.9 * STEP_S, "half precision": STEP_S}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from labs.kit.measure import Estimate, estimate, fewest
-from labs.parts.doctor.facts import AS_IS, KINDS, Facts, rare_kinds
+from labs.parts.doctor.facts import AS_IS, IN_MOST_STEPS, KINDS, Facts, rare_kinds
 
 WORTH = 1.05
 """A cure is told from so many times as fast on: less than that is nobody's afternoon."""
@@ -22,6 +22,8 @@ WORTH_BY_PARTS = 1.10
 """By arithmetic a part is worth more than in truth: what waits for it may wait for something else then."""
 FINE = 1.10
 """An interval that holds 1 and ends below this shows that there is little to gain; a wider one shows nothing."""
+SAME_WEIGHTS = 1e-9
+"""Sums of the same weights, in FP64, differ by less than this share."""
 NO_EXCHANGE = "no exchange"
 RESAMPLES = 2_000
 BLOCKS = fewest() + 1
@@ -127,14 +129,16 @@ def _ranks_left_out(n: int, miss: float) -> int:
 def without(steps: Sequence[float], parts: Sequence[float]) -> Estimate | None:
     """step / (step - part), at most so many times as fast by arithmetic: sums over steps, with a bootstrap interval.
 
-    Steps are drawn with their parts, so that a part that few steps have gets the wide interval that it deserves.
-    None if there is no step, or nothing would be left of one.
+    Steps are drawn with their parts, so that a part that few steps have gets the wide interval that it deserves; if it
+    comes at regular distances, its interval is that of `_of_regular`. None if there is no step.
     """
     pairs = [(s, s - min(p, 0.99 * s)) for s, p in zip(steps, parts, strict=False) if s > 0]
     if not pairs:
         return None
     import numpy as np
 
+    if regular := _of_regular([s - left for s, left in pairs], sum(left for _, left in pairs) / len(pairs)):
+        return regular
     both = np.array(pairs)  # (steps, 2): as it is, without
     drawn = both[np.random.default_rng(0).integers(len(both), size=(RESAMPLES, len(both)))].sum(1)
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
@@ -142,11 +146,43 @@ def without(steps: Sequence[float], parts: Sequence[float]) -> Estimate | None:
     return Estimate(value, min(float(low), value), max(float(high), value), len(pairs), "x")
 
 
+def _of_regular(lost: Sequence[float], left: float) -> Estimate | None:
+    """How many times as fast without a part that every n-th step has; None if it has no such order.
+
+    `lost`: s of each step that the part takes; `left`: s of a step without it, on average. Of N steps k have it; had
+    the looking begun a little earlier or later, it would have been k - 1 or k + 1. What it takes is between the least
+    and the most that was seen: of two events an evaluation every 10th step has an interval as wide as that.
+    """
+    at = [i for i, s in enumerate(lost) if s > 0]
+    if len(at) < 2 or len(at) > IN_MOST_STEPS * len(lost) or left <= 0:
+        return None
+    gaps = [b - a for a, b in itertools.pairwise(at)]
+    if max(*gaps, at[0] + 1, len(lost) - at[-1]) > max(1.5 * min(gaps), min(gaps) + 1):
+        return None
+    took = [lost[i] for i in at]
+    low, high = ((len(at) + more) / len(lost) * s / left for more, s in ((-1, min(took)), (1, max(took))))
+    return Estimate(1 + sum(took) / len(lost) / left, 1 + low, 1 + high, len(lost), "x")
+
+
 def from_parts(facts: Sequence[Facts], *kinds: str) -> tuple[Estimate | None, Facts]:
     """Bound without these parts, by arithmetic, and of which rank: the one that has most of them."""
     most = max(facts, key=lambda f: part_s(f, *kinds))
     lost = [sum(of) for of in zip(*(most.spans_s.get(k, [0.0] * len(most.step_s)) for k in kinds), strict=False)]
     return without(steps_s(facts), lost), most
+
+
+def split(facts: Sequence[Facts]) -> bool:
+    """Whether ranks train different weights: a pipeline's stages, shards of tensors, or models of their own.
+
+    They then do different work by design, and wait for each other by design.
+    """
+    of = [f.training for f in facts]
+    if len({row.get("shapes") for row in of}) > 1:
+        return True
+    if any(row.get("ddp") or row.get("fsdp") for row in of):  # which hold the same weights, or even shards of them
+        return False
+    sums = [row.get("weights", 0.0) for row in of]
+    return max(sums) - min(sums) > SAME_WEIGHTS * max(map(abs, sums))
 
 
 def enough(bound: Estimate | None) -> bool:
@@ -161,17 +197,21 @@ def standing(bound: Estimate, worth: float = WORTH) -> str:
     return "fine" if enough(bound) and bound.high < FINE else "unclear"
 
 
-def growth(series: Sequence[float], unit: str) -> Estimate | None:
+def growth(series: Sequence[float], unit: str, at: Sequence[float] = ()) -> Estimate | None:
     """By how much a series grows per step, from medians of blocks of it. None if it is too short to tell.
 
+    `at`: the steps at which it was taken, if not at each.
     What grows by itself goes on in each block; what settles, or jumps once, does not: then the interval holds 0.
     """
     size = len(series) // BLOCKS
     if not size:
         return None
-    tail = series[len(series) - size * BLOCKS :]
-    medians = [statistics.median(tail[i : i + size]) for i in range(0, len(tail), size)]
-    return estimate([(b - a) / size for a, b in itertools.pairwise(medians)], unit, resamples=RESAMPLES)
+    both = [values[len(series) - size * BLOCKS :] for values in (series, at or range(len(series)))]
+    medians, steps = ([statistics.median(of[i : i + size]) for i in range(0, len(of), size)] for of in both)
+    grown = [b - a for a, b in itertools.pairwise(medians)]
+    return estimate(
+        [g / (b - a) for g, (a, b) in zip(grown, itertools.pairwise(steps), strict=True)], unit, resamples=RESAMPLES
+    )
 
 
 @dataclass(frozen=True)

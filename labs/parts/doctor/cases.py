@@ -2,6 +2,8 @@
 
 An illness is in the table if its cure gives 15 % or more, measured in turn (`python -m labs.doctor_trial`), or if it is
 read in the source, and no step is slower for it. Each patient is a whole script, which the doctor is given as it is.
+Not in it: os.fsync after each line of a log, whose cure gave 1.07 x [0.93, 1.15] on the disk where it was measured, and
+SyncBatchNorm on two ranks, which torch has for GPUs only.
 """
 
 from __future__ import annotations
@@ -149,9 +151,9 @@ def _well() -> Iterator[Case]:
         well=(SLOW_FILES, Change("workers = 0", "workers = 2"), WIDE),
     )
     yield Case("rare_checkpoint", IMAGES, looks="a checkpoint is written within the steps that are looked at",
-               well=(Change("500, 1000, False", "500, 20, False"), WIDE))  # fmt: skip
+               well=(Change("500, 1000", "500, 20"), WIDE))  # fmt: skip
     yield Case("rare_validation", IMAGES, looks="it is validated within the steps that are looked at",
-               well=(Change("500, 1000, False", "40, 1000, False"), WIDE))  # fmt: skip
+               well=(Change("500, 1000", "40, 1000"), WIDE))  # fmt: skip
     yield Case("items", SINGLE, options=LONG, looks=".item() in each step: a CPU has no queue to wait for",
                well=(_step("losses = [loss.item(), x.mean().item(), y.max().item()]"),))  # fmt: skip
     yield Case("prints", SINGLE, options=LONG, looks="it prints in each step, into a file, which costs nothing",
@@ -181,8 +183,9 @@ def _sick() -> Iterator[Case]:
     yield Case("anomaly", IMAGES, Change("set_detect_anomaly(False)", "set_detect_anomaly(True)"), ("anomaly",))
     yield Case("anomaly_recipe", SINGLE, Change("    torch.set_num_threads(1)", "    torch.set_anomaly_enabled(True); "
                "torch.set_num_threads(1)"), ("anomaly",), options=LONG)  # fmt: skip
-    yield Case("validation", IMAGES, Change("500, 1000, False", "1, 1000, False"), ("validation",))
-    yield Case("checkpoint", IMAGES, Change("500, 1000, False", "500, 1, False"), ("checkpoint",))
+    yield Case("validation", IMAGES, Change("500, 1000", "1, 1000"), ("validation",))
+    yield Case("validation_rare", IMAGES, Change("500, 1000", "5, 1000"), ("validation",))
+    yield Case("checkpoint", IMAGES, Change("500, 1000", "500, 1"), ("checkpoint",))
     yield Case("checkpoint_recipe", SINGLE, _step("torch.save(optimizer.state_dict(), 'last.pt')"),
                ("checkpoint",), options=LONG)  # fmt: skip
     yield Case("printing", SINGLE, _step("print([p.data for p in model.parameters()])"), ("printing",), options=LONG)
@@ -190,11 +193,7 @@ def _sick() -> Iterator[Case]:
                ("synchronise", "own_code"), options=LONG)  # fmt: skip
     yield Case("statistics", IMAGES, Change(HISTORY, "history.append(statistics(model))"), ("own_code", "synchronise"))
     yield Case("growing", IMAGES, Change(HISTORY, "history = quality(history, output)"), ("growing", "own_code"))
-    yield Case("fsync", IMAGES, Change("500, 1000, False", "500, 1000, True"), ("own_code",))
     yield Case("averaging", IMAGES, Change(HISTORY, "average_weights(model, ranks)"), ("exchange",), ranks=2)
-    yield Case("sync_batchnorm", IMAGES, Change("model = DistributedDataParallel(model,",
-               "model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model),"), ("exchange",),
-               ranks=2)  # fmt: skip
     yield Case("tiny_buckets", IMAGES, Change("bucket_cap_mb=25", "bucket_cap_mb=0.0001"), ("exchange",), ranks=2)
     yield Case("straggler", IMAGES, Change(HISTORY, "history.append(rank and largest_singular_values(model))"),
                ("straggler",), ranks=2)  # fmt: skip

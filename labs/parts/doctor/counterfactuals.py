@@ -5,6 +5,7 @@ A bound, since a step without that thing may run into the next one: half the ari
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -22,6 +23,12 @@ FEW_PARAMETERS = 8
 """An optimizer of fewer tensors has no loop to speak of."""
 
 
+LAYER_S = 1e-4
+"""What Python and torch take to call a layer, forward, backward and in the optimizer, whatever its size: about."""
+POINT_TO_POINT = ("send", "recv", "batch_isend_irecv", "step")
+"""Calls that are noted; the last one is that of a pipeline's schedule."""
+
+
 class Counterfactual:
     """What most of them have in common (turns.Mode)."""
 
@@ -31,6 +38,20 @@ class Counterfactual:
     needs_restore = True
     risky = False
     on_request = False
+
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        """Share of a step."""
+        return 0.1
+
+
+def share(facts: Facts, *kinds: str) -> float:
+    """Of the steps as they are, on average."""
+    whole = sum(facts.step_s)
+    return sum(sum(facts.spans_s.get(kind, ())) for kind in kinds) / whole if whole else 0.0
+
+
+COMPUTED = ("prepare", "forward", "backward", "rest")
+"""Where a model's own work is; before and after it, of one whose calls cannot be seen."""
 
 
 # Nothing is computed otherwise
@@ -43,6 +64,9 @@ class SameBatch(Counterfactual):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         return "" if hooks.loader is not None else "its data comes from no DataLoader"
+
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        return share(facts, "data")
 
     def enter(self, hooks: Hooks) -> None:
         hooks.same_batch = True
@@ -65,6 +89,9 @@ class NoWaitingLine(Counterfactual):
         waits = any(line.kind == "synchronise" for line in facts.lines)
         return "" if waits else "no line of the script waits for a value of the device"
 
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        return share(facts, "synchronise")
+
     def enter(self, hooks: Hooks) -> None:
         hooks.known_values = True
 
@@ -83,6 +110,9 @@ class Muted(Counterfactual):
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         return _not_in_each_step(facts, self.kind)
 
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        return share(facts, self.kind)
+
     def enter(self, hooks: Hooks) -> None:
         hooks.muted.add(self.kind)
 
@@ -97,6 +127,9 @@ class NoEvaluation(Counterfactual):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         return _not_in_each_step(facts, "evaluation")
+
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        return share(facts, "evaluation")
 
     def enter(self, hooks: Hooks) -> None:
         hooks.known_outputs = True
@@ -119,6 +152,9 @@ class NoAnomalyDetection(Counterfactual):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         return "" if hooks.anomaly else "it is off"
+
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        return share(facts, "backward")
 
     def enter(self, hooks: Hooks) -> None:
         torch = hooks.torch
@@ -154,6 +190,9 @@ class Threads(Counterfactual):
             return "" if have > share else f"{have} of {share} possible threads are none too many"
         return "" if have < share else "each of its cores has a thread already"
 
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        return share(facts, *COMPUTED) if self.fewer else 0.1 * share(facts, *COMPUTED)
+
     def enter(self, hooks: Hooks) -> None:
         self.before = hooks.torch.get_num_threads()
         hooks.torch.set_num_threads(self.share)
@@ -185,6 +224,9 @@ class NoExchange(Counterfactual):
         if facts.training.get("fsdp"):
             return "FSDP gathers parameters in forward and backward: without that there is nothing to compute with"
         return "there is no DistributedDataParallel"
+
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        return share(facts, "backward")  # it tells what each rank needs for itself, too
 
     def enter(self, hooks: Hooks) -> None:
         from torch.nn.parallel import DistributedDataParallel
@@ -269,6 +311,9 @@ class FusedOptimizer(Counterfactual):
         optim = hooks.torch.optim
         return [o for o in hooks.optimizers.values() if type(o) in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)]
 
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        return share(facts, "optimizer")
+
     def enter(self, hooks: Hooks) -> None:
         # Groups and states are put back by Kept; where the fused kernels are on a GPU they count steps there
         for optimizer in self._able(hooks):
@@ -297,6 +342,11 @@ class HalfPrecision(Counterfactual):
             return "the model would be compiled anew"
         return "" if hooks.called else "no forward of a model was seen"
 
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        # Few CPUs compute faster in 16 bits. Of FP64 the gain is that of single precision, where that can be tried
+        double = "float64" in facts.training["dtypes"] and MODES["single precision"].why_not(hooks, facts)
+        return (0.5 if facts.device != "cpu" or double else 0.1) * share(facts, *COMPUTED)
+
     def enter(self, hooks: Hooks) -> None:
         torch, device = hooks.torch, hooks.device.type
         bf16 = device != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -324,16 +374,17 @@ class SinglePrecision(Counterfactual):
             return "its optimizer keeps a history in FP64"
         return "" if hooks.called else "no forward of a model was seen"
 
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        return 0.5 * share(facts, *COMPUTED, "optimizer")
+
     def enter(self, hooks: Hooks) -> None:
         torch = hooks.torch
         tensors = [t for root in hooks.roots.values() for t in (*root.parameters(), *root.buffers())]
         tensors += [v for o in hooks.optimizers.values() for s in o.state.values() for v in s.values()
                     if torch.is_tensor(v)]  # fmt: skip
         self.before = [(t, t.data) for t in {id(t): t for t in tensors}.values() if t.dtype == torch.float64]
-        with torch.no_grad():
-            for tensor, data in self.before:
-                tensor.grad = None
-                tensor.data = data.float()
+        for tensor, data in self.before:
+            _become(tensor, data.float())
         self.default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         hooks.of_input = lambda given: _cast(given, (torch.float64,), torch.float32, torch)
@@ -342,8 +393,15 @@ class SinglePrecision(Counterfactual):
         hooks.of_input = None
         hooks.torch.set_default_dtype(self.default)
         for tensor, data in self.before:
-            tensor.grad = None
-            tensor.data = data
+            _become(tensor, data)
+
+
+def _become(tensor: Any, data: Any) -> None:
+    """Other data, of another dtype. Its gradient goes along: lines after the step may read it."""
+    gradient, tensor.grad = tensor.grad, None  # torch allows no other dtype while there is one
+    tensor.data = data
+    if gradient is not None:
+        tensor.grad = gradient.to(data.dtype)
 
 
 def hooks_dtypes(hooks: Hooks) -> set[str]:
@@ -368,12 +426,19 @@ class LargerBatch(Counterfactual):
             return "its data comes from no DataLoader"
         if facts.training["compiled"]:
             return "the model would be compiled anew"
+        if any(line.kind == "exchange" and line.what in POINT_TO_POINT for line in facts.lines):
+            return "ranks send each other tensors of the shapes that they have now"
         batch = hooks.last_batch()
         try:
             twice(batch, hooks.torch)
         except TypeError as e:
             return f"its batches are not understood: {e}"
         return "" if self._fits(hooks) else "there is no memory for it"
+
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        layers = {id(m) for root in hooks.roots.values() for m in root.modules() if not next(m.children(), None)}
+        fixed_s = LAYER_S * len(layers) * facts.micro_batches
+        return 0.5 * min(1.0, fixed_s / statistics.median(facts.step_s))
 
     @staticmethod
     def _fits(hooks: Hooks) -> bool:
@@ -465,4 +530,4 @@ MODES: dict[str, Mode | Trial] = {
         PinnedMemory(),
     )
 }
-"""In the order of what is left out last if the time is short: harmless ones come first in any case."""
+"""Harmless ones come first in any case; if the time is short, those with the least `promise` are left out."""

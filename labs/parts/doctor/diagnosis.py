@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 IN_TURN, FROM_PARTS, BY_READING = "measured in turn", "from the step's parts", "by reading"
 MOSTLY_FIXED, CERTAINLY_FIXED = 0.75, 0.5
 """Batches are tiny if this share of a step is paid whatever their size is, by its value and by its lower end."""
+MUCH_EXCHANGE = 2.0
+"""From so many times as fast on more than half of a step is exchange, which holds a training back in any case."""
+SMALL_BUCKET, MANY_BUCKETS = 2**20, 8
+"""Bytes: DDP's first bucket, and the others are 25 times as large; so many buckets of less are too many."""
 OWN, OWN_CODE = ("prepare", "rest"), 1.15
 """The loss and zero_grad are the script's own code, too: only more than this is told."""
 BUSY_PERCENT = 70
@@ -102,10 +106,13 @@ def _all(facts: Sequence[Facts]) -> Iterator[Finding]:
 def _judged(facts: Sequence[Facts]) -> Iterator[tuple[Cause, Estimate, str, Facts]]:
     """Each cause that has a price: bound, how it is known, of which rank."""
     for cause in CAUSES:
+        if cause.name == "exchange" and (facts[0].ranks == 1 or bounds.split(facts)):
+            continue  # they wait for each other by design: see _split
         parted, most = bounds.from_parts(facts, *cause.parts) if cause.parts else (None, facts[0])
         bound = bounds.in_turn(facts, cause.mode)
         noisy = parted is not None and bounds.enough(bound) and standing(bound) == "unclear"
-        if noisy and standing(parted, bounds.WORTH_INSTEAD) == "gain":
+        own = cause.name == "exchange" and parted is not None and _standing(parted, FROM_PARTS) == "gain"
+        if own or (noisy and standing(parted, bounds.WORTH_INSTEAD) == "gain"):
             yield cause, parted, FROM_PARTS, most
         elif bounds.enough(bound) and not _now_and_then(cause, most):
             yield cause, *_within(cause, bound, facts)
@@ -138,6 +145,8 @@ def _now_and_then(cause: Cause, facts: Facts) -> bool:
 
 def _finding(cause: Cause, bound: Estimate, by: str, facts: Sequence[Facts], of: Facts) -> Finding:
     name, kind, what = _named(cause, bound, of)
+    if name == "exchange" and by == IN_TURN and not _needless_exchange(of) and bound.value < MUCH_EXCHANGE:
+        kind = OPTION
     words = numbers(cause, facts, of)
     if cause.name == "exchange" and by == FROM_PARTS:
         what += ", waiting for late ranks among it"
@@ -147,7 +156,8 @@ def _finding(cause: Cause, bound: Estimate, by: str, facts: Sequence[Facts], of:
 
 def _named(cause: Cause, bound: Estimate, facts: Facts) -> tuple[str, str, str]:
     """Name, kind and sentence: some of what can be gained is no illness."""
-    if cause.name == "tiny_batches" and not _mostly_fixed(bound, facts.samples_factor.get(cause.mode, 1.0)):
+    fixed = _mostly_fixed(bound, facts.samples_factor.get(cause.mode, 1.0))
+    if cause.name == "tiny_batches" and (oversubscribed(facts) or not fixed):  # too many threads cost each step as much
         return "larger_batch", OPTION, causes.LARGER
     if cause.name == "threads" and not oversubscribed(facts):
         return "threads", OPTION, causes.THREADS + ": fewer are faster"
@@ -158,6 +168,14 @@ def _named(cause: Cause, bound: Estimate, facts: Facts) -> tuple[str, str, str]:
     if cause.name == "compile" and facts.device != "cpu" and facts.machine.get("gpu_percent", 100) < BUSY_PERCENT:
         return "python_overhead", HOLDS_BACK, causes.STARVED
     return cause.name, OPTION if cause.option else HOLDS_BACK, cause.what
+
+
+def _needless_exchange(facts: Facts) -> bool:
+    """Whether DDP exchanges more often, or in smaller pieces, than it has to. Some of what it must do nothing hides."""
+    of = facts.training
+    pieces = of.get("bucket_bytes") and facts.memory.get("parameters", 0) / of["bucket_bytes"] > MANY_BUCKETS
+    small = of.get("bucket_bytes", SMALL_BUCKET) < SMALL_BUCKET
+    return bool(of.get("exchanges", 1) > 1 or (pieces and small) or of.get("sync_batchnorm"))
 
 
 def _mostly_fixed(bound: Estimate, factor: float) -> bool:
@@ -186,7 +204,7 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
     return {
         "step": ms(step_s(facts)), "part": ms(part_s(of, *cause.parts)),
         "calls": f"{sum(n.calls for n in noted):.3g}", "gpu": of.machine.get("gpu_percent"),
-        "often": f"{100 * share_of_steps(of, cause.parts[0]):.0f} %" if cause.parts else "",
+        "often": _often(of, cause.parts[0]) if cause.parts else "", "mean": ms(statistics.fmean(bounds.steps_s(facts))),
         "loader": _loader(of), "loader_cure": _loader_cure(of, fair), "exchange_cure": _exchange_cure(of),
         "exposed": str(estimate(exposed, "s")) if exposed else ms(part_s(of, "exchange")),
         "threads": count(threads, "thread"), "cores": count(cores, "core"), "fair_threads": fair,
@@ -194,6 +212,12 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
         "batch": batch or "its size", "larger_batch": round(batch * factor) if batch else f"{factor:g} * batch_size",
         "optimizer": optimizers[0]["kind"],
     }  # fmt: skip
+
+
+def _often(facts: Facts, kind: str) -> str:
+    steps = len(facts.step_s)
+    share = share_of_steps(facts, kind)
+    return "all steps" if share == 1 else f"{round(share * steps)} of {steps} steps"
 
 
 def _loader(facts: Facts) -> str:
@@ -218,7 +242,7 @@ def _loader_cure(facts: Facts, fair: int) -> str:
 
 
 def _exchange_cure(facts: Facts) -> str:
-    if facts.micro_batches > 1:
+    if facts.micro_batches > 1 and facts.training.get("exchanges", facts.micro_batches) > 1:
         return "with model.no_sync(): for all micro-batches but the last one"
     return "exchange less, or less often: larger batches per rank, buckets of 25 MB, nothing that DDP has done already"
 
@@ -272,6 +296,8 @@ class Late:
 
 def lateness(facts: Sequence[Facts]) -> Late | None:
     """None where it cannot be told. From parts, where turns were too few or too noisy."""
+    if bounds.split(facts):
+        return None
     in_turn, parts = (_late(facts, own) for own in (bounds.own_in_turn(facts), bounds.own_from_parts(facts)))
     if in_turn is None or (standing(in_turn.bound) == "unclear" and parts is not None):
         return parts
@@ -356,8 +382,15 @@ def _growing(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def memory_growth(facts: Facts) -> Estimate | None:
-    """Bytes per step, with an interval from the run itself; None if it was not taken."""
-    return bounds.growth(facts.memory.get("each_step", []), "B")
+    """Bytes per step, with an interval from the run itself; None if it was not taken.
+
+    Soon after a start memory may settle for as long as the steps as they are take: what does not go on in the rounds
+    after them is no growth.
+    """
+    at_first = bounds.growth(facts.memory.get("each_step", []), "B")
+    steps, later = zip(*facts.memory.get("each_round") or [[0, 0]], strict=True)
+    later = bounds.growth(later, "B", steps)
+    return min(filter(None, (at_first, later)), key=lambda e: e.low, default=None)
 
 
 def steps_until_full(facts: Facts, growth: float) -> float:
@@ -409,6 +442,7 @@ def _switched_on(facts: Sequence[Facts], named: set[str]) -> Iterator[Finding]:
     has = {
         "anomaly": f.training.get("anomaly"), "find_unused": f.training.get("find_unused_parameters"),
         "float64": "float64" in f.training.get("dtypes", ()), "threads": oversubscribed(f),
+        "exchange": len(facts) > 1 and _needless_exchange(f) and not bounds.split(facts),
     }  # fmt: skip
     harmless = {cause.name for cause, bound, by, _ in _judged(facts) if _standing(bound, by) == "fine"}
     for cause in CAUSES:
@@ -517,11 +551,22 @@ def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
         by_reason.setdefault(_cannot_tell(bound, by), []).append(f"{mode} {bound}")
     for why, modes in by_reason.items():
         yield f"{why}: {', '.join(modes)}"
+    if bounds.split(facts):
+        yield _split(facts)
     cost = hooks_cost(facts[0])
     if cost is not None and cost > COST_SAID:
         yield f"the doctor's hooks take {100 * cost:.0f} % of so short a step: its parts look longer than they are"
     if not all(bounds.enough(memory_growth(f)) for f in facts):
         yield f"whether memory grows: {count(min(len(f.step_s) for f in facts), 'step')} do not tell"
+
+
+def _split(facts: Sequence[Facts]) -> str:
+    waits = [part_s(f, "exchange") for f in facts]
+    return (
+        "whether a rank is late, and what exchange costs: ranks hold different parts of the model, or weights of their "
+        f"own, so that each does other work and waits for others; of a step's {ms(step_s(facts))} they wait "
+        f"{ms(min(waits))} to {ms(max(waits))} in calls that send and receive. Stages of equal times wait least"
+    )
 
 
 def _cannot_tell(bound: Estimate, by: str) -> str:

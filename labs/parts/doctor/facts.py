@@ -12,9 +12,10 @@ KINDS = ("data", "copy", "prepare", "forward", "backward", "exchange", "optimize
          "print", "save", "rest")  # fmt: skip
 """Parts of a step. Each instant of the script's main thread belongs to one:
 data: in the DataLoader's `next`; copy: in `.to`, `.cuda`; prepare: the script's own, from a step's start to its first
-forward; forward, backward, optimizer: in these calls; exchange: in collectives that the script calls (DDP's are in
-backward); evaluation: a model called without gradients; synchronise: in calls that wait for the device (`.item()`);
-print, save: in print and torch.save; rest: the script's own, after the first forward."""
+forward; forward, backward, optimizer: in these calls; exchange: in collectives that the script calls, waits for what
+it has sent and received, and a pipeline's schedule besides forward and backward (DDP's collectives are in backward);
+evaluation: a model called without gradients; synchronise: in calls that wait for the device (`.item()`); print, save:
+in print and torch.save; rest: the script's own, after the first forward."""
 AS_IS = "as it is"
 NOW_AND_THEN, IN_MOST_STEPS = ("evaluation", "save", "print"), 0.9
 """What fewer steps have than that is rare: short turns miss it, and its mean over the steps prices it."""
@@ -117,7 +118,8 @@ class Facts:
     find_unused_parameters, compiled, scaler: see hooks.describe."""
     memory: dict[str, Any] = field(default_factory=dict)
     """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
-    or of this process); growth (bytes per step), tensors_growth (per step)."""
+    or of this process); each_round: [steps so far, bytes in use] after each turn of steps as they are; growth (bytes
+    per step), tensors_growth (per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
     """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w."""
     compiles: dict[str, Any] = field(default_factory=dict)

@@ -16,6 +16,7 @@ import functools
 import gc
 import itertools
 import linecache
+import math
 import os
 import sys
 import sysconfig
@@ -23,6 +24,7 @@ import threading
 import time
 import types
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,7 +36,8 @@ WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 COPIES = ("to", "cuda")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "barrier", "broadcast",
                "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "send", "recv",
-               "all_gather_object", "broadcast_object_list", "gather_object")  # fmt: skip
+               "all_gather_object", "broadcast_object_list", "gather_object", "batch_isend_irecv")  # fmt: skip
+"""Not isend and irecv: torch compares functions that it is given with its own. What they take is the wait for them."""
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
 LOOKED_FOR = 6
@@ -100,6 +103,9 @@ class Hooks:
         self.lines: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
         self.backwards = 0
         """Backward passes in this step."""
+        self.ddp: list[Any] = []
+        self.exchanges = 0
+        """Backward passes in which DDP exchanges gradients, while lines are noted."""
         self.loader_starts = 0
         """Iterations over a training's DataLoader that began in this step."""
         self.anomaly = False
@@ -124,7 +130,7 @@ class Hooks:
         self.synchronised = True
         """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
         self._own: dict[str, bool] = {}
-        self._looked = 0
+        self._looked, self._schedules_seen = 0, False
         self._ends_steps(None)
         self._fetched: list[weakref.ref] = []
         self._in_batches, self._in_calls = 0, defaultdict(int)
@@ -148,7 +154,7 @@ class Hooks:
         """A context in which outermost modules are called."""
         self.of_input: Callable[[Any], Any] | None = None
         self.of_output: Callable[[Any], Any] | None = None
-        """What becomes of an outermost module's arguments and of its output."""
+        """What becomes of an outermost module's arguments, and of its output where that has gradients."""
         self.instead: dict[int, Callable[..., Any]] = {}
         """By root: what is called in its place."""
         self.known_values = False
@@ -186,6 +192,7 @@ class Hooks:
             for name in COLLECTIVES:
                 if hasattr(dist, name):
                     self._replace(dist, name, functools.partial(self._noted, "exchange"))
+            self._replace(dist.Work, "wait", self._waiting_for_ranks)
         self._replace(torch, "compile", self._compiling)
         self._replace(torch, "save", functools.partial(self._mutable, "save"))
         self._replace(builtins, "print", functools.partial(self._mutable, "print"))
@@ -281,6 +288,15 @@ class Hooks:
 
         return call
 
+    def _waiting_for_ranks(self, function: Callable) -> Callable:
+        """Within forward and backward it is the model that waits, of FSDP for instance: part of them, by its design."""
+        noted = self._noted("exchange", function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if self.spans.stack[-1] in ("forward", "backward") else noted)(*args, **kwargs)
+
+        return call
+
     def _mutable(self, kind: str, function: Callable) -> Callable:
         noted = self._noted(kind, function)
 
@@ -326,7 +342,9 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._elsewhere():
                 return function(*args, **kwargs)
-            self.backwards += function.__name__ == "backward"
+            if function.__name__ == "backward":
+                self.backwards += 1
+                self.exchanges += self.recording and any(m.require_backward_grad_sync for m in self.ddp)
             self.anomaly = self.anomaly or self.torch.is_anomaly_enabled()
             return self._on_device("backward", function, args, kwargs)
 
@@ -369,7 +387,6 @@ class Hooks:
             again = self.same_batch and loader in self.training and self._again(loader)
             if not again:
                 batch = self._timed(self._kind_of(loader), function, (iterator,), {})
-                self._fetched = [*self._fetched[-7:], weakref.ref(loader)]
                 if loader in self.training:
                     self._keep(loader, batch)
                 elif self.recording and loader in self.evaluating:
@@ -378,6 +395,7 @@ class Hooks:
                     self._evaluated[loader] = first, iterator._doctor_batches
             else:
                 batch = again[0]
+            self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
             if loader is self.loader:
                 self._in_batches += length(batch, self.torch.Tensor)
             return self.of_batch(batch) if self.of_batch and loader in self.training else batch
@@ -444,14 +462,15 @@ class Hooks:
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
         self._sort(self.torch.is_grad_enabled())
+        given = args, kwargs
+        if self.of_input:
+            args, kwargs = self.of_input(given)
         if not self.torch.is_grad_enabled():
             return self._evaluate(module, function, args, kwargs)
-        self._seen(module, args, kwargs)
-        if self.of_input:
-            args, kwargs = self.of_input((args, kwargs))
+        self._seen(module, *given)
         with self.around_forward():
             output = self._on_device("forward", self.instead.get(id(module), function), args, kwargs)
-        if self.spans.stack == ["prepare"]:
+        if self.spans.stack in (["prepare"], ["prepare", "exchange"]):  # the second within a pipeline's schedule
             self.spans.stack[0] = "rest"
         return self.of_output(output) if self.of_output else output
 
@@ -509,6 +528,7 @@ class Hooks:
     def _discover(self) -> None:
         """Outermost modules that hold parameters of the optimizers; then what is below those that are not called."""
         self._looked += 1
+        self._hook_schedules()
         mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
         held = {id(p) for root in self.roots.values() for p in root.parameters()}
         if mine - held:
@@ -524,6 +544,15 @@ class Hooks:
             wrapped = getattr(module, "module", None) if hasattr(module, "reducer") else None
             if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
                 self._adopt([wrapped])  # DDP: evaluation calls what it wraps
+
+    def _hook_schedules(self) -> None:
+        """What a pipeline's schedule does besides forward and backward is exchange: it waits for its neighbours."""
+        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+        if schedules is None or self._schedules_seen:
+            return
+        self._schedules_seen = True
+        for owner in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+            self._replace(owner, "step", functools.partial(self._noted, "exchange"))
 
     # Steps
 
@@ -676,6 +705,16 @@ def _own_copy(value: Any) -> Any:
         value.clone() if hasattr(value, "clone") else value)  # fmt: skip
 
 
+def _checksum(parameters: Iterable[Any], torch: Any) -> float:
+    """The same on ranks that hold the same weights; 0 if it is no number."""
+    total = 0.0
+    with torch.no_grad():
+        for p in parameters:
+            own = p.to_local() if hasattr(p, "to_local") else p
+            total += float(own.detach().sum(dtype=torch.float64))
+    return total if math.isfinite(total) else 0.0
+
+
 def describe(hooks: Hooks, facts: Facts) -> None:
     """Write into `facts` what the training consists of."""
     torch = hooks.torch
@@ -697,13 +736,18 @@ def describe(hooks: Hooks, facts: Facts) -> None:
             for o in hooks.optimizers.values()
         ],
         "ddp": len(ddp),
+        "bucket_bytes": min((m.bucket_bytes_cap for m in ddp), default=0),
+        "sync_batchnorm": any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules),
         "find_unused_parameters": any(m.find_unused_parameters for m in ddp),
         "static_graph": any(getattr(m, "static_graph", False) for m in ddp),
         "data_parallel": any(isinstance(m, DataParallel) for m in modules),
         "fsdp": any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in modules),
         "compiled": hooks.traced or bool(hooks.compiled) or any(type(m).__name__ == "OptimizedModule" for m in modules),
         "anomaly": hooks.anomaly or torch.is_anomaly_enabled(),
+        "shapes": zlib.crc32(repr(sorted(tuple(p.shape) for p in parameters)).encode()),
+        "weights": _checksum(parameters, torch),
     }
+    hooks.ddp = ddp
     searching = [m for m in ddp if m.find_unused_parameters]
     hooks.watch_unused(p for m in searching for p in m.parameters() if p.requires_grad)
     facts.device = hooks.device.type if hooks.device is not None else "cpu"

@@ -288,14 +288,15 @@ def _lines(report: Report) -> Iterator[str]:
             yield from _heading("The ranks differ")
             yield from _ranks(facts)
     for kind, title in TITLES.items():
-        found = report.entries(kind)
+        found = [entry for entry in report.entries(kind) if entry[0].certainty != LOOK]
         if found:
             yield from _heading(title)
         for number, (finding, places) in enumerate(found[:SHOWN], 1):
             yield from _entry(number, finding, places)
         if len(found) > SHOWN:
             yield f"    and {len(found) - SHOWN} more, in report.html"
-    for title, texts in (("Healthy", report.healthy), ("Not known", report.unknown)):
+    looks = list(_worth_a_look(report))
+    for title, texts in (("Healthy", report.healthy), (LOOKS, looks), ("Not known", report.unknown)):
         if texts:
             yield from _heading(title)
             yield from (line for text in texts for line in wrapped(f"- {text}", "  ", "    "))
@@ -305,6 +306,19 @@ def _lines(report: Report) -> Iterator[str]:
         yield from wrapped(method(report), "  ")
 
 
+def _worth_a_look(report: Report) -> Iterator[str]:
+    """One line for each rule; a healthy training has some of them."""
+    lines: dict[str, list[str]] = {}
+    for f in report.findings:
+        if f.certainty == LOOK:
+            lines.setdefault(f.name, []).append(line_of(f))
+    for name, places in lines.items():
+        yield f"{name}: {', '.join(places[:3])}{' and others' if len(places) > 3 else ''}"
+
+
+LOOK = "look at it"
+"""Certainty of what is right in some trainings and wrong in others."""
+LOOKS = "Worth a look: right in some trainings and wrong in others (reasons and cures are in report.html)"
 TITLES = {
     HOLDS_BACK: "What holds it back, and what a cure gives at most",
     OPTION: "What a healthy training may use, too",

@@ -71,9 +71,19 @@ def note(hooks: Hooks, facts: Facts, stage: str) -> None:
 
 def each_step(hooks: Hooks, facts: Facts) -> None:
     """After each step as it is."""
-    on_gpu = hooks.device is not None and hooks.device.type == "cuda"
-    now = hooks.torch.cuda.memory_allocated(hooks.device) if on_gpu else _usage.process.memory_info().rss
-    facts.memory.setdefault("each_step", []).append(now)
+    facts.memory.setdefault("each_step", []).append(in_use(hooks))
+
+
+def each_round(hooks: Hooks, facts: Facts) -> None:
+    """After the turn of steps as they are, when nothing is kept for a counterfactual."""
+    facts.memory.setdefault("each_round", []).append([facts.steps, in_use(hooks)])
+
+
+def in_use(hooks: Hooks) -> int:
+    """Bytes of tensors on a GPU, or of this process."""
+    if hooks.device is not None and hooks.device.type == "cuda":
+        return hooks.torch.cuda.memory_allocated(hooks.device)
+    return psutil.Process().memory_info().rss
 
 
 def _memory(hooks: Hooks, facts: Facts) -> None:

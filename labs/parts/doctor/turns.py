@@ -10,6 +10,7 @@ What the script may not survive comes last, one after the other: what was seen b
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from labs.parts.doctor import state
 from labs.parts.doctor.facts import AS_IS, Facts, rare_kinds
 from labs.parts.doctor.hooks import Hooks
 from labs.parts.doctor.kept import Found, Kept
@@ -26,8 +28,11 @@ from labs.parts.doctor.ranks import Apart, Ranks
 WARM_UP = 5
 MOST_WARM_UP = 40
 """While torch.compile goes on compiling."""
-LEAST_ROUNDS, MOST_ROUNDS = 6, 20
+LEAST_ROUNDS, MOST_ROUNDS = 6, 40
 """At least as many as an interval needs (labs.kit.measure.fewest, which would import torch before the script does)."""
+NARROW, NARROW_ROUNDS = 1.08, 10
+"""After so many rounds no more are taken if the upper end of each interval is at most so many times the lower one. What
+the interval holds decides nothing: to stop as soon as it holds no 1 would accuse every other healthy training."""
 TURN_S = 0.1
 """A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)."""
 MOST_STEPS = 10
@@ -35,6 +40,9 @@ BURST_S = 1.0
 """For a turn with workers, which give a batch each at about the same time: at most."""
 TRIAL_SHARE = 0.2
 """Of the time, for each trial beside the script's loop."""
+EVENTS, COSTLY, EXTRA_SHARE = 6, 0.05, 0.25
+"""What comes now and then and takes more than this share of the run is to be seen so many times: for that there are
+further steps as they are, within a share of the time for counterfactuals."""
 MUCH_SLOWER, SLOWER = 8.0, 2.0
 """A counterfactual that takes so many times a step as it is, in two rounds on end, has no further one; the second
 number counts when the time is over."""
@@ -59,6 +67,9 @@ class Mode(Protocol):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         """Why it cannot be tried or would show nothing; "" if it can."""
+
+    def promise(self, hooks: Hooks, facts: Facts) -> float:
+        """Share of a step that it may save, by a guess from the steps as they are: time goes where there is most."""
 
     def enter(self, hooks: Hooks) -> None:
         """Until `leave`."""
@@ -87,10 +98,12 @@ def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence
         facts.stage = "warm-up"
         yield from _warm_up(hooks, ranks)
         facts.stage = "as it is"
-        yield from _as_it_is(hooks, facts, steps)
+        begun = time.perf_counter()
+        yield from _as_it_is(hooks, facts, ranks, steps, EXTRA_SHARE * seconds)
+        longer_s = (time.perf_counter() - begun) * (1 - steps / len(facts.step_s))  # than it would have taken
         facts.stage = "in turn"
         yield  # what the process uses is looked at here, before anything is copied
-        yield from _InTurn(hooks, facts, ranks, seconds).all(modes)
+        yield from _InTurn(hooks, facts, ranks, seconds - longer_s).all(modes)
     except Apart as e:
         facts.unseen.append(f"counterfactuals: {e}")
     ranks.part()
@@ -113,12 +126,17 @@ def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
             return
 
 
-def _as_it_is(hooks: Hooks, facts: Facts, steps: int) -> Steps:
-    """Where their time goes. What is noted for each line is that of these steps."""
+def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: float) -> Steps:
+    """Where their time goes. What is noted for each line is that of these steps.
+
+    More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much.
+    """
     hooks.recording, hooks.spans.calls, graphs = True, 0, compiled_graphs()
     backwards, samples = [], []
-    for done in range(1, steps + 1):
+    done, wanted = 0, steps
+    while done < wanted:
         spans = yield
+        done += 1
         facts.step_s.append(sum(spans.values()))
         for kind, s in spans.items():
             facts.spans_s.setdefault(kind, []).append(s)
@@ -128,9 +146,24 @@ def _as_it_is(hooks: Hooks, facts: Facts, steps: int) -> Steps:
         facts.micro_batches, facts.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
         facts.lines = hooks.noted_lines(done)
         facts.cost["calls"] = hooks.spans.calls / done
+        if done == steps:
+            wanted += min(ranks.each_says(min(max(ranks.each_says(_more_events(facts))), _that_last(facts, extra_s))))
+    facts.training["exchanges"] = hooks.exchanges / wanted
     facts.compiles["in_steps"] = compiled_graphs() - graphs
     facts.rare = rare_kinds(facts)
     hooks.recording = False
+
+
+def _more_events(facts: Facts) -> int:
+    """Further steps after which each rare thing that costs much has been seen EVENTS times; 0 if there is none."""
+    rare = [facts.spans_s[kind] for kind in rare_kinds(facts)]
+    dear = [of for of in rare if sum(of) > COSTLY * sum(facts.step_s)]
+    seen = [sum(s > 0 for s in of) for of in dear]
+    return max((math.ceil((EVENTS - n) * len(facts.step_s) / n) for n in seen if n < EVENTS), default=0)
+
+
+def _that_last(facts: Facts, seconds: float) -> int:
+    return int(seconds / statistics.fmean(facts.step_s))
 
 
 class _InTurn:
@@ -160,11 +193,13 @@ class _InTurn:
         """Those that can be tried: first all that are harmless together, then one after the other."""
         tried = self._that_can(modes)
         trials = [mode for mode in tried if hasattr(mode, "measure")]
+        promises = {mode.name: mode.promise(self.hooks, self.facts) for mode in tried if mode not in trials}
+        promises = json.loads(self.ranks.first_says(json.dumps(promises)))
         safe = [mode for mode in tried if mode not in trials and not mode.risky]
-        risky = [mode for mode in tried if mode not in trials and mode.risky]
+        risky = sorted((mode for mode in tried if mode not in trials and mode.risky), key=lambda m: -promises[m.name])
         trial_s = TRIAL_SHARE * self.seconds
         self.ends -= trial_s * len(trials)
-        stages = self._that_fit([safe] * bool(safe) + [[mode] for mode in risky])
+        stages = self._that_fit([safe] * bool(safe) + [[mode] for mode in risky], promises)
         for number, stage in enumerate(stages):
             weight = [self._round_steps(of) for of in stages[number:]]
             left = self.ends - time.perf_counter()
@@ -194,16 +229,16 @@ class _InTurn:
         turns = sum(mode.settle + self.settle + self.steps for mode in stage) + self.settle + self.steps
         return turns + self.drain * any(mode.name == "same batch again" for mode in stage)
 
-    def _that_fit(self, stages: list[list[Mode]]) -> list[list[Mode]]:
-        """Within the time, with rounds enough for an interval: others are left out, from the end."""
+    def _that_fit(self, stages: list[list[Mode]], promises: dict[str, float]) -> list[list[Mode]]:
+        """Within the time, with rounds enough for an interval: others are left out, the least promising first."""
         have = float(self.ranks.first_says(str(self.ends - time.perf_counter())))
         while stages and LEAST_ROUNDS * self.step_s * sum(map(self._round_steps, stages)) > have:
-            mode = stages[-1].pop()
+            mode = min((m for of in stages for m in of), key=lambda m: promises[m.name])
             need = LEAST_ROUNDS * self.step_s * self._round_steps([mode])
             self.facts.not_tried[mode.name] = (
                 f"{self.seconds:.0f} s are too short for it: --seconds {self.seconds + need:.0f}"
             )
-            stages = [of for of in stages if of]
+            stages = [kept for of in stages if (kept := [m for m in of if m is not mode])]
         return stages
 
     def _stage(self, modes: list[Mode], seconds: float) -> Steps:
@@ -218,6 +253,7 @@ class _InTurn:
         while True:
             order = draw.sample([AS_IS, *by_name], len(by_name) + 1)
             enough = done >= MOST_ROUNDS or (done >= LEAST_ROUNDS and time.perf_counter() + round_s > ends)
+            enough = enough or (done >= NARROW_ROUNDS and self._all_narrow(by_name))
             order = json.loads(self.ranks.first_says(json.dumps([] if enough or not by_name else order)))
             if not order:
                 break
@@ -256,7 +292,9 @@ class _InTurn:
         # Steps that begin an epoch count only if most of them do
         usual = [s for s, start in zip(steps, starts, strict=True) if not start]
         counted.append(statistics.fmean(usual if 2 * len(usual) >= len(steps) else steps))
-        if mode is not None and mode.name == "same batch again":
+        if mode is None:
+            state.each_round(hooks, self.facts)
+        elif mode.name == "same batch again":
             yield from self._steps_as_they_are(self.drain)
 
     def _note(self, turns: dict[str, list[float]]) -> None:
@@ -274,6 +312,13 @@ class _InTurn:
             name for name in names
             if all(of[0] > factor * as_is[0] for of, as_is in zip(last[name], last[AS_IS], strict=True))
         ]  # fmt: skip
+
+    def _all_narrow(self, names: Iterable[str]) -> bool:
+        """Whether further rounds would tell little more, by this rank's clock."""
+        from labs.parts.doctor import bounds  # imported late: before the script has torch it would import it
+
+        found = [bounds.in_turn([self.facts], name) for name in names]
+        return all(bound is not None and bound.high <= NARROW * bound.low for bound in found)
 
     def _steps_as_they_are(self, steps: int) -> Steps:
         for _ in range(steps):

@@ -127,7 +127,7 @@ def main():
         model = DistributedDataParallel(model, bucket_cap_mb=25, forward_sync_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     log = open("log.txt", "w", buffering=1)  # noqa: SIM115 - until the training ends
-    validate_every, save_every, durable = 500, 1000, False
+    validate_every, save_every = 500, 1000
     history, step, begun = [], 0, time.perf_counter()
     while step < args.steps:
         if ranks > 1:
@@ -141,8 +141,6 @@ def main():
             step += 1
             history.append(loss.detach())
             log.write(f"{step} {time.perf_counter() - begun:.4f} {loss.item():.4f}\n")
-            if durable:
-                os.fsync(log.fileno())
             if step % validate_every == 0:
                 evaluate(module, images, labels)
             if step % save_every == 0 and rank == 0:
