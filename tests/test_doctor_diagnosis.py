@@ -17,6 +17,9 @@ STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 MODES = dict.fromkeys((c.mode for c in CAUSES), STEP_S) | {"larger batch": 2 * STEP_S}
 
 
+LOOP = {"optimizers": [{"kind": "AdamW", "fused": False, "foreach": False}]}
+
+
 def names(facts, *kinds):
     return [f.name for f in diagnose(facts) if f.kind in (kinds or (HOLDS_BACK,))]
 
@@ -50,7 +53,7 @@ PLANTED = {
     "threads": ("fewer threads", 0.4, {"machine": {"cores": 2, "threads": 8}}),
     "tiny_batches": ("larger batch", 0.45, {}),
     "find_unused": ("no search for unused parameters", 0.15, {}),
-    "optimizer_loop": ("fused optimizer", 0.2, {"device": "cuda"}),
+    "optimizer_loop": ("fused optimizer", 0.2, {"device": "cuda", "training": LOOP}),
     "python_overhead": ("compiled", 0.4, {"device": "cuda", "machine": {"gpu_percent": 40}}),
 }
 
@@ -81,8 +84,14 @@ def test_a_cure_of_the_optimizer_gives_no_more_than_a_step_without_one():
     assert any(text.startswith("fused optimizer: at most 1.01 x") for text in healthy([facts]))
     facts.turns_s["fused optimizer"] = [[s] for s in (0.02, 0.09) * 4]  # unclear
     assert any(text.startswith("fused optimizer: at most 1.01 x") for text in healthy([facts]))
-    facts = made(modes=MODES | {"fused optimizer": 0.7 * STEP_S}, device="cuda")
+    facts = made(modes=MODES | {"fused optimizer": 0.7 * STEP_S}, device="cuda", training=LOOP)
     assert names([facts]) == ["optimizer_loop"]
+
+
+def test_torchs_own_choice_of_an_optimizer_without_a_fused_kernel_is_no_illness():
+    for device in ("cpu", "cuda"):
+        facts = made(modes=MODES | {"fused optimizer": 0.9 * STEP_S}, device=device)
+        assert names([facts]) == [] and names([facts], OPTION) == ["fused_optimizer"]
 
 
 def test_what_a_healthy_training_may_use_comes_after_what_holds_it_back():
@@ -384,8 +393,12 @@ def test_the_loaders_cure_is_the_number_of_workers_that_was_fastest():
     cure = diagnose([facts])[0].cure
     assert "num_workers=0)" in cure and "persistent" not in cure  # which torch refuses without workers
     facts.loader.workers = 0
-    facts.loader_s = {"0": [0.03] * 3, "2": [0.031] * 3}
-    assert "num_workers" not in diagnose([facts])[0].cure
+    facts.loader_s = {"0": [0.03] * 3, "2": [0.031] * 3}  # not faster, and all of it beside the rest of a step
+    cure = diagnose([facts])[0].cure
+    assert "num_workers=2" in cure and "31.0 ms for a batch, the rest of a step 49" in cure
+    facts.loader.workers = 2
+    facts.loader_s = {"2": [0.03] * 3, "4": [0.031] * 3}
+    assert "more workers are not faster" in diagnose([facts])[0].cure
 
 
 def test_ranks_between_which_no_exchange_is_seen_are_told():

@@ -108,7 +108,7 @@ def test_what_is_wrong_in_the_source_is_told_at_the_top_even_if_nothing_ran():
 def test_lines_of_which_the_same_is_to_be_told_are_one_entry(tmp_path):
     def hit(line, cure="Read it later."):
         return SimpleNamespace(rule="reads", file="/x/train.py", line=line, code=f"{line}.item()", why="It waits.",
-                               notebook="01", section="1", cure=cure, certainty="look at it", source="")  # fmt: skip
+                               notebook="01", section="1", cure=cure, certainty="costs", source="")  # fmt: skip
 
     found = report.make([made()], [hit(3), hit(5), hit(7, "Another one.")])
     for told in (report.page(found), _html(found, tmp_path)):

@@ -35,6 +35,7 @@ class Cause:
 THREADS = "torch uses {threads} in each of {local_ranks}, on {cores}"
 DOUBLE = "everything is computed in 64 bits"
 LARGER = "with {factor} times the batch ({batch} now) a sample costs less"
+NOT_FUSED = "the optimizer updates parameters one by one, or list by list: fused, it takes one kernel for many"
 STARVED = "the GPU had work {gpu} % of the time only: Python does not call it fast enough"
 PIN = "DataLoader(..., pin_memory=True) and x.to(device, non_blocking=True)"
 CAUSES = (

@@ -262,9 +262,10 @@ def method(report: Report) -> str:
     gpus = ", ".join(map(str, p.get("gpus") or []))
     place = ", ".join(filter(None, (place, gpus, many(p.get("cores") or 0, "core"), f"torch {p.get('torch', '?')}")))
     return (
-        f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. A bound is the median over rounds of "
-        "as it is / counterfactual: what a perfect cure gives, and the most that yours can give. All their intervals "
-        f"together hold the truth in 95 % of runs. Bounds do not add up. {place}, "
+        f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. A bound that is measured in "
+        "turn is the median over rounds of as it is / counterfactual: what a perfect cure gives. All these intervals "
+        "together hold the truth in 95 % of runs. One from the step's parts is arithmetic, about what would be gained "
+        f"if nothing else changed, with a plain 95 % interval. Bounds do not add up. {place}, "
         f"{str(p.get('utc', ''))[:16].replace('T', ' ')} UTC."
     )
 

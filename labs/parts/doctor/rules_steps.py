@@ -114,7 +114,8 @@ def train(netD, netG, loader, optimizerD, optimizerG, criterion, noise):
     "zero-grad-missing",
     "wrong",
     why="backward adds to the gradients that are there: without zero_grad() each step follows the sum of all gradients "
-    "since the start.",
+    "since the start. A GradScaler hides it: it divides the old ones by its scale in each step, so that what they do "
+    "depends on the scale.",
     cure="optimizer.zero_grad() once per step, before backward.",
     notebook="03",
     section="6. How do you get a large batch when it does not fit?",
