@@ -248,6 +248,11 @@ class Promise:
         within = self.bound.low <= self.gain.high and self.gain.low <= self.bound.high
         return within or abs(self.bound.value / self.gain.value - 1) <= NEAR
 
+    @property
+    def exceeded(self) -> bool:
+        """Surely more was given than a bound that is to hold "at most"."""
+        return self.gain.low > self.bound.high
+
 
 def promises(run: Records) -> list[Promise]:
     """Of sick patients that were given a bound, by the median run, and whose cure was measured."""
@@ -282,7 +287,11 @@ def answer(run: Records) -> Iterator[str]:
         kept = share(run, [p.kept for p in given])
         off = [f"{p.patient} ({p.bound.value:.2f}x promised, {p.gain.value:.2f}x given)" for p in given if not p.kept]
         yield (f"Bounds against gains of {len(given)} cures: within the interval or {100 * NEAR:.0f} % in "
-               f"{_percent(kept)}; not so: {', '.join(off) or 'none'}.")  # fmt: skip
+               f"{_percent(kept)}; not so: {', '.join(off) or 'none'}. Surely more than promised: "
+               f"{', '.join(p.patient for p in given if p.exceeded) or 'none'}.")  # fmt: skip
+        priced = {p.patient for p in given}
+        unpriced = sorted({r.case["patient"] for r in run.where("gain")} - priced)
+        yield f"Ill, and without a bound: {', '.join(unpriced) or 'none'}."
     small = [r.case["patient"] for r in run.where("gain") if measure.estimate(r.samples, "x").low < 1.15]
     if small:
         yield f"Cures that give less than 15 % here, or not surely more: {', '.join(small)}."

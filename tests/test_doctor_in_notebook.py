@@ -1,11 +1,17 @@
 """What notebook 12 shows of the doctor: visits, figures, a counterfactual of one's own, a loop that is read."""
 
 import html
+import importlib.metadata
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from doctor_facts import STEP_S, made
+from doctor_patients import environment
 from torch.nn.functional import cross_entropy
 
 from labs.chapters.nb12 import advice, figures_visit, reading, visit
@@ -20,6 +26,7 @@ from labs.parts.doctor import report, rules
 from labs.parts.doctor.cases import BY_NAME
 from labs.parts.doctor.counterfactuals import MODES
 
+ROOT = Path(__file__).parents[1]
 FAST = "same batch again"
 
 
@@ -205,3 +212,43 @@ def test_advice_is_tried_by_what_there_is():
     names = {"counterfactual": set(MODES), "rule": {rule.name for rule in rules.RULES}}
     for how, what in advice.TRIED.values():
         assert set(what.split("; ")) <= names[how], what
+
+
+# In an environment of one's own
+
+REFUSE = """
+import sys
+NEEDED = {"labs", "torch", "numpy", "psutil", "jinja2", "markupsafe", "scipy", "pynvml"}
+INSTALLED = NAMES
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in INSTALLED and top not in NEEDED:
+            raise ModuleNotFoundError(f"No module named {name!r}, on purpose", name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+TRAINING = """
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(10_000):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.long
+def test_the_doctor_needs_what_the_notebook_says_and_nothing_else_of_the_course(tmp_path):
+    """Other packages of this environment are hidden, but those that torch itself needs."""
+    needed = {"typing_extensions", "sympy", "mpmath", "networkx", "fsspec", "filelock", "tqdm", "setuptools", "triton"}
+    others = {n for n in importlib.metadata.packages_distributions() if n not in needed | set(sys.stdlib_module_names)}
+    (tmp_path / "sitecustomize.py").write_text(REFUSE.replace("NAMES", repr(others)))
+    (tmp_path / "train.py").write_text(TRAINING)
+    env = {**environment(), "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-m", "labs.doctor", "--steps", "12", "--seconds", "2", "train.py"], env=env,
+                          cwd=tmp_path, capture_output=True, text=True, timeout=250)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WHERE A STEP GOES" in done.stdout and "on purpose" not in done.stdout + done.stderr
+    page = (ROOT / "notebooks" / "12_your_own_training.ipynb").read_text()
+    assert "pip install psutil jinja2 scipy nvidia-ml-py" in page

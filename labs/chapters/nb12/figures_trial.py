@@ -64,16 +64,19 @@ def _words(run: Records, sick: Sequence[str], well: Sequence[str]) -> str:
 
 def confusion(run: Records) -> None:
     """Patients against what was said first, how often: what the doctor takes for what."""
+    from matplotlib.patches import Rectangle
+
     from labs.kit.plot import heat_map
 
     table = trial.matrix(run)
-    names = [n for n in BY_NAME if n in table]
-    said = [s for s, _ in sum((c for c in table.values()), start=type(next(iter(table.values())))()).most_common()]
-    said.sort(key=lambda s: (s == "nothing", s))
+    names = [n for ill in (True, False) for n in _seen(run, ill)]
+    wanted = {n: BY_NAME[n].names if BY_NAME[n].is_ill else ("nothing",) for n in names}
+    order = {s: k for k, s in enumerate(dict.fromkeys(s for n in names for s in wanted[n]))}  # right ones go downwards
+    said = sorted({s for c in table.values() for s in c}, key=lambda s: (order.get(s, len(order)), s))
     shares = [[100 * table[n][s] / table[n].total() for s in said] for n in names]
-    right = sum(table[n][s] for n in names for s in said
-                if (s in BY_NAME[n].names if BY_NAME[n].is_ill else s == "nothing"))  # fmt: skip
+    wrong = [(n, s) for n in names for s in said if table[n][s] and s not in wanted[n]]
     total = sum(c.total() for c in table.values())
+    right = total - sum(table[n][s] for n, s in wrong)
     message = f"What the doctor says first is right in {right} of {total} visits"
     fig, ax = figure(message, xlabel="said first", ylabel="patient", records=Records(run.where("visit_s")),
                      size=(3.6 + 0.42 * len(said), 2.6 + 0.24 * len(names)))  # fmt: skip
@@ -81,10 +84,12 @@ def confusion(run: Records) -> None:
              kind=run[0].kind, form="{:.0f}", label="share of visits (%)")  # fmt: skip
     for text in ax.texts:  # never said: an empty cell is easier to read than a zero
         text.set_visible(text.get_text() != "0")
+    for n, s in wrong:
+        ax.add_patch(Rectangle((said.index(s) - 0.5, names.index(n) - 0.5), 1, 1, fill=False, linewidth=2.5,
+                               edgecolor="#D55E00", zorder=3))  # fmt: skip
     ax.tick_params(axis="x", rotation=90)
-    off = [f"{n} as {s}" for n in names for s in said if table[n][s]
-           and not (s in BY_NAME[n].names if BY_NAME[n].is_ill else s == "nothing")]  # fmt: skip
-    show(fig, alt=f"{message}. Patients against what was said first. Wrong: {', '.join(off) or 'none'}.")
+    off = ", ".join(f"{n} as {s}" for n, s in wrong) or "none"
+    show(fig, alt=f"{message}. Patients, the sick ones first, against what was said first. Wrong, framed: {off}.")
 
 
 def bounds_against_gains(run: Records) -> None:
@@ -93,9 +98,9 @@ def bounds_against_gains(run: Records) -> None:
     if not found:
         say("No cure of a patient that was given a bound has been measured.")
         return
-    kept = [p for p in found if p.kept]
-    message = (f"{len(kept)} of {len(found)} bounds hold what the cure gave, within their interval or "
-               f"{100 * trial.NEAR:.0f} %")  # fmt: skip
+    kept, more = [p for p in found if p.kept], [p for p in found if p.exceeded]
+    message = (f"{len(kept)} of {len(found)} bounds are within their interval or {100 * trial.NEAR:.0f} % of the gain; "
+               f"{len(more) or 'no'} gain{'s are' if len(more) > 1 else ' is'} surely more than promised")  # fmt: skip
     fig, ax = figure(message, xlabel="measured gain of the cure (x)", ylabel="promised at most (x)",
                      records=Records([*run.where("bound"), *run.where("gain")]), size=(6.8, 4.6))  # fmt: skip
     most = max(max(p.bound.high, p.gain.high) for p in found)
@@ -111,7 +116,7 @@ def bounds_against_gains(run: Records) -> None:
     ax.set_xlim(0.85, 1.4 * most)
     ax.set_ylim(0.85, 1.4 * most)
     for p in found:
-        if not p.kept:
+        if not p.kept or p.exceeded:
             ax.annotate(p.patient.replace("_", " "), (p.gain.value, p.bound.value), xytext=(6, 4), fontsize=9,
                         textcoords="offset points")  # fmt: skip
     told = "; ".join(f"{p.patient} {p.bound.value:.2f} promised, {p.gain.value:.2f} given" for p in found)
