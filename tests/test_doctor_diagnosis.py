@@ -304,6 +304,15 @@ def test_memory_that_settles_after_the_steps_as_they_are_does_not_grow():
     assert names([facts]) == ["growing"] and memory_growth(facts).value == pytest.approx(1e6)
 
 
+def test_a_process_that_grows_while_its_tensors_do_not_is_no_illness():
+    memory = {"each_step": [1e9 + 1e6 * i for i in range(30)], "free": 1e9, "tensors_growth": 0.0}
+    facts = made(memory={**memory, "tensor_bytes_growth": 1e4})
+    assert not diagnose([facts]) and any("its tensors do not" in text for text in unknown([facts]))
+    for more in ({"tensor_bytes_growth": 9e5}, {"tensors_growth": 1.0, "tensor_bytes_growth": 4.0}):  # a graph's loss
+        facts = made(memory={**memory, **more})
+        assert names([facts]) == ["growing"] and not any("its tensors do not" in text for text in unknown([facts]))
+
+
 def test_memory_that_grows_is_told_with_its_rate():
     facts = made(noise=0.0)
     facts.memory["each_step"] = _series(1e5, 2e4)

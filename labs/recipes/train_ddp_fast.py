@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +120,10 @@ def main():
         torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
         torch.set_float32_matmul_precision("high")  # FP32 products may use TF32: see notebook 04
     # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    # timeout: a rank that waits longer for another raises; longer than the longest save or validation of one rank
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", device_id=device if cuda else None, timeout=timedelta(minutes=5)
+    )
 
     # Data loader: what can be done once for all epochs is done in load_data; the rest belongs to workers
     sampler = DistributedSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples

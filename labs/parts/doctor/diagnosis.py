@@ -380,7 +380,7 @@ def _growing(facts: Sequence[Facts]) -> Iterator[Finding]:
     """Memory that grows: of the first rank that shows it."""
     for f in facts:
         grows = memory_growth(f)
-        if not bounds.enough(grows) or grows.low <= 0 or steps_until_full(f, grows.low) > LONG_TRAINING:
+        if not _fills(f) or _not_by_tensors(f):
             continue
         last = steps_until_full(f, grows.value)
         what = f"{f'rank {f.rank}: ' if len(facts) > 1 else ''}memory grows by {grows} with each step"
@@ -391,6 +391,26 @@ def _growing(facts: Sequence[Facts]) -> Iterator[Finding]:
         cure = "keep numbers, not tensors (loss.item(), every 50 steps), and not those of all steps"
         yield Finding("growing", what, None, "", cure, SECTIONS["growing"], FROM_PARTS)
         return
+
+
+def _fills(facts: Facts) -> bool:
+    """Whether memory surely grows, and is full before a long training ends."""
+    grows = memory_growth(facts)
+    return bounds.enough(grows) and grows.low > 0 and steps_until_full(facts, grows.low) <= LONG_TRAINING
+
+
+def _not_by_tensors(facts: Facts) -> bool:
+    """Whether a process grows, and its tensors neither in number (a graph keeps others) nor in bytes.
+
+    Then it may be the C library, which keeps what was freed: the script need not be to blame.
+    """
+    m = facts.memory
+    known = facts.device == "cpu" and "tensor_bytes_growth" in m
+    return known and m["tensors_growth"] < ONE_IN_TWO and m["tensor_bytes_growth"] < 0.2 * memory_growth(facts).low
+
+
+ONE_IN_TWO = 0.5
+"""Tensors more in each step: a loss that is kept is one."""
 
 
 def memory_growth(facts: Facts) -> Estimate | None:
@@ -567,6 +587,12 @@ def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
         yield f"{why}: {', '.join(modes)}"
     if bounds.split(facts):
         yield _split(facts)
+    for f in facts:
+        if _fills(f) and _not_by_tensors(f):
+            whose = f" of rank {f.rank}" if len(facts) > 1 else ""
+            yield (f"why the process{whose} grows by {memory_growth(f)} with each step: its tensors do not. It may be "
+                   "the C library, which settles: --steps 300 tells more")  # fmt: skip
+            break
     cost = hooks_cost(facts[0])
     if cost is not None and cost > COST_SAID:
         yield f"the doctor's hooks take {100 * cost:.0f} % of so short a step: its parts look longer than they are"

@@ -119,7 +119,8 @@ class Facts:
     memory: dict[str, Any] = field(default_factory=dict)
     """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
     or of this process); each_round: [steps so far, bytes in use] after each turn of steps as they are; growth (bytes
-    per step), tensors_growth (per step)."""
+    per step), tensors_growth (per step), tensor_bytes_growth
+    (bytes per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
     """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w."""
     compiles: dict[str, Any] = field(default_factory=dict)

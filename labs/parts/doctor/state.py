@@ -25,7 +25,7 @@ class Usage:
     def __init__(self) -> None:
         self.process = psutil.Process()
         self.at, self.cpu_s, self.bytes = time.perf_counter(), self._cpu_s(), self.process.memory_info().rss
-        self.tensors = _tensors()
+        self.tensors, self.tensor_bytes = _tensors()
 
     def _cpu_s(self) -> float:
         total = 0.0
@@ -39,9 +39,15 @@ class Usage:
         return (self._cpu_s() - self.cpu_s) / (time.perf_counter() - self.at)
 
 
-def _tensors() -> int:
+def _tensors() -> tuple[int, int]:
+    """How many tensors Python knows, and the bytes of their storages; what only a graph keeps is not among them."""
     torch = sys.modules["torch"]
-    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    storages = {}
+    for tensor in tensors:
+        with suppress(RuntimeError, NotImplementedError):  # no storage: a fake, or a wrapper
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return len(tensors), sum(storages.values())
 
 
 _usage: Usage | None = None
@@ -106,7 +112,9 @@ def _memory(hooks: Hooks, facts: Facts) -> None:
         facts.memory["peak"] = now
     if len(facts.step_s) >= FEWEST:
         facts.memory["growth"] = (now - before) / len(facts.step_s)
-        facts.memory["tensors_growth"] = (_tensors() - _usage.tensors) / len(facts.step_s)
+        tensors, tensor_bytes = _tensors()
+        facts.memory["tensors_growth"] = (tensors - _usage.tensors) / len(facts.step_s)
+        facts.memory["tensor_bytes_growth"] = (tensor_bytes - _usage.tensor_bytes) / len(facts.step_s)
 
 
 def _free(hooks: Hooks) -> int:
