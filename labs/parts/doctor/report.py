@@ -24,6 +24,7 @@ from labs.parts.doctor import bounds
 from labs.parts.doctor.causes import HOLDS_BACK, OPTION, PARTS, READING
 from labs.parts.doctor.diagnosis import (
     COST_SAID,
+    FROM_PARTS,
     Finding,
     diagnose,
     healthy,
@@ -123,7 +124,7 @@ def answer(report: Report) -> str:
     best = next((f for f in causes if f.bound), None)
     if best:
         place = f" ({line_of(best)})" if best.where else ""
-        return f"{capital(best.what)}{place}. Cured, it is at most {best.bound} as fast."
+        return f"{capital(best.what)}{place}. Cured, it is {priced(best)} as fast."
     tried = any(len(f.turns_s) > 1 for f in report.seen)
     looked = "tried" if tried else "looked at"
     said = f"Nothing that was {looked} holds {report.script} back, as far as this run can show."
@@ -133,7 +134,7 @@ def answer(report: Report) -> str:
     if unpriced:
         return f"{capital(unpriced.what)}: what that costs, this run cannot price."
     if options:
-        said += f" It may become faster all the same: {options[0].name}, at most {options[0].bound} as fast."
+        said += f" It may become faster all the same: {options[0].name}, {priced(options[0])} as fast."
     return said
 
 
@@ -262,10 +263,11 @@ def method(report: Report) -> str:
     gpus = ", ".join(map(str, p.get("gpus") or []))
     place = ", ".join(filter(None, (place, gpus, many(p.get("cores") or 0, "core"), f"torch {p.get('torch', '?')}")))
     return (
-        f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. A bound that is measured in "
-        "turn is the median over rounds of as it is / counterfactual: what a perfect cure gives. All these intervals "
-        "together hold the truth in 95 % of runs. One from the step's parts is arithmetic, about what would be gained "
-        f"if nothing else changed, with a plain 95 % interval. Bounds do not add up. {place}, "
+        f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. What is measured in turn is the median "
+        "over rounds of as it is / counterfactual. 'At most': without the thing, and no cure of it gives more; 'in one "
+        "way': one setting of several. All these intervals together hold the truth in 95 % of runs. 'About', from the "
+        "step's parts: by arithmetic, if nothing else changed, with a plain 95 % interval. Bounds do not add up. "
+        f"{place}, "
         f"{str(p.get('utc', ''))[:16].replace('T', ' ')} UTC."
     )
 
@@ -344,12 +346,24 @@ def _ranks(facts: Sequence[Facts]) -> Iterator[str]:
 
 
 def _entry(number: int, finding: Finding, places: Sequence[str]) -> Iterator[str]:
-    price = f"at most {finding.bound}, {finding.by}" if finding.bound else known(finding)
+    price = f"{priced(finding)}, {finding.by}" if finding.bound else known(finding)
     notebook = f"; notebook {finding.notebook}" if finding.notebook else ""
     yield from wrapped(f"{number}. {finding.name}: {price}{notebook}", "  ", "     ")
     yield from wrapped(f"{capital(finding.what)}.", "     ")
     yield from (f"     {cut(where, COLUMNS - 5)}" for where in places)
     yield from _cure(finding.cure)
+
+
+def priced(finding: Finding) -> str:
+    """Its bound: "at most" where the thing was taken away, "about" by arithmetic, "one way" for a setting of many."""
+    if finding.by == FROM_PARTS:
+        return f"about {finding.bound}"
+    return f"in one way {finding.bound}" if finding.name in ONE_SETTING else f"at most {finding.bound}"
+
+
+ONE_SETTING = {"larger_batch", "tiny_batches", "half_precision", "float64", "fused_optimizer", "optimizer_loop",
+               "compile", "python_overhead", "threads", "more_threads"}  # fmt: skip
+"""What was tried is a cure itself, with one batch, one precision, one number of threads: another may give more."""
 
 
 def known(finding: Finding) -> str:
@@ -397,7 +411,7 @@ def _bytes(n: float) -> str:
 def write_html(report: Report, path: Path) -> Path:
     """One file that loads nothing. OSError if it cannot be written."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"capital": capital, "known": known}
+    environment.filters |= {"capital": capital, "known": known, "priced": priced}
     facts = report.seen
     slowest = max(facts, key=lambda f: sum(f.step_s)) if facts else None
     rows = parts(slowest) if slowest else []
