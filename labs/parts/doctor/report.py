@@ -124,7 +124,8 @@ def answer(report: Report) -> str:
     best = next((f for f in causes if f.bound), None)
     if best:
         place = f" ({line_of(best)})" if best.where else ""
-        return f"{capital(best.what)}{place}. Cured, it is {priced(best)} as fast."
+        cured = "With one cure it was" if best.name in ONE_SETTING else "Cured, it is"
+        return f"{capital(best.what)}{place}. {cured} {priced(best).removeprefix('as tried ')} as fast."
     tried = any(len(f.turns_s) > 1 for f in report.seen)
     looked = "tried" if tried else "looked at"
     said = f"Nothing that was {looked} holds {report.script} back, as far as this run can show."
@@ -263,10 +264,10 @@ def method(report: Report) -> str:
     gpus = ", ".join(map(str, p.get("gpus") or []))
     place = ", ".join(filter(None, (place, gpus, many(p.get("cores") or 0, "core"), f"torch {p.get('torch', '?')}")))
     return (
-        f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. What is measured in turn is the median "
-        "over rounds of as it is / counterfactual. 'At most': without the thing, and no cure of it gives more; 'in one "
-        "way': one setting of several. All these intervals together hold the truth in 95 % of runs. 'About', from the "
-        "step's parts: by arithmetic, if nothing else changed, with a plain 95 % interval. Bounds do not add up. "
+        f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. Measured in turn: the median over "
+        "rounds of as it is / counterfactual. 'At most' is without the thing, and no cure of it gives more; 'as tried' "
+        "is one setting of several. All these intervals together hold the truth in 95 % of runs. 'About', from the "
+        "step's parts, is arithmetic, if nothing else changed, with a plain 95 % interval. Bounds do not add up. "
         f"{place}, "
         f"{str(p.get('utc', ''))[:16].replace('T', ' ')} UTC."
     )
@@ -355,10 +356,10 @@ def _entry(number: int, finding: Finding, places: Sequence[str]) -> Iterator[str
 
 
 def priced(finding: Finding) -> str:
-    """Its bound: "at most" where the thing was taken away, "about" by arithmetic, "one way" for a setting of many."""
+    """Its bound: "at most" where the thing was taken away, "about" by arithmetic, "as tried" for a setting of many."""
     if finding.by == FROM_PARTS:
         return f"about {finding.bound}"
-    return f"in one way {finding.bound}" if finding.name in ONE_SETTING else f"at most {finding.bound}"
+    return f"as tried {finding.bound}" if finding.name in ONE_SETTING else f"at most {finding.bound}"
 
 
 ONE_SETTING = {"larger_batch", "tiny_batches", "half_precision", "float64", "fused_optimizer", "optimizer_loop",
