@@ -77,6 +77,13 @@ def test_causes_are_ranked_by_what_is_certain_of_their_bound():
     assert found[2].bound.value > found[0].bound.value and found[2].bound.low < found[1].bound.low
 
 
+def test_where_a_step_hardly_waits_for_data_noise_accuses_no_loader():
+    facts = made(modes=MODES | {"same batch again": 0.93 * STEP_S})  # 2 % of a step are a wait
+    assert not diagnose([facts])
+    facts.loader.workers = 2  # they use the cores that the step needs
+    assert names([facts]) == ["slow_loader"]
+
+
 def test_a_cure_of_the_optimizer_gives_no_more_than_a_step_without_one():
     """Noise can show more. On a GPU the host's clock does not know how long the optimizer's work takes."""
     facts = made(WELL | {"optimizer": 0.01, "forward": 0.41}, MODES | {"fused optimizer": 0.7 * STEP_S})

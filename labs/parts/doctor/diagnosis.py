@@ -112,7 +112,7 @@ def _judged(facts: Sequence[Facts]) -> Iterator[tuple[Cause, Estimate, str, Fact
         bound = bounds.in_turn(facts, cause.mode)
         noisy = parted is not None and bounds.enough(bound) and standing(bound) == "unclear"
         own = cause.name == "exchange" and parted is not None and _standing(parted, FROM_PARTS) == "gain"
-        if own or (noisy and standing(parted, bounds.WORTH_INSTEAD) == "gain"):
+        if own or (noisy and standing(parted, bounds.WORTH_INSTEAD) == "gain") or _small(cause, parted, bound, facts):
             yield cause, parted, FROM_PARTS, most
         elif bounds.enough(bound) and not _now_and_then(cause, most):
             yield cause, *_within(cause, bound, facts)
@@ -120,6 +120,17 @@ def _judged(facts: Sequence[Facts]) -> Iterator[tuple[Cause, Estimate, str, Fact
             yield cause, parted, FROM_PARTS, most
         elif bound is not None:
             yield cause, bound, IN_TURN, most
+
+
+def _small(cause: Cause, parted: Estimate | None, bound: Estimate | None, facts: Sequence[Facts]) -> bool:
+    """Whether a step hardly waits for data that its own process makes: no loader gives more, whatever some noise shows.
+
+    Workers may cost a step more than its wait, for they use the same cores.
+    """
+    if bound is None or standing(bound) != "gain" or bound.low >= bounds.FINE:
+        return False
+    alone = all(f.device == "cpu" and f.loader is not None and not f.loader.workers for f in facts)
+    return cause.name == "slow_loader" and alone and bounds.enough(parted) and parted.high < bounds.WORTH
 
 
 def _within(cause: Cause, bound: Estimate, facts: Sequence[Facts]) -> tuple[Estimate, str, Facts]:
