@@ -48,8 +48,10 @@ test: $(READY)
 	$(LINT)
 	@echo "== Quick tests of the kit, labs, exercises and repository, four at a time"
 	$(PY) -m pytest -m "not drill and not long and not quiet" -n 4 --dist loadfile --no-loadscope-reorder tests $(ARGS)
-	@echo "== Tests that measure, one by one, then every notebook, in short, against its committed outputs"
-	COURSE_SMOKE=1 $(PYTEST) -m "quiet and not drill and not long" $(ARGS)
+	@echo "== Tests that measure, one by one"
+	$(PY) -m pytest -m "quiet and not drill and not long" tests $(ARGS)
+	@echo "== Every notebook, in short, against its committed outputs, two at a time"
+	COURSE_SMOKE=1 $(PYTEST) -m notebook -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(READY)
 	@echo "== Lint"

@@ -64,7 +64,8 @@ def pytest_runtest_protocol(item):
 def pytest_collection_modifyitems(items):
     """COURSE_TESTS_SLOWER=6 multiplies the time limits that tests set themselves: tests/elsewhere is slow.
 
-    Notebooks measure, so that their cells are marked `quiet`, which nbval does not let them do themselves.
+    Notebooks measure, so that their cells are marked `quiet`, which nbval does not let them do themselves. With smoke
+    runs in place of their experiments two of them may run side by side: `notebook` chooses them.
     """
     if os.environ.get("PYTEST_XDIST_WORKER"):
         place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
@@ -72,6 +73,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("quiet")
+            item.add_marker("notebook")
         if SLOWER != 1 and (mark := item.get_closest_marker("timeout")):
             item.add_marker(pytest.mark.timeout(mark.args[0] * SLOWER), append=False)
 
