@@ -81,7 +81,7 @@ def test_where_a_step_hardly_waits_for_data_noise_accuses_no_loader():
     facts = made(modes=MODES | {"same batch again": 0.93 * STEP_S})  # 2 % of a step are a wait
     assert not diagnose([facts])
     facts.loader.workers = 2  # they use the cores that the step needs
-    assert names([facts]) == ["slow_loader"]
+    assert names([facts], OPTION) == ["slow_loader"]  # below 15 % it is no illness
 
 
 def test_a_cure_of_the_optimizer_gives_no_more_than_a_step_without_one():
@@ -102,7 +102,7 @@ def test_torchs_own_choice_of_an_optimizer_without_a_fused_kernel_is_no_illness(
 
 
 def test_what_a_healthy_training_may_use_comes_after_what_holds_it_back():
-    facts = made(modes=MODES | {"half precision": 0.025, "no printing": 0.045, "fused optimizer": 0.040})
+    facts = made(modes=MODES | {"half precision": 0.025, "no printing": 0.041, "fused optimizer": 0.040})
     assert [(f.name, f.kind) for f in diagnose([facts])] == [
         ("printing", HOLDS_BACK), ("half_precision", OPTION), ("fused_optimizer", OPTION),
     ]  # fmt: skip
@@ -233,7 +233,7 @@ def test_ranks_that_are_alike_have_no_straggler():
     ("training", "exchange_s", "kind"),
     [({"exchanges": 1, "bucket_bytes": 25 * 2**20}, 0.005, OPTION), ({"exchanges": 4}, 0.005, HOLDS_BACK),
      ({"bucket_bytes": 100}, 0.005, HOLDS_BACK), ({"sync_batchnorm": True}, 0.005, HOLDS_BACK),
-     ({"exchanges": 1}, 0.030, HOLDS_BACK)],
+     ({"exchanges": 1}, 0.030, OPTION)],
 )  # fmt: skip
 def test_exchange_is_an_illness_if_there_is_more_than_there_has_to_be(training, exchange_s, kind):
     facts = two_ranks((0.020, 0.020), exchange_s)

@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 IN_TURN, FROM_PARTS, BY_READING = "measured in turn", "from the step's parts", "by reading"
 MOSTLY_FIXED, CERTAINLY_FIXED = 0.75, 0.5
 """Batches are tiny if this share of a step is paid whatever their size is, by its value and by its lower end."""
-MUCH_EXCHANGE = 2.0
-"""From so many times as fast on more than half of a step is exchange, which holds a training back in any case."""
+ILL = 1.15
+"""What a cure gives at least for its lack to be an illness: less is an option, also for a training that is well."""
 SMALL_BUCKET, MANY_BUCKETS = 2**20, 8
 """Bytes: DDP's first bucket, and the others are 25 times as large; so many buckets of less are too many."""
 OWN, OWN_CODE = ("prepare", "rest"), 1.15
@@ -67,11 +67,16 @@ class Finding:
 def diagnose(facts: list[Facts], hits: Sequence[Hit] = ()) -> list[Finding]:
     """Of all ranks: what holds back and then options, each by the lower end of its bound; then what was read."""
     seen = with_steps(facts)
-    found = list(_all(seen)) if seen else []
+    found = [_or_option(f) for f in _all(seen)] if seen else []
     rules = {hit.rule for hit in hits}
     found = sorted((f for f in found if f.kind != READING or causes.SEEN.get(f.name) not in rules), key=_rank)
     prices = _prices(seen, found) if seen else {}
     return found + [_read(hit, prices, seen) for hit in hits]
+
+
+def _or_option(finding: Finding) -> Finding:
+    little = finding.kind == HOLDS_BACK and finding.bound is not None and finding.bound.value < ILL
+    return replace(finding, kind=OPTION) if little else finding
 
 
 def _rank(finding: Finding) -> tuple[int, float, float]:
@@ -156,8 +161,8 @@ def _now_and_then(cause: Cause, facts: Facts) -> bool:
 
 def _finding(cause: Cause, bound: Estimate, by: str, facts: Sequence[Facts], of: Facts) -> Finding:
     name, kind, what = _named(cause, bound, of)
-    if name == "exchange" and by == IN_TURN and not _needless_exchange(of) and bound.value < MUCH_EXCHANGE:
-        kind = OPTION
+    if name == "exchange" and by == IN_TURN and not _needless_exchange(of):
+        kind = OPTION  # the price of ranks that train one model, be it high: larger batches or a hook lower it
     words = numbers(cause, facts, of)
     if cause.name == "exchange" and by == FROM_PARTS:
         what += ", waiting for late ranks among it"
@@ -168,7 +173,8 @@ def _finding(cause: Cause, bound: Estimate, by: str, facts: Sequence[Facts], of:
 def _named(cause: Cause, bound: Estimate, facts: Facts) -> tuple[str, str, str]:
     """Name, kind and sentence: some of what can be gained is no illness."""
     fixed = _mostly_fixed(bound, facts.samples_factor.get(cause.mode, 1.0))
-    if cause.name == "tiny_batches" and (oversubscribed(facts) or not fixed):  # too many threads cost each step as much
+    paid_otherwise = oversubscribed(facts) or facts.ranks > 1  # threads, and the exchange, cost each step as much
+    if cause.name == "tiny_batches" and (paid_otherwise or not fixed):
         return "larger_batch", OPTION, causes.LARGER
     if cause.name == "threads" and not oversubscribed(facts):
         return "threads", OPTION, causes.THREADS + ": fewer are faster"
