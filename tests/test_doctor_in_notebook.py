@@ -255,3 +255,14 @@ def test_the_doctor_needs_what_the_notebook_says_and_nothing_else_of_the_course(
     assert "WHERE A STEP GOES" in done.stdout and "on purpose" not in done.stdout + done.stderr
     page = (ROOT / "notebooks" / "12_your_own_training.ipynb").read_text()
     assert "pip install psutil jinja2 scipy nvidia-ml-py" in page
+
+
+# What a short or a busy run leaves
+
+
+def test_without_rounds_the_bound_by_arithmetic_is_drawn_and_without_any_bound_nothing(shown):
+    waits = {"data": 0.5, "forward": 0.2, "backward": 0.3}
+    found = report.make([made(waits, rounds=0)])
+    assert "same batch again, from the parts" in shown(figures_visit.promised, found, predict(2, "g", unit="x"))
+    assert "nothing to draw" in shown(figures_visit.promised, report.make([made(rounds=0)]), predict(2, "g", unit="x"))
+    assert "Other: " in shown(figures_visit.promised, report.make([made(rounds=0)]), None, gain(1.9, 2.0, 2.1, 2.0))

@@ -154,7 +154,10 @@ def promised(found: Report, guess: Prediction | None = None, cured: Records | No
     given = {f"cure: {r.case['cure']}": estimate(r.samples, "x") for r in cured or ()}
     message = _kept(bound, given) if given else _most(at_most)
     rows = [*at_most, *given]
-    records = [*records_of(found).where("in_turn"), *(cured or ())]
+    if not rows:
+        say("No counterfactual was taken in the time there was, and no cure: nothing to draw.")
+        return
+    records = [*records_of(found), *(cured or ())]
     fig, ax = figure(message, xlabel="samples per second, as it is = 1 (x)", ylabel="what is otherwise",
                      records=Records(records), size=(7.8, 2.0 + 0.42 * len(rows)), legend_below=True)  # fmt: skip
     bars(ax, rows, [*at_most.values(), *(None for _ in given)], label="without it, or with it otherwise", color=BLUE)
