@@ -2,94 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 
 from labs import doctor_trial as trial
 from labs.kit.check import Prediction
 from labs.kit.display import say
-from labs.kit.plot import BLUE, GREY, choice_map, figure, log_axes, points, show
+from labs.kit.measure import Estimate
+from labs.kit.plot import GREY, bars, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.doctor.cases import BY_NAME
 
 RECORDED = Path(__file__).parents[3] / "records" / "amd-epyc-2-cores-2026-11" / "doctor_trial.jsonl"
-"""`python -m labs.doctor_trial --healthy-runs 5`, on a quiet machine."""
-FIRST, SECOND, MISSED = "named first", "named second", "not named"
-QUIET, ACCUSED, NOT_SEEN = "healthy, and told so", "healthy, and accused", "not seen"
-COLORS = {FIRST: BLUE, SECOND: "#A6CEE8", MISSED: "#D55E00", QUIET: "#E3E3E3", ACCUSED: "#4D4D4D", NOT_SEEN: "#FFFFFF"}
+"""Of `python -m labs.doctor_trial`, healthy patients seen twice, on a quiet machine."""
 TICKS = (1, 1.5, 2, 3, 5, 10, 20, 50)
 
 
-def _cells(run: Records, patient: str, runs: int) -> list[str]:
-    """How each visit to a patient ended."""
-    cells = [NOT_SEEN] * runs
-    for r in run.where("place", patient=patient):
-        cells[r.case["run"]] = {1: FIRST, 2: SECOND}.get(int(r.value), MISSED)
-    for r in run.where("accused", patient=patient):
-        cells[r.case["run"]] = ACCUSED if r.value else QUIET
-    return cells
-
-
-def _seen(run: Records, ill: bool) -> list[str]:
-    names = {r.case["patient"] for r in run.where("place" if ill else "accused")}
-    return [name for name in BY_NAME if name in names]
-
-
-def visits(run: Records, guess: Prediction | None = None) -> None:
-    """A row for each patient, the sick ones first; a column for each visit; the names of what was said, in words."""
-    sick, well = _seen(run, True), _seen(run, False)
-    runs = 1 + max(r.case["run"] for r in run.where("visit_s"))
-    cells = [_cells(run, name, runs) for name in sick + well]
-    of = [cell for row in cells for cell in row]
-    named, asked = of.count(FIRST) + of.count(SECOND), of.count(FIRST) + of.count(SECOND) + of.count(MISSED)
-    message = (f"Named first or second: {named} of {asked} illnesses. "
-               f"Accused: {of.count(ACCUSED)} of {of.count(QUIET) + of.count(ACCUSED)} healthy visits")  # fmt: skip
-    fig, ax = figure(message, xlabel="visit", ylabel="patient", records=Records(run.where("visit_s")),
-                     size=(5.6 + 0.3 * runs, 1.9 + 0.24 * len(cells)), legend_below=True)  # fmt: skip
-    rows = [name.replace("_", " ") for name in sick + well]
-    used = {name: color for name, color in COLORS.items() if name in of}
-    choice_map(ax, cells, columns=range(1, runs + 1), rows=rows, colors=used, kind=run[0].kind)
-    wrong = _words(run, sick, well)
-    show(fig, alt=f"{message}. Table of patients against visits, coloured by what the doctor said. {wrong}")
-    if guess is not None and (well := of.count(QUIET) + of.count(ACCUSED)):
-        say(f"* {guess.against(100 * of.count(ACCUSED) / well, run[0].kind)}")
+def shares(run: Records, guess: Prediction | None = None) -> None:
+    """How many visits ended right, of the sick and of the healthy, with intervals; `guess`: % accused."""
+    places, accused = run.where("place"), run.where("accused")
+    rows = {
+        "ill: named first or second": [1 <= r.value <= 2 for r in places],
+        "ill: named first": [r.value == 1 for r in places],
+        "healthy: accused": [bool(r.value) for r in accused],
+    }
+    of = {name: trial.share(run, right) for name, right in rows.items() if right}
+    percent = {name: Estimate(100 * e.value, 100 * e.low, 100 * e.high, e.n, "%") for name, e in of.items()}
+    message = (f"Named first or second: {sum(1 <= r.value <= 2 for r in places)} of {len(places)} illnesses. "
+               f"Accused: {sum(bool(r.value) for r in accused)} of {len(accused)} healthy visits")  # fmt: skip
+    fig, ax = figure(message, xlabel="share of visits (%)", ylabel="visits", records=run.where("visit_s"),
+                     size=(7.4, 2.9), legend_below=True)  # fmt: skip
+    bars(ax, list(percent), percent.values(), kind=run[0].kind, label="share")
+    if guess is not None and "healthy: accused" in percent:
+        prediction(ax, float(guess), list(percent).index("healthy: accused"))
+    ax.set_xlim(-3, 103)
+    told = "; ".join(f"{name} {e}" for name, e in percent.items())
+    show(fig, alt=f"{message}. Shares with their intervals: {told}. {_words(run)}")
+    if guess is not None and "healthy: accused" in percent:
+        say(f"* {guess.against(percent['healthy: accused'], run[0].kind)}")
     say("\n".join(f"* {line}" for line in list(trial.answer(run))[:5]))
 
 
-def _words(run: Records, sick: Sequence[str], well: Sequence[str]) -> str:
-    missed = [n for n in sick if any(not 1 <= r.value <= 2 for r in run.where("place", patient=n))]
-    accused = [n for n in well if any(r.value for r in run.where("accused", patient=n))]
+def _words(run: Records) -> str:
+    missed = sorted({r.case["patient"] for r in run.where("place") if not 1 <= r.value <= 2})
+    accused = sorted({r.case["patient"] for r in run.where("accused") if r.value})
     return f"Not always named: {', '.join(missed) or 'none'}. Accused at least once: {', '.join(accused) or 'none'}."
 
 
+HEALTHY, NOTHING = "healthy", "nothing"
+
+
 def confusion(run: Records) -> None:
-    """Patients against what was said first, how often: what the doctor takes for what."""
+    """Illnesses, and all healthy patients in one row, against what was said first: how many visits."""
     from matplotlib.patches import Rectangle
 
     from labs.kit.plot import heat_map
 
-    table = trial.matrix(run)
-    names = [n for ill in (True, False) for n in _seen(run, ill)]
-    wanted = {n: BY_NAME[n].names if BY_NAME[n].is_ill else ("nothing",) for n in names}
-    order = {s: k for k, s in enumerate(dict.fromkeys(s for n in names for s in wanted[n]))}  # right ones go downwards
-    said = sorted({s for c in table.values() for s in c}, key=lambda s: (order.get(s, len(order)), s))
-    shares = [[100 * table[n][s] / table[n].total() for s in said] for n in names]
-    wrong = [(n, s) for n in names for s in said if table[n][s] and s not in wanted[n]]
-    total = sum(c.total() for c in table.values())
-    right = total - sum(table[n][s] for n, s in wrong)
-    message = f"What the doctor says first is right in {right} of {total} visits"
-    fig, ax = figure(message, xlabel="said first", ylabel="patient", records=Records(run.where("visit_s")),
-                     size=(3.6 + 0.42 * len(said), 2.6 + 0.24 * len(names)))  # fmt: skip
-    heat_map(ax, shares, columns=[s.replace("_", " ") for s in said], rows=[n.replace("_", " ") for n in names],
-             kind=run[0].kind, form="{:.0f}", label="share of visits (%)")  # fmt: skip
+    table, patients = _by_illness(run), Counter(_illness(n) for n in trial.matrix(run))
+    rows = sorted(table, key=lambda name: (name == HEALTHY, list(BY_NAME).index(_first_patient(name))))
+    order = [s for s in [*rows[:-1], NOTHING] if any(s in c for c in table.values())]
+    said = [*order, *sorted({s for c in table.values() for s in c} - set(order))]
+    counts = [[table[row][s] for s in said] for row in rows]
+    wrong = [(row, s) for row in rows for s in said if table[row][s] and not _right(row, s)]
+    total, off = sum(c.total() for c in table.values()), sum(table[row][s] for row, s in wrong)
+    message = f"What the doctor says first is right in {total - off} of {total} visits"
+    fig, ax = figure(message, xlabel="said first", ylabel="patients (how many)", records=run.where("visit_s"),
+                     size=(3.2 + 0.3 * len(said), 2.5 + 0.24 * len(rows)))  # fmt: skip
+    shares_of = [[100 * n / table[row].total() for n in cells] for row, cells in zip(rows, counts, strict=True)]
+    heat_map(ax, shares_of, columns=[s.replace("_", " ") for s in said], form="{:.0f}", kind=run[0].kind,
+             rows=[f"{row.replace('_', ' ')} ({patients[row]})" for row in rows],
+             label="number of visits; colour: share of its row")  # fmt: skip
     for text in ax.texts:  # never said: an empty cell is easier to read than a zero
-        text.set_visible(text.get_text() != "0")
-    for n, s in wrong:
-        ax.add_patch(Rectangle((said.index(s) - 0.5, names.index(n) - 0.5), 1, 1, fill=False, linewidth=2.5,
+        j, i = map(round, text.get_position())
+        text.set_text(str(counts[i][j] or ""))
+    for row, s in wrong:
+        ax.add_patch(Rectangle((said.index(s) - 0.5, rows.index(row) - 0.5), 1, 1, fill=False, linewidth=2.5,
                                edgecolor="#D55E00", zorder=3))  # fmt: skip
     ax.tick_params(axis="x", rotation=90)
-    off = ", ".join(f"{n} as {s}" for n, s in wrong) or "none"
-    show(fig, alt=f"{message}. Patients, the sick ones first, against what was said first. Wrong, framed: {off}.")
+    told = ", ".join(f"{row} as {s} ({table[row][s]})" for row, s in wrong) or "none"
+    show(fig, alt=f"{message}. Illnesses against what was said first. Wrong, framed: {told}.")
+
+
+def _illness(patient: str) -> str:
+    case = BY_NAME[patient]
+    return case.names[0] if case.is_ill else HEALTHY
+
+
+def _first_patient(illness: str) -> str:
+    return next(name for name in BY_NAME if _illness(name) == illness)
+
+
+def _right(illness: str, said: str) -> bool:
+    if illness == HEALTHY:
+        return said == NOTHING
+    return any(said in case.names for name, case in BY_NAME.items() if _illness(name) == illness)
+
+
+def _by_illness(run: Records) -> dict[str, Counter[str]]:
+    table: dict[str, Counter[str]] = {}
+    for patient, said in trial.matrix(run).items():
+        table.setdefault(_illness(patient), Counter()).update(said)
+    return table
 
 
 def bounds_against_gains(run: Records) -> None:
