@@ -29,7 +29,7 @@ from labs.kit.errors import did_you_mean, require
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records, attach_provenance
 from labs.parts.doctor.cases import BY_NAME, BY_READING, Case
-from labs.parts.doctor.in_turn import ScriptFailed, run_alone, take_turns
+from labs.parts.doctor.in_turn import ScriptFailed, doctor_command, run_alone, take_turns
 
 PROG = "python -m labs.doctor_trial"
 NAME = "doctor_trial"
@@ -155,11 +155,8 @@ def seen_by_doctor(case: Case, folder: Path, seconds: float) -> Seen:
     script = case.write(folder / "patient")
     report = folder / "report"
     options = ["--seconds", f"{seconds:g}", "--out", str(report)]
-    command = [sys.executable, "-m"]
-    if case.ranks > 1:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks), "-m"]
     begun = time.monotonic()
-    code, said = run_alone([*command, "labs.doctor", *options, *script.argv], folder, LIMIT_S)
+    code, said = run_alone(doctor_command(script, options), folder, LIMIT_S)
     found = Seen(time.monotonic() - begun, code)
     if (report / "report.json").is_file():
         row = json.loads((report / "report.json").read_text())

@@ -121,7 +121,7 @@ def test_lines_are_shown_with_the_numbers_that_the_report_uses(capsys):
 
 
 def test_a_doctor_without_a_report_is_told(monkeypatch):
-    monkeypatch.setattr(visit, "command", lambda script, options: ["sh", "-c", "echo no torch here >&2; exit 3"])
+    monkeypatch.setattr(visit, "doctor_command", lambda script, options: ["sh", "-c", "echo no torch here >&2; exit 3"])
     with pytest.raises(BadInput, match=r"exit code 3\): no torch here"):
         visit.examine("slow_loader")
 

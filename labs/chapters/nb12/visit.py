@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, attach_provenance
 from labs.parts.doctor import report
 from labs.parts.doctor.cases import BY_NAME, Case, Change
-from labs.parts.doctor.in_turn import Script, run_alone, take_turns
+from labs.parts.doctor.in_turn import Script, doctor_command, run_alone, take_turns
 from labs.parts.doctor.report import Report
 
 STEPS, SECONDS = 30, 9.0
@@ -49,7 +48,7 @@ def examine(patient: str) -> Report:
         folder = Path(name)
         script = case.write(folder / "patient")
         options = ("--steps", str(steps), "--seconds", f"{seconds:g}")
-        code, said = run_alone(command(script, (*options, "--out", str(folder / "report"))), folder, LIMIT_S)
+        code, said = run_alone(doctor_command(script, (*options, "--out", str(folder / "report"))), folder, LIMIT_S)
         written = folder / "report" / "report.json"
         if not written.is_file():
             last = (said.strip().splitlines() or ["not a word"])[-1]
@@ -57,14 +56,6 @@ def examine(patient: str) -> Report:
         found = report.load(written)
     show_page(found, in_shell(script, options))
     return found
-
-
-def command(script: Script, options: Sequence[str]) -> list[str]:
-    """What starts the doctor on all ranks of a script."""
-    start = [sys.executable, "-m"]
-    if script.ranks > 1:
-        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(script.ranks), "-m"]
-    return [*start, "labs.doctor", *options, *script.argv]
 
 
 def in_shell(script: Script, options: Sequence[str] = ()) -> str:

@@ -170,6 +170,14 @@ def environment(rank: int, ranks: int, port: str) -> dict[str, str]:
     return mine
 
 
+def doctor_command(script: Script, options: Sequence[str]) -> list[str]:
+    """What starts the doctor on all ranks of a script."""
+    start = [sys.executable, "-m"]
+    if script.ranks > 1:
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(script.ranks), "-m"]
+    return [*start, "labs.doctor", *options, *script.argv]
+
+
 def run_alone(command: Sequence[str], folder: Path, limit_s: float) -> tuple[int | None, str]:
     """Exit code and standard error of a command; None after `limit_s`. Nothing of its session is left then.
 
