@@ -184,7 +184,6 @@ def _sick() -> Iterator[Case]:
     yield Case("anomaly_recipe", SINGLE, Change("    torch.set_num_threads(1)", "    torch.set_anomaly_enabled(True); "
                "torch.set_num_threads(1)"), ("anomaly",), options=LONG)  # fmt: skip
     yield Case("validation", IMAGES, Change("500, 1000", "1, 1000"), ("validation",))
-    yield Case("validation_rare", IMAGES, Change("500, 1000", "5, 1000"), ("validation",))
     yield Case("checkpoint", IMAGES, Change("500, 1000", "500, 1"), ("checkpoint",))
     yield Case("checkpoint_recipe", SINGLE, _step("torch.save(optimizer.state_dict(), 'last.pt')"),
                ("checkpoint",), options=LONG)  # fmt: skip
@@ -203,9 +202,6 @@ def _sick() -> Iterator[Case]:
     yield Case("no_no_sync", "train_accumulate", Change("nullcontext() if last else model.no_sync()", "nullcontext()"),
                ("exchange", "no-sync-missing"), ranks=2)  # fmt: skip
     yield Case("recompiles", "train_text", Change("LENGTH + 1, dtype", "max(map(len, pieces)), dtype"), ("recompiles",))
-    yield Case("optimizer_loop", SINGLE, Change("lr=args.lr, fused=True)", "lr=args.lr)"),
-               ("optimizer_loop", "fused_optimizer"), options=LONG,
-               well=(Change("lr=args.lr)", "lr=args.lr, fused=True)"),))  # fmt: skip
 
 
 def _read() -> Iterator[Case]:
