@@ -1,7 +1,7 @@
-"""How many minutes each section of the course takes in a room, and agendas of half a day, one day and two days.
+"""How many minutes each section of the course takes in a room, and agendas of half a day, one, two and two more days.
 
     python -m labs.classroom.agenda                                # minutes per section
-    python -m labs.classroom.agenda --plan half --start 13:30      # half, one or two
+    python -m labs.classroom.agenda --plan half --start 13:30      # half, one, two or more
     python -m labs.classroom.agenda --measured build/minutes.json  # with this machine's seconds, after `make course`
 
 Seconds of the machine are recorded or, with --measured, yours; minutes of people are modelled from what there is to

@@ -1,4 +1,4 @@
-"""What to teach in half a day, one day and two days: the sections of the course in the order of the day.
+"""What to teach in half a day, one day, two days and two more: the sections of the course in the order of the day.
 
 "03/1, 2, 03.1" are sections 1 and 2 and exercise 03.1 of notebook 03. Minutes come from labs.classroom.agenda.
 """
@@ -39,5 +39,11 @@ PLANS: dict[str, list[list[str | Break]]] = {
         ["04/Introduction, 1, 2, 3", "04/4, 04.3", COFFEE,
          "05/Introduction, 1, 2", LUNCH,
          "05/4, 5, 05.3", "06/Introduction, 1, 2, 06.1", COFFEE, "06/3, 4, 5, 6, Claims on trial", CLOSE],
+    ],
+    "more": [
+        [WELCOME, "07/Introduction, 1, 2, 3", COFFEE, "07/4, 5, 07.3", LUNCH,
+         "08/Introduction, 1, A machine dies, 2, 5", COFFEE, "08/6, 7, 08.3", CLOSE],
+        ["09/Introduction, 1, 2, 4, 09.3", COFFEE, "10/Introduction, 1, 4, 5, 10.1", LUNCH,
+         "11/Introduction, 1, 2, 3, 5", COFFEE, "12/Introduction, 1, 2, 5, 12.2", CLOSE],
     ],
 }  # fmt: skip

@@ -17,7 +17,6 @@ from __future__ import annotations
 import html
 import importlib
 import importlib.util
-import json
 import re
 import textwrap
 import tomllib
@@ -25,10 +24,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from labs.kit import nvml
+from labs.kit.evidence import keep, launches
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.record import KINDS, Record, Records
 
@@ -52,7 +53,10 @@ class Article:
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement. `paper` is the verdict of reading alone, `gpus` the fewest that a test needs."""
+    """One statement. `paper` is the verdict of reading alone, `gpus` the fewest that a test needs.
+
+    `changes` says what observation would change the verdict, `command` what decides it on a machine with GPUs.
+    """
 
     id: str
     lines: str
@@ -61,6 +65,13 @@ class Claim:
     takeaway: str
     notebook: str
     gpus: int
+    changes: str = ""
+    command: str = ""
+
+    @property
+    def subject(self) -> str:
+        """What it is about, for example "data parallelism"."""
+        return _read()["subjects"][self.notebook]
 
     @property
     def source(self) -> str:
@@ -156,12 +167,7 @@ GAIN = 1.05  # up to which a gain is none
 
 def runs(evidence: Records, lab: str, metric: str, **case: object) -> list[Records]:
     """The launches of `lab` that hold such a record, in order. LookupError if there is none."""
-    found: dict[str, list[Record]] = {}
-    for r in evidence:
-        if r.lab == lab:
-            key = json.dumps([r.config, r.layout.get("world_size"), r.provenance], sort_keys=True, default=str)
-            found.setdefault(key, []).append(r)
-    fit = [run for run in map(Records, found.values()) if len(run.where(metric, **case))]
+    fit = [run for run in launches(r for r in evidence if r.lab == lab) if len(run.where(metric, **case))]
     if not fit:
         raise LookupError(f"no launch({lab!r}) with {metric!r}{f' and {case}' if case else ''} here")
     return fit
@@ -257,6 +263,21 @@ def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None
     if found.word == "needs N GPUs":
         return Verdict(_needs(claim), found.because, "")
     return Verdict(found.word, found.because, _honest(found.kind, {r.kind for r in records}))
+
+
+def deciding(claim: Claim, evidence: Records) -> list[Records]:
+    """The launches that the verdict on `claim` rests on: without any of them, verdict or reason are others.
+
+    Found by leaving them out one by one. Empty if none is needed: documentation, a published table or arithmetic
+    decides.
+    """
+    found, needed = judge(claim, evidence, gpus=0), launches(evidence)
+    for run in list(needed):
+        others = [other for other in needed if other is not run]
+        without = judge(claim, Records(chain.from_iterable(others)), gpus=0)
+        if (without.word, without.because) == (found.word, found.because):
+            needed = others
+    return needed
 
 
 def _honest(kind: str, given: set[str]) -> str:
@@ -389,7 +410,12 @@ def _code(text: str) -> str:
 
 def table(notebook: str | None = None, evidence: Iterable[Record] = (), *, gpus: int | None = None,
           strict: bool = False) -> Table:  # fmt: skip
-    """Every claim of `notebook` ("03"; all, if None) with its verdict from `evidence`; see `judge`."""
+    """Every claim of `notebook` ("03"; all, if None) with its verdict from `evidence`; see `judge`.
+
+    In a notebook, the evidence is kept for notebook 11: see labs.kit.evidence.
+    """
     records = evidence if isinstance(evidence, Records) else Records(evidence)
+    if notebook is not None:
+        keep(notebook, records)
     here = gpu_count() if gpus is None else gpus
     return Table(tuple((c, judge(c, records, here, strict)) for c in claims(notebook)))

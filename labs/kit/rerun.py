@@ -5,20 +5,23 @@
     python -m labs.kit.rerun --stale                # those whose cells or code have changed since they were run
 
 Measures, so nothing else should run on the machine. A notebook that fails is left as it was. Each carries in its
-metadata what it was run with; `stale` compares. Exit code: 0 all ran, 1 a notebook failed, 2 bad input.
+metadata what it was run with; `stale` compares. What its claims were judged by goes to
+records/. Exit code: 0 all ran, 1 a notebook failed, 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
-from labs.kit import fingerprint
+from labs.kit import evidence, fingerprint
 from labs.kit.cli import fail
 from labs.kit.course import NOTEBOOKS, choose, nothing_left, use_own_kernel
 from labs.kit.errors import BadInput
@@ -54,7 +57,11 @@ def rerun(path: Path) -> None:
 
     notebook, run_with = nbformat.read(path, as_version=4), stamp(path)
     runner = ExecutePreprocessor(timeout=CELL_TIMEOUT_S, kernel_name="python3", record_timing=False)
-    runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
+    with tempfile.TemporaryDirectory(prefix="labs-evidence-") as folder:
+        os.environ[evidence.FOLDER] = folder  # a kernel inherits it
+        runner.preprocess(notebook, {"metadata": {"path": str(path.parent)}})
+        for kept in Path(folder).iterdir():
+            write_atomic(evidence.RECORDED / kept.name, kept.read_text(encoding="utf-8"))
     CoalesceStreamsPreprocessor().preprocess(notebook, {})  # what is printed comes in parts, more on a slower machine
     notebook.metadata[STAMP] = run_with
     write_atomic(path, nbformat.writes(notebook) + "\n")

@@ -37,7 +37,7 @@ def _bandwidth_claim(names: list[str], claimed_gb_s: float) -> tuple[list[bool],
 @verdict("A22")
 def _(evidence: Records) -> Verdict:
     found = evidence.where("all_reduce_error")
-    errors = [r.value for r in found if r.layout["world_size"] > 1 and r.layout["device"] != "cpu"]
+    errors = [r.value for r in found if r.layout["world_size"] > 1 and r.layout["backend"] == "nccl"]
     if not errors:
         return Verdict("needs N GPUs", "No all-reduce between GPUs ran here; one between CPU cores needs neither.", "")
     torch_here, needs = hardware.build()["torch"], importlib.metadata.requires("torch") or ()

@@ -190,7 +190,7 @@ def _(evidence: Records) -> Verdict:
     small, large = method.accuracy_at_ends(last(evidence, "lr_scaling", "test_accuracy", rule="same"))
     change, moved = method.faster(step, max(step), min(step)), gain(large, small)
     because = (f"from batch {min(step)} to {max(step)}: {change} the samples per second; from {small.case['batch']} to "
-               f"{large.case['batch']}, equal epochs and learning rate: accuracy {moved}")  # fmt: skip
+               f"{large.case['batch']}, equal epochs and learning rate: accuracy (for stability) {moved}")  # fmt: skip
     return Verdict(("does not hold", "depends", "holds")[differs(change) + differs(moved, 0)], because)
 
 

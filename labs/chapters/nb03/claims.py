@@ -170,7 +170,7 @@ def _(evidence: Records) -> Verdict:
     rows, given = facts.one("rows_in_forward").samples, facts[0].config["batch_size"]
     word = "does not hold" if all(r == given for r in rows) else "holds"
     return Verdict(
-        word, f"each rank passes {given} rows to DDP, and its forward sees {rows[0]:.0f}: the sampler splits"
+        word, f"each rank passes {given} rows to DDP, and its forward sees {rows[0]:.0f}: DDP splits nothing"
     )
 
 

@@ -155,11 +155,12 @@ def _(evidence: Records) -> Verdict:
     plain = {e: c for (name, e), c in amp.changes(run).items() if name == "fp16"}
     found = amp_step.tried(evidence, "right", order)
     four = [c.low > -amp.spread(run, e) for e, c in plain.items()]  # the four calls, without clipping
+    worse = [c.high < -amp.spread(run, e) for e, c in plain.items()]
     clipped = all(t.fine for t in found[order])
     worst = min(plain.values(), key=lambda c: c.low)
     because = (f"Without clipping FP16 is at worst {worst} away from FP32. Clipping "
                f"after unscale_ {amp_step.said(found['right'])}, before it {amp_step.said(found[order])}.")  # fmt: skip
-    return Verdict("does not hold" if not all(four) else "holds" if clipped else "depends", because)
+    return Verdict("does not hold" if all(worse) else "holds" if all(four) and clipped else "depends", because)
 
 
 @verdict("D25")

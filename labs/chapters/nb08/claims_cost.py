@@ -35,8 +35,8 @@ def _(evidence: Records) -> Verdict:
     alone = largest_alone("RTX 4090")
     word = "holds" if alone >= MEDIUM else "depends" if alone >= SMALL else "does not hold"
     return Verdict(word, f"By memory: 24 GB hold the states of {alone / 1e9:.1f} billion parameters with Adam in FP32 "
-                   "and no activation. Enough for a small model; a medium one of 7 billion needs several cards, or "
-                   "LoRA.", "modelled")  # fmt: skip
+                   f"and no activation. Enough for a small model; a medium one of {MEDIUM / 1e9:.0f} billion needs "
+                   "several cards, or LoRA.", "modelled")  # fmt: skip
 
 
 @verdict("B32")

@@ -51,7 +51,7 @@ def _(evidence: Records) -> Verdict:
 @verdict("D09")
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "init without an address")
-    return Verdict("holds" if works else "does not hold", f"spawn passes a rank and sets no address: {line}."
+    return Verdict("holds" if works else "does not hold", f"What spawn calls passes a rank and sets no address: {line}."
                    if not works else "It worked here without an address.")  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "spawn passes the rank first")
     ranks, _ = met(evidence)
-    return Verdict("depends" if works else "does not hold", f"spawn starts processes on one machine ({line}). On two "
+    return Verdict("depends" if works else "does not hold", f"What spawn calls works on one machine ({line}). On two "
                    f"machines {ranks} ranks met under a torchrun each, which also starts ranks again.")  # fmt: skip
 
 
@@ -83,9 +83,11 @@ def _(evidence: Records) -> Verdict:
 @verdict("C04")
 def _(evidence: Records) -> Verdict:
     went_on, line = drilled(evidence, "port taken")
-    failed = bool(line) and went_on.value == 0
-    return Verdict("depends" if failed else "holds", f"A fixed port works until a second job wants it: {line}. And to "
-                   "another machine localhost is itself." if failed else "A taken port did no harm here.")  # fmt: skip
+    if went_on.value > 0:
+        return Verdict("holds", "A taken port did no harm here.")
+    why = line or "no rank computed on, and none said why"
+    return Verdict("depends", f"A fixed port works until a second job wants it: {why}. And to another machine "
+                              "localhost is itself.")  # fmt: skip
 
 
 @verdict("C11")

@@ -21,21 +21,25 @@ def _(evidence: Records) -> Verdict:
         return Verdict("not tried yet", told)
     if not near:
         return Verdict("does not hold", f"{told}: none in the place where it was planted")
+    if untold >= len(near):
+        return Verdict("depends", told)
     if off:
         places = ", ".join(sorted({f"{f.ms:g} ms in {f.place}" for f in off}))
         return Verdict("depends", f"{told}; not {places}")
-    late = _hidden(last(evidence, "last_to_arrive", "late_s"))
-    return Verdict("depends" if late else "holds", f"{told}. {late}" if late else told)
+    return _and_late(told, last(evidence, "last_to_arrive", "late_s"))
 
 
-def _hidden(run: Records) -> str:
-    """In words, that a late rank is named by arrivals and not by the ranks' own clocks; "" if that was not seen."""
+def _and_late(told: str, run: Records) -> Verdict:
+    """ "holds" only if a late rank, which arrivals name, shows on the ranks' own clocks, too."""
     if run[0].layout["world_size"] == 1:
-        return ""
+        return Verdict("depends", f"{told}. No late rank was tried: that takes two")
     blamed = last_to_arrive.blame(run, "one rank")
     own = last_to_arrive.own_timers(run, "one rank")
     apart = max(own.values()) - min(own.values())
-    if not blamed.clear or apart > 0.5 * blamed.by.value:
-        return ""
-    return (f"But a rank that is {1e3 * blamed.by.value:.0f} ms late shows on no rank's own clock, "
-            f"{1e3 * apart:.1f} ms apart at most: it takes all ranks, and when each came")  # fmt: skip
+    if not blamed.clear:
+        return Verdict("depends", f"{told}. Whether a late rank shows, this run cannot tell")
+    if apart > 0.5 * blamed.by.value:
+        return Verdict("holds", f"{told}. A late rank shows on the ranks' own clocks, {1e3 * apart:.1f} ms apart")
+    late = (f"a rank that is {1e3 * blamed.by.value:.0f} ms late shows on no rank's own clock, {1e3 * apart:.1f} ms "
+            "apart at most: it takes all ranks, and when each came")  # fmt: skip
+    return Verdict("depends", f"{told}. But {late}")

@@ -14,7 +14,7 @@ from labs.kit.record import Records
 from labs.parts.doctor.cases import BY_NAME
 
 RECORDED = Path(__file__).parents[3] / "records" / "amd-epyc-2-cores-2026-11" / "doctor_trial.jsonl"
-"""Of `python -m labs.doctor_trial`, healthy patients seen twice, on a quiet machine."""
+"""Of `python -m labs.doctor_trial`, healthy patients seen five times, on a quiet machine."""
 TICKS = (1, 1.5, 2, 3, 5, 10, 20, 50)
 
 

@@ -1,0 +1,187 @@
+"""All claims at once, with their verdicts: from the recorded evidence, or from this machine's own.
+
+    from labs.kit.docket import again, own, recorded, sheet
+
+    recorded().where(article="C", verdict="does not hold")    # displays as a table
+    sheet("C16")                                              # one claim: what decided it, what would change it
+    again("C16")                                              # the launches that decided it, anew
+
+The recorded verdicts are the same everywhere; one's own are those of the notebooks that have been run here.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+from labs.kit import evidence
+from labs.kit.claims import SIGNS, WORDS, Claim, Table, Verdict, articles, claims, deciding, gpu_count, judge
+from labs.kit.errors import did_you_mean, require
+from labs.kit.evidence import Call, call_of
+from labs.kit.launch import launch
+from labs.kit.record import Records
+
+NEEDS = "needs N GPUs"
+
+
+def kind_of(verdict: Verdict) -> str:
+    """The word of a verdict, one of WORDS: "needs N GPUs" for any number."""
+    return NEEDS if verdict.word.startswith("needs") else verdict.word
+
+
+@dataclass(frozen=True)
+class Docket(Table):
+    """Claims with their verdicts; displays as one table for each article."""
+
+    def where(self, *, article: str = "", subject: str = "", verdict: str = "", paper: str = "") -> Docket:
+        """Those of one article ("C"), subject, verdict, or verdict of reading alone. BadInput names what there is."""
+        for what, name, known in (
+            (article, "article", {c.id[0] for c, _ in self.rows}),
+            (subject, "subject", {c.subject for c, _ in self.rows}),
+            (verdict, "verdict", set(WORDS)),
+            (paper, "verdict of reading", {c.paper for c, _ in self.rows}),
+        ):
+            hint = did_you_mean(what, known)
+            require(not what or what in known, f"no {name} {what!r}: {hint}There are {', '.join(sorted(known))}.")
+        return Docket(
+            tuple(
+                (c, v)
+                for c, v in self.rows
+                if article in ("", c.id[0]) and subject in ("", c.subject) and paper in ("", c.paper)
+                if verdict in ("", kind_of(v))
+            )
+        )
+
+    def count(self, by: Callable[[Claim], str]) -> dict[str, Counter[str]]:
+        """How many claims of each group got which word, for example by article: `count(lambda c: c.id[0])`."""
+        found: dict[str, Counter[str]] = {}
+        for claim, verdict in self.rows:
+            found.setdefault(by(claim), Counter())[kind_of(verdict)] += 1
+        return found
+
+    def _repr_html_(self) -> str:
+        blocks = []
+        for key, article in articles().items():
+            rows = [row for row in self._judged() + self._open() if row[0].id[0] == key]
+            if rows:
+                summary = html.escape(f"{len(rows)} of article {article}")
+                table = self._table(rows, brief=True)
+                opened = " open" if len(self.rows) <= OPEN else ""
+                blocks.append(f"<details{opened}><summary>{summary}</summary>{table}</details>")
+        return "".join(blocks) + f"<p>{html.escape(self._summary())}</p>"
+
+
+OPEN = 30
+"""So many rows are shown without a click."""
+
+
+def recorded() -> Docket:
+    """All claims, judged by the records of the run whose outputs are committed. The same on every machine."""
+    return Docket(tuple((c, judge(c, recorded_evidence(c.notebook), gpus=0)) for c in claims()))
+
+
+def own() -> Docket:
+    """The claims of the notebooks that have been run on this machine, judged by what was measured here."""
+    gpus = gpu_count()
+    here = {n: evidence.kept(n) for n in {c.notebook for c in claims()}}
+    return Docket(tuple((c, judge(c, here[c.notebook], gpus)) for c in claims() if here[c.notebook]))
+
+
+@cache
+def recorded_evidence(notebook: str) -> Records:
+    """What the claims of `notebook` ("03") were judged by in the recorded run; empty if it has no launch of its own."""
+    return evidence.kept(notebook, evidence.RECORDED)
+
+
+def by_id(claim_id: str) -> Claim:
+    """One claim. BadInput if there is none."""
+    known = {c.id: c for c in claims()}
+    hint = did_you_mean(claim_id, known)
+    require(claim_id in known, f"there is no claim {claim_id!r}: {hint}Ids are {min(known)} to {max(known)}.")
+    return known[claim_id]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One claim as a judge sees it: statement, reading, evidence, verdict, and what would change it."""
+
+    claim: Claim
+    verdict: Verdict
+    calls: tuple[Call, ...]
+    provenance: dict
+    others: tuple[tuple[str, Verdict], ...] = ()
+    """Other verdicts on it, with whose they are."""
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """What is said, with its heading."""
+        c, v = self.claim, self.verdict
+        where = f" ({self.provenance['cpu']}, {self.provenance['utc'][:10]})" if self.provenance else ""
+        said = [
+            ("claim", f"{c.claim} [{c.source}]"),
+            ("reading alone", c.paper),
+            ("verdict", f"{v.word}" + (f", {v.kind}{where if v.kind == 'recorded' else ''}" if v.kind else "")),
+            ("because", v.because),
+            ("decided by", "; ".join(map(str, self.calls)) or "no launch: documents, a published table or arithmetic"),
+            *((whose, f"{other.word}: {other.because}") for whose, other in self.others),
+            ("would change it", c.changes),
+            ("on GPUs", c.command),
+            ("take away", c.takeaway),
+        ]
+        return [(head, text) for head, text in said if text]
+
+    def __repr__(self) -> str:
+        wide = max(len(head) for head, _ in self.lines) + 2
+        blocks = (
+            textwrap.fill(f"{head + ':':{wide}}{text}", 110, subsequent_indent=" " * wide) for head, text in self.lines
+        )
+        return "\n".join([self.claim.id, *blocks])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><th style="text-align:left;vertical-align:top">{html.escape(head)}</th>'
+            f'<td style="text-align:left">{self._marked(head, text)}</td></tr>'
+            for head, text in self.lines
+        )
+        return f"<table><thead><tr><th></th><th>{self.claim.id}</th></tr></thead><tbody>{rows}</tbody></table>"
+
+    def _marked(self, head: str, text: str) -> str:
+        if head == "verdict":
+            return f"<b>{SIGNS.get(self.verdict.word, '…')} {html.escape(text)}</b>"
+        if head in ("decided by", "on GPUs") and (self.calls or head == "on GPUs"):
+            return "<br>".join(f"<code>{html.escape(part)}</code>" for part in text.split("; "))
+        return html.escape(text)
+
+
+def sheet(claim_id: str) -> Sheet:
+    """The sheet of one claim, from the recorded evidence. BadInput if there is no such claim."""
+    claim = by_id(claim_id)
+    found = recorded_evidence(claim.notebook)
+    decisive = deciding(claim, found)
+    calls = tuple(call_of(run) for run in decisive if is_lab(run))
+    return Sheet(claim, judge(claim, found, gpus=0), calls, found.provenance)
+
+
+def is_lab(run: Records) -> bool:
+    """Whether these records came from a launch; otherwise from a function that a notebook called."""
+    return (Path(evidence.ROOT) / "labs" / f"{run[0].lab}.py").is_file()
+
+
+def again(claim_id: str, **options: str) -> Sheet:
+    """Run what decided the claim anew, on this machine, and judge by it; `options` are launch()'s, such as `device`.
+
+    What no launch decides is judged by the recorded evidence once more. BadInput if there is no such claim, RankFailed
+    if a launch fails.
+    """
+    before = sheet(claim_id)
+    runs = [launch(c.lab, c.nproc, oversubscribe=c.oversubscribe, **options, **c.parameters) for c in before.calls]
+    others = [run for run in deciding(before.claim, recorded_evidence(before.claim.notebook)) if not is_lab(run)]
+    new = Records(chain.from_iterable([*runs, *others]))
+    verdict = judge(before.claim, new)
+    return Sheet(before.claim, verdict, before.calls, new.provenance, (("recorded", before.verdict),))

@@ -1,0 +1,95 @@
+"""What claims are judged by: kept when a notebook has judged them, read again by notebook 11 and by labs.claims.
+
+    my/evidence/03.jsonl                                      of this machine: kept whenever notebook 03 has run here
+    records/amd-epyc-2-cores-2026-11/claims/03.jsonl          recorded: of the run whose outputs are committed
+
+A notebook's evidence is the records of its launches; `call_of` says how to start one of them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labs.kit.lab import lab_module
+from labs.kit.record import Record, Records, as_json, load
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "records" / "amd-epyc-2-cores-2026-11" / "claims"
+FOLDER = "COURSE_EVIDENCE"
+"""A variable of the environment: where notebooks keep their evidence in place of my/evidence."""
+
+
+def own_folder() -> Path:
+    """Where this machine's evidence is kept."""
+    return Path(os.environ.get(FOLDER) or ROOT / "my" / "evidence")
+
+
+def keep(notebook: str, evidence: Records) -> None:
+    """Save what claims of `notebook` ("03") were just judged by in a kernel, in place of an earlier run's.
+
+    Only whole runs that measured: smoke runs prove nothing. What cannot be written is not kept: the verdicts stand in
+    the notebook all the same.
+    """
+    if "IPython" not in sys.modules or sys.modules["IPython"].get_ipython() is None:
+        return
+    smoke = os.environ.get("COURSE_SMOKE") == "1" or any(r.config.get("smoke") for r in evidence)
+    if smoke or not any(r.kind == "measured" for r in evidence):
+        return
+    with contextlib.suppress(OSError):
+        evidence.save(own_folder() / f"{notebook}.jsonl")
+
+
+def kept(notebook: str, folder: Path | None = None) -> Records:
+    """Evidence of `notebook` in `folder` (default: this machine's); empty if there is none.
+
+    ValueError names the file, the line and the field of what cannot be read.
+    """
+    path = (folder or own_folder()) / f"{notebook}.jsonl"
+    return load(path) if path.is_file() else Records()
+
+
+def launches(evidence: Iterable[Record]) -> list[Records]:
+    """The records of each launch, in order: those of one lab with one configuration, on so many ranks, at one time."""
+    found: dict[str, list[Record]] = {}
+    for r in evidence:
+        key = json.dumps([r.lab, r.config, r.layout.get("world_size"), r.provenance], sort_keys=True, default=str)
+        found.setdefault(key, []).append(r)
+    return [Records(run) for run in found.values()]
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a launch was called: parameters are those that differ from the lab's defaults."""
+
+    lab: str
+    nproc: int
+    oversubscribe: bool
+    parameters: dict[str, Any]
+
+    def __str__(self) -> str:
+        more = {"oversubscribe": True} if self.oversubscribe else {}
+        said = "".join(f", {name}={value!r}" for name, value in (self.parameters | more).items())
+        return f'launch("{self.lab}", nproc={self.nproc}{said})'
+
+
+def call_of(run: Records) -> Call:
+    """How to start `run`, the records of one launch, again. BadInput if its lab is no longer there."""
+    first = run[0]
+    nproc = int(first.layout.get("world_size") or 1)
+    usual = as_json(lab_module(first.lab).Config())
+    unusual = {name: value for name, value in first.config.items() if name in usual and value != usual[name]}
+    return Call(
+        first.lab, nproc, nproc > first.provenance.get("cores", nproc), {k: _tuples(v) for k, v in unusual.items()}
+    )
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows no tuples, and a Config no lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
