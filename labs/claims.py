@@ -5,7 +5,7 @@ python -m labs.claims --article C --subject precision --verdict "does not hold"
 python -m labs.claims C16                              # one claim: what decided it, what would change it
 python -m labs.claims C16 --again                      # run what decided it on this machine, and judge anew
 python -m labs.claims --own                            # by what the notebooks measured on this machine
-python -m labs.claims --notebook 03 --evidence FILE    # by records of your own
+python -m labs.claims C16 --evidence FILE ...          # by records of your own: a lab's --out FILE
 """
 
 from __future__ import annotations
@@ -52,8 +52,17 @@ def main() -> int:
 
 def one(args: argparse.Namespace) -> int:
     """Print the sheet of one claim."""
-    print(docket.again(args.id) if args.again else docket.sheet(args.id))
+    if args.evidence:
+        found = docket.sheet(args.id, given(args))
+    else:
+        found = docket.again(args.id) if args.again else docket.sheet(args.id)
+    print(found)
     return 0
+
+
+def given(args: argparse.Namespace) -> Records:
+    """The records of the files that --evidence names."""
+    return sum((load(p) for p in args.evidence), Records())
 
 
 def many(args: argparse.Namespace) -> int:
@@ -64,7 +73,7 @@ def many(args: argparse.Namespace) -> int:
         known = ", ".join(sorted({c.notebook for c in claims()}))
         raise BadInput(f"no claims for notebook {args.notebook!r}: there are {known}")
     if args.evidence:
-        found = Docket(table(None, sum((load(p) for p in args.evidence), Records())).rows)
+        found = Docket(table(None, given(args)).rows)
     else:
         found = docket.own() if args.own else docket.recorded()
     found = Docket(tuple(row for row in found.rows if args.notebook in (None, row[0].notebook)))

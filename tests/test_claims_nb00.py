@@ -14,7 +14,8 @@ from labs.kit.record import Record, Records
 
 
 def made(metric, value, device="cpu", world=2):
-    layout = {"world_size": world, "rank": 0, "backend": "gloo", "device": device}
+    backend = "nccl" if device == "cuda" else "gloo"
+    layout = {"world_size": world, "rank": 0, "backend": backend, "device": device}
     return Record("hardware_probe", metric, "", (value,), layout=layout)
 
 

@@ -35,7 +35,8 @@ def evidence(turned=False, sums=3.0):
             found.append(record("variable", 1, name=name, text=text, on_rank=rank, node=rank))
         found.append(record("sum", sums, on_rank=rank))
     for setting in ("port taken", "no such interface", "clock off"):
-        found.append(record("went_on", float(setting == "clock off"), setting=setting, of=int(setting == "clock off")))
+        goes_on = setting == "clock off" or (turned and setting == "port taken")
+        found.append(record("went_on", float(goes_on), setting=setting, of=int(goes_on)))
         if not turned:
             found.append(record("told_s", 1.0, setting=setting, line=f"Error of {setting}"))
     return Records(found)
@@ -58,6 +59,12 @@ def test_the_verdict_that_the_records_give(claim):
 @pytest.mark.parametrize("claim", ["A06", "A23", "C04", "C19", "C20", "C24", "D09", "D10", "D11"])
 def test_a_verdict_turns_with_its_records(claim):
     assert judge(claim, evidence(turned=True)).word != EXPECTED[claim]
+
+
+def test_a_job_that_stops_without_a_word_was_harmed_by_the_taken_port():
+    silent = Records([r for r in evidence() if not (r.metric == "told_s" and r.case["setting"] == "port taken")])
+    found = judge("C04", silent)
+    assert found.word == "depends" and "none said why" in found.because
 
 
 @pytest.mark.parametrize("claim", sorted(set(OWN) - {"A03", "C11", "D14"}))

@@ -83,7 +83,7 @@ def test_the_network_as_the_only_cause(monkeypatch):
 
 
 def test_what_a_gpu_would_decide():
-    assert word("A07").word == word("B31").word == "needs 1 GPU"
+    assert (word("A07").word, word("B31").word) == ("needs 2 GPUs", "needs 1 GPU")
     for at, verdict in ((0, "depends"), (1, "holds")):
         assert word("A07", Record(LAB, "current_device", "", (at,), case={"tensor_on": 1})).word == verdict
     for lines, timed, verdict in ((0, 0, "does not hold"), (40, 0, "depends"), (40, 2, "holds")):

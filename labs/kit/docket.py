@@ -159,12 +159,12 @@ class Sheet:
         return html.escape(text)
 
 
-def sheet(claim_id: str) -> Sheet:
-    """The sheet of one claim, from the recorded evidence. BadInput if there is no such claim."""
+def sheet(claim_id: str, given: Records | None = None) -> Sheet:
+    """The sheet of one claim, from the `given` evidence (default: the recorded one). BadInput if there is no such
+    claim."""
     claim = by_id(claim_id)
-    found = recorded_evidence(claim.notebook)
-    decisive = deciding(claim, found)
-    calls = tuple(call_of(run) for run in decisive if is_lab(run))
+    found = recorded_evidence(claim.notebook) if given is None else given
+    calls = tuple(call_of(run) for run in deciding(claim, found) if is_lab(run))
     return Sheet(claim, judge(claim, found, gpus=0), calls, found.provenance)
 
 

@@ -87,9 +87,9 @@ def between_ranks(evidence: Records) -> dict[str, Estimate]:
     """{model: by how many % the slowest rank's own step times exceed the fastest's}. LookupError with one rank."""
     found = {}
     for run in runs(evidence, "timing", "rank_step_s"):
-        ranks = list(run.where("rank_step_s"))
         # by the steps side by side: of two medians the larger can belong to the rank that is faster in most steps
-        ranks.sort(key=lambda r: statistics.median(a / b for a, b in zip(r.samples, ranks[0].samples, strict=True)))
+        first, *_ = ranks = list(run.where("rank_step_s"))
+        ranks.sort(key=lambda r: statistics.median(a / b for a, b in zip(r.samples, first.samples, strict=True)))
         if len(ranks) > 1:
             pairs = zip(ranks[-1].samples, ranks[0].samples, strict=True)  # all ranks take equally many steps
             found[model_of(run)] = estimate([100 * (a / b - 1) for a, b in pairs], "%")

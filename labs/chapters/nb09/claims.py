@@ -21,7 +21,7 @@ def _(evidence: Records) -> Verdict:
         return Verdict("not tried yet", told)
     if not near:
         return Verdict("does not hold", f"{told}: none in the place where it was planted")
-    if untold >= len(near):
+    if untold > len(near):
         return Verdict("depends", told)
     if off:
         places = ", ".join(sorted({f"{f.ms:g} ms in {f.place}" for f in off}))
