@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from labs import pip_indexes as lab
 from labs.chapters.nb11 import figures_install
+from labs.kit.check import predict
 from labs.kit.claims import table
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
@@ -47,13 +49,37 @@ def test_the_rule_says_the_same():
     assert lab.newest_that_fits(NOW, two).version == "1.0+cu116", "with equal numbers the one with a build is newer"
 
 
-def test_the_claims_are_judged_and_told(run, capsys):
+@pytest.fixture
+def shown(monkeypatch):
+    """(tables, sentences) of what is shown meanwhile."""
+    tables, said = [], []
+    monkeypatch.setattr(figures_install, "show_table", tables.append)
+    monkeypatch.setattr(figures_install, "say", said.append)
+    return tables, said
+
+
+def test_the_claims_are_judged_and_told(run, shown):
     found = {c.id: v for c, v in table("11", run, gpus=0, strict=True).rows}
     assert (found["D30"].word, found["D35"].word, found["E01"].word) == ("does not hold", "does not hold", "holds")
     assert "in 12 of 12 cases" in " ".join(lab.answer(run))
-    figures_install.choices(run)
-    shown = capsys.readouterr().out
-    assert "2.4.1 from main-2.9" in shown and "nothing fits" in shown and shown.count("the same") == 12
+    (tables, said) = shown
+    figures_install.choices(run, predict(5, "lines"))
+    assert tables[0].loc[figures_install.ASKED["now"], "pip takes"] == "2.4.1 from main-2.9"
+    assert set(tables[0]["the rule"]) == {"the same"} and len(tables[0]) == len(TAKEN)
+    assert said == [f"* {predict(5, 'lines').against(3.0)}"], "of five lines with cu116 three give it"
+    figures_install.environment(run)
+    assert "CUDA packages" in said[-1] and "who installed them" in said[-1]
+
+
+def test_a_pip_that_prefers_the_extra_index_is_seen(run, shown):
+    """What the records would be if it did: the rule no longer explains them, and the verdict turns."""
+    other = {"version": "1.13.1+cu116"}
+    swapped = [replace(r, case=r.case | other) if r.metric == "wheels" and r.case["asked"] == "now"
+               else r for r in run]  # fmt: skip
+    assert "in 11 of 12 cases" in " ".join(lab.answer(Records(swapped)))
+    assert table("11", swapped, gpus=0, strict=True).verdict("D30").word == "holds"
+    figures_install.choices(Records(swapped))
+    assert shown[0][0].loc[figures_install.ASKED["now"], "the rule"] == "2.4.1"
 
 
 def test_nobodys_settings_and_no_proxy_take_part(tmp_path, monkeypatch):
@@ -85,7 +111,7 @@ def test_pip_from_pythons_own_wheel_takes_the_same(monkeypatch):
     assert lab.choose(NOW).version == "2.4.1"
 
 
-def test_without_pip_the_rest_is_there_and_it_is_said():
+def test_without_pip_the_rest_is_there_and_it_is_said(shown):
     def records():
         import torch
         import torch.distributed as dist
@@ -103,6 +129,7 @@ def test_without_pip_the_rest_is_there_and_it_is_said():
     assert lab.NO_PIP in " ".join(lab.answer(run)) and len(run.where("packages"))
     assert table("11", run, gpus=0, strict=True).verdict("D30").word == "not tried yet"
     figures_install.choices(run)
+    assert shown == ([], [f"* No answer from pip: {lab.NO_PIP}"])
 
 
 STAND_INS = {

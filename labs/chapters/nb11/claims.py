@@ -95,11 +95,12 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("D27")
 def _(evidence: Records) -> Verdict:
-    brings = [f" torch {r.case['torch']} brings CUDA in {r.value:.0f} packages of its own."
-              for r in evidence.where("cuda_packages") if r.value]  # fmt: skip
+    brings = ""
+    for r in evidence.where("cuda_packages"):
+        brings = f" torch {r.case['torch']} brings CUDA in {r.value:.0f} packages of its own." if r.value else ""
     return Verdict("does not hold", "NVIDIA supports a CUDA version's last point release only, which 11.6.0 is not, "
                    "and deletes tags half a year after support for their driver ends (gitlab.com/nvidia/container-"
-                   f"images/cuda, issue 177). A base image holds no toolkit.{''.join(brings[-1:])}", "published")  # fmt: skip
+                   f"images/cuda, issue 177). A base image holds no toolkit.{brings}", "published")  # fmt: skip
 
 
 # -- which plan to begin with, by the cost model of labs.strategy
