@@ -124,6 +124,8 @@ CASES = {
     "A20": [(DEPENDS, cells(0.5, 1.5)), (HOLDS, cells(1.2, 1.5)), (NOT, cells(0.5, 0.8)),
             (DEPENDS, cells(1.2, 1.5, wide=True))],
     "A21": [(HOLDS, cells(0.5, 1.5)), (DEPENDS, cells(1.2, 1.5))],
+    "A26": [(NOT, facts()), (DEPENDS, [*facts(), make("data_parallel", "bytes_per_step", 1e3, way="dp gather")]),
+            (HOLDS, facts(held=300_000)), (HOLDS, facts(rows=(64, 32)))],
     "A28": [(HOLDS, speed(**MLP)), (DEPENDS, speed(startup=0.05, **MLP))],
     "A29": [(DEPENDS, speed() + speed(**MLP)), (HOLDS, speed(ddp=0.2) + speed(ddp=0.2, **MLP)),
             (DEPENDS, speed() + speed(ddp=0.2, **MLP)), (DEPENDS, speed(wide=True) + speed(ddp=0.1, wide=True, **MLP))],

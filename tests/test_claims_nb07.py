@@ -11,10 +11,9 @@ from labs.kit.record import Record, Records
 
 STEADY = (0.998, 1.0, 1.002, 1.001, 0.999, 1.0)
 NOISY = (0.5, 1.6, 0.7, 1.4, 0.6, 1.5)
-GPUS_DECIDE = {"B17", "B29", "D13"}
-"""Claims that no run on CPU cores and no datasheet tests."""
 DOCUMENTED = {"B43", "C17"}
 """What documentation says: no record turns it."""
+DATASHEETS = {"B28", "B29"}
 
 
 def make(lab, metric, samples, unit="s", kind="measured", model="mlp", **case):
@@ -46,11 +45,27 @@ def overlapped(step_s, noise=STEADY):
     return Records([ddp, alone])
 
 
+def between_gpus(nccl_s, gloo_s, noise=STEADY):
+    """labs.all_reduce_anatomy with a GPU for each of two ranks, and with both ranks on one."""
+    rows = []
+    for backend, seconds in (("cpu:gloo,cuda:nccl", nccl_s), ("gloo", gloo_s)):
+        layout = {"world_size": 2, "rank": None, "backend": backend, "device": "cuda"}
+        samples = tuple(seconds * k for k in noise)
+        rows.append(
+            Record(
+                "all_reduce_anatomy", "seconds", "s", samples, case={"op": "all_reduce", "size": 2**23}, layout=layout
+            )
+        )
+    return Records(rows)
+
+
+BACKENDS = [(between_gpus(1e-4, 1e-2), "holds"), (between_gpus(1e-2, 1e-4), "does not hold"),
+            (between_gpus(1.0e-3, 1.1e-3, NOISY), "depends")]  # fmt: skip
 FLAT, STEEP = dialled({400.0: 0.010, 25.0: 0.010}), dialled({400.0: 0.011, 25.0: 0.050})
 UNCERTAIN = dialled({400.0: 0.010, 25.0: 0.012}, NOISY)
 WIRES = [(FLAT, "holds"), (STEEP, "does not hold"), (UNCERTAIN, "depends")]
 TURNED = {
-    "A19": WIRES, "B06": WIRES, "C14": [(FLAT, "depends"), *WIRES[1:]],
+    "A19": WIRES, "B06": WIRES, "C14": [(FLAT, "depends"), *WIRES[1:]], "B17": BACKENDS, "D13": BACKENDS,
     "B18": [(compressed(0.02), "holds"), (compressed(0.5), "does not hold"), (compressed(0.15), "depends")],
     "B19": [(compressed(), "does not hold"), (compressed(exists=1.0), "holds")],
     "C16": [(compressed(), "does not hold"), (compressed(autocast=0.5), "holds")],
@@ -74,23 +89,37 @@ def test_links_follow_the_datasheets(monkeypatch):
         assert table("07", gpus=0).verdict("B28").word == word
 
 
+def test_which_cards_nvlink_joins_is_in_the_datasheets(monkeypatch):
+    assert table("07", gpus=0).verdict("B29").word == "depends"
+    for link, word in (("NVLink 3", "holds"), ("PCIe 4 x16", "does not hold")):
+        row = hardware.Spec("A100 80GB SXM", ("a",), "made up", "", link=link, link_gb_s=600.0)
+        monkeypatch.setattr(hardware, "specs", lambda row=row: (row,))
+        assert table("07", gpus=0).verdict("B29").word == word
+
+
+def test_the_backends_are_compared_on_gpus_alone():
+    on_cores = make("all_reduce_anatomy", "seconds", STEADY, op="all_reduce", size=2**23)
+    found = table("07", Records([on_cores]), gpus=0, strict=True)
+    assert found.verdict("D13").word == "needs 2 GPUs" and "cuda-shared" in found.verdict("D13").because
+    assert found.verdict("B17").kind == "published"
+
+
 def test_every_judged_claim_is_turned_or_documented():
     judged = {c.id for c in claims("07") if registry.judge_of(c)}
-    assert judged == set(TURNED) | DOCUMENTED | {"B28"}
-    assert {c.id for c in claims("07")} - judged == GPUS_DECIDE
+    assert judged == set(TURNED) | DOCUMENTED | DATASHEETS == {c.id for c in claims("07")}
     assert all(len({word for _, word in cases}) >= 2 for cases in TURNED.values())
 
 
 def test_what_is_documented_says_so():
     found = table("07", gpus=0)
-    assert all(found.verdict(c).kind == "published" for c in DOCUMENTED | {"B28"})
+    assert all(found.verdict(c).kind == "published" for c in DOCUMENTED | DATASHEETS | {"B17"})
 
 
 def test_without_records_nothing_is_measured():
     found = table("07", gpus=0, strict=True)
     assert {c.id for c, v in found.rows if v.kind == "measured"} == set()
     assert {v.word for c, v in found.rows if c.id in TURNED and c.gpus == 0} == {"not tried yet"}
-    assert {v.word for c, v in found.rows if c.id in GPUS_DECIDE} <= {"needs 1 GPU", "needs 2 GPUs"}
+    assert found.verdict("D13").word == "needs 2 GPUs"
 
 
 def test_slower_steps_are_told_beside_fewer_bytes():

@@ -90,6 +90,19 @@ def _(evidence: Records) -> Verdict:
                          f"Reading it {free} on this device: steps take {cost} as long")  # fmt: skip
 
 
+@verdict("A26")
+def _(evidence: Records) -> Verdict:
+    facts = launched(evidence, "ddp_facts")
+    held, model = (facts.one("parameters", where=w).value for w in ("smallest rank", "model"))
+    even = held == model and len(set(facts.one("rows_in_forward").samples)) == 1
+    gathered = sum(r.value for r in evidence.where("bytes_per_step", way="dp gather"))
+    word = "holds" if not even else "depends" if gathered else "does not hold"
+    dp = " Under DataParallel all outputs and the optimizer's state are on device 0." if gathered else ""
+    return Verdict(word, f"counted, not weighed: under DDP each rank holds {held:,.0f} of {model:,.0f} parameters and "
+                         f"works on {'as many' if even else 'other numbers of'} rows.{dp} What is uneven beside that, "
+                         "nvidia-smi shows on GPUs")  # fmt: skip
+
+
 @verdict("B01")
 def _(evidence: Records) -> Verdict:
     facts = launched(evidence, "ddp_facts")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from labs import bucket_overlap, gradient_compression, slow_link
 from labs.kit import hardware
 from labs.kit.claims import Verdict, ends, last, verdict, word
-from labs.kit.measure import Estimate, differs
+from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.record import Records
 from labs.parts.communication.wire import NO_PACE
 
@@ -137,3 +137,50 @@ def _(evidence: Records) -> Verdict:
         word_,
         f"At {mb_s:g} MB/s with the best buckets, exchanging makes up {cost} of a step. No nodes were joined here.",
     )
+
+
+NCCL_OR_GLOO = (
+    "python -m labs.all_reduce_anatomy --device cuda --out nccl.jsonl, then --device cuda-shared --out gloo.jsonl"
+)
+"""On two GPUs: NCCL between them, and gloo for two ranks that share the first."""
+
+
+def nccl_against_gloo(evidence: Records) -> tuple[str, str] | None:
+    """(word, numbers): is an all-reduce between ranks on GPUs faster with NCCL than with gloo? None until both ran."""
+    found = {}
+    for r in evidence.where("seconds", op="all_reduce"):
+        if r.lab == "all_reduce_anatomy" and r.layout["device"] == "cuda" and r.layout["world_size"] > 1:
+            found["nccl" if "nccl" in r.layout["backend"] else "gloo"] = r
+    if len(found) < 2:
+        return None
+    nccl, gloo = (estimate(found[backend].samples, "s") for backend in ("nccl", "gloo"))
+    size = found["nccl"].case["size"] / 1e6
+    told = "holds" if nccl.high < gloo.low else "does not hold" if gloo.high < nccl.low else "depends"
+    return told, f"An all-reduce of {size:.1f} MB takes {nccl} with NCCL, {gloo} with gloo (two ranks on one GPU)."
+
+
+@verdict("B17")
+def _(evidence: Records) -> Verdict:
+    if found := nccl_against_gloo(evidence):
+        return Verdict(*found)
+    return Verdict("holds", "PyTorch's documentation of torch.distributed has it as a rule of thumb: NCCL for GPUs, "
+                   f"gloo for CPUs. To measure it on 2 GPUs: {NCCL_OR_GLOO}.", "published")  # fmt: skip
+
+
+@verdict("D13")
+def _(evidence: Records) -> Verdict:
+    if found := nccl_against_gloo(evidence):
+        return Verdict(*found)
+    return Verdict("needs N GPUs", f"Which is the best, a measurement tells: {NCCL_OR_GLOO}.", "")
+
+
+@verdict("B29")
+def _(evidence: Records) -> Verdict:
+    links = {s.gpu: s.link for s in hardware.specs() if s.gpu.startswith("A100 80GB") and s.link}
+    if not links:
+        raise LookupError("labs/kit/gpus.toml names no link of an A100 of 80 GB")
+    all_joined = [link.startswith("NVLink") and "bridge" not in link for link in links.values()]
+    pairs = "" if all(all_joined) else " A bridge joins two cards (nvidia.com/data-center/nvlink): four are two pairs."
+    return Verdict(word(all_joined, [not joined for joined in all_joined]), "The name tells the memory, not the link: "
+                   f"{', '.join(f'{gpu}: {link}' for gpu, link in links.items())}.{pairs} What joins yours, "
+                   "nvidia-smi topo -m tells.", "published")  # fmt: skip
