@@ -66,7 +66,7 @@ class Config:
 
     ways: tuple[str, ...] = ()
     """Names of WAYS in labs/parts/fooled/ways.py, such as blocked or single_pair. Default: all twelve."""
-    seconds: float = 13.0
+    seconds: float = 11.0
     """Time for all twelve, in s. A slower machine repeats each way less often, but at least 6 times."""
     rounds: int | None = None
     """Times that each way is followed; by default as many as fit into its part of `seconds`, at least 6."""
@@ -126,36 +126,38 @@ def early_clock(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Call
 def cold_start(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
     import torch._dynamo  # noqa: F401  the first optimizer would import it, for half a second
 
-    batches = itertools.count(config.batch_size // 2)  # new shapes each time: kernels are chosen for a shape
+    batches = itertools.count(max(1, config.batch_size // 8))  # new shapes each time: kernels are chosen for a shape
 
     def new_training() -> Callable[[], None]:
-        return training("cnn", next(batches), config, rank)
+        return training("mlp", next(batches), config, rank)
 
     return functools.partial(first_steps_count, new_training, 3, rank.device)
 
 
 def best_of_many(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
-    return functools.partial(best_against_median, product(256, rank), 10, rank.device)
+    step, seeds = product(256, rank), itertools.count(config.seed)
+    return lambda: best_against_median(step, 10, rank.device, next(seeds))
 
 
 def blocked(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
-    step = product(256, rank)
+    step, seeds = product(256, rank), itertools.count(config.seed, 2)
     inner = probing.inner_calls(step, rank.device)  # for 8 ms: a neighbour on a core comes in slices of some 3 ms
 
     def block() -> None:
         for _ in range(inner):
             step()
 
-    return functools.partial(one_after_the_other, block, 6, rank.device, neighbour_on)
+    return lambda: one_after_the_other(block, 8, rank.device, neighbour_on, next(seeds))
 
 
 def single_pair(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
-    return functools.partial(single_pair_decides, product(256, rank), 20, rank.device)
+    step, seeds = product(256, rank), itertools.count(config.seed)
+    return lambda: single_pair_decides(step, 20, rank.device, next(seeds))
 
 
 def debug_baseline(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
-    step = steady(training("mlp", config.batch_size, config, rank), rank)
-    return functools.partial(baseline_in_debug_mode, step, 6, rank.device)
+    step, seeds = steady(training("mlp", config.batch_size, config, rank), rank), itertools.count(config.seed)
+    return lambda: baseline_in_debug_mode(step, 6, rank.device, next(seeds))
 
 
 def weak_as_strong(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
@@ -169,7 +171,7 @@ def weak_as_strong(config: Config, rank: Rank, stack: contextlib.ExitStack) -> C
     for step in steps.values():
         measure.time_steps(step, 5, rank.device)  # a fixed number: ranks that decide for themselves would hang
         rank.barrier()
-    return functools.partial(weak_told_as_strong, steps, 4, rank)
+    return functools.partial(weak_told_as_strong, steps, 6, rank)
 
 
 def one_epoch(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
@@ -241,7 +243,7 @@ def other_size(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Calla
 
     for nbytes in (SMALL_BYTES, LARGE_BYTES):
         exchange(nbytes)  # connections and buffers are made at the first one
-    return functools.partial(rate_of_another_size, exchange, SMALL_BYTES, LARGE_BYTES, 3, rank)
+    return functools.partial(rate_of_another_size, exchange, SMALL_BYTES, LARGE_BYTES, 4, rank)
 
 
 PREPARED = {
@@ -301,9 +303,28 @@ class Row:
     """Of the fooling and of the honest answer."""
 
     @property
+    def told_text(self) -> str:
+        """The fooling answer with its unit and its kind, unless that is measured; one number has no interval."""
+        told = self._in_unit(self.told) if self.told.n > 1 else f"{self.told.value:g} {self.way.unit}"
+        return told if self.kinds[0] == self.kinds[1] else f"{told} ({self.kinds[0]})"
+
+    @property
+    def said_text(self) -> str:
+        """The honest answer with its unit; "(modelled)" where both are."""
+        return f"{self._in_unit(self.said)}{' (modelled)' if self.kinds == ('modelled', 'modelled') else ''}"
+
+    def _in_unit(self, answer: Estimate) -> str:
+        return str(answer.scaled(100, "%") if self.way.unit == "1" else answer)
+
+    @property
     def fools(self) -> bool:
         """Whether this run shows that the fooling answer differs from the honest one."""
         return self.gap.n >= measure.fewest() and measure.differs(self.gap)
+
+    @property
+    def fools_much(self) -> bool:
+        """Whether this run shows that it does so by more than 5 %."""
+        return self.fools and (self.gap.low > 1.05 or self.gap.high < 1 / 1.05)
 
     @property
     def factor(self) -> float:
@@ -344,7 +365,7 @@ def unsteady_pairs(run: Records, margin: float = 0.05) -> Estimate:
 def answer(run: Records) -> Iterator[str]:
     """Each way: what is told, what is so, and whether this run can tell them apart."""
     for found in rows(run):
-        told = f"{found.way.title}: {found.way.quantity} told as {found.told}, honestly {found.said}"
+        told = f"{found.way.title}: {found.way.quantity} told as {found.told_text}, honestly {found.said_text}"
         yield f"{told}; {found.gap} of it." if found.fools else f"{told}; no difference that this run can show."
     if len(run.where("fooled", way="single_pair")):
         yield f"Single pairs of the same code that differ by more than 5 %: {unsteady_pairs(run).scaled(100, '%')}."

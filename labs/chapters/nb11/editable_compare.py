@@ -66,7 +66,7 @@ def _repeat(step: Callable[[], object], n: int) -> None:
 
 @contextlib.contextmanager
 def clock_beside_a_neighbour() -> Iterator[Callable[[Callable[[], None]], float]]:
-    """Yields `seconds_of(program)`. A neighbour moves in after ALONE calls of it, and leaves at the end of the block."""
+    """Yields `seconds_of(program)`. A neighbour moves in after ALONE calls of it, and leaves with the block."""
     cpu, calls = torch.device("cpu"), itertools.count(1)
     with contextlib.ExitStack() as stack:
 

@@ -6,7 +6,7 @@ from labs import fooled as lab
 from labs.kit.check import Prediction
 from labs.kit.claims import claims
 from labs.kit.display import say
-from labs.kit.measure import Estimate, differs
+from labs.kit.measure import Estimate, differs, fewest
 from labs.kit.plot import BLUE, GREY, KIND_STYLE, VERMILION, bars, figure, plain_number, prediction, show
 from labs.kit.record import Records
 from labs.parts.fooled.ways import WAYS
@@ -25,8 +25,10 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
     """Figure: for each way the fooling and the honest answer over the truth. `guess`: of the rate of another size."""
     found = {r.way.key: r for r in lab.rows(run)}
     worst = max(found.values(), key=lambda r: r.factor)
-    message = (f"{sum(r.fools for r in found.values())} of {len(found)} ways are shown to fool here, "
-               f"the worst by a factor of {_number(worst.factor)}")  # fmt: skip
+    much = sum(r.fools_much for r in found.values())
+    message = (
+        f"{much} of {len(found)} ways fool by more than 5 % here, the worst by a factor of {_number(worst.factor)}"
+    )
     names = [f"{title}  {k:2}" for k, title in enumerate((way.title for way in WAYS.values()), start=1)]
     published = rtx_4090_epochs().where(ranks=1) if "one_batch_epoch" in found else []
     fig, ax = figure(message, xlabel="answer / truth (logarithmic)", ylabel="way to measure", size=(7.6, 5.6),
@@ -34,9 +36,8 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
     for what, index, color in (("honest", 1, BLUE), ("fooling", 0, VERMILION)):
         answers = {key: (r.fooled, r.honest)[index] for key, r in found.items()}
         for kind in KIND_STYLE:
-            drawn = [answers[key] if key in found and found[key].kinds[index] == kind and _inside(answers[key]) else None
-                     for key in WAYS]  # fmt: skip
-            bars(ax, names, drawn, kind=kind, label=f"{what} answer", color=color)
+            these = {key: a for key, a in answers.items() if found[key].kinds[index] == kind and _inside(a)}
+            bars(ax, names, map(these.get, WAYS), kind=kind, label=f"{what} answer", color=color)
     _numbers(ax, found, lab.left_out(run))
     ax.axvline(1, color="black", linewidth=1, zorder=1)
     ax.set_xscale("log", base=2)
@@ -52,21 +53,20 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
 def _numbers(ax, found: dict[str, lab.Row], left_out: dict[str, str]) -> None:  # type: ignore[no-untyped-def]
     """The fooling answer as a number beside its row; marks that lie outside, at the edge; why a row is empty."""
     beside = ax.get_yaxis_transform()
-    ax.text(1.02, -0.75, "fooling\nanswer", transform=beside, va="bottom", fontsize=10, color=VERMILION)
+    look = {"va": "center", "fontsize": 10}
+    ax.text(1.02, -1, "fooling\nanswer", transform=beside, color=VERMILION, **look)
     for k, key in enumerate(WAYS):
         if key in left_out:
-            ax.text(1.15, k, left_out[key], va="center", fontsize=10, color=GREY)
+            ax.text(1.15, k, left_out[key], color=GREY, **look)
         if key not in found:
             continue
-        value = found[key].fooled.value
-        ax.text(1.02, k, f"{_number(value)} x", transform=beside, va="center", fontsize=10, color=VERMILION)
+        value, kind = found[key].fooled.value, found[key].kinds[0]
+        ax.text(1.02, k, f"{_number(value)} x", transform=beside, color=VERMILION, **look)
         if not _inside(found[key].fooled):
-            word = KIND_STYLE[found[key].kinds[0]].word
-            right = value > 1
-            ax.plot([EDGE if right else 1 / EDGE], [k], ">" if right else "<", color=VERMILION, markersize=9,
-                    gid=f"kind:{found[key].kinds[0]}")  # fmt: skip
-            ax.annotate(f"{word}, beyond", (EDGE if right else 1 / EDGE, k), xytext=(-9 if right else 9, 0), fontsize=10,
-                        textcoords="offset points", va="center", ha="right" if right else "left", color=VERMILION)  # fmt: skip
+            edge, mark, side, shift = (EDGE, ">", "right", -9) if value > 1 else (1 / EDGE, "<", "left", 9)
+            ax.plot([edge], [k], mark, color=VERMILION, markersize=9, gid=f"kind:{kind}")
+            ax.annotate(f"beyond ({KIND_STYLE[kind].word})", (edge, k), xytext=(shift, 0), textcoords="offset points",
+                        ha=side, color=VERMILION, **look)  # fmt: skip
 
 
 def _inside(ratio: Estimate) -> bool:
@@ -74,7 +74,9 @@ def _inside(ratio: Estimate) -> bool:
 
 
 def _number(ratio: float) -> str:
-    """Two digits, three where the first ones would hide a small difference."""
+    """Two digits, three where two would hide a small difference; far below 1 as a fraction."""
+    if ratio < 0.1:
+        return f"1/{_number(1 / ratio)}"
     return plain_number(float(f"{ratio:.{3 if 0.5 < ratio < 2 else 2}g}"))
 
 
@@ -89,17 +91,17 @@ def sentences(run: Records, guess: Prediction | None = None) -> list[str]:
     known = [found[key] for key in SAME_CODE if key in found]
     if known:
         right = [sum(not differs(of(r)) for r in known) for of in (lambda r: r.honest, lambda r: r.fooled)]
-        said.append(f"Where the same code is held against itself ({', '.join(r.way.title for r in known)}), the interval "
-                    f"of the honest answer holds 1 in {right[0]} of {len(known)} rows, that of the fooling answer in "
-                    f"{right[1]}.")  # fmt: skip
+        which = ", ".join(r.way.title for r in known)
+        said.append(f"Where the same code is held against itself ({which}), the interval of the honest answer holds 1 "
+                    f"in {right[0]} of {len(known)} rows, that of the fooling answer in {right[1]}.")  # fmt: skip
     if "single_pair" in found:
         share = lab.unsteady_pairs(run).scaled(100, "%")
         said.append(f"Of single pairs of runs of the same code, {share} differ by more than 5 %.")
     said += [*_epoch(run, found), *_learning(found)]
+    little = [r.way.title for r in found.values() if r.fools and not r.fools_much]
     unclear = [r.way.title for r in found.values() if not r.fools]
-    if unclear:
-        said.append(f"No difference that this run can show: {', '.join(unclear)}.")
-    return said
+    said += [f"Shown to fool, but not shown to do so by more than 5 %: {', '.join(little)}."] * bool(little)
+    return said + [f"No difference that this run can show: {', '.join(unclear)}."] * bool(unclear)
 
 
 def _epoch(run: Records, found: dict[str, lab.Row]) -> list[str]:
@@ -108,9 +110,9 @@ def _epoch(run: Records, found: dict[str, lab.Row]) -> list[str]:
         return []
     row, peak = found["one_batch_epoch"], run.one("at_peak")
     factor = row.told.value / peak.value
-    return [f"The article's table says {row.told.value:g} s per \"epoch\" on one RTX 4090 (published). What its code calls an "
-            f"epoch is one batch: at that card's peak {1e6 * peak.value:.1f} µs (modelled), {_number(factor)} times less, "
-            f"and {row.said} on one device here ({row.kinds[1]})."]  # fmt: skip
+    return [f"The article's table says {row.told.value:g} s per \"epoch\" on one RTX 4090 (published). What its code "
+            f"calls an epoch is one batch: {row.said} on one device here ({row.kinds[1]}), and at the peak of that card "
+            f"{1e6 * peak.value:.1f} µs (modelled), {_number(factor)} times less than the table says."]  # fmt: skip
 
 
 def _learning(found: dict[str, lab.Row]) -> list[str]:
@@ -118,7 +120,7 @@ def _learning(found: dict[str, lab.Row]) -> list[str]:
     if "samples_rate" not in found:
         return []
     row = found["samples_rate"]
-    if row.said.n < lab.measure.fewest() or not differs(row.said):
+    if row.said.n < fewest() or not differs(row.said):
         learnt = f"whether the loss is reached sooner cannot be told ({row.said})"
     else:
         learnt = f"the loss is reached {'sooner' if row.said.value > 1 else 'later'}: {row.said}"
@@ -130,16 +132,10 @@ def table(run: Records) -> None:
     found, known = {r.way.key: r for r in lab.rows(run)}, {c.id: c for c in claims()}
     lines = ["| | way | told | honestly | an article | prevented by |", "| --- | --- | --- | --- | --- | --- |"]
     for k, (key, way) in enumerate(WAYS.items(), start=1):
-        told, said = _answers(found[key]) if key in found else (lab.left_out(run).get(key, "not asked for"), "")
+        row, why = found.get(key), lab.left_out(run).get(key, "not asked for")
+        told, said = (row.told_text, row.said_text) if row else (why, "")
         article = f"{way.does} ({way.claim}: {known[way.claim].source})" if way.claim else "none of the five"
         lines.append(f"| {k} | **{way.title}**: {way.quantity} | {told} | {said} | {article} | {way.prevents} |")
     say("\n".join(lines))
     stated = [f"* **{way.claim}**: {known[way.claim].claim}" for way in WAYS.values() if way.claim]
     say("\n".join(stated), folded="What these lines of the articles state")
-
-
-def _answers(row: lab.Row) -> tuple[str, str]:
-    """Both answers in their unit; shares in percent."""
-    told, said = ((e.scaled(100, "%") if row.way.unit == "1" else e) for e in (row.told, row.said))
-    kind = "" if row.kinds[0] == row.kinds[1] == "measured" else f" ({row.kinds[0]})"
-    return f"{told}{kind}", str(said)

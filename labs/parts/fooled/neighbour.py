@@ -19,7 +19,7 @@ SIDE = 4096  # of the matrices that a GPU's neighbour multiplies
 
 
 def one_after_the_other(
-    step: Callable[[], object], rounds: int, device: torch.device, neighbour: Callable
+    step: Callable[[], object], rounds: int, device: torch.device, neighbour: Callable, seed: int
 ) -> tuple[float, float]:
     """(fooled, honest) time of `step` over its own time: the truth is 1. The neighbour is there half of the time."""
     a = measure.time_steps(step, rounds, device)
@@ -27,11 +27,12 @@ def one_after_the_other(
         b = measure.time_steps(step, rounds, device)
     blocked = statistics.median(b) / statistics.median(a)
 
-    quiet = measure.interleave({"A": step, "B": step}, rounds // 2, device)
+    quiet = measure.interleave({"A": step, "B": step}, rounds // 2, device, seed=seed)
     with neighbour(device):
-        loud = measure.interleave({"A": step, "B": step}, rounds // 2, device)
-    in_turn = measure.paired_ratio(quiet["B"] + loud["B"], quiet["A"] + loud["A"])
-    return blocked, in_turn.value
+        loud = measure.interleave({"A": step, "B": step}, rounds // 2, device, seed=seed + 1)
+    pairs = zip(quiet["A"] + loud["A"], quiet["B"] + loud["B"], strict=True)
+    in_turn = statistics.median(b / a for a, b in pairs)
+    return blocked, in_turn
 
 
 @contextlib.contextmanager
