@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-import os
+import statistics
 import subprocess
 import time
 from types import SimpleNamespace
@@ -326,27 +326,51 @@ def test_one_way_can_be_asked_for_as_often_as_one_likes():
     assert [(r.metric, len(r.samples)) for r in run] == [("fooled", 9), ("honest", 9)]
 
 
-HONEST = """
+CELL = """
 def compare(a, b, seconds_of, rounds=20):
     seconds = {a: [], b: []}
     for program in [a, b, b, a] * (rounds // 2):
         seconds[program].append(seconds_of(program))
-    pairs = zip(seconds[a], seconds[b])
-    return statistics.median(of_b / of_a for of_a, of_b in pairs)
+    ratios = [of_b / of_a for of_a, of_b in zip(seconds[a], seconds[b])]
+    return statistics.median(ratios)
 """
+ONE_AFTER_THE_OTHER = "[a, b, b, a] * (rounds // 2)", "[a] * rounds + [b] * rounds"
+BEST_AGAINST_MEDIAN = "statistics.median(ratios)", "min(seconds[b]) / statistics.median(seconds[a])"
 
 
-def compared(*edit):
-    """What the editable cell prints after an edit: numbers of wrong comparisons, of the same code and of other code."""
-    names = {}
-    exec("import statistics\n" + (HONEST.replace(*edit) if edit else HONEST), names)
-    said = editable_compare.judged(editable_compare.said_by(names["compare"]))
-    return [wrong for _, _, wrong in said]
+def comparison(*edit):
+    """The function of the editable cell, after an edit."""
+    names = {"statistics": statistics}
+    exec(CELL.replace(*edit) if edit else CELL, names)
+    return names["compare"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "wrong"), [((), [0, 0]), (ONE_AFTER_THE_OTHER, [6, 6]), (BEST_AGAINST_MEDIAN, [6, 6])]
+)
+def test_one_line_of_the_editable_comparison_decides_beside_a_neighbour(clock, monkeypatch, edit, wrong):
+    there = []
+
+    @contextlib.contextmanager
+    def neighbour(device):
+        there.append(device)
+        yield
+        there.pop()
+
+    monkeypatch.setattr(editable_compare, "neighbour_on", neighbour)
+    step = lambda: clock.spend(2.0 if there else 1.0)  # noqa: E731
+    monkeypatch.setattr(
+        editable_compare, "probing", SimpleNamespace(matmul_step=lambda *_: step, inner_calls=lambda *_: 12)
+    )
+    said = editable_compare._said(comparison(*edit))
+    assert [found for _, _, found in editable_compare.judged(said)] == wrong and not there
+    assert [truth for truth, _, _ in editable_compare.judged(said)] == [1.0, 1.2]
 
 
 @pytest.mark.quiet
-def test_the_editable_comparison_is_right_and_one_line_makes_it_wrong():
-    blocked = "[a, b, b, a] * (rounds // 2)", "[a] * rounds + [b] * rounds"
-    assert holds_soon(lambda wrong: max(wrong) <= 2, compared(), compared)
-    assert holds_soon(lambda wrong: min(wrong) >= 4, compared(*blocked), lambda: compared(*blocked))
-    assert not neighbours() and os.getpid()
+def test_the_editable_comparison_runs_beside_a_real_neighbour_and_tells_both_questions(capsys):
+    editable_compare.try_out(comparison())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.endswith(" of 6") for line in lines)
+    assert "truth 1.00" in lines[0] and "truth 1.20" in lines[1]
+    assert not neighbours()

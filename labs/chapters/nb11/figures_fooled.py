@@ -111,7 +111,7 @@ def _epoch(run: Records, found: dict[str, lab.Row]) -> list[str]:
     row, peak = found["one_batch_epoch"], run.one("at_peak")
     factor = row.told.value / peak.value
     return [f"The article's table says {row.told.value:g} s per \"epoch\" on one RTX 4090 (published). What its code "
-            f"calls an epoch is one batch: {row.said} on one device here ({row.kinds[1]}), and at the peak of that card "
+            f"calls an epoch is one batch: {row.said} on one device here ({row.kinds[1]}), and at that card's peak "
             f"{1e6 * peak.value:.1f} µs (modelled), {_number(factor)} times less than the table says."]  # fmt: skip
 
 
