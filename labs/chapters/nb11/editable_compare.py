@@ -1,0 +1,78 @@
+"""The editable round of notebook 11: a comparison of two programs that may be one and the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from labs.kit import measure
+from labs.kit.launch import run_on_ranks
+from labs.parts.fooled.neighbour import neighbour_on
+from labs.parts.timing import probing
+
+Compare = Callable[..., float]
+"""compare(a, b, seconds_of) returns the seconds of b over those of a."""
+REPEATS = 6
+"""Comparisons of each pair of programs."""
+ALONE = 20
+"""Timings in a comparison until a neighbour moves in."""
+PLANTED = 0.2
+FAR = 0.05
+"""A ratio that is further from the truth than this is called wrong."""
+
+
+def try_out(compare: Compare) -> None:
+    """Print what `compare` says of the same code twice, and of code with 20 % more work; each 6 times, in turn.
+
+    All of it on one CPU core. After the 20th timing of a comparison another process moves in on that core.
+    """
+    for truth, ratios, wrong in judged(said_by(compare)):
+        what = "the same code " if truth == 1 else f"{100 * PLANTED:.0f} % more work"
+        told = "  ".join(f"{r:.2f}" for r in ratios)
+        print(f"{what}  truth {truth:.2f}  your answers {told}  wrong by over {FAR:.0%}: {wrong} of {len(ratios)}")
+
+
+def said_by(compare: Compare) -> dict[float, list[float]]:
+    """{true ratio: what the comparison said of it}, from a rank of its own."""
+    [said] = run_on_ranks(_said, 1, compare)
+    return said
+
+
+def judged(said: dict[float, list[float]]) -> list[tuple[float, list[float], int]]:
+    """(true ratio, answers, how many of them are wrong) of each pair of programs."""
+    return [(truth, ratios, sum(abs(r / truth - 1) > FAR for r in ratios)) for truth, ratios in said.items()]
+
+
+def _said(compare: Compare) -> dict[float, list[float]]:
+    step = probing.matmul_step("fp32", 256, torch.device("cpu"))
+    products = 5 * max(1, probing.inner_calls(step, torch.device("cpu")) // 5)  # 20 % more is a whole number, too
+    programs = {1.0: products, 1.0 + PLANTED: products + products // 5}
+    said: dict[float, list[float]] = {truth: [] for truth in programs}
+    for _, (truth, more) in itertools.product(range(REPEATS), programs.items()):
+        a, b = (functools.partial(_repeat, step, n) for n in (products, more))
+        with clock_beside_a_neighbour() as seconds_of:
+            said[truth].append(float(compare(a, b, seconds_of)))
+    return said
+
+
+def _repeat(step: Callable[[], object], n: int) -> None:
+    for _ in range(n):
+        step()
+
+
+@contextlib.contextmanager
+def clock_beside_a_neighbour() -> Iterator[Callable[[Callable[[], None]], float]]:
+    """Yields `seconds_of(program)`. A neighbour moves in after ALONE calls of it, and leaves with the block."""
+    cpu, calls = torch.device("cpu"), itertools.count(1)
+    with contextlib.ExitStack() as stack:
+
+        def seconds_of(program: Callable[[], None]) -> float:
+            if next(calls) == ALONE + 1:
+                stack.enter_context(neighbour_on(cpu))
+            return measure.time_steps(program, 1, cpu)[0]
+
+        yield seconds_of

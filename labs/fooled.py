@@ -1,0 +1,377 @@
+"""By what factor do twelve habits of measuring fool you here?
+
+    python -m labs.fooled --nproc 2
+    python -m labs.fooled --ways blocked single_pair --seconds 10
+
+About 18 s on 2 CPU cores. Each habit is followed as somebody in a hurry would, and next to it, in turn, the same is
+measured as this course does. Where both sides are the same code the truth is known; otherwise the honest answer stands
+for it. On a CPU, where every operator returns when it is done, a device that works through a queue is emulated.
+Three of the ways take two ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from labs.data.fashion import vectors
+from labs.kit import cli, measure
+from labs.kit.errors import did_you_mean, require
+from labs.kit.measure import Estimate
+from labs.kit.rank import Rank
+from labs.kit.record import Record, Records
+from labs.parts import models
+from labs.parts.data_parallel.training import train_step
+from labs.parts.fooled import one_batch_epoch
+from labs.parts.fooled.best_of_many import best_against_median
+from labs.parts.fooled.busy_wait import busy_told_as_useful
+from labs.parts.fooled.cold_start import first_steps_count
+from labs.parts.fooled.debug_baseline import baseline_in_debug_mode
+from labs.parts.fooled.early_clock import clock_stops_early
+from labs.parts.fooled.neighbour import neighbour_on, one_after_the_other
+from labs.parts.fooled.one_clock import one_clock_of_many
+from labs.parts.fooled.other_size import rate_of_another_size
+from labs.parts.fooled.samples_rate import samples_told_as_learning, train_to_loss
+from labs.parts.fooled.single_pair import single_pair_decides
+from labs.parts.fooled.ways import WAYS, Way
+from labs.parts.fooled.weak_as_strong import weak_told_as_strong
+from labs.parts.sources.published import RTX_4090_ARTICLE
+from labs.parts.timing import probing
+from labs.parts.timing.busy import counter_of
+from labs.parts.timing.streams import open_stream
+
+Answers = tuple[float, float]
+"""The fooling one and the honest one, in the unit of the way."""
+LARGER, RATES, LOSS = 32, (0.1, 0.8), 0.8
+"""The larger batch of `samples_rate` over the small one; learning rates of both; nats at which a training is done."""
+SMALL_BYTES, LARGE_BYTES = 40_040, 40_040_000
+"""Gradients of the article's Linear(1000, 10), 10,010 parameters in FP32; and a thousand times as many."""
+LATE = 3.0
+"""The other rank, or the data, comes later by so many steps."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which ways, and for how long."""
+
+    ways: tuple[str, ...] = ()
+    """Names of WAYS in labs/parts/fooled/ways.py, such as blocked or single_pair. Default: all twelve."""
+    seconds: float = 11.0
+    """Time for all twelve, in s. A slower machine repeats each way less often, but at least 6 times."""
+    rounds: int | None = None
+    """Times that each way is followed; by default as many as fit into its part of `seconds`, at least 6."""
+    batch_size: int = 64
+    """Samples per step of the training steps, on one rank."""
+    seed: int = 0
+    """Seed of the models and of the data."""
+    smoke: bool = False
+    """Each way twice: too few for an interval."""
+
+    def __post_init__(self) -> None:
+        for name in self.ways:
+            require(name in WAYS, f"there is no way {name!r}: {did_you_mean(name, WAYS)}take some of {', '.join(WAYS)}")
+        measure.require_budget(self.seconds, self.rounds)
+        require(2 <= self.batch_size <= 10_000, f"batch_size must be from 2 to 10000, not {self.batch_size}")
+        require(0 <= self.seed < 2**32, f"seed must be from 0 to 4294967295, not {self.seed}")
+
+
+def run(config: Config, rank: Rank) -> Iterator[Record]:
+    """Each way in its turn: pairs of answers. What takes one rank is measured by rank 0, and the others wait."""
+    chosen = [way for way in WAYS.values() if way.key in (config.ways or WAYS)]
+    for done, way in enumerate(chosen):
+        rank.progress(done, len(chosen), way.title)
+        if rank.world_size < way.ranks:
+            yield rank.record("left_out", "1", 1.0, way=way.key, because=f"it takes {way.ranks} ranks")
+        elif way.key in TOGETHER or rank.rank == 0:
+            yield from answers(way, config, rank)
+        rank.barrier()
+    rank.progress(len(chosen), len(chosen), "done")
+
+
+def answers(way: Way, config: Config, rank: Rank) -> Iterator[Record]:
+    """Both answers of a way, as often as its part of the time allows."""
+    slowest = rank.slowest if way.key in TOGETHER else list  # ranks that measure together stop together
+    with contextlib.ExitStack() as stack:
+        once = PREPARED[way.key](config, rank, stack)
+        pairs = [once() for _ in measure.within(itertools.repeat(None), measure.rounds_of(config, slowest, way.share))]
+    fooled, honest = zip(*pairs, strict=True)
+    case = {"way": way.key} | ({"truth": way.truth} if way.truth else {})
+    kind = "modelled" if way.key == "early_clock" and rank.device.type == "cpu" else "measured"  # an emulated queue
+    if way.key == "one_batch_epoch":
+        yield rank.record("fooled", way.unit, fooled[:1], kind="published", source=RTX_4090_ARTICLE, **case)
+        yield rank.record("at_peak", "s", one_batch_epoch.least_seconds(), kind="modelled", **case)
+    else:
+        yield rank.record("fooled", way.unit, fooled, kind=kind, **case)
+    yield rank.record("honest", way.unit, honest, kind=kind, **case)
+
+
+# -- what each way is tried on: a function that follows it once
+
+
+def early_clock(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    stream = stack.enter_context(contextlib.closing(open_stream(rank.device)))
+    return functools.partial(clock_stops_early, product(384, rank), 10, stream)
+
+
+def cold_start(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    import torch._dynamo  # noqa: F401  the first optimizer would import it, for half a second
+
+    batches = itertools.count(max(1, config.batch_size // 8))  # new shapes each time: kernels are chosen for a shape
+
+    def new_training() -> Callable[[], None]:
+        return training("mlp", next(batches), config, rank)
+
+    return functools.partial(first_steps_count, new_training, 3, rank.device)
+
+
+def best_of_many(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    step, seeds = product(256, rank), itertools.count(config.seed)
+    return lambda: best_against_median(step, 10, rank.device, next(seeds))
+
+
+def blocked(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    step, seeds = product(256, rank), itertools.count(config.seed, 2)
+    inner = probing.inner_calls(step, rank.device)  # for 8 ms: a neighbour on a core comes in slices of some 3 ms
+
+    def block() -> None:
+        for _ in range(inner):
+            step()
+
+    return lambda: one_after_the_other(block, 8, rank.device, neighbour_on, next(seeds))
+
+
+def single_pair(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    step, seeds = product(256, rank), itertools.count(config.seed)
+    return lambda: single_pair_decides(step, 20, rank.device, next(seeds))
+
+
+def debug_baseline(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    step, seeds = steady(training("mlp", config.batch_size, config, rank), rank), itertools.count(config.seed)
+    return lambda: baseline_in_debug_mode(step, 6, rank.device, next(seeds))
+
+
+def weak_as_strong(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    one, each, shared = config.batch_size, config.batch_size, max(1, config.batch_size // rank.world_size)
+    alone = training("mlp", one, config, rank)
+    steps = {
+        "alone": alone if rank.rank == 0 else idle,
+        "a batch each": training("mlp", each, config, rank, ddp=True),
+        "one batch shared": training("mlp", shared, config, rank, ddp=True),
+    }
+    for step in steps.values():
+        measure.time_steps(step, 5, rank.device)  # a fixed number: ranks that decide for themselves would hang
+        rank.barrier()
+    return functools.partial(weak_told_as_strong, steps, 6, rank)
+
+
+def one_epoch(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    articles = training("mlp", one_batch_epoch.ARTICLES_BATCH, config, rank, optimizer=torch.optim.Adam)
+    return functools.partial(one_batch_epoch.epoch_of_one_batch, steady(articles, rank), 5, rank.device)
+
+
+def samples_rate(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    data, seeds = vectors(10_000, rank.device), itertools.count(config.seed)
+    batches = config.batch_size // 2, LARGER * config.batch_size // 2
+    rates = dict(zip(batches, RATES, strict=True))
+
+    def once() -> Answers:
+        seed = next(seeds)  # the same first weights for both
+        return samples_told_as_learning(lambda batch: train_to_loss(batch, rates[batch], seed, data, LOSS), *batches)
+
+    train_to_loss(batches[0], RATES[0], config.seed, data, 2.2)  # a warm-up
+    return once
+
+
+def busy_wait(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    step, number = product(384, rank), torch.zeros(1, device=rank.device)
+    counter = stack.enter_context(counter_of(rank.device))
+    [step_s] = rank.slowest([statistics.median(measure.time_steps(step, 5, rank.device))])
+    late_s = LATE * step_s
+    rounds = max(6, math.ceil(2 * counter.memory_s / (step_s + late_s)))  # NVML looks back for a second
+
+    def others() -> Answers:
+        for _ in range(rounds):
+            time.sleep(late_s)
+            dist.all_reduce(number)
+        return 0.0, 0.0  # rank 0 alone is asked
+
+    def for_another_rank() -> None:
+        work = dist.all_reduce(number, async_op=True)
+        while not work.is_completed():
+            pass
+
+    def for_data() -> None:
+        ready = time.perf_counter() + late_s  # when a loader would have it
+        while time.perf_counter() < ready:
+            pass
+
+    if rank.rank > 0:
+        return others
+    wait = for_another_rank if rank.world_size > 1 else for_data
+    return functools.partial(busy_told_as_useful, step, wait, counter, rounds, rank.device)
+
+
+def one_clock(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    step, parts = (
+        product(256, rank),
+        8 * (2 if rank.rank == rank.world_size - 1 else 1),
+    )  # the last one has twice as much
+
+    def my_part() -> None:
+        for _ in range(parts):
+            step()
+
+    my_part()
+    return functools.partial(one_clock_of_many, my_part, rank)
+
+
+def other_size(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+    gradients = torch.zeros(LARGE_BYTES // 4, device=rank.device)
+
+    def exchange(nbytes: int) -> None:
+        dist.all_reduce(gradients[: nbytes // 4])
+
+    for nbytes in (SMALL_BYTES, LARGE_BYTES):
+        exchange(nbytes)  # connections and buffers are made at the first one
+    return functools.partial(rate_of_another_size, exchange, SMALL_BYTES, LARGE_BYTES, 4, rank)
+
+
+PREPARED = {
+    "early_clock": early_clock, "cold_start": cold_start, "best_of_many": best_of_many, "blocked": blocked,
+    "single_pair": single_pair, "debug_baseline": debug_baseline, "weak_as_strong": weak_as_strong,
+    "one_batch_epoch": one_epoch, "samples_rate": samples_rate, "busy_wait": busy_wait, "one_clock": one_clock,
+    "other_size": other_size,
+}  # fmt: skip
+TOGETHER = ("weak_as_strong", "busy_wait", "one_clock", "other_size")
+"""Ways in which all ranks take part."""
+
+
+def product(side: int, rank: Rank) -> Callable[[], object]:
+    """A product of two square matrices that takes about a millisecond: on a GPU they are larger."""
+    return probing.matmul_step("fp32", side if rank.device.type == "cpu" else 12 * side, rank.device)
+
+
+def training(
+    model: str, batch: int, config: Config, rank: Rank, *, ddp: bool = False, optimizer: type = torch.optim.SGD
+) -> Callable[[], None]:
+    """A training step with its own model and one batch on the device; nothing of it has run yet."""
+    workload = models.make(model, config.seed)
+    module = workload.module.to(rank.device)
+    x, y = (t.to(rank.device) for t in workload.make_batch(batch))
+    trained = DistributedDataParallel(module) if ddp else module
+    return functools.partial(train_step, trained, optimizer(module.parameters(), lr=0.001), x, y, workload.loss)
+
+
+def steady(step: Callable[[], None], rank: Rank) -> Callable[[], None]:
+    """The same step, warm."""
+    measure.warm_up(step, rank.device)
+    return step
+
+
+def idle() -> None:
+    """Another rank's turn."""
+
+
+# -- what came out
+
+
+@dataclass(frozen=True)
+class Row:
+    """Both answers of one way. `fooled` and `honest` are over the truth, or over the honest median that stands for it.
+
+    `gap` is the fooling answer over the honest one of the same round: with it, it is judged whether a way fools.
+    """
+
+    way: Way
+    told: Estimate
+    """The fooling answer in the way's unit; `said` is the honest one."""
+    said: Estimate
+    fooled: Estimate
+    honest: Estimate
+    gap: Estimate
+    kinds: tuple[str, str]
+    """Of the fooling and of the honest answer."""
+
+    @property
+    def told_text(self) -> str:
+        """The fooling answer with its unit and its kind, unless that is measured; one number has no interval."""
+        told = self._in_unit(self.told) if self.told.n > 1 else f"{self.told.value:g} {self.way.unit}"
+        return told if self.kinds[0] == self.kinds[1] else f"{told} ({self.kinds[0]})"
+
+    @property
+    def said_text(self) -> str:
+        """The honest answer with its unit; "(modelled)" where both are."""
+        return f"{self._in_unit(self.said)}{' (modelled)' if self.kinds == ('modelled', 'modelled') else ''}"
+
+    def _in_unit(self, answer: Estimate) -> str:
+        return str(answer.scaled(100, "%") if self.way.unit == "1" else answer)
+
+    @property
+    def fools(self) -> bool:
+        """Whether this run shows that the fooling answer differs from the honest one."""
+        return self.gap.n >= measure.fewest() and measure.differs(self.gap)
+
+    @property
+    def fools_much(self) -> bool:
+        """Whether this run shows that it does so by more than 5 %."""
+        return self.fools and (self.gap.low > 1.05 or self.gap.high < 1 / 1.05)
+
+    @property
+    def factor(self) -> float:
+        """By how much it fools, in either direction: at least 1."""
+        return max(self.gap.value, 1 / self.gap.value)
+
+
+def row(run: Records, way: Way) -> Row | None:
+    """Both answers of a way; None if this run has left it out."""
+    if not len(run.where("fooled", way=way.key)):
+        return None
+    told, said = run.one("fooled", way=way.key), run.one("honest", way=way.key)
+    samples = told.samples if len(told.samples) > 1 else told.samples * len(said.samples)  # one published number
+    gap = measure.paired_ratio(samples, said.samples)
+    truth = way.truth or said.value
+    honest = measure.estimate([s / truth for s in said.samples], "x")
+    fooled = measure.estimate([s / truth for s in samples], "x") if way.truth else gap
+    return Row(way, measure.estimate(told.samples, way.unit), measure.estimate(said.samples, way.unit), fooled, honest,
+               gap, (told.kind, said.kind))  # fmt: skip
+
+
+def rows(run: Records) -> list[Row]:
+    """All that this run has measured, in the order of WAYS."""
+    return [found for way in WAYS.values() if (found := row(run, way))]
+
+
+def left_out(run: Records) -> dict[str, str]:
+    """{way: why it was not measured}."""
+    return {r.case["way"]: r.case["because"] for r in run.where("left_out")}
+
+
+def unsteady_pairs(run: Records, margin: float = 0.05) -> Estimate:
+    """Share of single pairs of runs of the same code that differ by more than `margin`, with its 95 % interval."""
+    factors = run.one("fooled", way="single_pair").samples
+    return measure.proportion(sum(f > 1 + margin for f in factors), len(factors))
+
+
+def answer(run: Records) -> Iterator[str]:
+    """Each way: what is told, what is so, and whether this run can tell them apart."""
+    for found in rows(run):
+        told = f"{found.way.title}: {found.way.quantity} told as {found.told_text}, honestly {found.said_text}"
+        yield f"{told}; {found.gap} of it." if found.fools else f"{told}; no difference that this run can show."
+    if len(run.where("fooled", way="single_pair")):
+        yield f"Single pairs of the same code that differ by more than 5 %: {unsteady_pairs(run).scaled(100, '%')}."
+    for way, why in left_out(run).items():
+        yield f"{WAYS[way].title}: not measured, {why}."
+
+
+if __name__ == "__main__":
+    cli.main()

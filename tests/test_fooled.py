@@ -1,0 +1,376 @@
+"""Where an effect is planted, the honest way finds the truth and the fooling one misses it; nothing stays behind."""
+
+import contextlib
+import itertools
+import statistics
+import subprocess
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from again import holds_soon
+from processes import MARK, PYTHON, assert_no_survivors, new_environment
+
+from labs import fooled as lab
+from labs.chapters.nb11 import editable_compare, figures_fooled
+from labs.kit import measure
+from labs.kit.check import predict
+from labs.kit.claims import claims
+from labs.kit.errors import BadInput
+from labs.kit.launch import launch
+from labs.kit.plot import to_png
+from labs.kit.record import Record, Records
+from labs.parts.fooled import one_batch_epoch, samples_rate
+from labs.parts.fooled.neighbour import neighbour_on
+from labs.parts.fooled.ways import WAYS
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that only moves when somebody works."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def costs(self, *seconds):
+        """A step that takes these seconds, again and again."""
+        each = itertools.cycle(seconds)
+        return lambda *_: self.spend(next(each))
+
+    def spend(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: made.now)
+    return made
+
+
+def rank(clock=None, world_size=2, slowest=list):
+    return SimpleNamespace(device=CPU, world_size=world_size, slowest=slowest, barrier=lambda: None)
+
+
+# -- each way, with a planted effect
+
+
+def test_a_clock_that_does_not_wait_sees_the_orders_alone(clock):
+    class Stream:
+        done = 0.0
+
+        def submit(self, step):
+            clock.spend(0.001)
+            self.done = max(self.done, clock.now) + 1.0
+
+        def synchronize(self):
+            clock.now = max(clock.now, self.done)
+
+    told, so = lab.clock_stops_early(None, 10, Stream())
+    assert (told, so) == (pytest.approx(0.001), pytest.approx(1.0, rel=0.001))
+
+
+def test_first_steps_that_take_longer_are_not_those_of_a_training(clock):
+    first = iter([7.0, 3.0])
+    told, so = lab.first_steps_count(lambda: lambda: clock.spend(next(first, 1.0)), 4, CPU)
+    assert (told, so) == (3.0, 1.0)
+
+
+def test_a_best_time_beats_a_median_of_the_same_code(clock):
+    told, so = lab.best_against_median(clock.costs(1.0, 1.25, 1.5), 12, CPU, 0)
+    assert told >= 1.25 and so == pytest.approx(1.0, abs=0.25) and so < told
+
+
+def test_a_neighbour_slows_down_whatever_comes_second(clock):
+    there, visits = [], []
+
+    @contextlib.contextmanager
+    def neighbour(device):
+        there.append(device)
+        yield
+        visits.append(there.pop())
+
+    told, so = lab.one_after_the_other(lambda: clock.spend(2.0 if there else 1.0), 6, CPU, neighbour, 0)
+    assert (told, so) == (2.0, 1.0) and visits == [CPU, CPU]
+
+
+@pytest.mark.parametrize(("first_s", "usual_s"), [(1.5, 1.0), (1.0, 1.5)])
+def test_one_pair_with_an_outlier_decides_wrongly_and_many_do_not(clock, first_s, usual_s):
+    first = iter([first_s])
+    told, so = lab.single_pair_decides(lambda: clock.spend(next(first, usual_s)), 20, CPU, 0)
+    assert (told, so) == (1.5, 1.0)
+
+
+def test_a_debug_switch_in_the_baseline_is_no_speed_up_of_ours(clock):
+    told, so = lab.baseline_in_debug_mode(lambda: clock.spend(3.0 if torch.is_anomaly_enabled() else 1.0), 4, CPU, 0)
+    assert (told, so) == (3.0, 1.0) and not torch.is_anomaly_enabled()
+
+
+def test_a_batch_that_grows_with_the_ranks_looks_like_a_speed_up(clock):
+    steps = {"alone": clock.costs(1.0), "a batch each": clock.costs(1.25), "one batch shared": clock.costs(1.0)}
+    told, so = lab.weak_told_as_strong(steps, 4, rank())
+    assert (told, so) == (pytest.approx(1.6), pytest.approx(1.0))
+
+
+def test_the_slowest_rank_counts_in_both_kinds_of_scaling(clock):
+    steps = {"alone": clock.costs(1.0), "a batch each": clock.costs(1.0), "one batch shared": clock.costs(0.5)}
+    told, so = lab.weak_told_as_strong(steps, 4, rank(slowest=lambda samples: [2 * s for s in samples]))
+    assert (told, so) == (pytest.approx(2.0), pytest.approx(2.0)), "a factor on all of them cancels"
+
+
+def test_an_epoch_of_one_batch_is_as_long_as_a_step(clock):
+    told, so = one_batch_epoch.epoch_of_one_batch(clock.costs(0.01), 5, CPU)
+    assert told == 12.5 and so == pytest.approx(0.01)
+    # 64 rows; backward has two products for each one of forward, but none for the gradient of the input
+    flop = 64 * 2 * (3 * (1024 * 512 + 512 * 256 + 256 * 10) - 1024 * 512)
+    assert one_batch_epoch.least_seconds() == pytest.approx(flop / 82.6e12, rel=1e-6)
+
+
+def test_samples_per_second_are_not_the_time_to_a_loss():
+    told, so = lab.samples_told_as_learning({32: (1000, 1.0), 1024: (16000, 2.0)}.get, 32, 1024)
+    assert (told, so) == (8.0, 0.5)
+
+
+def test_a_training_counts_its_samples_until_its_loss_and_no_judging(monkeypatch):
+    data = lab.vectors(2000, CPU)
+    judged, steps = [], []
+    entropy, time_steps = torch.nn.functional.cross_entropy, measure.time_steps
+
+    def spy(output, target):
+        judged.extend([None] * (not torch.is_grad_enabled()))
+        return entropy(output, target)
+
+    monkeypatch.setattr(samples_rate.nn.functional, "cross_entropy", spy)
+    monkeypatch.setattr(
+        measure, "time_steps", lambda step, n, device: (steps.append(n), time_steps(step, n, device), [0.5] * n)[-1]
+    )
+    samples, seconds = lab.train_to_loss(128, 0.1, 0, data, 1.8)
+    assert samples == 128 * sum(steps) and seconds == 0.5 * sum(steps) and len(judged) == len(steps)
+    monkeypatch.setattr(samples_rate, "MOST_SAMPLES", 1500)
+    assert lab.train_to_loss(128, 0.1, 0, data, 0.0)[0] == 1536, "a loss that nobody reaches ends, too"
+
+
+def test_a_spinning_wait_is_busy_and_not_useful(clock):
+    always_busy = SimpleNamespace(busy_s=lambda: 5.0 + clock.now)
+    told, so = lab.busy_told_as_useful(clock.costs(1.0), clock.costs(3.0), always_busy, 4, CPU)
+    assert (told, so) == (1.0, 0.25)
+    half = SimpleNamespace(busy_s=lambda: clock.now / 2)
+    assert lab.busy_told_as_useful(clock.costs(1.0), clock.costs(3.0), half, 4, CPU)[0] == 0.5
+
+
+def test_the_clock_of_a_rank_with_little_work_is_not_the_job_s(clock):
+    told, so = lab.one_clock_of_many(clock.costs(1.0), rank(slowest=lambda samples: [max(*samples, 2.0)]))
+    assert (told, so) == (1.0, 2.0)
+
+
+def test_latency_makes_a_small_message_s_rate_useless_for_a_large_one(clock):
+    told, so = lab.rate_of_another_size(lambda n: clock.spend(0.001 + n / 1e9), 40_000, 40_000_000, 4, rank())
+    assert so == pytest.approx(0.041) and told == pytest.approx(1.04)
+
+
+# -- what comes out of a run
+
+
+def made(way, fooled, honest, kind="measured", **case):
+    case |= {"way": way} | ({"truth": WAYS[way].truth} if WAYS[way].truth else {})
+    unit = WAYS[way].unit
+    return [Record("fooled", "fooled", unit, tuple(fooled), kind, case, layout={"world_size": 2}),
+            Record("fooled", "honest", unit, tuple(honest), "measured", case, layout={"world_size": 2})]  # fmt: skip
+
+
+EPOCH = [*made("one_batch_epoch", [12.5], [0.01] * 6, kind="published"),
+         Record("fooled", "at_peak", "s", (2e-6,), "modelled", {"way": "one_batch_epoch"})]  # fmt: skip
+SURE = [2.0, 2.1, 1.9, 2.0, 2.05, 1.95]
+EVEN = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98]
+
+
+def test_a_way_fools_only_if_this_run_shows_it():
+    found = {r.way.key: r for r in lab.rows(Records([*made("blocked", SURE, EVEN), *made("cold_start", EVEN, EVEN)]))}
+    assert found["blocked"].fools and found["blocked"].factor == pytest.approx(2, rel=0.02)
+    assert not found["cold_start"].fools
+    few = lab.rows(Records(made("blocked", SURE[:2], EVEN[:2])))[0]
+    assert not few.fools, "two samples hold no interval"
+
+
+def test_an_answer_is_held_against_the_truth_where_it_is_known_and_against_the_honest_one_elsewhere():
+    known, other = lab.rows(Records([*made("blocked", SURE, SURE), *made("early_clock", SURE, SURE)]))[::-1]
+    assert known.fooled.value == pytest.approx(2.0) and known.honest.value == pytest.approx(2.0)
+    assert other.fooled.value == pytest.approx(1.0) and other.honest.value == pytest.approx(1.0)
+
+
+def test_a_factor_counts_in_either_direction():
+    [found] = lab.rows(Records(made("early_clock", [0.01] * 6, EVEN)))
+    assert found.gap.value == pytest.approx(0.01, rel=0.03) and found.factor == pytest.approx(100, rel=0.03)
+
+
+def test_one_published_number_is_held_against_every_measured_one():
+    [found] = lab.rows(Records(EPOCH))
+    assert found.fools and found.gap.value == pytest.approx(1250) and found.kinds == ("published", "measured")
+
+
+def test_the_share_of_pairs_that_mislead_is_counted():
+    run = Records(made("single_pair", [1.0, 1.04, 1.06, 1.2], [1.0] * 4))
+    assert lab.unsteady_pairs(run).value == 0.5
+
+
+def test_the_answer_says_what_cannot_be_told_and_what_was_left_out():
+    left = Record("fooled", "left_out", "1", (1.0,), case={"way": "one_clock", "because": "it takes 2 ranks"})
+    said = list(lab.answer(Records([*made("blocked", SURE, EVEN), *made("cold_start", EVEN, EVEN), left])))
+    assert said[0].startswith("first steps count") and "no difference that this run can show" in said[0]
+    assert "told as 2.00 x" in said[1] and said[2] == "one rank's clock: not measured, it takes 2 ranks."
+
+
+def test_every_way_has_what_it_is_tried_on_and_a_claim_that_exists():
+    assert list(WAYS) == list(lab.PREPARED) and len(WAYS) == 12
+    assert sum(way.share for way in WAYS.values()) == pytest.approx(1.0)
+    known = {c.id for c in claims()}
+    assert {way.claim for way in WAYS.values() if way.claim} <= known
+    assert {way.key for way in WAYS.values() if way.ranks > 1} <= set(lab.TOGETHER)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """(alternative texts, sentences) of what is drawn meanwhile."""
+    alts, said = [], []
+    monkeypatch.setattr(figures_fooled, "show", lambda fig, alt: (to_png(fig), alts.append(alt)))
+    monkeypatch.setattr(figures_fooled, "say", lambda text, folded="": said.append(text))
+    return alts, said
+
+
+def test_what_the_figure_says_follows_the_records(shown):
+    alts, said = shown
+    exchanges = made("other_size", [1.0, 1.1, 0.9, 1.0, 1.0, 1.0], [0.04] * 6)
+    learning = made("samples_rate", [8.0] * 6, SURE)
+    run = Records([*made("blocked", SURE, EVEN), *made("cold_start", EVEN, EVEN), *EPOCH, *learning, *exchanges])
+    figures_fooled.overview(run, predict(25.0, "ratio", unit="x"))
+    assert alts[0].startswith("4 of 5 ways fool by more than 5 % here, the worst by a factor of 1,200")
+    assert "You predicted 25 x; that is within what was measured" in said[0]
+    assert "No difference that this run can show: first steps count" in said[0]
+    assert "honest answer holds 1 in 1 of 1 rows, that of the fooling answer in 0" in said[0]
+    assert "the loss is reached sooner: 2.00 x" in said[0] and "2.0 µs (modelled), 6.2M times less" in said[0]
+    figures_fooled.overview(Records(made("samples_rate", [8.0] * 6, [0.5 * s for s in EVEN])))
+    assert "the loss is reached later" in said[1]
+
+
+def test_with_one_rank_the_figure_and_the_table_say_what_is_missing(shown):
+    _, said = shown
+    left = Record("fooled", "left_out", "1", (1.0,), case={"way": "other_size", "because": "it takes 2 ranks"})
+    run = Records([*made("blocked", SURE, EVEN), left])
+    figures_fooled.overview(run, predict(25.0, "ratio", unit="x"))
+    assert "it takes two ranks" in said[0]
+    figures_fooled.table(run)
+    rows = said[1].splitlines()[2:]
+    assert len(rows) == 12 and "| it takes 2 ranks |" in rows[11] and "| not asked for |" in rows[0]
+    assert "(C05: C, line 32)" in rows[11] and "none of the five" in rows[2]
+    assert said[2].count("\n") == 10, "eleven claims"
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"ways": ("block",)}, "there is no way 'block': did you mean"), ({"batch_size": 1}, "batch_size must be from 2"),
+    ({"seed": -1}, "seed must be from 0"), ({"seconds": 0.0}, "seconds must be a positive number, not 0"),
+])  # fmt: skip
+def test_bad_input(values, words):
+    with pytest.raises(BadInput, match=words):
+        lab.Config(**values)
+
+
+# -- real runs
+
+
+def neighbours():
+    """Busy processes that this process has started."""
+    return [p for p in psutil.Process().children(recursive=True) if "os.getppid" in " ".join(p.cmdline())]
+
+
+def test_a_neighbour_is_a_busy_process_that_ends_with_the_block_also_after_an_error():
+    with neighbour_on(CPU):
+        [found] = neighbours()
+        before = found.cpu_times().user
+        assert holds_soon(lambda used: used > before, before, lambda: (time.sleep(0.3), found.cpu_times().user)[1])
+    assert not neighbours()
+    with pytest.raises(KeyError), neighbour_on(CPU):
+        raise KeyError
+    assert not neighbours()
+
+
+@pytest.mark.drill
+def test_a_neighbour_ends_when_whoever_started_it_is_killed():
+    program = ("import os, torch\nfrom labs.parts.fooled.neighbour import neighbour_on\n"
+               "with neighbour_on(torch.device('cpu')):\n    os.kill(os.getpid(), 9)")  # fmt: skip
+    environment = new_environment()
+    done = subprocess.run([*PYTHON, "-c", program], env=environment)
+    assert done.returncode == -9
+    assert_no_survivors(environment[MARK])
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_way_runs_and_nothing_is_left(ranks):
+    run = launch("fooled", ranks, smoke=True, oversubscribe=True)
+    measured, left = {r.case["way"] for r in run.where("honest")}, {r.case["way"] for r in run.where("left_out")}
+    wanted = {way.key for way in WAYS.values() if way.ranks > ranks}
+    assert left == wanted and measured == set(WAYS) - wanted
+    assert all(len(r.samples) == 2 and min(r.samples) > 0 for r in run.where("honest"))
+    assert all(len(r.samples) == (1 if r.kind == "published" else 2) for r in run.where("fooled"))
+    assert {r.case["way"] for r in run if r.kind == "modelled" and r.metric == "fooled"} == {"early_clock"}
+    assert not any(r.fools for r in lab.rows(run) if r.gap.n < measure.fewest())
+    assert not neighbours()
+
+
+@pytest.mark.quiet
+def test_one_way_can_be_asked_for_as_often_as_one_likes():
+    run = launch("fooled", 1, ways=("single_pair",), rounds=9)
+    assert [(r.metric, len(r.samples)) for r in run] == [("fooled", 9), ("honest", 9)]
+
+
+CELL = """
+def compare(a, b, seconds_of, rounds=20):
+    seconds = {a: [], b: []}
+    for program in [a, b, b, a] * (rounds // 2):
+        seconds[program].append(seconds_of(program))
+    ratios = [of_b / of_a for of_a, of_b in zip(seconds[a], seconds[b])]
+    return statistics.median(ratios)
+"""
+ONE_AFTER_THE_OTHER = "[a, b, b, a] * (rounds // 2)", "[a] * rounds + [b] * rounds"
+BEST_AGAINST_MEDIAN = "statistics.median(ratios)", "min(seconds[b]) / statistics.median(seconds[a])"
+
+
+def comparison(*edit):
+    """The function of the editable cell, after an edit."""
+    names = {"statistics": statistics}
+    exec(CELL.replace(*edit) if edit else CELL, names)
+    return names["compare"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "wrong"), [((), [0, 0]), (ONE_AFTER_THE_OTHER, [6, 6]), (BEST_AGAINST_MEDIAN, [6, 6])]
+)
+def test_one_line_of_the_editable_comparison_decides_beside_a_neighbour(clock, monkeypatch, edit, wrong):
+    there = []
+
+    @contextlib.contextmanager
+    def neighbour(device):
+        there.append(device)
+        yield
+        there.pop()
+
+    monkeypatch.setattr(editable_compare, "neighbour_on", neighbour)
+    step = lambda: clock.spend(2.0 if there else 1.0)  # noqa: E731
+    monkeypatch.setattr(
+        editable_compare, "probing", SimpleNamespace(matmul_step=lambda *_: step, inner_calls=lambda *_: 12)
+    )
+    said = editable_compare._said(comparison(*edit))
+    assert [found for _, _, found in editable_compare.judged(said)] == wrong and not there
+    assert [truth for truth, _, _ in editable_compare.judged(said)] == [1.0, 1.2]
+
+
+@pytest.mark.quiet
+def test_the_editable_comparison_runs_beside_a_real_neighbour_and_tells_both_questions(capsys):
+    editable_compare.try_out(comparison())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.endswith(" of 6") for line in lines)
+    assert "truth 1.00" in lines[0] and "truth 1.20" in lines[1]
+    assert not neighbours()
