@@ -560,7 +560,7 @@ def test_a_bad_value_is_one_line(run, tmp_path, options, told):
 
 
 @pytest.mark.parametrize("recipe", ["check_gpu", *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES
-                                                   if r not in ("check_gpu", *TRAINING))])  # fmt: skip
+                                                   if r not in ("check_gpu", "compare_two", *TRAINING))])  # fmt: skip
 def test_a_tool_tells_a_bad_value_in_one_line(run, recipe):
     result = run(recipe, "--seconds", 0, code=2)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)

@@ -1,0 +1,116 @@
+"""Exercise 11.2: right answers of any form pass at every seat; each report has the fault that it is said to have."""
+
+from __future__ import annotations
+
+import collections
+import re
+import statistics
+
+import pytest
+
+from labs.chapters.nb11 import exercise_fooled as exercise
+from labs.chapters.nb11.reports import WAYS, every, made
+from labs.kit.check import Mistake
+from labs.kit.errors import BadInput
+from labs.kit.measure import Estimate, paired_ratio
+
+SEATS = range(1, 201)
+
+
+@pytest.fixture
+def seat(monkeypatch, capsys):
+    """Show the reports of a seat, for this test only."""
+    monkeypatch.setattr(exercise, "_shown", [exercise.FIRST_SEAT])
+    return exercise.show
+
+
+def test_right_answers_of_any_form_pass_at_any_seat(seat):
+    for n in (1, 2, 7, 40):
+        seat(n)
+        right = {k: (one.way, one.honest) for k, one in made(n).items()}
+        exercise.check_which_way(lambda reports, r=right: r)
+        exercise.check_which_way(lambda reports, r=right: {str(k): list(two) for k, two in r.items()})
+        estimates = [(way, x if x is None else Estimate(x, x, x, 10)) for way, x in right.values()]
+        exercise.check_which_way(lambda reports, e=estimates: e)
+        rounded = {k: (f" {way} ", x if x is None else round(x, 2)) for k, (way, x) in right.items()}
+        exercise.check_which_way(lambda reports, r=rounded: r)
+
+
+def test_the_answers_of_one_seat_are_wrong_at_another(seat):
+    seat(2)
+    with pytest.raises(Mistake, match="of 6 reports are judged rightly"):
+        exercise.check_which_way(lambda reports: {k: (one.way, one.honest) for k, one in made(1).items()})
+
+
+def test_every_seat_has_two_sound_reports_one_without_a_number_and_its_own_places():
+    places = collections.Counter()
+    for n in SEATS:
+        ways = [one.way for one in made(n).values()]
+        assert ways.count("sound") == 2 and len(set(ways)) == 5
+        assert sum(one.honest is None for one in made(n).values()) == 1
+        places.update((k, way) for k, way in enumerate(ways, 1))
+    assert {way for _, way in places} == set(WAYS)
+    assert max(places.values()) < len(SEATS) / 2, "no place gives a way away"
+
+
+def test_who_believes_line_1_is_wrong_in_every_report_that_fools():
+    for seed in range(30):
+        for one in every(seed):
+            if one.way == "sound":
+                assert one.honest == pytest.approx(one.claimed)
+            elif one.honest is not None:
+                assert abs(one.claimed / one.honest - 1) > 0.06, (one.way, one.claimed, one.honest)
+
+
+def test_ratios_of_medians_and_of_means_are_within_the_tolerance_of_what_is_asked():
+    """Where rows of one unit are compared: nobody's style of computing decides."""
+    for seed in range(30):
+        for one in every(seed):
+            if one.honest is None or one.way in ("samples_rate", "one_clock", "one_batch_epoch"):
+                continue
+            names = [one.report.lines[k - 1][:26].strip() for k in one.rows]
+            a, b = (one.report.log[name] for name in names)
+            if one.way == "debug_baseline":
+                a, b = b, a
+            for found in (statistics.median(a) / statistics.median(b), sum(a) / sum(b), paired_ratio(a, b).value):
+                assert found == pytest.approx(one.honest, rel=exercise.TOLERANCE), one.way
+
+
+def test_lines_that_speak_against_a_way_are_there_and_say_something_about_it():
+    """In a report with another fault, or none, this part is as it should be."""
+    says = {"early_clock": "synchronize", "cold_start": "[10:]", "one_clock": "op=dist.ReduceOp.MAX"}
+    for one in every(3):
+        assert set(one.against) == set(WAYS) - {one.way} | {"sound"}
+        assert all(1 <= k <= len(one.report.lines) for k in one.against.values())
+        for way, words in says.items():
+            if way != one.way:
+                assert words in one.report.lines[one.against[way] - 1], (one.way, way)
+            else:
+                assert not any(words in line for line in one.report.lines[:12]), one.way
+
+
+def test_no_feedback_names_the_right_way_of_a_report_that_is_judged_wrongly():
+    for one in every(5):
+        for way in WAYS:
+            said = exercise._way_problem(one, way)
+            assert (said == "") == (way == one.way)
+            words = re.sub(r'".*"', "", said).replace(f"you say {way}", "")
+            assert one.way == "sound" or one.way not in words
+
+
+@pytest.mark.parametrize(("answer", "words"), [
+    (None, "you return None"), ("sound", "you return 'sound'"), ({1: "sound"}, "for report 1 you return 'sound'"),
+    ({k: ("lies", 1.0) for k in range(1, 7)}, "'lies' is no name of a way"),
+    ({k: ("sound", "1.2 x") for k in range(1, 7)}, "not a number"),
+    ({k: ("sound", 1.0) for k in range(1, 6)}, "for report 6 you return None"),
+])  # fmt: skip
+def test_what_is_no_answer_is_told(answer, words):
+    with pytest.raises(Mistake) as found:
+        exercise.check_which_way(lambda reports: answer)
+    assert words in str(found.value)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "1", None, 10**6])
+def test_a_seat_that_cannot_be(wrong):
+    with pytest.raises(BadInput, match="seat must be a whole number"):
+        exercise.show(wrong)
