@@ -44,6 +44,6 @@ PLANS: dict[str, list[list[str | Break]]] = {
         [WELCOME, "07/Introduction, 1, 2, 3", COFFEE, "07/4, 5, 07.3", LUNCH,
          "08/Introduction, 1, A machine dies, 2, 5", COFFEE, "08/6, 7, 08.3", CLOSE],
         ["09/Introduction, 1, 2, 4, 09.3", COFFEE, "10/Introduction, 1, 4, 5, 10.1", LUNCH,
-         "11/Introduction, 1, 2, 3, 5", COFFEE, "12/Introduction, 1, 2, 5, 12.2", CLOSE],
+         "11/Introduction, 1, 2, 3, 4", COFFEE, "12/Introduction, 1, 2, 5, 12.2", CLOSE],
     ],
 }  # fmt: skip
