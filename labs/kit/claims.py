@@ -352,7 +352,7 @@ class Table:
 
     def _summary(self) -> str:
         counts = ", ".join(f"{n} {word}" for word, n in self.counts.items())
-        return f"{len(self.rows)} claims: {counts}"
+        return f"{len(self.rows)} claim{'' if len(self.rows) == 1 else 's'}: {counts}"
 
     def _sources(self) -> list[str]:
         used = {c.id[0] for c, _ in self.rows}

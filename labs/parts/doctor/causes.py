@@ -57,8 +57,8 @@ CAUSES = (
     Cause("printing", "no printing", "it prints {calls} times in a step: {part} of {step}",
           "print every 50 steps: if step % 50 == 0: ...", "01, exercise 01.3", ("print",), "print"),
     Cause("more_threads", "one thread per core", THREADS + ": one for each core is faster",
-          "torch.set_num_threads({fair_threads})", "02, section 5", calls=("set_num_threads",), option=True),
-    Cause("threads", "fewer threads", THREADS, "torch.set_num_threads({fair_threads})", "02, section 5",
+          "torch.set_num_threads({fair_threads})", "02, section 4", calls=("set_num_threads",), option=True),
+    Cause("threads", "fewer threads", THREADS, "torch.set_num_threads({fair_threads})", "02, section 4",
           calls=("set_num_threads",)),
     Cause("anomaly", "no anomaly detection", "autograd checks every gradient for NaN (anomaly detection is on)",
           "torch.autograd.set_detect_anomaly(False)", "10, section 4",
@@ -78,7 +78,7 @@ CAUSES = (
           "{optimizer}(..., fused=True)", "09, section 1", within=("optimizer",), calls=("{optimizer}",)),
     Cause("half_precision", "half precision", "forward and loss are computed in 32 bits",
           'with torch.autocast("{device}", torch.bfloat16): around forward and loss; compare the losses',
-          "04, section 4", option=True),
+          "04, section 3", option=True),
     Cause("compile", "compiled", "each operation of the model is called from Python, one by one",
           "model = torch.compile(model)", "09, section 4", option=True),
 )  # fmt: skip
@@ -108,6 +108,6 @@ NEVER_SEEN = (
     "what comes later than these steps: ends of epochs, a disk that fills, a neighbour that comes",
 )
 SECTIONS = {
-    "growing": "09, section 3", "straggler": "08, section 4", "recompiles": "09, section 4",
+    "growing": "09, section 3", "straggler": "09, section 2", "recompiles": "09, section 4",
     "own_code": "09, section 1", "copies": "00, section 4", "data_parallel": "03, section 1",
 }  # fmt: skip
