@@ -72,10 +72,8 @@ def many(args: argparse.Namespace) -> int:
     if args.notebook and not claims(args.notebook):
         known = ", ".join(sorted({c.notebook for c in claims()}))
         raise BadInput(f"no claims for notebook {args.notebook!r}: there are {known}")
-    if args.evidence:
-        found = Docket(table(None, given(args)).rows)
-    else:
-        found = docket.own() if args.own else docket.recorded()
+    of_others = docket.own if args.own else docket.recorded
+    found = Docket(table(None, given(args)).rows) if args.evidence else of_others()
     found = Docket(tuple(row for row in found.rows if args.notebook in (None, row[0].notebook)))
     found = found.where(article=args.article, subject=args.subject, verdict=args.verdict)
     print(json.dumps(found.as_json(), indent=1) if args.json else found)

@@ -104,7 +104,7 @@ def test_again_judges_by_new_records(monkeypatch):
 
     def launched(lab, nproc, **options):
         calls.append((lab, nproc))
-        return Records([r for r in docket.recorded_evidence("04") if r.lab == lab])
+        return Records([r for r in docket.recorded_evidence(docket.by_id("C16").notebook) if r.lab == lab])
 
     monkeypatch.setattr(docket, "launch", launched)
     found = docket.again("C16")

@@ -81,6 +81,7 @@ OPEN = 30
 """So many rows are shown without a click."""
 
 
+@cache
 def recorded() -> Docket:
     """All claims, judged by the records of the run whose outputs are committed. The same on every machine."""
     return Docket(tuple((c, judge(c, recorded_evidence(c.notebook), gpus=0)) for c in claims()))
