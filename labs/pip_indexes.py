@@ -11,6 +11,7 @@ loads, and what a second copy of one does. The ranks share the work.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -60,7 +61,7 @@ class Case:
         """As one would type it, with names of INDEXES for addresses; a main index is the default and not named."""
         own = "" if self.index.startswith("main") else f" --index-url {self.index}"
         extra = f" --extra-index-url {self.extra}" if self.extra else ""
-        return f"{self.requirement}{own}{extra}" + f" -c '{self.constraint}'" * bool(self.constraint)
+        return f"{self.requirement}{own}{extra}" + f" -c FILE ({self.constraint})" * bool(self.constraint)
 
     @property
     def indexes(self) -> tuple[str, ...]:
@@ -166,14 +167,15 @@ def ask_pip(case: Case, urls: dict[str, str], pip: list[str], folder: Path, time
 def pip_command() -> tuple[list[str], str]:
     """How to start pip, and its version. Where it is not installed, the wheel that Python keeps for `ensurepip`.
 
-    ([], "") where there is neither.
+    ([], "") where there is neither. pip itself is not looked for by importing: setuptools would take that for a build.
     """
-    if importlib.util.find_spec("pip"):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return [sys.executable, "-m", "pip"], importlib.metadata.version("pip")
     kept = importlib.util.find_spec("ensurepip")
-    folder = Path(kept.origin).parent / "_bundled" if kept and kept.origin else Path()
-    wheel = next(folder.glob("pip-*.whl"), None) if kept else None
-    return ([sys.executable, str(wheel / "pip")], wheel.name.split("-")[1]) if wheel else ([], "")
+    wheels = Path(kept.origin).parent.glob("_bundled/pip-*.whl") if kept and kept.origin else ()
+    for wheel in wheels:
+        return [sys.executable, str(wheel / "pip")], wheel.name.split("-")[1]
+    return [], ""
 
 
 def choose(case: Case) -> Choice:
@@ -269,8 +271,8 @@ def of_the_installed(run: Records) -> Iterator[str]:
         yield f"OpenMP runtimes in a process with torch: {r.value:.0f}{_named(r.case['files'])}."
     for r in run.where("openmp_threads", copies=2):
         told, other = r.samples if not r.case["ended"] else (0.0, 0.0)
-        said = "the process ends" if r.case["ended"] else f"if one is told to use {told:.0f} threads, the other says"
-        said += "" if r.case["ended"] else f" {other:.0f}"
+        both = f"if one is told to use {told:.0f} threads, the other uses {other:.0f}"
+        said = "the process ends" if r.case["ended"] else both
         yield f"With a second copy of it {r.case['runtimes']} are counted, and {said}."
 
 

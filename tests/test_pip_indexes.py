@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -102,12 +103,18 @@ def test_nobodys_settings_and_no_proxy_take_part(tmp_path, monkeypatch):
 
 
 def test_pip_from_pythons_own_wheel_takes_the_same(monkeypatch):
-    find = lab.importlib.util.find_spec
-    monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
-    command, version = lab.pip_command()
+    version_of = importlib.metadata.version
+
+    def version(name):
+        if name == "pip":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version_of(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    command, number = lab.pip_command()
     if not command:
         pytest.skip("this Python brings no wheel of pip")
-    assert command[1].endswith(os.path.join(".whl", "pip")) and version
+    assert command[1].endswith(os.path.join(".whl", "pip")) and number
     assert lab.choose(NOW).version == "2.4.1"
 
 
@@ -186,7 +193,6 @@ def test_runtimes_are_counted_by_file_not_by_mapping():
 @pytest.mark.skipif(not runtimes.openmp_runtimes(), reason="no OpenMP runtime, or no Linux to tell")
 def test_a_second_copy_is_seen_and_keeps_its_own_threads(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
     library = runtimes.openmp_runtimes()[0]
     once, twice = runtimes.with_a_copy(library, tmp_path)
     assert once == runtimes.Together(1, (runtimes.ASKED, runtimes.ASKED))
@@ -195,3 +201,12 @@ def test_a_second_copy_is_seen_and_keeps_its_own_threads(tmp_path, monkeypatch):
     assert runtimes.together(library, str(tmp_path / "broken.so")) is None
     monkeypatch.setattr(runtimes, "TWO", "import os; os.abort()")
     assert runtimes.together(library, library) == runtimes.Together(2, ())
+
+
+def test_settings_of_the_user_do_not_reach_the_two_copies(monkeypatch):
+    """KMP_DUPLICATE_LIB_OK, which many set for ever, hides what is looked for."""
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "TRUE")
+    monkeypatch.setenv("OMP_DYNAMIC", "TRUE")
+    told = "import os; print(*sorted(len(k) for k in os.environ if k[:4] in ('OMP_', 'KMP_', 'GOMP')))"
+    monkeypatch.setattr(runtimes, "TWO", told)
+    assert runtimes.together("a", "b") == runtimes.Together(0, (len("OMP_NUM_THREADS"),))

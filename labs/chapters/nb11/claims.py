@@ -78,8 +78,9 @@ def _(evidence: Records) -> Verdict:
     effect = "ends the process" if two.case["ended"] else (
         f"keeps {two.samples[-1]:.0f} threads when the first is told to use {two.samples[0]:.0f}")  # fmt: skip
     word = "does not hold" if not harms else "holds" if mixed and n > 1 else "depends"
-    return Verdict(word, f"It is a second copy of a library that matters: of OpenMP's runtime it {effect}. Here "
-                   f"packages come from {' and '.join(installers)}, and torch runs with {n:.0f}.")  # fmt: skip
+    return Verdict(word, f"What harms is one library in two copies: a second OpenMP runtime {effect}. Here packages "
+                   f"come from {' and '.join(installers)}, and a process with torch has {n:.0f} such runtime"
+                   f"{'s' * (n != 1)}.")  # fmt: skip
 
 
 LAST_ON_CHANNEL = "2.5.1"
@@ -109,7 +110,7 @@ SIZES = (0.125e9, 1.3e9, 2.7e9, 6.7e9, 13e9, 175e9)
 """Parameters of six of GPT-3's models: Brown et al. 2020, arXiv 2005.14165, table 2.1."""
 CARD, CLUSTERS = "A100 80GB SXM", {8: 64, 64: 512, 512: 1024}
 """{cards: sequences of 2,048 tokens per step}"""
-WHERE = f"models of {SIZES[0] / 1e9:g} to {SIZES[-1] / 1e9:g} billion on {', '.join(map(str, CLUSTERS))} x {CARD}"
+WHERE = f"models of {SIZES[0] / 1e9:g} to {SIZES[-1] / 1e9:g} billion on {' or '.join(map(str, CLUSTERS))} x {CARD}"
 
 
 @cache
