@@ -3,7 +3,7 @@
     python -m labs.fooled --nproc 2
     python -m labs.fooled --ways blocked single_pair --seconds 10
 
-About 18 s on 2 CPU cores. Each habit is followed as somebody in a hurry would, and next to it, in turn, the same is
+About 16 s on 2 CPU cores. Each habit is followed as somebody in a hurry would, and next to it, in turn, the same is
 measured as this course does. Where both sides are the same code the truth is known; otherwise the honest answer stands
 for it. On a CPU, where every operator returns when it is done, a device that works through a queue is emulated.
 Three of the ways take two ranks.
