@@ -21,7 +21,7 @@ REPEATS = 6
 ALONE = 20
 """Timings in a comparison until a neighbour moves in."""
 PLANTED = 0.2
-FAR = 0.05
+FAR = 0.1
 """A ratio that is further from the truth than this is called wrong."""
 
 

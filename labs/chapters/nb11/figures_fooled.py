@@ -24,11 +24,11 @@ SAME_CODE = ("best_of_many", "blocked", "debug_baseline")
 def overview(run: Records, guess: Prediction | None = None) -> None:
     """Figure: for each way the fooling and the honest answer over the truth. `guess`: of the rate of another size."""
     found = {r.way.key: r for r in lab.rows(run)}
-    worst = max(found.values(), key=lambda r: r.factor)
+    here = [r for r in found.values() if r.kinds[0] not in ("modelled", "published")]
     much = sum(r.fools_much for r in found.values())
-    message = (
-        f"{much} of {len(found)} ways fool by more than 5 % here, the worst by a factor of {_number(worst.factor)}"
-    )
+    message = f"{much} of {len(found)} ways fool by more than 5 % here"
+    if worst := max((r.factor for r in here if r.fools), default=0.0):
+        message += f"; of those that were {here[0].kinds[0]}, the worst by a factor of {_number(worst)}"
     names = [f"{title}  {k:2}" for k, title in enumerate((way.title for way in WAYS.values()), start=1)]
     published = rtx_4090_epochs().where(ranks=1) if "one_batch_epoch" in found else []
     fig, ax = figure(message, xlabel="answer / truth (logarithmic)", ylabel="way to measure", size=(7.6, 5.6),
