@@ -148,7 +148,8 @@ PARTS = {
 
 def _turns(draw: random.Random, level: float, gain: float, scatter: float = 0.03, digits: int = 1) -> tuple[list, list]:
     """Times of A and B in ROUNDS rounds: B is `gain` times as fast, and what scatters meets both alike."""
-    common = [level * draw.uniform(1 - scatter, 1 + scatter) for _ in range(ROUNDS)]
+    places = draw.sample(range(ROUNDS), ROUNDS)  # evenly spread, so that the best is always as far from the median
+    common = [level * (1 + scatter * (2 * k / (ROUNDS - 1) - 1)) for k in places]
     a = [round(c * draw.uniform(0.996, 1.004), digits) for c in common]
     b = [round(c / gain * draw.uniform(0.996, 1.004), digits) for c in common]
     return a, b
