@@ -28,8 +28,9 @@ VERBS = set(
     """accumulate answer apply avoid balance build calculate catch check choose combine compare compute count cut debug
     decide derive describe detect diagnose distinguish draw estimate explain feed find fit fix follow get halve hide
     identify interpret judge keep know launch learn list locate make map match measure name overlap pick place plot
-    predict profile prove put read recognise recompute reduce repair repeat reproduce resume run save scale see set shard show
-    size split spot survive tell test trace train trust tune turn understand use verify watch weigh write""".split()
+    predict profile prove put read recognise recompute reduce repair repeat reproduce resume run save scale see set
+    shard show size split spot survive tell test trace train trust tune turn understand use verify watch weigh
+    write""".split()
 )
 
 

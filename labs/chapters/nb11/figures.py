@@ -130,8 +130,9 @@ def reading_against_trial(docket: Docket, guess: Prediction) -> None:
     same = sum(EXPECTED[c.paper] == v.word for c, v in judged)
     message = f"Reading alone foresaw {same} of {len(judged)} verdicts"
     fig, ax = figure(message, xlabel="the trial", ylabel="reading alone", records=evidence_of(docket), size=(6.8, 3.5))
-    heat_map(ax, [[counts[p][w] or math.nan for w in columns] for p in rows], columns=columns, rows=rows,
-             kind="recorded", form="{:.0f}", label="number of claims")  # fmt: skip
+    heat_map(ax, [[counts[p][w] or math.nan for w in columns] for p in rows], rows=rows,
+             columns=[word.replace(" ", "\n", 1) for word in columns], kind="recorded", form="{:.0f}",
+             label="number of claims")  # fmt: skip
     told = "; ".join(f"{p}: " + ", ".join(f"{counts[p][w]} {w}" for w in columns if counts[p][w]) for p in rows)
     show(fig, alt=f"{message}. Claims by what reading said: {told}.")
     say(f"* {guess.against(100 * same / len(judged), 'recorded')}")

@@ -143,6 +143,10 @@ def _killed(run: Records) -> Estimate:
     return _of(run.one("lost_s", habit="killed at once"), 1.0, "s")
 
 
+def _told(run: Records) -> Estimate:
+    return _ratio(*(run.one(answer, way="other_size") for answer in ("fooled", "honest")))
+
+
 def _kept(run: Records) -> Estimate:
     return _of(run.one("gain", patient="slow_loader", cure=FIRST_CURE), 1.0, "x")
 
@@ -168,6 +172,7 @@ HEADLINES = (
     Headline("09", "a compiled step", "time, eager = 1 (x)", "compiled_step", _compiled),
     Headline("10", "replicas compared in every step", "time, never compared = 1 (x)", "nan_clinic", _compared),
     Headline("10", "a job killed at once, until it is back", "time (s)", "preemption", _killed),
+    Headline("11", "exchange of 40 MB, told by the rate of 40 kB", "told over taken (x)", "fooled", _told),
     Headline("12", "images decoded once and kept", "speed, decoded in each step = 1 (x)", "doctor", _kept),
 )  # fmt: skip
 
