@@ -29,6 +29,8 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
     message = f"{much} of {len(found)} ways fool by more than 5 % here"
     if worst := max((r.factor for r in here if r.fools), default=0.0):
         message += f"; of those that were {here[0].kinds[0]}, the worst by a factor of {_number(worst)}"
+    if max((r.gap.n for r in here), default=0) < fewest():
+        message = "Each way was followed too seldom to tell how much it fools"
     names = [f"{title}  {k:2}" for k, title in enumerate((way.title for way in WAYS.values()), start=1)]
     published = rtx_4090_epochs().where(ranks=1) if "one_batch_epoch" in found else []
     fig, ax = figure(message, xlabel="answer / truth (logarithmic)", ylabel="way to measure", size=(7.6, 5.6),
