@@ -1,6 +1,6 @@
 """Can the course run on this machine, with the torch that its owner has installed?
 
-    !git clone -q --depth 1 https://github.com/OWNER/NAME course
+    ![ -d course ] || git clone -q --depth 1 https://github.com/OWNER/NAME course
     %run course/labs/hosted.py                 # the two lines of a cell on Colab or Kaggle, above all others
 
     python labs/hosted.py                      # in a shell; further options go to pip, such as --extra-index-url URL
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -164,11 +165,21 @@ def install(plan: Plan, options: Sequence[str]) -> None:
         stay.write_text("".join(f"{name}=={version}\n" for name, version in plan.stay.items()), encoding="utf-8")
         if plan.install:
             pip([*options, "-c", str(stay), *(f"{name}=={version}" for name, version in plan.install.items())])
-        pip([*options, "--no-deps", "-e", str(ROOT)])  # of itself it would ask for the tested torch
+        if not course_is_installed():
+            pip([*options, "--no-deps", "-e", str(ROOT)])  # of itself it would ask for the tested torch
     importlib.invalidate_caches()
     now = requirements.installed("torch")
     if plan.torch is not None and now != plan.torch:
         raise Stop(f"pip has replaced torch {plan.torch} by {now}: python -m pip install torch=={plan.torch}", 1)
+
+
+def course_is_installed() -> bool:
+    """Whether this Python finds this very folder already."""
+    try:
+        source = importlib.metadata.distribution("gpu-training-course").read_text("direct_url.json") or "{}"
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return json.loads(source).get("url") == ROOT.as_uri()
 
 
 def pip(arguments: Sequence[str]) -> None:

@@ -262,6 +262,16 @@ def test_one_line_says_what_is_done_and_pip_may_not_touch_torch(machine):
     assert course[-3:] == ["--no-deps", "-e", str(ROOT)]
 
 
+def test_a_course_that_is_installed_already_is_not_installed_again(machine):
+    (info := machine / "gpu_training_course-0.1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gpu-training-course\nVersion: 0.1.0\n")
+    for folder, times in ((ROOT, 0), (machine, 1)):
+        (info / "direct_url.json").write_text(json.dumps({"url": folder.as_uri(), "dir_info": {"editable": True}}))
+        (machine / "asked").unlink(missing_ok=True)
+        assert run(machine).returncode == 0
+        assert len([words for words, _ in asked(machine) if "-e" in words]) == times
+
+
 def test_without_torch_pip_is_asked_for_the_tested_one(machine):
     shutil.rmtree(next(machine.glob("torch-*")))
     done = run(machine)

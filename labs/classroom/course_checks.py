@@ -185,6 +185,12 @@ class Packages:
         return {n: [have, want] for n, have, want in pairs if have and have.partition("+")[0] != want}
 
     @property
+    def other_torch(self) -> bool:
+        """The torch here is not the tested one: its owner's, perhaps, and not to be replaced by the way."""
+        have = self.installed.get("torch")
+        return have is not None and have.partition("+")[0] != self.tested.get("torch")
+
+    @property
     def missing(self) -> list[str]:
         """Packages without which notebooks fail."""
         return sorted(name for name in self.needed if self.installed.get(name) is None)
