@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from labs.kit import copies
+from labs.kit import copies, requirements
 from labs.kit.errors import BadInput, require
 
 PROG = "python -m labs.start"
@@ -56,6 +56,8 @@ def main() -> None:
         return
     name = words.pop(0) if words and not words[0].startswith("-") else "00"
     try:
+        problem = requirements.torch_problem(requirements.installed("torch"))  # before anything loads it
+        require(not problem, problem)
         path, said = opened(name)
     except BadInput as e:
         print(f"{PROG}: {e}", file=sys.stderr)

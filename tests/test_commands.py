@@ -58,6 +58,10 @@ ELSEWHERE = {
         "a hang's dumps",
         "tests/test_postmortem.py::test_the_command_answers_first_and_its_exit_code_says_whether_it_knows",
     ),
+    r"python (labs/hosted.py|-m labs.hosted)": (
+        "a machine with a torch of its own",
+        "tests/test_hosted.py::test_one_line_says_what_is_done_and_pip_may_not_touch_torch",
+    ),
     r"ssh ": ("another machine", "tests/test_browser.py::server"),
     r"python -m labs.classroom.instructor": (
         "it writes INSTRUCTOR.md",
@@ -67,13 +71,18 @@ ELSEWHERE = {
 }
 
 
+def blocks(text):
+    """What stands in the code blocks of commands; a block of Python is somebody else's."""
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    return [block for language, block in found if not language]
+
+
 def commands():
     """(page, command) of every line in a code block and every piece of inline code that is a command."""
     for page in PAGES:
         text = (ROOT / page).read_text()
-        blocks = re.findall(r"^ *```\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
         inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-        lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+        lines = [line.split("  #")[0].strip() for block in blocks(text) for line in block.splitlines()]
         yield from ((page, line) for line in dict.fromkeys([*lines, *inline]) if COMMAND.fullmatch(line))
 
 
@@ -83,7 +92,7 @@ HERE = [c for c in COMMANDS if not any(re.match(pattern, c) for pattern in ELSEW
 
 def test_every_line_of_a_code_block_is_a_command():
     for page in PAGES:
-        for block in re.findall(r"^ *```\n(.*?)^ *```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
+        for block in blocks((ROOT / page).read_text()):
             assert [line for line in block.splitlines() if line.strip() and not COMMAND.match(line.strip())] == []
 
 

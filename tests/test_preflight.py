@@ -26,6 +26,7 @@ def as_list(found) -> list[Check]:
 GOOD_KERNEL = {"seconds": 1.0, "prefix": "/venv", "shown": True}
 CLOCK = {"now_s": 2e9, "commit_s": 1.9e9, "tick_s": 1e-9}
 PINS = {"numpy": "2.4.1", "scipy": "1.16"}
+TORCH, OTHER_TORCH = {"torch": "2.13.0"}, {"numpy": "2.0", "torch": "2.9.0+cu128"}
 OUTCOMES = {
     "kernel answers": (jupyter_checks.kernel(Kernel(**GOOD_KERNEL), "/venv"), "pass", "1.0 s", ""),
     "kernel dies": (jupyter_checks.kernel(Kernel(problem="Kernel died")), "fail", "Kernel died", "rm -rf .venv"),
@@ -90,7 +91,9 @@ OUTCOMES = {
     "another Python": (course_checks.versions(Packages(PINS, {"numpy": None}, frozenset({"numpy"})), True), "fail",
                        "not installed in this Python", ".venv/bin/python -m labs"),
     "a package is another": (course_checks.versions(Packages(PINS, PINS | {"numpy": "1.26"})), "warn",
-                             "1 of 2 differ from constraints.txt: numpy 1.26 (tested 2.4.1)", "pip install -c"),
+                             "1 of 2 differ from constraints.txt: numpy 1.26 (tested 2.4.1)", "run: python -m pip"),
+    "a package and torch": (course_checks.versions(Packages(PINS | TORCH, PINS | OTHER_TORCH)), "warn",
+                            "numpy 2.0 (tested 2.4.1)", "go on"),
     "ranks fail": (ranks_trial.failed(RuntimeError("Traceback\nRuntimeError: x\nrank 1 failed first.")), "fail",
                    "rank 1 failed first.", "--smoke"),
 }  # fmt: skip

@@ -244,5 +244,7 @@ def test_top_level_is_as_designed():
         ".gitignore",
         ".gitattributes",
         "environment.yml",
+        ".binder",
+        ".devcontainer",
     }
     assert {p.relative_to(ROOT).parts[0] for p in tracked()} - allowed == {"pyproject.toml", "constraints.txt"}

@@ -1,6 +1,7 @@
 """The platform that experiments stand on; nothing here knows one. This package imports nothing by itself.
 
     errors           input that cannot work, told in one line
+    requirements     packages that must be there, and the oldest torch, from pyproject.toml
     host, nvml       cores, memory and limits of this process; the driver's view of the GPUs
     hardware         a device for each rank; torch's build; datasheet peaks (gpus.toml)
     measure          timing, intervals, comparisons

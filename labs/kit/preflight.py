@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
-from labs.kit import hardware, nvml
+from labs.kit import hardware, nvml, requirements
 from labs.kit.host import Container, container
 from labs.kit.record import Records
 
@@ -103,8 +103,8 @@ def gather(require_gpus: int = 0) -> Facts:
         container=container(),
         build=hardware.build(),
         torch_pin=_torch_pin(),
-        jupyter=importlib.util.find_spec("jupyterlab") is not None
-        and importlib.util.find_spec("ipykernel") is not None,
+        jupyter="ipykernel" in sys.modules  # a notebook is open: its front end may be another one, as on Colab
+        or all(importlib.util.find_spec(name) for name in ("jupyterlab", "ipykernel")),
         port_problem=_port_problem(),
         require_gpus=require_gpus,
         my_pids=frozenset({os.getpid(), os.getppid()}),
@@ -141,10 +141,14 @@ def python(facts: Facts) -> Check:
 
 
 def torch_version(facts: Facts) -> Check:
-    """torch is the version the course was tested with."""
+    """torch is the version the course was tested with, or at least not too old."""
     have = facts.build["torch"]
+    if problem := requirements.torch_problem(have):
+        detail, _, remedy = problem.partition(": ")
+        return Check("torch", "fail", detail, remedy)
     if facts.torch_pin and have.partition("+")[0] != facts.torch_pin:
-        return Check("torch", "warn", f"{have}, tested with {facts.torch_pin}", f"pip install torch=={facts.torch_pin}")
+        return Check("torch", "warn", f"{have}, tested with {facts.torch_pin}",
+                     f"go on; for the tested one: python -m pip install torch=={facts.torch_pin}")  # fmt: skip
     return Check("torch", "pass", have)
 
 

@@ -51,8 +51,9 @@ def fraction_for(budget_bytes: int, reserved_bytes: int, total_bytes: int) -> fl
 
 
 def _allocator_settings(text: str) -> None:
-    """As PYTORCH_ALLOC_CONF, but now. Private in torch 2.13, which deprecates torch.cuda.memory's name for it."""
-    torch._C._accelerator_setAllocatorSettings(text)
+    """As PYTORCH_ALLOC_CONF, but now. Both names are private: torch 2.13 deprecates the second, 2.9 has no other."""
+    of_any_device = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (of_any_device or torch.cuda.memory._set_allocator_settings)(text)
 
 
 @contextmanager

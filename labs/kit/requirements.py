@@ -1,0 +1,77 @@
+"""What the course needs of the packages on a machine, read from pyproject.toml. Standard library only: no torch needed.
+
+`[tool.course]` there holds what a list of dependencies cannot say: the oldest torch that a machine may bring, and what
+a notebook does without on a machine that has a front end of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+VERSION = re.compile(r"\d+(?:\.\d+)*")
+REQUIREMENT = re.compile(r"([\w.-]+)(>=|==)(\d+(?:\.\d+)*)")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The release of a version as numbers: (2, 9, 1) of "2.9.1+cu128", (2, 9) of "2.9.0a0+git1a2b", whose zeros say
+    nothing. () if it does not begin with a number."""
+    found = VERSION.match(version)
+    parts = [int(part) for part in found[0].split(".")] if found else []
+    while parts and parts[-1] == 0:
+        parts.pop()
+    return tuple(parts)
+
+
+def project(root: Path = ROOT) -> dict[str, Any]:
+    """pyproject.toml. FileNotFoundError where labs was installed without its repository."""
+    return tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
+
+
+def needed(root: Path = ROOT) -> dict[str, str]:
+    """{package: the oldest version that will do}, in the order of pyproject.toml; of torch the one version tested."""
+    found = (REQUIREMENT.fullmatch(line) for line in project(root)["project"]["dependencies"])
+    return {match[1]: match[3] for match in found if match}
+
+
+def tested(root: Path = ROOT) -> dict[str, str]:
+    """{package, as pyproject.toml writes it: the version that the course was tested with}: constraints.txt."""
+    lines = (root / "constraints.txt").read_text("utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pairs}
+
+
+def installed(name: str) -> str | None:
+    """The version of a package in this Python, None if it is not there. Nothing is imported."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return _by_its_own_file(name)
+
+
+def _by_its_own_file(name: str) -> str | None:
+    """torch/version.py of a torch that was built in its source folder, and which no installer knows."""
+    spec = importlib.util.find_spec(name) if name == "torch" else None
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    text = path.read_text("utf-8") if path and path.is_file() else ""
+    found = re.search(r"""^__version__[^=]*= *["']([^"']+)""", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def torch_problem(version: str | None, root: Path = ROOT) -> str:
+    """Why this torch cannot be used, in one line that names the fix; "" if it can, or if nobody knows."""
+    try:
+        oldest, pin = project(root)["tool"]["course"]["oldest-torch"], needed(root)["torch"]
+    except FileNotFoundError:
+        return ""
+    if version is None:
+        return "torch is not installed in this Python: run `make lab`, or `python labs/hosted.py`, which installs it"
+    if numbers(version) < numbers(oldest):
+        return (f"torch {version} is older than {oldest}, the oldest that the course can use: take a newer image of "
+                f"this machine, or run `python -m pip install torch=={pin}`")  # fmt: skip
+    return ""
