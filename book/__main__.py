@@ -44,7 +44,8 @@ def main() -> int:
         shutil.rmtree(out, ignore_errors=True)
         strict = ["--fail-on-warning", "--keep-going", "--quiet"]
         code = build_main([*strict, "-b", "html", "-c", str(HERE), "-d", str(trees), str(source), str(out)])
-    shutil.rmtree(out / ".buildinfo", ignore_errors=True)
+    (out / ".buildinfo").unlink(missing_ok=True)  # for a next build, which begins anew
+    shutil.rmtree(out / "_sources", ignore_errors=True)  # empty
     if code == 0:
         print(f"The book is in {out / 'index.html'}")
     return code

@@ -11,7 +11,7 @@ from typing import Any
 
 from reading import Notebook
 
-WORDS = ("holds", "does not hold", "depends", "needs GPUs", "no verdict yet")
+WORDS = ("holds", "does not hold", "depends", "needs GPUs", "not tried yet")
 SECTION = "Claims on trial"
 
 
@@ -52,7 +52,7 @@ def kind(verdict: str) -> str:
     """The verdict as one of WORDS."""
     if verdict.startswith("needs"):
         return "needs GPUs"
-    return verdict if verdict in WORDS else "no verdict yet"
+    return verdict if verdict in WORDS else "not tried yet"
 
 
 def page(file: Path, notebooks: list[Notebook]) -> str:
@@ -88,7 +88,7 @@ def row(claim: dict[str, Any], verdict: str) -> str:
     place = f"{claim['id']}, line{'' if claim['lines'].isdigit() else 's'} {claim['lines']}"
     if verdict.startswith("needs") and claim.get("command"):
         verdict += f": `{claim['command']}`"
-    return f"| {place} | {text} | {claim['paper']} | {verdict or 'no verdict yet'} |"
+    return f"| {place} | {text} | {claim['paper']} | {verdict or 'not tried yet'} |"
 
 
 INTRODUCTION = """# Claims on trial

@@ -38,6 +38,7 @@ html_css_files = ["book.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
+html_use_index = False  # the glossary is one
 html_theme_options = {"navigation_with_keys": True}
 html_extra_path = [os.environ["BOOK_FILES"]] if "BOOK_FILES" in os.environ else []
 

@@ -49,7 +49,7 @@ def used_in(word: str, notebooks: list[Notebook]) -> str:
     for notebook in notebooks:
         found = sections(word, notebook)
         count += len(found)
-        links = [f"[{link_text(s.heading)}]({notebook.path}#{slug(s.heading)})" for s in found]
+        links = [link_to(notebook, section) for section in found]
         if links:
             lines.append(f"* {notebook.number} {notebook.short}: {' · '.join(links)}")
     if not lines:
@@ -58,6 +58,9 @@ def used_in(word: str, notebooks: list[Notebook]) -> str:
     return f"<details><summary>{summary}</summary>\n\n" + "\n".join(lines) + "\n\n</details>"
 
 
-def link_text(heading: str) -> str:
-    """A heading between the brackets of a link."""
-    return re.sub(r"([][*_`$])", r"\\\1", heading)
+def link_to(notebook: Notebook, section: Section) -> str:
+    """A link to a section of a notebook."""
+    if not section.heading:
+        return f"[introduction]({notebook.path})"
+    words = re.sub(r"([][*_`$])", r"\\\1", section.heading)
+    return f"[{words}]({notebook.path}#{slug(section.heading)})"

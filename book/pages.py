@@ -158,7 +158,7 @@ class Book:
     # -- notebooks
 
     def notebook(self, notebook: Notebook) -> dict:
-        """The notebook's content with links that hold, figures in files, and a line about its run."""
+        """The notebook's content: its number in its title, links that hold, figures in files, a line about its run."""
         cells = []
         for cell in notebook.content["cells"]:
             source = "".join(cell["source"])
@@ -166,6 +166,7 @@ class Book:
             if "outputs" in cell:
                 cell["outputs"] = [self._output(output, notebook.path) for output in cell["outputs"]]
             cells.append(cell)
+        cells[0]["source"] = cells[0]["source"].replace("# ", f"# {notebook.number} ", 1)
         about = {"id": "about-this-run", "cell_type": "markdown", "metadata": {}, "source": about_run(notebook)}
         cells.insert(1, about)
         return {**notebook.content, "cells": cells}
@@ -190,7 +191,7 @@ class Book:
 
     def contents(self) -> str:
         """What follows the front page's text: the order of all pages, for the sidebar and for previous and next."""
-        chapters = [f"{n.number} {n.title} <{n.path.with_suffix('')}>" for n in self.notebooks]
+        chapters = [str(n.path.with_suffix("")) for n in self.notebooks]
         look_up = ["How the notebooks build on each other <map>", "Glossary <GLOSSARY>", "Claims on trial <claims>"]
         take = ["Recipes to take home <labs/recipes/README>", "Recipes on a cluster <labs/recipes/CLUSTER>"]
         use = [*(["Install, run and mend <run>"] if RUN in self.readme else []), "For instructors <INSTRUCTOR>"]

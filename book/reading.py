@@ -28,7 +28,10 @@ def slug(heading: str) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading of the second level and what stands under it, code blocks left out."""
+    """A heading of the second level, "" for what stands before the first one, and what a reader finds under it.
+
+    Code is left out: a word of the glossary that is a variable's name explains nothing.
+    """
 
     heading: str
     text: str
@@ -67,8 +70,15 @@ class Notebook:
 
     @cached_property
     def sections(self) -> list[Section]:
-        _, *parts = re.split(r"^## +(.+)$", self.text, flags=re.MULTILINE)
-        return [Section(plain(heading), text) for heading, text in zip(parts[::2], parts[1::2], strict=True)]
+        seen = []
+        for cell in self.content["cells"]:
+            if cell["cell_type"] == "markdown":
+                seen.append("".join(cell["source"]))
+            seen += [f" {shown}".replace("\n", "\n ") for shown in map(text_of, cell.get("outputs", ()))]
+        text = CODE_BLOCK.sub("", "\n\n".join(seen))
+        before, *parts = re.split(r"^## +(.+)$", text, flags=re.MULTILINE)
+        named = [Section(plain(heading), text) for heading, text in zip(parts[::2], parts[1::2], strict=True)]
+        return [Section("", before), *named]
 
     def section(self, heading: str) -> str:
         """The text under a heading, "" if there is none."""
@@ -82,6 +92,12 @@ class Notebook:
             return ""
         devices = ", ".join(run["gpus"]) or f"{run['cpu']}, {run['cores']} cores"
         return f"{devices}, torch {run['torch']}, {run['utc'][:10]}"
+
+
+def text_of(output: dict[str, Any]) -> str:
+    """An output as text: Markdown where it has some, with its code blocks."""
+    data = output.get("data", {})
+    return "".join(data.get("text/markdown") or data.get("text/plain") or output.get("text") or "")
 
 
 def notebooks(root: Path) -> list[Notebook]:
