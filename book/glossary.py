@@ -18,11 +18,14 @@ def page(markdown: str, notebooks: list[Notebook]) -> str:
         indented = "\n".join(f"  {line}" if line else "" for line in body.splitlines())
         return f"{found['word']}\n{indented}\n"
 
-    first = ENTRY.search(markdown)
-    if not first:
-        return markdown
-    words = "\n".join(entry(found) for found in ENTRY.finditer(markdown))
-    return f"{markdown[: first.start()]}````{{glossary}}\n{words}\n````\n"
+    parts, end = [], 0
+    for found in ENTRY.finditer(markdown):
+        between = markdown[end : found.start()]
+        if between.strip():  # text between words stays where it is
+            parts += ["````\n" if end else "", between, "````{glossary}\n"]
+        parts.append(entry(found) + "\n")
+        end = found.end()
+    return "".join([*parts, "````\n" if end else "", markdown[end:]])
 
 
 def pattern(word: str) -> re.Pattern[str]:

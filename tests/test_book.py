@@ -130,6 +130,15 @@ def test_the_map_says_what_is_needed_and_what_only_helps():
     assert notebook_map.drawn({("00", "01"): False, ("01", "02"): True, ("00", "02"): True})["00", "02"]
 
 
+def test_the_glossary_keeps_what_stands_around_its_words():
+    page = glossary.page(
+        "# Glossary\n\n**a** [00](x): A.\n\n**b** [00](x): B.\n\nThen.\n\n**c** [00](x): C.\n\nEnd.\n", []
+    )
+    directive = "````{glossary}\n"
+    assert page.count(directive) == 2 and page.count("````\n") == 2
+    assert page.index("b\n  [00](x): B.") < page.index("Then.") < page.index("c\n  [00](x): C.") < page.index("End.")
+
+
 def test_a_word_is_found_in_its_forms():
     def found(word, text):
         return glossary.pattern(word).search(text) is not None
@@ -327,7 +336,7 @@ def test_no_page_scrolls_sideways_on_a_phone_or_asks_the_network(site, browser, 
     tab, wrong = context.new_page(), []
     tab.on("pageerror", lambda error: wrong.append(f"{tab.url}: {error}"))
     tab.on("request", lambda request: wrong.append(request.url) if request.url.startswith("http") else None)
-    for path in content(site):
+    for path in (p for p in content(site) if "code" not in p.relative_to(top(site)).parts):
         tab.goto(path.as_uri())
         width = tab.evaluate("document.documentElement.scrollWidth")
         wrong += [f"{path.name} is {width} pixels wide"] if width > 390 else []
