@@ -8,13 +8,15 @@ ARGS ?=
 
 PY := .venv/bin/python
 READY := .venv/.ready
+BOOK_PY := .venv-book/bin/python
+BOOK_READY := .venv-book/.ready
 
 # A kernel must run in .venv, whatever kernels this user has installed elsewhere.
 export JUPYTER_PREFER_ENV_PATH := 1
 unexport JUPYTER_PATH
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help lab course slides test test-all test-elsewhere drills notebooks constraints clean moved
+.PHONY: help lab course slides book test test-all test-elsewhere drills notebooks constraints clean moved
 
 help:
 	@echo "make lab     JupyterLab on your own copies of the notebooks, in my/ (START=03 opens that one,"
@@ -25,6 +27,7 @@ help:
 	@echo "make test-elsewhere  the same on another day, processor, user, place and speed (ARGS='small -- notebooks')"
 	@echo "make drills  only the tests that kill, fill a disk, corrupt, hang or interrupt"
 	@echo "make slides  slides of every notebook in build/slides, without a network (ARGS='--solutions 03.1', '--source build')"
+	@echo "make book    a static site of all notebooks, with their committed outputs, in build/book; needs no torch (in .venv-book)"
 	@echo "make clean   remove build/ and caches; .venv and my/ stay"
 	@echo "Each installs into .venv first if needed: PYTHON=python3.12 picks the Python, PIP_ARGS adds pip options."
 
@@ -40,6 +43,10 @@ slides: $(READY)
 	@echo "== Write the slides into build/slides"
 	@$(PY) -m labs.classroom.slides $(ARGS)
 
+book: $(BOOK_READY)
+	@echo "== Build the book from the committed notebooks: open build/book/index.html"
+	@$(BOOK_PY) book $(ARGS)
+
 LINT = $(PY) -m ruff check . && $(PY) -m ruff format --check .
 PYTEST = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=270
 
@@ -53,7 +60,7 @@ test: $(READY)
 	@echo "== Every notebook, in short, against its committed outputs, two at a time"
 	COURSE_SMOKE=1 $(PYTEST) -m notebook -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: $(READY)
+test-all: $(READY) $(BOOK_READY)
 	@echo "== Lint"
 	$(LINT)
 	@echo "== Every test, drills and long ones too, then every notebook at full length against its committed outputs"
@@ -81,11 +88,28 @@ constraints: $(READY)
 	@build/newest/bin/python -m pip freeze --all --exclude-editable --exclude pip | sed -e 's/^\(torch==[^+]*\)+.*/\1/' \
 		-e '/^nvidia-ml-py==/!{/^nvidia-/d;}' -e '/^triton==/d' -e '/^cuda-/d' >> build/constraints.txt
 	@mv build/constraints.txt constraints.txt
+	@echo "== The same for the book, into book/constraints.txt"
+	@$(PY) -m venv --clear build/newest
+	@build/newest/bin/python -m pip install --upgrade $(PIP_ARGS) pip
+	@build/newest/bin/python -m pip install $(PIP_ARGS) --group book
+	@grep '^#' book/constraints.txt > build/constraints.txt
+	@build/newest/bin/python -m pip freeze --all --exclude setuptools >> build/constraints.txt
+	@mv build/constraints.txt book/constraints.txt
 
 clean:
 	@echo "== Remove build/ and caches"
 	@rm -rf build .cache .pytest_cache .ruff_cache gpu_training_course.egg-info
-	@find . \( -path ./.venv -o -path ./my \) -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
+	@find . \( -path "./.venv*" -o -path ./my \) -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
+
+# Sets $found to the first Python that will do.
+define FIND_PYTHON
+found=; for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.14 python3.13 python3.12 python3.11 python); do \
+		if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$p; break; fi; done; \
+	if [ -z "$$found" ]; then \
+		echo "Python 3.11 or later is needed$(if $(PYTHON), ($(PYTHON) is absent or older)): install it or name it, as in 'make $(MAKECMDGOALS) PYTHON=/path/to/python3.12'." >&2; exit 1; fi; \
+	if ! "$$found" -c 'import venv, ensurepip' 2>/dev/null; then \
+		echo "$$found has no venv module: on Debian and Ubuntu, 'sudo apt install python3-venv', then run make again." >&2; exit 1; fi
+endef
 
 # .ready holds the folder it was made for: a virtual environment that was moved or copied is made again.
 ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"
@@ -94,14 +118,19 @@ endif
 
 $(READY): pyproject.toml constraints.txt
 	@if [ -L .venv ]; then echo ".venv is a link, and what it leads to would be emptied: remove the link and run make again." >&2; exit 1; fi
-	@found=; for p in $(if $(PYTHON),"$(PYTHON)",python3 python3.14 python3.13 python3.12 python3.11 python); do \
-		if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$p; break; fi; done; \
-	if [ -z "$$found" ]; then \
-		echo "Python 3.11 or later is needed$(if $(PYTHON), ($(PYTHON) is absent or older)): install it or name it, as in 'make $(MAKECMDGOALS) PYTHON=/path/to/python3.12'." >&2; exit 1; fi; \
-	if ! "$$found" -c 'import venv, ensurepip' 2>/dev/null; then \
-		echo "$$found has no venv module: on Debian and Ubuntu, 'sudo apt install python3-venv', then run make again." >&2; exit 1; fi; \
+	@$(FIND_PYTHON); \
 	if [ "$$(cat $(READY) 2>/dev/null || pwd)" != "$(CURDIR)" ] || ! $(PY) -c '' 2>/dev/null; then \
 		echo "== Create .venv with $$($$found --version)"; "$$found" -m venv --clear .venv || exit 1; fi
 	@echo "== Install into .venv: a few minutes the first time"
 	@$(PY) -m pip install $(PIP_ARGS) -c constraints.txt -e .
 	@printf '%s\n' "$(CURDIR)" > $(READY)
+
+# The book needs no torch, and none of its packages belong into a learner's environment: it has one of its own.
+# pip learned dependency groups in 25.1.
+$(BOOK_READY): pyproject.toml book/constraints.txt
+	@$(FIND_PYTHON); \
+	echo "== Create .venv-book with $$($$found --version)"; "$$found" -m venv --clear .venv-book
+	@echo "== Install into .venv-book: a minute the first time"
+	@$(BOOK_PY) -m pip install --quiet $(PIP_ARGS) -c book/constraints.txt pip
+	@$(BOOK_PY) -m pip install $(PIP_ARGS) -c book/constraints.txt --group book
+	@touch $(BOOK_READY)

@@ -36,6 +36,7 @@ ELSEWHERE = {
     ),
     r"python -m labs.kit.copies": ("it writes my/", "tests/test_copies.py::test_a_copy_is_made_once"),
     r"python -m labs.kit.course$": ("all notebooks", "tests/test_notebooks.py::test_course_goes_on_after_a_failure"),
+    r"make book": ("Sphinx and a theme", "tests/test_book.py::test_no_link_is_broken"),
     r"make notebooks": ("it measures", "tests/test_fingerprint.py::test_rerun_stamps_what_ran"),
     r"make constraints": ("a package index", REPOSITORY + "test_constraints_pin_every_dependency_within_its_bounds"),
     r"docker (build|run)": ("Docker", "tests/test_container_image.py::test_"),

@@ -38,7 +38,7 @@ def tracked() -> list[Path]:
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
     if listed is None or listed.returncode:  # a container without git, an archive without .git
-        skip = {".venv", "my", "build", ".cache", "__pycache__", ".pytest_cache", ".ruff_cache"}
+        skip = {".venv", ".venv-book", "my", "build", ".cache", "__pycache__", ".pytest_cache", ".ruff_cache"}
         skip.add("gpu_training_course.egg-info")
         return [p for p in ROOT.rglob("*") if p.is_file() and not skip & set(p.relative_to(ROOT).parts)]
     return [p for name in listed.stdout.split("\0") if name and (p := ROOT / name).is_file()]
@@ -99,7 +99,7 @@ def imported(tree: ast.AST) -> set[str]:
 def test_dependencies_are_those_that_the_code_imports():
     files = [*(ROOT / "labs").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     modules = {m.partition(".")[0] for f in files for m in imported(ast.parse(f.read_text()))}
-    own = {"labs"} | {p.stem for folder in ("tests", "tests/stand_ins") for p in (ROOT / folder).iterdir()}
+    own = {"labs"} | {p.stem for folder in ("tests", "tests/stand_ins", "book") for p in (ROOT / folder).iterdir()}
     owners = importlib.metadata.packages_distributions()
     third_party = modules - own - set(sys.stdlib_module_names)
     needed = {canonicalize_name(owners[m][0]) for m in third_party if m in owners}
@@ -143,7 +143,11 @@ def test_dockerfile_leaves_the_token_on_and_explains_shared_memory():
     assert "--shm-size" in text and "--gpus all" in text
 
 
-@pytest.mark.parametrize("name", ["Makefile", "Dockerfile", "environment.yml", ".ci/run", ".github/workflows/ci.yml"])
+WITHOUT_VERSIONS = ["Makefile", "Dockerfile", "environment.yml", ".ci/run"]
+WITHOUT_VERSIONS += [".github/workflows/ci.yml", ".github/workflows/book.yml"]
+
+
+@pytest.mark.parametrize("name", WITHOUT_VERSIONS)
 def test_versions_stand_in_one_place(name):
     assert not re.search(r"\b[\w-]+==\d", (ROOT / name).read_text())
 
@@ -181,7 +185,7 @@ def test_readme_commands_exist():
     assert modules and [m for m in modules if importlib.util.find_spec(m) is None] == []
 
 
-@pytest.mark.parametrize("target", ["lab", "course", "slides", "test", "test-all", "drills", "clean", "help"])
+@pytest.mark.parametrize("target", ["lab", "course", "slides", "book", "test", "test-all", "drills", "clean", "help"])
 def test_make_knows_and_explains_each_command(target):
     assert f"make {target}" in make("help").stdout or target == "help"
     done = make("-n", target)
@@ -235,7 +239,7 @@ def test_no_word_of_a_registry_or_of_one_machine():
 
 
 def test_top_level_is_as_designed():
-    allowed = {"notebooks", "labs", "records", "tests", ".ci", ".github", "README.md", "LICENSE", "Makefile"}
+    allowed = {"notebooks", "labs", "records", "tests", "book", ".ci", ".github", "README.md", "LICENSE", "Makefile"}
     allowed |= {
         "INSTRUCTOR.md",
         "GLOSSARY.md",
