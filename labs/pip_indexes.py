@@ -15,7 +15,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import multiprocessing.util
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -200,7 +200,8 @@ def _asked(cases: Iterable[tuple[str, Case]], folder: Path) -> Iterator[tuple[st
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Each rank asks for its share of the lines; rank 0 records, and looks at the installed torch."""
     mine = [(name, CASES[name]) for name in config.cases[rank.rank :: rank.world_size]]
-    run_folder = multiprocessing.util.get_temp_dir()  # the launcher's, which goes even if this rank is killed
+    # The launcher's folder, which goes even if this rank is killed. Under torchrun there is none: the system's.
+    run_folder = multiprocessing.current_process()._config.get("tempdir")
     found = {}
     with tempfile.TemporaryDirectory(prefix="pip ", dir=run_folder) as folder:  # a space, as in many a home
         for done, (name, choice) in enumerate(_asked(mine, Path(folder)), start=1):

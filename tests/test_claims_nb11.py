@@ -74,6 +74,8 @@ def test_without_records_nothing_is_claimed_of_pip():
     assert {found.verdict(c).kind for c in PUBLISHED} == {"published"}
     only_some = Records(r for r in pip_took() if r.case["asked"] in ("now", "pinned"))
     assert table("11", only_some, gpus=0, strict=True).verdict("D30").word == "not tried yet"
+    unread = pip_took(now="")
+    assert "cannot have read" in table("11", unread, gpus=0, strict=True).verdict("D30").because
 
 
 def test_an_older_torch_is_on_the_conda_channel(monkeypatch):

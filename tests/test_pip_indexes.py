@@ -156,10 +156,12 @@ def test_a_pip_that_gives_no_answer_is_no_choice(name, tmp_path):
     assert found == lab.Choice(failed=why)
 
 
-def test_nothing_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(lab.tempfile, "tempdir", str(tmp_path))
-    lab.choose(NOW)
-    assert list(tmp_path.iterdir()) == []
+def test_nothing_is_left_in_a_folder_of_any_name(tmp_path, monkeypatch):
+    folder = tmp_path / "my #1, 100 % Übung"
+    folder.mkdir()
+    monkeypatch.setattr(lab.tempfile, "tempdir", str(folder))
+    assert lab.choose(NOW).version == "2.4.1"
+    assert list(folder.iterdir()) == []
 
 
 def test_bad_input_is_one_line():

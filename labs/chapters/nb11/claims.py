@@ -20,9 +20,16 @@ INDEXES = "Its indexes are made up after the real ones."
 
 
 def taken(evidence: Records, *names: str) -> list[dict[str, Any]]:
-    """What pip took in each of these cases of one launch. LookupError if one is missing, as without pip."""
+    """What pip took in each of these cases of one launch. LookupError if one is missing, as without pip.
+
+    And if pip found nothing where a wheel fits: then it could not read an index, and has chosen nothing.
+    """
     run = last(evidence, LAB, "wheels", asked=names[0])
-    return [run.one("wheels", asked=name).case for name in names]
+    found = [run.one("wheels", asked=name) for name in names]
+    for r in found:
+        if not r.value and r.case["asked"] != "no_wheel":
+            raise LookupError(f"pip found no wheel in the case {r.case['asked']!r}: it cannot have read its index")
+    return [r.case for r in found]
 
 
 def version(case: dict[str, Any]) -> str:
