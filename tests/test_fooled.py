@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import statistics
 import subprocess
 import time
@@ -22,6 +23,7 @@ from labs.kit.errors import BadInput
 from labs.kit.launch import launch
 from labs.kit.plot import to_png
 from labs.kit.record import Record, Records
+from labs.parts.fooled import neighbour as neighbour_module
 from labs.parts.fooled import one_batch_epoch, samples_rate
 from labs.parts.fooled.neighbour import neighbour_on
 from labs.parts.fooled.ways import WAYS
@@ -296,6 +298,11 @@ def test_a_neighbour_is_a_busy_process_that_ends_with_the_block_also_after_an_er
     with pytest.raises(KeyError), neighbour_on(CPU):
         raise KeyError
     assert not neighbours()
+
+
+def test_a_neighbour_whose_starter_is_gone_before_it_begins_does_not_stay():
+    nobody = str(os.getpid() + 10_000_000)  # above any process id
+    subprocess.run([*PYTHON, "-c", neighbour_module.BUSY, nobody], check=True, timeout=100)
 
 
 @pytest.mark.drill

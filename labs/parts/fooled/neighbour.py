@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import torch
 
 from labs.kit import measure
 
-BUSY = "import os\nstarter = os.getppid()\nprint(flush=True)\nwhile os.getppid() == starter: pass"
-"""A program that computes for as long as the process lives that started it."""
+BUSY = "import os, sys\nprint(flush=True)\nwhile os.getppid() == int(sys.argv[1]): pass"
+"""A program that computes for as long as its parent lives, whose process id it is given."""
 SIDE = 4096  # of the matrices that a GPU's neighbour multiplies
 
 
@@ -45,7 +46,8 @@ def neighbour_on(device: torch.device) -> Iterator[None]:
         with _products_on(device):
             yield
         return
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", BUSY], stdout=subprocess.PIPE)  # same cores
+    command = [sys.executable, "-I", "-S", "-c", BUSY, str(os.getpid())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)  # on the same cores
     try:
         process.stdout.read(1)  # it is at work
         yield
