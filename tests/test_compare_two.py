@@ -227,6 +227,24 @@ def test_stopped_it_leaves_no_child(start, tmp_path, sign):
     assert_no_survivors(process.mark)
 
 
+@pytest.mark.long
+def test_stopped_it_leaves_no_rank_of_torchrun(start):
+    """Ranks have sessions of their own: only torchrun can end them, and gets the time for it."""
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    train = f"{RECIPE.with_name('train_ddp.py')} --cpu --steps 100000 --log-every 100000"
+    process = start(f"OMP_NUM_THREADS=1 {torchrun} {train}", "true")
+
+    def ranks():
+        commands = [" ".join(p.cmdline()) for p in family(process.mark)]
+        return sum("train_ddp" in c and "distributed.run" not in c and "compare_two" not in c for c in commands) == 2
+
+    wait_for(ranks, what="two ranks")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=250 * SLOWER)
+    assert process.returncode == 130
+    assert_no_survivors(process.mark)
+
+
 def test_what_a_command_leaves_behind_is_ended_and_its_time_does_not_count(monkeypatch):
     monkeypatch.setenv(MARK, mark := new_environment()[MARK])
     seconds, code, output = loaded().run("sleep 1000 & echo done")
