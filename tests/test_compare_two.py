@@ -91,7 +91,7 @@ MUTANTS = {
     "the same order in every round": ("((1, 0), (0, 1))[k % 2]", "(0, 1)"),
     "the warm-up counts": ("strict=True)][1:]", "strict=True)]"),
     "no warm-up": ("range(args.rounds + 1)", "range(1, args.rounds + 1)"),
-    "the first number of the output": (".findall(text)[-1]", ".findall(text)[0]"),
+    "the first number of the output": (".findall(text)[-1:]", ".findall(text)[:1]"),
     "a point in place of an interval": ("low, high = interval(ratios)", "low = high = median(ratios)"),
     "upside down": ("a / b for a, b in zip(*values", "b / a for a, b in zip(*values"),
     "all against all": ("[a / b for a, b in zip(*values, strict=True)][1:]",
