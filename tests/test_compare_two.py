@@ -91,7 +91,7 @@ MUTANTS = {
     "the same order in every round": ("((1, 0), (0, 1))[k % 2]", "(0, 1)"),
     "the warm-up counts": ("strict=True)][1:]", "strict=True)]"),
     "no warm-up": ("range(args.rounds + 1)", "range(1, args.rounds + 1)"),
-    "the first number of the output": (".findall(text)[-1]", ".findall(text)[0]"),
+    "the first number of the output": (".findall(text)[-1:]", ".findall(text)[:1]"),
     "a point in place of an interval": ("low, high = interval(ratios)", "low = high = median(ratios)"),
     "upside down": ("a / b for a, b in zip(*values", "b / a for a, b in zip(*values"),
     "all against all": ("[a / b for a, b in zip(*values, strict=True)][1:]",
@@ -224,6 +224,24 @@ def test_stopped_it_leaves_no_child(start, tmp_path, sign):
     os.kill(process.pid, sign)  # to the recipe alone: its commands are in sessions of their own
     _, err = process.communicate(timeout=250 * SLOWER)
     assert process.returncode == 128 + sign and err == ""
+    assert_no_survivors(process.mark)
+
+
+@pytest.mark.long
+def test_stopped_it_leaves_no_rank_of_torchrun(start):
+    """Ranks have sessions of their own: only torchrun can end them, and gets the time for it."""
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    train = f"{RECIPE.with_name('train_ddp.py')} --cpu --steps 100000 --log-every 100000"
+    process = start(f"OMP_NUM_THREADS=1 {torchrun} {train}", "true")
+
+    def ranks():
+        commands = [" ".join(p.cmdline()) for p in family(process.mark)]
+        return sum("train_ddp" in c and "distributed.run" not in c and "compare_two" not in c for c in commands) == 2
+
+    wait_for(ranks, what="two ranks")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=250 * SLOWER)
+    assert process.returncode == 130
     assert_no_survivors(process.mark)
 
 

@@ -53,11 +53,11 @@ def end(process):
 
 def number(text, pattern):
     """The last match, for example "1,234.5", as a number; None if there is none above 0, as a ratio needs it."""
-    try:
-        found = float(pattern.findall(text)[-1].replace(",", ""))
-    except (IndexError, ValueError):
-        return None
-    return found if 0 < found < math.inf else None
+    last = "".join(pattern.findall(text)[-1:]).replace(",", "")
+    with suppress(ValueError):  # by float(): it is no number, or nothing was found
+        if 0 < float(last) < math.inf:
+            return float(last)
+    return None
 
 
 def interval(samples):
