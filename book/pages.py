@@ -27,6 +27,7 @@ import glossary
 import notebook_map
 from reading import CODE_BLOCK, HEADING, Notebook, notebooks, plain, slug
 
+NAMED = ("GLOSSARY.md", "labs/recipes/README.md", "labs/recipes/CLUSTER.md", "INSTRUCTOR.md")
 FRONT, RUN, RUN_BEGINS = "index.md", "run.md", "## From a shell"
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 LANGUAGES |= {".json": "json", ".jsonl": "json"}
@@ -54,9 +55,8 @@ class Book:
         self.notebooks = notebooks(root)
         readme = (root / "README.md").read_text("utf-8")
         front, begins, rest = readme.partition(f"\n{RUN_BEGINS}\n")
-        self.readme = {FRONT: front, RUN: f"# Run it\n{begins}{rest}"} if begins else {FRONT: front}
+        self.readme = {FRONT: front, RUN: f"# Install, run and mend\n{begins}{rest}"} if begins else {FRONT: front}
         self.anchors = {slug(plain(h)): page for page, text in self.readme.items() for h in headings(text)}
-        self.named = ["GLOSSARY.md", "labs/recipes/README.md", "labs/recipes/CLUSTER.md", "INSTRUCTOR.md"]
         self.written: set[Path] = set()
         self.markdown_linked: set[Path] = set()
         self.code_linked: dict[Path, set[Path]] = defaultdict(set)
@@ -65,13 +65,11 @@ class Book:
         """Write all pages. BadLink names the page and the link that leads nowhere."""
         for notebook in self.notebooks:
             self._write(notebook.path, json.dumps(self.notebook(notebook)))
-        self._write(Path("map.md"), self.linked(notebook_map.page(self.notebooks), Path("map.md")))
-        self._write(Path("claims.md"), claim_table.page(self.root / "labs/kit/claims.toml", self.notebooks))
-        words = glossary.page((self.root / "GLOSSARY.md").read_text("utf-8"), self.notebooks)
-        self._write(Path("GLOSSARY.md"), self.linked(words, Path("GLOSSARY.md")))
-        for name in self.named[1:]:
-            self._write(Path(name), self.linked((self.root / name).read_text("utf-8"), Path(name)))
-        for name, text in self.readme.items():
+        texts = {name: (self.root / name).read_text("utf-8") for name in NAMED} | self.readme
+        texts["GLOSSARY.md"] = glossary.page(texts["GLOSSARY.md"], self.notebooks)
+        texts["map.md"] = notebook_map.page(self.notebooks)
+        texts["claims.md"] = claim_table.page(self.root / "labs/kit/claims.toml", self.notebooks)
+        for name, text in texts.items():
             self._write(Path(name), self.linked(text, Path(name)) + (self.contents() if name == FRONT else ""))
         while left := self.markdown_linked - self.written:  # a page may link to further ones
             for path in left:
@@ -108,7 +106,7 @@ class Book:
                 return ""
         if path == Path("README.md"):
             path = Path(self.anchors.get(anchor[1:], FRONT))
-        elif path.suffix == ".md" and str(path) not in self.named:
+        elif path.suffix == ".md" and str(path) not in NAMED:
             self.markdown_linked.add(path)
         elif path.suffix not in (".md", ".ipynb"):
             if b"\0" in (self.root / path).read_bytes():
@@ -194,7 +192,7 @@ class Book:
         chapters = [str(n.path.with_suffix("")) for n in self.notebooks]
         look_up = ["How the notebooks build on each other <map>", "Glossary <GLOSSARY>", "Claims on trial <claims>"]
         take = ["Recipes to take home <labs/recipes/README>", "Recipes on a cluster <labs/recipes/CLUSTER>"]
-        use = [*(["Install, run and mend <run>"] if RUN in self.readme else []), "For instructors <INSTRUCTOR>"]
+        use = [*(["run"] if RUN in self.readme else []), "For instructors <INSTRUCTOR>"]
         lists = {"Notebooks": chapters, "Look up": look_up, "Take home": take, "Use": use}
         trees = [
             f"```{{toctree}}\n:hidden:\n:caption: {name}\n\n" + "\n".join(pages) + "\n```"
