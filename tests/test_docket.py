@@ -162,6 +162,8 @@ def test_the_command_tells_one_and_filters_many(monkeypatch, capsys):
 
     code, out, _ = run("C16")
     assert code == 0 and "decided by" in out and "would change it" in out
+    code, out, _ = run("--article", "C", "--verdict", "does not hold")
+    assert code == 0 and "DOES NOT HOLD" in out and "Docket(" not in out
     code, out, _ = run("--article", "C", "--verdict", "does not hold", "--json")
     assert code == 0 and {row["verdict"] for row in json.loads(out)} == {"does not hold"}
     for args, said in ((["C99"], "C99"), (["--again"], "needs a claim"), (["--subject", "memroy"], "memory")):

@@ -35,7 +35,7 @@ def kind_of(verdict: Verdict) -> str:
     return NEEDS if verdict.word.startswith("needs") else verdict.word
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Docket(Table):
     """Claims with their verdicts; displays as one table for each article."""
 
