@@ -57,7 +57,6 @@ def number(text, pattern):
     with suppress(ValueError):  # by float(): it is no number, or nothing was found
         if 0 < float(last) < math.inf:
             return float(last)
-    return None
 
 
 def interval(samples):
