@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -21,7 +22,7 @@ from labs.kit.cli import fail
 from labs.kit.course import NOTEBOOKS
 from labs.kit.errors import BadInput, require
 from labs.kit.notebook_report import heading, pictures
-from labs.kit.record import Record, attach_provenance, write_atomic
+from labs.kit.record import Record, Records, attach_provenance, load, write_atomic
 from labs.kit.rerun import STAMP
 
 PAGE = NOTEBOOKS.parent / "INSTRUCTOR.md"
@@ -67,12 +68,16 @@ def with_blocks(text: str, written: dict[str, str]) -> str:
 
 
 def keep(path: Path) -> Path:
-    """Write the minutes.json at `path` as a record of this machine, now."""
+    """Write the minutes.json at `path` as a record of this machine, now; notebooks that it lacks keep theirs."""
     rows = [
         Record("course", "section_s", "s", (seconds,), case={"notebook": notebook, "section": section})
         for (notebook, section), seconds in seconds_of(path).items()
     ]
-    return attach_provenance(rows).save(RECORD)
+    run = {r.case["notebook"] for r in rows}
+    others = (
+        [replace(r, kind="measured") for r in load(RECORD) if r.case["notebook"] not in run] if RECORD.is_file() else []
+    )
+    return Records([*others, *attach_provenance(rows)]).save(RECORD)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from labs.kit.record import Record, Records
+from labs.kit.record import Record, Records, attach_provenance
 
 LAB = "installed"
 MESSAGES = ("Mixed precision requires", "requires all GPUs", "GPUs to be identical")
@@ -33,7 +33,7 @@ LONG_S = 60
 
 def facts() -> Records:
     """All that can be found here, as Records."""
-    return Records([*messages(), *endings(), *error_handling(), *on_gpu()])
+    return attach_provenance([*messages(), *endings(), *error_handling(), *on_gpu()])
 
 
 def messages(folder: Path | None = None) -> Iterator[Record]:
