@@ -123,7 +123,7 @@ class Sheet:
     def lines(self) -> list[tuple[str, str]]:
         """What is said, with its heading."""
         c, v = self.claim, self.verdict
-        where = f" ({self.provenance['cpu']}, {self.provenance['utc'][:10]})" if self.provenance else ""
+        where = f" on {self.provenance['cpu']}, {self.provenance['utc'][:10]}" if self.provenance else ""
         said = [
             ("claim", f"{c.claim} [{c.source}]"),
             ("reading alone", c.paper),

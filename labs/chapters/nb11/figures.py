@@ -113,9 +113,11 @@ def stacked(ax, counts: dict[str, Counter[str]]) -> None:  # type: ignore[no-unt
 
 def article_list() -> None:
     """The five sources."""
-    say(
-        "\n".join(f"* {article}: {sum(c.id[0] == key for c in claims())} claims" for key, article in articles().items())
-    )
+    lines = []
+    for key, a in articles().items():
+        when = a.date[:4] if a.date[0].isdigit() else a.date
+        lines.append(f"* **{key}**: *{a.title_en}*, {when}: {sum(c.id[0] == key for c in claims())} claims")
+    say("\n".join(lines))
 
 
 EXPECTED = {"true": "holds", "true with conditions": "depends", "outdated": "does not hold", "wrong": "does not hold"}

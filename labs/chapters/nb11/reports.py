@@ -198,7 +198,7 @@ def _blocked(draw: random.Random, change: str) -> Draft:
     a, b = ([round(level * (1 - fall * k) * draw.uniform(0.997, 1.003), 1) for k in range(start, start + ROUNDS)]
             for start in (0, ROUNDS))  # fmt: skip
     return Draft(draw, change, _ratio(a, b), _rows(a, b, "ms"), None, (), "blocked", shows="A (ms)",
-                 order="All rounds of A ran from 14:02 to 14:31, all of B from 14:32 to 14:58.")  # fmt: skip
+                 order="All rounds of A ran in the first half hour, all of B in the one after it.")  # fmt: skip
 
 
 def _single_pair(draw: random.Random, change: str) -> Draft:
