@@ -42,7 +42,14 @@ def votes_figure(votes: Votes, docket: Docket) -> None:
     for word in SIGNS:
         of = [i for i, (*_, v) in enumerate(rows) if v.word == word]
         if of:
-            points(ax, [100 * (word == "holds")] * len(of), of, kind="recorded", label=word, color=COLORS[word])
+            points(
+                ax,
+                [100 * (word == "holds")] * len(of),
+                of,
+                kind="recorded",
+                color=COLORS[word],
+                label=word if word == "holds" else f"{word}, counts as 0",
+            )
     points(ax, [sure for _, sure, _ in rows], range(len(rows)), kind="prediction", label="")
     ax.set_yticks(range(len(rows)), [c.id for c, *_ in rows])
     ax.set_ylim(len(rows) - 0.4, -0.6)
@@ -53,7 +60,8 @@ def votes_figure(votes: Votes, docket: Docket) -> None:
     lines = [
         f"Your Brier score is {score:.2f} (0 is perfect). Saying 50 % to everything gets {EVERYTHING_50}; saying "
         f"{100 * base:.0f} % to everything, the share that holds, gets {base * (1 - base):.2f}.",
-        f"The course's own reading of the articles, before any run: {vote.of_reading(docket):.2f} over all claims.",
+        f"What documentation and arithmetic say of the same claims before any run (section 2) gets "
+        f"{vote.of_reading(docket, votes.sure):.2f}; over all claims {vote.of_reading(docket):.2f}.",
         *(line[0].upper() + line[1:] + "." for line in vote.calibration(votes, docket)),
     ]
     say("\n".join(f"* {line}" for line in lines))
@@ -145,7 +153,9 @@ def surprises(docket: Docket) -> None:
     rows = [(c, v) for c, v in docket.rows
             if {EXPECTED[c.paper], v.word} == {"holds", "does not hold"}]  # fmt: skip
     if not rows:
-        return say("In no case did one say that it holds and the other that it does not.")
+        return say(
+            "Reading and trial never say the opposite of each other: no claim is true to one and refuted by the other."
+        )
     say(
         "Where one says that it holds and the other that it does not:\n\n"
         + "\n".join(f"* **{c.id}**, {c.claim} Reading: {c.paper}; trial: {v.word}. {v.because}" for c, v in rows)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from labs import fooled as lab
 from labs.kit.check import Prediction
 from labs.kit.claims import claims
@@ -12,6 +15,8 @@ from labs.kit.record import Records
 from labs.parts.fooled.ways import WAYS
 from labs.parts.sources.published import rtx_4090_epochs
 
+APART = 0.17
+"""Of a row, up and down: where the two answers of a way stand."""
 EDGE = 64.0
 """Beyond this factor, in either direction, an answer is drawn at the edge of the figure."""
 TICKS = (1 / 64, 1 / 16, 1 / 4, 1 / 2, 1, 2, 4, 16, 64)
@@ -39,7 +44,9 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
         answers = {key: (r.fooled, r.honest)[index] for key, r in found.items()}
         for kind in KIND_STYLE:
             these = {key: a for key, a in answers.items() if found[key].kinds[index] == kind and _inside(a)}
+            before = len(ax.containers)
             bars(ax, names, map(these.get, WAYS), kind=kind, label=f"{what} answer", color=color)
+            _shift(ax.containers[before:], APART if index == 0 else -APART)
     _numbers(ax, found, lab.left_out(run))
     ax.axvline(1, color="black", linewidth=1, zorder=1)
     ax.set_xscale("log", base=2)
@@ -50,6 +57,15 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
     told = "; ".join(f"{r.way.title} {_number(r.fooled.value)}" for r in found.values())
     show(fig, alt=f"{message}. Twelve rows, each with a fooling answer over the truth beside an honest one: {told}.")
     say("\n".join(f"* {line}" for line in sentences(run, guess)))
+
+
+def _shift(marks: Sequence[Any], rows: float) -> None:
+    """Move marks and their intervals down by a part of a row: none hides another."""
+    for mark, caps, intervals in marks:
+        for line in (mark, *caps):
+            line.set_ydata([y + rows for y in line.get_ydata()])
+        for collection in intervals:
+            collection.set_segments([[(x, y + rows) for x, y in segment] for segment in collection.get_segments()])
 
 
 def _numbers(ax, found: dict[str, lab.Row], left_out: dict[str, str]) -> None:  # type: ignore[no-untyped-def]

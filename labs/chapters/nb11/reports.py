@@ -133,7 +133,7 @@ SOUND_PARTS = {
               "Between 9:10 and 9:50, A and B by turns, {n} times each, first A B, then B A, and so on."),
     "learnt": ("Loss after 2,000 steps, A and B: {loss:.3f} and {other:.3f}, five seeds each.",
                "They learn alike: after 2,000 steps the loss of A is {loss:.3f}, of B {other:.3f} (five seeds).",
-               "Validation loss after an epoch, mean of five seeds: A {loss:.3f}, B {other:.3f}."),
+               "Training loss after 2,000 steps, mean of five seeds: A {loss:.3f}, B {other:.3f}."),
     "end": ("Median of A / B, round by round: {claimed:.2f}.", "A / B in each round, and its median: {claimed:.2f}.",
             "{claimed:.2f} is the median of the rounds' own ratios, A / B."),
 }  # fmt: skip

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from labs.kit.check import predict
@@ -22,13 +23,17 @@ from labs.kit.measure import proportion
 EVERYTHING_50 = 0.25
 BINS = ((0, 33), (33, 67), (67, 100))
 """Votes in percent that are counted together."""
+ABOUT_A_TEXT = re.compile(
+    r"\bimplied|\blisting|\btable\b|\bexample\b|\bThe text\b|\barticle|\bimage\b|\bprinted\b", re.IGNORECASE
+)
+"""Claims that nobody can judge who has not seen what the article shows."""
 GUESS_OF_READING = {"true": 100.0, "true with conditions": 50.0, "outdated": 0.0, "wrong": 0.0}
 """What a reader who believes the column `paper` of claims.toml would vote, in percent."""
 
 
 def drawn(seed: int, n: int = 12) -> list[Claim]:
     """`n` claims that no GPU is needed for, by lot: the same for everybody with the same seed. BadInput for n < 1."""
-    pool = [c for c in claims() if c.gpus == 0]
+    pool = [c for c in claims() if c.gpus == 0 and not ABOUT_A_TEXT.search(c.claim)]
     require(1 <= n <= len(pool), f"n must be from 1 to {len(pool)}, not {n}")
     return sorted(random.Random(seed).sample(pool, n), key=lambda c: c.id)
 
@@ -74,9 +79,9 @@ def cast(votes: Mapping[str, float]) -> Votes:
     return Votes({i: float(predict(sure, f"chance that claim {i} holds", "%")) for i, sure in votes.items()})
 
 
-def of_reading(docket: Docket) -> float:
-    """The Brier score of reading alone, over all judged claims."""
-    judged = [(c, v) for c, v in docket.rows if v.word in SIGNS]
+def of_reading(docket: Docket, ids: Collection[str] = ()) -> float:
+    """The Brier score of reading alone, over the judged claims of `ids` (default: all)."""
+    judged = [(c, v) for c, v in docket.rows if v.word in SIGNS and (not ids or c.id in ids)]
     return brier((GUESS_OF_READING[c.paper], v.word == "holds") for c, v in judged)
 
 
