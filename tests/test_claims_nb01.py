@@ -123,7 +123,7 @@ BY_CLAIM = {
     "C07": [("does not hold", timing()), ("holds", timing(answers=(1,) * 5)),
             ("does not hold", timing(answers=(1,) * 5) + timing(ARTICLE))],
     "C08": [("depends", timing()), ("holds", timing(answers=(1,) * 5))],
-    "C09": [("depends", timing()), ("holds", timing(ranks=(1.0, 1.001))), ("not tried yet", timing(ranks=(1.0,)))],
+    "C09": [("depends", timing()), ("depends", timing(ranks=(1.0, 1.001))), ("not tried yet", timing(ranks=(1.0,)))],
     "C10": [("holds", batch_size()), ("depends", batch_size({4: 1.0, 256: 80.0}))],
     "C12": [("depends", lr_scaling()), ("holds", lr_scaling(same=(0.85, 0.85, 0.851))),
             ("not tried yet", lr_scaling(same=(0.85,)))],

@@ -249,7 +249,7 @@ def test_what_the_figure_says_follows_the_records(shown):
     run = Records([*made("blocked", SURE, EVEN), *made("cold_start", EVEN, EVEN), *EPOCH, *learning, *exchanges])
     figures_fooled.overview(run, predict(25.0, "ratio", unit="x"))
     assert alts[0].startswith(
-        "4 of 5 ways fool by more than 5 % here; of those that were measured, the worst by a factor of 25"
+        "3 of 4 ways that were tried here fool by more than 5 %, the worst by a factor of 25"
     )
     assert "You predicted 25 x; that is within what was measured" in said[0]
     assert "No difference that this run can show: first steps count" in said[0]

@@ -22,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DIGITS = 12
+SHEETS = re.compile(r"^(?:changes|command) = .*\n", re.MULTILINE)
+"""What claims.toml holds for notebook 11 and labs.claims alone."""
 DATA = ("labs/kit/gpus.toml", "labs/kit/claims.toml", "labs/data/SHA256SUMS")  # read by code that cells run
 
 
@@ -47,8 +49,12 @@ def notebook(path: Path) -> str:
 
 def code_behind(path: Path) -> str:
     """12 hex digits of the modules of labs/ that the notebook imports or launches, those they use, and their data."""
-    texts = [without_comments(_module_file(m).read_text("utf-8")) for m in sorted(modules_behind(path))]
-    return _hash([*texts, *(_text((ROOT / name).read_text("utf-8")) for name in DATA)])
+    modules = modules_behind(path)
+    texts = [without_comments(_module_file(m).read_text("utf-8")) for m in sorted(modules)]
+    data = [_text((ROOT / name).read_text("utf-8")) for name in DATA]
+    if "labs.kit.docket" not in modules:
+        data = [SHEETS.sub("", text) for text in data]
+    return _hash([*texts, *data])
 
 
 def modules_behind(path: Path) -> set[str]:

@@ -131,8 +131,10 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     found = method.between_ranks(evidence)
     said = ", ".join(f"{more} ({model})" for model, more in found.items())
-    word = "holds" if all(more.high <= 1 for more in found.values()) else "depends"
-    return Verdict(word, f"the slowest rank prints {said} more than the fastest; the job takes what the slowest does")
+    near = all(more.high <= 1 for more in found.values())
+    shared = "equal work for all ranks: any of them will do here" if near else "equal work for all ranks, all the same"
+    return Verdict("depends", f"the slowest rank prints {said} more than the fastest ({shared}); the job takes what the "
+                              "slowest does, and with unequal work that is far from the others: notebook 11, way 11")  # fmt: skip
 
 
 @verdict("C10")

@@ -65,7 +65,8 @@ def _(evidence: Records) -> Verdict:
     usual, system, python, cuda, no_wheel = taken(evidence, *names)
     differ = {"operating system": system, "Python": python, "index of a CUDA version": cuda}
     matter = [name for name, case in differ.items() if case["file"] != usual["file"]]
-    word = "holds" if len(matter) == len(differ) else "depends" if matter else "does not hold"
+    by_hand = no_wheel["version"] != ""  # pip took a wheel for another Python: then it is the reader who must choose
+    word = "does not hold" if not matter else "holds" if by_hand and len(matter) == len(differ) else "depends"
     return Verdict(word, f"Another wheel is taken for another {_listed(matter)}; for Python {no_wheel['python']} "
                    f"{version(no_wheel)}. System and Python pip reads off a wheel's name; CUDA only the index or the "
                    "version tells.")  # fmt: skip

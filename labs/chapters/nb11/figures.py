@@ -24,7 +24,7 @@ HATCH = {"holds": "", "depends": "//", "does not hold": "xx", NEEDS: ".."}  # no
 def evidence_of(docket: Docket) -> Records:
     """A record of each notebook whose recorded evidence these verdicts rest on: for the line under a figure."""
     found = (recorded_evidence(n) for n in sorted({c.notebook for c, _ in docket.rows}))
-    return Records(e[0] for e in found if e)
+    return Records(next(r for r in e if r.provenance) for e in found if e)
 
 
 def votes_figure(votes: Votes, docket: Docket) -> None:
@@ -59,7 +59,8 @@ def votes_figure(votes: Votes, docket: Docket) -> None:
     base = held / len(rows)
     lines = [
         f"Your Brier score is {score:.2f} (0 is perfect). Saying 50 % to everything gets {EVERYTHING_50}; saying "
-        f"{100 * base:.0f} % to everything, the share that holds, gets {base * (1 - base):.2f}.",
+        f"{100 * base:.0f} % to everything, the share that holds, gets {base * (1 - base):.2f}, but "
+        "that share is known only afterwards.",
         f"What documentation and arithmetic say of the same claims before any run (section 2) gets "
         f"{vote.of_reading(docket, votes.sure):.2f}; over all claims {vote.of_reading(docket):.2f}.",
         *(line[0].upper() + line[1:] + "." for line in vote.calibration(votes, docket)),
@@ -71,7 +72,8 @@ def by_article(docket: Docket) -> None:
     """How many claims of each article got which verdict."""
     counts = docket.count(lambda c: c.id[0])
     total = Counter(kind_of(v) for _, v in docket.rows)
-    message = f"{total['holds']} of {len(docket.rows)} statements hold as they are written"
+    judged = sum(total[word] for word in SIGNS)
+    message = f"{total['holds']} of {judged} statements with a verdict hold as they are written"
     fig, ax = figure(message, xlabel="claims", ylabel="article", records=evidence_of(docket), size=(7.4, 3.3),
                      legend_below=True)  # fmt: skip
     stacked(ax, counts)
@@ -82,7 +84,12 @@ def by_article(docket: Docket) -> None:
 
 def holding_text(docket: Docket, guess: Prediction) -> None:
     """What became of the guess how many hold, and which article has the largest share of them."""
-    lines = [guess.against(sum(v.word == "holds" for _, v in docket.rows), "recorded")]
+    kinds = Counter(v.kind for _, v in docket.rows if v.word in SIGNS)
+    lines = [
+        guess.against(sum(v.word == "holds" for _, v in docket.rows), "found"),
+        f"{kinds['recorded']} of {kinds.total()} verdicts rest on records of runs, {kinds['modelled']} on formulas, "
+        f"{kinds['published']} on documents and published tables, {kinds['']} on what the software says of itself.",
+    ]
     for key, n in docket.count(lambda c: c.id[0]).items():
         judged = sum(n[word] for word in SIGNS)
         lines.append(f"{key}: {n['holds']} of {judged} with a verdict hold, {100 * n['holds'] / judged:.0f} %.")
@@ -115,7 +122,8 @@ def stacked(ax, counts: dict[str, Counter[str]]) -> None:  # type: ignore[no-unt
             start += found[word]
     for word in WORDS:  # a legend of all, in the order of the parts
         if any(found[word] for found in counts.values()):
-            spans(ax, -9, [(0, 0)], kind="recorded", color=COLORS[word], hatch=HATCH[word], label=word)
+            spans(ax, -9, [(0, 0)], kind="recorded", color=COLORS[word], hatch=HATCH[word])
+            ax.collections[-1].set_label(word)  # without "(recorded)": some rest on documents
     ax.set_ylim(len(counts) - 0.5, -0.5)
 
 
@@ -145,7 +153,7 @@ def reading_against_trial(docket: Docket, guess: Prediction) -> None:
              label="number of claims")  # fmt: skip
     told = "; ".join(f"{p}: " + ", ".join(f"{counts[p][w]} {w}" for w in columns if counts[p][w]) for p in rows)
     show(fig, alt=f"{message}. Claims by what reading said: {told}.")
-    say(f"* {guess.against(100 * same / len(judged), 'recorded')}")
+    say(f"* {guess.against(100 * same / len(judged), 'found')}")
 
 
 def surprises(docket: Docket) -> None:

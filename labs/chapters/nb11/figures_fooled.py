@@ -30,10 +30,10 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
     """Figure: for each way the fooling and the honest answer over the truth. `guess`: of the rate of another size."""
     found = {r.way.key: r for r in lab.rows(run)}
     here = [r for r in found.values() if r.kinds[0] not in ("modelled", "published")]
-    much = sum(r.fools_much for r in found.values())
-    message = f"{much} of {len(found)} ways fool by more than 5 % here"
+    much = sum(r.fools_much for r in here)
+    message = f"{much} of {len(here)} ways that were tried here fool by more than 5 %"
     if worst := max((r.factor for r in here if r.fools), default=0.0):
-        message += f"; of those that were {here[0].kinds[0]}, the worst by a factor of {_number(worst)}"
+        message += f", the worst by a factor of {_number(worst)}"
     if max((r.gap.n for r in here), default=0) < fewest():
         message = "Each way was followed too seldom to tell how much it fools"
     names = [f"{title}  {k:2}" for k, title in enumerate((way.title for way in WAYS.values()), start=1)]

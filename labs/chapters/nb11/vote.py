@@ -27,7 +27,7 @@ ABOUT_A_TEXT = re.compile(
     r"\bimplied|\blisting|\btable\b|\bexample\b|\bThe text\b|\barticle|\bimage\b|\bprinted\b", re.IGNORECASE
 )
 """Claims that nobody can judge who has not seen what the article shows."""
-GUESS_OF_READING = {"true": 100.0, "true with conditions": 50.0, "outdated": 0.0, "wrong": 0.0}
+GUESS_OF_READING = {"true": 100.0, "true with conditions": 0.0, "outdated": 0.0, "wrong": 0.0}
 """What a reader who believes the column `paper` of claims.toml would vote, in percent."""
 
 

@@ -33,7 +33,8 @@ WAYS = {
     way.key: way
     for way in (
         Way("early_clock", "clock stops early", "time of a step", "s",
-            "C06", "reads `time.time()` around the loop, without `synchronize`",
+            "C06", "reads `time.time()` around the loop, without `synchronize`; with its data on the device, as here, it would see "
+            "the launches alone",
             "`measure.sync` before both readings of the clock, in `measure.time_steps`", 0.03),
         Way("cold_start", "first steps count", "time of a step", "s",
             "C07", "starts the clock at the first iteration",
@@ -66,7 +67,7 @@ WAYS = {
             "A25", "watches utilisation with `nvidia-smi`",
             "`launch(\"utilisation\")`, `launch(\"timing\")`: work done over the best rate, beside the counter", 0.05),
         Way("one_clock", "one rank's clock", "time of shared work", "s",
-            "C09", "prints the time of each rank",
+            "", "",
             "`Rank.barrier` before it and `Rank.slowest` after it", 0.03, ranks=2),
         Way("other_size", "rate of another size", "time to exchange 40 MB", "s",
             "C05", "tests DDP with one `Linear(1000, 10)`: 40 kB of gradients",
