@@ -69,6 +69,18 @@ def test_all_that_a_launch_loads_is_code_behind_its_notebook():
     assert set(done.stdout.split()) - found == set()
 
 
+def test_the_page_of_all_claims_depends_on_all_judges_and_on_their_sheets(tmp_path, monkeypatch):
+    eleven, three = (next((ROOT / "notebooks").glob(f"{n}_*.ipynb")) for n in ("11", "03"))
+    assert {"labs.chapters.nb03.claims_scaling", "labs.chapters.nb08.claims"} <= fingerprint.modules_behind(eleven)
+    changed = tmp_path / "claims.toml"
+    text = (ROOT / "labs" / "kit" / "claims.toml").read_text("utf-8")
+    changed.write_text(text.replace('changes = "', 'changes = "Not '), encoding="utf-8")
+    before = fingerprint.code_behind(eleven), fingerprint.code_behind(three)
+    monkeypatch.setattr(fingerprint, "DATA", [changed if d.endswith("claims.toml") else d for d in fingerprint.DATA])
+    after = fingerprint.code_behind(eleven), fingerprint.code_behind(three)
+    assert after[0] != before[0] and after[1] == before[1]
+
+
 @pytest.fixture
 def copy(tmp_path):
     """A small course of its own: one notebook, one module."""

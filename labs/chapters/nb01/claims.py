@@ -132,9 +132,9 @@ def _(evidence: Records) -> Verdict:
     found = method.between_ranks(evidence)
     said = ", ".join(f"{more} ({model})" for model, more in found.items())
     near = all(more.high <= 1 for more in found.values())
-    shared = "equal work for all ranks: any of them will do here" if near else "equal work for all ranks, all the same"
-    return Verdict("depends", f"the slowest rank prints {said} more than the fastest ({shared}); the job takes what the "
-                              "slowest does, and with unequal work that is far from the others: notebook 11, way 11")  # fmt: skip
+    shown = "any of them will do" if near else "not any of them will do"
+    return Verdict("depends", f"with equal work the slowest rank prints {said} more than the fastest: {shown}. The job "
+                              "takes what the slowest does; with unequal work see notebook 11, way 11")  # fmt: skip
 
 
 @verdict("C10")
