@@ -48,7 +48,8 @@ BOTH = ("conda", "pip")
 TURNED = {
     "D30": [(pip_took(), "does not hold"), (FIRST_INDEX_WINS, "holds")],
     "D35": [(pip_took(), "does not hold"), (pip_took(second_build="2.9.1"), "holds")],
-    "E01": [(pip_took(), "holds"), (pip_took({"other_system"}), "depends"), (ONE_WHEEL_FOR_ALL, "does not hold")],
+    "E01": [(pip_took(), "depends"), (pip_took(no_wheel="2.10.0"), "holds"), (pip_took({"other_system"}), "depends"),
+            (ONE_WHEEL_FOR_ALL, "does not hold")],
     "B45": [(loaded(), "depends"), (loaded(second=3.0), "does not hold"), (loaded(ended=True), "depends"),
             (loaded(installers=BOTH), "depends"), (loaded(installers=BOTH, runtimes=2.0), "holds")],
 }  # fmt: skip

@@ -33,8 +33,8 @@ WAYS = {
     way.key: way
     for way in (
         Way("early_clock", "clock stops early", "time of a step", "s",
-            "C06", "reads `time.time()` around the loop, without `synchronize` (there the copies of each batch wait, here the "
-            "data are on the device)",
+            "C06", "reads `time.time()` around the loop, without `synchronize` (there each batch is copied, here "
+            "the data are on the device)",
             "`measure.sync` before both readings of the clock, in `measure.time_steps`", 0.03),
         Way("cold_start", "first steps count", "time of a step", "s",
             "C07", "starts the clock at the first iteration",
