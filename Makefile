@@ -31,17 +31,18 @@ help:
 	@echo "make clean   remove build/ and caches; .venv and my/ stay"
 	@echo "Each installs into .venv first if needed: PYTHON=python3.12 picks the Python, PIP_ARGS adds pip options."
 
+# exec: a signal for make's child then reaches Python, not a shell that would leave it running.
 lab: $(READY)
 	@echo "== JupyterLab: open the link with 'token' below if no browser opens. Ctrl-C stops it."
-	@$(PY) -m labs.start "$(START)" $(LAB_ARGS)
+	@exec $(PY) -m labs.start "$(START)" $(LAB_ARGS)
 
 course: $(READY)
 	@echo "== Run every notebook into build/"
-	@$(PY) -m labs.kit.course $(ARGS)
+	@exec $(PY) -m labs.kit.course $(ARGS)
 
 slides: $(READY)
 	@echo "== Write the slides into build/slides"
-	@$(PY) -m labs.classroom.slides $(ARGS)
+	@exec $(PY) -m labs.classroom.slides $(ARGS)
 
 book: $(BOOK_READY)
 	@echo "== Build the book from the committed notebooks: open build/book/index.html"

@@ -29,6 +29,7 @@ myst_heading_slug_func = "reading.slug"
 # The notebooks are written in Jupyter's Markdown: what else means something in MyST is text there.
 myst_disable_syntax = ["myst_block_break", "myst_line_comment", "myst_role", "myst_target"]
 highlight_language = "none"
+suppress_warnings = ["misc.highlighting_failure"]  # a cell with "!" and "%run" is Python to a notebook alone
 smartquotes = False  # options such as --nproc stay as they are
 
 html_theme = "furo"

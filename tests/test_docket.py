@@ -118,6 +118,10 @@ def test_filters_and_their_mistakes():
     found = trial.where(article="C", verdict="does not hold")
     assert found.rows and all(c.id[0] == "C" and v.word == "does not hold" for c, v in found.rows)
     assert {c.notebook for c, _ in trial.where(subject="precision").rows} == {"04"}
+    assert trial.where(article="c", verdict="Does not hold").rows == found.rows
+    assert {v.word for _, v in trial.where(verdict="needs 1 GPU").rows} <= {"needs 1 GPU", "needs 2 GPUs"}
+    assert "No claim fits" in repr(trial.where(article="C", subject="profiling"))
+    assert docket.by_id("a13").id == "A13"
     with pytest.raises(BadInput, match="does not hold"):
         trial.where(verdict="false")
     with pytest.raises(BadInput, match="no article 'F'"):

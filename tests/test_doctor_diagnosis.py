@@ -465,6 +465,19 @@ def test_a_cure_that_gives_what_was_promised():
     assert "slower than before" in compare.page(after, before).splitlines()[0]
 
 
+@pytest.mark.parametrize("turns", [[], [[0.03]], [[0.02], [0.2]] * 4], ids=["not reached", "one round", "noise"])
+def test_what_the_second_run_did_not_come_to_try_is_not_called_cured(turns):
+    before = _report([made(modes={"larger batch": STEP_S}, samples_factor={"larger batch": 2.0})])
+    assert "tiny_batches" in [f.name for f in before.findings]
+    facts = made(modes={"larger batch": STEP_S}, samples_factor={"larger batch": 2.0})
+    facts.turns_s["larger batch"] = turns
+    after = _report([facts])
+    found = compare.compare(before, after)
+    assert [f.name for f in found.untold] == ["tiny_batches"] and not found.cured
+    text = compare.page(before, after)
+    assert "NOT SHOWN TO BE CURED" in text and "\nCURED" not in text
+
+
 def test_a_cure_that_leaves_half_of_it_is_told_so():
     before = _report([made(STARVED, {"same batch again": STEP_S / 2})])
     after = _report([made(STARVED, {"same batch again": STEP_S / 2}, step_s=0.8 * STEP_S)])

@@ -41,6 +41,9 @@ class Docket(Table):
 
     def where(self, *, article: str = "", subject: str = "", verdict: str = "", paper: str = "") -> Docket:
         """Those of one article ("C"), subject, verdict, or verdict of reading alone. BadInput names what there is."""
+        article, subject, verdict, paper = article.upper(), subject.lower(), verdict.lower(), paper.lower()
+        if verdict.startswith("needs"):  # as it is printed: "needs 1 GPU"
+            verdict = NEEDS
         for what, name, known in (
             (article, "article", {c.id[0] for c, _ in self.rows}),
             (subject, "subject", {c.subject for c, _ in self.rows}),
@@ -57,6 +60,11 @@ class Docket(Table):
                 if verdict in ("", kind_of(v))
             )
         )
+
+    def _summary(self) -> str:
+        if not self.rows:
+            return "No claim fits: take one restriction less, or run a notebook first where it is your own machine's."
+        return super()._summary()
 
     def count(self, by: Callable[[Claim], str]) -> dict[str, Counter[str]]:
         """How many claims of each group got which word, for example by article: `count(lambda c: c.id[0])`."""
@@ -103,6 +111,7 @@ def recorded_evidence(notebook: str) -> Records:
 def by_id(claim_id: str) -> Claim:
     """One claim. BadInput if there is none."""
     known = {c.id: c for c in claims()}
+    claim_id = claim_id.upper()
     hint = did_you_mean(claim_id, known)
     require(claim_id in known, f"there is no claim {claim_id!r}: {hint}Ids are {min(known)} to {max(known)}.")
     return known[claim_id]

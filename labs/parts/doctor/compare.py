@@ -36,7 +36,9 @@ class Comparison:
     unit: str
     """ "samples/s" or "steps/s"."""
     cured: list[Finding]
-    """Findings with a bound that the second run does not have any more."""
+    """Findings with a bound that the second run does not have any more, and shows to be gone."""
+    untold: list[Finding]
+    """The second run does not have them either, but did not come to try them, or could not tell."""
     left: list[tuple[Finding, Finding]]
     """In both: before, after."""
     new: list[Finding]
@@ -53,10 +55,12 @@ def compare(before: Report, after: Report) -> Comparison:
     gain = ratio(rates(after.seen, counted), rates(before.seen, counted))
     priced = [f for f in before.findings if f.bound]
     left = [(f, now) for f in priced if (now := _now(f, before, after))]
-    cured = [f for f in priced if not _now(f, before, after) and (f.kind == HOLDS_BACK or _in_use(f, after))]
+    absent = [f for f in priced if not _now(f, before, after) and (f.kind == HOLDS_BACK or _in_use(f, after))]
+    cured = [f for f in absent if _is_gone(f, after)]
     names = {name for f in before.findings for name in (f.name, MILDER.get(f.name))}
+    new = [f for f in after.findings if f.name not in names]
     return Comparison(
-        gain, "samples/s" if counted else "steps/s", cured, left, [f for f in after.findings if f.name not in names],
+        gain, "samples/s" if counted else "steps/s", cured, [f for f in absent if f not in cured], left, new,
         together([f.bound for f in cured]), list(_warnings(before, after, counted)),
     )  # fmt: skip
 
@@ -72,6 +76,17 @@ def _in_use(option: Finding, after: Report) -> bool:
     """Whether it could not be tried any more: the training has it now. Or its gain has gone among others."""
     modes = {c.mode for c in CAUSES if option.name in (c.name, MILDER.get(c.name))}
     return bool(modes & set(after.seen[0].not_tried))
+
+
+def _is_gone(finding: Finding, after: Report) -> bool:
+    """Whether the second run shows it: it was tried and gives little, cannot be tried any more, or is told by parts."""
+    cause = next((c for c in CAUSES if c.name == finding.name), None)
+    if cause is None or not cause.mode or cause.mode in after.seen[0].not_tried:
+        return True
+    tried = bounds.in_turn(after.seen, cause.mode)
+    if tried is None and cause.parts:
+        tried = bounds.from_parts(after.seen, *cause.parts)[0]
+    return tried is not None and bounds.standing(tried) == "fine"
 
 
 def rates(facts: Sequence[Facts], samples: bool) -> list[float]:
@@ -162,6 +177,12 @@ def _lines(before: Report, after: Report, found: Comparison) -> Iterator[str]:
         for f in found.cured:
             yield from wrapped(f"{f.name}: promised at most {f.bound}, {f.by}", "  ", "    ")
         yield from wrapped(_what_came(found), "  ")
+    if found.untold:
+        yield ""
+        yield "NOT SHOWN TO BE CURED"
+        for f in found.untold:
+            yield from wrapped(f"{f.name}: at most {f.bound} before; the second run did not try it, or cannot tell "
+                               "(--steps and --seconds give it more time)", "  ", "    ")  # fmt: skip
     if found.left:
         yield ""
         yield "STILL THERE"
