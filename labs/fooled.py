@@ -79,7 +79,9 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in self.ways:
-            require(name in WAYS, f"there is no way {name!r}: {did_you_mean(name, WAYS)}take some of {', '.join(WAYS)}")
+            require(
+                name in WAYS, f"ways: there is no {name!r}: {did_you_mean(name, WAYS)}take some of {', '.join(WAYS)}"
+            )
         measure.require_budget(self.seconds, self.rounds)
         require(2 <= self.batch_size <= 10_000, f"batch_size must be from 2 to 10000, not {self.batch_size}")
         require(0 <= self.seed < 2**32, f"seed must be from 0 to 4294967295, not {self.seed}")

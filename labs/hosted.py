@@ -175,11 +175,10 @@ def install(plan: Plan, options: Sequence[str]) -> None:
 
 def course_is_installed() -> bool:
     """Whether this Python finds this very folder already."""
-    try:
-        source = importlib.metadata.distribution("gpu-training-course").read_text("direct_url.json") or "{}"
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return json.loads(source).get("url") == ROOT.as_uri()
+    # pip leaves an egg-info in the clone itself, which says nothing of where it was installed: look at all
+    found = importlib.metadata.distributions(name="gpu-training-course")
+    sources = (json.loads(d.read_text("direct_url.json") or "{}") for d in found)
+    return any(source.get("url") == ROOT.as_uri() for source in sources)
 
 
 def pip(arguments: Sequence[str]) -> None:

@@ -253,7 +253,8 @@ def test_the_committed_page_is_shown_whole(page, server, folder, path):
     assert page.locator(".Toastify__toast").all_inner_texts() == [], "a popup lies over the notebook"
     assert_pictures(page, notebook)
     for number, picture in enumerate(p for p in pictures_shown(page) if p["width"] > 300):
-        figure = page.locator(f'.jp-OutputArea-output img[alt="{picture["alt"]}"]').first
+        alt = picture["alt"].replace('"', '\\"')  # within a selector
+        figure = page.locator(f'.jp-OutputArea-output img[alt="{alt}"]').first
         figure.screenshot(path=SCREENSHOTS / f"{path.stem}-figure-{number}.png")
 
 

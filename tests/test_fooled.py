@@ -271,7 +271,7 @@ def test_with_one_rank_the_figure_and_the_table_say_what_is_missing(shown):
 
 
 @pytest.mark.parametrize(("values", "words"), [
-    ({"ways": ("block",)}, "there is no way 'block': did you mean"), ({"batch_size": 1}, "batch_size must be from 2"),
+    ({"ways": ("block",)}, "ways: there is no 'block': did you mean"), ({"batch_size": 1}, "batch_size must be from 2"),
     ({"seed": -1}, "seed must be from 0"), ({"seconds": 0.0}, "seconds must be a positive number, not 0"),
 ])  # fmt: skip
 def test_bad_input(values, words):
