@@ -443,7 +443,7 @@ def test_rounds_stand_side_by_side_the_most_promising_first(quick):
 
 
 def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
-    """Simulated: facts, and seconds that all turns took."""
+    """Simulated: facts, and seconds that all turns took. A factor is a number, or gives that of the turn by its number."""
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))
@@ -457,12 +457,13 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
 
         def __init__(self, number, factor):
             self.name, self.factor, self.risky = f"mode {number}", factor, number > 4
+            self.turns = itertools.count()
 
         def why_not(self, hooks, facts):
             return ""
 
         def enter(self, hooks):
-            now_on[0] = self.factor
+            now_on[0] = self.factor(next(self.turns)) if callable(self.factor) else self.factor
 
         def leave(self, hooks):
             now_on[0] = 1.0
@@ -494,6 +495,17 @@ def test_what_is_much_slower_is_left_out_soon(monkeypatch):
     facts, took_s = _taken_s(monkeypatch, 0.05, 40.0, [0.5, 30.0])
     assert set(facts.turns_s) == {AS_IS, "mode 0"} and "30 times" in facts.not_tried["mode 1"]
     assert took_s < 50
+
+
+def test_a_neighbour_in_two_rounds_on_end_leaves_nothing_out_where_there_is_time(monkeypatch):
+    facts, _ = _taken_s(monkeypatch, 0.002, 40.0, [0.5, lambda turn: 30.0 if turn in (3, 4) else 0.9])
+    assert set(facts.turns_s) == {AS_IS, "mode 0", "mode 1"} and not facts.not_tried
+
+
+def test_what_is_slower_gives_its_time_to_the_others_once_there_is_none_left(monkeypatch):
+    facts, _ = _taken_s(monkeypatch, 1.0, 20.0, [0.5, lambda turn: 0.5 if turn < 2 else 5.0])
+    assert set(facts.turns_s) == {AS_IS, "mode 0"} and "5 times" in facts.not_tried["mode 1"]
+    assert sum(map(bool, facts.turns_s["mode 0"])) >= fewest()
 
 
 def test_at_least_as_many_rounds_as_an_interval_needs():

@@ -44,8 +44,9 @@ EVENTS, COSTLY, EXTRA_SHARE = 6, 0.05, 0.25
 """What comes now and then and takes more than this share of the run is to be seen so many times: for that there are
 further steps as they are, within a share of the time for counterfactuals."""
 MUCH_SLOWER, SLOWER = 8.0, 2.0
-"""A counterfactual that takes so many times a step as it is, in two rounds on end, has no further one; the second
-number counts when the time is over."""
+"""A counterfactual that takes so many times a step as it is, in two rounds on end, has no further one where the time is
+short of MOST_ROUNDS; the second number counts when it is over. Where there is time for all, two rounds decide nothing:
+on a busy machine some steps of a millisecond take ten."""
 Steps = Generator[None, dict[str, float], None]
 """Takes the next step, and is sent its seconds by kind."""
 
@@ -264,8 +265,7 @@ class _InTurn:
             self._note(turns)
             round_s = time.perf_counter() - begun
             done += 1
-            over = time.perf_counter() + round_s > ends
-            slow = self._slower(SLOWER if over else MUCH_SLOWER, by_name) if done > 1 else []
+            slow = self._too_slow(by_name, done, (ends - time.perf_counter()) / round_s)
             for name in json.loads(self.ranks.first_says(json.dumps(slow))):
                 times = self.facts.turns_s.pop(name)[-1][0] / turns[AS_IS][0]
                 self.facts.not_tried[name] = f"its step took {times:.0f} times as long: not looked at any further"
@@ -305,8 +305,12 @@ class _InTurn:
         for name, of in self.facts.turns_s.items():
             of.append(turns.get(name, []))
 
-    def _slower(self, factor: float, names: Iterable[str]) -> list[str]:
-        """In both of the last two rounds."""
+    def _too_slow(self, names: Iterable[str], done: int, fit: float) -> list[str]:
+        """Those without which more rounds fit, where so many still do."""
+        over = fit < 1
+        if not 2 <= done < (LEAST_ROUNDS if over else MOST_ROUNDS) or fit >= MOST_ROUNDS - done:
+            return []
+        factor = SLOWER if over else MUCH_SLOWER
         last = {name: self.facts.turns_s[name][-2:] for name in (AS_IS, *names)}
         return [
             name for name in names
