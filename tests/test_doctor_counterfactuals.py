@@ -443,7 +443,7 @@ def test_rounds_stand_side_by_side_the_most_promising_first(quick):
 
 
 def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
-    """Simulated: facts, and seconds that all turns took. A factor is a number, or gives that of the turn by its number."""
+    """Simulated: facts, and seconds that all turns took. A factor is a number, or a function of the turn's number."""
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))

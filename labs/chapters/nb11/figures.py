@@ -20,10 +20,15 @@ WORDS = ("holds", "depends", "does not hold", NEEDS)
 COLORS = dict(zip(WORDS, (SERIES[2], SERIES[5], SERIES[1], "#BBBBBB"), strict=True))
 HATCH = {"holds": "", "depends": "//", "does not hold": "xx", NEEDS: ".."}  # not by colour alone
 
+OWN = "11"
+
 
 def evidence_of(docket: Docket) -> Records:
-    """A record of each notebook whose recorded evidence these verdicts rest on: for the line under a figure."""
-    found = (recorded_evidence(n) for n in sorted({c.notebook for c, _ in docket.rows}))
+    """A record of each notebook whose recorded evidence these verdicts rest on: for the line under a figure.
+
+    Without this notebook's own, which comes from the run that draws the figure: the line would tell of the run before.
+    """
+    found = (recorded_evidence(n) for n in sorted({c.notebook for c, _ in docket.rows} - {OWN}))
     return Records(next(r for r in e if r.provenance) for e in found if e)
 
 
