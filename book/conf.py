@@ -36,6 +36,7 @@ html_theme = "furo"
 html_title = project
 html_static_path = [str(HERE / "static")]
 html_css_files = ["book.css"]
+html_js_files = ["book.js"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False

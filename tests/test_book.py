@@ -345,6 +345,31 @@ def test_no_page_scrolls_sideways_on_a_phone_or_asks_the_network(site, browser, 
 
 
 @built
+def test_a_table_that_is_wider_than_a_phone_says_on_which_side_there_is_more(site, browser):
+    tab = browser.new_page(viewport={"width": 390, "height": 844})
+    tab.goto((top(site) / "labs/recipes/README.html").as_uri())
+    table = tab.locator(".table-wrapper.more-right").first
+    assert "linear-gradient" in table.evaluate("box => getComputedStyle(box).maskImage")
+    table.focus()  # by keyboard, too
+    table.evaluate("box => { box.scrollLeft = box.scrollWidth }")
+    tab.wait_for_selector(".table-wrapper.more-left:not(.more-right)", timeout=60_000)
+    tab.set_viewport_size({"width": 2600, "height": 844})
+    tab.goto((top(site) / "GLOSSARY.html").as_uri())
+    assert tab.locator(".more-left, .more-right").count() == 0, "what fits has no faded edge"
+    tab.close()
+
+
+@built
+@pytest.mark.parametrize(("scheme", "shown"), [("light", "none"), ("dark", "brightness(0.86)")])
+def test_figures_are_less_bright_on_a_dark_page_and_keep_their_colours(site, browser, scheme, shown):
+    tab = browser.new_page(color_scheme=scheme)
+    tab.goto((top(site) / "notebooks" / "03_dataparallel_vs_ddp.html").as_uri())
+    filters = tab.eval_on_selector_all("article img", "all => all.map(img => getComputedStyle(img).filter)")
+    assert len(filters) > 5 and set(filters) == {shown}
+    tab.close()
+
+
+@built
 def test_search_works_without_a_server(site, browser):
     tab = browser.new_page()
     tab.goto(f"{(top(site) / 'search.html').as_uri()}?q=DistributedSampler")

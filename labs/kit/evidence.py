@@ -3,7 +3,8 @@
     my/evidence/03.jsonl                                      of this machine: kept whenever notebook 03 has run here
     records/amd-epyc-2-cores-2026-11/claims/03.jsonl          recorded: of the run whose outputs are committed
 
-A notebook's evidence is the records of its launches; `call_of` says how to start one of them again.
+A notebook's evidence is the records of its launches; `call_of` says how to start one of them again. The files are short
+ones (see labs.kit.record): `kept` or `load` reads them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def keep(notebook: str, evidence: Records) -> None:
     if smoke or not any(r.kind == "measured" for r in evidence):
         return
     with contextlib.suppress(OSError):
-        evidence.save(own_folder() / f"{notebook}.jsonl")
+        evidence.save(own_folder() / f"{notebook}.jsonl", short=True)
 
 
 def kept(notebook: str, folder: Path | None = None) -> Records:

@@ -10,10 +10,12 @@ explore(draw, batch=Slider("batch (samples)", (16, 32, 64), 32))
 
 from __future__ import annotations
 
+import gc
 import html
 import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,16 +116,37 @@ def knobs(widgets: Any, draw: Draw, controls: dict[str, Control], picture: str) 
         for name, c in controls.items()
     }
 
-    def redraw(_change: Any) -> None:
+    def redraw() -> None:
         try:
             drawn = draw(**{name: w.value for name, w in made.items()})
         except BadInput as e:  # elsewhere it would only be in the page's log
             return _display({"text/plain": f"{e}"}, picture, update=True)
         return _show(drawn, quick_png(drawn[0]), picture, update=True)
 
+    def follow(_change: Any) -> None:
+        with no_full_collection():
+            redraw()
+
     for widget in made.values():
-        widget.observe(redraw, names="value")
+        widget.observe(follow, names="value")
     return widgets.VBox(list(made.values()))
+
+
+@contextmanager
+def no_full_collection() -> Iterator[None]:
+    """Python's garbage collector waits until the end, and then looks at what is new alone.
+
+    A figure's parts refer to each other, so that none of them goes by itself. After a few figures the collector would
+    go through everything that the kernel holds, torch and all: a pause of several redraws.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+            gc.collect(1)
 
 
 def quick_png(fig: Figure) -> bytes:
@@ -169,7 +192,9 @@ def stacked(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[s
         start = 0.0
         for part, color in colors.items():
             size = parts.get(part, 0.0)
-            plot.spans(ax, row, [(start, start + size)], kind="modelled", color=color, label=part if row == 0 else "")
+            if size or row == 0:  # the first row names all parts in the legend
+                label = part if row == 0 else ""
+                plot.spans(ax, row, [(start, start + size)], kind="modelled", color=color, label=label)
             start += size
     ax.set_yticks(range(len(rows)), list(rows))
     ax.set_ylim(len(rows) - 0.4, -0.6)

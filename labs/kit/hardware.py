@@ -324,9 +324,11 @@ def spec(name: str) -> Spec | None:
 
 def require_spec(name: str, otherwise: str = "") -> Spec:
     """The row of `name`. BadInput, with the nearest name, the known ones and `otherwise`, if there is none."""
-    row, known = spec(name), [s.gpu for s in specs()]
-    require(row is not None, f"no datasheet of {name!r} here. {did_you_mean(name, known)}Known: {', '.join(known)}"
-            f"{otherwise}")  # fmt: skip
+    row = spec(name)
+    if row is None:  # only now: a search for the nearest name takes longer than all else here
+        known = [s.gpu for s in specs()]
+        hint = did_you_mean(name, known)
+        raise BadInput(f"no datasheet of {name!r} here. {hint}Known: {', '.join(known)}{otherwise}")
     return row
 
 

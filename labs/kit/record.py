@@ -3,6 +3,9 @@
 A file holds one provenance line, then one line per Record. It is written whole or not at all, and read back
 with errors that name the file, the line and the field. Its JSON is what every program reads alike: finite numbers, no
 name twice, whole characters, not nested without end.
+
+In a short file a record leaves out each field that the record before it has with the same value. Its provenance line
+says so; a field that is missing in any other file is an error.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ KINDS: tuple[str, ...] = get_args(Kind)
 FIELDS = {"lab": str, "metric": str, "unit": str, "samples": list, "kind": str, "case": dict, "config": dict,
           "layout": dict}  # fmt: skip
 COLUMNS = {"lab", "metric", "value", "unit", "n", "kind"}
+SHORT = "repeated fields are left out"
+"""The name in a provenance line, with the value true, that makes a file a short one."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +142,13 @@ class Records(Sequence[Record]):
         """Provenance of the first record; empty if there is none."""
         return self[0].provenance if len(self) else {}
 
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write all records to `path` as JSON lines, whole or not at all. OSError if that cannot be done."""
-        return write_atomic(Path(path), "".join(self.lines()))
+    def save(self, path: str | os.PathLike, short: bool = False) -> Path:
+        """Write all records to `path` as JSON lines, whole or not at all. OSError if that cannot be done.
+
+        `short`: a third of the bytes where many records have one configuration, but no longer a line that can be read
+        by itself, as `jq` and pandas do.
+        """
+        return write_atomic(Path(path), "".join(self.short_lines() if short else self.lines()))
 
     def lines(self) -> Iterator[str]:
         """JSON lines, grouped by provenance: a header line for each group, then its records."""
@@ -150,6 +159,23 @@ class Records(Sequence[Record]):
                 yield json.dumps({"provenance": header}, allow_nan=False) + "\n"
             row = {name: getattr(r, name) for name in FIELDS}
             yield json.dumps(row, allow_nan=False) + "\n"
+
+    def short_lines(self) -> Iterator[str]:
+        """The same, without what repeats."""
+        before: dict[str, str] = {}
+        for row in map(json.loads, self.lines()):
+            if "provenance" in row:
+                before = {}
+                yield _packed(row | {SHORT: True}) + "\n"
+            else:
+                texts = {name: _packed(value) for name, value in row.items()}  # as text 1 is neither 1.0 nor true
+                yield _packed({name: row[name] for name in row if texts[name] != before.get(name)}) + "\n"
+                before = texts
+
+
+def _packed(value: Any) -> str:
+    """JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def write_atomic(path: Path, text: str) -> Path:
@@ -180,20 +206,22 @@ def load(path: str | os.PathLike) -> Records:
 
     Raises ValueError naming the file, the line and the field of the first thing that is wrong.
     """
-    records, header = [], None
+    records, header, before = [], None, {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         where = f"{path}, line {number}"
         row = _object(line, where)
         if "provenance" in row:
             header = row["provenance"]
-            if not isinstance(header, dict) or len(row) > 1:
+            if not isinstance(header, dict) or row.get(SHORT, True) is not True or row.keys() - {"provenance", SHORT}:
                 raise ValueError(f"{where}, field 'provenance': a line with one object needed, not {brief(row)}")
             if problem := json_problem(header):
                 raise ValueError(f"{where}, field 'provenance': {problem}")
+            short, before = SHORT in row, {}
         elif header is None:
             raise ValueError(f"{where}, field 'provenance': missing, the first line of a file must hold it")
         else:
-            records.append(_parse(row, header, where))
+            records.append(_parse(before | row, header, where))
+            before = before | row if short else {}
     if not records:
         raise ValueError(f"{path}: holds no records")
     return Records(records)

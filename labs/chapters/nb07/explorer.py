@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labs.kit.explore import Slider, explore, here, powers
-from labs.kit.plot import SERIES, curve, figure, ideal
+from labs.kit.plot import SERIES, curve, figure, ideal, log_axes
 from labs.kit.record import Record, Records
 from labs.parts.data_parallel.scaling import ring_all_reduce_bytes
 
@@ -57,7 +57,7 @@ def draw(compute_ms: float, megabytes: float, gb_s: float, latency_us: float, ra
           color=SERIES[1])  # fmt: skip
     ideal(ax, [BANDWIDTHS_GB_S[0], BANDWIDTHS_GB_S[-1]], [100, 100])
     here(ax, gb_s, now)
-    ax.set_xscale("log")
+    log_axes(ax, (0.01, 0.1, 1, 10, 100))
     ax.set(xlim=(0.01, 500), ylim=(0, 110))
     exposed = exposed_s(compute, exchange, hidden / 100)
     sentence = (
