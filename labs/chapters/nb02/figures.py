@@ -178,7 +178,7 @@ def sweep_map(run: Records, guess: Prediction) -> None:
 
 def _sweep_text(run: Records, rows: dict, best: Record, tied: list[Record], guess: Prediction) -> str:
     cores, batch = cores_of(run), best.case["batch"]
-    lines = [f"* {cores} cores; the fastest cell has {counted(best.case['workers'])}. "
+    lines = [f"* {cores} cores; the cell with the highest median has {counted(best.case['workers'])}. "
              f"{guess.against(float(best.case['workers']))}"]  # fmt: skip
     if others := sorted({r.case["workers"] for r in tied} - {best.case["workers"]}):
         lines.append(f"* These samples cannot tell it from cells with {', '.join(map(str, others))} workers.")
