@@ -16,6 +16,7 @@ import importlib
 import inspect
 import linecache
 import math
+import os
 import re
 import signal
 import sysconfig
@@ -162,7 +163,7 @@ def examine(exercise_id: str, candidate: Any) -> Outcome:
 def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
     """None if the checker is content, TODO if the candidate still returns it, otherwise the feedback."""
     try:
-        with _time_limit(exercise.timeout_s):
+        with _time_limit(exercise.timeout_s), _no_exit():
             exercise.checker(_watch_for_todo(candidate))
     except _ReturnedTodo:
         return TODO
@@ -170,7 +171,11 @@ def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
         return str(mistake)
     except _TimeUp:
         return f"it did not finish within {exercise.timeout_s:g} s.\n    Hint: {TOO_LONG}"
-    except (KeyboardInterrupt, SystemExit):
+    except (SystemExit, _Left) as end:
+        how = str(end) if isinstance(end, _Left) else "exit() or SystemExit"
+        return (f"your code ends the whole process, by {how}: nothing after it would run.\n"
+                "    Hint: return the answer; for what cannot be done, raise an error that says why.")  # fmt: skip
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # a learner's own class may be no Exception
         return TODO if "_ReturnedTodo" in error_text(error) else describe_error(error, candidate)
@@ -237,6 +242,27 @@ TOO_LONG = "look for a loop that never ends, or a rank that waits for a collecti
 
 class _TimeUp(BaseException):
     """Not an Exception, so that a learner's `except Exception` cannot swallow it."""
+
+
+class _Left(BaseException):
+    """The candidate called os._exit() in this process."""
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """os._exit() raises _Left here meanwhile, or it would end the learner's kernel. A forked child leaves as ever."""
+    leave, here = os._exit, os.getpid()
+
+    def stay(status: int) -> None:
+        if os.getpid() != here:
+            leave(status)
+        raise _Left(f"os._exit({status!r:.20})")
+
+    os._exit = stay
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 @contextmanager
