@@ -162,6 +162,20 @@ def test_a_loop_that_never_ends_is_stopped():
     assert outcome.state == "not yet" and "did not finish within 0.5 s" in outcome.text
 
 
+@pytest.mark.drill
+@pytest.mark.timeout(250)
+def test_a_loop_that_swallows_every_error_is_stopped():
+    def endless(values):
+        while True:
+            try:
+                time.sleep(0.01)
+            except:  # noqa: E722
+                continue
+
+    outcome = examine("00.9", endless)
+    assert outcome.state == "not yet" and "did not finish within 0.5 s" in outcome.text
+
+
 @pytest.mark.parametrize(("leaving", "words"), [
     (lambda values: sys.exit(), "by exit() or SystemExit"), (lambda values: os._exit(3), "by os._exit(3)"),
 ], ids=["sys.exit", "os._exit"])  # fmt: skip
