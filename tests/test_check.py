@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import signal
+import sys
 import threading
 import time
 
@@ -158,6 +160,39 @@ def test_a_loop_that_never_ends_is_stopped():
 
     outcome = examine("00.9", endless)
     assert outcome.state == "not yet" and "did not finish within 0.5 s" in outcome.text
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(250)
+def test_a_loop_that_swallows_every_error_is_stopped():
+    def endless(values):
+        while True:
+            try:
+                time.sleep(0.01)
+            except:  # noqa: E722
+                continue
+
+    outcome = examine("00.9", endless)
+    assert outcome.state == "not yet" and "did not finish within 0.5 s" in outcome.text
+
+
+@pytest.mark.parametrize(("leaving", "words"), [
+    (lambda values: sys.exit(), "by exit() or SystemExit"), (lambda values: os._exit(3), "by os._exit(3)"),
+], ids=["sys.exit", "os._exit"])  # fmt: skip
+def test_leaving_the_process_is_told_and_ends_no_kernel(leaving, words):
+    real = os._exit
+    outcome = examine("00.9", leaving)
+    assert outcome.state == "not yet" and words in outcome.text, outcome
+    assert os._exit is real
+
+
+def test_a_child_that_is_forked_in_a_check_can_leave():
+    def forked(values):
+        if (child := os.fork()) == 0:
+            os._exit(7)
+        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    assert "the mean of 1, 2 and 6 is 3, not 7.0" in examine("00.9", forked).text
 
 
 def together(late):

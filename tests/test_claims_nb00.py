@@ -107,6 +107,10 @@ def test_the_word_follows_what_is_found(claim_id, word, monkeypatch):
     assert found.because.count(". ") <= 2 and len(found.because) < 300
 
 
+def test_what_was_measured_does_not_decide_a_command_that_was_not_run():
+    assert judge(MINE["E03"], Records([PRODUCT])).kind == ""
+
+
 def test_a_sentence_about_a_coincidence_goes_with_it(monkeypatch):
     cards(**{"A100 40GB SXM": {"tdp_w": 250}, "RTX 3090": {"bandwidth_gb_s": 800}, "T4": {"tensor_bf16": 65}})(
         monkeypatch

@@ -1,5 +1,6 @@
 """The machine that is not this one: is it really another, does a strict cell notice, and is nothing left of it?"""
 
+import dataclasses
 import json
 import os
 import signal
@@ -79,7 +80,9 @@ CELLS = {  # what it prints -> is it the same elsewhere?
     "show(drawn(run.where(source='published')), alt='A figure that a file stands behind')": True,
     "import datetime; str(datetime.date.today())": False,
     "from labs.kit import hardware, host, nvml; hardware.cpu_name()": False,
-    "len(nvml.gpus()), host.core_count()": False,
+    "host.core_count()": False,
+    "len(nvml.gpus())": False,
+    "[gpu.name for gpu in nvml.gpus()]": False,
     "show(drawn(run), alt='A figure of what was measured just now')": False,
     "torch.manual_seed(0); torch.nn.Conv2d(8, 8, 3)(torch.randn(8, 8, 32, 32)).double().std().item()": False,
 }
@@ -108,7 +111,8 @@ def test_a_strict_cell_that_shows_the_machine_fails_there(tmp_path, monkeypatch,
     monkeypatch.setenv("PLANTED", (tmp_path / "ran.ipynb").read_text())
     plant = 'printf %s "$PLANTED" > notebooks/planted.ipynb && exec "$@" -v notebooks/planted.ipynb'
     planted = ["sh", "-c", plant, "sh"]
-    assert elsewhere.run(elsewhere.MACHINES["small"], [[*planted, *elsewhere.pytest(full=True)[0]]]) == 1
+    with_gpus = dataclasses.replace(elsewhere.MACHINES["small"], gpus=elsewhere.MACHINES["large"].gpus)
+    assert elsewhere.run(with_gpus, [[*planted, *elsewhere.pytest(full=True)[0]]]) == 1
     told = capfd.readouterr().out
     ended = [f"Cell {n} {'PASSED' if same else 'FAILED'}" for n, same in enumerate([True, *CELLS.values()])]
     assert [line for line in ended if line not in told] == []

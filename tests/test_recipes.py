@@ -634,6 +634,18 @@ def test_the_table_counts_lines():
         assert (added, total) == (str(new), str(len(own))), f"{name}: {new} lines added, {len(own)} in all"
 
 
+def test_each_recipe_is_named_in_other_words():
+    """Notebooks say that the page names each setting in three libraries: a row each, a link where there is one."""
+    other_words = (LABS / "recipes" / "README.md").read_text().partition("## In other words")[2]
+    rows = {row[0]: row[1:] for line in re.findall(r"^\| (\w+ \|.*)\|$", other_words, re.M)
+            for row in [[cell.strip() for cell in line.split(" | ")]]}  # fmt: skip
+    names = {name for name in rows if name in RECIPES}
+    assert names == {*RECIPES} - {"train_single", "compare_two"}
+    for name in names:
+        assert len(rows[name]) == 3, name
+        assert [c for c in rows[name] if "](https://" not in c and not c.startswith("none")] == [], name
+
+
 def test_the_table_names_commands_that_exist():
     page = (LABS / "recipes" / "README.md").read_text()
     for words in [c.split() for c in re.findall(r"`((?:python|torchrun) [^`]+)`\s*\|$", page, re.M)]:

@@ -16,6 +16,8 @@ import importlib
 import inspect
 import linecache
 import math
+import os
+import random
 import re
 import signal
 import sysconfig
@@ -26,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 from labs.kit import room
@@ -162,7 +164,7 @@ def examine(exercise_id: str, candidate: Any) -> Outcome:
 def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
     """None if the checker is content, TODO if the candidate still returns it, otherwise the feedback."""
     try:
-        with _time_limit(exercise.timeout_s):
+        with _time_limit(exercise.timeout_s), _no_exit():
             exercise.checker(_watch_for_todo(candidate))
     except _ReturnedTodo:
         return TODO
@@ -170,7 +172,11 @@ def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
         return str(mistake)
     except _TimeUp:
         return f"it did not finish within {exercise.timeout_s:g} s.\n    Hint: {TOO_LONG}"
-    except (KeyboardInterrupt, SystemExit):
+    except (SystemExit, _Left) as end:
+        how = str(end) if isinstance(end, _Left) else "exit() or SystemExit"
+        return (f"your code ends the whole process, by {how}: nothing after it would run.\n"
+                "    Hint: return the answer; for what cannot be done, raise an error that says why.")  # fmt: skip
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # a learner's own class may be no Exception
         return TODO if "_ReturnedTodo" in error_text(error) else describe_error(error, candidate)
@@ -235,28 +241,59 @@ def _signature_problem(candidate: Any, reference: Callable[..., Any]) -> str | N
 TOO_LONG = "look for a loop that never ends, or a rank that waits for a collective the others never call."
 
 
+AGAIN_S = 1e-3
+"""From one alarm to the next, once the time is up."""
+
+
 class _TimeUp(BaseException):
     """Not an Exception, so that a learner's `except Exception` cannot swallow it."""
+
+
+class _Left(BaseException):
+    """The candidate called os._exit() in this process."""
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """os._exit() raises _Left here meanwhile, or it would end the learner's kernel. A forked child leaves as ever."""
+    leave, here = os._exit, os.getpid()
+
+    def stay(status: int) -> None:
+        if os.getpid() != here:
+            leave(status)
+        raise _Left(f"os._exit({status!r:.20})")
+
+    os._exit = stay
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise _TimeUp in the main thread after `seconds`; elsewhere only the launcher's own limit holds.
 
-    The alarm acts as an interrupt does, since a launch that is running ends its ranks before it lets one through.
+    The alarm acts as an interrupt does, since a launch that is running ends its ranks before it lets one through. What
+    the learner's code swallows by a bare `except:` comes again and again, until it falls between two tries.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
     rang: list[bool] = []
 
-    def ring(*_: Any) -> None:
+    def ring(_signum: int, frame: FrameType | None) -> None:
         rang.append(True)
+        if len(rang) > 1:
+            if _in_candidate(frame):
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-4), AGAIN_S)  # where this one is swallowed
+                raise _TimeUp
+            return  # something ends, a launch perhaps: leave it the time for that
         if signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
             raise _TimeUp
         signal.raise_signal(signal.SIGINT)
 
-    with _alarm(ring, seconds):
+    with _alarm(ring, seconds, again_s=AGAIN_S):
         try:
             yield
         except KeyboardInterrupt:
@@ -265,12 +302,21 @@ def _time_limit(seconds: float) -> Iterator[None]:
             raise _TimeUp from None
 
 
+def _in_candidate(frame: FrameType | None) -> bool:
+    """Whether the learner's code is at work: `frame` or one that it was called from, up to the check itself."""
+    while frame is not None and frame.f_code is not _run.__code__:
+        if frame.f_code.co_name == "watched":
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
-def _alarm(ring: Callable[..., None], seconds: float) -> Iterator[None]:
-    """Call `ring` after `seconds`; an alarm that a test runner has set goes on afterwards."""
+def _alarm(ring: Callable[..., None], seconds: float, again_s: float) -> Iterator[None]:
+    """Call `ring` after `seconds`, then every `again_s`; an alarm that a test runner has set goes on afterwards."""
     started = time.monotonic()
     handler = signal.signal(signal.SIGALRM, ring)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, again_s)
     try:
         yield
     finally:

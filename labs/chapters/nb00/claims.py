@@ -154,7 +154,7 @@ def _(evidence: Records) -> Verdict:
         raise LookupError("the probe's matrix product has not been run")
     where = "a CPU core" if all(r.layout["device"] == "cpu" for r in found) else "a GPU"
     because = f"It needs a GPU and a driver, too: here a product of torch {hardware.build()['torch']} ran on {where}."
-    return Verdict("depends", because + " The command itself was not run.")
+    return Verdict("depends", because + " The command itself was not run.", "")  # what was measured does not decide it
 
 
 @verdict("E04")

@@ -131,10 +131,11 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     found = method.between_ranks(evidence)
     said = ", ".join(f"{more} ({model})" for model, more in found.items())
-    near = all(more.high <= 1 for more in found.values())
-    shown = "any of them will do" if near else "not any of them will do"
-    return Verdict("depends", f"with equal work the slowest rank prints {said} more than the fastest: {shown}. The job "
-                              "takes what the slowest does; with unequal work see notebook 11, way 11")  # fmt: skip
+    near, apart = all(more.high <= 1 for more in found.values()), any(more.low > 1 for more in found.values())
+    shown = "any of them will do" if near else "not any of them will do" if apart else "cannot be told to 1 %"
+    return Verdict("does not hold" if apart else "depends", f"with equal work the slowest rank prints {said} more than "
+                   f"the fastest: {shown}. The job takes what the slowest does; with unequal work see notebook 11, "
+                   "way 11")  # fmt: skip
 
 
 @verdict("C10")

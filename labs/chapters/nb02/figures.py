@@ -72,8 +72,10 @@ def _together_text(rows: list[dict], far: list[dict], guess: Prediction, at: dic
     for r in sorted(far, key=lambda r: r["measured"].value / r["the slower one"])[:3]:
         ratio, shared = r["measured"].value / r["the slower one"] - 1, r["measured"].value / r["shared cores"] - 1
         why = "what it costs to hand batches over, and this run's noise, are in no formula"
-        if abs(shared) < abs(ratio) - 0.02:
+        if abs(shared) <= abs(ratio) / 2:  # else sharing the cores is not what explains it
             why = f"model and workers share the cores; counted in CPU seconds, {shared:+.0%} remain"
+        elif abs(shared) < abs(ratio) - 0.02:
+            why = f"shared cores explain the smaller part of it; counted in CPU seconds, {shared:+.0%} remain"
         lines.append(f"* {r['model']}, {_workers(r['workers'])}: {ratio:+.0%} from the formula: {why}.")
     if len(far) > 3:
         lines.append(f"* {len(far) - 3} more are nearer to it than these three.")
@@ -176,7 +178,7 @@ def sweep_map(run: Records, guess: Prediction) -> None:
 
 def _sweep_text(run: Records, rows: dict, best: Record, tied: list[Record], guess: Prediction) -> str:
     cores, batch = cores_of(run), best.case["batch"]
-    lines = [f"* {cores} cores; the fastest cell has {counted(best.case['workers'])}. "
+    lines = [f"* {cores} cores; the cell with the highest median has {counted(best.case['workers'])}. "
              f"{guess.against(float(best.case['workers']))}"]  # fmt: skip
     if others := sorted({r.case["workers"] for r in tied} - {best.case["workers"]}):
         lines.append(f"* These samples cannot tell it from cells with {', '.join(map(str, others))} workers.")
