@@ -299,7 +299,7 @@ def test_what_the_figure_says_follows_the_records(shown):
     assert "the loss is reached sooner: 2.00 x" in said[0]
     assert "0.2 (batch 32) and 0.4 (batch 1024), searched here" in said[0]
     assert "which is no difference that this run can show; in words per second 2.00 x [1.90, 2.10], a gain" in said[0]
-    assert "busy for 100.0 % [100.0, 100.0] of the time, and reaches 10.0" in said[0]
+    assert "busy for 100 % [100, 100] of the time, and reaches 10.0 %" in said[0]
     searched["searched"] = False
     figures_fooled.overview(Records(made("samples_rate", [8.0] * 6, [0.5 * s for s in EVEN], **searched)))
     assert "the loss is reached later" in said[1] and "not searched" in said[1]
@@ -391,6 +391,7 @@ def compare(a, b, seconds_of, rounds=20):
 """
 ONE_AFTER_THE_OTHER = "[a, b, b, a] * (rounds // 2)", "[a] * rounds + [b] * rounds"
 BEST_AGAINST_MEDIAN = "statistics.median(ratios)", "min(seconds[b]) / statistics.median(seconds[a])"
+A_SINGLE_PAIR = "rounds=20", "rounds=2"
 
 
 def comparison(*edit):
@@ -401,7 +402,8 @@ def comparison(*edit):
 
 
 @pytest.mark.parametrize(
-    ("edit", "wrong"), [((), [0, 0]), (ONE_AFTER_THE_OTHER, [6, 6]), (BEST_AGAINST_MEDIAN, [6, 6])]
+    ("edit", "wrong"),
+    [((), [0, 0]), (ONE_AFTER_THE_OTHER, [6, 6]), (BEST_AGAINST_MEDIAN, [6, 6]), (A_SINGLE_PAIR, [6, 6])],
 )
 def test_one_line_of_the_editable_comparison_decides_beside_a_neighbour(clock, monkeypatch, edit, wrong):
     there = []
@@ -420,6 +422,21 @@ def test_one_line_of_the_editable_comparison_decides_beside_a_neighbour(clock, m
     said = editable_compare._said(comparison(*edit))
     assert [found for _, _, found in editable_compare.judged(said)] == wrong and not there
     assert [truth for truth, _, _ in editable_compare.judged(said)] == [1.0, 1.2]
+
+
+@pytest.mark.parametrize(("timings", "alone"), [(2, {1}), (4, {1, 3}), (40, {19, 21}), (41, {19, 21})])
+def test_the_neighbour_comes_within_a_pair_about_the_middle(timings, alone):
+    compare = lambda a, b, seconds_of: sum(seconds_of(a) for _ in range(timings))  # noqa: E731
+    assert set(itertools.islice(editable_compare.moving_in(compare), 30)) == alone
+
+
+def test_a_comparison_that_never_ends_is_told():
+    def compare(a, b, seconds_of):
+        while True:
+            seconds_of(a)
+
+    with pytest.raises(RuntimeError, match="does its loop end"):
+        next(editable_compare.moving_in(compare))
 
 
 @pytest.mark.quiet
