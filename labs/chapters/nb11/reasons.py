@@ -130,7 +130,7 @@ def _require(gain: Gain, printed: Sequence[Printed], pairs: Sequence[Gain], word
     ends = [any(gain.has_end(number, which) for number in printed) for which in ("low", "high")]
     if not all(ends) or sum(map(gain.has, printed)) < 3:
         missing = ("the upper end of " if ends[0] else "the lower end of ") if ends[0] != ends[1] else ""
-        raise Mistake(f"{told} gives the ratio of {gain.data} without {missing}its interval, on which the verdict rests",
+        raise Mistake(f"{told} gives the ratio of {gain.data} without {missing}its interval: the verdict rests on it",
                       f'as text, measure.paired_ratio gives "{gain.interval}"')  # fmt: skip
 
 
