@@ -424,10 +424,10 @@ def test_one_line_of_the_editable_comparison_decides_beside_a_neighbour(clock, m
     assert [truth for truth, _, _ in editable_compare.judged(said)] == [1.0, 1.2]
 
 
-@pytest.mark.parametrize(("timings", "alone"), [(2, {1}), (4, {1, 3}), (40, {19, 21}), (41, {19, 21})])
+@pytest.mark.parametrize(("timings", "alone"), [(2, 1), (4, 1), (6, 3), (40, 19)])
 def test_the_neighbour_comes_within_a_pair_about_the_middle(timings, alone):
     compare = lambda a, b, seconds_of: sum(seconds_of(a) for _ in range(timings))  # noqa: E731
-    assert set(itertools.islice(editable_compare.moving_in(compare), 30)) == alone
+    assert editable_compare.moving_in(compare) == alone
 
 
 def test_a_comparison_that_never_ends_is_told():
@@ -436,7 +436,7 @@ def test_a_comparison_that_never_ends_is_told():
             seconds_of(a)
 
     with pytest.raises(RuntimeError, match="does its loop end"):
-        next(editable_compare.moving_in(compare))
+        editable_compare.moving_in(compare)
 
 
 @pytest.mark.quiet

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import random
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,8 +28,8 @@ FAR = 0.1
 def try_out(compare: Compare) -> None:
     """Print what `compare` says of the same code twice, and of code with 20 % more work; each 6 times, in turn.
 
-    All of it on one CPU core. After half of the timings of a comparison, one more or one less, another process moves in
-    on that core.
+    All of it on one CPU core. Just before half of the timings of a comparison are done, another process moves in on
+    that core.
     """
     for truth, ratios, wrong in judged(said_by(compare)):
         what = "the same code " if truth == 1 else f"{100 * PLANTED:.0f} % more work"
@@ -57,7 +56,7 @@ def _said(compare: Compare) -> dict[float, list[float]]:
     alone = moving_in(compare)
     for _, (truth, more) in itertools.product(range(REPEATS), programs.items()):
         a, b = (functools.partial(_repeat, step, n) for n in (products, more))
-        with clock_beside_a_neighbour(next(alone)) as seconds_of:
+        with clock_beside_a_neighbour(alone) as seconds_of:
             said[truth].append(float(compare(a, b, seconds_of)))
     return said
 
@@ -67,11 +66,12 @@ def _repeat(step: Callable[[], object], n: int) -> None:
         step()
 
 
-def moving_in(compare: Compare) -> Iterator[int]:
-    """After how many timings the neighbour comes, again and again: about half of them, and always an odd number.
+def moving_in(compare: Compare) -> int:
+    """After how many timings the neighbour comes: half of them, or one less, for it is an odd number.
 
-    So it comes within a pair wherever pairs are timed side by side. How many timings a comparison takes is found by
-    one with a clock that always says 1 s. RuntimeError if it takes more than MOST_TIMINGS.
+    So it comes within a pair wherever pairs are timed side by side, and most timings of either program are beside it.
+    How many timings a comparison takes is found by one with a clock that always says 1 s. RuntimeError if it takes
+    more than MOST_TIMINGS.
     """
     timings = itertools.count()
 
@@ -81,9 +81,8 @@ def moving_in(compare: Compare) -> Iterator[int]:
         return 1.0
 
     compare(lambda: None, lambda: None, one_second)
-    half, draw = next(timings) // 2, random.Random(0)
-    while True:
-        yield half if half % 2 else half + draw.choice((-1, 1))
+    half = next(timings) // 2
+    return half if half % 2 else half - 1
 
 
 @contextlib.contextmanager
