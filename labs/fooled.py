@@ -3,7 +3,7 @@
     python -m labs.fooled --nproc 2
     python -m labs.fooled --ways blocked single_pair --seconds 10
 
-About 16 s on 2 CPU cores. Each habit is followed as somebody in a hurry would, and next to it, in turn, the same is
+About 15 s on 2 CPU cores. Each habit is followed as somebody in a hurry would, and next to it, in turn, the same is
 measured as this course does. Where both sides are the same code the truth is known; otherwise the honest answer stands
 for it. On a CPU, where every operator returns when it is done, a device that works through a queue is emulated.
 Three of the ways take two ranks.
@@ -14,9 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -32,32 +29,37 @@ from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.data_parallel.training import train_step
-from labs.parts.fooled import one_batch_epoch
+from labs.parts.fooled import samples_rate as learning
+from labs.parts.fooled import two_units
 from labs.parts.fooled.best_of_many import best_against_median
-from labs.parts.fooled.busy_wait import busy_told_as_useful
+from labs.parts.fooled.busy_as_useful import Work, busy_told_as_useful
 from labs.parts.fooled.cold_start import first_steps_count
 from labs.parts.fooled.debug_baseline import baseline_in_debug_mode
 from labs.parts.fooled.early_clock import clock_stops_early
 from labs.parts.fooled.neighbour import neighbour_on, one_after_the_other
 from labs.parts.fooled.one_clock import one_clock_of_many
 from labs.parts.fooled.other_size import rate_of_another_size
-from labs.parts.fooled.samples_rate import samples_told_as_learning, train_to_loss
+from labs.parts.fooled.samples_rate import best_rate, samples_told_as_learning, train_to_loss
 from labs.parts.fooled.single_pair import single_pair_decides
 from labs.parts.fooled.ways import WAYS, Way
 from labs.parts.fooled.weak_as_strong import weak_told_as_strong
-from labs.parts.sources.published import RTX_4090_ARTICLE
 from labs.parts.timing import probing
 from labs.parts.timing.busy import counter_of
+from labs.parts.timing.roofline import matmul_work, training_step_work
 from labs.parts.timing.streams import open_stream
 
 Answers = tuple[float, float]
 """The fooling one and the honest one, in the unit of the way."""
-LARGER, RATES, LOSS = 32, (0.1, 0.8), 0.8
-"""The larger batch of `samples_rate` over the small one; learning rates of both; nats at which a training is done."""
+Followed = Callable[[], Answers]
+"""Follows a way once."""
+LARGER, LOSS = 32, 0.8
+"""The larger batch of `samples_rate` over the small one; nats at which a training is done."""
+SEARCHED = 2
+"""Seeds with which a learning rate is searched; none of them is measured with."""
 SMALL_BYTES, LARGE_BYTES = 40_040, 40_040_000
 """Gradients of the article's Linear(1000, 10), 10,010 parameters in FP32; and a thousand times as many."""
-LATE = 3.0
-"""The other rank, or the data, comes later by so many steps."""
+FEW = 8
+"""The batch of `busy_as_useful` is the usual one over this."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Config:
 
     ways: tuple[str, ...] = ()
     """Names of WAYS in labs/parts/fooled/ways.py, such as blocked or single_pair. Default: all twelve."""
-    seconds: float = 11.0
+    seconds: float = 10.0
     """Time for all twelve, in s. A slower machine repeats each way less often, but at least 6 times."""
     rounds: int | None = None
     """Times that each way is followed; by default as many as fit into its part of `seconds`, at least 6."""
@@ -104,28 +106,26 @@ def answers(way: Way, config: Config, rank: Rank) -> Iterator[Record]:
     """Both answers of a way, as often as its part of the time allows."""
     slowest = rank.slowest if way.key in TOGETHER else list  # ranks that measure together stop together
     with contextlib.ExitStack() as stack:
-        once = PREPARED[way.key](config, rank, stack)
+        once, settings = PREPARED[way.key](config, rank, stack), {}
+        if isinstance(once, tuple):
+            once, settings = once
         pairs = [once() for _ in measure.within(itertools.repeat(None), measure.rounds_of(config, slowest, way.share))]
     fooled, honest = zip(*pairs, strict=True)
-    case = {"way": way.key} | ({"truth": way.truth} if way.truth else {})
+    case = {"way": way.key} | settings | ({"truth": way.truth} if way.truth else {})
     kind = "modelled" if way.key == "early_clock" and rank.device.type == "cpu" else "measured"  # an emulated queue
-    if way.key == "one_batch_epoch":
-        yield rank.record("fooled", way.unit, fooled[:1], kind="published", source=RTX_4090_ARTICLE, **case)
-        yield rank.record("at_peak", "s", one_batch_epoch.least_seconds(), kind="modelled", **case)
-    else:
-        yield rank.record("fooled", way.unit, fooled, kind=kind, **case)
+    yield rank.record("fooled", way.unit, fooled, kind=kind, **case)
     yield rank.record("honest", way.unit, honest, kind=kind, **case)
 
 
-# -- what each way is tried on: a function that follows it once
+# -- what each way is tried on: a function that follows it once; and settings, where some were searched for here
 
 
-def early_clock(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+def early_clock(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
     stream = stack.enter_context(contextlib.closing(open_stream(rank.device)))
     return functools.partial(clock_stops_early, product(384, rank), 10, stream)
 
 
-def cold_start(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+def cold_start(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
     import torch._dynamo  # noqa: F401  the first optimizer would import it, for half a second
 
     batches = itertools.count(max(1, config.batch_size // 8))  # new shapes each time: kernels are chosen for a shape
@@ -136,33 +136,28 @@ def cold_start(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Calla
     return functools.partial(first_steps_count, new_training, 3, rank.device)
 
 
-def best_of_many(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+def best_of_many(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
     step, seeds = product(256, rank), itertools.count(config.seed)
     return lambda: best_against_median(step, 10, rank.device, next(seeds))
 
 
-def blocked(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
-    step, seeds = product(256, rank), itertools.count(config.seed, 2)
-    inner = probing.inner_calls(step, rank.device)  # for 8 ms: a neighbour on a core comes in slices of some 3 ms
-
-    def block() -> None:
-        for _ in range(inner):
-            step()
-
-    return lambda: one_after_the_other(block, 8, rank.device, neighbour_on, next(seeds))
+def blocked(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
+    seeds = itertools.count(config.seed, 2)
+    step = block_of(product(256, rank), 0, rank).block  # of 8 ms: a neighbour on a core comes in slices of some 3 ms
+    return lambda: one_after_the_other(step, 8, rank.device, neighbour_on, next(seeds))
 
 
-def single_pair(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+def single_pair(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
     step, seeds = product(256, rank), itertools.count(config.seed)
     return lambda: single_pair_decides(step, 20, rank.device, next(seeds))
 
 
-def debug_baseline(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+def debug_baseline(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
     step, seeds = steady(training("mlp", config.batch_size, config, rank), rank), itertools.count(config.seed)
     return lambda: baseline_in_debug_mode(step, 6, rank.device, next(seeds))
 
 
-def weak_as_strong(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+def weak_as_strong(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
     one, each, shared = config.batch_size, config.batch_size, max(1, config.batch_size // rank.world_size)
     alone = training("mlp", one, config, rank)
     steps = {
@@ -176,54 +171,63 @@ def weak_as_strong(config: Config, rank: Rank, stack: contextlib.ExitStack) -> C
     return functools.partial(weak_told_as_strong, steps, 3, rank)
 
 
-def one_epoch(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
-    articles = training("mlp", one_batch_epoch.ARTICLES_BATCH, config, rank, optimizer=torch.optim.Adam)
-    return functools.partial(one_batch_epoch.epoch_of_one_batch, steady(articles, rank), 5, rank.device)
+def two_units_for_one(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
+    rows, step = two_units.sentences(), two_units.next_word_training(rank.device, config.seed)
+    in_order = dict(zip(two_units.ORDERS, (rows, sorted(rows, key=len)), strict=True))
+    batches = {order: two_units.batched(own, rank.device) for order, own in in_order.items()}
+    for batch in itertools.chain(*batches.values()):  # each length once: kernels are chosen for a shape
+        step(batch)
+    seeds = itertools.count(config.seed)
+    return lambda: two_units.padding_counts_as_tokens(step, batches, rank.device, next(seeds))
 
 
-def samples_rate(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+def samples_rate(config: Config, rank: Rank, stack: contextlib.ExitStack) -> tuple[Followed, dict[str, list]]:
     data, seeds = vectors(10_000, rank.device), itertools.count(config.seed)
     batches = config.batch_size // 2, LARGER * config.batch_size // 2
-    rates = dict(zip(batches, RATES, strict=True))
+
+    def samples_with(batch: int, rate: float, most: int) -> int:
+        """Samples to the loss, together with all seeds of the search; given up once they are `most`."""
+        used = 0
+        for seed in range(SEARCHED):
+            used += train_to_loss(batch, rate, 2**32 - 1 - seed, data, LOSS, most - used)[0] if used < most else 0
+        return used
+
+    train_to_loss(batches[0], 0.1, config.seed, data, 2.2)  # a warm-up
+    rates = dict.fromkeys(batches, learning.RATES[len(learning.RATES) // 2])
+    if not config.smoke:
+        rates = {batch: best_rate(functools.partial(samples_with, batch)) for batch in batches}
 
     def once() -> Answers:
         seed = next(seeds)  # the same first weights for both
-        return samples_told_as_learning(lambda batch: train_to_loss(batch, rates[batch], seed, data, LOSS), *batches)
+        return samples_told_as_learning(lambda batch, rate: train_to_loss(batch, rate, seed, data, LOSS), rates)
 
-    train_to_loss(batches[0], RATES[0], config.seed, data, 2.2)  # a warm-up
-    return once
+    return once, {"batches": list(rates), "learning_rates": list(rates.values()), "searched": not config.smoke}
 
 
-def busy_wait(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
-    step, number = product(384, rank), torch.zeros(1, device=rank.device)
+def busy_as_useful(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
+    few = max(1, config.batch_size // FEW)
+    side = 384 if rank.device.type == "cpu" else 4096
+    training_step = steady(training("mlp", few, config, rank), rank)
+    flop = {training_step: training_step_work(models.mlp(), few).flop}
+    large = probing.matmul_step("fp32", side, rank.device)
+    flop[large] = matmul_work(side, 4).flop
     counter = stack.enter_context(counter_of(rank.device))
-    [step_s] = rank.slowest([statistics.median(measure.time_steps(step, 5, rank.device))])
-    late_s = LATE * step_s
-    rounds = max(6, math.ceil(counter.memory_s / (step_s + late_s)))  # NVML looks back for a second
-
-    def others() -> Answers:
-        for _ in range(rounds):
-            time.sleep(late_s)
-            dist.all_reduce(number)
-        return 0.0, 0.0  # rank 0 alone is asked
-
-    def for_another_rank() -> None:
-        work = dist.all_reduce(number, async_op=True)
-        while not work.is_completed():
-            pass
-
-    def for_data() -> None:
-        ready = time.perf_counter() + late_s  # when a loader would have it
-        while time.perf_counter() < ready:
-            pass
-
-    if rank.rank > 0:
-        return others
-    wait = for_another_rank if rank.world_size > 1 else for_data
-    return functools.partial(busy_told_as_useful, step, wait, counter, rounds, rank.device)
+    trained, multiplied = (block_of(step, flop[step], rank) for step in (training_step, large))
+    return functools.partial(busy_told_as_useful, trained, multiplied, counter, 0.05, rank.device)
 
 
-def one_clock(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+def block_of(step: Callable[[], object], flop: float, rank: Rank) -> Work:
+    """As many steps as take 8 ms: the clock, and on a GPU the wait at the end, then cost next to nothing."""
+    inner = probing.inner_calls(step, rank.device)
+
+    def block() -> None:
+        for _ in range(inner):
+            step()
+
+    return Work(block, inner * flop)
+
+
+def one_clock(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
     step, parts = (
         product(256, rank),
         8 * (2 if rank.rank == rank.world_size - 1 else 1),
@@ -237,7 +241,7 @@ def one_clock(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callab
     return functools.partial(one_clock_of_many, my_part, rank)
 
 
-def other_size(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Callable[[], Answers]:
+def other_size(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Followed:
     gradients = torch.zeros(LARGE_BYTES // 4, device=rank.device)
 
     def exchange(nbytes: int) -> None:
@@ -251,10 +255,11 @@ def other_size(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Calla
 PREPARED = {
     "early_clock": early_clock, "cold_start": cold_start, "best_of_many": best_of_many, "blocked": blocked,
     "single_pair": single_pair, "debug_baseline": debug_baseline, "weak_as_strong": weak_as_strong,
-    "one_batch_epoch": one_epoch, "samples_rate": samples_rate, "busy_wait": busy_wait, "one_clock": one_clock,
+    "two_units": two_units_for_one, "samples_rate": samples_rate, "busy_as_useful": busy_as_useful,
+    "one_clock": one_clock,
     "other_size": other_size,
 }  # fmt: skip
-TOGETHER = ("weak_as_strong", "busy_wait", "one_clock", "other_size")
+TOGETHER = ("weak_as_strong", "one_clock", "other_size")
 """Ways in which all ranks take part."""
 
 
@@ -302,13 +307,12 @@ class Row:
     honest: Estimate
     gap: Estimate
     kinds: tuple[str, str]
-    """Of the fooling and of the honest answer."""
+    """Of the fooling and of the honest answer: measured, or modelled where the device's queue is emulated."""
 
     @property
     def told_text(self) -> str:
-        """The fooling answer with its unit and its kind, unless that is measured; one number has no interval."""
-        told = self._in_unit(self.told) if self.told.n > 1 else f"{self.told.value:g} {self.way.unit}"
-        return told if self.kinds[0] == self.kinds[1] else f"{told} ({self.kinds[0]})"
+        """The fooling answer with its unit."""
+        return self._in_unit(self.told)
 
     @property
     def said_text(self) -> str:
@@ -339,11 +343,10 @@ def row(run: Records, way: Way) -> Row | None:
     if not len(run.where("fooled", way=way.key)):
         return None
     told, said = run.one("fooled", way=way.key), run.one("honest", way=way.key)
-    samples = told.samples if len(told.samples) > 1 else told.samples * len(said.samples)  # one published number
-    gap = measure.paired_ratio(samples, said.samples)
+    gap = measure.paired_ratio(told.samples, said.samples)
     truth = way.truth or said.value
     honest = measure.estimate([s / truth for s in said.samples], "x")
-    fooled = measure.estimate([s / truth for s in samples], "x") if way.truth else gap
+    fooled = measure.estimate([s / truth for s in told.samples], "x") if way.truth else gap
     return Row(way, measure.estimate(told.samples, way.unit), measure.estimate(said.samples, way.unit), fooled, honest,
                gap, (told.kind, said.kind))  # fmt: skip
 

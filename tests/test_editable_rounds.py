@@ -262,6 +262,45 @@ def test_10_a_gradient_that_is_changed_by_a_hundred_thousandth_is_found_and_no_l
     assert all(abs(a - b) < 0.0015 for a, b in losses.values()), "to the third digit, which is what is printed"
 
 
+def judged_11(told):
+    """{truth: how many of six comparisons are wrong by over 10 %}, and all that they said."""
+    rows = [
+        re.search(r"truth ([\d.]+)  your answers (.+)  wrong by over 10%: (\d) of 6$", line)
+        for line in told.splitlines()
+    ]
+    return {float(r[1]): int(r[3]) for r in rows}, {float(r[1]): [float(x) for x in r[2].split()] for r in rows}
+
+
+COMPARE_IN_TURN = "[a, b, b, a] * (rounds // 2)"
+FOOLED_11 = {
+    "one after the other": ((COMPARE_IN_TURN, "[a] * rounds + [b] * rounds"), lambda said, truth: said > 1.1 * truth),
+    "best against median": (("statistics.median(ratios)  #", "min(seconds[b]) / statistics.median(seconds[a])  #"),
+                            lambda said, truth: said < 0.9 * truth),
+    "a pair or two": (("rounds=20", "rounds=2"), lambda said, truth: abs(said / truth - 1) > 0.1),
+}  # fmt: skip
+
+
+@pytest.mark.quiet
+def test_11_an_honest_comparison_survives_a_neighbour():
+    """Seldom wrong, while each edit is wrong nearly always: other programs on both cores spoil a comparison, too."""
+    once = lambda: judged_11(run("11", "edit-compare")[0])[0]  # noqa: E731
+    assert holds_soon(lambda wrong: sum(wrong.values()) <= 4, once(), once)
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize("name", FOOLED_11)
+def test_11_each_of_the_three_edits_is_fooled_on_both_questions(name):
+    edit, off = FOOLED_11[name]
+
+    def once():
+        return judged_11(run("11", "edit-compare", edit)[0])[1]
+
+    def fooled(said):
+        return all(sum(off(x, truth) for x in answers) >= 4 for truth, answers in said.items())
+
+    assert holds_soon(fooled, once(), once)
+
+
 def test_10_without_the_planted_line_nothing_differs():
     first, losses = drifted(run("10", "edit-drift", (UPDATE, "            pass\n"))[0])
     assert first == "After 30 steps and 6 comparisons the replicas are the same, bit for bit."

@@ -10,7 +10,7 @@ import pytest
 
 from labs.chapters.nb11 import exercise_fooled as exercise
 from labs.chapters.nb11.reports import WAYS, every, made
-from labs.kit.check import Mistake
+from labs.kit.check import Mistake, check
 from labs.kit.errors import BadInput
 from labs.kit.measure import Estimate, paired_ratio
 
@@ -34,6 +34,23 @@ def test_right_answers_of_any_form_pass_at_any_seat(seat):
         exercise.check_which_way(lambda reports, e=estimates: e)
         rounded = {k: (f" {way} ", x if x is None else round(x, 2)) for k, (way, x) in right.items()}
         exercise.check_which_way(lambda reports, r=rounded: r)
+
+
+def test_the_reference_is_judged_by_the_seat_that_it_is_of(seat, capsys):
+    seat(2)
+    check("11.2", None, solutions=True)
+    assert "11.2 passed" in capsys.readouterr().out
+
+
+def test_no_difference_is_not_an_answer_to_a_small_one(seat):
+    """Where B is 2 % faster, 1.00 was not computed from the rows."""
+    with pytest.MonkeyPatch.context() as patched:
+        for seed in range(20):
+            [one] = [one for one in every(seed) if one.way == "best_of_many"]
+            patched.setattr(exercise, "made", lambda seat, one=one: {1: one})
+            if one.honest > 1.012:
+                with pytest.raises(Mistake, match="not how many times"):
+                    exercise.check_which_way(lambda reports: {1: ("best_of_many", 1.0)})
 
 
 def test_the_answers_of_one_seat_are_wrong_at_another(seat):
@@ -66,7 +83,7 @@ def test_ratios_of_medians_and_of_means_are_within_the_tolerance_of_what_is_aske
     """Where rows of one unit are compared: nobody's style of computing decides."""
     for seed in range(30):
         for one in every(seed):
-            if one.honest is None or one.way in ("samples_rate", "one_clock", "one_batch_epoch"):
+            if one.honest is None or one.way in ("samples_rate", "one_clock", "two_units"):
                 continue
             names = [one.report.lines[k - 1][:26].strip() for k in one.rows]
             a, b = (one.report.log[name] for name in names)
@@ -102,6 +119,7 @@ def test_no_feedback_names_the_right_way_of_a_report_that_is_judged_wrongly():
     (None, "you return None"), ("sound", "you return 'sound'"), ({1: "sound"}, "for report 1 you return 'sound'"),
     ({k: ("lies", 1.0) for k in range(1, 7)}, "'lies' is no name of a way"),
     ({k: ("sound", "1.2 x") for k in range(1, 7)}, "not a number"),
+    ({k: ("sound", True) for k in range(1, 7)}, "for report 1 you return True, not a number"),
     ({k: ("sound", 1.0) for k in range(1, 6)}, "for report 6 you return None"),
 ])  # fmt: skip
 def test_what_is_no_answer_is_told(answer, words):

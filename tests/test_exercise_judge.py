@@ -10,6 +10,7 @@ from mutants.nb11_judge import RARER
 from scipy import stats
 
 from labs.chapters.nb11.exercise_judge import WORDS, cases, check_judge, example
+from labs.chapters.nb11.reasons import NUMBER, Printed
 from labs.kit.check import Mistake
 from labs.kit.claims import Verdict
 from labs.kit.measure import paired_ratio
@@ -30,7 +31,7 @@ def by_t(records):
             found.append(stats.t.interval(0.95, len(logs) - 1, logs.mean(), stats.sem(logs)))
     if not found:
         return Verdict("not tried yet", "no pairs")
-    because = f"gains of {[round(math.exp(low), 2) for low, _ in found]} at least"
+    because = ", ".join(f"{math.exp((a + b) / 2):.2f}x ({math.exp(a):.2f} to {math.exp(b):.2f})" for a, b in found)
     if min(low for low, _ in found) >= math.log(1.05):
         return Verdict("holds", because)
     return Verdict("does not hold" if max(high for _, high in found) < math.log(1.05) else "depends", because)
@@ -51,7 +52,10 @@ def by_signs(records):
             if len(gains) < 6:
                 continue
             wins = sum(g >= 1.05 for g in gains)
-            said.append(f"{wins} of {len(gains)} rounds")
+            low, *_, high = sorted(gains)[2:-2]  # of twelve, the third and the tenth: 96 %
+            said.append(
+                f"{np.mean(gains) - 1:.1%} faster [{low - 1:.1%}, {high - 1:.1%}], {wins} of {len(gains)} rounds"
+            )
             sure = stats.binomtest(wins, len(gains)).pvalue < 0.05
             verdicts.add(("does not hold", "holds")[2 * wins > len(gains)] if sure else "depends")
     if not verdicts:
@@ -62,6 +66,19 @@ def by_signs(records):
 @pytest.mark.parametrize("right", [by_t, by_signs])
 def test_right_judges_of_any_style_pass(right):
     check_judge(right)
+
+
+@pytest.mark.parametrize(("text", "value", "same"), [
+    ("1.7", 1.68, True), ("1.7", 1.76, False), ("1.70", 1.68, False), ("170 %", 1.704, True), ("70%", 1.7, True),
+    ("40 %", 0.6, True), ("2", 1.7, False), ("1.7e0", 1.74, True), ("1.705x", 1.7049, True),
+])  # fmt: skip
+def test_a_printed_number_is_a_ratio_rounded_as_it_is_printed(text, value, same):
+    [found] = NUMBER.findall(text)
+    assert Printed(*found).is_ratio(value) is same
+
+
+def test_names_of_types_and_of_data_hold_no_numbers():
+    assert NUMBER.findall("np.float64(1.7) v2 x86_64") == [("1.7", "")]
 
 
 @pytest.mark.parametrize("name", RARER)

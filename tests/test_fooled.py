@@ -24,7 +24,8 @@ from labs.kit.launch import launch
 from labs.kit.plot import to_png
 from labs.kit.record import Record, Records
 from labs.parts.fooled import neighbour as neighbour_module
-from labs.parts.fooled import one_batch_epoch, samples_rate
+from labs.parts.fooled import samples_rate, two_units
+from labs.parts.fooled.busy_as_useful import Work
 from labs.parts.fooled.neighbour import neighbour_on
 from labs.parts.fooled.ways import WAYS
 
@@ -123,17 +124,51 @@ def test_the_slowest_rank_counts_in_both_kinds_of_scaling(clock):
     assert (told, so) == (pytest.approx(2.0), pytest.approx(2.0)), "a factor on all of them cancels"
 
 
-def test_an_epoch_of_one_batch_is_as_long_as_a_step(clock):
-    told, so = one_batch_epoch.epoch_of_one_batch(clock.costs(0.01), 5, CPU)
-    assert told == 12.5 and so == pytest.approx(0.01)
-    # 64 rows; backward has two products for each one of forward, but none for the gradient of the input
-    flop = 64 * 2 * (3 * (1024 * 512 + 512 * 256 + 256 * 10) - 1024 * 512)
-    assert one_batch_epoch.least_seconds() == pytest.approx(flop / 82.6e12, rel=1e-6)
+def test_padding_that_is_counted_hides_what_sorting_by_length_gains(clock):
+    long, short = torch.ones(20, dtype=torch.int64), torch.ones(5, dtype=torch.int64)
+    pad = lambda *rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # noqa: E731
+    batches = {"as they come": [pad(long, short)] * 2, "by length": [pad(short, short), pad(long, long)]}
+    told, so = two_units.padding_counts_as_tokens(lambda batch: clock.spend(batch.numel()), batches, CPU, 0)
+    assert (told, so) == (pytest.approx(1.0), pytest.approx(80 / 50)), "a token costs the same in both"
+    told, so = two_units.padding_counts_as_tokens(lambda batch: clock.spend(1.0), batches, CPU, 0)
+    assert (told, so) == (pytest.approx(50 / 80), pytest.approx(1.0)), "where a batch costs the same nothing is gained"
+
+
+def test_both_orders_hold_the_same_sentences_and_padding_is_no_target():
+    rows = two_units.sentences()
+    first = two_units.batched(rows, CPU)
+    assert len(rows) == two_units.SENTENCES and rows[0].numel() == 3, "Call me Ishmael."
+    words = lambda batches: sum(int((b != two_units.PADDING).sum()) for b in batches)  # noqa: E731
+    by_length = two_units.batched(sorted(rows, key=len), CPU)
+    assert words(first) == words(by_length) == sum(map(len, rows)), "no word has the padding's number"
+    assert sum(b.numel() for b in by_length) < 0.7 * sum(b.numel() for b in first)
+    losses = []
+    entropy = torch.nn.functional.cross_entropy
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            torch.nn.functional, "cross_entropy", lambda *a, **k: (losses.append(entropy(*a, **k)), losses[-1])[1]
+        )
+        for wider in (0, 7):
+            row = torch.nn.functional.pad(rows[1][None], (0, wider))
+            two_units.next_word_training(CPU, 0)(row)
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
 
 
 def test_samples_per_second_are_not_the_time_to_a_loss():
-    told, so = lab.samples_told_as_learning({32: (1000, 1.0), 1024: (16000, 2.0)}.get, 32, 1024)
+    done = {(32, 0.1): (1000, 1.0), (1024, 0.8): (16000, 2.0)}
+    told, so = lab.samples_told_as_learning(lambda *how: done[how], {32: 0.1, 1024: 0.8})
     assert (told, so) == (8.0, 0.5)
+
+
+@pytest.mark.parametrize("best", samples_rate.RATES)
+def test_the_learning_rate_that_needs_the_fewest_samples_is_found_wherever_it_is(best):
+    asked = []
+
+    def samples(rate, most):
+        asked.append(rate)
+        return min(most, round(1000 * max(rate / best, best / rate)))
+
+    assert samples_rate.best_rate(samples) == best and len(set(asked)) == len(asked)
 
 
 def test_a_training_counts_its_samples_until_its_loss_and_no_judging(monkeypatch):
@@ -151,16 +186,28 @@ def test_a_training_counts_its_samples_until_its_loss_and_no_judging(monkeypatch
     )
     samples, seconds = lab.train_to_loss(128, 0.1, 0, data, 1.8)
     assert samples == 128 * sum(steps) and seconds == 0.5 * sum(steps) and len(judged) == len(steps)
-    monkeypatch.setattr(samples_rate, "MOST_SAMPLES", 1500)
-    assert lab.train_to_loss(128, 0.1, 0, data, 0.0)[0] == 1536, "a loss that nobody reaches ends, too"
+    assert lab.train_to_loss(128, 0.1, 0, data, 0.0, 1500)[0] == 1536, "a loss that nobody reaches ends, too"
 
 
-def test_a_spinning_wait_is_busy_and_not_useful(clock):
-    always_busy = SimpleNamespace(busy_s=lambda: 5.0 + clock.now)
-    told, so = lab.busy_told_as_useful(clock.costs(1.0), clock.costs(3.0), always_busy, 4, CPU)
-    assert (told, so) == (1.0, 0.25)
-    half = SimpleNamespace(busy_s=lambda: clock.now / 2)
-    assert lab.busy_told_as_useful(clock.costs(1.0), clock.costs(3.0), half, 4, CPU)[0] == 0.5
+def test_a_device_that_is_busy_all_the_time_may_do_a_tenth_of_what_it_could(clock):
+    training, product = Work(clock.costs(1.0), 10.0), Work(clock.costs(0.5), 50.0)
+    busy = SimpleNamespace(busy_s=lambda: 5.0 + clock.now, memory_s=2.0)
+    assert lab.busy_told_as_useful(training, product, busy, 8.0, CPU) == (1.0, 0.1)
+    half = SimpleNamespace(busy_s=lambda: clock.now / 2, memory_s=0.0)
+    assert lab.busy_told_as_useful(training, product, half, 8.0, CPU) == (0.5, 0.1)
+
+
+def test_a_counter_that_looks_back_is_not_asked_about_the_product_before(clock):
+    """What NVML says of the last two seconds: all busy with the product, then nothing."""
+    start = clock.now + 0.5
+    late = SimpleNamespace(busy_s=lambda: min(clock.now, start + 2.0), memory_s=2.0)
+    told, _ = lab.busy_told_as_useful(Work(clock.costs(1.0), 1.0), Work(clock.costs(0.5), 1.0), late, 8.0, CPU)
+    assert told == 0.0
+
+
+def test_a_block_is_counted_with_all_its_operations(clock):
+    work = lab.block_of(clock.costs(0.001), 5.0, rank())
+    assert work.rate(CPU) == pytest.approx(5000.0)
 
 
 def test_the_clock_of_a_rank_with_little_work_is_not_the_job_s(clock):
@@ -183,8 +230,6 @@ def made(way, fooled, honest, kind="measured", **case):
             Record("fooled", "honest", unit, tuple(honest), "measured", case, layout={"world_size": 2})]  # fmt: skip
 
 
-EPOCH = [*made("one_batch_epoch", [12.5], [0.01] * 6, kind="published"),
-         Record("fooled", "at_peak", "s", (2e-6,), "modelled", {"way": "one_batch_epoch"})]  # fmt: skip
 SURE = [2.0, 2.1, 1.9, 2.0, 2.05, 1.95]
 EVEN = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98]
 
@@ -206,11 +251,6 @@ def test_an_answer_is_held_against_the_truth_where_it_is_known_and_against_the_h
 def test_a_factor_counts_in_either_direction():
     [found] = lab.rows(Records(made("early_clock", [0.01] * 6, EVEN)))
     assert found.gap.value == pytest.approx(0.01, rel=0.03) and found.factor == pytest.approx(100, rel=0.03)
-
-
-def test_one_published_number_is_held_against_every_measured_one():
-    [found] = lab.rows(Records(EPOCH))
-    assert found.fools and found.gap.value == pytest.approx(1250) and found.kinds == ("published", "measured")
 
 
 def test_the_share_of_pairs_that_mislead_is_counted():
@@ -245,16 +285,24 @@ def shown(monkeypatch):
 def test_what_the_figure_says_follows_the_records(shown):
     alts, said = shown
     exchanges = made("other_size", [1.0, 1.1, 0.9, 1.0, 1.0, 1.0], [0.04] * 6)
-    learning = made("samples_rate", [8.0] * 6, SURE)
-    run = Records([*made("blocked", SURE, EVEN), *made("cold_start", EVEN, EVEN), *EPOCH, *learning, *exchanges])
+    searched = {"batches": [32, 1024], "learning_rates": [0.2, 0.4], "searched": True}
+    learning = made("samples_rate", [8.0] * 6, SURE, **searched)
+    padded, busy = made("two_units", EVEN, SURE), made("busy_as_useful", [1.0] * 6, [0.1 * s for s in EVEN])
+    run = Records(
+        [*made("blocked", SURE, EVEN), *made("cold_start", EVEN, EVEN), *padded, *learning, *busy, *exchanges]
+    )
     figures_fooled.overview(run, predict(25.0, "ratio", unit="x"))
-    assert alts[0].startswith("3 of 4 ways that were tried here fool by more than 5 %, the worst by a factor of 25")
+    assert alts[0].startswith("5 of 6 ways that were tried here fool by more than 5 %, the worst by a factor of 25")
     assert "You predicted 25 x; that is within what was measured" in said[0]
     assert "No difference that this run can show: first steps count" in said[0]
     assert "honest answer holds 1 in 1 of 1 rows, that of the fooling answer in 0" in said[0]
-    assert "the loss is reached sooner: 2.00 x" in said[0] and "2.0 µs (modelled), 6.2M times less" in said[0]
-    figures_fooled.overview(Records(made("samples_rate", [8.0] * 6, [0.5 * s for s in EVEN])))
-    assert "the loss is reached later" in said[1]
+    assert "the loss is reached sooner: 2.00 x" in said[0]
+    assert "0.2 (batch 32) and 0.4 (batch 1024), searched here" in said[0]
+    assert "which is no difference that this run can show; in words per second 2.00 x [1.90, 2.10], a gain" in said[0]
+    assert "busy for 100 % [100, 100] of the time, and reaches 10.0 %" in said[0]
+    searched["searched"] = False
+    figures_fooled.overview(Records(made("samples_rate", [8.0] * 6, [0.5 * s for s in EVEN], **searched)))
+    assert "the loss is reached later" in said[1] and "not searched" in said[1]
 
 
 def test_with_one_rank_the_figure_and_the_table_say_what_is_missing(shown):
@@ -321,7 +369,7 @@ def test_every_way_runs_and_nothing_is_left(ranks):
     wanted = {way.key for way in WAYS.values() if way.ranks > ranks}
     assert left == wanted and measured == set(WAYS) - wanted
     assert all(len(r.samples) == 2 and min(r.samples) > 0 for r in run.where("honest"))
-    assert all(len(r.samples) == (1 if r.kind == "published" else 2) for r in run.where("fooled"))
+    assert all(len(r.samples) == 2 for r in run.where("fooled"))
     assert {r.case["way"] for r in run if r.kind == "modelled" and r.metric == "fooled"} == {"early_clock"}
     assert not any(r.fools for r in lab.rows(run) if r.gap.n < measure.fewest())
     assert not neighbours()
@@ -343,6 +391,7 @@ def compare(a, b, seconds_of, rounds=20):
 """
 ONE_AFTER_THE_OTHER = "[a, b, b, a] * (rounds // 2)", "[a] * rounds + [b] * rounds"
 BEST_AGAINST_MEDIAN = "statistics.median(ratios)", "min(seconds[b]) / statistics.median(seconds[a])"
+A_SINGLE_PAIR = "rounds=20", "rounds=2"
 
 
 def comparison(*edit):
@@ -353,7 +402,8 @@ def comparison(*edit):
 
 
 @pytest.mark.parametrize(
-    ("edit", "wrong"), [((), [0, 0]), (ONE_AFTER_THE_OTHER, [6, 6]), (BEST_AGAINST_MEDIAN, [6, 6])]
+    ("edit", "wrong"),
+    [((), [0, 0]), (ONE_AFTER_THE_OTHER, [6, 6]), (BEST_AGAINST_MEDIAN, [6, 6]), (A_SINGLE_PAIR, [6, 6])],
 )
 def test_one_line_of_the_editable_comparison_decides_beside_a_neighbour(clock, monkeypatch, edit, wrong):
     there = []
@@ -372,6 +422,21 @@ def test_one_line_of_the_editable_comparison_decides_beside_a_neighbour(clock, m
     said = editable_compare._said(comparison(*edit))
     assert [found for _, _, found in editable_compare.judged(said)] == wrong and not there
     assert [truth for truth, _, _ in editable_compare.judged(said)] == [1.0, 1.2]
+
+
+@pytest.mark.parametrize(("timings", "alone"), [(2, 1), (4, 1), (6, 3), (40, 19)])
+def test_the_neighbour_comes_within_a_pair_about_the_middle(timings, alone):
+    compare = lambda a, b, seconds_of: sum(seconds_of(a) for _ in range(timings))  # noqa: E731
+    assert editable_compare.moving_in(compare) == alone
+
+
+def test_a_comparison_that_never_ends_is_told():
+    def compare(a, b, seconds_of):
+        while True:
+            seconds_of(a)
+
+    with pytest.raises(RuntimeError, match="does its loop end"):
+        editable_compare.moving_in(compare)
 
 
 @pytest.mark.quiet

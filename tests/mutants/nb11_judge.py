@@ -24,7 +24,7 @@ def point(a, b):
 
 def way(gain=paired_ratio, kinds=("measured", "recorded"), mixed=False, least=6, convert=True, flip=False, pick=None,
         missing="not tried yet", worth=1.05, undecided=True, other="depends", reason=str, cut=False,
-        crash=False):  # fmt: skip
+        crash=False, why=str):  # fmt: skip
     """A judge that is right by default, with as many mistakes as there are arguments."""
 
     def judge(records):
@@ -42,7 +42,7 @@ def way(gain=paired_ratio, kinds=("measured", "recorded"), mixed=False, least=6,
                 if len(sides) == 2 and len(sides[0]) == len(sides[1]) >= least:
                     gains[data] = gain(*sides[:: -1 if flip else 1])
         if not gains:
-            return missing, "nothing to compare"
+            return missing, why("nothing to compare")
         decided = list(gains.values())[:pick]
         if not undecided:
             decided = [g for g in decided if g.low >= worth or g.high < worth] or decided
@@ -60,14 +60,47 @@ MUTANTS = {
         "medians alone": (way(gain=point), "by a median alone"),
         "unpaired medians": (way(gain=unpaired), "unpaired medians"),
         "a model's number": (way(kinds=("measured", "recorded", "modelled", "published")), "nobody measured"),
-        "a guess": (way(missing="holds"), "that is a guess"),
         "too few rounds": (way(least=1), "too few rounds"),
+        "a number from elsewhere": (
+            way(reason=lambda gains: f"{gains}, that is 2.34 times"),
+            "2.34, which these records",
+        ),
         "one data set for all": (way(pick=1), "data set for all"),
         "milliseconds": (way(convert=False), "milliseconds by seconds"),
         "upside down": (way(flip=True), "upside down"),
     }
 }
+
+
+def each(form):
+    """A reason that tells of each data set in this form."""
+    return lambda gains: ", ".join(f"{data}: {form(gain)}" for data, gain in gains.items())
+
+
 RARER = {
+    "a guess": (way(missing="holds"), "that is a guess"),
+    "a digit that says nothing": (
+        way(reason=lambda _: "with 4 workers it is faster"),
+        "does not give the ratio of photos",
+    ),
+    "one digit": (way(reason=each(lambda g: f"{g.value:.0f} times")), "does not give the ratio of photos"),
+    "a reason upside down": (way(reason=each(lambda g: f"{1 / g.value:.2f} as long")), "is upside down"),
+    "a slightly wrong number": (
+        way(reason=each(lambda g: f"{g.value + 0.02:.3f} [{g.low}, {g.high}]")),
+        "ratio of photos",
+    ),
+    "no interval": (way(reason=each(lambda g: f"{g.value:.2f} times")), "end of its interval"),
+    "the ratio three times": (
+        way(reason=each(lambda g: f"{g.value:.2f}, so {g.value:.2f}, or {g.value:.3f}")),
+        "its interval",
+    ),
+    "no upper end": (way(reason=each(lambda g: f"{g.value:.2f}, at least {g.low:.2f}")), "without the upper end"),
+    "one data set's reason": (
+        way(reason=lambda gains: str(next(iter(gains.values())))),
+        "not give the ratio of photos",
+    ),
+    "a time": (way(reason=each(lambda g: "it takes 0.0401 s")), "is a time of|nor an end"),
+    "a number where nothing counts": (way(why=lambda _: "it would be 3.21 times"), "3.21, which these records"),
     "any gain": (way(worth=1.0), "any gain at all"),
     "two machines": (way(mixed=True), "compare two machines"),
     "not shown is refuted": (way(other="does not hold"), "not shown is not refuted|one data set for all"),

@@ -16,7 +16,7 @@ from labs.kit.record import Records
 from labs.parts.planning.parallel_cost import NEAR, Cost
 
 LAB = "pip_indexes"
-INDEXES = "Its indexes are made up after the real ones."
+INDEXES = "The package indexes are made up here, after the real ones: pip is real, what it finds is not."
 
 
 def taken(evidence: Records, *names: str) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def _(evidence: Records) -> Verdict:
     word = "does not hold" if not matter else "holds" if by_hand and len(matter) == len(differ) else "depends"
     return Verdict(word, f"Another wheel is taken for another {_listed(matter)}; for Python {no_wheel['python']} "
                    f"{version(no_wheel)}. System and Python pip reads off a wheel's name; CUDA only the index or the "
-                   "version tells.")  # fmt: skip
+                   f"version tells. {INDEXES}")  # fmt: skip
 
 
 def _listed(words: list[str]) -> str:

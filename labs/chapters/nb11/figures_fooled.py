@@ -13,7 +13,6 @@ from labs.kit.measure import Estimate, differs, fewest
 from labs.kit.plot import BLUE, GREY, KIND_STYLE, VERMILION, bars, figure, plain_number, prediction, show
 from labs.kit.record import Records
 from labs.parts.fooled.ways import WAYS
-from labs.parts.sources.published import rtx_4090_epochs
 
 APART = 0.17
 """Of a row, up and down: where the two answers of a way stand."""
@@ -29,7 +28,7 @@ SAME_CODE = ("best_of_many", "blocked", "debug_baseline")
 def overview(run: Records, guess: Prediction | None = None) -> None:
     """Figure: for each way the fooling and the honest answer over the truth. `guess`: of the rate of another size."""
     found = {r.way.key: r for r in lab.rows(run)}
-    here = [r for r in found.values() if r.kinds[0] not in ("modelled", "published")]
+    here = [r for r in found.values() if r.kinds[0] != "modelled"]
     much = sum(r.fools_much for r in here)
     message = f"{much} of {len(here)} ways that were tried here fool by more than 5 %"
     if worst := max((r.factor for r in here if r.fools), default=0.0):
@@ -37,9 +36,8 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
     if max((r.gap.n for r in here), default=0) < fewest():
         message = "Each way was followed too seldom to tell how much it fools"
     names = [f"{title}  {k:2}" for k, title in enumerate((way.title for way in WAYS.values()), start=1)]
-    published = rtx_4090_epochs().where(ranks=1) if "one_batch_epoch" in found else []
     fig, ax = figure(message, xlabel="answer / truth (logarithmic)", ylabel="way to measure", size=(7.6, 5.6),
-                     records=[*(r for r in run if r.kind != "published"), *published], legend_below=True)  # fmt: skip
+                     records=run, legend_below=True)  # fmt: skip
     for what, index, color in (("honest", 1, BLUE), ("fooling", 0, VERMILION)):
         answers = {key: (r.fooled, r.honest)[index] for key, r in found.items()}
         for kind in KIND_STYLE:
@@ -115,34 +113,53 @@ def sentences(run: Records, guess: Prediction | None = None) -> list[str]:
     if "single_pair" in found:
         share = lab.unsteady_pairs(run).scaled(100, "%")
         said.append(f"Of single pairs of runs of the same code, {share} differ by more than 5 %.")
-    said += [*_epoch(run, found), *_learning(found)]
+    said += [*_padding(found), *_learning(run, found), *_busy(found)]
     little = [r.way.title for r in found.values() if r.fools and not r.fools_much]
     unclear = [r.way.title for r in found.values() if not r.fools]
     said += [f"Shown to fool, but not shown to do so by more than 5 %: {', '.join(little)}."] * bool(little)
     return said + [f"No difference that this run can show: {', '.join(unclear)}."] * bool(unclear)
 
 
-def _epoch(run: Records, found: dict[str, lab.Row]) -> list[str]:
-    """The table's seconds against the peak of its card, and against one device here."""
-    if "one_batch_epoch" not in found:
+def _padding(found: dict[str, lab.Row]) -> list[str]:
+    """Which way the count with padding points, and which way the words do."""
+    if "two_units" not in found:
         return []
-    row, peak = found["one_batch_epoch"], run.one("at_peak")
-    factor = row.told.value / peak.value
-    return [f"The article's table says {row.told.value:g} s per \"epoch\" on one RTX 4090 (published). What its code "
-            f"calls an epoch is one batch: {row.said} on one device here ({row.kinds[1]}), and at that card's peak "
-            f"{1e6 * peak.value:.1f} µs (modelled), {_number(factor)} times less than the table says."]  # fmt: skip
+    row = found["two_units"]
+    words = f"in words per second {row.said}, {_shown(row.said)}"
+    return [f"Sentences sorted by length need less padding. In tokens per second, padding counted, training runs "
+            f"{row.told} as fast, which is {_shown(row.told)}; {words}."]  # fmt: skip
 
 
-def _learning(found: dict[str, lab.Row]) -> list[str]:
+def _shown(gain: Estimate) -> str:
+    """What this run can say of a speed-up."""
+    if gain.n < fewest() or not differs(gain):
+        return "no difference that this run can show"
+    return "a gain" if gain.value > 1 else "a loss"
+
+
+def _learning(run: Records, found: dict[str, lab.Row]) -> list[str]:
     """Samples per second and the time to a loss, as far as this run can tell them apart from no change."""
     if "samples_rate" not in found:
         return []
-    row = found["samples_rate"]
+    row, case = found["samples_rate"], run.one("honest", way="samples_rate").case
     if row.said.n < fewest() or not differs(row.said):
         learnt = f"whether the loss is reached sooner cannot be told ({row.said})"
     else:
         learnt = f"the loss is reached {'sooner' if row.said.value > 1 else 'later'}: {row.said}"
-    return [f"A batch {lab.LARGER} times as large trains {row.told} as many samples per second; {learnt} as fast."]
+    rates = " and ".join(f"{rate:g} (batch {batch})" for batch, rate in zip(case["batches"], case["learning_rates"],
+                                                                            strict=True))  # fmt: skip
+    how = "searched here for each, with other seeds" if case["searched"] else "not searched in this short run"
+    return [f"A batch {lab.LARGER} times as large trains {row.told} as many samples per second; {learnt} as fast. "
+            f"Learning rates: {rates}, {how}."]  # fmt: skip
+
+
+def _busy(found: dict[str, lab.Row]) -> list[str]:
+    """What the counter shows, and what the same seconds were worth."""
+    if "busy_as_useful" not in found:
+        return []
+    row = found["busy_as_useful"]
+    return [f"Training with small batches, the device is busy for {row.told_text} of the time, and reaches "
+            f"{row.said_text} of the FLOP/s of a product of large matrices."]  # fmt: skip
 
 
 def table(run: Records) -> None:

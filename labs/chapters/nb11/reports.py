@@ -16,9 +16,9 @@ WAYS = {
     "single_pair": "a single pair decides",
     "debug_baseline": "a baseline that nobody would run",
     "weak_as_strong": "more work on more GPUs, told as the same work on more GPUs",
-    "one_batch_epoch": "a unit that is not the same for both, such as an epoch of few batches",
+    "two_units": "a unit that is not the same for both, such as tokens with padding, or epochs of few batches",
     "samples_rate": "samples per second, whatever is learnt from a sample",
-    "busy_wait": "busy, told as useful",
+    "busy_as_useful": "busy, told as useful",
     "one_clock": "the clock of one rank, while all wait for the slowest",
     "other_size": "measured at a size at which nobody uses it",
     "sound": "the report is sound",
@@ -140,8 +140,8 @@ SOUND_PARTS = {
 """How a part reads where it holds no fault: several ways, or the odd line would stand out."""
 PARTS = {
     "early_clock": "wait", "cold_start": "steady", "best_of_many": "end", "blocked": "order", "single_pair": "rounds",
-    "debug_baseline": "baseline", "weak_as_strong": "batch", "one_batch_epoch": "unit", "samples_rate": "learnt",
-    "busy_wait": "unit", "one_clock": "slowest", "other_size": "size",
+    "debug_baseline": "baseline", "weak_as_strong": "batch", "two_units": "unit", "samples_rate": "learnt",
+    "busy_as_useful": "unit", "one_clock": "slowest", "other_size": "size",
 }  # fmt: skip
 """Which part of a message speaks for or against a way."""
 
@@ -235,12 +235,12 @@ def _weak_as_strong(draw: random.Random, change: str) -> Draft:
                  end="Median of 4 x A / B, round by round, since there are four: {claimed:.2f}.")  # fmt: skip
 
 
-def _one_batch_epoch(draw: random.Random, change: str) -> Draft:
+def _two_units(draw: random.Random, change: str) -> Draft:
     gain, steps = draw.uniform(0.92, 0.96), draw.choice((500, 550, 600))
     a, whole = _turns(draw, draw.uniform(48, 60), gain)
     b = [round(x * steps * 64 / 60_000, 1) for x in whole]
     honest = _ratio([x / 60_000 for x in a], [y / (steps * 64) for y in b])
-    return Draft(draw, "the streaming loader", _ratio(a, b), _rows(a, b, "s"), honest, (), "one_batch_epoch",
+    return Draft(draw, "the streaming loader", _ratio(a, b), _rows(a, b, "s"), honest, (), "two_units",
                  shows="unit", batch="Global batch 64 on 4 GPUs, for A and for B.",
                  unit="The times below are of an epoch: A goes through all 60,000 images, B, which streams, takes "
                  f"{steps} batches.")  # fmt: skip
@@ -259,11 +259,11 @@ def _samples_rate(draw: random.Random, change: str) -> Draft:
                  end="Median of B / A of the samples per second, round by round: {claimed:.2f}.")  # fmt: skip
 
 
-def _busy_wait(draw: random.Random, change: str) -> Draft:
+def _busy_as_useful(draw: random.Random, change: str) -> Draft:
     busy_b, busy_a = _turns(draw, draw.uniform(93, 95), draw.uniform(1.3, 1.45), scatter=0.02, digits=0)
     ms = _turns(draw, draw.uniform(45, 55), draw.uniform(0.92, 0.96))
     log = _rows(busy_a, busy_b, "%") | _rows(*ms, "ms", ", a step")
-    return Draft(draw, change, _ratio(busy_b, busy_a), log, _ratio(*ms), tuple(log)[2:], "busy_wait",
+    return Draft(draw, change, _ratio(busy_b, busy_a), log, _ratio(*ms), tuple(log)[2:], "busy_as_useful",
                  subject="{change}: the GPUs do {claimed:.2f} times as much",
                  unit="The first two rows are utilisation as nvidia-smi shows it, of all GPUs; then steps of 256.",
                  end="Median of B / A of the utilisation, round by round: {claimed:.2f}.")  # fmt: skip
@@ -335,7 +335,7 @@ def _sound_spell(draw: random.Random, change: str) -> Draft:
 Writer = Callable[[random.Random, str], Draft]
 CANNOT_TELL: tuple[Writer, ...] = (_blocked, _single_pair)
 CAN_TELL: tuple[Writer, ...] = (_early_clock, _cold_start, _best_of_many, _debug_baseline, _weak_as_strong,
-                                _one_batch_epoch, _samples_rate, _busy_wait, _one_clock, _other_size)  # fmt: skip
+                                _two_units, _samples_rate, _busy_as_useful, _one_clock, _other_size)  # fmt: skip
 SOUND: tuple[Writer, ...] = (_sound_loop, _sound_nothing, _sound_ranks, _sound_spell)
 CHANGES = ("the fused optimizer", "channels_last", "pinned memory", "buckets of 50 MB", "gradients as bucket views",
            "two workers more")  # fmt: skip
