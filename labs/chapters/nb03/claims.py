@@ -7,7 +7,7 @@ import inspect
 from torch import nn
 
 from labs.chapters.nb03.claims_scaling import launched, ranks_of  # and the verdicts there
-from labs.kit.claims import CANNOT_TELL, Verdict, ends, verdict
+from labs.kit.claims import Verdict, ends, verdict
 from labs.kit.measure import estimate, paired_ratio
 from labs.kit.record import Records
 
