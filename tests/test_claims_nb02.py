@@ -141,7 +141,8 @@ BY_CLAIM = {
     "E05": [("does not hold", processes(0, 1, True) + processes()), ("holds", processes(4, 1, True)),
             ("depends", processes(4, 3)), ("depends", processes(4, 4, True)), ("not tried yet", processes(0, 1, True))],
     "E06": [("holds", scaling() + prediction()), ("depends", scaling() + prediction() + sweep()),
-            ("holds", scaling() + prediction() + FASTER), ("holds", scaling() + prediction(shares=shares(0.01, w0=0.5))),
+            ("holds", scaling() + prediction() + FASTER),
+            ("holds", scaling() + prediction(shares=shares(0.01, w0=0.5))),
             ("holds", scaling() + prediction(models={"heavy": 5})),  # its device never waits, with or without workers
             ("depends", scaling(compute=1.0) + prediction()),
             ("depends", scaling() + prediction(shares=shares(0.5))),

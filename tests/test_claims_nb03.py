@@ -94,11 +94,13 @@ def linked(latency_s=1e-3, b_s=1e9, noise=(1.0,), ranks=2):
     layout = {"world_size": ranks, "rank": None, "backend": "gloo", "device": "cpu"}
     found = [make("crossover", "all_reduce_s", latency_s + s / b_s, size=s) for s in sizes]
     cases = [(s, batch) for s in sizes for batch in (4, 64, 1024)]
-    for (size, batch), k in zip(cases, itertools.cycle(noise)):  # noqa: B905  (noise begins again)
+    for (size, batch), k in zip(cases, itertools.cycle(noise)):
         case = {"width": size, "batch": batch, "gradient_bytes": size}
         single = 1e-3 * batch / 16
-        found += [make("crossover", "step_s", times(single), mode="single", **case),
-                  make("crossover", "step_s", times(k * (single + latency_s + size / b_s)), mode="ddp", **case)]
+        found += [
+            make("crossover", "step_s", times(single), mode="single", **case),
+            make("crossover", "step_s", times(k * (single + latency_s + size / b_s)), mode="ddp", **case),
+        ]
     return [dataclasses.replace(r, layout=layout) for r in found]
 
 

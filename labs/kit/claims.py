@@ -249,7 +249,9 @@ def _untold(right: Sequence[bool], wrong: Sequence[bool]) -> str:
     if not any(right) and not any(wrong):
         return CANNOT_TELL
     shown, how = (right, "hold") if any(right) else (wrong, "be wrong")
-    return f"{sum(shown)} of {len(shown)} {'is' if sum(shown) == 1 else 'are'} shown to {how}, of the rest {CANNOT_TELL}"
+    return (
+        f"{sum(shown)} of {len(shown)} {'is' if sum(shown) == 1 else 'are'} shown to {how}, of the rest {CANNOT_TELL}"
+    )
 
 
 def pairs(a: Record, b: Record) -> Estimate:

@@ -100,7 +100,9 @@ def _(evidence: Records) -> Verdict:
     held, model = (facts.one("parameters", where=w).value for w in ("smallest rank", "model"))
     even = held == model and len(set(facts.one("rows_in_forward").samples)) == 1
     gathered = sum(r.value for r in evidence.where("bytes_per_step", way="dp gather"))
-    on_gpus = any(r.layout["device"] == "cuda" for r in evidence.where("step_s", mode="dp"))  # nothing counts bytes there
+    on_gpus = any(
+        r.layout["device"] == "cuda" for r in evidence.where("step_s", mode="dp")
+    )  # nothing counts bytes there
     uneven = gathered or (on_gpus and documented("output_device"))
     word = "holds" if not even else "depends" if uneven else "does not hold"
     dp = " Under DataParallel all outputs and the optimizer's state are on device 0." if uneven else ""

@@ -80,7 +80,9 @@ def _(evidence: Records) -> Verdict:
     by_value = sorted(found.items(), key=lambda item: item[1].value)
     ends = ends_of([f"{c} ({name.upper()}, loss x 2^{exponent})" for (name, exponent), c in by_value])
     near = any(within(c, POINT, -TWO_PERCENT) for c in found.values())
-    bound = "" if near or not all(right) else " As a bound it holds; a loss of 2 % was not seen, and would be a failure."
+    bound = (
+        "" if near or not all(right) else " As a bound it holds; a loss of 2 % was not seen, and would be a failure."
+    )
     because = (f"Relative to FP32's accuracy, seed by seed: {ends}. {sum(right)} of {len(found)} are shown to lose "
                f"less than {TWO_PERCENT:g} %.{bound}")  # fmt: skip
     return judged(right, wrong, because)

@@ -58,7 +58,9 @@ def exchanged(evidence: Records) -> tuple[list[bool], list[bool], str, str]:
     changes, same, told, kind = [], [], [], "measured"
     for model in speeds(evidence):
         run = last(Records(r for r in evidence if r.config.get("model") == model), "slow_link", "all_reduce_s")
-        by = {r.case["mb_s"]: r for r in run.where("all_reduce_s") if r.kind != "modelled" and r.case["mb_s"] != NO_PACE}
+        by = {
+            r.case["mb_s"]: r for r in run.where("all_reduce_s") if r.kind != "modelled" and r.case["mb_s"] != NO_PACE
+        }
         if not by:
             raise LookupError(f"launch('slow_link') of {model!r} set no wire to a bandwidth")
         slow, fast = (estimate(by[mb_s].samples, "s") for mb_s in (min(by), max(by)))
@@ -84,7 +86,9 @@ def _(evidence: Records) -> Verdict:
     n = next(r for r in evidence if r.lab == "slow_link").layout["world_size"]
     check = "As a check of how many ranks have met, it is right."
     if all(differ):
-        return Verdict("does not hold", f"The number of ranks is {n} on every wire; the speed-up is not: {told}. {check}")
+        return Verdict(
+            "does not hold", f"The number of ranks is {n} on every wire; the speed-up is not: {told}. {check}"
+        )
     # equal speed-ups would not make the number of ranks a measure of them
     untold = "" if all(same) else CANNOT_TELL.capitalize()
     return Verdict("depends", f"{untold}The number of ranks is {n} on every wire, the speed-up {told}. {check}")
@@ -189,7 +193,9 @@ def _(evidence: Records) -> Verdict:
     best, _, _ = bucket_overlap.best_worst(run)
     cost = bucket_overlap.exposed(run)[best]
     mb_s = run.one("step_s", synchronise=False).case["mb_s"]
-    because = f"At {mb_s:g} MB/s with the best buckets, exchanging makes up {cost} of a step. No nodes were joined here."
+    because = (
+        f"At {mb_s:g} MB/s with the best buckets, exchanging makes up {cost} of a step. No nodes were joined here."
+    )
     return judged([cost.low > MATTERS], [cost.high < MATTERS], because)
 
 

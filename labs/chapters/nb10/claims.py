@@ -85,8 +85,8 @@ def _(evidence: Records) -> Verdict:
     lines, timed = int(found[-1].value), found[-1].case["timed"]
     others = {r.case["set"]: int(r.value) for r in evidence.where("nccl_lines") if r.lab == LAB}
     if not lines and not others.get("before it", 1):
-        return Verdict("depends", f"{CANNOT_TELL}set outside of the program it printed nothing either; does NCCL_DEBUG_FILE "
-                       "send the lines elsewhere?")  # fmt: skip
+        because = "set outside of the program it printed nothing either; does NCCL_DEBUG_FILE send the lines elsewhere?"
+        return Verdict("depends", CANNOT_TELL + because)
     if not lines:
         return Verdict("does not hold", "set within the program, before the group was made, it printed nothing")
     said = f"set within the program, before the group was made, it printed {lines} lines for 10 all-reduces"

@@ -162,8 +162,8 @@ def _(evidence: Records) -> Verdict:
         said.append(f"in {sum(close)} of {len(close)} cases with {network}")
     word = "holds" if all(near) else "depends" if any(near) else "does not hold"
     return Verdict(word, f"DDP or FSDP2 alone fits, and comes within {NEAR:.0%} of the fastest plan, "
-                   f"{', '.join(said)}: {WHERE}. In the others the complex modes pay: start simple, then try. By a cost "
-                   "model that lets computing hide messages.", "modelled")  # fmt: skip
+                   f"{', '.join(said)}: {WHERE}. In the others the complex modes pay: start simple, then try. By a "
+                   "cost model that lets computing hide messages.", "modelled")  # fmt: skip
 
 
 def data_parallel_behind(fitting: Iterable[Cost]) -> float | None:
