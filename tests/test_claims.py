@@ -13,6 +13,7 @@ import pytest
 from labs import chapters
 from labs.claims import main
 from labs.kit import claims as claims_module
+from labs.kit import docket
 from labs.kit.claims import PAPER, WORDS, Table, Verdict, claims, judge, judged, table, verdict
 from labs.kit.record import Record, Records
 
@@ -28,6 +29,9 @@ def own_judges(monkeypatch):
     # E23 and B29 are the claims that these tests judge themselves
     others = {c: j for c, j in claims_module._judges.items() if c not in ("E23", "B29")}
     monkeypatch.setattr(claims_module, "_judges", others)
+    docket.recorded.cache_clear()
+    yield
+    docket.recorded.cache_clear()  # the next module is told what all judges say
 
 
 def test_all_167_claims_are_there_and_complete():
