@@ -13,7 +13,8 @@ import pytest
 from labs import chapters
 from labs.claims import main
 from labs.kit import claims as claims_module
-from labs.kit.claims import PAPER, WORDS, Table, Verdict, claims, judge, table, verdict
+from labs.kit import docket
+from labs.kit.claims import PAPER, WORDS, Table, Verdict, claims, judge, judged, table, verdict
 from labs.kit.record import Record, Records
 
 NOTEBOOKS = sorted(p.parent.name[2:] for p in Path(chapters.__file__).parent.glob("nb??/claims.py"))
@@ -28,6 +29,9 @@ def own_judges(monkeypatch):
     # E23 and B29 are the claims that these tests judge themselves
     others = {c: j for c, j in claims_module._judges.items() if c not in ("E23", "B29")}
     monkeypatch.setattr(claims_module, "_judges", others)
+    docket.recorded.cache_clear()
+    yield
+    docket.recorded.cache_clear()  # the next module is told what all judges say
 
 
 def test_all_167_claims_are_there_and_complete():
@@ -127,6 +131,26 @@ def test_needs_n_gpus_is_filled_in():
 def test_verdict_words_are_fixed(word, kind, message):
     with pytest.raises(ValueError, match=message):
         Verdict(word, "because", kind)
+
+
+def test_a_depends_says_whether_cases_differ_or_nothing_could_be_told():
+    def because(right, wrong):
+        found = judged(right, wrong, "It takes 1 s.")
+        assert found.word == "depends"
+        return found.because
+
+    no = [False, False, False]
+    assert because([True, False, False], [False, True, False]) == "It takes 1 s."
+    assert because(no, no) == "This run cannot tell: It takes 1 s."
+    assert because([True, True, False], no).startswith("2 of 3 are shown to hold, of the rest this run cannot tell: ")
+    assert because(no, [True, False, False]).startswith("1 of 3 is shown to be wrong, of the rest this run cannot tell")
+    assert judged([True], [False], "It").word == "holds" and judged([False], [True], "It").word == "does not hold"
+    assert judged([False], [True], "It takes 1 s.").because == "It takes 1 s."
+
+
+def test_a_claim_is_about_its_notebooks_subject_or_has_one_of_its_own():
+    subject = {c.id: c.subject for c in claims()}
+    assert subject["B45"] == "installing" and subject["C01"] == subject["D34"] == "data parallelism"
 
 
 def test_registration_errors():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 
 import pytest
 
+from labs.chapters.nb03 import claims as nb03
 from labs.chapters.nb03 import claims_scaling
 from labs.kit.claims import claims, judge_of, table
 from labs.kit.record import Record, Records
@@ -70,6 +73,11 @@ def speed(single=0.05, ddp=0.055, model="cnn", split="weak", startup=0.2, wide=F
             make("data_parallel", "bytes_per_step", moved, config, device, "B", way="dp replicate")]  # fmt: skip
 
 
+def without_counter(records):
+    """As on GPUs, where nothing counts what DataParallel moves."""
+    return [r for r in records if r.metric != "bytes_per_step"]
+
+
 def cells(*speedups, wide=False, sizes=()):
     """labs.crossover with these speed-ups of DDP on 2 ranks, by batch; all-reduces of 1 kB cost next to nothing."""
     found = [make("crossover", "all_reduce_s", 1e-6 * (1 + s / 1e6), size=s) for s in (2**12, 2**20)]
@@ -78,6 +86,22 @@ def cells(*speedups, wide=False, sizes=()):
         found += [make("crossover", "step_s", times(0.01), mode="single", **case),
                   make("crossover", "step_s", times(0.02 / speedup, wide), mode="ddp", **case)]  # fmt: skip
     return found
+
+
+def linked(latency_s=1e-3, b_s=1e9, noise=(1.0,), ranks=2):
+    """labs.crossover where a DDP step is one rank's step and then an all-reduce: 3 widths x 3 batches."""
+    sizes = [2**12, 2**20, 2**23]
+    layout = {"world_size": ranks, "rank": None, "backend": "gloo", "device": "cpu"}
+    found = [make("crossover", "all_reduce_s", latency_s + s / b_s, size=s) for s in sizes]
+    cases = [(s, batch) for s in sizes for batch in (4, 64, 1024)]
+    for (size, batch), k in zip(cases, itertools.cycle(noise)):
+        case = {"width": size, "batch": batch, "gradient_bytes": size}
+        single = 1e-3 * batch / 16
+        found += [
+            make("crossover", "step_s", times(single), mode="single", **case),
+            make("crossover", "step_s", times(k * (single + latency_s + size / b_s)), mode="ddp", **case),
+        ]
+    return [dataclasses.replace(r, layout=layout) for r in found]
 
 
 def training(**changed):
@@ -126,26 +150,29 @@ CASES = {
             (DEPENDS, cells(1.2, 1.5, wide=True))],
     "A21": [(HOLDS, cells(0.5, 1.5)), (DEPENDS, cells(1.2, 1.5))],
     "A26": [(NOT, facts()), (DEPENDS, [*facts(), make("data_parallel", "bytes_per_step", 1e3, way="dp gather")]),
+            (DEPENDS, facts() + without_counter(speed(device="cuda"))),
             (HOLDS, facts(held=300_000)), (HOLDS, facts(rows=(64, 32)))],
     "A28": [(HOLDS, speed(**MLP)), (DEPENDS, speed(startup=0.05, **MLP))],
     "A29": [(DEPENDS, speed() + speed(**MLP)), (HOLDS, speed(ddp=0.2) + speed(ddp=0.2, **MLP)),
             (DEPENDS, speed() + speed(ddp=0.2, **MLP)), (DEPENDS, speed(wide=True) + speed(ddp=0.1, wide=True, **MLP))],
     "B01": [(DEPENDS, facts()), (NOT, facts(later=0.1))],
     "B02": [(NOT, facts()), (DEPENDS, facts(views=3)), (HOLDS, facts(views=3, plain=3))],
-    "B03": [(HOLDS, cells(1.5, 0.5, sizes=(1000, 10**11))), (DEPENDS, cells(0.5, 1.8)), (DEPENDS, cells(1.9, 1.8))],
+    "B03": [(HOLDS, linked()), (DEPENDS, linked(b_s=1e13)), (DEPENDS, linked(noise=(1, 30, 0.1, 6, 0.2, 9, 0.04))),
+            (HOLDS, linked(noise=(1, 0.8, 1.3), ranks=8)), (DEPENDS, cells(1.9, 1.8, wide=True))],
     "B26": [(DEPENDS, facts()), (HOLDS, facts(slow=0.1))],
     "B34": [(DEPENDS, accumulation()), (HOLDS, accumulation(1.0)), (NOT, accumulation(right=2.0))],
     "B36": [(NOT, facts()), (HOLDS, facts(four=0.0))],
     "B37": [(DEPENDS, training()), (HOLDS, training(same=0.0))],
     "B46": [(DEPENDS, speed() + cells(0.5, 1.9)), (HOLDS, speed(ddp=0.051) + cells(1.9)),
             (NOT, speed(ddp=0.08) + cells(0.5))],
-    "C27": [(HOLDS, cells(0.5, 1.5)), (NOT, cells(1.5, 0.5)), (DEPENDS, cells(1.0, 1.1, wide=True))],
+    "C27": [(HOLDS, cells(0.5, 1.5)), (NOT, cells(1.5, 0.5)), (NOT, cells(1.5, 1.9)),
+            (DEPENDS, cells(1.0, 1.1, wide=True)), (HOLDS, linked(ranks=8))],
     "D07": [(HOLDS, parity(1e-15)), (NOT, parity(0.1))],
     "D08": [(NOT, facts()), (HOLDS, facts(rows=(32, 32)))],
     "D12": [(NOT, facts()), (HOLDS, facts(floor=(0.0, 1.0)))],
     "E13": [(NOT, facts()), (HOLDS, facts(rows=(32, 32)))],
     "E14": [("needs 2 GPUs", speed()), (NOT, speed(device="cuda")), (DEPENDS, speed(device="cuda", dp=0.04))],
-    "E15": [(HOLDS, speed()), (NOT, speed(moved=0.0))],
+    "E15": [(HOLDS, speed()), (NOT, speed(moved=0.0)), (HOLDS, without_counter(speed(device="cuda")))],
 }  # fmt: skip
 
 
@@ -155,6 +182,30 @@ def test_the_word_follows_the_records(claim, i):
     found = table("03", Records(evidence), gpus=0, strict=True).verdict(claim)
     assert found.word == word, found.because
     assert found.because and len(found.because) < 330, "one or two short sentences"
+
+
+UNTOLD = {
+    "A13": [*speed(ddp=0.05, wide=True, **MLP)], "A20": cells(1.2, 1.5, wide=True), "A21": cells(1.1, wide=True),
+    "B03": cells(1.9, 1.8, wide=True), "B46": speed(ddp=0.055, wide=True) + cells(1.8, wide=True),
+    "C27": cells(1.0, 1.1, wide=True), "E14": speed(device="cuda", dp=0.055, wide=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", sorted(UNTOLD))
+def test_samples_that_show_nothing_are_no_case_that_differs(claim):
+    found = table("03", Records(UNTOLD[claim]), gpus=0, strict=True).verdict(claim)
+    assert found.word == DEPENDS and "this run cannot tell" in found.because.lower(), found
+
+
+def test_a_torch_that_speaks_of_no_replicas_leaves_it_open(monkeypatch):
+    monkeypatch.setattr(nb03, "documented", lambda term: "")
+    found = table("03", Records(without_counter(speed(device="cuda"))), gpus=8, strict=True)
+    assert found.verdict("E15").word == "not tried yet"
+
+
+@pytest.mark.parametrize("claim", ["A20", "A21", "B03", "C27"])
+def test_one_rank_is_compared_with_nothing(claim):
+    assert table("03", Records(linked(ranks=1)), gpus=0, strict=True).verdict(claim).word == "not tried yet"
 
 
 @pytest.mark.parametrize("claim", [c.id for c in claims("03") if judge_of(c)])

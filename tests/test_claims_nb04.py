@@ -162,8 +162,8 @@ BY_CLAIM = {
             ("depends", training(noisy=BOTH)), ("depends", training(bf16=0.98, fp16=0.98, noisy=BOTH)),
             ("not tried yet", training(n=4)), ("not tried yet", training(formats=("fp32", PLAIN))),
             ("not tried yet", memory())],
-    "B11": [("depends", training()), ("holds", training(bf16=0.98, fp16=0.98)),
-            ("depends", training(bf16=0.98)), ("depends", training(bf16=0.978)),
+    "B11": [("holds", training()), ("holds", training(bf16=0.985, fp16=0.985)),
+            ("depends", training(bf16=0.98, fp16=0.98)), ("depends", training(bf16=0.97)),
             ("does not hold", training(bf16=0.9, fp16=0.9)), ("depends", training(noisy=BOTH)),
             ("not tried yet", training(n=4))],
     "A32": [("depends", TRAINED), ("holds", scaling() + training(bf16=0.9)),
@@ -237,7 +237,8 @@ def test_numbers_of_the_sentences_are_those_of_the_records():
     assert "batch 10 of 512 tokens: 24.0 GB become 18.4 GB" in because("B10")
     assert "take 6.0 GB whatever the batch" in because("B10") and "15.3 GB would be left" in because("B10")
     assert "0 of 4 show a difference" in because("A31") and "FP32's seeds: 0.3 points" in because("A31")
-    assert 'lose less than 2 %. Read as "at least 98 %" it holds here' in because("B11")
+    assert "lose less than 2 %. As a bound it holds; a loss of 2 % was not seen" in because("B11")
+    assert "As a bound" not in table("04", training(noisy=BOTH), gpus=0).verdict("B11").because
     assert "runs 0 % of the layers in 16 bits" in because("A32") and "adds 32.0 points [" in because("A32")
     assert "loss x 2^-14" in because("A32")
     assert "char_gpt: 15 % of the activations' gradients become 0 without it, 0.1 % with it" in because("E19")
@@ -257,6 +258,17 @@ def test_numbers_of_the_sentences_are_those_of_the_records():
     assert "no GPU was measured; published: 3.27 x on a V100" in because("E16")
     for c, _ in found.rows:
         assert len(because(c.id)) < 420, f"{c.id}: one or two short sentences"
+
+
+UNTOLD = {"A31": training(noisy=BOTH), "B11": training(noisy=BOTH), "E20": FINE + training(noisy=BOTH),
+          "A32": scaling() + training(plain=0.97, noisy=(PLAIN,)),
+          "E16": speed(0.95, share=0.4, noisy=True, gpu=True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", sorted(UNTOLD))
+def test_samples_that_show_nothing_are_no_case_that_differs(claim):
+    found = table("04", UNTOLD[claim], gpus=0, strict=True).verdict(claim)
+    assert found.word == "depends" and "this run cannot tell" in found.because.lower(), found
 
 
 def test_both_kinds_of_attention_are_steps_of_their_own():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labs.chapters.nb08 import claims_nodes  # noqa: F401  (registers the verdicts)
+from labs.chapters.nb08 import claims_nodes
 from labs.kit.claims import WORDS, _judges, claims
 from labs.kit.record import Record, Records
 
@@ -18,7 +18,7 @@ FACTS = {
 EXPECTED = {
     "A03": "does not hold", "A06": "does not hold", "A23": "depends", "A24": "depends", "B35": "does not hold",
     "C04": "depends", "C11": "holds", "C18": "does not hold", "C19": "does not hold", "C20": "does not hold",
-    "C21": "holds", "C24": "does not hold", "C25": "holds", "D09": "does not hold", "D10": "holds", "D11": "holds",
+    "C21": "depends", "C24": "does not hold", "C25": "holds", "D09": "does not hold", "D10": "holds", "D11": "holds",
     "D14": "depends",
 }  # fmt: skip
 
@@ -76,6 +76,14 @@ def test_without_records_nothing_is_said(claim):
 def test_ranks_that_did_not_meet_prove_nothing():
     with pytest.raises(LookupError):
         judge("C25", evidence(sums=1.0))
+
+
+def test_numbers_verify_what_a_collective_verifies(monkeypatch):
+    wrong = judge("C21", evidence(sums=2.0))
+    assert wrong.word == "does not hold" and "gives 2" in wrong.because
+    assert claims_nodes.connects_late(), "read the documentation of this torch's init_process_group"
+    monkeypatch.setattr(claims_nodes, "connects_late", lambda: False)
+    assert judge("C21", evidence()).word == "holds"
 
 
 def test_a_world_of_one_is_named():

@@ -91,6 +91,21 @@ def test_what_a_gpu_would_decide():
         assert word("B31", Record(LAB, "nccl_lines", "lines", (lines,), case=case)).word == verdict
 
 
+def printed(**lines):
+    """Lines of NCCL that name a time, by when the variable was set."""
+    sets = {"early": "in the program", "late": "after the first all-reduce", "outside": "before it"}
+    return [Record(LAB, "nccl_lines", "lines", (n,), case={"set": sets[k], "timed": n}) for k, n in lines.items()]
+
+
+def test_a_log_level_counts_only_before_nccl_has_read_it():
+    assert word("B31", *printed(early=9, late=9, outside=9)).word == "holds"
+    late = word("B31", *printed(early=9, late=0, outside=9))
+    assert late.word == "depends" and "after the first all-reduce it prints nothing" in late.because
+    assert word("B31", *printed(early=0, late=0, outside=9)).word == "does not hold"
+    elsewhere = word("B31", *printed(early=0, late=0, outside=0))
+    assert elsewhere.word == "depends" and "this run cannot tell" in elsewhere.because
+
+
 @pytest.mark.long
 def test_what_is_found_here():
     records = installed.facts()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from labs.chapters.nb11 import claims as nb11
@@ -103,14 +105,14 @@ DDP, FSDP, TENSOR = Plan(data=8), Plan(data=8, sharded=True), Plan(tensor=8)
 )
 def test_the_cost_model_turns_its_verdicts(monkeypatch, advised, times, words):
     fitting = tuple(cost(p, s) for p, s in times.items())
-    monkeypatch.setattr(nb11, "plans", lambda n, cards: (fitting, cost(advised(n), 1.0)))
+    monkeypatch.setattr(nb11, "plans", lambda n, cards, network: (fitting, cost(advised(n), 1.0)))
     found = table("11", gpus=0, strict=True)
     assert tuple(found.verdict(c).word for c in ("C01", "D34")) == words
     assert {found.verdict(c).kind for c in MODELLED} == {"modelled"}
 
 
 def test_one_size_that_needs_more_than_data_parallelism_makes_it_depend(monkeypatch):
-    def plans(n, cards):
+    def plans(n, cards, network):
         return (cost(DDP, 1.5 if n > 1e11 else 1.0), cost(TENSOR, 1.0)), cost(DDP, 1.0)
 
     monkeypatch.setattr(nb11, "plans", plans)
@@ -118,6 +120,13 @@ def test_one_size_that_needs_more_than_data_parallelism_makes_it_depend(monkeypa
     assert found.word == "depends" and "in 15 of 18 cases" in found.because
 
 
+def test_a_slow_network_makes_the_complex_plans_pay():
+    """By the cost model itself: on a DGX's network data parallelism is near everywhere, on an eighth of it not."""
+    found = table("11", gpus=0, strict=True).verdict("D34")
+    fast, slow = (int(n) for n in re.findall(r"in (\d+) of 17 cases", found.because))
+    assert found.word == "depends" and fast == 17 > slow > 8, found.because
+
+
 def test_where_nothing_fits_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(nb11, "plans", lambda n, cards: ((), None))
+    monkeypatch.setattr(nb11, "plans", lambda n, cards, network: ((), None))
     assert {table("11", gpus=0, strict=True).verdict(c).word for c in MODELLED} == {"not tried yet"}

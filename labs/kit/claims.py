@@ -67,11 +67,8 @@ class Claim:
     gpus: int
     changes: str = ""
     command: str = ""
-
-    @property
-    def subject(self) -> str:
-        """What it is about, for example "data parallelism"."""
-        return _read()["subjects"][self.notebook]
+    subject: str = ""
+    """What it is about, for example "data parallelism": its notebook's, unless claims.toml gives the claim its own."""
 
     @property
     def source(self) -> str:
@@ -147,11 +144,13 @@ def articles() -> dict[str, Article]:
 def _by_id() -> dict[str, Claim]:
     found: dict[str, Claim] = {}
     for row in _read()["claim"]:
-        claim = Claim(**row)
+        claim = Claim(**{"subject": _read()["subjects"][row["notebook"]]} | row)
         if claim.id in found:
             raise ValueError(f"claims.toml holds {claim.id} twice")
         if claim.paper not in PAPER or claim.id[0] not in _read()["articles"]:
             raise ValueError(f"claims.toml, {claim.id}: unknown article, or paper = {claim.paper!r}")
+        if claim.subject not in _read()["subjects"].values():
+            raise ValueError(f"claims.toml, {claim.id}: unknown subject {claim.subject!r}")
         found[claim.id] = claim
     return found
 
@@ -225,6 +224,34 @@ def word(right: Sequence[bool], wrong: Sequence[bool]) -> str:
     if not right:
         raise LookupError("nothing to compare was run")
     return "holds" if all(right) else "does not hold" if all(wrong) else "depends"
+
+
+CANNOT_TELL = "this run cannot tell: "
+"""Begins the reason of a "depends" that comes of samples which cannot show either, not of cases that differ."""
+
+
+def judged(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
+    """`word` with its reason, which first says what the samples cannot tell, where that is why the word is "depends".
+
+    LookupError without a comparison.
+    """
+    found = word(right, wrong)
+    untold = _untold(right, wrong) if found == "depends" else ""
+    if untold and because[:1].isupper():  # a chapter that writes whole sentences
+        untold = untold[0].upper() + untold[1:]
+    return Verdict(found, untold + because, kind)
+
+
+def _untold(right: Sequence[bool], wrong: Sequence[bool]) -> str:
+    """For example "2 of 5 are shown to hold, of the others this run cannot tell: "; empty where cases really differ."""
+    if any(right) and any(wrong):
+        return ""
+    if not any(right) and not any(wrong):
+        return CANNOT_TELL
+    shown, how = (right, "hold") if any(right) else (wrong, "be wrong")
+    return (
+        f"{sum(shown)} of {len(shown)} {'is' if sum(shown) == 1 else 'are'} shown to {how}, of the rest {CANNOT_TELL}"
+    )
 
 
 def pairs(a: Record, b: Record) -> Estimate:

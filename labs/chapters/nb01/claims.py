@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labs.chapters.nb01 import claims_method as method
-from labs.kit.claims import Verdict, gain, last, model_of, percent, ratio, runs, verdict, within
+from labs.kit.claims import CANNOT_TELL, Verdict, gain, last, model_of, percent, ratio, runs, verdict, within
 from labs.kit.measure import differs, estimate, paired_ratio
 from labs.kit.record import Records
 
@@ -23,7 +23,7 @@ def _(evidence: Records) -> Verdict:
     waiting, full = (percent(run.one("busy_share", job=job)) for job in ("waiting for data", "large products"))
     wait = f"busy {waiting}"
     if "waiting for data" not in idle and waiting.low < 0.9 * full.value:
-        return Verdict("depends", f"whether a planted wait for data shows cannot be told: {wait} {method.counter(run)}")
+        return Verdict("depends", f"{CANNOT_TELL}whether a planted wait for data shows: {wait} {method.counter(run)}")
     if "waiting for data" not in idle:
         return Verdict("does not hold", f"a planted wait for data does not show: {wait} {method.counter(run)}")
     back = f"; but at less than a tenth of the speed these look busy: {', '.join(slow)}" if slow else ""
@@ -57,7 +57,7 @@ def _(evidence: Records) -> Verdict:
         return Verdict("needs N GPUs", f"without cuDNN, as a control: {said}; new shapes take {new} as long", "")
     if fixed.low > 1 or (fixed.high >= 1 and changing.low > 1):
         return Verdict("does not hold", said)
-    return Verdict("holds" if fixed.high < 1 and changing.low <= 1 else "depends", said)
+    return Verdict("holds", said) if fixed.high < 1 and changing.low <= 1 else Verdict("depends", CANNOT_TELL + said)
 
 
 @verdict("B47")
@@ -116,7 +116,8 @@ def _(evidence: Records) -> Verdict:
     found, same = method.repaired(evidence, "warm up"), "no change that these runs can show"
     word = "does not hold" if method.any_differs(found) else "holds" if all(map(within, found.values())) else "depends"
     said = ", ".join(f"{r if differs(r) else same} ({model})" for model, r in found.items())
-    return Verdict(word, f"a warm-up before it changes the answer: {said}", method.kind(evidence))
+    untold = CANNOT_TELL if word == "depends" else ""
+    return Verdict(word, f"{untold}a warm-up before it changes the answer: {said}", method.kind(evidence))
 
 
 @verdict("C08")
@@ -124,7 +125,8 @@ def _(evidence: Records) -> Verdict:
     found = method.repaired(evidence, "synchronise", before="as printed")
     word = "holds" if all(map(within, found.values())) else "depends"
     said = f"data made before the clock, and a wait in place of the copies', make the answer {method.in_words(found)}"
-    return Verdict(word, said, method.kind(evidence))
+    untold = CANNOT_TELL if word == "depends" and not method.any_differs(found) else ""
+    return Verdict(word, untold + said, method.kind(evidence))
 
 
 @verdict("C09")
@@ -148,7 +150,9 @@ def _(evidence: Records) -> Verdict:
         )
     more = method.faster(step, best, shortest)
     because = f"batch {shortest} has the shortest step; batch {best} does {more} as many samples per second"
-    return Verdict("holds" if more.low > 1 else "depends", because)
+    if more.low > 1:
+        return Verdict("holds", because)
+    return Verdict("depends", because if more.high < 1 else CANNOT_TELL + because)
 
 
 @verdict("C12")
@@ -158,8 +162,9 @@ def _(evidence: Records) -> Verdict:
     said = f"equal epochs, {large.case['factor']} x the batch of {small.case['batch']}: accuracy {lost}"
     if within(lost, 1.0, 0.0):
         return Verdict("holds", f"{said}, so that seconds for equal epochs can be compared")
-    shown = f"{percent(small)} and {percent(large)}" if differs(lost, 0) else "no difference that this run can show"
-    return Verdict("depends", f"{said} ({shown}); compare seconds to one accuracy")
+    if not differs(lost, 0):
+        return Verdict("depends", f"{CANNOT_TELL}{said}; compare seconds to one accuracy")
+    return Verdict("depends", f"{said} ({percent(small)} and {percent(large)}); compare seconds to one accuracy")
 
 
 @verdict("C15")
@@ -168,8 +173,9 @@ def _(evidence: Records) -> Verdict:
     inside = method.faster(step, 256, 32)
     said = f"from batch 32 to 256: {inside} the samples per second"
     if not differs(inside):
-        word = "does not hold" if within(inside) else "depends"
-        return Verdict(word, f"{said}: no difference that this run can show")
+        if within(inside):
+            return Verdict("does not hold", f"{said}: as many, within 5 %")
+        return Verdict("depends", CANNOT_TELL + said)
     if max(step) <= 256:
         raise LookupError("launch('batch_size') with batches beyond 256 is needed, to see where the curve bends")
     beyond = method.faster(step, max(step), 256)
@@ -184,7 +190,8 @@ def _(evidence: Records) -> Verdict:
     said += f"; no difference shown: {same}" if same else ""
     said += f"; not tried: {untried}" if untried else ""
     queue = found["synchronisation"] is not None and not method.on_gpu(evidence)
-    return Verdict("does not hold" if matter else "depends", said + ("; the queue is emulated" if queue else ""))
+    said += "; the queue is emulated" if queue else ""
+    return Verdict("does not hold", said) if matter else Verdict("depends", CANNOT_TELL + said)
 
 
 @verdict("E22")

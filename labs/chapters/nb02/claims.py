@@ -8,7 +8,7 @@ import torch
 
 from labs.chapters.nb02 import claims_loading as loading
 from labs.chapters.nb02.claims_loading import WAITS, counted, device, quotient
-from labs.kit.claims import GAIN, Verdict, last, verdict, word
+from labs.kit.claims import CANNOT_TELL, GAIN, Verdict, judged, last, verdict, word
 from labs.kit.measure import differs
 from labs.kit.record import Records
 
@@ -26,7 +26,7 @@ def _(evidence: Records) -> Verdict:
     speed, share, case = slower[0]
     because = (f"with a loader slower than the model {sum(idle)} of {len(idle)} runs wait for more than {WAITS:g} % of "
                f"the time; the slowest, {case}: {speed} the model's rate, {share} waits{device(run)}")  # fmt: skip
-    return Verdict(word(idle, busy), because)
+    return judged(idle, busy, because)
 
 
 @verdict("A34")
@@ -40,10 +40,10 @@ def _(evidence: Records) -> Verdict:
         half = word(faster, same)
         if half != "depends":  # then the other half decides
             return Verdict("needs N GPUs", f"{said}; what pin_memory brings shows on a GPU only", "")
-        return Verdict(half, f"{said}; pin_memory has no effect without a GPU: that half is open")
+        return judged(faster, same, f"{said}; pin_memory has no effect without a GPU: that half is open")
     pinned = [quotient(rates[True, n], rates[False, n]) for n in (False, True)]
     said += f"; pin_memory gives {pinned[0]} the rate, with non_blocking {pinned[1]} ({NO_TURNS})"
-    return Verdict(word(*(a + b for a, b in zip((faster, same), loading.brings(pinned), strict=True))), said)
+    return judged(*(a + b for a, b in zip((faster, same), loading.brings(pinned), strict=True)), said)
 
 
 @verdict("D23")
@@ -63,13 +63,15 @@ def _(evidence: Records) -> Verdict:
         wrong.append(share.low > WAITS and cure.high < GAIN)
     if not right:
         return Verdict(
-            "depends", f"no model here waits for data, so there is nothing to cure: {max(said)[1]}{device(run)}"
+            "depends",
+            f"{CANNOT_TELL}no model here waits for data, so there is nothing to cure: {max(said)[1]}{device(run)}",
         )
     open_ = len(right) - sum(right) - sum(wrong)
     because = (f"more workers are shown to be the cure for {sum(right)} of {len(right)} models that may wait for data, "
                f"shown not to be for {sum(wrong)}{f', and cannot be told for {open_}' if open_ else ''}: "
                f"{max(said)[1]} ({NO_TURNS}){device(run)}")  # fmt: skip
-    return Verdict(word(right, wrong), because)
+    untold = "" if any(right) or any(wrong) else CANNOT_TELL
+    return Verdict(word(right, wrong), untold + because)
 
 
 @verdict("E05")
@@ -95,12 +97,21 @@ def _(evidence: Records) -> Verdict:
         n = max(by)
         if 0 not in by or not n:
             raise LookupError("launch('dataloader') with and without workers is needed")
+        if by[0].high < WAITS:
+            continue  # nothing waits: there is nothing to cut
         fell.append(by[n].high < by[0].low)
         wrong.append(by[0].high - by[n].low < WAITS)
+    jobs = {}
+    with contextlib.suppress(LookupError):  # the same model computes as long: what such a job takes longer, it waits
+        jobs = {name: max(by.items()) for name, by in loading.swept(evidence).items() if by}
+    trained, slower = loading.brings([g for _, g in jobs.values()])
     speeds = ", ".join(f"items that {source} {g} ({counted(n)})" for source, (n, g) in most.items())
     because = (f"against no workers: {speeds}; the share of the time that waits for data falls for {sum(fell)} of "
-               f"{len(fell)} models")  # fmt: skip
-    return Verdict(word(right + fell, wrong), because)
+               f"{len(fell)} models that wait")  # fmt: skip
+    if jobs:
+        worst = min(jobs, key=lambda name: jobs[name][1].value)
+        because += f"; of trainings the worst is {worst} with {jobs[worst][1]} the rate ({counted(jobs[worst][0])})"
+    return judged(right + fell + trained, wrong + slower, because)
 
 
 @verdict("E07")
@@ -128,8 +139,8 @@ def _(evidence: Records) -> Verdict:
     slow = loading.first_batch(evidence)
     because = (f"4 workers against none load {sum(faster)} of {len(faster)} sources faster: {loading.ends(every)}; "
                f"with new workers the first batch of an epoch takes {slow} as long")  # fmt: skip
-    found = word(faster, same)
-    return Verdict("depends" if found == "holds" and slow.low > 1 else found, because)
+    found = judged(faster, same, because)
+    return Verdict("depends", because) if found.word == "holds" and slow.low > 1 else found
 
 
 @verdict("E09")
@@ -139,8 +150,7 @@ def _(evidence: Records) -> Verdict:
     rate = quotient(*(run.one("images_per_s", way="both", send=send) for send in ("float32", "uint8")))
     because = (f"where workers also expand uint8 to float32, {few / 1e6:.3g} MB per batch become {many / 1e6:.3g} MB, "
                f"and training has {rate} the images per second ({NO_TURNS}){device(run)}")  # fmt: skip
-    right, wrong = [many <= few, rate.high >= 1], [many > few, rate.high < 1]
-    return Verdict(word(right, wrong), because)
+    return judged([many <= few, rate.low > 1], [many > few, rate.high < 1], because)
 
 
 @verdict("E10")
@@ -167,5 +177,5 @@ def _(evidence: Records) -> Verdict:
     because = (f"with pin_memory and non_blocking the same bytes come at {overlap} the images per second of plain "
                f".to(device) ({NO_TURNS})")  # fmt: skip
     if not differs(overlap):
-        return Verdict("depends", f"{because}: no difference that this run can show")
+        return Verdict("depends", CANNOT_TELL + because)
     return Verdict("does not hold" if overlap.low > 1 else "holds", because)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
+from collections.abc import Sequence
 
 from labs import crossover, data_parallel
-from labs.kit.claims import Verdict, verdict, word
-from labs.kit.measure import paired_ratio
+from labs.kit.claims import CANNOT_TELL, Verdict, judged, verdict, word
+from labs.kit.measure import Estimate, paired_ratio
 from labs.kit.record import Records
 from labs.parts import models
 from labs.parts.sources.published import rtx_3090_images, rtx_4090_epochs
+from labs.parts.timing.collectives import LatencyBandwidth, fit
 from labs.parts.timing.roofline import training_step_work
 
+MOSTLY, MORE = 0.5, 0.05  # of the differences between speed-ups: explained by both, and more than by one of the two
 NOTICED_S = 0.1  # J. Nielsen, Usability Engineering (1993), chapter 5: up to here an answer seems instantaneous
 
 
@@ -27,6 +31,14 @@ def launched(evidence: Records, lab: str, **config: object) -> Records:
 def ranks_of(records: Records) -> int:
     """World size of a launch."""
     return records[0].layout["world_size"]
+
+
+def mapped(evidence: Records) -> Records:
+    """The map of models and batches. LookupError if it was not made, or on one rank, which is no faster than itself."""
+    run = launched(evidence, "crossover")
+    if ranks_of(run) < 2:
+        raise LookupError("launch('crossover') on at least 2 ranks is needed")
+    return run
 
 
 @verdict("A02")
@@ -45,10 +57,10 @@ def _(evidence: Records) -> Verdict:
     n = ranks_of(weak)
     ratio = paired_ratio(weak.one("step_s", mode="ddp", ranks=n).samples, weak.one("step_s", mode="single").samples)
     readings = (ratio, ratio.scaled(1 / n))  # an epoch is one step, as in the listing; or one pass over a fixed dataset
-    decided = word([r.high < 1 for r in readings], [r.low > 1 for r in readings])
-    return Verdict(decided, f"with a batch of its own on each of {n} ranks a step takes {ratio} as long, and a step is "
-                            f"what the listing calls an epoch; a pass over a fixed dataset has {n} times fewer of "
-                            f"them, and takes {readings[1]} as long")  # fmt: skip
+    return judged([r.high < 1 for r in readings], [r.low > 1 for r in readings],
+                  f"with a batch of its own on each of {n} ranks a step takes {ratio} as long, and a step is what the "
+                  f"listing calls an epoch; a pass over a fixed dataset has {n} times fewer of them, and takes "
+                  f"{readings[1]} as long")  # fmt: skip
 
 
 @verdict("A17")
@@ -78,21 +90,20 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("A20")
 def _(evidence: Records) -> Verdict:
-    cells = [r["measured"] for r in crossover.crossover_map(launched(evidence, "crossover"))]
+    cells = [r["measured"] for r in crossover.crossover_map(mapped(evidence))]
     least, most = (f(c.value for c in cells) for f in (min, max))
-    return Verdict(word([c.low > 1 for c in cells], [c.high < 1 for c in cells]),
-                   f"DDP trains {least:.2f} to {most:.2f} times as fast as one rank, by model and batch")  # fmt: skip
+    return judged([c.low > 1 for c in cells], [c.high < 1 for c in cells],
+                  f"DDP trains {least:.2f} to {most:.2f} times as fast as one rank, by model and batch")  # fmt: skip
 
 
 @verdict("A21")
 def _(evidence: Records) -> Verdict:
-    rows = crossover.crossover_map(launched(evidence, "crossover"))
-    lost = sum(r["measured"].high < 1 for r in rows)
-    word = "holds" if lost else "depends"
-    return Verdict(
-        word,
-        f"in {lost} of {len(rows)} cells of the map more ranks are slower than one: measure, then choose",
-    )
+    rows = crossover.crossover_map(mapped(evidence))
+    lost, gained = sum(r["measured"].high < 1 for r in rows), sum(r["measured"].low > 1 for r in rows)
+    because = f"in {lost} of {len(rows)} cells of the map more ranks are slower than one: measure, then choose"
+    if lost:
+        return Verdict("holds", because)
+    return Verdict("depends", because if gained == len(rows) else CANNOT_TELL + because)
 
 
 @verdict("A28")
@@ -122,34 +133,71 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("B03")
 def _(evidence: Records) -> Verdict:
-    rows = crossover.crossover_map(launched(evidence, "crossover"))
-    right = sum((r["measured"].value > 1) == (r["modelled"] > 1) for r in rows)
-    faster = sum(r["measured"].value > 1 for r in rows)
-    commoner = max(faster, len(rows) - faster)  # what one names who knows neither
-    return Verdict("holds" if right > commoner else "depends",
-                   f"a model of these two alone names the faster side in {right} of {len(rows)} cells; always naming "
-                   f"the commoner one would name {commoner}")  # fmt: skip
+    run = mapped(evidence)
+    cells = [r["measured"] for r in crossover.crossover_map(run)]
+    both, alone, link = (explained(run, *of) for of in ((True, True), (True, False), (False, True)))
+    because = (f"a step's computing and the link explain {both:.0%} of the differences between the speed-ups of "
+               f"{len(cells)} models and batches; without the link's bandwidth {alone:.0%}, without the computing "
+               f"{link:.0%}")  # fmt: skip
+    if min(c.high for c in cells) >= max(c.low for c in cells):
+        return Verdict("depends", f"{CANNOT_TELL}no speed-up of the map surely differs from another; {because}")
+    return Verdict("holds" if both > max(MOSTLY, alone + MORE, link + MORE) else "depends", because)
+
+
+def explained(run: Records, computing: bool, bandwidth: bool) -> float:
+    """Share of the variance of log speed-ups over the map that `crossover.predict` explains from these two; 0 if less.
+
+    Without `computing` every step is taken for the median one, without `bandwidth` a message costs its latency only.
+    """
+    sizes, rows = run.where("all_reduce_s"), crossover.crossover_map(run)
+    link = fit([r.case["size"] for r in sizes], [r.value for r in sizes])
+    cases = [{k: row[k] for k in ("width", "batch", "gradient_bytes")} for row in rows]
+    steps = [run.one("step_s", mode="single", **case).value for case in cases]
+    usual, link = statistics.median(steps), link if bandwidth else LatencyBandwidth(link.latency_s, math.inf)
+    found = [
+        crossover.predict(s if computing else usual, case["gradient_bytes"], link, ranks_of(run))
+        for s, case in zip(steps, cases, strict=True)
+    ]
+    measured = [math.log(row["measured"].value) for row in rows]
+    left = [m - math.log(p) for m, p in zip(measured, found, strict=True)]
+    return max(0.0, 1 - _variance(left) / _variance(measured)) if _variance(measured) else 0.0
+
+
+def _variance(numbers: Sequence[float]) -> float:
+    return statistics.pvariance(numbers)
 
 
 @verdict("B46")
 def _(evidence: Records) -> Verdict:
     run = launched(evidence, "data_parallel", split="weak", model="cnn")
     n = ranks_of(run)
-    cells = [r["measured"].scaled(100 / n) for r in crossover.crossover_map(launched(evidence, "crossover"))]
+    cells = [r["measured"].scaled(100 / n) for r in crossover.crossover_map(mapped(evidence))]
     found = [data_parallel.speedups(run)["ddp", n].scaled(100 / n, "%"), *cells]
-    return Verdict(word([e.low >= 90 for e in found], [e.high < 90 for e in found]),
-                   f"scaling efficiency on {n} ranks: {found[0]} for the CNN, {min(e.value for e in cells):.0f} to "
-                   f"{max(e.value for e in cells):.0f} % over the map. Utilisation is another quantity")  # fmt: skip
+    return judged([e.low >= 90 for e in found], [e.high < 90 for e in found],
+                  f"scaling efficiency on {n} ranks: {found[0]} for the CNN, {min(e.value for e in cells):.0f} to "
+                  f"{max(e.value for e in cells):.0f} % over the map. Utilisation is another quantity")  # fmt: skip
 
 
 @verdict("C27")
 def _(evidence: Records) -> Verdict:
-    rows = crossover.crossover_map(launched(evidence, "crossover"))
-    widest = max(r["width"] for r in rows)
-    by_batch = [r["measured"] for r in sorted(rows, key=lambda r: r["batch"]) if r["width"] == widest]
-    least, most = by_batch[0], by_batch[-1]
-    return Verdict(word([least.high < most.low], [least.low > most.high]),
-                   f"width {widest}: {least} with the smallest batch, {most} with the largest")  # fmt: skip
+    run = mapped(evidence)
+    n, rows = ranks_of(run), sorted(crossover.crossover_map(run), key=lambda r: r["batch"])
+    widths = {w: [r["measured"] for r in rows if r["width"] == w] for w in sorted({r["width"] for r in rows})}
+    if any(len(by_batch) < 2 for by_batch in widths.values()):
+        raise LookupError("launch('crossover') with at least two batches is needed")
+    ends = [(by_batch[0], by_batch[-1]) for by_batch in widths.values()]
+    half = n / 2  # at half of the ideal speed-up exchanging and waiting take as long as computing
+    right = [small.high < min(half, large.low) for small, large in ends]
+    wrong = [small.low > half or small.low > large.high for small, large in ends]
+    said = [f"{_beside(small, n)} with the smallest batch, {_beside(large, n)} with the largest (width {w})"
+            for w, (small, large) in zip(widths, ends, strict=True)]  # fmt: skip
+    return judged(right, wrong, f"beside computing a DDP step spends {'; '.join(dict.fromkeys((said[0], said[-1])))}")
+
+
+def _beside(speedup: Estimate, ranks: int) -> str:
+    """What a step on so many ranks takes beside one rank's step, in % of it."""
+    shares = (100 * (1 - x / ranks) for x in (speedup.value, speedup.high, speedup.low))
+    return str(Estimate(*shares, speedup.n, "%"))
 
 
 @verdict("E14")
@@ -160,4 +208,7 @@ def _(evidence: Records) -> Verdict:
     ratio = paired_ratio(dp.samples, ddp.samples)
     if dp.layout["device"] != "cuda":
         return Verdict("needs N GPUs", f"as threads on {n} CPU cores its step takes {ratio} as long as DDP's")
-    return Verdict("does not hold" if ratio.low > 1 else "depends", f"its step takes {ratio} as long as DDP's")
+    because = f"its step takes {ratio} as long as DDP's"
+    if ratio.low > 1:
+        return Verdict("does not hold", because)
+    return Verdict("depends", because if ratio.high < 1 else CANNOT_TELL + because)

@@ -9,7 +9,7 @@ from labs.chapters.nb05 import claims_allocator as allocator
 from labs.chapters.nb05 import claims_memory as memory
 from labs.chapters.nb05 import claims_recompute as recompute
 from labs.chapters.nb05 import claims_remedies as remedies
-from labs.kit.claims import GB, Verdict, last, size, verdict, within, word
+from labs.kit.claims import CANNOT_TELL, GB, Verdict, judged, last, size, verdict, within, word
 from labs.kit.record import Records
 from labs.parts.remedies.ways_out import HALF
 
@@ -30,12 +30,17 @@ UNHARMED = 1.05  # times as long: up to here a lack of memory does not show in a
 def _(evidence: Records) -> Verdict:
     run = last(evidence, memory.LAB, "measured_bytes")
     found = memory.checked(run)
-    right = [abs(c.error) <= TRACE and c.beyond <= NEXT_CARD for c in found]
-    worst, most = max(found, key=lambda c: abs(c.error)), max(found, key=lambda c: c.beyond)
+    # a GPU's peak holds the workspace of its kernels: only a trace above it is surely wrong
+    off = [max(c.error, 0.0) if c.together else abs(c.error) for c in found]
+    right = [error <= TRACE and c.beyond <= NEXT_CARD for error, c in zip(off, found, strict=True)]
+    off_by, worst = max(zip(off, found, strict=True), key=lambda pair: pair[0])
+    most = max(found, key=lambda c: c.beyond)
     seconds, resident, peak = memory.effort(run)
     took = f" and all of them {size(resident)} of memory" if math.isfinite(resident) else ""
-    because = (f"traces say what tensors take in {len(found)} real steps, off by at most "
-               f"{100 * abs(worst.error):.2g} % ({worst.name}); all that the allocator gave, workspace of kernels too, "
+    how = "too high" if any(c.together for c in found) else "off"
+    less = f" above {size(memory.WORKSPACE)}" if any(c.together for c in found) else ""
+    because = (f"traces say what tensors take in {len(found)} real steps, {how} by at most "
+               f"{100 * off_by:.2g} % ({worst.name}); all that the allocator gave, workspace of kernels too{less}, "
                f"was up to {most.beyond:.2f} x as much ({most.name}); a trace took at most {seconds:.1f} s{took}, for "
                f"steps of up to {size(peak)}")  # fmt: skip
     return Verdict(word(right, [not r for r in right]), because)
@@ -101,7 +106,7 @@ def _(evidence: Records) -> Verdict:
     because = (f"a step takes longer by {' to '.join(dict.fromkeys((str(found[0]), str(found[-1]))))} on a {devices}; "
                f"of {len(found)} policies {sum(right)} are shown to cost {ABOUT_20 - OFF:g} to {ABOUT_20 + OFF:g} %, "
                f"{sum(wrong)} are shown not to")  # fmt: skip
-    return Verdict(word(right, wrong), because)
+    return judged(right, wrong, because)
 
 
 @verdict("B13")
@@ -186,8 +191,16 @@ def _(evidence: Records) -> Verdict:
     pattern = allocator.pattern(evidence)
     if not pattern.gpu:
         return Verdict("needs N GPUs", f"{allocator.SIMULATED}, a fragmenting pattern {pattern}", "")
+    if not pattern.short:
+        return Verdict("depends", _nothing_short(evidence))
     because = f"a pattern that fragments this GPU's memory {pattern}{allocator.price(evidence)}"
     return Verdict(word(pattern.avoided, [not a for a in pattern.avoided]), because)
+
+
+def _nothing_short(evidence: Records) -> str:
+    """Where nothing ran out of memory, nothing can help against it."""
+    return (f"{CANNOT_TELL}the pattern that is to fragment memory fits on this GPU as it is"
+            f"{allocator.price(evidence)}")  # fmt: skip
 
 
 @verdict("D22")
@@ -196,6 +209,8 @@ def _(evidence: Records) -> Verdict:
     if not pattern.gpu or emptying is None:
         each = allocator.ways(evidence)[allocator.EACH]
         return Verdict("needs N GPUs", f"{allocator.SIMULATED}: {each}", "")
+    if not pattern.short:
+        return Verdict("depends", _nothing_short(evidence))
     right = [avoided and emptying.low <= 1 for avoided in pattern.avoided]
     because = f"a pattern that fragments this GPU's memory {pattern}{allocator.price(evidence)}"
     return Verdict(word(right, [not avoided for avoided in pattern.avoided]), because)
@@ -218,8 +233,11 @@ def _(evidence: Records) -> Verdict:
     except LookupError:
         told = f"{allocator.SIMULATED}: {allocator.retried(evidence)}; what that costs in time only a GPU can tell"
         return Verdict("needs N GPUs", told, "")
+    if not found:
+        because = "of the sizes of memory tried on this GPU none was short, or none was enough"
+        return Verdict("depends", CANNOT_TELL + because)
     hidden = [t.slower for t in found if t.slower and t.retries]
     because = f"with less memory than enough, on this GPU: {'; '.join(map(str, found))}"
     if not hidden:
         return Verdict("does not hold", f"{because}: where it runs, nothing is hidden")
-    return Verdict(word([s.low > 1 for s in hidden], [s.high < UNHARMED for s in hidden]), because)
+    return judged([s.low > 1 for s in hidden], [s.high < UNHARMED for s in hidden], because)

@@ -29,6 +29,11 @@ class Pattern(NamedTuple):
     gpu: bool
 
     @property
+    def short(self) -> bool:
+        """Whether memory runs out as it is: else there is nothing to avoid."""
+        return not self.fits[PLAIN]
+
+    @property
     def avoided(self) -> list[bool]:
         """By each way that empties the cache."""
         return [fits for way, fits in self.fits.items() if way != PLAIN]
@@ -39,12 +44,12 @@ class Pattern(NamedTuple):
 
 
 def pattern(evidence: Records) -> Pattern:
-    """On a GPU if it was run there, else simulated. LookupError if nothing was to be avoided."""
+    """On a GPU if it was run there, else simulated. LookupError if nothing was to be avoided in the simulation."""
     for part in ("gpu", "fragmentation"):
         with contextlib.suppress(LookupError):
             run = last(evidence, LAB, "fits", part=part, way=PLAIN)
             fits = {way: bool(run.one("fits", part=part, way=way).value) for way in (PLAIN, LATE, BETWEEN)}
-            if not fits[PLAIN]:
+            if part == "gpu" or not fits[PLAIN]:
                 return Pattern(fits, part == "gpu")
     raise LookupError(f"launch({LAB!r}) with a pattern that ends out of memory as it is, is needed")
 
@@ -115,19 +120,19 @@ class Tight(NamedTuple):
 
 
 def tight(evidence: Records) -> list[Tight]:
-    """On a GPU, the least memory first, without the roomiest. LookupError if none was near the limit."""
+    """On a GPU, the least memory first, without the roomiest; none if nothing ran short. LookupError without a GPU."""
     run = last(evidence, LAB, "num_alloc_retries", part="gpu")
     tried = sorted((r for r in run.where("fits", part="gpu") if "headroom" in r.case), key=lambda r: r.case["headroom"])
-    if not tried or not tried[-1].value:
-        raise LookupError(f"launch({LAB!r}, parts=['gpu']) on a GPU with room enough is needed")
+    if not tried:
+        raise LookupError(f"launch({LAB!r}, parts=['gpu']) on a GPU is needed")
+    if not tried[-1].value:
+        return []  # it was never roomy: nothing to compare with
     most, found = tried[-1].case["headroom"], []
     for r in tried[:-1]:
         h, retries = r.case["headroom"], int(run.one("num_alloc_retries", **r.case).value)
         slower = _slower(run, h, most) if r.value else None
         found.append(Tight(h, bool(r.value), retries, slower))
-    if all(t.fits and not t.retries for t in found):
-        raise LookupError(f"launch({LAB!r}, parts=['gpu']) with less memory is needed: nothing ran short of it")
-    return found
+    return [] if all(t.fits and not t.retries for t in found) else found
 
 
 def _slower(run: Records, headroom: float, most: float) -> Estimate:

@@ -7,7 +7,7 @@ import math
 from labs.chapters.nb06 import claims_fit as fit
 from labs.chapters.nb06 import claims_parallel as parallel
 from labs.chapters.nb06 import claims_parts as parts
-from labs.kit.claims import GAIN, Verdict, ends, size, verdict, word
+from labs.kit.claims import CANNOT_TELL, GAIN, Verdict, ends, judged, size, verdict, word
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
 from labs.parts.sources.published import KERAS_NOT_CONNECTED
@@ -36,7 +36,7 @@ def _(evidence: Records) -> Verdict:
         if any(which)
     ]
     because = f"{parallel.devices(evidence)} against one, {'. '.join([said[0], *map(_sentence, said[1:])])}"
-    return Verdict(word(right, wrong), because)
+    return judged(right, wrong, because)
 
 
 @verdict("D06")
@@ -55,7 +55,7 @@ def _(evidence: Records) -> Verdict:
     because = (f"{sum(right)} of {len(right)} are shown to be 1.7 to 1.9, {sum(wrong)} shown not to: published "
                f"{values} with DDP on two V100 ({len(published)} models); on {parallel.devices(evidence)} {here}{two}"
                )  # fmt: skip
-    return Verdict(word(right, wrong), because)
+    return judged(right, wrong, because)
 
 
 @verdict("D15")
@@ -105,7 +105,7 @@ def _(evidence: Records) -> Verdict:
     right = [i.naive.high < BUSY for i in found]
     wrong = [i.naive.low > 1 / 2 - BUSY for i in found]
     because = f"{'; '.join(map(str, found))}. {parallel.published_split()}"
-    return Verdict(word(right, wrong), because)
+    return judged(right, wrong, because)
 
 
 @verdict("D20")
@@ -135,7 +135,9 @@ def _(evidence: Records) -> Verdict:
     largest = max(s.size for s in found)
     if fewer and not faster and all(s.slower for s in found if s.size == largest):
         return Verdict("holds", because)
-    return Verdict("does not hold" if faster == len(found) else "depends", because)
+    if faster == len(found):
+        return Verdict("does not hold", because)
+    return Verdict("depends", because if faster or slower else CANNOT_TELL + because)
 
 
 @verdict("E12")

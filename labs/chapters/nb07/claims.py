@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from labs import bucket_overlap, gradient_compression, slow_link
 from labs.kit import hardware
-from labs.kit.claims import Verdict, ends, last, verdict, word
-from labs.kit.measure import Estimate, differs, estimate
+from labs.kit.claims import CANNOT_TELL, Verdict, ends, judged, last, size, verdict, word
+from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Records
+from labs.parts import models
+from labs.parts.communication.compression import WAYS
 from labs.parts.communication.wire import NO_PACE
 
 STATED = 10  # percent of the bytes that B18 leaves
+FLAT = 1.05  # up to which two numbers are the same
 TIMES, ROUNDING = 3.0, 0.5  # B28's factor, and how far a factor may be from it that is written as "3 times"
+MATTERS = 5.0  # % of a step
 SAME = 1.02  # bytes on the wire that are equal but for headers
 
 
@@ -32,7 +38,7 @@ def spread(evidence: Records) -> tuple[list[bool], list[bool], str]:
     for model, by in speeds(evidence).items():
         low, high = (f(by.items(), key=lambda item: item[1].value) for f in (min, max))
         differ.append(low[1].high < high[1].low)
-        same.append(high[1].high < 1.05 * low[1].low)
+        same.append(high[1].high < FLAT * low[1].low)
         told.append(f"{model} {low[1]} at {low[0]:g} MB/s, {high[1]} at {high[0]:g} MB/s")
     return differ, same, "; ".join(told)
 
@@ -40,27 +46,52 @@ def spread(evidence: Records) -> tuple[list[bool], list[bool], str]:
 @verdict("A19")
 def _(evidence: Records) -> Verdict:
     differ, same, told = spread(evidence)
-    return Verdict(
-        word(same, differ),
-        f"The same devices over other wires: {told}. The line names its cards, not the links between them.",
-    )
+    because = f"The same devices over other wires: {told}. The line names its cards, not the links between them."
+    return judged(same, differ, because)
+
+
+def exchanged(evidence: Records) -> tuple[list[bool], list[bool], str, str]:
+    """Of each model's gradients: does the time of an all-reduce surely change with the wire, surely not; in words.
+
+    And the kind of the numbers: "modelled" where a wire was acted out, which waits by the ring's formula.
+    """
+    changes, same, told, kind = [], [], [], "measured"
+    for model in speeds(evidence):
+        run = last(Records(r for r in evidence if r.config.get("model") == model), "slow_link", "all_reduce_s")
+        by = {
+            r.case["mb_s"]: r for r in run.where("all_reduce_s") if r.kind != "modelled" and r.case["mb_s"] != NO_PACE
+        }
+        if not by:
+            raise LookupError(f"launch('slow_link') of {model!r} set no wire to a bandwidth")
+        slow, fast = (estimate(by[mb_s].samples, "s") for mb_s in (min(by), max(by)))
+        changes.append(slow.low > fast.high)
+        same.append(slow.high < FLAT * fast.low)
+        told.append(f"{size(by[max(by)].case['size'])} take {fast} at {max(by):g} MB/s, {slow} at {min(by):g} MB/s")
+        kind = "modelled" if len(run.where("acted_out")) else kind
+    return changes, same, "; ".join(told), kind
 
 
 @verdict("B06")
 def _(evidence: Records) -> Verdict:
-    differ, same, told = spread(evidence)
-    return Verdict(word(same, differ), f"Memory and arithmetic stay as they are while the wire changes: {told}. "
-                   "The same line also names the bandwidth between GPUs, rightly.")  # fmt: skip
+    changes, same, told, kind = exchanged(evidence)
+    emulated = " The wire is an emulated one." if kind == "modelled" else ""
+    return judged(same, changes, "An all-reduce between the same devices, with the same memory and arithmetic: "
+                  f"{told}.{emulated} For the speed-up of a whole step arithmetic counts, too. The same line also "
+                  "names the bandwidth between GPUs, rightly.", kind)  # fmt: skip
 
 
 @verdict("C14")
 def _(evidence: Records) -> Verdict:
-    differ, _, told = spread(evidence)
+    differ, same, told = spread(evidence)
     n = next(r for r in evidence if r.lab == "slow_link").layout["world_size"]
+    check = "As a check of how many ranks have met, it is right."
+    if all(differ):
+        return Verdict(
+            "does not hold", f"The number of ranks is {n} on every wire; the speed-up is not: {told}. {check}"
+        )
     # equal speed-ups would not make the number of ranks a measure of them
-    return Verdict("does not hold" if all(differ) else "depends",
-                   f"The number of ranks is {n} on every wire; the speed-up is not: {told}. "
-                   "As a check of the set-up, which the line calls it, too, it is right.")  # fmt: skip
+    untold = "" if all(same) else CANNOT_TELL.capitalize()
+    return Verdict("depends", f"{untold}The number of ranks is {n} on every wire, the speed-up {told}. {check}")
 
 
 @verdict("B18")
@@ -72,8 +103,38 @@ def _(evidence: Records) -> Verdict:
     slower = [way for way in ways if any(e.high < 1 for e in gradient_compression.gains(run).get(way, {}).values())]
     more = f" {' and '.join(slower)}: steps are slower on some wires, all the same." if slower else ""
     told = ", ".join(f"{way} {share:.1f} %" for way, share in left.items())
-    because = f"Of DDP's bytes for the {run[0].config['model']}, counted on the wire, are left: {told}.{more}"
-    return Verdict(word([s <= STATED for s in left.values()], [s > STATED for s in left.values()]), because)
+    forms = left_by_form()
+    model, way = max(forms, key=lambda case: forms[case])
+    least, most = min(forms.values()), forms[model, way]
+    because = (f"Of DDP's bytes for the {run[0].config['model']}, counted on the wire, are left: {told}. By the closed "
+               f"form it depends on rank and shapes: {least:.1f} to {most:.0f} % ({model}, {way}).{_price(run)}{more}"
+               )  # fmt: skip
+    if all(s > STATED for s in left.values()):
+        return Verdict("does not hold", because)
+    counted = all(s <= STATED for s in left.values())
+    if counted and most > STATED:
+        return Verdict("depends", because, "modelled")
+    return Verdict("holds" if counted else "depends", because)
+
+
+@cache
+def left_by_form() -> dict[tuple[str, str], float]:
+    """{(model of the course, rank of PowerSGD): % of DDP's bytes that are left}, by closed form, with two ranks."""
+    found = {}
+    for model in models.MODELS:
+        parameters = list(models.build(model, 0).module.parameters())
+        whole = WAYS["fp32"].sent_bytes(parameters, 2)
+        for way in (w for w in WAYS if w.startswith("powersgd")):
+            found[model, way] = 100 * WAYS[way].sent_bytes(parameters, 2) / whole
+    return found
+
+
+def _price(run: Records) -> str:
+    """Which rank of PowerSGD is shown to learn less, in words; empty if none is, or nothing was trained."""
+    if not len(run.where("accuracy")):
+        return ""
+    lost = {w: e for w, e in gradient_compression.losses(run).items() if w.startswith("powersgd") and e.high < 0}
+    return "".join(f" {way} costs accuracy: {e}." for way, e in lost.items())
 
 
 def _counted(run: Records, way: str) -> tuple[float, ...]:
@@ -132,11 +193,10 @@ def _(evidence: Records) -> Verdict:
     best, _, _ = bucket_overlap.best_worst(run)
     cost = bucket_overlap.exposed(run)[best]
     mb_s = run.one("step_s", synchronise=False).case["mb_s"]
-    word_ = "holds" if differs(cost, 0.0) and cost.low > 0 else "depends"
-    return Verdict(
-        word_,
-        f"At {mb_s:g} MB/s with the best buckets, exchanging makes up {cost} of a step. No nodes were joined here.",
+    because = (
+        f"At {mb_s:g} MB/s with the best buckets, exchanging makes up {cost} of a step. No nodes were joined here."
     )
+    return judged([cost.low > MATTERS], [cost.high < MATTERS], because)
 
 
 NCCL_OR_GLOO = (
@@ -154,9 +214,10 @@ def nccl_against_gloo(evidence: Records) -> tuple[str, str] | None:
     if len(found) < 2:
         return None
     nccl, gloo = (estimate(found[backend].samples, "s") for backend in ("nccl", "gloo"))
-    size = found["nccl"].case["size"] / 1e6
     told = "holds" if nccl.high < gloo.low else "does not hold" if gloo.high < nccl.low else "depends"
-    return told, f"An all-reduce of {size:.1f} MB takes {nccl} with NCCL, {gloo} with gloo (two ranks on one GPU)."
+    untold = CANNOT_TELL.capitalize() if told == "depends" else ""
+    return told, (f"{untold}An all-reduce of {size(found['nccl'].case['size'])} takes {nccl} with NCCL, {gloo} with "
+                  "gloo (two ranks on one GPU).")  # fmt: skip
 
 
 @verdict("B17")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
+import torch.distributed as dist
+
 from labs.kit.claims import Verdict, last, verdict
 from labs.kit.record import Record, Records
 
@@ -123,16 +128,33 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("C21")
 def _(evidence: Records) -> Verdict:
-    ranks, _ = met(evidence)
-    told = f"{ranks} ranks know their number, and an all-reduce over them gives the right sum."
+    sums = last(evidence, "two_nodes", "sum").where("sum")
+    ranks, found = len(sums), {r.value for r in sums}
+    if found != {ranks * (ranks + 1) / 2}:
+        return Verdict("does not hold", f"{ranks} ranks know their number, and an all-reduce over them gives "
+                       f"{' and '.join(f'{s:g}' for s in sorted(found))}: the numbers do not show it.")  # fmt: skip
+    told = f"{ranks} ranks know their number, and an all-reduce over them gives the right sum.{_alone(evidence)}"
+    if not connects_late():
+        return Verdict("holds", told)
+    return Verdict("depends", f"{told} That ranks know their number does not verify that they can exchange: with NCCL "
+                   "torch connects them at the first collective, by its documentation, unless device_id is given. Only "
+                   "a collective shows it.")  # fmt: skip
+
+
+def _alone(evidence: Records) -> str:
+    """Where the number told what no error did; empty if that drill was not run, or ended otherwise."""
     try:
         went_on, _ = drilled(evidence, "clock off")
     except LookupError:
-        return Verdict("holds", told)
+        return ""
     alone = int(went_on.case["of"])
-    more = f" With a clock that is off, {alone} of 2 ranks was the whole world: only the number shows it." if (
+    return f" With a clock that is off, {alone} of 2 ranks was the whole world: only the number shows it." if (
         0 < alone < 2) else ""  # fmt: skip
-    return Verdict("holds", told + more)
+
+
+def connects_late() -> bool:
+    """Whether torch documents that NCCL's communicator is otherwise made lazily: by the first collective."""
+    return bool(re.search(r"\blaz(y|ily)\b", inspect.getdoc(dist.init_process_group) or ""))
 
 
 @verdict("C24")

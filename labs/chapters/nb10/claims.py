@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from labs.kit.claims import Verdict, last, verdict
+from labs.kit.claims import CANNOT_TELL, Verdict, last, verdict
 from labs.kit.record import Records
 from labs.parts.faults.chart import rows
 from labs.parts.faults.installed import CONTROLS, LAB, OF_GPU
@@ -83,12 +83,20 @@ def _(evidence: Records) -> Verdict:
             "",
         )
     lines, timed = int(found[-1].value), found[-1].case["timed"]
+    others = {r.case["set"]: int(r.value) for r in evidence.where("nccl_lines") if r.lab == LAB}
+    if not lines and not others.get("before it", 1):
+        because = "set outside of the program it printed nothing either; does NCCL_DEBUG_FILE send the lines elsewhere?"
+        return Verdict("depends", CANNOT_TELL + because)
     if not lines:
         return Verdict("does not hold", "set within the program, before the group was made, it printed nothing")
     said = f"set within the program, before the group was made, it printed {lines} lines for 10 all-reduces"
-    if timed:
+    late = others.get("after the first all-reduce", 1) == 0
+    more = "; set after the first all-reduce it prints nothing" if late else ""
+    if timed and not late:
         return Verdict("holds", f"{said}, {timed} with a time")
-    return Verdict("depends", f"{said}, none with a time: how ranks are connected, not how fast")
+    if timed:
+        return Verdict("depends", f"{said}, {timed} with a time{more}")
+    return Verdict("depends", f"{said}, none with a time: how ranks are connected, not how fast{more}")
 
 
 @verdict("B42")

@@ -138,8 +138,8 @@ def on_gpu() -> Iterator[Record]:
     """Where the default device points without set_device, and what NCCL_DEBUG prints; nothing without a GPU."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return
-    for where in ("in the program", "before it"):
-        lines = _child(DEBUGGED.format(inside=where == "in the program"), {} if where != "before it" else DEBUG)
+    for where in ("in the program", "after the first all-reduce", "before it"):
+        lines = _child(DEBUGGED.format(where=where), {} if where != "before it" else DEBUG)
         told = [line for line in lines if "NCCL INFO" in line]
         timed = [line for line in told if re.search(r"\d\s*(?:ms|us|GB/s)\b", line)]
         yield Record(LAB, "nccl_lines", "lines", (len(told),), case={"set": where, "timed": len(timed)})
@@ -152,10 +152,13 @@ def on_gpu() -> Iterator[Record]:
 DEBUG = {"NCCL_DEBUG": "INFO"}
 DEBUGGED = """
 import os, torch, torch.distributed as dist
-if {inside}: os.environ["NCCL_DEBUG"] = "INFO"
+where = "{where}"
+if where == "in the program": os.environ["NCCL_DEBUG"] = "INFO"
 torch.cuda.set_device(0)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-for _ in range(10): dist.all_reduce(torch.ones(1, device="cuda"))
+dist.all_reduce(torch.ones(1, device="cuda"))
+if where == "after the first all-reduce": os.environ["NCCL_DEBUG"] = "INFO"
+for _ in range(9): dist.all_reduce(torch.ones(1, device="cuda"))
 dist.destroy_process_group()
 """
 
