@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import shutil
 import signal
@@ -253,6 +254,7 @@ def test_no_wire_has_that_bandwidth(b_s):
         (slow_link, {"sizes": (6,)}, "sizes must be"),
         (slow_link, {"latency_ms": -1.0}, "latency_ms must be"), (gradient_compression, {"hidden": (0,)}, "hidden"),
         (gradient_compression, {"break_even": ("zip",)}, "break_even: unknown way"),
+        (gradient_compression, {"train_mb_s": -1.0}, "train_mb_s: a bandwidth must be"),
         (slow_link, {"mb_s": (5.0, 5.0)}, "different"), (slow_link, {"batch_size": 0}, "batch_size"),
         (gradient_compression, {"ways": ("fp32", "zip")}, "unknown way to send gradients 'zip'"),
         (gradient_compression, {"ways": ("fp16",)}, "must hold 'fp32'"),
@@ -481,6 +483,34 @@ def compressed(gain_s: dict[float, float], tried_s: dict[float, float], predicte
 def test_break_even_in_words(tried_s, predicted, told):
     run = compressed({0.0: 0.010, 25: 0.005}, tried_s, predicted)
     assert told in gradient_compression.tried_text(gradient_compression.crossings(run)["fp16"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "worse", "told"),
+    [
+        ({"fp16": 1.0, "powersgd_4": 0.8}, {}, "powersgd_4 is 2.50 x"),
+        ({"fp16": 1.0, "powersgd_4": 0.8}, {"powersgd_4": 0.1}, "fp16 is 2 x"),
+        ({"fp16": 1.0}, {"fp16": 0.1}, "no way is surely faster"), ({"fp16": 2.1}, {}, "no way is surely faster"),
+    ],
+)  # fmt: skip
+def test_a_training_is_told_with_its_time_and_what_it_learned(seconds, worse, told):
+    rows = []
+    for way, s in {"fp32": 2.0, **seconds}.items():
+        rows.append(step("gradient_compression", "train_s", s, way=way, mb_s=100.0))
+        shares = [0.8 + k / 100 - worse.get(way, 0.0) for k in range(6)]
+        rows.append(Record("gradient_compression", "accuracy", "1", shares, "measured", {"way": way}))
+    run = Records([dataclasses.replace(r, config={"hidden": [512, 256]}) for r in rows])
+    said = gradient_compression.trained_text(run)
+    assert told in said and said.startswith("Trainings of the perceptron 784-512-256-10 at 100 MB/s")
+
+
+def test_a_training_over_a_slow_wire_takes_the_time_of_its_bytes():
+    """Three steps of 0.41 MB on two ranks, and each rank sends as much: at 4 MB/s they cannot end before 0.3 s."""
+    run = launch("gradient_compression", nproc=2, device="cpu", oversubscribe=True, smoke=True, train_mb_s=4.0)
+    plain, half = (run.one("train_s", way=way, mb_s=4.0) for way in ("fp32", "fp16"))
+    assert len(plain.samples) == 2 and min(plain.samples) > 0.2 and min(half.samples) > 0.1
+    assert any(line.startswith("Trainings of the perceptron 784-128-10 at 4 MB/s") for line in
+               gradient_compression.answer(run))  # fmt: skip
 
 
 @pytest.mark.parametrize(

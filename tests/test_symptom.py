@@ -168,6 +168,8 @@ def test_messages_that_people_posted_find_their_row():
     known = [said for said in first if said[0] != "none"]
     missed = [said for said in known if said[0] != said[1]]
     assert len(known) >= 200 and len(missed) <= 0.08 * len(known), missed
+    blind = [said for text, said in zip(texts, first, strict=True) if text["round"] == 4 and said[0] != "none"]
+    assert len(blind) >= 40 and sum(said[0] == said[1] for said in blind) >= 0.9 * len(blind), blind
     unknown = [said for said in first if said[0] == "none"]
     assert sum(said[1] != "none" for said in unknown) <= 0.15 * len(unknown), unknown
 
