@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import uuid
 from pathlib import Path
@@ -28,6 +29,9 @@ def pytest_configure(config):
         config.own_folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=f"{worker}-")
         Path(config.own_folder).chmod(0o755)  # tests/elsewhere works below it as another user
     use_own_kernel()
+    # Images for containers often set this: then each of the workers compiles all tests, each command all of the course.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # An example that takes 0.2 s on a busy machine is no failure.
     hypothesis.settings.register_profile("course", deadline=None)
     hypothesis.settings.load_profile("course")

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +76,19 @@ def test_a_95_percent_interval_holds_the_median_in_95_percent_of_all_cases(n):
     missed = sum(differs(estimate(ratios(), resamples=299)) for _ in range(rounds))
     assert missed / rounds <= 0.08, "5 % are promised; a plain percentile interval of 7 samples misses 12 %"
     assert missed / rounds >= 0.01, "an interval that always holds it is too wide to find anything"
+
+
+@pytest.mark.parametrize("samples", [[1.0, 3.0], [0.9, 1.1, 1.3, 2.0, 0.7, 1.2, 1.1], [1 / k for k in range(1, 41)]])
+def test_intervals_are_bit_by_bit_those_of_scipy(samples):
+    from scipy.stats import binomtest, bootstrap
+
+    found = bootstrap((samples,), np.median, confidence_level=measure._expanded(0.95, len(samples)), rng=0,
+                      method="percentile").confidence_interval  # fmt: skip
+    assert (estimate(samples).low, estimate(samples).high) == (found.low, found.high)
+    for count in (0, 1, len(samples)):
+        shares = binomtest(count, len(samples)).proportion_ci(method="wilson")
+        got = measure.proportion(count, len(samples))
+        assert (got.low, got.high) == pytest.approx((shares.low, shares.high), rel=1e-12)
 
 
 def test_fewer_resamples_give_about_the_same_interval():

@@ -27,9 +27,11 @@ class RanksTrial:
         self.about: dict[str, Any] = dict.fromkeys(("n", "device", "backend", "first_launch_s", "launch_s"))
         self.problem: Exception | None = None
         try:
+            import torch  # noqa: F401  needed here, too: the fork server is then a fork of this process (on Linux)
+
             from labs.kit.fork_server import start_fork_server
 
-            self.server = start_fork_server(lean=True)  # it loads torch while the other checks run
+            self.server = start_fork_server(lean=True, forked=True)
         except Exception as e:
             self.problem = e
 

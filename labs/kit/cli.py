@@ -188,7 +188,7 @@ def prepare() -> None:
 
     start_fork_server(forked=True)
     import pandas  # noqa: F401
-    import scipy.stats  # noqa: F401
+    import scipy.special  # noqa: F401
 
 
 def run_here(lab: str, command: Any) -> int:

@@ -103,15 +103,38 @@ def _module_file(name: str) -> Path | None:
 
 def without_comments(source: str) -> str:
     """Python source without comments, docstrings, blank lines and trailing blanks."""
-    lines = source.replace("\r\n", "\n").split("\n")
-    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
+    lines, body = source.replace("\r\n", "\n").split("\n"), ast.parse(source).body
+    begun = 0
+    for statement in body:  # each for itself: tokens cost most of the time, and most statements hold no #
+        first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))]) - 1
+        _cut_comments(lines, begun, first)
+        _cut_comments(lines, max(begun, first), statement.end_lineno)
+        begun = max(begun, statement.end_lineno)
+    _cut_comments(lines, begun, len(lines))
+    for node in _statements(body):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     return "\n".join(kept for line in lines if (kept := line.rstrip()))
+
+
+def _cut_comments(lines: list[str], first: int, end: int) -> None:
+    """Cut comments off lines[first:end], which begin with a statement and end with one."""
+    text = "\n".join(lines[first:end])
+    if "#" not in text:
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[first + row - 1] = lines[first + row - 1][:column]
+
+
+def _statements(body: list[ast.AST]) -> Iterator[ast.AST]:
+    """All statements in `body`, those within others too; expressions, which are most of a tree, are not looked at."""
+    for node in body:
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if isinstance(inner := getattr(node, name, None), list):
+                yield from _statements(inner)
 
 
 def _text(source: str | list[str]) -> str:
