@@ -122,7 +122,8 @@ class Facts:
     per step), tensors_growth (per step), tensor_bytes_growth
     (bytes per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w."""
+    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w;
+    in the first rank of each machine others_percent: of the usable cores, what programs outside of this run took."""
     compiles: dict[str, Any] = field(default_factory=dict)
     """in_steps: graphs compiled while steps were looked at; reasons."""
     cost: dict[str, float] = field(default_factory=dict)
