@@ -106,7 +106,13 @@ class Facts:
     samples_factor: dict[str, float] = field(default_factory=dict)
     """By mode: samples in one of its steps, in those of a step as it is. 1 if missing."""
     not_tried: dict[str, str] = field(default_factory=dict)
-    """By mode: why it was not tried."""
+    """By mode: why it cannot be tried here, or would show nothing."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By mode: why it had no turn although it can be tried, and what to type."""
+    planned: list[str] = field(default_factory=list)
+    """Counterfactuals and trials that were wanted, by name."""
+    seconds: float | None = None
+    """That were given for them."""
 
     loader_s: dict[str, list[float]] = field(default_factory=dict)
     """By number of workers: time per batch of the training's DataLoader alone, as fast as it can; one per round."""
@@ -157,6 +163,16 @@ def from_json(row: dict[str, Any]) -> Facts:
     facts.lines = [Line(**line) for line in row["lines"]]
     facts.loader = Loader(**row["loader"]) if row["loader"] else None
     return facts
+
+
+TRIALS = {"more workers": "loader_s", "pinned memory": "copy_s"}
+"""What is tried beside the script's loop, and where its times are."""
+
+
+def not_reached(facts: Facts) -> list[str]:
+    """What was wanted and has no time and no reason: the run ended before."""
+    taken = {*facts.turns_s, *(name for name, times in TRIALS.items() if getattr(facts, times))}
+    return [name for name in facts.planned if name not in taken | facts.not_tried.keys() | facts.left_out.keys()]
 
 
 def share_of_steps(facts: Facts, kind: str) -> float:
