@@ -20,7 +20,7 @@ from labs.kit.monitor import core_times
 from labs.parts.doctor import facts as doctor_facts
 from labs.parts.doctor import report, supervisor
 from labs.parts.doctor.counterfactuals import MODES
-from labs.parts.doctor.supervisor import Place
+from labs.parts.nodes.place import Place
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 250
@@ -500,7 +500,7 @@ def test_bad_input_is_one_line_and_starts_nothing(arguments, told, tmp_path, mon
 @pytest.mark.parametrize("env", [{"RANK": "x"}, {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}])
 def test_an_environment_that_no_launcher_makes_is_refused(env):
     with pytest.raises(BadInput, match="start it by torchrun"):
-        Place.of(env)
+        Place.of(env, one_machine=False)
 
 
 def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from labs.kit.monitor import Monitor, Trace
 from labs.parts.doctor import caretaker
 from labs.parts.doctor.facts import Facts, load, without_colours
 from labs.parts.doctor.patient import STACK_SIGNAL, Progress, Settings
+from labs.parts.nodes.place import Place
 
 ROOT = str(Path(__file__).parents[3])
 BOOT = """
@@ -72,35 +73,6 @@ class Order:
     """Counterfactuals, by name; None: all."""
     let_it_write: bool = False
     show_output: bool = False
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of a rank, as a launcher says in the environment."""
-
-    rank: int = 0
-    ranks: int = 1
-    local_rank: int = 0
-    local_ranks: int = 1
-    machine: int = 0
-
-    @classmethod
-    def of(cls, env: Mapping[str, str]) -> Place:
-        """BadInput if a number is none. Where a launcher does not say which ranks share a machine, each is alone."""
-
-        def number(name: str, default: int) -> int:
-            try:
-                return int(env.get(name, default))
-            except ValueError:
-                raise BadInput(f"{name}={env[name]} in the environment is no number: start it by torchrun") from None
-
-        rank, ranks = number("RANK", 0), number("WORLD_SIZE", 1)
-        if "LOCAL_WORLD_SIZE" not in env:
-            return cls(rank, ranks)
-        place = cls(rank, ranks, number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1), number("GROUP_RANK", 0))
-        if not (0 <= place.local_rank < place.local_ranks and 0 <= rank < ranks):
-            raise BadInput(f"{place} in the environment: start it by torchrun")
-        return place
 
 
 class Stop:
