@@ -133,7 +133,8 @@ class Facts:
     compiles: dict[str, Any] = field(default_factory=dict)
     """in_steps: graphs compiled while steps were looked at; reasons."""
     cost: dict[str, float] = field(default_factory=dict)
-    """Of the hooks: calls (per step), s (per step, estimated from the price of one call)."""
+    """Of the hooks: calls (per step), call_s (price of one, noted with its line), looks_s (at memory, of all steps), s
+    (per step: calls at their price, and looks at memory and at lines)."""
     unseen: list[str] = field(default_factory=list)
     """What this training does that the doctor cannot see, in words."""
 
