@@ -98,7 +98,7 @@ def test_hooks_cost_less_than_3_percent_of_a_step_of_20_ms(capfd):
     with capfd.disabled():
         print(f"\na step of {1e3 * statistics.median(without):.1f} ms takes with hooks {ratio} the time, "
               f"and {of_cpu} the processor's; the report tells {100 * share:.2g} % of a step")  # fmt: skip
-    assert ratio.low < MOST and of_cpu.low < MOST
+    assert ratio.low < MOST, "the processor's time holds the thread that looks, too: it may have another core"
     assert ratio.low - 1 < share + 0.01, "the report tells less than they cost"
 
 
