@@ -33,7 +33,8 @@ from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import BadInput, did_you_mean, naming, require
 from labs.parts.doctor import supervisor
 from labs.parts.doctor.facts import Facts
-from labs.parts.doctor.supervisor import Order, Place
+from labs.parts.doctor.supervisor import Order
+from labs.parts.nodes.place import Place
 
 PROG = "python -m labs.doctor"
 MOST_STEPS = 10_000
@@ -179,7 +180,7 @@ def last_words(facts: list[Facts], order: Order) -> list[str]:
 def main() -> None:
     """Check, run the script, tell."""
     try:
-        wanted, place = options(sys.argv[1:]), Place.of(os.environ)
+        wanted, place = options(sys.argv[1:]), Place.of(os.environ, one_machine=False)
         facts = supervisor.examine(wanted.order, place, lambda found: tell(found, wanted, place.machine))
     except BadInput as e:
         _refuse(str(e))

@@ -28,8 +28,9 @@ from labs.kit import cli, measure
 from labs.kit.errors import did_you_mean, require
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records, attach_provenance
-from labs.parts.doctor.cases import BY_NAME, BY_READING, Case
-from labs.parts.doctor.in_turn import ScriptFailed, doctor_command, run_alone, take_turns
+from labs.parts.doctor.cases import BY_NAME, BY_READING, Case, gains, with_cures
+from labs.parts.doctor.facts import AS_IS
+from labs.parts.doctor.in_turn import ScriptFailed, doctor_command, run_alone
 
 PROG = "python -m labs.doctor_trial"
 NAME = "doctor_trial"
@@ -193,20 +194,18 @@ def _gain(case: Case, factor: float, seconds: float, folder: Path) -> Iterator[R
     """Sick / cured, per sample, round after round."""
     tiny = case.samples_factor > 1
     of = {"patient": case.name, "factor": factor if tiny and factor > 1 else case.samples_factor}
-    scripts = {"sick": case.write(folder / "sick"), "cured": case.write(folder / "cured", cured=True)}
-    if tiny and factor > 1:
-        (folder / "cured" / f"{case.base}.py").write_text(case.with_batch(factor))
+    cures = {"cured": case.with_batch(factor) if tiny and factor > 1 else case.cured}
     try:
-        taken = take_turns(scripts, BLOCK, measure.Budget(seconds, most=MOST_ROUNDS), folder / "runs")
+        taken = with_cures(case, cures, BLOCK, measure.Budget(seconds, most=MOST_ROUNDS), folder)
     except ScriptFailed as e:
         yield _record("no_gain", "1", [1], **of, why=str(e))
         return
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    ratios = [of["factor"] * a.step_s / b.step_s for a, b in zip(taken["sick"], taken["cured"], strict=True)]
-    yield _record("gain", "x", ratios, **of)
-    for who, blocks in taken.items():
-        yield _record("step_s", "s", [b.step_s for b in blocks], **of, script=who)
+    step_s = {name: [b.step_s for b in blocks] for name, blocks in taken.items()}
+    yield _record("gain", "x", gains(step_s, of["factor"])["cured"], **of)
+    for name, times in step_s.items():
+        yield _record("step_s", "s", times, **of, script="sick" if name == AS_IS else name)
 
 
 def _record(metric: str, unit: str, samples: Sequence[float], **case: Any) -> Record:

@@ -33,6 +33,7 @@ from traceback import format_exception
 
 from labs.kit import as_main
 from labs.kit.cli import fail
+from labs.kit.errors import BadInput
 from labs.parts.faults import evidence
 from labs.parts.faults.diagnosis import diagnose
 from labs.parts.faults.watchman import Watchman
@@ -119,7 +120,10 @@ def run_script(argv: list[str], watchman: Watchman) -> None:
 def main() -> None:
     """Arm, and become the script."""
     patience_s, folder, argv = options(sys.argv[1:])
-    watchman = Watchman(folder, patience_s, diagnosis, PROG)
+    try:
+        watchman = Watchman(folder, patience_s, diagnosis, PROG)
+    except BadInput as e:  # a launcher's environment that does not fit
+        _refuse(str(e))
     watchman.start()
     run_script(argv, watchman)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,10 +16,11 @@ from processes import MARK, SLOWER, assert_no_survivors, family, new_environment
 
 from labs import doctor
 from labs.kit.errors import BadInput
+from labs.kit.monitor import core_times
 from labs.parts.doctor import facts as doctor_facts
-from labs.parts.doctor import supervisor
+from labs.parts.doctor import report, supervisor
 from labs.parts.doctor.counterfactuals import MODES
-from labs.parts.doctor.supervisor import Place
+from labs.parts.nodes.place import Place
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 250
@@ -124,7 +126,7 @@ from torch import nn
 import helper  # from its own folder
 assert __name__ == "__main__" and __file__ == os.path.abspath("train.py"), __file__
 assert sys.path[0] == os.path.dirname(__file__), sys.path
-assert sys.path.count(sys.path[0]) == 1 and not any("doctor" in path for path in sys.path)
+assert sys.path.count(sys.path[0]) == 1 and not any("parts" + os.sep + "doctor" in path for path in sys.path)
 assert sys.argv == ["train.py", "--steps", "7", "--out", "here", "--let-it-write", "train.py"], sys.argv
 assert Path("train.py").read_text() == Path(__file__).read_text()
 parser = argparse.ArgumentParser()
@@ -410,6 +412,56 @@ def test_a_rank_that_fails_is_told_with_the_other(run, end):
     assert one.ended in ("error", "killed") and one.steps <= 3  # gloo says so, or it waits and is ended
 
 
+# Other programs
+
+TIMED = TRAINING.replace("def at(number): ...", "def at(number): sum(range(200_000))")
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be held on one core here")
+@pytest.mark.parametrize("busy", [True, False])
+def test_what_other_programs_take_of_the_cores_is_told_and_not_what_the_script_s_own_do(start, busy):
+    """On one core: the script keeps it busy alone, in two processes that end, or beside a process that is not its own.
+
+    The system's count is compared: what the core did in this time, less what all processes of the doctor have used.
+    """
+    core = min(os.sched_getaffinity(0))
+    body = (
+        TIMED.replace("import torch", "import subprocess, torch", 1)
+        + """
+worker = subprocess.Popen([sys.executable, "-c", "for _ in range(40): sum(range(1_000_000))"])
+train(300)
+worker.wait()
+time.sleep(4)
+"""
+    )
+    spin = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
+    try:
+        if spin is not None:
+            os.sched_setaffinity(spin.pid, {core})
+        used_s, core_s = children_s(), core_times([core])[core]
+        one = start(body, options=["--seconds", "5"])
+        os.sched_setaffinity(one.process.pid, {core})
+        done = one.end()
+        all_s = [after - before for after, before in zip(core_times([core])[core], core_s, strict=True)]
+        others = 100 * (all_s[0] - (children_s() - used_s)) / all_s[1]
+    finally:
+        if spin is not None:
+            spin.kill()
+            spin.wait()
+    told = done.facts.machine["others_percent"]
+    assert told == pytest.approx(others, abs=20), "percent of the core"
+    said = report.summary(report.make([done.facts]))
+    assert any(line.startswith("Other programs took") for line in said) == (told > 10)
+    assert not busy or told > 25
+
+
+def children_s() -> float:
+    """Seconds of the processor's time that children have used, and theirs, as far as they were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 # Bad input
 
 
@@ -448,7 +500,7 @@ def test_bad_input_is_one_line_and_starts_nothing(arguments, told, tmp_path, mon
 @pytest.mark.parametrize("env", [{"RANK": "x"}, {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}])
 def test_an_environment_that_no_launcher_makes_is_refused(env):
     with pytest.raises(BadInput, match="start it by torchrun"):
-        Place.of(env)
+        Place.of(env, one_machine=False)
 
 
 def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):

@@ -12,8 +12,9 @@ import pytest
 from processes import assert_no_survivors, new_environment
 
 from labs.parts.doctor import rules
-from labs.parts.doctor.cases import BY_NAME, BY_READING, HEALTHY, LABS, SICK, Change
+from labs.parts.doctor.cases import BY_NAME, BY_READING, HEALTHY, LABS, SICK, Change, gains
 from labs.parts.doctor.causes import CAUSES, SECTIONS
+from labs.parts.doctor.facts import AS_IS
 from labs.parts.doctor.in_turn import Script, ScriptFailed, environment, free_port, take_turns
 
 
@@ -58,6 +59,12 @@ def test_what_is_read_is_read_in_the_sick_script_and_not_in_the_cured_one(name, 
         script = case.write(tmp_path / str(cured), cured=cured)
         hits = {hit.rule for hit in rules.check(Path(script.argv[0]))}
         assert bool(hits & set(case.names)) != cured, hits
+
+
+def test_a_gain_is_per_sample_and_round_by_round():
+    step_s = {AS_IS: [2.0, 4.0], "a": [1.0, 1.0], "twice the batch": [2.0, 4.0]}
+    assert gains(step_s) == {"a": (2.0, 4.0), "twice the batch": (1.0, 1.0)}
+    assert gains(step_s, 2.0)["twice the batch"] == (2.0, 2.0)
 
 
 def test_a_larger_batch_of_a_patient_with_tiny_ones():

@@ -14,9 +14,9 @@ from doctor_patients import Done, classifier, data, environment, forever, hooked
 from torch import nn
 
 from labs.kit.measure import fewest
-from labs.parts.doctor import loader_alone, turns
+from labs.parts.doctor import diagnosis, loader_alone, turns
 from labs.parts.doctor.counterfactuals import MODES, Counterfactual, twice
-from labs.parts.doctor.facts import AS_IS, Facts, load
+from labs.parts.doctor.facts import AS_IS, Facts, load, not_reached
 from labs.parts.doctor.patient import Settings
 
 loss_of = nn.functional.cross_entropy
@@ -421,7 +421,9 @@ def test_anomaly_detection_of_each_step_is_off(quick):
     assert seen == {(False, True), (True, False)} and not torch.is_anomaly_enabled()
 
 
-def test_rounds_stand_side_by_side_the_most_promising_first(quick):
+def test_rounds_stand_side_by_side_the_most_promising_first(quick, monkeypatch):
+    for name, promise in (("larger batch", 0.2), ("half precision", 0.1)):
+        monkeypatch.setattr(MODES[name], "promise", lambda hooks, facts, promise=promise: promise)
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -488,7 +490,16 @@ def test_turns_fit_into_their_time(monkeypatch, step_s, workers):
     assert len(tried) == 8 if step_s < 0.1 and not workers else len(tried) >= (1 if workers else 2)
     for name in tried:
         assert sum(map(bool, facts.turns_s[name])) >= fewest()
-    assert all("--seconds" in why for why in facts.not_tried.values()) and len(facts.not_tried) == 8 - len(tried)
+    assert all("--seconds" in why for why in facts.left_out.values()) and len(facts.left_out) == 8 - len(tried)
+
+
+def test_with_as_many_seconds_as_are_told_what_was_left_out_has_its_turns(monkeypatch):
+    slow = [1.0] * 7
+    facts, _ = _taken_s(monkeypatch, 1.0, 40.0, slow)
+    assert facts.left_out and not facts.not_tried
+    for name, why in facts.left_out.items():
+        again, _ = _taken_s(monkeypatch, 1.0, float(why.rpartition(" ")[2]), slow)
+        assert name in again.turns_s, why
 
 
 def test_what_is_much_slower_is_left_out_soon(monkeypatch):
@@ -520,6 +531,32 @@ KILLS = [
 ]
 
 
+@pytest.mark.parametrize(("steps", "named"), [(7, ["same batch again", "compiled"]), (120, ["compiled"])])
+def test_what_a_script_ends_before_is_named_with_how_it_ended(tmp_path, steps, named):
+    """Its 7 steps end while it is looked at as it is; its 120 steps in the rounds of what is harmless."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import torch
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.utils.data.TensorDataset(torch.randn({8 * steps}, 8))
+        for (x,) in torch.utils.data.DataLoader(data, 8):
+            model(x).sum().backward()
+            optimizer.step()
+    """)
+    )
+    modes = ("same batch again", "compiled")
+    settings = Settings([str(script)], str(tmp_path), "", steps=3, seconds=20, modes=modes)
+    command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
+    subprocess.run(command, env=environment(), check=True, timeout=250)
+    facts = load(settings.facts_path)
+    assert facts.ended == "script ended" and not_reached(facts) == named
+    (said,) = [text for text in diagnosis.unknown([facts]) if text.startswith("not tried")]
+    assert f"{', '.join(named)} (the script ended after {facts.steps} steps" in said and "--only NAME" in said
+
+
 @pytest.mark.parametrize("how", ["raise ValueError('only 8')", *KILLS])
 def test_a_script_that_does_not_survive_one_leaves_all_others(tmp_path, how):
     script = tmp_path / "train.py"
@@ -539,13 +576,14 @@ def test_a_script_that_does_not_survive_one_leaves_all_others(tmp_path, how):
                 optimizer.step()
     """)
     )
-    modes = ("same batch again", "fused optimizer", "larger batch")
+    modes = ("same batch again", "fused optimizer", "larger batch", "more workers")
     settings = Settings([str(script)], str(tmp_path), "", steps=3, seconds=20, modes=modes)
     command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
     facts = load(settings.facts_path)
     assert facts.ended == "done" and set(facts.turns_s) == {AS_IS, "same batch again", "fused optimizer"}
     assert "larger batch" in facts.not_tried and not facts.trying
+    assert "--without 'larger batch'" in facts.left_out.get("more workers", "") or facts.not_tried.get("more workers")
     if "raise" in how:
         assert "only 8" in facts.not_tried["larger batch"] and done.returncode == 0
         assert "Traceback" not in done.stderr

@@ -130,6 +130,53 @@ def test_an_interval_that_holds_1_and_more_is_neither_healthy_nor_a_finding():
     assert any(text.startswith("no difference that") and "half precision" in text for text in unknown([facts]))
 
 
+def _unclear(**more):
+    """What is said of a counterfactual whose rounds scatter."""
+    facts = made(modes={}, **more)
+    facts.turns_s["half precision"] = [[s] for s in (0.03, 0.07) * (len(facts.turns_s[AS_IS]) // 2)]
+    return next(text for text in unknown([facts]) if "half precision 1" in text)
+
+
+def test_what_would_make_a_wide_interval_narrower_is_told():
+    assert "(--seconds 160 tells more, best with nothing else on this machine)" in _unclear(seconds=40.0)
+    assert "(--seconds 80 tells more" in _unclear(seconds=40.0, rounds=20), "no more than 40 rounds are ever taken"
+    assert "(40 rounds were taken: a machine with nothing else to do" in _unclear(seconds=40.0, rounds=40)
+
+
+ENDS = {
+    "script ended": "the script ended after 100 steps: let it train longer, or look at less",
+    "exit": "the script left after 100 steps",
+    "error": "the script failed after 100 steps",
+    "silent": "--patience N waits longer",
+    "killed": "the run was ended after 100 steps",
+}
+
+
+@pytest.mark.parametrize("ended", ENDS)
+def test_what_was_wanted_and_never_reached_is_named_with_how_the_run_ended(ended):
+    wanted = ["same batch again", "no printing", "larger batch", "more workers"]
+    facts = made(modes={"same batch again": STEP_S}, ended=ended, stage="in turn", planned=wanted,
+                 left_out={"no printing": "9 s are too short for it: --seconds 12"})  # fmt: skip
+    (said,) = [text for text in unknown([facts]) if text.startswith("not tried")]
+    assert "no printing (9 s are too short for it: --seconds 12)" in said
+    assert "larger batch, more workers (" in said and ENDS[ended] in said and "same batch" not in said
+    whole = made(modes={"same batch again": STEP_S}, planned=wanted[:1])
+    assert not any(text.startswith("not tried") for text in unknown([whole]))
+
+
+def test_what_one_rank_s_death_has_cut_off_is_named_with_that_rank():
+    """The other rank has rounds of its own, which no bound can be made of."""
+    alive = made(modes={"no exchange": STEP_S}, ranks=2, ended="error", stage="in turn", planned=["no exchange"])
+    dead = made(modes={}, rank=1, ranks=2, ended="killed", stage="in turn", steps=30, planned=["no exchange"])
+    dead.steps, dead.turns_s = 70, {}
+    (said,) = [text for text in unknown([alive, dead]) if text.startswith("not tried")]
+    assert "no exchange (the run of rank 1 was ended after 70 steps)" in said
+
+
+def test_that_no_counterfactual_was_wanted_is_told():
+    assert any("--seconds 0" in text for text in unknown([made(rounds=0, seconds=0.0)]))
+
+
 def test_rounds_are_paired_by_their_place():
     """A slow spell of the machine is in both sides of its round; a mode of a later stage has no turn in the first."""
     facts = made()
@@ -512,5 +559,7 @@ def test_an_option_is_cured_only_if_the_training_has_it_now():
     option = made(modes={"half precision": 0.03})
     used = made(step_s=0.03, not_tried={"half precision": "it is on"})
     assert [f.name for f in compare.compare(_report([option]), _report([used])).cured] == ["half_precision"]
+    late = made(step_s=0.03, left_out={"half precision": "5 s are too short for it: --seconds 9"})
+    assert not compare.compare(_report([option]), _report([late])).cured, "that it had no turn shows nothing"
     gone = made(modes={"half precision": STEP_S})
     assert not compare.compare(_report([option]), _report([gone])).cured

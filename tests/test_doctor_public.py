@@ -77,7 +77,7 @@ def _assert_seen(script, facts, said):
     assert (facts.loader.dataset if facts.loader else "") == script.dataset
     assert facts.samples or not script.dataset
     tried = [mode for mode, turns in facts.turns_s.items() if mode != AS_IS and any(turns)]
-    assert tried or any("too short" in why for why in facts.not_tried.values()), said
+    assert tried or any("too short" in why for why in facts.left_out.values()), said
 
 
 def _line(where: str) -> int:

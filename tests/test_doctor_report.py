@@ -1,5 +1,6 @@
 """The doctor's pages: what they say first, that a script's text is text in them, and what --compare reads."""
 
+import html
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -130,6 +131,23 @@ def test_a_run_that_ended_in_its_counterfactuals_says_so_beside_what_it_has():
     found = report.make([made(STARVED, ended="killed", exit_code=-11, trying="compiled")])
     text = " ".join(report.page(found).split())
     assert "Each step waits" in text and "killed by SIGSEGV after 100 steps, while 'compiled' was tried" in text
+
+
+def test_what_other_programs_took_is_told_with_what_it_means_for_the_bounds(tmp_path):
+    def lines(**machine):
+        found = report.make([made(noise=0.6, machine={"cores": 2, "threads": 1} | machine)])
+        assert all(text in html.unescape(_html(found, tmp_path)) for text in report.summary(found))
+        return found, " ".join(report.page(found).split())
+
+    found, busy = lines(others_percent=46.2)
+    assert "Other programs took 46 % of the CPU during this run" in busy and "Bounds, taken in turn, hold" in busy
+    assert "perhaps" not in busy
+    assert json.loads(report.write_json(found, tmp_path / "x.json").read_text())["facts"][0]["machine"] == {
+        "cores": 2, "threads": 1, "others_percent": 46.2,
+    }  # fmt: skip
+    quiet = lines(others_percent=3.1)[1]
+    assert "disturbed" not in quiet and "Steps scatter" in quiet and "other programs took 3 % of the CPU" in quiet
+    assert "other programs on this machine, perhaps" in lines()[1]
 
 
 def test_missing_ranks_are_named():

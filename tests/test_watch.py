@@ -18,7 +18,8 @@ from labs import watch
 from labs.parts.faults import movement
 from labs.parts.faults.hangs import HANGS as HANGS_OF_THE_LAB
 from labs.parts.faults.movement import Counted, Counts, Movement
-from labs.parts.faults.watchman import Board, Place, Watchman
+from labs.parts.faults.watchman import Board, Watchman
+from labs.parts.nodes.place import Place
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE_S = 3
@@ -420,11 +421,13 @@ def test_a_counted_method_is_not_in_the_traceback():
 @pytest.mark.parametrize(("environ", "place", "neighbours"), [
     ({}, Place(), [0]),
     ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"},
-     Place(5, 8, 1, 4, 2), [4, 5, 6, 7]),
-    ({"RANK": "1", "WORLD_SIZE": "3"}, Place(1, 3, 1, 3, 0), [0, 1, 2]),
+     Place(5, 8, 1, 4, restart=2), [4, 5, 6, 7]),
+    ({"RANK": "1", "WORLD_SIZE": "3"}, Place(1, 3, 1, 3), [0, 1, 2]),
 ])  # fmt: skip
 def test_a_rank_knows_its_place(environ, place, neighbours):
-    assert Place.from_environment(environ) == place and [*place.neighbours] == neighbours
+    assert Place.of(environ, one_machine=True) == place and [*place.neighbours] == neighbours
+    alone = "LOCAL_WORLD_SIZE" not in environ
+    assert Place.of(environ, one_machine=False) == (Place(place.rank, place.ranks) if alone else place)
 
 
 class Lost:

@@ -16,8 +16,8 @@ from labs.kit.display import say
 from labs.kit.errors import BadInput
 from labs.kit.record import Record, Records, attach_provenance
 from labs.parts.doctor import report
-from labs.parts.doctor.cases import BY_NAME, Case, Change
-from labs.parts.doctor.in_turn import Script, doctor_command, run_alone, take_turns
+from labs.parts.doctor.cases import BY_NAME, Case, Change, gains, with_cures
+from labs.parts.doctor.in_turn import Script, doctor_command, run_alone
 from labs.parts.doctor.report import Report
 
 STEPS, SECONDS = 30, 9.0
@@ -88,17 +88,10 @@ def cures(patient: str, seconds: float = 8.0) -> Records:
     """The patient and each of its cures take steps in turn: `gain` (x) by `cure`, one sample for each round."""
     case = BY_NAME[patient]
     with tempfile.TemporaryDirectory(prefix="labs-cures-") as name:
-        folder = Path(name)
-        scripts = {"as it is": case.write(folder / "sick")}
-        for cure, text in cured_texts(case).items():
-            path = folder / f"{len(scripts)}" / f"{case.base}.py"
-            path.parent.mkdir()
-            path.write_text(text)
-            scripts[cure] = Script(case.argv(path), case.ranks)
         budget = measure.Budget(1.0 if is_smoke() else seconds, most=MOST_ROUNDS)
-        taken = take_turns(scripts, BLOCK, budget, folder / "runs")
-    gains = _gains({name: [b.step_s for b in blocks] for name, blocks in taken.items()}, case)
-    room.keep_records(found := attach_provenance(gains))
+        taken = with_cures(case, cured_texts(case), BLOCK, budget, Path(name))
+    records = _gains({name: [b.step_s for b in blocks] for name, blocks in taken.items()}, case)
+    room.keep_records(found := attach_provenance(records))
     return found
 
 
@@ -109,10 +102,8 @@ def cured_texts(case: Case) -> Mapping[str, str]:
 
 
 def _gains(step_s: Mapping[str, Sequence[float]], patient: Case) -> list[Record]:
-    before = step_s["as it is"]
     layout = {"world_size": patient.ranks, "rank": None, "device": "cpu"}
     return [
-        Record("doctor", "gain", "x", tuple(a / b for a, b in zip(before, after, strict=True)),
-               case={"patient": patient.name, "cure": cure}, layout=layout)
-        for cure, after in step_s.items() if cure != "as it is"
-    ]  # fmt: skip
+        Record("doctor", "gain", "x", ratios, case={"patient": patient.name, "cure": cure}, layout=layout)
+        for cure, ratios in gains(step_s).items()
+    ]

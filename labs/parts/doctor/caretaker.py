@@ -110,11 +110,21 @@ def sign(folder: Path, place: int, pid: int) -> None:
 
 def is_at_work(folder: Path, place: int) -> bool | None:
     """None if it has not come yet."""
+    pid = _signed(folder / f"doctor-{place}")
+    return None if pid is None else psutil.pid_exists(pid)
+
+
+def at_work(folder: Path) -> dict[int, int]:
+    """Process ids of the doctors of this machine's ranks, by place."""
+    pids = {int(path.name.rpartition("-")[2]): _signed(path) for path in folder.glob("doctor-*")}
+    return {place: pid for place, pid in pids.items() if pid is not None}
+
+
+def _signed(path: Path) -> int | None:
     try:
-        pid = int((folder / f"doctor-{place}").read_text())
-    except (OSError, ValueError):
+        return int(path.read_text())
+    except (OSError, ValueError):  # it has gone, or is being written
         return None
-    return psutil.pid_exists(pid)
 
 
 def leave(folder: Path, place: int) -> None:

@@ -9,12 +9,14 @@ SyncBatchNorm on two ranks, which torch has for GPUs only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from labs.parts.doctor.in_turn import Script
+from labs.kit import measure
+from labs.parts.doctor.facts import AS_IS
+from labs.parts.doctor.in_turn import Block, Script, take_turns
 
 LABS = Path(__file__).parents[2]
 FASHION, MOBY = LABS / "data" / "fashion_mnist_12k.npz", LABS / "data" / "moby_dick.txt"
@@ -99,10 +101,38 @@ class Case:
 
     def write(self, folder: Path, *, cured: bool = False) -> Script:
         """Into `folder`, under the base's name."""
+        return self.with_text(folder, self.cured if cured else self.text)
+
+    def with_text(self, folder: Path, text: str) -> Script:
+        """The same with another text: one cure of several, or another batch size."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.base}.py"
-        path.write_text(self.cured if cured else self.text)
+        path.write_text(text)
         return Script(self.argv(path), self.ranks)
+
+
+def with_cures(
+    case: Case, cures: Mapping[str, str], block: int, rounds: int | measure.Budget, folder: Path
+) -> dict[str, list[Block]]:
+    """The patient, AS_IS, and its script in each cure's text take blocks of steps in turn: `{name: [one per round]}`.
+
+    ScriptFailed as of `take_turns`. `folder` is left to the caller, with what the scripts wrote.
+    """
+    texts = {AS_IS: case.text, **cures}
+    scripts = {name: case.with_text(folder / str(i), text) for i, (name, text) in enumerate(texts.items())}
+    return take_turns(scripts, block, rounds, folder / "runs")
+
+
+def gains(step_s: Mapping[str, Sequence[float]], samples_factor: float = 1.0) -> dict[str, tuple[float, ...]]:
+    """How many times as fast per sample each cure is: AS_IS / cure, round by round.
+
+    `samples_factor`: samples in a step of the cure, in those of a step as it is.
+    """
+    before = step_s[AS_IS]
+    return {
+        cure: tuple(samples_factor * a / b for a, b in zip(before, after, strict=True))
+        for cure, after in step_s.items() if cure != AS_IS
+    }  # fmt: skip
 
 
 @cache

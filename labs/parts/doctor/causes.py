@@ -39,9 +39,9 @@ NOT_FUSED = "the optimizer updates parameters one by one, or list by list: fused
 STARVED = "the GPU had work {gpu} % of the time only: Python does not call it fast enough"
 PIN = "DataLoader(..., pin_memory=True) and x.to(device, non_blocking=True)"
 CAUSES = (
-    Cause("slow_loader", "same batch again", "each step waits {part} of its {step} for data ({loader})",
+    Cause("slow_loader", "same batch again", "each step waits {part} of its {mean} for data on average ({loader})",
           "{loader_cure}", "02, section 2", ("data",), calls=("DataLoader",)),
-    Cause("exchange", "no exchange", "{exposed} of a step's {step} are exchange between ranks that nothing hides",
+    Cause("exchange", "no exchange", "{exposed} of a step's {mean} are exchange between ranks that nothing hides",
           "{exchange_cure}", "07, section 4", ("exchange",), "exchange",
           ("DistributedDataParallel", "DDP", "fully_shard", "FullyShardedDataParallel")),
     Cause("synchronise", "no waiting line", "the host waits for the device {calls} times in a step",
@@ -54,7 +54,7 @@ CAUSES = (
     Cause("checkpoint", "no saving", "{often} save something: {part} for each step on average, of {mean}",
           "save every few minutes", "05, section 4",
           ("save",), "save", ("save",)),
-    Cause("printing", "no printing", "it prints {calls} times in a step: {part} of {step}",
+    Cause("printing", "no printing", "it prints {calls} times in a step: {part} of {mean}",
           "print every 50 steps: if step % 50 == 0: ...", "01, exercise 01.3", ("print",), "print"),
     Cause("more_threads", "one thread per core", THREADS + ": one for each core is faster",
           "torch.set_num_threads({fair_threads})", "02, section 4", calls=("set_num_threads",), option=True),

@@ -20,7 +20,8 @@ from labs.kit.measure import Estimate, estimate
 from labs.parts.doctor import bounds, causes
 from labs.parts.doctor.bounds import NO_EXCHANGE, part_s, standing
 from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, OPTION, READING, SECTIONS, Cause
-from labs.parts.doctor.facts import Facts, Line, rare_kinds, share_of_steps
+from labs.parts.doctor.facts import AS_IS, Facts, Line, not_reached, rare_kinds, share_of_steps
+from labs.parts.doctor.turns import MOST_ROUNDS
 
 if TYPE_CHECKING:
     from labs.parts.doctor.rules import Hit
@@ -224,7 +225,7 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
     exposed = [a - b for a, b in bounds.pairs_s(facts, NO_EXCHANGE)]
     optimizers = of.training.get("optimizers") or [{"kind": "Optimizer"}]
     return {
-        "step": ms(step_s(facts)), "part": ms(part_s(of, *cause.parts)),
+        "part": ms(part_s(of, *cause.parts)),
         "calls": f"{sum(n.calls for n in noted):.3g}", "gpu": of.machine.get("gpu_percent"),
         "often": _often(of, cause.parts[0]) if cause.parts else "", "mean": ms(statistics.fmean(bounds.steps_s(facts))),
         "loader": _loader(of), "loader_cure": _loader_cure(of, fair), "exchange_cure": _exchange_cure(of),
@@ -599,7 +600,7 @@ def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
         unclear.append(("ranks as fast as each other", late.bound, late.by))
     by_reason: dict[str, list[str]] = {}
     for mode, bound, by in unclear:
-        by_reason.setdefault(_cannot_tell(bound, by), []).append(f"{mode} {bound}")
+        by_reason.setdefault(_cannot_tell(bound, by, facts[0]), []).append(f"{mode} {bound}")
     for why, modes in by_reason.items():
         yield f"{why}: {', '.join(modes)}"
     if bounds.split(facts):
@@ -626,22 +627,66 @@ def _split(facts: Sequence[Facts]) -> str:
     )
 
 
-def _cannot_tell(bound: Estimate, by: str) -> str:
+def _cannot_tell(bound: Estimate, by: str, facts: Facts) -> str:
     if not bounds.enough(bound):
-        return f"{count(bound.n, 'round' if by == IN_TURN else 'step')} are too few for an interval"
+        few = f"{count(bound.n, 'round' if by == IN_TURN else 'step')} are too few for an interval"
+        return few + (f" ({_ended_before(facts)})" if by == IN_TURN and facts.stage != "done" else "")
     if by == FROM_PARTS:
         return "too rare or too unsteady in these steps to say what it costs (--steps 200 tells)"
-    return "no difference that this run can show, but too much noise to call it none (--seconds 200 tells more)"
+    if bound.low > 1 or bound.high < 1:
+        return f"a difference, too small or too unsteady to say what it is worth ({_narrower(bound.n, facts)})"
+    return f"no difference that this run can show, but too much noise to call it none ({_narrower(bound.n, facts)})"
+
+
+def _narrower(rounds: int, facts: Facts) -> str:
+    """What makes an interval narrower. Four times the rounds halve it; more than MOST_ROUNDS are never taken."""
+    if rounds >= MOST_ROUNDS or not facts.seconds:
+        return f"{rounds} rounds were taken: a machine with nothing else to do tells more"
+    more = math.ceil(facts.seconds * min(4.0, MOST_ROUNDS / rounds))
+    return f"--seconds {more} tells more, best with nothing else on this machine"
 
 
 def _not_tried(facts: Sequence[Facts]) -> Iterator[str]:
     modes: dict[str, list[str]] = {}
     for f in facts:
-        for mode, why in f.not_tried.items():
+        for mode, why in (f.not_tried | f.left_out).items():
             if mode not in modes.setdefault(why, []):
                 modes[why].append(mode)
+    if with_steps(facts):
+        for mode in _never_reached(facts, {mode for names in modes.values() for mode in names}):
+            modes.setdefault(_ended_before(_first_to_end(facts)), []).append(mode)
     if modes:
         yield "not tried: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in modes.items())
+    if facts and facts[0].seconds == 0:
+        yield "what any cure gives: no counterfactual was to be tried (without --seconds 0 they are)"
+
+
+def _never_reached(facts: Sequence[Facts], told: set[str]) -> list[str]:
+    """Counterfactuals without a round that all ranks have taken, and of which no reason is known."""
+    left = {name for f in facts for name in not_reached(f)}
+    left |= {name for f in facts for name in f.turns_s if name != AS_IS and not bounds.pairs_s(facts, name)}
+    planned = dict.fromkeys(name for f in facts for name in (*f.planned, *f.turns_s))
+    over = any(f.stage != "done" or f.ended != "done" for f in facts)
+    return [name for name in planned if name in left - told] if over else []
+
+
+def _first_to_end(facts: Sequence[Facts]) -> Facts:
+    """The rank that ended the run: of several the one that neither failed for another's sake nor was ended by us."""
+    early = [f for f in facts if f.ended != "done"] or list(facts)
+    return min(early, key=lambda f: (f.steps, f.ended not in ("exit", "killed"), f.rank))
+
+
+def _ended_before(facts: Facts) -> str:
+    """Why a run was over before the counterfactuals' turn, and what to type."""
+    steps = count(facts.steps, "step")
+    rank = f" of rank {facts.rank}" if facts.ranks > 1 else ""
+    longer = "let it train longer, or look at less: --steps 10 --only NAME"
+    return {
+        "script ended": f"the script{rank} ended after {steps}: {longer}",
+        "exit": f"the script{rank} left after {steps}: {longer}",
+        "error": f"the script{rank} failed after {steps}",
+        "silent": f"the script{rank} took no step for too long after {steps}: --patience N waits longer",
+    }.get(facts.ended, f"the run{rank} was ended after {steps}")
 
 
 def hooks_cost(facts: Facts) -> float | None:

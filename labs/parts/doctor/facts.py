@@ -106,7 +106,13 @@ class Facts:
     samples_factor: dict[str, float] = field(default_factory=dict)
     """By mode: samples in one of its steps, in those of a step as it is. 1 if missing."""
     not_tried: dict[str, str] = field(default_factory=dict)
-    """By mode: why it was not tried."""
+    """By mode: why it cannot be tried here, or would show nothing."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By mode: why it had no turn although it can be tried, and what to type."""
+    planned: list[str] = field(default_factory=list)
+    """Counterfactuals and trials that were wanted, by name."""
+    seconds: float | None = None
+    """That were given for them."""
 
     loader_s: dict[str, list[float]] = field(default_factory=dict)
     """By number of workers: time per batch of the training's DataLoader alone, as fast as it can; one per round."""
@@ -122,11 +128,13 @@ class Facts:
     per step), tensors_growth (per step), tensor_bytes_growth
     (bytes per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w."""
+    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w;
+    in the first rank of each machine others_percent: of the usable cores, what programs outside of this run took."""
     compiles: dict[str, Any] = field(default_factory=dict)
     """in_steps: graphs compiled while steps were looked at; reasons."""
     cost: dict[str, float] = field(default_factory=dict)
-    """Of the hooks: calls (per step), s (per step, estimated from the price of one call)."""
+    """Of the hooks: calls (per step), call_s (price of one, noted with its line), looks_s (at memory, of all steps), s
+    (per step: calls at their price, and looks at memory and at lines)."""
     unseen: list[str] = field(default_factory=list)
     """What this training does that the doctor cannot see, in words."""
 
@@ -156,6 +164,16 @@ def from_json(row: dict[str, Any]) -> Facts:
     facts.lines = [Line(**line) for line in row["lines"]]
     facts.loader = Loader(**row["loader"]) if row["loader"] else None
     return facts
+
+
+TRIALS = {"more workers": "loader_s", "pinned memory": "copy_s"}
+"""What is tried beside the script's loop, and where its times are."""
+
+
+def not_reached(facts: Facts) -> list[str]:
+    """What was wanted and has no time and no reason: the run ended before."""
+    taken = {*facts.turns_s, *(name for name, times in TRIALS.items() if getattr(facts, times))}
+    return [name for name in facts.planned if name not in taken | facts.not_tried.keys() | facts.left_out.keys()]
 
 
 def share_of_steps(facts: Facts, kind: str) -> float:

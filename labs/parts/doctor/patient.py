@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import resource
+import shlex
 import signal
 import struct
 import sys
@@ -25,7 +26,7 @@ from labs.kit import as_main
 from labs.kit.guardian import end_with_parent
 from labs.parts.doctor import scratch
 from labs.parts.doctor.after_import import after_import
-from labs.parts.doctor.facts import Facts, without_colours
+from labs.parts.doctor.facts import Facts, not_reached, without_colours
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Has the patient write where its threads stand. No script uses the last one; macOS has none."""
@@ -116,14 +117,16 @@ class Patient:
         from labs.parts.doctor import state
         from labs.parts.doctor.counterfactuals import MODES
         from labs.parts.doctor.hooks import Hooks
-        from labs.parts.doctor.turns import plan, price_of_a_call
+        from labs.parts.doctor.turns import OnRequest, plan, price_of_a_call
 
         self.state = state
         self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
         self.hooks.install()
         self.facts.cost["call_s"] = price_of_a_call()
-        wanted = self.settings.modes
-        modes = [mode for name, mode in MODES.items() if (not mode.on_request if wanted is None else name in wanted)]
+        if (wanted := self.settings.modes) is None:
+            modes = [OnRequest(mode) if mode.on_request else mode for mode in MODES.values()]
+        else:
+            modes = [MODES[name] for name in MODES if name in wanted]
         self.plan = plan(self.hooks, self.facts, self.settings.steps, self.settings.seconds, modes)
         next(self.plan)
 
@@ -211,9 +214,11 @@ class Patient:
 
 def _given_up(facts: Facts, why: str) -> Facts:
     """As if it had not been tried."""
+    trying, quoted = facts.trying, shlex.quote(facts.trying)
     turns = {name: of for name, of in facts.turns_s.items() if name != facts.trying}
-    not_tried = facts.not_tried | {facts.trying: why}
-    return replace(facts, ended="done", turns_s=turns, not_tried=not_tried, trying="")
+    facts = replace(facts, ended="done", turns_s=turns, not_tried=facts.not_tried | {facts.trying: why}, trying="")
+    later = f"its turn would have been after {trying!r}, which the script did not get through: --without {quoted}"
+    return replace(facts, left_out=facts.left_out | dict.fromkeys(not_reached(facts), later))
 
 
 def _told(error: BaseException, script: str) -> str:

@@ -19,6 +19,7 @@ import jinja2
 
 from labs.kit.errors import BadInput, brief
 from labs.kit.measure import Estimate, estimate
+from labs.kit.monitor import Trace
 from labs.kit.record import parse_json, plain, provenance, write_atomic
 from labs.parts.doctor import bounds
 from labs.parts.doctor.causes import HOLDS_BACK, OPTION, PARTS, READING
@@ -195,12 +196,23 @@ def summary(report: Report) -> list[str]:
     rates = f", that is {rate}" if rate else "; its samples could not be counted"
     lines = [f"A step takes {step}{rates}; {many(f.ranks, 'rank')} on {where}.", *wrong]
     low, _, high = statistics.quantiles(bounds.even_s(facts), n=4) if len(f.step_s) > 1 else (step.value,) * 3
+    others = others_percent(facts)
+    if busy := Trace(neighbours_percent=others).disturbance():
+        lines.append(f"{busy} Bounds, taken in turn, hold for the machine as it was: their intervals are wider, and "
+                     "some may be others where it is quiet.")  # fmt: skip
     if high - low > SCATTER * step.value:
-        lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}: other programs on this machine, "
-                     "perhaps. That makes intervals wide; more --seconds make them narrower.")  # fmt: skip
+        by = "" if busy else f": other programs took {others:.0f} % of the CPU"
+        by = ": other programs on this machine, perhaps" if math.isnan(others) else by
+        lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}{by}. That makes intervals wide; "
+                     "more --seconds make them narrower.")  # fmt: skip
     if ends := [_rank_of(g, report.facts) + end_of(g) for g in report.facts if g.ended != "done"]:
         lines.append(f"Not all was measured: {'; '.join(dict.fromkeys(ends))}.")
     return lines
+
+
+def others_percent(facts: Sequence[Facts]) -> float:
+    """Of the usable cores, what programs outside of the run took; of several machines the busiest; NaN if not known."""
+    return max((f.machine["others_percent"] for f in facts if "others_percent" in f.machine), default=math.nan)
 
 
 def parts(facts: Facts) -> list[tuple[str, str, float, float]]:
@@ -234,6 +246,8 @@ def machine(facts: Sequence[Facts]) -> list[tuple[str, str]]:
         share = f", {has['cpu_share']:.2g} of them busy with this rank" if has.get("cpu_share") is not None else ""
         each = " in each rank" if f.local_ranks > 1 else ""
         threads = f"{many(has['threads'], 'thread')} of torch's{each}"
+        others = others_percent(facts)
+        share += "" if math.isnan(others) else f"; other programs took {others:.0f} % of the CPU"
         rows.append(("processor", f"{threads}, {many(has.get('cores', 0), 'core')}{share}"))
     if has.get("gpu_percent") is not None:
         power = f", {has['power_w']:.0f} W" if has.get("power_w") else ""
@@ -488,11 +502,12 @@ def _facts(row: dict[str, Any]) -> Facts:
     facts = from_json(row)
     times = [facts.step_s, *facts.spans_s.values(), *(t for turns in facts.turns_s.values() for t in turns)]
     counts = [facts.rank, facts.ranks, facts.local_ranks, facts.steps, facts.wall_s, *facts.samples_factor.values()]
+    counts += [] if facts.seconds is None else [facts.seconds]
     if not all(_number(s) and s >= 0 for of in [*times, counts] for s in of):
         raise ValueError("times and counts must be numbers from 0 on")
     if facts.samples is not None and not (_number(facts.samples) and facts.samples > 0):
         raise ValueError("samples must be a number above 0")
-    return _texts(facts, [facts.script, facts.device, facts.ended, facts.error, *facts.argv])
+    return _texts(facts, [facts.script, facts.device, facts.ended, facts.error, *facts.argv, *facts.planned])
 
 
 def _texts(value: Any, texts: Sequence[Any]) -> Any:

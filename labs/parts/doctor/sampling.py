@@ -29,6 +29,7 @@ class Sampler(threading.Thread):
         super().__init__(name="doctor", daemon=True)
         self.hooks, self.ended = hooks, threading.Event()
         self.took_s = 0.0
+        """Of the processor's time, by this thread: looking, and waking up for it."""
         self.seen: Counter[tuple[str, str, int]] = Counter()
         """By kind ("prepare", "loss", "rest"), file and line."""
 
@@ -36,9 +37,8 @@ class Sampler(threading.Thread):
         """Until the event is set."""
         draw = random.Random(0)
         while not self.ended.wait(draw.uniform(0.5, 1.5) * PERIOD_S):
-            begun = time.thread_time()
             self._look()
-            self.took_s += time.thread_time() - begun
+            self.took_s = time.thread_time()
 
     def _look(self) -> None:
         hooks = self.hooks

@@ -71,13 +71,15 @@ def note(hooks: Hooks, facts: Facts, stage: str) -> None:
         if facts.loader:
             waits = sorted(facts.spans_s.get("data", [0.0]))
             facts.loader.wait_ms = 1e3 * waits[len(waits) // 2]
-        looks_s = _sampler.took_s / len(facts.step_s)
+        looks_s = (_sampler.took_s + facts.cost.get("looks_s", 0.0)) / len(facts.step_s)
         facts.cost["s"] = facts.cost["calls"] * facts.cost["call_s"] + looks_s
 
 
 def each_step(hooks: Hooks, facts: Facts) -> None:
     """After each step as it is."""
+    begun = time.thread_time()
     facts.memory.setdefault("each_step", []).append(in_use(hooks))
+    facts.cost["looks_s"] = facts.cost.get("looks_s", 0.0) + time.thread_time() - begun
 
 
 def each_round(hooks: Hooks, facts: Facts) -> None:

@@ -6,6 +6,7 @@ first of them waits for the facts of the others, and tells; the others stay unti
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -15,15 +16,17 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from labs.kit.errors import BadInput
+from labs.kit.monitor import Monitor, Trace
 from labs.parts.doctor import caretaker
 from labs.parts.doctor.facts import Facts, load, without_colours
 from labs.parts.doctor.patient import STACK_SIGNAL, Progress, Settings
+from labs.parts.nodes.place import Place
 
 ROOT = str(Path(__file__).parents[3])
 BOOT = """
@@ -50,6 +53,10 @@ MOST_OUTPUT = 64 << 20
 LONGEST_PATH = 107 - len("/labs-0123456789ab/t/pymp-01234567/listener-01234567")
 """Of the folder for temporary files: multiprocessing makes a socket below it, whose path may have 107 bytes."""
 TAIL_BYTES, TAIL_LINES = 8192, 20
+MONITOR_S = 1.0
+"""From one look at the processor's times to the next: what they tell is the mean over a whole run."""
+SHORTEST_RUN_S = 4.0
+"""In less, the start of the ranks themselves looks like another program."""
 
 
 @dataclass(frozen=True)
@@ -66,35 +73,6 @@ class Order:
     """Counterfactuals, by name; None: all."""
     let_it_write: bool = False
     show_output: bool = False
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of a rank, as a launcher says in the environment."""
-
-    rank: int = 0
-    ranks: int = 1
-    local_rank: int = 0
-    local_ranks: int = 1
-    machine: int = 0
-
-    @classmethod
-    def of(cls, env: Mapping[str, str]) -> Place:
-        """BadInput if a number is none. Where a launcher does not say which ranks share a machine, each is alone."""
-
-        def number(name: str, default: int) -> int:
-            try:
-                return int(env.get(name, default))
-            except ValueError:
-                raise BadInput(f"{name}={env[name]} in the environment is no number: start it by torchrun") from None
-
-        rank, ranks = number("RANK", 0), number("WORLD_SIZE", 1)
-        if "LOCAL_WORLD_SIZE" not in env:
-            return cls(rank, ranks)
-        place = cls(rank, ranks, number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1), number("GROUP_RANK", 0))
-        if not (0 <= place.local_rank < place.local_ranks and 0 <= rank < ranks):
-            raise BadInput(f"{place} in the environment: start it by torchrun")
-        return place
 
 
 class Stop:
@@ -182,6 +160,7 @@ class Run:
         )  # fmt: skip
         self.output = folder / f"output-{place.rank}.txt"
         self.why, self.tail, self._cut, self._shown = "", b"", b"", 0
+        self.others_percent = math.nan
 
     def __enter__(self) -> Run:
         self.begun = time.monotonic()
@@ -217,14 +196,23 @@ class Run:
         self._read_output()
 
     def watch(self) -> None:
-        """Until the patient has ended, or there is a reason to end it."""
+        """Until the patient has ended, or there is a reason to end it. The first rank watches the machine as well."""
+        first = self.place.local_rank == 0
+        with Monitor(lambda: caretaker.at_work(self.folder), MONITOR_S, gpus=()) if first else nullcontext() as monitor:
+            self._watch(monitor)
+
+    def _watch(self, monitor: Monitor | None) -> None:
         steps, moved = 0, time.monotonic()
+        looked = moved
         while True:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
                 return
             self._read_output()
             now = time.monotonic()
+            if monitor is not None and now > looked + MONITOR_S:
+                looked = now
+                self._note_others(monitor.trace)
             if self.progress.steps != steps:
                 steps, moved = self.progress.steps, now
             if self.stop.by:
@@ -238,6 +226,14 @@ class Run:
                 self.why = f"ended, for local rank {other} had ended {FOLLOW_S:g} s before"
             if self.why:
                 return
+
+    def _note_others(self, trace: Trace) -> None:
+        """What programs outside of this run take of the cores, until the first of its ranks has ended.
+
+        Of workers that go with their rank nobody knows any more whose they were.
+        """
+        if trace.t_s[-1:] > [SHORTEST_RUN_S] and not any(self.folder.glob("ended-*")):
+            self.others_percent = trace.neighbours_percent
 
     def _ended_before(self, seconds: float) -> bool:
         """Whether the patient has said so long ago that the script has ended."""
@@ -296,6 +292,8 @@ class Run:
             facts.ended = "silent" if silent else "killed"
             facts.exit_code, facts.error = self.process.returncode, self.why or _death(self.process.returncode)
             facts.wall_s = time.monotonic() - self.begun
+        if math.isfinite(self.others_percent):
+            facts.machine["others_percent"] = self.others_percent
         if facts.ended not in ("done", "script ended"):
             lines = without_colours(self.tail.decode(errors="replace")).splitlines()
             facts.output = [line[:200] for line in lines[-TAIL_LINES:]]

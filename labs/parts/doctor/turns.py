@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -20,7 +22,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from labs.parts.doctor import state
-from labs.parts.doctor.facts import AS_IS, Facts, rare_kinds
+from labs.parts.doctor.facts import AS_IS, Facts, not_reached, rare_kinds
 from labs.parts.doctor.hooks import Hooks
 from labs.parts.doctor.kept import Found, Kept
 from labs.parts.doctor.ranks import Apart, Ranks
@@ -40,6 +42,8 @@ BURST_S = 1.0
 """For a turn with workers, which give a batch each at about the same time: at most."""
 TRIAL_SHARE = 0.2
 """Of the time, for each trial beside the script's loop."""
+SPARE = 1.2
+"""Times the seconds that are missing: those that a user is told to add, for steps do not take the same time again."""
 EVENTS, COSTLY, EXTRA_SHARE = 6, 0.05, 0.25
 """What comes now and then and takes more than this share of the run is to be seen so many times: for that there are
 further steps as they are, within a share of the time for counterfactuals."""
@@ -92,8 +96,17 @@ class Trial(Protocol):
         """Into `facts`, within the time."""
 
 
-def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence[Mode | Trial]) -> Steps:
+class OnRequest:
+    """In the place of a mode that takes long, and that nobody has asked for."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.name, self.mode = mode.name, mode
+
+
+def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence[Mode | Trial | OnRequest]) -> Steps:
     """All steps that are wanted, noted in `facts`. Ends when they are done. `seconds`: for what is after `steps`."""
+    wanted = [mode for mode in modes if not isinstance(mode, OnRequest)]
+    facts.seconds, facts.planned = seconds, [mode.name for mode in wanted]
     ranks = Ranks()
     try:
         facts.stage = "warm-up"
@@ -104,9 +117,15 @@ def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence
         longer_s = (time.perf_counter() - begun) * (1 - steps / len(facts.step_s))  # than it would have taken
         facts.stage = "in turn"
         yield  # what the process uses is looked at here, before anything is copied
-        yield from _InTurn(hooks, facts, ranks, seconds - longer_s).all(modes)
+        for mode in (mode.mode for mode in modes if isinstance(mode, OnRequest)):
+            if why := mode.why_not(hooks, facts):
+                facts.not_tried[mode.name] = why
+            else:
+                facts.left_out[mode.name] = f"it takes long: --only {shlex.quote(mode.name)}"
+        yield from _InTurn(hooks, facts, ranks, seconds - longer_s).all(wanted)
     except Apart as e:
         facts.unseen.append(f"counterfactuals: {e}")
+        facts.left_out |= dict.fromkeys(not_reached(facts), str(e))
     ranks.part()
     facts.stage = "done"
 
@@ -200,7 +219,8 @@ class _InTurn:
         risky = sorted((mode for mode in tried if mode not in trials and mode.risky), key=lambda m: -promises[m.name])
         trial_s = TRIAL_SHARE * self.seconds
         self.ends -= trial_s * len(trials)
-        stages = self._that_fit([safe] * bool(safe) + [[mode] for mode in risky], promises)
+        share = 1 - TRIAL_SHARE * len(trials)
+        stages = self._that_fit([safe] * bool(safe) + [[mode] for mode in risky], promises, share)
         for number, stage in enumerate(stages):
             weight = [self._round_steps(of) for of in stages[number:]]
             left = self.ends - time.perf_counter()
@@ -230,15 +250,18 @@ class _InTurn:
         turns = sum(mode.settle + self.settle + self.steps for mode in stage) + self.settle + self.steps
         return turns + self.drain * any(mode.name == "same batch again" for mode in stage)
 
-    def _that_fit(self, stages: list[list[Mode]], promises: dict[str, float]) -> list[list[Mode]]:
-        """Within the time, with rounds enough for an interval: others are left out, the least promising first."""
+    def _that_fit(self, stages: list[list[Mode]], promises: dict[str, float], share: float) -> list[list[Mode]]:
+        """Within the time, with rounds enough for an interval: others are left out, the least promising first.
+
+        `share`: of all seconds, those for turns.
+        """
         have = float(self.ranks.first_says(str(self.ends - time.perf_counter())))
-        while stages and LEAST_ROUNDS * self.step_s * sum(map(self._round_steps, stages)) > have:
+        given = self.seconds if self.facts.seconds is None else self.facts.seconds
+        while stages and (need := LEAST_ROUNDS * self.step_s * sum(map(self._round_steps, stages))) > have:
             mode = min((m for of in stages for m in of), key=lambda m: promises[m.name])
-            need = LEAST_ROUNDS * self.step_s * self._round_steps([mode])
-            self.facts.not_tried[mode.name] = (
-                f"{self.seconds:.0f} s are too short for it: --seconds {self.seconds + need:.0f}"
-            )
+            # With so many seconds this one and all that promise more have their rounds
+            enough = math.ceil(given + SPARE * (need - have) / share)
+            self.facts.left_out[mode.name] = f"{given:g} s are too short for it: --seconds {enough}"
             stages = [kept for of in stages if (kept := [m for m in of if m is not mode])]
         return stages
 
@@ -354,12 +377,14 @@ class _InTurn:
 
 
 def price_of_a_call(calls: int = 2_000) -> float:
-    """Seconds that entering and leaving a span takes here."""
-    from labs.parts.doctor.hooks import Spans
+    """Seconds of the processor that a call takes longer here if it is timed and its line is noted.
 
-    spans = Spans()
-    begun = time.perf_counter()
+    One within a step costs more: it finds the processor's caches full of other things.
+    """
+    hooks = Hooks(os.path.dirname(__file__), lambda spans: None)
+    hooks.torch, hooks.recording = sys.modules["torch"], True
+    noted = hooks._noted("rest", abs)
+    begun = time.thread_time()  # what other programs take meanwhile is none of its cost
     for _ in range(calls):
-        spans.enter("rest")
-        spans.leave()
-    return (time.perf_counter() - begun) / calls
+        noted(1)
+    return (time.thread_time() - begun) / calls

@@ -10,45 +10,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from labs.parts.faults import evidence
 from labs.parts.faults.movement import Movement
+from labs.parts.nodes.place import Place
 
 LOOKS = 20  # within the patience, at least; once per second or more often
 GRACE_S = 2.0
 """Given to the other ranks to write, before this one goes or tells."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which rank this is, by the environment that a launcher has made; alone if there is none."""
-
-    rank: int = 0
-    ranks: int = 1
-    local_rank: int = 0
-    local_ranks: int = 1
-    restart: int = 0
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Place:
-        """As torchrun, and others who follow it, set it."""
-        if "RANK" not in environ or "WORLD_SIZE" not in environ:
-            return cls()
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-        missing = {"LOCAL_RANK": environ["RANK"], "LOCAL_WORLD_SIZE": environ["WORLD_SIZE"]}  # then one machine
-        return cls(*(int(environ.get(name, missing.get(name, "0"))) for name in names))
-
-    @property
-    def neighbours(self) -> range:
-        """Ranks of this machine."""
-        first = self.rank - self.local_rank
-        return range(first, first + self.local_ranks)
 
 
 class Board:
@@ -87,7 +61,7 @@ class Watchman:
     """Watches a rank from `start()` on. `diagnose(folder)` yields the lines to print about a folder of evidence."""
 
     def __init__(self, folder: Path, patience_s: float, diagnose: Callable[[Path], Iterable[str]], prog: str) -> None:
-        self.place = Place.from_environment()
+        self.place = Place.of(os.environ, one_machine=True)
         self.folder = folder / f"restart{self.place.restart}" if self.place.restart else folder
         self.patience_s, self.diagnose, self.prog = patience_s, diagnose, prog
         self.board, self.movement = Board(self.place), Movement()
