@@ -445,27 +445,27 @@ def test_rounds_stand_side_by_side_the_most_promising_first(quick, monkeypatch):
 
 
 def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
-    """Simulated: facts, and seconds that all turns took. A factor is a number, or a function of the turn's number."""
+    """Simulated: facts, and seconds that all turns took. A factor is a number, or a function of its step's number."""
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))
     hooks = SimpleNamespace(synchronised=True, synchronise=lambda: None, loader_starts=0, device=None)
     facts = Facts("x", ["x"], step_s=[step_s] * 30, spans_s={"data": [step_s / 2] * 30})
     facts.loader = SimpleNamespace(workers=workers, prefetch=2) if workers else None
-    now_on = [1.0]
+    now_on, steps_of = [1.0], [itertools.count()]
 
     class Mode(Counterfactual):
         needs_restore = False
 
         def __init__(self, number, factor):
             self.name, self.factor, self.risky = f"mode {number}", factor, number > 4
-            self.turns = itertools.count()
+            self.steps = itertools.count()
 
         def why_not(self, hooks, facts):
             return ""
 
         def enter(self, hooks):
-            now_on[0] = self.factor(next(self.turns)) if callable(self.factor) else self.factor
+            now_on[0], steps_of[0] = self.factor, self.steps
 
         def leave(self, hooks):
             now_on[0] = 1.0
@@ -475,8 +475,9 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
     next(steps)
     try:
         while True:
-            now[0] += step_s * now_on[0]
-            steps.send({"forward": step_s * now_on[0]})
+            takes_s = step_s * (now_on[0](next(steps_of[0])) if callable(now_on[0]) else now_on[0])
+            now[0] += takes_s
+            steps.send({"forward": takes_s})
     except StopIteration:
         return facts, now[0]
 
@@ -508,13 +509,13 @@ def test_what_is_much_slower_is_left_out_soon(monkeypatch):
     assert took_s < 50
 
 
-def test_a_neighbour_in_two_rounds_on_end_leaves_nothing_out_where_there_is_time(monkeypatch):
-    facts, _ = _taken_s(monkeypatch, 0.002, 40.0, [0.5, lambda turn: 30.0 if turn in (3, 4) else 0.9])
+def test_a_neighbour_in_each_turn_leaves_nothing_out(monkeypatch):
+    facts, _ = _taken_s(monkeypatch, 0.002, 10.0, [0.5, lambda step: 300.0 if step % 8 == 0 else 0.9])
     assert set(facts.turns_s) == {AS_IS, "mode 0", "mode 1"} and not facts.not_tried
 
 
 def test_what_is_slower_gives_its_time_to_the_others_once_there_is_none_left(monkeypatch):
-    facts, _ = _taken_s(monkeypatch, 1.0, 20.0, [0.5, lambda turn: 0.5 if turn < 2 else 5.0])
+    facts, _ = _taken_s(monkeypatch, 1.0, 20.0, [0.5, lambda step: 0.5 if step < 2 else 5.0])
     assert set(facts.turns_s) == {AS_IS, "mode 0"} and "5 times" in facts.not_tried["mode 1"]
     assert sum(map(bool, facts.turns_s["mode 0"])) >= fewest()
 

@@ -234,7 +234,7 @@ def test_options_end_where_the_script_begins(tmp_path, monkeypatch):
 
 def test_a_run_that_ends_well_leaves_nothing(run, tmp_path):
     code, out, err = run("train(rank)")
-    assert code == 0 and sorted(out.splitlines()) == ["rank 0 has ended", "rank 1 has ended"]
+    assert code == 0 and sorted(out.splitlines()) == ["rank 0 has ended", "rank 1 has ended"], err
     assert watch.PROG not in err and not (tmp_path / "debug").exists()
 
 
