@@ -61,7 +61,8 @@ if __name__ == "__main__":
     long = float(sys.argv[1]) if len(sys.argv) > 1 else 0
     {body}
     dist.barrier()
-    print(f"rank {rank} has ended", flush=True)
+    sys.stdout.write(f"rank {rank} has ended" + os.linesep)  # print would write the end of the line by itself
+    sys.stdout.flush()
     dist.destroy_process_group()
 """
 
