@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas
 
 from labs import gradient_compression, slow_link
@@ -9,13 +11,15 @@ from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
-from labs.kit.record import Records
+from labs.kit.record import Records, load, provenance_line
 from labs.parts.communication import wire
 from labs.parts.communication.compression import WAYS
 from labs.parts.communication.wire import NO_PACE
 
 GUESSED = "powersgd_4"
 """The way whose gain on the slowest wire the learner guesses."""
+RECORDED = Path(__file__).parents[3] / "records" / "amd-epyc-2-cores-2026-11"
+"""Runs of `python -m labs.gradient_compression` with more rounds than a notebook has time for, on a quiet machine."""
 
 
 def ring_table(*runs: Records) -> pandas.DataFrame:
@@ -143,6 +147,24 @@ def break_even(run: Records) -> None:
     """The break-even bandwidth of every way, predicted and tried."""
     for way, tried in gradient_compression.crossings(run).items():
         print(f"{way}: {gradient_compression.tried_text(tried)}")
+
+
+def recorded_break_even(*names: str) -> None:
+    """The same from recorded runs, each with its model, its rounds and where it comes from."""
+    for run in (load(RECORDED / f"compression_break_even_{name}.jsonl") for name in names):
+        for way, tried in gradient_compression.crossings(run).items():
+            [predicted] = run.where("break_even_mb_s", way=way)
+            rounds = len(run.where("tried_step_s", beside=way)[0].samples)
+            model = predicted.config["model"].rpartition(":")[2]
+            print(f"{way} ({model}, {rounds} rounds): {gradient_compression.tried_text(tried)}")
+        print(f"    {provenance_line(run.where('step_s'))}")
+
+
+def recorded_training() -> None:
+    """Time and accuracy of the same trainings over a paced wire, from a recorded run."""
+    run = load(RECORDED / "compression_training.jsonl")
+    print(gradient_compression.trained_text(run))
+    print(f"    {provenance_line(run.where('train_s'))}")
 
 
 def choice(run: Records) -> pandas.DataFrame | None:
