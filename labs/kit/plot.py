@@ -119,12 +119,16 @@ def show(fig: Figure, alt: str) -> None:
     display({"text/html": picture_markup(fig, alt, to_png(fig)), "text/plain": f"[Figure: {alt}]"}, raw=True)
 
 
-def picture_markup(fig: Figure, alt: str, png: bytes) -> str:
-    """The finished figure as an HTML image of fixed width and height, in pixels of the page: the page does not jump."""
+def picture_markup(fig: Figure, alt: str, image: bytes) -> str:
+    """The finished figure, a PNG or a JPEG, as an HTML image of fixed width and height, in pixels of the page.
+
+    So the page does not jump.
+    """
+    form = "png" if image.startswith(b"\x89PNG") else "jpeg"
     width, height = (round(CSS_DPI * inches) for inches in fig.get_size_inches())
     markup = f'<img alt="{html.escape(alt)}" title="{html.escape(fig._course_caption)}" width="{width}" '
     markup += f'height="{height}" style="max-width: 100%; height: auto" '
-    return markup + f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    return markup + f'src="data:image/{form};base64,{base64.b64encode(image).decode()}">'
 
 
 def to_png(fig: Figure) -> bytes:
