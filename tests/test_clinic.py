@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import io
 import math
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -387,3 +389,15 @@ def test_the_recorded_examination_is_whole(shown):
     assert len(run.where("right")) == 5 * len(ILLNESSES + WELL)
     assert len(run.where("signs")) == 5 * len(ILLNESSES + WELL) * len(MEASUREMENTS)
     assert len({r.case["of_seed"] for r in run.where("right")}) == 5 and "of 100 patients" in shown[1]
+
+
+def test_every_cure_gave_half_of_its_promise_where_the_turns_were_long_enough(shown):
+    """A cure that gave less is named with its numbers; one line tells of the recorded run with longer turns."""
+    examined = figures_clinic.examination()
+    figures_clinic.half_given(examined, figures_clinic.longer_turns())
+    first, *others = shown[-1].splitlines()
+    given, of = map(int, re.findall(r"\d+", first)[:2])
+    assert of == len(ILLNESSES) and len(others) == of - given + 1 and others[-1].endswith("at least half of it.")
+    poor = Records(replace(r, samples=(1.01,) * len(r.samples)) if r.metric == "gain" else r for r in examined)
+    figures_clinic.half_given(poor, figures_clinic.longer_turns())
+    assert shown[-1].startswith("* 0 of ") and "less than half" in shown[-1]

@@ -49,7 +49,7 @@ def test_the_picture_ends_with_every_sum_on_every_rank(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_every_setting_of_the_ring_s_picture_can_be_drawn(ranks):
     fig, alt, sentence = figures.draw_ring(ranks)
-    explore.quick_png(fig)
+    explore.quick_jpeg(fig)
     assert len(fig.axes) == 2 * ranks - 1 and f"the sum of all {ranks}" in alt
     assert f"{bus_factor('all_reduce', ranks):.2f} times the vector" in sentence
 
@@ -563,3 +563,17 @@ def test_best_buckets_in_words(worst, told, monkeypatch):
     figures_overlap.buckets(Records(rows), predict(8, "best bucket size", unit="MiB"))
     assert ("above what was measured" if worst > 0.02 else "within what was measured") in said[0]
     assert told in sentences and "static_graph 2 x" in sentences
+
+
+@pytest.mark.parametrize("guess, nearer", [(2200, "flat ring"), (3500, "ring of nodes"), (None, "")])
+def test_a_guess_of_the_published_cluster_is_held_against_both_formulas(guess, nearer, capsys, monkeypatch):
+    tables = []
+    monkeypatch.setattr(figures, "show_table", tables.append)
+    figures.bert_on_two_nodes()
+    assert capsys.readouterr().out.startswith("published: 1,897 ms over Ethernet with 2 nodes of 4 GPUs.")
+    figures.which_algorithm(predict(guess, "all-reduce of BERT-Large over Ethernet, 16 nodes", unit="ms"))
+    said = capsys.readouterr().out
+    assert (f"nearer to the {nearer}." in said) if nearer else ("no prediction" in said and "nearer" not in said)
+    errors = tables[0].map(lambda text: abs(int(text.partition("(")[2].partition("%")[0] or 0)))
+    assert errors.loc["Ethernet", "flat ring"].max() < errors.loc["Ethernet", "ring of nodes"].min()
+    assert errors.loc["InfiniBand", "ring of nodes"].max() < errors.loc["InfiniBand", "flat ring"].min()

@@ -8,7 +8,7 @@ import pandas
 
 from labs import all_reduce_anatomy, nccl_log
 from labs.kit.check import Prediction
-from labs.kit.display import say
+from labs.kit.display import say, show_table
 from labs.kit.explore import Slider, explore
 from labs.kit.measure import Estimate, estimate
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
@@ -213,22 +213,52 @@ def _worst(line: list[float], seconds: list[float]) -> float:
     return 100 * max(abs(a / b - 1) for a, b in zip(line, seconds, strict=True))
 
 
-def which_algorithm() -> pandas.DataFrame:
-    """Two published clusters against two formulas: which of them is right where? Errors in %, anchored at two nodes."""
+def bert_on_two_nodes(network: str = "Ethernet") -> None:
+    """The published time from which both formulas start."""
+    run = all_reduce_of_bert().where(network=network)
+    start, largest = _with_two(run), max(run, key=_nodes)
+    gpus = start.case["gpus_per_node"]
+    print(f"published: {1e3 * start.value:,.0f} ms over {network} with 2 nodes of {gpus} GPUs. "
+          f"How many ms with {_nodes(largest)} nodes?")  # fmt: skip
+
+
+def which_algorithm(guess: Prediction) -> None:
+    """Two published clusters against two formulas: which of them is right where? Errors in %, anchored at two nodes.
+
+    `guess` is the time over Ethernet with the most nodes, in ms.
+    """
     rows = []
     for network in ("Ethernet", "InfiniBand"):
         run = all_reduce_of_bert().where(network=network)
-        anchor = next(r for r in run if r.case["nodes"] == 2)
-        gpus = anchor.case["gpus_per_node"]
-        for record in run:
-            nodes = record.case["nodes"]
-            if nodes > 2:
-                flat = anchor.value * _ring(nodes * gpus) / _ring(2 * gpus)
-                levels = anchor.value * _ring(nodes) / _ring(2)
-                rows.append({"network": network, "nodes": nodes, "published (ms)": f"{1e3 * record.value:.0f}"}
+        for record in sorted(run, key=_nodes):
+            if _nodes(record) > 2:
+                rows.append({"network": network, "nodes": _nodes(record), "published (ms)": f"{1e3 * record.value:.0f}"}
                             | {name: f"{1e3 * s:.0f} ({100 * (s / record.value - 1):+.0f}%)"
-                               for name, s in (("flat ring", flat), ("ring of nodes", levels))})  # fmt: skip
-    return pandas.DataFrame(rows).set_index(["network", "nodes"])
+                               for name, s in formulas(run, _nodes(record)).items()})  # fmt: skip
+    show_table(pandas.DataFrame(rows).set_index(["network", "nodes"]))
+    run = all_reduce_of_bert().where(network="Ethernet")
+    largest = max(run, key=_nodes)
+    lines = [guess.against(1e3 * largest.value, "published")]
+    if guess == guess:
+        apart = {name: abs(float(guess) - 1e3 * s) for name, s in formulas(run, _nodes(largest)).items()}
+        lines.append(f"Your prediction is nearer to the {min(apart, key=apart.get)}.")
+    print(" ".join(lines))
+
+
+def formulas(run: Records, nodes: int) -> dict[str, float]:
+    """Seconds with `nodes` nodes by each formula, both as published with two."""
+    anchor = _with_two(run)
+    gpus = anchor.case["gpus_per_node"]
+    return {"flat ring": anchor.value * _ring(nodes * gpus) / _ring(2 * gpus),
+            "ring of nodes": anchor.value * _ring(nodes) / _ring(2)}  # fmt: skip
+
+
+def _with_two(run: Records) -> Record:
+    return next(r for r in run if _nodes(r) == 2)
+
+
+def _nodes(record: Record) -> int:
+    return record.case["nodes"]
 
 
 def _ring(n: int) -> float:
