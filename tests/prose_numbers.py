@@ -53,6 +53,13 @@ _unit = "|".join(sorted((re.escape(u) for u in UNITS), key=len, reverse=True))
 _second = rf"(?:\s(?:to|and|or|–)\s({_number}))?"
 QUANTITY = re.compile(rf"(?<![\w.^$])({_number}){_second}(?:[ \u00a0]|-(?!s\b))?({_unit})(?![\w/^])")
 IN_WORDS = re.compile(rf"\b({'|'.join(WORDS)})(?={COMPARED})", re.IGNORECASE)
+# No value to compare, so such a phrase is listed or reworded.
+VAGUE = re.compile(
+    r"\b((?:about|nearly|almost|half) an? (?:second|minute|hour)"
+    r"|(?:two|three|four|five|six|eight|ten|twenty|thirty|few|some|several) (?:micro|milli)?"
+    r"(?:seconds|minutes|hours|percent))\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ def quantities(text: str) -> Iterator[Quantity]:
                 yield Quantity(f"{number} {found[3]}", kind, float(number.rstrip(",").replace(",", "")) * scale)
     for found in IN_WORDS.finditer(text):
         yield Quantity(found[1].lower(), "ratio", WORDS[found[1].lower()])
+    for found in VAGUE.finditer(text):
+        yield Quantity(found[1].lower(), "in words", math.nan)
 
 
 def sentences(text: str) -> list[str]:

@@ -8,6 +8,7 @@ reason. Reasons:
     arithmetic  follows from numbers beside it
     datasheet   a published size, speed or default, kept in labs/kit/gpus.toml, records/published or torch
     question    a learner is asked about it
+    work        how long somebody or a command is busy, told so that a break can be planned
     rule        a rule of thumb, or the limit of a verdict
     quoted      an article's words, no fact of ours
     set PATH NAME   a constant of this program, which must still have that value
@@ -22,10 +23,11 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from prose_numbers import QUANTITY, ROOT, UNITS, quantities, settings, typed_numbers, unsupported
 
 from labs import bucket_overlap, many_ranks, slowest_rank, two_nodes
+from labs.models import MODELS
 from labs.parts.sharding import five_ways
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-REASONS = {"defined", "given", "arithmetic", "datasheet", "question", "rule", "quoted", "set"}
+REASONS = {"work", "defined", "given", "arithmetic", "datasheet", "question", "rule", "quoted", "set"}
 
 # notebook, cell: numbers: reason. How long the work takes is not listed: tests/test_agenda.py holds those minutes.
 PROSE = """
@@ -34,6 +36,7 @@ PROSE = """
 00 5681f724: twice: datasheet
 00 62e7df0f: 150 ms | 100 ms: arithmetic
 00 003e0acc: twice: question
+00 take-home: few microseconds: rule
 01 need: 95 %: defined
 01 m2: 95 %: defined
 01 m2: 5 % | 10 %: question
@@ -77,20 +80,27 @@ PROSE = """
 06 learned: 1.5 times: arithmetic
 07 m2: 32 KiB | 16 GiB | 1 MiB | 2 MiB: datasheet
 07 r3-guess: 125 MB/s: question
+07 m3b: few percent: datasheet
 07 m4: 4 MiB: arithmetic
 07 m4b: 64 kB: defined
 07 r4-guess: 4.2 MB: arithmetic
 07 r4-guess: 25 MiB: datasheet
+07 r5-guess: two percent: arithmetic
+07 ex1: four seconds: given
 07 m6: 1.5 times: set labs/gradient_compression.py AROUND
 07 edit-text: 5 %: question
 07 ex3: twice: defined
+08 s1-05: five minutes: given
+08 s1-09: five minutes: given
+08 s1-09: ten minutes: datasheet
 08 s1-10: 2 s: arithmetic
 08 s1-10: 15 s: datasheet
+08 s1-15: ten minutes: datasheet
 08 s2-03: half: arithmetic
 08 s2-09: 25 %: set labs/two_levels.py APART
 08 s3-02: 5 MB: arithmetic
 08 s6-02: 60 ms | 8 ms: arithmetic
-08 s6-09: 60 s: question
+08 s6-09: 60 s | ten minutes: question
 08 s4-00: 80 %: set labs/parts/planning/scaling.py REACHED
 08 s4-00: 4 µs: set labs/parts/planning/scaling.py GAP_S
 08 s4-00: 1 %: set labs/parts/planning/scaling.py SPREAD
@@ -98,7 +108,9 @@ PROSE = """
 08 s4-17: 50 Gbit/s: question
 08 s7-02: 16 bytes: arithmetic
 09 s3-00: 4 bytes: defined
+09 s5-10: ten minutes: work
 09 ex3-00: 1 % | 1 s | 2 s | 3 s | 6 s | 15 %: given
+10 title: ten minutes: datasheet
 10 s1-10: 300 s: set labs/recipes/train_ddp_debug.py --patience
 10 s3-08: 16 bytes: arithmetic
 10 s5-03: 0.2 MB: arithmetic
@@ -106,6 +118,7 @@ PROSE = """
 10 s6-03: 700 s | 300 s | 2 GB/s: arithmetic
 10 take-home: 30 minutes: datasheet
 10 ex2-00: 20 kB | 1.9 MB: given
+11 s3-04: some seconds | half a minute: work
 11 s4-03: 40 kB | 40 MB: arithmetic
 11 s4-09: 20 %: given
 11 take: 5 %: rule
@@ -114,6 +127,7 @@ PROSE = """
 12 s5-00: 15 %: set labs/parts/doctor/diagnosis.py ILL
 12 take-home: 40 s: set labs/doctor.py --seconds
 12 take-home-b: 1.05 x: rule
+12 ex1-00b: two minutes: work
 12 ex2-00: half | 1.05 times: given
 12 ex2-00: 95 %: defined
 """
@@ -154,6 +168,7 @@ clinic.py: 0.1 times | 1000 times: rule
 critical_batch.py: twice: defined
 doctor_trial.py: 15 %: set labs/parts/doctor/diagnosis.py ILL
 fooled.py: 5 %: rule
+hosted.py: some minutes: work
 loader_cores.py: 0.1 times | 16 times: rule
 measure_validation.py: 2 % | 5 % | 10 %: question
 measure_validation.py: 95 %: defined
@@ -278,6 +293,11 @@ def test_the_rest_of_the_arithmetic():
     assert two_nodes.LIVE["keep_alive_interval"] * two_nodes.LIVE["keep_alive_max_attempt"] == 2
     sent = five_ways.predict_levels(many_ranks.job(many_ranks.Config(), 64), "fsdp")
     assert round(sent["across"] / 1e6) == 5
+    shapes = [p.shape for p in MODELS["mlp"]().module.parameters()]
+    rank_4 = sum(
+        4 * sum(s) if len(s) == 2 else s.numel() for s in shapes
+    )  # torch's PowerSGD leaves vectors as they are
+    assert 0.01 < rank_4 / sum(s.numel() for s in shapes) < 0.02
     rare = slowest_rank.Config()
     assert rare.mean_ms / rare.rare_share == 60 and rare.work_ms + rare.mean_ms == 8
 
@@ -307,6 +327,8 @@ def numbers_of(nb, listed=None):
         ("* It took 1,200 seconds,\n  and more.", "1,200 seconds"),
         ("[A source](https://example.org) says so. Here it is 5.1 times.", "5.1 times"),
         ("[Notebook 04](04_mixed_precision.ipynb) has 210 GFLOP/s.", "210 GFLOP/s"),
+        ("Starting a rank takes about a second here.", "about a second"),
+        ("A step takes a few milliseconds.", "few milliseconds"),
     ],
 )
 def test_a_planted_number_is_found(text, number):
