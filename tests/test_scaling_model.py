@@ -433,7 +433,7 @@ def test_what_the_figures_say_is_computed(monkeypatch):
     odd = blind_test.outlier()[0].row.config
     assert "stands out" not in told[3] + shown[0] and odd not in told[3], "the next cell asks for it"
     assert f"{blind_test.band().within_20:.0%} of {blind_test.band().rows}" in shown[0] and "On 32 GPUs" in shown[1]
-    assert f"{blind_test.hard_bands()[0].rows} rows" in told[1]
+    assert f"others: {blind_test.hard_bands()[0].rows} that" in told[1]
     assert all(f"`{p.stem}`" in told[2] for p in published.TABLES.glob("*.jsonl"))
     assert set(figures_scaling.NAMES) == set(blind_test.STEPS) and len(figures_scaling.by_table()) == len(
         blind_test.STEPS
@@ -527,3 +527,13 @@ def test_the_command_answers_first(monkeypatch, capsys):
     scaling_model.main()
     printed = capsys.readouterr().out
     assert printed.count("calibrates") >= 20 and printed.count("held out") == 2
+
+
+@pytest.mark.parametrize(("model", "said"), [(0.05, "datasheets help."), (0.19, "datasheets hardly help.")])
+def test_whether_datasheets_help_is_computed(monkeypatch, model, said):
+    ideal = blind_test.hard_bands()[1]
+    monkeypatch.setattr(blind_test, "hard_bands", lambda: (replace(ideal, median_error=model), ideal))
+    told = []
+    monkeypatch.setattr(figures_scaling, "say", told.append)
+    figures_scaling.hard_text()
+    assert said in told[0]

@@ -160,9 +160,11 @@ def hard_text() -> None:
     """The boxed finding, in words."""
     hard, ideal = blind_test.hard_bands()
     two, one = blind_test.two_bands()
-    say("> Most published runs scale well, so that even *perfect scaling* predicts them. Ask a model about the others: "
-        f"{hard.rows} rows that perfect scaling misses by more than {HARD:.0%}. There the model's median error is "
-        f"{hard.median_error:.0%}, perfect scaling's {ideal.median_error:.0%}: links by their datasheets hardly help. "
+    perfect = blind_test.perfect_band().within_20
+    helps = "help" if hard.median_error < 0.8 * ideal.median_error else "hardly help"
+    say(f"> *Perfect scaling* comes within 20 % of {perfect:.0%} of the published rows. Ask a model about the others: "
+        f"{hard.rows} that perfect scaling misses by more than {HARD:.0%}. There the model's median error is "
+        f"{hard.median_error:.0%}, perfect scaling's {ideal.median_error:.0%}: links by their datasheets {helps}. "
         f"One more measured row, on the next number of GPUs, brings {two.within_20:.0%} of "
         f"the hard rows within 20 %, where one row brings {one.within_20:.0%}. **Measure two ranks before you trust a "
         "number for 64.**")  # fmt: skip

@@ -101,7 +101,7 @@ def who_names_the_rank(diagnosed: Records, asked: Records, guess: Prediction | N
     if crashed := [n for n, row in zip(names, zip(*cells.values(), strict=True), strict=True) if CRASHES in row]:
         say(
             f"* {', '.join(crashed)}: under DETAIL the ranks crash below Python (SIGSEGV), before anything hangs. "
-            "Without DETAIL their cured versions end well: it is the check that crashes. With NCCL it was not tried."
+            "Without DETAIL none of these programs ends so: it is the check that crashes. With NCCL it was not tried."
         )
     if guess is not None:
         say(f"* {guess.against(float(named[DETAIL]))}")

@@ -110,7 +110,7 @@ WELL = (
 NOT_HERE = {
     "copy per step, .item() per step": "a CPU has no queue of kernels that they would have to wait for, and no other "
     "memory to copy to",
-    "unused parameters walked": "the walk over some 20 parameters is far below 15 % of a step",
+    "unused parameters walked": "our guess: the walk over some 20 parameters is too short to be found",
     "no overlap, huge buckets": "a rank's core computes and copies for the wire itself: there the two take turns",
     "a loss that is kept with its graph": "backward frees what the graph held: some bytes are left, and no "
     "time is lost; a history that is worked through again in each step grows in both",

@@ -279,9 +279,10 @@ def method(report: Report) -> str:
     place = ", ".join(filter(None, (place, gpus, many(p.get("cores") or 0, "core"), f"torch {p.get('torch', '?')}")))
     return (
         f"{many(len(f.step_s), 'step')} as it is{turns}; {f.wall_s:.0f} s in all. Measured in turn: the median over "
-        "rounds of as it is / counterfactual. 'At most' is without the thing, and no cure of it gives more; 'as tried' "
-        "is one setting of several. All these intervals together hold the truth in 95 % of runs. 'About', from the "
-        "step's parts, is arithmetic, if nothing else changed, with a plain 95 % interval. Bounds do not add up. "
+        "rounds of as it is / counterfactual. 'At most' is without the thing: a cure that changes nothing else gives "
+        "no more; 'as tried' is one setting of several. All these intervals together hold the truth in 95 % of runs. "
+        "'About', from the step's parts, is arithmetic, if nothing else changed, with a plain 95 % interval. Bounds do "
+        "not add up. "
         f"{place}, "
         f"{str(p.get('utc', ''))[:16].replace('T', ' ')} UTC."
     )
