@@ -99,6 +99,19 @@ def command(monkeypatch, capsys):
     return run
 
 
+def test_what_ranks_print_stays_out_of_the_json(command, monkeypatch):
+    """gloo warns where the host's name cannot be resolved, and what ranks print is shown."""
+    real = probe_report.preflight
+
+    def with_a_warning(*args):
+        print("[rank 0] [W socket.cpp:207] The hostname of the client socket cannot be retrieved.")
+        return real(*args)
+
+    monkeypatch.setattr(probe_report, "preflight", with_a_warning)
+    _, said, errors = command("--smoke", "--json", "--device", "cpu", "--nproc", "1", "--parts", "copies")
+    assert json.loads(said)["checks"] and "[rank 0]" in errors
+
+
 def test_requiring_more_gpus_than_there_are_fails_with_a_remedy(command):
     code, said, _ = command("--smoke", "--require-gpus", "99", "--device", "cpu", "--nproc", "1", "--parts", "copies")
     assert code == 1

@@ -6,6 +6,7 @@ minutes of a course need.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -112,7 +113,9 @@ def main(lab: str, description: str | None, config_type: type, answer: Callable[
     try:
         launch = _enough_or_shared(command.launch)
         cli.prepare()
-        found, facts, records = preflight(lab, parameters, launch, command.config.require_gpus)
+        # What ranks print (a warning of gloo, where the host has no name) does not belong into the JSON.
+        with contextlib.redirect_stdout(sys.stderr) if command.config.json else contextlib.nullcontext():
+            found, facts, records = preflight(lab, parameters, launch, command.config.require_gpus)
     except BadInput as e:
         cli.fail(prog, str(e))
     except KeyboardInterrupt:
