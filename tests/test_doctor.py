@@ -480,13 +480,15 @@ def children_s() -> float:
         ("--compare train.py train.py", "--compare: train.py"),
         ("--only same train.py", "there is no counterfactual 'same': "),
         ("--stepz 3 train.py", "unrecognized arguments: --stepz"),
+        ("train.ipynb", "train.ipynb is a notebook: "),
+        ("-m pkg.train --lr 1", "a module is not run by its name: write the line `import runpy; "),
         ("hidden/train.py", "{here}/hidden/labs.py has the name of the doctor's own package: rename it"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(arguments, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hidden").mkdir()
-    for name in ("train.py", "hidden/train.py", "hidden/labs.py"):
+    for name in ("train.py", "train.ipynb", "hidden/train.py", "hidden/labs.py"):
         (tmp_path / name).write_text("x")
     monkeypatch.setattr(supervisor, "examine", lambda *args: pytest.fail("it starts"))
     monkeypatch.setattr(sys, "argv", ["labs.doctor", *arguments.split()])

@@ -394,6 +394,12 @@ def test_a_part_is_never_told_longer_than_its_step():
     assert "own lines take 120 ms of a step's 150 ms on average" in found.what
 
 
+def test_the_hooks_own_time_is_not_told_as_lines_of_the_script():
+    parts = {"rest": 0.4, "forward": 0.3, "backward": 0.3}
+    assert "own_code" in names([made(parts, step_s=3e-4)])
+    assert "own_code" not in names([made(parts, step_s=3e-4, cost={"calls": 20.0, "call_s": 5e-6, "s": 1e-4})])
+
+
 def test_recompiles_are_told_only_if_they_were_seen():
     facts = made(noise=0.001, compiles={"in_steps": 6, "reasons": ["size of tensor x"]})
     for i in range(0, 30, 5):

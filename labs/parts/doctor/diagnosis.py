@@ -372,6 +372,8 @@ def _own_code(facts: Sequence[Facts]) -> Iterator[Finding]:
     """
     least = min(facts, key=lambda f: part_s(f, *OWN))
     own, without_loss = own_lines_s(least)
+    ours = least.cost.get("s", 0.0)  # seconds of the hooks in a step: all of them may be among these lines
+    own = [max(0.0, s - ours) for s in own]
     bound = bounds.without(least.step_s, own)
     if bound is None or standing(bound) != "gain" or bound.low < OWN_CODE:
         return
