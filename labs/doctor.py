@@ -40,6 +40,15 @@ PROG = "python -m labs.doctor"
 MOST_STEPS = 10_000
 
 
+class NoModule(argparse.Action):
+    """-m, as in `python -m pkg.train`: the doctor is given a file."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option: object = None):
+        """End, with the way that there is."""
+        parser.error(f"a module is not run by its name: write the line `import runpy; runpy.run_module({values!r}, "
+                     "run_name='__main__', alter_sys=True)` into a file, and give that instead of -m")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Wanted:
     """By the command line."""
@@ -71,6 +80,7 @@ def options(args: list[str]) -> Wanted:
         help="try this counterfactual alone; may be repeated. A wrong name lists them",
     )
     add("--without", action="append", metavar="NAME", help="do not try this one; may be repeated")
+    add("-m", action=NoModule, help=argparse.SUPPRESS)
     add("script", type=Path, help="the training, run as `python train.py` would")
     add("args", nargs=argparse.REMAINDER, help="its own")
     given = parser.parse_args(args)
@@ -91,6 +101,7 @@ def options(args: list[str]) -> Wanted:
 
 def _check_script(script: Path) -> None:
     require(script.is_file(), f"there is no script {script}")
+    require(script.suffix != ".ipynb", f"{script} is a notebook: jupyter nbconvert --to script makes a script of it")
     try:
         with script.open("rb"):
             pass

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,19 @@ def state(folder: Path) -> dict[str, tuple]:
     }
 
 
+@contextmanager
+def heard():
+    """What starts here hears all three signals: it would inherit that they are ignored, as under nohup."""
+    deaf = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_IGN]
+    for signum in deaf:
+        signal.signal(signum, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for signum in deaf:
+            signal.signal(signum, signal.SIG_IGN)
+
+
 class Started:
     """A doctor at work."""
 
@@ -70,8 +84,11 @@ class Started:
         options = ["--out", self.out, "--seconds", "0", "--steps", "8", *options]
         self.env = new_environment(TMPDIR=str(self.tmp), OMP_NUM_THREADS="1", **environment)
         command = [sys.executable, "-B", *torchrun, "-m", DOCTOR, *options, "train.py", *args]
-        self.process = subprocess.Popen([*map(str, command)], cwd=self.work, env=self.env, stdin=subprocess.DEVNULL,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+        with heard():
+            self.process = subprocess.Popen(
+                [*map(str, command)], cwd=self.work, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
 
     def end(self) -> "Started":
         """Wait for it. Nothing may be left."""
@@ -349,6 +366,7 @@ def at_work(one: Started) -> bool:
 
 
 ENDLESS = TRAINING + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('begun')\ntrain()"
+ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.05)")  # 10 000 steps: eight minutes
 
 
 @pytest.mark.drill
@@ -480,13 +498,15 @@ def children_s() -> float:
         ("--compare train.py train.py", "--compare: train.py"),
         ("--only same train.py", "there is no counterfactual 'same': "),
         ("--stepz 3 train.py", "unrecognized arguments: --stepz"),
+        ("train.ipynb", "train.ipynb is a notebook: "),
+        ("-m pkg.train --lr 1", "a module is not run by its name: write the line `import runpy; "),
         ("hidden/train.py", "{here}/hidden/labs.py has the name of the doctor's own package: rename it"),
     ],
 )
 def test_bad_input_is_one_line_and_starts_nothing(arguments, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hidden").mkdir()
-    for name in ("train.py", "hidden/train.py", "hidden/labs.py"):
+    for name in ("train.py", "train.ipynb", "hidden/train.py", "hidden/labs.py"):
         (tmp_path / name).write_text("x")
     monkeypatch.setattr(supervisor, "examine", lambda *args: pytest.fail("it starts"))
     monkeypatch.setattr(sys, "argv", ["labs.doctor", *arguments.split()])

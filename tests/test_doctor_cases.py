@@ -72,6 +72,10 @@ def test_a_larger_batch_of_a_patient_with_tiny_ones():
     assert "batch_size=32" in BY_NAME["tiny_batches_images"].with_batch(8)
 
 
+LIMIT_S = 500
+"""Alone, 5 s of the processor for most; for `recompiles`, which makes a graph in nearly each of its steps, 16 s."""
+
+
 def losses(case, folder) -> list[float]:
     """What 40 steps of it print."""
     script = case.write(folder)
@@ -83,7 +87,11 @@ def losses(case, folder) -> list[float]:
     for rank in range(case.ranks):
         ended.append(subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment(rank, case.ranks, port),
                                       stdout=subprocess.PIPE, text=True))  # fmt: skip
-    out = [process.communicate(timeout=250)[0] for process in ended]
+    try:
+        out = [process.communicate(timeout=LIMIT_S)[0] for process in ended]
+    finally:
+        for process in ended:
+            process.kill()
     codes = [process.returncode for process in ended]
     assert all(code >= 0 for code in codes), f"crashed below Python: {codes}"  # gloo's threads at Python's own end
     assert codes == [0] * case.ranks
@@ -94,12 +102,14 @@ OWN = {"train_images", "train_accumulate", "train_plain", "train_text"}
 QUICK = ["accumulate", "plain", "text", "averaging", "float64_images"]
 
 
+@pytest.mark.timeout(LIMIT_S + 50)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_patient_learns(name, tmp_path):
     _learns(BY_NAME[name], tmp_path)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(LIMIT_S + 50)
 @pytest.mark.parametrize("name", [n for n, case in BY_NAME.items() if n not in QUICK and case.learns])
 def test_all_patients_learn(name, tmp_path):
     _learns(BY_NAME[name], tmp_path)

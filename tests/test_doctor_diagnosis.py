@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -380,6 +381,23 @@ def test_memory_that_grows_is_told_with_its_rate():
     assert "full after 1e+04 steps" in diagnose([facts])[0].what
     facts.memory["free"] = 1e12
     assert not diagnose([facts]) and any("it lasts for a million steps" in text for text in healthy([facts]))
+
+
+def test_a_part_is_never_told_longer_than_its_step():
+    """A few slow steps: the mean of their own lines is above the median step, so the mean step is told."""
+    facts = made({"rest": 0.4, "forward": 0.3, "backward": 0.3}, noise=0.001)
+    for i in range(0, 30, 3):
+        facts.step_s[i] += 0.3
+        facts.spans_s["rest"][i] += 0.3
+    [found] = [f for f in diagnose([facts]) if f.name == "own_code"]
+    assert statistics.median(facts.step_s) < 0.051
+    assert "own lines take 120 ms of a step's 150 ms on average" in found.what
+
+
+def test_the_hooks_own_time_is_not_told_as_lines_of_the_script():
+    parts = {"rest": 0.4, "forward": 0.3, "backward": 0.3}
+    assert "own_code" in names([made(parts, step_s=3e-4)])
+    assert "own_code" not in names([made(parts, step_s=3e-4, cost={"calls": 20.0, "call_s": 5e-6, "s": 1e-4})])
 
 
 def test_recompiles_are_told_only_if_they_were_seen():

@@ -227,7 +227,7 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
     return {
         "part": ms(part_s(of, *cause.parts)),
         "calls": f"{sum(n.calls for n in noted):.3g}", "gpu": of.machine.get("gpu_percent"),
-        "often": _often(of, cause.parts[0]) if cause.parts else "", "mean": ms(statistics.fmean(bounds.steps_s(facts))),
+        "often": _often(of, cause.parts[0]) if cause.parts else "", "mean": ms(mean_step_s(facts)),
         "loader": _loader(of), "loader_cure": _loader_cure(of, fair), "exchange_cure": _exchange_cure(of),
         "exposed": str(estimate(exposed, "s")) if exposed else ms(part_s(of, "exchange")),
         "threads": count(threads, "thread"), "cores": count(cores, "core"), "fair_threads": fair,
@@ -372,11 +372,13 @@ def _own_code(facts: Sequence[Facts]) -> Iterator[Finding]:
     """
     least = min(facts, key=lambda f: part_s(f, *OWN))
     own, without_loss = own_lines_s(least)
+    ours = least.cost.get("s", 0.0)  # seconds of the hooks in a step: all of them may be among these lines
+    own = [max(0.0, s - ours) for s in own]
     bound = bounds.without(least.step_s, own)
     if bound is None or standing(bound) != "gain" or bound.low < OWN_CODE:
         return
     noted = next((n for n in least.lines if n.kind in OWN and n.line), None)
-    what = f"the script's own lines take {ms(statistics.fmean(own))} of a step's {ms(step_s(facts))}"
+    what = f"the script's own lines take {ms(statistics.fmean(own))} of a step's {ms(mean_step_s(facts))} on average"
     if noted:
         what += f", about {ms(noted.ms / 1e3)} of it this one"
     what += "" if without_loss else "; loss, zero_grad and batches that it makes itself are among them"
@@ -470,7 +472,7 @@ def _copies(facts: Sequence[Facts]) -> Iterator[Finding]:
     bound, most = bounds.from_parts(facts, "copy")
     noted = next((n for n in most.lines if n.kind == "copy" and n.line), None)
     if bound is not None and noted is not None and _standing(bound, FROM_PARTS) == "gain":
-        what = f"copies to the device take {ms(part_s(most, 'copy'))} of a step's {ms(step_s(facts))}"
+        what = f"copies to the device take {ms(part_s(most, 'copy'))} of a step's {ms(mean_step_s(facts))}"
         cure = "pin_memory=True, x.to(device, non_blocking=True), and no copy twice"
         yield Finding("copies", what, bound, _place(noted), cure, SECTIONS["copies"], FROM_PARTS)
     for f in facts:
@@ -622,7 +624,7 @@ def _split(facts: Sequence[Facts]) -> str:
     waits = [part_s(f, "exchange") for f in facts]
     return (
         "whether a rank is late, and what exchange costs: ranks hold different parts of the model, or weights of their "
-        f"own, so that each does other work and waits for others; of a step's {ms(step_s(facts))} they wait "
+        f"own, so that each does other work and waits for others; of a step's {ms(mean_step_s(facts))} they wait "
         f"{ms(min(waits))} to {ms(max(waits))} in calls that send and receive. Stages of equal times wait least"
     )
 
@@ -699,9 +701,9 @@ def hooks_cost(facts: Facts) -> float | None:
 # Words
 
 
-def step_s(facts: Sequence[Facts]) -> float:
-    """Median step of the job as it is."""
-    return statistics.median(bounds.steps_s(facts))
+def mean_step_s(facts: Sequence[Facts]) -> float:
+    """Of the job as it is. Parts are means too: some slow steps may make one of them longer than the median step."""
+    return statistics.fmean(bounds.steps_s(facts))
 
 
 def ms(seconds: float) -> str:

@@ -102,9 +102,11 @@ NO_SYNC = ACCUMULATE.replace(
 
 RANKS = (
     r"rank|master|is_main|main_process|world_size|primary|chief|leader|is_first|coordinator"
-    r"|(gpu|device)(_id)?\s*==|==\s*0"
+    r"|(gpu|device)(_id)?\s*(==|%)|==\s*0"
 )
 """A test that has one of these asks which rank this is."""
+EVERY = r"%[^%=<>]*==\s*0"
+"""But `step % 100 == 0` asks which step this is."""
 
 
 def wraps(program: Program) -> list[ast.Call]:
@@ -193,9 +195,12 @@ def _guarded(program: Program, node: ast.AST) -> bool:
 
 
 def of_rank(program: Program, test: ast.expr) -> bool:
-    if re.search(RANKS, ast.unparse(test), re.IGNORECASE):
-        return True
-    return re.search(RANKS, program.behind(test, 2), re.IGNORECASE) is not None
+    """Whether a test asks which rank this is, itself or in what its names were made from."""
+    return _asks_for_rank(ast.unparse(test)) or _asks_for_rank(program.behind(test, 2))
+
+
+def _asks_for_rank(text: str) -> bool:
+    return re.search(RANKS, re.sub(EVERY, "", text), re.IGNORECASE) is not None
 
 
 @rule(

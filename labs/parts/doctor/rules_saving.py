@@ -21,11 +21,17 @@ from labs.parts.doctor.training_loops import Training
     notebook="05",
     section="5. What if a rank dies?",
     source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
-    ill=changed(
-        HEALTHY, ("    if rank == 0:\n        torch.save", "    torch.save"), ('"weights.pt")', '"weights.pt")  # <-')
+    ill=(
+        changed(
+            HEALTHY,
+            ("    if rank == 0:\n        torch.save", "    torch.save"),
+            ('"weights.pt")', '"weights.pt")  # <-'),
+        ),
+        changed(HEALTHY, ("    if rank == 0:\n", "    if epoch % 2 == 0:\n"), ('"weights.pt")', '"weights.pt")  # <-')),
     ),
     healthy=(
         HEALTHY,
+        changed(HEALTHY, ("    if rank == 0:\n", "    r = dist.get_rank()\n    if epoch % 2 == 0 and r == 0:\n")),
         changed(
             HEALTHY,
             ("    if rank == 0:\n        torch.save", "    torch.save"),
