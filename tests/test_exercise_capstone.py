@@ -15,7 +15,7 @@ from processes import assert_no_survivors, new_environment
 from labs.chapters.nb12 import exercise_capstone as capstone
 from labs.chapters.nb12.exercise_capstone import LOSS, ORDINAL, PARTS, check_results, check_speed, judged, watched
 from labs.chapters.nb12.solution_capstone import SLOW, edited, fast_script
-from labs.kit.check import Mistake
+from labs.kit.check import Mistake, check
 from labs.parts.doctor.in_turn import Block
 
 MS = {"data": 14, "evaluation": 40, "forward": 13, "backward": 18, "prepare": 7, "save": 4}
@@ -129,9 +129,10 @@ def test_the_results_of_a_right_script_of_another_style_are_those_of_the_origina
 
 
 @pytest.mark.quiet
-def test_the_fast_script_passes_and_nothing_is_said_of_it(capsys):
-    capstone.check_capstone(fast_script)
-    assert capsys.readouterr().out == ""
+def test_the_fast_script_passes_and_nothing_else_is_said_of_it(capsys):
+    assert capstone.EXERCISE.reference is fast_script
+    check("12.1", None, solutions=True)
+    assert capsys.readouterr().out == f"12.1 passed: {capstone.EXERCISE.title}\n"
 
 
 def test_nothing_is_left_of_a_script_that_fails():
