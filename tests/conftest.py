@@ -8,6 +8,11 @@ import tempfile
 import uuid
 from pathlib import Path
 
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    # More processes than cores: torch's threads would spend most of their time on waiting for each other with a busy
+    # core. Read once, when torch is imported. Tests that measure run alone, and have the usual policy.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import chromium
 import hypothesis
 import pytest
