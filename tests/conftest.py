@@ -8,6 +8,11 @@ import tempfile
 import uuid
 from pathlib import Path
 
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    # More processes than cores: torch's threads would spend most of their time on waiting for each other with a busy
+    # core. Read once, when torch is imported. Tests that measure run alone, and have the usual policy.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import chromium
 import hypothesis
 import pytest
@@ -16,11 +21,14 @@ from processes import MARK, SLOWER
 from labs.kit.course import use_own_kernel
 
 ROOT = Path(__file__).parents[1]
-LONGEST = """browser exercises doctor recipes explorers oracle commands gpu_acceptance notebooks rank_timeline
-    doctor_cases doctor_trial doctor_counterfactuals fully_sharded ddp_facts editable_rounds many_ranks
-    mixed_precision elastic_restart two_nodes training_checkpoint copies elsewhere smoke properties_checks
-    exercise_deadlock clinic communication""".split()
-"""Files of tests that take longest: side by side they start first, so that in the end no process is left alone."""
+LONGEST = """test_browser test_exercises test_recipes test_explorers test_commands test_doctor_cases test_oracle
+    test_doctor test_exercise_capstone test_activation_checkpointing test_nan_clinic test_gpu_acceptance test_notebooks
+    test_rank_timeline test_doctor_trial test_doctor_counterfactuals test_fully_sharded test_ddp_facts
+    test_editable_rounds test_many_ranks test_mixed_precision test_elastic_restart test_two_nodes
+    test_training_checkpoint test_copies test_elsewhere test_smoke test_properties_checks test_exercise_deadlock
+    test_clinic test_communication test_code test_room_preflight 05_checkpointing 10_troubleshooting
+    08_scaling_out""".split()
+"""Files that take longest: side by side they start first, so that in the end no process is left alone."""
 
 
 def pytest_configure(config):
@@ -72,7 +80,7 @@ def pytest_collection_modifyitems(items):
     runs in place of their experiments two of them may run side by side: `notebook` chooses them.
     """
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+        place = {name: number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for item in items:
         if item.path.suffix == ".ipynb":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from processes import assert_no_survivors, new_environment
 from labs.chapters.nb12 import exercise_capstone as capstone
 from labs.chapters.nb12.exercise_capstone import LOSS, ORDINAL, PARTS, check_results, check_speed, judged, watched
 from labs.chapters.nb12.solution_capstone import SLOW, edited, fast_script
-from labs.kit.check import Mistake
+from labs.kit.check import Mistake, check
 from labs.parts.doctor.in_turn import Block
 
 MS = {"data": 14, "evaluation": 40, "forward": 13, "backward": 18, "prepare": 7, "save": 4}
@@ -63,16 +64,25 @@ def test_slower_everywhere_is_told_too():
         check_speed(judged(taken() | {"yours": blocks({k: 2.2 * v for k, v in WELL.items()})}), "")
 
 
-def test_the_epoch_of_the_fast_script_is_that_of_the_original():
-    original, found = capstone.original_results(), watched(fast_script())
+@pytest.fixture(scope="module")
+def original():
+    return capstone.original_results()
+
+
+@pytest.fixture(scope="module")
+def found():
+    """An epoch of the fast script."""
+    return watched(fast_script())
+
+
+def test_the_epoch_of_the_fast_script_is_that_of_the_original(original, found):
     check_results(found, original)
     assert capstone.herrings_cured(found, original) == ""
     assert sum(found.samples) == len(found.means) == 10_000 and found.tested == 2_000
     assert LOSS[0] < original.loss < LOSS[1]
 
 
-def test_what_costs_nothing_is_told_if_it_was_changed():
-    original = capstone.original_results()
+def test_what_costs_nothing_is_told_if_it_was_changed(original):
     cured = {"zero_grad(set_to_none=False)": "zero_grad()",
              "average + 0.02 * loss.item()": "average + 0.02 * float(loss.detach())"}  # fmt: skip
     found = watched(edited(fast_script(), cured))
@@ -81,12 +91,43 @@ def test_what_costs_nothing_is_told_if_it_was_changed():
     assert "zeroed in place" in said and "read in each step" in said
 
 
-@pytest.mark.parametrize("name", [n for n, (_, words) in MUTANTS["12.1"].items() if "left" not in words] + list(RARER))
-def test_other_results_are_told(name):
+OTHER = [n for n, (_, words) in MUTANTS["12.1"].items() if "left" not in words] + list(RARER)
+TRAINED = {"half of the data", "gradients are zeroed after backward", "a checkpoint without the optimizer", "no Python",
+           "an option is gone", "no file"}  # fmt: skip
+"""What `make test` trains, or what does not come so far; of the others it judges the results alone."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in TRAINED else pytest.mark.long) for n in OTHER])
+def test_other_results_are_told(name, original):
     wrong, words = (MUTANTS["12.1"] | RARER)[name]
-    with pytest.raises(Mistake) as found:
-        check_results(watched(capstone.script_of(wrong)), capstone.original_results())
-    assert words in str(found.value)
+    with pytest.raises(Mistake) as told:
+        check_results(watched(capstone.script_of(wrong)), original)
+    assert words in str(told.value)
+
+
+RESULTS = {
+    "a batch four times as large": lambda r: {"samples": [512] * 19 + [272], "steps": 20},
+    "a smaller network": lambda r: {"parameters": r.parameters - 1},
+    "validated on a quarter of the test images": lambda r: {"tested": 500},
+    "no checkpoint any more": lambda r: {"files": [name for name in r.files if name != "last.pt"]},
+    "images are not normalised": lambda r: {"means": [0.353 * mean + 0.286 for mean in r.means]},
+    "the last batch is dropped": lambda r: {"samples": r.samples[:-1], "steps": 78},
+    "another learning rate": lambda r: {"lr": [4e-3]},
+    "another optimizer": lambda r: {"optimizer": "Adam"},
+}
+"""What these scripts change in what was seen of the fast one."""
+
+
+def test_each_other_script_is_trained_or_its_results_are_judged():
+    assert {*RESULTS} | TRAINED == {*OTHER} and not {*RESULTS} & TRAINED
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_other_results_are_told_without_a_training(name, original, found):
+    """That each of these scripts does change them so is seen in `make test-all`."""
+    with pytest.raises(Mistake) as told:
+        check_results(dataclasses.replace(found, **RESULTS[name](found)), original)
+    assert (MUTANTS["12.1"] | RARER)[name][1] in str(told.value)
 
 
 @pytest.mark.long
@@ -122,16 +163,17 @@ def of_another_style() -> str:
     return edited(SLOW.read_text(), m.cures.EVALUATION | m.cures.STATISTICS | m.cures.SAVING | changes)
 
 
-def test_the_results_of_a_right_script_of_another_style_are_those_of_the_original(tmp_path):
+def test_the_results_of_a_right_script_of_another_style_are_those_of_the_original(tmp_path, original):
     path = tmp_path / "mine.py"
     path.write_text(of_another_style())
-    check_results(watched(capstone.script_of(lambda: path)), capstone.original_results())
+    check_results(watched(capstone.script_of(lambda: path)), original)
 
 
 @pytest.mark.quiet
-def test_the_fast_script_passes_and_nothing_is_said_of_it(capsys):
-    capstone.check_capstone(fast_script)
-    assert capsys.readouterr().out == ""
+def test_the_fast_script_passes_and_nothing_else_is_said_of_it(capsys):
+    assert capstone.EXERCISE.reference is fast_script
+    check("12.1", None, solutions=True)
+    assert capsys.readouterr().out == f"12.1 passed: {capstone.EXERCISE.title}\n"
 
 
 def test_nothing_is_left_of_a_script_that_fails():

@@ -26,6 +26,9 @@ START_PROCESSES = "00.3 02.1 02.4 03.2 03.4 05.1 06.3 07.1 07.2 08.1 08.2 10.1 1
 ONLY = {"12.1": ["a smaller network"]}
 """An exercise whose check trains for half a minute: what `make test` tries of it."""
 
+ALONE = {"12.1"}
+"""Its reference is timed: `make test` checks it in test_exercise_capstone, with nothing beside it."""
+
 
 def quick(exercise_id: str) -> list[str]:
     """The mistakes that `make test` tries."""
@@ -47,7 +50,7 @@ def test_each_notebook_with_exercises_has_mutants_for_exercises_that_exist():
         assert 2 <= len(own) <= 4, f"a notebook has 2 to 4 exercises, {path.stem} has {len(own)}"
 
 
-@pytest.mark.parametrize("exercise_id", IDS)
+@pytest.mark.parametrize("exercise_id", [pytest.param(i, marks=pytest.mark.long if i in ALONE else ()) for i in IDS])
 def test_reference_passes(exercise_id, capsys):
     check(exercise_id, None, solutions=True)
     assert capsys.readouterr().out == f"{exercise_id} passed: {get_exercise(exercise_id).title}\n"
