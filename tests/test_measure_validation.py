@@ -75,6 +75,20 @@ def test_an_interval_of_the_wrong_sign_has_found_no_slowdown():
     assert {r["arm"]: r["share"].value for r in lab.power(records, (20,))} == {"A again": 1.0, "+10 %": 0.0}
 
 
+def test_the_figure_and_the_count_beside_it_agree_to_the_last_comparison():
+    a, b = samples(400, 1001), samples(400, 2001)  # of which one interval ends near 1: fewer resamples see it elsewhere
+    shown = {n: sum(map(differs, lab.comparisons(a, b, 20, n))) for n in (999, 9999)}
+    assert shown[999] != shown[9999]
+    records = [
+        Record("measure_validation", "step_s", "s", x, case={"part": "planted", "arm": arm, "slower": 0})
+        for arm, x in (("A", a), ("A again", b))
+    ]
+    case = {"arm": "A again", "repetitions": 20, "pairs": 20}
+    count = Record("measure_validation", "intervals_with_1", "repetitions", 20 - shown[9999], case=case)
+    [row] = lab.power(Records([*records, count]), (20,))
+    assert row["share"].value * 20 == pytest.approx(shown[9999])
+
+
 def test_power_leaves_out_what_does_not_fit_and_says_what_is_missing():
     rows = lab.power(planted(30), (10, 40))
     assert {r["pairs"] for r in rows} == {10} and rows[0]["share"].n == 3

@@ -105,8 +105,8 @@ RANKS = (
     r"|(gpu|device)(_id)?\s*(==|%)|==\s*0"
 )
 """A test that has one of these asks which rank this is."""
-EVERY = r"%[^%=<>]*==\s*0"
-"""But `step % 100 == 0` asks which step this is."""
+EVERY = r"%[^%=<>]*==\s*0|\b(\w*(step|epoch|iter|batch|count|index|idx)\w*|it?|n)\s*==\s*0"
+"""But `step % 100 == 0` and `epoch == 0` ask which step this is."""
 
 
 def wraps(program: Program) -> list[ast.Call]:

@@ -28,6 +28,7 @@ from labs.parts.doctor.training_loops import Training
             ('"weights.pt")', '"weights.pt")  # <-'),
         ),
         changed(HEALTHY, ("    if rank == 0:\n", "    if epoch % 2 == 0:\n"), ('"weights.pt")', '"weights.pt")  # <-')),
+        changed(HEALTHY, ("    if rank == 0:\n", "    if epoch == 0:\n"), ('"weights.pt")', '"weights.pt")  # <-')),
     ),
     healthy=(
         HEALTHY,
