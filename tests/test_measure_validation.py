@@ -84,7 +84,7 @@ def test_the_figure_and_the_count_beside_it_agree_to_the_last_comparison():
         for arm, x in (("A", a), ("A again", b))
     ]
     case = {"arm": "A again", "repetitions": 20, "pairs": 20}
-    count = Record("measure_validation", "intervals_with_1", "repetitions", 20 - shown[9999], case=case)
+    count = Record("measure_validation", "intervals_with_1", "repetitions", [20 - shown[9999]], case=case)
     [row] = lab.power(Records([*records, count]), (20,))
     assert row["share"].value * 20 == pytest.approx(shown[9999])
 
