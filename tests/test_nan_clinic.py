@@ -249,7 +249,7 @@ def test_replicas_differ_in_what_the_fault_says_and_hashes_agree_with_all_bytes(
         "batch norm", "batch norm, not sent"}, "a comparison of no tensors says nothing"  # fmt: skip
     ill = {(r.case["fault"], r.case["kind_of"]) for r in drifted.where("differ_step")}
     assert differed > 100 and {(r.case["fault"], r.case["kind_of"]) for r in drifted.where("differed")
-                               if any(r.samples)} == ill  # fmt: skip
+                               if any(r.samples)} - {("other kernel", "optimizer")} == ill  # fmt: skip
     said = {r.case["fault"]: r.case["name"] for r in drifted.where("differ_step", kind_of="parameters")}
     assert said["in place"] == "2.weight" and said["added later"].startswith("3.")
     assert not {"none", "dropout", "other rounding", "batch norm"} & set(said)

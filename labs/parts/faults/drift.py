@@ -31,7 +31,7 @@ class Fault:
     """Of "parameters", "buffers" and "optimizer": those that differ between ranks; none if it is harmless."""
     what: str = ""
     may: tuple[str, ...] = ()
-    """Those that differ on some processors: their instruction sets decide how the kernels round."""
+    """Those that differ on some processors, and perhaps not for good: instruction sets decide how kernels round."""
 
 
 FAULTS = {fault.name: fault for fault in (
