@@ -17,7 +17,7 @@ import math
 import re
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -439,6 +439,7 @@ def drifts(config: Config, rank: Rank) -> Iterator[Record]:
         found: dict[str, list[tuple[int, str, int]]] = {kind: [] for kind in KINDS}
         really: dict[str, list[int]] = {kind: [] for kind in KINDS}
         pairs: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}  # named alike, differs
+        compared: list[int] = []
         for step in range(1, 1 + max(DRIFT_STEPS, *(k for k in (1, *config.every) if k <= MOST_DRIFT_STEPS))):
             if step > DRIFT_STEPS and not any(really.values()):
                 break  # nothing differs: no k would find anything
@@ -447,6 +448,7 @@ def drifts(config: Config, rank: Rank) -> Iterator[Record]:
                 continue
             tensors = {(kind, name): t for kind in KINDS for name, t in replica.tensors(kind).items()}
             said, differ = replica_check(tensors), drift.really_differ(tensors)
+            compared.append(step)
             for kind in KINDS:
                 found[kind] += [(step, name, of_rank) for (of, name), of_rank in said if of == kind][:1]
                 names_of = {name for of, name in differ if of == kind}
@@ -462,21 +464,27 @@ def drifts(config: Config, rank: Rank) -> Iterator[Record]:
                 alike, differed = zip(*pairs[kind], strict=True)
                 yield rank.record("check_right", "1", alike, kind_of=kind, **about)
                 yield rank.record("differed", "1", differed, kind_of=kind, **about)
-            if found[kind] and kind not in FAULTS[name].may:
-                yield from after_steps(config, rank, found[kind], really[kind][0], kind, about)
+            if found[kind]:
+                every = config.every if lasts(really[kind], compared) else ()  # what goes again, a check may miss
+                yield from after_steps(every, rank, found[kind], really[kind][0], kind, about)
         rank.progress(done, len(cases), name)
 
 
 KINDS = ("parameters", "buffers", "optimizer")
 
 
+def lasts(differ: Sequence[int], compared: Sequence[int]) -> bool:
+    """Whether from the first step of `differ` on replicas differed in every comparison; both are numbers of steps."""
+    return list(differ) == [step for step in compared if step >= differ[0]]
+
+
 def after_steps(
-    config: Config, rank: Rank, found: list[tuple[int, str, int]], start: int, kind: str, about: dict
+    every: Sequence[int], rank: Rank, found: list[tuple[int, str, int]], start: int, kind: str, about: dict
 ) -> Iterator[Record]:
     """After how many steps from the start a check every k steps finds it, for the k that these steps are enough for."""
     _, name, of_rank = found[0]
     yield rank.record("differ_step", "steps", start, kind_of=kind, name=name, of_rank=of_rank, **about)
-    for k in config.every:
+    for k in every:
         seen = [step for step, *_ in found if step % k == 0]
         if seen:
             yield rank.record("found_step", "steps", seen[0], every=k, kind_of=kind, **about)

@@ -31,7 +31,7 @@ class Fault:
     """Of "parameters", "buffers" and "optimizer": those that differ between ranks; none if it is harmless."""
     what: str = ""
     may: tuple[str, ...] = ()
-    """Those that differ on some processors, and perhaps not for good: instruction sets decide how kernels round."""
+    """Those that differ on some processors, early or late, for good or not: their kernels decide how they round."""
 
 
 FAULTS = {fault.name: fault for fault in (
@@ -50,8 +50,8 @@ FAULTS = {fault.name: fault for fault in (
     Fault("optimizer state", ("parameters", "optimizer"), "one rank goes on without the optimizer's state"),
     Fault("no_sync", ("parameters", "optimizer"), "one optimizer step under no_sync: each rank takes its own gradient"),
     Fault("skipped step", ("parameters", "optimizer"), "one rank skips a step by itself"),
-    Fault("other kernel", ("parameters",), "one rank's optimizer computes in another order of rounding: "
-          "fused on one, not on the other", may=("optimizer",)),
+    Fault("other kernel", (), "one rank's optimizer computes in another order of rounding: fused on one, not on the "
+          "other", may=("parameters", "optimizer")),
     Fault("never averaged", ("parameters", "optimizer"), "no_sync in every step from one on"),
 )}  # fmt: skip
 
