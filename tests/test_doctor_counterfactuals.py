@@ -585,7 +585,9 @@ def test_a_script_that_does_not_survive_one_leaves_all_others(tmp_path, how):
     others = ("same batch again", "fused optimizer")
     reasons = {name: facts.not_tried.get(name, "") + facts.left_out.get(name, "") for name in others}
     slow = {name for name, why in reasons.items() if "times as long" in why or "too short" in why}  # a busy machine
-    assert facts.ended == "done" and set(facts.turns_s) == {AS_IS, *others} - slow, reasons
+    # What promises less than the larger batch comes after it: noise may turn the two promises round
+    late = {"fused optimizer"} if "would have been after 'larger batch'" in reasons["fused optimizer"] else set()
+    assert facts.ended == "done" and set(facts.turns_s) == {AS_IS, *others} - slow - late, reasons
     assert "larger batch" in facts.not_tried and not facts.trying
     assert "--without 'larger batch'" in facts.left_out.get("more workers", "") or facts.not_tried.get("more workers")
     if "raise" in how:
