@@ -237,8 +237,11 @@ def test_the_memory_that_mixed_precision_saves_and_the_batch_that_fits():
         assert at <= 24_564 * 2**20 < above  # all that nvidia-smi prints of a card sold as 24 GB
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("count", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("count", "precision"),
+    [(0, "fp32"), (2, "bf16"), *(pytest.param(*of, marks=pytest.mark.long) for of in
+                                 ((0, "bf16"), (2, "fp32"), (4, "fp32"), (4, "bf16")))],
+)  # fmt: skip
 def test_the_chain_of_a_bert_is_that_of_a_traced_step_but_for_what_lives_for_a_moment(precision, count):
     """The oracle follows every storage of a step; the formula is to be below it, and near."""
     shape, policy = BertShape(layers=4), {0: "none", 2: "segments:2", 4: "block"}[count]
@@ -392,7 +395,10 @@ def test_a_knob_is_followed_faster_than_a_figure_is_made(name):
     assert statistics.median(spent[explore.quick_jpeg]) < 0.9 * statistics.median(spent[plot.to_png])
 
 
-@pytest.mark.parametrize("name", EXPLORERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n not in ("scale", "memory_policies") else ()) for n in EXPLORERS],
+)
 def test_a_redraw_costs_little_more_than_a_figure_of_one_line(name):
     """CPU time of the quickest of five each, in turn: axes, texts and layout are most of it, whatever the machine."""
 
