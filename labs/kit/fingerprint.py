@@ -28,13 +28,13 @@ DATA = ("labs/kit/gpus.toml", "labs/kit/claims.toml", "labs/data/SHA256SUMS")  #
 
 
 def course(root: Path = ROOT) -> str:
-    """12 hex digits of every notebook's cells and every module of labs/ below `root`; comments and outputs do not
-    count. FileNotFoundError if `root` holds no notebooks."""
+    """12 hex digits of every notebook's cells, without outputs, and of every module of labs/ below `root`, comments and
+    all: cutting them takes longer than `import torch`. FileNotFoundError if `root` holds no notebooks."""
     notebooks = sorted((root / "notebooks").glob("*.ipynb"))
     if not notebooks:
         raise FileNotFoundError(f"there are no notebooks in {root / 'notebooks'}")
     modules = sorted((root / "labs").rglob("*.py"))
-    return _hash([*map(notebook, notebooks), *(without_comments(p.read_text("utf-8")) for p in modules)])
+    return _hash([*map(notebook, notebooks), *(_text(p.read_text("utf-8")) for p in modules)])
 
 
 def notebook(path: Path) -> str:
@@ -71,12 +71,14 @@ def modules_behind(path: Path) -> set[str]:
     while todo:
         name = todo.pop()
         found.add(name)
-        todo |= set(_uses(_module_file(name).read_text("utf-8"), name)) - found
+        todo |= _uses(_module_file(name).read_text("utf-8"), name) - found
     return found
 
 
-def _uses(source: str, module: str) -> Iterator[str]:
+@cache  # most modules are behind several notebooks
+def _uses(source: str, module: str) -> frozenset[str]:
     """Modules of labs/ that `source` imports, anywhere in it, or launches; a package of them comes along."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Import):
@@ -86,7 +88,8 @@ def _uses(source: str, module: str) -> Iterator[str]:
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "launch" and node.args:
             names = [f"labs.{node.args[0].value}"] if isinstance(node.args[0], ast.Constant) else []
         for name in names:
-            yield from (p for p in _with_parents(name) if p.startswith("labs") and p != module and _module_file(p))
+            found |= {p for p in _with_parents(name) if p.startswith("labs") and p != module and _module_file(p)}
+    return frozenset(found)
 
 
 def _with_parents(name: str) -> Iterator[str]:
@@ -101,6 +104,7 @@ def _module_file(name: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
+@cache
 def without_comments(source: str) -> str:
     """Python source without comments, docstrings, blank lines and trailing blanks."""
     lines, body = source.replace("\r\n", "\n").split("\n"), ast.parse(source).body
