@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -99,9 +100,12 @@ def cannot_compile(device: torch.device) -> str:
 
         return "" if has_triton() else "torch.compile needs Triton for this GPU, and it is not installed"
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
-    if shutil.which(compiler):
-        return ""
-    return f"torch.compile needs a C++ compiler, and there is no {compiler}: install it, or let CXX name another"
+    if not shutil.which(compiler):
+        return f"torch.compile needs a C++ compiler, and there is no {compiler}: install it, or let CXX name another"
+    for folder in (sysconfig.get_path("include"), os.path.dirname(torch.__file__)):
+        if " " in folder:  # seen with torch 2.13: g++ takes what follows the blank for a file of its own
+            return f"torch.compile names {folder} without quotes: use an environment in a folder without a blank"
+    return ""
 
 
 @contextlib.contextmanager

@@ -51,7 +51,11 @@ def test_a_missing_compiler_is_one_line_that_names_the_fix(monkeypatch):
     said = cannot_compile(CPU)
     assert "no no-such-compiler" in said and "install" in said and "\n" not in said
     monkeypatch.setattr(compiled_step.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(compiled_step.sysconfig, "get_path", lambda name: f"/usr/{name}")
+    monkeypatch.setattr(torch, "__file__", "/srv/torch/__init__.py")
     assert cannot_compile(CPU) == ""
+    monkeypatch.setattr(torch, "__file__", "/srv/my course/torch/__init__.py")
+    assert "/srv/my course/torch" in cannot_compile(CPU) and "a folder without a blank" in cannot_compile(CPU)
 
 
 def without_compiler(config):
