@@ -58,6 +58,7 @@ def out_of_job() -> Iterator[None]:
     """
     meeting = dist.PrefixStore("after fake ranks", dist.distributed_c10d._get_default_store())
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # a rank that leaves at once closes connections which another one may still be making
     dist.destroy_process_group()
     try:
         yield
