@@ -5,8 +5,8 @@ file. What only a browser can prove is what JupyterLab makes of it. Therefore:
 * every notebook is opened as it is committed, by a user who has not run it yet (JupyterLab then trusts no HTML), and
   each picture, table, formula and output of the file is on the page, and no error;
 * two notebooks, which between them have every kind of output, are emptied and run by "Run All Cells", saved and read
-  again: that an output is shown while it comes depends on its kind, not on its notebook. `make test` runs the first,
-  which lacks only the difference of two recipes;
+  again: that an output is shown while it comes depends on its kind, not on its notebook. `make test` runs the first
+  cells of one, a launch and its figure among them;
 * `python -m labs.start` in a fresh checkout opens the learner's copy, and its list of files tells of an old one.
 * a figure with knobs follows keys and mouse, in both themes.
 """
@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RUN = [p for p in NOTEBOOKS if p.stem[:2] in ("00", "04")]  # those that take least
 EMPTY = "emptied_"
+BEGINNING = f"beginning_of_{RUN[0].name}"
+"""Its cells up to the first figure."""
 SCREENSHOTS = ROOT / "build" / "screenshots"
 BROWSER_ARGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
     --disable-component-update --disable-sync""".split()
@@ -77,6 +79,10 @@ def folder(tmp_path_factory):
         for cell in code_cells(notebook):
             cell.outputs, cell.execution_count = [], None
         nbformat.write(notebook, folder / f"{EMPTY}{path.name}")
+    beginning = nbformat.read(RUN[0], as_version=4)
+    drawn = [n for n, cell in enumerate(beginning.cells) if cell.cell_type == "code" and pictures(cell)]
+    beginning.cells = nbformat.read(folder / f"{EMPTY}{RUN[0].name}", as_version=4).cells[: drawn[0] + 1]
+    nbformat.write(beginning, folder / BEGINNING)
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     cells = [new_markdown_cell("# Wait"), new_code_cell(LONG), new_code_cell("print('still' + ' here')")]
     nbformat.write(new_notebook(cells=cells, metadata=kernel), folder / "long.ipynb")
@@ -235,7 +241,7 @@ def formulas(notebook: nbformat.NotebookNode) -> int:
     return sum(len(re.findall(MATH, text, re.DOTALL)) for text in texts)
 
 
-QUICKLY = ("00", "03", "08", "12")  # first, formulas, longest, last: the others show the same kinds of cells
+QUICKLY = ("03", "08")  # formulas, the longest: the others show the same kinds of cells
 PAGES = [pytest.param(p, marks=() if p.stem[:2] in QUICKLY else pytest.mark.long) for p in NOTEBOOKS]
 
 
@@ -276,16 +282,19 @@ def assert_pictures(page: Page, notebook: nbformat.NotebookNode) -> None:
     assert [p["alt"] for p in shown] == [p.alt for c in code_cells(notebook) for p in pictures(c)]
 
 
-@pytest.mark.parametrize("path", [RUN[0], pytest.param(RUN[1], marks=pytest.mark.long)], ids=lambda p: p.stem)
-def test_a_learner_runs_the_notebook(page, server, folder, path):
-    open_notebook(page, server, EMPTY + path.name)
+WHOLE = [pytest.param(f"{EMPTY}{p.name}", marks=pytest.mark.long) for p in RUN]
+
+
+@pytest.mark.parametrize("name", [BEGINNING, *WHOLE])
+def test_a_learner_runs_the_notebook(page, server, folder, name):
+    open_notebook(page, server, name)
     assert not pictures_shown(page)
     run_all(page)
     progress_seen = wait_until_done(page)
     assert_no_error(page)
     assert progress_seen, "no launch showed its progress while it ran"
     page.keyboard.press("Control+s")
-    saved = wait_for(lambda: run_completely(folder / f"{EMPTY}{path.name}"), what="the notebook to be saved")
+    saved = wait_for(lambda: run_completely(folder / name), what="the notebook to be saved")
     assert_pictures(page, saved)
 
 
@@ -422,7 +431,7 @@ def test_the_chart_of_symptoms_is_filtered_by_a_word(page, server, folder):
     screenshot(page, "chart")
 
 
-@pytest.fixture(params=["Light", "Dark"])
+@pytest.fixture(params=[pytest.param("Light", marks=pytest.mark.long), "Dark"])
 def theme(request, folder):
     """Pages that are opened now have these colours."""
     file = folder.parent / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab/apputils-extension/themes.jupyterlab-settings"

@@ -458,6 +458,7 @@ def test_the_last_launch_with_enough_in_it_is_the_evidence():
     assert word("B41", remedies() + again_with(remedies(HELP, HELP), seed=1)) == "holds"
 
 
+@pytest.mark.long
 def test_the_labs_make_what_the_verdicts_ask_for():
     records = (
         launch("activation_checkpointing", nproc=1, policies=("segments:4",), batch=16, rounds=5, sequences=(512, 1024),

@@ -122,13 +122,22 @@ def prepared(command, folder):
     return [w for w in words if not re.match(r"[A-Z_]+=", w)], variables
 
 
-TRIED = {"python -m labs.hardware_probe --preflight"}
-"""Those that another test of `make test` runs: test_room_preflight."""
+TRIED = {"python -m labs.hardware_probe --preflight", "python -m labs.timing --nproc 1", "python -m labs.data_parallel",
+         "python -m labs.data_parallel --nproc 2", "python -m labs.data_parallel --seconds 30",
+         "make slides", 'make slides ARGS="--solutions 03.1 03.2"', "make course", "make lab", "make lab START=03",
+         'make lab LAB_ARGS="--allow-root"', 'make lab LAB_ARGS="--no-browser"',
+         "make lab START=notebooks/03_dataparallel_vs_ddp.ipynb"}  # fmt: skip
+"""Those of which another test of `make test` runs the same with other options, or as they are: test_room_preflight."""
+
+
+def here(pattern):
+    """Commands that begin with it, after their variables."""
+    found = [c for c in HERE if re.match(rf"(?:[A-Z_]+=\S+ )*{pattern}", c)]
+    return [pytest.param(c, marks=pytest.mark.long if c in TRIED else ()) for c in found]
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.long if c in TRIED else ()) for c in HERE
-                                     if re.match(r"(?:[A-Z_]+=\S+ )*python -m ", c)])  # fmt: skip
+@pytest.mark.parametrize("command", here("python -m "))
 def test_python_command(command, room, monkeypatch, capsys):
     words, variables = prepared(command, room)
     module, arguments = words[2], words[3:]
@@ -177,7 +186,7 @@ def test_torchrun_command(command, room):
     assert done.returncode == 0 and "step_s" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("command", [c for c in HERE if re.match(r"(?:[A-Z_]+=\S+ )*make (course|slides|lab)", c)])
+@pytest.mark.parametrize("command", here("make (course|slides|lab)"))
 def test_make_command(command, room):
     """`make course` on a course of one cell, `make slides` of one notebook, `make lab` until it answers."""
     if not (ROOT / ".venv" / ".ready").exists():
@@ -196,7 +205,7 @@ def test_make_command(command, room):
     own = {"course": f"--notebooks {room / 'notebooks'} --out {room / 'build'}",
            "slides": f"01_timing --out {room / 'slides'}"}[target]  # fmt: skip
     if "--source build" in given:
-        given = f"--source {ROOT / 'notebooks'}"
+        given = f"--source {shlex.quote(str(ROOT / 'notebooks'))}"
     make = ["make", target, f"ARGS={own} {given}"]
     done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250 * SLOWER)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from labs.kit.record import Record, Records
 from labs.parts import models
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
 def run(request):
     return launch("data_parallel", nproc=request.param, model="cnn", smoke=True, oversubscribe=True)
 

@@ -99,7 +99,7 @@ def losses(case, folder) -> list[float]:
 
 
 OWN = {"train_images", "train_accumulate", "train_plain", "train_text"}
-QUICK = ["accumulate", "plain", "text", "averaging", "float64_images"]
+QUICK = ["plain", "text"]
 
 
 @pytest.mark.timeout(LIMIT_S + 50)

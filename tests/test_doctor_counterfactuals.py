@@ -532,7 +532,9 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize(("steps", "named"), [(7, ["same batch again", "compiled"]), (120, ["compiled"])])
+@pytest.mark.parametrize(("steps", "named"), [
+    (7, ["same batch again", "compiled"]), pytest.param(120, ["compiled"], marks=pytest.mark.long),
+])  # fmt: skip
 def test_what_a_script_ends_before_is_named_with_how_it_ended(tmp_path, steps, named):
     """Its 7 steps end while it is looked at as it is; its 120 steps in the rounds of what is harmless."""
     script = tmp_path / "train.py"

@@ -110,6 +110,7 @@ def run(tmp_path, *options: str) -> tuple[subprocess.CompletedProcess, Records]:
     return done, load(out)
 
 
+@pytest.mark.long
 def test_a_visit_is_a_run_of_the_doctor_and_leaves_nothing(tmp_path):
     done, found = run(tmp_path, "--cases", "zero_grad_order", "--doctor-seconds", "1", "--no-gains")
     assert "1 visit, about 1 minute" in done.stderr and "first or second in 100 %" in done.stdout

@@ -191,7 +191,7 @@ def test_a_rank_killed_by_hand(torchrun, tmp_path):
     assert elastic_restart.same(load_latest(job.folder), load_latest(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_ending_torchrun_ends_its_ranks(torchrun, number):
     job = torchrun("--epochs", "400")
     job.wait_for_steps(4)

@@ -20,7 +20,7 @@ UNEVEN = "labs.parts.sharding.blocks:uneven_mlp"
 WIDE = "labs.parts.sharding.blocks:wide_mlp"
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def run(request):
     return launch("fully_sharded", nproc=request.param, oversubscribe=True, smoke=True)
 

@@ -226,6 +226,7 @@ def test_what_is_made_up_says_so_in_every_record():
 # -- the driver
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_step_that_crashes_hangs_or_raises_is_its_own_failure_and_the_others_go_on(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))

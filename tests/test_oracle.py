@@ -105,6 +105,7 @@ def test_memtracker_counts_a_sum_of_gradients_that_is_made_in_place():
 # -- speed and size
 
 
+@pytest.mark.long
 def test_resnet_152_in_a_fresh_process():
     """In less than five times what importing torch takes (it is twice), of processor time, and 1.5 GB."""
     code = ("import resource, time; from labs.parts.models.large_models import resnet; imported = time.process_time(); "
@@ -296,7 +297,8 @@ def test_gpts_parameters_are_those_of_the_module():
 
 
 @pytest.mark.parametrize(("name", "memory", "conditions"), [
-    ("mlp", 1e7, {}), ("mlp", 1e9, {"optimizer": "adam", "target": "cuda"}), ("char_gpt", 3e8, {"micro_batches": 4}),
+    ("mlp", 1e7, {}), ("mlp", 1e9, {"optimizer": "adam", "target": "cuda"}), 
+    pytest.param("char_gpt", 3e8, {"micro_batches": 4}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_the_largest_batch_is_the_last_that_fits(name, memory, conditions):
     found = oracle.largest_batch(name, memory, **conditions)

@@ -245,6 +245,7 @@ def test_the_fp16_hook_trains_alike(run, losses_in_fp32):
     assert result.losses == pytest.approx(losses_in_fp32.losses, rel=3 * 20 * 2.0**-11)
 
 
+@pytest.mark.long
 def test_powersgd_learns_on_two_ranks(run):
     """It begins to compress after a tenth of the steps."""
     options = ("--cpu", "--steps", 40, "--log-every", 1, "--batch-size", 64, "--hook", "powersgd")

@@ -80,6 +80,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_the_bench_of_launches_tells_both_times_and_their_ratio():
     out = command("labs.kit.bench", "--smoke", "--nproc", "1")
     assert re.search(r"A fresh torchrun takes [\d.]+ x", " ".join(out.split()))

@@ -20,7 +20,7 @@ from labs.parts.models import Workload
 from labs.parts.timing.benchmark_loop import RUNGS, WAITS
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
 def run(request):
     return launch("timing", nproc=request.param, smoke=True, oversubscribe=True)
 
