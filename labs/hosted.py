@@ -14,8 +14,8 @@ here: one line says why and what to do.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -130,7 +130,9 @@ def pip_problem(purelib: str, user_site: str | None, in_venv: bool, managed: str
     own = os.path.join(tempfile.gettempdir(), "course")
     remedy = (f"make an environment that sees the same torch: {sys.executable} -m venv --system-site-packages {own} && "
               f"{own}/bin/python {ROOT / 'labs' / 'hosted.py'}")  # fmt: skip
-    if importlib.util.find_spec("pip") is None:
+    # Python's own finder: setuptools' hook, asked for pip, takes its distutils out of this process, and what imports
+    # setuptools later, as torch.utils.benchmark does, fails (Python 3.11).
+    if importlib.machinery.PathFinder.find_spec("pip") is None:
         return f"this Python has no pip: {remedy}"
     if not in_venv and os.path.exists(managed):
         return f"this Python belongs to the system, which keeps pip out: {remedy}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.machinery
 import importlib.metadata
 import json
 import os
@@ -126,6 +127,13 @@ def test_a_list_stays_one_line(names, text):
 def test_an_old_python_is_told_before_anything_else():
     assert hosted.python_problem((3, 11)) == hosted.python_problem((3, 14)) == ""
     assert "Python 3.10 is older than 3.11" in hosted.python_problem((3, 10))
+
+
+def test_a_look_at_pip_leaves_setuptools_importable():
+    """Notebook 01 imports it in the kernel in which hosted.py has looked: torch.utils.benchmark does."""
+    look = "from labs import hosted; print(hosted.pip_problem('/', None, False, '')); import setuptools"
+    done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -343,7 +351,7 @@ def test_a_package_that_asks_for_a_newer_torch_is_refused_and_torch_stays(tmp_pa
     wheel(wheels, "torch", "2.99.0")
     wheel(wheels, "tyro", EVERYTHING["tyro"], asks)
     (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "pip").symlink_to(Path(importlib.util.find_spec("pip").origin).parent)
+    (tmp_path / "tools" / "pip").symlink_to(Path(importlib.machinery.PathFinder.find_spec("pip").origin).parent)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     script = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
