@@ -69,4 +69,5 @@ def test_memory_is_noted_after_each_step(seen):
 
 
 def test_looking_costs_little(seen):
-    assert 0 < seen.cost["s"] < 0.03 * sum(seen.step_s) / len(seen.step_s)
+    """Below 3 % is for test_doctor_cost, on a quiet machine: looks cost more beside a neighbour, and sleeps no more."""
+    assert 0 < seen.cost["s"] < 0.1 * sum(seen.step_s) / len(seen.step_s)
