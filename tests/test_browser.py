@@ -74,15 +74,14 @@ def folder(tmp_path_factory):
     """The notebooks, some without their outputs too, one whose cell runs until it is stopped, one that fails."""
     folder = tmp_path_factory.mktemp("lab") / "notebooks"
     shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".*"))
-    for path in RUN:
+    first = nbformat.read(RUN[0], as_version=4).cells
+    to_figure = next(n for n, cell in enumerate(first, start=1) if cell.cell_type == "code" and pictures(cell))
+    for path, name, last in [(RUN[0], BEGINNING, to_figure), *((p, f"{EMPTY}{p.name}", None) for p in RUN)]:
         notebook = nbformat.read(path, as_version=4)
+        notebook.cells = notebook.cells[:last]
         for cell in code_cells(notebook):
             cell.outputs, cell.execution_count = [], None
-        nbformat.write(notebook, folder / f"{EMPTY}{path.name}")
-    beginning = nbformat.read(RUN[0], as_version=4)
-    drawn = [n for n, cell in enumerate(beginning.cells) if cell.cell_type == "code" and pictures(cell)]
-    beginning.cells = nbformat.read(folder / f"{EMPTY}{RUN[0].name}", as_version=4).cells[: drawn[0] + 1]
-    nbformat.write(beginning, folder / BEGINNING)
+        nbformat.write(notebook, folder / name)
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     cells = [new_markdown_cell("# Wait"), new_code_cell(LONG), new_code_cell("print('still' + ' here')")]
     nbformat.write(new_notebook(cells=cells, metadata=kernel), folder / "long.ipynb")

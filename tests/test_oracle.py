@@ -297,7 +297,7 @@ def test_gpts_parameters_are_those_of_the_module():
 
 
 @pytest.mark.parametrize(("name", "memory", "conditions"), [
-    ("mlp", 1e7, {}), ("mlp", 1e9, {"optimizer": "adam", "target": "cuda"}), 
+    ("mlp", 1e7, {}), ("mlp", 1e9, {"optimizer": "adam", "target": "cuda"}),
     pytest.param("char_gpt", 3e8, {"micro_batches": 4}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_the_largest_batch_is_the_last_that_fits(name, memory, conditions):

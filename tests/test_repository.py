@@ -23,16 +23,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["dependencies"])}
 # Dependencies that are run, not imported.
-TOOLS = {
-    "jupyterlab",
-    "ipykernel",
-    "jsonschema",
-    "nbval",
-    "pytest-rerunfailures",
-    "pytest-timeout",
-    "pytest-xdist",
-    "ruff",
-}
+TOOLS = set("jupyterlab ipykernel jsonschema nbval pytest-rerunfailures pytest-timeout pytest-xdist ruff".split())
 # What torch brings for CUDA, and pins itself.
 CUDA = re.compile(r"nvidia-(?!ml-py)|triton|cuda-")
 INSTALL = "-c constraints.txt -e ."
