@@ -177,13 +177,19 @@ def report(config: Config, outcomes: list[Outcome], interrupted: bool) -> dict[s
 
 
 def keep(found: dict[str, Any], root: Path, config: Config, gpus: list[str]) -> Path:
-    """Write the report, and copy the records of the steps beside it; of a pretended run the report alone."""
+    """Write the report, and copy the records of the steps beside it, and what failed steps printed.
+
+    Of a pretended run the report alone.
+    """
     if config.pretend:
         return record.write_atomic(config.out / "pretend" / "pretended.json", json.dumps(found, indent=2, default=str))
     folder = config.out / f"{machine_name(gpus)}-{found['provenance']['utc'][:7]}"
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(root.glob("*/*.jsonl")):
         shutil.copyfile(path, folder / path.name)
+    for failed in (step["step"] for step in found["steps"] if step["word"] == "fail"):
+        if (log := root / failed / "log").exists():  # not there if no time was left to begin it
+            shutil.copyfile(log, folder / f"{failed}.log")
     return record.write_atomic(folder / "acceptance.json", json.dumps(found, indent=2, default=str))
 
 

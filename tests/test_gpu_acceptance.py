@@ -361,11 +361,15 @@ def test_report_and_records_go_into_a_folder_as_records_wants_it(tmp_path):
     (tmp_path / "steps" / "copies").mkdir(parents=True)
     made = record.attach_provenance([rec("host_device_b_s", 1e9)])
     made.save(tmp_path / "steps" / "copies" / "hardware_probe_copies.jsonl")
+    for step in ("copies", "amp"):
+        (tmp_path / "steps" / step).mkdir(exist_ok=True)
+        (tmp_path / "steps" / step / "log").write_text(f"{step} printed this")
     config = Config(out=tmp_path / "out")
     path = keep(report(config, OUTCOMES, False), tmp_path / "steps", config, ["NVIDIA H200"])
     folder = path.parent
     assert folder.name == f"nvidia-h200-{made.provenance['utc'][:7]}"
     assert record.load(folder / "hardware_probe_copies.jsonl")[0].kind == "recorded"
+    assert [p.read_text() for p in folder.glob("*.log")] == ["amp printed this"]  # of what failed alone
     found = json.loads(path.read_text())
     assert [s["word"] for s in found["steps"]] == ["pass", "fail", "cannot"] and found["provenance"]["torch"]
     assert found["pretend"] is False and found["steps"][0]["question"] == STEPS["copies"].question

@@ -17,13 +17,20 @@ from labs.kit.answers import number, on_ranks
 from labs.kit.check import Mistake
 from labs.parts.timing import collectives
 
-FIRST_S, CALL_S = 1.0, 0.02  # what the checker adds to the first all-reduce on a rank, and to each of the others
+CASES = ((3, 3 * 2**18, 1.0), (2, 2**20, 0.4))
+"""(ranks, bytes, what the checker adds to the first all-reduce on a rank in s).
+
+The first is not in one proportion to the others in both: else its part in a mean could be taken for a wrong factor.
+"""
+CALL_S = 0.02  # what the checker adds to each of the others
 LAST_RANK = 5  # times CALL_S on the last rank, which is the slowest
 NEAR = 1.15  # a clock around a call sees a little more than the call
 STEADY = 1.1  # mean over median of a rank's calls: above it, a neighbour's moment is in them, and mean and median part
 AGAIN_S = 10.0  # so long a disturbed measurement is made again, whatever it would say; then it is judged as it is
 Log = list[tuple[int, float, float]]
 """(bytes, when it began, when it ended) of each all-reduce on this rank."""
+Slips = dict[str, str]
+"""Of mistakes that explain an answer: what it is, and a hint."""
 
 
 class _Waited:
@@ -42,13 +49,13 @@ class _Waited:
 
 
 @contextmanager
-def slowed(log: Log, function: Callable[..., Any]) -> Iterator[None]:
-    """dist.all_reduce takes FIRST_S or CALL_S longer, and is noted; also where `function` knows it by another name."""
+def slowed(log: Log, function: Callable[..., Any], first_s: float) -> Iterator[None]:
+    """dist.all_reduce takes `first_s` or CALL_S longer, and is noted; also under a name of its own in `function`."""
     original, names = dist.all_reduce, getattr(function, "__globals__", {})
 
     def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         begun = time.perf_counter()
-        added = CALL_S * (LAST_RANK if dist.get_rank() == dist.get_world_size() - 1 else 1) if log else FIRST_S
+        added = CALL_S * (LAST_RANK if dist.get_rank() == dist.get_world_size() - 1 else 1) if log else first_s
         place = len(log)
         log.append((tensor.numel() * tensor.element_size(), begun, math.inf))
 
@@ -72,23 +79,29 @@ def slowed(log: Log, function: Callable[..., Any]) -> Iterator[None]:
         names.update(dict.fromkeys(own, original))
 
 
-def _measured(f: Callable[[int], float], size: int) -> tuple[Any, Log]:
+def _measured(f: Callable[[int], float], size: int, first_s: float) -> tuple[Any, Log]:
     log: Log = []
-    with slowed(log, f):
+    with slowed(log, f, first_s):
         answer = f(size)
     return (answer.item() if isinstance(answer, torch.Tensor) and answer.numel() == 1 else answer), log
 
 
 def check_busbw(f: Callable[[int], float]) -> None:
     """On 3 and on 2 ranks the answer is size / time x 2 (n - 1) / n, with the slowest rank's time after a warm-up."""
-    for ranks, size in ((3, 3 * 2**18), (2, 2**20)):
+    slips: Slips = {}
+    for ranks, size, first_s in CASES:
         deadline = time.monotonic() + AGAIN_S
         while True:
-            found = on_ranks(_measured, ranks, f, size, when="in your measurement")
+            found = on_ranks(_measured, ranks, f, size, first_s, when="in your measurement")
             logs = [log for _, log in found]
             if not _disturbed(logs, size) or time.monotonic() > deadline:
                 break
-        _judge([number(answer, "0.05, in GB/s") for answer, _ in found], logs, ranks, size)
+        fitting = _judge([number(answer, "0.05, in GB/s") for answer, _ in found], logs, ranks, size)
+        slips = {what: hint for what, hint in slips.items() if what in fitting} or slips or fitting
+        if len(slips) == 1:
+            break  # of two that explain the first case, the second tells which it is
+    for what, hint in slips.items():
+        raise Mistake(what, hint)
 
 
 def _disturbed(logs: list[Log], size: int) -> bool:
@@ -106,7 +119,8 @@ def _disturbed(logs: list[Log], size: int) -> bool:
     return False
 
 
-def _judge(answers: list[float], logs: list[Log], ranks: int, size: int) -> None:
+def _judge(answers: list[float], logs: list[Log], ranks: int, size: int) -> Slips:
+    """The known slips that explain a wrong answer, {} for a right one. Any other mistake is raised."""
     case = f"{size:,} bytes on {ranks} ranks"
     if not any(seen == size for log in logs for seen, *_ in log):
         sizes = sorted({seen for log in logs for seen, *_ in log})
@@ -124,8 +138,8 @@ def _judge(answers: list[float], logs: list[Log], ranks: int, size: int) -> None
                       "warm up with at least one, and time at least three")  # fmt: skip
     longest, shortest = _bounds(per_rank)
     low, high = (size / seconds * collectives.bus_factor("all_reduce", ranks) / 1e9 for seconds in (longest, shortest))
-    if not low / NEAR <= min(answers) <= high * NEAR:
-        _name_slips(min(answers), per_rank, ranks, size)
+    if not low / NEAR <= min(answers) <= high * NEAR and (slips := _slips(min(answers), per_rank, ranks, size)):
+        return slips
     if max(answers) > 1.001 * min(answers):
         texts = ", ".join(f"{a:.3g}" for a in answers)
         raise Mistake(f"{case}: the ranks answer {texts} GB/s, each with a time of its own",
@@ -133,6 +147,7 @@ def _judge(answers: list[float], logs: list[Log], ranks: int, size: int) -> None
     if not low / NEAR <= answers[0] <= high * NEAR:
         hint = "size / time x 2 (n - 1) / n, in 10^9 bytes/s; time the calls alone, after a warm-up"
         raise Mistake(f"{case}: you answer {answers[0]:.3g} GB/s; the checker's clock says {high:.2g} GB/s", hint)
+    return {}
 
 
 def _bounds(per_rank: list[list[float]]) -> tuple[float, float]:
@@ -146,8 +161,8 @@ def _bounds(per_rank: list[list[float]]) -> tuple[float, float]:
     return max(*means, statistics.median(slowest)), min(slowest)
 
 
-def _name_slips(got: float, per_rank: list[list[float]], ranks: int, size: int) -> None:
-    """Mistake if the answer is what a known slip makes of the very calls that were run."""
+def _slips(got: float, per_rank: list[list[float]], ranks: int, size: int) -> Slips:
+    """Those that make `got` of the very calls that were run, the nearest first."""
     slow, fast = (pick(statistics.median(times[1:]) for times in per_rank) for pick in (max, min))
     factor = collectives.bus_factor("all_reduce", ranks)
     want, send_once = size / slow * factor / 1e9, "an all-reduce sends everything twice: 2 (n - 1) / n"
@@ -164,6 +179,5 @@ def _name_slips(got: float, per_rank: list[list[float]], ranks: int, size: int) 
         (want * 1e3, "this is in MB/s", "divide by 10^9 to get GB/s"),
         (want / slow * 1e9 / size, "the size plays no part", "size / time x 2 (n - 1) / n"),
     ]  # fmt: skip
-    for value, what, hint in slips:
-        if math.isclose(got, value, rel_tol=NEAR - 1):
-            raise Mistake(what, hint)
+    fitting = [slip for slip in slips if math.isclose(got, slip[0], rel_tol=NEAR - 1)]
+    return {what: hint for _, what, hint in sorted(fitting, key=lambda slip: abs(math.log(got / slip[0])))}
