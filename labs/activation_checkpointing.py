@@ -15,6 +15,7 @@ The mechanism is in labs/parts/memory/recomputation.py. Peaks are of the CPU's o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -154,6 +155,7 @@ def _memory(workload: Workload, steps: dict[str, Step], model: str, rank: Rank) 
     fixed = none.fixed()
     plain = Workload(none.module, workload.make_batch, none.loss)
     chain = trace_chain(plain, none.x, none.y, sum(fixed.values()))
+    chain = dataclasses.replace(chain, optimizer=none.stepping())
     for policy, step in steps.items():
         case, live = _case(step, model), step.live()
         yield rank.record("peak_bytes", "B", chain.fixed + live.peak, **case)
@@ -170,7 +172,8 @@ def _memory(workload: Workload, steps: dict[str, Step], model: str, rank: Rank) 
 def _predicted(chain: Chain, runs: Segments, fixed: dict, passing: int, case: dict, rank: Rank) -> Iterator[Record]:
     moment = at_peak(chain, runs)
     parts = {**fixed, "outside the blocks": moment.outside, "inputs of segments": moment.boundaries,
-             "segment in work": moment.segment, "gradients": moment.gradients, "passing": passing}  # fmt: skip
+             "segment in work": moment.segment, "gradients": moment.gradients, "optimizer's step": moment.optimizer,
+             "passing": passing}  # fmt: skip
     for name, size in parts.items():
         yield rank.record("peak_part_bytes", "B", size, kind="modelled", of=name, **case)
     yield rank.record("predicted_peak_bytes", "B", predict(chain, runs, passing), kind="modelled", **case)

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -281,3 +282,13 @@ def test_bad_input_is_one_line(values, message):
     with pytest.raises(BadInput, match=message) as e:
         activation_checkpointing.check_layout(activation_checkpointing.Config(**values), 1)
     assert "\n" not in str(e.value)
+
+
+def test_where_the_optimizer_takes_room_for_all_at_once_that_can_be_the_peak():
+    """As measured on an H200: foreach's AdamW takes the parameters' size beside all gradients, activations are gone."""
+    chain = Chain(kept=(100,) * 4, inputs=(1,) * 4, gradients=(30,) * 4, fixed=360)
+    cut = [(i, i + 1, True) for i in range(4)]
+    assert at_peak(chain, cut).total == 360 + 100 + 90
+    stepping = at_peak(replace(chain, optimizer=120), cut)
+    assert (stepping.gradients, stepping.optimizer, stepping.total) == (120, 120, 600)
+    assert at_peak(replace(chain, optimizer=120), ()).total == 360 + 400  # kept activations are more

@@ -101,14 +101,14 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("C06")
 def _(evidence: Records) -> Verdict:
-    free, its_own = method.seen(evidence, "data on the device"), method.seen(evidence, *method.AS_THE_ARTICLE)
-    said = (
-        f"it sees {free} of the work with the data on the device, {its_own} if each of 100 steps copies its batch first"
-    )
+    found = method.seen_early(evidence)
+    said = [f"{free} of the work with the data on the device, {copied} if each of 100 steps copies its batch first"
+            for free, copied in found.values()]  # fmt: skip
     if not method.on_gpu(evidence):
-        return Verdict("needs N GPUs", f"on an emulated queue {said}", "")
-    right = (free.low >= 95) + (its_own.low >= 95)
-    return Verdict(("does not hold", "depends", "holds")[right], said)
+        return Verdict("needs N GPUs", f"on an emulated queue it sees {said[-1]}", "")
+    right = [share.low >= 95 for shares in found.values() for share in shares]
+    told = "; ".join(f"{model}: it sees {share}" for model, share in zip(found, said, strict=True))
+    return Verdict("holds" if all(right) else "depends" if any(right) else "does not hold", told)
 
 
 @verdict("C07")

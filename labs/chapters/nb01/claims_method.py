@@ -65,7 +65,7 @@ def repaired(evidence: Records, rung: str, before: str = "") -> dict[str, Estima
 
 def on_gpu(evidence: Records) -> bool:
     """Whether the benchmark's answers are those of a GPU; on a CPU its queue of work is emulated."""
-    return kind(evidence) == "measured"
+    return kind(evidence) != "modelled"
 
 
 def kind(evidence: Records) -> str:
@@ -81,6 +81,16 @@ def seen(evidence: Records, way: str, steps: int | None = None) -> Estimate:
     run = last(evidence, "timing", "seen_share", way=way).one("seen_share", way=way)
     scale = run.case["steps"] / (steps or run.case["steps"])
     return estimate([100 * (1 - (1 - share) * scale) for share in run.samples], "%")
+
+
+def seen_early(evidence: Records) -> dict[str, tuple[Estimate, Estimate]]:
+    """{model and batch: `seen` with the data on the device, and with a copy in each step, as the article has it}."""
+    found = {}
+    for run in runs(evidence, "timing", "seen_share"):
+        batch = run.where("seen_share")[0].case.get("batch")
+        name = model_of(run) + (f", batches of {batch}" if batch else "")
+        found[name] = seen(run, "data on the device"), seen(run, *AS_THE_ARTICLE)
+    return found
 
 
 def between_ranks(evidence: Records) -> dict[str, Estimate]:

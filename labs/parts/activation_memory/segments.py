@@ -40,11 +40,13 @@ class Chain:
     """Of the random state that each checkpoint keeps, where that is in the same memory."""
     borrowed: tuple[int, ...] = ()
     """What each block needs and an earlier one keeps already, as Tanh its output; last, what comes after the blocks."""
+    optimizer: int = 0
+    """What the optimizer's step makes for a moment beside all gradients; 0 if too little to matter."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive when the backward of a block begins, in bytes."""
+    """What is alive when the backward of a block begins, or while the optimizer steps, in bytes."""
 
     fixed: int
     outside: int
@@ -54,18 +56,21 @@ class Moment:
     """What the segment in work still keeps, with its input."""
     gradients: int
     """Of the parameters of the blocks that are done."""
+    optimizer: int = 0
+    """What its step makes for a moment."""
 
     @property
     def total(self) -> int:
         """All of it: the peak, but for gradients of activations and other temporaries."""
-        return self.fixed + self.outside + self.boundaries + self.segment + self.gradients
+        return self.fixed + self.outside + self.boundaries + self.segment + self.gradients + self.optimizer
 
 
 def at_peak(chain: Chain, segments: Segments) -> Moment:
     """The moment with most bytes; `segments` as recomputation.segments gives them, empty without checkpointing.
 
     For n equal blocks that keep A bytes each, with inputs of b and gradients of g, and k segments of m = n/k blocks:
-    fixed + outside + the largest of m A + (k - 1) b, m A + (n - m) g and A + (n - 1) g.
+    fixed + outside + the largest of m A + (k - 1) b, m A + (n - m) g and A + (n - 1) g; or, where it is more, fixed
+    + n g and what the optimizer's step makes.
     """
     runs = segments or [(0, len(chain.kept), False)]
 
@@ -75,8 +80,10 @@ def at_peak(chain: Chain, segments: Segments) -> Moment:
         segment = sum(chain.kept[start : block + 1]) + _borrowed(chain, start)
         return Moment(chain.fixed, chain.outside, boundaries, segment, sum(chain.gradients[block + 1 :]))
 
-    return max((moment(i, b) for i, (start, stop, _) in enumerate(runs) for b in range(start, stop)),
-               key=lambda m: m.total)  # fmt: skip
+    moments = [moment(i, b) for i, (start, stop, _) in enumerate(runs) for b in range(start, stop)]
+    if chain.optimizer:  # activations are gone by then
+        moments.append(Moment(chain.fixed, 0, 0, 0, sum(chain.gradients), chain.optimizer))
+    return max(moments, key=lambda m: m.total)
 
 
 def after_forward(chain: Chain, segments: Segments) -> int:

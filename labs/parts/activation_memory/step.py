@@ -63,6 +63,14 @@ class Step:
                  "batch": [self.x, self.y]}  # fmt: skip
         return {name: sum(t.nbytes for t in tensors) for name, tensors in there.items()}
 
+    def stepping(self) -> int:
+        """Bytes that the optimizer's step makes for a moment.
+
+        On a GPU torch updates all parameters with few kernels (foreach), and Adam's root has room for all at once.
+        """
+        on_gpu = self.x.device.type == "cuda"
+        return sum(p.nbytes for p in self.module.parameters() if p.requires_grad) if on_gpu else 0
+
 
 def steps_of(workload: Workload, policies: list[str], rows: int, device: torch.device) -> dict[str, Step]:
     """A step for each policy, on one batch; one of them has been taken, so that Adam's state exists."""

@@ -57,6 +57,7 @@ def measured(source: fake.Source, rows: int, device: torch.device | None = None,
     c = Conditions(**{**conditions, "target": device.type})
     if device.type == "cuda":
         _cublas_workspace(device)  # it stays, and belongs to no step: it must be there before
+        gc.collect()  # a model of an earlier call that goes during this one would be taken off its peak
         before = torch.cuda.memory_stats(device)
         _steps(workload, rows, c, device, _fresh_peak(device))
         return of_allocator(before, torch.cuda.memory_stats(device))

@@ -19,6 +19,9 @@ from labs.parts.remedies import leaks
 from labs.parts.remedies.requests import slivers
 from labs.parts.remedies.ways_to_allocate import BETWEEN, EACH, EXPANDABLE, LATE, PATTERN_WAYS, PLAIN
 
+PAGE_BYTES = 20 * 2**20
+"""Expandable segments grow by so much; with a limit torch refuses a request that fits in the pages it has already, if a
+page more would not be left. Too little for another large tensor in a segment of its own."""
 COUNTED = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
 
 
@@ -112,7 +115,7 @@ def fragment(way: str, count: int, large_bytes: int, small_bytes: int, device: t
             if (i, way) in ((0, BETWEEN), (1, LATE)):
                 torch.cuda.empty_cache()
 
-    with limited(count * large_bytes, device, way == EXPANDABLE):
+    with limited(count * large_bytes + PAGE_BYTES, device, way == EXPANDABLE):
         return counted(work, device)
 
 
