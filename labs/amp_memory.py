@@ -15,6 +15,7 @@ BERT-large and ResNet-152 are traced by CUDA's rules wherever this runs; small m
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -111,9 +112,8 @@ def _small_model(name: str, config: Config, rank: Rank) -> Iterator[Record]:
         workload = _small(name, config.seed)
         x, y = workload.make_batch(2)
         seq = x.shape[1] if x.dtype == torch.int64 else 0
-        workload.module.to(rank.device)
-        on_device = (x.to(rank.device), y.to(rank.device))
-        if why := amp.impossible(workload.module, workload.loss, on_device, precision):
+        module, on_device = copy.deepcopy(workload.module).to(rank.device), (x.to(rank.device), y.to(rank.device))
+        if why := amp.impossible(module, workload.loss, on_device, precision):  # what is traced stays on the CPU
             yield rank.record("not_possible", "1", 1.0, model=name, precision=precision, why=why)
             continue
         line = trace_line(workload, precision, rank.device.type)

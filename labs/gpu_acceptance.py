@@ -51,7 +51,7 @@ class Config:
     pretend: bool = False
     """Without a GPU: labs run on CPU cores, GPU numbers are made up. To see that every step runs; no result."""
     out: Path = Path("build/gpu_acceptance")
-    """The folder <machine>-<year>-<month> with report and records is made in this one."""
+    """The folder <machine>-<year>-<month>/acceptance with report and records is made in this one."""
 
     def __post_init__(self) -> None:
         for name in self.only:
@@ -183,14 +183,15 @@ def keep(found: dict[str, Any], root: Path, config: Config, gpus: list[str]) -> 
     """
     if config.pretend:
         return record.write_atomic(config.out / "pretend" / "pretended.json", json.dumps(found, indent=2, default=str))
-    folder = config.out / f"{machine_name(gpus)}-{found['provenance']['utc'][:7]}"
+    folder = config.out / f"{machine_name(gpus)}-{found['provenance']['utc'][:7]}" / "acceptance"
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(root.glob("*/*.jsonl")):
         shutil.copyfile(path, folder / path.name)
     for failed in (step["step"] for step in found["steps"] if step["word"] == "fail"):
         if (log := root / failed / "log").exists():  # not there if no time was left to begin it
             shutil.copyfile(log, folder / f"{failed}.log")
-    return record.write_atomic(folder / "acceptance.json", json.dumps(found, indent=2, default=str))
+    text = json.dumps(found, indent=2, default=str).replace(f"{Path(__file__).parents[1]}{os.sep}", "")  # in tracebacks
+    return record.write_atomic(folder / "acceptance.json", text)
 
 
 def main() -> None:

@@ -134,7 +134,7 @@ def test_no_function_of_the_models_is_missing_from_the_rules():
     listed = saved_tensors.LOWERED | saved_tensors.RAISED
     assert {"linear", "softmax", "layer_norm"} <= called & ruled
     assert called & ruled - listed == set()
-    other_names = {"__matmul__", "cross_entropy"}  # of matmul and cross_entropy_loss
+    other_names = {"__matmul__"}  # of matmul
     assert listed - ruled - other_names == set()
 
 
@@ -259,7 +259,7 @@ def test_bad_input(values, words):
 
 def test_the_answer_names_both_kinds_of_attention_and_turns_with_the_device(run):
     told = " ".join(amp_memory.answer(run))
-    assert "batch 70 of 128 tokens: 24.1 GB in FP32, 18.6 GB with autocast" in told
+    assert "batch 70 of 128 tokens: 24.1 GB in FP32, 18.7 GB with autocast" in told
     assert "fused attention, batch 70 of 128 tokens" in told and "No allocator was asked: this ran on a CPU." in told
     case = {"model": "bert_large", "attention": "eager", "seq": 128, "batch": 70, "precision": "fp32"}
     peak = 1.5 * amp_memory.total(run, **case)

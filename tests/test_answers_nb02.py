@@ -79,8 +79,8 @@ def test_pinned_memory_is_judged_by_a_gpu_or_not_at_all(shown, tmp_path):
     assert "no difference that this run can show" in shown[1]
     figures.pinned(sweep(1, 2, 3, 4), tmp_path)
     assert "does nothing but warn" in shown[2] and "no number is shown" in shown[3]
-    (tmp_path / "card").mkdir()
-    pinned(2.0).save(tmp_path / "card" / "dataloader.jsonl")
+    (tmp_path / "card" / "claims").mkdir(parents=True)
+    pinned(2.0).save(tmp_path / "card" / "claims" / "02.jsonl")
     figures.pinned(sweep(1, 2, 3, 4), tmp_path)
     assert "no GPU" in shown[4] and "Pinned memory with non_blocking: 2.00 x" in shown[5]
 

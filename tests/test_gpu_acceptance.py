@@ -367,7 +367,7 @@ def test_report_and_records_go_into_a_folder_as_records_wants_it(tmp_path):
     config = Config(out=tmp_path / "out")
     path = keep(report(config, OUTCOMES, False), tmp_path / "steps", config, ["NVIDIA H200"])
     folder = path.parent
-    assert folder.name == f"nvidia-h200-{made.provenance['utc'][:7]}"
+    assert folder.parts[-2:] == (f"nvidia-h200-{made.provenance['utc'][:7]}", "acceptance")
     assert record.load(folder / "hardware_probe_copies.jsonl")[0].kind == "recorded"
     assert [p.read_text() for p in folder.glob("*.log")] == ["amp printed this"]  # of what failed alone
     found = json.loads(path.read_text())

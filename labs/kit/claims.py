@@ -22,14 +22,14 @@ import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from labs.kit import nvml
-from labs.kit.evidence import keep, launches
+from labs.kit.evidence import keep, kept_of_gpus, launches
 from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.record import KINDS, Record, Records
 
@@ -292,6 +292,17 @@ def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None
     return Verdict(found.word, found.because, _honest(found.kind, {r.kind for r in records}))
 
 
+def by_a_recorded_gpu(claim: Claim, found: Verdict) -> tuple[Verdict, Records]:
+    """What runs recorded on GPUs say of `claim` where `found` needs one, with these runs; else `found` and none."""
+    if found.word.startswith("needs"):
+        for records in kept_of_gpus(claim.notebook):
+            verdict = judge(claim, records, gpus=0)
+            if verdict.word in SIGNS:
+                where = ", ".join(dict.fromkeys(records.provenance["gpus"]))
+                return replace(verdict, because=f"on {where}: {verdict.because}"), records
+    return found, Records()
+
+
 def deciding(claim: Claim, evidence: Records) -> list[Records]:
     """The launches that the verdict on `claim` rests on: without any of them, verdict or reason are others.
 
@@ -439,10 +450,12 @@ def table(notebook: str | None = None, evidence: Iterable[Record] = (), *, gpus:
           strict: bool = False) -> Table:  # fmt: skip
     """Every claim of `notebook` ("03"; all, if None) with its verdict from `evidence`; see `judge`.
 
-    In a notebook, the evidence is kept for notebook 11: see labs.kit.evidence.
+    What needs GPUs that are not here has the verdict of a run recorded on one, if there is any; with `gpus`, as if so
+    many were here, it says so. In a notebook, the evidence is kept for notebook 11: see labs.kit.evidence.
     """
     records = evidence if isinstance(evidence, Records) else Records(evidence)
     if notebook is not None:
         keep(notebook, records)
     here = gpu_count() if gpus is None else gpus
-    return Table(tuple((c, judge(c, records, here, strict)) for c in claims(notebook)))
+    rows = [(c, judge(c, records, here, strict)) for c in claims(notebook)]
+    return Table(tuple((c, by_a_recorded_gpu(c, v)[0] if gpus is None else v) for c, v in rows))

@@ -21,7 +21,19 @@ from itertools import chain
 from pathlib import Path
 
 from labs.kit import evidence
-from labs.kit.claims import SIGNS, WORDS, Claim, Table, Verdict, articles, claims, deciding, gpu_count, judge
+from labs.kit.claims import (
+    SIGNS,
+    WORDS,
+    Claim,
+    Table,
+    Verdict,
+    articles,
+    by_a_recorded_gpu,
+    claims,
+    deciding,
+    gpu_count,
+    judge,
+)
 from labs.kit.errors import did_you_mean, require
 from labs.kit.evidence import Call, call_of
 from labs.kit.launch import launch
@@ -91,8 +103,17 @@ OPEN = 30
 
 @cache
 def recorded() -> Docket:
-    """All claims, judged by the records of the run whose outputs are committed. The same on every machine."""
-    return Docket(tuple((c, judge(c, recorded_evidence(c.notebook), gpus=0)) for c in claims()))
+    """All claims, judged by the records of the run whose outputs are committed, and where these need a GPU by those of
+    one. The same on every machine."""
+    return Docket(tuple((c, recorded_case(c)[0]) for c in claims()))
+
+
+@cache
+def recorded_case(claim: Claim) -> tuple[Verdict, Records]:
+    """The recorded verdict on `claim`, and the evidence that it was taken from."""
+    usual = recorded_evidence(claim.notebook)
+    found, of_gpus = by_a_recorded_gpu(claim, judge(claim, usual, gpus=0))
+    return found, of_gpus or usual
 
 
 def own() -> Docket:
@@ -132,7 +153,8 @@ class Sheet:
     def lines(self) -> list[tuple[str, str]]:
         """What is said, with its heading."""
         c, v = self.claim, self.verdict
-        where = f" on {self.provenance['cpu']}, {self.provenance['utc'][:10]}" if self.provenance else ""
+        p = self.provenance
+        where = f" on {', '.join([*dict.fromkeys(p.get('gpus', ())), p['cpu']])}, {p['utc'][:10]}" if p else ""
         said = [
             ("claim", f"{c.claim} [{c.source}]"),
             ("reading alone", c.paper),
@@ -173,9 +195,9 @@ def sheet(claim_id: str, given: Records | None = None) -> Sheet:
     """The sheet of one claim, from the `given` evidence (default: the recorded one). BadInput if there is no such
     claim."""
     claim = by_id(claim_id)
-    found = recorded_evidence(claim.notebook) if given is None else given
+    verdict, found = recorded_case(claim) if given is None else (judge(claim, given, gpus=0), given)
     calls = tuple(call_of(run) for run in deciding(claim, found) if is_lab(run))
-    return Sheet(claim, judge(claim, found, gpus=0), calls, found.provenance)
+    return Sheet(claim, verdict, calls, found.provenance)
 
 
 def is_lab(run: Records) -> bool:
@@ -191,7 +213,7 @@ def again(claim_id: str, **options: str) -> Sheet:
     """
     before = sheet(claim_id)
     runs = [launch(c.lab, c.nproc, oversubscribe=c.oversubscribe, **options, **c.parameters) for c in before.calls]
-    others = [run for run in deciding(before.claim, recorded_evidence(before.claim.notebook)) if not is_lab(run)]
+    others = [run for run in deciding(before.claim, recorded_case(before.claim)[1]) if not is_lab(run)]
     new = Records(chain.from_iterable([*runs, *others]))
     verdict = judge(before.claim, new)
     return Sheet(before.claim, verdict, before.calls, new.provenance, (("recorded", before.verdict),))

@@ -2,6 +2,7 @@
 
     my/evidence/03.jsonl                                      of this machine: kept whenever notebook 03 has run here
     records/amd-epyc-2-cores-2026-11/claims/03.jsonl          recorded: of the run whose outputs are committed
+    records/nvidia-h200-2026-11/claims/03.jsonl               recorded on a GPU: for what only a GPU decides
 
 A notebook's evidence is the records of its launches; `call_of` says how to start one of them again. The files are short
 ones (see labs.kit.record): `kept` or `load` reads them.
@@ -54,6 +55,12 @@ def kept(notebook: str, folder: Path | None = None) -> Records:
     """
     path = (folder or own_folder()) / f"{notebook}.jsonl"
     return load(path) if path.is_file() else Records()
+
+
+def kept_of_gpus(notebook: str, folder: Path = RECORDED.parents[1]) -> list[Records]:
+    """Evidence of `notebook` that was recorded on machines with GPUs, one of each, in the order of their folders."""
+    places = sorted(p for p in folder.glob("*/claims") if p != RECORDED)
+    return [found for place in places if len(found := kept(notebook, place))]
 
 
 def launches(evidence: Iterable[Record]) -> list[Records]:

@@ -11,6 +11,7 @@ from typing import Any
 import pandas
 import torch
 
+from labs import hardware_probe
 from labs.kit import hardware, host, preflight
 from labs.kit.check import Prediction
 from labs.kit.display import say
@@ -18,12 +19,12 @@ from labs.kit.measure import estimate
 from labs.kit.monitor import DISTURBED_PERCENT, Monitor, Trace
 from labs.kit.plot import bars, curve, figure, log_axes, plain_number, points, prediction, show
 from labs.kit.preflight import as_text, gather
-from labs.kit.record import Record, Records, load
+from labs.kit.record import Record, Records
+from labs.parts.sources import on_gpus
 from labs.parts.timing import collectives, limits
 from labs.parts.timing.limits import FORMATS
 
 BATCH_BYTES = 64 * 3 * 224 * 224 * 4  # an image batch in FP32
-RECORDS = Path(__file__).parents[3] / "records"
 
 
 def readiness() -> None:
@@ -85,16 +86,10 @@ def who_else(seconds: float = 0.6, trace: Trace | None = None) -> None:
                "or `htop` in a terminal names them; on a GPU `nvidia-smi` does.")  # fmt: skip
 
 
-def recorded_runs(folder: Path = RECORDS) -> None:
-    """The matrix rates of probe runs on GPUs that are committed under records/, labelled; a sentence if none."""
-    runs = [load(p) for p in sorted(folder.glob("*/hardware_probe*.jsonl"))]
-    runs = [r for r in runs if r[0].layout.get("device") == "cuda"]
-    if not runs:
-        say("No recorded GPU run of this lab exists yet, so no GPU number is shown in its place.")
-    for run in runs:
-        best = limits.peaks(run)
-        rates = ", ".join(f"{FORMATS[d]} {estimate(r.samples, r.unit)}" for d, r in best.items())
-        say(f"**recorded** on {', '.join(run.provenance['gpus'])}, {run.provenance['utc'][:10]}: {rates}.")
+def recorded_runs(folder: Path = on_gpus.RECORDS) -> None:
+    """What probe runs on GPUs that are committed under records/ say, labelled; a sentence if there is none."""
+    on_gpus.told(on_gpus.runs("hardware_probe", folder),
+                 lambda run: "\n\n" + "\n".join(f"* {line}" for line in hardware_probe.answer(run)))  # fmt: skip
 
 
 def formats(run: Records, guess: Prediction) -> None:

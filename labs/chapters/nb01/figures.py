@@ -10,11 +10,13 @@ import pandas
 
 from labs import measure_validation, timing
 from labs.kit.check import Prediction
-from labs.kit.claims import within
+from labs.kit.claims import model_of, within
 from labs.kit.display import say
+from labs.kit.evidence import launches
 from labs.kit.measure import Estimate, differs, estimate, paired_ratio, steady_from
 from labs.kit.plot import SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
+from labs.parts.sources import on_gpus
 
 RUNGS = {
     "as printed": "as printed",
@@ -70,18 +72,29 @@ def _says(ratio: Estimate) -> str:
 
 def hidden_waits(run: Records) -> None:
     """What share of a loop's time a clock sees that is read without a wait, by what each step of the loop does."""
+    say(_waits_table(run))
+
+
+def recorded_waits() -> None:
+    """The same table of each model that was tried on a recorded GPU."""
+    found = on_gpus.of_claims("01", "timing")
+    on_gpus.told([run for of_machine in found for run in launches(of_machine)],
+                 lambda run: f"{model_of(run)}\n\n{_waits_table(run)}")  # fmt: skip
+
+
+def _waits_table(run: Records) -> str:
     rows, lines = run.where("seen_share"), []
     for r in rows:
         share = estimate(r.samples).scaled(100, "%")
         word = "nearly all" if share.low > 95 else "most" if share.low > 50 else "little" if share.high < 50 else "some"
         waits = "waits for the queue" if r.case["waits"] else "waits for nothing"
         lines.append(f"| `{r.case['way']}` | {waits} | {share} | {word} |")
-    where = "on the emulated queue" if rows[0].kind == "modelled" else "on this GPU"
+    where = "on the emulated queue" if rows[0].kind == "modelled" else "on a GPU"
     steps = rows[0].case["steps"]
-    say("\n".join([
+    return "\n".join([
         "| in every step | by its documentation | the clock sees | of the work |", "| --- | --- | --- | --- |", *lines,
         "", f"Loops of {steps} steps with {rows[0].case['batch']} samples each, {where}. {_copy_text(run)}",
-    ]))  # fmt: skip
+    ])  # fmt: skip
 
 
 def _copy_text(run: Records) -> str:

@@ -11,11 +11,10 @@ from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.plot import SERIES, bars, figure, heat_map, log_axes, points, prediction, show, spans
-from labs.kit.record import Record, Records, load
+from labs.kit.record import Record, Records
 from labs.parts.loading.rates import compared, counted, may_be_equal, quotient
+from labs.parts.sources import on_gpus
 from labs.parts.tuning.report import Tuning
-
-RECORDS = Path(__file__).parents[3] / "records"
 
 MODELS = {"light": "light model", "even": "even model", "heavy": "heavy model"}
 
@@ -216,7 +215,7 @@ def settings_text(run: Records) -> None:
     say("\n".join(f"* {line}." for line in lines))
 
 
-def pinned(run: Records, folder: Path = RECORDS) -> None:
+def pinned(run: Records, folder: Path = on_gpus.RECORDS) -> None:
     """Figure: pin_memory and non_blocking, all four ways, from this run or from a recorded one on a GPU, labelled.
 
     One sentence where there is neither: a CPU has nothing to copy to.
@@ -224,10 +223,10 @@ def pinned(run: Records, folder: Path = RECORDS) -> None:
     rows = [r for r in run.where("images_per_s", way="both") if "pin_memory" in r.case]
     if not rows:
         say("Here is no GPU: `pin_memory=True` does nothing but warn, and `.to(device)` returns the batch itself.")
-        runs = [load(p) for p in sorted(folder.glob("*/dataloader*.jsonl"))]
-        rows = [r for found in runs for r in found if "pin_memory" in r.case and r.layout.get("device") == "cuda"][-4:]
+        found = on_gpus.of_claims("02", "dataloader", folder)
+        rows = [r for run in found[-1:] for r in run if "pin_memory" in r.case]
     if not rows:
-        return say("No recorded GPU run of this lab exists yet, so no number is shown in its place.")
+        return say(on_gpus.NONE)
     by = {(r.case["pin_memory"], r.case["non_blocking"]): r for r in rows}
     gain = quotient(by[True, True], by[False, False])
     told = f"{gain} as fast as neither" if differs(gain) else f"no difference that this run can show, {gain}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pandas
 import torch
@@ -12,11 +13,15 @@ from matplotlib.ticker import NullLocator
 from labs import amp_training
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
-from labs.kit.measure import LEAST_ROUNDS, Estimate
+from labs.kit.measure import LEAST_ROUNDS, Estimate, estimate, paired_ratio
 from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
-from labs.kit.record import Records
+from labs.kit.record import Record, Records
+from labs.parts import models
+from labs.parts.memory import saved_tensors
 from labs.parts.precision import amp_report, master_weights, matmul_ladder, number_formats, published_speed
+from labs.parts.sources import on_gpus
 
+FORMATS_BELOW = ("tf32", "bf16", "fp16")
 NAMES = {"fp32": "FP32", "tf32": "TF32", "bf16": "BF16", "fp16": "FP16", "fp16, no scaling": "FP16, no scaling",
          "fp8 e4m3": "FP8 e4m3", "fp8 e5m2": "FP8 e5m2"}  # fmt: skip
 
@@ -242,6 +247,69 @@ def published_speeds() -> None:
     show_table(pandas.DataFrame(published_speed.table()).set_index("GPU"))
     say(f"Published: GPT by S. Raschka ([LLMs-from-scratch]({published_speed.RASCHKA})), ResNet-50 by NVIDIA "
         f"([DeepLearningExamples]({published_speed.NVIDIA})).")  # fmt: skip
+
+
+def recorded_speeds() -> None:
+    """Tables from recorded runs on GPUs: each format's speed over FP32, of models and of products."""
+    for run in (runs := on_gpus.runs("mixed_precision")):
+        show_table(pandas.DataFrame(_speed_rows(run)).set_index("what"))
+    on_gpus.told(runs, _speeds_text)
+
+
+def _speed_rows(run: Records) -> list[dict[str, Any]]:
+    rows = []
+    for model in dict.fromkeys(r.case["model"] for r in run.where("step_s") if "model" in r.case):
+        base = run.one("step_s", model=model, precision="fp32")
+        found = {NAMES[p]: _over(base, run.one("step_s", model=model, precision=p)) for p in FORMATS_BELOW}
+        name = model.rpartition(":")[2]
+        rows.append({"what": f"step of {name}, {base.case['batch']} rows", "FP32": _seconds(base), **found})
+    for side in sorted({r.case["side"] for r in run.where("step_s", part="matmul")}):
+        base = run.one("step_s", part="matmul", side=side, precision="fp32", casts=False)
+        of_side = {"part": "matmul", "side": side, "casts": False}
+        found = {NAMES[p]: _over(base, run.one("step_s", precision=p, **of_side)) for p in FORMATS_BELOW}
+        rows.append({"what": f"product, {side} x {side}", "FP32": _seconds(base), **found})
+    return rows
+
+
+def _seconds(r: Record) -> str:
+    """Its time, without the interval."""
+    return str(estimate(r.samples, r.unit)).split(" [")[0]
+
+
+def _over(base: Record, r: Record) -> str:
+    return str(paired_ratio(base.samples, r.samples))
+
+
+def _speeds_text(run: Records) -> str:
+    """What 16 bits give the models and the largest product."""
+    names = dict.fromkeys(r.case["model"] for r in run.where("step_s") if "model" in r.case)
+    found = [paired_ratio(run.one("step_s", model=m, precision="fp32").samples,
+                          run.one("step_s", model=m, precision="bf16").samples) for m in names]  # fmt: skip
+    faster, slower = (sum(hit) for hit in ([e.low > 1 for e in found], [e.high < 1 for e in found]))
+    large = matmul_ladder.ladder(run, "bf16")
+    side = max(large)
+    return (f"in BF16 {faster} of these {len(found)} models are faster than in FP32 and {slower} slower, while the "
+            f"product of side {side} runs at {large[side]} the speed.")  # fmt: skip
+
+
+def recorded_bytes() -> None:
+    """Table: what recorded GPUs kept for backward, beside what the trace with CUDA's rules says, in bytes."""
+    for run in (runs := on_gpus.runs("mixed_precision")):
+        show_table(pandas.DataFrame(_byte_rows(run)).set_index("model"))
+    on_gpus.told(runs, lambda run: "bytes kept by a forward pass in FP32 and with autocast, weights' copies with them.")
+
+
+def _byte_rows(run: Records) -> list[dict[str, Any]]:
+    rows = []
+    for r in run.where("saved_bytes"):
+        case = r.case
+        if case["precision"] != "tf32":  # rounds inside of kernels, keeps what FP32 keeps
+            traced = saved_tensors.trace(models.make(case["model"]), case["batch"], case["precision"], "cuda")
+            size = traced.activations + traced.weight_copies
+            rows.append({"model": case["model"].rpartition(":")[2], "rows": case["batch"],
+                         "format": NAMES[case["precision"]], "traced": f"{size:,}", "kept": f"{r.value:,.0f}",
+                         "traced / kept - 1": f"{size / r.value - 1:+.4%}"})  # fmt: skip
+    return rows
 
 
 def ladder(run: Records) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas
 
 from labs.kit.check import Prediction
-from labs.kit.display import say
+from labs.kit.display import say, show_table
 from labs.kit.measure import estimate, paired_ratio
 from labs.kit.plot import SERIES, bars, curve, figure, prediction, show, stack
-from labs.kit.record import Records
+from labs.kit.record import Record, Records
 from labs.memory_remedies import UNLIMITED, enough_headroom
 from labs.parts.memory.chunked_loss import CONTEXT, WORDS
 from labs.parts.oracle import report as oracle_report
 from labs.parts.oracle.trace import CATEGORIES
 from labs.parts.remedies.ways_out import OFFLOAD
+from labs.parts.remedies.ways_to_allocate import EACH, PLAIN
+from labs.parts.sources import on_gpus
 from labs.parts.sources.published import stated
 
 COLORS = {"parameters": SERIES[0], "gradients": SERIES[2], "optimizer": SERIES[5], "activations": SERIES[1],
           "temporaries": SERIES[4], "inputs/buffers": SERIES[3]}  # fmt: skip
+FITS = {True: "fits", False: "out of memory"}
 POLICIES = {"none": "nothing", "stage": "each stage", "block": "each block"}
 RECOMPUTED = {"none": "nothing recomputed", "stage": "each stage recomputed", "block": "each block recomputed"}
 MB, GB = 1e6, 1e9
@@ -107,6 +111,37 @@ def checked(run: Records) -> pandas.DataFrame:
                      "real peak with workspace MB": round(r.value * (1 + beside) / 1e6, 2),
                      "workspace on top": f"{beside:+.0%}"})  # fmt: skip
     return pandas.DataFrame(rows).set_index("model")
+
+
+def recorded_checked() -> None:
+    """Table: the oracle's traces against the allocators of recorded GPUs, in GB."""
+    for run in (runs := on_gpus.runs("memory_oracle")):
+        show_table(pandas.DataFrame(map(_of_gpu, *_with_trace(run))).set_index("step"))
+    on_gpus.told(runs, _gpu_text)
+
+
+def _with_trace(run: Records) -> tuple[list[Record], list[float]]:
+    """The steps that were really run, and what the trace says of each, in bytes."""
+    real = list(run.where("measured_bytes"))
+    return real, [sum(p.value for p in run.where("peak_bytes", **r.case)) for r in real]
+
+
+def _of_gpu(r: Record, traced: float) -> dict[str, Any]:
+    c = r.case
+    kept = "" if c["set_to_none"] else ", gradients kept"
+    what = f"{c['batch']} sequences of {c['seq']}" if c["seq"] else f"{c['batch']} rows"
+    return {"step": f"{c['model']}, {what}, {c['optimizer']}{kept}", "traced GB": f"{traced / 1e9:.3f}",
+            "asked for GB": f"{r.value / 1e9:.3f}", "error": f"{traced / r.value - 1:+.2%}"}  # fmt: skip
+
+
+def _gpu_text(run: Records) -> str:
+    real, traced = _with_trace(run)
+    worst = max((t / r.value - 1 for r, t in zip(real, traced, strict=True)), key=abs)
+    over = max(run.one("allocated_bytes", **r.case).value / r.value - 1 for r in real)
+    largest = max(real, key=lambda r: r.value)
+    reserved = run.one("reserved_bytes", **largest.case).value
+    return (f"the trace is off by {worst:+.1%} at most. Blocks handed out are up to {over:.1%} larger than what was "
+            f"asked for; for the largest step the allocator took {reserved / 1e9:.1f} GB from the driver.")  # fmt: skip
 
 
 def conditions(run: Records) -> pandas.DataFrame:
@@ -199,6 +234,25 @@ def leaks(run: Records) -> pandas.DataFrame:
                      "growth per step": f"{r.value:,.0f} B", "made at": sites[0].case["code"] if sites else "",
                      })  # fmt: skip
     return pandas.DataFrame(rows).set_index("loop")
+
+
+def recorded_fragments(simulated: Records) -> None:
+    """Whether a pattern that breaks memory into pieces fits, in the simulation and on recorded GPUs, by way."""
+    runs = on_gpus.of_claims("05", "memory_remedies")
+    ways = [r.case["way"] for r in simulated.where("fits", part="fragmentation")]
+    columns = {"simulated": simulated, **{", ".join(run.provenance["gpus"]): run for run in runs}}
+    parts = dict.fromkeys(columns, "gpu") | {"simulated": "fragmentation"}
+    rows = [{"way": way} | {name: FITS[bool(run.one("fits", part=parts[name], way=way).value)]
+                            for name, run in columns.items()} for way in ways]  # fmt: skip
+    show_table(pandas.DataFrame(rows).set_index("way"))
+    on_gpus.told(runs, _fragments_text)
+
+
+def _fragments_text(run: Records) -> str:
+    """What emptying the cache in every step costs."""
+    each, plain = (run.one("step_s", part="gpu", way=way) for way in (EACH, PLAIN))
+    times = paired_ratio(each.samples, plain.samples)
+    return f"a step of four convolutions takes {times} the time if the cache is emptied after each."
 
 
 def fragments(run: Records) -> pandas.DataFrame:

@@ -12,6 +12,7 @@ from labs.kit.measure import Estimate, estimate, paired_ratio
 from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.activation_memory import report
+from labs.parts.sources import on_gpus
 
 MB, GB = 1e6, 1e9
 WAYS = {("eager", "none"): "attention written out", ("sdpa", "none"): "fused attention",
@@ -97,6 +98,23 @@ def segments(run: Records) -> None:
     show(fig, alt=f"{message}. Measured least at {best['segments']:.0f}; the formula is off by at most {off:.0%}.")
     say(f"Measured least: {best['segments']:.0f} segments, {best['peak_bytes'] / MB:.1f} of {none:.1f} MB. The formula "
         f"is off by at most {off:.1%}.")  # fmt: skip
+
+
+def recorded_peaks() -> None:
+    """How near the formula comes to the peaks of recorded GPUs, and where the optimizer's own step is the peak."""
+    on_gpus.told(on_gpus.runs("activation_checkpointing"), _peaks_text)
+
+
+def _peaks_text(run: Records) -> str:
+    real = {r.case["policy"]: r.value for r in run.where("peak_bytes", part="pareto")}
+    predicted = {r.case["policy"]: r.value for r in run.where("predicted_peak_bytes", part="pareto")}
+    worst = max((size / real[policy] - 1 for policy, size in predicted.items()), key=abs)
+    stepping = run.where("peak_part_bytes", part="pareto", of="optimizer's step")
+    first = min(r.case["segments"] for r in stepping if r.value)
+    floor = sorted({f"{real[r.case['policy']] / 1e6:.1f}" for r in stepping if r.value}, key=float)
+    return (f"peaks of {len(predicted)} policies are predicted within {abs(worst):.1%}. From {first} segments on the "
+            "peak is the optimizer's step, where the activations are gone: cutting finer leaves it at "
+            f"{' to '.join(dict.fromkeys((floor[0], floor[-1])))} MB.")  # fmt: skip
 
 
 def sizes(run: Records) -> None:

@@ -12,7 +12,7 @@ from labs.chapters.nb11.vote import EVERYTHING_50, Votes
 from labs.kit.check import Prediction
 from labs.kit.claims import PAPER, SIGNS, articles, claims
 from labs.kit.display import say, show_table
-from labs.kit.docket import NEEDS, Docket, kind_of, recorded_evidence
+from labs.kit.docket import NEEDS, Docket, kind_of, recorded_case
 from labs.kit.plot import GREY, SERIES, figure, heat_map, points, show, spans
 from labs.kit.record import Records
 
@@ -24,12 +24,13 @@ OWN = "11"
 
 
 def evidence_of(docket: Docket) -> Records:
-    """A record of each notebook whose recorded evidence these verdicts rest on: for the line under a figure.
+    """A record of each recorded run that these verdicts rest on: for the line under a figure.
 
     Without this notebook's own, which comes from the run that draws the figure: the line would tell of the run before.
     """
-    found = (recorded_evidence(n) for n in sorted({c.notebook for c, _ in docket.rows} - {OWN}))
-    return Records(next(r for r in e if r.provenance) for e in found if e)
+    cases = (recorded_case(c)[1] for c, _ in docket.rows if c.notebook != OWN)
+    found = {id(e): e for e in cases if e}.values()
+    return Records(next(r for r in e if r.provenance) for e in found)
 
 
 def votes_figure(votes: Votes, docket: Docket) -> None:

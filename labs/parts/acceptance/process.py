@@ -65,7 +65,8 @@ def main() -> None:
     verdict, evidence = tried(name, step, setting)
     if evidence is not None and not setting.pretend:  # what is made up is kept nowhere
         for run_name, run in evidence.runs.items():
-            run.save(folder / f"{run[0].lab.rpartition('.')[2]}_{name}_{run_name}.jsonl")
+            words = dict.fromkeys([run[0].lab.rpartition(".")[2], name, run_name])  # "timing" once
+            run.save(folder / f"{'_'.join(words)}.jsonl")
     facts = evidence.facts if evidence is not None else {}
     found = {"word": verdict.word, "reason": verdict.reason, "facts": facts}
     write_atomic(folder / VERDICT, json.dumps(found, default=str))

@@ -81,7 +81,8 @@ def sequence_bytes(seq: int, precision: str, shape: BertShape) -> int:
     h, m = shape.hidden, masked_places(seq)
     embedding = 8 * seq + 4 * seq * h + 8 * seq + seq * h  # tokens; LayerNorm's input, statistics; dropout's mask
     wide = 16 if precision == "fp32" else 10  # inputs of transform, GELU and the last matrix; LayerNorm's in FP32
-    head = wide * m * h + 8 * m + 4 * m * shape.vocabulary + 8 * m  # statistics; log-softmax in FP32; targets
+    logs = 4 if precision == "fp32" else 6  # of log-softmax; autocast keeps it in 16 bit and in FP32
+    head = wide * m * h + 8 * m + logs * m * shape.vocabulary + 8 * m  # statistics; targets
     return embedding + shape.layers * layer_bytes(seq, precision, shape) + head
 
 

@@ -1,0 +1,34 @@
+"""Runs of this course's labs that were recorded on GPUs: what a learner without one sees beside her own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from labs.kit.display import say
+from labs.kit.evidence import kept_of_gpus
+from labs.kit.record import Records, load, provenance_line
+
+RECORDS = Path(__file__).parents[3] / "records"
+NONE = "No recorded GPU run of this lab exists yet, so no number is shown in its place."
+
+
+def runs(lab: str, folder: Path = RECORDS) -> list[Records]:
+    """The recorded run of labs.<lab> on each machine with GPUs, in the order of the machines' folders."""
+    found = (load(path) for path in sorted(folder.glob(f"*/{lab}.jsonl")))
+    return [run for run in found if run[0].layout.get("device") == "cuda"]
+
+
+def of_claims(notebook: str, lab: str, folder: Path = RECORDS) -> list[Records]:
+    """What claims of `notebook` ("05") were judged by on each machine with GPUs, of labs.<lab> alone."""
+    found = (Records(r for r in evidence if r.lab == lab) for evidence in kept_of_gpus(notebook, folder))
+    return [run for run in found if len(run)]
+
+
+def told(found: list[Records], tell: Callable[[Records], str]) -> None:
+    """Say what `tell` makes of each run, with where it was recorded; one sentence if there is none."""
+    for run in found:
+        origin = provenance_line([next(r for r in run if r.kind == "recorded")])
+        say(f"{origin[0].upper()}{origin[1:]}: {tell(run)}")
+    if not found:
+        say(NONE)

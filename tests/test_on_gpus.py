@@ -1,0 +1,133 @@
+"""What was recorded on GPUs: it is labelled, its absence is said, and today's models of a GPU still agree with it."""
+
+import pytest
+
+from labs import memory_remedies
+from labs.chapters.nb04 import figures as precision_figures
+from labs.chapters.nb05 import figures as memory_figures
+from labs.chapters.nb05 import figures_recompute
+from labs.kit import docket, evidence
+from labs.kit.claims import SIGNS, by_a_recorded_gpu, judge, table
+from labs.kit.record import Record, Records
+from labs.parts import models, oracle
+from labs.parts.memory import saved_tensors
+from labs.parts.models.large_models import bert, resnet
+from labs.parts.remedies.ways_to_allocate import PATTERN_WAYS, fragment
+from labs.parts.sources import on_gpus
+
+H200 = {"gpus": ["NVIDIA H200"], "torch": "2.11.0", "utc": "2026-11-26T00:00:00+00:00"}
+
+
+def rec(metric, samples, lab="mixed_precision", device="cuda", kind="measured", **case):
+    samples = samples if isinstance(samples, tuple) else (samples,)
+    return Record(lab, metric, "s", samples, case=case, kind=kind, layout={"device": device, "world_size": 1},
+                  provenance=H200)  # fmt: skip
+
+
+def test_runs_of_cpus_are_none_of_gpus(tmp_path):
+    for machine, device in (("card", "cuda"), ("cores", "cpu")):
+        (tmp_path / machine / "claims").mkdir(parents=True)
+        Records([rec("step_s", 1.0, device=device)]).save(tmp_path / machine / "mixed_precision.jsonl")
+        Records([rec("step_s", 1.0), rec("x", 1.0, lab="timing")]).save(tmp_path / machine / "claims" / "04.jsonl")
+    (run,) = on_gpus.runs("mixed_precision", tmp_path)
+    assert run[0].kind == "recorded" and run[0].layout["device"] == "cuda"
+    assert on_gpus.runs("timing", tmp_path) == []
+    assert [r.metric for r in on_gpus.of_claims("04", "timing", tmp_path)[0]] == ["x"]
+
+
+def test_a_sentence_names_the_machine_and_absence_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(on_gpus, "say", said.append)
+    on_gpus.told([], str)
+    on_gpus.told([Records([rec("flop", 1.0, kind="modelled"), rec("step_s", 1.0, kind="recorded")])], lambda _: "fast")
+    assert said == [on_gpus.NONE, "Recorded on NVIDIA H200, torch 2.11.0, 2026-11-26 UTC: fast"]
+
+
+def test_a_gpu_keeps_the_bytes_that_are_traced_without_one():
+    """Autocast's casts, the copies of weights, cross_entropy's two logarithms, fused attention: the H200 kept them."""
+    (run,) = on_gpus.runs("mixed_precision")
+    rows = [r for r in run.where("saved_bytes") if r.case["precision"] != "tf32"]
+    assert {r.case["precision"] for r in rows} == {"fp32", "bf16", "fp16"} and len(rows) >= 12
+    for r in rows:
+        traced = saved_tensors.trace(models.make(r.case["model"]), r.case["batch"], r.case["precision"], "cuda")
+        assert abs(traced.activations + traced.weight_copies - r.value) <= 64, r.case
+
+
+@pytest.mark.parametrize(("name", "make", "rows", "conditions"), [
+    ("bert_large", lambda: bert(None, 128), 16, {"optimizer": "adam"}),
+    ("bert_large", lambda: bert(None, 128), 70, {"optimizer": "adam"}),
+    ("resnet152", resnet, 64, {"optimizer": "momentum"}),
+])  # fmt: skip
+def test_a_gpus_allocator_was_asked_for_what_the_oracle_traces(name, make, rows, conditions):
+    (run,) = on_gpus.runs("memory_oracle")
+    real = run.one("measured_bytes", model=name, batch=rows, set_to_none=True)
+    traced = oracle.step(make, rows, target="cuda", **conditions).peak_bytes
+    assert traced == pytest.approx(real.value, rel=0.005)
+
+
+def test_a_gpus_memory_breaks_into_pieces_as_the_simulated_does():
+    (run,) = on_gpus.of_claims("05", "memory_remedies")
+    pattern = memory_remedies.PATTERN
+    for way in PATTERN_WAYS:
+        simulated = fragment(way, *pattern, capacity_bytes=pattern[0] * pattern[1])
+        assert run.one("fits", part="gpu", way=way).value == simulated.fits, way
+
+
+def test_sentences_turn_with_the_records():
+    def speeds(bf16):
+        base, low = (4.0,) * 6, (4.0 / bf16,) * 6
+        models_ = [
+            rec("step_s", base, model="cnn", precision="fp32"),
+            rec("step_s", low, model="cnn", precision="bf16"),
+        ]
+        sides = {"part": "matmul", "side": 8, "casts": False}
+        return Records([*models_, rec("step_s", base, precision="fp32", **sides),
+                        rec("step_s", low, precision="bf16", **sides)])  # fmt: skip
+
+    assert "1 of these 1 models are faster than in FP32 and 0 slower" in precision_figures._speeds_text(speeds(2.0))
+    assert "0 of these 1 models are faster than in FP32 and 1 slower" in precision_figures._speeds_text(speeds(0.5))
+
+    def peaks(predicted):
+        case = {"part": "pareto", "policy": "segments:3", "segments": 3}
+        return Records([rec("peak_bytes", 40e6, **case), rec("predicted_peak_bytes", predicted, **case),
+                        rec("peak_part_bytes", 7e6, of="optimizer's step", **case)])  # fmt: skip
+
+    assert "within 5.0%. From 3 segments on" in figures_recompute._peaks_text(peaks(42e6))
+    far = figures_recompute._peaks_text(peaks(32e6))
+    assert "within 20.0%" in far and "at 40.0 MB" in far
+
+    def real(asked):
+        case = {"model": "mlp", "batch": 2, "seq": 0}
+        return Records([rec("measured_bytes", asked, **case), rec("peak_bytes", 1e9, category="all", **case),
+                        rec("allocated_bytes", 1.1 * asked, **case), rec("reserved_bytes", 2e9, **case)])  # fmt: skip
+
+    assert "off by +25.0% at most" in memory_figures._gpu_text(real(0.8e9))
+    told = memory_figures._gpu_text(real(1e9))
+    assert "up to 10.0% larger" in told and "took 2.0 GB" in told
+
+
+# -- claims
+
+
+def test_what_needs_a_gpu_is_judged_by_a_recorded_one_with_its_name():
+    claim = docket.by_id("B39")
+    without = judge(claim, docket.recorded_evidence("01"), gpus=0)
+    assert without.word == "needs 1 GPU"
+    found, records = by_a_recorded_gpu(claim, without)
+    assert found.word in SIGNS and found.kind == "recorded" and found.because.startswith("on NVIDIA H200: ")
+    assert {r.layout["device"] for r in records} == {"cuda"}
+    assert docket.recorded().verdict("B39") == found
+    assert "NVIDIA H200" in str(docket.sheet("B39")) and docket.sheet("B39").calls
+    decided = judge(docket.by_id("C03"), docket.recorded_evidence("01"), gpus=0)
+    same, none = by_a_recorded_gpu(docket.by_id("C03"), decided)
+    assert same == decided and not none  # what is decided stays
+
+
+def test_a_table_asked_as_if_there_were_no_gpu_says_so():
+    assert table("01", docket.recorded_evidence("01"), gpus=0).verdict("B39").word == "needs 1 GPU"
+
+
+def test_evidence_of_gpus_is_that_of_gpus():
+    for number in ("01", "02", "03", "05", "10"):
+        for found in evidence.kept_of_gpus(number):
+            assert found.provenance["gpus"] and all(r.kind != "measured" for r in found)
