@@ -219,5 +219,5 @@ def _on_a_recorded_gpu(run: Records) -> str:
     steps = [{p: run.one("step_s", model=m, precision=p).samples for p in ("fp32", "fp16")} for m in names]
     of_models = sorted((paired_ratio(s["fp32"], s["fp16"]) for s in steps), key=lambda e: e.value)
     products = matmul_ladder.ladder(run, "fp16", casts=True)
-    return (f"recorded on {', '.join(run.provenance['gpus'])}: models {of_models[0]} to {of_models[-1]}, products of side "
-            f"{max(products)} {products[max(products)]}")  # fmt: skip
+    side, where = max(products), ", ".join(run.provenance["gpus"])
+    return f"recorded on {where}: models {of_models[0]} to {of_models[-1]}, products of side {side} {products[side]}"
