@@ -104,7 +104,7 @@ def predict(chain: Chain, runs: Segments, passing: int = 0) -> int:
     fixed + outside + A n/k + b (k - 1), or more where gradients of parameters are large: segments.at_peak. `passing`:
     gradients of activations and what else backward holds for a moment, taken from the step without checkpointing.
     """
-    return at_peak(chain, runs).total + passing
+    return at_peak(chain, runs, passing).total
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -170,13 +170,13 @@ def _memory(workload: Workload, steps: dict[str, Step], model: str, rank: Rank) 
 
 
 def _predicted(chain: Chain, runs: Segments, fixed: dict, passing: int, case: dict, rank: Rank) -> Iterator[Record]:
-    moment = at_peak(chain, runs)
+    moment = at_peak(chain, runs, passing)
     parts = {**fixed, "outside the blocks": moment.outside, "inputs of segments": moment.boundaries,
              "segment in work": moment.segment, "gradients": moment.gradients, "optimizer's step": moment.optimizer,
-             "passing": passing}  # fmt: skip
+             "passing": moment.passing}  # fmt: skip
     for name, size in parts.items():
         yield rank.record("peak_part_bytes", "B", size, kind="modelled", of=name, **case)
-    yield rank.record("predicted_peak_bytes", "B", predict(chain, runs, passing), kind="modelled", **case)
+    yield rank.record("predicted_peak_bytes", "B", moment.total, kind="modelled", **case)
     yield rank.record("predicted_saved_bytes", "B", after_forward(chain, runs), kind="modelled", **case)
     yield rank.record("predicted_flops_ratio", "x", time_ratio(case["share"]), kind="modelled", **case)
 

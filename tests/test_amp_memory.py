@@ -280,3 +280,21 @@ def test_fused_attention_needs_less_and_may_save_a_larger_share():
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         amp_memory.Config().batch = 3
+
+
+@pytest.mark.parametrize("loss", [
+    lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1),
+    lambda x, y: functional.cross_entropy(x, functional.one_hot(y, 8).float()),
+])  # fmt: skip
+def test_losses_whose_bytes_are_not_known_are_refused(loss):
+    x, y = torch.randn(4, 8, requires_grad=True), torch.arange(4)
+    with saved_tensors.CudaRules(torch.bfloat16), pytest.raises(BadInput, match="class indices"):
+        loss(x.bfloat16(), y)
+
+
+def test_log_probabilities_stay_in_16_bit_and_in_fp32():
+    """As an H200 keeps them: tests/test_on_gpus.py."""
+    x = nn.Parameter(torch.randn(4, 8))
+    with saved_tensors.CudaRules(torch.bfloat16):
+        found = saved_tensors.count(lambda: functional.cross_entropy(functional.linear(x, x), torch.arange(4)), [x])
+    assert found.by_dtype["float32"] == 4 * (4 * 4 + 1) and found.by_dtype["bfloat16"] == 2 * 4 * 4

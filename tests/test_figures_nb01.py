@@ -53,13 +53,15 @@ def waits(device, free=0.1, copying=0.9):
 
 
 def test_hidden_waits(shown):
-    figures.hidden_waits(waits("cpu"))
+    figures.hidden_waits(waits("cpu", free=0.001))
     figures.hidden_waits(waits("cuda", free=0.97, copying=0.95))
     figures.hidden_waits(waits("cuda", copying=0.6))
-    emulated, launching, other = shown
+    figures.hidden_waits(waits("cuda", free=0.4, copying=0.94))
+    emulated, launching, other, large = shown
     assert "on the emulated queue" in emulated and "all but the last of 10 steps; no copy" in emulated
-    assert "| little |" in emulated and "and not 90 %, all but the last" in other
-    assert "on this GPU" in launching and "launching takes about as long as the work" in launching
+    assert "| little |" in emulated and "and not 91 %, all but the last" in other
+    assert "on a GPU" in launching and "launching takes as long" in launching
+    assert "| some |" in large and "all but the last of 10 steps (its launches are seen: 94 %)" in large
 
 
 @pytest.mark.parametrize(("later", "words"), [

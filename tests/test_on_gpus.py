@@ -1,6 +1,9 @@
 """What was recorded on GPUs: it is labelled, its absence is said, and today's models of a GPU still agree with it."""
 
+import dataclasses
+
 import pytest
+import torch
 
 from labs import memory_remedies
 from labs.chapters.nb04 import figures as precision_figures
@@ -10,7 +13,11 @@ from labs.kit import docket, evidence
 from labs.kit.claims import SIGNS, by_a_recorded_gpu, judge, table
 from labs.kit.record import Record, Records
 from labs.parts import models, oracle
+from labs.parts.activation_memory import deep_models
+from labs.parts.activation_memory.segments import at_peak, trace_chain
+from labs.parts.activation_memory.step import steps_of
 from labs.parts.memory import saved_tensors
+from labs.parts.models import Workload
 from labs.parts.models.large_models import bert, resnet
 from labs.parts.remedies.ways_to_allocate import PATTERN_WAYS, fragment
 from labs.parts.sources import on_gpus
@@ -54,15 +61,15 @@ def test_a_gpu_keeps_the_bytes_that_are_traced_without_one():
 
 
 @pytest.mark.parametrize(("name", "make", "rows", "conditions"), [
-    ("bert_large", lambda: bert(None, 128), 16, {"optimizer": "adam"}),
+    ("bert_large", lambda: bert(None, 128), 16, {"optimizer": "adam"}),  # its peak is the optimizer's: rounds up
     ("bert_large", lambda: bert(None, 128), 70, {"optimizer": "adam"}),
-    ("resnet152", resnet, 64, {"optimizer": "momentum"}),
+    ("resnet152", resnet, 64, {"optimizer": "momentum"}),  # cuDNN's workspace is not in the trace
 ])  # fmt: skip
 def test_a_gpus_allocator_was_asked_for_what_the_oracle_traces(name, make, rows, conditions):
     (run,) = on_gpus.runs("memory_oracle")
     real = run.one("measured_bytes", model=name, batch=rows, set_to_none=True)
     traced = oracle.step(make, rows, target="cuda", **conditions).peak_bytes
-    assert traced == pytest.approx(real.value, rel=0.005)
+    assert traced == pytest.approx(real.value, rel=1e-4 if rows == 70 else 0.0025)
 
 
 def test_a_gpus_memory_breaks_into_pieces_as_the_simulated_does():
@@ -73,6 +80,21 @@ def test_a_gpus_memory_breaks_into_pieces_as_the_simulated_does():
         assert run.one("fits", part="gpu", way=way).value == simulated.fits, way
 
 
+def test_a_gpus_peaks_are_those_of_todays_formula():
+    """Of 24 blocks whose activations are computed again, with AdamW's foreach step. Also where the cut is fine."""
+    (run,) = on_gpus.runs("activation_checkpointing")
+    workload = deep_models.build("deep_mlp", 0)
+    none = steps_of(workload, ["none"], 256, torch.device("cpu"))["none"]
+    chain = trace_chain(
+        Workload(none.module, workload.make_batch, none.loss), none.x, none.y, sum(none.fixed().values())
+    )
+    chain = dataclasses.replace(chain, optimizer=sum(p.nbytes for p in none.module.parameters()))
+    for count in (6, 12, 24):  # with fewer, activations are the peak: a CPU keeps more of dropout
+        runs = [(k * 24 // count, (k + 1) * 24 // count, True) for k in range(count)]
+        real = run.one("peak_bytes", part="pareto", policy=f"segments:{count}").value
+        assert at_peak(chain, runs).total == pytest.approx(real, rel=0.005), count
+
+
 def test_sentences_turn_with_the_records():
     def speeds(bf16):
         base, low = (4.0,) * 6, (4.0 / bf16,) * 6
@@ -80,30 +102,31 @@ def test_sentences_turn_with_the_records():
             rec("step_s", base, model="cnn", precision="fp32"),
             rec("step_s", low, model="cnn", precision="bf16"),
         ]
-        sides = {"part": "matmul", "side": 8, "casts": False}
-        return Records([*models_, rec("step_s", base, precision="fp32", **sides),
-                        rec("step_s", low, precision="bf16", **sides)])  # fmt: skip
+        sides = {"part": "matmul", "side": 8}
+        return Records([*models_, rec("step_s", base, precision="fp32", casts=False, **sides),
+                        *(rec("step_s", low, precision="bf16", casts=c, **sides) for c in (False, True))])  # fmt: skip
 
     assert "1 of these 1 models are faster than in FP32 and 0 slower" in precision_figures._speeds_text(speeds(2.0))
     assert "0 of these 1 models are faster than in FP32 and 1 slower" in precision_figures._speeds_text(speeds(0.5))
 
     def peaks(predicted):
         case = {"part": "pareto", "policy": "segments:3", "segments": 3}
-        return Records([rec("peak_bytes", 40e6, **case), rec("predicted_peak_bytes", predicted, **case),
-                        rec("peak_part_bytes", 7e6, of="optimizer's step", **case)])  # fmt: skip
+        of = {"optimizer's step": 7e6, "passing": 1e6, "parameters": predicted - 7e6}  # passing is backward's alone
+        return Records([rec("peak_bytes", 40e6, **case),
+                        *(rec("peak_part_bytes", size, of=name, **case) for name, size in of.items())])  # fmt: skip
 
-    assert "within 5.0%. From 3 segments on" in figures_recompute._peaks_text(peaks(42e6))
+    assert "within 5.0% of the formula. From 3 segments on" in figures_recompute._peaks_text(peaks(42e6))
     far = figures_recompute._peaks_text(peaks(32e6))
-    assert "within 20.0%" in far and "at 40.0 MB" in far
+    assert "within 20.0% of" in far and "at 40.0 MB" in far
 
     def real(asked):
         case = {"model": "mlp", "batch": 2, "seq": 0}
         return Records([rec("measured_bytes", asked, **case), rec("peak_bytes", 1e9, category="all", **case),
                         rec("allocated_bytes", 1.1 * asked, **case), rec("reserved_bytes", 2e9, **case)])  # fmt: skip
 
-    assert "off by +25.0% at most" in memory_figures._gpu_text(real(0.8e9))
+    assert "off by 25.0% at most" in memory_figures._gpu_text(real(0.8e9))
     told = memory_figures._gpu_text(real(1e9))
-    assert "up to 10.0% larger" in told and "took 2.0 GB" in told
+    assert "up to 10.0% larger" in told and "2.0 GB were taken" in told
 
 
 # -- claims
@@ -118,6 +141,7 @@ def test_what_needs_a_gpu_is_judged_by_a_recorded_one_with_its_name():
     assert {r.layout["device"] for r in records} == {"cuda"}
     assert docket.recorded().verdict("B39") == found
     assert "NVIDIA H200" in str(docket.sheet("B39")) and docket.sheet("B39").calls
+    assert docket.recorded().verdict("E11").word == "needs 1 GPU"  # the recorded run cannot tell
     decided = judge(docket.by_id("C03"), docket.recorded_evidence("01"), gpus=0)
     same, none = by_a_recorded_gpu(docket.by_id("C03"), decided)
     assert same == decided and not none  # what is decided stays

@@ -297,7 +297,7 @@ def by_a_recorded_gpu(claim: Claim, found: Verdict) -> tuple[Verdict, Records]:
     if found.word.startswith("needs"):
         for records in kept_of_gpus(claim.notebook):
             verdict = judge(claim, records, gpus=0)
-            if verdict.word in SIGNS:
+            if verdict.word in SIGNS and not verdict.because.startswith(CANNOT_TELL):
                 where = ", ".join(dict.fromkeys(records.provenance["gpus"]))
                 return replace(verdict, because=f"on {where}: {verdict.because}"), records
     return found, Records()

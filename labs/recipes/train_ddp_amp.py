@@ -143,7 +143,9 @@ def main():
             # Only forward and loss: backward takes the formats of forward. The weights stay FP32: an update of less
             # than about 1/256 of a BF16 weight would be lost
             with torch.autocast(device.type, dtype=low, enabled=low is not None):
-                loss = cross_entropy(model(x), y)  # mean over this rank's part of the batch, in nats
+                output = model(x)
+                # On a GPU cross_entropy would round each log-probability to the 16 bit of its input
+                loss = cross_entropy(output.float() if low else output, y)  # mean over this rank's part, in nats
             optimizer.zero_grad()
             # Collective: DDP averages the gradients over the ranks while backward still computes earlier layers. To add
             # up several batches before a step, do all but the last forward and backward in `with model.no_sync():`

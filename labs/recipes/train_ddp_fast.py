@@ -151,7 +151,9 @@ def main():
             # From pinned memory the copy to a GPU runs by itself; kernels that need it wait in the GPU's own queue
             x, y = x.to(device, non_blocking=cuda), y.to(device, non_blocking=cuda)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):  # weights and their updates stay FP32
-                loss = cross_entropy(fast(x), y)  # mean over this rank's part of the batch, in nats
+                output = fast(x)
+                # On a GPU cross_entropy would round each log-probability to the 16 bit of its input
+                loss = cross_entropy(output.float() if args.bf16 else output, y)  # mean over this rank's part, in nats
             optimizer.zero_grad()
             # Collective: DDP averages the gradients over the ranks while backward still computes earlier layers. To add
             # up several batches before a step, do all but the last forward and backward in `with model.no_sync():`

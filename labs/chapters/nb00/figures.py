@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,26 @@ def who_else(seconds: float = 0.6, trace: Trace | None = None) -> None:
 
 def recorded_runs(folder: Path = on_gpus.RECORDS) -> None:
     """What probe runs on GPUs that are committed under records/ say, labelled; a sentence if there is none."""
-    on_gpus.told(on_gpus.runs("hardware_probe", folder),
-                 lambda run: "\n\n" + "\n".join(f"* {line}" for line in hardware_probe.answer(run)))  # fmt: skip
+    on_gpus.told(on_gpus.runs("hardware_probe", folder), _probe_text)
+
+
+def _probe_text(run: Records) -> str:
+    return "\n\n" + "\n".join(f"* {line}" for line in (*hardware_probe.answer(run), *_ratios(run)))
+
+
+def _ratios(run: Records) -> Iterator[str]:
+    """Shares of the datasheet, BF16 over FP32, memory over the link to the host."""
+    best = limits.peaks(run)
+    of_peak = {r.case["dtype"]: max(s.value for s in run.where("matmul_share_of_peak", dtype=r.case["dtype"]))
+               for r in run.where("matmul_share_of_peak")}  # fmt: skip
+    if of_peak:
+        said = ", ".join(f"{FORMATS[d]} {share:.0%}" for d, share in of_peak.items())
+        yield f"Of the datasheet's peaks (section 6) its products reach: {said}."
+    link = run.where("host_device_b_s", direction="to device", memory="pinned")
+    if {"fp32", "bf16"} <= set(best) and len(link) and len(run.where("memory_b_s")):
+        memory = limits.memory(run).value / link[0].value
+        formats = best["bf16"].value / best["fp32"].value
+        yield f"BF16 over FP32: {formats:.1f} x; its memory over the link to the host: {memory:.0f} x."
 
 
 def formats(run: Records, guess: Prediction) -> None:

@@ -102,11 +102,11 @@ def _(evidence: Records) -> Verdict:
 @verdict("C06")
 def _(evidence: Records) -> Verdict:
     found = method.seen_early(evidence)
-    said = [f"{free} of the work with the data on the device, {copied} if each of 100 steps copies its batch first"
-            for free, copied in found.values()]  # fmt: skip
+    said = [f"{free} of the work with the data on the device, {copied} if each of 100 steps copies its batch first{how}"
+            for free, copied, how in found.values()]  # fmt: skip
     if not method.on_gpu(evidence):
         return Verdict("needs N GPUs", f"on an emulated queue it sees {said[-1]}", "")
-    right = [share.low >= 95 for shares in found.values() for share in shares]
+    right = [share.low >= 95 for *shares, _ in found.values() for share in shares]
     told = "; ".join(f"{model}: it sees {share}" for model, share in zip(found, said, strict=True))
     return Verdict("holds" if all(right) else "depends" if any(right) else "does not hold", told)
 

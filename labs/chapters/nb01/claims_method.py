@@ -83,13 +83,15 @@ def seen(evidence: Records, way: str, steps: int | None = None) -> Estimate:
     return estimate([100 * (1 - (1 - share) * scale) for share in run.samples], "%")
 
 
-def seen_early(evidence: Records) -> dict[str, tuple[Estimate, Estimate]]:
-    """{model and batch: `seen` with the data on the device, and with a copy in each step, as the article has it}."""
+def seen_early(evidence: Records) -> dict[str, tuple[Estimate, Estimate, str]]:
+    """{model and batch: `seen` with the data on the device, and with a copy in each of the article's steps, and how
+    that was got if the loop was another}."""
     found = {}
     for run in runs(evidence, "timing", "seen_share"):
-        batch = run.where("seen_share")[0].case.get("batch")
-        name = model_of(run) + (f", batches of {batch}" if batch else "")
-        found[name] = seen(run, "data on the device"), seen(run, *AS_THE_ARTICLE)
+        case = run.where("seen_share")[0].case
+        name = model_of(run) + (f", batches of {case['batch']}" if "batch" in case else "")
+        how = "" if case["steps"] == ARTICLES_STEPS else f" (calculated from loops of {case['steps']})"
+        found[name] = seen(run, "data on the device"), seen(run, *AS_THE_ARTICLE), how
     return found
 
 

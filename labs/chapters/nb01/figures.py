@@ -86,7 +86,7 @@ def _waits_table(run: Records) -> str:
     rows, lines = run.where("seen_share"), []
     for r in rows:
         share = estimate(r.samples).scaled(100, "%")
-        word = "nearly all" if share.low > 95 else "most" if share.low > 50 else "little" if share.high < 50 else "some"
+        word = "nearly all" if share.low > 95 else "most" if share.low > 50 else "little" if share.high < 10 else "some"
         waits = "waits for the queue" if r.case["waits"] else "waits for nothing"
         lines.append(f"| `{r.case['way']}` | {waits} | {share} | {word} |")
     where = "on the emulated queue" if rows[0].kind == "modelled" else "on a GPU"
@@ -103,10 +103,12 @@ def _copy_text(run: Records) -> str:
     share, steps = estimate(record.samples).scaled(100, "%"), record.case["steps"]
     free = estimate(run.one("seen_share", way="data on the device").samples).scaled(100, "%")
     if free.high >= share.low:
-        return "Here launching takes about as long as the work, so that a missing wait changes little."
-    wanted = 100 * (1 - 1 / steps)
-    if share.low - 3 <= wanted <= share.high + 3:
-        return f"With blocking copies the clock sees {share}: all but the last of {steps} steps; no copy waits for it."
+        return "Here the work is done when the last launch is: launching takes as long, a missing wait changes little."
+    wanted, near = 100 - (100 - free.value) / steps, 100 / steps / 3  # it sees the launches of the last step as well
+    if share.low - near <= wanted <= share.high + near:
+        launches = f" (its launches are seen: {wanted:.0f} %)" if free.low > 5 else ""
+        return (f"With blocking copies the clock sees {share}: all but the last of {steps} steps{launches}; "
+                "no copy waits for it.")  # fmt: skip
     return f"With blocking copies the clock sees {share}, and not {wanted:.0f} %, all but the last of {steps} steps."
 
 

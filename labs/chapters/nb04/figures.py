@@ -286,10 +286,23 @@ def _speeds_text(run: Records) -> str:
     found = [paired_ratio(run.one("step_s", model=m, precision="fp32").samples,
                           run.one("step_s", model=m, precision="bf16").samples) for m in names]  # fmt: skip
     faster, slower = (sum(hit) for hit in ([e.low > 1 for e in found], [e.high < 1 for e in found]))
-    large = matmul_ladder.ladder(run, "bf16")
-    side = max(large)
+    large, cast = (matmul_ladder.ladder(run, "bf16", casts=casts) for casts in (False, True))
+    side, least = max(large), min(large)
     return (f"in BF16 {faster} of these {len(found)} models are faster than in FP32 and {slower} slower, while the "
-            f"product of side {side} runs at {large[side]} the speed.")  # fmt: skip
+            f"product of side {side} runs at {large[side]} the speed. Where autocast casts first, it is {cast[side]}, "
+            f"and at side {least} {cast[least]} in place of {large[least]}.{_rows_text(run)}")  # fmt: skip
+
+
+def _rows_text(run: Records) -> str:
+    """Whether the MLP's step waits for arithmetic, by the probe's pass of one row on the same card; "" without one."""
+    for probe in on_gpus.runs("hardware_probe"):
+        if probe.provenance["gpus"] == run.provenance["gpus"] and run.where("step_s", model="mlp"):
+            one = {"model": "mlp", "batch_size": 1}
+            seconds = probe.one("model_flop", **one).value / probe.one("model_flop_s", **one).value
+            many = run.one("step_s", model="mlp", precision="fp32")
+            return (f" The MLP's step takes {_seconds(many)} with {many.case['batch']:,} rows, and notebook 00's pass "
+                    f"with one row {seconds * 1e3:.2f} ms.")  # fmt: skip
+    return ""
 
 
 def recorded_bytes() -> None:
@@ -308,7 +321,7 @@ def _byte_rows(run: Records) -> list[dict[str, Any]]:
             size = traced.activations + traced.weight_copies
             rows.append({"model": case["model"].rpartition(":")[2], "rows": case["batch"],
                          "format": NAMES[case["precision"]], "traced": f"{size:,}", "kept": f"{r.value:,.0f}",
-                         "traced / kept - 1": f"{size / r.value - 1:+.4%}"})  # fmt: skip
+                         "error": f"{size / r.value - 1:+.4%}"})  # fmt: skip
     return rows
 
 

@@ -240,4 +240,4 @@ def _(evidence: Records) -> Verdict:
     because = f"with less memory than enough, on this GPU: {'; '.join(map(str, found))}"
     if not hidden:
         return Verdict("does not hold", f"{because}: where it runs, nothing is hidden")
-    return judged([s.low > 1 for s in hidden], [s.high < UNHARMED for s in hidden], because)
+    return judged([s.low > UNHARMED for s in hidden], [s.high < UNHARMED for s in hidden], because)

@@ -140,8 +140,8 @@ def _gpu_text(run: Records) -> str:
     over = max(run.one("allocated_bytes", **r.case).value / r.value - 1 for r in real)
     largest = max(real, key=lambda r: r.value)
     reserved = run.one("reserved_bytes", **largest.case).value
-    return (f"the trace is off by {worst:+.1%} at most. Blocks handed out are up to {over:.1%} larger than what was "
-            f"asked for; for the largest step the allocator took {reserved / 1e9:.1f} GB from the driver.")  # fmt: skip
+    return (f"the trace is off by {abs(worst):.1%} at most. Blocks handed out are up to {over:.1%} larger than what "
+            f"was asked for; for the largest step {reserved / 1e9:.1f} GB were taken from the driver.")  # fmt: skip
 
 
 def conditions(run: Records) -> pandas.DataFrame:
@@ -252,7 +252,7 @@ def _fragments_text(run: Records) -> str:
     """What emptying the cache in every step costs."""
     each, plain = (run.one("step_s", part="gpu", way=way) for way in (EACH, PLAIN))
     times = paired_ratio(each.samples, plain.samples)
-    return f"a step of four convolutions takes {times} the time if the cache is emptied after each."
+    return f"a step of four convolutions takes {times} the time if the cache is emptied after each step."
 
 
 def fragments(run: Records) -> pandas.DataFrame:

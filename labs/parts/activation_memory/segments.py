@@ -56,17 +56,22 @@ class Moment:
     """What the segment in work still keeps, with its input."""
     gradients: int
     """Of the parameters of the blocks that are done."""
+    passing: int = 0
+    """Gradients of activations and what else backward holds for a moment."""
     optimizer: int = 0
     """What its step makes for a moment."""
 
     @property
     def total(self) -> int:
-        """All of it: the peak, but for gradients of activations and other temporaries."""
-        return self.fixed + self.outside + self.boundaries + self.segment + self.gradients + self.optimizer
+        """All of it: the peak."""
+        parts = (self.outside, self.boundaries, self.segment, self.gradients, self.passing, self.optimizer)
+        return self.fixed + sum(parts)
 
 
-def at_peak(chain: Chain, segments: Segments) -> Moment:
+def at_peak(chain: Chain, segments: Segments, passing: int = 0) -> Moment:
     """The moment with most bytes; `segments` as recomputation.segments gives them, empty without checkpointing.
+
+    `passing`: gradients of activations and what else backward holds for a moment, from the step without checkpointing.
 
     For n equal blocks that keep A bytes each, with inputs of b and gradients of g, and k segments of m = n/k blocks:
     fixed + outside + the largest of m A + (k - 1) b, m A + (n - m) g and A + (n - 1) g; or, where it is more, fixed
@@ -78,11 +83,11 @@ def at_peak(chain: Chain, segments: Segments) -> Moment:
         before, (start, _, again) = runs[:i], runs[i]
         boundaries = sum(chain.inputs[a] + chain.state for a, _, _ in before) + chain.state * again
         segment = sum(chain.kept[start : block + 1]) + _borrowed(chain, start)
-        return Moment(chain.fixed, chain.outside, boundaries, segment, sum(chain.gradients[block + 1 :]))
+        return Moment(chain.fixed, chain.outside, boundaries, segment, sum(chain.gradients[block + 1 :]), passing)
 
     moments = [moment(i, b) for i, (start, stop, _) in enumerate(runs) for b in range(start, stop)]
     if chain.optimizer:  # activations are gone by then
-        moments.append(Moment(chain.fixed, 0, 0, 0, sum(chain.gradients), chain.optimizer))
+        moments.append(Moment(chain.fixed, 0, 0, 0, sum(chain.gradients), optimizer=chain.optimizer))
     return max(moments, key=lambda m: m.total)
 
 

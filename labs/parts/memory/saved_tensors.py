@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from labs.kit.errors import require
 from labs.parts.models import Workload
 from labs.parts.precision import amp
 
@@ -201,8 +202,8 @@ def _cross_entropy(
     cross_entropy has no rule for CUDA (it has one for CPUs), and names its input's format to log_softmax, whose rule
     then does not count. A GPU keeps as many bytes: tests/test_on_gpus.py.
     """
-    if label_smoothing:
-        raise ValueError("label smoothing is not counted with CUDA's rules: leave it out")
+    known = not label_smoothing and not target.is_floating_point()
+    require(known, "with CUDA's rules only class indices without label smoothing are counted: take these, or fp32")
     logs = functional.log_softmax(logits, 1 if logits.dim() > 1 else 0).float()
     return functional.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
 
