@@ -263,7 +263,8 @@ def strict_outputs_show_no_machine(nb: NotebookNode, path: Path) -> list[str]:
         where = f"cell {cell.get('id')} is compared by nbval, and"
         problems += [f"{where} its picture has no title that says where its numbers come from"
                      for picture in pictures(cell) if not picture.title]  # fmt: skip
-        text = re.sub(r"data:image/png;base64,[\w+/=]+|\b[Rr]ecorded on [^;\"']*", "", "\n".join(map(str, cell.outputs)))
+        given = r"data:image/png;base64,[\w+/=]+|\brecorded on [^;\"']*"
+        text = re.sub(given, "", "\n".join(map(str, cell.outputs)), flags=re.IGNORECASE)
         problems += [f"{where} shows {what}: {m[0]!r}" for what, form in shows.items() if (m := re.search(form, text))]
     return problems
 
