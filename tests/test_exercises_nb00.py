@@ -149,7 +149,7 @@ def test_a_measurement_that_was_disturbed_is_made_again_and_a_wrong_answer_stays
     }
     runs = []
 
-    def on_ranks(body, ranks, f, size, when):
+    def on_ranks(body, ranks, f, size, first_s, when):
         runs.append(next(order))
         return [(f(size), [(size, begun, end) for _, begun, end in log]) for log in found[runs[-1]]]
 

@@ -43,6 +43,7 @@ PROSE = """
 01 m3: 3 %: rule
 01 ex2: 95 %: defined
 01 ex4: 2 % | 4 times | 20 %: given
+02 code-pinned-text: 0.15 MB: arithmetic
 02 explore-workers-text: 800 images/s: question
 02 needed: 1.4 times: set labs/loader_cores.py model_rates
 02 needed: 90 %: set labs/loader_cores.py ENOUGH
@@ -69,6 +70,8 @@ PROSE = """
 05 m1d: 24 GB | 24,564 MiB: datasheet
 05 r2: twice: question
 05 m3b: 2 MB | 20 MB: datasheet
+05 m3c: 50 MiB | 30 MiB: given
+05 m3c: 20 MiB: set labs/parts/remedies/on_gpu.py PAGE_BYTES
 05 m6: 12 bytes: arithmetic
 05 m7: a quarter: arithmetic
 05 ex1: 32 bytes: defined

@@ -410,7 +410,7 @@ def test_a_slow_source_gets_workers_and_they_are_worth_it():
     tuning = tune_dataloader(Waiting(0.005), lambda batch: None, batch_size=2, max_workers=4, budget_s=10 * SLOWER)
     workers = tuning.settings["num_workers"]  # with a busy neighbour a search of seconds may not tell 4 from 2
     assert workers in (2, 4) and tuning.settings["persistent_workers"]
-    assert tuning.limit == "loader" and (tuning.capped or workers == 2)
+    assert tuning.limit == "loader"  # whether more than 4 would bring more, it may not tell either
     assert tuning.evidence.ratio(("together", FOUR), MODEL).value < 0.5 < tuning.wait_share.value
     loader = DataLoader(Waiting(), 2, shuffle=True, **tuning.settings)
     assert len(list(loader)) == 32
