@@ -10,9 +10,9 @@ from labs.chapters.nb04 import claims_amp as amp
 from labs.chapters.nb04 import claims_amp_step as amp_step
 from labs.kit.claims import CANNOT_TELL, Verdict, judged, last, verdict, within, word
 from labs.kit.claims import ends as ends_of
-from labs.kit.measure import differs, paired_ratio
+from labs.kit.measure import differs
 from labs.kit.record import Records
-from labs.parts.precision import matmul_ladder, published_speed
+from labs.parts.precision import amp_report, matmul_ladder, published_speed
 from labs.parts.sources import on_gpus
 
 ABOUT_20 = (15.0, 25.0)  # %
@@ -215,9 +215,8 @@ def _(evidence: Records) -> Verdict:
 
 def _on_a_recorded_gpu(run: Records) -> str:
     """The speeds of models and of the largest product with casts, over FP32."""
-    names = dict.fromkeys(r.case["model"] for r in run.where("step_s") if "model" in r.case)
-    steps = [{p: run.one("step_s", model=m, precision=p).samples for p in ("fp32", "fp16")} for m in names]
-    of_models = sorted((paired_ratio(s["fp32"], s["fp16"]) for s in steps), key=lambda e: e.value)
+    speeds = (speed for (_, name), speed in amp_report.speed_ups(run).items() if name == "fp16")
+    of_models = sorted(speeds, key=lambda e: e.value)
     products = matmul_ladder.ladder(run, "fp16", casts=True)
     side, where = max(products), ", ".join(run.provenance["gpus"])
     return f"recorded on {where}: models {of_models[0]} to {of_models[-1]}, products of side {side} {products[side]}"

@@ -13,7 +13,7 @@ from matplotlib.ticker import NullLocator
 from labs import amp_training
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
-from labs.kit.measure import LEAST_ROUNDS, Estimate, estimate, paired_ratio
+from labs.kit.measure import LEAST_ROUNDS, Estimate, estimate
 from labs.kit.plot import GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
 from labs.kit.record import Record, Records
 from labs.parts import models
@@ -257,16 +257,15 @@ def recorded_speeds() -> None:
 
 
 def _speed_rows(run: Records) -> list[dict[str, Any]]:
+    steps, products = amp_report.speed_ups(run), {p: matmul_ladder.ladder(run, p) for p in FORMATS_BELOW}
     rows = []
-    for model in dict.fromkeys(r.case["model"] for r in run.where("step_s") if "model" in r.case):
+    for model in dict.fromkeys(model for model, _ in steps):
         base = run.one("step_s", model=model, precision="fp32")
-        found = {NAMES[p]: _over(base, run.one("step_s", model=model, precision=p)) for p in FORMATS_BELOW}
-        name = model.rpartition(":")[2]
-        rows.append({"what": f"step of {name}, {base.case['batch']} rows", "FP32": _seconds(base), **found})
-    for side in sorted({r.case["side"] for r in run.where("step_s", part="matmul")}):
+        what = f"step of {model.rpartition(':')[2]}, {base.case['batch']} rows"
+        rows.append({"what": what, "FP32": _seconds(base), **{NAMES[p]: str(steps[model, p]) for p in FORMATS_BELOW}})
+    for side in sorted(products["bf16"]):
         base = run.one("step_s", part="matmul", side=side, precision="fp32", casts=False)
-        of_side = {"part": "matmul", "side": side, "casts": False}
-        found = {NAMES[p]: _over(base, run.one("step_s", precision=p, **of_side)) for p in FORMATS_BELOW}
+        found = {NAMES[p]: str(products[p][side]) for p in FORMATS_BELOW}
         rows.append({"what": f"product, {side} x {side}", "FP32": _seconds(base), **found})
     return rows
 
@@ -276,15 +275,9 @@ def _seconds(r: Record) -> str:
     return str(estimate(r.samples, r.unit)).split(" [")[0]
 
 
-def _over(base: Record, r: Record) -> str:
-    return str(paired_ratio(base.samples, r.samples))
-
-
 def _speeds_text(run: Records) -> str:
     """What 16 bits give the models and the largest product."""
-    names = dict.fromkeys(r.case["model"] for r in run.where("step_s") if "model" in r.case)
-    found = [paired_ratio(run.one("step_s", model=m, precision="fp32").samples,
-                          run.one("step_s", model=m, precision="bf16").samples) for m in names]  # fmt: skip
+    found = [speed for (_, name), speed in amp_report.speed_ups(run).items() if name == "bf16"]
     faster, slower = (sum(hit) for hit in ([e.low > 1 for e in found], [e.high < 1 for e in found]))
     large, cast = (matmul_ladder.ladder(run, "bf16", casts=casts) for casts in (False, True))
     side, least = max(large), min(large)
