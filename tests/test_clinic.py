@@ -306,6 +306,7 @@ def test_a_conversation_at_a_terminal(monkeypatch, capsys):
     assert "weather" in printed and "the cause is wrong" in printed and "It is healthy" in printed
 
 
+@pytest.mark.long
 def test_an_examination_says_who_is_called_what():
     run = launch("clinic", examine=1, kinds=("checkpoint",), smoke=True, timeout_s=400)
     assert clinic.key_shown(run) == {("checkpoint", 0): True} and clinic.blind_kept(run) == {("checkpoint", 0): True}

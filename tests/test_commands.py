@@ -122,7 +122,8 @@ def prepared(command, folder):
     return [w for w in words if not re.match(r"[A-Z_]+=", w)], variables
 
 
-TRIED = {"python -m labs.hardware_probe --preflight", "python -m labs.timing --nproc 1", "python -m labs.data_parallel",
+TRIED = {"python -m labs.debug_cost --nproc 1", "python -m labs.hardware_probe --preflight",
+         "python -m labs.timing --nproc 1", "python -m labs.data_parallel",
          "python -m labs.data_parallel --nproc 2", "python -m labs.data_parallel --seconds 30",
          "make slides", 'make slides ARGS="--solutions 03.1 03.2"', "make course", "make lab", "make lab START=03",
          'make lab LAB_ARGS="--allow-root"', 'make lab LAB_ARGS="--no-browser"',

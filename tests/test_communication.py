@@ -172,7 +172,10 @@ def without_pacing(lab: str) -> tuple[set[str], list[str], str]:
     return {r.metric for r in found}, wire.label(found), wire.named(found)
 
 
-@pytest.mark.parametrize("lab", ["slow_link", "bucket_overlap", "ddp_overlap", "gradient_compression"])
+LIKEWISE = [pytest.param(n, marks=pytest.mark.long) for n in ("bucket_overlap", "ddp_overlap", "gradient_compression")]
+
+
+@pytest.mark.parametrize("lab", ["slow_link", *LIKEWISE])
 def test_where_no_kernel_paces_a_lab_runs_over_an_emulated_wire_and_says_so(lab):
     for metrics, label, name in run_on_ranks(without_pacing, 2, lab):
         assert {"acted_out", "step_s"} <= metrics and "no byte is held back" in label[0] and name == "emulated wire"

@@ -111,6 +111,7 @@ def run():
     return launch("dataloader", nproc=1, smoke=True)
 
 
+@pytest.mark.long
 def test_a_smoke_run_has_every_part(run):
     ways = {r.case["way"] for r in run.where("images_per_s")}
     assert ways == {"model", "loader", "both", "sweep"}

@@ -99,7 +99,7 @@ def losses(case, folder) -> list[float]:
 
 
 OWN = {"train_images", "train_accumulate", "train_plain", "train_text"}
-QUICK = ["plain", "text"]
+QUICK = ["plain"]
 
 
 @pytest.mark.timeout(LIMIT_S + 50)
@@ -161,6 +161,7 @@ assert min(b.step_s - b.spans_s["rest"] for b in taken["slow"]) < 0.02
     assert_no_survivors(env["LABS_TEST_MARK"])
 
 
+@pytest.mark.long
 def test_a_script_that_ends_or_fails_is_named(tmp_path):
     (tmp_path / "steps.py").write_text(STEPS)
     argv = (str(tmp_path / "steps.py"), "0.0")

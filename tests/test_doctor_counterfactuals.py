@@ -560,6 +560,7 @@ def test_what_a_script_ends_before_is_named_with_how_it_ended(tmp_path, steps, n
     assert f"{', '.join(named)} (the script ended after {facts.steps} steps" in said and "--only NAME" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["raise ValueError('only 8')", *KILLS])
 def test_a_script_that_does_not_survive_one_leaves_all_others(tmp_path, how):
     script = tmp_path / "train.py"

@@ -191,7 +191,8 @@ def test_a_rank_killed_by_hand(torchrun, tmp_path):
     assert elastic_restart.same(load_latest(job.folder), load_latest(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ending_torchrun_ends_its_ranks(torchrun, number):
     job = torchrun("--epochs", "400")
     job.wait_for_steps(4)
@@ -243,6 +244,7 @@ def failures() -> list[str]:
     return told
 
 
+@pytest.mark.long
 def test_a_training_that_fails_says_why():
     failed, killed = run_on_ranks(failures, 1, timeout_s=60)[0]
     assert failed == "the training 'x' failed: python -m labs.elastic_train: lr must be positive, not -1.0"

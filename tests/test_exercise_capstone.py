@@ -82,6 +82,7 @@ def test_the_epoch_of_the_fast_script_is_that_of_the_original(original, found):
     assert LOSS[0] < original.loss < LOSS[1]
 
 
+@pytest.mark.long
 def test_what_costs_nothing_is_told_if_it_was_changed(original):
     cured = {"zero_grad(set_to_none=False)": "zero_grad()",
              "average + 0.02 * loss.item()": "average + 0.02 * float(loss.detach())"}  # fmt: skip
@@ -94,10 +95,11 @@ def test_what_costs_nothing_is_told_if_it_was_changed(original):
 OTHER = [n for n, (_, words) in MUTANTS["12.1"].items() if "left" not in words] + list(RARER)
 TRAINED = {"half of the data", "gradients are zeroed after backward", "a checkpoint without the optimizer", "no Python",
            "an option is gone", "no file"}  # fmt: skip
-"""What `make test` trains, or what does not come so far; of the others it judges the results alone."""
+"""What no result shows: these are trained, or do not come so far."""
+QUICK = {"half of the data", "no Python", "an option is gone", "no file"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in TRAINED else pytest.mark.long) for n in OTHER])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in OTHER])
 def test_other_results_are_told(name, original):
     wrong, words = (MUTANTS["12.1"] | RARER)[name]
     with pytest.raises(Mistake) as told:
@@ -163,6 +165,7 @@ def of_another_style() -> str:
     return edited(SLOW.read_text(), m.cures.EVALUATION | m.cures.STATISTICS | m.cures.SAVING | changes)
 
 
+@pytest.mark.long
 def test_the_results_of_a_right_script_of_another_style_are_those_of_the_original(tmp_path, original):
     path = tmp_path / "mine.py"
     path.write_text(of_another_style())

@@ -274,6 +274,7 @@ def test_killing_kernel_and_guardian_at_once_kills_fork_server_ranks_and_workers
         shutil.rmtree(folder)
 
 
+@pytest.mark.long
 def test_ranks_still_start_when_the_thread_that_made_the_first_launch_has_ended(own_tmp):
     code = (
         "import threading\nfrom labs.kit.launch import run_on_ranks\n"

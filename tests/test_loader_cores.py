@@ -179,6 +179,7 @@ def test_a_bad_value_is_one_line(change, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_a_smoke_run_has_every_part_and_an_answer():
     run = launch("loader_cores", nproc=2, smoke=True, oversubscribe=True)
     assert {r.case["way"] for r in run.where("images_per_s")} == {"one worker", "model", "both", "ranks"}

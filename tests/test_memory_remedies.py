@@ -44,6 +44,7 @@ def test_predict_by_hand():
     assert memory_remedies.predict(whole, 10, 4) == 4 + 8 + 1 + 4 + 11
 
 
+@pytest.mark.long
 def test_micro_batches_take_away_activations_only(run):
     peaks = {r.case["micro_batches"]: r.value for r in run.where("peak_bytes", part="accumulation")}
     assert sorted(peaks) == [1, 2, 4] and peaks[4] < 0.4 * peaks[1]

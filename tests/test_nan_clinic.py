@@ -325,6 +325,7 @@ def leaving(rank, model, optimizer, batches):
         optimizer.step()
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_the_learners_loop_is_told(capsys):
     editable_drift.compare(leaving, limit_s=12.0)
     assert capsys.readouterr().out.startswith("Given up after 12 s: a rank waits")
@@ -339,6 +340,7 @@ def measured():
     return launch("nan_clinic", 2, parts=("finders", "damage", "price"), smoke=True, device="cpu", oversubscribe=True)
 
 
+@pytest.mark.long
 def test_what_is_measured_is_all_there_and_two_rounds_show_nothing(measured):
     assert {r.case["finder"] for r in measured.where("finder_step_s")} == {"plain", "hooks", "anomaly"}
     assert [r.case["every"] for r in measured.where("step_s")] == [0, 1, 10, 100]

@@ -183,6 +183,7 @@ def test_an_end_before_its_time_leaves_no_process(nothing_stays, monkeypatch):
         list(run_until_end([Trial("prefetch", steps=32)] * 2, at_once=2))
 
 
+@pytest.mark.long
 @linux
 def test_several_at_once_come_back_in_their_order(nothing_stays):
     trials = [Trial(cause, steps=4) for cause in ("worker_buffers", "healthy", "closure")]
@@ -194,6 +195,7 @@ def test_several_at_once_come_back_in_their_order(nothing_stays):
 # What cures give
 
 
+@pytest.mark.long
 @linux
 def test_resident_memory_is_what_the_trace_without_memory_says():
     """Two counts that share nothing: the kernel's pages, and sizes of tensors that have none."""

@@ -302,7 +302,7 @@ evidence.write_recorder(folder, 0), evidence.write_stacks(folder, 0)
     assert of.groups == {made.group: (0,)} and of.stack[-1].name == "<module>" and not of.problems
 
 
-@pytest.mark.parametrize(("size", "entries"), [(None, 3), ("2", 2), ("0", 0)])
+@pytest.mark.parametrize(("size", "entries"), [(None, 3), pytest.param("2", 2, marks=pytest.mark.long), ("0", 0)])
 def test_torch_records_unless_it_is_told_not_to(size, entries):
     """What RECORDER, the glossary and the recipe say: without the variable calls are recorded; 0 turns that off."""
     code = (

@@ -164,6 +164,7 @@ def test_each_guard_has_its_own_price():
     assert "within the aim" in " ".join(debug_cost.answer(cost_records(1.01)))
 
 
+@pytest.mark.long
 def test_the_armed_training_trains_the_same(tmp_path):
     nobody = types.SimpleNamespace(cores=None)  # not pinned
     with armed.Job(tmp_path, False, 32, 0, nobody) as plain, armed.Job(tmp_path, True, 32, 0, nobody) as with_all:

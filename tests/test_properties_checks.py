@@ -18,6 +18,7 @@ from labs.kit.check import Outcome, examine, exercise_ids
 
 ON_RANKS = "00.3 02.1 02.4 03.2 03.3 03.4 05.1 06.4 07.1 07.2 08.1 08.2 10.1 10.2 10.3".split()
 """Their checkers start processes."""
+QUICK_ON_RANKS = "00.3 03.2 05.1 06.4 08.1 10.2".split()
 
 
 def _raise(*_, **__):
@@ -150,7 +151,9 @@ def test_these_were_once_a_traceback_or_a_hang():
         judge("00.2", candidate)
 
 
-@pytest.mark.parametrize("exercise_id", ON_RANKS)
+@pytest.mark.parametrize(
+    "exercise_id", [pytest.param(i, marks=() if i in QUICK_ON_RANKS else pytest.mark.long) for i in ON_RANKS]
+)
 @settings(max_examples=2)
 @given(st.one_of(made, st.sampled_from(ERRORS[:4]).map(_raises)))
 def test_any_function_on_ranks_gets_an_answer(exercise_id, candidate):

@@ -20,7 +20,10 @@ def shape(records):
     return sorted((r.lab, r.metric, r.unit, str(r.case), str(r.layout), str(r.config)) for r in records)
 
 
-@pytest.mark.parametrize("start", [[*PYTHON, "-m"], TORCHRUN], ids=["python -m", "torchrun"])
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param([*PYTHON, "-m"], marks=pytest.mark.long, id="python -m"), pytest.param(TORCHRUN, id="torchrun")],
+)
 def test_the_same_records_however_it_is_started(start, tmp_path):
     environment, out = new_environment(), tmp_path / "run.jsonl"
     done = subprocess.run([*start, EMPTY, "--out", out], env=environment, cwd=HERE, capture_output=True, text=True,

@@ -73,9 +73,10 @@ AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE
         "OPENBLAS_CORETYPE": "Haswell"}  # fmt: skip
 MACHINES = {
     "small": Machine(
-        about="one usable core of four, no AVX, nobody's user, German in Latin-1, Nepal, in 40 days",
+        about="one usable core of four, no AVX, one GPU that torch does not see, nobody's user, German in Latin-1, "
+        "Nepal, in 40 days",
         days=40, zone="Asia/Kathmandu", locale="de_DE.ISO-8859-1", folder="GPU course", host="klein",
-        cpu="Imaginary Atom 330", isa=SSE, reported=4, usable=1, columns=40,
+        cpu="Imaginary Atom 330", isa=SSE, reported=4, usable=1, columns=40, gpus=("Tesla T4",),
     ),
     "large": Machine(
         about="four usable cores of 64, AVX2, two GPUs that torch does not see, a fork server, a busy neighbour, "
