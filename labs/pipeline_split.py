@@ -151,12 +151,13 @@ def _step(
     return step
 
 
-def chosen_over_best(records: Records, name: str) -> Estimate:
-    """Step time of the chosen cuts over that of the fastest finalist, paired round by round: 1 is a perfect choice."""
+def chosen_over_rival(records: Records, name: str) -> Estimate:
+    """Step time of the chosen cuts over that of the fastest other finalist, paired round by round; 1 without others."""
     steps = records.where("step_s", chain=name, phase="finalists")
     chosen = chosen_cuts(records, name)
     own = next(r for r in steps if r.case["cuts"] == chosen)
-    return paired_ratio(own.samples, min(steps, key=lambda r: r.value).samples)
+    others = [r for r in steps if r is not own] or [own]
+    return paired_ratio(own.samples, min(others, key=lambda r: r.value).samples)
 
 
 def chosen_cuts(records: Records, name: str, by: str = "cost model") -> list[int]:
@@ -172,16 +173,16 @@ def sweep(records: Records, name: str) -> list[tuple[list[int], float, float]]:
 
 
 def answer(run: Records) -> Iterator[str]:
-    """For each model: the cut that its profile chose, against the best of all and against equally many layers."""
+    """For each model: the cut that its profile chose, against the best other one and against equally many layers."""
     n = run[0].layout["world_size"]
     if n == 1:
         yield "One rank holds the whole model: there is nothing to cut. Take --nproc 2."
         return
     for name in dict.fromkeys(r.case["chain"] for r in run.where("chosen")):
         cut, even = (chosen_cuts(run, name, by=by) for by in ("cost model", "equally many layers"))
-        ratio = chosen_over_best(run, name)
-        word = "the best of those tried" if ratio.high <= 1 else (
-            f"{ratio} the time of the best" if ratio.low > 1 else "no cut is shown to be better")  # fmt: skip
+        ratio = chosen_over_rival(run, name)
+        word = "the best of those tried" if ratio.high < 1 else (
+            f"{ratio} the time of another cut" if ratio.low > 1 else "no cut is shown to be better")  # fmt: skip
         swept = {tuple(c): s for c, _, s in sweep(run, name)}
         gain = f", {swept[tuple(even)] / swept[tuple(cut)]:.2f} x as fast in the sweep" * (
             cut != even and tuple(even) in swept)  # fmt: skip

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from labs import data_parallel
+from labs.chapters.nb03 import figures
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
+from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
 from labs.parts import models
 
@@ -69,6 +71,17 @@ def test_modelled_speedup_adds_the_all_reduce_to_the_step():
         Record("data_parallel", "all_reduce_s", "s", (0.25,), layout={"world_size": 2}),
     ])  # fmt: skip
     assert data_parallel.modelled_speedup(records) == pytest.approx(2 / 1.25)
+
+
+def test_the_figure_names_a_ceiling_only_where_ddp_is_shown_to_be_below_it():
+    def told(low, high):
+        return figures._ways_message(
+            2, Estimate(1.84, 1.4, 2.2, 8), Estimate(1.77, 1.6, 2.3, 8), Estimate(1, low, high, 8)
+        )
+
+    assert told(0.8, 0.9) == "2 ranks train 1.84 times as fast as one; the machine allows 1.77"
+    assert told(0.9, 1.1).endswith("as fast as one, not shown to be slower than copies that never talk")
+    assert told(1.1, 1.2).endswith(", faster than copies that never talk")
 
 
 @pytest.mark.parametrize(

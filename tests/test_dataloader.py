@@ -123,11 +123,13 @@ def test_a_smoke_run_has_every_part(run):
     assert [(r["model"], r["workers"]) for r in rows] == [("light", 0), ("light", 1)]
 
 
+@pytest.mark.long
 def test_float_images_are_four_times_as_large(run):
     sizes = {r.case["send"]: r.value for r in run.where("batch_bytes")}
     assert sizes == {"uint8": 16 * 3 * 224 * 224, "float32": 4 * 16 * 3 * 224 * 224}
 
 
+@pytest.mark.long
 def test_the_timeline_has_a_start_and_an_end_for_every_batch(run):
     who = {"worker 0", "worker 1", "waits", "trains"}
     for model in ("light", "heavy"):
@@ -141,6 +143,7 @@ def test_the_timeline_has_a_start_and_an_end_for_every_batch(run):
         assert loaded <= waited.samples[0], "no batch is trained on before a worker has loaded one"
 
 
+@pytest.mark.long
 def test_without_a_gpu_nothing_is_said_of_transfers(run):
     transfers = [r for r in run if "pin_memory" in r.case]
     assert bool(transfers) is torch.cuda.is_available()

@@ -88,7 +88,9 @@ def lbfgs(parameters):
 TAKEN_BACK = ("same batch again", "half precision", "single precision", "fused optimizer", "larger batch")
 
 
-@pytest.mark.parametrize("make", [sgd, torch.optim.Adam, torch.optim.Adagrad, lbfgs])
+@pytest.mark.parametrize(
+    "make", [sgd, torch.optim.Adam, *(pytest.param(m, marks=pytest.mark.long) for m in (torch.optim.Adagrad, lbfgs))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_steps_as_they_are_train_as_if_nothing_else_had_been(quick, make, dtype):
     """Bit for bit: weights, optimizer, schedule, dropout and statistics, with the batches that they were given."""

@@ -163,7 +163,10 @@ class OldOnesRenamedFirst(mutants.Files):
             old.with_suffix(".old").unlink()
 
 
-@pytest.mark.parametrize("right", [mutants.Files, FolderPerStep, NamesOfItsOwn, ToldByPrinting, OldOnesRenamedFirst])
+RARER = [pytest.param(c, marks=pytest.mark.long) for c in (NamesOfItsOwn, ToldByPrinting, OldOnesRenamedFirst)]
+
+
+@pytest.mark.parametrize("right", [mutants.Files, FolderPerStep, *RARER])
 def test_other_files_that_survive_pass(right, capsys):
     passes("05.1", right)
     assert capsys.readouterr().out == ""

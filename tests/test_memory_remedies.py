@@ -66,6 +66,7 @@ def test_gradients_are_equal_in_float64():
 # -- remedies
 
 
+@pytest.mark.long
 def test_which_part_fills_the_memory_decides(run):
     """A remedy that halves one model's peak does nothing for the other's."""
     peak = {(r.case["model"], r.case["remedy"]): r.value for r in run.where("predicted_bytes", part="remedies")}
@@ -120,6 +121,7 @@ def test_what_is_offloaded_comes_back_as_it_was_and_is_counted():
     assert real < 0.6 * measured(plain, 16, optimizer="adam").peak_bytes
 
 
+@pytest.mark.long
 def test_the_oracle_says_what_the_allocator_says(run):
     found = run.where("peak_bytes", part="remedies")
     assert len(found) == 2 * (len(ways_out.SMOKE) - 1)
@@ -149,6 +151,7 @@ LINES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_growth_finds_every_leak_and_the_peak_does_not(run):
     growth = {r.case["loop"]: r.value for r in run.where("growth_bytes")}
     assert set(growth) == set(leaks.LOOPS) and set(LINES) == set(leaks.LEAKS)
@@ -160,6 +163,7 @@ def test_growth_finds_every_leak_and_the_peak_does_not(run):
     assert not memory_remedies.separates(run, "peak_so_far_bytes")
 
 
+@pytest.mark.long
 def test_history_names_the_line(run):
     found = {r.case["loop"]: (r.case["code"], r.value) for r in run.where("site_share")}
     assert found == {loop: (code, 1.0) for loop, code in LINES.items()}
@@ -191,6 +195,7 @@ def test_history_in_autograds_own_thread_names_the_line_that_called_backward():
     assert site.op == "add" and site.code == "backward(history)" and len(site.stack) == 2
 
 
+@pytest.mark.long
 def test_the_peak_so_far_never_falls(run):
     for r in run.where("peak_so_far_bytes"):
         live = run.one("live_bytes", loop=r.case["loop"]).samples
@@ -274,6 +279,7 @@ def test_empty_cache_helps_in_time_only():
     assert fits == {PLAIN: False, LATE: False, BETWEEN: True, EXPANDABLE: True}
 
 
+@pytest.mark.long
 def test_the_lab_records_the_folklore(run):
     assert {r.case["way"] for r in run.where("fits", part="lengths")} == set(WAYS)
     assert memory_remedies.enough_headroom(run, EXPANDABLE) <= memory_remedies.enough_headroom(run, PLAIN)
@@ -294,6 +300,7 @@ def test_enough_headroom_is_where_all_larger_devices_fit():
 # -- what needs a GPU
 
 
+@pytest.mark.long
 def test_without_cuda_some_functions_say_0_and_some_raise(run):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -62,8 +62,9 @@ def test_a_gpu_keeps_the_bytes_that_are_traced_without_one():
 
 @pytest.mark.parametrize(("name", "make", "rows", "conditions"), [
     ("bert_large", lambda: bert(None, 128), 16, {"optimizer": "adam"}),  # its peak is the optimizer's: rounds up
-    ("bert_large", lambda: bert(None, 128), 70, {"optimizer": "adam"}),
-    ("resnet152", resnet, 64, {"optimizer": "momentum"}),  # cuDNN's workspace is not in the trace
+    pytest.param("bert_large", lambda: bert(None, 128), 70, {"optimizer": "adam"}, marks=pytest.mark.long),
+    # cuDNN's workspace is not in the trace:
+    pytest.param("resnet152", resnet, 64, {"optimizer": "momentum"}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_gpus_allocator_was_asked_for_what_the_oracle_traces(name, make, rows, conditions):
     (run,) = on_gpus.runs("memory_oracle")

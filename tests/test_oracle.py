@@ -30,10 +30,15 @@ def workload(module, loss=None):
 # -- against reality
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(("name", "conditions"), [
-    ("mlp", {}), ("mlp", {"optimizer": "adam"}), ("mlp", {"set_to_none": False}),
+    ("mlp", {}), pytest.param("mlp", {"optimizer": "adam"}, marks=LONG),
+    pytest.param("mlp", {"set_to_none": False}, marks=LONG),
     ("mlp", {"micro_batches": 4, "optimizer": "momentum", "max_norm": 1.0}),
-    ("cnn_batchnorm", {"precision": "bf16"}), ("tiny_bert", {}), ("char_gpt", {"optimizer": "adam"}),
+    ("cnn_batchnorm", {"precision": "bf16"}), pytest.param("tiny_bert", {}, marks=LONG),
+    ("char_gpt", {"optimizer": "adam"}),
 ])  # fmt: skip
 def test_the_trace_is_what_the_allocator_says(name, conditions):
     traced, real = oracle.step(source(name), 32, **conditions), oracle.measured(source(name), 32, **conditions)
@@ -83,8 +88,9 @@ def test_peaks_by_hand():
 
 
 @pytest.mark.parametrize(("name", "conditions"), [
-    ("cnn_batchnorm", {"optimizer": "adam"}), ("tiny_bert", {"optimizer": "momentum"}), ("mlp", {"precision": "bf16"}),
-    ("char_gpt", {"policy": "block"}), ("tiny_resnet", {"policy": "block"}),
+    ("cnn_batchnorm", {"optimizer": "adam"}), pytest.param("tiny_bert", {"optimizer": "momentum"}, marks=LONG),
+    pytest.param("mlp", {"precision": "bf16"}, marks=LONG), ("char_gpt", {"policy": "block"}),
+    pytest.param("tiny_resnet", {"policy": "block"}, marks=LONG),
 ])  # fmt: skip
 def test_equal_to_memtracker(name, conditions):
     slow = oracle.memtracker(source(name), 8, **conditions)

@@ -18,7 +18,7 @@ from labs.parts.pipelines import analysis, schedules, torch_schedules
 WHOLE = {"single", "copies"}
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.fixture(scope="module", params=[*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 4])
 def run(request):
     model = "deep_mlp" if request.param > 1 else "char_gpt"
     return launch("pipeline_parallel", nproc=request.param, model=model, smoke=True, oversubscribe=True)

@@ -115,6 +115,17 @@ def test_a_figure_of_models_needs_no_records():
     assert fig.get_supxlabel() == "modelled by this course"
 
 
+def test_a_long_source_stays_inside_the_figure():
+    """Wide letters, as in addresses: a line of so many characters need not be a line of so many points."""
+    fig, ax = plot.figure("message", xlabel="GPUs", ylabel="GB/s", records=[
+        record("published", source="github.com/MOMMOMMOM/WWWWWWWW at c53741b8, NETWORK/BENCHMARKS/8xH200.md: GWMWGW")
+    ])  # fmt: skip
+    plot.points(ax, [1], [1.0], kind="published")
+    plot.to_png(fig)
+    [line] = [text for text in fig.texts if text.get_text() == fig.get_supxlabel()]
+    assert line.get_window_extent().x1 < fig.bbox.x1 and "\n" in line.get_text()
+
+
 @pytest.mark.parametrize(
     ("records", "line"),
     [

@@ -255,6 +255,7 @@ print(merged.traces[0].events, (resource.getrusage(resource.RUSAGE_SELF).ru_maxr
 """
 
 
+@pytest.mark.long
 def test_a_large_trace_is_opened_in_little_memory(tmp_path):
     """40 MB of operators, all beside each other, so that none can be joined with another: the worst case."""
     path, n = tmp_path / "large.json", 150_000

@@ -32,6 +32,7 @@ def told(run, name):
     return {r.case["on_rank"]: r.case["text"] for r in run.where("variable", name=name)}
 
 
+@pytest.mark.long
 def test_each_rank_is_told_who_it_is(run):
     assert told(run, "RANK") == {r: str(r) for r in range(4)}
     assert told(run, "LOCAL_RANK") == {0: "0", 1: "1", 2: "0", 3: "1"}, "counted on its own machine"
@@ -42,6 +43,7 @@ def test_each_rank_is_told_who_it_is(run):
     assert {r.value for r in run.where("sum")} == {1 + 2 + 3 + 4}
 
 
+@pytest.mark.long
 def test_a_taken_port_is_told_and_cured(run):
     record = run.one("told_s", setting="port taken")
     assert "EADDRINUSE" in record.case["line"] and record.case["node"] == 0
@@ -49,6 +51,7 @@ def test_a_taken_port_is_told_and_cured(run):
     assert run.one("cured", setting="port taken").value == 1
 
 
+@pytest.mark.long
 def test_a_killed_machine_comes_back_and_nobody_can_tell(run):
     assert run.one("state_equal").value == 1
     whole, again = run.one("loss", run="undisturbed"), run.one("loss", run="killed")
@@ -58,6 +61,7 @@ def test_a_killed_machine_comes_back_and_nobody_can_tell(run):
     assert run.one("away_s").value > 0
 
 
+@pytest.mark.long
 def test_the_answer_says_which_machines_they_were(run):
     said = " ".join(two_nodes.answer(run))
     assert "two addresses of one machine's loopback" in said and "equal bit for bit" in said

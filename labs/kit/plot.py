@@ -15,7 +15,6 @@ import base64
 import html
 import io
 import math
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -83,11 +82,11 @@ def _title_lines(text: str, width_in: float) -> list[str]:
     return next((lines for width in widths if len(lines := _filled(words, width)) == fewest), _filled(words, limit))
 
 
-def _filled(words: Sequence[str], width: float) -> list[str]:
-    """Lines of up to `width` points; letters differ in width, so they are measured."""
+def _filled(words: Sequence[str], width: float, size: float | None = None) -> list[str]:
+    """Lines of up to `width` points, of a title or, of font size `size`, a caption; letters differ in width."""
     lines: list[str] = []
     for word in words:
-        if lines and _title_points(f"{lines[-1]} {word}") <= width:
+        if lines and _points_wide(f"{lines[-1]} {word}", size) <= width:
             lines[-1] += f" {word}"
         else:
             lines.append(word)
@@ -95,10 +94,11 @@ def _filled(words: Sequence[str], width: float) -> list[str]:
 
 
 @cache  # a slider's title is wrapped anew at every move
-def _title_points(text: str) -> float:
-    """The width of a title, in points."""
-    bold = FontProperties(family=STYLE["font.family"], weight="bold", size=STYLE["axes.titlesize"])
-    return text_to_path.get_text_width_height_descent(text, bold, ismath=False)[0]
+def _points_wide(text: str, size: float | None) -> float:
+    """The width of a title or, of font size `size`, a caption, in points."""
+    weight = "bold" if size is None else "normal"
+    font = FontProperties(family=STYLE["font.family"], weight=weight, size=size or STYLE["axes.titlesize"])
+    return text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]
 
 
 def caption(fig: Figure, records: Any) -> None:
@@ -178,8 +178,9 @@ def finish(fig: Figure) -> None:
     line = fig._course_caption = provenance_line(
         [r for r in records if r.kind in drawn] + _without_records(drawn, records)
     )
-    wrapped = "\n".join(textwrap.wrap(line, int(fig.get_figwidth() * 15)))
-    fig.supxlabel(wrapped, fontsize=9, color=GREY, ha="left", x=0.01)
+    size = 9
+    wrapped = "\n".join(_filled(line.split(), 0.97 * 72 * fig.get_figwidth(), size))
+    fig.supxlabel(wrapped, fontsize=size, color=GREY, ha="left", x=0.01)
 
 
 def _add_legend(fig: Figure, ax: Axes) -> None:

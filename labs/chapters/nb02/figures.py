@@ -231,7 +231,7 @@ def pinned(run: Records, folder: Path = on_gpus.RECORDS) -> None:
     gain = quotient(by[True, True], by[False, False])
     told = f"{gain} as fast as neither" if differs(gain) else f"no difference that this run can show, {gain}"
     message = f"Pinned memory with non_blocking: {told}"
-    fig, ax = figure(message, xlabel="images per second", ylabel="pin_memory, non_blocking", records=Records(rows),
+    fig, ax = figure(message, xlabel="images per second", ylabel="pin_memory,\nnon_blocking", records=Records(rows),
                      size=(6.8, 2.9), legend_below=True)  # fmt: skip
     bars(ax, [f"{p}, {n}" for p, n in by], list(by.values()), kind=rows[0].kind, label="model and loader together")
     return show(fig, alt=f"{message}. " + "; ".join(f"pin_memory={p}, non_blocking={n}: {_rate(r)}"

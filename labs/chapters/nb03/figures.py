@@ -36,7 +36,7 @@ def ways(run: Records, guess: Prediction) -> None:
     threads = "" if run[0].layout["device"] == "cuda" else ",\nits algorithm on CPU threads"
     labels = [NAMES["copies"], "DDP", f"DataParallel{threads}"]
     values = [found["copies", n], found["ddp", n], found["dp", n]]
-    message = f"{n} ranks train {values[1].value:.2f} times as fast as one; the machine allows {values[0].value:.2f}"
+    message = _ways_message(n, values[1], values[0], share_of_ceiling(run))
     fig, ax = figure(message, xlabel="samples per second, relative to one rank (x)", ylabel="way to train", records=run,
                      size=(7.0, 3.1), legend_below=True)  # fmt: skip
     bars(ax, labels, values)
@@ -49,6 +49,13 @@ def ways(run: Records, guess: Prediction) -> None:
     ax.set_xlim(left=0)
     show(fig, alt=f"{message}. DataParallel: {values[2]}. Model without overlap: {modelled:.2f}.")
     say(_ways_text(run, guess, values[1], values[0], modelled))
+
+
+def _ways_message(n: int, ddp: Estimate, ceiling: Estimate, share: Estimate) -> str:
+    fast = f"{n} ranks train {ddp.value:.2f} times as fast as one"
+    if share.high < 1:
+        return f"{fast}; the machine allows {ceiling.value:.2f}"
+    return f"{fast}, {'faster' if share.low > 1 else 'not shown to be slower'} than copies that never talk"
 
 
 def _ways_text(run: Records, guess: Prediction, ddp: Estimate, ceiling: Estimate, modelled: float) -> str:

@@ -39,7 +39,9 @@ def pareto(run: Records, guess: Prediction) -> None:
                         textcoords="offset points", fontsize=10)  # fmt: skip
     flops = max(r["flops_ratio"] for r in rows)
     ax.axhline(flops, linestyle="--", color=GREY)
-    ax.annotate("operations, counted", (none, flops), ha="right", va="bottom", fontsize=10)
+    ax.annotate(
+        "operations, counted", (0.9, flops), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=10
+    )
     every = max((r for r in rows if r["policy"].count(":") == 1), key=lambda r: r["segments"])
     prediction(ax, every["peak_bytes"] / MB, 1 + float(guess) / 100)
     show(fig, alt=f"{message}. " + "; ".join(f"{r['policy']}: {r['time_ratio']}" for r in rows))

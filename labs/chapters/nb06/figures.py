@@ -14,7 +14,7 @@ from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, predict
 from labs.kit.record import Records
 from labs.parts.pipelines import analysis, schedules
 from labs.parts.precision import rounding
-from labs.pipeline_split import chosen_cuts, chosen_over_best, sweep
+from labs.pipeline_split import chosen_cuts, chosen_over_rival, sweep
 
 NAMES = {"naive": "naive", "gpipe": "GPipe", "1f1b": "1F1B"}
 COLORS = {"forward": SERIES[0], "backward": SERIES[2], "send": SERIES[3], "receive": SERIES[1], "idle": "#E3E3E3"}
@@ -150,18 +150,18 @@ def parity(*runs: Records) -> None:
 
 
 def cut_message(ratios: list[Estimate]) -> str:
-    """Of the chosen cuts' times over those of the best: what all of them show."""
+    """Of the chosen cuts' times over those of their best rivals: what all of them show."""
     worst = max(ratios, key=lambda r: r.low)
     if worst.low > 1:
-        return f"A cut is shown to be better than the chosen one: its time over the best is {worst}"
-    best = all(r.high <= 1 for r in ratios)
-    return "The chosen cut is the best one" if best else "No cut is shown to be better than the chosen one"
+        return f"A cut is shown to be better than the chosen one, which takes {worst} its time"
+    best = all(r.high < 1 for r in ratios)
+    return "Each chosen cut is the best one" if best else "No cut is shown to be better than the chosen one"
 
 
 def cuts(run: Records, guess: Prediction) -> None:
     """Figure: step time against the place of the cut for three models, predicted by the cost model and measured."""
     chains = list(dict.fromkeys(r.case["chain"] for r in run.where("chosen")))
-    ratios = {c: chosen_over_best(run, c) for c in chains}
+    ratios = {c: chosen_over_rival(run, c) for c in chains}
     message = cut_message(list(ratios.values()))
     fig, ax = figure(message, xlabel="layers on the first rank", ylabel="time / best measured (x)",
                      records=run, legend_below=True)  # fmt: skip
@@ -170,19 +170,24 @@ def cuts(run: Records, guess: Prediction) -> None:
         least = min(measured for _, _, measured in rows)
         at = [cut[0] for cut, _, _ in rows]
         curve(ax, at, [predicted / least for _, predicted, _ in rows], label=chain, color=SERIES[k])
-        points(ax, at, [measured / least for _, _, measured in rows], label=chain, color=SERIES[k])
+        beside = [x + 0.12 * (k - (len(chains) - 1) / 2) for x in at]  # points at the same place hide each other
+        points(ax, beside, [measured / least for _, _, measured in rows], label=chain, color=SERIES[k])
     first = chains[0]
     place = {cut[0]: measured for cut, _, measured in sweep(run, first)}
     near = min(place, key=lambda cut: abs(cut - float(guess)))
     prediction(ax, float(guess), place[near] / min(place.values()), label=f"your prediction, {first}")
     show(fig, alt=f"{message}. " + "; ".join(f"{c}: {r}" for c, r in ratios.items()))
-    rows = []
+    rows = ["The points are a first look, some steps each; the chosen cut and the two fastest then took turns:"]
     for c in chains:
         cut, even = (chosen_cuts(run, c, by=by)[0] for by in ("cost model", "equally many layers"))
-        word = (
-            "the best of the sweep"
-            if ratios[c].low == ratios[c].high == 1
-            else f"time over that of the best {ratios[c]}"
+        rows.append(
+            f"* {c}: the cost model cuts after layer {cut} (equally many layers: {even}). Time over that of its best "
+            f"rival: {ratios[c]}; {_cut_word(ratios[c])}."
         )
-        rows.append(f"* {c}: the cost model cuts after layer {cut} (equally many layers: {even}), {word}")
     say("\n".join(rows))
+
+
+def _cut_word(ratio: Estimate) -> str:
+    if ratio.high < 1:
+        return "it is the best"
+    return "the rival is better" if ratio.low > 1 else "neither is shown to be better"
