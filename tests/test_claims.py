@@ -29,9 +29,11 @@ def own_judges(monkeypatch):
     # E23 and B29 are the claims that these tests judge themselves
     others = {c: j for c, j in claims_module._judges.items() if c not in ("E23", "B29")}
     monkeypatch.setattr(claims_module, "_judges", others)
-    docket.recorded.cache_clear()
+    for kept in (docket.recorded, docket.recorded_case):
+        kept.cache_clear()
     yield
-    docket.recorded.cache_clear()  # the next module is told what all judges say
+    for kept in (docket.recorded, docket.recorded_case):  # the next module is told what all judges say
+        kept.cache_clear()
 
 
 def test_all_167_claims_are_there_and_complete():
