@@ -396,7 +396,12 @@ def choice_text(run: Records, mb_s: float) -> str:
     found = chosen(run, mb_s)
     if found is None:
         return f"At {mb_s:g} MB/s no way is surely faster than DDP as it is without learning less."
-    return f"At {mb_s:g} MB/s take {found[0]}: {found[1]} as fast as DDP as it is, no loss of accuracy shown."
+    way, ratio = found
+    own = run.one("step_s", way=way, mb_s=mb_s).samples
+    rivals = [r for r in _not_worse(run, mb_s) if r != way
+              and measure.paired_ratio(run.one("step_s", way=r, mb_s=mb_s).samples, own).low <= 1]  # fmt: skip
+    told = f" It is not shown to be faster than {', '.join(rivals)}." if rivals else ""
+    return f"At {mb_s:g} MB/s take {way}: {ratio} as fast as DDP as it is, no loss of accuracy shown.{told}"
 
 
 def trained_text(run: Records) -> str:
@@ -439,9 +444,14 @@ def chosen(run: Records, mb_s: float) -> tuple[str, measure.Estimate] | None:
 
     None if no way is surely faster, or nothing was trained.
     """
-    less = {way for way, e in losses(run).items() if e.high < 0} if run.where("accuracy") else set(WAYS)
-    found = {way: by[mb_s] for way, by in gains(run).items() if way not in less and by[mb_s].low > 1}
+    found = {way: gain for way, gain in _not_worse(run, mb_s).items() if gain.low > 1}
     return max(found.items(), key=lambda item: item[1].value) if found else None
+
+
+def _not_worse(run: Records, mb_s: float) -> dict[str, measure.Estimate]:
+    """Gain at `mb_s` of each way that is not shown to learn less; of none if nothing was trained."""
+    less = {way for way, e in losses(run).items() if e.high < 0} if run.where("accuracy") else set(WAYS)
+    return {way: by[mb_s] for way, by in gains(run).items() if way not in less}
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -215,11 +215,12 @@ def _did_it_pay(run: Records) -> Iterator[str]:
         saved = statistics.fmean(of["steps again"] for of in others) - parts["handler"]["steps again"]
         longer = parts["handler"]["end"] - statistics.fmean(of["end"] for of in others)
         yield (f"Against the others the handler saved {saved:.2f} s of steps, and the job took "
-               f"{abs(longer):.2f} s {'longer' if longer >= 0 else 'less'} to end: "
-               f"here it {'paid' if saved > longer else 'did not pay'}.")  # fmt: skip
+               f"{abs(longer):.2f} s {'longer' if longer >= 0 else 'less'} to end: by these two parts alone "
+               f"{abs(saved - longer):.2f} s {'less' if saved > longer else 'more'}.")  # fmt: skip
     if len(parts) > 1:
         starts = [sum(of.values()) - of["end"] - of["steps again"] for of in parts.values()]
-        yield f"Starts took from {min(starts):.2f} to {max(starts):.2f} s in this run."
+        yield (f"Starts took from {min(starts):.2f} to {max(starts):.2f} s in this run, and each way ran once: the "
+               "totals cannot tell.")  # fmt: skip
 
 
 def _grace(run: Records) -> str:

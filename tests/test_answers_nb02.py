@@ -180,8 +180,8 @@ def test_a_model_slower_than_its_loader_waits_or_not_as_the_records_say(loader, 
 
 
 @pytest.mark.parametrize(("on_shared_cores", "words"), [
-    (1000, "this run's noise"), (960, "explain the smaller part of it; counted in CPU seconds, -17% remain"),
-    (840, "model and workers share the cores; counted in CPU seconds, -5% remain"),
+    (1000, "this run's noise"), (960, "explain the smaller part of it; in CPU seconds, -17% remain"),
+    (840, "model and workers share the cores: that can explain it; in CPU seconds, -5% remain"),
 ])  # fmt: skip
 def test_shared_cores_are_named_as_the_cause_only_where_they_explain_most(on_shared_cores, words):
     row = {
@@ -191,5 +191,5 @@ def test_shared_cores_are_named_as_the_cause_only_where_they_explain_most(on_sha
         "the slower one": 1000,
         "shared cores": on_shared_cores,
     }
-    text = figures._together_text([row], [row], GUESS, row)
+    text = figures._together_text([row], GUESS, row)
     assert "-20% from the formula" in text and words in text

@@ -249,7 +249,7 @@ def test_numbers_of_the_sentences_are_those_of_the_records():
     )
     assert "torch.amp.autocast('cpu'), torch.amp.GradScaler('cpu')" in because("E17")
     assert "FP16 with its scaler as FP32 (sgd, adamw)" in because("B09")
-    assert "after one overflow loses steps (8 of 20, sgd)" in because("B09")
+    assert "after one overflow loses steps (takes 8 of 20, sgd)" in because("B09")
     assert "BF16 wrong (off by 300 %, sgd)" in because("E18")
     assert "wrong (off by 99 %, sgd)" in because("E20") and "after unscale_ as FP32" in because("E20")
     assert "1 of 3 steps (planted overflow) and 2 of 3 steps (too large a start)" in because("D25")

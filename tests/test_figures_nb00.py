@@ -124,7 +124,7 @@ def all_reduces(latency, rate, spread=NARROW):
 
 def test_a_link_is_told_with_its_interval(said):
     figures.all_reduce(all_reduces(1e-4, 1e9), predict(90, "half", "KiB"))
-    assert "less than half of the bandwidth" in said[0]
+    assert "Half of the bandwidth is reached at about" in said[0]
     value, low, high = (
         float(x) for x in re.search(r"reached at ([\d.]+) KiB \[([\d.]+), ([\d.]+)\]", said[1]).groups()
     )

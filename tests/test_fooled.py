@@ -292,7 +292,7 @@ def test_what_the_figure_says_follows_the_records(shown):
         [*made("blocked", SURE, EVEN), *made("cold_start", EVEN, EVEN), *padded, *learning, *busy, *exchanges]
     )
     figures_fooled.overview(run, predict(25.0, "ratio", unit="x"))
-    assert alts[0].startswith("5 of 6 ways that were tried here fool by more than 5 %, the worst by a factor of 25")
+    assert alts[0].startswith("5 of 6 ways that were measured here fool by more than 5 %, one by a factor of 25")
     assert "You predicted 25 x; that is within what was measured" in said[0]
     assert "No difference that this run can show: first steps count" in said[0]
     assert "honest answer holds 1 in 1 of 1 rows, that of the fooling answer in 0" in said[0]

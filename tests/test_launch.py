@@ -3,6 +3,7 @@
 import io
 import os
 import subprocess
+import sys
 import tempfile
 import threading
 from contextlib import redirect_stdout
@@ -12,7 +13,7 @@ import pytest
 from again import holds_soon
 from processes import HERE, MARK, PYTHON, assert_no_survivors, leftovers, new_environment
 
-from labs.kit import fork_server, guardian
+from labs.kit import fork_server, guardian, lab
 from labs.kit.display import NotebookView, View
 from labs.kit.launch import RankFailed, launch, run_on_ranks
 from labs.kit.record import Records
@@ -273,3 +274,15 @@ def test_a_warm_launch_is_many_times_faster_than_torchrun():
     run = measured()
     assert {r.case["by"] for r in run.where("start_s")} == {"first launch", "launch", "torchrun"}
     assert holds_soon(lambda run: run.one("ratio").value > 3, run, measured), "it is 20 to 40 on a quiet machine"
+
+
+def test_a_lab_is_found_while_another_thread_imports(monkeypatch):
+    """The preflight loads JupyterLab in a thread meanwhile: sys.modules grows while it is looked through."""
+    number = iter(range(10**6))
+
+    def grows(name):
+        monkeypatch.setitem(sys.modules, f"came_meanwhile_{next(number)}", sys)
+        return False
+
+    monkeypatch.setattr(lab, "_is_lab_code", grows)
+    assert lab._fresh("labs.timing").__name__ == "labs.timing"

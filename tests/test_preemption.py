@@ -120,9 +120,9 @@ def test_an_answer_does_not_hide_another_result():
 
 
 @pytest.mark.parametrize(("end", "again", "words"), [
-    (1.0, 3.0, "saved 3.00 s of steps, and the job took 0.50 s longer to end: here it paid"),
-    (2.5, 0.7, "saved 0.70 s of steps, and the job took 2.00 s longer to end: here it did not pay"),
-    (0.3, 0.1, "saved 0.10 s of steps, and the job took 0.20 s less to end: here it paid"),
+    (1.0, 3.0, "saved 3.00 s of steps, and the job took 0.50 s longer to end: by these two parts alone 2.50 s less"),
+    (2.5, 0.7, "saved 0.70 s of steps, and the job took 2.00 s longer to end: by these two parts alone 1.30 s more"),
+    (0.3, 0.1, "saved 0.10 s of steps, and the job took 0.20 s less to end: by these two parts alone 0.30 s less"),
 ])  # fmt: skip
 def test_whether_the_handler_pays_is_read_from_the_run(end, again, words):
     assert words in told(handler_end=end, again=again)

@@ -36,7 +36,6 @@ PROSE = """
 00 5681f724: twice: datasheet
 00 62e7df0f: 150 ms | 100 ms: arithmetic
 00 003e0acc: twice: question
-00 take-home: few microseconds: rule
 01 need: 95 %: defined
 01 m2: 95 %: defined
 01 m2: 5 % | 10 %: question

@@ -411,7 +411,8 @@ def test_a_slow_source_gets_workers_and_they_are_worth_it():
     workers = tuning.settings["num_workers"]  # with a busy neighbour a search of seconds may not tell 4 from 2
     assert workers in (2, 4) and tuning.settings["persistent_workers"]
     assert tuning.limit == "loader"  # whether more than 4 would bring more, it may not tell either
-    assert tuning.evidence.ratio(("together", FOUR), MODEL).value < 0.5 < tuning.wait_share.value
+    chosen = Setting(workers, tuning.settings.get("prefetch_factor", 2))
+    assert tuning.evidence.ratio(("together", chosen), MODEL).value < 0.5 < tuning.wait_share.value
     loader = DataLoader(Waiting(), 2, shuffle=True, **tuning.settings)
     assert len(list(loader)) == 32
 

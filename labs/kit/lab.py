@@ -69,7 +69,7 @@ def _fresh(full: str) -> ModuleType:
     for name in reloaded:
         importlib.reload(sys.modules[name])
     lab = importlib.import_module(full)
-    for name in [n for n in sys.modules if (_is_lab_code(n) or n == full) and n not in _times_ns]:
+    for name in [n for n in list(sys.modules) if (_is_lab_code(n) or n == full) and n not in _times_ns]:
         _times_ns[name] = _time_ns(sys.modules[name])
     return lab
 

@@ -259,7 +259,7 @@ def all_reduce(run: Records, guess: Prediction) -> None:
     elif not link.told:  # noise between two sizes can hide what a message costs by itself
         message = "This run cannot tell from which size on the bandwidth is reached"
     else:
-        message = f"Under {_kib(half.value)}, less than half of the bandwidth"
+        message = f"Half of the bandwidth is reached at about {_kib(half.value)}"
     fig, ax = figure(message, xlabel="message size (KiB)", ylabel="bus bandwidth (GB/s)", records=run)
     sizes = [r.case["bytes"] for r in rows]
     points(ax, [s / 1024 for s in sizes], [estimate(r.samples).scaled(1e-9) for r in rows], label=f"{n} ranks")

@@ -136,7 +136,7 @@ def _throughput_text(run: Records, one: dict[int, Estimate], knees: dict, guess:
         said = f" {guess.against(half, 'modelled')}" if label == "one device" else ""
         lines.append(
             f"* {label}: {fit.fixed_s * 1e3:.2f} ms that do not depend on the batch and {fit.sample_s * 1e6:.1f} µs "
-            f"per sample: half of the limit at {half}.{said}"
+            f"per sample: half of the limit at {fit.half_batch:.0f}; fitted round by round, at {half}.{said}"
         )
     small, large = min(one), max(one)
     lines.append(f"* One device, from batch {small} to {large}: {one[large].value / one[small].value:.1f} times the "

@@ -86,7 +86,9 @@ def augmentation(run: Records, guess: Prediction) -> None:
     stages = {r.case["stage"]: r for r in run.where("stage_s")}
     share = loader_cores.augmentation_share(run).scaled(100, "%")
     longest = max(stages, key=lambda s: stages[s].value)
-    message = f"Crop, flip and colour jitter: {share.value:.0f} % of an image's time; the longest stage: {longest}"
+    rivals = [s for s in stages if paired_ratio(stages[s].samples, stages[longest].samples).high >= 1]
+    most = f"the longest stage: {longest}" if rivals == [longest] else f"the longest: {' or '.join(rivals)}"
+    message = f"Crop, flip and colour jitter: {share.value:.0f} % of an image's time; {most}"
     fig, ax = figure(message, xlabel="time per image (ms)", ylabel="stage", records=run, size=(6.8, 3.3),
                      legend_below=True)  # fmt: skip
     times = {s: [1e3 * t for t in r.samples] for s, r in stages.items()}

@@ -84,7 +84,7 @@ def _formats_text(run: Records, warm: dict[str, Record], times: dict, best: str,
     limit = paired_ratio(warm[best].samples, warm["memory copy"].samples).scaled(100, "%")
     lines = [
         f"* Memory map over JPEG folder, in one process: {times['memory map']}. "
-        f"{guess.against(times['memory map'])} The fastest, the {best}, reaches {limit} of the rate at which the "
+        f"{guess.against(times['memory map'])} The {best} reaches {limit} of the rate at which the "
         "same bytes can be copied in memory."
     ]
     if worker := _through_a_worker(run):

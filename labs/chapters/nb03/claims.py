@@ -89,6 +89,8 @@ def _(evidence: Records) -> Verdict:
     local, (read, unread) = facts.one("last_loss").samples, facts.where("step_s_by_item")
     cost = paired_ratio(read.samples, unread.samples)
     free = "costs nothing that this run can show" if cost.low <= 1 else "costs time"
+    if cost.high < 1:  # reading takes no time away: something else differed
+        free = "was timed as a gain, which it cannot be: this run cannot tell what it costs"
     word = "does not hold" if len(set(local)) > 1 or cost.low > 1 else "holds"
     return Verdict(word, f"each rank prints the loss of its own rows: {', '.join(f'{x:.3f}' for x in local)}. "
                          f"Reading it {free} on this device: steps take {cost} as long")  # fmt: skip

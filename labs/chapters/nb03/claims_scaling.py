@@ -207,7 +207,8 @@ def _(evidence: Records) -> Verdict:
     dp, ddp = (run.one("step_s", mode=mode, ranks=n) for mode in ("dp", "ddp"))
     ratio = paired_ratio(dp.samples, ddp.samples)
     if dp.layout["device"] != "cuda":
-        return Verdict("needs N GPUs", f"as threads on {n} CPU cores its step takes {ratio} as long as DDP's")
+        return Verdict("needs N GPUs", f"as threads on {n} CPU cores a CNN's step takes {ratio} as long as DDP's; an "
+                                       "MLP's is another matter")  # fmt: skip
     because = f"its step takes {ratio} as long as DDP's"
     if ratio.low > 1:
         return Verdict("does not hold", because)

@@ -42,6 +42,7 @@ def scaling_figure(strong: Records, weak: Records, guess: Prediction) -> None:
     one_batch, batch_each = (data_parallel.speedups(run)["ddp", n] for run in (strong, weak))
     message = (
         f"{n} ranks: {one_batch.value:.2f} x when they share one batch, {batch_each.value:.2f} x with a batch each"
+        + ", not told apart" * (not _apart(one_batch, batch_each))
     )
     fig, ax = figure(message, xlabel="devices", ylabel="speed-up (x)", records=strong + weak + published)
     ideal(ax, range(1, top + 1))

@@ -34,8 +34,8 @@ class Tried(NamedTuple):
         return self.outcome == AS_FP32
 
     def __str__(self) -> str:
-        """For example "loses steps (8 of 19, sgd)"."""
-        how = {"loses steps": f"{self.steps} of {self.reference_steps}, ", AS_FP32: "", "wrong": self._off()}
+        """For example "loses steps (takes 8 of 19, sgd)"."""
+        how = {"loses steps": f"takes {self.steps} of {self.reference_steps}, ", AS_FP32: "", "wrong": self._off()}
         return f"{self.outcome} ({how.get(self.outcome, '')}{self.optimizer})"
 
     def _off(self) -> str:

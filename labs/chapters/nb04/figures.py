@@ -332,8 +332,8 @@ def ladder(run: Records) -> None:
     ax.axhline(1, linestyle=":", color=GREY)
     sides = sorted({s for v in found.values() for s in v})
     log_axes(ax, sides, [2.0**k for k in range(-6, 5, 2)])
-    crossing = {k: matmul_ladder.crossing(v) for k, v in found.items()}
-    show(fig, alt=f"{message}. " + "; ".join(f"{n}{', casts' if c else ''}: {v}" for (n, c), v in crossing.items()))
+    told = {k: ", ".join(f"{side}: {ratio.value:.3g}" for side, ratio in v.items()) for k, v in found.items()}
+    show(fig, alt=f"{message}. " + "; ".join(f"{n}{', casts' if c else ''}, side {v}" for (n, c), v in told.items()))
     left = [f"{NAMES[r.case['precision']]} at side {r.case['side']}" for r in run.where("skipped_step_s", part="matmul")
             if not r.case["casts"]]  # fmt: skip
     end = f" Left out, since they would take too long: {', '.join(left)}." if left else ""
@@ -346,7 +346,9 @@ def ladder_message(found: dict[tuple[str, bool], dict[int, Estimate]]) -> str:
         return "BF16 products were not measured here"
     plain, cast = (matmul_ladder.crossing(found.get(("bf16", casts), {})) for casts in (False, True))
     if plain is None and cast is None:
-        return "BF16 products are not shown to overtake FP32 here"
+        tried = [ratio for casts in (False, True) for ratio in found.get(("bf16", casts), {}).values()]
+        slower = all(ratio.high < 1 for ratio in tried)
+        return f"BF16 products are {'slower than' if slower else 'not shown to overtake'} FP32 at every side tried"
     if plain == cast:
         return f"BF16 products win from side {plain} on, with or without autocast's casts"
     without, with_casts = (f"from side {side} on" if side else "at no side" for side in (plain, cast))

@@ -154,7 +154,8 @@ def far(moved: float) -> str:
 
 def _order(row: dict, most: int) -> str:
     """What was written, and how many optimizer steps it took, if fewer than `most`."""
-    return ORDERS[row["order"]].means + f" ({row['optimizer_steps']} of {most} steps)" * (row["optimizer_steps"] < most)
+    taken = row["optimizer_steps"]
+    return ORDERS[row["order"]].means + f" ({taken} of {most} steps taken)" * (taken < most)
 
 
 def scaler_defaults() -> None:

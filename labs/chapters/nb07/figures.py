@@ -131,7 +131,7 @@ def two_sizes(run: Records, guess: Prediction) -> None:
     worst = max(shown or errors, key=abs)
     message = f"A line through two sizes is {abs(worst):.0f}% off at {_bytes(sizes[errors.index(worst)])}"
     if not shown:
-        message = "A line through two sizes misses no size by more than this run's noise"
+        message = "How wrong a line through two sizes is, this run is too noisy to tell"
     fig, ax = figure(message, xlabel="bytes of the buffer", ylabel="milliseconds of an all-reduce", records=run,
                      legend_below=True)  # fmt: skip
     points(ax, sizes, [milliseconds(r) for r in run.where("all_reduce_s")], label="all-reduce")
@@ -143,10 +143,16 @@ def two_sizes(run: Records, guess: Prediction) -> None:
     show(fig, alt=f"{message}. Fitted to all: {_link(whole)}.")
     say(
         "\n".join(
-            f"* {line}"
-            for line in (guess.against(abs(worst)), _line_text(shown, times), _fit_text(sizes, seconds, whole))
+            f"* {line}" for line in (_guessed(guess, shown), _line_text(shown, times), _fit_text(sizes, seconds, whole))
         )
     )
+
+
+def _guessed(guess: Prediction, shown: list[float]) -> str:
+    """The prediction beside the largest error that is shown, if one is."""
+    if shown:
+        return guess.against(max(map(abs, shown)))
+    return f"You predicted {float(guess):g} %: whether that is right, this run cannot tell."
 
 
 def _line_text(shown: list[float], times: list[Estimate]) -> str:

@@ -105,7 +105,7 @@ def sent_table(run: Records) -> pandas.DataFrame:
         if record.kind == "modelled":
             row["closed form"] = f"{100 * record.value / whole:.1f}%"
         else:
-            row["counted"] = f"{100 * max(record.samples) / whole:.0f}%"
+            row["counted"] = f"{100 * max(record.samples) / whole:.1f}%"
     table = pandas.DataFrame(rows).T
     table.columns.name = "of FP32"
     return table

@@ -87,7 +87,7 @@ def gpt_3_table(gpus: int = 8, card: str = "A100 80GB SXM") -> pandas.DataFrame:
     """The two divisions for GPT-3, in a row each."""
     found, slow = cost.divisions(GPT_3, GPT_3_TOKENS, card, gpus), published_days(gpus)
     rows = {
-        "memory of all": f"{found.memory_bytes / 1e9:,.0f} GB",
+        "memory of all, as sold": f"{found.memory_bytes / 1e9:,.0f} GB",
         "weights in 16 bits alone": f"{found.weights_bytes / 1e9:,.0f} GB",
         "weights, gradients, Adam (16 bytes each)": f"{found.states_bytes / 1e9:,.0f} GB",
         "states over memory": f"{found.times_too_large:.1f} x",
@@ -136,7 +136,8 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     kept = cost.cheapest(found, config.deadline_days, config.budget)
     hopeful = cost.cheapest([_hoped(b) for b in found], config.deadline_days, config.budget)
     message = (
-        f"Cheapest that is done in {config.deadline_days:g} days also at the band's upper end: {kept.offer}" if kept
+        f"Done in {config.deadline_days:g} days also at the band's upper end, for the least in its middle: {kept.offer}"
+        if kept
         else f"At the band's upper end no offer is done in {config.deadline_days:g} days"
     )  # fmt: skip
     fig, ax = figure(message, xlabel="days until it is done", ylabel="money (unit of the prices)",

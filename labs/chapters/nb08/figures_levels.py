@@ -83,7 +83,7 @@ def exchanges(run: Records, guess: Prediction) -> None:
     across = {w: two_levels.of(run, "sent_bytes", "modelled", way=w, level="across").value / size for w in ways}
     modelled = [1e3 * two_levels.of(run, "step_s", "modelled", way=way).value for way in ways]
     slow, fast = (f(took, key=lambda way: took[way].value) for f in (max, min))
-    message = f"From {fast!r} to {slow!r}: {took[slow].value / took[fast].value:.0f} times the time, by what crosses"
+    message = f"From {fast!r} to {slow!r}: {took[slow].value / took[fast].value:.0f} times the time"
     fig, ax = figure(message, xlabel="time of a step over two speeds (ms)", ylabel="way (vectors that leave a node)",
                      records=run, size=(7.4, 4.6), legend_below=True)  # fmt: skip
     (mark,) = ax.plot(modelled, range(len(ways)), "|", color="black", markersize=17, markeredgewidth=2,

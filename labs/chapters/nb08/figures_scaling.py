@@ -166,5 +166,5 @@ def hard_text() -> None:
         f"{hard.rows} that perfect scaling misses by more than {HARD:.0%}. There the model's median error is "
         f"{hard.median_error:.0%}, perfect scaling's {ideal.median_error:.0%}: links by their datasheets {helps}. "
         f"One more measured row, on the next number of GPUs, brings {two.within_20:.0%} of "
-        f"the hard rows within 20 %, where one row brings {one.within_20:.0%}. **Measure two ranks before you trust a "
-        "number for 64.**")  # fmt: skip
+        f"the {two.rows} hard rows that are left within 20 %, where one row brings {one.within_20:.0%}. **Time two "
+        "sizes, the second across the slow link, before you trust a number for 64.**")  # fmt: skip

@@ -175,6 +175,8 @@ def cost_text(run: Records, guess: Prediction | None = None) -> list[str]:
     price, lines = profile_step.price(run), []
     if guess is not None and guess == guess:
         lines.append(guess.against(price["stacks"]))
+    if unclear := [NOTES[name] for name, ratio in price.items() if not differs(ratio)]:
+        lines.append(f"Not to be told from 1 in this run: {', '.join(unclear)}.")
     # CPU time: what noting takes is computing, and a neighbour's turn on the core is not in it
     off, on = (run.one("cost_cpu_s", profiler=name).samples for name in ("off", "on"))
     by_cpu = profile_step.price(run, "cost_cpu_s")["on"]

@@ -265,5 +265,6 @@ def price_text(run: Records) -> list[str]:
                      f"of it, {hash_s / read_s:.1f} times as long as a sum that reads the bytes once; the gather "
                      f"{100 * gather_s / took.value:.0f} %.")  # fmt: skip
     lines.append("The model reads each byte once, at the speed of that sum, and gathers the hashes, in the shortest "
-                 "time measured for any size. What the hash computes is not in it.")  # fmt: skip
+                 "time measured for any size. What the hash computes is not in it. Pieces timed alone need not add up "
+                 "to the check.")  # fmt: skip
     return lines

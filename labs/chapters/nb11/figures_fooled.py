@@ -30,9 +30,9 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
     found = {r.way.key: r for r in lab.rows(run)}
     here = [r for r in found.values() if r.kinds[0] != "modelled"]
     much = sum(r.fools_much for r in here)
-    message = f"{much} of {len(here)} ways that were tried here fool by more than 5 %"
+    message = f"{much} of {len(here)} ways that were measured here fool by more than 5 %"
     if worst := max((r.factor for r in here if r.fools), default=0.0):
-        message += f", the worst by a factor of {_number(worst)}"
+        message += f", one by a factor of {_number(worst)}"
     if max((r.gap.n for r in here), default=0) < fewest():
         message = "Each way was followed too seldom to tell how much it fools"
     names = [f"{title}  {k:2}" for k, title in enumerate((way.title for way in WAYS.values()), start=1)]
@@ -112,7 +112,8 @@ def sentences(run: Records, guess: Prediction | None = None) -> list[str]:
                     f"in {right[0]} of {len(known)} rows, that of the fooling answer in {right[1]}.")  # fmt: skip
     if "single_pair" in found:
         share = lab.unsteady_pairs(run).scaled(100, "%")
-        said.append(f"Of single pairs of runs of the same code, {share} differ by more than 5 %.")
+        said.append(f"Of single pairs of runs of the same code, {share} differ by more than 5 %. Such a factor is "
+                    "taken as 1 or more, so its honest value lies above 1.")  # fmt: skip
     said += [*_padding(found), *_learning(run, found), *_busy(found)]
     little = [r.way.title for r in found.values() if r.fools and not r.fools_much]
     unclear = [r.way.title for r in found.values() if not r.fools]
@@ -145,11 +146,11 @@ def _learning(run: Records, found: dict[str, lab.Row]) -> list[str]:
     if row.said.n < fewest() or not differs(row.said):
         learnt = f"whether the loss is reached sooner cannot be told ({row.said})"
     else:
-        learnt = f"the loss is reached {'sooner' if row.said.value > 1 else 'later'}: {row.said}"
+        learnt = f"the loss is reached {'sooner' if row.said.value > 1 else 'later'}: {row.said} as fast"
     rates = " and ".join(f"{rate:g} (batch {batch})" for batch, rate in zip(case["batches"], case["learning_rates"],
                                                                             strict=True))  # fmt: skip
     how = "searched here for each, with other seeds" if case["searched"] else "not searched in this short run"
-    return [f"A batch {lab.LARGER} times as large trains {row.told} as many samples per second; {learnt} as fast. "
+    return [f"A batch {lab.LARGER} times as large trains {row.told} as many samples per second; {learnt}. "
             f"Learning rates: {rates}, {how}."]  # fmt: skip
 
 

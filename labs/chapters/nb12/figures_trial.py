@@ -112,8 +112,8 @@ def bounds_against_gains(run: Records) -> None:
         say("No cure of a patient that was given a bound has been measured.")
         return
     kept, more = [p for p in found if p.kept], [p for p in found if p.exceeded]
-    message = (f"{len(kept)} of {len(found)} bounds are within their interval or {100 * trial.NEAR:.0f} % of the gain; "
-               f"{len(more) or 'no'} gain{'s are' if len(more) > 1 else ' is'} surely more than promised")  # fmt: skip
+    message = (f"Of {len(found)} gains {len(more) or 'none'} {'are' if len(more) > 1 else 'is'} surely more than "
+               f"promised at most; {len(kept)} are near it ({100 * trial.NEAR:.0f} %, or their interval)")  # fmt: skip
     fig, ax = figure(message, xlabel="measured gain of the cure (x)", ylabel="promised at most (x)",
                      records=Records([*run.where("bound"), *run.where("gain")]), size=(6.8, 4.6))  # fmt: skip
     most = max(max(p.bound.high, p.gain.high) for p in found)

@@ -188,7 +188,10 @@ def _most(at_most: Mapping[str, Estimate]) -> str:
     sure = [name for name, e in at_most.items() if e.low > 1]
     if not sure:
         return "All intervals hold 1: this run was too noisy to tell what would help"
-    return f"Most is gained by {sure[0]}: {at_most[sure[0]].value:.2f} x"
+    first, others = at_most[sure[0]], [e for name, e in at_most.items() if name != sure[0]]
+    alone = all(first.low > e.high for e in others)
+    told = "" if alone else "; which bound is largest, this run cannot tell"
+    return f"{sure[0].capitalize()}: at most {first.value:.2f} x{told}"
 
 
 def _kept(bound: Estimate | None, given: Mapping[str, Estimate]) -> str:
