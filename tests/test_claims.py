@@ -29,11 +29,15 @@ def own_judges(monkeypatch):
     # E23 and B29 are the claims that these tests judge themselves
     others = {c: j for c, j in claims_module._judges.items() if c not in ("E23", "B29")}
     monkeypatch.setattr(claims_module, "_judges", others)
-    for kept in (docket.recorded, docket.recorded_case):
-        kept.cache_clear()
+    forget_verdicts()
     yield
-    for kept in (docket.recorded, docket.recorded_case):  # the next module is told what all judges say
-        kept.cache_clear()
+    forget_verdicts()  # the next module is told what all judges say
+
+
+def forget_verdicts():
+    """`docket` keeps them for each process."""
+    docket.recorded.cache_clear()
+    docket.recorded_case.cache_clear()
 
 
 def test_all_167_claims_are_there_and_complete():

@@ -17,6 +17,8 @@ from labs.parts.oracle.reality import Block, blocks, is_kernel, peaks
 
 MODELS = {"tiny_bert": tiny_bert, "tiny_resnet": tiny_resnet}
 
+LONG = pytest.mark.long
+
 
 def source(name):
     return MODELS.get(name, name)
@@ -28,9 +30,6 @@ def workload(module, loss=None):
 
 
 # -- against reality
-
-
-LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(("name", "conditions"), [

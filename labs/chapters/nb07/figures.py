@@ -152,7 +152,7 @@ def _guessed(guess: Prediction, shown: list[float]) -> str:
     """The prediction beside the largest error that is shown, if one is."""
     if shown:
         return guess.against(max(map(abs, shown)))
-    return f"You predicted {float(guess):g} %: whether that is right, this run cannot tell."
+    return "Whether your prediction is right, this run cannot tell."
 
 
 def _line_text(shown: list[float], times: list[Estimate]) -> str:
