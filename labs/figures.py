@@ -1,7 +1,7 @@
 """Draws the README's figure from a recorded run.
 
 python -m labs.data_parallel --batch-size 128 --inner 1 --rounds 24 --out records/NAME/data_parallel.jsonl
-python -m labs.figures records/NAME/data_parallel.jsonl notebooks/speedup.png
+python -m labs.figures records/NAME/data_parallel.jsonl notebooks/scaling.png
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from labs import data_parallel
-from labs.chapters.nb03.figures import NAMES, ranks_of
+from labs.chapters.nb03.figures import NAMES, ranks_of, share_of_ceiling, ways_message
 from labs.kit.plot import bars, curve, figure, to_png
 from labs.kit.record import Records, load
 
@@ -19,7 +19,7 @@ def speedup_png(run: Records) -> bytes:
     """The speed-up of DDP beside the machine's ceiling, the model and the ideal, as PNG bytes."""
     n, found = ranks_of(run), data_parallel.speedups(run)
     ddp, ceiling = found["ddp", n], found["copies", n]
-    message = f"{n} ranks train {ddp.value:.2f} times as fast as one; this machine allows {ceiling.value:.2f}"
+    message = ways_message(n, ddp, ceiling, share_of_ceiling(run))
     fig, ax = figure(message, xlabel="samples per second, relative to one rank (x)", ylabel="way to train", records=run)
     bars(ax, [NAMES["copies"], "DDP"], [ceiling, ddp], kind=run[0].kind)
     modelled = data_parallel.modelled_speedup(run)

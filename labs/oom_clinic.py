@@ -117,7 +117,7 @@ def name(s: Signs) -> Diagnosis:
                              f"{_mb(s.workers)}: they copy what they read.")  # fmt: skip
         if s.steps < 3:
             return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)}. It was killed after {s.steps} "
-                             "steps, too early to see growth: that their number counts is a guess.")  # fmt: skip
+                             f"steps, too early to see growth: that their number counts {GUESSED}.")  # fmt: skip
         return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)} and do not grow: their number counts.")
     if s.steps * s.trainer_growth > SHARE_OF_LEAK * s.trainer:
         return _leak(s)
@@ -136,6 +136,8 @@ def name(s: Signs) -> Diagnosis:
                               "gradients and the optimizer's.")  # fmt: skip
 
 
+GUESSED = "is a guess"
+"""In the sentence of a cause whose signs fit another one, too."""
 SHARE_OF_LEAK = 0.25
 """Share of the level that has grown from step to step, from which on a leak is what filled the memory."""
 

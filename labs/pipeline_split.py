@@ -172,6 +172,13 @@ def sweep(records: Records, name: str) -> list[tuple[list[int], float, float]]:
     return [(r.case["cuts"], predicted[tuple(r.case["cuts"])], r.value) for r in steps if r.kind == "measured"]
 
 
+def cut_word(ratio: Estimate) -> str:
+    """What `ratio`, the chosen cut's time over that of its best rival, shows."""
+    if ratio.high < 1:
+        return "the best of those tried"
+    return f"which takes {ratio} the time of another cut" if ratio.low > 1 else "no cut is shown to be better"
+
+
 def answer(run: Records) -> Iterator[str]:
     """For each model: the cut that its profile chose, against the best other one and against equally many layers."""
     n = run[0].layout["world_size"]
@@ -180,9 +187,7 @@ def answer(run: Records) -> Iterator[str]:
         return
     for name in dict.fromkeys(r.case["chain"] for r in run.where("chosen")):
         cut, even = (chosen_cuts(run, name, by=by) for by in ("cost model", "equally many layers"))
-        ratio = chosen_over_rival(run, name)
-        word = "the best of those tried" if ratio.high < 1 else (
-            f"{ratio} the time of another cut" if ratio.low > 1 else "no cut is shown to be better")  # fmt: skip
+        word = cut_word(chosen_over_rival(run, name))
         swept = {tuple(c): s for c, _, s in sweep(run, name)}
         gain = f", {swept[tuple(even)] / swept[tuple(cut)]:.2f} x as fast in the sweep" * (
             cut != even and tuple(even) in swept)  # fmt: skip

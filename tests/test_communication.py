@@ -533,6 +533,27 @@ def test_a_guess_is_held_against_what_the_wires_showed(ddp_s, guess, told):
     assert told in found
 
 
+@pytest.mark.parametrize(
+    "fp16_s, told",
+    [
+        (0.020, "top_1% makes a step 3.6 times as fast at 25 MB/s. "),
+        (0.0101, "top_1% makes a step 3.6 times as fast at 25 MB/s; fp16 may do as much. "),
+    ],
+)
+def test_the_fastest_way_is_named_beside_those_that_may_do_as_much(fp16_s, told, monkeypatch):
+    steps = {"fp32": 0.040, "fp16": fp16_s, "top_1%": 0.010}
+    run = Records(
+        Record("gradient_compression", "step_s", "s", [s * (1 + 0.1 * (k % 3) * (way != "fp32")) for k in range(9)],
+               case={"way": way, "mb_s": 25.0})
+        for way, s in steps.items()
+    )  # fmt: skip
+    shown = []
+    monkeypatch.setattr(figures_wire, "say", lambda text: None)
+    monkeypatch.setattr(figures_wire, "show", lambda fig, alt: shown.append(alt))
+    figures_wire.compression(run, predict(4, "gain", unit="x"))
+    assert shown[0].startswith(told), shown
+
+
 @pytest.mark.parametrize("noise, told", [(0.0, "misses the intervals of 1 of 3 sizes"), (0.9, "cannot be told")])
 def test_a_line_is_off_only_where_the_noise_is_smaller(noise, told, monkeypatch):
     times = {1e3: 0.001, 1e6: 0.003, 1e7: 0.010}

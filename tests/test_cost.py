@@ -221,7 +221,7 @@ def test_tables_and_sentences_follow_the_bills(monkeypatch):
     assert "1,024 A100" in said[4] and "68% of its dense" in said[4]
     limits = figures.largest_table(replace(config, deadline_days=7.0, budget=30_000.0))
     assert set(limits["limited by"]) <= {"deadline", "budget", "memory"}
-    assert "4.4 x" in figures.gpt_3_table().iloc[3, 0]
+    assert "4.4 x" in figures.gpt_3_table().loc["states over memory"].item()
     assert "no plan fits" in cost.table([None], [cost.Offer("L4", 1)]).to_string()
 
 

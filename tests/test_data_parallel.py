@@ -75,7 +75,7 @@ def test_modelled_speedup_adds_the_all_reduce_to_the_step():
 
 def test_the_figure_names_a_ceiling_only_where_ddp_is_shown_to_be_below_it():
     def told(low, high):
-        return figures._ways_message(
+        return figures.ways_message(
             2, Estimate(1.84, 1.4, 2.2, 8), Estimate(1.77, 1.6, 2.3, 8), Estimate(1, low, high, 8)
         )
 

@@ -267,12 +267,18 @@ def test_the_answer_and_the_page_say_what_the_records_hold(run, monkeypatch):
     assert said[-1].endswith("Of the 3 that are no such leaks it helps against 2.")
 
 
-def test_a_name_that_is_a_guess_says_so():
+def test_a_name_that_is_a_guess_says_so(monkeypatch):
     """Two steps show no growth: too many workers is what is left."""
     early, late = (lab.name(signs(trainer=20, workers=60, worker_growth=0.2, steps=n)) for n in (2, 3))
     assert early.cause == late.cause == "worker_buffers"
     assert "killed after 2 steps, too early to see growth" in early.sentence and early.sentence.endswith("a guess.")
     assert "guess" not in late.sentence
+    said = []
+    monkeypatch.setattr(figures, "say", said.append)
+    for found in (early, late):
+        case = {"cause": found.cause, "named": found.cause, "sentence": found.sentence}
+        figures.named(Records([Record("oom_clinic", "named", "", (1.0,), case=case)]))
+    assert said[0].endswith(" alone, 1 of them by a guess.") and said[1].endswith(" alone.")
 
 
 def test_a_wrong_name_is_told():

@@ -209,6 +209,31 @@ def test_ci_runs_the_readmes_test_command():
     assert "bash .ci/run" in [step.get("run") for job in workflow["jobs"].values() for step in job["steps"]]
 
 
+SUITE = """
+from pathlib import Path
+def test_whole():
+    pass
+def test_disturbed():
+    before = Path("tries").read_text() if Path("tries").exists() else ""
+    Path("tries").write_text(before + "x")
+    assert len(before) >= {failures}
+"""
+
+
+@pytest.mark.parametrize(("failures", "status", "last"), [(1, 0, "1 passed"), (2, 1, "1 failed")])
+def test_a_second_look_forgives_noise_and_no_fault(failures, status, last, tmp_path):
+    """The line that CI runs, in a folder with one test that passes and one that fails at first."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_it.py").write_text(SUITE.format(failures=failures))
+    planned = make("-n", "test", SECOND_LOOK="1").stdout.splitlines()
+    [line] = [line for line in planned if "pytest" in line and " -n 4 " in line]
+    line = line.replace(".venv/bin/python", sys.executable)
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout
+    first, second = done.stdout.split("== What failed above")
+    assert "1 failed, 1 passed" in first and f" {last} in" in second.splitlines()[-1]
+
+
 # -- text
 
 

@@ -36,7 +36,7 @@ def ways(run: Records, guess: Prediction) -> None:
     threads = "" if run[0].layout["device"] == "cuda" else ",\nits algorithm on CPU threads"
     labels = [NAMES["copies"], "DDP", f"DataParallel{threads}"]
     values = [found["copies", n], found["ddp", n], found["dp", n]]
-    message = _ways_message(n, values[1], values[0], share_of_ceiling(run))
+    message = ways_message(n, values[1], values[0], share_of_ceiling(run))
     fig, ax = figure(message, xlabel="samples per second, relative to one rank (x)", ylabel="way to train", records=run,
                      size=(7.0, 3.1), legend_below=True)  # fmt: skip
     bars(ax, labels, values)
@@ -51,7 +51,8 @@ def ways(run: Records, guess: Prediction) -> None:
     say(_ways_text(run, guess, values[1], values[0], modelled))
 
 
-def _ways_message(n: int, ddp: Estimate, ceiling: Estimate, share: Estimate) -> str:
+def ways_message(n: int, ddp: Estimate, ceiling: Estimate, share: Estimate) -> str:
+    """Title: the speed-up of DDP on n ranks beside that of copies that never talk, as far as the `share` shows it."""
     fast = f"{n} ranks train {ddp.value:.2f} times as fast as one"
     if share.high < 1:
         return f"{fast}; the machine allows {ceiling.value:.2f}"

@@ -14,7 +14,7 @@ from labs.kit.plot import GREY, SERIES, curve, figure, log_axes, points, predict
 from labs.kit.record import Records
 from labs.parts.pipelines import analysis, schedules
 from labs.parts.precision import rounding
-from labs.pipeline_split import chosen_cuts, chosen_over_rival, sweep
+from labs.pipeline_split import chosen_cuts, chosen_over_rival, cut_word, sweep
 
 NAMES = {"naive": "naive", "gpipe": "GPipe", "1f1b": "1F1B"}
 COLORS = {"forward": SERIES[0], "backward": SERIES[2], "send": SERIES[3], "receive": SERIES[1], "idle": "#E3E3E3"}
@@ -181,13 +181,7 @@ def cuts(run: Records, guess: Prediction) -> None:
     for c in chains:
         cut, even = (chosen_cuts(run, c, by=by)[0] for by in ("cost model", "equally many layers"))
         rows.append(
-            f"* {c}: the cost model cuts after layer {cut} (equally many layers: {even}). Time over that of its best "
-            f"rival: {ratios[c]}; {_cut_word(ratios[c])}."
+            f"* {c}: the cost model cuts after layer {cut} (equally many layers: {even}), {cut_word(ratios[c])}. Time "
+            f"over that of its best rival: {ratios[c]}."
         )
     say("\n".join(rows))
-
-
-def _cut_word(ratio: Estimate) -> str:
-    if ratio.high < 1:
-        return "it is the best"
-    return "the rival is better" if ratio.low > 1 else "neither is shown to be better"

@@ -58,7 +58,7 @@ def dial(runs: dict[str, Records], guess: Prediction) -> None:
         for k in (0, 1):
             curve(ax, xs, [bounds(run, x)[k] for x in xs], label="_" if k else f"{name}, bounds", color=color)
     ax.axhline(1, linestyle=":", color="black")
-    ax.annotate("one rank", (min(found), 1), va="bottom", fontsize=10)
+    ax.annotate("one rank", (1, 1), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=10)
     prediction(ax, float(guess), 1.0)
     log_axes(ax, sorted({m for run in runs.values() for m in slow_link.speedups(run) if m != NO_PACE}))
     ax.set_ylim(bottom=0)
@@ -117,7 +117,9 @@ def compression(run: Records, guess: Prediction) -> None:
     best_way, best_wire = max(((w, m) for w, by in found.items() for m in by), key=lambda k: found[k[0]][k[1]].value)
     best = found[best_way][best_wire]
     where = f"at {best_wire:g} MB/s" if best_wire != NO_PACE else "on the wire as it is"
-    message = f"The most: {best_way} makes a step {best.value:.1f} times as fast {where}"
+    message = f"{best_way} makes a step {best.value:.1f} times as fast {where}"
+    if rivals := [w for w, by in found.items() if w != best_way and best_wire in by and by[best_wire].high >= best.low]:
+        message += f"; {' or '.join(rivals)} may do as much"
     if best.low <= 1:
         message = "No way makes a step faster that this run can show"
     fig, ax = figure(message, xlabel=f"bandwidth of the {wire.named(run)}, each direction (MB/s)",

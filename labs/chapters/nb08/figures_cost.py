@@ -86,8 +86,10 @@ def card_text() -> None:
 def gpt_3_table(gpus: int = 8, card: str = "A100 80GB SXM") -> pandas.DataFrame:
     """The two divisions for GPT-3, in a row each."""
     found, slow = cost.divisions(GPT_3, GPT_3_TOKENS, card, gpus), published_days(gpus)
+    shown = hardware.usable_bytes(card)
     rows = {
         "memory of all, as sold": f"{found.memory_bytes / 1e9:,.0f} GB",
+        "the same as nvidia-smi prints it": f"{gpus * shown / 1e9:,.0f} GB" if shown else "not known",
         "weights in 16 bits alone": f"{found.weights_bytes / 1e9:,.0f} GB",
         "weights, gradients, Adam (16 bytes each)": f"{found.states_bytes / 1e9:,.0f} GB",
         "states over memory": f"{found.times_too_large:.1f} x",

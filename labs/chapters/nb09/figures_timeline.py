@@ -145,11 +145,16 @@ def costs(run: Records) -> pandas.DataFrame:
     rows = {}
     for case in last_to_arrive.CASES[1:]:
         formula, drawn = last_to_arrive.predicted(run, case)
+        added = last_to_arrive.added(run, case)
+        apart = "" if added.low <= formula <= added.high else "; the formula is outside"
         rows[f"late: {case}"] = {"formula": f"{1e3 * formula:.1f} ms", "for the delays drawn": f"{1e3 * drawn:.1f} ms",
-                                 "by the clock": str(last_to_arrive.added(run, case))}  # fmt: skip
-    noting = last_to_arrive.cost(run)
-    shown = str(noting) if last_to_arrive.is_shown(noting) else f"not shown: {noting}"
-    rows["noting the wait"] = {"formula": "", "for the delays drawn": "", "by the clock": shown}
+                                 "by the clock": _if_shown(added) + apart}  # fmt: skip
+    noting = _if_shown(last_to_arrive.cost(run))
+    rows["noting the wait"] = {"formula": "", "for the delays drawn": "", "by the clock": noting}
     table = pandas.DataFrame(rows).T
     table.columns.name = "longer step, in the mean"
     return table
+
+
+def _if_shown(added: Estimate) -> str:
+    return str(added) if last_to_arrive.is_shown(added) else f"not shown: {added}"

@@ -10,7 +10,7 @@ from labs import oom_clinic as lab
 from labs.kit.check import Prediction
 from labs.kit.display import say, show_table
 from labs.kit.plot import ORANGE, figure, heat_map, show
-from labs.kit.record import Records
+from labs.kit.record import Record, Records
 from labs.parts.faults.memory_faults import CURES, FRAGMENTATION, TRIM, WHAT
 
 HALF = "half the batch"
@@ -126,7 +126,8 @@ def messages(run: Records) -> None:
         rows[SHORT.get(cause, "nothing")] = {
             "ended by: exit code": ", ".join(f"{ENDED_BY[r.case['end']]}: {r.case['exit_code']}" for r in ends),
             "last words": _short(told.case["message"]) or "(none)",
-            "because": told.case["sentence"], "found": "right" if not wrong else f"WRONG: {', '.join(sorted(wrong))}",
+            "because": told.case["sentence"],
+            "found": f"WRONG: {', '.join(sorted(wrong))}" if wrong else "right" + ", by a guess" * _guessed(told),
         }  # fmt: skip
     show_table(pandas.DataFrame.from_dict(rows, orient="index"))
     named(run)
@@ -149,7 +150,13 @@ def named(run: Records) -> None:
     wrong = {pair: n for pair, n in lab.confusion(run).items() if pair[0] != pair[1]}
     right = sum(int(r.value) for r in rows)
     told = "; ".join(f"{WHAT.get(a, a)} was taken for {WHAT.get(b, b)} ({n})" for (a, b), n in wrong.items())
-    say(f"* {right} of {len(rows)} ends were named by their signs alone." + (f" {told}." if told else ""))
+    guessed = sum(_guessed(r) for r in rows if r.value)
+    luck = f", {guessed} of them by a guess" if guessed else ""
+    say(f"* {right} of {len(rows)} ends were named by their signs alone{luck}." + (f" {told}." if told else ""))
+
+
+def _guessed(end: Record) -> bool:
+    return lab.GUESSED in end.case["sentence"]
 
 
 def foretold(run: Records) -> None:

@@ -93,7 +93,7 @@ def step(found: Report, guess: Prediction | None = None, *, of: str = "data") ->
     if len(facts) == 1:
         own = sum(part_ms[0][k] for k in OWN)
         say(f"* Own code, with the log, `.item()`, the loss and `zero_grad`: {own:.1f} ms, "
-            f"{100 * own / longest:.0f} % of a step. Parts below 2 % have no colour.")  # fmt: skip
+            f"{100 * own / longest:.0f} % of a step.")  # fmt: skip
 
 
 OWN = ("prepare", "rest", "synchronise", "print")
@@ -120,12 +120,14 @@ WAITS = ("backward", "exchange", "synchronise")
 
 
 def _rows(ax, part_ms: Mapping[int, Mapping[str, float]], named: list[str]) -> None:
-    colors = {k: COLORS[k] for k in named}
+    names = {k: PARTS[k] for k in named}
+    grey = [k for k in KINDS if k not in named and any(p[k] for p in part_ms.values())]
+    names |= {k: f"grey: {', '.join(PARTS[g] for g in grey)}" for k in grey[:1]}
     for row, parts in enumerate(part_ms.values()):
         at = 0.0
         for k in (k for k in KINDS if parts[k]):
-            label = PARTS[k] if row == _longest_row(part_ms, k) and k in colors else ""
-            spans(ax, row, [(at, at + parts[k])], color=colors.get(k, "#BBBBBB"), label=label,
+            label = names.get(k, "") if row == _longest_row(part_ms, k) else ""
+            spans(ax, row, [(at, at + parts[k])], color=COLORS[k] if k in named else "#BBBBBB", label=label,
                   hatch="//" if k in HATCHED else "")  # fmt: skip
             at += parts[k]
     ax.set_yticks(range(len(part_ms)), [str(rank) for rank in part_ms])
