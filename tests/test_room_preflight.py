@@ -151,6 +151,14 @@ def test_broken_things_get_a_no_go_that_names_them(tmp_path):
     processes.assert_no_survivors(environment[processes.MARK])
 
 
+def test_a_python_without_any_package_is_told_what_to_type(tmp_path):
+    """The first command of somebody who has cloned and installed nothing; -S hides what is installed."""
+    command = [sys.executable, "-S", *COMMAND[1:], "--report", str(tmp_path / "report.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    assert "NO-GO" in done.stdout.splitlines()[0] and "run: make lab (it installs what is missing)" in done.stdout
+
+
 @pytest.mark.drill
 def test_an_interrupted_preflight_leaves_nothing_behind(tmp_path):
     environment = processes.new_environment(TMPDIR=str(tmp_path), JUPYTER_RUNTIME_DIR=str(tmp_path / "runtime"))

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from labs.kit import hardware, nvml, requirements
 from labs.kit.host import Container, container
 from labs.kit.record import Records
@@ -96,6 +94,8 @@ def system() -> str:
 
 def gather(require_gpus: int = 0) -> Facts:
     """The facts of this machine, read without starting CUDA."""
+    import psutil  # here: the preflight itself also says what a Python without any package lacks
+
     found = nvml.report()
     return Facts(
         report=found,
