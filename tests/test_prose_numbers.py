@@ -164,7 +164,6 @@ chapters/nb11/claims.py: 200 Gbit/s: quoted
 chapters/nb11/figures.py: 50 %: defined
 chapters/nb11/figures_fooled.py: 5 %: rule
 chapters/nb11/vote.py: 50 %: defined
-chapters/nb12/figures_visit.py: 2 %: rule
 all_reduce_anatomy.py: 4 bytes: defined
 clinic.py: 0.1 times | 1000 times: rule
 critical_batch.py: twice: defined

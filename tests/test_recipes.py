@@ -84,8 +84,18 @@ def command(home: Path, recipe: str, *options: object, ranks: int = 0, torchrun:
     return [sys.executable, "-B", *by, str(home / "recipes" / f"{recipe}.py"), *map(str, options)]
 
 
-def environment(home: Path) -> dict[str, str]:
-    return {**new_environment(OMP_NUM_THREADS="1"), "PYTHONPATH": str(home / "refuse")}
+def environment(home: Path, **more: str) -> dict[str, str]:
+    return {**new_environment(OMP_NUM_THREADS="1", **more), "PYTHONPATH": str(home / "refuse")}
+
+
+def changed(home: Path, recipe: str, name: str, *changes: tuple[str, str]) -> str:
+    """The name of a copy of the recipe in which a learner has changed this."""
+    text = (home / "recipes" / f"{recipe}.py").read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (home / "recipes" / f"{name}.py").write_text(text)
+    return name
 
 
 @pytest.fixture
@@ -93,8 +103,8 @@ def start(home, tmp_path):
     """Start a recipe in an empty folder; whatever is left of it in the end is killed."""
     started = []
 
-    def start(recipe: str, *options: object, **how) -> subprocess.Popen:
-        pipe, env = subprocess.PIPE, environment(home)
+    def start(recipe: str, *options: object, env: dict[str, str] | None = None, **how) -> subprocess.Popen:
+        pipe, env = subprocess.PIPE, environment(home, **(env or {}))
         process = subprocess.Popen(command(home, recipe, *options, **how), stdout=pipe, stderr=pipe, text=True, env=env,
                                    cwd=tmp_path, start_new_session=True)  # fmt: skip
         process.mark = env[MARK]
@@ -298,10 +308,13 @@ def test_killed_and_started_again_it_ends_bit_by_bit_the_same(run, start, tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_sigterm_saves_and_ends(run, start, tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "workers"), [(0, 0), (2, 0), (2, 1)])
+def test_sigterm_saves_and_ends(run, start, home, tmp_path, ranks, workers):
+    """Workers of the loader are signalled, too: torchrun signals the process group of each rank."""
     whole, expected = whole_and(run, {"ranks": ranks}, 40, tmp_path)
-    process = start("train_ddp_resume", *RUN, "--save-every", 1000, "--steps", 40, "--checkpoint", "t.pt", ranks=ranks)
+    loads = ("pin_memory=cuda,\n", f"pin_memory=cuda, num_workers={workers}, persistent_workers={workers > 0},\n")
+    recipe = changed(home, "train_ddp_resume", "train_resume_loads", loads)
+    process = start(recipe, *RUN, "--save-every", 1000, "--steps", 40, "--checkpoint", "t.pt", ranks=ranks)
     wait_for(lambda: process.stdout.readline().startswith("step 5/"), what="step 5")
     os.kill(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
     out, _ = process.communicate(timeout=250)
@@ -351,7 +364,7 @@ train_ddp_resume.save(path, {{"step": torch.tensor(2)}})
 
 
 @pytest.mark.parametrize(("content", "options", "told"), [
-    (b"PK half", (), "damaged"), ({"step": 1, "order": [64, 0]}, ("--seed", 5), "another --batch-size or --seed"),
+    (b"PK half", (), "damaged"), ({"step": 1, "order": [64, 0]}, ("--seed", 5), "--batch-size, --seed [64, 0]: give"),
 ])  # fmt: skip
 @pytest.mark.long
 def test_a_checkpoint_that_cannot_be_used_is_refused(run, tmp_path, content, options, told):
@@ -359,6 +372,16 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(run, tmp_path, content, opt
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     result = run("train_ddp_resume", *FEW, "--checkpoint", "c.pt", *options, code=2)
     assert result.code == 2 and told in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("env", "recipe", "told"), [
+    ({"SLURM_STEP_NUM_TASKS": "8"}, "train_ddp", "8 processes, each alone: let srun or mpirun start torchrun"),
+    ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2",
+      "TORCHELASTIC_USE_AGENT_STORE": "True"}, "train_ddp_resume", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+])  # fmt: skip
+def test_ranks_that_would_not_meet_are_refused(run, env, recipe, told):
+    result = run(recipe, *FEW, env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **env}, code=2)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1) and told in result.err
 
 
 # Recomputation, pipeline, sharding
@@ -383,10 +406,52 @@ def test_recomputation_trains_what_a_single_process_trains(run, single, tmp_path
     assert_trains_the_same(result, names, single)
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 3))])
+@pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 3, 6))])
 def test_stages_train_what_a_single_process_trains(run, single, tmp_path, ranks):
     result = run("train_pipeline", *EXACT, "--save", "w.pt", ranks=ranks)
     assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
+
+
+@pytest.mark.parametrize(("ranks", "change", "told"), [
+    pytest.param(7, ("Block(128, dropout)", "Block(128, dropout)"), "start at most 6", marks=pytest.mark.long),
+    (0, ("return nn.Sequential(", "return (lambda *layers: nn.ModuleList(layers))("), "must return an nn.Sequential"),
+])  # fmt: skip
+def test_a_model_without_enough_stages_is_refused(run, home, ranks, change, told):
+    recipe = changed(home, "train_pipeline", "train_stages", change)
+    result = run(recipe, *FEW, ranks=ranks, code=2)
+    assert told in result.err and "Traceback" not in result.err
+
+
+WRAPPED = """nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
+class Whole(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+    def forward(self, x):
+        return self.model(x)
+build_sequential, build_model = build_model, lambda dropout: Whole(build_sequential(dropout))
+"""
+
+
+@pytest.mark.parametrize("recipe", ["train_fsdp", "train_tensor_parallel"])
+def test_blocks_are_found_at_any_depth_and_missed_if_there_are_none(run, home, single, recipe):
+    layers = WRAPPED.splitlines()[0]
+    deep = run(changed(home, recipe, "train_deep", (f"{layers}\n", WRAPPED)), *EXACT, ranks=2)
+    assert deep.losses == pytest.approx(single[0].losses, abs=1e-9)
+    flat = ("[Block(128, dropout) for _ in range(4)]", "[nn.Identity() for _ in range(4)]")
+    assert "the model has no Block" in run(changed(home, recipe, "train_flat", flat), *FEW, code=2).err
+
+
+def test_a_loaded_training_takes_the_learning_rate_of_the_command(run, tmp_path):
+    run("train_fsdp", *FEW, "--save", "first")
+    run("train_fsdp", *FEW, "--load", "first", "--lr", "1e-30", "--save", "second")
+    first, second = (weights_in(tmp_path / name, tmp_path / f"{name}.pt") for name in ("first", "second"))
+    assert same(first, second), "steps of 1e-30 change no FP32 number"
+
+
+def weights_in(folder: Path, file: Path) -> dict:
+    dcp_to_torch_save(folder, file)
+    return torch.load(file, weights_only=True)["model"]
 
 
 SHARDED = [("train_fsdp", 2, ()), ("train_tensor_parallel", 2, ()), ("train_fsdp", 0, ()), ("train_fsdp", 4, ()),

@@ -102,6 +102,8 @@ def main():
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
     # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -134,6 +136,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     # Train
+    if rank == 0:
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
     step, logged, clock = 0, 0, time.perf_counter()
     while step < args.steps:
         sampler.set_epoch(step // len(loader))  # or each epoch has the order of the first

@@ -1,12 +1,13 @@
 """DDP that tells where it stopped: after a hang or a crash each rank's files in --debug-folder say what it was doing.
 
     torchrun --nproc-per-node 2 train_ddp_debug.py --patience 120
-    kill -USR1 PID                                       # a rank's stacks and collectives now; it trains on
+    kill -USR1 PID                                       # a rank's stacks now, into its file; it trains on
 
 If no step ends for --patience seconds on a rank, or another one has failed, it writes three files: rank0.stacks.txt,
 where each of its threads is; rank0.recorder.json, its last collectives; rank0.end.json, its error and step. Then a hung
-rank ends with exit code 1. The recorder is torch's private one: tried with torch 2.13. With NCCL torch dumps, too, into
-nccl_trace_rank_0 and so on. A restart by torchrun writes into a folder of its own. The rest is train_ddp.py.
+rank ends with exit code 1. The recorder is torch's private one: tried with torch 2.13. Should NCCL give up first, torch
+dumps into nccl_trace_rank_0 and so on. On a GPU the host is ahead: step and stack tell what was launched last, only the
+recorder what hangs. A restart by torchrun writes into a folder of its own. The rest is train_ddp.py.
 
 For your own training change the two places marked YOUR MODEL and YOUR DATA. Needs torch and numpy, nothing else.
 """
@@ -64,10 +65,11 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
 class Evidence:
     """What this rank was doing, in files: when it hangs, and when it or another rank fails."""
 
-    def __init__(self, folder, rank, patience, cuda):
+    def __init__(self, folder, rank, ranks, patience, cuda):
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f"rank{rank}.*"):  # of an earlier run
-            old.unlink()
+        for old in folder.glob("rank*.*"):  # of an earlier run: this rank's, and of ranks that there are no longer
+            if (number := int(old.name[4:].split(".")[0])) == rank or (rank == 0 and number >= ranks):
+                old.unlink(missing_ok=True)
         self.folder, self.rank, self.patience, self.ending = folder, rank, patience, False
         self.cuda, self.lock = cuda, threading.Lock()
         self.end_of_step(None)
@@ -109,13 +111,13 @@ class Evidence:
 
     def watch(self):
         """A thread that looks once per second whether this rank, or another one, is in trouble."""
-        known = set()
+        known = None  # at the first look there may be files of an earlier run
         while time.monotonic() - self.moved < self.patience:
             time.sleep(1)
             # If even Python stands still, this thread does, too: a timer outside of it writes the stacks, and ends it
             faulthandler.dump_traceback_later(self.patience + 30, exit=True, file=self.stacks)
             others = {f.name for f in self.folder.glob("rank*.end.json")} - {f"rank{self.rank}.end.json"}
-            if others - known:
+            if known is not None and others - known:
                 self.write()
             known = others
         if not self.ending:
@@ -209,6 +211,8 @@ def main():
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
     # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -222,7 +226,8 @@ def main():
         torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
     # Before the process group, which is where the recorder begins; a restart must not overwrite why it was needed
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    evidence = Evidence(args.debug_folder / (f"restart{restarts}" if restarts else ""), rank, args.patience, cuda)
+    folder = args.debug_folder / (f"restart{restarts}" if restarts else "")
+    evidence = Evidence(folder, rank, ranks, args.patience, cuda)
     # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
     timeout = timedelta(seconds=args.patience + 60)  # of a collective, should no watch end it; else 10 or 30 minutes
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, timeout=timeout)
@@ -242,6 +247,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     # Train
+    if rank == 0:
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
     step, logged, clock = 0, 0, time.perf_counter()
     not_finite = torch.zeros((), dtype=torch.int64, device=device)  # the first step whose loss here was NaN or infinite
     while step < args.steps:

@@ -85,7 +85,7 @@ def main():
     parser.add_argument("--log-every", type=int, default=20, help="steps from one line of progress to the next")
     parser.add_argument("--workers", type=int, default=0, help="processes per rank that load, if samples are read late")
     parser.add_argument("--bf16", action="store_true", help="forward and backward in BF16 where autocast allows it")
-    parser.add_argument("--compile", action="store_true", help="compile the model: needs a C++ compiler, or a GPU")
+    parser.add_argument("--compile", action="store_true", help="compile the model: needs a C++ compiler (GPU: C)")
     parser.add_argument("--save", type=Path, help="file for the trained weights")
     parser.add_argument("--save-every", type=float, default=300, help="seconds from one save to the next")
     parser.add_argument("--cpu", action="store_true", help="use CPU cores even if there are GPUs")
@@ -107,6 +107,8 @@ def main():
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
     # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -120,7 +122,8 @@ def main():
         torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
         torch.set_float32_matmul_precision("high")  # FP32 products may use TF32: see notebook 04
     # Collective: waits until all ranks are there. device_id ties NCCL to this GPU at once, not at the first collective
-    # timeout: a rank that waits longer for another raises; longer than the longest save or validation of one rank
+    # timeout: a rank that waits longer for another raises (gloo), or is ended by a thread of NCCL's, which no except
+    # catches. Longer than the longest save or validation of one rank
     dist.init_process_group(
         "nccl" if cuda else "gloo", device_id=device if cuda else None, timeout=timedelta(minutes=5)
     )
@@ -143,6 +146,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
 
     # Train
+    if rank == 0:
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
     step, logged, clock = 0, 0, time.perf_counter()
     saved = clock
     while step < args.steps:

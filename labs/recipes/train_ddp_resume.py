@@ -59,6 +59,11 @@ def load_data(path):  # YOUR DATA: two datasets of (input, target) pairs, to tra
     return TensorDataset(x, y.long()), TensorDataset(x_test, y_test.long())
 
 
+def ignore_sigterm(_):
+    """For the loader's workers: torchrun signals them, too, and without them no rank reaches the step of the save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 class ResumableSampler(DistributedSampler):
     """Leaves out the first `done` of this rank's samples without reading them."""
 
@@ -133,9 +138,11 @@ def main():
         same = not state or state["order"] == order
     except Exception as e:
         require(False, f"--checkpoint {args.checkpoint} is damaged ({type(e).__name__}): remove it to start anew")
-    require(same, f"--checkpoint {args.checkpoint} has another --batch-size or --seed")
+    require(same, f"--checkpoint {args.checkpoint} is of --batch-size, --seed {state and state['order']}: give these")
 
     # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -151,6 +158,10 @@ def main():
     # Ranks that torchrun has started again would find addresses of their predecessors in its store, and fail to connect
     # (pytorch issue 135712): so each start has keys of its own
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    require(  # torchruns of several machines may count restarts differently, and keys of ranks would differ, too
+        not shared or os.environ.get("GROUP_WORLD_SIZE", "1") == "1",
+        "on several machines start torchrun as ddp.sbatch does: c10d, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    )
     start = os.environ["TORCHELASTIC_RESTART_COUNT"] if shared else "0"
     address, port, host = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0 and not shared
     store = dist.PrefixStore(start, dist.TCPStore(address, port, is_master=host, wait_for_workers=False))
@@ -165,7 +176,8 @@ def main():
     # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
     sampler = ResumableSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples
     # drop_last: each step has the whole batch size, so that all samples weigh the same
-    loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda)
+    loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda,
+                        worker_init_fn=ignore_sigterm)  # fmt: skip
     loader.generator = torch.Generator()  # its own: it draws a number whenever an epoch begins, or begins again
 
     # Model
@@ -185,6 +197,10 @@ def main():
     if state:
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])  # a scheduler or GradScaler has a state, too
+        if rank == 0 and (lr := optimizer.param_groups[0]["lr"]) != args.lr:
+            print(f"the learning rate of the checkpoint counts, {lr}, not --lr {args.lr}", flush=True)
+        if rank == 0 and state["step"] >= args.steps:
+            print(f"already at step {state['step']}: to train on, give more --steps", flush=True)
         if rank < len(state["random"]):  # with more ranks than before, the new ones begin with their seed
             on_cpu, on_gpu = state["random"][rank]  # add NumPy's and random's, if your training uses them
             torch.set_rng_state(on_cpu)
@@ -192,6 +208,8 @@ def main():
                 torch.cuda.set_rng_state(on_gpu)
 
     # Train
+    if rank == 0:
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
     step = state["step"] if state else 0
     logged, clock, stopping = step, time.perf_counter(), 0
     while step < args.steps:

@@ -42,7 +42,7 @@ class Block(nn.Module):
         return x + self.dropout(self.down(gelu(self.up(self.norm(x)))))
 
 
-def build_model(dropout):  # YOUR MODEL: any nn.Module
+def build_model(dropout):  # YOUR MODEL: any nn.Module; its layer that repeats takes the place of Block below
     """(batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
     blocks = [Block(128, dropout) for _ in range(4)]
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
@@ -102,6 +102,8 @@ def main():
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
     # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -131,9 +133,10 @@ def main():
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.precision == "bf16" else {}
     policy, last = MixedPrecisionPolicy(**bf16), {**bf16, "output_dtype": torch.float32} if bf16 else {}
     mesh = init_device_mesh(device.type, (ranks,))
-    for layer in model:
-        if isinstance(layer, Block):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)  # what is gathered together: one block at a time
+    blocks = [layer for layer in model.modules() if isinstance(layer, Block)]
+    require(blocks, "the model has no Block: name the class of its layer that repeats, or all is gathered at once")
+    for layer in blocks:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)  # what is gathered together: one block at a time
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**last))  # for all parameters that are left
     torch.manual_seed(args.seed + rank)  # ranks drop different activations
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after sharding: it must know the shards
@@ -141,8 +144,12 @@ def main():
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.load(states, checkpoint_id=args.load)  # collective: each rank reads its part, however it was cut before
         set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = args.lr  # this command's --lr, not that of the file
 
     # Train
+    if rank == 0:
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
     step, logged, clock = 0, 0, time.perf_counter()
     while step < args.steps:
         sampler.set_epoch(step // len(loader))  # or each epoch has the order of the first

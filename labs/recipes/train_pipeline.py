@@ -40,7 +40,7 @@ class Block(nn.Module):
         return x + self.dropout(self.down(gelu(self.up(self.norm(x)))))
 
 
-def build_model(dropout):  # YOUR MODEL: any nn.Module
+def build_model(dropout):  # YOUR MODEL: an nn.Sequential, which is cut between its layers
     """(batch, 1, 28, 28) images -> (batch, 10) logits; 631,050 parameters."""
     blocks = [Block(128, dropout) for _ in range(4)]
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), *blocks, nn.Linear(128, 10))
@@ -97,6 +97,8 @@ def main():
     require(args.batch_size <= len(train), f"--batch-size {args.batch_size} is more than the {len(train)} samples")
 
     # Device: torchrun says in the environment which rank this is; plain python starts a job of one rank
+    peers = max(int(os.environ.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    require("RANK" in os.environ or peers == 1, f"{peers} processes, each alone: let srun or mpirun start torchrun")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, local_rank, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -123,10 +125,13 @@ def main():
     # Model
     torch.manual_seed(args.seed)
     model = build_model(args.dropout)
-    require(ranks <= len(model), f"{ranks} ranks need as many layers, the model has {len(model)}")
-    # Of the layers 0, 1, 2, ... this rank keeps a stretch. The slowest stage sets the pace: cut where times are equal
-    cuts = [len(model) * r // ranks for r in range(ranks + 1)]
-    model = nn.Sequential(OrderedDict(list(model.named_children())[cuts[rank] : cuts[rank + 1]])).to(device)
+    require(isinstance(model, nn.Sequential), "build_model must return an nn.Sequential: its layers become the stages")
+    layers = list(model.named_children())
+    # A stage begins with a layer that has parameters. The slowest stage sets the pace: cut where times are equal
+    begin = [i for i, (_, layer) in enumerate(layers) if any(True for _ in layer.parameters())]
+    require(ranks <= len(begin), f"{ranks} ranks, but {len(begin)} layers with parameters: start at most {len(begin)}")
+    cuts = [0, *(begin[len(begin) * r // ranks] for r in range(1, ranks)), len(layers)]
+    model = nn.Sequential(OrderedDict(layers[cuts[rank] : cuts[rank + 1]])).to(device)
     first, last = rank == 0, rank == ranks - 1
     # 1F1B: as soon as the pipeline is full, one forward, one backward in turn. The loss is averaged over micro-batches
     schedule = Schedule1F1B(PipelineStage(model, rank, ranks, device), parts, loss_fn=cross_entropy)
@@ -134,6 +139,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     # Train
+    if rank == 0:
+        print(f"{ranks} ranks on {device.type}", flush=True)  # fewer than you started: they did not find each other
     step, logged, clock = 0, 0, time.perf_counter()
     while step < args.steps:
         sampler.generator.manual_seed(args.seed + step // len(loader))  # another order in each epoch

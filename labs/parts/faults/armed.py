@@ -96,7 +96,8 @@ class Training:
         self.torch, self.recipe, self.done = torch, recipe, 0
         torch.set_num_threads(1)
         if settings["armed"]:  # before the group: that is when the recorder's size is read
-            self.evidence = recipe.Evidence(Path(settings["folder"]), int(os.environ["RANK"]), 3600, False)
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            self.evidence = recipe.Evidence(Path(settings["folder"]), rank, ranks, 3600, False)
         dist.init_process_group("gloo")
         torch.manual_seed(settings["seed"])
         self.model = DistributedDataParallel(recipe.build_model(0.0))
