@@ -39,10 +39,15 @@ def collectives(folder, rank: int) -> int:
 
 
 def test_it_trains_what_one_process_trains_and_ends_well(run, single, tmp_path):  # noqa: F811
+    """In a folder with files of an earlier run on six ranks, which are no alarm and do not stay."""
+    (tmp_path / "debug").mkdir()
+    for rank in range(6):
+        (tmp_path / "debug" / f"rank{rank}.end.json").write_text("{}")
     result = run("train_ddp_debug", *EXACT, "--check-every", 2, "--save", "w.pt", ranks=2)
     assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
     assert [(end["exit_code"], end["error"], end["step"]) for end in ends(tmp_path / "debug")] == [(0, "", 4)] * 2
     assert collectives(tmp_path / "debug", 0) == collectives(tmp_path / "debug", 1) > 4
+    assert {path.name[:6] for path in (tmp_path / "debug").glob("rank*.*")} == {"rank0.", "rank1."}
     memory = (tmp_path / "debug" / "rank1.memory.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in memory] == list("1234") and all(int(m.split(",")[1]) > 50 for m in memory)
 
