@@ -55,16 +55,16 @@ QUIET = $(PY) -m pytest -m "quiet and not drill and not long"
 # SECOND_LOOK=1, for CI: tests that failed run once more, alone and in a new process. A fault of the code fails again; one
 # that a busy neighbour turned red is listed in the log, to be mended, and holds nobody up meanwhile.
 SECOND_LOOK ?=
-LOOK_AGAIN = || { [ $$? = 1 ] && echo "== What failed above, once more and alone: mend what passes now, too" && \
-	$(1) --last-failed --last-failed-no-failures=none tests; }
+LOOK_AGAIN = $(if $(SECOND_LOOK),|| { [ $$? = 1 ] && echo "== What failed above once more and alone: mend it even if it passes" && \
+	$(1) --last-failed --last-failed-no-failures=none tests; })
 
 test: $(READY)
 	@echo "== Lint"
 	$(LINT)
 	@echo "== Quick tests of the kit, labs, exercises and repository, four at a time"
-	$(QUICK) -n 4 --dist loadfile --no-loadscope-reorder tests $(ARGS) $(if $(SECOND_LOOK),$(call LOOK_AGAIN,$(QUICK)))
+	$(QUICK) -n 4 --dist loadfile --no-loadscope-reorder tests $(ARGS) $(call LOOK_AGAIN,$(QUICK))
 	@echo "== Tests that measure, one by one"
-	$(QUIET) tests $(ARGS) $(if $(SECOND_LOOK),$(call LOOK_AGAIN,$(QUIET)))
+	$(QUIET) tests $(ARGS) $(call LOOK_AGAIN,$(QUIET))
 	@echo "== Every notebook, in short, against its committed outputs, two at a time"
 	COURSE_SMOKE=1 $(PYTEST) -m notebook -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 

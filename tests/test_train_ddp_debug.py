@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from processes import family, wait_for
-from test_recipes import EXACT, FEW, LABS, assert_trains_the_same, home, run, single, start  # noqa: F401
+from test_recipes import EXACT, FEW, assert_trains_the_same, changed, home, run, single, start  # noqa: F401
 
 from labs.kit.code import diff_shown
 
@@ -20,11 +20,8 @@ def faulty(home):  # noqa: F811
     """Make a copy of the recipe with lines put in before its backward, where `step` is one less than its number."""
 
     def faulty(lines: str) -> str:
-        text = (LABS / "recipes" / "train_ddp_debug.py").read_text()
         before = "            loss.backward()\n"
-        assert text.count(before) == 1
-        (home / "recipes" / "faulty.py").write_text(text.replace(before, f"            {lines}\n{before}"))
-        return "faulty"
+        return changed(home, "train_ddp_debug", "faulty", (before, f"            {lines}\n{before}"))
 
     return faulty
 
