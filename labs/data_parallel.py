@@ -92,7 +92,9 @@ def predict(config: Config, ranks: int) -> dict[str, float]:
     x, _ = workload.make_batch(_rows(config, ranks) * ranks)
     parameters = models.gradient_bytes(workload.module)
     buffers = nbytes(*workload.module.buffers())
-    dp = scaling.data_parallel_bytes(parameters, buffers, nbytes(x), nbytes(workload.module(x)), ranks)
+    two = x[:2]  # the output of two rows tells that of all, in a fraction of the time
+    outputs = nbytes(workload.module(two)) * len(x) // len(two)
+    dp = scaling.data_parallel_bytes(parameters, buffers, nbytes(x), outputs, ranks)
     ring = scaling.ring_all_reduce_bytes(parameters, ranks)
     return {"ddp handed over": parameters, "ddp sent": ring, **{f"dp {k}": v for k, v in dp.items()}}
 
