@@ -1,5 +1,6 @@
 """Minutes and agendas: counted from the notebooks, and the page that shows them is the one that is computed."""
 
+import functools
 import re
 
 import nbformat
@@ -10,6 +11,7 @@ from labs.classroom.plans import PLANS, Break
 from labs.kit.errors import BadInput
 from labs.kit.record import load
 
+course = functools.cache(agenda.course)
 NOTEBOOKS = sorted(agenda.NOTEBOOKS.glob("*.ipynb"))
 HOURS = {"half": 4, "one": 8, "two": 8, "more": 8}
 
@@ -21,7 +23,7 @@ def test_the_page_is_computed():
 
 def test_every_section_of_every_notebook_has_recorded_seconds():
     kept = {(r.case["notebook"], r.case["section"]) for r in load(agenda.RECORD)}
-    sections = {(s.notebook, s.title) for s in agenda.course() if re.match(r"\d+\. ", s.title)}
+    sections = {(s.notebook, s.title) for s in course() if re.match(r"\d+\. ", s.title)}
     assert sections - kept == set(), (
         "run `make course`, then `python -m labs.classroom.instructor --keep build/minutes.json`"
     )
@@ -29,7 +31,7 @@ def test_every_section_of_every_notebook_has_recorded_seconds():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_the_time_in_a_notebooks_head_is_that_of_its_sections(path):
-    own = [s for s in agenda.course() if s.notebook == path.stem]
+    own = [s for s in course() if s.notebook == path.stem]
     minutes = sum(s.minutes("alone") for s in own if not s.exercises)
     head = nbformat.read(path, as_version=4).cells[0].source
     said, more = map(
@@ -41,13 +43,13 @@ def test_the_time_in_a_notebooks_head_is_that_of_its_sections(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_every_exercise_says_how_long_it_takes(path):
-    own = [s for s in agenda.course() if s.notebook == path.stem and re.match(r"\d\d\.\d", s.title)]
+    own = [s for s in course() if s.notebook == path.stem and re.match(r"\d\d\.\d", s.title)]
     assert own and all(5 <= s.exercise_min <= 45 for s in own), {s.title: s.exercise_min for s in own}
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_fits_into_its_day_and_teaches_nothing_twice(plan):
-    found = agenda.course()
+    found = course()
     text = agenda.agenda(plan, found, "09:00")
     ends = re.findall(r"^\| (\d\d):(\d\d) \| \| \| \*end\*", text, re.MULTILINE)
     assert len(ends) == len(PLANS[plan])
@@ -85,7 +87,7 @@ def test_a_folded_table_takes_no_minutes(tmp_path):
 
 def test_bad_input_names_the_fix(tmp_path):
     with pytest.raises(BadInput, match="start must be a time such as 09:00, not '25:00'"):
-        agenda.agenda("half", agenda.course(), "25:00")
+        agenda.agenda("half", course(), "25:00")
     with pytest.raises(BadInput, match=r"there is no .*none\.json: `make course` writes"):
         agenda.seconds_of(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text('{"01_timing": 3}')

@@ -240,7 +240,7 @@ def formulas(notebook: nbformat.NotebookNode) -> int:
     return sum(len(re.findall(MATH, text, re.DOTALL)) for text in texts)
 
 
-QUICKLY = ("03", "08")  # formulas, the longest: the others show the same kinds of cells
+QUICKLY = ("03",)  # formulas, figures, tables: the others show the same kinds of cells
 PAGES = [pytest.param(p, marks=() if p.stem[:2] in QUICKLY else pytest.mark.long) for p in NOTEBOOKS]
 
 
@@ -351,6 +351,7 @@ def test_a_fresh_start_opens_a_copy_without_outputs(browser, checkout, tmp_path)
     assert {f.state for f in copies.update(root=checkout)} == {"current"}
 
 
+@pytest.mark.long
 def test_the_list_of_files_tells_of_an_old_copy(browser, checkout, tmp_path):
     copies.update(root=checkout)
     for path in (
@@ -430,7 +431,7 @@ def test_the_chart_of_symptoms_is_filtered_by_a_word(page, server, folder):
     screenshot(page, "chart")
 
 
-@pytest.fixture(params=[pytest.param("Light", marks=pytest.mark.long), "Dark"])
+@pytest.fixture(params=["Light", "Dark"])
 def theme(request, folder):
     """Pages that are opened now have these colours."""
     file = folder.parent / "JUPYTERLAB_SETTINGS_DIR" / "@jupyterlab/apputils-extension/themes.jupyterlab-settings"
@@ -440,6 +441,7 @@ def theme(request, folder):
     file.unlink()
 
 
+@pytest.mark.long
 def test_a_knob_is_moved_by_key_and_by_mouse_and_the_figure_follows(page, server, folder, theme):
     cells = [new_code_cell("from labs.chapters.nb00 import explorer"), new_code_cell("explorer.roofline()")]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}

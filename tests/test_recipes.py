@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from again import holds_soon
+from forked import Forks
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -118,9 +119,21 @@ def start(home, tmp_path):
         process.communicate()
 
 
+@pytest.fixture(scope="module")
+def forks(home):
+    with Forks(environment(home)) as forks:
+        yield forks
+
+
 @pytest.fixture
-def run(start):
-    def run(recipe: str, *options: object, code: int = 0, **how) -> Result:
+def run(start, forks, home, tmp_path):
+    def run(recipe: str, *options: object, code: int = 0, fresh: bool = False, **how) -> Result:
+        """Run a recipe in an empty folder, as a fork of a process that has torch, or by a `fresh` interpreter."""
+        if not fresh and not how.get("torchrun"):
+            argv, env = command(home, recipe, *options)[2:], environment(home, **(how.get("env") or {}))
+            result = Result(*forks.run(argv, how.get("ranks", 0), env, tmp_path, 250 * SLOWER))
+            assert (result.code == 0) == (code == 0), result.err
+            return result
         process = start(recipe, *options, **how)
         out, err = process.communicate(timeout=250 * SLOWER)
         assert (process.returncode == 0) == (code == 0), err
@@ -142,13 +155,13 @@ def same(a, b) -> bool:
 
 
 @pytest.fixture(scope="module")
-def single(home, tmp_path_factory):
+def single(home, forks, tmp_path_factory):
     """(result, weights) of train_single.py in FP64."""
     folder = tmp_path_factory.mktemp("single")
-    done = subprocess.run(command(home, "train_single", *EXACT, "--save", folder / "w.pt"), env=environment(home),
-                          cwd=folder, capture_output=True, text=True, timeout=250 * SLOWER)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return Result(done.returncode, done.stdout, done.stderr), torch.load(folder / "w.pt", weights_only=True)
+    argv = command(home, "train_single", *EXACT, "--save", folder / "w.pt")[2:]
+    result = Result(*forks.run(argv, 0, environment(home), folder, 250 * SLOWER))
+    assert result.code == 0, result.err
+    return result, torch.load(folder / "w.pt", weights_only=True)
 
 
 def assert_trains_the_same(result: Result, weights: dict, single: tuple[Result, dict], tolerance: float = 1e-9) -> None:
@@ -177,7 +190,7 @@ def test_single_learns(single):
 
 
 def test_two_ranks_train_what_one_process_trains(run, single, tmp_path):
-    two = run("train_ddp", *EXACT, "--save", "w.pt", ranks=2)
+    two = run("train_ddp", *EXACT, "--save", "w.pt", ranks=2, fresh=True)  # by torchrun
     assert_trains_the_same(two, torch.load(tmp_path / "w.pt", weights_only=True), single)
 
 
@@ -192,10 +205,9 @@ def test_any_number_of_ranks_trains_what_one_process_trains(run, single, tmp_pat
 
 
 @pytest.fixture(scope="module")
-def losses_in_fp32(home, tmp_path_factory):
-    done = subprocess.run(command(home, "train_ddp", *FEW, ranks=2), env=environment(home), capture_output=True,
-                          cwd=tmp_path_factory.mktemp("ddp"), text=True, timeout=250 * SLOWER)  # fmt: skip
-    return Result(done.returncode, done.stdout, done.stderr)
+def losses_in_fp32(home, forks, tmp_path_factory):
+    argv, folder = command(home, "train_ddp", *FEW)[2:], tmp_path_factory.mktemp("ddp")
+    return Result(*forks.run(argv, 2, environment(home), folder, 250 * SLOWER))
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
@@ -406,7 +418,7 @@ def test_recomputation_trains_what_a_single_process_trains(run, single, tmp_path
     assert_trains_the_same(result, names, single)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 3, 6))])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 3, 4, 6))])
 def test_stages_train_what_a_single_process_trains(run, single, tmp_path, ranks):
     result = run("train_pipeline", *EXACT, "--save", "w.pt", ranks=ranks)
     assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
@@ -433,7 +445,7 @@ build_sequential, build_model = build_model, lambda dropout: Whole(build_sequent
 """
 
 
-@pytest.mark.parametrize("recipe", ["train_fsdp", "train_tensor_parallel"])
+@pytest.mark.parametrize("recipe", ["train_fsdp", pytest.param("train_tensor_parallel", marks=pytest.mark.long)])
 def test_blocks_are_found_at_any_depth_and_missed_if_there_are_none(run, home, single, recipe):
     layers = WRAPPED.splitlines()[0]
     deep = run(changed(home, recipe, "train_deep", (f"{layers}\n", WRAPPED)), *EXACT, ranks=2)
@@ -442,6 +454,7 @@ def test_blocks_are_found_at_any_depth_and_missed_if_there_are_none(run, home, s
     assert "the model has no Block" in run(changed(home, recipe, "train_flat", flat), *FEW, code=2).err
 
 
+@pytest.mark.long
 def test_a_loaded_training_takes_the_learning_rate_of_the_command(run, tmp_path):
     run("train_fsdp", *FEW, "--save", "first")
     run("train_fsdp", *FEW, "--load", "first", "--lr", "1e-30", "--save", "second")
