@@ -15,6 +15,12 @@
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
+# What pip cannot install: NCCL opens libibverbs for InfiniBand and RoCE, and without it takes TCP; torch.compile needs
+# a compiler.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers g++ \
+    && rm -rf /var/lib/apt/lists/*
+
 # The labs' preflight reports on this user's limits, and files written to mounted folders should not be root's.
 ARG UID=1000
 RUN useradd --create-home --shell /bin/bash --uid ${UID} learner \
@@ -28,7 +34,6 @@ ENV PATH=/home/learner/venv/bin:$PATH \
     JUPYTER_PREFER_ENV_PATH=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 # The packages come before the sources: an edited notebook does not install torch again.

@@ -91,6 +91,7 @@ def test_a_line_holds_at_a_batch_that_was_not_traced():
         assert line.activations(7) == saved_tensors.trace(make, 7, "fp16", "cuda").activations
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_one_layer_times_24_is_24_layers(precision):
     slow = saved_tensors.trace_line(lambda: large_models.bert(None, 128), precision, "cuda")

@@ -83,9 +83,10 @@ finally:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["batch_size --model nosuch:thing", "mixed_precision --formats fp8", "pipeline_split --micro-batches 7",
+    ["batch_size --model nosuch:thing",
      *(pytest.param(a, marks=pytest.mark.long)
-       for a in ("profile_step --plant nowhere=3", "memory_timeline --loops leaky", "clinic --diagnose nosuch"))],
+       for a in ("mixed_precision --formats fp8", "pipeline_split --micro-batches 7",
+                 "profile_step --plant nowhere=3", "memory_timeline --loops leaky", "clinic --diagnose nosuch"))],
 )  # fmt: skip
 def test_a_bad_value_is_told_before_a_model_is_built_or_much_is_imported(arguments):
     command = [*PYTHON, "-c", AS_A_PROGRAM, *f"labs.{arguments}".split()]

@@ -240,7 +240,7 @@ def formulas(notebook: nbformat.NotebookNode) -> int:
     return sum(len(re.findall(MATH, text, re.DOTALL)) for text in texts)
 
 
-QUICKLY = ("03", "08")  # formulas, the longest: the others show the same kinds of cells
+QUICKLY = ("03",)  # formulas, figures, tables: the others show the same kinds of cells
 PAGES = [pytest.param(p, marks=() if p.stem[:2] in QUICKLY else pytest.mark.long) for p in NOTEBOOKS]
 
 
@@ -351,6 +351,7 @@ def test_a_fresh_start_opens_a_copy_without_outputs(browser, checkout, tmp_path)
     assert {f.state for f in copies.update(root=checkout)} == {"current"}
 
 
+@pytest.mark.long
 def test_the_list_of_files_tells_of_an_old_copy(browser, checkout, tmp_path):
     copies.update(root=checkout)
     for path in (

@@ -251,6 +251,7 @@ def test_a_patient_leaves_its_process_as_it_was(name, field, value):
         assert same and state[field] == value and all(map(math.isfinite, losses)) and not left
 
 
+@pytest.mark.long
 def test_cured_and_healthy_patients_train_alike():
     losses = [run_on_ranks(state_before_and_after, 2, name)[0][2] for name in ("healthy", "zeroed", "slow_loader")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)

@@ -104,7 +104,10 @@ def test_a_killed_step_is_started_again_and_a_failed_one_is_not(tmp_path, codes,
     assert calls.read_text().count("start") == starts
 
 
-@pytest.mark.parametrize(("program", "again"), [([], True), (["labs.x"], False)])
+@pytest.mark.parametrize(("program", "again"), [
+    ([], True), (["labs.x"], False), (["own.py", "--checkpoint=c.pt"], True), (["own.py", "--save", "c.pt"], False),
+    (["copies/my_train_ddp_resume.py"], True), (["labs.elastic_train"], True),
+])  # fmt: skip
 def test_when_time_is_up_the_step_ends_and_what_can_go_on_is_requeued(tmp_path, program, again):
     srun = f"#!/bin/bash\necho $$ >> {tmp_path}/steps\nexec sleep 60\n"
     environment = slurm(tmp_path, srun)
@@ -144,9 +147,24 @@ def test_the_batch_file_fills_in_what_slurm_gave(tmp_path):
 @pytest.mark.parametrize(("args", "command"), [
     (["labs.x", "--a", "b c"], "-m labs.x --a b c"), (["--lr", "0.1"], "ddp-4711.pt --lr 0.1"),
     (["own.py", "--a"], "own.py --a"),
+    (["x/train_ddp_resume.py", "--a"], "x/train_ddp_resume.py --checkpoint ddp-4711.pt --a"),
+    (["x/train_ddp_resume.py", "--checkpoint=c.pt"], "x/train_ddp_resume.py --checkpoint=c.pt"),
 ])  # fmt: skip
 def test_the_batch_file_takes_another_lab_or_options(tmp_path, args, command):
     assert torchrun_options(tmp_path, *args)["command"].endswith(command)
+
+
+@pytest.mark.parametrize(("gpus", "args", "code"), [
+    ("2", ["own.py"], 2), ("2", ["own.py", "--cpu"], 0), ("2", ["labs.x", "--device", "cpu", "--a"], 0), ("0", [], 0),
+])  # fmt: skip
+def test_gpus_that_torch_does_not_see_end_the_job_at_once(tmp_path, gpus, args, code):
+    if torch.cuda.is_available():
+        pytest.skip("here torch sees GPUs")
+    environment = slurm(tmp_path, f"#!/bin/bash\ntouch {tmp_path}/started\n", SLURM_GPUS_ON_NODE=gpus)
+    job = subprocess.run(["bash", BATCH, *args], env=environment, capture_output=True, text=True)
+    assert job.returncode == code, job.stderr
+    assert (tmp_path / "started").exists() == (code == 0)
+    assert ("GPUs that torch does not see" in job.stderr) == (code == 2)
 
 
 KNOWN = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "requeue",
@@ -174,8 +192,10 @@ def as_the_operator_does(job: dict, machines: Machines, n: int) -> dict[str, str
     return {**own, "PET_RDZV_ENDPOINT": f"node-0:{port}", "PET_RDZV_BACKEND": policy["rdzvBackend"],
             "PET_RDZV_ID": policy["rdzvId"], "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
             "PET_MAX_RESTARTS": str(policy["maxRestarts"]), "PET_NPROC_PER_NODE": spec["nprocPerNode"],
+            "PET_LOG_DIR": str(machines.folder / "logs"),
             # A machine that is silent for 15 s counts as dead by default. A test cannot wait that long.
-            "PET_RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=3"}  # fmt: skip
+            "PET_RDZV_CONF": ",".join([*(f"{c['key']}={c['value']}" for c in policy["rdzvConf"]),
+                                       "keep_alive_interval=1", "keep_alive_max_attempt=3"])}  # fmt: skip
 
 
 @pytest.mark.drill
@@ -258,7 +278,11 @@ def test_the_job_keeps_its_promises():
     assert policy["minReplicas"] == policy["maxReplicas"] == replica["replicas"]
     assert job["spec"]["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
     user = re.search(r"^ARG UID=(\d+)", dockerfile(), re.MULTILINE)[1]
-    assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": int(user), "fsGroup": int(user)}
+    assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": int(user), "fsGroup": int(user),
+                                      "seccompProfile": {"type": "RuntimeDefault"}}  # fmt: skip
+    given = {e["name"]: e.get("value") for e in container["env"]}
+    assert int(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    assert given["PET_LOG_DIR"].startswith("runs/"), "a path in the volume"
     mounts = {
         m["mountPath"]: next(v for v in pod["volumes"] if v["name"] == m["name"]) for m in container["volumeMounts"]
     }

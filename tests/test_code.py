@@ -202,6 +202,7 @@ def notebook(module, tmp_path):
     return path
 
 
+@pytest.mark.long
 def test_nbval_fails_once_a_function_that_is_shown_has_changed(notebook, module):
     """The promise of a shown function: a comment in it, too, is compared."""
     outputs = [c.outputs for c in nbformat.read(notebook, as_version=4).cells]

@@ -133,7 +133,8 @@ def committed(real):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("cells", [20, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("cells", [20, None])
 def test_git_sees_nothing_of_a_day_of_learning(committed, tmp_path, cells):
     """Copies made, one cut short, run and saved, in a room: `git status` is as clean as in the morning."""
     environment = new_environment(COURSE_SMOKE="1", COURSE_ROOM=str(tmp_path / "room"), COURSE_NAME="ada")

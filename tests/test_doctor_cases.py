@@ -99,24 +99,11 @@ def losses(case, folder) -> list[float]:
 
 
 OWN = {"train_images", "train_accumulate", "train_plain", "train_text"}
-QUICK = ["plain"]
-
-
-@pytest.mark.timeout(LIMIT_S + 50)
-@pytest.mark.parametrize("name", QUICK)
-def test_a_patient_learns(name, tmp_path):
-    _learns(BY_NAME[name], tmp_path)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(LIMIT_S + 50)
-@pytest.mark.parametrize("name", [n for n, case in BY_NAME.items() if n not in QUICK and case.learns])
-def test_all_patients_learn(name, tmp_path):
-    _learns(BY_NAME[name], tmp_path)
-
-
-def _learns(case, folder) -> None:
-    found = losses(case, folder)
+@pytest.mark.parametrize("name", [n for n, case in BY_NAME.items() if case.learns])
+def test_a_patient_learns(name, tmp_path):
+    found = losses(BY_NAME[name], tmp_path)
     assert all(map(math.isfinite, found)) and len(found) >= 4
     assert found[-1] < found[0] - 0.02, found
 

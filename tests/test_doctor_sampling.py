@@ -49,6 +49,7 @@ def seen(tmp_path_factory):
     return facts.load(settings.facts_path)
 
 
+@pytest.mark.long
 def test_the_line_that_takes_most_of_the_scripts_own_time_is_named_and_the_loss_is_not(seen):
     first = next(line for line in seen.lines if line.kind in ("prepare", "rest"))
     assert (first.kind, first.code) == ("prepare", "time.sleep(0.02)")

@@ -186,6 +186,7 @@ def nats(told):
     return float(found[1]), float(found[2])
 
 
+@pytest.mark.long
 def test_07_without_error_feedback_less_is_learned():
     """From the same seeds: nothing but the edit differs."""
     kept, everything = nats(run("07", "edit-feedback")[0])

@@ -254,6 +254,7 @@ def test_a_training_that_fails_says_why():
 # Parts
 
 
+@pytest.mark.long
 def test_torch_still_shares_the_store_of_the_last_start():
     """When this fails, torch has mended it: labs.kit.restart can go. See its docstring."""
     from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry

@@ -46,7 +46,7 @@ def answer(capfd, machine, code):
     return json.loads(capfd.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", elsewhere.MACHINES)
+@pytest.mark.parametrize("name", ["small", pytest.param("large", marks=pytest.mark.long)])
 def test_a_process_sees_another_machine(name, capfd):
     machine = elsewhere.MACHINES[name]
     seen = answer(capfd, machine, FACTS)
@@ -99,6 +99,7 @@ def drawn(records):
 """
 
 
+@pytest.mark.long
 @root_on_linux
 @pytest.mark.timeout(300)
 def test_a_strict_cell_that_shows_the_machine_fails_there(tmp_path, monkeypatch, capfd):

@@ -62,7 +62,9 @@ def with_tensors(job):
             break
 
 
-@pytest.mark.parametrize("right", [survive, in_blocks, with_tensors])
+@pytest.mark.parametrize(
+    "right", [survive, *(pytest.param(r, marks=pytest.mark.long) for r in (in_blocks, with_tensors))]
+)
 def test_right_entry_points_of_any_style_pass(right):
     check_survive(right)
 

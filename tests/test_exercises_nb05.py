@@ -538,6 +538,7 @@ def test_every_piece_of_the_trainer_changes_and_matters():
     assert [name for name in before if same(before[name], after[name])] == []
 
 
+@pytest.mark.long
 def test_a_check_leaves_random_states_and_threads_as_they_were():
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     threads = torch.get_num_threads()

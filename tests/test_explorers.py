@@ -98,7 +98,7 @@ def test_every_setting_can_be_drawn_and_read(name, data):
     assert title.x0 >= 0 and title.x1 <= fig.bbox.x1, "the title is cut"
 
 
-@pytest.mark.parametrize("name", EXPLORERS)
+@pytest.mark.parametrize("name", [n if n == "speedup" else pytest.param(n, marks=pytest.mark.long) for n in EXPLORERS])
 def test_every_knob_moves_the_figure(name):
     """One of its other values gives another picture or another sentence, where cores are scarce at least."""
     others_are = {"cores": 4} if name == "workers" else {}
@@ -384,7 +384,8 @@ def test_a_default_must_be_one_of_the_values():
         explore.explore(lambda name: None, name=Menu("name", ["a", "a"], "a"))
 
 
-@pytest.mark.parametrize("name", ["roofline", pytest.param("pipeline", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["roofline", "pipeline"])
 def test_a_knob_is_followed_faster_than_a_figure_is_made(name):
     """In seconds of CPU time, beside the same figure as other cells draw it: no limit that a slow machine breaks."""
     spent = {}

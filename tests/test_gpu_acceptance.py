@@ -283,6 +283,7 @@ def test_bad_input_is_one_line(options, words, monkeypatch, capsys):
     assert (ended.value.code, out, told.count("\n")) == (2, "", 1) and words in told, told
 
 
+@pytest.mark.long
 def test_pretending_is_labelled_everywhere_and_leaves_no_record(tmp_path):
     done = run("--pretend", "--only", "launcher", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -77,6 +77,7 @@ def shell(*args, **environ):
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_preflight_as_json_saves_records_too(tmp_path):
     done = shell("--smoke", "--json", "--device", "cpu", "--oversubscribe", "--out", str(tmp_path / "p.jsonl"))
     assert done.returncode == 0, done.stderr

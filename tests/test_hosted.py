@@ -61,6 +61,7 @@ def test_the_oldest_python_and_torch_are_told_once():
     assert requirements.numbers(COURSE["oldest-torch"]) <= requirements.numbers(PIN)
 
 
+@pytest.mark.long
 def test_what_notebooks_run_needs_nothing_that_a_hosted_machine_goes_without():
     """A kernel there has neither the tests' packages nor JupyterLab: other front ends start kernels, too."""
     without = {*COURSE["tests"], "jupyterlab", "jupyterlab-server", "papermill"}

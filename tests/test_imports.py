@@ -45,8 +45,8 @@ def graph(root: Path, *, types: bool = True) -> dict[str, set[str]]:
     files = {module_name(p, root): p for p in (root / "labs").rglob("*.py")}
     edges: dict[str, set[str]] = {}
     for name, path in files.items():
-        tree = ast.parse(path.read_text())
-        skip = set() if types else for_types_only(tree)
+        tree = ast.parse(text := path.read_text())
+        skip = set() if types or "TYPE_CHECKING" not in text else for_types_only(tree)
         edges[name] = set()
         for node in ast.walk(tree):
             if node in skip:

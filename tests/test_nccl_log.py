@@ -40,9 +40,13 @@ def words(*lines: str) -> str:
         ("Channel 02 : 3[3] -> 0[0] via SHM/direct/direct", nccl.Link(3, 0, "SHM/direct")),
         ("Ring 00 : 34 -> 33 [send] via NET/Socket/0", nccl.Link(34, 33, "NET/Socket")),
         ("Channel 00 : 2[a000] -> 3[b000] via P2P/direct pointer", nccl.Link(2, 3, "P2P/direct")),
+        ("Channel 00 : 2[a000] -> 3[b000] via direct shared memory", nccl.Link(2, 3, "SHM/direct")),
         ("Channel 03/0 : 13[5] -> 4[4] [receive] via NET/IB/3/GDRDMA", nccl.Link(13, 4, "NET/IB/GDRDMA")),
+        ("Channel 03/0 : 13[5] -> 4[4] [send] via NET/IB/3(1)/GDRDMA/Shared", nccl.Link(13, 4, "NET/IB/GDRDMA/Shared")),
+        ("Channel 01/0 : 8[0] -> 0[0] [send] via NET/AWS Libfabric/1/GDRDMA",
+         nccl.Link(8, 0, "NET/AWS Libfabric/GDRDMA")),
     ],
-)
+)  # fmt: skip
 def test_links_as_versions_write_them(line, link):
     assert list(nccl.read([f"host-7:60725:60750 [2] NCCL INFO {line}"]).links) == [link]
 
@@ -61,6 +65,7 @@ def test_what_is_before_a_line_does_not_matter():
         (["Channel 00/0 : 0[0] -> 1[1] via P2P/IPC", "Channel 00/0 : 1[1] -> 2[2] via SHM/direct"], "slowest link",
          "No pair of GPUs"),
         (["NCCL_P2P_DISABLE set by environment to 1."], "NCCL_P2P_DISABLE=1 is set: it forbids", "NCCL_IB"),
+        (["NCCL_IB_DISABLE set by environment to 0."], "NCCL_IB_DISABLE=0 is set.", "forbids"),
         (["NCCL_DEBUG set by environment to INFO."], "NCCL_DEBUG=INFO is set.", "forbids"),
         (["something new that no version wrote"], "1 of 1 lines of NCCL's were not understood", "links"),
     ],
@@ -70,9 +75,33 @@ def test_findings(lines, told, untold):
     assert told in said and untold not in said
 
 
-def test_warnings_are_counted():
-    log = nccl.read(["a:1:2 [0] NCCL WARN Cuda failure 'peer access'"] * 3)
+@pytest.mark.parametrize("place", ["transport/p2p.cc:275 ", "transport/p2p.cc:275 (p2pMap) ", "", "init.cc:9 "])
+def test_warnings_are_counted_with_the_place_in_the_source_before_them(place):
+    log = nccl.read([f"a:1:2 [-1] {place}NCCL WARN Cuda failure 'peer access'"] * 3)  # all that NCCL_DEBUG=WARN writes
     assert "Warned 3 times: Cuda failure 'peer access'" in list(nccl.in_words(log))
+
+
+@pytest.mark.parametrize(
+    "written, told",
+    [
+        ("   0   1   2   3", "2 of them 0 -> 1 -> 2 -> 3 and so on (NCCL wrote 4 of 64 ranks)"),  # up to 2.2x: 20 ranks
+        ("  0  1  2  3  ...", "2 of them 0 -> 1 -> 2 and so on (NCCL wrote 3 of 64 ranks)"),
+        ("  0  1  2 63...", "2 of them 0 -> 1 -> 2 and so on (NCCL wrote 3 of 64 ranks)"),  # 63 may have been 630
+    ],
+)
+def test_a_ring_of_many_ranks_is_cut_by_nccl(written, told):
+    size = "comm 0x7f rank 0 nranks 64 cudaDev 0 nvmlDev 0 busId 1000 commId 0xa - Init START"
+    said = words(size, f"Channel 00/02 :{written}", f"Channel 01/02 :{written}")
+    assert told in said and "not understood" not in said
+
+
+@pytest.mark.parametrize("largest_first", [True, False])
+def test_rings_are_those_of_the_largest_communicator(largest_first):
+    size = "ncclCommInitRankConfig comm 0x7f rank 0 nranks {} cudaDev 0 nvmlDev 0 busId 1000 commId {} - Init START"
+    world = [size.format(4, "0xa"), "Channel 00/01 : 0 1 3 2"]
+    pair = [size.format(2, "0xb"), "Channel 00/02 : 0 1", "Channel 01/02 : 0 1", size.format(2, "0xc")]
+    said = words(*world, *pair) if largest_first else words(*pair, *world)
+    assert "3 communicators (1 of 4, 2 of 2 ranks)" in said and "1 channel, each a ring: 1 of them 0 -> 1 -> 3" in said
 
 
 @pytest.mark.parametrize("text", ["", "loss 0.5\n" * 100, "\x00\xff", "NCCL_DEBUG=INFO"])

@@ -197,6 +197,7 @@ def wait_until(condition, timeout_s=40.0):
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_nbval_notices_a_changed_output(small):
     """The run that `make test` relies on: a strict comparison, in the notebook's own folder."""
     write(small / "b.ipynb", new_markdown_cell("# Count"), new_code_cell("import os; os.path.basename(os.getcwd())"))

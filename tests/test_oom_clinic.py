@@ -170,6 +170,7 @@ def test_all_are_named_in_several_sizes_and_seeds():
     assert len(run.where("named")) == 3 * 2 * 17 + 3 * 2 + 1
 
 
+@pytest.mark.long
 @linux
 def test_a_program_that_is_well_is_not_accused(nothing_stays):
     [found] = signs_of([Trial("healthy")])

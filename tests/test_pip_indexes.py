@@ -102,6 +102,7 @@ def test_nobodys_settings_and_no_proxy_take_part(tmp_path, monkeypatch):
     assert lab.choose(NOW) == lab.Choice("2.4.1", "main-2.9", "torch-2.4.1-cp38-cp38-manylinux1_x86_64.whl")
 
 
+@pytest.mark.long
 def test_pip_from_pythons_own_wheel_takes_the_same(monkeypatch):
     version_of = importlib.metadata.version
 
@@ -156,6 +157,7 @@ def test_a_pip_that_gives_no_answer_is_no_choice(name, tmp_path):
     assert found == lab.Choice(failed=why)
 
 
+@pytest.mark.long
 def test_nothing_is_left_in_a_folder_of_any_name(tmp_path, monkeypatch):
     folder = tmp_path / "my #1, 100 % Übung"
     folder.mkdir()

@@ -280,6 +280,7 @@ def test_a_file_that_runs_code_or_is_cut_short_is_named_and_the_rest_is_used(tmp
         diagnose(evidence.read(folder))
 
 
+@pytest.mark.long
 def test_the_private_calls_of_torch_are_still_there(tmp_path):
     """All that is private stands in `evidence.recorded`: gloo's entries have lines, numbers, sizes and their group."""
     code = """
@@ -302,7 +303,9 @@ evidence.write_recorder(folder, 0), evidence.write_stacks(folder, 0)
     assert of.groups == {made.group: (0,)} and of.stack[-1].name == "<module>" and not of.problems
 
 
-@pytest.mark.parametrize(("size", "entries"), [(None, 3), pytest.param("2", 2, marks=pytest.mark.long), ("0", 0)])
+@pytest.mark.parametrize(
+    ("size", "entries"), [(None, 3), *(pytest.param(n, int(n), marks=pytest.mark.long) for n in ("2", "0"))]
+)
 def test_torch_records_unless_it_is_told_not_to(size, entries):
     """What RECORDER, the glossary and the recipe say: without the variable calls are recorded; 0 turns that off."""
     code = (

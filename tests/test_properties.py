@@ -202,6 +202,7 @@ AUTOCAST, STRATEGY, STATES = (importlib.import_module(f"labs.{n}") for n in
                               ("autocast_ops", "strategy", "sharded_checkpoint"))  # fmt: skip
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(parameters())
 @example((AUTOCAST, {"precisions": ("bf16", "fp64")}))

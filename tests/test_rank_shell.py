@@ -35,6 +35,7 @@ def test_the_same_records_however_it_is_started(start, tmp_path):
     assert_no_survivors(environment[MARK])
 
 
+@pytest.mark.long
 def test_bad_input_under_torchrun_names_the_fix_once_per_rank(tmp_path):
     """At most: torchrun ends the others 0.1 s after the first rank has failed, and a busy machine is slower."""
     command, environment = [*TORCHRUN, EMPTY, "--smoky"], new_environment()
@@ -43,6 +44,7 @@ def test_bad_input_under_torchrun_names_the_fix_once_per_rank(tmp_path):
     assert 1 <= done.stderr.count("there is no option --smoky: did you mean '--smoke'? --help lists them all") <= 2
 
 
+@pytest.mark.long
 def test_a_layout_the_lab_refuses_is_one_line_per_rank_under_torchrun_too():
     command = [*TORCHRUN, "labs.ddp_training", "--samples", "40"]
     done = subprocess.run(command, env=new_environment(), cwd=HERE, capture_output=True, text=True, timeout=250)

@@ -406,7 +406,7 @@ def test_recomputation_trains_what_a_single_process_trains(run, single, tmp_path
     assert_trains_the_same(result, names, single)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 3, 6))])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 3, 4, 6))])
 def test_stages_train_what_a_single_process_trains(run, single, tmp_path, ranks):
     result = run("train_pipeline", *EXACT, "--save", "w.pt", ranks=ranks)
     assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
@@ -433,7 +433,7 @@ build_sequential, build_model = build_model, lambda dropout: Whole(build_sequent
 """
 
 
-@pytest.mark.parametrize("recipe", ["train_fsdp", "train_tensor_parallel"])
+@pytest.mark.parametrize("recipe", ["train_fsdp", pytest.param("train_tensor_parallel", marks=pytest.mark.long)])
 def test_blocks_are_found_at_any_depth_and_missed_if_there_are_none(run, home, single, recipe):
     layers = WRAPPED.splitlines()[0]
     deep = run(changed(home, recipe, "train_deep", (f"{layers}\n", WRAPPED)), *EXACT, ranks=2)
@@ -442,6 +442,7 @@ def test_blocks_are_found_at_any_depth_and_missed_if_there_are_none(run, home, s
     assert "the model has no Block" in run(changed(home, recipe, "train_flat", flat), *FEW, code=2).err
 
 
+@pytest.mark.long
 def test_a_loaded_training_takes_the_learning_rate_of_the_command(run, tmp_path):
     run("train_fsdp", *FEW, "--save", "first")
     run("train_fsdp", *FEW, "--load", "first", "--lr", "1e-30", "--save", "second")

@@ -220,6 +220,7 @@ def test_disturbed():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("failures", "status", "last"), [(1, 0, "1 passed"), (2, 1, "1 failed")])
 def test_a_second_look_forgives_noise_and_no_fault(failures, status, last, tmp_path):
     """The line that CI runs, in a folder with one test that passes and one that fails at first."""

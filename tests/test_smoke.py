@@ -39,6 +39,7 @@ def command(module, *words):
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="only Linux forks a process that has loaded torch")
 def test_the_ranks_of_a_command_come_from_a_fork_of_it_which_has_none_of_its_open_files(tmp_path):
     (tmp_path / "family.py").write_text(FAMILY)

@@ -156,6 +156,7 @@ def test_failures_at_the_published_scale(monkeypatch):
     assert lost[3] == pytest.approx(100 * paper, rel=0.15), "C / tau + tau / 2M + R / M, as on paper"
 
 
+@pytest.mark.long
 def test_independent_lists_are_seldom_called_dependent():
     """The interval is meant for 95 %; a hundred made-up runs, so the count itself is uncertain by about two."""
     called = 0

@@ -251,9 +251,10 @@ def test_bad_input_is_one_line_before_anything_starts(values, words):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "as_rank",
-    [pytest.param(False, id="python -m"), pytest.param(True, marks=pytest.mark.long, id="under torchrun")],
+    [pytest.param(False, id="python -m"), pytest.param(True, id="under torchrun")],
 )
 def test_from_a_shell_bad_input_is_one_line_and_exit_code_2(as_rank):
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if as_rank else {}

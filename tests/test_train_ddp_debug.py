@@ -82,6 +82,7 @@ def test_an_error_on_one_rank_is_told_with_what_the_others_did(run, faulty, tmp_
     assert collectives(tmp_path / "debug", 0) > collectives(tmp_path / "debug", 1)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_ends_all_ranks_and_names_the_first(run, faulty, tmp_path):  # noqa: F811
     """Step 5 on rank 1, told at step 6. Then the weights of both are NaN, and so is every loss."""
     result = run(faulty("loss = loss * float('nan') if rank == 1 and step == 4 else loss"), *LONG, code=1, ranks=2)

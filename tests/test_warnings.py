@@ -33,6 +33,7 @@ def test_in_ranks_of_a_launch():
         launch(LAB, 1)
 
 
+@pytest.mark.long
 def test_in_a_shell_under_torchrun_and_in_their_ranks():
     torchrun = ("torch.distributed.run", "--nproc-per-node", "1", "-m")
     both = [start(LAB, "--nproc", "1"), start(*torchrun, LAB)]  # at the same time: they mostly import torch

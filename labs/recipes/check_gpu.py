@@ -67,7 +67,7 @@ def main():
     if args.size < 0 or not 0 < args.seconds < 1e6:
         parser.error("--size must be 0 or more, --seconds above 0")
 
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, built for CUDA {torch.version.cuda}")
+    print(f"{platform.node()}: Python {platform.python_version()}, torch {torch.__version__}, built for CUDA {torch.version.cuda}")
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=index,name,driver_version,pstate,temperature.gpu", "--format=csv,noheader"]
         seen = subprocess.run(query, capture_output=True, text=True).stdout.rstrip() or "  nothing: nvidia-smi failed"

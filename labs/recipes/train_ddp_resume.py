@@ -244,6 +244,7 @@ def main():
                 if rank == 0:  # no barrier: the others compute on, and nobody reads the file before the next start
                     save(args.checkpoint, state)
             if stopping and step < args.steps:
+                dist.barrier()  # a machine that ended before the file is written could make a scheduler end them all
                 dist.destroy_process_group()
                 if rank == 0:
                     print(f"stopped by SIGTERM and saved at step {step}: start again to go on", flush=True)

@@ -202,11 +202,11 @@ def _beside(speedup: Estimate, ranks: int) -> str:
 
 @verdict("E14")
 def _(evidence: Records) -> Verdict:
-    cnn, mlp = (dp_over_ddp(launched(evidence, "data_parallel", split="weak", model=model)) for model in ("cnn", "mlp"))
-    run = launched(evidence, "data_parallel", split="weak", model="cnn")
+    runs = [launched(evidence, "data_parallel", split="weak", model=model) for model in ("cnn", "mlp")]
+    cnn, mlp = map(dp_over_ddp, runs)
     because = f"DataParallel's step takes {cnn} as long as DDP's with a CNN, {mlp} with an MLP"
-    if run[0].layout["device"] != "cuda":
-        return Verdict("needs N GPUs", f"as threads on {ranks_of(run)} CPU cores {because}")
+    if runs[0][0].layout["device"] != "cuda":
+        return Verdict("needs N GPUs", f"as threads on {ranks_of(runs[0])} CPU cores {because}")
     if min(cnn.low, mlp.low) > 1:
         return Verdict("does not hold", because)
     return Verdict("depends", because if min(cnn.high, mlp.high) < 1 else CANNOT_TELL + because)

@@ -57,8 +57,7 @@ def dial(runs: dict[str, Records], guess: Prediction) -> None:
         xs = sorted(found)
         for k in (0, 1):
             curve(ax, xs, [bounds(run, x)[k] for x in xs], label="_" if k else f"{name}, bounds", color=color)
-    ax.axhline(1, linestyle=":", color="black")
-    ax.annotate("one rank", (1, 1), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=10)
+    ax.axhline(1, linestyle=":", color="black", label="one rank")
     prediction(ax, float(guess), 1.0)
     log_axes(ax, sorted({m for run in runs.values() for m in slow_link.speedups(run) if m != NO_PACE}))
     ax.set_ylim(bottom=0)

@@ -14,24 +14,28 @@ from dataclasses import dataclass, field
 
 from labs.kit.errors import require
 
-LINE = re.compile(
-    r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] NCCL (?P<level>INFO|WARN|TRACE) ?(?P<text>.*)"
+LINE = re.compile(  # a warning also names its place: "host:1:2 [0] misc/socket.cc:484 NCCL WARN Connect to ..."
+    r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>-?\d+)\] (?:\S+:\d+ (?:\([^)]*\) )?)?"
+    r"NCCL (?P<level>INFO|WARN|TRACE) ?(?P<text>.*)"
 )
 LINK = (
     re.compile(  # "Channel 00/0 : 1[1] -> 0[0] via P2P/CUMEM/read", older "Ring 00 : 34 -> 33 [send] via NET/Socket/0"
         r"(?:Channel|Ring) (?P<channel>\d+)(?:/\d+)? : (?P<sender>\d+)(?:\[\w+\])? -> (?P<receiver>\d+)(?:\[\w+\])?"
-        r"(?: \[(?P<side>send|receive)\])? via (?P<transport>\S+)"
+        r"(?: \[(?P<side>send|receive)\])? via (?P<transport>.+)"
     )
 )
-ORDER = re.compile(r"Channel (?P<channel>\d+)/(?P<channels>\d+) :\s+(?P<ranks>\d+(?:\s+\d+)*)\s*$")
+ORDER = re.compile(  # NCCL cuts it: after 20 ranks up to 2.2x, later after 127 characters, of which "..." are the last
+    r"Channel (?P<channel>\d+)/(?P<channels>\d+) :\s+(?P<ranks>\d+(?:\s+\d+)*)(?P<cut>\s*\.\.\.)?\s*$"
+)
 TREE = re.compile(r"\[(?P<channel>\d+)\] (?P<below>-?\d+(?:/-?\d+)*)->(?P<rank>\d+)->(?P<above>-?\d+)")
 RANKS = re.compile(r"rank (?P<rank>\d+) n[rR]anks (?P<ranks>\d+)(?: nNodes (?P<nodes>\d+))?")
+COMMUNICATOR = re.compile(r"n[rR]anks (?P<ranks>\d+) .*commId (?P<name>0x[0-9a-f]+)")
 SET = re.compile(r"(?P<name>NCCL_\w+) set by environment to (?P<value>.*?)\.?$")
 NETWORK = re.compile(r"Using network (?P<name>.+)")
 VERSION = re.compile(r"NCCL version (?P<version>[\d.]+)")
 PASSED = re.compile(r"Connected all|Init START|Init COMPLETE|Setting affinity|Chunksize|threadThresholds|coll channels|"
                     r"Bootstrap|NET/|Plugin|PLUGIN|Proxy|Check P2P|TUNER|comm 0x|cudaDriver|Ring \d+ :|Tree \d+ :|"
-                    r"Trees|isAllDirectP2p")  # fmt: skip
+                    r"Trees|isAllDirectP2p|NVLS|CollNet")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,10 @@ class Log:
     ranks: int = 0
     nodes: int = 0
     hosts: set[str] = field(default_factory=set)
+    communicators: dict[str, int] = field(default_factory=dict)
+    """{commId: its ranks}. Each numbers its ranks from 0: [channels] are of the largest, [links] of all together."""
     channels: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Order of the ranks in the ring of each channel."""
+    """Order of the ranks in the ring of each channel; NCCL writes only the first of many ranks."""
     links: dict[Link, set[int]] = field(default_factory=dict)
     """The channels that each link was opened for."""
     trees: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -98,7 +104,12 @@ def _take(text: str, log: Log) -> bool:
         link = Link(int(found["sender"]), int(found["receiver"]), _plain(found["transport"]))
         log.links.setdefault(link, set()).add(int(found["channel"]))
     elif found := ORDER.search(text):
-        log.channels[int(found["channel"])] = tuple(map(int, found["ranks"].split()))
+        order = tuple(map(int, found["ranks"].split()))[: -1 if found["cut"] else None]  # its last number may be cut
+        longest = max(map(len, log.channels.values()), default=0)
+        if len(order) > longest:  # what was noted is of a communicator with fewer ranks
+            log.channels.clear()
+        if len(order) >= longest:
+            log.channels[int(found["channel"])] = order
     elif text.startswith("Trees"):
         for tree in TREE.finditer(text):
             log.trees.setdefault(int(tree["channel"]), {})[int(tree["rank"])] = int(tree["above"])
@@ -108,6 +119,8 @@ def _take(text: str, log: Log) -> bool:
         log.network = found["name"]
     else:
         found = PASSED.search(text)
+    if made := COMMUNICATOR.search(text):
+        log.communicators[made["name"]] = int(made["ranks"])
     if sizes := RANKS.search(text):
         log.ranks = max(log.ranks, int(sizes["ranks"]))
         log.nodes = max(log.nodes, int(sizes["nodes"] or 0))
@@ -115,9 +128,14 @@ def _take(text: str, log: Log) -> bool:
 
 
 def _plain(transport: str) -> str:
-    """ "NET/IB/3/GDRDMA" -> "NET/IB/GDRDMA", "P2P/CUMEM/read" -> "P2P/CUMEM", "SHM/direct/direct" -> "SHM/direct"."""
-    parts = [p for p in transport.split("/") if not p.isdigit() and p != "read" and not p.startswith("(")]
-    return "/".join(dict.fromkeys(p.partition("(")[0] for p in parts))
+    """ "NET/IB/3/GDRDMA" -> "NET/IB/GDRDMA", "P2P/CUMEM/read" -> "P2P/CUMEM", "SHM/direct/direct" -> "SHM/direct".
+
+    A network of a plugin keeps its name, "NET/AWS Libfabric/1/GDRDMA" -> "NET/AWS Libfabric/GDRDMA", and the words of
+    versions before 2.17 become those of today.
+    """
+    transport = {"direct shared memory": "SHM/direct", "P2P/direct pointer": "P2P/direct"}.get(transport, transport)
+    parts = [p.partition("(")[0] for p in transport.split(" comm 0x")[0].split("/")]
+    return "/".join(dict.fromkeys(p for p in parts if p and not p.isdigit() and p != "read"))
 
 
 MEANING = {
@@ -130,7 +148,7 @@ DECIDES = {"NCCL_P2P_DISABLE": "forbids GPUs to read each other's memory: everyt
                 "NCCL_SHM_DISABLE": "forbids the host's memory: what cannot go from GPU to GPU takes the network",
                 "NCCL_ALGO": "fixes the algorithm for all sizes: NCCL's own choice depends on the size",
                 "NCCL_PROTO": "fixes the protocol for all sizes: NCCL's own choice depends on the size"}  # fmt: skip
-"""Variables that decide what is used; others that were set are listed."""
+"""Variables that decide what is used; others that were set are listed, as are those that say 0."""
 
 
 def in_words(log: Log) -> Iterator[str]:
@@ -139,11 +157,17 @@ def in_words(log: Log) -> Iterator[str]:
     ranks = f"{log.ranks} ranks" if log.ranks else "an unknown number of ranks"
     nodes = log.nodes or len(log.hosts)
     yield f"{version}, {ranks} on {nodes} machine{'s' if nodes != 1 else ''}."
+    if len(log.communicators) > 1:
+        sizes = Counter(log.communicators.values())
+        named = ", ".join(f"{n} of {size}" for size, n in sorted(sizes.items(), reverse=True))
+        yield f"{len(log.communicators)} communicators ({named} ranks): each numbers its ranks from 0, so the rings " \
+              "are of the largest and the links of all together."  # fmt: skip
     if log.channels:
         orders = Counter(log.channels.values())
         order, times = orders.most_common(1)[0]
         others = f"; the other {len(log.channels) - times} run otherwise" if times < len(log.channels) else ""
-        yield f"{len(log.channels)} channels, each a ring: {times} of them {' -> '.join(map(str, order))}{others}."
+        cut = f" and so on (NCCL wrote {len(order)} of {log.ranks} ranks)" if len(order) < log.ranks else ""
+        yield f"{len(log.channels)} channel{'s' * (len(log.channels) > 1)}, each a ring: {times} of them {' -> '.join(map(str, order))}{cut}{others}."
     for family, n in sorted(log.families().items()):
         kinds = Counter(link.transport for link in log.links if link.family == family)
         named = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
@@ -154,7 +178,8 @@ def in_words(log: Log) -> Iterator[str]:
         yield f"{len(log.trees)} trees, with rank {' or '.join(map(str, roots))} at the top. NCCL picks ring or tree " \
               "by message size; the log does not say which ran."  # fmt: skip
     for name, value in log.variables.items():
-        yield f"{name}={value} is set: it {DECIDES[name]}." if name in DECIDES else f"{name}={value} is set."
+        decides = name in DECIDES and value != "0"
+        yield f"{name}={value} is set: it {DECIDES[name]}." if decides else f"{name}={value} is set."
     for text, n in log.warnings.most_common(3):
         yield f"Warned{f' {n} times' if n > 1 else ''}: {text}"
     if log.lines and log.known < log.lines:
@@ -180,7 +205,7 @@ def _findings(log: Log) -> Iterator[str]:
 
 
 WAYS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "several PCIe switches", "PHB": "the CPU's PCIe bridge",
-        "NODE": "two PCIe bridges of one CPU socket", "SYS": "the link between CPU sockets"}  # fmt: skip
+        "NODE": "two PCIe bridges of one NUMA node", "SYS": "the link between NUMA nodes"}  # fmt: skip
 """What `nvidia-smi topo -m` abbreviates, from its own legend, fastest first."""
 
 
