@@ -9,6 +9,7 @@ What the script may not survive comes last, one after the other: what was seen b
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -38,6 +39,9 @@ the interval holds decides nothing: to stop as soon as it holds no 1 would accus
 TURN_S = 0.1
 """A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)."""
 MOST_STEPS = 10
+LEAST_STEPS = 5
+"""On a device that works beside the host: a turn begins and ends with a wait for it, which costs one step in so many
+what the device's queue would have hidden."""
 BURST_S = 1.0
 """For a turn with workers, which give a batch each at about the same time: at most."""
 TRIAL_SHARE = 0.2
@@ -151,7 +155,7 @@ def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: flo
 
     More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much.
     """
-    hooks.recording, hooks.spans.calls, graphs = True, 0, compiled_graphs()
+    hooks.recording, hooks.spans.calls, graphs = True, 0, [compiled_graphs()]
     backwards, samples = [], []
     done, wanted = 0, steps
     while done < wanted:
@@ -162,14 +166,15 @@ def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: flo
             facts.spans_s.setdefault(kind, []).append(s)
         for kind, s in hooks.device_seconds().items():
             facts.device_s.setdefault(kind, []).append(s)
-        backwards.append(hooks.backwards), samples.append(hooks.samples)
+        backwards.append(hooks.backwards), samples.append(hooks.samples), graphs.append(compiled_graphs())
         facts.micro_batches, facts.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
         facts.lines = hooks.noted_lines(done)
         facts.cost["calls"] = hooks.spans.calls / done
         if done == steps:
             wanted += min(ranks.each_says(min(max(ranks.each_says(_more_events(facts))), _that_last(facts, extra_s))))
     facts.training["exchanges"] = hooks.exchanges / wanted
-    facts.compiles["in_steps"] = compiled_graphs() - graphs
+    made = [after - before for before, after in itertools.pairwise(graphs)]
+    facts.compiles |= {"in_steps": sum(made), "at": [i for i, n in enumerate(made) if n]}
     facts.rare = rare_kinds(facts)
     hooks.recording = False
 
@@ -203,7 +208,7 @@ class _InTurn:
         """A step in s; steps of a turn that count, and before them; steps after one that took no batches."""
         step_s, loader = statistics.median(self.facts.step_s), self.facts.loader
         waits = statistics.fmean(self.facts.spans_s.get("data", [0.0])) > 0.02 * step_s
-        steps = max(1, min(MOST_STEPS, round(TURN_S / step_s)))
+        steps = max(1 if self.facts.device == "cpu" else LEAST_STEPS, min(MOST_STEPS, round(TURN_S / step_s)))
         if loader and loader.workers and waits:  # their batches come in bursts of as many
             steps = max(steps, min(loader.workers, round(BURST_S / step_s)))
         settle = int(step_s < TURN_S)
@@ -306,6 +311,7 @@ class _InTurn:
                 yield
             hooks.synchronised = False  # between these steps a GPU is not waited for, as in the script itself
             hooks.synchronise()
+            hooks.undisturbed = mode is None
             try:
                 for number in range(self.steps):
                     hooks.synchronised = number == self.steps - 1
@@ -313,7 +319,7 @@ class _InTurn:
                     steps.append(sum(s for kind, s in spans.items() if kind not in self.facts.rare))
                     starts.append(hooks.loader_starts)
             finally:
-                hooks.synchronised = True
+                hooks.synchronised, hooks.undisturbed = True, False
         # Steps that begin an epoch count only if most of them do
         usual = [s for s, start in zip(steps, starts, strict=True) if not start]
         counted.append(statistics.fmean(usual if 2 * len(usual) >= len(steps) else steps))
@@ -386,6 +392,7 @@ def price_of_a_call(calls: int = 2_000) -> float:
     """
     hooks = Hooks(os.path.dirname(__file__), lambda spans: None)
     hooks.torch, hooks.recording = sys.modules["torch"], True
+    hooks._own[price_of_a_call.__code__.co_filename] = True  # as if it were the script
     noted = hooks._noted("rest", abs)
     begun = time.thread_time()  # what other programs take meanwhile is none of its cost
     for _ in range(calls):
