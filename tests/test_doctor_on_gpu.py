@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from doctor_facts import STEP_S, WELL, made
+from doctor_patients import classifier, data, forever, look_at
 
-from labs.parts.doctor import bounds, compare, report, state
+from labs.parts.doctor import bounds, compare, report, state, turns
 from labs.parts.doctor.causes import HOLDS_BACK, OPTION, READING
+from labs.parts.doctor.counterfactuals import Counterfactual
 from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, diagnose, healthy, unknown
 from labs.parts.doctor.facts import AS_IS, Line
 from labs.parts.doctor.hooks import Hooks, describe
@@ -119,6 +121,46 @@ def test_the_gpu_is_looked_at_several_times_before_anything_is_told_of_it():
     assert facts.machine == {"cores": 2}
     looks.look()
     assert facts.machine == {"cores": 2, "gpu_percent": 30, "power_w": 100}
+
+
+class Nothing(Counterfactual):
+    """Changes nothing."""
+
+    name, hooks, entered = "nothing", None, False
+
+    def why_not(self, hooks, facts):
+        self.hooks = hooks
+        return ""
+
+    def enter(self, hooks):
+        self.entered = True
+
+    def leave(self, hooks):
+        self.entered = False
+
+
+def test_it_is_looked_at_while_steps_are_as_they_are_and_are_not_waited_for(monkeypatch):
+    """And of the steps as they are it is noted which of them have made a graph."""
+    mode, seen, graphs = Nothing(), [], []
+    monkeypatch.setattr(turns, "compiled_graphs", lambda: len(graphs))
+
+    def training():
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number, (x, _) in enumerate(forever(data())):
+            model(x).sum().backward()
+            if mode.hooks:
+                seen.append((mode.hooks.undisturbed, mode.hooks.synchronised, mode.entered))
+            if number in (12, 18, 24):
+                graphs.append(number)
+            optimizer.step()
+
+    facts = look_at(training, [mode], steps=30)
+    first, *others = facts.compiles["at"]
+    assert facts.compiles["in_steps"] == 3 and others == [first + 6, first + 12]
+    assert {entered for undisturbed, _, entered in seen if undisturbed} == {False}
+    undisturbed = [waited for undisturbed, waited, _ in seen if undisturbed]
+    assert undisturbed.count(False) > undisturbed.count(True) > 0, "the last step of a turn ends with a wait"
 
 
 def test_a_gpu_is_called_starved_only_if_it_was_looked_at():
