@@ -255,9 +255,7 @@ def test_no_evaluation_no_printing_no_saving(quick, tmp_path, capsys):
     names = ["no evaluation", "no printing", "no saving"]
     facts = look_at(training, [Watched(MODES[name], on) for name in names])
     assert set(facts.turns_s) == {AS_IS, *names} and not facts.rare
-    once_a_turn = sum(
-        map(bool, facts.turns_s["no evaluation"])
-    )  # in a step that does not count: then its outputs are known
+    once_a_turn = sum(map(bool, facts.turns_s["no evaluation"]))  # in a step that does not count: then it is known
     assert ("evaluation",) in done and done.count(("evaluation", "no evaluation")) == once_a_turn
     assert ("its data",) in done and ("its data", "no evaluation") not in done
     assert seen == {((8, 3), (8, 3), (4, 3)), ((8, 3),) * 3}  # as many batches as ever

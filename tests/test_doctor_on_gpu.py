@@ -1,15 +1,18 @@
 """What the doctor does and says where a device works beside the host, decided by planted facts: none is here."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import doctor_patients
 import pytest
 import torch
 from doctor_facts import STEP_S, WELL, made
-from doctor_patients import classifier, data, forever, look_at
+from doctor_patients import Clock, classifier, data, forever, look_at
+from test_doctor_hooks import loader_of
 
 from labs.parts.doctor import bounds, compare, report, state, turns
 from labs.parts.doctor.causes import HOLDS_BACK, OPTION, READING
-from labs.parts.doctor.counterfactuals import Counterfactual
+from labs.parts.doctor.counterfactuals import MODES, Counterfactual
 from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, diagnose, healthy, unknown
 from labs.parts.doctor.facts import AS_IS, Line
 from labs.parts.doctor.hooks import Hooks, describe
@@ -33,6 +36,53 @@ HIDDEN = {"prepare": 0.2, "device": 0.8}
 def test_a_turn_has_several_steps_between_two_waits_for_a_device(step_s, device):
     steps = _InTurn(None, made(step_s=step_s, device=device, loader=None), Ranks(), 10.0).steps
     assert steps >= LEAST_STEPS if device == "cuda" else steps == max(1, round(0.1 / step_s))
+
+
+class Device:
+    """Works beside the host, on the clock of the hooks: `give` returns at once."""
+
+    def __init__(self, monkeypatch):
+        self.clock, self.done_at = Clock(monkeypatch), 0.0
+        monkeypatch.setattr(Hooks, "synchronise", lambda hooks: self.clock.sleep(self.left()))
+        monkeypatch.setattr(Hooks, "mark", lambda hooks: Mark(self.clock.now + self.left()))
+        monkeypatch.setattr(doctor_patients, "describe", self.describe)
+
+    def left(self):
+        return max(0.0, self.done_at - self.clock.now)
+
+    def give(self, seconds):
+        self.done_at = self.clock.now + self.left() + seconds
+
+    def describe(self, hooks, facts):
+        describe(hooks, facts)
+        facts.device = "cuda"
+
+
+@dataclass
+class Mark:
+    at: float
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at - self.at)
+
+
+@pytest.mark.parametrize(("host_s", "step_s"), [(0.005, 0.020), (0.019, 0.020), (0.030, 0.030)])
+def test_a_loader_costs_what_the_device_does_not_hide(host_s, step_s, monkeypatch):
+    """A batch takes `host_s`, the device 20 ms: a step takes the longer of the two, and both where it is waited for."""
+    device = Device(monkeypatch)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def training():
+        for x, y in forever(loader_of(device.clock, host_s)):
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            device.give(0.020)
+            optimizer.step()
+
+    facts = look_at(training, [MODES["same batch again"]], steps=6)
+    assert facts.step_s == pytest.approx([host_s + 0.020] * 6)
+    assert bounds.beside_s([facts]) == pytest.approx([step_s] * len(facts.turns_s[AS_IS]))
+    assert bounds.in_turn([facts], "same batch again").value == pytest.approx(step_s / 0.020)
 
 
 def test_own_code_beside_which_the_device_works_holds_nothing_back():

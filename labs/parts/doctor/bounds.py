@@ -38,13 +38,14 @@ def steps_s(facts: Sequence[Facts]) -> list[float]:
 def beside_s(facts: Sequence[Facts]) -> list[float]:
     """In each round the step as it is of the whole job, where the device works beside the host and was not waited for.
 
-    With the mean of what only some steps have, which turns leave out. Empty on a CPU, and where no turn was taken: each
-    of `steps_s` ends when the device is done, which the script's steps do not.
+    With the mean of what only some steps have, which turns leave out. Empty on a CPU, and where too few turns were
+    taken: each of `steps_s` ends when the device is done, which the script's steps do not.
     """
     if any(f.device == "cpu" for f in facts):
         return []
     spread = [part_s(f, *rare_kinds(f)) for f in facts]
-    return [max(map(sum, zip(of, spread, strict=True))) for of in rounds_s(facts, AS_IS) if of]
+    rounds = [max(map(sum, zip(of, spread, strict=True))) for of in rounds_s(facts, AS_IS) if of]
+    return rounds if len(rounds) >= fewest() else []
 
 
 def even_s(facts: Sequence[Facts]) -> list[float]:

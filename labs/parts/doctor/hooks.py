@@ -600,6 +600,7 @@ class Hooks:
         if not callable(argument):
             return argument
 
+        @functools.wraps(argument)
         def closure(*args: Any, **kwargs: Any) -> Any:
             if self._elsewhere():
                 return argument(*args, **kwargs)
@@ -666,14 +667,24 @@ class Hooks:
         """Wait until the device has done what it was given so far. The script itself does not: the wait is ours."""
         if self.can_wait:
             self.spans.enter("device")
-            self.torch.accelerator.synchronize(self.device)
+            (self.torch.cuda if self.device.type == "cuda" else self.torch.accelerator).synchronize(self.device)
             self.spans.leave()
 
     @property
     def can_wait(self) -> bool:
         """Whether there is a device besides the host, and torch can wait for it."""
-        of_torch = self.torch.accelerator.current_accelerator()  # that of this torch's build: no driver is asked
-        return self.device is not None and of_torch is not None and self.device.type == of_torch.type
+        if self.device is None or self.device.type in ("cpu", "cuda"):
+            return self.device is not None and self.device.type == "cuda"
+        of_torch = self.torch.accelerator.current_accelerator()
+        return of_torch is not None and self.device.type == of_torch.type
+
+    def mark(self) -> Any:
+        """An event on the GPU's own clock: when it has done what it was given so far. None without a GPU."""
+        if self.device is None or self.device.type != "cuda":
+            return None
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record(self.torch.cuda.current_stream(self.device))
+        return event
 
     def device_seconds(self) -> dict[str, float]:
         """Since it was asked last, by kind; after a synchronisation. Empty without a GPU."""
