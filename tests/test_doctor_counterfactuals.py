@@ -459,7 +459,9 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))
-    hooks = SimpleNamespace(synchronised=True, synchronise=lambda: None, loader_starts=0, device=None)
+    hooks = SimpleNamespace(
+        synchronised=True, synchronise=lambda: None, mark=lambda: None, loader_starts=0, device=None
+    )
     facts = Facts("x", ["x"], step_s=[step_s] * 30, spans_s={"data": [step_s / 2] * 30})
     facts.loader = SimpleNamespace(workers=workers, prefetch=2) if workers else None
     now_on, steps_of = [1.0], [itertools.count()]

@@ -1,5 +1,6 @@
 """What the doctor does and says where a device works beside the host, decided by planted facts: none is here."""
 
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -7,14 +8,14 @@ import doctor_patients
 import pytest
 import torch
 from doctor_facts import STEP_S, WELL, made
-from doctor_patients import Clock, classifier, data, forever, look_at
+from doctor_patients import Clock, classifier, data, forever, hooked, look_at
 from test_doctor_hooks import loader_of
 
 from labs.parts.doctor import bounds, compare, report, state, turns
 from labs.parts.doctor.causes import HOLDS_BACK, OPTION, READING
 from labs.parts.doctor.counterfactuals import MODES, Counterfactual
 from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, diagnose, healthy, unknown
-from labs.parts.doctor.facts import AS_IS, Line
+from labs.parts.doctor.facts import AS_IS, Facts, Line
 from labs.parts.doctor.hooks import Hooks, describe
 from labs.parts.doctor.ranks import Ranks
 from labs.parts.doctor.turns import LEAST_STEPS, _InTurn
@@ -171,6 +172,23 @@ def test_the_gpu_is_looked_at_several_times_before_anything_is_told_of_it():
     assert facts.machine == {"cores": 2}
     looks.look()
     assert facts.machine == {"cores": 2, "gpu_percent": 30, "power_w": 100}
+
+
+def test_looks_go_on_while_steps_are_in_turn_and_end_with_them(monkeypatch):
+    monkeypatch.setattr(state, "LOOK_S", 0.001)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 42)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 9e4)
+    facts = Facts("train.py", ["train.py"], cost={"calls": 1.0, "call_s": 1e-6})
+    with hooked(lambda seconds: None) as hooks:
+        state.note(hooks, facts, "as it is")
+        facts.step_s, facts.device, hooks.undisturbed = [0.1], "cuda", True
+        state.note(hooks, facts, "in turn")
+        looks, ends = state._gpu_looks, time.monotonic() + 60
+        while "gpu_percent" not in facts.machine and time.monotonic() < ends:
+            time.sleep(0.01)
+        state.note(hooks, facts, "done")
+    looks.join(60)
+    assert facts.machine["gpu_percent"] == 42 and facts.machine["power_w"] == 90 and not looks.is_alive()
 
 
 class Nothing(Counterfactual):
