@@ -621,7 +621,7 @@ def _no_exchange(facts: Sequence[Facts]) -> Iterator[str]:
 
 def _beside_the_device(facts: Sequence[Facts]) -> Iterator[str]:
     """What parts of a step are worth, where the device works beside the host."""
-    if facts[0].device == "cpu":
+    if not part_s(facts[0], "device"):
         return
     rounds = bounds.beside_s(facts)
     without = f", without that wait it takes {ms(statistics.median(rounds))}" if rounds else ""

@@ -194,7 +194,8 @@ def summary(report: Report) -> list[str]:
     step = estimate(bounds.beside_s(facts) or bounds.steps_s(facts), "s")
     where = f.device_name or f.device
     rates = f", that is {rate}" if rate else "; its samples could not be counted"
-    waited = "" if f.device == "cpu" or bounds.beside_s(facts) else " up to the end of the device's work"
+    alone = bounds.part_s(f, "device") and not bounds.beside_s(facts)
+    waited = " up to the end of the device's work" if alone else ""
     lines = [f"A step takes {step}{waited}{rates}; {many(f.ranks, 'rank')} on {where}.", *wrong]
     low, _, high = statistics.quantiles(bounds.even_s(facts), n=4) if len(f.step_s) > 1 else (step.value,) * 3
     others = others_percent(facts)

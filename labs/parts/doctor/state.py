@@ -76,7 +76,7 @@ class GpuLooks(threading.Thread):
         if len(self.seen) >= FEWEST_LOOKS:
             percent, power_w = map(statistics.median, zip(*self.seen, strict=True))
             # A new dict: the main thread may be writing down the old one
-            self.facts.machine = self.facts.machine | {"gpu_percent": percent, "power_w": power_w}
+            self.facts.machine = self.facts.machine | {"gpu_percent": round(percent), "power_w": power_w}
 
 
 _usage: Usage | None = None
