@@ -16,7 +16,7 @@ from torch import nn
 from labs.kit.measure import fewest
 from labs.parts.doctor import diagnosis, loader_alone, turns
 from labs.parts.doctor.counterfactuals import MODES, Counterfactual, twice
-from labs.parts.doctor.facts import AS_IS, Facts, load, not_reached
+from labs.parts.doctor.facts import AS_IS, Facts, Line, load, not_reached
 from labs.parts.doctor.patient import Settings
 
 loss_of = nn.functional.cross_entropy
@@ -125,8 +125,8 @@ def test_steps_as_they_are_train_as_if_nothing_else_had_been(quick, make, dtype)
 
     modes = [Watched(mode, on) for mode in (Vandal(), *(MODES[name] for name in TAKEN_BACK))]
     facts = look_at(training, modes)
-    tried = {"vandal", "same batch again", "larger batch", "half precision"}
-    tried |= {"single precision"} if dtype == torch.float64 and make is not lbfgs else set()
+    tried = {"vandal", "same batch again", "larger batch"}
+    tried |= {"half precision"} if dtype == torch.float32 else {"single precision"} if make is not lbfgs else set()
     tried |= {"fused optimizer"} if make is not lbfgs else set()
     assert set(facts.turns_s) == {AS_IS, *tried}
     assert len(losses) > 20
@@ -255,7 +255,8 @@ def test_no_evaluation_no_printing_no_saving(quick, tmp_path, capsys):
     names = ["no evaluation", "no printing", "no saving"]
     facts = look_at(training, [Watched(MODES[name], on) for name in names])
     assert set(facts.turns_s) == {AS_IS, *names} and not facts.rare
-    assert ("evaluation",) in done and ("evaluation", "no evaluation") not in done
+    once_a_turn = sum(map(bool, facts.turns_s["no evaluation"]))  # in a step that does not count: then it is known
+    assert ("evaluation",) in done and done.count(("evaluation", "no evaluation")) == once_a_turn
     assert ("its data",) in done and ("its data", "no evaluation") not in done
     assert seen == {((8, 3), (8, 3), (4, 3)), ((8, 3),) * 3}  # as many batches as ever
     assert ("saved",) in done and ("not", "no saving") in done and ("saved", "no saving") not in done
@@ -327,6 +328,11 @@ def test_reasons_against_each(monkeypatch):
     reasons = {name: mode.why_not(hooks, facts) for name, mode in MODES.items()}
     can = {name for name, why in reasons.items() if not why}
     assert can - {"fewer threads", "one thread per core"} == {"half precision", "compiled"}
+    assert facts.training["half"] == "bfloat16"
+    assert "FP64" in MODES["half precision"].why_not(hooks, _seen(monkeypatch, dtypes=["float64"]))
+    hooks.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert not MODES["half precision"].why_not(hooks, facts) and facts.training["half"] == "float16"
     facts = _seen(monkeypatch, autocast="bfloat16")
     assert "bfloat16" in MODES["half precision"].why_not(hooks, facts)
     facts = _seen(monkeypatch, fsdp=True)
@@ -334,6 +340,8 @@ def test_reasons_against_each(monkeypatch):
     facts.device = "cuda"
     assert "GPU" in MODES["fewer threads"].why_not(hooks, facts)
     assert MODES["no waiting line"].why_not(hooks, facts)  # no line waits
+    facts.device, facts.lines = "mps", [Line("synchronise", "item", "/x/train.py", 4, "loss.item()", 1.0, 9.0)]
+    assert not MODES["no waiting line"].why_not(hooks, facts)
 
 
 def test_threads_of_each_rank(monkeypatch):
@@ -451,7 +459,9 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))
-    hooks = SimpleNamespace(synchronised=True, synchronise=lambda: None, loader_starts=0, device=None)
+    hooks = SimpleNamespace(
+        synchronised=True, synchronise=lambda: None, mark=lambda: None, loader_starts=0, device=None
+    )
     facts = Facts("x", ["x"], step_s=[step_s] * 30, spans_s={"data": [step_s / 2] * 30})
     facts.loader = SimpleNamespace(workers=workers, prefetch=2) if workers else None
     now_on, steps_of = [1.0], [itertools.count()]

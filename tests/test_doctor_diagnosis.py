@@ -394,6 +394,12 @@ def test_a_part_is_never_told_longer_than_its_step():
     assert "own lines take 120 ms of a step's 150 ms on average" in found.what
 
 
+@pytest.mark.parametrize(("kind", "ahead"), [("prepare", True), ("rest", False)])
+def test_own_lines_before_the_model_may_make_a_batch_which_workers_can_do_ahead(kind, ahead):
+    [found] = diagnose([made({kind: 0.8, "forward": 0.2})])
+    assert found.name == "own_code" and ("collate_fn" in found.cure) == ahead and "every 50 steps" in found.cure
+
+
 def test_the_hooks_own_time_is_not_told_as_lines_of_the_script():
     parts = {"rest": 0.4, "forward": 0.3, "backward": 0.3}
     assert "own_code" in names([made(parts, step_s=3e-4)])
@@ -401,14 +407,33 @@ def test_the_hooks_own_time_is_not_told_as_lines_of_the_script():
 
 
 def test_recompiles_are_told_only_if_they_were_seen():
-    facts = made(noise=0.001, compiles={"in_steps": 6, "reasons": ["size of tensor x"]})
-    for i in range(0, 30, 5):
-        facts.step_s[i] += 0.2
-        facts.spans_s["forward"][i] += 0.2
+    facts = _compiles(range(0, 30, 5), 0.2)
     found = diagnose([facts])[0]
     assert found.name == "recompiles" and found.bound.value == pytest.approx(0.09 / 0.05, rel=0.02)
-    facts.compiles = {"in_steps": 0}
+    assert "in 6 steps: 1.2" in found.what
+    facts.compiles = {"in_steps": 0, "at": []}
     assert not names([facts])
+
+
+def _compiles(at, seconds, noise=0.001):
+    facts = made(noise=noise, compiles={"in_steps": len(at), "at": list(at)})
+    for i in at:
+        facts.step_s[i] += seconds
+        facts.spans_s["forward"][i] += seconds
+    return facts
+
+
+@pytest.mark.parametrize("at", [(29,), (3, 27), (1, 2, 3)], ids=["a last batch", "two", "soon over"])
+def test_compiling_that_may_be_over_is_told_with_its_seconds_and_has_no_bound(at):
+    """3 s of compiling in 30 steps of 50 ms would be three times the training's time, if it went on."""
+    (found,) = diagnose([_compiles(at, 3.0)])
+    assert (found.name, found.kind, found.bound) == ("recompiles", READING, None)
+    assert f"one-off: {3 * len(at)}" in found.what
+
+
+def test_steps_that_scatter_are_not_booked_to_the_compiler():
+    (found,) = diagnose([_compiles((2, 9, 16, 23), 0.002, noise=0.3)])
+    assert found.name == "recompiles" and found.bound is None
 
 
 def test_what_is_switched_on_and_could_not_be_priced_is_read():
@@ -425,10 +450,12 @@ def test_what_is_switched_on_and_could_not_be_priced_is_read():
     assert not diagnose([priced])  # it is on, and costs nothing
 
 
-def test_half_precision_of_a_training_in_64_bits_is_the_illness_that_it_has():
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_the_cure_names_the_half_precision_that_was_tried(half):
     facts = made(modes={"half precision": 0.03})
-    facts.training["dtypes"] = ["float64"]
-    assert names([facts]) == ["float64"]
+    facts.training["half"] = half
+    (found,) = diagnose([facts])
+    assert f"torch.{half})" in found.cure and ("GradScaler" in found.cure) == (half == "float16")
 
 
 def test_the_line_is_that_of_the_noted_call_or_of_the_source(tmp_path):

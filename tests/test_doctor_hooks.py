@@ -6,6 +6,9 @@ import inspect
 import io
 import itertools
 import os
+import re
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from processes import MARK, assert_no_survivors
 from torch import nn
 from torch.utils.data import dataloader
 
-from labs.parts.doctor.hooks import COLLECTIVES, COPIES, WAITS
+from labs.parts.doctor import hooks as hooks_module
+from labs.parts.doctor.hooks import COLLECTIVES, COPIES, WAITS, Hooks
 
 loss_of = nn.functional.cross_entropy
 
@@ -192,6 +196,31 @@ def _closure(clock):
         optimizer.step(closure)
 
 
+def test_a_closure_that_an_optimizer_is_given_is_the_scripts_own_code(clock, monkeypatch):
+    """As in Lightning: forward, backward, prints and waits are all within the optimizer's step."""
+    monkeypatch.setattr(builtins, "print", lambda *what: clock.sleep(0.05))
+    model = Slow(clock, 0.001, 0.002)
+    optimizer = SlowSgd(model.parameters(), clock, 0.004)
+
+    def training():
+        for x, y in forever(loader_of(clock, 0.008)):
+
+            def closure(x=x, y=y):
+                clock.sleep(0.01)
+                loss = loss_of(model(x), y)
+                clock.sleep(0.02)
+                loss.backward()
+                print(loss.item())
+                return loss
+
+            optimizer.step(closure=closure)
+
+    seconds, hooks = seconds_of_steps(training)
+    assert seconds == {"data": 0.008, "prepare": 0.01, "forward": 0.001, "rest": 0.02, "backward": 0.002,
+                       "optimizer": 0.004, "print": 0.05}  # fmt: skip
+    assert {line.kind for line in hooks.noted_lines(1)} == {"print", "synchronise"}
+
+
 def _submodules(clock):
     model = nn.ModuleDict({"body": Slow(clock, 0.001), "heads": nn.ModuleList([nn.Linear(3, 3)])})
     optimizer = SlowSgd(model.parameters(), clock, 0.012)
@@ -318,6 +347,42 @@ def test_what_cannot_be_seen_is_in_the_scripts_own_time(clock, kind):
         assert seconds == {"data": 0.008, "forward": 0.001, "optimizer": 0.004}
 
 
+class Wrapping(torch.utils.data.DataLoader):
+    """Its iterator is a generator, which takes no attribute."""
+
+    def _get_iterator(self):
+        yield from super()._get_iterator()
+
+
+def test_a_loader_that_wraps_its_iterator_is_seen(clock):
+    model = Slow(clock, 0.001)
+    optimizer, loader = SlowSgd(model.parameters(), clock, 0.004), Wrapping(SlowData(clock, 0.008), 8)
+
+    def training():
+        for x, y in forever(loader):
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+    seconds, hooks = seconds_of_steps(training)
+    assert seconds == {"data": 0.008, "forward": 0.001, "optimizer": 0.004} and hooks.loader is loader
+
+
+def test_what_an_evaluation_gives_is_not_kept():
+    """Each has another length: one output for each of them would fill a GPU."""
+    model, outputs = nn.Linear(8, 3), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def training():
+        for x, y in forever(data()):
+            loss_of(model(x), y).backward()
+            with torch.no_grad():
+                outputs.append(weakref.ref(model(torch.ones(len(outputs) + 1, 8))))
+            optimizer.step()
+
+    _, hooks = seconds_of_steps(training)
+    assert hooks.called and len(outputs) == 12 and not any(ref() is not None for ref in outputs)
+
+
 def test_a_new_optimizer_in_each_epoch_ends_the_steps_from_its_first_one_on(clock):
     model, seen = Slow(clock, 0.001), []
 
@@ -377,7 +442,8 @@ def test_nothing_is_left_after_them():
         places = [(torch.Tensor, n) for n in (*WAITS, *COPIES)]
         places += [(torch, "save"), (torch, "compile"), (builtins, "print"), (torch.autograd, "backward")]
         places += [(torch.distributed, n) for n in COLLECTIVES]
-        places += [(torch.utils.data.DataLoader, "__iter__"), (dataloader._BaseDataLoaderIter, "__next__")]
+        places += [(torch.utils.data.DataLoader, "__iter__")]
+        places += [(dataloader._BaseDataLoaderIter, n) for n in ("__init__", "__next__")]
         return {(owner, name): (getattr(owner, name), name in vars(owner)) for owner, name in places}
 
     model = classifier()
@@ -466,3 +532,77 @@ def test_torch_compile_sees_none_of_it(compiled):
     with_hooks = count(True)
     assert with_hooks[0] == graphs >= 1 and with_hooks[1] <= breaks
     assert all(torch.equal(a, b) for a, b in zip(with_hooks[2], weights, strict=True))
+
+
+# What it must not do
+
+
+def test_no_driver_is_asked_before_the_script_does_it(monkeypatch):
+    """The first question settles which GPUs are visible, and forbids to use them in a fork."""
+
+    def asked(*args):
+        raise AssertionError("the driver was asked")
+
+    for owner, name in ((torch.cuda, "is_available"), (torch.cuda, "device_count"), (torch.accelerator, "is_available"),
+                        (torch._C, "_cuda_getDeviceCount"), (torch.cuda, "_lazy_init")):  # fmt: skip
+        monkeypatch.setattr(owner, name, asked, raising=False)
+    with hooked(lambda seconds: None):
+        pass
+
+
+def test_collectives_that_fsdp_calls_are_known():
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    called = set(re.findall(r"return dist\.(\w+)\(", inspect.getsource(_fsdp_collectives)))
+    assert called and called <= set(COLLECTIVES)
+
+
+def test_the_doctors_own_lines_and_packages_below_the_script_are_none_of_its_lines():
+    """A script may lie beside labs/, and its folder may be the one in which pip installs with --user."""
+    root = Path(hooks_module.__file__).parents[3]
+    hooks = Hooks(str(root), lambda seconds: None)
+    hooks.torch, hooks.recording = torch, True
+    hooks._noted("print", abs)(1)
+    assert [(line.file, line.line) for line in hooks.noted_lines(1)] == [(__file__, here() - 1)]
+    scope = {}
+    source = "import sys\ndef frame():\n    return sys._getframe()\n"
+    for folder, mine in (("src", True), (".local/lib/python3.11/site-packages", False), ("dist-packages/x", False)):
+        exec(compile(source, str(root / folder / "part.py"), "exec"), scope)
+        file, _ = hooks.own_line(scope["frame"]())
+        assert (file == str(root / folder / "part.py")) == mine
+
+
+def test_what_a_gradient_scaler_waits_for_is_no_line_of_the_script(clock):
+    _, hooks = seconds_of_steps(lambda: _accumulation(clock))
+    assert not [line for line in hooks.noted_lines(1) if line.kind == "synchronise"]
+
+
+class Unreadable(torch.Tensor):
+    """On a GPU its text would be waited for."""
+
+    def __repr__(self, **options):
+        raise AssertionError("its text was asked for")
+
+    __str__ = __repr__
+
+
+class OnGpu(torch.Tensor):
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("to", "kind"),
+    [("cpu", "synchronise"), (torch.device("cpu"), "synchronise"), ("cuda:1", "copy"), (torch.float16, "copy"),
+     (torch.ones(1).as_subclass(Unreadable), "synchronise"), (torch.ones(1).as_subclass(OnGpu), "copy")],
+)  # fmt: skip
+def test_a_copy_to_the_host_is_a_wait_and_the_text_of_a_tensor_is_never_asked_for(to, kind):
+    hooks = Hooks(os.path.dirname(__file__), lambda seconds: None)
+    hooks.torch, hooks.recording = torch, True
+
+    def copy_of(tensor, *args):
+        return 1.0
+
+    hooks._copying(copy_of)(torch.ones(1).as_subclass(OnGpu), to)
+    assert [line.kind for line in hooks.noted_lines(1)] == [kind]

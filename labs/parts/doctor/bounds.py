@@ -35,8 +35,23 @@ def steps_s(facts: Sequence[Facts]) -> list[float]:
     return [max(steps) for steps in zip(*(f.step_s for f in facts), strict=False)]
 
 
+def beside_s(facts: Sequence[Facts]) -> list[float]:
+    """In each round the step as it is of the whole job, where the device works beside the host and was not waited for.
+
+    With the mean of what only some steps have, which turns leave out. Empty on a CPU, and where too few turns were
+    taken: each of `steps_s` ends when the device is done, which the script's steps do not.
+    """
+    if any(f.device == "cpu" for f in facts):
+        return []
+    spread = [part_s(f, *rare_kinds(f)) for f in facts]
+    rounds = [max(map(sum, zip(of, spread, strict=True))) for of in rounds_s(facts, AS_IS) if of]
+    return rounds if len(rounds) >= fewest() else []
+
+
 def even_s(facts: Sequence[Facts]) -> list[float]:
-    """As `steps_s`, with what only some steps have (a validation, a save) spread over all of them."""
+    """Steps (or rounds: `beside_s`) with what only some have (a validation, a save) spread over all of them."""
+    if rounds := beside_s(facts):
+        return rounds
     ranks = []
     for f in facts:
         rare = [f.spans_s[k] for k in rare_kinds(f)]
@@ -165,10 +180,29 @@ def _of_regular(lost: Sequence[float], left: float) -> Estimate | None:
 
 
 def from_parts(facts: Sequence[Facts], *kinds: str) -> tuple[Estimate | None, Facts]:
-    """Bound without these parts, by arithmetic, and of which rank: the one that has most of them."""
+    """Bound without these parts, by arithmetic, and of which rank: the one that has most of them.
+
+    None on a device that works beside the host: what the host does meanwhile costs nothing. Of rare parts it is there,
+    too: by how much the steps that have them are longer than the others.
+    """
     most = max(facts, key=lambda f: part_s(f, *kinds))
-    lost = [sum(of) for of in zip(*(most.spans_s.get(k, [0.0] * len(most.step_s)) for k in kinds), strict=False)]
-    return without(steps_s(facts), lost), most
+    hidden = most.device != "cpu" and not set(kinds) <= set(rare_kinds(most))
+    return (None if hidden else without(steps_s(facts), lost_s(most, *kinds))), most
+
+
+def lost_s(facts: Facts, *kinds: str) -> list[float]:
+    """What parts take of each step; rare ones, on a device beside the host, with the device's share in them."""
+    parts = [facts.spans_s.get(k, [0.0] * len(facts.step_s)) for k in kinds]
+    lost = [sum(of) for of in zip(*parts, strict=False)]
+    if facts.device == "cpu" or not set(kinds) <= set(rare_kinds(facts)):
+        return lost
+    return longer_s(facts.step_s, [i for i, s in enumerate(lost) if s])
+
+
+def longer_s(steps: Sequence[float], at: Sequence[int]) -> list[float]:
+    """Of each step: by how much it is longer than the median of those that are not `at`; 0 for these."""
+    usual = statistics.median([s for i, s in enumerate(steps) if i not in at] or steps)
+    return [max(0.0, s - usual) if i in at else 0.0 for i, s in enumerate(steps)]
 
 
 def split(facts: Sequence[Facts]) -> bool:

@@ -37,6 +37,7 @@ DOUBLE = "everything is computed in 64 bits"
 LARGER = "with {factor} times the batch ({batch} now) a sample costs less"
 NOT_FUSED = "the optimizer updates parameters one by one, or list by list: fused, it takes one kernel for many"
 STARVED = "the GPU had work {gpu} % of the time only: Python does not call it fast enough"
+AHEAD = "what makes a batch belongs into a DataLoader's dataset or collate_fn, with workers that do it ahead"
 PIN = "DataLoader(..., pin_memory=True) and x.to(device, non_blocking=True)"
 CAUSES = (
     Cause("slow_loader", "same batch again", "each step waits {part} of its {mean} for data on average ({loader})",
@@ -77,7 +78,7 @@ CAUSES = (
     Cause("optimizer_loop", "fused optimizer", "the optimizer goes from parameter to parameter in Python",
           "{optimizer}(..., fused=True)", "09, section 1", within=("optimizer",), calls=("{optimizer}",)),
     Cause("half_precision", "half precision", "forward and loss are computed in 32 bits",
-          'with torch.autocast("{device}", torch.bfloat16): around forward and loss; compare the losses',
+          'with torch.autocast("{device}", torch.{half}): around forward and loss{scaler}; compare the losses',
           "04, section 3", option=True),
     Cause("compile", "compiled", "each operation of the model is called from Python, one by one",
           "model = torch.compile(model)", "09, section 4", option=True),
@@ -99,7 +100,7 @@ PARTS = {
     "data": "waiting for data", "copy": "copy to device", "prepare": "own code between steps", "forward": "forward",
     "loss": "loss", "backward": "backward", "exchange": "exchange", "optimizer": "optimizer",
     "evaluation": "evaluation", "synchronise": "waiting for device", "print": "print", "save": "save",
-    "rest": "own code within the step",
+    "rest": "own code within the step", "device": "the doctor's wait for the device",
 }  # fmt: skip
 """What a learner calls the kinds of `facts.KINDS`."""
 NEVER_SEEN = (

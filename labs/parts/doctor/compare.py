@@ -128,6 +128,8 @@ def _warnings(before: Report, after: Report, counted: bool) -> Iterator[str]:
     for name in (n for n in SAME_MACHINE if p.get(n) != q.get(n)):
         yield f"another machine or torch: {name} was {p.get(name)}, now {q.get(name)}"
     a, b = before.seen[0], after.seen[0]
+    if "cpu" not in (a.device, b.device) and bool(bounds.beside_s(before.seen)) != bool(bounds.beside_s(after.seen)):
+        yield "only one of the two runs took steps in turn: the other one's steps hold a wait for the device"
     if not counted:
         yield "samples could not be counted in both: steps per second are compared, and say nothing if batches differ"
     elif a.samples != b.samples:

@@ -84,7 +84,7 @@ class NoWaitingLine(Counterfactual):
     name = "no waiting line"
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        if facts.device != "cuda":
+        if facts.device == "cpu":
             return "only what is on a GPU is waited for"
         waits = any(line.kind == "synchronise" for line in facts.lines)
         return "" if waits else "no line of the script waits for a value of the device"
@@ -123,7 +123,7 @@ class Muted(Counterfactual):
 class NoEvaluation(Counterfactual):
     """A model that is called without gradients gives what it gave last, and so does its DataLoader."""
 
-    name, risky = "no evaluation", True
+    name, settle, risky = "no evaluation", 1, True  # what it gives must be known first
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         return _not_in_each_step(facts, "evaluation")
@@ -132,10 +132,10 @@ class NoEvaluation(Counterfactual):
         return share(facts, "evaluation")
 
     def enter(self, hooks: Hooks) -> None:
-        hooks.known_outputs = True
+        hooks.known_outputs = {}
 
     def leave(self, hooks: Hooks) -> None:
-        hooks.known_outputs = False
+        hooks.known_outputs = None
 
 
 def _not_in_each_step(facts: Facts, kind: str) -> str:
@@ -338,19 +338,27 @@ class HalfPrecision(Counterfactual):
             return f"it runs under autocast ({facts.training['autocast']})"
         if not set(facts.training["dtypes"]) <= {"float32", "float64"}:
             return "parameters are not all FP32 or FP64"
+        if "float32" not in facts.training["dtypes"]:
+            return "autocast leaves FP64 as it is"
         if facts.training["compiled"]:
             return "the model would be compiled anew"
-        return "" if hooks.called else "no forward of a model was seen"
+        if not hooks.called:
+            return "no forward of a model was seen"
+        facts.training["half"] = str(self._dtype(hooks)).removeprefix("torch.")  # its cure names it
+        return ""
 
     def promise(self, hooks: Hooks, facts: Facts) -> float:
-        # Few CPUs compute faster in 16 bits. Of FP64 the gain is that of single precision, where that can be tried
-        double = "float64" in facts.training["dtypes"] and MODES["single precision"].why_not(hooks, facts)
-        return (0.5 if facts.device != "cpu" or double else 0.1) * share(facts, *COMPUTED)
+        return (0.5 if facts.device != "cpu" else 0.1) * share(facts, *COMPUTED)  # few CPUs compute faster in 16 bits
+
+    @staticmethod
+    def _dtype(hooks: Hooks) -> Any:
+        torch, device = hooks.torch, hooks.device.type
+        bf16 = device != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if bf16 else torch.float16
 
     def enter(self, hooks: Hooks) -> None:
         torch, device = hooks.torch, hooks.device.type
-        bf16 = device != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = torch.bfloat16 if bf16 else torch.float16
+        dtype = self._dtype(hooks)
         hooks.around_forward = lambda: torch.autocast(device, dtype)
         before = torch.float64 if "float64" in hooks_dtypes(hooks) else torch.float32
         hooks.of_output = lambda output: _cast(output, (torch.bfloat16, torch.float16), before, torch)

@@ -181,8 +181,6 @@ def _named(cause: Cause, bound: Estimate, facts: Facts) -> tuple[str, str, str]:
         return "threads", OPTION, causes.THREADS + ": fewer are faster"
     if cause.name == "optimizer_loop" and not _loops(facts):
         return "fused_optimizer", OPTION, causes.NOT_FUSED
-    if cause.name == "half_precision" and "float64" in facts.training.get("dtypes", ()):
-        return "float64", HOLDS_BACK, causes.DOUBLE
     if cause.name == "compile" and facts.device != "cpu" and facts.machine.get("gpu_percent", 100) < BUSY_PERCENT:
         return "python_overhead", HOLDS_BACK, causes.STARVED
     return cause.name, OPTION if cause.option else HOLDS_BACK, cause.what
@@ -224,17 +222,24 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
     batch = of.loader.batch_size if of.loader else None
     exposed = [a - b for a, b in bounds.pairs_s(facts, NO_EXCHANGE)]
     optimizers = of.training.get("optimizers") or [{"kind": "Optimizer"}]
+    half = of.training.get("half", "bfloat16")
     return {
-        "part": ms(part_s(of, *cause.parts)),
+        "part": ms(statistics.fmean(bounds.lost_s(of, *cause.parts) or [0.0])),
+        "half": half, "scaler": ", and a torch.amp.GradScaler for the gradients" if half == "float16" else "",
         "calls": f"{sum(n.calls for n in noted):.3g}", "gpu": of.machine.get("gpu_percent"),
         "often": _often(of, cause.parts[0]) if cause.parts else "", "mean": ms(mean_step_s(facts)),
         "loader": _loader(of), "loader_cure": _loader_cure(of, fair), "exchange_cure": _exchange_cure(of),
-        "exposed": str(estimate(exposed, "s")) if exposed else ms(part_s(of, "exchange")),
+        "exposed": str(estimate(exposed, "s")) if exposed else _seen_exchange(of),
         "threads": count(threads, "thread"), "cores": count(cores, "core"), "fair_threads": fair,
         "local_ranks": count(of.local_ranks, "rank"), "factor": f"{factor:g}", "device": of.device,
         "batch": batch or "its size", "larger_batch": round(batch * factor) if batch else f"{factor:g} * batch_size",
         "optimizer": optimizers[0]["kind"],
     }  # fmt: skip
+
+
+def _seen_exchange(facts: Facts) -> str:
+    """On a GPU the host only asks for it: its clock does not know how long it takes."""
+    return ms(part_s(facts, "exchange")) if facts.device == "cpu" else "an unknown part"
 
 
 def _often(facts: Facts, kind: str) -> str:
@@ -356,7 +361,8 @@ def _straggler(facts: Sequence[Facts]) -> Iterator[Finding]:
     late = lateness(facts)
     if late is None or standing(late.bound) != "gain" or standing(late.ratio) != "gain":
         return
-    rank, part = late.facts.rank, causes.PARTS[late.kind]
+    rank = late.facts.rank
+    part = "what its device computes" if late.kind == "device" else causes.PARTS[late.kind]
     needs = "for a step of its own" if late.by == IN_TURN else "of a step outside of backward and exchange"
     what = f"the others wait for rank {rank}: it needs {ms(late.own_s)} {needs}, {late.ratio} the time of the next"
     what += f"; what takes it longer is {part}"
@@ -383,8 +389,17 @@ def _own_code(facts: Sequence[Facts]) -> Iterator[Finding]:
         what += f", about {ms(noted.ms / 1e3)} of it this one"
     what += "" if without_loss else "; loss, zero_grad and batches that it makes itself are among them"
     cure = "log, check and sort every 50 steps only, and keep nothing that grows"
+    if part_s(least, "prepare") > part_s(least, "rest"):
+        cure = f"{causes.AHEAD}; {cure}"
     where = _place(noted) if noted else ""
-    yield Finding("own_code", what, bound, where, cure, SECTIONS["own_code"], FROM_PARTS)
+    found = Finding("own_code", what, bound, where, cure, SECTIONS["own_code"], FROM_PARTS)
+    yield found if least.device == "cpu" else _beside(found)
+
+
+def _beside(finding: Finding) -> Finding:
+    """The host's time, where a device works at the same time: it is seen, and has no price."""
+    certainty = "the device may work meanwhile, and then it costs nothing"
+    return replace(finding, bound=None, kind=READING, certainty=certainty)
 
 
 def own_lines_s(facts: Facts) -> tuple[list[float], bool]:
@@ -450,17 +465,24 @@ def steps_until_full(facts: Facts, growth: float) -> float:
     return facts.memory.get("free", 0) / growth if growth > 0 else math.inf
 
 
+GOES_ON = 3
+"""Steps that compile, spread over half of those that were looked at: fewer of them end, and a training is longer."""
+
+
 def _recompiles(facts: Sequence[Facts]) -> Iterator[Finding]:
+    """By how much the steps that compile are longer than the others."""
     for f in facts:
-        graphs = f.compiles.get("in_steps", 0)
+        graphs, at = f.compiles.get("in_steps", 0), f.compiles.get("at", [])
         if not graphs:
             continue
-        usual = min(f.step_s)
-        bound = bounds.without(f.step_s, [s - usual for s in f.step_s])
-        gain = bound is not None and standing(bound) == "gain"
-        reasons = "; ".join(map(str, f.compiles.get("reasons", [])))[:200]
+        longer = bounds.longer_s(f.step_s, at)
+        bound = bounds.without(f.step_s, longer)
+        goes_on = len(at) >= GOES_ON and at[-1] - at[0] >= len(f.step_s) / 2
+        gain = goes_on and bound is not None and standing(bound) == "gain"
         what = f"torch.compile made {count(graphs, 'graph')} during {len(f.step_s)} steps, after the warm-up"
-        what += f": {reasons}" if reasons else ""
+        if at:
+            how = f"in {count(len(at), 'step')}" if goes_on else "one-off"
+            what += f"; {how}: {ms(sum(longer))} in all"
         cure = "batches of one shape (drop_last=True), or torch.compile(dynamic=True)"
         yield Finding("recompiles", what, bound if gain else None, called(f.script, ["compile"]), cure,
                       SECTIONS["recompiles"], FROM_PARTS, HOLDS_BACK if gain else READING)  # fmt: skip
@@ -469,12 +491,14 @@ def _recompiles(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 def _copies(facts: Sequence[Facts]) -> Iterator[Finding]:
     """Copies to the device, and what they would take from pinned memory."""
-    bound, most = bounds.from_parts(facts, "copy")
+    most = max(facts, key=lambda f: part_s(f, "copy"))
+    bound = bounds.without(bounds.steps_s(facts), bounds.lost_s(most, "copy"))
     noted = next((n for n in most.lines if n.kind == "copy" and n.line), None)
     if bound is not None and noted is not None and _standing(bound, FROM_PARTS) == "gain":
         what = f"copies to the device take {ms(part_s(most, 'copy'))} of a step's {ms(mean_step_s(facts))}"
         cure = "pin_memory=True, x.to(device, non_blocking=True), and no copy twice"
-        yield Finding("copies", what, bound, _place(noted), cure, SECTIONS["copies"], FROM_PARTS)
+        found = Finding("copies", what, bound, _place(noted), cure, SECTIONS["copies"], FROM_PARTS)
+        yield found if most.device == "cpu" else _beside(found)
     for f in facts:
         took = {how: statistics.median(s) for how, s in f.copy_s.items() if s}
         if not {"pageable", "pinned"} <= set(took) or (f.loader and f.loader.pinned):
@@ -484,7 +508,7 @@ def _copies(facts: Sequence[Facts]) -> Iterator[Finding]:
         if bound is not None and _standing(bound, FROM_PARTS) == "gain":
             what = f"a batch takes {ms(took['pageable'])} to the device, from pinned memory {ms(took['pinned'])}"
             where = called(f.script, ["DataLoader"])
-            yield Finding("pageable", what, bound, where, causes.PIN, SECTIONS["copies"], FROM_PARTS)
+            yield Finding("pageable", what, bound, where, causes.PIN, SECTIONS["copies"], FROM_PARTS, OPTION)
         return
 
 
@@ -579,7 +603,7 @@ def _little(bound: Estimate, by: str) -> str:
 def unknown(facts: list[Facts]) -> list[str]:
     """What this run cannot tell, what was not tried and why, and what the doctor never sees."""
     seen = with_steps(facts)
-    texts = [*_no_exchange(seen), *(_unclear(seen) if seen else ())]
+    texts = [*_no_exchange(seen), *(_unclear(seen) if seen else ()), *(_beside_the_device(seen) if seen else ())]
     texts += [*(text for f in facts for text in f.unseen), *_not_tried(facts)]
     return list(dict.fromkeys([*texts, *(causes.NEVER_SEEN if seen else ())]))
 
@@ -592,6 +616,18 @@ def _no_exchange(facts: Sequence[Facts]) -> Iterator[str]:
     yield (
         f"whether {count(len(facts), 'rank')} train one model: no exchange between them was seen in these steps, no "
         "DistributedDataParallel, no fully_shard and no call of torch.distributed. Without one each trains its own"
+    )
+
+
+def _beside_the_device(facts: Sequence[Facts]) -> Iterator[str]:
+    """What parts of a step are worth, where the device works beside the host."""
+    if not part_s(facts[0], "device"):
+        return
+    rounds = bounds.beside_s(facts)
+    without = f", without that wait it takes {ms(statistics.median(rounds))}" if rounds else ""
+    yield (
+        "which of a step's parts the device's work hides: at the end of each of these steps the doctor waits for the "
+        f"device, as the script does not. Such a step takes {ms(mean_step_s(facts))} on average{without}"
     )
 
 
@@ -692,7 +728,7 @@ def _ended_before(facts: Facts) -> str:
 
 
 def hooks_cost(facts: Facts) -> float | None:
-    """Share of a step that the doctor's own calls take; None if it is not known."""
+    """Share of a step that the doctor's own calls take, but for its wait for a device; None if it is not known."""
     if not facts.step_s or "s" not in facts.cost:
         return None
     return facts.cost["s"] / statistics.median(facts.step_s)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("data", "copy", "prepare", "forward", "backward", "exchange", "optimizer", "evaluation", "synchronise",
-         "print", "save", "rest")  # fmt: skip
+         "print", "save", "rest", "device")  # fmt: skip
 """Parts of a step. Each instant of the script's main thread belongs to one:
 data: in the DataLoader's `next`; copy: in `.to`, `.cuda`; prepare: the script's own, from a step's start to its first
 forward; forward, backward, optimizer: in these calls; exchange: in collectives that the script calls, waits for what
 it has sent and received, and a pipeline's schedule besides forward and backward (DDP's collectives are in backward);
 evaluation: a model called without gradients; synchronise: in calls that wait for the device (`.item()`); print, save:
-in print and torch.save; rest: the script's own, after the first forward."""
+in print and torch.save; rest: the script's own, after the first forward; device: what a GPU still works on at a step's
+end, for which the doctor waits there and the script does not: in the script it runs beside the next step."""
 AS_IS = "as it is"
 NOW_AND_THEN, IN_MOST_STEPS = ("evaluation", "save", "print"), 0.9
 """What fewer steps have than that is rare: short turns miss it, and its mean over the steps prices it."""
@@ -121,17 +122,18 @@ class Facts:
 
     training: dict[str, Any] = field(default_factory=dict)
     """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,
-    find_unused_parameters, compiled, scaler: see hooks.describe."""
+    find_unused_parameters, compiled, scaler: see hooks.describe. half: the format that half precision was tried in."""
     memory: dict[str, Any] = field(default_factory=dict)
     """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
     or of this process); each_round: [steps so far, bytes in use] after each turn of steps as they are; growth (bytes
     per step), tensors_growth (per step), tensor_bytes_growth
     (bytes per step)."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent, power_w;
+    """cores (usable), threads (torch's), cpu_share (CPU seconds per second, with workers), gpu_percent and power_w
+    (medians of looks while steps were as they are and the GPU was not waited for; missing if there were too few);
     in the first rank of each machine others_percent: of the usable cores, what programs outside of this run took."""
     compiles: dict[str, Any] = field(default_factory=dict)
-    """in_steps: graphs compiled while steps were looked at; reasons."""
+    """in_steps: graphs compiled while steps were looked at; at: which of these steps made any."""
     cost: dict[str, float] = field(default_factory=dict)
     """Of the hooks: calls (per step), call_s (price of one, noted with its line), looks_s (at memory, of all steps), s
     (per step: calls at their price, and looks at memory and at lines)."""

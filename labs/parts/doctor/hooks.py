@@ -36,9 +36,11 @@ WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 COPIES = ("to", "cuda")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "barrier", "broadcast",
                "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "send", "recv",
-               "all_gather_object", "broadcast_object_list", "gather_object", "batch_isend_irecv")  # fmt: skip
-"""Not isend and irecv: torch compares functions that it is given with its own. What they take is the wait for them."""
-OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation"}
+               "all_gather_object", "broadcast_object_list", "gather_object", "batch_isend_irecv",
+               "all_gather_single", "reduce_scatter_single")  # fmt: skip
+"""Those that this torch has; FSDP calls the last two. Not isend and irecv: torch compares functions that it is given
+with its own. What they take is the wait for them."""
+OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device"}
 """Kinds within which a wait or a copy is theirs, and no line of the script's."""
 LOOKED_FOR = 6
 """Steps after which no more is done to find out which modules the script calls."""
@@ -46,7 +48,10 @@ GONE = 20
 """Steps of other optimizers after which the one that ended a step is taken for gone."""
 ITERATIONS = 3
 """From the start: in these it is found out which of several optimizers ends an iteration."""
-LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
+HERE = os.path.dirname(os.path.realpath(__file__))
+LIBRARIES = (HERE, *{os.path.realpath(sysconfig.get_path(p)) for p in ("stdlib", "purelib", "platlib")})
+SCALER = os.path.join("amp", "grad_scaler.py")
+"""Of torch. Its `step` reads from the device whether a gradient is infinite: no script can be without that."""
 
 
 class Spans:
@@ -129,6 +134,8 @@ class Hooks:
         self.device: Any = None
         self.synchronised = True
         """Whether a step ends when the device has done its work. If not, the next step begins while it works."""
+        self.undisturbed = False
+        """Whether steps are taken as they are and do not end so: the device is used as without the doctor."""
         self._own: dict[str, bool] = {}
         self._looked, self._schedules_seen = 0, False
         self._ends_steps(None)
@@ -159,11 +166,11 @@ class Hooks:
         """By root: what is called in its place."""
         self.known_values = False
         """A wait gives at once what the same line got in the last step that was noted; further calls of it wait."""
-        self.known_outputs = False
-        """A model that is called without gradients gives what it gave for an input of this shape; so do its data."""
+        self.known_outputs: dict[tuple, Any] | None = None
+        """A model that is called without gradients gives what it gave for an input of this shape; so do its data. These
+        outputs, by model and shapes; None: as ever, and none is kept."""
         self._values: dict[tuple, list[Any]] = {}
         self._given: dict[tuple, int] = defaultdict(int)
-        self._outputs: dict[tuple, Any] = {}
         self._batches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._evaluated: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._changed = False
@@ -171,7 +178,10 @@ class Hooks:
     # Installing
 
     def install(self) -> None:
-        """Once torch has been imported. Nothing of it calls the device."""
+        """Once torch has been imported. Nothing of it asks the driver, not even whether there is a GPU.
+
+        Which GPUs are visible is settled by the first such question: a script may still want to set that, or to fork.
+        """
         import torch
         import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -186,8 +196,8 @@ class Hooks:
             self._replace(torch.Tensor, name, self._waiting)
         for name in COPIES:
             self._replace(torch.Tensor, name, self._copying)
-        if torch.cuda.is_available():  # asks the driver, and makes no context
-            self._replace(torch.cuda, "synchronize", functools.partial(self._noted, "synchronise"))
+        for owner in (torch.cuda, torch.xpu, torch.mps, torch.accelerator):
+            self._replace(owner, "synchronize", functools.partial(self._noted, "synchronise"))
         if dist.is_available():
             for name in COLLECTIVES:
                 if hasattr(dist, name):
@@ -197,6 +207,7 @@ class Hooks:
         self._replace(torch, "save", functools.partial(self._mutable, "save"))
         self._replace(builtins, "print", functools.partial(self._mutable, "print"))
         self._replace(DataLoader, "__iter__", self._iterating)
+        self._replace(dataloader._BaseDataLoaderIter, "__init__", self._making)
         self._replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
         os.register_at_fork(after_in_child=self.spans.stop)  # stays registered: not of self, which knows the loader
 
@@ -314,6 +325,8 @@ class Hooks:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not (self.known_values or self.recording) or self._elsewhere() or self.spans.stack[-1] in OPAQUE:
                 return noted(tensor, *args, **kwargs)
+            if sys._getframe(1).f_code.co_filename.endswith(SCALER):
+                return self._timed("synchronise", function, (tensor, *args), kwargs)
             if tensor.device.type == "cpu":  # its value is there
                 return noted(tensor, *args, **kwargs)
             key = (function.__name__, *self._line())
@@ -333,10 +346,16 @@ class Hooks:
         copied, waited = self._noted("copy", function), self._waiting(function)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            to_host = tensor.is_cuda and any(str(a) == "cpu" for a in (*args, *kwargs.values()))
+            to_host = tensor.device.type != "cpu" and any(map(self._is_host, (*args, *kwargs.values())))
             return (waited if to_host else copied)(tensor, *args, **kwargs)
 
         return call
+
+    def _is_host(self, where: Any) -> bool:
+        """Of an argument of `.to`. The text of a tensor is never asked for: that waits for it."""
+        if isinstance(where, self.torch.Tensor):
+            where = where.device
+        return isinstance(where, str | self.torch.device) and str(where).startswith("cpu")
 
     def _backward(self, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -369,13 +388,20 @@ class Hooks:
         def call(loader: Any) -> Any:
             if self._elsewhere():
                 return function(loader)
-            if self.known_outputs and loader in self._evaluated:
+            if self.known_outputs is not None and loader in self._evaluated:
                 batch, batches = self._evaluated[loader]
                 return itertools.repeat(batch, batches)
             self.loader_starts += loader in self.training
-            iterator = self._timed(self._kind_of(loader), function, (loader,), {})
-            iterator._doctor_loader, iterator._doctor_batches = loader, 0
-            return iterator
+            return self._timed(self._kind_of(loader), function, (loader,), {})
+
+        return call
+
+    def _making(self, function: Callable) -> Callable:
+        """Whose batches it gives is noted in torch's own iterator: what a DataLoader returns may be a wrapper of it."""
+
+        def call(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            iterator._doctor_loader = loader
+            function(iterator, loader, *args, **kwargs)
 
         return call
 
@@ -390,9 +416,8 @@ class Hooks:
                 if loader in self.training:
                     self._keep(loader, batch)
                 elif self.recording and loader in self.evaluating:
-                    iterator._doctor_batches += 1
-                    first = batch if iterator._doctor_batches == 1 else self._evaluated[loader][0]
-                    self._evaluated[loader] = first, iterator._doctor_batches
+                    first = batch if iterator._num_yielded == 1 else self._evaluated.get(loader, (batch,))[0]
+                    self._evaluated[loader] = first, iterator._num_yielded
             else:
                 batch = again[0]
             self._fetched = [*self._fetched[-7:], weakref.ref(loader)]  # or what was evaluated on is taken for training
@@ -470,19 +495,17 @@ class Hooks:
         self._seen(module, *given)
         with self.around_forward():
             output = self._on_device("forward", self.instead.get(id(module), function), args, kwargs)
-        if self.spans.stack in (["prepare"], ["prepare", "exchange"]):  # the second within a pipeline's schedule
-            self.spans.stack[0] = "rest"
+        if self.spans.stack[-1] in ("prepare", "exchange"):  # the second within a pipeline's schedule
+            self.spans.stack = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
         return self.of_output(output) if self.of_output else output
 
     def _evaluate(self, module: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
-        if not (self.recording or self.known_outputs):
+        if self.known_outputs is None:
             return self._timed("evaluation", function, args, kwargs)
         key = (id(module), *(tuple(t.shape) for t in _leaves((args, kwargs), self.torch)))
-        if self.known_outputs and key in self._outputs:
-            return self._outputs[key]
-        output = self._timed("evaluation", function, args, kwargs)
-        self._outputs[key] = output
-        return output
+        if key not in self.known_outputs:
+            self.known_outputs[key] = self._timed("evaluation", function, args, kwargs)
+        return self.known_outputs[key]
 
     def _seen(self, module: Any, args: tuple, kwargs: dict) -> None:
         """At each call: how many samples. At the first one: device, precision."""
@@ -556,18 +579,34 @@ class Hooks:
 
     # Steps
 
-    def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def _before_step(self, optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._elsewhere():
-            return
+            return None
         self.optimizers[id(optimizer)] = optimizer
         if self._boundary not in self.optimizers:  # it is the first one, or the script has dropped that before it
             self._ends_steps(id(optimizer))
         begun = self._stepping.get(id(optimizer))
         if begun and _runs(begun[0]):  # a subclass whose step calls that of its class
             begun[1] += 1
-            return
+            return None
         self._stepping[id(optimizer)] = [sys._getframe(1), 1]
         self.spans.enter("optimizer")
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            return None
+        return (args[0], *map(self._as_own_code, args[1:])), {name: self._as_own_code(a) for name, a in kwargs.items()}
+
+    def _as_own_code(self, argument: Any) -> Any:
+        """A closure that an optimizer is given is the script's, with its forward, its backward and its waits."""
+        if not callable(argument):
+            return argument
+
+        @functools.wraps(argument)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            if self._elsewhere():
+                return argument(*args, **kwargs)
+            return self._timed(self.spans.stack[0], argument, args, kwargs)
+
+        return closure
 
     def _after_step(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if self._elsewhere():
@@ -625,11 +664,27 @@ class Hooks:
             self.spans.restart()
 
     def synchronise(self) -> None:
-        """Wait until the device has done what it was given so far."""
-        if self.device is not None and self.device.type == "cuda":
-            self.spans.enter("synchronise")
-            self.torch.cuda.synchronize(self.device)
+        """Wait until the device has done what it was given so far. The script itself does not: the wait is ours."""
+        if self.can_wait:
+            self.spans.enter("device")
+            (self.torch.cuda if self.device.type == "cuda" else self.torch.accelerator).synchronize(self.device)
             self.spans.leave()
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether there is a device besides the host, and torch can wait for it."""
+        if self.device is None or self.device.type in ("cpu", "cuda"):
+            return self.device is not None and self.device.type == "cuda"
+        of_torch = self.torch.accelerator.current_accelerator()
+        return of_torch is not None and self.device.type == of_torch.type
+
+    def mark(self) -> Any:
+        """An event on the GPU's own clock: when it has done what it was given so far. None without a GPU."""
+        if self.device is None or self.device.type != "cuda":
+            return None
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record(self.torch.cuda.current_stream(self.device))
+        return event
 
     def device_seconds(self) -> dict[str, float]:
         """Since it was asked last, by kind; after a synchronisation. Empty without a GPU."""
@@ -652,7 +707,7 @@ class Hooks:
             if name not in self._own:
                 path = os.path.realpath(name)
                 inside = path.startswith(self.folder + os.sep) and not path.startswith(LIBRARIES)
-                self._own[name] = inside
+                self._own[name] = inside and "-packages" not in path[len(self.folder) :]  # pip's --user is there
             if self._own[name]:
                 return name, frame.f_lineno
             frame = frame.f_back
@@ -753,6 +808,8 @@ def describe(hooks: Hooks, facts: Facts) -> None:
     facts.device = hooks.device.type if hooks.device is not None else "cpu"
     if facts.device == "cuda":
         facts.device_name = torch.cuda.get_device_name(hooks.device)
+    elif facts.device != "cpu" and not hooks.can_wait:
+        facts.unseen.append(f"when {facts.device} is done: torch cannot wait for it, so a step ends on the host")
     if hooks.loader is not None:
         one = hooks.loader
         facts.loader = Loader(

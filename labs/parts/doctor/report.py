@@ -191,10 +191,12 @@ def summary(report: Report) -> list[str]:
     if not facts:
         return wrong + hints(report)
     f, rate = facts[0], bounds.samples_per_s(facts)
-    step = estimate(bounds.steps_s(facts), "s")
+    step = estimate(bounds.beside_s(facts) or bounds.steps_s(facts), "s")
     where = f.device_name or f.device
     rates = f", that is {rate}" if rate else "; its samples could not be counted"
-    lines = [f"A step takes {step}{rates}; {many(f.ranks, 'rank')} on {where}.", *wrong]
+    alone = bounds.part_s(f, "device") and not bounds.beside_s(facts)
+    waited = " up to the end of the device's work" if alone else ""
+    lines = [f"A step takes {step}{waited}{rates}; {many(f.ranks, 'rank')} on {where}.", *wrong]
     low, _, high = statistics.quantiles(bounds.even_s(facts), n=4) if len(f.step_s) > 1 else (step.value,) * 3
     others = others_percent(facts)
     if busy := Trace(neighbours_percent=others).disturbance():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -17,6 +19,8 @@ from labs.parts.doctor.sampling import Sampler
 
 FEWEST = 12
 """Steps from which on growth per step is told."""
+LOOK_S, FEWEST_LOOKS = 0.2, 5
+"""Between looks at the GPU; so many of them tell how busy it is."""
 
 
 class Usage:
@@ -50,13 +54,39 @@ def _tensors() -> tuple[int, int]:
     return len(tensors), sum(storages.values())
 
 
+class GpuLooks(threading.Thread):
+    """At how busy the GPU is, while the training uses it as without the doctor. NVML's answer is of the time before."""
+
+    def __init__(self, hooks: Hooks, facts: Facts) -> None:
+        super().__init__(name="doctor's looks at the GPU", daemon=True)
+        self.hooks, self.facts, self.ended = hooks, facts, threading.Event()
+        self.seen: list[tuple[float, float]] = []
+
+    def run(self) -> None:
+        """Until the event is set, or NVML is not there or says no: then it is not told."""
+        with suppress(Exception):
+            while not self.ended.wait(LOOK_S):
+                if self.hooks.undisturbed:
+                    self.look()
+
+    def look(self) -> None:
+        """Once; the facts get the medians as soon as there are enough of them."""
+        cuda, device = self.hooks.torch.cuda, self.hooks.device
+        self.seen.append((cuda.utilization(device), cuda.power_draw(device) / 1e3))
+        if len(self.seen) >= FEWEST_LOOKS:
+            percent, power_w = map(statistics.median, zip(*self.seen, strict=True))
+            # A new dict: the main thread may be writing down the old one
+            self.facts.machine = self.facts.machine | {"gpu_percent": round(percent), "power_w": power_w}
+
+
 _usage: Usage | None = None
 _sampler: Sampler | None = None
+_gpu_looks: GpuLooks | None = None
 
 
 def note(hooks: Hooks, facts: Facts, stage: str) -> None:
     """At the start of the steps as they are, and after them."""
-    global _usage, _sampler
+    global _usage, _sampler, _gpu_looks
     if stage == "as it is":
         describe(hooks, facts)
         _usage, _sampler = Usage(), Sampler(hooks)
@@ -73,6 +103,11 @@ def note(hooks: Hooks, facts: Facts, stage: str) -> None:
             facts.loader.wait_ms = 1e3 * waits[len(waits) // 2]
         looks_s = (_sampler.took_s + facts.cost.get("looks_s", 0.0)) / len(facts.step_s)
         facts.cost["s"] = facts.cost["calls"] * facts.cost["call_s"] + looks_s
+        if facts.device == "cuda":
+            _gpu_looks = GpuLooks(hooks, facts)
+            _gpu_looks.start()
+    elif _gpu_looks is not None:
+        _gpu_looks.ended.set()
 
 
 def each_step(hooks: Hooks, facts: Facts) -> None:
@@ -137,9 +172,3 @@ def _machine(hooks: Hooks, facts: Facts) -> None:
         "threads": hooks.torch.get_num_threads(),
         "cpu_share": _usage.cpu_share(),
     }
-    if facts.device == "cuda":
-        with suppress(Exception):  # NVML is not there, or says no; then it is not told
-            facts.machine |= {
-                "gpu_percent": hooks.torch.cuda.utilization(hooks.device),
-                "power_w": hooks.torch.cuda.power_draw(hooks.device) / 1e3,
-            }

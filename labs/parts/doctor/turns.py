@@ -9,6 +9,7 @@ What the script may not survive comes last, one after the other: what was seen b
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from labs.parts.doctor import state
 from labs.parts.doctor.facts import AS_IS, Facts, not_reached, rare_kinds
@@ -38,6 +39,8 @@ the interval holds decides nothing: to stop as soon as it holds no 1 would accus
 TURN_S = 0.1
 """A turn has steps for so long, from one (of long steps) to MOST_STEPS (of short ones)."""
 MOST_STEPS = 10
+LEAST_STEPS = 5
+"""Of a turn on a device that works beside the host: between these steps it is not waited for."""
 BURST_S = 1.0
 """For a turn with workers, which give a batch each at about the same time: at most."""
 TRIAL_SHARE = 0.2
@@ -151,7 +154,7 @@ def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: flo
 
     More than `steps`, as many as fit into `extra_s`, where something comes now and then and costs much.
     """
-    hooks.recording, hooks.spans.calls, graphs = True, 0, compiled_graphs()
+    hooks.recording, hooks.spans.calls, graphs = True, 0, [compiled_graphs()]
     backwards, samples = [], []
     done, wanted = 0, steps
     while done < wanted:
@@ -162,14 +165,15 @@ def _as_it_is(hooks: Hooks, facts: Facts, ranks: Ranks, steps: int, extra_s: flo
             facts.spans_s.setdefault(kind, []).append(s)
         for kind, s in hooks.device_seconds().items():
             facts.device_s.setdefault(kind, []).append(s)
-        backwards.append(hooks.backwards), samples.append(hooks.samples)
+        backwards.append(hooks.backwards), samples.append(hooks.samples), graphs.append(compiled_graphs())
         facts.micro_batches, facts.samples = statistics.fmean(backwards), statistics.fmean(samples) or None
         facts.lines = hooks.noted_lines(done)
         facts.cost["calls"] = hooks.spans.calls / done
         if done == steps:
             wanted += min(ranks.each_says(min(max(ranks.each_says(_more_events(facts))), _that_last(facts, extra_s))))
     facts.training["exchanges"] = hooks.exchanges / wanted
-    facts.compiles["in_steps"] = compiled_graphs() - graphs
+    made = [after - before for before, after in itertools.pairwise(graphs)]
+    facts.compiles |= {"in_steps": sum(made), "at": [i for i, n in enumerate(made) if n]}
     facts.rare = rare_kinds(facts)
     hooks.recording = False
 
@@ -203,10 +207,10 @@ class _InTurn:
         """A step in s; steps of a turn that count, and before them; steps after one that took no batches."""
         step_s, loader = statistics.median(self.facts.step_s), self.facts.loader
         waits = statistics.fmean(self.facts.spans_s.get("data", [0.0])) > 0.02 * step_s
-        steps = max(1, min(MOST_STEPS, round(TURN_S / step_s)))
+        steps = max(1 if self.facts.device == "cpu" else LEAST_STEPS, min(MOST_STEPS, round(TURN_S / step_s)))
         if loader and loader.workers and waits:  # their batches come in bursts of as many
             steps = max(steps, min(loader.workers, round(BURST_S / step_s)))
-        settle = int(step_s < TURN_S)
+        settle = int(step_s < TURN_S or self.facts.device != "cpu")
         # After steps that took no batches workers have some ready, which a step as it is must first use up
         ready = min(loader.workers * loader.prefetch, 1 + settle + steps) if loader else 0
         return step_s, steps, settle, 1 + ready
@@ -300,20 +304,24 @@ class _InTurn:
     def _turn(self, mode: Mode | None, counted: list[float]) -> Steps:
         """`counted`: gets the mean step."""
         self.ranks.wait()  # one that is behind would slow down this turn's first step on others
-        hooks, steps, starts = self.hooks, [], []
+        hooks, spans, starts = self.hooks, [], []
         with self._entered(mode):
-            for _ in range((mode.settle if mode else 0) + self.settle):
-                yield
             hooks.synchronised = False  # between these steps a GPU is not waited for, as in the script itself
-            hooks.synchronise()
             try:
+                for _ in range((mode.settle if mode else 0) + self.settle):
+                    yield
+                marks = [hooks.mark()]
+                if marks[0] is None:
+                    hooks.synchronise()  # the host's clock begins when the device has nothing left to do
+                hooks.undisturbed = mode is None
                 for number in range(self.steps):
                     hooks.synchronised = number == self.steps - 1
-                    spans = yield
-                    steps.append(sum(s for kind, s in spans.items() if kind not in self.facts.rare))
+                    spans.append((yield))
                     starts.append(hooks.loader_starts)
+                    marks.append(hooks.mark())
             finally:
-                hooks.synchronised = True
+                hooks.synchronised, hooks.undisturbed = True, False
+        steps = self._seconds(spans, marks)
         # Steps that begin an epoch count only if most of them do
         usual = [s for s, start in zip(steps, starts, strict=True) if not start]
         counted.append(statistics.fmean(usual if 2 * len(usual) >= len(steps) else steps))
@@ -322,6 +330,18 @@ class _InTurn:
             state.each_round(hooks, self.facts)
         elif mode.name == "same batch again":
             yield from self._steps_as_they_are(self.drain)
+
+    def _seconds(self, spans: list[dict[str, float]], marks: list[Any]) -> list[float]:
+        """Of each step of a turn, without what is rare.
+
+        From mark to mark by a GPU's own clock: the host runs ahead of it, and what it does meanwhile is in no step.
+        """
+        rare = [sum(s for kind, s in of.items() if kind in self.facts.rare) for of in spans]
+        if marks[0] is None:
+            took = [sum(of.values()) for of in spans]
+        else:
+            took = [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+        return [max(0.0, s - r) for s, r in zip(took, rare, strict=True)]
 
     def _note(self, turns: dict[str, list[float]]) -> None:
         """One list for each mode that was ever tried, so that those of one round stand at one place."""
@@ -386,6 +406,7 @@ def price_of_a_call(calls: int = 2_000) -> float:
     """
     hooks = Hooks(os.path.dirname(__file__), lambda spans: None)
     hooks.torch, hooks.recording = sys.modules["torch"], True
+    hooks._own[price_of_a_call.__code__.co_filename] = True  # as if it were the script
     noted = hooks._noted("rest", abs)
     begun = time.thread_time()  # what other programs take meanwhile is none of its cost
     for _ in range(calls):
