@@ -121,7 +121,8 @@ class Facts:
 
     training: dict[str, Any] = field(default_factory=dict)
     """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,
-    find_unused_parameters, compiled, scaler: see hooks.describe."""
+    find_unused_parameters, compiled, scaler: see hooks.describe; group: rank and number of ranks by
+    torch.distributed, None without it."""
     memory: dict[str, Any] = field(default_factory=dict)
     """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
     or of this process); each_round: [steps so far, bytes in use] after each turn of steps as they are; growth (bytes

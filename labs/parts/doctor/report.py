@@ -96,6 +96,12 @@ class Report:
         return [(finding, [where for where in lines if where]) for finding, lines in same.items()]
 
 
+def group_of(facts: Facts) -> tuple[int, int]:
+    """Rank and number of ranks: those of torch.distributed, if they are others than what started the run has told."""
+    rank, ranks = facts.training.get("group") or (facts.rank, facts.ranks)
+    return (rank, ranks) if ranks != facts.ranks else (facts.rank, facts.ranks)
+
+
 def make(facts: list[Facts], hits: Sequence[Hit] = ()) -> Report:
     """Of the facts that the ranks of one run have left, and of what was read in its source."""
     facts = sorted(facts, key=lambda f: f.rank)
@@ -121,6 +127,8 @@ def answer(report: Report) -> str:
     """The first line: what holds it back most, how much its cure gives at most, and where it is."""
     if not report.seen:
         return _nothing_seen(report)
+    if misled := next((f for f in report.seen if group_of(f)[1] != f.ranks), None):
+        return _no_verdict(misled)
     causes, options = report.of_kind(HOLDS_BACK), report.of_kind(OPTION)
     best = next((f for f in causes if f.bound), None)
     if best:
@@ -138,6 +146,18 @@ def answer(report: Report) -> str:
     if options:
         said += f" It may become faster all the same: {options[0].name}, {priced(options[0])} as fast."
     return said
+
+
+def _no_verdict(facts: Facts) -> str:
+    """Of a rank whose job has more ranks than the doctor was told of, or fewer."""
+    rank, ranks = group_of(facts)
+    told = f"{many(facts.ranks, 'rank')} by what started them"
+    if ranks < facts.ranks:
+        return (f"No verdict: there are {told}, and torch.distributed joins {many(ranks, 'rank')}. They train several "
+                "models, and each number below is of all of them together.")  # fmt: skip
+    return (f"No verdict: torch.distributed joins {ranks} ranks, and the doctor was told of {told}: this page is of "
+            f"rank {rank} alone, which waits for the others. Start them by torchrun (-m labs.doctor {facts.script}), "
+            "srun or mpirun.")  # fmt: skip
 
 
 def _nothing_seen(report: Report) -> str:
