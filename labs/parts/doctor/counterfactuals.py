@@ -5,6 +5,7 @@ A bound, since a step without that thing may run into the next one: half the ari
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -16,6 +17,7 @@ import psutil
 from labs.kit import host
 from labs.parts.doctor.facts import Facts, share_of_steps
 from labs.parts.doctor.hooks import Hooks, length
+from labs.parts.doctor.kept import free_on_host
 from labs.parts.doctor.loader_alone import MoreWorkers, PinnedMemory
 from labs.parts.doctor.turns import Mode, Trial
 
@@ -99,13 +101,10 @@ class NoWaitingLine(Counterfactual):
         hooks.known_values = False
 
 
-class Muted(Counterfactual):
-    """Calls of one kind do nothing: no printing, no saving."""
+class NoPrinting(Counterfactual):
+    """`print` does nothing."""
 
-    needs_restore = False
-
-    def __init__(self, kind: str, name: str) -> None:
-        self.kind, self.name = kind, name
+    name, kind, needs_restore = "no printing", "print", False
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         return _not_in_each_step(facts, self.kind)
@@ -114,10 +113,31 @@ class Muted(Counterfactual):
         return share(facts, self.kind)
 
     def enter(self, hooks: Hooks) -> None:
-        hooks.muted.add(self.kind)
+        hooks.muted[self.kind] = lambda *args, **kwargs: None
 
     def leave(self, hooks: Hooks) -> None:
-        hooks.muted.discard(self.kind)
+        del hooks.muted[self.kind]
+
+
+class NoSaving(NoPrinting):
+    """`torch.save` leaves an empty file where there is none, for scripts that give it its name then (os.replace).
+
+    Outside of a scratch folder it leaves none: it would end as the script's checkpoint. What was saved before stays.
+    """
+
+    name, kind, risky = "no saving", "save", True  # a script may read what it has saved
+
+    def enter(self, hooks: Hooks) -> None:
+        super().enter(hooks)
+        if hooks.in_scratch:
+            hooks.muted[self.kind] = _empty_file
+
+
+def _empty_file(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    """With the arguments of torch.save."""
+    if isinstance(f, str | os.PathLike) and not os.path.exists(f):
+        with open(f, "wb"):
+            pass
 
 
 class NoEvaluation(Counterfactual):
@@ -433,7 +453,7 @@ class LargerBatch(Counterfactual):
             twice(batch, hooks.torch)
         except TypeError as e:
             return f"its batches are not understood: {e}"
-        return "" if self._fits(hooks) else "there is no memory for it"
+        return "" if self._fits(hooks, facts.local_ranks) else "there is no memory for it"
 
     def promise(self, hooks: Hooks, facts: Facts) -> float:
         layers = {id(m) for root in hooks.roots.values() for m in root.modules() if not next(m.children(), None)}
@@ -441,14 +461,14 @@ class LargerBatch(Counterfactual):
         return 0.5 * min(1.0, fixed_s / statistics.median(facts.step_s))
 
     @staticmethod
-    def _fits(hooks: Hooks) -> bool:
+    def _fits(hooks: Hooks, local_ranks: int) -> bool:
         """Whether a step's activations fit once more, besides what is there at its peak."""
         if hooks.device is not None and hooks.device.type == "cuda":
             cuda = hooks.torch.cuda
             peak = cuda.max_memory_allocated(hooks.device)
             free = cuda.mem_get_info(hooks.device)[0] + cuda.memory_reserved(hooks.device) - peak
             return 1.2 * (peak - cuda.memory_allocated(hooks.device)) < free
-        return 1.2 * psutil.Process().memory_info().rss < psutil.virtual_memory().available
+        return 1.2 * psutil.Process().memory_info().rss < free_on_host(local_ranks)
 
     def enter(self, hooks: Hooks) -> None:
         hooks.of_batch = lambda batch: twice(batch, hooks.torch)
@@ -514,8 +534,8 @@ MODES: dict[str, Mode | Trial] = {
         SameBatch(),
         NoExchange(),
         NoWaitingLine(),
-        Muted("print", "no printing"),
-        Muted("save", "no saving"),
+        NoPrinting(),
+        NoSaving(),
         Threads("fewer threads", fewer=True),
         NoAnomalyDetection(),
         Threads("one thread per core", fewer=False),

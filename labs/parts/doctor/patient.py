@@ -122,6 +122,7 @@ class Patient:
 
         self.state = state
         self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
+        self.hooks.in_scratch = bool(self.settings.scratch)
         self.hooks.install()
         self.facts.cost["call_s"] = price_of_a_call()
         if (wanted := self.settings.modes) is None:

@@ -239,7 +239,7 @@ class _InTurn:
     def _that_can(self, modes: Sequence[Mode | Trial]) -> list[Mode | Trial]:
         """On all ranks."""
         reasons = {mode.name: why for mode in modes if (why := mode.why_not(self.hooks, self.facts))}
-        if not Kept.room(self.hooks):
+        if not Kept.room(self.hooks, self.facts.local_ranks):
             mine = "no memory is left for copies of model and optimizer, to put them back after it"
             reasons |= {mode.name: mine for mode in modes
                         if getattr(mode, "needs_restore", False) and mode.name not in reasons}  # fmt: skip
