@@ -379,6 +379,24 @@ def test_reasons_against_each(monkeypatch):
     assert MODES["no waiting line"].why_not(hooks, facts)  # no line waits
 
 
+def test_what_is_not_there_is_told_apart_from_what_cannot_be_tried(quick, monkeypatch):
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monkeypatch.setattr(turns.Kept, "room", lambda hooks, local_ranks: False)
+
+    def training():
+        for x, y in forever(data()):
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+    names = ("no printing", "no evaluation", "no anomaly detection", "no waiting line", "same batch again", "compiled")
+    facts = look_at(training, [MODES[name] for name in names])
+    assert facts.not_tried.keys() == set(names)
+    assert facts.gone == ["no printing", "no evaluation", "no anomaly detection"]
+    facts = look_at(training, [turns.OnRequest(mode) for mode in (MODES["compiled"], MODES["no printing"])])
+    assert facts.gone == ["no printing"]
+
+
 def test_threads_of_each_rank(monkeypatch):
     from labs.parts.doctor import counterfactuals
 
@@ -493,7 +511,7 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
     """Simulated: facts, and seconds that all turns took. A factor is a number, or a function of its step's number."""
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))
+    monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks, local_ranks: True))
     hooks = SimpleNamespace(synchronised=True, synchronise=lambda: None, loader_starts=0, device=None)
     facts = Facts("x", ["x"], step_s=[step_s] * 30, spans_s={"data": [step_s / 2] * 30})
     facts.loader = SimpleNamespace(workers=workers, prefetch=2) if workers else None

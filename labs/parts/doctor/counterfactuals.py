@@ -15,7 +15,7 @@ from unittest import mock
 import psutil
 
 from labs.kit import host
-from labs.parts.doctor.facts import Facts, share_of_steps
+from labs.parts.doctor.facts import Facts, Gone, share_of_steps
 from labs.parts.doctor.hooks import Hooks, length
 from labs.parts.doctor.kept import free_on_host
 from labs.parts.doctor.loader_alone import MoreWorkers, PinnedMemory
@@ -89,7 +89,7 @@ class NoWaitingLine(Counterfactual):
         if facts.device != "cuda":
             return "only what is on a GPU is waited for"
         waits = any(line.kind == "synchronise" for line in facts.lines)
-        return "" if waits else "no line of the script waits for a value of the device"
+        return "" if waits else Gone("no line of the script waits for a value of the device")
 
     def promise(self, hooks: Hooks, facts: Facts) -> float:
         return share(facts, "synchronise")
@@ -161,7 +161,7 @@ class NoEvaluation(Counterfactual):
 def _not_in_each_step(facts: Facts, kind: str) -> str:
     share = share_of_steps(facts, kind)
     if not share:
-        return "there was none of it in these steps"
+        return Gone("there was none of it in these steps")
     return "" if kind not in facts.rare else f"{share:.0%} of the steps have it: its mean is among the step's parts"
 
 
@@ -171,7 +171,7 @@ class NoAnomalyDetection(Counterfactual):
     name = "no anomaly detection"
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        return "" if hooks.anomaly else "it is off"
+        return "" if hooks.anomaly else Gone("it is off")
 
     def promise(self, hooks: Hooks, facts: Facts) -> float:
         return share(facts, "backward")
@@ -207,8 +207,8 @@ class Threads(Counterfactual):
         have, share = hooks.torch.get_num_threads(), fair_threads(facts.local_ranks, self.fewer)
         self.share = share
         if self.fewer:
-            return "" if have > share else f"{have} of {share} possible threads are none too many"
-        return "" if have < share else "each of its cores has a thread already"
+            return "" if have > share else Gone(f"{have} of {share} possible threads are none too many")
+        return "" if have < share else Gone("each of its cores has a thread already")
 
     def promise(self, hooks: Hooks, facts: Facts) -> float:
         return share(facts, *COMPUTED) if self.fewer else 0.1 * share(facts, *COMPUTED)
@@ -275,7 +275,7 @@ class NoSearch(Counterfactual):
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         searching = [m for m in _ddp(hooks) if m.find_unused_parameters and not m.static_graph]
         if not searching:
-            return "DDP does not search" if _ddp(hooks) else "there is no DistributedDataParallel"
+            return Gone("DDP does not search" if _ddp(hooks) else "there is no DistributedDataParallel")
         if any(m._comm_hooks or m.mixed_precision or m._delay_all_reduce_params for m in searching):
             return "DDP has a communication hook, which would be lost"
         return "some parameters are not used in some steps: it is needed" if hooks.unused_seen else ""
@@ -313,7 +313,7 @@ class FusedOptimizer(Counterfactual):
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         able = self._able(hooks)
         if any(o.defaults.get("fused") for o in hooks.optimizers.values()):
-            return "it is fused"
+            return Gone("it is fused")
         if not able:
             return "torch has no fused form of " + ", ".join(type(o).__name__ for o in hooks.optimizers.values())
         from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as devices
@@ -355,7 +355,7 @@ class HalfPrecision(Counterfactual):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         if facts.training["autocast"]:
-            return f"it runs under autocast ({facts.training['autocast']})"
+            return Gone(f"it runs under autocast ({facts.training['autocast']})")
         if not set(facts.training["dtypes"]) <= {"float32", "float64"}:
             return "parameters are not all FP32 or FP64"
         if facts.training["compiled"]:
@@ -386,7 +386,7 @@ class SinglePrecision(Counterfactual):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         if "float64" not in facts.training["dtypes"]:
-            return "nothing is computed in FP64"
+            return Gone("nothing is computed in FP64")
         if facts.training["compiled"] or _ddp(hooks) or facts.training["fsdp"]:
             return "buckets or compiled code are made for FP64"
         states = [v for o in hooks.optimizers.values() for s in o.state.values() for v in s.values()]
@@ -511,7 +511,7 @@ class Compiled(Counterfactual):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         if facts.training["compiled"]:
-            return "it is compiled"
+            return Gone("it is compiled")
         if facts.training["data_parallel"] or facts.training["fsdp"]:
             return "its model is wrapped: compile what is within"
         return "" if hooks.called else "no forward of a model was seen"

@@ -21,6 +21,10 @@ NOW_AND_THEN, IN_MOST_STEPS = ("evaluation", "save", "print"), 0.9
 """What fewer steps have than that is rare: short turns miss it, and its mean over the steps prices it."""
 
 
+class Gone(str):
+    """A reason not to try a counterfactual: what it takes away is not there. Other reasons leave that open."""
+
+
 @dataclass
 class Line:
     """A line of the script, or of what it imports from its folder, that waits, prints, saves or copies."""
@@ -107,6 +111,8 @@ class Facts:
     """By mode: samples in one of its steps, in those of a step as it is. 1 if missing."""
     not_tried: dict[str, str] = field(default_factory=dict)
     """By mode: why it cannot be tried here, or would show nothing."""
+    gone: list[str] = field(default_factory=list)
+    """Of these the modes whose reason is that what they take away is not there."""
     left_out: dict[str, str] = field(default_factory=dict)
     """By mode: why it had no turn although it can be tried, and what to type."""
     planned: list[str] = field(default_factory=list)
