@@ -112,9 +112,17 @@ def make(facts: list[Facts], hits: Sequence[Hit] = ()) -> Report:
 
 def _missing(facts: Sequence[Facts]) -> Iterator[str]:
     ranks = max((f.ranks for f in facts), default=1)
+    here = max((f.local_ranks for f in facts), default=1)
     missing = sorted(set(range(ranks)) - {f.rank for f in facts})
-    if missing:
+    if missing and here == ranks:
         yield f"ranks that left nothing: {', '.join(map(str, missing))} of {ranks}; what they did is not in here"
+    elif missing:
+        if len(facts) < here:
+            yield f"what {here - len(facts)} of this machine's {many(here, 'rank')} did: they left nothing"
+        yield (
+            f"what the {ranks - here} ranks elsewhere did: each machine has a report of its own, with the machine's "
+            "number in its name (--out)"
+        )
     blind = [str(f.rank) for f in facts if not f.step_s]
     if blind and any(f.step_s for f in facts):
         yield f"ranks whose steps were not seen: {', '.join(blind)}"
