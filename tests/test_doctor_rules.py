@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from labs.parts.doctor import rules, rules_precision, rules_steps
+from labs import doctor
+from labs.parts.doctor import rules, rules_precision, rules_steps, supervisor
 from labs.parts.doctor.hits import CERTAINTIES
 from labs.parts.doctor.rules import RULES, UNREADABLE, check
 
@@ -196,8 +197,11 @@ def test_every_form_of_an_import_is_followed(line, within, tmp_path):
 def test_what_a_package_hands_on_by_a_relative_import_is_found(tmp_path):
     (tmp_path / "loops").mkdir()
     for name, source in LIBRARY.items():
-        (tmp_path / name).write_text(source.replace("from loops.fit import Fitter", "from loops import Fitter"))
-    (tmp_path / "loops/__init__.py").write_text("from . import fit\nfrom .fit import Fitter\n")
+        source = source.replace("from loops.fit import Fitter", "import loops").replace(
+            "\nFitter(", "\nloops.fit.Fitter("
+        )
+        (tmp_path / name).write_text(source)
+    (tmp_path / "loops/__init__.py").write_text("from . import fit\n")
     assert [hit.rule for hit in check(tmp_path / "train.py")] == ["zero-grad-missing"]
 
 
@@ -223,6 +227,22 @@ def test_a_mistake_of_a_rule_is_told_and_the_others_are_heard(tmp_path, monkeypa
     monkeypatch.setattr(rules, "Program", fails)
     [told] = hits_of(tmp_path, source)
     assert told.rule == UNREADABLE and "IndexError" in told.why
+
+
+def test_the_source_is_read_before_the_script_runs(tmp_path, monkeypatch):
+    """After it, a mistake in reading would throw the measurements away; and by the first rank of a machine alone."""
+    done = []
+    monkeypatch.setattr(rules, "check", lambda script: done.append("read") or [])
+    monkeypatch.setattr(supervisor, "examine", lambda *args: done.append("run") or [])
+    monkeypatch.setattr(sys, "argv", ["labs.doctor", str(tmp_path / "train.py")])
+    (tmp_path / "train.py").touch()
+    for rank, order in (("0", ["read", "run"]), ("1", ["run"])):
+        done.clear()
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit):
+            doctor.main()
+        assert done == order
 
 
 @pytest.mark.parametrize(

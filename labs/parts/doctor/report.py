@@ -222,7 +222,10 @@ def summary(report: Report) -> list[str]:
     step = estimate(bounds.steps_s(facts), "s")
     where = f.device_name or f.device
     rates = f", that is {rate}" if rate else "; its samples could not be counted"
-    lines = [f"A step takes {step}{rates}; {many(f.ranks, 'rank')} on {where}.", *wrong]
+    ranks = (
+        many(f.ranks, "rank") if len(facts) == f.ranks else f"{len(facts)} of {f.ranks} ranks, whose numbers these are,"
+    )
+    lines = [f"A step takes {step}{rates}; {ranks} on {where}.", *wrong]
     low, _, high = statistics.quantiles(bounds.even_s(facts), n=4) if len(f.step_s) > 1 else (step.value,) * 3
     others = others_percent(facts)
     if busy := Trace(neighbours_percent=others).disturbance():
@@ -231,8 +234,7 @@ def summary(report: Report) -> list[str]:
     if high - low > SCATTER * step.value:
         by = "" if busy else f": other programs took {others:.0f} % of the CPU"
         by = ": other programs on this machine, perhaps" if math.isnan(others) else by
-        lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}{by}. That makes intervals wide; "
-                     "more --seconds make them narrower.")  # fmt: skip
+        lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}{by}. That makes intervals wide.")
     if ends := [_rank_of(g, report.facts) + end_of(g) for g in report.facts if g.ended != "done"]:
         lines.append(f"Not all was measured: {'; '.join(dict.fromkeys(ends))}.")
     return lines
@@ -263,11 +265,11 @@ def rank_table(facts: Sequence[Facts]) -> tuple[list[str], list[list[str]]]:
 
 
 def machine(facts: Sequence[Facts]) -> list[tuple[str, str]]:
-    """(What, value with unit): memory by category, threads, cores, GPU, and the doctor's own cost."""
+    """(What, value with unit): memory by category, threads, cores, GPU, and the doctor's own cost; of one rank."""
     f = facts[0]
-    m, has = f.memory, f.machine
+    m, has, whose = f.memory, f.machine, f" of rank {f.rank}" if len(facts) > 1 else ""
     memory = [f"{name} {_bytes(m[name])}" for name in ("parameters", "gradients", "optimizer", "peak") if m.get(name)]
-    rows = [("memory", ", ".join(memory))] if memory else []
+    rows = [(f"memory{whose}", ", ".join(memory))] if memory else []
     if (grows := memory_growth(f)) is not None:
         rows.append(("memory's growth", f"{grows} per step"))
     if has.get("threads"):
@@ -279,7 +281,7 @@ def machine(facts: Sequence[Facts]) -> list[tuple[str, str]]:
         rows.append(("processor", f"{threads}, {many(has.get('cores', 0), 'core')}{share}"))
     if has.get("gpu_percent") is not None:
         power = f", {has['power_w']:.0f} W" if has.get("power_w") else ""
-        rows.append(("GPU", f"some kernel ran {has['gpu_percent']} % of the time{power}"))
+        rows.append((f"GPU{whose}", f"some kernel ran {has['gpu_percent']} % of the time{power}"))
     if f.device_s:
         rows.append(("on its stream", ", ".join(f"{k} {ms(sum(s) / len(s))}" for k, s in f.device_s.items() if s)))
     if (cost := hooks_cost(f)) is not None:
