@@ -60,6 +60,7 @@ class Place:
             except ValueError:
                 raise BadInput(f"{name}={env[name]} in the environment is no number: start it by torchrun") from None
 
+        number("RANK"), number("WORLD_SIZE")  # one of them alone is to be a number, too
         told = [by for by in LAUNCHERS if by.rank in env and by.ranks in env]
         if not told:
             return cls()
