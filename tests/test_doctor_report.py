@@ -160,14 +160,14 @@ def test_missing_ranks_are_named():
 def test_ranks_of_another_machine_cannot_have_left_anything_here():
     here = [replace(made(rank=rank, ranks=8), local_ranks=4) for rank in range(4, 8)]
     text = " ".join(report.page(report.make(here)).split())
-    assert "the 4 ranks elsewhere" in text and "left nothing" not in text
+    assert "what 4 ranks elsewhere did" in text and "left nothing" not in text
     assert (
         "samples/s" in text
         and "; 4 of 8 ranks, whose numbers these are, on cpu." in text
         and "memory of rank 4: param" in text
     )
     text = " ".join(report.page(report.make(here[:3])).split())
-    assert "the 4 ranks elsewhere" in text and "1 of this machine's 4 ranks did: they left nothing" in text
+    assert "what 4 ranks elsewhere did" in text and "1 of this machine's 4 ranks did: they left nothing" in text
 
 
 @pytest.mark.parametrize(

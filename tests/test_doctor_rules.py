@@ -36,6 +36,12 @@ def test_an_ill_example_has_its_hit_at_its_line_and_no_other_that_is_certain(rul
     assert certain(h for h in hits if h.rule != rule.name) == []
 
 
+@pytest.mark.parametrize("source", next(r for r in RULES if r.name == "fixed-gpu").ill)
+def test_the_first_gpu_is_no_certain_mistake(source, tmp_path):
+    """srun --gpus-per-task=1 shows each rank one alone, and the source does not tell who starts it."""
+    assert certain(hits_of(tmp_path, source)) == []
+
+
 @pytest.mark.parametrize(("rule", "source"), HEALTHY)
 def test_a_healthy_example_has_no_hit_of_its_rule_and_none_that_is_certain(rule, source, tmp_path):
     hits = hits_of(tmp_path, source)

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
@@ -443,6 +444,14 @@ def test_a_rank_knows_its_place(environ, place, neighbours):
     assert Place.of(environ, one_machine=True) == place and [*place.neighbours] == neighbours
     alone = environ.keys() == {"RANK", "WORLD_SIZE"}
     assert Place.of(environ, one_machine=False) == (Place(1, 3, machine=1) if alone else place)
+
+
+def test_ranks_whose_launcher_names_no_store_know_nothing_of_each_other(monkeypatch):
+    """As of srun, and a script that gives torch the address itself (tcp://...)."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    distributed = SimpleNamespace(TCPStore=None, is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    assert Board(Place(0, 2, 0, 2)).add("moves", 1) is None
 
 
 class Lost:

@@ -115,7 +115,8 @@ def _by_parts(finding: Finding, after: Report) -> Estimate | None:
 
 def _why_untold(finding: Finding, after: Report) -> str:
     """Of one that the second run does not have, and does not show to be gone."""
-    known = [why for cause in _causes_of(finding) for f in after.seen if (why := f.not_tried.get(cause.mode))]
+    modes = [cause.mode for cause in _causes_of(finding)]
+    known = [why for f in after.seen for mode, why in (f.not_tried | f.left_out).items() if mode in modes]
     if known:
         return f"the second run did not try it: {known[0]}"
     return "the second run did not try it, or cannot tell (--steps and --seconds give it more time)"

@@ -120,7 +120,7 @@ def _missing(facts: Sequence[Facts]) -> Iterator[str]:
         if len(facts) < here:
             yield f"what {here - len(facts)} of this machine's {many(here, 'rank')} did: they left nothing"
         yield (
-            f"what the {ranks - here} ranks elsewhere did: each machine has a report of its own, with the machine's "
+            f"what {many(ranks - here, 'rank')} elsewhere did: each machine has a report of its own, with the machine's "
             "number in its name (--out)"
         )
     blind = [str(f.rank) for f in facts if not f.step_s]
