@@ -99,8 +99,6 @@ def losses(case, folder) -> list[float]:
 
 
 OWN = {"train_images", "train_accumulate", "train_plain", "train_text"}
-
-
 @pytest.mark.long
 @pytest.mark.timeout(LIMIT_S + 50)
 @pytest.mark.parametrize("name", [n for n, case in BY_NAME.items() if case.learns])

@@ -120,8 +120,8 @@ def _missing(facts: Sequence[Facts]) -> Iterator[str]:
         if len(facts) < here:
             yield f"what {here - len(facts)} of this machine's {many(here, 'rank')} did: they left nothing"
         yield (
-            f"what {many(ranks - here, 'rank')} elsewhere did: each machine has a report of its own, with its number in "
-            "the name (--out)"
+            f"what {many(ranks - here, 'rank')} elsewhere did: each machine has a report of its own, with its "
+            "number in the name (--out)"
         )
     blind = [str(f.rank) for f in facts if not f.step_s]
     if blind and any(f.step_s for f in facts):
