@@ -2,7 +2,7 @@
 
     python -m labs.doctor train.py --lr 0.1                     # options of labs.doctor come before the script
     python -m labs.doctor --steps 50 --patience 300 train.py    # a first step that takes minutes, as with torch.compile
-    torchrun --nproc-per-node 2 -m labs.doctor train.py
+    torchrun --nproc-per-node 2 -m labs.doctor train.py         # or: srun --ntasks 2 python -m labs.doctor train.py
     python -m labs.doctor --compare doctor-report/report.json train.py      # after the cure
 
 Your script runs unchanged, as `python train.py` would run it, for some steps to warm up, --steps as they are, and for
@@ -15,7 +15,8 @@ has written in this run. It sees a TMPDIR of its own, and no terminal.
 Printed is one page. --out gets report.json and report.html. Exit code: 0, 1 if no step could be looked at (then the
 page says why), 2 for bad input. Ctrl-C ends the script and tells what is known. Nothing is left: no process, no file.
 
-Under torchrun one rank of each machine tells of all ranks on it, further machines into --out with their number.
+Under torchrun, srun or mpirun one rank of each machine tells of all ranks on it, further machines into --out with
+their number.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ import sys
 import time
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import BadInput, did_you_mean, naming, require
-from labs.parts.doctor import supervisor
+from labs.parts.doctor import rules, supervisor
 from labs.parts.doctor.facts import Facts
+from labs.parts.doctor.hits import Hit
 from labs.parts.doctor.supervisor import Order
 from labs.parts.nodes.place import Place
 
@@ -141,18 +144,21 @@ def _modes(only: Sequence[str], without: Sequence[str]) -> tuple[str, ...] | Non
 
 def _refuse(message: str) -> typing.NoReturn:
     """By one rank of each machine."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # until torchrun ends this rank, which it does when the one that tells is gone
-        sys.exit(2)
+    with suppress(BadInput):
+        if Place.of(os.environ, one_machine=False).local_rank:
+            time.sleep(10)  # until torchrun ends this rank, which it does when the one that tells is gone
+            sys.exit(2)
     fail(PROG, message)
 
 
-def tell(facts: list[Facts], wanted: Wanted, machine: int) -> None:
+def tell(facts: list[Facts], wanted: Wanted, machine: int, hits: list[Hit]) -> None:
     """Print the page, and write the report."""
-    from labs.parts.doctor import compare, report, rules
+    from labs.parts.doctor import compare, report
 
-    found = report.make(facts, rules.check(Path(wanted.order.argv[0])))
+    found = report.make(facts, hits)
     out = wanted.out if machine == 0 else wanted.out.with_name(f"{wanted.out.name}-machine-{machine}")
+    if len(facts) == 1 and (rank := report.group_of(facts[0])[0]) != facts[0].rank:  # nobody has told it which it is
+        out = wanted.out.with_name(f"{wanted.out.name}-rank-{rank}")
     with closed_pipe_is_no_error():
         print(report.page(found), end="")
         for line in last_words(facts, wanted.order):
@@ -192,7 +198,9 @@ def main() -> None:
     """Check, run the script, tell."""
     try:
         wanted, place = options(sys.argv[1:]), Place.of(os.environ, one_machine=False)
-        facts = supervisor.examine(wanted.order, place, lambda found: tell(found, wanted, place.machine))
+        # Before the run: what goes wrong in it costs no measurement, and the script is as the run will find it
+        hits = [] if place.local_rank else rules.check(Path(wanted.order.argv[0]))
+        facts = supervisor.examine(wanted.order, place, lambda found: tell(found, wanted, place.machine, hits))
     except BadInput as e:
         _refuse(str(e))
     sys.exit(0 if any(f.step_s for f in facts) else 1)

@@ -14,7 +14,7 @@ from doctor_patients import Done, classifier, data, environment, forever, hooked
 from torch import nn
 
 from labs.kit.measure import fewest
-from labs.parts.doctor import diagnosis, loader_alone, turns
+from labs.parts.doctor import diagnosis, kept, loader_alone, turns
 from labs.parts.doctor.counterfactuals import MODES, Counterfactual, twice
 from labs.parts.doctor.facts import AS_IS, Facts, Line, load, not_reached
 from labs.parts.doctor.patient import Settings
@@ -264,6 +264,32 @@ def test_no_evaluation_no_printing_no_saving(quick, tmp_path, capsys):
     assert "step" in said and "step no evaluation" in said and "step no printing" not in said
 
 
+@pytest.mark.parametrize("in_scratch", [True, False])
+def test_a_save_that_is_not_made_leaves_a_file_that_can_be_renamed(quick, tmp_path, in_scratch):
+    """As it is written in one piece. Where the file would be the script's own checkpoint there is none."""
+    model, on, sizes = classifier(), [], set()
+    optimizer, part, whole = torch.optim.SGD(model.parameters(), 0.1), tmp_path / "part", tmp_path / "whole"
+
+    class InScratch(Watched):
+        def enter(self, hooks):
+            hooks.in_scratch = in_scratch
+            super().enter(hooks)
+
+    def training():
+        for x, y in forever(data()):
+            loss_of(model(x), y).backward()
+            torch.save(model.state_dict(), f=part)
+            if in_scratch or part.exists():
+                part.replace(whole)
+            torch.save(model.state_dict(), tmp_path / "again")
+            sizes.add((bool(on), whole.stat().st_size > 0, (tmp_path / "again").stat().st_size > 0))
+            optimizer.step()
+
+    facts = look_at(training, [InScratch(MODES["no saving"], on)])
+    assert all(facts.turns_s["no saving"]) and MODES["no saving"].risky
+    assert sizes == {(False, True, True), (True, not in_scratch, True)}
+
+
 def test_what_few_steps_have_is_in_no_turn(quick, monkeypatch):
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -300,6 +326,23 @@ def test_a_loop_that_waits_ends_without_waiting():
         hooks.recording, hooks.known_values = False, True
         assert waits(3) == waits(3) == [True, True, False]  # and nothing is asked
         assert waits(5) == [True, True, False, True, False]  # beyond what is known the true ones: a loop ends
+
+
+@pytest.mark.parametrize(
+    ("limit", "local_ranks", "room"),
+    [(None, 1, True), (None, 4, False), (9e9, 1, True), (5.9e9, 1, False), (40e9, 2, True), (9e9, 2, False)],
+)
+def test_room_for_copies_is_that_of_all_ranks_and_of_their_job(monkeypatch, limit, local_ranks, room):
+    """On a machine with 10 GB free, of ranks that hold 2 GB each and would copy 2 GB, with as much again to spare."""
+    monkeypatch.setattr(kept.psutil, "virtual_memory", lambda: SimpleNamespace(available=10e9))
+    monkeypatch.setattr(kept.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=2e9)))
+    monkeypatch.setattr(kept.host, "memory_limit_bytes", lambda: limit)
+    monkeypatch.setattr(kept, "_bytes", lambda tensor: 1e9)
+    model = nn.Linear(1, 1)  # two tensors
+    hooks = SimpleNamespace(torch=torch, device=torch.device("cpu"), roots={1: model}, optimizers={})
+    assert kept.Kept.room(hooks, local_ranks) == room
+    fits = MODES["larger batch"]._fits  # its step takes up to 2.4 GB more
+    assert fits(hooks, local_ranks) == (kept.free_on_host(local_ranks) > 2.4e9)
 
 
 def test_a_batch_twice():
@@ -342,6 +385,24 @@ def test_reasons_against_each(monkeypatch):
     assert MODES["no waiting line"].why_not(hooks, facts)  # no line waits
     facts.device, facts.lines = "mps", [Line("synchronise", "item", "/x/train.py", 4, "loss.item()", 1.0, 9.0)]
     assert not MODES["no waiting line"].why_not(hooks, facts)
+
+
+def test_what_is_not_there_is_told_apart_from_what_cannot_be_tried(quick, monkeypatch):
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monkeypatch.setattr(turns.Kept, "room", lambda hooks, local_ranks: False)
+
+    def training():
+        for x, y in forever(data()):
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+    names = ("no printing", "no evaluation", "no anomaly detection", "no waiting line", "same batch again", "compiled")
+    facts = look_at(training, [MODES[name] for name in names])
+    assert facts.not_tried.keys() == set(names)
+    assert facts.gone == ["no printing", "no evaluation", "no anomaly detection"]
+    facts = look_at(training, [turns.OnRequest(mode) for mode in (MODES["compiled"], MODES["no printing"])])
+    assert facts.gone == ["no printing"]
 
 
 def test_threads_of_each_rank(monkeypatch):
@@ -458,7 +519,7 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
     """Simulated: facts, and seconds that all turns took. A factor is a number, or a function of its step's number."""
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks: True))
+    monkeypatch.setattr(turns, "Kept", SimpleNamespace(room=lambda hooks, local_ranks: True))
     hooks = SimpleNamespace(
         synchronised=True, synchronise=lambda: None, mark=lambda: None, loader_starts=0, device=None
     )

@@ -602,7 +602,7 @@ def test_the_same_training_twice_shows_no_difference():
 
 def test_an_option_is_cured_only_if_the_training_has_it_now():
     option = made(modes={"half precision": 0.03})
-    used = made(step_s=0.03, not_tried={"half precision": "it is on"})
+    used = made(step_s=0.03, not_tried={"half precision": "it is on"}, gone=["half precision"])
     assert [f.name for f in compare.compare(_report([option]), _report([used])).cured] == ["half_precision"]
     late = made(step_s=0.03, left_out={"half precision": "5 s are too short for it: --seconds 9"})
     assert not compare.compare(_report([option]), _report([late])).cured, "that it had no turn shows nothing"

@@ -86,3 +86,33 @@ def test_recipes_run_with_all_counterfactuals(tmp_path, recipe):
     facts = run(tmp_path, str(RECIPES / f"{recipe}.py"), *few, seconds=30, ranks=1 if recipe == "train_single" else 2)
     assert all(f.turns_s[AS_IS] and "same batch again" in f.turns_s for f in facts), facts[0].not_tried
     assert facts[0].turns_s.keys() == facts[-1].turns_s.keys()
+
+
+BY_HAND = f"""
+import os, runpy, sys
+os.environ.update(RANK=os.environ["MY_RANK"], WORLD_SIZE="2")
+sys.argv[1:] = ["--exchange", "0.05"]
+runpy.run_path({SCRIPT!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("by_srun", [True, False], ids=["srun", "nobody"])
+def test_ranks_that_no_torchrun_has_started(tmp_path, by_srun):
+    """Each within a shell of its own, as of `srun bash -c`; the script itself says which rank it is."""
+    (tmp_path / "train.py").write_text(BY_HAND)
+    doctor = f"{sys.executable} -m labs.doctor --steps 6 --seconds 6 --only 'no exchange' --out out train.py; true"
+    port, started = str(free_port()), []
+    for rank in ("0", "1"):
+        env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MY_RANK": rank, "OMP_NUM_THREADS": "1"}
+        if by_srun:
+            env |= {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": rank,
+                    "SLURM_LOCALID": rank, "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1"}  # fmt: skip
+        started.append(subprocess.Popen(["sh", "-c", doctor], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True))
+    first, second = (process.communicate(timeout=250)[0] for process in started)
+    out = sorted(p.name for p in tmp_path.glob("out*"))
+    if by_srun:
+        assert "are exchange between ranks that nothing hides" in first and "2 ranks on cpu" in first
+        assert second == "" and out == ["out"]
+    else:
+        assert all(said.startswith("No verdict: torch.distributed joins 2 ranks") for said in (first, second))
+        assert "rank 0 alone" in first and "rank 1 alone" in second and out == ["out", "out-rank-1"]

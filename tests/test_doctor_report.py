@@ -4,6 +4,7 @@ import html
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from types import SimpleNamespace
 
 import chromium
@@ -154,6 +155,36 @@ def test_missing_ranks_are_named():
     facts = [made(rank=rank, ranks=4) for rank in (0, 2)] + [Facts("train.py", ["train.py"], rank=3, ranks=4, steps=2)]
     text = report.page(report.make(facts))
     assert "ranks that left nothing: 1 of 4" in text and "ranks whose steps were not seen: 3" in text
+
+
+def test_ranks_of_another_machine_cannot_have_left_anything_here():
+    here = [replace(made(rank=rank, ranks=8), local_ranks=4) for rank in range(4, 8)]
+    text = " ".join(report.page(report.make(here)).split())
+    assert "what 4 ranks elsewhere did" in text and "left nothing" not in text
+    assert (
+        "samples/s" in text
+        and "; 4 of 8 ranks, whose numbers these are, on cpu." in text
+        and "memory of rank 4: param" in text
+    )
+    text = " ".join(report.page(report.make(here[:3])).split())
+    assert "what 4 ranks elsewhere did" in text and "1 of this machine's 4 ranks did: they left nothing" in text
+
+
+@pytest.mark.parametrize(
+    ("told", "joined", "words"),
+    [
+        (1, [1, 2], "No verdict: torch.distributed joins 2 ranks, and the doctor was told of 1 rank by what started"),
+        (4, [0, 1], "No verdict: there are 4 ranks by what started them, and torch.distributed joins 1 rank."),
+        (1, None, "Nothing that was tried holds"),
+        (2, [0, 2], "Nothing that was tried holds"),
+    ],
+)
+def test_there_is_no_verdict_on_ranks_that_the_doctor_does_not_see(told, joined, words, tmp_path):
+    facts = [made(modes={"no printing": STEP_S}, rank=rank, ranks=told) for rank in range(told)]
+    for f in facts:
+        f.training["group"] = joined
+    found = report.make(facts)
+    assert report.page(found).startswith(words) and words in _html(found, tmp_path)
 
 
 def test_ranks_are_shown_side_by_side_only_if_they_differ():

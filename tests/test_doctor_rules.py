@@ -3,11 +3,13 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from labs.parts.doctor import rules_precision, rules_steps
+from labs import doctor
+from labs.parts.doctor import rules, rules_precision, rules_steps, supervisor
 from labs.parts.doctor.hits import CERTAINTIES
 from labs.parts.doctor.rules import RULES, UNREADABLE, check
 
@@ -32,6 +34,12 @@ def test_an_ill_example_has_its_hit_at_its_line_and_no_other_that_is_certain(rul
     hits = hits_of(tmp_path, source)
     assert marked and [h.line for h in hits if h.rule == rule.name] == marked
     assert certain(h for h in hits if h.rule != rule.name) == []
+
+
+@pytest.mark.parametrize("source", next(r for r in RULES if r.name == "fixed-gpu").ill)
+def test_the_first_gpu_is_no_certain_mistake(source, tmp_path):
+    """srun --gpus-per-task=1 shows each rank one alone, and the source does not tell who starts it."""
+    assert certain(hits_of(tmp_path, source)) == []
 
 
 @pytest.mark.parametrize(("rule", "source"), HEALTHY)
@@ -165,6 +173,82 @@ def test_a_step_is_followed_through_packages_relative_imports_classes_and_argume
         LIBRARY["loops/steps.py"].replace("rule.step()", "rule.step()\n    rule.zero_grad()")
     )
     assert check(tmp_path / "train.py") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from loops import fit", "from loops.fit import Fitter as fit", "import loops.fit", "import loops.fit as fit"],
+)
+@pytest.mark.parametrize("within", ["from .steps import one_step", "from . import steps", "from loops import steps"])
+def test_every_form_of_an_import_is_followed(line, within, tmp_path):
+    called = {"from loops import fit": "fit.Fitter", "import loops.fit": "loops.fit.Fitter"}.get(line, "fit.Fitter")
+    called = "fit" if "Fitter as" in line else called
+    step = "one_step" if "one_step" in within else "steps.one_step"
+    changed = {
+        "train.py": LIBRARY["train.py"]
+        .replace("from loops.fit import Fitter", line)
+        .replace("Fitter(h", f"{called}(h"),
+        "loops/fit.py": LIBRARY["loops/fit.py"]
+        .replace("from .steps import one_step", within)
+        .replace("        one_step(", f"        {step}("),
+    }
+    for name, source in (LIBRARY | changed).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    assert [(hit.rule, Path(hit.file).name) for hit in check(tmp_path / "train.py")] == [
+        ("zero-grad-missing", "steps.py")
+    ]
+
+
+def test_what_a_package_hands_on_by_a_relative_import_is_found(tmp_path):
+    (tmp_path / "loops").mkdir()
+    for name, source in LIBRARY.items():
+        source = source.replace("from loops.fit import Fitter", "import loops").replace(
+            "\nFitter(", "\nloops.fit.Fitter("
+        )
+        (tmp_path / name).write_text(source)
+    (tmp_path / "loops/__init__.py").write_text("from . import fit\n")
+    assert [hit.rule for hit in check(tmp_path / "train.py")] == ["zero-grad-missing"]
+
+
+def test_an_import_from_above_the_root_is_none_of_the_programs(tmp_path):
+    """As in scripts that run as a module, too: try: from .. import common, except ImportError."""
+    for dots in range(1, len(tmp_path.parents) + 5):
+        assert hits_of(tmp_path, f"from {'.' * dots} import common\nfrom {'.' * dots}other import thing\n") == []
+
+
+def test_a_mistake_of_a_rule_is_told_and_the_others_are_heard(tmp_path, monkeypatch):
+    def fails(*args):
+        raise IndexError(2)
+
+    source = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
+    broken = [replace(r, find=fails) if r.name == "save-not-atomic" else r for r in RULES]
+    monkeypatch.setattr(rules, "RULES", broken)
+    found, told = hits_of(tmp_path, source)
+    assert (
+        (found.rule, told.rule) == ("amp-old", UNREADABLE)
+        and "save-not-atomic" in told.why
+        and "IndexError" in told.why
+    )
+    monkeypatch.setattr(rules, "Program", fails)
+    [told] = hits_of(tmp_path, source)
+    assert told.rule == UNREADABLE and "IndexError" in told.why
+
+
+def test_the_source_is_read_before_the_script_runs(tmp_path, monkeypatch):
+    """After it, a mistake in reading would throw the measurements away; and by the first rank of a machine alone."""
+    done = []
+    monkeypatch.setattr(rules, "check", lambda script: done.append("read") or [])
+    monkeypatch.setattr(supervisor, "examine", lambda *args: done.append("run") or [])
+    monkeypatch.setattr(sys, "argv", ["labs.doctor", str(tmp_path / "train.py")])
+    (tmp_path / "train.py").touch()
+    for rank, order in (("0", ["read", "run"]), ("1", ["run"])):
+        done.clear()
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit):
+            doctor.main()
+        assert done == order
 
 
 @pytest.mark.parametrize(

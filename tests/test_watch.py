@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
@@ -419,16 +420,38 @@ def test_a_counted_method_is_not_in_the_traceback():
     assert counts.batches == 1
 
 
+BY_SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8",
+           "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_GTIDS": "4,5,6,7"}  # fmt: skip
+BY_MPIRUN = {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "PMIX_NAMESPACE": "prterun-7"}  # fmt: skip
+
+
 @pytest.mark.parametrize(("environ", "place", "neighbours"), [
     ({}, Place(), [0]),
     ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"},
-     Place(5, 8, 1, 4, restart=2), [4, 5, 6, 7]),
+     Place(5, 8, 1, 4, 4, restart=2), [4, 5, 6, 7]),
+    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
+     Place(5, 8, 1, 4, 1), [4, 5, 6, 7]),
     ({"RANK": "1", "WORLD_SIZE": "3"}, Place(1, 3, 1, 3), [0, 1, 2]),
+    (BY_SRUN, Place(5, 8, 1, 4, 1, start="4711.3"), [4, 5, 6, 7]),
+    ({**BY_SRUN, "RANK": "5", "WORLD_SIZE": "8"}, Place(5, 8, 1, 4, 1, start="4711.3"), [4, 5, 6, 7]),  # by a script
+    ({**BY_SRUN, "RANK": "1", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
+     Place(1, 16, 1, 2), [0, 1]),  # torchrun, started by srun
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0"}, Place(), [0]),  # by sbatch
+    ({**BY_SRUN, **BY_MPIRUN}, Place(6, 9, 0, 3, 6, start="prterun-7"), [6, 7, 8]),
 ])  # fmt: skip
 def test_a_rank_knows_its_place(environ, place, neighbours):
     assert Place.of(environ, one_machine=True) == place and [*place.neighbours] == neighbours
-    alone = "LOCAL_WORLD_SIZE" not in environ
-    assert Place.of(environ, one_machine=False) == (Place(place.rank, place.ranks) if alone else place)
+    alone = environ.keys() == {"RANK", "WORLD_SIZE"}
+    assert Place.of(environ, one_machine=False) == (Place(1, 3, machine=1) if alone else place)
+
+
+def test_ranks_whose_launcher_names_no_store_know_nothing_of_each_other(monkeypatch):
+    """As of srun, and a script that gives torch the address itself (tcp://...)."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    distributed = SimpleNamespace(TCPStore=None, is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    assert Board(Place(0, 2, 0, 2)).add("moves", 1) is None
 
 
 class Lost:

@@ -6,7 +6,7 @@ import json
 from labs import doctor
 
 
-def tell(facts, wanted, machine):
+def tell(facts, wanted, machine, hits):
     """One file for all ranks."""
     wanted.out.mkdir(exist_ok=True)
     (wanted.out / "facts.json").write_text(json.dumps([dataclasses.asdict(f) for f in facts]))

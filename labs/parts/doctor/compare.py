@@ -15,8 +15,8 @@ from labs.kit.errors import require
 from labs.kit.measure import Estimate, differs
 from labs.parts.doctor import bounds
 from labs.parts.doctor.bounds import part_s
-from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, PARTS, READING
-from labs.parts.doctor.diagnosis import Finding, ms
+from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, PARTS, READING, Cause
+from labs.parts.doctor.diagnosis import FROM_PARTS, OWN, Finding, lateness, ms, own_lines_s
 from labs.parts.doctor.facts import KINDS, Facts
 from labs.parts.doctor.report import COLUMNS, SMALL, Report, capital, cut, wrapped
 
@@ -38,7 +38,7 @@ class Comparison:
     cured: list[Finding]
     """Findings with a bound that the second run does not have any more, and shows to be gone."""
     untold: list[Finding]
-    """The second run does not have them either, but did not come to try them, or could not tell."""
+    """The second run does not have them either, but did not try them, or could not tell."""
     left: list[tuple[Finding, Finding]]
     """In both: before, after."""
     new: list[Finding]
@@ -73,20 +73,53 @@ def _now(finding: Finding, before: Report, after: Report) -> Finding | None:
 
 
 def _in_use(option: Finding, after: Report) -> bool:
-    """Whether it could not be tried any more: the training has it now. Or its gain has gone among others."""
-    modes = {c.mode for c in CAUSES if option.name in (c.name, MILDER.get(c.name))}
-    return bool(modes & set(after.seen[0].not_tried))
+    """Whether it could not be tried any more, for the training has it now. Or its gain has gone among others."""
+    return any(_not_there(cause.mode, after) for cause in _causes_of(option))
 
 
 def _is_gone(finding: Finding, after: Report) -> bool:
-    """Whether the second run shows it: it was tried and gives little, cannot be tried any more, or is told by parts."""
-    cause = next((c for c in CAUSES if c.name == finding.name), None)
-    if cause is None or not cause.mode or cause.mode in after.seen[0].not_tried:
+    """Whether the second run shows it: it is not there, it was tried and gives little, or its parts are small."""
+    causes = _causes_of(finding)
+    if finding.name == "recompiles":
+        return not any(f.compiles.get("in_steps") for f in after.seen)
+    if any(_not_there(cause.mode, after) for cause in causes):
         return True
-    tried = bounds.in_turn(after.seen, cause.mode)
-    if tried is None and cause.parts:
-        tried = bounds.from_parts(after.seen, *cause.parts)[0]
-    return tried is not None and bounds.standing(tried) == "fine"
+    if (now := next((bounds.in_turn(after.seen, cause.mode) for cause in causes), None)) is not None:
+        return bounds.standing(now) == "fine"
+    now = _by_parts(finding, after)
+    return now is not None and bounds.standing(now, bounds.WORTH_BY_PARTS) == "fine"
+
+
+def _causes_of(finding: Finding) -> list[Cause]:
+    return [cause for cause in CAUSES if finding.name in (cause.name, MILDER.get(cause.name))]
+
+
+def _not_there(mode: str, after: Report) -> bool:
+    return all(mode in f.gone for f in after.seen)
+
+
+def _by_parts(finding: Finding, after: Report) -> Estimate | None:
+    """What it costs by the parts of the second run's steps; None if they do not hold all of it."""
+    seen = after.seen
+    if finding.name == "own_code":
+        least = min(seen, key=lambda f: part_s(f, *OWN))
+        return bounds.without(least.step_s, own_lines_s(least)[0])
+    if finding.name == "straggler":
+        late = lateness(seen)
+        return late and late.bound
+    if finding.name == "exchange" and finding.by != FROM_PARTS:
+        return None  # DDP's is within backward
+    kinds = ("copy",) if finding.name == "copies" else next((c.parts for c in _causes_of(finding)), ())
+    return bounds.from_parts(seen, *kinds)[0] if kinds else None
+
+
+def _why_untold(finding: Finding, after: Report) -> str:
+    """Of one that the second run does not have, and does not show to be gone."""
+    modes = [cause.mode for cause in _causes_of(finding)]
+    known = [why for f in after.seen for mode, why in (f.not_tried | f.left_out).items() if mode in modes]
+    if known:
+        return f"the second run did not try it: {known[0]}"
+    return "the second run did not try it, or cannot tell (--steps and --seconds give it more time)"
 
 
 def rates(facts: Sequence[Facts], samples: bool) -> list[float]:
@@ -183,8 +216,7 @@ def _lines(before: Report, after: Report, found: Comparison) -> Iterator[str]:
         yield ""
         yield "NOT SHOWN TO BE CURED"
         for f in found.untold:
-            yield from wrapped(f"{f.name}: at most {f.bound} before; the second run did not try it, or cannot tell "
-                               "(--steps and --seconds give it more time)", "  ", "    ")  # fmt: skip
+            yield from wrapped(f"{f.name}: at most {f.bound} before; {_why_untold(f, after)}", "  ", "    ")
     if found.left:
         yield ""
         yield "STILL THERE"

@@ -5,6 +5,7 @@ A bound, since a step without that thing may run into the next one: half the ari
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -14,8 +15,9 @@ from unittest import mock
 import psutil
 
 from labs.kit import host
-from labs.parts.doctor.facts import Facts, share_of_steps
+from labs.parts.doctor.facts import Facts, Gone, share_of_steps
 from labs.parts.doctor.hooks import Hooks, length
+from labs.parts.doctor.kept import free_on_host
 from labs.parts.doctor.loader_alone import MoreWorkers, PinnedMemory
 from labs.parts.doctor.turns import Mode, Trial
 
@@ -87,7 +89,7 @@ class NoWaitingLine(Counterfactual):
         if facts.device == "cpu":
             return "only what is on a GPU is waited for"
         waits = any(line.kind == "synchronise" for line in facts.lines)
-        return "" if waits else "no line of the script waits for a value of the device"
+        return "" if waits else Gone("no line of the script waits for a value of the device")
 
     def promise(self, hooks: Hooks, facts: Facts) -> float:
         return share(facts, "synchronise")
@@ -99,13 +101,10 @@ class NoWaitingLine(Counterfactual):
         hooks.known_values = False
 
 
-class Muted(Counterfactual):
-    """Calls of one kind do nothing: no printing, no saving."""
+class NoPrinting(Counterfactual):
+    """`print` does nothing."""
 
-    needs_restore = False
-
-    def __init__(self, kind: str, name: str) -> None:
-        self.kind, self.name = kind, name
+    name, kind, needs_restore = "no printing", "print", False
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         return _not_in_each_step(facts, self.kind)
@@ -114,10 +113,31 @@ class Muted(Counterfactual):
         return share(facts, self.kind)
 
     def enter(self, hooks: Hooks) -> None:
-        hooks.muted.add(self.kind)
+        hooks.muted[self.kind] = lambda *args, **kwargs: None
 
     def leave(self, hooks: Hooks) -> None:
-        hooks.muted.discard(self.kind)
+        del hooks.muted[self.kind]
+
+
+class NoSaving(NoPrinting):
+    """`torch.save` leaves an empty file where there is none, for scripts that give it its name then (os.replace).
+
+    Outside of a scratch folder it leaves none: it would end as the script's checkpoint. What was saved before stays.
+    """
+
+    name, kind, risky = "no saving", "save", True  # a script may read what it has saved
+
+    def enter(self, hooks: Hooks) -> None:
+        super().enter(hooks)
+        if hooks.in_scratch:
+            hooks.muted[self.kind] = _empty_file
+
+
+def _empty_file(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    """With the arguments of torch.save."""
+    if isinstance(f, str | os.PathLike) and not os.path.exists(f):
+        with open(f, "wb"):
+            pass
 
 
 class NoEvaluation(Counterfactual):
@@ -141,7 +161,7 @@ class NoEvaluation(Counterfactual):
 def _not_in_each_step(facts: Facts, kind: str) -> str:
     share = share_of_steps(facts, kind)
     if not share:
-        return "there was none of it in these steps"
+        return Gone("there was none of it in these steps")
     return "" if kind not in facts.rare else f"{share:.0%} of the steps have it: its mean is among the step's parts"
 
 
@@ -151,7 +171,7 @@ class NoAnomalyDetection(Counterfactual):
     name = "no anomaly detection"
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
-        return "" if hooks.anomaly else "it is off"
+        return "" if hooks.anomaly else Gone("it is off")
 
     def promise(self, hooks: Hooks, facts: Facts) -> float:
         return share(facts, "backward")
@@ -187,8 +207,8 @@ class Threads(Counterfactual):
         have, share = hooks.torch.get_num_threads(), fair_threads(facts.local_ranks, self.fewer)
         self.share = share
         if self.fewer:
-            return "" if have > share else f"{have} of {share} possible threads are none too many"
-        return "" if have < share else "each of its cores has a thread already"
+            return "" if have > share else Gone(f"{have} of {share} possible threads are none too many")
+        return "" if have < share else Gone("each of its cores has a thread already")
 
     def promise(self, hooks: Hooks, facts: Facts) -> float:
         return share(facts, *COMPUTED) if self.fewer else 0.1 * share(facts, *COMPUTED)
@@ -255,7 +275,7 @@ class NoSearch(Counterfactual):
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         searching = [m for m in _ddp(hooks) if m.find_unused_parameters and not m.static_graph]
         if not searching:
-            return "DDP does not search" if _ddp(hooks) else "there is no DistributedDataParallel"
+            return Gone("DDP does not search" if _ddp(hooks) else "there is no DistributedDataParallel")
         if any(m._comm_hooks or m.mixed_precision or m._delay_all_reduce_params for m in searching):
             return "DDP has a communication hook, which would be lost"
         return "some parameters are not used in some steps: it is needed" if hooks.unused_seen else ""
@@ -293,7 +313,7 @@ class FusedOptimizer(Counterfactual):
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         able = self._able(hooks)
         if any(o.defaults.get("fused") for o in hooks.optimizers.values()):
-            return "it is fused"
+            return Gone("it is fused")
         if not able:
             return "torch has no fused form of " + ", ".join(type(o).__name__ for o in hooks.optimizers.values())
         from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as devices
@@ -335,7 +355,7 @@ class HalfPrecision(Counterfactual):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         if facts.training["autocast"]:
-            return f"it runs under autocast ({facts.training['autocast']})"
+            return Gone(f"it runs under autocast ({facts.training['autocast']})")
         if not set(facts.training["dtypes"]) <= {"float32", "float64"}:
             return "parameters are not all FP32 or FP64"
         if "float32" not in facts.training["dtypes"]:
@@ -374,7 +394,7 @@ class SinglePrecision(Counterfactual):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         if "float64" not in facts.training["dtypes"]:
-            return "nothing is computed in FP64"
+            return Gone("nothing is computed in FP64")
         if facts.training["compiled"] or _ddp(hooks) or facts.training["fsdp"]:
             return "buckets or compiled code are made for FP64"
         states = [v for o in hooks.optimizers.values() for s in o.state.values() for v in s.values()]
@@ -441,7 +461,7 @@ class LargerBatch(Counterfactual):
             twice(batch, hooks.torch)
         except TypeError as e:
             return f"its batches are not understood: {e}"
-        return "" if self._fits(hooks) else "there is no memory for it"
+        return "" if self._fits(hooks, facts.local_ranks) else "there is no memory for it"
 
     def promise(self, hooks: Hooks, facts: Facts) -> float:
         layers = {id(m) for root in hooks.roots.values() for m in root.modules() if not next(m.children(), None)}
@@ -449,14 +469,14 @@ class LargerBatch(Counterfactual):
         return 0.5 * min(1.0, fixed_s / statistics.median(facts.step_s))
 
     @staticmethod
-    def _fits(hooks: Hooks) -> bool:
+    def _fits(hooks: Hooks, local_ranks: int) -> bool:
         """Whether a step's activations fit once more, besides what is there at its peak."""
         if hooks.device is not None and hooks.device.type == "cuda":
             cuda = hooks.torch.cuda
             peak = cuda.max_memory_allocated(hooks.device)
             free = cuda.mem_get_info(hooks.device)[0] + cuda.memory_reserved(hooks.device) - peak
             return 1.2 * (peak - cuda.memory_allocated(hooks.device)) < free
-        return 1.2 * psutil.Process().memory_info().rss < psutil.virtual_memory().available
+        return 1.2 * psutil.Process().memory_info().rss < free_on_host(local_ranks)
 
     def enter(self, hooks: Hooks) -> None:
         hooks.of_batch = lambda batch: twice(batch, hooks.torch)
@@ -499,7 +519,7 @@ class Compiled(Counterfactual):
 
     def why_not(self, hooks: Hooks, facts: Facts) -> str:
         if facts.training["compiled"]:
-            return "it is compiled"
+            return Gone("it is compiled")
         if facts.training["data_parallel"] or facts.training["fsdp"]:
             return "its model is wrapped: compile what is within"
         return "" if hooks.called else "no forward of a model was seen"
@@ -522,8 +542,8 @@ MODES: dict[str, Mode | Trial] = {
         SameBatch(),
         NoExchange(),
         NoWaitingLine(),
-        Muted("print", "no printing"),
-        Muted("save", "no saving"),
+        NoPrinting(),
+        NoSaving(),
         Threads("fewer threads", fewer=True),
         NoAnomalyDetection(),
         Threads("one thread per core", fewer=False),

@@ -22,6 +22,10 @@ NOW_AND_THEN, IN_MOST_STEPS = ("evaluation", "save", "print"), 0.9
 """What fewer steps have than that is rare: short turns miss it, and its mean over the steps prices it."""
 
 
+class Gone(str):
+    """A reason not to try a counterfactual: what it takes away is not there. Other reasons leave that open."""
+
+
 @dataclass
 class Line:
     """A line of the script, or of what it imports from its folder, that waits, prints, saves or copies."""
@@ -108,6 +112,8 @@ class Facts:
     """By mode: samples in one of its steps, in those of a step as it is. 1 if missing."""
     not_tried: dict[str, str] = field(default_factory=dict)
     """By mode: why it cannot be tried here, or would show nothing."""
+    gone: list[str] = field(default_factory=list)
+    """Of these the modes whose reason is that what they take away is not there."""
     left_out: dict[str, str] = field(default_factory=dict)
     """By mode: why it had no turn although it can be tried, and what to type."""
     planned: list[str] = field(default_factory=list)
@@ -122,7 +128,8 @@ class Facts:
 
     training: dict[str, Any] = field(default_factory=dict)
     """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,
-    find_unused_parameters, compiled, scaler: see hooks.describe. half: the format that half precision was tried in."""
+    find_unused_parameters, compiled, scaler: see hooks.describe; group: rank and number of ranks by
+    torch.distributed, None without it; half: the format that half precision was tried in."""
     memory: dict[str, Any] = field(default_factory=dict)
     """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
     or of this process); each_round: [steps so far, bytes in use] after each turn of steps as they are; growth (bytes

@@ -155,8 +155,10 @@ class Hooks:
         """Each batch of the training is the one before."""
         self.of_batch: Callable[[Any], Any] | None = None
         """What becomes of a batch of the training."""
-        self.muted: set[str] = set()
-        """Kinds that do nothing: "print", "save"."""
+        self.muted: dict[str, Callable[..., None]] = {}
+        """By kind, "print" or "save": what is called in its place."""
+        self.in_scratch = False
+        """Whether what is written goes to a scratch folder."""
         self.around_forward: Callable[[], Any] = nullcontext
         """A context in which outermost modules are called."""
         self.of_input: Callable[[Any], Any] | None = None
@@ -313,7 +315,7 @@ class Hooks:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if kind in self.muted and not self._elsewhere():
-                return None
+                return self.muted[kind](*args, **kwargs)
             return noted(*args, **kwargs)
 
         return call

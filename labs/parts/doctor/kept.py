@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from labs.kit import host
 from labs.parts.doctor.hooks import Hooks
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
@@ -44,11 +45,11 @@ class Kept:
         self.numpy_random = numpy.random.get_state() if numpy else None
 
     @staticmethod
-    def room(hooks: Hooks) -> bool:
-        """Whether there is memory for the copies, on the device or on the host."""
+    def room(hooks: Hooks, local_ranks: int) -> bool:
+        """Whether there is memory for the copies, on the device or on the host. All ranks of a machine ask at once."""
         bytes_ = sum(_bytes(t) for t in _tensors(hooks))
         on_gpu = hooks.device is not None and hooks.device.type == "cuda"
-        return (on_gpu and _fits(hooks, hooks.device)) or 2 * bytes_ < psutil.virtual_memory().available
+        return (on_gpu and _fits(hooks, hooks.device)) or 2 * bytes_ < free_on_host(local_ranks)
 
     def restore(self) -> None:
         """In place, so that whoever holds a tensor sees it, too."""
@@ -66,6 +67,18 @@ class Kept:
             self.torch.cuda.set_rng_state(self.cuda_random, self.device)
         if self.numpy_random is not None:
             sys.modules["numpy"].random.set_state(self.numpy_random)
+
+
+def free_on_host(local_ranks: int) -> float:
+    """Bytes of the host's memory for each rank of this machine: its part of what is free on it and within the limit.
+
+    The limit is that of the control group, Slurm's of a job for instance, which kills what exceeds it. Each rank is
+    taken to use as much of it as this one; workers are not counted.
+    """
+    free, limit = psutil.virtual_memory().available, host.memory_limit_bytes()
+    if limit is not None:
+        free = min(free, limit - local_ranks * psutil.Process().memory_info().rss)
+    return free / local_ranks
 
 
 def _tensors(hooks: Hooks) -> list[Any]:

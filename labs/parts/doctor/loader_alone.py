@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from labs.kit import host
-from labs.parts.doctor.facts import Facts
+from labs.parts.doctor.facts import Facts, Gone
 from labs.parts.doctor.hooks import Hooks, length
 
 MOST_ROUNDS = 6
@@ -123,8 +123,8 @@ class PinnedMemory:
             return "its batches are not understood"
         tensors = _on_host(hooks)
         if not tensors:
-            return "its batches are on the GPU"
-        return "they are pinned" if all(t.is_pinned() for t in tensors) else ""
+            return Gone("its batches are on the GPU")
+        return Gone("they are pinned") if all(t.is_pinned() for t in tensors) else ""
 
     def measure(self, hooks: Hooks, facts: Facts, seconds: float) -> None:
         """Into `copy_s`: s per batch, up to the end of the copy."""

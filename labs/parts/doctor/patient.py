@@ -27,6 +27,7 @@ from labs.kit.guardian import end_with_parent
 from labs.parts.doctor import scratch
 from labs.parts.doctor.after_import import after_import
 from labs.parts.doctor.facts import Facts, not_reached, without_colours
+from labs.parts.doctor.ranks import group
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Has the patient write where its threads stand. No script uses the last one; macOS has none."""
@@ -121,6 +122,7 @@ class Patient:
 
         self.state = state
         self.hooks = Hooks(os.path.dirname(os.path.realpath(self.settings.argv[0])), self.stepped)
+        self.hooks.in_scratch = bool(self.settings.scratch)
         self.hooks.install()
         self.facts.cost["call_s"] = price_of_a_call()
         if (wanted := self.settings.modes) is None:
@@ -148,6 +150,8 @@ class Patient:
             raise Enough from None
         if self.facts.stage != before[0]:
             self.state.note(self.hooks, self.facts, self.facts.stage)
+            if self.facts.stage == "as it is":
+                self.facts.training["group"] = group()
         if (self.facts.stage, self.facts.trying) != before:
             self.save()
 

@@ -16,6 +16,14 @@ class Apart(RuntimeError):
     """Ranks do not take their steps together."""
 
 
+def group() -> tuple[int, int] | None:
+    """Rank and number of ranks in torch.distributed's own group; None without one."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
 class Ranks:
     """Every rank makes the same calls in the same order, between the same steps. One rank alone: nothing happens."""
 
@@ -23,11 +31,8 @@ class Ranks:
         self.calls = 0
 
     def _store(self) -> Any:
-        dist: Any = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return None
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        return dist.distributed_c10d._get_default_store()
+        self.rank, self.ranks = group() or (0, 1)
+        return None if self.ranks == 1 else sys.modules["torch.distributed"].distributed_c10d._get_default_store()
 
     def first_says(self, words: str) -> str:
         """Rank 0's words."""

@@ -96,6 +96,12 @@ class Report:
         return [(finding, [where for where in lines if where]) for finding, lines in same.items()]
 
 
+def group_of(facts: Facts) -> tuple[int, int]:
+    """Rank and number of ranks: those of torch.distributed, if they are others than what started the run has told."""
+    rank, ranks = facts.training.get("group") or (facts.rank, facts.ranks)
+    return (rank, ranks) if ranks != facts.ranks else (facts.rank, facts.ranks)
+
+
 def make(facts: list[Facts], hits: Sequence[Hit] = ()) -> Report:
     """Of the facts that the ranks of one run have left, and of what was read in its source."""
     facts = sorted(facts, key=lambda f: f.rank)
@@ -106,9 +112,17 @@ def make(facts: list[Facts], hits: Sequence[Hit] = ()) -> Report:
 
 def _missing(facts: Sequence[Facts]) -> Iterator[str]:
     ranks = max((f.ranks for f in facts), default=1)
+    here = max((f.local_ranks for f in facts), default=1)
     missing = sorted(set(range(ranks)) - {f.rank for f in facts})
-    if missing:
+    if missing and here == ranks:
         yield f"ranks that left nothing: {', '.join(map(str, missing))} of {ranks}; what they did is not in here"
+    elif missing:
+        if len(facts) < here:
+            yield f"what {here - len(facts)} of this machine's {many(here, 'rank')} did: they left nothing"
+        yield (
+            f"what {many(ranks - here, 'rank')} elsewhere did: each machine has a report of its own, with its "
+            "number in the name (--out)"
+        )
     blind = [str(f.rank) for f in facts if not f.step_s]
     if blind and any(f.step_s for f in facts):
         yield f"ranks whose steps were not seen: {', '.join(blind)}"
@@ -121,6 +135,8 @@ def answer(report: Report) -> str:
     """The first line: what holds it back most, how much its cure gives at most, and where it is."""
     if not report.seen:
         return _nothing_seen(report)
+    if misled := next((f for f in report.seen if group_of(f)[1] != f.ranks), None):
+        return _no_verdict(misled)
     causes, options = report.of_kind(HOLDS_BACK), report.of_kind(OPTION)
     best = next((f for f in causes if f.bound), None)
     if best:
@@ -138,6 +154,18 @@ def answer(report: Report) -> str:
     if options:
         said += f" It may become faster all the same: {options[0].name}, {priced(options[0])} as fast."
     return said
+
+
+def _no_verdict(facts: Facts) -> str:
+    """Of a rank whose job has more ranks than the doctor was told of, or fewer."""
+    rank, ranks = group_of(facts)
+    told = f"{many(facts.ranks, 'rank')} by what started them"
+    if ranks < facts.ranks:
+        return (f"No verdict: there are {told}, and torch.distributed joins {many(ranks, 'rank')}. They train several "
+                "models, and each number below is of all of them together.")  # fmt: skip
+    return (f"No verdict: torch.distributed joins {ranks} ranks, and the doctor was told of {told}: this page is of "
+            f"rank {rank} alone, which waits for the others. Start them by torchrun (-m labs.doctor {facts.script}), "
+            "srun or mpirun.")  # fmt: skip
 
 
 def _nothing_seen(report: Report) -> str:
@@ -196,7 +224,10 @@ def summary(report: Report) -> list[str]:
     rates = f", that is {rate}" if rate else "; its samples could not be counted"
     alone = bounds.part_s(f, "device") and not bounds.beside_s(facts)
     waited = " up to the end of the device's work" if alone else ""
-    lines = [f"A step takes {step}{waited}{rates}; {many(f.ranks, 'rank')} on {where}.", *wrong]
+    ranks = (
+        many(f.ranks, "rank") if len(facts) == f.ranks else f"{len(facts)} of {f.ranks} ranks, whose numbers these are,"
+    )
+    lines = [f"A step takes {step}{waited}{rates}; {ranks} on {where}.", *wrong]
     low, _, high = statistics.quantiles(bounds.even_s(facts), n=4) if len(f.step_s) > 1 else (step.value,) * 3
     others = others_percent(facts)
     if busy := Trace(neighbours_percent=others).disturbance():
@@ -205,8 +236,7 @@ def summary(report: Report) -> list[str]:
     if high - low > SCATTER * step.value:
         by = "" if busy else f": other programs took {others:.0f} % of the CPU"
         by = ": other programs on this machine, perhaps" if math.isnan(others) else by
-        lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}{by}. That makes intervals wide; "
-                     "more --seconds make them narrower.")  # fmt: skip
+        lines.append(f"Steps scatter, half of them between {ms(low)} and {ms(high)}{by}. That makes intervals wide.")
     if ends := [_rank_of(g, report.facts) + end_of(g) for g in report.facts if g.ended != "done"]:
         lines.append(f"Not all was measured: {'; '.join(dict.fromkeys(ends))}.")
     return lines
@@ -237,11 +267,11 @@ def rank_table(facts: Sequence[Facts]) -> tuple[list[str], list[list[str]]]:
 
 
 def machine(facts: Sequence[Facts]) -> list[tuple[str, str]]:
-    """(What, value with unit): memory by category, threads, cores, GPU, and the doctor's own cost."""
+    """(What, value with unit): memory by category, threads, cores, GPU, and the doctor's own cost; of one rank."""
     f = facts[0]
-    m, has = f.memory, f.machine
+    m, has, whose = f.memory, f.machine, f" of rank {f.rank}" if len(facts) > 1 else ""
     memory = [f"{name} {_bytes(m[name])}" for name in ("parameters", "gradients", "optimizer", "peak") if m.get(name)]
-    rows = [("memory", ", ".join(memory))] if memory else []
+    rows = [(f"memory{whose}", ", ".join(memory))] if memory else []
     if (grows := memory_growth(f)) is not None:
         rows.append(("memory's growth", f"{grows} per step"))
     if has.get("threads"):
@@ -253,7 +283,7 @@ def machine(facts: Sequence[Facts]) -> list[tuple[str, str]]:
         rows.append(("processor", f"{threads}, {many(has.get('cores', 0), 'core')}{share}"))
     if has.get("gpu_percent") is not None:
         power = f", {has['power_w']:.0f} W" if has.get("power_w") else ""
-        rows.append(("GPU", f"some kernel ran {has['gpu_percent']} % of the time{power}"))
+        rows.append((f"GPU{whose}", f"some kernel ran {has['gpu_percent']} % of the time{power}"))
     if f.device_s:
         rows.append(("on its stream", ", ".join(f"{k} {ms(sum(s) / len(s))}" for k, s in f.device_s.items() if s)))
     if (cost := hooks_cost(f)) is not None:

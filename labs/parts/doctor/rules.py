@@ -39,17 +39,23 @@ UNREADABLE = "unreadable"
 
 
 def check(script: Path) -> list[Hit]:
-    """Of the script and what it imports from its own folder: the most certain first, then by file and line."""
-    program = Program(Path(script))
+    """Of the script and what it imports from its own folder: the most certain first, then by file and line.
+
+    A mistake of ours is a hit that says so: beside it the training is measured all the same.
+    """
+    try:
+        program = Program(Path(script))
+        training = Training(program)
+    except Exception as e:
+        return [_untold(str(script), 0, f"this script: {_failure(e)}")]
     hits = [_untold(str(p.path), p.line, f"this file, for it cannot be read: {p}") for p in program.problems]
     if program.left_out:
         hits.append(_untold(str(script), 0, f"{program.left_out} of the files that it imports: there are too many"))
-    training = Training(program)
     for rule in RULES:
         try:
             hits += _hits(rule, program, training)
-        except RecursionError:  # an expression of a thousand terms
-            hits.append(_untold(str(script), 0, f"what {rule.name} is about: it is nested too deeply"))
+        except Exception as e:
+            hits.append(_untold(str(script), 0, f"what {rule.name} is about: {_failure(e)}"))
     return sorted(hits, key=lambda hit: (CERTAINTIES.index(hit.certainty), hit.file, hit.line))
 
 
@@ -72,6 +78,12 @@ def _hit(rule: Rule, found: Found) -> Hit:
         rule.name, str(file.path), line, file.lines[line - 1].strip(), found.why or rule.why, cure, rule.notebook,
         rule.section, found.certainty or rule.certainty, rule.source,
     )  # fmt: skip
+
+
+def _failure(error: Exception) -> str:
+    if isinstance(error, RecursionError):  # an expression of a thousand terms
+        return "it is nested too deeply"
+    return f"they failed ({type(error).__name__}: {error})"
 
 
 def _untold(file: str, line: int, what: str) -> Hit:

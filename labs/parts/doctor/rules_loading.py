@@ -304,8 +304,8 @@ def copy_blocks(program: Program, training: Training) -> Iterator[Found]:
 @rule(
     "copy-not-pinned",
     "costs",
-    why="non_blocking=True has no effect on a batch that is not in pinned memory: the driver first copies it into a "
-    "buffer of its own, and the script waits.",
+    why="Of a batch that is not in pinned memory non_blocking=True saves a part of the wait: the script does not wait "
+    "for the device after each copy, but while the driver first copies the batch into a pinned buffer of its own.",
     cure="DataLoader(..., pin_memory=True)",
     notebook="02",
     section="5. Tune your own",

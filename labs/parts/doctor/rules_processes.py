@@ -80,10 +80,11 @@ def find_unused(program: Program, training: Training) -> Iterator[Found]:
 
 @rule(
     "fixed-gpu",
-    "wrong",
-    why="Every rank of a machine uses GPU 0: it holds the models of all, and the other GPUs idle.",
-    cure='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything is put on a GPU, and "cuda" without '
-    "a number.",
+    "look at it",
+    why="Every rank uses the first GPU that it sees. That is right if each sees one alone, as with srun "
+    "--gpus-per-task=1. Under torchrun all see the same: it holds the models of all, and the other GPUs idle.",
+    cure='Under torchrun torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything is put on a GPU, and '
+    '"cuda" without a number.',
     notebook="03",
     section=BUGS,
     source=DDP,
@@ -105,8 +106,9 @@ def find_unused(program: Program, training: Training) -> Iterator[Found]:
         ),
         changed(
             HEALTHY,
-            ("    torch.cuda.set_device(local_rank)\n", "    os.environ['CUDA_VISIBLE_DEVICES'] = str(local_rank)\n"),
-            ("model.cuda()", "model.to('cuda:0')"),
+            ("import torch\n", "os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']\nimport torch\n"),
+            ("    torch.cuda.set_device(local_rank)\n", ""),
+            ("model.cuda(), device_ids=[local_rank]", "model.to('cuda:0'), device_ids=[0]"),
         ),
         changed(
             HEALTHY, ("    torch.cuda.set_device(local_rank)\n", "    torch.accelerator.set_device_index(local_rank)\n")

@@ -129,7 +129,8 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
         folder = Path(tempfile.mkdtemp(prefix="labs-", dir=where))
     else:
         names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        key = uuid.uuid5(uuid.NAMESPACE_OID, "/".join([str(os.getppid()), *(os.environ.get(n, "") for n in names)]))
+        parts = [place.start or str(os.getppid()), *(os.environ.get(n, "") for n in names)]
+        key = uuid.uuid5(uuid.NAMESPACE_OID, "/".join(parts))
         folder = Path(where, f"labs-{key.hex[:12]}")
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():

@@ -64,6 +64,8 @@ class File:
                 self.nodes.append(child)
         self.names: dict[str, list[str]] = defaultdict(list)
         """By local name: what it was imported as, in full ("torch.cuda.amp.autocast")."""
+        self.imported: list[tuple[str, str]] = []
+        """Local name and full name: of `import a.b` both ("a", "a") and ("a.b", "a.b")."""
         self.own: dict[str, tuple[File, str]] = {}
         """By local name: of an own file, "" for the file itself."""
         self.assigned: dict[tuple[ast.AST | None, str], list[tuple[ast.expr, int | None]]] = defaultdict(list)
@@ -77,12 +79,14 @@ class File:
             self.defined[scope(node.parent) or self.tree, node.name] = node
         elif isinstance(node, ast.Import):
             for a in node.names:
-                self.names[a.asname or a.name.partition(".")[0]].append(
-                    a.name if a.asname else a.name.partition(".")[0]
-                )
+                top = a.name.partition(".")[0]
+                self._import(a.asname or top, a.name if a.asname else top)
+                if not a.asname:
+                    self.imported.append((a.name, a.name))
         elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (f"{node.module}." if node.module else "")
             for a in node.names:
-                self.names[a.asname or a.name].append(f"{'.' * node.level}{node.module or ''}.{a.name}")
+                self._import(a.asname or a.name, base + a.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 self._assign(target, node.value)
@@ -90,6 +94,10 @@ class File:
             self._assign(node.target, node.value)  # state |= {...} too
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             self._assign(node.optional_vars, node.context_expr)
+
+    def _import(self, local: str, full: str) -> None:
+        self.names[local].append(full)
+        self.imported.append((local, full))
 
     def _assign(self, target: ast.AST, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
@@ -222,12 +230,12 @@ class Program:
         return self._read[key]
 
     def _imports(self, file: File) -> None:
-        for local, fulls in file.names.items():
-            for full in fulls:
-                dots = len(full) - len(full.lstrip("."))
-                base = file.path.resolve().parents[dots - 1] if dots else self.root
-                if (found := self._own(base, full.lstrip(".").split("."))) is not None:
-                    file.own[local] = found
+        folders = file.path.resolve().parents
+        for local, full in file.imported:
+            dots = len(full) - len(full.lstrip("."))
+            base = self.root if not dots else folders[dots - 1] if dots <= len(folders) else None
+            if base is not None and (found := self._own(base, full.lstrip(".").split("."))) is not None:
+                file.own[local] = found
 
     def _own(self, base: Path, parts: list[str]) -> tuple[File, str] | None:
         """The file that these names lead to, and what is left of them."""
@@ -325,14 +333,16 @@ class Program:
             return self._method(owner, rest) or next(
                 (m for c in self._heirs(owner) if (m := self._method(c, rest))), None
             )
-        if head in file.own:
-            other, name = file.own[head]
-            name = ".".join(filter(None, (name, rest)))
-            found = other.defined.get((other.tree, name))
-            if found is None and name in other.own and depth > 1:  # passed on by a package's __init__
-                again, deeper = other.own[name]
-                found = again.defined.get((again.tree, deeper))
-            return found
+        return self._imported(file, text, depth)
+
+    def _imported(self, file: File, text: str, depth: int) -> Function | ast.ClassDef | None:
+        """What a file has a name for by its imports, those of a package's __init__ included. "a.b.f" may be f of a.b"""
+        parts = text.split(".")
+        for n in range(len(parts), 0, -1) if depth else ():
+            if (head := ".".join(parts[:n])) in file.own:
+                other, name = file.own[head]
+                name = ".".join(filter(None, (name, *parts[n:])))
+                return other.defined.get((other.tree, name)) or self._imported(other, name, depth - 1)
         return None
 
     def _method(self, owner: ast.AST | None, name: str, depth: int = DEPTH) -> Function | None:

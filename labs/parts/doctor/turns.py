@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from labs.parts.doctor import state
-from labs.parts.doctor.facts import AS_IS, Facts, not_reached, rare_kinds
+from labs.parts.doctor.facts import AS_IS, Facts, Gone, not_reached, rare_kinds
 from labs.parts.doctor.hooks import Hooks
 from labs.parts.doctor.kept import Found, Kept
 from labs.parts.doctor.ranks import Apart, Ranks
@@ -123,6 +123,7 @@ def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence
         for mode in (mode.mode for mode in modes if isinstance(mode, OnRequest)):
             if why := mode.why_not(hooks, facts):
                 facts.not_tried[mode.name] = why
+                facts.gone += [mode.name] if isinstance(why, Gone) else []
             else:
                 facts.left_out[mode.name] = f"it takes long: --only {shlex.quote(mode.name)}"
         yield from _InTurn(hooks, facts, ranks, seconds - longer_s).all(wanted)
@@ -243,7 +244,8 @@ class _InTurn:
     def _that_can(self, modes: Sequence[Mode | Trial]) -> list[Mode | Trial]:
         """On all ranks."""
         reasons = {mode.name: why for mode in modes if (why := mode.why_not(self.hooks, self.facts))}
-        if not Kept.room(self.hooks):
+        self.facts.gone += [name for name, why in reasons.items() if isinstance(why, Gone)]
+        if not Kept.room(self.hooks, self.facts.local_ranks):
             mine = "no memory is left for copies of model and optimizer, to put them back after it"
             reasons |= {mode.name: mine for mode in modes
                         if getattr(mode, "needs_restore", False) and mode.name not in reasons}  # fmt: skip

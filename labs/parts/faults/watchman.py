@@ -41,7 +41,7 @@ class Board:
             self.store = self.store or self._connect()
             # A store of torchrun lives through restarts, so that each start has numbers of its own
             return self.store and self.store.add(f"labs.watch/{self.place.restart}/{name}", by)
-        except RuntimeError:  # it has gone, or takes too long: torch's errors of stores
+        except (RuntimeError, KeyError):  # it has gone, or takes too long; or srun has told of ranks, nobody of a store
             self.store = None
             return None
 
