@@ -70,20 +70,23 @@ class Scratch:
             make_folders(path)
         self.untouched: tuple[str, ...] = (*UNTOUCHED, os.path.dirname(self.folder))
         self._below = tuple(path + "/" for path in self.untouched)
-        for cache in scratch_caches.usual(os.environ):
-            self.leave_alone(cache)
         self._folders: dict[str, str] = {}
         self._gone_in: dict[str, str] = {}
         self._told: set[str] = set()
         self._used = False
         self.undo = ExitStack()
+        for cache in scratch_caches.usual(os.environ):
+            self.leave_alone(cache)
 
     def leave_alone(self, cache: str) -> None:
-        """It is written where it is, unless it holds a folder of the script's own."""
+        """It is written where it is, unless it holds a folder of the script's own, or what the script has written."""
         for path in scratch_caches.with_links(cache):
-            if not any(scratch_caches.holds(path, own) for own in self.own):
-                self.untouched = (*self.untouched, path)
-                self._below = (*self._below, path + "/")
+            if any(scratch_caches.holds(path, own) for own in self.own) or self.names(path)[1]:
+                continue
+            if self._lexists(self.written + path):
+                make_folders(path)
+            self.untouched = (*self.untouched, path)
+            self._below = (*self._below, path + "/")
 
     # Where a path leads
 
