@@ -295,7 +295,7 @@ def test_a_module_that_the_script_writes_is_imported(both):
 CACHES = """
 import os, shutil
 from pathlib import Path
-scratch.install(sys.argv[2], told.append, (os.getcwd(),))
+scratch.here = scratch.install(sys.argv[2], told.append, (os.getcwd(),))
 def write(path, text="new"):
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w") as file:
@@ -306,7 +306,9 @@ write(home + "/.cache/linked/a")  # leads to a larger disk
 write(disk + "/named/by/MY_CACHE_DIR/a")
 os.makedirs(disk + "/set"); write(disk + "/late/a")
 os.environ["HF_HOME"], os.environ["LATE_CACHE"] = disk + "/set", disk + "/late"
-print(os.path.isdir(disk + "/set"), os.listdir(disk + "/late"))
+untouched = scratch.here.untouched
+os.environ["HF_HOME"] = disk + "/set"  # once more
+print(os.path.isdir(disk + "/set"), os.listdir(disk + "/late"), scratch.here.untouched == untouched)
 write(disk + "/set/b")
 write("out/a"); os.replace("out/a", disk + "/set/c")
 os.link(disk + "/set/b", "out/b"); shutil.move(disk + "/set/b", "out/c")
@@ -328,7 +330,7 @@ def test_caches_are_written_where_they_are_and_nothing_else_is(tmp_path):
     done = subprocess.run([sys.executable, "-B", "-c", code, "", run / "scratch"], cwd=work, env=env, text=True,
                           capture_output=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "True ['a']\n['b', 'c'] False ['c'] True\n"
+    assert done.stdout == "True ['a'] True\n['b', 'c'] False ['c'] True\n"
     there = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file() and run not in p.parents)
     assert there == ["disk/named/by/MY_CACHE_DIR/a", "disk/set/c", "home/.cache/torch/a", "large/a"]
     assert state(work) == before
@@ -357,7 +359,7 @@ import torch
 from labs.parts.doctor import scratch_room
 scratch.install(sys.argv[2], told.append, (os.getcwd(),))
 state = {"model": torch.ones(100), "more": [torch.ones(50), (torch.ones(10),)]}
-state["again"] = state["model"][:7]
+state["again"], state["itself"] = state["model"][:7], state
 print(scratch_room.nbytes(state), scratch_room.nbytes([torch.nn.Linear(3, 2), 5, torch.eye(2).to_sparse(), state]))
 torch.save(state, "small.pt")
 print(len(told))

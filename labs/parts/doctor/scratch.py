@@ -74,12 +74,16 @@ class Scratch:
         self._gone_in: dict[str, str] = {}
         self._told: set[str] = set()
         self._used = False
+        self._caches: set[str] = set()
         self.undo = ExitStack()
         for cache in scratch_caches.usual(os.environ):
             self.leave_alone(cache)
 
     def leave_alone(self, cache: str) -> None:
         """It is written where it is, unless it holds a folder of the script's own, or what the script has written."""
+        if cache in self._caches:  # torch names the same one again and again
+            return
+        self._caches.add(cache)
         for path in scratch_caches.with_links(cache):
             if any(scratch_caches.holds(path, own) for own in self.own) or self.names(path)[1]:
                 continue

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from labs.kit import host
@@ -38,8 +39,8 @@ class Room:
         if not self._told and _device(place) != _device(self.scratch.folder):
             self._told = True
             self.scratch.tell(
-                f"what saving costs on the script's own disk: it went to a scratch folder in {self._where()}, not to "
-                f"{os.path.dirname(place)}, so 'no saving' and the save's part of a step are of another disk: "
+                f"what saving costs on the script's own disk: its saves went to a scratch folder in {self._where()}, "
+                f"another disk than that of {os.path.dirname(place)}, and the time of these is what is told: "
                 "--let-it-write saves where the script wants it"
             )
 
@@ -81,22 +82,25 @@ def _is_memory(folder: str) -> bool:
 
 def nbytes(obj: Any) -> int:
     """Of the tensors in dicts, lists, tuples and modules: torch.save writes each storage once, whole."""
-    return sum({key: size for key, size in _storages(obj)}.values())
-
-
-def _storages(obj: Any) -> Iterator[tuple[int, int]]:
     import torch
 
-    if isinstance(obj, torch.Tensor):
-        try:
-            storage = obj.untyped_storage()
-            yield storage._cdata, storage.nbytes()
-        except (NotImplementedError, RuntimeError):  # sparse, or a tensor that consists of others
-            return
-    elif isinstance(obj, torch.nn.Module):
-        yield from _storages([*obj.parameters(), *obj.buffers()])
-    elif isinstance(obj, Mapping):
-        yield from _storages(list(obj.values()))
-    elif isinstance(obj, list | tuple):
-        for part in obj:
-            yield from _storages(part)
+    sizes, left, seen = {}, [obj], set()
+    while left:
+        part = left.pop()
+        if isinstance(part, torch.Tensor):
+            local = part.to_local() if hasattr(part, "to_local") else part  # of FSDP2, this rank's part
+            with suppress(NotImplementedError, RuntimeError):  # sparse, or it consists of others
+                storage = local.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes() if storage.data_ptr() else 0
+        elif id(part) not in seen and isinstance(part, list | tuple | Mapping | torch.nn.Module):
+            seen.add(id(part))
+            left += _inside(part)
+    return sum(sizes.values())
+
+
+def _inside(part: Any) -> list:
+    """Without numbers and words: a history of losses may be long."""
+    if hasattr(part, "parameters"):
+        return [*part.parameters(), *part.buffers()]
+    parts = part.values() if isinstance(part, Mapping) else part
+    return [p for p in parts if not isinstance(p, int | float | str)]
