@@ -391,7 +391,7 @@ def test_a_save_that_does_not_fit_is_refused_and_one_to_another_disk_is_told(tmp
     assert done.returncode == 0, done.stderr
     sizes, none, told, *refused, there = done.stdout.splitlines()
     assert (sizes, none, there) == ("640 672", "0", "False") and list(work.iterdir()) == []
-    assert told.startswith("1 what saving costs on the script's own disk") and "not to WORK" in told
+    assert told.startswith("1 what saving costs on the script's own disk") and "than that of WORK" in told
     said = (f"{errno.ENOSPC} the doctor's scratch folder in {tmp_path} has room for 6e-07 GB, and this save takes "
             "6.4e-07 GB: --let-it-write saves where the script wants it")  # fmt: skip
     assert refused == [said, said]
