@@ -1,19 +1,22 @@
 """What holds your training back, and what would each cure give at most?
 
     python -m labs.doctor train.py --lr 0.1                     # options of labs.doctor come before the script
-    python -m labs.doctor --steps 50 --patience 300 train.py    # a first step that takes minutes, as with torch.compile
+    python -m labs.doctor --steps 50 --patience 3600 train.py   # a first step that takes more than a quarter of an hour
     torchrun --nproc-per-node 2 -m labs.doctor train.py         # or: srun --ntasks 2 python -m labs.doctor train.py
     python -m labs.doctor --compare doctor-report/report.json train.py      # after the cure
 
 Your script runs unchanged, as `python train.py` would run it, for some steps to warm up, --steps as they are, and for
 --seconds in turn with counterfactuals: the same step without waiting for data, without exchange, and so on. Then it
 is ended. A step is a call of the `step` of an optimizer of torch. Model, optimizer and random state are put back after
-each counterfactual. What the script writes goes to a scratch folder that is removed, unless you --let-it-write; what
-cannot be sent there (programs that it starts, libraries in C) is told in the report. It finds its files, and what it
-has written in this run. It sees a TMPDIR of its own, and no terminal.
+each counterfactual. It finds its files, and what it has written in this run; it sees a TMPDIR of its own, and no
+terminal. What it writes goes to a scratch folder that is removed, unless you --let-it-write, but caches are written
+where they belong: what is below ~/.cache, ~/.triton, HF_HOME, TORCH_HOME, TORCH_EXTENSIONS_DIR, and below a folder that
+a variable with CACHE in its name names. What cannot be sent to the scratch folder (programs that the script starts,
+libraries in C) is told in the report.
 
 Printed is one page. --out gets report.json and report.html. Exit code: 0, 1 if no step could be looked at (then the
-page says why), 2 for bad input. Ctrl-C ends the script and tells what is known. Nothing is left: no process, no file.
+page says why), 2 for bad input. Ctrl-C ends the script and tells what is known. Nothing is left: no process, no file
+but in caches.
 
 Under torchrun, srun or mpirun one rank of each machine tells of all ranks on it, further machines into --out with
 their number.
@@ -36,6 +39,7 @@ from labs.kit.errors import BadInput, did_you_mean, naming, require
 from labs.parts.doctor import rules, supervisor
 from labs.parts.doctor.facts import Facts
 from labs.parts.doctor.hits import Hit
+from labs.parts.doctor.patience import FIRST_S, LEAST_S, TIMES_LONGEST
 from labs.parts.doctor.supervisor import Order
 from labs.parts.nodes.place import Place
 
@@ -71,7 +75,8 @@ def options(args: list[str]) -> Wanted:
     add = parser.add_argument
     add("--steps", type=int, default=30, help="that are looked at as they are (default 30)")
     add("--seconds", type=float, default=40.0, help="for counterfactuals, on top (default 40; 0: none)")
-    add("--patience", type=float, default=60.0, help="seconds without a step, then it is ended (default 60)")
+    add("--patience", type=float, help=f"seconds without a step, then it is ended (default: {FIRST_S:g} for the first "
+        f"step, then {TIMES_LONGEST} times the longest so far, {LEAST_S:g} at least)")  # fmt: skip
     add("--out", type=Path, default=Path("doctor-report"), help="folder for the report (default doctor-report)")
     add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before the cure")
     add("--let-it-write", action="store_true", help="files where the script wants them, not in a scratch folder")
@@ -89,9 +94,8 @@ def options(args: list[str]) -> Wanted:
     given = parser.parse_args(args)
     require(1 <= given.steps <= MOST_STEPS, f"--steps must be from 1 to {MOST_STEPS}, not {given.steps}")
     require(0 <= given.seconds < float("inf"), f"--seconds must be a number from 0 on, not {given.seconds:g}")
-    require(
-        1 <= given.patience < float("inf"), f"--patience must be a number of seconds from 1 on, not {given.patience:g}"
-    )
+    require(given.patience is None or 1 <= given.patience < float("inf"),
+            f"--patience must be a number of seconds from 1 on, not {given.patience}")  # fmt: skip
     _check_script(given.script)
     _check_out(given.out)
     if given.compare is not None:

@@ -19,12 +19,16 @@ from labs import doctor
 from labs.kit.errors import BadInput
 from labs.kit.monitor import core_times
 from labs.parts.doctor import facts as doctor_facts
+from labs.parts.doctor import patience as patience_module
 from labs.parts.doctor import report, supervisor
 from labs.parts.doctor.counterfactuals import MODES
+from labs.parts.doctor.patience import FIRST_S, LEAST_S, TIMES_LONGEST, Patience
 from labs.parts.nodes.place import Place
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 250
+TORCHS_OWN = ("torchelastic_", "torchinductor_")
+"""Torchrun's log folder, and the cache of torch.compile, an empty folder if nothing is compiled."""
 DOCTOR = "labs_for_tests.doctor_facts"
 
 TRAINING = """
@@ -96,7 +100,7 @@ class Started:
         self.code = self.process.returncode
         assert_no_survivors(self.env[MARK])
         assert state(self.work) == self.before
-        left = [p.name for p in self.tmp.iterdir() if not p.name.startswith("torchelastic_")]  # torchrun's own
+        left = [p.name for p in self.tmp.iterdir() if not p.name.startswith(TORCHS_OWN)]
         assert left == []
         self.ranks = []
         if (self.out / "facts.json").exists():
@@ -146,6 +150,8 @@ assert sys.path[0] == os.path.dirname(__file__), sys.path
 assert sys.path.count(sys.path[0]) == 1 and not any("parts" + os.sep + "doctor" in path for path in sys.path)
 assert sys.argv == ["train.py", "--steps", "7", "--out", "here", "--let-it-write", "train.py"], sys.argv
 assert Path("train.py").read_text() == Path(__file__).read_text()
+temporary = Path(os.environ["TMPDIR"]).parent.parent  # in which the run's own folder is
+assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == temporary, os.environ["TORCHINDUCTOR_CACHE_DIR"]
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int); parser.add_argument("--out", type=Path)
 parser.add_argument("--let-it-write", action="store_true"); parser.add_argument("other")
@@ -220,6 +226,28 @@ def test_workers_and_children_write_to_the_scratch_folder_and_end(run, context):
     done = run(WORKERS.replace("{context!r}", repr(context)))
     assert done.code == 0, done.said + done.errors
     assert done.facts.ended == "done" and done.facts.loader.workers == 2
+
+
+COMPILED = TRAINING.replace("= nn.Linear(8, 2)", "= torch.compile(nn.Linear(8, 2))") + "train()"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler here")
+def test_a_cache_of_torch_compile_outside_of_the_temporary_folder_is_used_and_kept(run, tmp_path):
+    """Its workers are programs, which know of no scratch folder."""
+    done = run(COMPILED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
+    assert done.facts.ended == "done" and len(done.facts.step_s) == 8, done.said + done.errors
+    assert list((tmp_path / "inductor").rglob("*.py"))
+
+
+def test_torch_compile_keeps_its_cache_where_it_would_be_without_the_doctor(monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert supervisor.inductor_cache() == default_cache_dir()
+    monkeypatch.setattr("getpass.getuser", lambda: "a/b:c")
+    assert supervisor.inductor_cache() == default_cache_dir()
+    monkeypatch.setattr("getpass.getuser", lambda: {}["nobody"])
+    assert supervisor.inductor_cache() == default_cache_dir()
 
 
 # Scripts that end otherwise
@@ -300,6 +328,46 @@ def test_a_script_that_takes_no_step_is_ended_and_where_it_stands_is_told(run, n
     assert done.code == 1 and (facts.ended, facts.steps) == ("silent", 0)
     assert facts.error.startswith("no step in 25 s: it stands in train.py:") and facts.error.endswith("in wait")
     assert bool(facts.unseen) == ("child" in name)
+
+
+def test_the_first_step_may_take_long_and_the_others_some_times_the_longest_of_them():
+    patience = Patience(None, 100.0)
+    patience.saw(0, 100 + FIRST_S)
+    assert patience.limit_s == FIRST_S and not patience.is_over(100 + FIRST_S) and patience.is_over(101 + FIRST_S)
+    patience.saw(1, 1000.0)  # what came before it says nothing of the others
+    assert patience.limit_s == LEAST_S and patience.is_over(1001 + LEAST_S)
+    patience.saw(2, 1000 + LEAST_S)
+    patience.saw(3, 1001 + LEAST_S)
+    assert patience.limit_s == TIMES_LONGEST * LEAST_S
+    patience.saw(3, 5000.0)
+    assert not patience.is_over(1000 + (1 + TIMES_LONGEST) * LEAST_S)
+    assert patience.is_over(1002 + (1 + TIMES_LONGEST) * LEAST_S)
+    given = Patience(7.0, 0.0)
+    assert given.limit_s == 7 and given.is_over(7.1)
+    given.saw(5, 6.0)
+    assert given.limit_s == 7 and not given.is_over(12.0)
+
+
+def test_that_a_first_step_is_waited_for_is_said_now_and_then():
+    patience = Patience(None, 0.0)
+    said = [now for now in range(300) if patience.is_to_say(float(now))]
+    assert said == [60, 120, 180, 240]
+    words = "no step of an optimizer for 240 s, the first is waited for up to 900 s (--patience)"
+    assert patience.words(240.0, "") == words
+    assert patience.words(240.0, "train.py:7, in load") == f"{words}; the script stands in train.py:7, in load"
+    patience.saw(1, 299.0)
+    assert not patience.is_to_say(1000.0)
+
+
+def test_where_the_script_stands_before_its_first_step_is_said_each_time_anew(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(patience_module, "SAY_S", 0.5)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    script = tmp_path / "train.py"
+    script.write_text("import time\ndef load():\n    time.sleep(4)\nload()\ndef meet():\n    time.sleep(4)\nmeet()")
+    (facts,) = supervisor.examine(supervisor.Order([str(script)]), Place(), lambda facts: None)
+    said = [line.rpartition("stands in ")[2] for line in capsys.readouterr().err.splitlines() if "waited for" in line]
+    assert [at for at in dict.fromkeys(said) if "train.py" in at] == ["train.py:3, in load", "train.py:6, in meet"]
+    assert facts.ended == "script ended"
 
 
 @pytest.mark.drill
@@ -529,7 +597,8 @@ def test_options_after_the_script_are_its_own(tmp_path, monkeypatch):
     Path("train.py").touch()
     wanted = doctor.options(["--steps", "3", "train.py", "--steps", "x", "--help", "--", "-v"])
     assert wanted.order.argv == ["train.py", "--steps", "x", "--help", "--", "-v"] and wanted.order.steps == 3
-    assert wanted.order.modes is None
+    assert wanted.order.modes is None and wanted.order.patience_s is None
+    assert doctor.options(["--patience", "5", "train.py"]).order.patience_s == 5
     assert doctor.options(["--seconds", "0", "train.py"]).order.modes == ()
     usual = [name for name, mode in MODES.items() if not mode.on_request]
     name = usual[0]
@@ -573,4 +642,5 @@ def test_the_page_is_printed_and_the_report_is_written(tmp_path):
         assert_no_survivors(env[MARK])
         assert "A step takes" in done.stdout
     assert json.loads((tmp_path / "after" / "report.json").read_text())["facts"][0]["ended"] == "done"
-    assert sorted(os.listdir(tmp_path)) == ["after", "doctor-report", "train.py"]
+    left = sorted(name for name in os.listdir(tmp_path) if not name.startswith(TORCHS_OWN))
+    assert left == ["after", "doctor-report", "train.py"]

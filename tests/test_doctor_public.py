@@ -63,7 +63,7 @@ def _examine(script: Script, folder: Path, tmp_path: Path) -> tuple[int, str]:
     finally:
         for process in family(environment[MARK]):
             process.kill()
-    left = [p.name for p in scratch.iterdir() if not p.name.startswith("torchelastic_")]  # torchrun's own
+    left = [p.name for p in scratch.iterdir() if not p.name.startswith(("torchelastic_", "torchinductor_"))]  # torch's
     assert left == []
     return done.returncode, done.stdout + done.stderr
 

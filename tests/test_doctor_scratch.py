@@ -1,13 +1,17 @@
 """The doctor's scratch folder: a script sees what it writes as if it had written it, and its folder stays as it was."""
 
+import errno
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import MARK, assert_no_survivors, new_environment
+
+from labs.parts.doctor import scratch, scratch_room, true_files
 
 pytestmark = pytest.mark.timeout(250)
 
@@ -236,6 +240,174 @@ def test_programs_that_the_script_starts_are_told(both):
     """
     true, with_scratch = both(code, {})
     assert true == "- []\n[]\n" and with_scratch == "- []\n['python', 'true']\n"
+
+
+def test_a_program_that_is_not_there_raises_what_it_raises_and_is_not_told(both):
+    """Libraries ask for git and nvidia-smi this way."""
+    code = """
+    import subprocess
+    from pathlib import Path
+    open("x", "w").close()
+    for args in (["not-here"], "not-here", b"not-here", Path("not-here"), iter(["not-here", "x"])):
+        try:
+            subprocess.run(args)
+        except FileNotFoundError as e:
+            print(e, e.filename)
+    subprocess.run(Path("/bin/true")); print(subprocess.run(iter(["echo", "3"])).returncode)
+    print([words.split(")")[0].split("(")[1] for words in told] or ["true", "echo"])
+    """
+    true, with_scratch = both(code, {})
+    assert with_scratch == true and true.count("[Errno 2]") == 5
+
+
+MODULES = """
+import importlib, os, runpy
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+import old, pkg.old  # so that both folders are known to the import
+def say(name, how=importlib.import_module):
+    try:
+        print(name, how(name).name)
+    except ImportError as e:
+        print(e)
+for place in ("new.py", "pkg/new.py", "made/deep/__init__.py", "old.py"):
+    os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
+    Path(place).write_text(f"name = {place!r}, 'written'")
+for name in ("new", "pkg.new", "made.deep", "none", "pkg.none"):
+    say(name)
+say("old", lambda name: importlib.reload(sys.modules[name]))
+print(os.path.relpath(sys.modules["new"].__file__), sys.modules["made.deep"].__path__ == [os.path.abspath("made/deep")])
+print(runpy.run_path("new.py")["name"])
+os.remove("gone.py"); importlib.invalidate_caches()
+say("gone")
+os.makedirs("inside"); os.chdir("inside"); sys.path[0] = ""
+Path("here.py").write_text("name = 1")
+say("here")
+"""
+
+
+def test_a_module_that_the_script_writes_is_imported(both):
+    files = {"old.py": "name = 'as it was'", "pkg/__init__.py": "", "pkg/old.py": "", "gone.py": "name = 2"}
+    true, with_scratch = both(MODULES, files)
+    assert with_scratch == true and true.count("written") == 5 and "here 1" in true
+
+
+CACHES = """
+import os, shutil
+from pathlib import Path
+scratch.here = scratch.install(sys.argv[2], told.append, (os.getcwd(),))
+def write(path, text="new"):
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        file.write(text)
+home, disk = os.environ["HOME"], os.environ["DISK"]
+write(home + "/.cache/torch/a")
+write(home + "/.cache/linked/a")  # leads to a larger disk
+write(disk + "/named/by/MY_CACHE_DIR/a")
+os.makedirs(disk + "/set"); write(disk + "/late/a")
+os.environ["HF_HOME"], os.environ["LATE_CACHE"] = disk + "/set", disk + "/late"
+untouched = scratch.here.untouched
+os.environ["HF_HOME"] = disk + "/set"  # once more
+print(os.path.isdir(disk + "/set"), os.listdir(disk + "/late"), scratch.here.untouched == untouched)
+write(disk + "/set/b")
+write("out/a"); os.replace("out/a", disk + "/set/c")
+os.link(disk + "/set/b", "out/b"); shutil.move(disk + "/set/b", "out/c")
+print(sorted(os.listdir("out")), os.path.exists("out/a"), sorted(os.listdir(disk + "/set")), os.path.exists(disk))
+write("here/own"); write(disk + "/elsewhere/a"); write(home + "/.cachet/a"); write(os.environ["X_CACHE"] + "/a")
+"""
+
+
+def test_caches_are_written_where_they_are_and_nothing_else_is(tmp_path):
+    """A folder named as a cache is none if the script lies in it, or if it has written there before."""
+    home, disk, work, run = (tmp_path / name for name in ("home", "disk", "own/work", "run"))
+    for folder in (home / ".cache", tmp_path / "large", work, run):
+        folder.mkdir(parents=True)
+    (home / ".cache" / "linked").symlink_to(tmp_path / "large")
+    env = new_environment(HOME=str(home), DISK=str(disk), MY_CACHE_DIR=f"{disk}/named/by/MY_CACHE_DIR", USE_CACHE="1",
+                          X_CACHE=str(tmp_path / "own"))  # fmt: skip
+    before = state(work)
+    code = PRELUDE.replace("len(sys.argv) > 1", "False") + CACHES
+    done = subprocess.run([sys.executable, "-B", "-c", code, "", run / "scratch"], cwd=work, env=env, text=True,
+                          capture_output=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True ['a'] True\n['b', 'c'] False ['c'] True\n"
+    there = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file() and run not in p.parents)
+    assert there == ["disk/named/by/MY_CACHE_DIR/a", "disk/set/c", "home/.cache/torch/a", "large/a"]
+    assert state(work) == before
+
+
+def test_what_is_moved_to_another_disk_is_copied(tmp_path, monkeypatch):
+    """As from the scratch folder to a cache."""
+
+    def other_disk(old, new):
+        if Path(old).parent != Path(new).parent:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        os.replace(old, new)
+
+    monkeypatch.setattr(true_files.true, "replace", other_disk)
+    (tmp_path / "to").mkdir()
+    (tmp_path / "a").write_text("moved")
+    true_files.move(str(tmp_path / "a"), str(tmp_path / "to" / "b"))
+    assert [p.name for p in tmp_path.rglob("*")] == ["to", "b"] and (tmp_path / "to" / "b").read_text() == "moved"
+    with pytest.raises(OSError, match="device"):
+        true_files.move(str(tmp_path / "to"), str(tmp_path / "to" / "c"))
+
+
+SAVES = """
+import io, os, types
+import torch
+from labs.parts.doctor import scratch_room
+scratch.install(sys.argv[2], told.append, (os.getcwd(),))
+state = {"model": torch.ones(100), "more": [torch.ones(50), (torch.ones(10),)]}
+state["again"], state["itself"] = state["model"][:7], state
+print(scratch_room.nbytes(state), scratch_room.nbytes([torch.nn.Linear(3, 2), 5, torch.eye(2).to_sparse(), state]))
+torch.save(state, "small.pt")
+print(len(told))
+device = scratch_room._device
+scratch_room._device = lambda path: device(path) + path.startswith(os.getcwd())
+for _ in range(2):
+    torch.save(obj=state, f="small.pt")
+torch.save(state, os.environ["TMPDIR"] + "/mine.pt")
+print(len(told), told[0].replace(os.getcwd(), "WORK"))
+scratch_room.true.statvfs = lambda path: types.SimpleNamespace(f_bavail=6, f_frsize=100)
+torch.save(state, io.BytesIO()); torch.save(state, "small.pt")  # one that replaces another
+torch.save(state, os.environ["TMPDIR"] + "/mine.pt")
+for to in ("large.pt", open("opened.pt", "wb")):
+    try:
+        torch.save(state, to)
+    except OSError as e:
+        print(e.errno, e.strerror)
+print(os.path.exists("large.pt"))
+"""
+
+
+def test_a_save_that_does_not_fit_is_refused_and_one_to_another_disk_is_told(tmp_path):
+    work, run = tmp_path / "work", tmp_path / "run"
+    for folder in (work, run / "t"):
+        folder.mkdir(parents=True)
+    code = PRELUDE.replace("len(sys.argv) > 1", "False") + SAVES
+    done = subprocess.run([sys.executable, "-B", "-c", code, "", run / "scratch"], cwd=work, text=True,
+                          env=new_environment(TMPDIR=str(run / "t")), capture_output=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    sizes, none, told, *refused, there = done.stdout.splitlines()
+    assert (sizes, none, there) == ("640 672", "0", "False") and list(work.iterdir()) == []
+    assert told.startswith("1 what saving costs on the script's own disk") and "than that of WORK" in told
+    said = (f"{errno.ENOSPC} the doctor's scratch folder in {tmp_path} has room for 6e-07 GB, and this save takes "
+            "6.4e-07 GB: --let-it-write saves where the script wants it")  # fmt: skip
+    assert refused == [said, said]
+
+
+def test_memory_that_is_a_disk_has_no_more_room_than_memory(tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    room = scratch_room.Room(scratch.Scratch(str(tmp_path / "scratch")))
+    monkeypatch.setattr(scratch_room.host, "container", lambda: SimpleNamespace(memory_available_bytes=7))
+    for is_memory in (True, False):
+        monkeypatch.setattr(scratch_room, "_is_memory", lambda folder, known=is_memory: known)
+        assert (room._free("/none") == 7) is is_memory
+    monkeypatch.undo()
+    assert not scratch_room._is_memory("/proc")
+    if Path("/dev/shm").is_dir():
+        assert scratch_room._is_memory("/dev/shm")
 
 
 def test_reading_a_dataset_s_files_costs_little(tmp_path):

@@ -251,7 +251,8 @@ def main() -> None:
     builtins.__dict__.setdefault("exit", sys.exit)
     if settings.scratch:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # no file `core`
-        scratch.install(settings.scratch, patient.cannot_see)
+        own = (os.getcwd(), os.path.dirname(os.path.realpath(settings.argv[0])))
+        scratch.install(settings.scratch, patient.cannot_see, own)
     patient.run()
 
 

@@ -4,12 +4,15 @@
 script has written it, for none if it has removed it, and else for the true file. Writing into a file that exists
 copies it first. All processes that share the scratch folder see the same: ranks, and workers forked or spawned.
 
-Left alone: /dev, /proc, /sys, the folder of the run (TMPDIR is in it), file descriptors, sockets, FIFOs.
+Left alone: caches (scratch_caches), which libraries write and read in many ways, and which are made for that; /dev,
+/proc, /sys, the folder of the run (TMPDIR is in it), file descriptors, sockets, FIFOs. A cache that holds a folder of
+the script's own is none: HF_HOME=/data/me must not let a script write all over /data/me.
 
 Not seen, so that it is written where the script wants it, or fails because a folder is only in the scratch folder:
 programs that the script starts (`tell` is called with their names), libraries in C, C++ or Rust that open files
-themselves (HDF5, pyarrow, TensorFlow, a file:// rendezvous), os.posix_spawn with file actions. Of these, torch.save,
-torch.jit, traces of the profiler, safetensors and sqlite3 are taught where to write.
+themselves (HDF5, TensorFlow, a file:// rendezvous), os.posix_spawn with file actions, an import of a library in C that
+the script has made. Of these, torch.save, torch.jit, traces of the profiler, safetensors, sqlite3 and memory maps of
+pyarrow are taught where to look; so is import, for modules that the script writes.
 """
 
 from __future__ import annotations
@@ -25,15 +28,16 @@ import stat
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 from unittest import mock
 
+from labs.parts.doctor import scratch_caches
 from labs.parts.doctor.after_import import after_import
 from labs.parts.doctor.scratch_entries import Entries
-from labs.parts.doctor.scratch_libraries import TAUGHT
-from labs.parts.doctor.true_files import CHANGES, READS, copy, make_folders, true
+from labs.parts.doctor.scratch_libraries import TAUGHT, teach_import
+from labs.parts.doctor.true_files import CHANGES, READS, copy, make_folders, move, true
 
 UNTOUCHED = ("/dev", "/proc", "/sys")
 MOST_LINKS = 40  # that lead to links, as in Linux
@@ -42,12 +46,12 @@ OF_A_LINK = {"lstat", "readlink", "lchown"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def install(folder: str, tell: Callable[[str], None] = lambda words: None) -> Scratch:
+def install(folder: str, tell: Callable[[str], None] = lambda words: None, own: Sequence[str] = ()) -> Scratch:
     """From now on, and in all processes that come from this one. `tell`: what of this script cannot be seen, in words.
 
-    `folder` is made; the folder in which it is, is the run's.
+    `folder` is made; the folder in which it is, is the run's. `own`: folders of the script's, in no cache.
     """
-    scratch = Scratch(folder, tell)
+    scratch = Scratch(folder, tell, own)
     scratch.install()
     return scratch
 
@@ -55,20 +59,38 @@ def install(folder: str, tell: Callable[[str], None] = lambda words: None) -> Sc
 class Scratch:
     """A scratch folder. Absolute names without links in their folders are called places."""
 
-    def __init__(self, folder: str, tell: Callable[[str], None] = lambda words: None) -> None:
+    def __init__(self, folder: str, tell: Callable[[str], None] = lambda words: None, own: Sequence[str] = ()) -> None:
         self.folder, self.tell = os.path.realpath(folder), tell
+        self.own = tuple(map(os.path.realpath, own))
         self.written = os.path.join(self.folder, "written")
         """Below it, by their place: files that were written, folders that were made or hold such files."""
         self.gone = os.path.join(self.folder, "gone")
         """For each true folder of which something was removed, a folder that holds these names."""
         for path in (self.written, self.gone):
             make_folders(path)
-        self.untouched = (*UNTOUCHED, os.path.dirname(self.folder))
+        self.untouched: tuple[str, ...] = (*UNTOUCHED, os.path.dirname(self.folder))
         self._below = tuple(path + "/" for path in self.untouched)
         self._folders: dict[str, str] = {}
         self._gone_in: dict[str, str] = {}
         self._told: set[str] = set()
+        self._used = False
+        self._caches: set[str] = set()
         self.undo = ExitStack()
+        for cache in scratch_caches.usual(os.environ):
+            self.leave_alone(cache)
+
+    def leave_alone(self, cache: str) -> None:
+        """It is written where it is, unless it holds a folder of the script's own, or what the script has written."""
+        if cache in self._caches:  # torch names the same one again and again
+            return
+        self._caches.add(cache)
+        for path in scratch_caches.with_links(cache):
+            if any(scratch_caches.holds(path, own) for own in self.own) or self.names(path)[1]:
+                continue
+            if self._lexists(self.written + path):
+                make_folders(path)
+            self.untouched = (*self.untouched, path)
+            self._below = (*self._below, path + "/")
 
     # Where a path leads
 
@@ -218,12 +240,10 @@ class Scratch:
 
     def new(self, place: str) -> str:
         """Where to write it. Its folder is made, if the script sees one."""
-        if self.is_untouched(place):
-            return place
-        folder = os.path.dirname(place)
-        if self.kind(folder) == stat.S_IFDIR:
-            make_folders(self.written + folder)
-        return self.written + place
+        there = place if self.is_untouched(place) else self.written + place
+        if self.kind(os.path.dirname(place)) == stat.S_IFDIR:
+            make_folders(os.path.dirname(there))
+        return there
 
     @staticmethod
     def _is_name(path: Any) -> bool:
@@ -243,6 +263,11 @@ class Scratch:
                 removed |= set(true.listdir(self._gone_of(place)))
             seen = [name for name in true.listdir(place) if name not in removed]
         return seen, written
+
+    def is_unused(self) -> bool:
+        """Whether nothing at all was written or removed so far, by any process."""
+        self._used = self._used or any(map(true.listdir, (self.written, self.gone)))
+        return not self._used
 
     def _is_full(self, place: str) -> bool:
         return any(map(len, self.names(place)))
@@ -267,6 +292,7 @@ class Scratch:
         put(builtins, "open", self.open_file)
         self.undo.enter_context(mock.patch.object(io, "open", builtins.open))
         put(io, "FileIO", _file_io(self))
+        put(io, "open_code", lambda path: self.open_file(path, "rb"))
         for name in READS:
             if hasattr(os, name):
                 put(os, name, functools.partial(self._reading, getattr(true, name), name not in OF_A_LINK))
@@ -274,14 +300,16 @@ class Scratch:
             if hasattr(os, name):
                 put(os, name, functools.partial(self._changing, getattr(true, name), name not in OF_A_LINK))
         for name in ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "symlink", "listdir", "scandir",
-                     "chdir", "getcwd", "getcwdb", "system"):  # fmt: skip
+                     "chdir", "getcwd", "getcwdb", "putenv", "system"):  # fmt: skip
             put(os, name, getattr(self, name))
         put(os, "remove", self.unlink)
-        put(subprocess.Popen, "__init__", self._starting(subprocess.Popen.__init__))
+        start = self._starting(subprocess.Popen.__init__)
+        self.undo.enter_context(mock.patch.object(subprocess.Popen, "__init__", start))
         self.undo.enter_context(mock.patch.object(shutil, "_use_fd_functions", False))  # rmtree by names
         for known in (os.supports_follow_symlinks, os.supports_fd):
             known |= {new for old, new in replaced.values() if old in known}
         self._put_where_they_were_taken(replaced)
+        teach_import(self)
         for name, teach in TAUGHT.items():
             after_import(name, functools.partial(teach, self))
 
@@ -419,11 +447,11 @@ class Scratch:
         if wrong:
             raise OSError(wrong, os.strerror(wrong), src, None, dst)
         if self.is_untouched(old):
-            return true.replace(old, self.new(new))
+            return move(old, self.new(new))
         if folder:
             self._copy_tree(old)
         if self._lexists(self.written + old):
-            true.replace(self.written + old, self.new(new))
+            move(self.written + old, self.new(new))
         else:
             copy(old, self.new(new))
         self._remove_tree(old)
@@ -499,6 +527,13 @@ class Scratch:
         """Of os."""
         return os.fsencode(self.getcwd())
 
+    def putenv(self, name: Any, value: Any) -> None:
+        """Of os, which calls it when the script sets os.environ[name]: it may name a cache."""
+        true.putenv(name, value)
+        cache = scratch_caches.named_by(os.fsdecode(name), os.fsdecode(value))
+        if cache is not None:
+            self.leave_alone(cache)
+
     # What cannot be seen
 
     def system(self, command: Any) -> int:
@@ -508,9 +543,11 @@ class Scratch:
 
     def _starting(self, function: Callable) -> Callable:
         def call(process: Any, args: Any, *more: Any, **kwargs: Any) -> None:
-            if not _asked_by_torch():
-                self._tell_of(args.split()[:1] if isinstance(args, str) else list(args)[:1])
+            whole = isinstance(args, str | bytes | os.PathLike)
+            args = args if whole else list(args)
             function(process, args, *more, **kwargs)
+            if not _asked_by_torch():  # what could not be started has written nothing
+                self._tell_of(os.fsdecode(args).split()[:1] if whole else args[:1])
 
         return functools.wraps(function)(call)
 

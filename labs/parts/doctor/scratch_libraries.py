@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
+import types
 from collections.abc import Callable
+from importlib import _bootstrap_external
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+from labs.parts.doctor.scratch_room import Room
+from labs.parts.doctor.true_files import true
 
 if TYPE_CHECKING:
     from labs.parts.doctor.scratch import Scratch
@@ -19,7 +25,7 @@ import sys
 sys.path.insert(0, {root!r})
 from labs.parts.doctor import scratch
 sys.path.remove({root!r})
-scratch.install({folder!r})
+scratch.install({folder!r}, own={own!r})
 """
 
 
@@ -59,6 +65,25 @@ def _map(scratch: Scratch, owner: Any) -> None:
     scratch.undo.enter_context(mock.patch.object(owner, "from_file", from_file))
 
 
+def teach_import(scratch: Scratch) -> None:
+    """A module that the script has written is found. Python's import calls what lies below os and io."""
+
+    def look(path: str) -> os.stat_result:
+        """Of a folder of which the script has written a part, that part: its time tells that a module was added."""
+        if scratch.is_unused():  # as most often while torch is imported, which looks for thousands of files
+            return true.stat(path)
+        try:
+            return true.stat(scratch.written + scratch.followed(scratch.place(path)))
+        except OSError:
+            return os.stat(path)
+
+    instead = {"stat": look, "listdir": os.listdir, "getcwd": os.getcwd, "open_code": io.open_code, "FileIO": io.FileIO}
+    for name in ("_os", "_io"):
+        known = vars(getattr(_bootstrap_external, name))
+        taught = types.SimpleNamespace(**known | {name: new for name, new in instead.items() if name in known})
+        scratch.undo.enter_context(mock.patch.object(_bootstrap_external, name, taught))
+
+
 def _teach_torch(scratch: Scratch) -> None:
     import torch
     import torch.autograd.profiler
@@ -71,12 +96,24 @@ def _teach_torch(scratch: Scratch) -> None:
     _lead(scratch, torch.jit.RecursiveScriptModule, "save", 1, anew)
     _lead(scratch, torch.jit, "load", 0, scratch.to_read)
     _lead(scratch, torch.autograd.profiler.profile, "export_chrome_trace", 1, anew)
+    room, save = Room(scratch), torch.save
+
+    @functools.wraps(save)
+    def save_if_there_is_room(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        room.before_save(obj, f)
+        save(obj, f, *args, **kwargs)
+
+    scratch.undo.enter_context(mock.patch.object(torch, "save", save_if_there_is_room))
 
 
 def _teach_safetensors(scratch: Scratch) -> None:
     safetensors = sys.modules["safetensors"]
     _lead(scratch, safetensors, "serialize_file", 1, functools.partial(scratch.to_write, keep=False))
     _lead(scratch, safetensors, "safe_open", 0, scratch.to_read)
+
+
+def _teach_pyarrow(scratch: Scratch) -> None:
+    _lead(scratch, sys.modules["pyarrow"], "memory_map", 0, scratch.to_read)
 
 
 def _teach_sqlite3(scratch: Scratch) -> None:
@@ -94,7 +131,7 @@ def _teach_spawned(scratch: Scratch) -> None:
     prepare = spawn.get_preparation_data
 
     def with_scratch(name: str) -> dict:
-        return {"scratch": _InChild(scratch.folder), **prepare(name)}
+        return {"scratch": _InChild(scratch), **prepare(name)}
 
     scratch.undo.enter_context(mock.patch.object(spawn, "get_preparation_data", with_scratch))
 
@@ -102,8 +139,8 @@ def _teach_spawned(scratch: Scratch) -> None:
 class _InChild:
     """When a process that multiprocessing has spawned reads this, it has a scratch folder, too."""
 
-    def __init__(self, folder: str) -> None:
-        self.code = SPAWNED.format(root=ROOT, folder=folder)
+    def __init__(self, scratch: Scratch) -> None:
+        self.code = SPAWNED.format(root=ROOT, folder=scratch.folder, own=scratch.own)
 
     def __reduce__(self) -> tuple:
         return exec, (self.code, {})
@@ -112,6 +149,7 @@ class _InChild:
 TAUGHT = {
     "torch": _teach_torch,
     "safetensors": _teach_safetensors,
+    "pyarrow": _teach_pyarrow,
     "sqlite3": _teach_sqlite3,
     "multiprocessing.spawn": _teach_spawned,
 }

@@ -6,8 +6,10 @@ first of them waits for the facts of the others, and tells; the others stay unti
 
 from __future__ import annotations
 
+import getpass
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from labs.kit.errors import BadInput
 from labs.kit.monitor import Monitor, Trace
 from labs.parts.doctor import caretaker
 from labs.parts.doctor.facts import Facts, load, without_colours
+from labs.parts.doctor.patience import LEAST_S, Patience
 from labs.parts.doctor.patient import STACK_SIGNAL, Progress, Settings
 from labs.parts.nodes.place import Place
 
@@ -67,8 +70,8 @@ class Order:
     """The script and its arguments."""
     steps: int = 30
     seconds: float = 40.0
-    patience_s: float = 60.0
-    """Without a step."""
+    patience_s: float | None = None
+    """Without a step; None: as Patience has it."""
     modes: tuple[str, ...] | None = None
     """Counterfactuals, by name; None: all."""
     let_it_write: bool = False
@@ -176,6 +179,7 @@ class Run:
         (self.folder / "t").mkdir(exist_ok=True)
         self.progress = Progress(self.folder, self.place.rank)
         env = {**os.environ, caretaker.MARK: self.mark, "TMPDIR": str(self.folder / "t")}
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())  # in the new TMPDIR it would be cold each time
         if self.settings.scratch:
             env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python writes __pycache__ below all that could be replaced
         flags = subprocess._args_from_interpreter_flags()  # as multiprocessing does: -W, -O, -X, ...
@@ -203,8 +207,8 @@ class Run:
             self._watch(monitor)
 
     def _watch(self, monitor: Monitor | None) -> None:
-        steps, moved = 0, time.monotonic()
-        looked = moved
+        looked = time.monotonic()
+        patience = Patience(self.order.patience_s, looked)
         while True:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
@@ -214,19 +218,20 @@ class Run:
             if monitor is not None and now > looked + MONITOR_S:
                 looked = now
                 self._note_others(monitor.trace)
-            if self.progress.steps != steps:
-                steps, moved = self.progress.steps, now
+            patience.saw(self.progress.steps, now)
             if self.stop.by:
                 self.why = f"stopped by {self.stop.by}"
             elif self._ended_before(LEAVE_S):
                 self.why = "all was measured, but it did not end"
-            elif now - moved > self.order.patience_s:
+            elif patience.is_over(now):
                 stands = self._stack()
-                self.why = f"no step in {self.order.patience_s:g} s{stands and f': it stands in {stands}'}"
+                self.why = f"no step in {patience.limit_s:g} s{stands and f': it stands in {stands}'}"
             elif (other := self._another_ended(FOLLOW_S)) is not None:
                 self.why = f"ended, for local rank {other} had ended {FOLLOW_S:g} s before"
             if self.why:
                 return
+            if monitor is not None and patience.is_to_say(now):
+                print(f"labs.doctor: {patience.words(now, self._stack())}", file=sys.stderr, flush=True)
 
     def _note_others(self, trace: Trace) -> None:
         """What programs outside of this run take of the cores, until the first of its ranks has ended.
@@ -271,6 +276,7 @@ class Run:
             return ""
         text = ""
         with suppress(OSError):
+            os.truncate(self.settings.stack_path, 0)  # of an earlier look; if it is not there, the signal would kill
             self.process.send_signal(STACK_SIGNAL)
             for _ in range(10):
                 time.sleep(POLL_S)
@@ -336,6 +342,15 @@ def stood(text: str, script: str) -> str:
     return f"{os.path.basename(file)}:{number}, in {function}" if function else ""
 
 
+def inductor_cache() -> str:
+    """Where torch.compile keeps what it has compiled, if nothing else is said: as torch._inductor has it."""
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):  # a container that does not know its user
+        user = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+
+
 # Ranks of one machine
 
 
@@ -346,8 +361,8 @@ def _final(folder: Path, local_rank: int) -> Path:
 
 def _others(folder: Path, place: Place, order: Order, stop: Stop) -> list[Facts]:
     """Facts of the other ranks of this machine; of those that left none, if they had begun, that they were killed."""
-    until = time.monotonic() + order.patience_s + LEAVE_S + FOLLOW_S
-    come = time.monotonic() + min(COME_S, order.patience_s)
+    until = time.monotonic() + (order.patience_s or LEAST_S) + LEAVE_S + FOLLOW_S
+    come = time.monotonic() + min(COME_S, order.patience_s or COME_S)
     missing, found = set(range(place.local_ranks)) - {place.local_rank}, []
     while missing and time.monotonic() < until:
         for other in sorted(missing):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -15,7 +16,7 @@ CHANGES = ("chmod", "chown", "lchown", "truncate", "utime", "setxattr", "removex
 true = types.SimpleNamespace(open_file=io.open, FileIO=io.FileIO, **{
     name: getattr(os, name)
     for name in (*READS, *CHANGES, "open", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink",
-                 "listdir", "scandir", "chdir", "getcwd", "getcwdb", "system") if hasattr(os, name)
+                 "listdir", "scandir", "chdir", "getcwd", "getcwdb", "putenv", "system") if hasattr(os, name)
 })  # fmt: skip
 """Python's own functions. Those of os.path call what is replaced, so that none of them is used here but for names."""
 
@@ -41,3 +42,16 @@ def copy(old: str, new: str) -> None:
         shutil.copyfileobj(source, target, 1 << 20)
     true.chmod(new, stat.S_IMODE(found.st_mode) | stat.S_IWUSR)
     true.utime(new, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def move(old: str, new: str) -> None:
+    """A file also onto another disk, as the scratch folder may be on another one than what the script sees."""
+    try:
+        true.replace(old, new)
+    except OSError as e:
+        if e.errno != errno.EXDEV or stat.S_ISDIR(true.lstat(old).st_mode):
+            raise
+        part = f"{new}.{os.getpid()}.part"
+        copy(old, part)
+        true.replace(part, new)
+        true.unlink(old)
