@@ -87,6 +87,8 @@ class Started:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         options = ["--out", self.out, "--seconds", "0", "--steps", "8", *options]
         self.env = new_environment(TMPDIR=str(self.tmp), OMP_NUM_THREADS="1", **environment)
+        if "TORCHINDUCTOR_CACHE_DIR" not in environment:  # torch.compile in an earlier test has set it
+            self.env.pop("TORCHINDUCTOR_CACHE_DIR", None)
         command = [sys.executable, "-B", *torchrun, "-m", DOCTOR, *options, "train.py", *args]
         with heard():
             self.process = subprocess.Popen(

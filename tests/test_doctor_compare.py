@@ -82,8 +82,7 @@ def test_an_exchange_that_was_measured_in_turn_is_not_cured_by_parts_that_do_not
 
 
 def test_graphs_that_are_not_made_any_more():
-    steps = {"steps": 30, "compiles": {"in_steps": 3, "reasons": ["a shape"]}}
-    jumps = made(**steps)
+    jumps = made(steps=30, compiles={"in_steps": 8, "at": list(range(0, 30, 4))})
     jumps.step_s = [s * (3 if i % 4 == 0 else 1) for i, s in enumerate(jumps.step_s)]
     before = report(jumps)
     assert became(before, report(made(compiles={"in_steps": 0})), "recompiles") == "cured"
