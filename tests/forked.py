@@ -68,8 +68,7 @@ def _serve() -> None:
         __import__(name)
     for line in sys.stdin:
         asked = json.loads(line)
-        places = [_place(rank, asked["ranks"]) for rank in range(asked["ranks"])] or [{}]
-        pids = {_fork(asked, place) for place in places}
+        pids = {_fork(asked, place) for place in _places(asked["ranks"])}
         code = 0
         while pids:
             pid, status = os.wait()
@@ -81,15 +80,15 @@ def _serve() -> None:
         print(code, flush=True)
 
 
-def _place(rank: int, ranks: int) -> dict[str, str]:
-    """What torchrun tells a rank on one machine."""
-    if rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            _place.port = free.getsockname()[1]
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-            "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_place.port),
-            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}  # fmt: skip
+def _places(ranks: int) -> list[dict[str, str]]:
+    """What torchrun tells each rank on one machine; nothing to a script that runs by itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0",
+           "TORCHELASTIC_USE_AGENT_STORE": "False"}  # fmt: skip
+    return [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
 
 
 def _fork(asked: dict, place: dict[str, str]) -> int:
