@@ -1,5 +1,6 @@
 """train_ddp_debug.py trains what train_ddp.py trains, and each planted fault leaves files that say where and who."""
 
+import functools
 import json
 import re
 import signal
@@ -7,12 +8,19 @@ import signal
 import pytest
 import torch
 from processes import family, wait_for
-from test_recipes import EXACT, FEW, assert_trains_the_same, changed, home, run, single, start  # noqa: F401
+from test_recipes import EXACT, FEW, assert_trains_the_same, changed, forks, home, single, start  # noqa: F401
+from test_recipes import run as run_recipe  # noqa: F401
 
 from labs.kit.code import diff_shown
 
 pytestmark = pytest.mark.timeout(300)
 LONG = ("--cpu", "--steps", 12, "--log-every", 6, "--batch-size", 32, "--check-every", 5)
+
+
+@pytest.fixture
+def run(run_recipe):  # noqa: F811
+    """By fresh interpreters: what stands in the way of signals and of the end of a process is not that of a fork."""
+    return functools.partial(run_recipe, fresh=True)
 
 
 @pytest.fixture
@@ -51,14 +59,14 @@ def test_it_trains_what_one_process_trains_and_ends_well(run, single, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [0, 3])
-def test_it_trains_on_any_number_of_ranks(run, ranks):  # noqa: F811
+def test_it_trains_on_any_number_of_ranks(run, ranks):
     options = ("--cpu", "--steps", 4, "--log-every", 1, "--batch-size", 24)
     plain, debug = (run(recipe, *options, ranks=ranks) for recipe in ("train_ddp", "train_ddp_debug"))
     assert len(plain.losses) == 4 and (plain.losses, plain.tested) == (debug.losses, debug.tested)
 
 
 @pytest.mark.drill
-def test_a_hang_is_ended_and_each_rank_says_where_it_was(run, faulty, tmp_path):  # noqa: F811
+def test_a_hang_is_ended_and_each_rank_says_where_it_was(run, faulty, tmp_path):
     recipe = faulty("if rank == 1 and step == 3: time.sleep(1000)")
     result = run(recipe, *LONG, "--patience", 15, code=1, ranks=2)
     folder = tmp_path / "debug"
@@ -71,7 +79,7 @@ def test_a_hang_is_ended_and_each_rank_says_where_it_was(run, faulty, tmp_path):
 
 
 @pytest.mark.drill
-def test_an_error_on_one_rank_is_told_with_what_the_others_did(run, faulty, tmp_path):  # noqa: F811
+def test_an_error_on_one_rank_is_told_with_what_the_others_did(run, faulty, tmp_path):
     recipe = faulty("if rank == 1 and step == 3: raise OSError('disk on fire')")
     result = run(recipe, *LONG, code=1, ranks=2)
     other, failed = ends(tmp_path / "debug")
@@ -83,7 +91,7 @@ def test_an_error_on_one_rank_is_told_with_what_the_others_did(run, faulty, tmp_
 
 
 @pytest.mark.long
-def test_a_loss_that_is_not_finite_ends_all_ranks_and_names_the_first(run, faulty, tmp_path):  # noqa: F811
+def test_a_loss_that_is_not_finite_ends_all_ranks_and_names_the_first(run, faulty, tmp_path):
     """Step 5 on rank 1, told at step 6. Then the weights of both are NaN, and so is every loss."""
     result = run(faulty("loss = loss * float('nan') if rank == 1 and step == 4 else loss"), *LONG, code=1, ranks=2)
     told = "FloatingPointError: the loss was first not finite in step 5 on rank(s) [1]"
@@ -93,7 +101,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_and_names_the_first(run, fault
 
 @pytest.mark.drill
 @pytest.mark.parametrize("odd", [0, 1])
-def test_a_replica_that_drifts_is_found(run, faulty, tmp_path, odd):  # noqa: F811
+def test_a_replica_that_drifts_is_found(run, faulty, tmp_path, odd):
     """The last bit of one weight of thousands, in step 2; replicas are compared at step 5."""
     recipe = faulty(f"if rank == {odd} and step == 1: model.module[2].up.weight.data.view(torch.int32)[3, 7] ^= 1")
     run(recipe, *LONG, "--lr", 1e-30, code=1, ranks=2)
