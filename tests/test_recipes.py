@@ -649,7 +649,7 @@ def test_a_tool_tells_a_bad_value_in_one_line(run, recipe):
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_ranks_tell_a_bad_value_once(run, recipe):
-    result = run(recipe, "--batch-size", "0", code=1, ranks=2)
+    result = run(recipe, "--batch-size", "0", code=1, ranks=2, fresh=True)  # torchrun ends the others
     assert result.err.count(f"{recipe}.py: ") == 1 and "1 or more" in result.err
     assert "exitcode  : 2" in result.err and "Traceback (most recent call last):\n  File" not in first_part(result.err)
 
