@@ -12,12 +12,13 @@ import os
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import traceback
 from pathlib import Path
+
+from processes import free_port
 
 IMPORTED = ("numpy", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
             "torch.distributed.tensor.parallel", "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
@@ -82,11 +83,8 @@ def _serve() -> None:
 
 def _places(ranks: int) -> list[dict[str, str]]:
     """What torchrun tells each rank on one machine; nothing to a script that runs by itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RESTART_COUNT": "0",
            "TORCHELASTIC_USE_AGENT_STORE": "False"}  # fmt: skip
     return [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
 

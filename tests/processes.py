@@ -1,6 +1,7 @@
 """Finding what a launch leaves behind: processes by a mark in their environment, ports, files."""
 
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -66,6 +67,13 @@ def describe(process: psutil.Process) -> str:
         return f"{process.pid} (parent {process.ppid()}, {process.status()}) {' '.join(process.cmdline())[:90]}"
     except psutil.NoSuchProcess:
         return f"{process.pid} (gone)"
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on, a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def listening(pid: int | None = None) -> set[int]:

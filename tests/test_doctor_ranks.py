@@ -1,6 +1,5 @@
 """The doctor's hooks and counterfactuals on two ranks over gloo: ranks stay in step, and what is planted is found."""
 
-import socket
 import statistics
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from doctor_patients import environment
+from processes import free_port
 
 from labs.parts.doctor.facts import AS_IS, load
 from labs.parts.doctor.patient import Settings
@@ -15,12 +15,6 @@ from labs.parts.doctor.patient import Settings
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 SCRIPT = str(Path(__file__).parent / "doctor_scripts" / "two_ranks.py")
 RECIPES = Path(__file__).parents[1] / "labs" / "recipes"
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
