@@ -186,7 +186,7 @@ def from_parts(facts: Sequence[Facts], *kinds: str) -> tuple[Estimate | None, Fa
     too: by how much the steps that have them are longer than the others.
     """
     most = max(facts, key=lambda f: part_s(f, *kinds))
-    hidden = most.device != "cpu" and not set(kinds) <= set(rare_kinds(most))
+    hidden = most.device != "cpu" and not _are_rare(most, kinds)
     return (None if hidden else without(steps_s(facts), lost_s(most, *kinds))), most
 
 
@@ -194,9 +194,14 @@ def lost_s(facts: Facts, *kinds: str) -> list[float]:
     """What parts take of each step; rare ones, on a device beside the host, with the device's share in them."""
     parts = [facts.spans_s.get(k, [0.0] * len(facts.step_s)) for k in kinds]
     lost = [sum(of) for of in zip(*parts, strict=False)]
-    if facts.device == "cpu" or not set(kinds) <= set(rare_kinds(facts)):
+    if facts.device == "cpu" or not _are_rare(facts, kinds):
         return lost
     return longer_s(facts.step_s, [i for i, s in enumerate(lost) if s])
+
+
+def _are_rare(facts: Facts, kinds: Sequence[str]) -> bool:
+    """Whether only some steps have them: by how much these are longer prices them on any device."""
+    return set(kinds) <= set(rare_kinds(facts))
 
 
 def longer_s(steps: Sequence[float], at: Sequence[int]) -> list[float]:

@@ -33,7 +33,6 @@ class Cause:
 
 
 THREADS = "torch uses {threads} in each of {local_ranks}, on {cores}"
-DOUBLE = "everything is computed in 64 bits"
 LARGER = "with {factor} times the batch ({batch} now) a sample costs less"
 NOT_FUSED = "the optimizer updates parameters one by one, or list by list: fused, it takes one kernel for many"
 STARVED = "the GPU had work {gpu} % of the time only: Python does not call it fast enough"
@@ -68,7 +67,7 @@ CAUSES = (
           "DDP searches for unused parameters after every forward",
           "DistributedDataParallel(..., find_unused_parameters=False)", "03, section 5",
           calls=("DistributedDataParallel", "DDP")),
-    Cause("float64", "single precision", DOUBLE,
+    Cause("float64", "single precision", "everything is computed in 64 bits",
           "torch.set_default_dtype(torch.float32), and .float() for data and model", "04, section 1",
           calls=("set_default_dtype", "double")),
     Cause("pageable", "pinned memory", "batches are copied to the device from pageable memory",

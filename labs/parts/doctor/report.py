@@ -219,11 +219,11 @@ def summary(report: Report) -> list[str]:
     if not facts:
         return wrong + hints(report)
     f, rate = facts[0], bounds.samples_per_s(facts)
-    step = estimate(bounds.beside_s(facts) or bounds.steps_s(facts), "s")
+    rounds = bounds.beside_s(facts)
+    step = estimate(rounds or bounds.steps_s(facts), "s")
     where = f.device_name or f.device
     rates = f", that is {rate}" if rate else "; its samples could not be counted"
-    alone = bounds.part_s(f, "device") and not bounds.beside_s(facts)
-    waited = " up to the end of the device's work" if alone else ""
+    waited = " up to the end of the device's work" if bounds.part_s(f, "device") and not rounds else ""
     ranks = (
         many(f.ranks, "rank") if len(facts) == f.ranks else f"{len(facts)} of {f.ranks} ranks, whose numbers these are,"
     )
