@@ -123,6 +123,26 @@ def test_an_unknown_machine_is_told_at_once():
     assert "there is no machine 'tiny'; there are small, large" in done.stderr
 
 
+def test_files_to_share_are_asked_for():
+    done = subprocess.run([sys.executable, HERE / "elsewhere", "--share", "--", "-q"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--share needs files after --" in done.stderr
+
+
+@pytest.mark.long
+def test_machines_share_the_files_and_one_that_fails_is_told():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # another user reads them
+        files = [Path(folder, f"test_{name}.py") for name in ("first", "second")]
+        for file in files:
+            file.write_text("import os\n\ndef test_place():\n    assert os.environ['TZ'] == 'America/St_Johns'\n")
+        command = [sys.executable, HERE / "elsewhere", "--share", "--", "-m", "", *map(str, files)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.endswith("== Elsewhere: large passed, small failed\n"), done.stdout
+    assert "Asia/Kathmandu" in done.stdout
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_when_it_is_stopped(sent):

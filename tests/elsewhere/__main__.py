@@ -3,6 +3,7 @@
     python tests/elsewhere                      # what `make test` runs, on the small machine, then on the large one
     python tests/elsewhere --full               # what `make test-all` runs; takes hours
     python tests/elsewhere small -- notebooks   # what follows -- goes to pytest
+    python tests/elsewhere --share -- notebooks/*.ipynb     # each file on one of them, both at once: half the time
     python tests/elsewhere large --shell        # look around there
 
 What a strict cell prints must be the same on every machine that this course supports. Two machines are made out of
@@ -24,8 +25,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -119,24 +121,62 @@ def main() -> int:
     parser.add_argument("machine", nargs="*", help=f"any of {', '.join(MACHINES)} (default: all, one after the other)")
     parser.add_argument("--full", action="store_true", help="notebooks at full length, and drills and long tests")
     parser.add_argument("--shell", action="store_true", help="start a shell there in place of the tests")
+    parser.add_argument("--share", action="store_true", help="all machines at once, each with its share of the files "
+                        "that follow --; each is a busy neighbour of the other")  # fmt: skip
+    parser.add_argument("--alone", action="store_true", help="no busy process beside the large machine")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, pytest_args = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     for name in options.machine:
         if name not in MACHINES:
             parser.error(f"there is no machine {name!r}; there are {', '.join(MACHINES)}")
+    files = [a for a in pytest_args if Path(a).is_file()]
+    if options.share and (not files or options.shell or options.machine):
+        parser.error("--share needs files after --, as in --share -- notebooks/*.ipynb, and neither machine nor shell")
     commands = [["bash"]] if options.shell else pytest(options.full, pytest_args)
     for stop in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(stop, interrupt)
     codes = {}
     try:
-        for name in options.machine or MACHINES:
+        if options.share:
+            others = [a for a in pytest_args if a not in files]
+            codes = share(files, ["--full"] * options.full, others)
+        for name in () if options.share else options.machine or MACHINES:
             print(f"== Elsewhere, the {name} machine: {MACHINES[name].about}", flush=True)
-            codes[name] = run(MACHINES[name], commands, options.full, terminal=options.shell)
+            machine = replace(MACHINES[name], neighbour=False) if options.alone else MACHINES[name]
+            codes[name] = run(machine, commands, options.full, terminal=options.shell)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     print("== Elsewhere:", ", ".join(f"{name} {'failed' if code else 'passed'}" for name, code in codes.items()))
     return int(any(codes.values()))
+
+
+def share(files: Sequence[str], options: list[str], pytest_args: list[str]) -> dict[str, int]:
+    """Run every machine at once, in a process of its own, with every n-th of `files`; exit codes by machine.
+
+    What a machine prints comes when it is done. An interrupt ends them all.
+    """
+    running: dict[str, tuple[subprocess.Popen, IO[str]]] = {}
+    with contextlib.ExitStack() as stack:
+        for n, (name, machine) in enumerate(reversed(MACHINES.items())):  # the one with more cores has most to do
+            said = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            side_by_side = ["-n", str(min(2, machine.usable)), "--dist", "loadfile"]
+            asked = [name, "--alone", *options, "--", *side_by_side, *pytest_args, *files[n :: len(MACHINES)]]
+            command = [sys.executable, str(HERE), *asked]
+            running[name] = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT), said
+        try:
+            codes = {}
+            for name, (process, said) in running.items():
+                codes[name] = process.wait()
+                said.seek(0)
+                shutil.copyfileobj(said, sys.stdout)
+                sys.stdout.flush()
+            return codes
+        finally:
+            for process, _ in running.values():
+                process.send_signal(signal.SIGTERM)  # it stops its tests and removes its copy
+            for process, _ in running.values():
+                process.wait()
 
 
 def pytest(full: bool = False, args: Sequence[str] = ()) -> list[list[str]]:
