@@ -1,5 +1,6 @@
 """What holds for all tests: kernels run in this Python, and our own deprecation warnings are errors."""
 
+import gc
 import os
 import shutil
 import signal
@@ -47,14 +48,12 @@ def pytest_configure(config):
         os.environ.pop(name, None)
     # A shell without job control starts `make test &` with SIGINT ignored, and all that tests start inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # For ranks, kernels and command lines that tests start; pyproject.toml says it for this process. The
-    # module part of such a filter matches one whole name, so each module is named. __main__ is what runs in a
-    # notebook's cells and under `python -m`.
-    files = [p.relative_to(ROOT).with_suffix("") for p in (ROOT / "labs").rglob("*.py")]
-    modules = [".".join(p.parts).removesuffix(".__init__") for p in files]
-    modules.append("__main__")
+    # For ranks, kernels and command lines that tests start; pyproject.toml says it for this process. IPython looks
+    # whether anything stands in PYTHONWARNINGS: otherwise a deprecation in a cell would be shown there and no error.
     kinds = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
-    os.environ["PYTHONWARNINGS"] = ",".join(f"error::{k.__name__}:{m}" for m in modules for k in kinds)
+    os.environ["PYTHONWARNINGS"] = ",".join(f"error::{k.__name__}:__main__" for k in kinds)
+    path = [str(Path(__file__).parent / "strict"), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
 
 
 def pytest_unconfigure(config):
@@ -88,6 +87,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker("notebook")
         if SLOWER != 1 and (mark := item.get_closest_marker("timeout")):
             item.add_marker(pytest.mark.timeout(mark.args[0] * SLOWER), append=False)
+
+
+def pytest_collection_finish():
+    """Thousands of tests stay for the whole run: no later collection looks through them again, nor does a fork's."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header():

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from speeds import besides
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -67,7 +68,10 @@ def test_a_computed_tensor_of_a_weight_is_not_a_copy_of_it():
     assert saved(Doubled(8, 4), torch.randn(5, 8), "bf16").weight_copies == 0
 
 
-@pytest.mark.parametrize(("name", "precision"), [*itertools.product(SMALL, ("fp32", "bf16", "fp16"))])
+CASES = [*itertools.product(SMALL, ("fp32", "bf16", "fp16"))]
+
+
+@pytest.mark.parametrize(("name", "precision"), besides(CASES[::4], CASES))
 def test_the_trace_agrees_with_a_real_step(name, precision):
     torch.manual_seed(0)
     workload = SMALL[name]()
@@ -168,8 +172,10 @@ def test_emulated_rules_are_those_of_a_gpu(name, precision):
 # -- the closed form
 
 
-@pytest.mark.parametrize(("shape", "seq", "precision"), [*itertools.product(
-    (BertShape(), SDPA), (128, 384, 512), ("fp32", "fp16"))], ids=str)  # fmt: skip
+SHAPES = [*itertools.product((BertShape(), SDPA), (128, 384, 512), ("fp32", "fp16"))]
+
+
+@pytest.mark.parametrize(("shape", "seq", "precision"), besides(SHAPES[::5], SHAPES), ids=str)
 def test_formula_and_trace_agree(shape, seq, precision):
     line, by_hand = amp_memory.bert_line(shape, seq, precision), bert_memory.predict(5, seq, precision, shape)
     assert line.weight_copies == by_hand.weight_copies

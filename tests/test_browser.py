@@ -240,11 +240,8 @@ def formulas(notebook: nbformat.NotebookNode) -> int:
     return sum(len(re.findall(MATH, text, re.DOTALL)) for text in texts)
 
 
-QUICKLY = ("03",)  # formulas, figures, tables: the others show the same kinds of cells
-PAGES = [pytest.param(p, marks=() if p.stem[:2] in QUICKLY else pytest.mark.long) for p in NOTEBOOKS]
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
+@pytest.mark.long
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_the_committed_page_is_shown_whole(page, server, folder, path):
     notebook = nbformat.read(folder / path.name, as_version=4)
     open_notebook(page, server, path.name)

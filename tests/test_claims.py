@@ -210,6 +210,7 @@ def test_html_escapes_and_marks_code():
     assert text.count("<tr>") == text.count("<thead>") + len(claims("08")), "a head for each table"
 
 
+@pytest.mark.long
 def test_command_prints_all_and_counts_them():
     """In a process of its own, as a reader starts it."""
     command = [sys.executable, "-m", "labs.claims"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import HERE, PYTHON, SLOWER, new_environment
+from speeds import first
 from torch import nn
 
 from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
@@ -46,7 +47,7 @@ def test_the_picture_ends_with_every_sum_on_every_rank(ranks):
     assert [held.index(everyone) for held in scattered.holds] == [(r + 1) % ranks for r in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", first(1, [3, 2, 4, 5]))
 def test_every_setting_of_the_ring_s_picture_can_be_drawn(ranks):
     fig, alt, sentence = figures.draw_ring(ranks)
     explore.quick_jpeg(fig)
@@ -63,7 +64,7 @@ def ring_against_torch(numbers: int) -> tuple[bool, bool]:
     return torch.equal(by_hand, by_torch), not torch.equal(by_hand, x)
 
 
-@pytest.mark.parametrize("ranks, numbers", [(2, 10), (3, 10), (4, 2), (3, 100_003)])
+@pytest.mark.parametrize("ranks, numbers", first(2, [(3, 10), (4, 2), (2, 10), (3, 100_003)]))
 def test_the_ring_by_hand_sums_like_torch(ranks, numbers):
     assert run_on_ranks(ring_against_torch, ranks, numbers) == [(True, True)] * ranks
 

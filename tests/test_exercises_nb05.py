@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 from mutants import nb05 as mutants
+from speeds import first
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -166,7 +167,7 @@ class OldOnesRenamedFirst(mutants.Files):
 RARER = [pytest.param(c, marks=pytest.mark.long) for c in (NamesOfItsOwn, ToldByPrinting, OldOnesRenamedFirst)]
 
 
-@pytest.mark.parametrize("right", [mutants.Files, FolderPerStep, *RARER])
+@pytest.mark.parametrize("right", first(1, [mutants.Files, FolderPerStep, *RARER]))
 def test_other_files_that_survive_pass(right, capsys):
     passes("05.1", right)
     assert capsys.readouterr().out == ""
@@ -330,12 +331,15 @@ class InMemory(mutants.Files):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [
-        (SaltedChecksum, "load() in a new process raises RuntimeError"),
-        (LeavesAtOnce, "ends the whole process with os._exit()"),
-        (HeaderIsCode, "and eval in load() ran it"),
-        (InMemory, "save() writes no file into the folder"),
-    ],
+    first(
+        2,
+        [
+            (SaltedChecksum, "load() in a new process raises RuntimeError"),
+            (LeavesAtOnce, "ends the whole process with os._exit()"),
+            (HeaderIsCode, "and eval in load() ran it"),
+            (InMemory, "save() writes no file into the folder"),
+        ],
+    ),
 )
 def test_rarer_mistakes_with_files_are_told(wrong, words):
     assert words in examine("05.1", wrong).text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from speeds import first
 
 from labs.chapters.nb07 import solutions as solution
 from labs.chapters.nb07 import timelines
@@ -65,7 +66,7 @@ def neighbours_fold(x):
         dist.isend(x.clone(), rank + 1).wait()
 
 
-@pytest.mark.parametrize("right", [everything_then_one_sum, neighbours_fold])
+@pytest.mark.parametrize("right", first(1, [everything_then_one_sum, neighbours_fold]))
 def test_other_all_reduces_pass(right):
     passes("07.1", right)
 
@@ -186,7 +187,7 @@ def drawn(state, bucket):
     return done
 
 
-@pytest.mark.parametrize("right", [shared_scale, drawn])
+@pytest.mark.parametrize("right", first(1, [shared_scale, drawn]))
 def test_other_hooks_pass(right):
     passes("07.2", right)
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jupyter_client.manager import start_new_kernel
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from speeds import besides
 
 from labs import hardware_probe
 from labs.chapters.nb00 import explorer as nb00
@@ -70,7 +71,7 @@ def drawn(name, **values):
     return OPENED[name][0](**{**defaults(name), **values})
 
 
-@pytest.mark.parametrize("name", EXPLORERS)
+@pytest.mark.parametrize("name", besides(("speedup", "roofline", "learning_rate"), EXPLORERS))
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_every_setting_can_be_drawn_and_read(name, data):

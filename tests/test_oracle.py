@@ -33,7 +33,7 @@ def workload(module, loss=None):
 
 
 @pytest.mark.parametrize(("name", "conditions"), [
-    ("mlp", {}), pytest.param("mlp", {"optimizer": "adam"}, marks=LONG),
+    pytest.param("mlp", {}, marks=LONG), pytest.param("mlp", {"optimizer": "adam"}, marks=LONG),
     pytest.param("mlp", {"set_to_none": False}, marks=LONG),
     ("mlp", {"micro_batches": 4, "optimizer": "momentum", "max_norm": 1.0}),
     ("cnn_batchnorm", {"precision": "bf16"}), pytest.param("tiny_bert", {}, marks=LONG),
@@ -45,7 +45,7 @@ def test_the_trace_is_what_the_allocator_says(name, conditions):
 
 
 @pytest.mark.parametrize(("name", "policy"), [
-    ("char_gpt", "selective"), ("tiny_resnet", "stage"),
+    ("char_gpt", "selective"), pytest.param("tiny_resnet", "stage", marks=pytest.mark.long),
     *(pytest.param(name, "block", marks=pytest.mark.long) for name in ("char_gpt", "tiny_bert")),
 ])  # fmt: skip
 def test_the_trace_of_a_checkpointed_step_is_what_the_allocator_says(name, policy):
