@@ -61,7 +61,7 @@ class Config:
     seed: int = 0
     """Seed of the training."""
     smoke: bool = False
-    """In a shell: one preemption."""
+    """One preemption, the first of `habits`."""
 
     def __post_init__(self) -> None:
         require(bool(self.habits), f"habits must be one or more of {', '.join(get_args(Habit))}")
@@ -108,7 +108,8 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     with guarded_folder() as root:
         options = {"steps": config.steps, "batch-size": config.batch_size, "save-every": config.save_every,
                    "seed": config.seed, "log-every": 1, "dropout": 0.2}  # fmt: skip
-        total = len(config.habits) + 2
+        habits = config.habits[:1] if config.smoke else config.habits
+        total = len(habits) + 2
         whole = requeued.train(root, "whole", options | _files(root, "whole"), rank)
         rank.progress(1, total, "undisturbed")
         step_s = _step_s(whole)
@@ -119,12 +120,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
             seconds = requeued.save_s(root, config.large_bytes)
             yield rank.record("large_save_s", "s", seconds, bytes=config.large_bytes)
         starts: list[Start] = []
-        for index, habit in enumerate([*config.habits, None]):
+        for index, habit in enumerate([*habits, None]):
             stop = {} if habit is None else {"stop_after": config.preempted_at(index), "sent": SENT[habit]}
             start = requeued.train(root, f"start{index}", options | _files(root, "preempted"), rank,
                                    handler=habit != "no handler", grace_s=config.grace_s, **stop)  # fmt: skip
             if starts:
-                yield from _preempted(config.habits[index - 1], starts[-1], start, whole, config, rank)
+                yield from _preempted(habits[index - 1], starts[-1], start, whole, config, rank)
             starts.append(start)
             rank.progress(index + 2, total, habit or "to the end")
         weights = [torch.load(root / f"{name}.weights", weights_only=True) for name in ("whole", "preempted")]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from again import holds_soon
 
 from labs import dataset_formats
 from labs.data import photos
@@ -74,11 +75,15 @@ def file(kept, tmp_path_factory):
 
 
 def test_evicted_files_are_gone_and_read_ones_are_back(file):
-    flush([file])
-    file.read_bytes()
-    assert is_cached(file) and is_cached(file, 2**20 - 1)
-    evict([file])
-    assert not is_cached(file, 2**19)
+    def goes():
+        flush([file])
+        file.read_bytes()
+        assert is_cached(file) and is_cached(file, 2**20 - 1)
+        evict([file])
+        return not is_cached(file, 2**19)
+
+    # On a busy machine a page is sometimes held for a moment: seen once, at load 13.
+    assert holds_soon(bool, goes(), goes)
 
 
 def test_what_is_not_yet_written_cannot_be_evicted(file):
