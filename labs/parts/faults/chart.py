@@ -87,7 +87,7 @@ MODULES = re.compile(r"(?:[a-z_]\w*\.){2,}(?:(?=[A-Z])|\w+:(?=\S))")
 """The modules before the name of a class, or before what a logger says."""
 FRAME = re.compile(r"\s*File \"[^\"]*\", line \d+")
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d+(?:;\d+)*m")
-"""As Python 3.13 and loggers print it to a terminal: around the kind of an exception, too. A page may drop the escape."""
+"""As Python 3.13 and loggers print it to a terminal: around the kind of an exception, too. Pages drop the escape."""
 PREFIX = re.compile(r"^\s*(?:\[(?:rank)?\d+[\],:]\S*\s*|[|│>+❱]\s?)*")
 """Of a line: the rank that a launcher names, what a terminal or a mail draws."""
 TOKEN = re.compile(r"\w+")
