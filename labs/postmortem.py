@@ -5,7 +5,8 @@
 
 The diagnosis comes first, then what each rank did last. A folder comes from labs.parts.faults.evidence, from
 labs/recipes/train_ddp_debug.py, or from NCCL, with TORCH_NCCL_DUMP_ON_TIMEOUT=1
-TORCH_FR_DUMP_TEMP_FILE=/path/prefix_ (before torch 2.13 also TORCH_NCCL_TRACE_BUFFER_SIZE=2000, now the default).
+TORCH_FR_DUMP_TEMP_FILE=/path/prefix_ in a folder that is there. Older torch has TORCH_NCCL_DEBUG_INFO_TEMP_FILE for it
+and needs TORCH_NCCL_TRACE_BUFFER_SIZE=2000, now the default; torch 2.13 knows both of these names, too.
 Exit code: 0, 1 if the files do not tell, 2 for bad input. Nothing that the files hold is run, and nothing is sent
 anywhere.
 """

@@ -27,6 +27,8 @@ SUBJECTS = (
 )
 FOLLOWS = (1.0, 0.5, 0.12, 0.05)
 """Weight of a row that follows another, by level: with its cause in the same text, the cause comes first."""
+CLEAR = 15.0
+"""From this score on an exception comes before what follows, however long the message of that: NCCL's are."""
 IN_ORDER = (0.5, 1.0)
 """Weight of words that stand in the text in another order than in the chart, and what the same order adds."""
 OTHER_KIND = 0.6
@@ -77,10 +79,15 @@ FIXED = (
     "is not defined",
     "KeyError",
 )
+RAISED = ("Error", "Exception")
+CAUSES = re.compile(r"CUDA error:|oom[-_]kill")
+"""In lines that name no kind of exception and are no consequence of another rank's."""
 KIND = re.compile(r"(?:^|[\s.\]:(])([A-Z]\w*(?:Error|Exception|Warning)):(?:\s|$)")
 MODULES = re.compile(r"(?:[a-z_]\w*\.){2,}(?:(?=[A-Z])|\w+:(?=\S))")
 """The modules before the name of a class, or before what a logger says."""
 FRAME = re.compile(r"\s*File \"[^\"]*\", line \d+")
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d+(?:;\d+)*m")
+"""As Python 3.13 and loggers print it to a terminal: around the kind of an exception, too. Pages drop the escape."""
 PREFIX = re.compile(r"^\s*(?:\[(?:rank)?\d+[\],:]\S*\s*|[|│>+❱]\s?)*")
 """Of a line: the rank that a launcher names, what a terminal or a mail draws."""
 TOKEN = re.compile(r"\w+")
@@ -162,14 +169,22 @@ def search(text: str, most: int = 3) -> list[Found]:
     unknown = False
     for line, trust in _lines(text):
         here = list(_fitting(line, trust))
-        unknown |= not here and trust == 1.0 and _kind(line).endswith(("Error", "Exception"))
+        unknown |= not here and trust == 1.0 and _kind(line).endswith(RAISED)
         for found in here:
             if found.row.name not in best or found.score > best[found.row.name].score:
                 best[found.row.name] = found
     ranked = sorted(best.values(), key=lambda f: -f.score)
+    if ranked and ranked[0].row.follows:
+        first = ranked[0].line
+        ranked.sort(key=lambda f: not _is_clear_cause(f) or f.line in first or first in f.line)
     if unknown and ranked and ranked[0].row.follows > 1:
         return []
     return ranked[:most]
+
+
+def _is_clear_cause(found: Found) -> bool:
+    raised = _kind(found.line).endswith(RAISED) or CAUSES.search(found.line)
+    return bool(raised) and not found.row.follows and found.score >= CLEAR
 
 
 def _fitting(line: str, trust: float) -> Iterator[Found]:
@@ -198,7 +213,8 @@ def _lines(text: str) -> Iterator[tuple[str, float]]:
 
     With each line how far it can be trusted to say what went wrong.
     """
-    lines = [PREFIX.sub("", line).rstrip(" │") for line in text.replace("\\n", "\n").splitlines()]
+    text = COLOUR.sub("", text).replace("\\n", "\n")
+    lines = [PREFIX.sub("", line).rstrip(" │") for line in text.splitlines()]
     lines = [line for line in lines if line.strip()]
     kept, before, later = [], "", False
     for line in lines:
