@@ -338,6 +338,34 @@ def test_the_epoch_that_is_given_is_led_from_fault_to_fault():
         assert said in text, text
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (lambda hit, y: len(y[hit]), "x[mask]"),
+        (lambda hit, y: hit.nonzero().numel(), ".nonzero()"),
+        (lambda hit, y: y.masked_select(hit).numel(), "masked_select()"),
+        (lambda hit, y: hit.sum().to("cpu", non_blocking=True), '.to("cpu")'),
+    ],
+)
+def test_a_size_that_only_the_device_knows_is_a_wait_too(count, said):
+    def epoch(model, optimizer, loss_of, batches, device):
+        total, right = torch.zeros((), device=device), 0
+        for x, y in batches:
+            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            output = model(x)
+            loss = loss_of(output, y)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach() * len(y)
+            right += count(output.argmax(1) == y, y)
+        samples = sum(len(y) for _, y in batches)
+        return total.item() / samples, int(right) / samples
+
+    text = examine("01.3", epoch).text
+    assert f"first by {said}: each waits" in text, text
+
+
 def test_tensors_are_themselves_again_after_a_check():
     before = {name: getattr(torch.Tensor, name) for name in (*exercise_epoch.READS, "to", "copy_")}
     examine("01.3", lambda *_: 1 / 0)

@@ -150,3 +150,23 @@ def rank_by_rank(shards, rank, world_size):
 @pytest.mark.parametrize("right", [by_global_number])
 def test_other_ways_to_share_shards_pass(right):
     passes("02.4", right)
+
+
+@pytest.mark.parametrize(
+    ("seed_of", "said"),
+    [
+        (lambda seed, epoch, rank, worker: seed + epoch + rank + worker, "rank 1 draws the numbers of worker 1 of"),
+        (lambda seed, epoch, rank, worker: [seed, rank, epoch + worker], "draws in epoch 1 what worker 1 draws in"),
+    ],
+)
+def test_a_sum_with_the_worker_in_it_is_named(seed_of, said):
+    def rank_loader(dataset, batch_size, rank, world_size, epoch, seed):
+        def init(worker):
+            get_worker_info().dataset.rng = np.random.default_rng(seed_of(seed, epoch, rank, worker))
+
+        sampler = DistributedSampler(dataset, world_size, rank, seed=seed)
+        sampler.set_epoch(epoch)
+        return DataLoader(dataset, batch_size, sampler=sampler, num_workers=2, worker_init_fn=init)
+
+    text = examine("02.1", rank_loader).text
+    assert said in text and "a sum such as" in text, text

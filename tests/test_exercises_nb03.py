@@ -36,10 +36,21 @@ def in_blocks(order, rank, ranks):
 
 
 @pytest.mark.parametrize(
-    "right", [shard_by(lambda order, n: order[:n]), shard_by(lambda order, n: order[:n], in_blocks)]
+    "right", [shard_by(lambda order, n: (order * n)[:n]), shard_by(lambda order, n: (order * n)[:n], in_blocks)]
 )
 def test_dealt_or_in_blocks_is_as_good(right):
     passes("03.1", right)
+
+
+@pytest.mark.parametrize("cut", [in_blocks, lambda order, rank, ranks: order[rank::ranks]])
+def test_two_samples_on_seven_ranks_need_more_than_one_turn(cut):
+    text = examine("03.1", shard_by(lambda order, n: order[:n], cut)).text
+    assert "2 samples on 7 ranks: the ranks got [" in text, text
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, 3), (2, 7), (5, 4), (8, 4), (0, 2)])
+def test_the_reference_gives_each_rank_as_many(size, ranks):
+    assert {len(solution.shard(size, rank, ranks, 0, 0)) for rank in range(ranks)} == {-(-size // ranks)}
 
 
 @pytest.mark.parametrize(

@@ -562,3 +562,26 @@ def test_nothing_is_left_behind():
         examine("05.1", cls)
     assert set(Path(tempfile.gettempdir()).glob("checkpoints-*")) == before
     assert children() == processes
+
+
+def test_a_chunk_that_is_looked_up_in_backward_is_named():
+    def chunked_loss(hidden, weight, labels, chunk_tokens):
+        total = 0.0
+        for h, y in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+            total += checkpoint(
+                lambda: nn.functional.cross_entropy(h @ weight.T, y, reduction="sum"),  # noqa: B023
+                use_reentrant=False,
+            )
+        return total / (labels != -100).sum()
+
+    assert "the gradient of the last chunk's" in examine("05.3", chunked_loss).text
+
+
+def test_torch_has_a_loss_without_all_logits():
+    def chunked_loss(hidden, weight, labels, chunk_tokens):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)
+        return nn.functional.linear_cross_entropy(hidden, weight, labels, options=options)
+
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        pytest.skip("before torch 2.13")
+    passes("05.3", chunked_loss)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.chapters.nb01 import solutions as solution
 from labs.kit.answers import number
@@ -22,7 +23,10 @@ ROWS = (16, 16, 16, 16, 5)
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__array__", "__repr__", "__format__")
 """Methods of a tensor that need its numbers on the host."""
 SAID = {"__float__": "float(...)", "__int__": "int(...)", "__bool__": "if ...", "__array__": "numpy.asarray(...)",
-        "__repr__": "print(...)", "__format__": 'f"{...}"'}  # fmt: skip
+        "__repr__": "print(...)", "__format__": 'f"{...}"', "to_cpu": '.to("cpu")'}  # fmt: skip
+SIZED = {"nonzero": ".nonzero()", "index": "x[mask]", "masked_select": "masked_select()", "_unique2": "unique()",
+         "equal": "torch.equal(...)"}  # fmt: skip
+"""Operators whose result has a size, or is a truth, that only the device knows: the host waits for it."""
 
 
 class Watch:
@@ -54,7 +58,16 @@ class Watch:
                 stack.enter_context(mock.patch.object(torch.Tensor, name, self._telling(name)))
             stack.enter_context(mock.patch.object(torch.Tensor, "to", self._copying(torch.Tensor.to)))
             stack.enter_context(mock.patch.object(torch.Tensor, "copy_", self._filling(torch.Tensor.copy_)))
+            stack.enter_context(_Sized(self))
             yield
+
+    def sized(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note an operator of SIZED; one that takes numbers of rows as index does not wait."""
+        masks = [
+            i for i in (args[1] if name == "index" else ()) if i is not None and i.dtype in (torch.bool, torch.uint8)
+        ]
+        if not self._quiet and (name != "index" or masks):
+            self.reads.append((self.steps, name))
 
     def _telling(self, name: str) -> Callable[..., Any]:
         method = getattr(torch.Tensor, name)
@@ -72,7 +85,10 @@ class Watch:
 
     def _copying(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-            if not self._quiet and (isinstance((*args, None)[0], torch.device | str) or "device" in options):
+            where = options.get("device", (*args, None)[0])
+            if not self._quiet and isinstance(where, str) and where.startswith("cpu"):  # back to the host, by name
+                self.reads.append((self.steps, "to_cpu"))
+            elif not self._quiet and (isinstance(where, torch.device | str) or "device" in options):
                 self.copies += 1
                 if not (options.get("non_blocking") or True in args[1:3]):
                     self.blocking.append(self.steps)
@@ -89,6 +105,20 @@ class Watch:
             return method(tensor, source, non_blocking)
 
         return copy_
+
+
+class _Sized(TorchDispatchMode):
+    """Tells a Watch of operators whose result has a size that the host must ask for."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Called in place of each operation, with this mode switched off."""
+        if (name := func.overloadpacket.__name__) in SIZED:
+            self.watch.sized(name, args)
+        return func(*args, **(kwargs or {}))
 
 
 class Token:
@@ -166,7 +196,7 @@ def _check_training(model: Model, twin: Model, watch: Watch, start: dict[str, Te
 def _check_waits(watch: Watch) -> None:
     last = len(ROWS)
     if inside := [name for step, name in watch.reads if step < last]:
-        name = SAID.get(inside[0], f".{inside[0]}()")
+        name = (SAID | SIZED).get(inside[0], f".{inside[0]}()")
         raise Mistake(f"{len(inside)} times a tensor's number was needed while steps were still to come, first by "
                       f"{name}: each waits until the device has done all that is queued",
                       "add up tensors on the device; read the sum once, after the loop")  # fmt: skip

@@ -109,6 +109,14 @@ def _check_draws(reads: Reads) -> None:
             raise Mistake(f"on rank {rank}, epoch {epoch}, both workers draw the same numbers: each has a copy of "
                           "dataset.rng", "worker_init_fn runs in every worker, where get_worker_info().dataset is its "
                           "copy: give that a new generator, seeded with what differs between workers")  # fmt: skip
+    for a, b, what, why in (
+        ((0, 0, 1), (1, 0, 0), "worker 0 of rank 1 draws the numbers of worker 1 of rank 0", "rank + worker"),
+        ((0, 0, 1), (0, 1, 0), "worker 0 draws in epoch 1 what worker 1 draws in epoch 0", "epoch + worker"),
+    ):
+        drawn = [{x for _, worker, x in reads[rank, epoch] if worker == w} for rank, epoch, w in (a, b)]
+        if drawn[0] & drawn[1]:
+            raise Mistake(what, f"a sum such as {why} is the same for (0, 1) and (1, 0), so two generators get one "
+                          "seed: combine the numbers so that no two are alike")  # fmt: skip
     for what, hint, a, b in (
         ("rank 1 draws the numbers of rank 0", "all ranks have seeded torch alike, so the workers' seeds are alike: "
          "DataLoader(..., generator=...) with one that is seeded with the rank, too", (0, 0), (1, 0)),

@@ -57,6 +57,17 @@ def check_shard(f: Function) -> None:
     _check_orders(f)
     for size, ranks in ((10, 4), (3, 4)):
         _check_filling(_shards(f, size, ranks), size, ranks)
+    _check_few(_shards(f, 2, 7), 2, 7)
+
+
+def _check_few(shards: list[list[int]], size: int, ranks: int) -> None:
+    """Fewer samples than are missing: a test set on many GPUs."""
+    if any(len(s) != 1 for s in shards):
+        raise Mistake(
+            f"{size} samples on {ranks} ranks: the ranks got {[len(s) for s in shards]} samples; whoever has none "
+            "never comes to the all-reduce in which the others wait",
+            "repeat the order as often as it takes: once more is not enough here",
+        )
 
 
 def _check_partition(shards: list[list[int]], size: int, ranks: int) -> None:
@@ -96,7 +107,7 @@ def _check_filling(shards: list[list[int]], size: int, ranks: int) -> None:
         raise Mistake(
             f"{case}: what fills the order up is not its own beginning ({twice}): samples from one place would count "
             "more than others in every epoch",
-            "order += order[:missing]",
+            "place i of the order that is filled up holds order[i % dataset_size]",
         )
 
 

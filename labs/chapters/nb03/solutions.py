@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import cycle, islice
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ def shard(dataset_size: int, rank: int, world_size: int, epoch: int, seed: int) 
     generator = torch.Generator().manual_seed(seed + epoch)  # its own: torch's global random state stays as it is
     order = torch.randperm(dataset_size, generator=generator).tolist()
     total = math.ceil(dataset_size / world_size) * world_size
-    order += order[: total - dataset_size]
+    order = list(islice(cycle(order), total))  # once around is not enough if there are few samples and many ranks
     return order[rank::world_size]
 
 

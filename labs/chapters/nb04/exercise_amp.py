@@ -32,6 +32,8 @@ class Job:
     scale: float | None
     max_norm: float
     overflow: int | None = None
+    growth_interval: int = 2000
+    """Steps in a row that are taken before the scale grows: GradScaler's default."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,8 +55,9 @@ JOBS = (
     Job(2, (8, 8, 8, 8, 8), 2, 2.0**5, 12.0),
     Job(3, (8, 6, 2, 8, 8, 4, 8, 3), 3, 2.0**5, 20.0, overflow=4),
     Job(4, (8, 4, 8), 2, None, 2.0),
+    Job(6, (8, 8, 8, 8), 1, 2.0**5, 1e3, growth_interval=3),
 )
-"""Plain; a last group that is not full, and clipping; unequal batches and an overflow; BF16."""
+"""Plain; a last group that is not full, and clipping; unequal batches and an overflow; BF16; a scale that grows."""
 
 
 @dataclass
@@ -129,7 +132,8 @@ def run(train_epoch: Function, job: Job) -> Seen:
         model = _Model(seen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    scaler = _Scaler("cpu", init_scale=job.scale or 1.0, enabled=job.scale is not None)
+    scaler = _Scaler("cpu", init_scale=job.scale or 1.0, enabled=job.scale is not None,
+                     growth_interval=job.growth_interval)  # fmt: skip
 
     def note(*_: Any) -> None:
         seen.applied.append(torch.cat([_gradient(p) for p in model.parameters()]))
@@ -239,6 +243,8 @@ SLIPS = (
          "after each optimizer step that was taken"),
     Slip("none", "you took every step for a skipped one: scaler.step returns what optimizer.step returns, None "
          "without a closure", "the scale falls in update() when the step was skipped"),
+    Slip("changed", "you took a step for a skipped one after which the scale grew: it doubles after 2,000 steps in a "
+         "row that were taken", "a skipped step makes the scale smaller: <, not !="),
     Slip("batchwise", "scheduler.step() ran after every batch", "after each optimizer step that was taken"),
     Slip("taken", "you return how many steps were taken", "those that the scaler skipped are asked for"),
 )  # fmt: skip
@@ -276,6 +282,7 @@ def _epoch(*slips: str) -> Function:
             returned = scaler.step(optimizer)
             scaler.update()
             fell = returned is None if "none" in slips else scaler.get_scale() < before
+            fell |= "changed" in slips and scaler.get_scale() != before
             skipped, taken = skipped + fell, taken + (not fell)
             if not {"never", "batchwise"} & {*slips} and (not fell or "always" in slips):
                 scheduler.step()
