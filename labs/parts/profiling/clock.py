@@ -214,10 +214,12 @@ class Merged:
 def lanes_of(trace: RankTrace) -> dict[str, list[Span]]:
     """What is drawn of a rank, on its own clock. It waits where a collective is under way and nothing computes.
 
-    On a GPU what computes are kernels and copies, on a CPU the operators; a gap of 0.2 ms between two is no wait.
+    On a GPU what computes are kernels and copies. On a CPU it is the operators, and a gap of 0.2 ms between two is no
+    wait; on a GPU it is one, or collectives shorter than that would all look hidden.
     """
     under_way = union((c.start, c.end) for c in trace.collectives)
-    return trace.phases | {"all-reduce": under_way, "wait": minus(under_way, union(trace.computes, GAP_S))}
+    gap = 0.0 if trace.on_gpu else GAP_S
+    return trace.phases | {"all-reduce": under_way, "wait": minus(under_way, union(trace.computes, gap))}
 
 
 def merge(traces: Sequence[RankTrace]) -> Merged:
