@@ -155,6 +155,25 @@ def test_traces_without_facts_about_the_job_are_ranks_in_their_order(tmp_path):
         lab.read_traces([bare[0], *written(tmp_path, made(2))[1:]])
 
 
+@pytest.mark.parametrize(
+    ("times", "steps", "ranks", "told"),
+    [(6, 6, 2, True), (5, 5, 2, False), (4, 4, 2, False), (45, 100, 64, True), (50, 100, 2, False), (7, 20, 4, False),
+     (14, 20, 4, True)],
+)  # fmt: skip
+def test_chance_knows_how_many_ranks_there_are(times, steps, ranks, told):
+    """Of two, each is last in half of the steps; of 64, in one of 64. 4 of 4 happens to one of two by 1 in 8."""
+    assert (lab.by_chance(times, steps, ranks) <= 0.05) == told
+    assert lab.by_chance(4, 4, 2) == pytest.approx(2 * 0.5**4) and lab.by_chance(0, 6, 2) == 1
+
+
+def test_nobody_is_blamed_for_the_difference_of_two_clocks(tmp_path):
+    """Two processes of a machine set their clocks 0.8 ms apart: 0.8 ms late in every step says nothing."""
+    found = made(2, steps=12, clocks={1: 8e-4})
+    assert "Who holds the others up cannot be told: rank 1" in lab.blame(lab.read_traces(written(tmp_path, found)))
+    found = made(2, steps=12, clocks={1: 8e-4}, late={1: 0.005})
+    assert "Who holds the others up: rank 1" in lab.blame(lab.read_traces(written(tmp_path, found)))
+
+
 def test_short_collectives_between_a_gpus_kernels_are_exposed(tmp_path):
     """As in tensor parallelism: 100 us of all-reduce after each layer, and nothing else runs. No gap is closed."""
     kernels = [{"ph": "X", "cat": "kernel", "tid": 7, "pid": 0, "ts": 300.0 * k, "dur": 200.0, "name": "gemm"}

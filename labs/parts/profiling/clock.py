@@ -51,6 +51,11 @@ class Offset:
     seen: float = 0.0
     """What the collectives say, also where the machine's clock is trusted."""
 
+    @property
+    def doubt_s(self) -> float:
+        """By how much the offset that is taken may be wrong: each process sets its trace's clock by itself."""
+        return 0.0 if self.how == "reference" else abs(self.seen - self.s) + self.spread
+
 
 def offset_of(reference: RankTrace, other: RankTrace) -> Offset:
     """How far the clock of `other` is ahead of the reference's, from the collectives that both took part in.
@@ -144,6 +149,11 @@ class Arrival:
     def last(self) -> int:
         """Place, in the order of the ranks, of the one that came last."""
         return max(range(len(self.late_s)), key=self.late_s.__getitem__)
+
+    @property
+    def before_last(self) -> int:
+        """Place of the one that came before the last."""
+        return sorted(range(len(self.late_s)), key=self.late_s.__getitem__)[-2]
 
     @property
     def by_s(self) -> float:
