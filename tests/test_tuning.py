@@ -673,7 +673,7 @@ def padded():
 
 @pytest.mark.long
 def test_items_of_different_sizes_need_the_collate_fn_of_their_loader():
-    with pytest.raises(BadInput, match="equal size.*pass the collate_fn of your own DataLoader") as error:
+    with pytest.raises(BadInput, match=r"equal size.*pass the collate_fn of your own DataLoader") as error:
         launch("tune_dataloader", nproc=1, dataset="test_tuning:ragged", batch_size=4)
     assert "\n" not in str(error.value)
     run = launch("tune_dataloader", nproc=1, dataset="test_tuning:padded", batch_size=4, budget_s=1.0)

@@ -134,9 +134,10 @@ def _under_way(events: Iterable[Event]) -> list[Span]:
 def on_gpu(events: Sequence[Event], step: Event, launched: Mapping[int | None, str]) -> dict[str, float]:
     """Seconds of each share of one step of a GPU rank, whose device is the GPU.
 
-    While kernels compute, theirs is the range that launched them, be it in an earlier step; otherwise a copy to the device, otherwise NCCL, which
-    is then exposed. While nothing runs: data and host-to-device if the host is there, overhead if it is in no range,
-    else idle: the host is in forward, backward or optimizer and has not launched the next kernel yet.
+    While kernels compute, theirs is the range that launched them, be it in an earlier step; otherwise a copy to the
+    device, otherwise NCCL, which is then exposed. While nothing runs: data and host-to-device if the host is there,
+    overhead if it is in no range, else idle: the host is in forward, backward or optimizer and has not launched the
+    next kernel yet.
     """
     ranges = _ranges(events, step)
     runs: dict[str, list[Span]] = {name: [] for name in ("forward", "backward", "optimizer", "data", "overhead",
