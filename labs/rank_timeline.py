@@ -211,12 +211,23 @@ def blame(merged: Merged) -> str:
     if not arrivals:
         return "No collective for which all wait is in all of these traces: who comes last cannot be told."
     last, times = Counter(a.last for a in arrivals).most_common(1)[0]
-    share = measure.proportion(times, len(arrivals))
-    by = measure.estimate([a.by_s for a in arrivals if a.last == last], "s")
+    found = [a for a in arrivals if a.last == last]
+    by = measure.estimate([a.by_s for a in found], "s")
     said = f"rank {merged.ranks[last]} comes last in {times} of {len(arrivals)} steps, {by} after the one before it"
-    if share.low <= 0.5:
+    if by_chance(times, len(arrivals), len(merged.ranks)) > 0.05:
         return f"That one rank comes last more often than by chance cannot be told: {said}."
+    doubt_s = max(merged.offsets[r].doubt_s for r in {last, *(a.before_last for a in found)})
+    if by.value <= doubt_s:
+        return (f"Who holds the others up cannot be told: {said}, and their clocks may be {1e3 * doubt_s:.2f} ms "
+                "further apart than they were taken to be.")  # fmt: skip
     return f"Who holds the others up: {said}."
+
+
+def by_chance(times: int, steps: int, ranks: int) -> float:
+    """An upper limit of the probability that some rank is last in so many steps, if each is drawn by lot."""
+    from scipy.special import bdtrc
+
+    return min(1.0, ranks * float(bdtrc(times - 1, steps, 1 / ranks)))
 
 
 def answer(run: Records) -> Iterator[str]:

@@ -5,7 +5,8 @@
 
 About 60 s on 2 CPU cores. Three workloads: JPEG files to decode, samples so small that workers cost more than they
 bring, and a source that lets every item wait. With --dataset the tuner runs on your own: the factory takes no
-arguments and returns (map-style dataset, training step that takes a batch).
+arguments and returns (map-style dataset, training step that takes a batch), or as a third a dictionary of options for
+DataLoader, such as {"collate_fn": my_collate}.
 """
 
 import time
@@ -137,9 +138,15 @@ def tune_own(config: Config, rank: Rank) -> Iterator[Record]:
     factory = imported(config.dataset, "dataset")
     with blame(f"dataset {config.dataset!r}"):
         found = factory()
-    require(isinstance(found, tuple) and len(found) == 2 and callable(found[1]),
-            f"dataset {config.dataset!r} must return (dataset, step), not {type(found).__name__}")  # fmt: skip
-    tuning = tune_dataloader(*found, batch_size=config.batch_size, budget_s=config.budget_s, device=rank.device)
+    good = isinstance(found, tuple) and len(found) in (2, 3) and callable(found[1])
+    options = found[2] if good and len(found) == 3 else {}
+    require(good and isinstance(options, dict), f"dataset {config.dataset!r} must return (dataset, step) or (dataset, "
+            f"step, options of DataLoader as a dict), not {type(found).__name__}")  # fmt: skip
+    own = [name for name in ("batch_size", "budget_s", "max_workers", "device") if name in options]
+    require(not own, f"dataset {config.dataset!r}: leave {', '.join(own)} out of the options of DataLoader")
+    tuning = tune_dataloader(
+        found[0], found[1], batch_size=config.batch_size, budget_s=config.budget_s, device=rank.device, **options
+    )
     print(f"{tuning}\n{tuning.table.to_string(index=False, float_format='{:.3g}'.format, na_rep='')}")
     for r in tuning.records:
         yield rank.record(r.metric, r.unit, r.samples, rank=0, **r.case)

@@ -149,3 +149,22 @@ def test_a_gpus_snapshot_names_the_line_and_history_is_switched_off_again(tmp_pa
 def test_bad_values_name_their_option(given, told):
     with pytest.raises(BadInput, match=told):
         lab.Config(**given)
+
+
+def without_yield(job):
+    job.batches = []
+
+
+def ends_early(job):
+    yield
+
+
+@pytest.mark.parametrize(
+    ("loop", "told"), [(without_yield, "must yield after each step"), (ends_early, "after 1 of 3")]
+)
+def test_a_loop_of_ones_own_that_does_not_yield_each_step_is_one_line(loop, told):
+    """A function without yield gives None, and next(None) or StopIteration would tell nobody what to change."""
+    batches = [(torch.zeros(1), torch.zeros(1))] * 3
+    with pytest.raises(BadInput, match=told):
+        memory_steps.watch(SimpleNamespace(batches=batches, workload=models.make("mlp"), optimizer=torch.optim.SGD(
+            [torch.zeros(1, requires_grad=True)])), loop)  # fmt: skip

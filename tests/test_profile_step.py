@@ -109,6 +109,15 @@ def test_data_behind_a_busy_gpu_is_hidden():
     assert of_gpu(("gemm of the step before", "kernel", 0, 15, -3.0))["data"] == 0
 
 
+def test_a_gpu_that_is_a_step_behind_its_host_still_works_on_what_launched_it():
+    """Without an item() the host is steps ahead: its queue keeps the GPU busy, and none of that is overhead."""
+    early = [Event("ProfilerStep#2", "user_annotation", -100.0, 0.0, 1)]
+    early += [Event(e.name, e.kind, e.start - 100, e.end - 100, 1) for e in WHOLE]
+    gpu = gpu_events(("gemm", "kernel", 0, 30, -75), ("gemm", "kernel", 30, 90, -50), ("adam", "kernel", 90, 100, -10))
+    _, found = shares.of_steps(sorted([*early, STEP, *WHOLE, *gpu], key=lambda e: e.start))
+    assert (found["forward"], found["backward"], found["optimizer"], found["overhead"]) == (30, 60, 10, 0)
+
+
 def spans(dice):
     return [(a, a + dice.randint(0, 6)) for a in (dice.randint(0, 40) for _ in range(dice.randint(0, 8)))]
 

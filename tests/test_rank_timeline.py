@@ -155,6 +155,55 @@ def test_traces_without_facts_about_the_job_are_ranks_in_their_order(tmp_path):
         lab.read_traces([bare[0], *written(tmp_path, made(2))[1:]])
 
 
+@pytest.mark.parametrize(
+    ("times", "steps", "ranks", "told"),
+    [(6, 6, 2, True), (5, 5, 2, False), (4, 4, 2, False), (45, 100, 64, True), (50, 100, 2, False), (7, 20, 4, False),
+     (14, 20, 4, True)],
+)  # fmt: skip
+def test_chance_knows_how_many_ranks_there_are(times, steps, ranks, told):
+    """Of two, each is last in half of the steps; of 64, in one of 64. 4 of 4 happens to one of two by 1 in 8."""
+    assert (lab.by_chance(times, steps, ranks) <= 0.05) == told
+    assert lab.by_chance(4, 4, 2) == pytest.approx(2 * 0.5**4) and lab.by_chance(0, 6, 2) == 1
+
+
+def test_nobody_is_blamed_for_the_difference_of_two_clocks(tmp_path):
+    """Two processes of a machine set their clocks 0.8 ms apart: 0.8 ms late in every step says nothing."""
+    found = made(2, steps=12, clocks={1: 8e-4})
+    assert "Who holds the others up cannot be told: rank 1" in lab.blame(lab.read_traces(written(tmp_path, found)))
+    found = made(2, steps=12, clocks={1: 8e-4}, late={1: 0.005})
+    assert "Who holds the others up: rank 1" in lab.blame(lab.read_traces(written(tmp_path, found)))
+
+
+def test_short_collectives_between_a_gpus_kernels_are_exposed(tmp_path):
+    """As in tensor parallelism: 100 us of all-reduce after each layer, and nothing else runs. No gap is closed."""
+    kernels = [{"ph": "X", "cat": "kernel", "tid": 7, "pid": 0, "ts": 300.0 * k, "dur": 200.0, "name": "gemm"}
+               for k in range(10)]  # fmt: skip
+    nccl = [e | {"ts": e["ts"] + 200, "dur": 100.0, "name": name, "tid": 20} for e, name in zip(kernels, [
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)",
+        "ncclSymDevKernel_AllReduce_AGxLL_R_sum_bf16(ncclSymDevArgs)",
+        "ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymkDevWorkArgs4K)",
+    ] * 3, strict=False)]  # fmt: skip
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"traceEvents": kernels + nccl}))
+    trace = traces.read(path)
+    assert [c.name for c in trace.collectives] == ["allreduce"] * 10
+    assert intervals.length(clock.lanes_of(trace)["wait"]) == pytest.approx(10 * 1e-4)
+
+
+def test_a_gpus_step_lasts_from_its_first_stream_to_its_last(tmp_path):
+    """Kineto writes gpu_user_annotation once for each stream, the copy's last and shortest."""
+    found = made(2, backend="nccl", late={1: 0.03})
+    for trace in found:
+        steps = [e for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")]
+        for tid, share in ((7, 1.0), (20, 0.5), (30, 0.01)):
+            trace["traceEvents"] += [e | {"cat": "gpu_user_annotation", "tid": tid, "dur": share * e["dur"]}
+                                     for e in steps]  # fmt: skip
+    merged = lab.read_traces(written(tmp_path, found))
+    assert all(b - a > 0.02 for a, b in merged.steps[0].values())
+    assert {c.step for c in merged.traces[0].collectives} == {*range(6)}
+
+
 def test_torchs_own_ranges_stand_in_for_missing_ones(tmp_path):
     found = made(2)
     names = {"data": "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",

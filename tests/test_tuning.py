@@ -20,8 +20,8 @@ from labs.kit.launch import launch
 from labs.kit.measure import Estimate
 from labs.kit.record import Record, Records
 from labs.parts.loading.feed import Feed, expected
-from labs.parts.tuning import rules, search, tune_dataloader
-from labs.parts.tuning.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn
+from labs.parts.tuning import rules, search, tune_dataloader, untried
+from labs.parts.tuning.bench import MODEL, MOST_ROUNDS, Bench, Evidence, Turn, in_one_line
 from labs.parts.tuning.report import Tuning, plain
 from labs.parts.tuning.rules import Setting
 
@@ -195,7 +195,7 @@ class Simulated(Bench):
 
 def tuned(bench, most=8):
     choice, capped = search(bench, most)
-    return Tuning(choice, 1, bench.evidence, bench.clock, bench.budget_s, capped)
+    return Tuning(choice, 1, bench.evidence, bench.clock, bench.budget_s, capped, untried(bench, choice, most))
 
 
 def each(rate):
@@ -249,6 +249,22 @@ def test_more_than_the_loader_alone_asked_for_are_tried_while_they_help():
 def test_a_search_that_ended_at_the_limit_says_so(most, capped):
     found = tuned(Simulated(200, lambda w: 60 * min(max(1, w), 4) if w else 60), most)
     assert found.capped is capped and ("raise max_workers" in str(found)) is capped
+
+
+@pytest.mark.parametrize("turns", [4, 8, 9])
+def test_a_search_that_had_no_time_for_more_workers_asks_for_time_not_for_another_dataset(turns):
+    """Each worker brings as much as the first, and the search ends at the second for lack of time."""
+    found = tuned(Simulated(1000, each(60), turn_s=1.0, budget_s=turns))
+    assert found.limit == "loader" and found.choice.setting.workers < 8 and not found.capped
+    assert "Next: raise budget_s. There was no time for num_workers=" in str(found) and "decode" not in str(found)
+    assert tuned(Simulated(1000, each(60))).untried is None
+    assert tuned(Simulated(1000, lambda w: 60 * min(max(1, w), 2))).untried is None
+
+
+def test_without_workers_nothing_is_handed_over():
+    found = tuned(Simulated(1000, lambda w: 5000 if w == 0 else 100 * w))
+    assert found.choice.setting == ZERO and found.limit == "model"
+    assert "takes turns with it" in str(found) and "uint8" not in str(found)
 
 
 def test_bursts_are_met_with_a_deeper_queue_and_nothing_else_is():
@@ -489,7 +505,7 @@ WAITING = {"dataset": Waiting(), "step": lambda batch: None, "batch_size": 4}
         ({"dataset": Stream()}, "an iterable dataset cannot be tuned here"),
         ({"dataset": 7}, "the dataset, a int, needs __getitem__"),
         ({"dataset": Waiting(bad=0, size=4)}, "loading a batch raised KeyError: 'no label for item 0'"),
-        ({"step": no_step}, "step(batch) raised RuntimeError: size mismatch, 3 and 4"),
+        ({"step": no_step}, "step(batch) raised RuntimeError: shapes differ ... size mismatch, 3 and 4"),
         ({"step": None}, "step(batch) raised TypeError: 'NoneType' object is not callable"),
         ({"num_workers": 2, "shuffle": True}, "leave out num_workers, shuffle: the tuner"),
         ({"collate_fn": lambda items: 1 / 0}, "loading a batch raised ZeroDivisionError: division by zero"),
@@ -500,6 +516,36 @@ def test_bad_input_is_one_line(change, message):
     with pytest.raises(BadInput) as error:
         tune_dataloader(**(WAITING | {"budget_s": 1.0, "max_workers": 0} | change))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+CUDA_WORDS = """CUDA error: device-side assert triggered
+Search for `cudaErrorAssert' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more.
+CUDA kernel errors might be asynchronously reported at some other API call.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+WORKER_WORDS = """Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "torch/utils/data/_utils/worker.py", line 349, in _worker_loop
+    data = fetcher.fetch(index)
+           ^^^^^^^^^^^^^^^^^^^^
+  File "mine.py", line 7, in __getitem__
+    raise ValueError(words)
+ValueError: row 3 is damaged
+see the log
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError(CUDA_WORDS), "RuntimeError: CUDA error: device-side assert triggered"),
+        (ValueError(WORKER_WORDS), "ValueError: row 3 is damaged ... see the log"),
+        (RuntimeError("Error(s) in loading:\n\tsize mismatch"), "RuntimeError: Error(s) in loading: ... size mismatch"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_of_many_lines_the_one_that_says_what_happened_is_told(error, told):
+    assert in_one_line(error) == told
 
 
 class FailsInWorkers(Waiting):
@@ -610,6 +656,28 @@ def test_a_dataset_of_ones_own_is_tuned_and_printed():
     else:
         assert "of each step waits for data" in run.printed
         assert ways == {"model alone", "loader alone", "both together"}
+
+
+class Ragged(Waiting):
+    def __getitem__(self, index):
+        return torch.ones(1 + index % 5)
+
+
+def ragged():
+    return Ragged(), len
+
+
+def padded():
+    return Ragged(), len, {"collate_fn": torch.nn.utils.rnn.pad_sequence}
+
+
+@pytest.mark.long
+def test_items_of_different_sizes_need_the_collate_fn_of_their_loader():
+    with pytest.raises(BadInput, match=r"equal size.*pass the collate_fn of your own DataLoader") as error:
+        launch("tune_dataloader", nproc=1, dataset="test_tuning:ragged", batch_size=4)
+    assert "\n" not in str(error.value)
+    run = launch("tune_dataloader", nproc=1, dataset="test_tuning:padded", batch_size=4, budget_s=1.0)
+    assert "[rank 0] num_workers=" in run.printed
 
 
 def two_things():

@@ -51,6 +51,11 @@ class Offset:
     seen: float = 0.0
     """What the collectives say, also where the machine's clock is trusted."""
 
+    @property
+    def doubt_s(self) -> float:
+        """By how much the offset that is taken may be wrong: each process sets its trace's clock by itself."""
+        return 0.0 if self.how == "reference" else abs(self.seen - self.s) + self.spread
+
 
 def offset_of(reference: RankTrace, other: RankTrace) -> Offset:
     """How far the clock of `other` is ahead of the reference's, from the collectives that both took part in.
@@ -146,6 +151,11 @@ class Arrival:
         return max(range(len(self.late_s)), key=self.late_s.__getitem__)
 
     @property
+    def before_last(self) -> int:
+        """Place of the one that came before the last."""
+        return sorted(range(len(self.late_s)), key=self.late_s.__getitem__)[-2]
+
+    @property
     def by_s(self) -> float:
         """How much later it came than the one before it: what all would save if it came with that one."""
         return float(np.diff(sorted(self.late_s))[-1])
@@ -214,10 +224,12 @@ class Merged:
 def lanes_of(trace: RankTrace) -> dict[str, list[Span]]:
     """What is drawn of a rank, on its own clock. It waits where a collective is under way and nothing computes.
 
-    On a GPU what computes are kernels and copies, on a CPU the operators; a gap of 0.2 ms between two is no wait.
+    On a GPU what computes are kernels and copies. On a CPU it is the operators, and a gap of 0.2 ms between two is no
+    wait; on a GPU it is one, or collectives shorter than that would all look hidden.
     """
     under_way = union((c.start, c.end) for c in trace.collectives)
-    return trace.phases | {"all-reduce": under_way, "wait": minus(under_way, union(trace.computes, GAP_S))}
+    gap = 0.0 if trace.on_gpu else GAP_S
+    return trace.phases | {"all-reduce": under_way, "wait": minus(under_way, union(trace.computes, gap))}
 
 
 def merge(traces: Sequence[RankTrace]) -> Merged:

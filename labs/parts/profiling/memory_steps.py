@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import isgenerator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from labs.kit.errors import BadInput, require
 from labs.parts.memory import saved_tensors
 from labs.parts.oracle import internals
 from labs.parts.oracle.trace import CATEGORIES
@@ -22,6 +24,7 @@ from labs.parts.remedies import leaks, on_gpu
 from labs.parts.remedies.history import History, Site
 from labs.parts.remedies.leaks import Job
 
+END = object()
 POINTS = 30  # of each step's curve
 Loop = Callable[[Job], Iterator[None]]
 
@@ -83,17 +86,35 @@ class Watched:
 def watch(job: Job, loop: Loop) -> Watched:
     """Run `loop`, which does one step of `job` each time that it is asked, to its end. Nothing of it is changed."""
     on_cuda = job.batches[0][0].is_cuda
-    history, running, ends = StepHistory(watch.__code__, job, CUDA_BLOCK_BYTES if on_cuda else 1), loop(job), []
+    history, running, ends = (
+        StepHistory(watch.__code__, job, CUDA_BLOCK_BYTES if on_cuda else 1),
+        started(loop, job),
+        [],
+    )
     before = len(history.moves)
     try:
         with history.watching():
             for _ in job.batches:
                 history.begin("forward")
-                next(running)
+                one_step(running, len(ends), len(job.batches))
                 ends.append(len(history.moves))
         return _of_moves(history, before, ends)
     finally:
         running.close()
+
+
+def started(loop: Loop, job: Job) -> Generator[None]:
+    """What does a step of `loop` each time that it is asked. BadInput if that does not yield."""
+    running = loop(job)
+    require(isgenerator(running), f"{getattr(loop, '__name__', loop)}(job) must yield after each step: it returned "
+            f"{type(running).__name__}")  # fmt: skip
+    return running
+
+
+def one_step(running: Generator[None], done: int, steps: int) -> None:
+    """The next step. BadInput if the loop has ended before all batches of its job."""
+    if next(running, END) is END:
+        raise BadInput(f"the loop ended after {done} of {steps} steps: do one step for each of job.batches, and yield")
 
 
 def _of_moves(history: StepHistory, before: int, ends: list[int]) -> Watched:
@@ -159,11 +180,11 @@ def snapshot(
 
     `path` gets the snapshot for pytorch.org/memory_viz, a page that works without sending the file.
     """
-    running = loop(job)
+    running, steps = started(loop, job), len(job.batches)
     cuda._record_memory_history(max_entries=100_000)  # private in torch 2.13, and the documented way
     try:
-        for _ in job.batches:
-            next(running)
+        for done in range(steps):
+            one_step(running, done, steps)
         if path:
             cuda._dump_snapshot(str(path))
         return on_gpu.largest_line(cuda._snapshot(), root)

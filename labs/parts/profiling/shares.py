@@ -7,7 +7,7 @@ host does counts there only while the GPU has nothing to run.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,29 @@ def of_steps(events: Sequence[Event]) -> list[dict[str, float]]:
     for e in events:  # a bar may reach from one step into the next
         for i in range(max(0, bisect.bisect_right(starts, e.start) - 1), bisect.bisect_left(starts, e.end)):
             inside[i].append(e)
-    calls = {e.correlation: e for e in events if e.kind.startswith("cuda_") and e.correlation is not None}
-    return [of_a_step(own, step, calls) for own, step in zip(inside, found, strict=True)]
+    launched = _launched_in(events, {s.thread for s in found})
+    return [of_a_step(own, step, launched) for own, step in zip(inside, found, strict=True)]
 
 
-def on_core(events: Sequence[Event], step: Event, calls: object = None) -> dict[str, float]:
+def _launched_in(events: Sequence[Event], threads: Container[int]) -> dict[int, str]:
+    """{correlation: the range of a main thread that made this call}, of all steps: a GPU may be steps behind its host.
+
+    A call outside of the ranges counts as overhead.
+    """
+    own = {name: union(e.span for e in events if e.name == name and e.kind == "user_annotation" and e.thread in threads)
+           for name in RANGES}  # fmt: skip
+
+    def at(moment: float) -> str:
+        for name, spans in own.items():
+            i = bisect.bisect_right(spans, (moment, float("inf"))) - 1
+            if i >= 0 and moment < spans[i][1]:
+                return name
+        return "overhead"
+
+    return {e.correlation: at(e.start) for e in events if e.kind.startswith("cuda_") and e.correlation is not None}
+
+
+def on_core(events: Sequence[Event], step: Event, launched: object = None) -> dict[str, float]:
     """Seconds of each share of one step of a CPU rank, whose device is its main thread.
 
     Exposed communication: a collective is under way, and the main thread runs no operation, outside of data.
@@ -113,12 +131,13 @@ def _under_way(events: Iterable[Event]) -> list[Span]:
     return union((min(start, e.start), e.end) for start, e in zip(called, done, strict=True))
 
 
-def on_gpu(events: Sequence[Event], step: Event, calls: dict[int | None, Event]) -> dict[str, float]:
+def on_gpu(events: Sequence[Event], step: Event, launched: Mapping[int | None, str]) -> dict[str, float]:
     """Seconds of each share of one step of a GPU rank, whose device is the GPU.
 
-    While kernels compute, theirs is the range that launched them; otherwise a copy to the device, otherwise NCCL, which
-    is then exposed. While nothing runs: data and host-to-device if the host is there, overhead if it is in no range,
-    else idle: the host is in forward, backward or optimizer and has not launched the next kernel yet.
+    While kernels compute, theirs is the range that launched them, be it in an earlier step; otherwise a copy to the
+    device, otherwise NCCL, which is then exposed. While nothing runs: data and host-to-device if the host is there,
+    overhead if it is in no range, else idle: the host is in forward, backward or optimizer and has not launched the
+    next kernel yet.
     """
     ranges = _ranges(events, step)
     runs: dict[str, list[Span]] = {name: [] for name in ("forward", "backward", "optimizer", "data", "overhead",
@@ -129,8 +148,9 @@ def on_gpu(events: Sequence[Event], step: Event, calls: dict[int | None, Event])
         elif e.kind == "gpu_memcpy" and "HtoD" in e.name:
             runs["host-to-device"].append(e.span)
         elif e.kind in ON_GPU:
-            call = calls.get(e.correlation, e)
-            at = next((n for n, spans in ranges.items() if any(a <= call.start < b for a, b in spans)), "overhead")
+            at = launched.get(e.correlation)
+            if at is None:  # its call is not in the trace: where the host is when it begins
+                at = next((n for n, spans in ranges.items() if any(a <= e.start < b for a, b in spans)), "overhead")
             runs[at].append(e.span)
     found, left = dict.fromkeys(SHARES, 0.0), [step.span]
     for name, spans in runs.items():  # in this order: what computes hides what is copied and exchanged

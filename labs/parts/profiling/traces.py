@@ -32,7 +32,8 @@ PHASES = {
 """Names of record_function ranges, the learner's and torch's own, by the lane they are drawn in."""
 OF_AUTOGRAD = "autograd::engine::evaluate_function"  # backward, where the loop has no range for it
 STEP = re.compile(r"ProfilerStep\s*#?\s*(\d+)")
-NCCL = re.compile(r"nccl(?:Dev)?Kernel_?([A-Za-z]+)")
+NCCL = re.compile(r"nccl(?:Symk?)?(?:Dev)?Kernel_?([A-Za-z]+)")
+"""Its kernels; those of symmetric memory are ncclSymDevKernel_ in NCCL 2.27 and ncclSymkDevKernel_ later."""
 ALL_WAIT = ("allreduce", "allgather", "reducescatter", "alltoall", "barrier")
 """Collectives that no rank can leave before the last one has come. A broadcast's source may."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -239,7 +240,9 @@ class _Kept:
             on_host = kind == "user_annotation"
             lanes, steps = (self.cpu, self.steps) if on_host else (self.gpu, self.gpu_steps)
             if number := STEP.match(name):
-                steps[int(number[1])] = (start, end)
+                # A GPU's step is written once for each of its streams: it lasts from the first to the last.
+                first, last = steps.get(int(number[1]), (start, end))
+                steps[int(number[1])] = (min(first, start), max(last, end))
             elif lane := lane_of(name):
                 lanes[lane].append((start, end))
 

@@ -59,7 +59,8 @@ def tune_dataloader(
     _check(dataset, batch_size, budget_s, most, loader_options)
     bench = Bench(dataset, step, batch_size, _device(device), loader_options, start + budget_s)
     choice, capped = search(bench, most)
-    return Tuning(choice, batch_size, bench.evidence, time.perf_counter() - start, budget_s, capped)
+    took, more = time.perf_counter() - start, untried(bench, choice, most)
+    return Tuning(choice, batch_size, bench.evidence, took, budget_s, capped, more)
 
 
 def _check(dataset: Any, batch_size: int, budget_s: float, most: int, options: dict[str, Any]) -> None:
@@ -102,6 +103,16 @@ def search(bench: Bench, most: int) -> tuple[Choice, bool]:
         bench.take(loader)
     bench.in_turn([loader, MODEL], lambda: differs(bench.evidence.ratio(loader, MODEL)), fewest=0)
     return choice, capped
+
+
+def untried(bench: Bench, choice: Choice, most: int) -> int | None:
+    """The next number of workers that may be faster and for which there was no time; None if there is none."""
+    model, tried = bench.evidence.rate(MODEL), bench.evidence.loaders()
+    arm: Arm = ("together", choice.setting)
+    reached = bench.evidence.ratio(arm, MODEL).value if bench.evidence.of(arm) else 0.0
+    more = rules.one_more(choice.setting.workers, model, tried, most, reached)
+    hopeless = rules.reason_to_stop(model, tried, most) == "cannot catch up"
+    return None if more is None or hopeless or bench.evidence.of(("together", Setting(more))) else more
 
 
 def _climb(bench: Bench, most: int) -> None:

@@ -94,9 +94,30 @@ def blame(what: str) -> Iterator[None]:
     except BadInput:
         raise
     except Exception as e:
-        last = next((line for line in reversed(str(e).splitlines()) if line.strip()), "")
-        told = last if "Original Traceback" in str(e) else f"{type(e).__name__}: {last}"
-        raise BadInput(f"{what} raised {told}") from e
+        raise BadInput(f"{what} raised {in_one_line(e)}") from e
+
+
+UNEQUAL = ("stack expects each tensor to be equal size", "each element in list of batch should be of equal size",
+           "default_collate: batch must contain")  # fmt: skip
+
+
+def in_one_line(error: Exception) -> str:
+    """Type and words of `error`: their first and last line; of a CUDA error the first, the last tells how to debug it.
+
+    A worker sends its error as a traceback in text: the words stand after its last frame.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if any(line.startswith("Original Traceback") for line in lines):
+        last_frame = max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=0)
+        told = [line for line in lines[last_frame + 1 :] if not line.startswith("    ")] or lines[-1:]
+    else:
+        first, *rest = lines or [""]
+        told = [f"{type(error).__name__}: {first}".removesuffix(": "), *rest]
+    whole = len(told) == 1 or "CUDA error" in told[0]
+    said = told[0].strip() if whole else f"{told[0].strip()} ... {told[-1].strip()}"
+    if any(words in str(error) for words in UNEQUAL):
+        said += ": pass the collate_fn of your own DataLoader, from a factory as (dataset, step, {'collate_fn': ...})"
+    return said
 
 
 class Bench:

@@ -27,6 +27,7 @@ LOAD_AT_ONCE = (
     "BatchSampler as sampler and batch_size=None), or keep the data on the device"
 )
 HANDING_OVER = "batches on their way (send uint8 instead of float32) and cores that it shares with the workers"
+BY_ITSELF = "loading, which without workers takes turns with it, and which workers did not make cheaper"
 WAITS, IN_THE_WAY = 0.05, 0.85
 TOLERANCE_TEXT = f"{100 * TOLERANCE:.0f} %"
 
@@ -43,6 +44,8 @@ class Tuning:
     budget_s: float
     capped: bool
     """Whether more than max_workers might help."""
+    untried: int | None = None
+    """The next number of workers that might help and for which the budget had no time."""
 
     @property
     def settings(self) -> dict[str, int | bool]:
@@ -175,13 +178,16 @@ class Tuning:
         waits = self.wait_share.value if self.wait_share else 0.0
         if self.capped:
             return f"Next: raise max_workers. The last of its {self.choice.setting.workers} workers still helped."
+        if self.limit == "loader" and self.untried:
+            return f"Next: raise budget_s. There was no time for num_workers={self.untried}, which may be faster."
         if self.limit == "loader" and not self.choice.setting.workers and len(self.evidence.loaders()) > 1:
             return f"Next: {LOAD_AT_ONCE}."
         if self.limit == "loader":
             return f"Next: {FEED_MORE}."
         if self.limit != "model":
             return "Next: model and loader would both have to become faster."
-        rest = f"what it still waits for is {HANDING_OVER}" if waits > WAITS else "data is not what it waits for"
+        waited = HANDING_OVER if self.choice.setting.workers else BY_ITSELF
+        rest = f"what it still waits for is {waited}" if waits > WAITS else "data is not what it waits for"
         return f"Next: a faster step; {rest}."
 
 
