@@ -222,12 +222,15 @@ def blame(run: Records, case: str) -> Verdict:
 
 
 def added(run: Records, case: str) -> Estimate:
-    """By how many s a step is longer than with nobody late: the mean over the run, with its interval."""
+    """By how many s a step is longer than with nobody late: the mean over the run, with its interval by Student's t."""
+    from scipy.special import stdtrit
+
     pairs = zip(run.one("step_s", late=case).samples, run.one("step_s", late="nobody").samples, strict=True)
     gaps = [a - b for a, b in pairs]
-    half = 1.96 * statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
+    n = len(gaps)
+    half = float(stdtrit(n - 1, 0.975)) * statistics.stdev(gaps) / n**0.5 if n > 1 else 0.0
     mean = statistics.fmean(gaps)
-    return Estimate(mean, mean - half, mean + half, len(gaps), "s")
+    return Estimate(mean, mean - half, mean + half, n, "s")
 
 
 def predicted(run: Records, case: str) -> tuple[float, float]:

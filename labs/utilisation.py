@@ -33,7 +33,7 @@ ARRAY_BYTES = 64 * 2**20
 class Config:
     """How long each job runs, and how the bursts are read."""
 
-    windows: int = 5
+    windows: int = 6
     """Windows per job; each gives one sample."""
     window_s: float = 0.1
     """Length of a window in s."""
