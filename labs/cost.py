@@ -392,8 +392,13 @@ def divisions(params: float, tokens: float, card: str, gpus: int) -> Divisions:
 
 def main() -> None:
     """Entry point of the command line."""
-    config = cli.parse_config(Config, __doc__, "python -m labs.cost")
-    for sentence in answer(config):
+    prog = "python -m labs.cost"
+    config = cli.parse_config(Config, __doc__, prog)
+    try:
+        said = [*answer(config)]
+    except BadInput as e:  # of values that are plausible one by one
+        cli.fail(prog, str(e))
+    for sentence in said:
         print(textwrap.fill(sentence, 100, subsequent_indent="  "))
     print("\nAll of this is modelled:")
     print(table(bills(config), config.parsed()).to_string())

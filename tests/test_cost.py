@@ -177,6 +177,14 @@ def test_failures_that_never_let_a_step_finish_are_one_line():
         one(params=7e9, save_s=1e9)
 
 
+def test_the_command_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["cost", "--save-s", "1e9"])
+    with pytest.raises(SystemExit) as e:
+        cost.main()
+    assert e.value.code == 2
+    assert "nothing is ever finished" in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
 def test_the_largest_model_keeps_the_limits_and_one_that_is_larger_does_not():
     config = cost.Config(offers=("H100 SXM:64:2.0",), budget=20_000.0)
     params, b = cost.largest_model(config, config.parsed()[0])
