@@ -340,7 +340,7 @@ class Training:
 def training(work: Work, cluster: Cluster, steps: float, plan: Plan | None = None) -> Training:
     """`steps` optimizer steps with checkpoints at the best interval (labs.parts.checkpoints.checkpoint_interval)."""
     share = lost_share(cluster)
-    require(share < 1, f"{cluster.gpus:,} GPUs fail every {cluster.gpu_mtbf_s / cluster.gpus:.3g} s, so with "
+    require(share < 1 - 1e-9, f"{cluster.gpus:,} GPUs fail every {cluster.gpu_mtbf_s / cluster.gpus:.3g} s, so with "
             f"{cluster.save_s:g} s to save and {cluster.restart_s:g} s to restart nothing is ever finished: take fewer "
             "GPUs, or shorten these")  # fmt: skip
     return Training(step(work, cluster, plan).step_s, steps, cluster.startup_s, share)
