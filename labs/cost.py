@@ -308,11 +308,17 @@ def answer(config: Config) -> Iterator[str]:
         yield _nearest(found, config)
     else:
         money = f", {kept.money} of your money" if kept.money else ""
-        yield (f"Cheapest {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
-               f"GPU-hours{money}, {kept.energy_kwh.times(1e-3)} MWh at most on the boards.")  # fmt: skip
+        boards = " on the boards" if config.power_factor == 1 else f", {config.power_factor:g} times that of the boards"
+        fit = [b for b in found if b and within(b, config.deadline_days, config.budget)]
+        least = "Cheapest"
+        if len(fit) > 1 and not all(b.money for b in fit):
+            least = "Fewest GPU-hours (which is cheapest takes a price in every offer, CARD:GPUS:PRICE)"
+        yield (f"{least} {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
+               f"GPU-hours{money}, {kept.energy_kwh.times(1e-3)} MWh at most{boards}.")  # fmt: skip
         share = kept.training.lost_share
         yield (f"Trained as: {kept.plan}. Most of a step is {kept.step.limit()}; checkpoints and failures take "
                f"{share:.1%} of the time, start-up {kept.training.startup_s / kept.training.total_s:.1%}.")  # fmt: skip
+    yield from _undivided(config)
     yield from arithmetic(config)
     if config.deadline_days or config.budget:
         for offer in config.parsed():
@@ -322,10 +328,17 @@ def answer(config: Config) -> Iterator[str]:
     yield str(config.error)
 
 
+def _undivided(config: Config) -> list[str]:
+    """Of each number of GPUs that the batch does not divide by: what was not considered for it."""
+    counts = dict.fromkeys(offer.gpus for offer in config.parsed())
+    return [why for gpus in counts if (why := parallel_cost.undivided(config.batch, gpus))]
+
+
 def _nearest(found: Sequence[Bill | None], config: Config) -> str:
     fit = [b for b in found if b]
     if not fit:
-        return "None has the memory."
+        considered = ", in the plans that share the batch evenly" if _undivided(config) else ""
+        return f"None has the memory{considered}."
     hopeful = [b for b in fit if within(b, config.deadline_days, config.budget, certain=False)]
     if hopeful:
         return f"In the middle of the band these would: {', '.join(str(b.offer) for b in hopeful)}."
@@ -379,8 +392,13 @@ def divisions(params: float, tokens: float, card: str, gpus: int) -> Divisions:
 
 def main() -> None:
     """Entry point of the command line."""
-    config = cli.parse_config(Config, __doc__, "python -m labs.cost")
-    for sentence in answer(config):
+    prog = "python -m labs.cost"
+    config = cli.parse_config(Config, __doc__, prog)
+    try:
+        said = [*answer(config)]
+    except BadInput as e:  # of values that are plausible one by one
+        cli.fail(prog, str(e))
+    for sentence in said:
         print(textwrap.fill(sentence, 100, subsequent_indent="  "))
     print("\nAll of this is modelled:")
     print(table(bills(config), config.parsed()).to_string())

@@ -20,6 +20,7 @@ from labs.kit.errors import naming, require
 from labs.parts.planning.blind_test import Band, band, band_across
 from labs.parts.planning.calibration import reached
 from labs.parts.planning.parallel_cost import (
+    GRADIENT_BYTES,
     NEAR,
     STATE_BYTES,
     Cost,
@@ -32,6 +33,7 @@ from labs.parts.planning.parallel_cost import (
     fewest_gpus,
     otherwise,
     shape,
+    undivided,
 )
 from labs.parts.planning.scaling import REACHED as OF_MEMORY
 from labs.parts.planning.scaling import Cluster, Link, Work, timed
@@ -120,9 +122,10 @@ class Config:
         """{name: (value, where it comes from)} of what a datasheet can tell."""
         card = hardware.spec(self.gpu) if self.gpu else None
         peak = card.tflops("bf16") or card.tflops("fp16") if card else None
+        link = card.link_among(min(self.gpus, self.gpus_per_node)) if card else None
         by_card = {
             "memory_gb": (card.memory_gb, "datasheet") if card else None,
-            "link_gb_s": (card.link_gb_s / 2, "half of the datasheet's") if card and card.link_gb_s else None,
+            "link_gb_s": (link / 2, "half of the datasheet's") if link else None,
             "tflops": self._reached(peak) if peak else None,
         }
         given = {name: (getattr(self, name), "given") for name in ASSUMED if getattr(self, name)}
@@ -224,7 +227,9 @@ class Advice:
         """What to use and why, in sentences."""
         states, free = self.config.params * STATE_BYTES / 1e9, self.config.machine().memory_bytes / 1e9
         said = [f"Parameters, gradients and Adam's moments take {states:.3g} GB; one GPU has {free:.3g} GB free."]
-        return said + (self._of_choice(self.choice) if self.choice else self._of_none())
+        said += self._of_choice(self.choice) if self.choice else self._of_none()
+        not_considered = undivided(self.config.batch, self.config.gpus)
+        return said + [not_considered] * bool(not_considered)
 
     def _of_none(self) -> list[str]:
         least = min(self.costs, key=lambda c: c.memory_bytes)
@@ -243,6 +248,10 @@ class Advice:
     def _of_choice(self, c: Cost) -> list[str]:
         said = [f"Use {c.plan}: {c.memory_bytes / 1e9:.3g} GB per GPU, {self.seconds(c)} per step, {self.speed_ups(c)} "
                 f"one GPU with memory without limit. The range is the model's error: {self.error}"]  # fmt: skip
+        if c.plan.data > 1 and not c.plan.sharded:
+            own = GRADIENT_BYTES * self.config.params / (c.plan.pipeline * c.plan.tensor) / 1e9
+            said.append(f"DDP is counted with gradient_as_bucket_view=True: by default it holds gradients twice, which "
+                        f"takes {own:.2g} GB more.")  # fmt: skip
         free = self.config.machine().memory_bytes
         rivals = [x for x in self.costs if x.memory_bytes <= free and x.plan.scheme != c.plan.scheme]
         near = dict.fromkeys(x.plan.scheme for x in rivals if x.step_s <= (1 + NEAR) * c.step_s)

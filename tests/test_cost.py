@@ -148,6 +148,43 @@ def test_without_prices_gpu_hours_decide():
     assert cost.cheapest([made(None, 4, gpus=64), made(None, 3, gpus=128)]).offer.gpus == 64
 
 
+@pytest.mark.parametrize(
+    ("offers", "starts"),
+    [
+        (("H100 SXM:64", "A100 80GB SXM:128"), "Fewest GPU-hours"),
+        (("H100 SXM:64:2.5", "A100 80GB SXM:128"), "Fewest GPU-hours"),
+        (("H100 SXM:64:2.5", "A100 80GB SXM:128:1.2"), "Cheapest"),
+        (("H100 SXM:64",), "Cheapest"),
+    ],
+)
+def test_nothing_is_called_cheapest_of_several_without_their_prices(offers, starts):
+    assert next(cost.answer(cost.Config(offers=offers))).startswith(starts)
+
+
+def test_gpus_that_do_not_divide_the_batch_are_no_lack_of_memory():
+    said = " ".join(cost.answer(cost.Config(params=1e9, offers=("A10:100000",))))
+    assert "in the plans that share the batch evenly" in said and "a batch of 100,000 allows both" in said
+    assert "evenly" not in " ".join(cost.answer(cost.Config(params=1e9, offers=("A10:64",))))
+
+
+def test_a_large_batch_of_a_small_model_is_cut_as_far_as_it_has_to_be():
+    found = one("T4:1", params=3e8, batch=8192)
+    assert found and found.memory_bytes < 14e9
+
+
+def test_failures_that_never_let_a_step_finish_are_one_line():
+    with pytest.raises(BadInput, match="nothing is ever finished: take fewer GPUs"):
+        one(params=7e9, save_s=1e9)
+
+
+def test_the_command_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["cost", "--save-s", "1e9"])
+    with pytest.raises(SystemExit) as e:
+        cost.main()
+    assert e.value.code == 2
+    assert "nothing is ever finished" in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
 def test_the_largest_model_keeps_the_limits_and_one_that_is_larger_does_not():
     config = cost.Config(offers=("H100 SXM:64:2.0",), budget=20_000.0)
     params, b = cost.largest_model(config, config.parsed()[0])
@@ -235,7 +272,7 @@ def test_every_card_with_sources_makes_an_offer():
 
 def test_the_command_answers_first_and_knows_no_price():
     found = subprocess.run([sys.executable, "-m", "labs.cost"], capture_output=True, text=True, timeout=250)
-    assert found.returncode == 0 and found.stdout.startswith("Cheapest without limits"), found.stderr
+    assert found.returncode == 0 and found.stdout.startswith("Fewest GPU-hours (which is cheapest takes"), found.stderr
     assert "money" not in found.stdout and "erred by" in found.stdout
     wrong = subprocess.run(
         [sys.executable, "-m", "labs.cost", "--offers", "H100"], capture_output=True, text=True, timeout=250

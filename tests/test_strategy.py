@@ -99,6 +99,36 @@ def test_every_plan_uses_all_gpus_and_divides_the_batch():
     assert all(p.data == 1 for p in plans(replace(JOB, batch=3), 2))
 
 
+def test_a_batch_is_cut_down_to_single_sequences():
+    advice = advise(Config(params=3e8, batch=2048, gpus=1, memory_gb=24))
+    assert advice.choice and not advice.others, "gradients of 2,048 sequences can be accumulated one by one"
+    assert max(p.micro_batches for p in plans(replace(JOB, batch=2048), 1)) == 2048
+    assert len(list(plans(replace(JOB, batch=10**9), 1))) == 200, "divisors are not searched one by one"
+
+
+def test_gpus_that_cannot_share_the_batch_are_told():
+    said = " ".join(advise(Config(params=1e8, batch=33, gpus=8)).reasons())
+    assert "8 GPUs cannot share a batch of 33 sequences evenly" in said and "a batch of 40 allows both" in said
+    assert "evenly" not in " ".join(advise(Config(params=1e8, batch=32, gpus=8)).reasons())
+
+
+def test_ddp_is_counted_without_its_second_copy_of_gradients_and_says_so():
+    said = " ".join(advise(Config(params=1e9, batch=32, gpus=2, memory_gb=24)).reasons())
+    assert "Use DDP" in said and "gradient_as_bucket_view=True: by default it holds gradients twice" in said
+    assert "takes 4 GB more" in said
+    assert "bucket_view" not in " ".join(advise(Config(params=7e9, gpus=8, memory_gb=24)).reasons()), "FSDP2"
+
+
+@pytest.mark.parametrize(("card", "two", "eight"), [
+    ("A100 80GB PCIe", 300, 32), ("H100 PCIe", 300, 64), ("A100 80GB SXM", 300, 300), ("L4", 32, 32)
+])  # fmt: skip
+def test_a_bridge_joins_two_cards_and_more_talk_through_pcie(card, two, eight):
+    for gpus, link in ((2, two), (8, eight)):
+        assert Config(gpus=gpus, gpu=card).of_machine()["link_gb_s"][0] == link
+        assert scaling.of_card(card, gpus).inside.bytes_s == pytest.approx(scaling.REACHED * link * 1e9)
+    assert Config(gpus=8, gpus_per_node=2, gpu=card).of_machine()["link_gb_s"][0] == two, "pairs in servers"
+
+
 def test_the_choice_where_it_is_known():
     assert best(costs(JOB, GPUS), GPUS.memory_bytes).plan.scheme == "DDP", "fits, and the link is fast"
     small = replace(GPUS, memory_bytes=15e9)

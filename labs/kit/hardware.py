@@ -289,6 +289,8 @@ class Spec:
     """The tensor figures are half of a figure "with sparsity"."""
     link: str | None = None
     link_gb_s: float | None = None
+    pcie_gb_s: float | None = None
+    """Of a card whose `link` is a bridge: a bridge joins two cards, PCIe joins more."""
     l2_mib: float | None = None
     """Level-2 cache in 2^20 bytes."""
     tdp_w: float | None = None
@@ -297,6 +299,10 @@ class Spec:
     def tflops(self, dtype: str) -> float | None:
         """Dense TFLOP/s of "fp32", "tf32", "bf16" or "fp16"."""
         return getattr(self, DTYPES[dtype])
+
+    def link_among(self, gpus: int) -> float | None:
+        """10^9 bytes/s, both directions added, of one of `gpus` cards in a server: more than two have no bridge."""
+        return self.pcie_gb_s if "bridge" in (self.link or "") and gpus > 2 else self.link_gb_s
 
 
 @functools.cache

@@ -256,12 +256,21 @@ def plans(job: Job, gpus: int) -> Iterator[Plan]:
             continue
         for sharded in (False, True) if data > 1 else (False,):
             plan = Plan(data, pipeline, tensor, sharded)
-            micro = [m for m in _divisors(job.batch // data) if m <= 128]
+            micro = _divisors(job.batch // data)  # up to one sequence at a time: what has the least memory
             yield from (replace(plan, micro_batches=m, recompute=r) for m in micro for r in (False, True))
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def undivided(batch: int, gpus: int) -> str:
+    """Why data parallelism over all GPUs is in none of the `plans`, and the batch with which it is; "" if it is."""
+    if batch % gpus == 0:
+        return ""
+    return (f"{gpus:,} GPUs cannot share a batch of {batch:,} sequences evenly, so neither DDP nor FSDP2 over all of "
+            f"them was considered: a batch of {gpus * math.ceil(batch / gpus):,} allows both.")  # fmt: skip
 
 
 def costs(job: Job, machine: Machine) -> list[Cost]:

@@ -339,7 +339,11 @@ class Training:
 
 def training(work: Work, cluster: Cluster, steps: float, plan: Plan | None = None) -> Training:
     """`steps` optimizer steps with checkpoints at the best interval (labs.parts.checkpoints.checkpoint_interval)."""
-    return Training(step(work, cluster, plan).step_s, steps, cluster.startup_s, lost_share(cluster))
+    share = lost_share(cluster)
+    require(share < 1 - 1e-9, f"{cluster.gpus:,} GPUs fail every {cluster.gpu_mtbf_s / cluster.gpus:.3g} s, so with "
+            f"{cluster.save_s:g} s to save and {cluster.restart_s:g} s to restart nothing is ever finished: take fewer "
+            "GPUs, or shorten these")  # fmt: skip
+    return Training(step(work, cluster, plan).step_s, steps, cluster.startup_s, share)
 
 
 def lost_share(cluster: Cluster) -> float:
@@ -362,6 +366,7 @@ def of_card(card: str, gpus: int, gpus_per_node: int = 8, network_gb_s: float = 
     row = hardware.require_spec(card)
     peak = row.tflops("bf16") or row.tflops("fp16")
     require(bool(peak and row.link_gb_s), f"{card} has no sourced 16-bit peak, or no link, in labs/kit/gpus.toml")
-    inside = Link(REACHED * row.link_gb_s / 2 * 1e9)  # datasheets add both directions
+    link = row.link_among(min(gpus, gpus_per_node))
+    inside = Link(REACHED * link / 2 * 1e9)  # datasheets add both directions
     memory = REACHED * row.bandwidth_gb_s * 1e9 if row.bandwidth_gb_s else math.inf
     return Cluster(gpus, gpus_per_node, reached * peak * 1e12, inside, Link(REACHED * network_gb_s * 1e9), memory)
