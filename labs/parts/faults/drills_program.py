@@ -375,6 +375,9 @@ def lacks_import(cured):
 
 @drill()
 def never_was(cured):
+    import torch.distributed.nn  # nothing else here imports it
+    import torch.distributed.optim
+
     return torch.distributed.optim.ZeroRedundancyOptimizer if cured else torch.distributed.nn.init_distributed_optimizer
 
 

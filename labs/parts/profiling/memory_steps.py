@@ -87,7 +87,7 @@ def watch(job: Job, loop: Loop) -> Watched:
     """Run `loop`, which does one step of `job` each time that it is asked, to its end. Nothing of it is changed."""
     on_cuda = job.batches[0][0].is_cuda
     history, running, ends = (
-        StepHistory(watch.__code__, job, CUDA_BLOCK_BYTES if on_cuda else 1),
+        StepHistory(one_step.__code__, job, CUDA_BLOCK_BYTES if on_cuda else 1),
         started(loop, job),
         [],
     )
