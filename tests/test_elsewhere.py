@@ -139,7 +139,7 @@ def test_machines_share_the_files_and_one_that_fails_is_told():
         command = [sys.executable, HERE / "elsewhere", "--share", "--", "-m", "", *map(str, files)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 1, done.stdout
-    assert done.stdout.endswith("== Elsewhere: large passed, small failed\n"), done.stdout
+    assert done.stdout.endswith("== Elsewhere: small failed, large passed\n"), done.stdout
     assert "Asia/Kathmandu" in done.stdout
 
 

@@ -152,17 +152,21 @@ def main() -> int:
 
 
 def share(files: Sequence[str], options: list[str], pytest_args: list[str]) -> dict[str, int]:
-    """Run every machine at once, in a process of its own, with every n-th of `files`; exit codes by machine.
+    """Run every machine at once, in a process of its own, with its share of `files`; exit codes by machine.
 
-    What a machine prints comes when it is done. An interrupt ends them all.
+    They are dealt by the cores that pytest uses there. What a machine prints comes when it is done. An interrupt ends
+    them all.
     """
+    turns = [name for name, machine in MACHINES.items() for _ in range(_workers(machine))]
     running: dict[str, tuple[subprocess.Popen, IO[str]]] = {}
     with contextlib.ExitStack() as stack:
-        for n, (name, machine) in enumerate(reversed(MACHINES.items())):  # the one with more cores has most to do
+        for name, machine in MACHINES.items():
+            own = [file for n, file in enumerate(files) if turns[n % len(turns)] == name]
+            if not own:
+                continue
             said = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
-            side_by_side = ["-n", str(min(2, machine.usable)), "--dist", "loadfile"]
-            asked = [name, "--alone", *options, "--", *side_by_side, *pytest_args, *files[n :: len(MACHINES)]]
-            command = [sys.executable, str(HERE), *asked]
+            side_by_side = ["-n", str(_workers(machine)), "--dist", "loadfile"]
+            command = [sys.executable, str(HERE), name, "--alone", *options, "--", *side_by_side, *pytest_args, *own]
             running[name] = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT), said
         try:
             codes = {}
@@ -177,6 +181,10 @@ def share(files: Sequence[str], options: list[str], pytest_args: list[str]) -> d
                 process.send_signal(signal.SIGTERM)  # it stops its tests and removes its copy
             for process, _ in running.values():
                 process.wait()
+
+
+def _workers(machine: Machine) -> int:
+    return min(2, machine.usable)
 
 
 def pytest(full: bool = False, args: Sequence[str] = ()) -> list[list[str]]:
