@@ -138,12 +138,12 @@ def main() -> int:
     codes = {}
     try:
         if options.share:
-            others = [a for a in pytest_args if a not in files]
-            codes = share(files, ["--full"] * options.full, others)
-        for name in () if options.share else options.machine or MACHINES:
-            print(f"== Elsewhere, the {name} machine: {MACHINES[name].about}", flush=True)
-            machine = replace(MACHINES[name], neighbour=False) if options.alone else MACHINES[name]
-            codes[name] = run(machine, commands, options.full, terminal=options.shell)
+            codes = share(files, ["--full"] * options.full, [a for a in pytest_args if a not in files])
+        else:
+            for name in options.machine or MACHINES:
+                print(f"== Elsewhere, the {name} machine: {MACHINES[name].about}", flush=True)
+                machine = replace(MACHINES[name], neighbour=False) if options.alone else MACHINES[name]
+                codes[name] = run(machine, commands, options.full, terminal=options.shell)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
