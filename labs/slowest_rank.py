@@ -13,7 +13,6 @@ of several takes?
 from __future__ import annotations
 
 import functools
-import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -154,18 +153,10 @@ def real_steps(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("real_step_s", "s", samples, of_rank=r)
 
 
-def mean(samples: tuple[float, ...], unit: str = "s") -> Estimate:
-    """The mean, which is what a long training pays, with its 95 % interval by Student's t: 6 steps are few."""
-    from scipy.special import stdtrit
-
-    x = np.asarray(samples, float)
-    half = float(stdtrit(len(x) - 1, 0.975) * x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else 0.0
-    return Estimate(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half, len(x), unit)
-
-
 def measured(run: Records, kind: Kind) -> dict[int, Estimate]:
     """{ranks: mean seconds of a step} with planted delays."""
-    return {r.case["ranks"]: mean(r.samples) for r in run.where("step_s", delays=kind) if r.kind != "modelled"}
+    every = run.where("step_s", delays=kind)
+    return {r.case["ranks"]: measure.mean(r.samples, "s") for r in every if r.kind != "modelled"}
 
 
 def formula(run: Records, kind: Kind) -> dict[int, float]:
@@ -185,7 +176,7 @@ def real(run: Records) -> tuple[Estimate, Estimate, float]:
     """
     every = [r.samples for r in run.where("real_step_s")]
     worst = tuple(max(step) for step in zip(*every, strict=True))
-    return mean(every[0]), mean(worst), slowest.of_samples(every[0], len(every))
+    return measure.mean(every[0], "s"), measure.mean(worst, "s"), slowest.of_samples(every[0], len(every))
 
 
 def beyond_one_list(run: Records, resamples: int = 400) -> Estimate:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from labs.kit import measure
@@ -89,6 +89,30 @@ def test_intervals_are_bit_by_bit_those_of_scipy(samples):
         shares = binomtest(count, len(samples)).proportion_ci(method="wilson")
         got = measure.proportion(count, len(samples))
         assert (got.low, got.high) == pytest.approx((shares.low, shares.high), rel=1e-12)
+
+
+@given(st.floats(1e-6, 1e9), st.integers(4, 7))
+@example(0.0072254277208884, 6)
+@example(93712.68442154698, 5)
+def test_an_interval_holds_its_value_where_samples_repeat(often, times):
+    """On a straight line between two equal numbers rounding may leave the last digit."""
+    samples = [often] * times + [1.01 * often]
+    found = estimate(samples, resamples=299)
+    assert often == found.low == found.value <= found.high <= 1.01 * often
+
+
+def test_a_mean_has_the_interval_of_students_t():
+    from scipy.stats import t
+
+    samples = noise(6, 4)
+    found, exact = measure.mean(samples, "s"), t.interval(0.95, 5, np.mean(samples), np.std(samples, ddof=1) / 6**0.5)
+    assert (found.value, found.n, found.unit) == (pytest.approx(np.mean(samples)), 6, "s")
+    assert found.high - found.value == pytest.approx(2.5706 * np.std(samples, ddof=1) / 6**0.5, rel=1e-4)
+    assert (found.low, found.high) == pytest.approx(exact)
+    one = measure.mean([2.0])
+    assert (one.low, one.value, one.high) == (2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="at least one"):
+        measure.mean([])
 
 
 def test_fewer_resamples_give_about_the_same_interval():

@@ -168,10 +168,3 @@ def test_independent_lists_are_seldom_called_dependent():
         found = lab.beyond_one_list(run, resamples=200)
         called += not found.low <= 0 <= found.high
     assert called <= 12, f"{called} of 100"
-
-
-def test_the_interval_of_a_mean_of_few_steps_is_students():
-    """6 steps: 2.571 standard errors, where 1.96 would miss the mean in 11 % of runs, not in 5."""
-    found = lab.mean((1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
-    assert found.high - found.value == pytest.approx(2.5706 * 3.5**0.5 / 6**0.5, rel=1e-4)
-    assert (lab.mean((2.0,)).low, lab.mean((2.0,)).high) == (2.0, 2.0)
