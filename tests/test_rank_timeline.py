@@ -104,6 +104,17 @@ def test_steps_that_only_one_rank_recorded_are_left_out(tmp_path):
     assert merged.offsets[1].s == pytest.approx(0.02, abs=5e-4) and merged.offsets[1].collectives == 15
 
 
+def test_collectives_of_a_part_of_the_ranks_are_left_out(tmp_path):
+    """Such as a rank's own group for tensor parallelism, in each step."""
+    found = made(2, steps=6, clocks={1: 0.02}, hosts=["a", "b"], backend="nccl")
+    for rank, of in enumerate(found):
+        for e in [e for e in of["traceEvents"] if e["name"].startswith("nccl")]:
+            args = e["args"] | {"Process Group Name": str(1 + rank)}
+            of["traceEvents"].append(e | {"ts": e["ts"] + 1000 + 500 * rank, "dur": 20.0, "args": args})
+    merged = lab.read_traces(written(tmp_path, found))
+    assert merged.offsets[1].s == pytest.approx(0.02, abs=5e-4) and merged.offsets[1].collectives == 18
+
+
 def test_one_stray_collective_is_left_out(tmp_path):
     """A gloo thread without a core notes one long after it ran, so that it cannot be the same one on both ranks."""
     found = made(2, steps=8, clocks={1: 0.05}, hosts=["a", "b"])

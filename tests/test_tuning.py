@@ -371,7 +371,7 @@ def test_the_sentence_says_setting_certainty_limit_waiting_and_what_is_next():
     assert "The model limits: alone the loader gives 2" in text and "of each step waits for data" in text
     assert text.endswith("Next: a faster step; data is not what it waits for.")
     slow = str(tuned(Simulated(1000, lambda w: 60 * min(max(1, w), 2))))
-    assert "The loader limits" in slow and "decode less per sample" in slow and "labs.dataset_formats" in slow
+    assert "The loader limits" in slow and "do less per sample" in slow and "labs.dataset_formats" in slow
     tiny = str(tuned(Simulated(9000, lambda w: 5000 if w == 0 else 500)))
     assert "load many samples at once" in tiny
     even = str(tuned(Simulated(100, lambda w: 60 if w == 0 else 100 * min(w, 2) / 2, noise=0.01)))

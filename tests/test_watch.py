@@ -16,7 +16,7 @@ import pytest
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
 
 from labs import watch
-from labs.parts.faults import movement
+from labs.parts.faults import evidence, movement
 from labs.parts.faults.hangs import HANGS as HANGS_OF_THE_LAB
 from labs.parts.faults.movement import Counted, Counts, Movement
 from labs.parts.faults.watchman import Board, Watchman
@@ -384,6 +384,26 @@ def test_a_loop_that_waits_is_soon_known_and_a_step_makes_all_places_new():
     looked.counts.now = lambda: (2,)
     looks = [looked._counts_changed() or looked._stack_is_new() for _ in range(3)]
     assert looks == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        ({}, "2000"),
+        ({evidence.BUFFER: "10"}, "10"),
+        ({evidence.OLDER_BUFFER: "50000"}, None),
+    ],
+)
+def test_what_the_user_says_of_the_recorder_is_kept(tmp_path, monkeypatch, given, then):
+    for name in (evidence.BUFFER, evidence.OLDER_BUFFER):
+        monkeypatch.setenv(name, "")  # is set back afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    Watchman(tmp_path, 1.0, lambda folder: (), "watch").start()
+    assert os.environ.get(evidence.BUFFER) == then
 
 
 def test_a_rate_needs_two_looks(monkeypatch):

@@ -75,7 +75,8 @@ class Evidence:
         self.end_of_step(None)
         # Read when the first process group is made: how many collectives torch keeps (in 2.13 it is the
         # default, in some earlier versions none), and whether and where NCCL's watchdog dumps them
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.resolve() / "nccl_trace_rank_"))
         self.stacks = (folder / f"rank{rank}.stacks.txt").open("w")

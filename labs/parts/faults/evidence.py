@@ -24,7 +24,7 @@ from typing import Any
 
 from labs.kit.record import write_atomic
 
-BUFFER = "TORCH_FR_BUFFER_SIZE"
+BUFFER, OLDER_BUFFER = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 """Environment: entries that torch's Flight Recorder keeps, by default 2,000 in torch 2.13. 0 records nothing, which was
 the default of some earlier versions.
 

@@ -71,7 +71,8 @@ class Watchman:
 
     def start(self) -> None:
         """Before the program loads torch: the recorder's size is read once. Earlier torch than 2.13 may keep none."""
-        os.environ.setdefault(evidence.BUFFER, "2000")
+        if evidence.OLDER_BUFFER not in os.environ:  # which torch reads only where the newer name is not set
+            os.environ.setdefault(evidence.BUFFER, "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # should NCCL's own watchdog be the first
         for old in self.folder.glob(f"rank{self.place.rank}.*"):
             old.unlink()

@@ -113,10 +113,12 @@ def shorter_half(samples: Sequence[float]) -> tuple[float, float]:
 def matched(traces: Sequence[RankTrace]) -> Iterator[tuple[Collective, ...]]:
     """The collectives that hold all ranks up and that all of `traces` have, one of each.
 
-    The k-th of one rank is the k-th of another, if both called the same ones in the same order. Otherwise the same is
-    asked of each step of the profiler; a step in which they differ is left out.
+    Those of groups to which only some of these ranks belong are left out. The k-th of one rank is the k-th of another,
+    if both called the same ones in the same order. Otherwise the same is asked of each step of the profiler; a step in
+    which they differ is left out.
     """
-    every = [[c for c in t.collectives if c.all_wait] for t in traces]
+    all_have = set.intersection(*({c.group for c in t.collectives} for t in traces))
+    every = [[c for c in t.collectives if c.all_wait and c.group in all_have] for t in traces]
     if _alike(every):
         yield from zip(*every, strict=True)
         return

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 NAMES = {"model": "model alone", "loader": "loader alone", "together": "both together"}
 FEED_MORE = (
-    "decode less per sample (smaller images, Image.draft), or decode once and keep the result (memory map, RAM "
-    "cache): labs.dataset_formats measures both"
+    "do less per sample (of images: smaller ones, Image.draft), or do it once and keep the result, decoded or "
+    "tokenized (memory map, RAM cache): labs.dataset_formats measures both for images"
 )
 LOAD_AT_ONCE = (
     "to hand a batch over costs more than to load it, so load many samples at once (rows of one tensor, by a "
