@@ -94,6 +94,30 @@ def test_a_work_that_nobody_waits_for_is_told():
     assert "only starts" in examine("03.2", all_reduce_gradients).text
 
 
+def test_a_division_before_the_wait_is_told():
+    """Whether gloo sends the numbers before or after it is chance."""
+
+    def all_reduce_gradients(model):
+        works = []
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            works.append(dist.all_reduce(p.grad, async_op=True))
+            p.grad /= dist.get_world_size()
+        for work in works:
+            work.wait()
+
+    def first_waited_for(model):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            work = dist.all_reduce(p.grad, async_op=True)
+            work.wait()
+            p.grad /= dist.get_world_size()
+            work.wait()
+
+    assert "while its all_reduce" in examine("03.2", all_reduce_gradients).text
+    passes("03.2", first_waited_for)
+
+
 def test_a_fixed_number_of_ranks_is_told():
     def all_reduce_gradients(model):
         for p in model.parameters():

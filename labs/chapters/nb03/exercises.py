@@ -167,6 +167,10 @@ def check_all_reduce_gradients(f: Function) -> None:
     if any(r["not waited for"] for r in found):
         raise Mistake("all_reduce(..., async_op=True) only starts, and your code reads p.grad before it is done",
                       "work = dist.all_reduce(..., async_op=True), then work.wait() before p.grad is used")  # fmt: skip
+    if any(r["too early"] for r in found):
+        raise Mistake("your code changes p.grad while its all_reduce(..., async_op=True) still runs: some numbers are "
+                      "divided before they are sent, others after",
+                      "work.wait() first, then divide; all may be started before the first is waited for")  # fmt: skip
     names = list(found[0]["before"])
     if any(r["parameters changed"] for r in found):
         raise Mistake(
@@ -249,16 +253,19 @@ def _reduce(f: Function) -> dict[str, Any]:
     with _works_noted() as works:
         f(model)
     return {"before": grads, "after": _grads(model), "not waited for": any(not w.waited for w in works),
+            "too early": any(w.changed for w in works),
             "parameters changed": not torch.equal(parameters, _flat(model.parameters()))}  # fmt: skip
 
 
 class _Work:
-    """What all_reduce(async_op=True) returns, with a note whether it was waited for."""
+    """What all_reduce(async_op=True) returns, with notes: was it waited for, was its tensor changed before that?"""
 
-    def __init__(self, work: dist.Work) -> None:
-        self.work, self.waited = work, False
+    def __init__(self, work: dist.Work, tensor: Tensor) -> None:
+        self.work, self.waited, self.changed = work, False, False
+        self.tensor, self.version = tensor, tensor._version
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        self.changed |= not self.waited and self.tensor._version != self.version
         self.waited = True
         return self.work.wait(*args, **kwargs)
 
@@ -271,10 +278,10 @@ def _works_noted() -> Iterator[list[_Work]]:
     """Within, dist.all_reduce(async_op=True) returns a _Work, which is also added to the list."""
     works, real = [], dist.all_reduce
 
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        work = real(*args, **kwargs)
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = real(tensor, *args, **kwargs)
         if work is not None:
-            works.append(work := _Work(work))
+            works.append(work := _Work(work, tensor))
         return work
 
     dist.all_reduce = all_reduce
