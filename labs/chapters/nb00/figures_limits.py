@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pandas
-from matplotlib.axes import Axes
 
 from labs.chapters.nb00.figures import _decades
 from labs.kit import hardware
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate
-from labs.kit.plot import BLUE, GREY, SERIES, bars, curve, figure, log_axes, points, prediction, show
+from labs.kit.plot import BLUE, SERIES, bars, curve, figure, log_axes, name_points, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.timing import limits
 from labs.parts.timing.limits import FORMATS, Pass
@@ -38,7 +35,7 @@ def roofline(run: Records, guess: Prediction, guessed: str = "mlp, 64 rows") -> 
     grid = [min(*x, ridge) / 2, ridge, 4 * max(*x, ridge)]
     curve(ax, grid, [attainable_flop_s(i, peak, bandwidth) / 1e9 for i in grid], label="roof")
     points(ax, x, [_gflop_s(p) for p in found.values()], label="pass")
-    _name_points(ax, {name: (p.work.intensity, rate[name]) for name, p in found.items()}, x=2.5 * max(x))
+    name_points(ax, {name: (p.work.intensity, rate[name]) for name, p in found.items()}, x=2.5 * max(x))
     prediction(ax, found[guessed].work.intensity, guess, label="mlp")
     log_axes(ax, _decades(grid[0], grid[-1]), _decades(min(rate.values()), 2 * peak / 1e9))
     ax.set_xlim(grid[0], 8 * grid[-1])
@@ -47,15 +44,6 @@ def roofline(run: Records, guess: Prediction, guessed: str = "mlp, 64 rows") -> 
     above = " More than 100% is noise, or bytes that came from a cache." if max(share.values()) > 1.005 else ""
     say(f"The roof bends at {ridge:.1f} FLOP per byte ({peak / 1e9:.3g} GFLOP/s, {bandwidth / 1e9:.3g} GB/s). Of their "
         f"roof the passes reach: {text}.{above} {guess.against(_gflop_s(found[guessed]))}")  # fmt: skip
-
-
-def _name_points(ax: Axes, places: dict[str, tuple[float, float]], x: float) -> None:
-    """Write the names into a column at `x`, each at the height of its point or below the name before it."""
-    above = math.inf
-    for name, place in sorted(places.items(), key=lambda item: -item[1][1]):
-        y = above = min(place[1], above / 1.45)
-        ax.annotate(name, place, xytext=(x, y), va="center", fontsize=11,
-                    arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.8, "relpos": (0, 0.5)})  # fmt: skip
 
 
 def _gflop_s(p: Pass) -> Estimate:

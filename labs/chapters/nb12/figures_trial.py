@@ -9,7 +9,7 @@ from labs import doctor_trial as trial
 from labs.kit.check import Prediction
 from labs.kit.display import say
 from labs.kit.measure import Estimate
-from labs.kit.plot import GREY, bars, figure, log_axes, points, prediction, show
+from labs.kit.plot import GREY, bars, figure, log_axes, name_points, points, prediction, show
 from labs.kit.record import Records
 from labs.parts.doctor.cases import BY_NAME
 
@@ -126,11 +126,10 @@ def bounds_against_gains(run: Records) -> None:
     ax.errorbar([p.gain.value for p in found], [p.bound.value for p in found], fmt="none", ecolor=GREY, elinewidth=1,
                 xerr=[[max(0.0, p.gain.value - p.gain.low) for p in found],
                       [max(0.0, p.gain.high - p.gain.value) for p in found]])  # fmt: skip
-    ax.set_xlim(0.85, 1.4 * most)
+    ax.set_xlim(0.85, 5 * most)
     ax.set_ylim(0.85, 1.4 * most)
-    for p in found:
-        if not p.kept or p.exceeded:
-            ax.annotate(p.patient.replace("_", " "), (p.gain.value, p.bound.value), xytext=(6, 4), fontsize=9,
-                        textcoords="offset points")  # fmt: skip
+    apart = [p for p in found if not p.kept or p.exceeded]
+    names = {p.patient.replace("_", " "): (p.gain.value, p.bound.value) for p in apart}
+    name_points(ax, names, x=1.5 * most, step=1.25)
     told = "; ".join(f"{p.patient} {p.bound.value:.2f} promised, {p.gain.value:.2f} given" for p in found)
     show(fig, alt=f"{message}. Promised against measured gains on logarithmic axes, with the diagonal: {told}.")
