@@ -78,7 +78,7 @@ class Config:
     at_once: int = 2
     """Programs that run at the same time; more than there are cores makes all slower."""
     smoke: bool = False
-    """Four causes, two cures, one kind of end."""
+    """One kind of end, and each cure on one cause only; from a shell four causes and two cures."""
 
     def __post_init__(self) -> None:
         require(len(self.parts) > 0, f"parts must hold some of {', '.join(Part.__args__)}")
@@ -261,6 +261,9 @@ def cures(config: Config, rank: Rank) -> Iterator[Record]:
         for cure in named
         if cause in config.causes and memory_end.LINUX and (cure == NOBODY or named[cure].applies(cause))
     ]
+    if config.smoke:  # each cause as it is, and each cure once
+        first = {cure: cause for cause, cure in reversed(todo)}
+        todo = [(cause, cure) for cause, cure in todo if cure == NOBODY or cause == first[cure]]
     trials = [Trial(cause, steps=_steps(cause, named[cure]), cure=named[cure]) for cause, cure in todo]
     for done, ((cause, cure), s) in enumerate(zip(todo, _run(trials, config, rank), strict=True), 1):
         case = {"cause": cause, "cure": cure}
