@@ -290,6 +290,7 @@ def test_a_fresh_store_does_not_hold_what_an_earlier_start_has_left(monkeypatch)
     (["--epochs", "0"], "epochs must be"), (["--lr", "0"], "lr must be"), (["--save-every", "0"], "save_every must"),
     (["--kill-rank", "1", "--kill-while", "saving"], "only rank 0 saves"), ([], "start it with torchrun"),
     (["--batch-size", "0"], "batch_size must be"), (["--samples", "0"], "samples must be"),
+    (["--seed", "-5"], "seed must be"),
 ])  # fmt: skip
 def test_bad_input_of_the_training_is_one_line(args, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
@@ -299,10 +300,21 @@ def test_bad_input_of_the_training_is_one_line(args, words, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(train.lifeline, "hold", lambda name: None)
+    with pytest.raises(SystemExit) as end:
+        train.entry(["--folder", str(tmp_path / "file" / "x")])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and "choose another --folder" in told and told.count("\n") == 1
+
+
 @pytest.mark.parametrize(("values", "words"), [
     ({"epochs": 0}, "epochs must be"), ({"samples": 60}, "samples must be at least 64"),
     ({"kill_at_step": 33}, "kill_at_step must be between 1 and 32"), ({"save_every": 0}, "save_every must be"),
     ({"batch_size": 0}, "batch_size must be"), ({"kill_at_step": 0}, "kill_at_step must be between"),
+    ({"seed": -5}, "seed must be"),
 ])  # fmt: skip
 def test_bad_input_of_the_lab(values, words):
     with pytest.raises(BadInput, match=words):
