@@ -217,7 +217,7 @@ def blame(merged: Merged) -> str:
     if by_chance(times, len(arrivals), len(merged.ranks)) > 0.05:
         return f"That one rank comes last more often than by chance cannot be told: {said}."
     doubt_s = max(merged.offsets[r].doubt_s for r in {last, *(a.before_last for a in found)})
-    if by.value <= doubt_s:
+    if by.low <= doubt_s:
         return (f"Who holds the others up cannot be told: {said}, and their clocks may be {1e3 * doubt_s:.2f} ms "
                 "further apart than they were taken to be.")  # fmt: skip
     return f"Who holds the others up: {said}."
