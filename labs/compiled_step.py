@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.kit import cli, measure
 from labs.kit.errors import require
+from labs.kit.fork_server import guarded_folder
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
@@ -116,10 +117,14 @@ def cannot_compile(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def empty_cache() -> Iterator[None]:
-    """A folder for everything that torch.compile keeps, removed at the end. Enter it before inductor is imported."""
+    """A folder for everything that torch.compile keeps, removed at the end, also of a killed process.
+
+    Enter it before inductor is imported.
+    """
     names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"  # inductor sets the second one, if nobody has
     before = {name: os.environ.pop(name, None) for name in names}
-    with tempfile.TemporaryDirectory(prefix="compiled-step-", ignore_cleanup_errors=True) as folder:
+    with guarded_folder() as place:
+        folder = str(place)
         usual, tempfile.tempdir = tempfile.tempdir, folder  # precompiled headers go there, whatever the variable says
         os.environ[names[0]] = os.path.join(folder, "cache")
         try:

@@ -259,7 +259,7 @@ def full_disk(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
         print("training_checkpoint: full_disk is skipped: only Linux gives a process a disk of its own")
         return
     for way in WAYS:
-        found = drills.full_disk(way, config.kill_bytes)
+        found = drills.full_disk(way, config.kill_bytes, folder)
         case = {"way": way, "how": found.how, "error": found.error[:300]}
         yield rank.record("earlier_kept", "1", found.found == 1, rank=0, **case)
         yield rank.record("left_bytes", "B", found.left_bytes, rank=0, **case, of=2 * config.kill_bytes)
