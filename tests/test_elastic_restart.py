@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -298,6 +299,29 @@ def test_bad_input_of_the_training_is_one_line(args, words, tmp_path, capsys):
     told = capsys.readouterr().err
     assert end.value.code == 2 and words in told and told.count("\n") == 1
     assert not (tmp_path / "x").exists()
+
+
+def test_a_full_disk_ends_a_rank_in_one_line(monkeypatch, capsys):
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from labs.parts.elastic import loop
+
+    def full(*_):
+        raise OSError(28, "No space left on device; step 5 is not saved, earlier ones are", "runs/x/step-00000005.pt")
+
+    rank = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in (("place", lambda *_: [None]), ("process_group", lambda _: nullcontext(rank)),
+                        ("same_bits_every_time", lambda _: None), ("train_on", full)):  # fmt: skip
+        monkeypatch.setattr(loop, name, value)
+    monkeypatch.setattr(loop.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        loop.train(SimpleNamespace(device="cpu"), lambda *_: None)
+    told = capsys.readouterr().out
+    assert end.value.code == 1 and told.count("\n") == 1
+    assert "step 5 is not saved, earlier ones are" in told and "make room" in told
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch, capsys):
