@@ -281,8 +281,15 @@ def test_new_folders_are_on_the_disk_before_what_they_hold(tmp_path, monkeypatch
 
 
 def test_an_old_checkpoint_that_another_writer_has_deleted_is_no_error(folder, monkeypatch):
-    listed = files.checkpoints
-    monkeypatch.setattr(files, "checkpoints", lambda of: [of / "step-00000000.pt", *listed(of)])
+    real = files.Path.is_file
+
+    def is_file(path):  # between a look at it and its deletion
+        was_there = real(path)
+        if path.name == "step-00000001.pt":
+            path.unlink()
+        return was_there
+
+    monkeypatch.setattr(files.Path, "is_file", is_file)
     save(folder, 4, state_of(4))
     assert names(folder) == [f"step-0000000{i}.pt" for i in (2, 3, 4)]
 
@@ -438,6 +445,20 @@ def test_a_part_that_is_forgotten_is_named():
         checkpoints.restore({k: v for k, v in state.items() if k != "random"}, **whole)
     with pytest.raises(BadInput, match=r"also holds data, noise: give it to restore\(\), too"):
         checkpoints.restore(state, **{k: v for k, v in whole.items() if k not in ("data", "noise")})
+
+
+def test_the_random_state_of_a_gpu_is_kept_and_put_back(tmp_path, monkeypatch):
+    """A stand-in for a GPU: its state is in the file, comes back from it, and is left out where there is none."""
+    on_gpu = [torch.arange(16, dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: on_gpu[0])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", on_gpu.append)
+    save(tmp_path, 1, {"random": checkpoints.random_state()})
+    for available, states_set in ((False, 0), (True, 1)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        checkpoints.set_random_state(load_latest(tmp_path)[1]["random"])
+        assert len(on_gpu) == 1 + states_set
+    assert torch.equal(on_gpu[0], on_gpu[1])
 
 
 def test_random_states_of_ranks():

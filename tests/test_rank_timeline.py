@@ -200,6 +200,15 @@ def test_short_collectives_between_a_gpus_kernels_are_exposed(tmp_path):
     assert intervals.length(clock.lanes_of(trace)["wait"]) == pytest.approx(10 * 1e-4)
 
 
+@pytest.mark.parametrize(("written_as", "name"), [
+    ("_allgather_base_", "allgather"), ("_allgather_base", "allgather"), ("AllGather", "allgather"),
+    ("allgather_into_tensor_coalesced", "allgather"), ("reduce_scatter_tensor_coalesced", "reducescatter"),
+    ("all_to_allv", "alltoallv"), ("SendRecv", "sendrecv"),
+])  # fmt: skip
+def test_a_collective_has_one_name_however_it_is_written(written_as, name):
+    assert traces._plain(written_as) == name
+
+
 def test_a_gpus_step_lasts_from_its_first_stream_to_its_last(tmp_path):
     """Kineto writes gpu_user_annotation once for each stream, the copy's last and shortest."""
     found = made(2, backend="nccl", late={1: 0.03})

@@ -268,7 +268,7 @@ def _note(spans: tuple[array, array], start: float, end: float) -> None:
 
 def _plain(name: Any) -> str:
     """A collective by one name, however it is written: "c10d::_allgather_base_", "AllGather" and "all_gather"."""
-    return re.sub(r"[^a-z]|base|coalesced|intotensor|tensor", "", str(name).lower())
+    return re.sub(r"[^a-z]|base|coalesced|into_?tensor|tensor", "", str(name).lower())
 
 
 def read(path: str | Path, rank: int | None = None) -> RankTrace:
