@@ -5,9 +5,10 @@
 
 About 20 s on 2 CPU cores, most of it the compiler's; it needs one (g++, or what CXX names; Triton on a GPU), and says
 so where there is none. Rank 0 times the first step with an empty cache and with a full one (in the same process: a new
-one has to load more), then eager and compiled
-steps in turn, counts what was fused, and counts graph breaks and recompiles, which needs no compiler. Only the module
-is compiled, with its backward; the loss and the optimizer are not.
+one has to load more), then eager and compiled steps in turn, counts what was fused, and counts graph breaks and
+recompiles, which needs no compiler. Only the module is compiled, with its backward; the loss and the optimizer are not.
+One process compiles one kernel after the other: torch itself takes up to 32 processes, and a model of many kernels
+starts sooner there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.kit import cli, measure
 from labs.kit.errors import require
+from labs.kit.fork_server import guarded_folder
 from labs.kit.measure import Estimate
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
@@ -98,7 +100,12 @@ def cannot_compile(device: torch.device) -> str:
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
-        return "" if has_triton() else "torch.compile needs Triton for this GPU, and it is not installed"
+        if not has_triton():
+            return "torch.compile needs Triton for this GPU, and it is not installed or does not support it"
+        compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), "gcc")  # as Triton looks for it
+        if not shutil.which(compiler):
+            return f"Triton needs a C compiler, and there is no {compiler}: install it, or let CC name another"
+        return ""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
     if not shutil.which(compiler):
         return f"torch.compile needs a C++ compiler, and there is no {compiler}: install it, or let CXX name another"
@@ -110,16 +117,24 @@ def cannot_compile(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def empty_cache() -> Iterator[None]:
-    """A folder for everything that torch.compile keeps, removed at the end. Enter it before inductor is imported."""
-    name, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with tempfile.TemporaryDirectory(prefix="compiled-step-", ignore_cleanup_errors=True) as folder:
+    """A folder for everything that torch.compile keeps, removed at the end, also of a killed process.
+
+    Enter it before inductor is imported.
+    """
+    names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"  # inductor sets the second one, if nobody has
+    before = {name: os.environ.pop(name, None) for name in names}
+    with guarded_folder() as place:
+        folder = str(place)
         usual, tempfile.tempdir = tempfile.tempdir, folder  # precompiled headers go there, whatever the variable says
-        os.environ[name] = os.path.join(folder, "cache")
+        os.environ[names[0]] = os.path.join(folder, "cache")
         try:
             yield
         finally:
             tempfile.tempdir = usual
-            os.environ.pop(name) if before is None else os.environ.update({name: before})
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
@@ -201,9 +216,13 @@ def import_compiler(codes: list[str]) -> float:
 
 
 def kernel_calls(code: str) -> list[str]:
-    """Names of the kernels that a file written by inductor calls, in order: fused loops, and calls of libraries."""
+    """Names of the kernels that a file written by inductor calls, in order: fused loops, and calls of libraries.
+
+    An operation of torch that inductor leaves as it is, such as a convolution's backward, counts as one.
+    """
     body = code[code.rfind("def call(") :]
-    return re.findall(r"^\s+(?:\w+ = )?((?:cpp_fused|triton_)\w*|extern_kernels\.\w+)(?:\.run)?\(", body, re.MULTILINE)
+    kernel = r"(?:cpp_fused|triton_)\w*|extern_kernels\.\w+|torch\.ops\.(?!inductor\.)[\w.]+"
+    return re.findall(rf"^\s+(?:\w+ = )?({kernel})(?:\.run)?\(", body, re.MULTILINE)
 
 
 class _Operations(TorchDispatchMode):
@@ -243,7 +262,8 @@ def gradient_error(
         step()
         gradients.append([p.grad.clone() for p in workload.module.parameters() if p.grad is not None])
     largest = max(g.abs().max().item() for g in gradients[0])
-    return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)) / largest
+    error = max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
+    return error / largest if error else 0.0  # all may be zero
 
 
 # -- what ends a graph, and what starts the compiler again: counted by dynamo alone, without a compiler

@@ -70,6 +70,7 @@ class Config:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.save_every >= 1, f"save_every must be at least 1, not {self.save_every}")
         require(self.samples <= 10_000, f"samples must be at most 10000, not {self.samples}")
+        require(0 <= self.seed < 2**31, f"seed must be from 0 to 2147483647, not {self.seed}")
         steps = self.steps
         require(steps >= 1, f"samples must be at least {RANKS * self.batch_size} (batch_size x {RANKS} ranks)")
         require(1 <= self.kill_at_step <= steps, f"kill_at_step must be between 1 and {steps}, not {self.kill_at_step}")
@@ -184,7 +185,7 @@ def answer(run: Records) -> Iterator[str]:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # nobody, or by now another user's
         return False
     return True
 

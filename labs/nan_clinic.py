@@ -146,10 +146,16 @@ def first_bad(**watched: nn.Module) -> Iterator[list[Note]]:
 
 
 def all_finite(nested: Any) -> Tensor:
-    """Whether all tensors in it are finite; a bool on their device, which nobody waits for here."""
-    tensors = [t.coalesce().values() if t.is_sparse else t for t in tree_leaves(nested) if isinstance(t, Tensor)]
-    found = [t.isfinite().all() for t in tensors]
-    return torch.stack(found).all() if found else torch.tensor(True)
+    """Whether all tensors in it are finite; a bool on the device of the first, which nobody waits for here.
+
+    Integers always are: the lengths of a PackedSequence stay on the CPU, wherever its data are.
+    """
+    tensors = [t for t in tree_leaves(nested) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+    found = [(t.coalesce().values() if t.is_sparse else t).isfinite().all() for t in tensors]
+    if not found:
+        return torch.tensor(True)
+    device = next((f.device for f in found if f.device.type != "cpu"), found[0].device)  # of a GPU, if any is there
+    return torch.stack([f.to(device, non_blocking=True) for f in found]).all()
 
 
 def culprit(notes: list[Note]) -> tuple[str, str]:

@@ -19,7 +19,6 @@ import os
 import random
 import re
 import sys
-import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from labs.kit import cli, measure
 from labs.kit.errors import BadInput, require
+from labs.kit.fork_server import guarded_folder
 from labs.kit.rank import Rank
 from labs.kit.record import Record, Records
 from labs.parts.profiling import clock, late_training, timeline_page, traces
@@ -107,7 +107,7 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     training = late_training.Training(late_training.build(config), config.batch_size, rank.device)
     late = late_rank_of(config, rank.world_size)
     mine = {config.place: 1e-3 * config.delay_ms} if rank.rank == late else {}
-    with tempfile.TemporaryDirectory() as own:
+    with guarded_folder() as own:
         folder = Path(config.folder or own)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank.rank}.json"
@@ -217,7 +217,7 @@ def blame(merged: Merged) -> str:
     if by_chance(times, len(arrivals), len(merged.ranks)) > 0.05:
         return f"That one rank comes last more often than by chance cannot be told: {said}."
     doubt_s = max(merged.offsets[r].doubt_s for r in {last, *(a.before_last for a in found)})
-    if by.value <= doubt_s:
+    if by.low <= doubt_s:
         return (f"Who holds the others up cannot be told: {said}, and their clocks may be {1e3 * doubt_s:.2f} ms "
                 "further apart than they were taken to be.")  # fmt: skip
     return f"Who holds the others up: {said}."

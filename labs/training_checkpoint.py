@@ -9,8 +9,10 @@ About 12 s on 2 CPU cores. Rank 0 writes. The last line is no lab: it lists the 
 its verdict. A power cut, which fsync is for, cannot be tried here: a killed process leaves the page cache intact.
 """
 
+import contextlib
 import itertools
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Any, Literal
 
 from labs.data import fashion
 from labs.kit import cli, measure
-from labs.kit.errors import require
+from labs.kit.errors import BadInput, require
 from labs.kit.fork_server import guarded_folder
 from labs.kit.rank import Rank, same_bits_every_time, unpinned
 from labs.kit.record import Record, Records
@@ -91,6 +93,7 @@ class Config:
             count = getattr(self, name)
             require(count is None or 1 <= count <= 10_000, f"{name} must be from 1 to 10000, not {count}")
         measure.require_budget(self.seconds, self.rounds)
+        require(0 <= self.seed < 2**31, f"seed must be from 0 to 2147483647, not {self.seed}")
         require(0 <= self.seeds <= 100, f"seeds must be from 0 to 100, not {self.seeds}")
         for name in ("kill_bytes", "large_bytes"):
             require(2**12 <= getattr(self, name) <= 2**32, f"{name} must be from 4 KiB to 4 GiB")
@@ -120,7 +123,12 @@ def predict(config: Config, ranks: int) -> dict[str, float]:
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Trial by trial; only rank 0 touches files."""
     same_bits_every_time(rank.device)
-    with guarded_folder(Path(config.folder) if config.folder else None) as folder:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(guarded_folder(Path(config.folder) if config.folder else None))
+        except OSError as e:
+            raise BadInput(f"cannot write to {config.folder or tempfile.gettempdir()} ({e.strerror}): choose another "
+                           "--folder") from None  # fmt: skip
         for done, trial in enumerate(config.trials, start=1):
             (place := folder / trial).mkdir()
             if trial == "resume":
@@ -251,7 +259,7 @@ def full_disk(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
         print("training_checkpoint: full_disk is skipped: only Linux gives a process a disk of its own")
         return
     for way in WAYS:
-        found = drills.full_disk(way, config.kill_bytes)
+        found = drills.full_disk(way, config.kill_bytes, folder)
         case = {"way": way, "how": found.how, "error": found.error[:300]}
         yield rank.record("earlier_kept", "1", found.found == 1, rank=0, **case)
         yield rank.record("left_bytes", "B", found.left_bytes, rank=0, **case, of=2 * config.kill_bytes)

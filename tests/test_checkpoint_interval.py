@@ -58,6 +58,14 @@ def test_limits_of_the_lost_share():
     assert ci.lost_share(**small) == pytest.approx(ci.first_order(**small), rel=0.01)
 
 
+def test_no_failure_and_endless_restarts_are_told_apart():
+    assert ci.lost(10.0, 1.0, math.inf) == ci.Lost(1 / 11, 0.0, 0.0)
+    restarting = ci.lost(10.0, 1.0, 100.0, 1e6)  # a restart is hardly ever finished: that is where the time goes
+    assert (restarting.saving, restarting.redone, restarting.restart) == (0.0, 0.0, 1.0)
+    redoing = ci.lost(1e6, 1.0, 100.0, 100.0)
+    assert redoing.restart == pytest.approx(1 - math.exp(-1)) and redoing.total == pytest.approx(1.0)
+
+
 def test_the_parts_are_what_their_names_say():
     parts = ci.lost(100.0, 5.0, 1000.0, 20.0)
     assert parts.saving + parts.redone + parts.restart == pytest.approx(parts.total) and parts.total < 1

@@ -272,6 +272,28 @@ def test_everything_reaches_the_disk_in_this_order(folder, monkeypatch):
     assert names(folder) == [f"step-0000000{i}.pt" for i in (2, 3, 4)]
 
 
+def test_new_folders_are_on_the_disk_before_what_they_hold(tmp_path, monkeypatch):
+    done, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda d: done.append(os.fstat(d).st_ino) or real(d))
+    save(tmp_path / "runs" / "x", 1, state_of(1))
+    assert done[:2] == [tmp_path.stat().st_ino, (tmp_path / "runs").stat().st_ino] and len(done) == 4
+    assert done[3] == (tmp_path / "runs" / "x").stat().st_ino
+
+
+def test_an_old_checkpoint_that_another_writer_has_deleted_is_no_error(folder, monkeypatch):
+    real = files.Path.is_file
+
+    def is_file(path):  # between a look at it and its deletion
+        was_there = real(path)
+        if path.name == "step-00000001.pt":
+            path.unlink()
+        return was_there
+
+    monkeypatch.setattr(files.Path, "is_file", is_file)
+    save(folder, 4, state_of(4))
+    assert names(folder) == [f"step-0000000{i}.pt" for i in (2, 3, 4)]
+
+
 @pytest.mark.parametrize("name", ["fsync", "replace"])
 def test_an_error_on_the_way_loses_nothing(folder, monkeypatch, name):
     def fail(*_):
@@ -399,6 +421,21 @@ def test_a_restored_training_goes_on_bit_for_bit(tmp_path):
         assert not list(differences(end, checkpoints.training_state(**other)))
 
 
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
+def test_each_kind_of_numpys_generators_goes_on(tmp_path, kind):
+    def one(seed):
+        return np.random.Generator(getattr(np.random, kind)(seed))
+
+    whole, other, part = one(0), one(1), torch.nn.Linear(1, 1)
+    whole.random(5)
+    save(tmp_path, 1, checkpoints.training_state(part, part, noise=whole))
+    expected = whole.random(700).tolist()
+    for _ in range(2):
+        state = load_latest(tmp_path)[1]
+        checkpoints.restore(state, part, part, noise=other)
+        assert other.random(700).tolist() == expected
+
+
 def test_a_part_that_is_forgotten_is_named():
     whole = parts()
     state = checkpoints.training_state(**whole)
@@ -408,6 +445,20 @@ def test_a_part_that_is_forgotten_is_named():
         checkpoints.restore({k: v for k, v in state.items() if k != "random"}, **whole)
     with pytest.raises(BadInput, match=r"also holds data, noise: give it to restore\(\), too"):
         checkpoints.restore(state, **{k: v for k, v in whole.items() if k not in ("data", "noise")})
+
+
+def test_the_random_state_of_a_gpu_is_kept_and_put_back(tmp_path, monkeypatch):
+    """A stand-in for a GPU: its state is in the file, comes back from it, and is left out where there is none."""
+    on_gpu = [torch.arange(16, dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: on_gpu[0])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", on_gpu.append)
+    save(tmp_path, 1, {"random": checkpoints.random_state()})
+    for available, states_set in ((False, 0), (True, 1)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        checkpoints.set_random_state(load_latest(tmp_path)[1]["random"])
+        assert len(on_gpu) == 1 + states_set
+    assert torch.equal(on_gpu[0], on_gpu[1])
 
 
 def test_random_states_of_ranks():

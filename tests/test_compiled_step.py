@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from processes import HERE, SURVIVAL_S, wait_for
 
 from labs import compiled_step
 from labs.compiled_step import Config, break_even, cannot_compile, graphs_after, in_steps, kernel_calls, predict
@@ -109,19 +114,71 @@ def call(args):
     extern_kernels.mm(arg0, arg0, out=buf0)
     cpp_fused_add_0(buf0, arg0)
     buf1 = extern_kernels.addmm(buf0)
+    # buffer buf2 (op: torch.ops.aten.convolution_backward.default) is assumed to be not aligned
+    buf2 = torch.ops.aten.convolution_backward.default(buf1, arg0)
+    torch.ops.inductor._alloc_from_pool(buf1)
     triton_poi_fused_0.run(buf0, 4)
     return (buf0, )
 '''
-    assert kernel_calls(code) == ["extern_kernels.mm", "cpp_fused_add_0", "extern_kernels.addmm", "triton_poi_fused_0"]
+    kept = "torch.ops.aten.convolution_backward.default"
+    assert kernel_calls(code) == ["extern_kernels.mm", "cpp_fused_add_0", "extern_kernels.addmm", kept,
+                                  "triton_poi_fused_0"]  # fmt: skip
 
 
-def test_smoke_run_compiles_nothing_to_machine_code_and_leaves_nothing():
-    before = set(Path(tempfile.gettempdir()).glob("compiled-step-*"))
+@pytest.mark.parametrize("before", [None, "/mine"])
+def test_the_cache_is_empty_for_triton_too_and_its_folder_is_forgotten(monkeypatch, before):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    outside = dict(os.environ)
+    with compiled_step.empty_cache():
+        assert "TRITON_CACHE_DIR" not in os.environ, "a full one would be taken for an empty one"
+        os.environ["TRITON_CACHE_DIR"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] + "/triton/0"  # as inductor does
+        assert tempfile.gettempdir() == (folder := os.path.dirname(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    assert dict(os.environ) == outside and not os.path.exists(folder) and tempfile.gettempdir() != folder
+
+
+KILLED = """
+import os, signal
+from labs import compiled_step
+with compiled_step.empty_cache():
+    os.makedirs(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    print(os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_compiler_leaves_no_cache():
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, cwd=HERE.parent, check=False)
+    folder = Path(done.stdout.strip()).parent
+    assert done.returncode < 0 and folder.name.startswith("labs-"), done.stderr
+    wait_for(lambda: not folder.exists(), SURVIVAL_S)
+
+
+def test_triton_without_a_c_compiler_is_one_line_that_names_the_fix(monkeypatch):
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    said = cannot_compile(torch.device("cuda"))
+    assert "no no-such-compiler" in said and "install" in said and "\n" not in said
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(compiled_step.shutil, "which", lambda name: "/bin/clang" if name == "clang" else None)
+    assert cannot_compile(torch.device("cuda")) == ""
+
+
+def test_gradients_that_are_all_zero_agree():
+    module = torch.nn.Linear(2, 1)
+
+    def step():
+        for p in module.parameters():
+            p.grad = torch.zeros_like(p)
+
+    assert compiled_step.gradient_error(SimpleNamespace(module=module), step, step) == 0.0
+
+
+def test_smoke_run_compiles_nothing_to_machine_code():
     run = launch("compiled_step", nproc=2, smoke=True, oversubscribe=True)
     assert run.one("step_s", way="compiled").case["backend"] == "aot_eager"
     assert run.one("gradient_error").value < 1e-4
     assert len(run.where("first_step_s")) == 2 and run.one("kernels", way="eager").value > 20
-    assert set(Path(tempfile.gettempdir()).glob("compiled-step-*")) == before
 
 
 @pytest.mark.quiet

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -290,6 +291,7 @@ def test_a_fresh_store_does_not_hold_what_an_earlier_start_has_left(monkeypatch)
     (["--epochs", "0"], "epochs must be"), (["--lr", "0"], "lr must be"), (["--save-every", "0"], "save_every must"),
     (["--kill-rank", "1", "--kill-while", "saving"], "only rank 0 saves"), ([], "start it with torchrun"),
     (["--batch-size", "0"], "batch_size must be"), (["--samples", "0"], "samples must be"),
+    (["--seed", "-5"], "seed must be"),
 ])  # fmt: skip
 def test_bad_input_of_the_training_is_one_line(args, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
@@ -299,10 +301,44 @@ def test_bad_input_of_the_training_is_one_line(args, words, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_full_disk_ends_a_rank_in_one_line(monkeypatch, capsys):
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from labs.parts.elastic import loop
+
+    def full(*_):
+        raise OSError(28, "No space left on device; step 5 is not saved, earlier ones are", "runs/x/step-00000005.pt")
+
+    rank = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in (("place", lambda *_: [None]), ("process_group", lambda _: nullcontext(rank)),
+                        ("same_bits_every_time", lambda _: None), ("train_on", full)):  # fmt: skip
+        monkeypatch.setattr(loop, name, value)
+    monkeypatch.setattr(loop.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        loop.train(SimpleNamespace(device="cpu"), lambda *_: None)
+    told = capsys.readouterr().out
+    assert end.value.code == 1 and told.count("\n") == 1
+    assert "step 5 is not saved, earlier ones are" in told and "make room" in told
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(train.lifeline, "hold", lambda name: None)
+    with pytest.raises(SystemExit) as end:
+        train.entry(["--folder", str(tmp_path / "file" / "x")])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and "choose another --folder" in told and told.count("\n") == 1
+
+
 @pytest.mark.parametrize(("values", "words"), [
     ({"epochs": 0}, "epochs must be"), ({"samples": 60}, "samples must be at least 64"),
     ({"kill_at_step": 33}, "kill_at_step must be between 1 and 32"), ({"save_every": 0}, "save_every must be"),
     ({"batch_size": 0}, "batch_size must be"), ({"kill_at_step": 0}, "kill_at_step must be between"),
+    ({"seed": -5}, "seed must be"),
 ])  # fmt: skip
 def test_bad_input_of_the_lab(values, words):
     with pytest.raises(BadInput, match=words):

@@ -189,6 +189,15 @@ def test_sparse_gradients_are_looked_at_as_well():
         assert lab.culprit(notes) == found
 
 
+def test_tensors_of_several_devices_and_integers_are_looked_at_together():
+    """The meta device stands for a GPU: tensors of two devices cannot be stacked there, either."""
+    lengths, data = torch.tensor([3, 2]), torch.ones(5, device="meta")
+    assert lab.all_finite((lengths, data)).device.type == "meta"
+    assert lab.all_finite((torch.ones(1), data)).device.type == "meta"
+    assert lab.all_finite(lengths) and lab.all_finite([]) and lab.all_finite(torch.ones(2, dtype=torch.complex64))
+    assert not lab.all_finite((lengths, torch.tensor([math.inf]))) and not lab.all_finite(torch.tensor(math.nan * 1j))
+
+
 # Replicas
 
 

@@ -34,6 +34,24 @@ def op(name, a, b, thread=1):
 WHOLE = ranges(data=(5, 15), host_to_device=(15, 16), forward=(20, 40), backward=(40, 80), optimizer=(82, 97))
 
 
+def test_bars_with_odd_values_are_read_or_left_out(tmp_path):
+    step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 1e6, "tid": 1, "args": None}
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1e5, "dur": 5e5, "args": {"correlation": 7}}
+    odd = [kernel | more for more in ({"name": 5}, {"cat": 7}, {"args": {"correlation": [1]}}, {"args": "none"},
+                                      {"ts": float("nan")}, {"dur": -1.0}, {"dur": float("inf")})]  # fmt: skip
+    (path := tmp_path / "ränk0.json").write_text(json.dumps({"traceEvents": [step, kernel, *odd]}), "utf-8")
+    [found] = shares.of_steps(shares.read(path))
+    assert found["overhead"] == pytest.approx(1.0) and sum(found.values()) == pytest.approx(1.0)
+
+
+def test_the_kernels_of_a_cuda_graph_are_those_of_the_range_that_launched_it():
+    """All share the correlation of their cudaGraphLaunch; what overlaps on two streams counts once."""
+    launch_ = Event("cudaGraphLaunch", "cuda_runtime", 21, 22, 1, 7)
+    kernels = [Event("gemm", "kernel", a, b, tid, 7) for a, b, tid in ((30, 50, 7), (40, 60, 9), (60, 70, 7))]
+    [found] = shares.of_steps(sorted([STEP, *WHOLE, launch_, *kernels], key=lambda e: e.start))
+    assert found["forward"] == 40 and found["backward"] == 0
+
+
 def test_a_cpu_step_is_cut_by_its_ranges():
     found = shares.on_core([STEP, *WHOLE], STEP)
     assert found == {"data": 10, "host-to-device": 1, "forward": 20, "backward": 40, "exposed communication": 0,

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -185,6 +186,14 @@ def test_nobody_is_blamed_for_the_difference_of_two_clocks(tmp_path):
     assert "Who holds the others up: rank 1" in lab.blame(lab.read_traces(written(tmp_path, found)))
 
 
+def test_a_lateness_whose_interval_reaches_into_the_clocks_doubt_blames_nobody():
+    offsets = (clock.Offset(0, 0.0, 0.0, 0.0, 0.0, 0, "reference"),
+               clock.Offset(1, 0.0, -1.0, 1.0, 1e-3, 12, "collectives"))  # fmt: skip
+    for few, told in ((5e-4, "cannot be told"), (4e-3, "up: rank 1 comes last in 12 of 12")):
+        arrivals = [clock.Arrival(k, "allreduce", (0.0, few if k % 2 else 5e-3), 1.0) for k in range(12)]
+        assert told in lab.blame(SimpleNamespace(last_arrivals=arrivals, ranks=(0, 1), offsets=offsets))
+
+
 def test_short_collectives_between_a_gpus_kernels_are_exposed(tmp_path):
     """As in tensor parallelism: 100 us of all-reduce after each layer, and nothing else runs. No gap is closed."""
     kernels = [{"ph": "X", "cat": "kernel", "tid": 7, "pid": 0, "ts": 300.0 * k, "dur": 200.0, "name": "gemm"}
@@ -200,6 +209,15 @@ def test_short_collectives_between_a_gpus_kernels_are_exposed(tmp_path):
     trace = traces.read(path)
     assert [c.name for c in trace.collectives] == ["allreduce"] * 10
     assert intervals.length(clock.lanes_of(trace)["wait"]) == pytest.approx(10 * 1e-4)
+
+
+@pytest.mark.parametrize(("written_as", "name"), [
+    ("_allgather_base_", "allgather"), ("_allgather_base", "allgather"), ("AllGather", "allgather"),
+    ("allgather_into_tensor_coalesced", "allgather"), ("reduce_scatter_tensor_coalesced", "reducescatter"),
+    ("all_to_allv", "alltoallv"), ("SendRecv", "sendrecv"),
+])  # fmt: skip
+def test_a_collective_has_one_name_however_it_is_written(written_as, name):
+    assert traces._plain(written_as) == name
 
 
 def test_a_gpus_step_lasts_from_its_first_stream_to_its_last(tmp_path):
@@ -297,6 +315,19 @@ def test_the_merged_chrome_trace_is_on_one_clock_with_a_process_for_each_rank(tm
     assert ends[0] == pytest.approx(ends[1], abs=300)  # us
     assert min(e["ts"] for e in events if e["ph"] == "X") >= -1
     assert sum(e["ph"] == "X" for e in events) == sum(e["ph"] == "X" for t in found for e in t["traceEvents"])
+
+
+def test_times_that_stand_as_text_are_moved_too(tmp_path):
+    found = made(2, clocks={1: 0.05}, hosts=["a", "b"])
+    paths = written(tmp_path, found)
+    moved = []
+    for text in (False, True):
+        for e in found[1]["traceEvents"]:
+            e["ts"] = str(e["ts"]) if text else e["ts"]
+        written(tmp_path, found)
+        _, path = lab.write(lab.read_traces(paths), tmp_path / "out", paths)
+        moved.append([e["ts"] for e in json.loads(path.read_text("utf-8"))["traceEvents"] if e["ph"] == "X"])
+    assert moved[0] == moved[1] and all(isinstance(ts, float) for ts in moved[1])
 
 
 def test_a_page_of_too_many_spans_says_what_it_leaves_out(tmp_path, monkeypatch):

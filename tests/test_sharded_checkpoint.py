@@ -110,6 +110,41 @@ def test_a_save_is_there_as_a_whole_or_not_at_all(tmp_path):
     assert run_on_ranks(interrupted, 2, str(tmp_path)) == [[False, True, True]] * 2
 
 
+def sums_damaged(folder: str) -> list[str]:
+    """What a load says after each damage to the list of checksums; then of a second save to the same folder."""
+    import torch
+    import torch.distributed as dist
+
+    from labs.parts.elastic import shards
+
+    state, place = {"model": {"x": torch.ones(3)}}, Path(folder) / "a"
+    shards.save(state, place)
+    written, said = (place / shards.SUMS).read_bytes(), []
+    lines = written.splitlines(keepends=True)
+    for damaged in (b"", lines[0], b"".join(lines)[:-5], b"\xff\x00" + written, b"no list\n"):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (place / shards.SUMS).write_bytes(damaged)
+        dist.barrier()
+        try:
+            shards.load(state, place)
+            said.append("loaded")
+        except shards.Damaged as e:
+            said.append(str(e).replace(str(place), "..."))
+    try:
+        shards.save(state, place)
+    except OSError as e:
+        said.append(str(e))
+    return said
+
+
+def test_a_damaged_list_of_checksums_lets_nothing_pass_and_no_rank_waits_for_one_that_failed(tmp_path):
+    first, second = run_on_ranks(sums_damaged, 2, str(tmp_path))
+    assert first == second and len(first) == 6
+    assert all(said.startswith(".../") and "\n" not in said for said in first[:5]), first
+    assert "SHA256SUMS does not name __" in first[1] and "never written twice" in first[5]
+
+
 @pytest.mark.parametrize(("values", "words"), [
     ({"width": 0}, "width must be"), ({"layers": 0}, "layers must be"), ({"rounds": 0}, "rounds must be"),
     ({"batch_size": 0}, "batch_size must be"), ({"folder": Path("/nowhere")}, "cannot write to /nowhere"),

@@ -5,8 +5,11 @@ import signal
 import subprocess
 import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from processes import MARK, PYTHON, assert_no_survivors, new_environment
 
 from labs import training_checkpoint
@@ -219,12 +222,20 @@ def test_interrupted_kills_leave_no_writer_and_no_file(tmp_path):
     assert set(tmp_path.iterdir()) == before, "no checkpoint stays behind"
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs Linux: no one can write to /proc")
+def test_a_folder_that_cannot_be_written_to_is_named():
+    config = training_checkpoint.Config(smoke=True, trials=("corruptions",), folder="/proc")
+    with pytest.raises(BadInput, match=r"cannot write to /proc \(.*\): choose another --folder"):
+        list(training_checkpoint.run(config, SimpleNamespace(device=torch.device("cpu"))))
+
+
 @pytest.mark.parametrize(("values", "words"), [
     ({"trials": ()}, "trials must"), ({"forgotten": ()}, "forgotten must"), ({"samples": 0}, "samples must"),
     ({"batch_size": 1}, "batch_size must"), ({"interrupted_at": 160}, "interrupted_at must be from 1 to steps - 1"),
     ({"kills": 0}, "kills must"), ({"rounds": 0}, "rounds must"), ({"corruptions": 0}, "corruptions must"),
     ({"seeds": -1}, "seeds must"), ({"kill_bytes": 1}, "kill_bytes must"), ({"large_bytes": 1}, "large_bytes must"),
     ({"folder": "/missing"}, "/missing is not a folder"), ({"samples": 40}, r"samples must be at least 64"),
+    ({"seed": -1}, "seed must be"), ({"seed": 2**31}, "seed must be"),
 ])  # fmt: skip
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):

@@ -77,11 +77,14 @@ def lost(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0
     """
     _check(save_s, mtbf_s, interval_s, restart_s)
     stretch = (interval_s + save_s) / mtbf_s
-    if stretch + restart_s / mtbf_s > 500:  # exp() would overflow: nothing is ever finished
-        return Lost(0.0, 1.0, 0.0)
-    failures, restarts = math.expm1(stretch), math.expm1(restart_s / mtbf_s)
-    whole = failures * (1 + restarts)  # in units of M, per interval
-    return Lost(save_s / mtbf_s / whole, (failures - stretch) / whole, failures * restarts / whole)
+    running = math.exp(-restart_s / mtbf_s)  # share of the time that is not spent on restarts
+    if stretch > 500:  # exp() would overflow: no interval is ever finished
+        return Lost(0.0, running, 1 - running)
+    if stretch < 1e-150:  # failures are too rare to count, or mtbf_s is inf
+        return Lost(save_s / (interval_s + save_s), 0.0, 1 - running)
+    failures = math.expm1(stretch)  # per interval; it takes M times as long
+    saving, redone = save_s / mtbf_s / failures, 1 - stretch / failures
+    return Lost(saving * running, redone * running, 1 - running)
 
 
 def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:

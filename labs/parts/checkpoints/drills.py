@@ -210,13 +210,15 @@ class FullDisk:
     """What was full: a private /dev/shm, or a limit of the file size."""
 
 
-def full_disk(name: str, size_bytes: int) -> FullDisk:
+def full_disk(name: str, size_bytes: int, place: Path | None = None) -> FullDisk:
     """Save step 1, fill the disk but for half a checkpoint, save step 2, in a process with a small disk of its own.
+
+    `place` is a folder for what that process prints, and for its files where it cannot have a disk of its own.
 
     Step 2 is twice as large, as checkpoints are once the optimizer has a state: the room of step 1 is not enough.
     """
     receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as outside, _forked(_fill, name, size_bytes, outside, send) as writer:
+    with tempfile.TemporaryDirectory(dir=place) as outside, _forked(_fill, name, size_bytes, outside, send) as writer:
         return _answer(receive, writer)
 
 

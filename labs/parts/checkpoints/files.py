@@ -51,7 +51,7 @@ def save(folder: str | os.PathLike, step: int, state: Any, keep: int = 3) -> Pat
     require(keep >= 1, f"keep must be at least 1, not {keep}")
     require(0 <= step < 10**8, f"step must be from 0 to 99999999, not {step}")
     path = Path(folder) / f"step-{step:08}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     with _alone_in(path.parent) as directory:
         try:
@@ -68,7 +68,7 @@ def save(folder: str | os.PathLike, step: int, state: Any, keep: int = 3) -> Pat
                 raise OSError(e.errno, f"{e.strerror}; step {step} is not saved, earlier ones are", str(path)) from e
             raise
         for old in [p for p in checkpoints(path.parent) if p.name <= path.name and p.is_file()][:-keep]:
-            old.unlink()
+            old.unlink(missing_ok=True)  # where nothing can be locked, another writer may have been faster
     return path
 
 
@@ -201,6 +201,18 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as e:
         raise Damaged(path, f"cannot be read ({e.strerror or e})") from e
+
+
+def _make(folder: Path) -> None:
+    """Make `folder`, and bring the names of all folders that are made to the disk: what is in them hangs on these."""
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in reversed(made):
+        parent = os.open(place.parent, os.O_RDONLY)
+        try:
+            os.fsync(parent)
+        finally:
+            os.close(parent)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def _state_of(part: Any) -> Any:
     if isinstance(part, torch.Generator):
         return part.get_state()
     if isinstance(part, np.random.Generator):
-        return part.bit_generator.state
+        return _converted(part.bit_generator.state, np.ndarray, torch.from_numpy)  # all but PCG64 hold arrays
     return _bare(part).state_dict()
 
 
@@ -88,9 +89,16 @@ def _set_state(part: Any, state: Any) -> None:
     if isinstance(part, torch.Generator):
         part.set_state(state)
     elif isinstance(part, np.random.Generator):
-        part.bit_generator.state = state
+        part.bit_generator.state = _converted(state, torch.Tensor, torch.Tensor.numpy)
     else:  # a copy: an optimizer keeps the tensors it is given, and its next step would change them in `state`
         _bare(part).load_state_dict(copy.deepcopy(state))
+
+
+def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """`state` with `convert` of each leaf of its nested dicts that is of this kind."""
+    if isinstance(state, dict):
+        return {name: _converted(value, kind, convert) for name, value in state.items()}
+    return convert(state) if isinstance(state, kind) else state
 
 
 def _bare(part: Any) -> Any:

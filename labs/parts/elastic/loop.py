@@ -120,6 +120,9 @@ def train(config: Config, journal: Journal) -> None:
             journal("lost peer")
             _say(f"[rank {rank.rank}] another rank is gone")
             os._exit(1)  # leaving the group in order would wait for it
+        except OSError as e:  # a full disk, mostly: earlier checkpoints are still there
+            _say(f"[rank {rank.rank}] stopped: {e}: make room, or give another --folder")
+            os._exit(1)
 
 
 def train_on(rank: Rank, config: Config, journal: Journal) -> None:

@@ -8,8 +8,10 @@ attacks. Load only what you wrote.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,18 +64,23 @@ def save(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = 
     """Write `state` to `folder`, which must not exist; all ranks of `group` call it. It appears whole or not at all.
 
     A folder is never written twice: a rank killed meanwhile would leave new and old files side by side, which load.
-    Raises CheckpointException on every rank if one of them cannot write.
+    Raises CheckpointException or OSError, on every rank, if one of them cannot write.
     """
     partial = folder.with_name(folder.name + PARTIAL)
-    if dist.get_rank(group) == 0:
+
+    def begin() -> None:
+        if folder.exists():
+            raise FileExistsError(errno.EEXIST, "a checkpoint is never written twice: give a new folder", str(folder))
         shutil.rmtree(partial, ignore_errors=True)  # of a job that died
-    dist.barrier(group)
-    dcp.save(state, checkpoint_id=partial, process_group=group)
-    seal(partial, group)
-    if dist.get_rank(group) == 0:
+
+    def finish() -> None:
         os.rename(partial, folder)
         _fsync(folder.parent)
-    dist.barrier(group)
+
+    _by_first(begin, group)
+    dcp.save(state, checkpoint_id=partial, process_group=group)
+    seal(partial, group)
+    _by_first(finish, group)
 
 
 def load(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -85,25 +92,54 @@ def load(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = 
 def seal(folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the SHA-256 of every file to SHA256SUMS. Each rank reads its share of them."""
     sums = _shared(lambda name: _sha256(folder / name), _files(folder), group)
-    if dist.get_rank(group) == 0:
-        with (folder / SUMS).open("w") as file:
+
+    def write() -> None:
+        with (folder / SUMS).open("w", encoding="utf-8") as file:
             file.writelines(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
             file.flush()
             os.fsync(file.fileno())
         _fsync(folder)
+
+    _by_first(write, group)
 
 
 def verify(folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Raise Damaged, on every rank, if a file is missing or not as it was written. Each rank reads its share."""
     if not (folder / SUMS).is_file():
         raise Damaged(folder, f"has no {SUMS}: the save was not finished")
-    expected = dict(reversed(line.split("  ", 1)) for line in (folder / SUMS).read_text().splitlines())
+    expected = _expected(folder)
     found = _shared(lambda name: _sha256(folder / name), sorted(expected), group)
     for name, digest in sorted(expected.items()):
         if found[name] != digest:
             raise Damaged(
                 folder / name, "is missing" if not found[name] else "is not as it was written: its SHA-256 has changed"
             )
+
+
+def _expected(folder: Path) -> dict[str, str]:
+    """{name: SHA-256} as SHA256SUMS has it. Damaged if it is no such list, or leaves a file out: it would pass."""
+    lines = (folder / SUMS).read_bytes().decode(errors="replace").splitlines()
+    rows = [re.fullmatch(r"([0-9a-f]{64})  (.+)", line) for line in lines]
+    if not rows or not all(rows):
+        raise Damaged(folder / SUMS, "is not as it was written: it holds other lines than a SHA-256 and a name")
+    expected = {row[2]: row[1] for row in rows}
+    if left_out := [name for name in _files(folder) if name not in expected]:
+        raise Damaged(folder / SUMS, f"does not name {left_out[0]}: it was cut off, or that file is another save's")
+    return expected
+
+
+def _by_first(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """`work` on the group's first rank while the others wait. Its OSError is raised on all: none waits for ever."""
+    error = None
+    if dist.get_rank(group) == 0:
+        try:
+            work()
+        except OSError as e:
+            error = e
+    told: list[OSError | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, error, group)
+    if told[0] is not None:
+        raise told[0]
 
 
 def _shared(read: Callable[[str], str], names: list[str], group: dist.ProcessGroup | None) -> dict[str, str]:

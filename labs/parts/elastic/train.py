@@ -57,6 +57,7 @@ class Config:
         require(1 <= self.samples <= 10_000, f"samples must be between 1 and 10000, not {self.samples}")
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         require(self.lr > 0, f"lr must be positive, not {self.lr}")
+        require(0 <= self.seed < 2**31, f"seed must be from 0 to 2147483647, not {self.seed}")
         require(self.save_every >= 1, f"save_every must be at least 1, not {self.save_every}")
         require(self.kill_while != "saving" or self.kill_rank <= 0, "only rank 0 saves: give --kill-rank 0")
 
@@ -82,7 +83,10 @@ def main(args: list[str] | None = None) -> None:
     config = parse(args)
     require("RANK" in os.environ, "start it with torchrun --nproc-per-node 2 --max-restarts 2 -m labs.elastic_train")
     lifeline.hold(os.environ["RANK"])
-    journal = Journal(config.folder, int(os.environ["RANK"]), started)
+    try:
+        journal = Journal(config.folder, int(os.environ["RANK"]), started)
+    except OSError as e:
+        raise BadInput(f"cannot write to {config.folder} ({e.strerror or e}): choose another --folder") from None
     from labs.parts.elastic import loop  # imports torch: most of the time of a restart
 
     journal("imported")

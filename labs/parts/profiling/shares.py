@@ -7,6 +7,7 @@ host does counts there only while the GPU has nothing to run.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,16 +54,17 @@ def read(path: str | Path) -> list[Event]:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise BadInput(f"{path} is no trace of torch.profiler ({type(e).__name__}: {e})") from None
+    bars = [e for e in bars if math.isfinite(e.start) and e.start <= e.end < math.inf]
     require(bool(bars), f"{path} is no trace of torch.profiler with operations in it: profile some steps")
     return sorted(bars, key=lambda e: e.start)
 
 
 def _event(row: dict[str, Any]) -> Event:
-    start = 1e-6 * float(row["ts"])
-    thread = row.get("tid", 0)
+    start, args, thread = 1e-6 * float(row["ts"]), row.get("args"), row.get("tid", 0)
+    shared = args.get("correlation") if isinstance(args, dict) else None
     return Event(
-        row["name"], row.get("cat", ""), start, start + 1e-6 * float(row.get("dur", 0)),
-        thread if isinstance(thread, int) else 0, row.get("args", {}).get("correlation"),
+        str(row["name"]), str(row.get("cat") or ""), start, start + 1e-6 * float(row.get("dur", 0)),
+        thread if isinstance(thread, int) else 0, shared if isinstance(shared, int) else None,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -91,8 +92,17 @@ def _of_rank(file: Trace, rank: int, start_s: float) -> Iterator[dict[str, Any]]
             if not key[1].isdigit():
                 yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": threads[key], "args": {"name": key[1]}}
         moved = event | {"pid": rank, "tid": threads[key]}
-        if isinstance(event.get("ts"), int | float):
-            moved["ts"] = round(event["ts"] + shift_us, 3)
+        if (ts := _number(event.get("ts"))) is not None:
+            moved["ts"] = round(ts + shift_us, 3)
         if "id" in event:
             moved["id"] = f"{rank}/{event['id']}"  # an arrow stays within its rank
         yield moved
+
+
+def _number(value: Any) -> float | None:
+    """A time as it stands in a trace, of old versions as text; None for what is none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

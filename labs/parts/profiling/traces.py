@@ -31,7 +31,7 @@ PHASES = {
 }
 """Names of record_function ranges, the learner's and torch's own, by the lane they are drawn in."""
 OF_AUTOGRAD = "autograd::engine::evaluate_function"  # backward, where the loop has no range for it
-STEP = re.compile(r"ProfilerStep\s*#?\s*(\d+)")
+STEP = re.compile(r"ProfilerStep\s*#?\s*(\d{1,15})")
 NCCL = re.compile(r"nccl(?:Symk?)?(?:Dev)?Kernel_?([A-Za-z]+)")
 """Its kernels; those of symmetric memory are ncclSymDevKernel_ in NCCL 2.27 and ncclSymkDevKernel_ later."""
 ALL_WAIT = ("allreduce", "allgather", "reducescatter", "alltoall", "barrier")
@@ -268,7 +268,7 @@ def _note(spans: tuple[array, array], start: float, end: float) -> None:
 
 def _plain(name: Any) -> str:
     """A collective by one name, however it is written: "c10d::_allgather_base_", "AllGather" and "all_gather"."""
-    return re.sub(r"[^a-z]|base|coalesced|intotensor|tensor", "", str(name).lower())
+    return re.sub(r"[^a-z]|base|coalesced|into_?tensor|tensor", "", str(name).lower())
 
 
 def read(path: str | Path, rank: int | None = None) -> RankTrace:
