@@ -99,6 +99,12 @@ def test_every_plan_uses_all_gpus_and_divides_the_batch():
     assert all(p.data == 1 for p in plans(replace(JOB, batch=3), 2))
 
 
+def test_only_tensor_parallel_asks_for_a_hidden_size_of_whole_heads():
+    odd = list(plans(replace(JOB, hidden=1000), 4))
+    assert {p.tensor for p in odd} == {1} and {"DDP", "FSDP2", "pipeline"} <= {p.scheme for p in odd}
+    assert advise(Config(params=1e9, hidden=1000, gpus=2, memory_gb=80)).choice.plan.scheme == "DDP"
+
+
 def test_a_batch_is_cut_down_to_single_sequences():
     advice = advise(Config(params=3e8, batch=2048, gpus=1, memory_gb=24))
     assert advice.choice and not advice.others, "gradients of 2,048 sequences can be accumulated one by one"

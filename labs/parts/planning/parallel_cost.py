@@ -252,7 +252,8 @@ def plans(job: Job, gpus: int) -> Iterator[Plan]:
     """All ways to use exactly `gpus` of them that divide this batch; tensor parallel over 8 at most (one machine)."""
     for pipeline, tensor in ((p, t) for p in _divisors(gpus) for t in _divisors(gpus // p)):
         data = gpus // (pipeline * tensor)
-        if pipeline > job.layers or tensor > 8 or job.hidden % (64 * tensor) or job.batch % data:
+        cuts_heads = tensor > 1 and job.hidden % (64 * tensor)  # heads of 64, each whole on one GPU
+        if pipeline > job.layers or tensor > 8 or cuts_heads or job.batch % data:
             continue
         for sharded in (False, True) if data > 1 else (False,):
             plan = Plan(data, pipeline, tensor, sharded)
