@@ -130,9 +130,43 @@ def test_ddp_is_counted_without_its_second_copy_of_gradients_and_says_so():
 ])  # fmt: skip
 def test_a_bridge_joins_two_cards_and_more_talk_through_pcie(card, two, eight):
     for gpus, link in ((2, two), (8, eight)):
-        assert Config(gpus=gpus, gpu=card).of_machine()["link_gb_s"][0] == link
+        assert Config(gpus=gpus, gpu=card).of_machine()["link_gb_s"][0] == pytest.approx(scaling.REACHED * link)
+        assert Config(gpus=gpus, gpu=card).cluster().inside.bytes_s == pytest.approx(
+            scaling.of_card(card, gpus).inside.bytes_s
+        )
         assert scaling.of_card(card, gpus).inside.bytes_s == pytest.approx(scaling.REACHED * link * 1e9)
-    assert Config(gpus=8, gpus_per_node=2, gpu=card).of_machine()["link_gb_s"][0] == two, "pairs in servers"
+    pairs = Config(gpus=8, gpus_per_node=2, gpu=card)
+    assert pairs.of_machine()["link_gb_s"][0] == pytest.approx(scaling.REACHED * two), "pairs in servers"
+    assert pairs.cluster().between.bytes_s == pytest.approx(scaling.of_card(card, 8, 2).between.bytes_s)
+
+
+@pytest.mark.parametrize(("given", "inside", "between"), [
+    ({"gpu": "A100 80GB SXM"}, 3.4, 9.6), ({"gpu": "L4"}, 5.7, 9.6), ({}, 5.7, 9.6), ({"latency_us": 20.0}, 20, 20),
+    ({"gpu": "A100 80GB PCIe", "gpus": 2}, 3.4, 9.6), ({"gpu": "A100 80GB PCIe", "gpus": 8}, 5.7, 9.6),
+])  # fmt: skip
+def test_a_hop_takes_what_nccl_reckons_with_unless_it_is_given(given, inside, between):
+    config = Config(**{"gpus": 8, **given})
+    assert config.cluster().inside.latency_s == pytest.approx(1e-6 * inside)
+    assert config.cluster().between.latency_s == pytest.approx(1e-6 * between)
+
+
+def test_cards_without_peer_to_peer_are_told():
+    told = " ".join(advise(Config(params=1e8, gpus=4, gpu="RTX 4090")).reasons())
+    assert "no peer-to-peer" in told and "busbw" in told
+    for other in ({"gpu": "L4", "gpus": 4}, {"gpu": "RTX 4090", "gpus": 1}, {"gpu": "RTX 4090", "link_gb_s": 9.0}, {}):
+        assert "peer-to-peer" not in " ".join(advise(Config(**{"params": 1e8, "gpus": 4, **other})).reasons()), other
+
+
+def test_fewer_gpus_are_named_where_they_are_faster():
+    slow = Config(params=1e7, batch=64, gpus=64, network_gb_s=1.0)
+    advice = advise(slow)
+    fewer = advice.fewer
+    assert fewer.plan.ranks < 64 and (1 + NEAR) * fewer.step_s < advice.choice.step_s
+    assert f"Fewer GPUs are faster: {fewer.plan} on {fewer.plan.ranks} of them" in " ".join(advice.reasons())
+    own = advise(replace(slow, gpus=fewer.plan.ranks)).choice
+    assert own.plan == fewer.plan and own.step_s == pytest.approx(fewer.step_s)
+    assert advise(Config(params=1e9, batch=64, gpus=8, memory_gb=80)).fewer is None
+    assert advise(Config(params=7e9, gpus=2)).fewer is None, "nothing fits: no choice to beat"
 
 
 def test_the_choice_where_it_is_known():
