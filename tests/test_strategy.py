@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
 import pandas
 import pytest
+import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from labs.chapters.nb06 import figures_plan
 from labs.chapters.nb06.figures_plan import BATCHES, LINKS, SIZES, family, place_of
@@ -27,6 +33,7 @@ from labs.parts.planning.parallel_cost import (
     shape,
     states_bytes,
 )
+from labs.parts.sharding.fake_ranks import fake_job
 from labs.strategy import Config, advise, main
 
 JOB = Job(parameters=1e9, batch=32, seq=1024, layers=20, hidden=2048, vocabulary=1000)
@@ -77,7 +84,7 @@ def test_ddp_hides_all_but_its_last_bucket_until_the_link_is_too_slow():
 
 def test_sharding_divides_the_states_and_moves_weights_twice_and_gradients_once():
     c = cost(JOB, GPUS, Plan(data=2, sharded=True))
-    assert c.states_bytes == pytest.approx(8e9 + 2 * 2 * 1e9 / 20)
+    assert c.states_bytes == pytest.approx(8e9 + (2 * 2 + 2 + 4) * 1e9 / 20), "two layers' weights, two gradients"
     slow = cost(JOB, replace(GPUS, link_bytes_s=1e8), Plan(data=2, sharded=True))
     assert slow.exposed_s == pytest.approx(0.5 * (2 + 2 + 4) * 1e9 / 1e8 - slow.compute_s)
 
@@ -297,15 +304,53 @@ def test_a_card_with_a_published_run_takes_its_share_of_the_peak():
 def test_states_of_other_formats_by_hand():
     by_name = {s.name: s for s in OTHERWISE}
     plan, half = Plan(), Plan(data=2, sharded=True)
-    n, layer = JOB.parameters, 2 * JOB.parameters / JOB.layers
+    n, layer = JOB.parameters, JOB.parameters / JOB.layers
     assert states_bytes(JOB, plan, n, by_name["8-bit Adam"]) == pytest.approx(n * (8 + 2 * (1 + 4 / 256)) + 2 * n)
     assert states_bytes(JOB, plan, n, by_name["weights, gradients and moments in BF16"]) == 8 * n
     offload = by_name["FSDP2 with CPU offload"]
-    assert states_bytes(JOB, half, n, offload) == 4 * layer and offload.host_bytes * n == 16e9
+    assert states_bytes(JOB, half, n, offload) == 10 * layer and offload.host_bytes * n == 16e9
+    assert states_bytes(JOB, half, n, by_name["weights, gradients and moments in BF16"]) == 4 * n + 8 * layer
+    assert states_bytes(JOB, plan, n, offload) == 4 * layer, "one GPU shards nothing: two layers are on it"
     adapters = 16 * 18 * JOB.hidden * JOB.layers
     assert states_bytes(JOB, plan, n, by_name["LoRA of rank 16 on BF16 weights"]) == 2 * n + 16 * adapters
     four = states_bytes(JOB, half, n, by_name["LoRA of rank 16 on 4-bit weights"])
-    assert four == pytest.approx((0.515875 * n + 16 * adapters) / 2 + 2 * layer)
+    assert four == pytest.approx((0.515875 * n + 16 * adapters) / 2 + 4 * layer), "weights that are not trained"
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of storages that were alive at any operation: what FSDP2 frees shrinks to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves((args, kwargs, out)):
+            if isinstance(t, torch.Tensor) and not hasattr(t, "full_tensor"):
+                storage = t.untyped_storage()
+                self.seen[storage._cdata] = weakref.ref(storage)
+        alive = [s for s in (r() for r in self.seen.values()) if s is not None]
+        self.most = max(self.most, sum(s.nbytes() for s in alive))
+        return out
+
+
+def test_torch_s_fsdp2_holds_the_copies_and_gradients_that_are_counted():
+    """One of 64 fake ranks: 8 layers of 256 x 256, whose activations are next to nothing."""
+    width, layers, ranks = 256, 8, 64
+    with fake_job(ranks):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (ranks,))
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        for unit in (*module, module):
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        for _ in range(2):
+            with Live() as live:
+                module(torch.ones(1, width)).sum().backward()
+    n = layers * width**2
+    counted = states_bytes(Job(n, ranks, 1, layers, width, 1), Plan(data=ranks, sharded=True), n)
+    without_moments = counted - 8 * n / ranks  # no optimizer has made any yet
+    assert live.most == pytest.approx(without_moments, rel=0.06)
 
 
 def test_adapters_are_counted_as_a_real_lora_would_have_them():
