@@ -75,8 +75,8 @@ class Config:
         require(self.width % self.heads == 0, f"width {self.width} cannot be cut into {self.heads} heads")
         require(len(self.ranks) > 0, "ranks must hold a number of ranks")
         require(len({*self.ranks}) == len(self.ranks), f"ranks must be different, not {self.ranks}")
-        require(len(ways_here(self)) > 0, "ddp needs memory and is left out from 256 MiB of parameters on: add another "
-                "of the ways, or make the model smaller")  # fmt: skip
+        require(len(ways_here(self)) > 0, f"ddp needs memory and is left out from {REAL_BYTES / 2**20:.0f} MiB of "
+                "parameters on: add another of the ways, or make the model smaller")  # fmt: skip
         for n in self.ranks:
             job(self, n)
 
