@@ -336,11 +336,12 @@ def main() -> None:
     """Entry point of the command line."""
     config = cli.parse_config(Config, __doc__, "python -m labs.strategy")
     advice = advise(config)
-    for sentence in advice.reasons():
-        print(textwrap.fill(sentence, 100, subsequent_indent="  "))
-    print("\nAll of this is modelled, from these inputs:")
-    print(config.inputs().to_string(header=False), end="\n\n")
-    print(advice.by_scheme().reset_index().to_string(index=False))
+    with cli.closed_pipe_is_no_error():
+        for sentence in advice.reasons():
+            print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+        print("\nAll of this is modelled, from these inputs:")
+        print(config.inputs().to_string(header=False), end="\n\n")
+        print(advice.by_scheme().reset_index().to_string(index=False))
 
 
 if __name__ == "__main__":

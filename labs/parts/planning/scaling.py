@@ -82,6 +82,10 @@ class Cluster:
         require(self.flop_s > 0, f"flop_s must be positive, not {self.flop_s:g}")
         require(self.spread >= 0, f"spread must not be negative: {self.spread:g}")
         require(self.feed_samples_s > 0, f"an input pipeline delivers more than {self.feed_samples_s:g} samples/s")
+        require(self.memory_bytes_s > 0, f"memory_bytes_s must be positive, not {self.memory_bytes_s:g}")
+        require(self.gpu_mtbf_s > 0, f"gpu_mtbf_s must be positive, inf if none fails, not {self.gpu_mtbf_s:g}")
+        for name in ("gap_s", "startup_s", "save_s", "restart_s"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name):g}")
 
     @property
     def nodes(self) -> int:
