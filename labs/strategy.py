@@ -261,6 +261,7 @@ class Advice:
         said += self._of_choice(self.choice) if self.choice else self._of_none()
         not_considered = undivided(self.config.batch, self.config.gpus)
         unlinked = without_peer_to_peer(self.config.card)
+        unlinked += " That is link_gb_s." * bool(unlinked)
         here = self.config.gpus > 1 and not self.config.link_gb_s
         return said + [not_considered] * bool(not_considered) + [unlinked] * bool(unlinked and here)
 

@@ -279,3 +279,8 @@ def test_the_command_answers_first_and_knows_no_price():
         [sys.executable, "-m", "labs.cost", "--offers", "H100"], capture_output=True, text=True, timeout=250
     )
     assert wrong.returncode == 2 and wrong.stderr.count("\n") <= 1, wrong.stderr
+
+
+def test_links_of_cards_without_peer_to_peer_are_told_as_a_best_case():
+    of = lambda card: " ".join(cost.arithmetic(cost.Config(params=1e8, offers=(f"{card}:4",))))  # noqa: E731
+    assert "no peer-to-peer" in of("RTX 4090") and "peer-to-peer" not in of("L40S")

@@ -369,10 +369,11 @@ def without_peer_to_peer(card: str) -> str:
     """What to know of the links of a card whose driver joins no two of them; "" of every other card."""
     if not card.startswith("RTX "):
         return ""
-    return (f"NVIDIA's driver gives cards such as the {card} no peer-to-peer (github.com/NVIDIA/nccl/issues/1127): "
-            "messages go through the host's memory, and get less than PCIe promises. Over a changed driver, 4 RTX 4090 "
+    return (f"NVIDIA's driver gives cards such as the {card} no peer-to-peer (seen on the RTX 3090: "
+            "github.com/NVIDIA/nccl/issues/1127, and the RTX 4090: cortwave.github.io/posts/multi-gpu): messages go "
+            "through the host's memory, and get less than PCIe promises. Over a changed driver, 4 RTX 4090 "
             "reach 26 GB/s (github.com/tinygrad/open-gpu-kernel-modules/issues/36): the best case. So time it: "
-            "all_reduce_perf of nccl-tests prints busbw, which is link_gb_s.")  # fmt: skip
+            "all_reduce_perf of nccl-tests prints busbw.")  # fmt: skip
 
 
 def of_card(card: str, gpus: int, gpus_per_node: int = 8, network_gb_s: float = 25.0, reached: float = 0.5) -> Cluster:
