@@ -347,10 +347,12 @@ def _nearest(found: Sequence[Bill | None], config: Config) -> str:
 
 
 def arithmetic(config: Config) -> Iterator[str]:
-    """What each card is taken to reach of its peak, and where that comes from: two sources, two ways to train."""
+    """What each card is taken to reach of its peak, where that comes from, and whose links are a best case."""
     for card in dict.fromkeys(offer.card for offer in config.parsed()):
         share, origin = config.share_of_peak(card)
         yield f"{card}: taken to reach {share:.0%} of its dense 16-bit peak ({origin})."
+        if unlinked := scaling.without_peer_to_peer(card):
+            yield f"{unlinked} Taken here: {scaling.REACHED:.0%} of PCIe's datasheet."
 
 
 # -- the two divisions
@@ -398,10 +400,11 @@ def main() -> None:
         said = [*answer(config)]
     except BadInput as e:  # of values that are plausible one by one
         cli.fail(prog, str(e))
-    for sentence in said:
-        print(textwrap.fill(sentence, 100, subsequent_indent="  "))
-    print("\nAll of this is modelled:")
-    print(table(bills(config), config.parsed()).to_string())
+    with cli.closed_pipe_is_no_error():
+        for sentence in said:
+            print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+        print("\nAll of this is modelled:")
+        print(table(bills(config), config.parsed()).to_string())
 
 
 if __name__ == "__main__":

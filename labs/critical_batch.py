@@ -42,6 +42,7 @@ MOMENTS = (0.0, 0.1, 0.25, 0.5, 1.0)  # of its steps, at which it is
 MICRO = 4  # micro-batches of MICRO_ROWS per rank: together they are the large batch
 MICRO_ROWS = 16
 DRAWS = 24  # large batches at each moment
+REACH = 100  # times the largest batch, our round number: of a critical batch beyond it the run has seen nothing
 SMOKE = {"batches": (32, 128, 512), "target": 1.2}  # with --smoke in a shell
 
 
@@ -98,7 +99,10 @@ def fit_steps(batches: Sequence[int], steps: Sequence[float]) -> tuple[float, fl
     s = np.asarray(steps, float)
     design = np.stack([1 / s, 1 / (np.asarray(batches, float) * s)], axis=1)
     fewest, samples = nnls(design, np.ones(len(s)))[0]
-    return float(fewest), float(samples / max(fewest, 1e-9 * s.min()))  # finite also where every batch pays
+    fewest = max(
+        fewest, 1e-9 * s.min()
+    )  # never 0, so that both are finite and give the steps also where all batches pay
+    return float(fewest), float(samples / fewest)
 
 
 def noise_scale(small_sq: float, large_sq: float, small: int, large: int) -> tuple[float, float]:
@@ -382,7 +386,13 @@ def answer(run: Records) -> Iterator[str]:
         yield f"A loss of {target:g} was reached with every seed by {len(by)} of the batches: no curve."
         return
     fewest, batch = critical(run)
-    yield f"To a loss of {target:g} it takes {fewest} at least, and twice as many at the critical batch, {batch}."
+    if batch.high > REACH * max(by):
+        yield (
+            f"To a loss of {target:g} even batch {max(by)} saves steps in proportion, with some seeds at least: where "
+            "the critical batch is, this run cannot tell. Take larger batches, or more seeds."
+        )
+    else:
+        yield f"To a loss of {target:g} it takes {fewest} at least, and twice as many at the critical batch, {batch}."
     yield f"That curve is within {100 * fit_error(run):.0f} % of all medians."
     told = noise(run)
     if told:
@@ -395,7 +405,10 @@ def answer(run: Records) -> Iterator[str]:
         if time_to_target(run, way):
             best, seconds = quickest(run, way)
             name = way if way == "one rank" else f"{run[0].layout['world_size']} ranks"
-            yield f"Quickest on {name}: batch {best}, {seconds} of steps."
+            found = time_to_target(run, way)
+            near = [str(b) for b, s in sorted(found.items()) if b != best and s.low <= seconds.high]
+            open_ = f" Its interval meets that of {', '.join(near)}: this run cannot tell them apart." if near else ""
+            yield f"Quickest on {name}: batch {best}, {seconds} of steps.{open_}"
 
 
 if __name__ == "__main__":

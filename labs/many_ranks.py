@@ -74,6 +74,9 @@ class Config:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.width % self.heads == 0, f"width {self.width} cannot be cut into {self.heads} heads")
         require(len(self.ranks) > 0, "ranks must hold a number of ranks")
+        require(len({*self.ranks}) == len(self.ranks), f"ranks must be different, not {self.ranks}")
+        require(len(ways_here(self)) > 0, f"ddp needs memory and is left out from {REAL_BYTES / 2**20:.0f} MiB of "
+                "parameters on: add another of the ways, or make the model smaller")  # fmt: skip
         for n in self.ranks:
             job(self, n)
 

@@ -11,7 +11,7 @@ against published runs. Where nothing fits, it names what does: 8-bit Adam, BF16
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas
 
@@ -29,14 +29,16 @@ from labs.parts.planning.parallel_cost import (
     States,
     best,
     complexity,
+    cost,
     costs,
     fewest_gpus,
     otherwise,
+    plans,
     shape,
     undivided,
 )
-from labs.parts.planning.scaling import REACHED as OF_MEMORY
-from labs.parts.planning.scaling import Cluster, Link, Work, timed
+from labs.parts.planning.scaling import HOP_S, Cluster, Link, Work, timed, without_peer_to_peer
+from labs.parts.planning.scaling import REACHED as OF_DATASHEET
 
 ASSUMED = {"memory_gb": 24.0, "link_gb_s": 25.0, "tflops": 100.0}  # a card of this size on PCIe 4.0 x16
 REACHED = 0.5  # of a datasheet's peak, for a card of which no published run is known here: printed as an assumption
@@ -57,7 +59,10 @@ class Config:
     memory_gb: float = 0.0
     """Memory of one GPU in 10^9 bytes. Default: 24, or the card's."""
     link_gb_s: float = 0.0
-    """Bandwidth of one GPU to the others, one direction, in 10^9 bytes/s. Default: 25, or half of the card's."""
+    """Bandwidth that one GPU reaches to the others, one direction, in 10^9 bytes/s: busbw of nccl-tests.
+
+    Default: 25, or 80 % of the card's, whose datasheet adds both directions.
+    """
     tflops: float = 0.0
     """10^12 FLOP/s that one GPU reaches in 16-bit training.
 
@@ -67,7 +72,10 @@ class Config:
     gpus_per_node: int = 8
     """GPUs that are linked as `link_gb_s` says; more of them are joined by the network."""
     network_gb_s: float = 25.0
-    """Bandwidth of one GPU to other nodes, one direction, in 10^9 bytes/s: 200 Gbit/s for each, as in a DGX A100."""
+    """Line rate of one GPU to other nodes, one direction, in 10^9 bytes/s; messages are taken to reach 80 % of it.
+
+    Default: 200 Gbit/s for each, as in a DGX A100.
+    """
     seq: int = 2048
     """Tokens per sequence."""
     layers: int = 0
@@ -78,8 +86,11 @@ class Config:
     """Words of the output layer."""
     reserved_gb: float = 1.0
     """Memory of each GPU that training cannot have: CUDA context, workspace, fragmentation."""
-    latency_us: float = 20.0
-    """Seconds x 10^-6 that a message takes, however small."""
+    latency_us: float = 0.0
+    """Seconds x 10^-6 that a message takes from one GPU to the next, however small.
+
+    Default: what NCCL reckons with, 3.4 over NVLink, 5.7 over PCIe, 9.6 between nodes.
+    """
 
     def __post_init__(self) -> None:
         for name in ("params", "batch", "gpus", "seq", "vocabulary", "gpus_per_node"):
@@ -95,6 +106,11 @@ class Config:
         free = self.machine().memory_bytes
         require(free > 0, f"reserved_gb leaves no memory: lower it below {free / 1e9 + self.reserved_gb:g}")
 
+    @property
+    def card(self) -> str:
+        """The card's name in gpus.toml; "" if none is named."""
+        return hardware.spec(self.gpu).gpu if self.gpu else ""
+
     def job(self) -> Job:
         """The model, with the shape that was given or that its size suggests."""
         layers, hidden = shape(self.params)
@@ -106,14 +122,24 @@ class Config:
         """The GPUs: what was given, else the card's, else the assumptions."""
         memory, link, tflops = (self.of_machine()[name][0] for name in ("memory_gb", "link_gb_s", "tflops"))
         free = (memory - self.reserved_gb) * 1e9
-        return Machine(self.gpus, free, tflops * 1e12, link * 1e9, self.latency_us * 1e-6)
+        return Machine(self.gpus, free, tflops * 1e12, link * 1e9, self.hop_s("inside"))
+
+    def hop_s(self, level: str) -> float:
+        """Seconds from one GPU to the next, "inside" a node or "between" nodes. A card that is not named has PCIe."""
+        if self.latency_us:
+            return self.latency_us * 1e-6
+        if level == "between":
+            return HOP_S["network"]
+        card = hardware.spec(self.gpu) if self.gpu else None
+        linked = card and card.link_among(min(self.gpus, self.gpus_per_node)) == card.link_gb_s
+        return HOP_S["NVLink" if linked and "NVLink" in (card.link or "") else "PCIe"]
 
     def cluster(self) -> Cluster:
         """The same GPUs for the scaling model: two levels of links."""
         one = self.machine()
         card = hardware.spec(self.gpu) if self.gpu else None
-        memory = OF_MEMORY * card.bandwidth_gb_s * 1e9 if card and card.bandwidth_gb_s else float("inf")
-        network = Link(self.network_gb_s * 1e9, one.latency_s)
+        memory = OF_DATASHEET * card.bandwidth_gb_s * 1e9 if card and card.bandwidth_gb_s else float("inf")
+        network = Link(OF_DATASHEET * self.network_gb_s * 1e9, self.hop_s("between"))
         return Cluster(
             self.gpus, self.gpus_per_node, one.flop_s, Link(one.link_bytes_s, one.latency_s), network, memory
         )
@@ -125,7 +151,9 @@ class Config:
         link = card.link_among(min(self.gpus, self.gpus_per_node)) if card else None
         by_card = {
             "memory_gb": (card.memory_gb, "datasheet") if card else None,
-            "link_gb_s": (link / 2, "half of the datasheet's") if link else None,
+            "link_gb_s": (OF_DATASHEET * link / 2, f"{OF_DATASHEET:.0%} of one direction's datasheet")
+            if link
+            else None,
             "tflops": self._reached(peak) if peak else None,
         }
         given = {name: (getattr(self, name), "given") for name in ASSUMED if getattr(self, name)}
@@ -150,7 +178,8 @@ class Config:
             ("link, one direction", machine["link_gb_s"][0], "GB/s", machine["link_gb_s"][1]),
             ("GPUs in a node", self.gpus_per_node, "", self._origin("gpus_per_node")),
             ("network of one GPU, one direction", self.network_gb_s, "GB/s", self._origin("network_gb_s")),
-            ("latency of a message", self.latency_us, "us", self._origin("latency_us")),
+            *((f"latency {level} nodes", 1e6 * self.hop_s(level), "us", self._origin("latency_us"))
+              for level in ("inside", "between")),
         ]  # fmt: skip
         table = [(name, f"{value:,.6g} {unit}".strip(), origin) for name, value, unit, origin in rows]
         return pandas.DataFrame(table, columns=["input", "value", "origin"]).set_index("input")
@@ -174,6 +203,8 @@ class Advice:
     """If none fits: what does, with other states of the optimizer and the weights."""
     error: Band
     """Published over modelled seconds, of eight rows in ten."""
+    fewer: Cost | None = None
+    """The best plan that leaves GPUs idle and uses a power of two of them, if it beats the choice by more than NEAR."""
 
     @property
     def speed_up(self) -> float | None:
@@ -229,7 +260,10 @@ class Advice:
         said = [f"Parameters, gradients and Adam's moments take {states:.3g} GB; one GPU has {free:.3g} GB free."]
         said += self._of_choice(self.choice) if self.choice else self._of_none()
         not_considered = undivided(self.config.batch, self.config.gpus)
-        return said + [not_considered] * bool(not_considered)
+        unlinked = without_peer_to_peer(self.config.card)
+        unlinked += " That is link_gb_s." * bool(unlinked)
+        here = self.config.gpus > 1 and not self.config.link_gb_s
+        return said + [not_considered] * bool(not_considered) + [unlinked] * bool(unlinked and here)
 
     def _of_none(self) -> list[str]:
         least = min(self.costs, key=lambda c: c.memory_bytes)
@@ -258,6 +292,9 @@ class Advice:
         if near:
             said.append(f"Within {NEAR:.0%} of it, which counts as equal here: {', '.join(near)}. Of all these it has "
                         "the fewest parts that can go wrong.")  # fmt: skip
+        if self.fewer:
+            said.append(f"Fewer GPUs are faster: {self.fewer.plan} on {self.fewer.plan.ranks} of them, "
+                        f"{self.seconds(self.fewer)}. The others can do something else.")  # fmt: skip
         ideal = best(self.costs, float("inf"))
         if ideal and ideal.step_s * (1 + NEAR) < c.step_s:
             said.append(f"Faster if it fitted: {ideal.plan}, {self.seconds(ideal)}, {ideal.memory_bytes / 1e9:.3g} GB.")
@@ -279,18 +316,33 @@ def advise(config: Config) -> Advice:
     enough = None if choice else fewest_gpus(job, machine)
     # FLOP/s that are given come from a timed step, those of a card from another model, or from nobody
     error = band() if config.tflops else band_across()
-    return Advice(config, found, choice, enough, [] if choice else list(otherwise(job, machine)), error)
+    others = [] if choice else list(otherwise(job, machine))
+    return Advice(config, found, choice, enough, others, error, _fewer(config, choice))
+
+
+def _fewer(config: Config, choice: Cost | None) -> Cost | None:
+    """The best plan for 2, 4, 8, ... GPUs below those that there are, if it beats `choice` by more than NEAR."""
+    job, machine = config.job(), config.machine()
+    counts = [2**k for k in range(1, config.gpus.bit_length()) if 2**k < config.gpus]
+    work = Work.of(job)
+    found = []
+    for n in counts if choice else ():
+        cluster = replace(config, gpus=n).cluster()
+        found += [timed(cost(job, replace(machine, gpus=n), p), work, cluster) for p in plans(job, n)]
+    idle = best(found, machine.memory_bytes)
+    return idle if idle and (1 + NEAR) * idle.step_s < choice.step_s else None
 
 
 def main() -> None:
     """Entry point of the command line."""
     config = cli.parse_config(Config, __doc__, "python -m labs.strategy")
     advice = advise(config)
-    for sentence in advice.reasons():
-        print(textwrap.fill(sentence, 100, subsequent_indent="  "))
-    print("\nAll of this is modelled, from these inputs:")
-    print(config.inputs().to_string(header=False), end="\n\n")
-    print(advice.by_scheme().reset_index().to_string(index=False))
+    with cli.closed_pipe_is_no_error():
+        for sentence in advice.reasons():
+            print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+        print("\nAll of this is modelled, from these inputs:")
+        print(config.inputs().to_string(header=False), end="\n\n")
+        print(advice.by_scheme().reset_index().to_string(index=False))
 
 
 if __name__ == "__main__":

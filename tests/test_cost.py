@@ -247,9 +247,10 @@ def test_tables_and_sentences_follow_the_bills(monkeypatch):
     middle = one(slow_and_fast[0], params=7e9).days
     figures.offers_figure(replace(config, deadline_days=(middle.value + middle.high) / 2), predict(1, "money"))
     assert "By the middle of the band alone one would book 64 x A100 80GB SXM" in said[2]
-    figures.offers_figure(replace(config, deadline_days=100.0), predict(1, "money"))
-    assert "bands do not touch" in said.pop(), "a third of the money"
-    dear = replace(config, deadline_days=100.0, offers=("A100 80GB SXM:64:1.5", slow_and_fast[1]))
+    cheap = replace(config, deadline_days=100.0, offers=("A100 80GB SXM:64:0.5", slow_and_fast[1]))
+    figures.offers_figure(cheap, predict(1, "money"))
+    assert "bands do not touch" in said.pop(), "half of the money at most"
+    dear = replace(cheap, offers=slow_and_fast)
     figures.offers_figure(dear, predict(1, "money"))
     assert "bands of 256 x H100 SXM overlap" in said.pop(), "cheaper in the middle is not cheaper for certain"
     figures.energy_text(config)
@@ -278,3 +279,8 @@ def test_the_command_answers_first_and_knows_no_price():
         [sys.executable, "-m", "labs.cost", "--offers", "H100"], capture_output=True, text=True, timeout=250
     )
     assert wrong.returncode == 2 and wrong.stderr.count("\n") <= 1, wrong.stderr
+
+
+def test_links_of_cards_without_peer_to_peer_are_told_as_a_best_case():
+    of = lambda card: " ".join(cost.arithmetic(cost.Config(params=1e8, offers=(f"{card}:4",))))  # noqa: E731
+    assert "no peer-to-peer" in of("RTX 4090") and "peer-to-peer" not in of("L40S")

@@ -47,6 +47,28 @@ def test_the_fit_finds_what_steps_were_made_from():
         lab.fit_steps((8, 8), (3, 4))
 
 
+def test_a_fit_without_fewest_steps_still_gives_the_steps():
+    """Steps that fall faster than batches rise: the best curve has no floor."""
+    steps = [800, 390, 190]
+    found = lab.fit_steps((8, 16, 32), steps)
+    assert all(
+        lab.predict_steps(b, *found) == pytest.approx(s, rel=0.05) for b, s in zip((8, 16, 32), steps, strict=True)
+    )
+    run = records(critical=1e7)
+    assert lab.fit_error(run) < 0.01
+    said = [*lab.answer(run)]
+    assert "cannot tell" in said[0] and "within 0 %" in said[1]
+    assert "cannot tell" not in next(iter(lab.answer(records())))
+
+
+def test_the_quickest_batch_is_named_with_those_that_may_be_as_quick():
+    said = [line for line in lab.answer(records()) if line.startswith("Quickest on one rank")]
+    assert "cannot tell them apart" in said[0] and "64" in said[0] and "128" in said[0]
+    steep = records(step_s=lambda b: 1e-4 * b**2)  # batch 8 by far
+    said = [line for line in lab.answer(steep) if line.startswith("Quickest on one rank")]
+    assert "batch 8," in said[0] and "cannot tell" not in said[0]
+
+
 def test_the_noise_scale_of_gradients_that_are_known():
     draw = np.random.default_rng(0)
     true, spread, rows = np.array([3.0, 4.0]), 5.0, 20_000

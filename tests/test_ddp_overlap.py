@@ -194,14 +194,17 @@ def test_undecided_cells_of_the_map_are_counted():
 
 
 def test_answers_of_the_other_labs_turn_round():
-    def cells(speedup):
+    def cells(speedup, spread=NOISE):
         case = {"width": 64, "batch": 4, "gradient_bytes": 1000}
-        steps = [make("step_s", times(t), lab="crossover", mode=mode, **case)
-                 for mode, t in (("single", 0.01), ("ddp", 0.02 / speedup))]  # fmt: skip
+        steps = [make("step_s", times(t, shape), lab="crossover", mode=mode, **case)
+                 for mode, t, shape in (("single", 0.01, NOISE), ("ddp", 0.02 / speedup, spread))]  # fmt: skip
         return Records([*steps, *(make("all_reduce_s", 1e-4 + s / 1e9, size=s) for s in (2**12, 2**20))])
 
     assert "faster than one in 1 of 1" in next(crossover.answer(cells(1.5)))
     assert "slower in 1" in next(crossover.answer(cells(0.5)))
+    assert "the faster side in 1" in [*crossover.answer(cells(1.5))][1]
+    unsure = [*crossover.answer(cells(1.01, WIDE))]
+    assert "faster than one in 0 of 1" in unsure[0] and "the faster side" not in " ".join(unsure), "noise has no side"
 
     def parity(fp64):
         case = {"model": "cnn", "sync_batchnorm": False}

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -209,6 +210,30 @@ def test_an_act_that_hangs_is_ended(monkeypatch):
         in_child(lambda: time.sleep(60))
     assert time.monotonic() - started < 30, "it would have taken a minute"
     assert children() == before
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal at a parent's death is Linux's")
+def test_an_act_ends_with_the_process_that_watches_it(tmp_path):
+    told = tmp_path / "pid"
+    code = (
+        "import os, pathlib, sys, time\nfrom labs.chapters.nb05.exercise_drills import in_child\n"
+        "def act():\n    pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\n    time.sleep(600)\nin_child(act)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(told)])
+    try:
+        for _ in range(1200):
+            if told.exists() and told.read_text():
+                break
+            time.sleep(0.1)
+        child = psutil.Process(int(told.read_text()))
+    finally:
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs([child], timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 @pytest.mark.drill

@@ -82,6 +82,17 @@ def test_fake_ranks_send_the_bytes_of_the_closed_form(way, ranks):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("ranks", "per_node", "share"), [(24, 8, 2 / 6), (48, 8, 2 / 12), (32, 8, 0), (40, 4, 3 / 10)])
+def test_a_stage_whose_ranks_begin_within_a_node(ranks, per_node, share):
+    """Ranks 12 to 17 of 24 lie on two nodes of 8: two of their ring's six links cross."""
+    job = Job(SMALL, ranks, per_node)
+    messages, gradients = five_ways.predict(job, "pipeline")
+    assert gradients.ranks == ranks // 4
+    across = five_ways.predict_levels(job, "pipeline")["across"]
+    assert across == pytest.approx(messages.sent + share * gradients.sent)
+    assert many_ranks.audit(job, "pipeline")[1]["across"] == pytest.approx(across)
+
+
 def test_a_closed_form_that_is_off_by_a_bias_is_noticed():
     job = Job(SMALL, 8, 8)
     counted = five_ways.counted(many_ranks.audit(job, "ddp")[0])
@@ -237,7 +248,8 @@ def test_zero_by_hand():
     "arguments, told",
     [({"ways": ("magic",)}, "magic"), ({"ways": ()}, "ways may"), ({"ranks": ()}, "ranks must hold"),
      ({"ranks": (1,)}, "at least 2"), ({"ranks": (12,)}, "do not fill nodes of 8"), ({"layers": 2}, "4 stages"),
-     ({"heads": 4}, "4 heads cannot be shared by 8"), ({"heads": 7}, "7 heads"), ({"rows": 0}, "at least 1")],
+     ({"heads": 4}, "4 heads cannot be shared by 8"), ({"heads": 7}, "7 heads"), ({"rows": 0}, "at least 1"),
+     ({"ranks": (8, 8)}, "must be different"), ({"ways": ("ddp",), "width": 12288}, "make the model smaller")],
 )  # fmt: skip
 def test_bad_input_is_one_line(arguments, told):
     with pytest.raises(BadInput, match=told) as error:

@@ -537,3 +537,13 @@ def test_whether_datasheets_help_is_computed(monkeypatch, model, said):
     monkeypatch.setattr(figures_scaling, "say", told.append)
     figures_scaling.hard_text()
     assert said in told[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("gpu_mtbf_s", 0.0), ("gpu_mtbf_s", math.nan), ("memory_bytes_s", 0.0), ("save_s", -1.0), ("startup_s", -1.0),
+    ("restart_s", -1.0), ("gap_s", -1.0),
+])  # fmt: skip
+def test_a_cluster_that_cannot_be_names_its_number(name, value):
+    with pytest.raises(BadInput, match=name) as error:
+        scaling.Cluster(8, 8, 1e14, scaling.INFINITE, scaling.INFINITE, **{name: value})
+    assert "\n" not in str(error.value)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.kit.check import Mistake, error_text
+from labs.kit.guardian import end_with_parent
 
 LIMIT_S = 15.0
 """How long one act may take; saving the small states of this exercise takes milliseconds."""
@@ -72,9 +73,10 @@ def in_child(act: Callable[[], Any], drill: Drill = Drill(), using: Iterable[dic
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the child runs this one act and ends
-        pid = os.fork()
+        parent, pid = os.getpid(), os.fork()
     if pid == 0:
         try:
+            end_with_parent(parent)  # a kernel that is killed would leave an endless save() behind
             _live(act, drill, using, writing)
         finally:
             os._exit(1)  # whatever a learner's error does when it is told: there must not be two of this process

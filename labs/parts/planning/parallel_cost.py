@@ -72,7 +72,9 @@ class States:
     kept_bytes: float
     """Per parameter; FSDP2 divides them."""
     copy_bytes: float = COPY_BYTES
-    """Per parameter, to compute with; FSDP2 has those of two layers only."""
+    """Per parameter, to compute with, beside the weights that are kept; 0 if those are computed with. Not sharded."""
+    reduced_bytes: float = GRADIENT_BYTES
+    """Per parameter, in the format in which FSDP2 sums gradients; 0 where these weights are not trained."""
     host_bytes: float = 0.0
     """Per parameter in the host's memory, divided in the same way."""
     adapter_rank: int = 0
@@ -84,13 +86,13 @@ ADAM = States("Adam in FP32", STATE_BYTES)
 OTHERWISE = (
     States("8-bit Adam", 4 + 4 + 2 * (1 + 4 / 256), source="Dettmers et al. 2021, arXiv 2110.02861; bitsandbytes keeps "
            "one FP32 scale per 256 values"),
-    States("weights, gradients and moments in BF16", 2 + 2 + 4, copy_bytes=0, source="Zamirai et al. 2020, arXiv "
-           "2010.06192: without stochastic rounding or Kahan summation small updates are lost"),
-    States("FSDP2 with CPU offload", 0, 2 * COPY_BYTES, STATE_BYTES, source="torch's CPUOffloadPolicy; ZeRO-Offload, "
-           "Ren et al. 2021, arXiv 2101.06840"),
-    States("LoRA of rank 16 on BF16 weights", 2, 0, adapter_rank=16, source="Hu et al. 2021, arXiv 2106.09685"),
-    States("LoRA of rank 16 on 4-bit weights", 0.5 + 0.127 / 8, COPY_BYTES, adapter_rank=16, source="QLoRA, Dettmers "
-           "et al. 2023, arXiv 2305.14314, section 3: 0.127 bits more per parameter"),
+    States("weights, gradients and moments in BF16", 2 + 2 + 4, copy_bytes=0, reduced_bytes=2, source="Zamirai et al. "
+           "2020, arXiv 2010.06192: without stochastic rounding or Kahan summation small updates are lost"),
+    States("FSDP2 with CPU offload", 0, host_bytes=STATE_BYTES, source="torch's CPUOffloadPolicy; ZeRO-Offload, Ren et "
+           "al. 2021, arXiv 2101.06840"),
+    States("LoRA of rank 16 on BF16 weights", 2, 0, 0, adapter_rank=16, source="Hu et al. 2021, arXiv 2106.09685"),
+    States("LoRA of rank 16 on 4-bit weights", 0.5 + 0.127 / 8, COPY_BYTES, 0, adapter_rank=16, source="QLoRA, "
+           "Dettmers et al. 2023, arXiv 2305.14314, section 3: 0.127 bits more per parameter"),
 )  # fmt: skip
 """If nothing fits: in the order in which they change the training."""
 
@@ -176,13 +178,20 @@ def states_bytes(job: Job, plan: Plan, own: float, states: States = ADAM) -> flo
     """Parameters, gradients, optimizer state and copies to compute with of `own` parameters on one GPU.
 
     Sharded (or with weights in few bits, or on the host) a GPU has the copies of two layers only: the one at work and
-    the next one. LoRA's matrices: r (in + out) numbers for four h x h and two h x 4h weights in each layer.
+    the next one. FSDP2 adds, in backward, a layer's whole gradient and the one before it, which is being summed.
+    LoRA's matrices: r (in + out) numbers for four h x h and two h x 4h weights in each layer.
     """
     shares, own_layers = plan.data if plan.sharded else 1, own / job.parameters * job.layers
-    by_layer = plan.sharded or states.kept_bytes < COPY_BYTES
-    copies = 2 * job.parameters / job.layers / plan.tensor if by_layer else own
+    layer = job.parameters / job.layers / plan.tensor
     adapters = states.adapter_rank * 18 * job.hidden * own_layers
-    return (own * states.kept_bytes + adapters * STATE_BYTES) / shares + copies * states.copy_bytes
+    if plan.sharded:
+        gradients = COPY_BYTES + states.reduced_bytes if states.reduced_bytes else 0
+        working = layer * (2 * COPY_BYTES + gradients)
+    elif states.kept_bytes < COPY_BYTES:
+        working = 2 * layer * states.copy_bytes
+    else:
+        working = own * states.copy_bytes
+    return (own * states.kept_bytes + adapters * STATE_BYTES) / shares + working
 
 
 def activation_bytes(job: Job, plan: Plan, layers: int) -> float:
@@ -252,7 +261,8 @@ def plans(job: Job, gpus: int) -> Iterator[Plan]:
     """All ways to use exactly `gpus` of them that divide this batch; tensor parallel over 8 at most (one machine)."""
     for pipeline, tensor in ((p, t) for p in _divisors(gpus) for t in _divisors(gpus // p)):
         data = gpus // (pipeline * tensor)
-        if pipeline > job.layers or tensor > 8 or job.hidden % (64 * tensor) or job.batch % data:
+        cuts_heads = tensor > 1 and job.hidden % (64 * tensor)  # heads of 64, each whole on one GPU
+        if pipeline > job.layers or tensor > 8 or cuts_heads or job.batch % data:
             continue
         for sharded in (False, True) if data > 1 else (False,):
             plan = Plan(data, pipeline, tensor, sharded)

@@ -25,6 +25,9 @@ from labs.parts.planning.parallel_cost import BUCKET_BYTES, COPY_BYTES, GRADIENT
 REACHED = 0.8
 """Of a link's datasheet bandwidth, by large messages: "at best 80 to 90 %" in stas00/ml-engineering, network/README.md,
 whose NCCL sweeps reach 78 and 82 % inside a node. For those sweeps it is therefore no blind prediction."""
+HOP_S = {"NVLink": 3.4e-6, "PCIe": 5.7e-6, "network": 9.6e-6}
+"""From one GPU of a ring to the next, in s, as NCCL itself reckons for Simple, its protocol of large messages: hwLat in
+NVIDIA/nccl at 01afd20a, src/graph/tuning.cc. Not the call's own start, which is there once however long the ring."""
 GAP_S = 4e-6
 """Between the end of one kernel and the work of the next, in s: our round number."""
 SPREAD = 0.01
@@ -79,6 +82,10 @@ class Cluster:
         require(self.flop_s > 0, f"flop_s must be positive, not {self.flop_s:g}")
         require(self.spread >= 0, f"spread must not be negative: {self.spread:g}")
         require(self.feed_samples_s > 0, f"an input pipeline delivers more than {self.feed_samples_s:g} samples/s")
+        require(self.memory_bytes_s > 0, f"memory_bytes_s must be positive, not {self.memory_bytes_s:g}")
+        require(self.gpu_mtbf_s > 0, f"gpu_mtbf_s must be positive, inf if none fails, not {self.gpu_mtbf_s:g}")
+        for name in ("gap_s", "startup_s", "save_s", "restart_s"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name):g}")
 
     @property
     def nodes(self) -> int:
@@ -356,6 +363,17 @@ def lost_share(cluster: Cluster) -> float:
     save = max(cluster.save_s, 1e-6 * mtbf)  # an interval of zero is no interval
     interval = checkpoint_interval.optimum(save, mtbf)
     return checkpoint_interval.lost_share(interval, save, mtbf, cluster.restart_s)
+
+
+def without_peer_to_peer(card: str) -> str:
+    """What to know of the links of a card whose driver joins no two of them; "" of every other card."""
+    if not card.startswith("RTX "):
+        return ""
+    return (f"NVIDIA's driver gives cards such as the {card} no peer-to-peer (seen on the RTX 3090: "
+            "github.com/NVIDIA/nccl/issues/1127, and the RTX 4090: cortwave.github.io/posts/multi-gpu): messages go "
+            "through the host's memory, and get less than PCIe promises. Over a changed driver, 4 RTX 4090 "
+            "reach 26 GB/s (github.com/tinygrad/open-gpu-kernel-modules/issues/36): the best case. So time it: "
+            "all_reduce_perf of nccl-tests prints busbw.")  # fmt: skip
 
 
 def of_card(card: str, gpus: int, gpus_per_node: int = 8, network_gb_s: float = 25.0, reached: float = 0.5) -> Cluster:

@@ -233,16 +233,22 @@ def stage_parameters(shape: GptShape, count: int, stage: int) -> int:
 
 
 def predict_levels(job: Job, way: str) -> dict[str, float]:
-    """{"inside": bytes, "across": bytes} of the same: a ring over neighbours leaves each full node once."""
+    """{"inside": bytes, "across": bytes} of the same: a ring over neighbours leaves each of its nodes once.
+
+    A block of neighbours need not begin where a node does: 6 ranks of a stage lie on two nodes of 8, if 4 of them are
+    the last ones of the first.
+    """
     found = dict.fromkeys(LEVELS, 0.0)
+    me, per_node = job.rank_asked(way), job.per_node
     for term in predict(job, way):
         if term.kind == "send":
-            me = job.rank_asked(way)
-            crosses = sum(me // job.per_node != peer // job.per_node for peer in job.peers) / len(job.peers)
-        elif term.stride >= job.per_node:
+            crosses = sum(me // per_node != peer // per_node for peer in job.peers) / len(job.peers)
+        elif term.stride >= per_node:
             crosses = 1.0
         else:
-            crosses = 1 / job.per_node if term.ranks > job.per_node else 0.0
+            first = me - me % term.ranks
+            nodes = (first + term.ranks - 1) // per_node - first // per_node + 1
+            crosses = nodes / term.ranks if nodes > 1 else 0.0
         found["across"] += crosses * term.sent
         found["inside"] += (1 - crosses) * term.sent
     return found
