@@ -99,9 +99,7 @@ def fit_steps(batches: Sequence[int], steps: Sequence[float]) -> tuple[float, fl
     s = np.asarray(steps, float)
     design = np.stack([1 / s, 1 / (np.asarray(batches, float) * s)], axis=1)
     fewest, samples = nnls(design, np.ones(len(s)))[0]
-    fewest = max(
-        fewest, 1e-9 * s.min()
-    )  # never 0, so that both are finite and give the steps also where all batches pay
+    fewest = max(fewest, 1e-9 * s.min())  # never 0: both numbers are finite, also where every batch pays
     return float(fewest), float(samples / fewest)
 
 

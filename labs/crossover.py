@@ -128,6 +128,17 @@ def crossover_map(records: Records) -> list[dict]:
     return rows
 
 
+def score(rows: list[dict]) -> tuple[int, int, int]:
+    """(cells in which the model names the faster side, cells of the commoner side, cells that are decided).
+
+    Where the interval holds 1, the measured side may be noise: such cells are not counted.
+    """
+    decided = [r for r in rows if not r["measured"].low <= 1 <= r["measured"].high]
+    faster = [r["measured"].value > 1 for r in decided]
+    right = sum((r["modelled"] > 1) == won for r, won in zip(decided, faster, strict=True))
+    return right, max(sum(faster), len(faster) - sum(faster)), len(decided)
+
+
 def answer(run: Records) -> Iterator[str]:
     """In which cells DDP pays, whether the model knew it, and the extremes."""
     rows, ranks = crossover_map(run), run[0].layout["world_size"]
@@ -135,16 +146,15 @@ def answer(run: Records) -> Iterator[str]:
         yield "One rank is not faster or slower than itself. The map needs two."
         return
     faster, slower = (sum(r["measured"].low > 1 for r in rows), sum(r["measured"].high < 1 for r in rows))
-    told = [r for r in rows if not r["measured"].low <= 1 <= r["measured"].high]  # the side of others may be noise
-    right = sum((r["modelled"] > 1) == (r["measured"].value > 1) for r in told)
+    right, commoner, decided = score(rows)
     yield (
         f"DDP on {ranks} ranks is faster than one in {faster} of {len(rows)} cells and slower in {slower}; of the "
         f"others this run cannot tell it."
     )
-    if told:
+    if decided:
         yield (
-            f"Of these {faster + slower}, one rank's step time and the link alone name the faster side in {right}; "
-            f"always naming the commoner one would name {max(faster, slower)}."
+            f"Of these {decided}, one rank's step time and the link alone name the faster side in {right}; "
+            f"always naming the commoner one would name {commoner}."
         )
     for word, choose in (("Slowest", min), ("Fastest", max)):
         r = choose(rows, key=lambda row: row["measured"].value)

@@ -155,14 +155,13 @@ def crossover_figures(run: Records, guess: Prediction) -> None:
 
 def _crossover_text(rows: list[dict], guess: Prediction) -> str:
     wins = sum(r["measured"].value > 1 for r in rows)
-    open_ = sum(r["measured"].low <= 1 <= r["measured"].high for r in rows)
-    right = sum((r["modelled"] > 1) == (r["measured"].value > 1) for r in rows)
+    right, commoner, decided = crossover.score(rows)
     worst, best = (f(rows, key=lambda r: r["measured"].value) for f in (min, max))
     ratio = estimate([r["measured"].value / r["modelled"] for r in rows], "x")
     return (
-        f"DDP won in {wins} of {len(rows)} cells, by the medians; in {open_} the interval holds 1, and another run may "
-        f"turn them round. {guess.against(float(wins))} The model names the winner in {right} "
-        f"of {len(rows)}; always naming the commoner one would name {max(wins, len(rows) - wins)}. "
+        f"DDP won in {wins} of {len(rows)} cells, by the medians; in {len(rows) - decided} the interval holds 1, and "
+        f"another run may turn them round. {guess.against(float(wins))} Of the {decided} others the model names the winner in "
+        f"{right}; always naming the commoner one would name {commoner}. "
         f"Measured over modelled: {ratio}. It knows one rank's step and the link, not what DDP itself "
         "costs per step, nor what ranks take from each other. Worst:"
         f" width {worst['width']}, batch {worst['batch']}, {worst['measured']}; best: width {best['width']}, batch"

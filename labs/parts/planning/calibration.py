@@ -211,7 +211,6 @@ def reached(gpu: str) -> tuple[float, str] | None:
     Of products that were really computed, recomputed ones among them: HFU, not MFU. So a plan that recomputes pays for
     it once. torchtitan's H100 is not asked: it has 500 W, and recomputes what the model does not count.
     """
-    own = [
-        t for t in (_foundry_h100(), *tables()) if t.gpu.split()[0] == gpu.split()[0] and "MLPerf" not in t.name
-    ]  # FP8 is another peak
+    own = [t for t in (_foundry_h100(), *tables()) if t.gpu.split()[0] == gpu.split()[0]]
+    own = [t for t in own if "MLPerf" not in t.name]  # FP8 is another peak
     return (own[0].flop_s / own[0].peak_flop_s, own[0].name) if own else None

@@ -367,7 +367,7 @@ def lost_share(cluster: Cluster) -> float:
 
 def without_peer_to_peer(card: str) -> str:
     """What to know of the links of a card whose driver joins no two of them; "" of every other card."""
-    if not card.startswith("RTX "):
+    if card not in ("RTX 3090", "RTX 4090"):
         return ""
     return (f"NVIDIA's driver gives cards such as the {card} no peer-to-peer (seen on the RTX 3090: "
             "github.com/NVIDIA/nccl/issues/1127, and the RTX 4090: cortwave.github.io/posts/multi-gpu): messages go "
