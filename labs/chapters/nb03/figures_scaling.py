@@ -160,8 +160,8 @@ def _crossover_text(rows: list[dict], guess: Prediction) -> str:
     ratio = estimate([r["measured"].value / r["modelled"] for r in rows], "x")
     return (
         f"DDP won in {wins} of {len(rows)} cells, by the medians; in {len(rows) - decided} the interval holds 1, and "
-        f"another run may turn them round. {guess.against(float(wins))} Of the {decided} others the model names the winner in "
-        f"{right}; always naming the commoner one would name {commoner}. "
+        f"another run may turn them round. {guess.against(float(wins))} Of the {decided} others the model names the "
+        f"winner in {right}; always naming the commoner one would name {commoner}. "
         f"Measured over modelled: {ratio}. It knows one rank's step and the link, not what DDP itself "
         "costs per step, nor what ranks take from each other. Worst:"
         f" width {worst['width']}, batch {worst['batch']}, {worst['measured']}; best: width {best['width']}, batch"
