@@ -236,6 +236,24 @@ def test_a_hook_without_a_future_is_told():
     says("07.2", lambda state, bucket: bucket.buffer(), "DDP wants a future")
 
 
+def test_a_scale_that_is_kept_from_the_first_step_is_told():
+    def eight_bits(state, bucket):
+        name = tuple(map(id, bucket.parameters()))
+        left, scale = state.setdefault(name, (0.0, bucket.buffer().abs().max().clamp(min=1e-30) / 127))
+        wanted = bucket.buffer() + left
+        code = (wanted / scale).round().clamp(-127, 127).to(torch.int8)
+        state[name] = wanted - code * scale, scale
+        ranks = dist.get_world_size()
+        every = [torch.empty_like(code) for _ in range(ranks)], [torch.empty_like(scale) for _ in range(ranks)]
+        dist.all_gather(every[0], code)
+        dist.all_gather(every[1], scale)
+        done = torch.futures.Future()
+        done.set_result(sum(c * s for c, s in zip(*every, strict=True)) / ranks)
+        return done
+
+    says("07.2", eight_bits, "the scale is still that of them")
+
+
 def test_a_scale_of_zero_that_makes_nan_is_told():
     def eight_bits(state, bucket):
         done = solution.eight_bits(state, bucket)
