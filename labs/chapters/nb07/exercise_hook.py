@@ -70,7 +70,7 @@ def _run(body: Function, ranks: int, f: Function) -> list[dict[str, Any]]:
             raise Mistake(
                 "what one bucket left out is added to a bucket of another length. There are several buckets, "
                 "and after the first step DDP rearranges them",
-                "keep the error for each parameter of bucket.parameters(), or under a name that holds them all, such as "
+                "keep the error for each parameter of bucket.parameters(), or under a name that holds them all, "
                 "tuple(map(id, bucket.parameters())): an index may be another bucket's afterwards",
             ) from e
         if re.search(r"[Ff]uture", text) and re.search(r"TypeError|expected|cast|isinstance|INTERNAL ASSERT", text):
