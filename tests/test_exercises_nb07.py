@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from speeds import first
 
+from labs.chapters.nb07 import exercise_messages, timelines
 from labs.chapters.nb07 import solutions as solution
-from labs.chapters.nb07 import timelines
 from labs.chapters.nb07.exercise_messages import most_rounds
 from labs.chapters.nb07.traffic import rounds
-from labs.kit.check import examine
+from labs.kit.check import Mistake, examine
 
 
 def passes(exercise_id, candidate):
@@ -155,16 +155,14 @@ def test_parts_of_the_sum_made_by_halving_and_handed_round_by_doubling_are_told(
     says("07.1", all_reduce_small, "in half of the rounds parts of the sum are made")
 
 
-def test_a_partner_that_is_not_there_is_told():
-    def all_reduce_small(x):
-        for k in range((dist.get_world_size() - 1).bit_length()):
-            partner, other = dist.get_rank() ^ (1 << k), torch.empty_like(x)
-            sending = dist.isend(x, partner)
-            dist.recv(other, partner)
-            sending.wait()
-            x += other
+@pytest.mark.parametrize(("ranks", "words"), [(2, "both send first"), (3, "must be below 3"), (4, "both send first")])
+def test_the_hint_of_a_hang_knows_whether_ranks_are_a_power_of_two(monkeypatch, ranks, words):
+    def hangs(*args, **kwargs):
+        raise Mistake("the ranks wait for each other for ever")
 
-    says("07.1", all_reduce_small, "must be below 3")
+    monkeypatch.setattr(exercise_messages, "on_ranks", hangs)
+    with pytest.raises(Mistake, match=words):
+        exercise_messages._run(solution.all_reduce_small, ranks)
 
 
 def test_a_rank_without_a_partner_on_one_rank_is_told():
