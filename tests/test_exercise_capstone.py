@@ -132,6 +132,25 @@ def test_other_results_are_told_without_a_training(name, original, found):
     assert (MUTANTS["12.1"] | RARER)[name][1] in str(told.value)
 
 
+@pytest.mark.parametrize(("change", "words"), [
+    ({"lr": [0.002, 0.004]}, "the learning rate of some parameters is 0.004, the original's 0.002"),
+    ({"decay": [0.01, 0.0]}, "the weight decay of some parameters is 0, the original's 0.01"),
+    ({"decay": [0.0]}, "the weight decay is 0, the original's 0.01"),
+])  # fmt: skip
+def test_a_group_of_parameters_that_is_trained_otherwise_is_told(change, words, original, found):
+    with pytest.raises(Mistake, match=words):
+        check_results(dataclasses.replace(found, **change), original)
+
+
+def test_a_learning_rate_in_a_tensor_is_the_same(original, found):
+    check_results(dataclasses.replace(found, lr=[float(np.float32(0.002))]), original)
+
+
+def test_images_in_the_order_of_the_file_are_told(original):
+    with pytest.raises(Mistake, match="no longer shuffled"):
+        check_results(watched(edited(fast_script(), {"args.batch_size, shuffle=True": "args.batch_size"})), original)
+
+
 @pytest.mark.long
 def test_the_original_does_what_was_kept_of_it_and_its_illnesses_are_left():
     kept, found = capstone.original_results(), watched(SLOW.read_text())

@@ -25,6 +25,18 @@ def with_own_bootstrap(turns, samples):
     return sorted((n for n in low if low[n] > 1.05), key=low.get, reverse=True)
 
 
+def helps_and_its_median_is_enough(key):
+    """A gain that is shown to be one, and a median of 1.05 or more."""
+
+    def found(turns, samples):
+        gains = {n: paired_ratio([t * samples[n] / samples[AS_IS] for t in turns[AS_IS]], turns[n])
+                 for n in turns if n != AS_IS}  # fmt: skip
+        names = [n for n, gain in gains.items() if gain.low > 1 and gain.value >= 1.05]
+        return sorted(names, key=lambda n: -getattr(gains[n], key))
+
+    return found
+
+
 @pytest.mark.parametrize("right", [worth_it, with_own_bootstrap])
 def test_right_answers_of_any_style_pass(right):
     check_worth_it(right)
@@ -43,6 +55,10 @@ def test_mistakes_are_named(name):
     (lambda t, s: sorted(worth_it(t, s)), "right names, in another order|upside down|by the median"),
     (lambda t, s: set(worth_it(t, s)), "not a list of names"),
     (lambda t, s: [(n, 1.0) for n in worth_it(t, s)], "none of the names"),
+    (lambda t, s: [[n] for n in worth_it(t, s)], "none of the names"),
+    (lambda t, s: frozenset(worth_it(t, s)), "not a list of names"),
+    (helps_and_its_median_is_enough(key="low"), "shows that it helps, and not that it is"),
+    (helps_and_its_median_is_enough(key="value"), "shows that it helps, and not that it is"),
     (lambda t, s: worth_it(t, s)[:2], "leave it out"),
     (lambda t, s: worth_it(t, s) * 2, "twice"),
 ])  # fmt: skip

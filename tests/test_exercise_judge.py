@@ -11,7 +11,8 @@ from scipy import stats
 from speeds import first
 
 from labs.chapters.nb11.exercise_judge import WORDS, cases, check_judge, example
-from labs.chapters.nb11.reasons import NUMBER, Printed
+from labs.chapters.nb11.reasons import NUMBER, Printed, in_seconds, pairs_of
+from labs.chapters.nb11.solutions import judge
 from labs.kit.check import Mistake
 from labs.kit.claims import Verdict
 from labs.kit.measure import paired_ratio
@@ -80,6 +81,28 @@ def test_a_printed_number_is_a_ratio_rounded_as_it_is_printed(text, value, same)
 
 def test_names_of_types_and_of_data_hold_no_numbers():
     assert NUMBER.findall("np.float64(1.7) v2 x86_64") == [("1.7", "")]
+
+
+@pytest.mark.parametrize("text", ["x1.70 [x1.69, x1.71]", "1.70 (1.69..1.71)", "X1.70, 1.69...1.71", "1.70: 1.69-1.71"])
+def test_a_factor_and_a_range_may_be_written_in_several_ways(text):
+    assert [number for number, _ in NUMBER.findall(text)] == ["1.70", "1.69", "1.71"]
+
+
+@pytest.mark.parametrize("said", [
+    "{data}: x{g.value:.2f} [x{g.low:.2f}, x{g.high:.2f}]", "{data}: {g.value:.2f} ({g.low:.2f}..{g.high:.2f})",
+    "{data}: {g}, level 0.95", "{data}: {g}, 2.5 % and 97.5 % of the resamples, against 105 %",
+    "{data}: {g}, means {a:.1f} ms and {b:.1f} ms",
+])  # fmt: skip
+def test_right_reasons_in_other_words_pass(said):
+    def told(records):
+        word, _ = judge(records)
+        counted = [gain for gain in pairs_of(records) if gain.counts]
+        return word, "; ".join(
+            said.format(data=gain.data, g=gain.interval, a=1e3 * np.mean(in_seconds(gain.without)),
+                        b=1e3 * np.mean(in_seconds(gain.with_4))) for gain in counted
+        ) or "no pairs"  # fmt: skip
+
+    check_judge(told)
 
 
 @pytest.mark.parametrize("name", first(6, RARER))

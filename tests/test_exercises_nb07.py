@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from speeds import first
 
+from labs.chapters.nb07 import exercise_messages, timelines
 from labs.chapters.nb07 import solutions as solution
-from labs.chapters.nb07 import timelines
 from labs.chapters.nb07.exercise_messages import most_rounds
 from labs.chapters.nb07.traffic import rounds
-from labs.kit.check import examine
+from labs.kit.check import Mistake, examine
 
 
 def passes(exercise_id, candidate):
@@ -127,6 +127,44 @@ def test_everybody_to_everybody_is_told():
     says("07.1", all_reduce_small, "every rank sends to every other")
 
 
+def test_parts_of_the_sum_made_by_halving_and_handed_round_by_doubling_are_told():
+    """Rabenseifner's all-reduce: few bytes, twice as many rounds."""
+
+    def all_reduce_small(x):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if ranks & (ranks - 1):
+            return solution.all_reduce_small(x)
+        own, done, step = slice(0, len(x)), [], ranks // 2
+        while step:
+            middle = (own.start + own.stop) // 2
+            keep, leave = slice(own.start, middle), slice(middle, own.stop)
+            if rank & step:
+                keep, leave = leave, keep
+            arrives, leaves = torch.empty_like(x[keep]), dist.isend(x[leave].clone(), rank ^ step)
+            dist.recv(arrives, rank ^ step)
+            leaves.wait()
+            x[keep] += arrives
+            done.append((rank ^ step, keep, leave))
+            own, step = keep, step // 2
+        for partner, keep, leave in reversed(done):
+            arrives, leaves = torch.empty_like(x[leave]), dist.isend(x[keep].clone(), partner)
+            dist.recv(arrives, partner)
+            leaves.wait()
+            x[leave] = arrives
+
+    says("07.1", all_reduce_small, "in half of the rounds parts of the sum are made")
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(2, "both send first"), (3, "must be below 3"), (4, "both send first")])
+def test_the_hint_of_a_hang_knows_whether_ranks_are_a_power_of_two(monkeypatch, ranks, words):
+    def hangs(*args, **kwargs):
+        raise Mistake("the ranks wait for each other for ever")
+
+    monkeypatch.setattr(exercise_messages, "on_ranks", hangs)
+    with pytest.raises(Mistake, match=words):
+        exercise_messages._run(solution.all_reduce_small, ranks)
+
+
 def test_a_rank_without_a_partner_on_one_rank_is_told():
     def all_reduce_small(x):
         if dist.get_world_size() == 1:
@@ -194,6 +232,24 @@ def test_other_hooks_pass(right):
 
 def test_a_hook_without_a_future_is_told():
     says("07.2", lambda state, bucket: bucket.buffer(), "DDP wants a future")
+
+
+def test_a_scale_that_is_kept_from_the_first_step_is_told():
+    def eight_bits(state, bucket):
+        name = tuple(map(id, bucket.parameters()))
+        left, scale = state.setdefault(name, (0.0, bucket.buffer().abs().max().clamp(min=1e-30) / 127))
+        wanted = bucket.buffer() + left
+        code = (wanted / scale).round().clamp(-127, 127).to(torch.int8)
+        state[name] = wanted - code * scale, scale
+        ranks = dist.get_world_size()
+        every = [torch.empty_like(code) for _ in range(ranks)], [torch.empty_like(scale) for _ in range(ranks)]
+        dist.all_gather(every[0], code)
+        dist.all_gather(every[1], scale)
+        done = torch.futures.Future()
+        done.set_result(sum(c * s for c, s in zip(*every, strict=True)) / ranks)
+        return done
+
+    says("07.2", eight_bits, "the scale is still that of them")
 
 
 def test_a_scale_of_zero_that_makes_nan_is_told():

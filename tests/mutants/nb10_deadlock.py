@@ -135,7 +135,30 @@ MUTANTS = {
         "rank 0 validates its own": (way(valid="own"), "only rank 0 has validated"),
     }
 }
+
+
+def _stale(job):
+    """zero_grad() only where there is a batch."""
+    for epoch in range(job.epochs):
+        batches, seen = list(job.batches(epoch)), torch.zeros(2, dtype=torch.float64)
+        most = torch.tensor(len(batches))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        for k in range(int(most)):
+            if here := batches[k : k + 1]:
+                [(x, y)] = here
+                job.optimizer.zero_grad()
+                loss = job.loss(job.model(x), y)
+                loss.backward()
+                seen += torch.tensor([loss.item(), len(y)])
+            average_gradients(job.model, len(y) if here else 0)
+            job.optimizer.step()
+        losses = mean_over_ranks(seen), validate(job)
+        if dist.get_rank() == 0:
+            job.log(epoch, *losses)
+
+
 RARER = {
+    "the last gradient once more": (_stale, "hands in the averaged gradient of the step before"),
     "barriers": (_more_barriers, "wait for each other for ever"),
     "no step without a batch": (way(step=False), "optimizer steps and rank"),
     "averages over those that have a batch": (way(by="active"), "ranks that have a batch"),

@@ -14,6 +14,16 @@ def _torch_line(entry):
     return f"{entry['frames'][0]['filename']}:{entry['frames'][0]['line']}"
 
 
+def _third_frame(entry):
+    return f"{entry['frames'][2]['filename']}:{entry['frames'][2]['line']}"
+
+
+def _one_later(dumps, groups):
+    """Takes the newest number of the others for the last one that the dead rank called."""
+    right = way()(dumps, groups)
+    return (*right[:3], right[3] + 1, right[4]) if right and right[1] == "dead" else right
+
+
 def _what(e):
     return e["profiling_name"], tuple(map(tuple, e["input_sizes"])), tuple(e["input_dtypes"])
 
@@ -108,6 +118,8 @@ RARER = {
     "no extra ones": (way(extra=False), "which never called number 21"),
     "an empty file": (way(files="empty"), "'dead', not 'missing'"),
     "the others' line": (way(who="others"), "its own line"),
+    "the third frame": (way(line=_third_frame), "functional.py:408 is a line of torch itself"),
+    "a dead rank's next number": (_one_later, "the newest number of the others"),
     "a dictionary": (_dictionary, "you return"),
 }
 """More mistakes of other kinds, tried by tests/test_exercise_post_mortem.py."""

@@ -92,6 +92,10 @@ def _truth(module, rank, world):
     return way()(module, rank, world) is None
 
 
+def _pair_of_nothing(module, rank, world):
+    return way()(module, rank, world) or (None, [])
+
+
 MUTANTS = {
     "10.2": {
         "sums": (way(lambda t: float(t.detach().double().nan_to_num().sum())), "sums, means and norms stay"),
@@ -108,6 +112,7 @@ RARER = {
     "a state_dict": (way(of=lambda m: list(m.state_dict().items())), "leaves out what is not persistent"),
     "only rank 0 knows": (_rank_0_knows, "all ranks must know it"),
     "the random state": (_seeded, "torch's random state is no longer"),
+    "a pair in place of None": (_pair_of_nothing, "you return (None, [])"),
     "true or false": (_truth, "you return True"),
     "as numbers": (way(lambda t: hashlib.md5(t.detach().double().reshape(-1).add(0.0).numpy().tobytes()).hexdigest()),
                    "an int64 above 2**53"),

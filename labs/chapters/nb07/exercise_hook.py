@@ -24,6 +24,7 @@ SCALES = {"large": 1.0, "small": 1e-4, "longer": 0.01, "zero": 0.0}
 SMALLEST = 3e-3  # of the largest gradient in its bucket: less than half of a step of 1/127
 STEPS = 60
 BEFORE = 2  # steps before it counts: DDP rearranges its buckets after the first
+FIRST = 0.01  # times as large are gradients in those: a scale that is kept from them is far too small later
 TRAINING_STEPS = 30
 EXTRA_BYTES = 64  # that a bucket may send beside one byte for each number: its scale
 
@@ -69,8 +70,8 @@ def _run(body: Function, ranks: int, f: Function) -> list[dict[str, Any]]:
             raise Mistake(
                 "what one bucket left out is added to a bucket of another length. There are several buckets, "
                 "and after the first step DDP rearranges them",
-                "keep the error under a name that holds bucket.index() and its length, or for each parameter "
-                "of bucket.parameters()",
+                "keep the error for each parameter of bucket.parameters(), or under a name that holds them all, "
+                "tuple(map(id, bucket.parameters())): an index may be another bucket's afterwards",
             ) from e
         if re.search(r"[Ff]uture", text) and re.search(r"TypeError|expected|cast|isinstance|INTERNAL ASSERT", text):
             raise Mistake(
@@ -90,7 +91,7 @@ def _constant(f: Function) -> dict[str, Any]:
     sent = []
     for step in range(STEPS + BEFORE):
         ddp.zero_grad()
-        loss = ddp(gradients)
+        loss = ddp({name: g if step >= BEFORE else FIRST * g for name, g in gradients.items()})
         with bytes_noted() as noted:
             loss.backward()
         if step >= BEFORE:
@@ -136,6 +137,12 @@ def _check_mean(ranks: int, where: str, total: dict[str, Tensor], mean: dict[str
         raise Mistake(f"{where} the gradients are {ranks} times the mean: that is the sum", "divide by the ranks")
     if abs(ratio - 1 / ranks) < 0.05:
         raise Mistake(f"{where} the gradients are divided by {ranks} twice", "once is enough: the mean over ranks")
+    if abs(arrived[0] / large[0] - FIRST) < 0.2 * FIRST:
+        raise Mistake(
+            f"{where} the largest gradient is 1 on every rank, and the mean arrives as "
+            f"{(arrived[0] / STEPS).item():.2g}, its size in the first steps: the scale is still that of them",
+            "one scale for each bucket and each step: gradients grow and shrink during a training",
+        )
     if arrived[0] < 0.2 * large[0]:
         raise Mistake(
             f"{where} the largest gradient is 1 on every rank, and the mean arrives as "

@@ -39,11 +39,13 @@ def _run(f: Function, ranks: int) -> list[dict[str, Any]]:
     except Mistake as mistake:
         if "wait for each other" not in mistake.what:
             raise
-        raise Mistake(
-            mistake.what,
-            "dist.send returns when the other rank receives. If both send first, neither does: begin with dist.isend, "
-            "then receive, then wait() for the send. And each message needs a receive with the same length",
-        ) from None
+        both = (
+            "dist.send returns when the other rank receives. If both send first, neither does: begin with "
+            "dist.isend, then receive, then wait() for the send"
+        )
+        nobody = f"a partner such as rank ^ step must be below {ranks}: of a rank that is not there nothing ever comes"
+        first = nobody if ranks & (ranks - 1) else both  # what hangs on 3 ranks has worked on 2
+        raise Mistake(mistake.what, f"{first}. And each message needs a receive with the same length") from None
     _check_sum(ranks, found)
     return found
 
@@ -152,6 +154,12 @@ def _check_rounds(n: int, found: list[dict[str, Any]]) -> None:
         raise Mistake(
             f"{case}: every rank sends to every other, and it can send one message at a time",
             "pass on sums: after one round a rank can speak for two",
+        )
+    if not n & (n - 1) and len(sends) == 2 * n * most == n * took:
+        raise Mistake(
+            f"{case}: in half of the rounds parts of the sum are made, and in the other half they are handed round",
+            "that sends few bytes (a reduce-scatter, then an all-gather). For few rounds each message holds the whole "
+            "vector, and both partners add",
         )
     if took == 2 * most:
         raise Mistake(

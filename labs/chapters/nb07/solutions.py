@@ -39,7 +39,7 @@ def all_reduce_small(x: Tensor) -> None:
 def eight_bits(state: dict, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Send a bucket as int8 with one scale; `state` keeps what that left out, for the next step. Returns the mean."""
     ranks = dist.get_world_size()
-    name = (bucket.index(), len(bucket.buffer()))  # DDP rearranges its buckets once, after the first step
+    name = tuple(map(id, bucket.parameters()))  # an index may be another bucket's after the first step
     wanted = bucket.buffer() + state.get(name, 0.0)
     scale = wanted.abs().max().clamp(min=1e-30) / 127  # not 0, where all gradients are
     code = (wanted / scale).round().to(torch.int8)

@@ -232,18 +232,27 @@ def _made(name: str, seed: int, change: Change, answer: Answer, ranks: int = 4, 
     return Case(name, dumps, groups, answer)
 
 
+C10D, LOGGER = (f"site-packages/torch/distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger"))
+NN, FUNCTION = (f"site-packages/torch/{name}.py" for name in ("distributed/nn/functional", "autograd/function"))
+LINES = {"broadcast": 3145, "all_reduce": 3245, "all_gather": 4280}
+"""Of torch 2.13, where distributed_c10d.py records the call."""
+WITH_GRADIENTS = (("forward", NN, 408), ("apply", FUNCTION, 625), ("all_gather", NN, 168))
+"""Frames that torch.distributed.nn.functional.all_gather adds: a program's line is not always equally deep."""
+
+
+def _frames(call: Call, line: int) -> list[dict[str, Any]]:
+    within = WITH_GRADIENTS if call.name == "all_gather" else ()
+    rows = [(call.name, C10D, LINES[call.name]), ("wrapper", LOGGER, 83), *within]
+    rows += [("train_step", "train.py", line), ("main", "train.py", 88)]
+    return [{"name": name, "filename": file, "line": n} for name, file, n in rows]
+
+
 def _entry(rank: int, group: str, number: int, call: Call, at_ns: int) -> Entry:
     line = call.line_of_rank_0 if rank == 0 and call.line_of_rank_0 else call.line
-    frames = [
-        {"name": call.name, "filename": "site-packages/torch/distributed/distributed_c10d.py", "line": 3245},
-        {"name": "wrapper", "filename": "site-packages/torch/distributed/c10d_logger.py", "line": 83},
-        {"name": "train_step", "filename": "train.py", "line": line},
-        {"name": "main", "filename": "train.py", "line": 88},
-    ]
     return {
         "process_group": [group, "default_pg" if group == "0" else "undefined"], "collective_seq_id": number,
         "profiling_name": f"gloo:{call.name}", "input_sizes": [[call.size]], "input_dtypes": [call.dtype],
-        "state": "scheduled", "time_created_ns": at_ns, "frames": frames,
+        "state": "scheduled", "time_created_ns": at_ns, "frames": _frames(call, line),
     }  # fmt: skip
 
 

@@ -155,9 +155,13 @@ def trained(split: Split, wrong: str = "") -> Trained:
         for k in range(longest):
             now = [part[k] for part in parts if k < len(part)]
             x, y = samples([n for batch in now for n in batch])
+            before = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
             optimizer.zero_grad()
             loss = _loss(model(x), y)
             loss.backward()
+            if wrong == "stale":
+                for p, averaged in zip(model.parameters(), before, strict=True):
+                    p.grad += (len(ranks) - len(now)) * averaged
             total, count = total + loss.item(), count + len(y)
             _divide(model, now, len(ranks), wrong)
             optimizer.step()
@@ -201,6 +205,10 @@ SLIPS = {
     "last again": (
         "a rank that has run out of batches repeats its last one: its samples count more often than the others",
         "it takes part with no samples: a gradient of 0 and a count of 0",
+    ),
+    "stale": (
+        "a rank that has run out of batches hands in the averaged gradient of the step before once more",
+        "job.optimizer.zero_grad() in every step, also without a batch",
     ),
     "full only": ("batches that are not full are never trained on", "a rank's last batch is smaller, and counts"),
     "world": (

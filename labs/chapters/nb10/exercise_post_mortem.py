@@ -145,6 +145,8 @@ def _wrong_deed(case: Case, got: tuple) -> None:
             "the first collective that this rank did not call is one after its own last collective_seq_id in that "
             "group (which is not a place in the list: its beginning may be overwritten); the others may be further"
             if kind == "missing"
+            else "the newest number of the others: they have called it and wait, and it has not"
+            if kind == "dead"
             else "the first number under which it did something else; numbers are collective_seq_id, not places in the "
             "list, whose beginning may be overwritten",
         )

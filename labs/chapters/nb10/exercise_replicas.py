@@ -225,6 +225,8 @@ def _plain(answer: Any) -> Any:
         return None
     try:
         name, ranks = answer
+        if name is None:  # where nothing differs None alone is asked for
+            return brief(answer)
         return str(name)[:100], [min(max(int(r), -1), 10**6) for r in itertools.islice(ranks, 100)]
     except Exception:  # a learner's own class may raise anything
         return brief(answer)

@@ -15,8 +15,9 @@ from labs.kit.record import Record, Records
 
 LEAST = 6
 SECONDS = {"s": 1.0, "ms": 1e-3}
-NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*(%?)", re.IGNORECASE)
-STATED = (0, 1, 2, 4, 1.05, 5, LEAST, 95)
+NUMBER = re.compile(r"(?:(?<![\w.])|(?<=\.\.)|(?<![\w.])x(?=\d+\.))(\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*(%?)", re.IGNORECASE)
+"""Also in "x1.70" and "1.69..1.71"; not in names such as float64, x86 or v2."""
+STATED = (0, 1, 2, 4, 1.05, 105, 5, LEAST, 95, 0.95, 2.5, 97.5)
 """Numbers of the statement and of the task, which any reason may hold: 4 workers, 2 records, 1.05 times, 95 %."""
 OTHER_METHOD = 0.4
 """Of an interval's length: by so much its ends may differ from ours, by another method than the bootstrap."""
@@ -135,12 +136,13 @@ def _require(gain: Gain, printed: Sequence[Printed], pairs: Sequence[Gain], word
 
 
 def _facts(records: Records, pairs: Sequence[Gain]) -> Iterator[float]:
-    """Counts of records, data sets and rounds, all of them and those that are faster; median times in s and in ms."""
+    """Counts of records, data sets and rounds, all of them and those that are faster; middle times in s and in ms."""
     timed = records.where("load_time")
     yield from (len(timed), len({r.case["data"] for r in timed}), sum(gain.counts for gain in pairs))
     for record in timed:
         yield len(record.samples)
-        yield from (statistics.median(in_seconds(record)) / unit_s for unit_s in SECONDS.values())
+        for middle in (statistics.median, statistics.fmean):
+            yield from (middle(in_seconds(record)) / unit_s for unit_s in SECONDS.values())
     for gain, least in itertools.product(pairs, (1.0, 1.05)):
         won = sum(ratio >= least for ratio in gain.ratios)
         yield from (won, len(gain.ratios) - won)

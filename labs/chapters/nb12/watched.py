@@ -39,6 +39,8 @@ class Results:
     """Of each image that was trained on, sorted."""
     deviations: list[float] = field(default_factory=list)
     """The same of their standard deviations."""
+    first: list[float] = field(default_factory=list)
+    """Means of the images of the first step, in the order in which they came."""
     tested: int = 0
     """Images that the model was called with, without gradients, after the last step."""
     loss: float = float("nan")
@@ -120,6 +122,7 @@ class Watch:
         found.samples.append(self.now)
         self.now = found.tested = 0
         if found.steps == 1:
+            found.first = list(found.means)  # sorted at the end only
             found.parameters = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
             found.optimizer = type(optimizer).__name__
             found.lr = [float(g["lr"]) for g in optimizer.param_groups]
