@@ -225,6 +225,17 @@ def drawn(state, bucket):
     return done
 
 
+def test_a_hook_that_ddp_refuses_is_told_why():
+    def other_name(state, b):
+        return solution.eight_bits(state, b)
+
+    def other_future(state, bucket) -> torch.futures.Future:
+        return solution.eight_bits(state, bucket)
+
+    assert "by its name" in examine("07.2", other_name).text
+    assert "refuses the annotations" in examine("07.2", other_future).text
+
+
 @pytest.mark.parametrize("right", first(1, [shared_scale, drawn]))
 def test_other_hooks_pass(right):
     passes("07.2", right)

@@ -66,6 +66,16 @@ def _run(body: Function, ranks: int, f: Function) -> list[dict[str, Any]]:
         return on_ranks(body, ranks, f, when=f"in the hook, on {ranks} ranks")
     except RankFailed as e:
         text = str(e)
+        if "KeyError" in text and "'bucket'" in text:
+            raise Mistake(
+                "DDP asks for the hook's second parameter by its name, and yours has another",
+                "def eight_bits(state, bucket): it has to be called bucket",
+            ) from e
+        if "Communication hook: " in text:
+            raise Mistake(
+                "DDP refuses the annotations of your hook before it is ever called",
+                "leave them out, or write bucket: dist.GradBucket and -> torch.futures.Future[torch.Tensor]",
+            ) from e
         if re.search(r"size of tensor a \(\d+\) must match the size of tensor b \(\d+\)|shape .* is invalid", text):
             raise Mistake(
                 "what one bucket left out is added to a bucket of another length. There are several buckets, "
