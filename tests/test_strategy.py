@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from labs.chapters.nb06 import figures_plan
 from labs.chapters.nb06.figures_plan import BATCHES, LINKS, SIZES, family, place_of
+from labs.kit import hardware
 from labs.kit.errors import BadInput
 from labs.parts.planning import blind_test, calibration, scaling
 from labs.parts.planning.parallel_cost import (
@@ -295,6 +296,10 @@ def test_a_card_with_a_published_run_takes_its_share_of_the_peak():
     for gpu, share in (("A100 80GB SXM", 0.68), ("H100 PCIe", 0.46), ("V100 SXM2", 0.53)):
         assert calibration.reached(gpu)[0] == pytest.approx(share, abs=0.01)
     assert calibration.reached("L4") is None
+    for card, like in calibration.SAME_CHIP.items():
+        peaks = [hardware.peak(f"{name} SXM", "bf16").flop_s for name in (card, like)]
+        assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
+        assert calibration.reached(f"{card} SXM") == calibration.reached(f"{like} SXM") is not None
     h100 = calibration.reached("H100 SXM")[0]
     assert 0.4644 < h100 < 0.4644 * 1.1, "the source's own HFU, which has its waiting for messages in it"
     assert Config(gpu="L4").of_machine()["tflops"] == (pytest.approx(60.5), "assumed: 50% of the datasheet's")

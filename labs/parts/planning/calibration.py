@@ -205,12 +205,17 @@ def same_model() -> Iterator[float]:
             yield from replace(table, runs=tuple(runs)).ratios().values()
 
 
+SAME_CHIP = {"H200": "H100"}
+"""Cards with the peak of another one and more memory: without this, one that is assumed would look slower than it."""
+
+
 def reached(gpu: str) -> tuple[float, str] | None:
     """(share of the dense peak, source) that a table's calibration row reaches on this card; None without a table.
 
     Of products that were really computed, recomputed ones among them: HFU, not MFU. So a plan that recomputes pays for
     it once. torchtitan's H100 is not asked: it has 500 W, and recomputes what the model does not count.
     """
-    own = [t for t in (_foundry_h100(), *tables()) if t.gpu.split()[0] == gpu.split()[0]]
+    chip = SAME_CHIP.get(gpu.split()[0], gpu.split()[0])
+    own = [t for t in (_foundry_h100(), *tables()) if t.gpu.split()[0] == chip]
     own = [t for t in own if "MLPerf" not in t.name]  # FP8 is another peak
     return (own[0].flop_s / own[0].peak_flop_s, own[0].name) if own else None
