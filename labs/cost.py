@@ -315,9 +315,9 @@ def answer(config: Config) -> Iterator[str]:
             least = "Fewest GPU-hours (which is cheapest takes a price in every offer, CARD:GPUS:PRICE)"
         yield (f"{least} {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
                f"GPU-hours{money}, {kept.energy_kwh.times(1e-3)} MWh at most{boards}.")  # fmt: skip
-        share = kept.training.lost_share
-        yield (f"Trained as: {kept.plan}. Most of a step is {kept.step.limit()}; checkpoints and failures take "
-               f"{share:.1%} of the time, start-up {kept.training.startup_s / kept.training.total_s:.1%}.")  # fmt: skip
+        share, started = kept.training.lost_share, kept.training.startup_s / kept.training.total_s
+        yield (f"Trained as: {kept.plan}. The largest part of a step is {kept.step.limit()}; checkpoints and "
+               f"failures take {share:.1%} of the time, start-up {started:.1%}.")  # fmt: skip
     yield from _undivided(config)
     yield from arithmetic(config)
     if config.deadline_days or config.budget:
@@ -350,7 +350,8 @@ def arithmetic(config: Config) -> Iterator[str]:
     """What each card is taken to reach of its peak, where that comes from, and whose links are a best case."""
     for card in dict.fromkeys(offer.card for offer in config.parsed()):
         share, origin = config.share_of_peak(card)
-        yield f"{card}: taken to reach {share:.0%} of its dense 16-bit peak ({origin})."
+        unsure = ", which the band does not cover" if origin == "assumed" else ""
+        yield f"{card}: taken to reach {share:.0%} of its dense 16-bit peak ({origin}{unsure})."
         if unlinked := scaling.without_peer_to_peer(card):
             yield f"{unlinked} Taken here: {scaling.REACHED:.0%} of PCIe's datasheet."
 

@@ -171,7 +171,7 @@ def answer(config: Config) -> Iterator[str]:
            f"{tokens:,.3g} tokens/s ({tokens / error.high:,.3g} to {tokens / error.low:,.3g}).")  # fmt: skip
     yield (f"Each GPU does {band().efficiency(share)} of what one alone would do with its share of the batch; "
            "the range is the model's error if one GPU's own step is known.")  # fmt: skip
-    yield f"Most of a step goes into {found.limit()}."
+    yield f"The largest part of a step goes into {found.limit()}."
     if config.tokens:
         whole = scaling.training(config.work(), cluster, config.tokens / (config.batch * config.seq), config.plan())
         yield (f"{config.tokens:.3g} tokens take {error.days(whole.total_s)}; saving and failures take "

@@ -208,7 +208,7 @@ def pays_text(run: Records) -> str:
     if slower and faster != float("inf"):
         return f"DDP pays from somewhere between {slower:g} and {faster:g} MB/s on"
     if slower:
-        return f"DDP does not pay up to {slower:g} MB/s, and no faster wire that was tried shows that it does"
+        return f"DDP does not pay up to {slower:g} MB/s, and no faster wire of known bandwidth shows that it does"
     return f"DDP pays at {faster:g} MB/s already" if faster != float("inf") else "whether DDP pays cannot be told"
 
 

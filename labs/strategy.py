@@ -282,6 +282,9 @@ class Advice:
     def _of_choice(self, c: Cost) -> list[str]:
         said = [f"Use {c.plan}: {c.memory_bytes / 1e9:.3g} GB per GPU, {self.seconds(c)} per step, {self.speed_ups(c)} "
                 f"one GPU with memory without limit. The range is the model's error: {self.error}"]  # fmt: skip
+        value, origin = self.config.of_machine()["tflops"]
+        if origin.startswith("assumed"):
+            said.append(f"That a GPU reaches {value:.3g} TFLOP/s is assumed, and the range does not cover that.")
         if c.plan.data > 1 and not c.plan.sharded:
             own = GRADIENT_BYTES * self.config.params / (c.plan.pipeline * c.plan.tensor) / 1e9
             said.append(f"DDP is counted with gradient_as_bucket_view=True: by default it holds gradients twice, which "
@@ -290,8 +293,8 @@ class Advice:
         rivals = [x for x in self.costs if x.memory_bytes <= free and x.plan.scheme != c.plan.scheme]
         near = dict.fromkeys(x.plan.scheme for x in rivals if x.step_s <= (1 + NEAR) * c.step_s)
         if near:
-            said.append(f"Within {NEAR:.0%} of it, which counts as equal here: {', '.join(near)}. Of all these it has "
-                        "the fewest parts that can go wrong.")  # fmt: skip
+            said.append(f"Within {NEAR:.0%} of it, which counts as equal here: {', '.join(near)}. None of them "
+                        "has fewer parts that can go wrong.")  # fmt: skip
         if self.fewer:
             said.append(f"Fewer GPUs are faster: {self.fewer.plan} on {self.fewer.plan.ranks} of them, "
                         f"{self.seconds(self.fewer)}. The others can do something else.")  # fmt: skip

@@ -4,7 +4,7 @@ Reading it does not initialise CUDA, so a notebook kernel may. Any single query 
 cards, vGPU, WSL, old drivers): its field is then None, never a crash and never a guess.
 
 NVML counts in PCI bus order and knows no CUDA_VISIBLE_DEVICES. CUDA renumbers the visible ones from 0 and,
-unless CUDA_DEVICE_ORDER=PCI_BUS_ID, puts the fastest first. Only the UUID means the same to both.
+unless CUDA_DEVICE_ORDER=PCI_BUS_ID, puts the fastest first. The UUID means the same to both.
 Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "Device Enumeration".
 """
 

@@ -68,7 +68,7 @@ def roofline(run: Records | None = None, model: str | Factory | None = None) -> 
         draw,
         card=Menu("card", [HERE, *cards] if run is not None else cards, HERE if run is not None else "H100 SXM"),
         number_format=Menu("number format", list(ITEMSIZE), "BF16"),
-        model=Menu("model (training step)", list(lines), first),
+        model=Menu("model (forward and backward)", list(lines), first),
         batch=Slider("batch (rows)", powers(1, 8192), 64),
     )
 
@@ -132,7 +132,7 @@ def _draw(
                 ha="left" if ridge < 100 else "right")  # fmt: skip
     least = first_compute_bound(line, itemsize, ridge)
     more = f"Compute-bound from batch {least:,} on." if least < math.inf else "No batch makes it compute-bound."
-    sentence = (f"{where}: compute-bound above {ridge:.1f} FLOP per byte. With {rows} this step has "
+    sentence = (f"{where}: compute-bound above {ridge:.1f} FLOP per byte. With {rows} this pass has "
                 f"{intensity:.1f}: limited by {limit}, to {reach / peak:.0%} of the peak. {more}")  # fmt: skip
     return fig, f"Roofline of {where}, ridge at {ridge:.1f} FLOP per byte. {message}.", sentence
 

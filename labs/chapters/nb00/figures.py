@@ -150,7 +150,7 @@ def _bits(best: dict[str, Record]) -> str:
 
 
 def _formats_text(run: Records, guess: Prediction, best: dict[str, Record], fastest: str, slowest: str) -> str:
-    text = f"From fastest to slowest: {best[fastest].value / best[slowest].value:.0f} times. "
+    text = f"The fastest is {best[fastest].value / best[slowest].value:.2g} times as fast as the slowest. "
     if "bf16" in best:
         found = limits.ratio(best["bf16"], best["fp32"])
         text += f"BF16 over FP32, each with its fastest kernel: {found}. {guess.against(found)} "
@@ -170,7 +170,10 @@ def _left_out(run: Records, best: dict[str, Record]) -> list[str]:
         kernels[r.case["dtype"]].add(r.case.get("side", 0))
     every = set().union(*kernels.values())
     missing = {d: sorted(every - found) for d, found in kernels.items() if every - found}
-    return [f"{FORMATS[d]} " + ", ".join(f"n = {n}" if n else "3x3 convolution" for n in m) for d, m in missing.items()]
+    return [
+        f"{FORMATS[d]} " + ", ".join(f"product, n = {n}" if n else "3x3 convolution" for n in m)
+        for d, m in missing.items()
+    ]
 
 
 def tf32_switch(errors: dict[str, float]) -> None:
@@ -216,11 +219,12 @@ def ceiling(run: Records, guess: Prediction) -> None:
     word = "this run cannot tell whether that is less than arithmetic gains"
     if triad.high < product.low or triad.low > product.high:
         word = f"{'less' if triad.high < product.low else 'more'} than arithmetic gains"
+    shared = "the host's cores, power and cooling" if run[0].layout["device"] == "cuda" else "memory, caches and power"
     missing = f"This run cannot show that anything is missing to {n}, nor that nothing is."
     if triad.high < n or product.high < n:
         missing = (
-            f"No message was sent, so messages do not explain what is missing to {n}. A guess: memory, caches "
-            f"and power that the ranks share, and other programs. Judge parallel training by these, not by {n}."
+            f"No message was sent, so messages do not explain what is missing to {n}. A guess: {shared} "
+            f"that the ranks share, and other programs. Judge parallel training by these, not by {n}."
         )
     return say(f"Memory traffic gains {triad}; {word} ({product}). {guess.against(triad)} {missing}")
 

@@ -197,7 +197,7 @@ def communication(run: Records, guess: Prediction) -> None:
     size = run.one("gradient_bytes").value / 1e6
     return say(
         f"The same {size:.2f} MB travel in every step, whatever the batch: per sample, a larger batch exchanges less. "
-        f"{guess.against(at)}"
+        f"At batch {64 if 64 in found else small}: {at}. {guess.against(at)}"
     )
 
 
@@ -285,6 +285,8 @@ def _lr_text(run: Records, batches: dict[int, int], lost: int | None, guess: Pre
     told = "Linear scaling with warm-up is not shown to lose one point."
     if lost:
         told = guess.against(Estimate(lost, min([*_untried_below(run, lost), lost]), lost, seeds))
+        if float(guess) in _untried_below(run, lost):
+            told = f"You predicted {float(guess):g}, which was not tried here: this run cannot tell."
     lines.append(f"* What is kept and lost is shown by the interval of {seeds} differences, seed by seed. {told}")
     if below:
         lines.append(f"* Below the figure, in points: {'; '.join(below)}.")

@@ -187,8 +187,9 @@ def _sweep_text(run: Records, rows: dict, best: Record, tied: list[Record], gues
     cores, batch = cores_of(run), best.case["batch"]
     lines = [f"* {cores} cores; the cell with the highest median has {counted(best.case['workers'])}. "
              f"{guess.against(float(best.case['workers']))}"]  # fmt: skip
-    if others := sorted({r.case["workers"] for r in tied} - {best.case["workers"]}):
-        lines.append(f"* These samples cannot tell it from cells with {', '.join(map(str, others))} workers.")
+    if others := [r for r in tied if r is not best]:
+        named = "; ".join(f"{counted(r.case['workers'])}, batches of {r.case['batch']}" for r in others)
+        lines.append(f"* These samples cannot tell it from cells with {named}.")
     most, as_many = max(w for _, w in rows), max((w for _, w in rows if w <= cores), default=0)
     if most > cores and as_many:
         told = f"{counted(most)}, more than cores, over {counted(as_many)}, in batches of {batch}"

@@ -64,7 +64,7 @@ def _ways_text(run: Records, guess: Prediction, ddp: Estimate, ceiling: Estimate
     single, alone = run.one("step_s", mode="single").value, run.one("all_reduce_s").value
     lines = [
         f"DDP: {ddp}. {guess.against(ddp)}",
-        _ceiling_text(ceiling, n),
+        _ceiling_text(ceiling, n, run[0].layout["device"]),
         _price_text(share.scaled(100, "%")),
         f"The model expects {modelled:.2f} x: a step of {single * 1e3:.1f} ms and an all-reduce of {alone * 1e3:.1f}"
         " ms, one after the other, and no rank that slows another down. " + _against_model(ddp, modelled),
@@ -72,12 +72,13 @@ def _ways_text(run: Records, guess: Prediction, ddp: Estimate, ceiling: Estimate
     return "\n".join(f"* {line}" for line in lines)
 
 
-def _ceiling_text(ceiling: Estimate, n: int) -> str:
+def _ceiling_text(ceiling: Estimate, n: int, device: str) -> str:
     if ceiling.high >= n:
         return f"The machine allows {ceiling}: that copies slow each other down, this run cannot show."
+    shared = "the host's cores, power, cooling" if device == "cuda" else "caches, memory bandwidth, power"
     return (
         f"The machine's ceiling is {ceiling}, not {n}: copies that exchange nothing already take this much from each "
-        "other. What they share (caches, memory bandwidth, power), this run does not tell apart."
+        f"other. What they share ({shared}), this run does not tell apart."
     )
 
 
@@ -134,7 +135,14 @@ def _exchange_text(run: Records) -> str:
         return said + "DataParallel has the cheaper exchange and the longer steps: something else costs more."
     if exchange.low > 0:
         return said + "DataParallel has the cheaper exchange; that its steps are shorter, this run cannot show."
-    return said + "So the exchange does not tell why."
+    if not differs(step, 0.0):
+        return said + "No difference between the steps is shown, so there is none to explain."
+    if exchange.high < 0 and step.high < 0:
+        share = "the whole difference, as far as this run can tell" if exchange.low <= step.high else "a part of it"
+        return said + f"DDP's cheaper exchange can explain {share}."
+    if exchange.high < 0:
+        return said + "DDP has the cheaper exchange and the longer steps: something else costs more."
+    return said + "Which exchange is cheaper this run cannot show, so it does not tell why."
 
 
 def sizes_table(batches: dict[str, int]) -> pandas.DataFrame:
@@ -194,7 +202,7 @@ def wire_text(run: Records) -> str:
         return ("Nothing was counted: these ranks do not talk over TCP sockets whose bytes this system tells. The "
                 "closed form stays untested here.")  # fmt: skip
     ring = data_parallel.predict(data_parallel.Config(**_config(run)), n)["ddp sent"]
-    ranks = ", ".join(f"{b:,.0f}" for b in sent[0].samples)
+    ranks = "; ".join(f"{b:,.0f}" for b in sent[0].samples)
     worst = max(abs(b / ring - 1) for b in sent[0].samples)
     verdict = ("what the formula says, and small headers" if worst < 0.02 else
                "not what the ring's formula says: another algorithm, or other traffic on these sockets")  # fmt: skip

@@ -52,7 +52,11 @@ def saving_text(run: Records) -> None:
         who = "rank 0 alone saves" if r.case["guarded"] else f"all {writers:.0f} ranks save"
         lines.append(f"* {who}: after {r.value:.0%} of the saves a rank that had just written found a broken file")
         worst = max(worst, 0.0 if r.case["guarded"] else r.value)
-    end = "None was broken this time, which does not show that none ever is." if worst == 0 else "So one rank saves."
+    end = (
+        "None was broken this time, which does not show that none ever is. One rank saves all the same."
+        if worst == 0
+        else "So one rank saves."
+    )
     say("\n".join(lines) + f"\n\n{end} The others wait only if they read the file next.")
 
 

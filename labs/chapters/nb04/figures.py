@@ -239,7 +239,9 @@ def attention_text(found: Speeds, name: str = "bf16") -> str:
         return f"{told}: of the two kinds, fused attention gains less from {NAMES[name]} on this device, or loses more."
     if eager.high < fused.low:
         return f"{told}: of the two kinds, fused attention gains more from {NAMES[name]} on this device, or loses less."
-    return f"{told}: which kind of attention gains more from {NAMES[name]} cannot be told from this run."
+    return (
+        f"{told}: which kind of attention gains more from {NAMES[name]}, or loses less, cannot be told from this run."
+    )
 
 
 def published_speeds() -> None:

@@ -15,7 +15,7 @@ from labs.parts.planning.parallel_cost import NEAR, Plan
 from labs.strategy import Config, advise
 
 LINKS = {"10 Gbit Ethernet": 1.0, "PCIe 4.0 x16": 25.0, "NVLink 4": 400.0}  # GB/s in one direction: our round numbers
-SIZES = (1e8, 3e8, 1e9, 3e9, 1e10, 3e10)
+SIZES = (1e8, 3e8, 1e9, 2e9, 3e9, 1e10, 3e10)
 BATCHES = (4, 16, 64, 256)
 COLORS = {"one GPU": "#E3E3E3", "DDP": SERIES[0], "FSDP2": SERIES[5], "pipeline": SERIES[4], "tensor": SERIES[2],
           "two of them": SERIES[3], "8-bit Adam": "#F3D9C9", "BF16 states": "#E8B89A", "offload": SERIES[1],

@@ -115,7 +115,7 @@ def _busbw_text(run: Records, gb: dict, guess: Prediction) -> str:
         needed = bus_factor(op, ranks) if op in gb else None
         if needed and sent > 1.2 * needed:
             lines.append(
-                f"{op} sends {sent / needed:.1f} times what a ring would need: so the backend does it in another way."
+                f"{op} sends {sent / needed:.2f} times what a ring would need: so the backend does it in another way."
             )
     return "\n".join(f"* {line}" for line in lines)
 
@@ -143,7 +143,7 @@ def two_sizes(run: Records, guess: Prediction) -> None:
     show(fig, alt=f"{message}. Fitted to all: {_link(whole)}.")
     say(
         "\n".join(
-            f"* {line}" for line in (_guessed(guess, shown), _line_text(shown, times), _fit_text(sizes, seconds, whole))
+            f"* {line}" for line in (_guessed(guess, shown), _line_text(shown, times), _fit_text(sizes, times, whole))
         )
     )
 
@@ -169,10 +169,13 @@ def milliseconds(record: Record) -> Estimate:
     return estimate([1e3 * s for s in record.samples], "ms")
 
 
-def _fit_text(sizes: list[float], seconds: list[float], whole: LatencyBandwidth) -> str:
-    errors = [abs(whole.seconds(s) / t - 1) for s, t in zip(sizes, seconds, strict=True)]
-    return (f"Fitted to all sizes: {_link(whole)}. It is {100 * statistics.median(errors):.0f}% off in the median and "
-            f"{100 * max(errors):.0f}% at worst.")  # fmt: skip
+def _fit_text(sizes: list[float], times: list[Estimate], whole: LatencyBandwidth) -> str:
+    fitted = [1e3 * whole.seconds(s) for s in sizes]
+    errors = [abs(ms / t.value - 1) for ms, t in zip(fitted, times, strict=True)]
+    outside = sum(not t.low <= ms <= t.high for ms, t in zip(fitted, times, strict=True))
+    end = f"it misses the intervals of {outside} of {len(times)}" if outside else "all within the intervals"
+    return (f"Fitted to all sizes: {_link(whole)}. From the medians it is {100 * statistics.median(errors):.0f}% off "
+            f"in the middle and {100 * max(errors):.0f}% at most, {end}.")  # fmt: skip
 
 
 def _link(found: LatencyBandwidth) -> str:

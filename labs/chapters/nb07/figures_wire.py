@@ -76,7 +76,7 @@ def _guess_text(run: Records, guess: Prediction) -> str:
         return f"You predicted {float(guess):g} MB/s; at {slower:g} MB/s DDP is still slower than one rank."
     if guess > faster:
         return f"You predicted {float(guess):g} MB/s; at {faster:g} MB/s DDP is faster than one rank already."
-    return "Whether your prediction is right, the wires that were tried cannot tell."
+    return "Whether your prediction is right, the wires of known bandwidth cannot tell."
 
 
 def _dial_text(runs: dict[str, Records]) -> list[str]:
@@ -113,13 +113,15 @@ def sent_table(run: Records) -> pandas.DataFrame:
 def compression(run: Records, guess: Prediction) -> None:
     """Gain of every way against the bandwidth of the wire."""
     found = gradient_compression.gains(run)
-    best_way, best_wire = max(((w, m) for w, by in found.items() for m in by), key=lambda k: found[k[0]][k[1]].value)
+    every = [(w, m) for w, by in found.items() for m in by]
+    shown = [(w, m) for w, m in every if found[w][m].low > 1]
+    best_way, best_wire = max(shown or every, key=lambda k: found[k[0]][k[1]].value)
     best = found[best_way][best_wire]
     where = f"at {best_wire:g} MB/s" if best_wire != NO_PACE else "on the wire as it is"
     message = f"{best_way} makes a step {best.value:.1f} times as fast {where}"
     if rivals := [w for w, by in found.items() if w != best_way and best_wire in by and by[best_wire].high >= best.low]:
         message += f"; {' or '.join(rivals)} may do as much"
-    if best.low <= 1:
+    if not shown:
         message = "No way makes a step faster that this run can show"
     fig, ax = figure(message, xlabel=f"bandwidth of the {wire.named(run)}, each direction (MB/s)",
                      ylabel="speed of a step, FP32 = 1 (x)", records=run, legend_below=True)  # fmt: skip

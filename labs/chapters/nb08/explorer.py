@@ -73,8 +73,8 @@ def limits(step: scaling.Step) -> str:
     lost = {name: s for name, s in step.parts().items() if name != "arithmetic"}
     worst = max(lost, key=lambda name: lost[name])
     tail = f" ({level(step.between_s > step.inside_s)})" if worst == "exposed communication" else ""
-    return (f"A step takes {blind_test.band_across().seconds(step.step_s)}. Most of it is {step.limit()}; besides "
-            f"arithmetic most goes into {worst}{tail}: {100 * lost[worst] / step.step_s:.2g} %.")  # fmt: skip
+    return (f"A step takes {blind_test.band_across().seconds(step.step_s)}. The largest part of it is {step.limit()}; "
+            f"besides arithmetic the largest is {worst}{tail}: {100 * lost[worst] / step.step_s:.2g} %.")  # fmt: skip
 
 
 def bill(work: Work, cluster: Cluster, plan: Plan, steps: float, price: float) -> str:

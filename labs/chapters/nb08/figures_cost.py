@@ -137,11 +137,9 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     found = [b for b in cost.bills(config) if b]
     kept = cost.cheapest(found, config.deadline_days, config.budget)
     hopeful = cost.cheapest([_hoped(b) for b in found], config.deadline_days, config.budget)
-    message = (
-        f"Done in {config.deadline_days:g} days also at the band's upper end, for the least in its middle: {kept.offer}"
-        if kept
-        else f"At the band's upper end no offer is done in {config.deadline_days:g} days"
-    )  # fmt: skip
+    message = f"The cheapest at the band's upper end that keeps the limits there: {kept.offer}"
+    if not kept:
+        message = "At the band's upper end no offer keeps the limits"
     fig, ax = figure(message, xlabel="days until it is done", ylabel="money (unit of the prices)",
                      records=_records(found), legend_below=True)  # fmt: skip
     cards = list(dict.fromkeys(b.offer.card for b in found))
@@ -163,14 +161,15 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     show(fig, alt=f"{message}. " + "; ".join(f"{b.offer}: {b.days} days for {b.money}" for b in found) + ".")
-    said = [f"Lines are the band of the model; an offer whose dot is hollow is late at its upper end. {config.error}"]
+    said = ["Lines are the band of the model; an offer whose dot is hollow does not keep the limits at its upper end. "
+            f"{config.error}"]  # fmt: skip
     if kept:
         said.append(f"{kept.offer} takes {kept.days} days and {kept.money}; {_share(kept)}")
         said.append(guess.against(kept.money.value, "modelled"))
         said.append(_undecided(found, kept, config))
     said.append(" ".join(cost.arithmetic(config)))
     if hopeful and (not kept or hopeful.offer != kept.offer):
-        said.append(f"By the middle of the band alone one would book {hopeful.offer}, which may be late.")
+        said.append(f"By the middle of the band alone one would book {hopeful.offer}, which may not keep them.")
     say("\n".join(f"* {line}" for line in said))
 
 
@@ -194,7 +193,7 @@ def _hoped(b: cost.Bill) -> cost.Bill:
 def _share(b: cost.Bill) -> str:
     running = b.training.total_s
     return (f"start-up is {b.training.startup_s / running:.1%} of it, checkpoints and failures "
-            f"{b.training.lost_share:.1%} of the rest, and most of a step is {b.step.limit()}.")  # fmt: skip
+            f"{b.training.lost_share:.1%} of the rest, the largest part of a step is {b.step.limit()}.")  # fmt: skip
 
 
 def _records(found: list[cost.Bill]) -> Records:

@@ -55,7 +55,7 @@ def two_laws(strong: Records, weak: Records, guess: Prediction) -> None:
         f"{guess.against(measured['weak'])} From strong scaling alone, the share that does not shrink is {share}; "
         f"Gustafson's formula then says {told:.2f} x for weak scaling on {n} ranks, {measured['weak']} was measured"
         f"{': within the interval' if held else ': the share is not the same in both'}. Beyond {n} ranks both lines "
-        "are formulas: that the share stays what it is, two ranks cannot tell."
+        f"are formulas: that the share stays what it is, {n} ranks cannot tell."
     )
 
 

@@ -134,7 +134,8 @@ def suspect(guess: Prediction | None = None) -> None:
         prediction(ax, gpus[k], rate[k])
     log_axes(ax, gpus)
     ax.set_ylim(0, 1.25 * max(rate))
-    show(fig, alt=f"{message}: {', '.join(f'{r:.2f} on {g}' for g, r in zip(gpus, rate, strict=True))} sequences/s.")
+    show(fig, alt=f"{message}: {', '.join(f'{r:.2f} on {g}' for g, r in zip(gpus, rate, strict=True))} "
+                   "sequences/s of one GPU.")  # fmt: skip
     band = blind_test.band()
     passes = band.low <= ratio(odd) <= band.high
     say("The source says nothing of it: was that run disturbed, or is the entry wrong? The model finds the row, not "

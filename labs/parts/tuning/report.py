@@ -168,11 +168,19 @@ class Tuning:
                 f"({self.loader_to_model})."]  # fmt: skip
         if self.wait_share:
             said.append(f"{told(self.wait_share.scaled(100, '%'))} of each step waits for data.")
-            reached = self.evidence.rate(self._together) / expected(model, loader, setting.workers)
-            if setting.workers and reached < IN_THE_WAY:
-                said.append(f"Together they reach {100 * reached:.0f} % of the slower one. A guess: "
+            if self._in_each_others_way():
+                said.append(f"Together they reach {100 * self._reached():.0f} % of the slower one. A guess: "
                             "they share cores.")  # fmt: skip
         return said
+
+    def _reached(self) -> float:
+        """Rate of model and loader together over what both alone make one expect."""
+        setting = self.choice.setting
+        alone = expected(self.evidence.rate(MODEL), self.evidence.rate(("loader", setting)), setting.workers)
+        return self.evidence.rate(self._together) / alone
+
+    def _in_each_others_way(self) -> bool:
+        return bool(self.choice.setting.workers and self.wait_share and self._reached() < IN_THE_WAY)
 
     def _next(self) -> str:
         waits = self.wait_share.value if self.wait_share else 0.0
@@ -185,6 +193,8 @@ class Tuning:
         if self.limit == "loader":
             return f"Next: {FEED_MORE}."
         if self.limit != "model":
+            if self._in_each_others_way():
+                return "Next: if they share cores, less work in either, or more cores."
             return "Next: model and loader would both have to become faster."
         waited = HANDING_OVER if self.choice.setting.workers else BY_ITSELF
         rest = f"what it still waits for is {waited}" if waits > WAITS else "data is not what it waits for"
