@@ -190,9 +190,9 @@ def answer(run: Records) -> Iterator[str]:
         parts = _parts(run, habit)
         slow = max(parts, key=lambda name: parts[name])
         measured = next(r for r in run.where("redone", habit=habit) if r.kind == "measured")
-        yield (f"{habit.capitalize()}: {lost.value:.2f} s from the signal until training went on, most of it for "
-               f"{slow} ({parts[slow]:.2f} s); {measured.value:.0f} steps done again, {parts['steps again']:.2f} s; "
-               f"the job itself ended after {parts['end']:.2f} s.")  # fmt: skip
+        yield (f"{habit.capitalize()}: {lost.value:.2f} s from the signal until training was where it had been, the "
+               f"largest part of it for {slow} ({parts[slow]:.2f} s); {measured.value:.0f} steps done again, "
+               f"{parts['steps again']:.2f} s; the job itself ended after {parts['end']:.2f} s.")  # fmt: skip
     yield from _did_it_pay(run)
     every = run[0].config["save_every"]
     yield (f"Modelled for a random moment: without a handler {every / 2 * step_s:.2f} s of steps are lost in the mean, "
@@ -220,8 +220,8 @@ def _did_it_pay(run: Records) -> Iterator[str]:
                f"{abs(saved - longer):.2f} s {'less' if saved > longer else 'more'}.")  # fmt: skip
     if len(parts) > 1:
         starts = [sum(of.values()) - of["end"] - of["steps again"] for of in parts.values()]
-        yield (f"Starts took from {min(starts):.2f} to {max(starts):.2f} s in this run, and each way ran once: the "
-               "totals cannot tell.")  # fmt: skip
+        yield (f"All but the end and these steps took from {min(starts):.2f} to {max(starts):.2f} s in this run, and "
+               "each way ran once: the totals cannot tell.")  # fmt: skip
 
 
 def _grace(run: Records) -> str:

@@ -55,7 +55,7 @@ def _(evidence: Records) -> Verdict:
     if step["fixed", True].layout["device"] != "cuda":
         new = ratio(step["changing", False], step["fixed", False])
         return Verdict("needs N GPUs", f"without cuDNN, as a control: {said}; new shapes take {new} as long", "")
-    if fixed.low > 1 or (fixed.high >= 1 and changing.low > 1):
+    if fixed.low > 1 or (within(fixed) and changing.low > 1):
         return Verdict("does not hold", said)
     return Verdict("holds", said) if fixed.high < 1 and changing.low <= 1 else Verdict("depends", CANNOT_TELL + said)
 
@@ -134,7 +134,7 @@ def _(evidence: Records) -> Verdict:
     found = method.between_ranks(evidence)
     said = ", ".join(f"{more} ({model})" for model, more in found.items())
     near, apart = all(more.high <= 1 for more in found.values()), any(more.low > 1 for more in found.values())
-    shown = "any of them will do" if near else "not any of them will do" if apart else "cannot be told to 1 %"
+    shown = "any of them will do" if near else "it matters which of them is asked" if apart else "cannot be told to 1 %"
     return Verdict("does not hold" if apart else "depends", f"with equal work the slowest rank prints {said} more than "
                    f"the fastest: {shown}. The job takes what the slowest does; with unequal work see notebook 11, "
                    "way 11")  # fmt: skip

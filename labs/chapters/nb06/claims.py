@@ -52,9 +52,11 @@ def _(evidence: Records) -> Verdict:
     two = f". Two copies that never talk reach {', '.join(ideal)}" if ideal else ""
     here = "; ".join(s.timed for s in found)
     values = ends([f"{v:.2f}" for v in sorted(published.values())])
-    because = (f"{sum(right)} of {len(right)} are shown to be 1.7 to 1.9, {sum(wrong)} shown not to: published "
-               f"{values} with DDP on two V100 ({len(published)} models); on {parallel.devices(evidence)} {here}{two}"
-               )  # fmt: skip
+    because = (
+        f"{sum(right)} of {len(right)} are shown to be 1.7 to 1.9 ({low:g} to {high:g}, for rounding), {sum(wrong)} "
+        f"shown not to: published {values} with DDP on two V100 ({len(published)} models); on "
+        f"{parallel.devices(evidence)} {here}{two}"
+    )
     return judged(right, wrong, because)
 
 

@@ -194,9 +194,10 @@ def _(evidence: Records) -> Verdict:
     cost = bucket_overlap.exposed(run)[best]
     mb_s = run.one("step_s", synchronise=False).case["mb_s"]
     because = (
-        f"At {mb_s:g} MB/s with the best buckets, exchanging makes up {cost} of a step. No nodes were joined here."
+        f"At {mb_s:g} MB/s with the best buckets, exchanging makes up {cost} of a step. Between nodes, which the "
+        "statement is about above all, nothing was measured: that half is open."
     )
-    return judged([cost.low > MATTERS], [cost.high < MATTERS], because)
+    return judged([False], [cost.high < MATTERS], because)
 
 
 NCCL_OR_GLOO = (

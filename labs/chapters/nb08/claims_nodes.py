@@ -160,6 +160,7 @@ def connects_late() -> bool:
 @verdict("C24")
 def _(evidence: Records) -> Verdict:
     current, line = fact(evidence, "torch.distributed.launch is current")
+    line = line.partition(" Note ")[0].rstrip(".")
     return Verdict("holds" if current else "does not hold", "torch marks it as deprecated"
                    f"{f': {line}' if line else ''}." if not current else "This torch does not mark it.")  # fmt: skip
 

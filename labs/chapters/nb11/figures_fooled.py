@@ -31,8 +31,8 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
     here = [r for r in found.values() if r.kinds[0] != "modelled"]
     much = sum(r.fools_much for r in here)
     message = f"{much} of {len(here)} ways that were measured here fool by more than 5 %"
-    if worst := max((r.factor for r in here if r.fools), default=0.0):
-        message += f", one by a factor of {_number(worst)}"
+    if worst := max((r for r in here if r.fools), key=lambda r: r.factor, default=None):
+        message += f", one by a factor of {_factor(worst)}"
     if max((r.gap.n for r in here), default=0) < fewest():
         message = "Each way was followed too seldom to tell how much it fools"
     names = [f"{title}  {k:2}" for k, title in enumerate((way.title for way in WAYS.values()), start=1)]
@@ -87,6 +87,12 @@ def _numbers(ax, found: dict[str, lab.Row], left_out: dict[str, str]) -> None:  
 
 def _inside(ratio: Estimate) -> bool:
     return 1 / EDGE <= ratio.value <= EDGE
+
+
+def _factor(row: lab.Row) -> str:
+    """By how much it fools, in either direction, with the interval."""
+    ends = (row.gap.low, row.gap.high) if row.gap.value >= 1 else (1 / row.gap.high, 1 / row.gap.low)
+    return f"{_number(row.factor)} [{_number(ends[0])}, {_number(ends[1])}]"
 
 
 def _number(ratio: float) -> str:

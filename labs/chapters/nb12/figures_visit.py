@@ -61,9 +61,8 @@ def records_of(found: Report) -> Records:
 def ratios_of(found: Report) -> dict[str, list[float]]:
     """As it is / counterfactual, per sample, in each round, by counterfactual."""
     facts = found.seen
-    factor = facts[0].samples_factor if facts else {}
     modes = facts[0].turns_s if facts else {}
-    ratios = {m: [factor.get(m, 1.0) * a / b for a, b in bounds.pairs_s(facts, m) if b > 0] for m in modes}
+    ratios = {m: bounds.ratios_of(facts, m) for m in modes}
     return {m: of for m, of in ratios.items() if of and m != AS_IS}
 
 
@@ -186,11 +185,18 @@ def _axis(ax, shown: list[Estimate], guess: Prediction | None) -> None:
     ax.set_xlim(low, high)
 
 
+TRIED = {"larger batch", "half precision", "single precision", "fused optimizer", "fewer threads",
+         "one thread per core", "compiled"}  # fmt: skip
+"""Counterfactuals that are trials of one setting, not bounds of all that could be gained there."""
+
+
 def _most(at_most: Mapping[str, Estimate]) -> str:
-    sure = [name for name, e in at_most.items() if e.low > 1]
+    sure = [name for name, e in at_most.items() if e.low > 1 and name not in TRIED]
+    if tried := [name for name, e in at_most.items() if e.low > 1 and name in TRIED] if not sure else []:
+        return f"{tried[0].capitalize()}: as tried {at_most[tried[0]].value:.2f} x; of nothing else a gain is shown"
     if not sure:
         return "All intervals hold 1: this run was too noisy to tell what would help"
-    first, others = at_most[sure[0]], [e for name, e in at_most.items() if name != sure[0]]
+    first, others = at_most[sure[0]], [e for name, e in at_most.items() if name not in {sure[0], *TRIED}]
     alone = all(first.low > e.high for e in others)
     told = "" if alone else "; which bound is largest, this run cannot tell"
     return f"{sure[0].capitalize()}: at most {first.value:.2f} x{told}"
@@ -213,7 +219,7 @@ def _said(bound: Estimate | None, given: Mapping[str, Estimate]) -> list[str]:
         elif gain.high < bound.low:
             how = "less than the bound: perhaps this cure leaves some of it, or has a price of its own"
         else:
-            how = "as far as this run can tell what the bound allows"
+            how = "which this run cannot tell from the bound"
         lines.append(f"{name.removeprefix('cure: ').capitalize()}: {gain}, {how}.")
     return lines
 

@@ -95,9 +95,18 @@ def pairs_s(facts: Sequence[Facts], mode: str) -> list[tuple[float, float]]:
 
 def in_turn(facts: Sequence[Facts], mode: str) -> Estimate | None:
     """How many times as fast, per sample: median over rounds of as it is / mode. None if it was not tried."""
-    factor = facts[0].samples_factor.get(mode, 1.0)
-    ratios = [factor * a / b for a, b in pairs_s(facts, mode) if b > 0]
+    ratios = ratios_of(facts, mode)
     return of_ratios(ratios, looks(facts)) if ratios else None
+
+
+def ratios_of(facts: Sequence[Facts], mode: str) -> list[float]:
+    """As it is / mode, per sample, in each round.
+
+    A larger batch is one that was loaded already, given twice: a real one waits for its data as often as it is larger.
+    """
+    factor = facts[0].samples_factor.get(mode, 1.0)
+    more_s = (factor - 1) * max(part_s(f, "data") for f in facts) if factor > 1 else 0.0
+    return [factor * a / (b + more_s) for a, b in pairs_s(facts, mode) if b > 0]
 
 
 def looks(facts: Sequence[Facts]) -> int:

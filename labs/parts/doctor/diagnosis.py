@@ -279,7 +279,8 @@ def _loader_cure(facts: Facts, fair: int) -> str:
 def _exchange_cure(facts: Facts) -> str:
     if facts.micro_batches > 1 and facts.training.get("exchanges", facts.micro_batches) > 1:
         return "with model.no_sync(): for all micro-batches but the last one"
-    return "exchange less, or less often: larger batches per rank, buckets of 25 MB, nothing that DDP has done already"
+    buckets = "buckets of 25 MB, " if facts.training.get("bucket_bytes", 0) < SMALL_BUCKET else ""
+    return f"exchange less, or less often: larger batches per rank, {buckets}nothing that DDP has done already"
 
 
 # Where a cause stands in the source
