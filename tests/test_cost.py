@@ -256,7 +256,7 @@ def test_tables_and_sentences_follow_the_bills(monkeypatch):
     figures.energy_text(config)
     assert "No energy was recorded" in said[3] and "700 W" in said[3]
     figures.gpt_3_text(predict(12, "years", unit="years"))
-    assert "1,024 A100" in said[4] and "68% of its dense" in said[4]
+    assert "1,024 A100" in said[4] and "64% of its dense" in said[4]
     limits = figures.largest_table(replace(config, deadline_days=7.0, budget=30_000.0))
     assert set(limits["limited by"]) <= {"deadline", "budget", "memory"}
     assert "4.4 x" in figures.gpt_3_table().loc["states over memory"].item()

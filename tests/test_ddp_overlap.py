@@ -169,7 +169,7 @@ def test_strong_beside_weak(strong, words):
 
 @pytest.mark.parametrize(("copies", "words"), [(0.054, "this much from each other"), (0.05, "cannot show")])
 def test_the_ceiling(copies, words):
-    assert words in figures._ceiling_text(data_parallel.speedups(ways(copies=copies))["copies", 2], 2)
+    assert words in figures._ceiling_text(data_parallel.speedups(ways(copies=copies))["copies", 2], 2, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_blocked_and_interleaved(shown):
 def test_pairs_beside_the_square_law():
     def table(**needs):
         return [{"slower": int(s[1:]) / 100, "pairs": p, "share": figures.Estimate(float(p >= n), 0, 1, 9)}
-                for s, n in needs.items() for p in (5, 10, 20, 40)]  # fmt: skip
+                for s, n in needs.items() for p in figures.PAIRS]  # fmt: skip
 
     assert "that is 25 times, and here 4." in figures._growth_text(table(s10=10, s2=40))
     assert "cannot test that" in figures._growth_text(table(s10=5, s2=40))

@@ -474,7 +474,7 @@ def test_the_explorer_tells_time_efficiency_and_what_limits():
     _, fast, _ = explorer.draw(**knobs, way="FSDP2")
     _, slow, why = explorer.draw(**{**knobs, "network_gb_s": 0.125}, way="FSDP2")
     share = [int(re.search(r"work at (\d+)% \(", alt)[1]) for alt in (fast, slow)]
-    assert share[0] > 90 > 30 > share[1] and "Most of it is links between nodes" in why
+    assert share[0] > 90 > 30 > share[1] and "The largest part of it is links between nodes" in why
     _, one, _ = explorer.draw(**{**knobs, "nodes": 1, "per_node": 1}, way="DDP")
     assert "1 GPUs work at 100% (" in one
     assert blind_test.band().efficiency(share[0] / 100) in fast, "the band, too"
