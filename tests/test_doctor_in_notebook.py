@@ -91,7 +91,7 @@ def test_a_cure_is_held_against_what_was_promised(shown, ratios, said):
 def test_a_counterfactual_is_per_sample_and_without_a_cure_nothing_is_promised(shown):
     found = report.make([made(None, {"larger batch": 1.5 * STEP_S}, samples_factor={"larger batch": 2.0})])
     assert estimate(figures_visit.ratios_of(found)["larger batch"]).value == pytest.approx(2 / 1.5, rel=0.05)
-    assert "Larger batch: at most 1.3" in shown(figures_visit.promised, found)
+    assert "Larger batch: as tried 1.3" in shown(figures_visit.promised, found)
 
 
 # Visits

@@ -137,9 +137,9 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     found = [b for b in cost.bills(config) if b]
     kept = cost.cheapest(found, config.deadline_days, config.budget)
     hopeful = cost.cheapest([_hoped(b) for b in found], config.deadline_days, config.budget)
-    message = f"The cheapest at the band's upper end that keeps the limits there: {kept.offer}"
-    if not kept:
-        message = "At the band's upper end no offer keeps the limits"
+    message = "At the band's upper end no offer keeps the limits"
+    if kept:
+        message = f"The cheapest at the band's upper end that keeps the limits there: {kept.offer}"
     fig, ax = figure(message, xlabel="days until it is done", ylabel="money (unit of the prices)",
                      records=_records(found), legend_below=True)  # fmt: skip
     cards = list(dict.fromkeys(b.offer.card for b in found))
