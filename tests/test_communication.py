@@ -447,7 +447,8 @@ def test_an_emulated_wire_tests_no_formula():
 @pytest.mark.parametrize(
     ("fp16", "powersgd_4", "lost", "told"),
     [
-        (0.005, 0.002, "powersgd_4", "fp16 has the best median: 2 x"), (0.005, 0.002, "", "powersgd_4 has the best median: 5.00 x"),
+        (0.005, 0.002, "powersgd_4", "fp16 has the best median: 2 x"),
+        (0.005, 0.002, "", "powersgd_4 has the best median: 5.00 x"),
         (0.005, 0.002, "both", "no way is surely faster"), (0.010, 0.012, "", "no way is surely faster"),
         (0.002, 0.002, "", "It is not shown to be faster than powersgd_4: of ways not told apart"),
     ],

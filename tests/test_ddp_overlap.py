@@ -123,7 +123,8 @@ def ways(single=0.05, copies=0.054, ddp=0.056, dp=0.07, reduce=0.004, exchange=0
         (ways(dp=0.052), "DataParallel is faster"), (ways(dp=0.052), "can explain a part of it"),
         (ways(dp=0.0535), "explain the whole difference"), (ways(), "DDP is faster"), (ways(), "the longer steps"),
         (ways(dp=0.056, shape=WIDE), "shorter, this run cannot show"),
-        (ways(dp=0.052, exchange=0.01), "the cheaper exchange and the longer steps"), (ways(dp=0.056, shape=WIDE), "no difference shown"),
+        (ways(dp=0.052, exchange=0.01), "the cheaper exchange and the longer steps"),
+        (ways(dp=0.056, shape=WIDE), "no difference shown"),
     ],
 )  # fmt: skip
 def test_dataparallel_or_ddp_follows_the_records(run, words):

@@ -44,6 +44,7 @@ def _without(mode, share):
     return {**MODES, mode: (2 if mode == "larger batch" else 1) * STEP_S * (1 - share)}
 
 
+FED = WELL | {"data": 0.0}
 PLANTED = {
     "slow_loader": ("same batch again", 0.5, {}),
     "validation": ("no evaluation", 0.3, {}),
@@ -62,7 +63,7 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_cause_is_named_first_with_its_bound(name):
     mode, share, more = PLANTED[name]
-    facts = made(modes=_without(mode, share), samples_factor={"larger batch": 2.0}, **more)
+    facts = made(FED, _without(mode, share), samples_factor={"larger batch": 2.0}, **more)
     first = diagnose([facts])[0]
     assert (first.name, first.kind, first.by) == (name, HOLDS_BACK, IN_TURN)
     assert first.bound.low <= 1 / (1 - share) <= first.bound.high
@@ -113,9 +114,16 @@ def test_what_a_healthy_training_may_use_comes_after_what_holds_it_back():
 def test_batches_are_tiny_only_if_most_of_a_step_is_paid_whatever_their_size_is(share, kind):
     """A step with a fixed share f takes f + 4 (1 - f) with 4 times the samples."""
     longer = STEP_S * (share + 4 * (1 - share))
-    [found] = diagnose([made(modes={"larger batch": longer}, samples_factor={"larger batch": 4.0})])
+    [found] = diagnose([made(FED, {"larger batch": longer}, samples_factor={"larger batch": 4.0})])
     assert found.kind == kind and found.bound.low <= 4 * STEP_S / longer <= found.bound.high
     assert "batch_size=128" in found.cure
+
+
+def test_a_larger_batch_waits_for_its_data():
+    """The trial gives one batch twice; half of a step is waiting for one, and a batch of twice the size waits twice."""
+    facts = made({"data": 0.5, "forward": 0.5}, {"larger batch": 1.5 * STEP_S}, samples_factor={"larger batch": 2.0})
+    found = bounds.in_turn([facts], "larger batch")
+    assert found.low <= 1 <= found.high and found.high < 1.1
 
 
 def test_few_rounds_prove_nothing():
