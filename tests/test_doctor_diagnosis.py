@@ -114,7 +114,7 @@ def test_what_a_healthy_training_may_use_comes_after_what_holds_it_back():
 def test_batches_are_tiny_only_if_most_of_a_step_is_paid_whatever_their_size_is(share, kind):
     """A step with a fixed share f takes f + 4 (1 - f) with 4 times the samples."""
     longer = STEP_S * (share + 4 * (1 - share))
-    [found] = diagnose([made(FED, {"larger batch": longer}, samples_factor={"larger batch": 4.0})])
+    [found] = diagnose([made(FED, {"larger batch": longer}, samples_factor={"larger batch": 4.0}, rounds=12)])
     assert found.kind == kind and found.bound.low <= 4 * STEP_S / longer <= found.bound.high
     assert "batch_size=128" in found.cure
 
