@@ -29,11 +29,9 @@ from labs.parts.planning.parallel_cost import (
     States,
     best,
     complexity,
-    cost,
     costs,
     fewest_gpus,
     otherwise,
-    plans,
     shape,
     undivided,
 )
@@ -331,7 +329,7 @@ def _fewer(config: Config, choice: Cost | None) -> Cost | None:
     found = []
     for n in counts if choice else ():
         cluster = replace(config, gpus=n).cluster()
-        found += [timed(cost(job, replace(machine, gpus=n), p), work, cluster) for p in plans(job, n)]
+        found += [timed(c, work, cluster) for c in costs(job, replace(machine, gpus=n))]
     idle = best(found, machine.memory_bytes)
     return idle if idle and (1 + NEAR) * idle.step_s < choice.step_s else None
 

@@ -208,11 +208,16 @@ def _make(folder: Path) -> None:
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in reversed(made):
-        parent = os.open(place.parent, os.O_RDONLY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+        fsync_folder(place.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Bring the names in `folder` to the disk. OSError where it cannot be."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from labs.parts.checkpoints import Damaged
+from labs.parts.checkpoints.files import fsync_folder
 
 SUMS, PARTIAL = "SHA256SUMS", ".partial"
 
@@ -75,7 +76,7 @@ def save(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = 
 
     def finish() -> None:
         os.rename(partial, folder)
-        _fsync(folder.parent)
+        fsync_folder(folder.parent)
 
     _by_first(begin, group)
     dcp.save(state, checkpoint_id=partial, process_group=group)
@@ -98,7 +99,7 @@ def seal(folder: Path, group: dist.ProcessGroup | None = None) -> None:
             file.writelines(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
             file.flush()
             os.fsync(file.fileno())
-        _fsync(folder)
+        fsync_folder(folder)
 
     _by_first(write, group)
 
@@ -161,11 +162,3 @@ def _sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return ""
-
-
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
