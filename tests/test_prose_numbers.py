@@ -68,7 +68,7 @@ PROSE = """
 05 r1: 11 GB: quoted
 05 m1d: 24 GB | 24,564 MiB: datasheet
 05 r2: twice: question
-05 m3b: 2 MB | 20 MB: datasheet
+05 m3b: 2 MiB | 20 MiB: datasheet
 05 m3c: 50 MiB | 30 MiB: given
 05 m3c: 20 MiB: set labs/parts/remedies/on_gpu.py PAGE_BYTES
 05 m6: 12 bytes: arithmetic
@@ -78,6 +78,7 @@ PROSE = """
 06 r1: 10 %: arithmetic
 06 explore-pipeline-text: 1 ms: question
 06 m8: 16 bytes: arithmetic
+06 mine-text: 16 bytes: arithmetic
 06 ex1: twice: given
 06 learned: 1.5 times: arithmetic
 07 m2: 32 KiB | 16 GiB | 1 MiB | 2 MiB: datasheet
@@ -109,6 +110,10 @@ PROSE = """
 08 s4-07: 20 %: question
 08 s4-17: 50 Gbit/s: question
 08 s7-02: 16 bytes: arithmetic
+08 s7-09: 200 Gbit/s: set labs/cost.py network_gb_s
+08 s7-09: 15 minutes: set labs/cost.py startup_min
+08 s7-09: 60 s: set labs/cost.py save_s
+08 s7-09: 10 minutes: set labs/cost.py restart_min
 09 s3-00: 4 bytes: defined
 09 s5-10: ten minutes: work
 09 ex3-00: 1 % | 1 s | 2 s | 3 s | 6 s | 15 %: given
@@ -120,6 +125,7 @@ PROSE = """
 10 s6-03: 700 s | 300 s | 2 GB/s: arithmetic
 10 take-home: 30 minutes: datasheet
 10 ex2-00: 20 kB | 1.9 MB: given
+11 s3-00: twice: defined
 11 s3-04: some seconds | half a minute: work
 11 s4-03: 40 kB | 40 MB: arithmetic
 11 s4-09: 20 %: given
@@ -268,6 +274,9 @@ def constants(path, name):
     return [float(n) for v in found for n in _flat(v)]
 
 
+SUFFIXES = {"_min": UNITS["min"], "_gb_s": UNITS["GB/s"]}  # units of a setting that its name ends in
+
+
 def _flat(node):
     value = eval(compile(ast.Expression(node), "<constant>", "eval"), {"__builtins__": {}})
     return value if isinstance(value, tuple) else (value,)
@@ -281,7 +290,9 @@ SETS = [(number, reason) for t in (PROSE, TOLD) for numbers in table(t).values()
 def test_settings_that_are_told_are_those_of_the_program(number, reason):
     _, path, name = reason.split()
     (q,) = quantities(number)
-    scale = UNITS["MiB"][1] if name == "bucket_cap_mb" else 1  # as in torch
+    in_mib = name == "bucket_cap_mb"  # torch's "MB" are 2^20 bytes
+    unit = UNITS["MiB"] if in_mib else next((u for end, u in SUFFIXES.items() if name.endswith(end)), (q.kind, 1))
+    scale = unit[1] if unit[0] == q.kind else 1
     values = [v * scale for v in constants(path, name)]
     values += [v - 1 for v in values if q.kind == "ratio"]  # a factor of 1.15 is 15 % more
     assert any(abs(v - q.value) <= 1e-9 * abs(q.value) for v in values), f"{number} is told; {path} has {values}"
