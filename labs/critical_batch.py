@@ -400,10 +400,10 @@ def answer(run: Records) -> Iterator[str]:
     saved, paid = by[small].value / by[large].value, large / small
     yield f"Batch {large} instead of {small}: {paid:.0f} times the samples a step, {saved:.1f} times fewer steps."
     for way in ("one rank", "all ranks"):
-        if time_to_target(run, way):
+        found = time_to_target(run, way)
+        if found:
             best, seconds = quickest(run, way)
             name = way if way == "one rank" else f"{run[0].layout['world_size']} ranks"
-            found = time_to_target(run, way)
             near = [str(b) for b, s in sorted(found.items()) if b != best and s.low <= seconds.high]
             open_ = f" Its interval meets that of {', '.join(near)}: this run cannot tell them apart." if near else ""
             yield f"Quickest on {name}: batch {best}, {seconds} of steps.{open_}"

@@ -402,7 +402,7 @@ def test_a_knob_is_followed_faster_than_a_figure_is_made(name):
     [pytest.param(n, marks=pytest.mark.long if n != "scale" else ()) for n in EXPLORERS],
 )
 def test_a_redraw_costs_little_more_than_a_figure_of_one_line(name):
-    """CPU time of the quickest of five each, in turn: axes, texts and layout are most of it, whatever the machine."""
+    """Median CPU time of five each, in turn: axes, texts and layout are most of it, whatever the machine."""
 
     def plain():
         fig, ax = plot.figure("A figure of one line", xlabel="x (s)", ylabel="y (s)")
@@ -419,7 +419,7 @@ def test_a_redraw_costs_little_more_than_a_figure_of_one_line(name):
             explore.quick_jpeg(make())
             spent[make].append(time.process_time() - start)
     # Measured 1.2 to 1.5; 2.1 with an axis of ten ticks to each power of ten. What is made once is not counted.
-    assert min(spent[moved][1:]) < 1.85 * min(spent[plain][1:])
+    assert statistics.median(spent[moved][1:]) < 1.85 * statistics.median(spent[plain][1:])
 
 
 def test_a_moved_knob_leaves_no_figure_behind_and_asks_for_no_full_collection(monkeypatch):

@@ -99,8 +99,9 @@ def throughput(run: Records, guess: Prediction) -> None:
     n, knees = run[0].layout["world_size"], {}
     found = {mode: batch_size.throughput(run, mode) for mode in ("single", "ddp")}
     one, fit = found["single"], batch_size.fit_ends(run)
-    half = f"Half of the limit at a batch of {fit.half_batch:.0f}"
-    if not fit.sample_s or not fit.fixed_s:
+    bend = batch_size.knee(run)
+    half = f"Half of the limit at a batch of {bend.value:.0f}" if bend else ""
+    if not bend or not fit.sample_s or not fit.fixed_s:
         half = f"No {'fixed part of a step' if fit.sample_s else 'cost per sample'} to be seen"
     message = f"{half}{_more(run)}"
     fig, ax = figure(message, xlabel="batch size of each device", ylabel="samples per second", records=run,
@@ -136,7 +137,7 @@ def _throughput_text(run: Records, one: dict[int, Estimate], knees: dict, guess:
         said = f" {guess.against(half, 'modelled')}" if label == "one device" else ""
         lines.append(
             f"* {label}: {fit.fixed_s * 1e3:.2f} ms that do not depend on the batch and {fit.sample_s * 1e6:.1f} µs "
-            f"per sample: half of the limit at {fit.half_batch:.0f}; fitted round by round, at {half}.{said}"
+            f"per sample, by the medians; fitted round by round, half of the limit is at {half}.{said}"
         )
     small, large = min(one), max(one)
     lines.append(f"* One device, from batch {small} to {large}: {one[large].value / one[small].value:.1f} times the "

@@ -137,7 +137,8 @@ def crossover_figures(run: Records, guess: Prediction) -> None:
         grid = [[cells[w, b] for b in batches] for w in widths]
         wins = sum(v > 1 for v in cells.values())
         verb = "should win" if kind == "modelled" else "won"
-        message = f"DDP on {n} ranks {verb} in {wins} of {len(cells)} cells"
+        by = "" if kind == "modelled" else ", by the medians"
+        message = f"DDP on {n} ranks {verb} in {wins} of {len(cells)} cells{by}"
         fig, ax = figure(message, xlabel="samples per rank", ylabel="layer width", records=run, size=(6.2, 2.8))
         heat_map(
             ax,

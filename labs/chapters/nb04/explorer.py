@@ -49,7 +49,8 @@ def draw(batch: float, seq: float, optimizer: str, attention: str, card: str) ->
     fits = {name: largest_batch(limit * GB, int(seq), p, shape, own) for name, p in FORMATS.items()}
     sentence = (
         f"Parameters, gradients and optimizer take {_gb((found['FP32'].total - found['FP32'].activations) / GB)} GB in "
-        f"either format: autocast shrinks activations and adds copies of weights. {_gb(limit)} GB hold at most "
+        f"either format: autocast shrinks activations and adds copies of weights. {card} has {_gb(limit)} GB "
+        f"({limit * GB / 2**30:.0f} GiB), which hold at most "
         + ", ".join(f"{n:,} sequences in {name}" for name, n in fits.items())
         + "; CUDA's own memory comes on top."
     )

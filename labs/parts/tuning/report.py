@@ -162,7 +162,7 @@ class Tuning:
         setting = self.choice.setting
         if not self.evidence.of(("loader", setting)):
             return ["What limits was not measured: raise budget_s."]
-        loader, model = self.evidence.rate(("loader", setting)), self.evidence.rate(MODEL)
+        loader, model = (statistics.median(self.evidence.samples(arm)) for arm in (("loader", setting), MODEL))
         name = "Neither limits by more than noise" if self.limit.startswith("neither") else f"The {self.limit} limits"
         said = [f"{name}: alone the loader gives {plain(loader)} samples/s, the model takes {plain(model)} "
                 f"({self.loader_to_model})."]  # fmt: skip
