@@ -55,6 +55,22 @@ def test_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
     assert host.memory_limit_bytes(root) == 2**32
 
 
+@pytest.mark.parametrize("names", host.MEMORY_FILES)
+def test_what_the_group_uses_is_not_available(tmp_path, names):
+    """Files that can be dropped are; of two limits on the way up the one that leaves less counts."""
+    limit, used, cache = names
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "4:memory:/pod/app\n0::/pod/app\n",
+        f"sys/fs/cgroup/memory/pod/{limit}": f"{2**32}", f"sys/fs/cgroup/memory/pod/{used}": f"{2**31}",
+        "sys/fs/cgroup/memory/pod/memory.stat": f"anon 5\n{cache} {2**29}\n",
+        f"sys/fs/cgroup/memory/pod/app/{limit}": f"{2**30}", f"sys/fs/cgroup/memory/pod/app/{used}": f"{2**30 - 7}",
+    })  # fmt: skip
+    assert host.memory_room_bytes(root) == 7
+    assert host.container(root).memory_available_bytes == 7
+    (root / f"sys/fs/cgroup/memory/pod/app/{limit}").unlink()
+    assert host.memory_room_bytes(root) == 2**32 - 2**31 + 2**29
+
+
 def test_v1_with_joint_controllers(tmp_path):
     root = tree(tmp_path, {
         "proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n1:name=systemd:/\n",

@@ -75,6 +75,8 @@ def test_a_feed_that_was_cut_short():
     assert Feed((), (), 8, 4).parts() == [] and Feed((), (), 8).samples_per_s() == ()
     assert len(Feed((0.1,) * 3, (0.1,) * 3, 8, 4).parts()) == 1
     assert len(Feed((0.1,) * 11, (0.1,) * 11, 8, 4).parts()) == 2, "the last three batches are no wave"
+    for n in range(1, 40):
+        assert len(Feed((0.1,) * n, (0.1,) * n, 8).parts()) <= 5
 
 
 # -- drive

@@ -163,6 +163,7 @@ def test_the_verdict_says_when_nothing_can_be_said():
         (0.5, 0.5, 0.5, "B", "0.500 B [0.500, 0.500]"),
         (0.05, 0.04, 0.061, "x", "0.0500 x [0.0400, 0.0610]"),
         (-3.2, -4, -1, "%", "-3.20 % [-4.00, -1.00]"),
+        (1, 0, math.inf, "x", "1.00 x [0.00, inf]"),
     ],
 )
 def test_how_an_estimate_is_written(value, low, high, unit, text):

@@ -62,6 +62,20 @@ def test_counts_the_memory_of_child_processes():
     watch(python(CHILD), lambda trace: trace.peak("resident_bytes", rank=0) > 90e6)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_a_pinned_rank_that_samples_watches_the_cores_of_its_job():
+    """Under torchrun rank 0 samples and is pinned itself; its thread would see its own core only."""
+    cores = tuple(os.sched_getaffinity(0))
+    try:
+        os.sched_setaffinity(0, cores[:1])
+        assert CpuSampler().cores == cores[:1] and CpuSampler(cores).cores == cores
+        with Monitor(lambda: {0: os.getpid()}, cores=cores) as monitor:
+            wait_for(lambda: len(monitor.trace.t_s) > 1, 60, "two samples")
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert {dict(s.per)["core"] for s in monitor.trace.series if "core" in dict(s.per)} == set(cores)
+
+
 def test_our_own_work_is_not_taken_for_a_neighbours():
     before = used_by_us()
     sampler = CpuSampler()
@@ -189,6 +203,15 @@ def test_long_runs_stay_bounded(monkeypatch):
             time.sleep(0.05)
     assert 0 < len(m.trace.t_s) < 10 and m.trace.t_s == sorted(m.trace.t_s)
     assert m.period_s > 0.005
+
+
+def test_a_run_that_is_thinned_keeps_its_first_and_its_last_sample(monkeypatch):
+    """Energy is counted between them."""
+    monkeypatch.setattr(monitor_module, "MAX_SAMPLES", 10)
+    m = Monitor(dict)
+    for t in range(10):
+        m._append(float(t), {})
+    assert m.trace.t_s == [0, 2, 4, 6, 8, 9]
 
 
 @pytest.mark.drill

@@ -7,6 +7,7 @@ import io
 import math
 import re
 import warnings
+from dataclasses import replace
 
 import pandas
 import pytest
@@ -143,6 +144,13 @@ def test_a_long_source_stays_inside_the_figure():
 )  # fmt: skip
 def test_provenance_line(records, line):
     assert provenance_line(records) == line
+
+
+def test_what_ran_on_cores_is_not_of_the_gpus_of_its_machine():
+    one = record(gpus=[{"name": "H200"}] * 8)
+    on_cores = replace(one, layout={"world_size": 2, "device": "cpu"})
+    assert "8 x H200" in provenance_line([replace(one, layout={"world_size": 2, "device": "cuda"})])
+    assert provenance_line([on_cores]) == provenance_line([record()])
 
 
 @pytest.mark.parametrize("words", ["Mostly WIDE letters", "one two three", "The loop reports 6% of what a step takes,"])

@@ -75,6 +75,7 @@ def test_when_more_workers_cannot_help(loaders, reason):
         (100, {0: 50, 1: 80, 2: 160}, [1, 2]),
         (1000, {0: 90, 1: 100, 2: 110, 4: 111}, [1, 2, 4]),  # both neighbours, and none beyond them
         (1000, {0: 900, 1: 200, 2: 220}, [0]),
+        (100, {0: 50, 1: 48}, [0, 1]),  # with one core the worker has none of its own: together 0 may be faster
         (100, {0: 350, 1: 88, 2: 150}, [1, 2]),  # 0 is far enough from 2; its neighbour is 1
     ],
 )
@@ -326,6 +327,28 @@ def test_no_turn_begins_when_the_budget_is_spent(budget_s):
         assert "Not sure" in str(found) and "aise budget_s" in str(found)
 
 
+@pytest.mark.parametrize("turns", range(3, 24))
+def test_whenever_the_time_is_over_there_is_a_report(turns):
+    """The loader alone with the chosen workers comes last, and there may be no time for it."""
+    found = tuned(Simulated(1000, each(20), lambda s: 20 * max(1, s.workers), turn_s=1.0, budget_s=turns), most=64)
+    if not found.evidence.of(("loader", found.choice.setting)):
+        assert str(found).endswith("What limits was not measured: raise budget_s. Next: raise budget_s.")
+
+
+def test_to_hand_over_is_blamed_only_where_a_worker_brings_far_less():
+    """A worker as fast as the process itself shows that handing over costs nothing."""
+    found = tuned(Simulated(1000, each(50), turn_s=1.0, budget_s=3))
+    assert found.choice.share is None and found.limit == "loader"
+    assert "hand a batch over" not in str(found) and "aise budget_s" in str(found)
+    far = tuned(Simulated(5000, lambda w: 2000 if w == 0 else 90 * w))
+    assert far.choice.setting.workers == 0 and "Next: to hand a batch over costs more" in str(far)
+
+
+def test_without_permission_for_workers_none_is_said_to_have_helped():
+    told = str(tuned(Simulated(100, each(50)), most=0))
+    assert "No other was tried" in told and "None were tried" in told and "still helped" not in told
+
+
 def test_a_search_that_ends_before_anything_was_compared_has_a_figure(monkeypatch):
     shown = []
     monkeypatch.setattr(figures, "show", lambda fig, alt: shown.append(alt))
@@ -500,6 +523,9 @@ WAITING = {"dataset": Waiting(), "step": lambda batch: None, "batch_size": 4}
         ({"batch_size": 65}, "a batch of 65 needs as many samples, and the dataset has 64"),
         ({"budget_s": 0}, "budget_s must be a positive number of seconds, not 0"),
         ({"budget_s": float("inf")}, "budget_s must be a positive"),
+        ({"batch_size": "8"}, "batch_size must be a whole number, not '8'"),
+        ({"max_workers": 2.5}, "max_workers must be a whole number, not 2.5"),
+        ({"device": "gpu"}, "device 'gpu' cannot be used: "),
         ({"max_workers": -1}, "max_workers must not be negative: -1"),
         ({"dataset": []}, "the dataset is empty"),
         ({"dataset": Stream()}, "an iterable dataset cannot be tuned here"),

@@ -234,7 +234,11 @@ def run_under_torchrun(lab: str, command: Any) -> int:
             view.note(why_cores(placement, command.launch.device))
             rank.on_progress = view.progress
         used = {d.index for d in placement if d.kind != "cpu"}
-        with Monitor(lambda: pids, gpus=used) if local_rank == 0 else contextlib.nullcontext() as monitor:
+        with (
+            Monitor(lambda: pids, gpus=used, cores=rank.host_cores)
+            if local_rank == 0
+            else contextlib.nullcontext() as monitor
+        ):
             records = body(rank)
     if view is None:
         return 0

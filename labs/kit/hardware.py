@@ -240,6 +240,8 @@ def runs_on(capability: tuple[int, int], arch_list: Sequence[str]) -> str | None
     found = None
     for entry in arch_list:
         target, _, digits = entry.partition("_")
+        if target not in ("sm", "compute"):
+            continue  # ROCm's names its own: gfx90a
         exact = digits.endswith("a")
         number = int(digits.rstrip("af"))
         major, minor = divmod(number, 10)

@@ -19,6 +19,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+# Limit, use, and the part of the use that the kernel may drop at once, of a control group: version 2, version 1.
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 UNLIMITED_V1 = 2**60  # cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63
 
 
@@ -32,7 +37,7 @@ class Container:
     cpu_quota: float | None
     """CPU seconds per second that the control group grants."""
     memory_limit_bytes: int | None
-    memory_available_bytes: int | None
+    memory_available_bytes: int
     shm_bytes: int | None
     """Size of /dev/shm, through which DataLoader workers hand over batches; Docker's default is 64 MiB."""
     shm_free_bytes: int | None
@@ -99,6 +104,21 @@ def memory_limit_bytes(root: str | Path = "/") -> int | None:
     return min((m for t in texts if t and (m := memory_limit(t)) is not None), default=None)
 
 
+def memory_room_bytes(root: str | Path = "/") -> int | None:
+    """Bytes that this process may still take: the least, on the way up, of a limit less what its group uses.
+
+    Files that the kernel may drop at once (inactive_file) do not count as used.
+    """
+    found = []
+    for group in _groups(Path(root), "memory"):
+        for limit, used, cache in MEMORY_FILES:
+            most, now = memory_limit(_text(group / limit)), _text(group / used)
+            if most is not None and now:
+                stat = dict(line.split(maxsplit=1) for line in _text(group / "memory.stat").splitlines())
+                found.append(max(0, most - max(0, int(now) - int(stat.get(cache, 0)))))
+    return min(found, default=None)
+
+
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Folders of this process's control group and its parents, in both layouts.
 
@@ -142,14 +162,14 @@ def container(root: str | Path = "/", folder: str | Path = ".") -> Container:
     import psutil
 
     cores, quota, limit = affinity(), cpu_quota(root), memory_limit_bytes(root)
-    available = psutil.virtual_memory().available
+    bounds = (psutil.virtual_memory().available, limit, memory_room_bytes(root))
     shm_bytes, shm_free = _disk(Path(root) / "dev/shm")
     return Container(
         cores=usable_cores(cores, quota),
         affinity=cores,
         cpu_quota=quota,
         memory_limit_bytes=limit,
-        memory_available_bytes=available if limit is None else min(available, limit),
+        memory_available_bytes=min(b for b in bounds if b is not None),
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free,
         open_files=_limit("RLIMIT_NOFILE"),

@@ -132,9 +132,9 @@ class Estimate:
     def __str__(self) -> str:
         """For example "12.3 ms [12.1, 12.9]", "1.76 x [1.70, 1.81]" or "3.1e-08 [2.9e-08, 3.4e-08]"."""
         numbers = (self.value, self.low, self.high)
-        size = max(map(abs, numbers))
+        size = max((abs(x) for x in numbers if math.isfinite(x)), default=0.0)
         scale, prefix = _prefix(size, self.unit)
-        exact = scale == 1 and all(x == round(x) for x in numbers) and size < 1e6  # counts
+        exact = scale == 1 and size < 1e6 and all(math.isfinite(x) and x == round(x) for x in numbers)  # counts
         value, low, high = (f"{x:.0f}" if exact else _text(x / scale, size / scale) for x in numbers)
         unit = "" if self.unit == "1" else f" {prefix}{self.unit}".rstrip()
         return f"{value}{unit} [{low}, {high}]"

@@ -88,7 +88,9 @@ class Trace:
         if not self.neighbours_percent > limit_percent:
             return ""
         share = f"{self.neighbours_percent:.0f} % of the CPU"
-        return f"Other programs took {share} during this run: its timings are disturbed. Run it again."
+        return (
+            f"Other programs took {share} during this run: its timings may be disturbed. Run it again when it is quiet."
+        )
 
     def records(self, lab: str) -> list[dict[str, Any]]:
         """Every series as plain data in the form of a Record, without provenance."""
@@ -111,11 +113,14 @@ class Monitor:
 
     def __init__(
         self, pids: Callable[[], dict[int, int]], period_s: float = 0.2, nvml: Any = None,
-        gpus: Collection[int] | None = None,
+        gpus: Collection[int] | None = None, cores: Collection[int] | None = None,
     ) -> None:  # fmt: skip
-        """`gpus`: CUDA indices of those that ranks use, default all; ranks on cores have none, and no idle lanes."""
+        """`cores`: logical CPUs to watch, default those of this process; a rank that is pinned names all of its job's.
+
+        `gpus`: CUDA indices of those that ranks use, default all; ranks on cores have none, and no idle lanes.
+        """
         self.pids, self.period_s = pids, period_s
-        self._nvml, self._gpus = nvml, gpus
+        self._nvml, self._gpus, self._cores = nvml, gpus, cores
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._t_s: list[float] = []
         self._values: dict[Key, list[float | None]] = {}
@@ -143,7 +148,7 @@ class Monitor:
             return Trace(list(self._t_s), series, cost, tuple(self._failures), others)
 
     def _loop(self) -> None:
-        for make in (CpuSampler, lambda: GpuSampler(self._nvml, self._gpus)):
+        for make in (lambda: CpuSampler(self._cores), lambda: GpuSampler(self._nvml, self._gpus)):
             self._guarded(lambda make=make: self._samplers.append(make()))
         self._cost_s += time.thread_time()  # of a new thread: what opening the sources has cost
         wait = self.period_s
@@ -177,7 +182,7 @@ class Monitor:
         if len(self._t_s) >= MAX_SAMPLES:
             self.period_s *= 2
             for values in (self._t_s, *self._values.values()):
-                del values[::2]
+                del values[1:-1:2]  # the first and the last stay: energy is counted between them
 
     def _guarded(self, read: Callable[[], Any]) -> Any:
         """What `read` returns, or None: a reason that is new goes into the trace, the run goes on."""
@@ -232,8 +237,8 @@ class CpuSampler:
     Resident bytes count a page in every process that maps it, so forked workers count the pages they share.
     """
 
-    def __init__(self) -> None:
-        self.cores = affinity()
+    def __init__(self, cores: Collection[int] | None = None) -> None:
+        self.cores = tuple(cores or affinity())
         self._processes: dict[int, psutil.Process] = {}
         self._families: dict[int, list[int]] = {}
         self._core_rank: dict[int, int] = {}

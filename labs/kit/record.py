@@ -322,16 +322,19 @@ def provenance_line(records: Iterable[Any]) -> str:
     """
     ranks: dict[tuple[str, ...], int] = {}
     for r in records:
-        key = origin(r.kind, r.provenance)
+        key = origin(r.kind, r.provenance, str(r.layout.get("device") or ""))
         ranks[key] = max(ranks.get(key, 1), int(r.layout.get("world_size") or 1))
     return "; ".join(_phrase(key, n) for key, n in ranks.items())
 
 
-def origin(kind: str, p: dict[str, Any]) -> tuple[str, ...]:
-    """Kind and facts; records that share them share one phrase. Times of day do not count, dates do."""
+def origin(kind: str, p: dict[str, Any], device: str = "") -> tuple[str, ...]:
+    """Kind and facts; records that share them share one phrase. Times of day do not count, dates do.
+
+    What ran on the device "cpu" is not of the GPUs that its machine has besides.
+    """
     if kind == "modelled" or p.get("source"):
         return kind, str(p.get("source") or "")
-    gpus = [g.get("name") if isinstance(g, dict) else g for g in p.get("gpus") or []]
+    gpus = [g.get("name") if isinstance(g, dict) else g for g in p.get("gpus") or [] if device != "cpu"]
     names = " + ".join(f"{gpus.count(g)} x {g}" if gpus.count(g) > 1 else str(g) for g in dict.fromkeys(gpus))
     torch = f"torch {p['torch']}" if p.get("torch") else ""
     day = f"{str(p['utc'])[:10]} UTC" if p.get("utc") else ""

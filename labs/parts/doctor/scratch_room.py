@@ -53,7 +53,7 @@ class Room:
         room = true.statvfs(self.scratch.folder)
         free = room.f_bavail * room.f_frsize
         if _is_memory(self.scratch.folder):
-            free = min(free, host.container().memory_available_bytes or free)
+            free = min(free, host.container().memory_available_bytes)
         try:
             return free + true.stat(self.scratch.written + place).st_size
         except OSError:

@@ -157,8 +157,7 @@ def _memory(hooks: Hooks, facts: Facts) -> None:
 def _free(hooks: Hooks) -> int:
     if hooks.device is not None and hooks.device.type == "cuda":
         return hooks.torch.cuda.mem_get_info(hooks.device)[0]
-    limits = host.container()
-    return limits.memory_available_bytes or psutil.virtual_memory().available
+    return host.container().memory_available_bytes
 
 
 def _bytes(tensor: object) -> int:

@@ -37,7 +37,7 @@ class Feed:
 
     def parts(self, most: int = 5) -> list[tuple[float, float]]:
         """(share of it that was spent waiting, samples per second) of each of up to `most` parts, in order of time."""
-        length = max(1, len(self.wait_s) // self.wave // most) * self.wave
+        length = max(1, math.ceil(len(self.wait_s) // self.wave / most)) * self.wave
         length = min(length, len(self.wait_s))  # a run that ended before its first wave did is one part
         found = []
         for start in range(0, len(self.wait_s) - length + 1, length) if length else ():

@@ -10,6 +10,7 @@ model that you want to keep. From a shell: python -m labs.tune_dataloader --data
 from __future__ import annotations
 
 import math
+import numbers
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from labs.kit.errors import require
+from labs.kit.errors import BadInput, require
 from labs.kit.host import core_count
-from labs.kit.measure import differs
+from labs.kit.measure import differs, sync
 from labs.parts.loading.feed import Step
 from labs.parts.tuning import rules
 from labs.parts.tuning.bench import MODEL, Arm, Bench, blame
@@ -67,6 +68,8 @@ def _check(dataset: Any, batch_size: int, budget_s: float, most: int, options: d
     require(not isinstance(dataset, IterableDataset), ITERABLE)
     for method in ("__getitem__", "__len__"):
         require(hasattr(dataset, method), f"the dataset, a {type(dataset).__name__}, needs {method}")
+    for name, value in (("batch_size", batch_size), ("max_workers", most)):
+        require(isinstance(value, numbers.Integral), f"{name} must be a whole number, not {value!r}")
     require(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}")
     require(0 < budget_s < math.inf, f"budget_s must be a positive number of seconds, not {budget_s}")
     require(most >= 0, f"max_workers must not be negative: {most}")
@@ -81,7 +84,12 @@ def _check(dataset: Any, batch_size: int, budget_s: float, most: int, options: d
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    return torch.device(device)
+    try:
+        found = torch.device(device)
+        sync(found)
+    except (RuntimeError, AssertionError) as e:
+        raise BadInput(f"device {str(device)!r} cannot be used: {str(e).splitlines()[0]}") from None
+    return found
 
 
 def search(bench: Bench, most: int) -> tuple[Choice, bool]:
@@ -110,7 +118,8 @@ def untried(bench: Bench, choice: Choice, most: int) -> int | None:
     model, tried = bench.evidence.rate(MODEL), bench.evidence.loaders()
     arm: Arm = ("together", choice.setting)
     reached = bench.evidence.ratio(arm, MODEL).value if bench.evidence.of(arm) else 0.0
-    more = rules.one_more(choice.setting.workers, model, tried, most, reached)
+    compared = max(tried) if choice.share is None else choice.setting.workers
+    more = rules.one_more(compared, model, tried, most, reached)
     hopeless = rules.reason_to_stop(model, tried, most) == "cannot catch up"
     return None if more is None or hopeless or bench.evidence.of(("together", Setting(more))) else more
 

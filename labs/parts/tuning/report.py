@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from functools import cached_property
@@ -151,7 +152,8 @@ class Tuning:
         said.append(f"it reaches {reached} of the rate of the model alone{noise if reached.value > 1 else ''}")
         if self.choice.sure:
             sure = f"Sure: none of these is faster by {TOLERANCE_TEXT}"
-            rest = "No other was compared: none comes near it, by the rates of the loader alone"
+            near = "No other was compared: none comes near it, by the rates of the loader alone"
+            rest = near if len(self.evidence.loaders()) > 1 else "No other was tried"
             return [f"In turn: {'; '.join(said)}. {sure if others else rest}."]
         few = self.choice.share.n < ENOUGH
         hint = f"rounds: {self.choice.share.n}, raise budget_s" if few else "too much noise"
@@ -180,15 +182,22 @@ class Tuning:
         return self.evidence.rate(self._together) / alone
 
     def _in_each_others_way(self) -> bool:
-        return bool(self.choice.setting.workers and self.wait_share and self._reached() < IN_THE_WAY)
+        known = self.evidence.of(("loader", self.choice.setting))
+        return bool(known and self.choice.setting.workers and self.wait_share and self._reached() < IN_THE_WAY)
 
     def _next(self) -> str:
         waits = self.wait_share.value if self.wait_share else 0.0
+        if self.capped and not self.choice.setting.workers:
+            return "Next: raise max_workers. None were tried."
         if self.capped:
             return f"Next: raise max_workers. The last of its {self.choice.setting.workers} workers still helped."
         if self.limit == "loader" and self.untried:
             return f"Next: raise budget_s. There was no time for num_workers={self.untried}, which may be faster."
-        if self.limit == "loader" and not self.choice.setting.workers and len(self.evidence.loaders()) > 1:
+        if not self.evidence.of(("loader", self.choice.setting)):
+            return "Next: raise budget_s."
+        alone = self.evidence.loaders()
+        # A worker loads while the batch before is handed over: half the rate means that this takes twice as long.
+        if self.limit == "loader" and not self.choice.setting.workers and 2 * alone.get(1, math.inf) < alone[0]:
             return f"Next: {LOAD_AT_ONCE}."
         if self.limit == "loader":
             return f"Next: {FEED_MORE}."

@@ -71,12 +71,14 @@ def finalists(model: float, loaders: Mapping[int, float]) -> list[int]:
     """Numbers of workers that are to be compared with model and loader together, cheapest first.
 
     These are the cheapest that should do, from the rates alone, and its neighbours among those tried, unless they
-    cannot reach it: nothing is faster together than alone.
+    cannot reach it: nothing is faster together than alone. No workers are compared with one, since whether there is a
+    core for it no rate of the loader alone can tell.
     """
     rates = {w: expected(model, rate, w) for w, rate in loaders.items()}
     choice = cheapest_expected(model, loaders)
     near = [w for w in rates if rates[w] >= NEAR * max(rates.values())]
-    return [*[w for w in near if w < choice][-1:], choice, *[w for w in near if w > choice][:1]]
+    below = [w for w in near if w < choice][-1:] or [w for w in rates if w < choice == 1]
+    return [*below, choice, *[w for w in near if w > choice][:1]]
 
 
 def one_more(choice: int, model: float, loaders: Mapping[int, float], most: int, reached: float) -> int | None:
