@@ -142,7 +142,7 @@ def sharded(run: Records, model: str, guess: Prediction) -> None:
         else "in FP32, between ranks of this machine"
     )
     less = (
-        " That it is lower where all parameters stay whole is in no closed form: they count what is held, "
+        " That the peak is lower still where all parameters stay whole is in no closed form: they count what is held, "
         "not what the gathers themselves need, and this run does not tell the two apart."
     )
     less = less if peak["fsdp, kept"] < peak["fsdp"] else ""
