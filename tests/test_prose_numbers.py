@@ -274,9 +274,6 @@ def constants(path, name):
     return [float(n) for v in found for n in _flat(v)]
 
 
-SUFFIXES = {"_min": UNITS["min"], "_gb_s": UNITS["GB/s"]}  # units of a setting that its name ends in
-
-
 def _flat(node):
     value = eval(compile(ast.Expression(node), "<constant>", "eval"), {"__builtins__": {}})
     return value if isinstance(value, tuple) else (value,)
@@ -286,14 +283,15 @@ SETS = [(number, reason) for t in (PROSE, TOLD) for numbers in table(t).values()
         if reason.startswith("set ")]  # fmt: skip
 
 
+ENDINGS = {"_min": "min", "_gb_s": "GB/s", "bucket_cap_mb": "MiB"}  # of names, with their units; torch's MB are MiB
+
+
 @pytest.mark.parametrize(("number", "reason"), SETS, ids=lambda x: x)
 def test_settings_that_are_told_are_those_of_the_program(number, reason):
     _, path, name = reason.split()
     (q,) = quantities(number)
-    in_mib = name == "bucket_cap_mb"  # torch's "MB" are 2^20 bytes
-    unit = UNITS["MiB"] if in_mib else next((u for end, u in SUFFIXES.items() if name.endswith(end)), (q.kind, 1))
-    scale = unit[1] if unit[0] == q.kind else 1
-    values = [v * scale for v in constants(path, name)]
+    kind, scale = next((UNITS[u] for end, u in ENDINGS.items() if name.endswith(end)), (q.kind, 1))
+    values = [v * scale for v in constants(path, name) if kind == q.kind]
     values += [v - 1 for v in values if q.kind == "ratio"]  # a factor of 1.15 is 15 % more
     assert any(abs(v - q.value) <= 1e-9 * abs(q.value) for v in values), f"{number} is told; {path} has {values}"
 
