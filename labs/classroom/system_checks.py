@@ -19,7 +19,7 @@ from labs.kit.host import affinity
 from labs.kit.preflight import Check, system
 
 LOAD_S = 0.5
-BUSY_PERCENT = 10.0  # as labs.kit.monitor: above it, a run's own trace says that its timings are disturbed
+BUSY_PERCENT = 10.0  # as labs.kit.monitor: above it, a run's own trace says that its timings may be disturbed
 TCP_LIMIT_S = 5.0
 FIRST_LAUNCH_S = 15.0
 THREADS_NEEDED = 512  # the notebooks' peak was 107 (06, two CPU cores); every GPU and DataLoader worker adds some

@@ -100,8 +100,9 @@ def throughput(run: Records, guess: Prediction) -> None:
     found = {mode: batch_size.throughput(run, mode) for mode in ("single", "ddp")}
     one, fit = found["single"], batch_size.fit_ends(run)
     bend = batch_size.knee(run)
-    half = f"Half of the limit at a batch of {bend.value:.0f}" if bend else ""
-    if not bend or not fit.sample_s or not fit.fixed_s:
+    if bend and fit.sample_s and fit.fixed_s:
+        half = f"Half of the limit at a batch of {bend.value:.0f}"
+    else:
         half = f"No {'fixed part of a step' if fit.sample_s else 'cost per sample'} to be seen"
     message = f"{half}{_more(run)}"
     fig, ax = figure(message, xlabel="batch size of each device", ylabel="samples per second", records=run,
@@ -110,7 +111,7 @@ def throughput(run: Records, guess: Prediction) -> None:
         if found[mode]:
             color, fit = SERIES[len(knees)], batch_size.fit_ends(run, mode)
             ranks = 1 if mode == "single" else n
-            knees[label] = (fit, batch_size.knee(run, mode))
+            knees[label] = (fit, bend if mode == "single" else batch_size.knee(run, mode))
             points(ax, list(found[mode]), list(found[mode].values()), label=label, color=color)
             grid = _grid(min(one), max(one))
             through = f"{label}, through batches {fit.small} and {fit.large}"

@@ -141,11 +141,12 @@ def sharded(run: Records, model: str, guess: Prediction) -> None:
         if took.low <= 1 <= took.high
         else "in FP32, between ranks of this machine"
     )
-    less = (
-        " That the peak is lower still where all parameters stay whole is in no closed form: they count what is held, "
-        "not what the gathers themselves need, and this run does not tell the two apart."
-    )
-    less = less if peak["fsdp, kept"] < peak["fsdp"] else ""
+    less = ""
+    if peak["fsdp, kept"] < peak["fsdp"]:
+        less = (
+            " That the peak is lower still where all parameters stay whole is in no closed form: they count what is "
+            "held, not what the gathers themselves need, and this run does not tell the two apart."
+        )
     off = run.one("bf16_parameter_relative_error", way="fsdp, bf16", model=model).value
     say(f"FSDP2 holds {ratio.value:.0f} % of DDP's states. {guess.against(ratio)} At the peak of a step it has "
         f"{100 * peak['fsdp'] / peak['ddp']:.0f} % of DDP's bytes.{less} A step takes {took} as long: {word}. With "

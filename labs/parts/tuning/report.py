@@ -57,6 +57,10 @@ class Tuning:
         return self.choice.setting.options | ({"persistent_workers": True} if self.choice.setting.workers else {})
 
     @property
+    def _loader_was_measured(self) -> bool:
+        return bool(self.evidence.of(("loader", self.choice.setting)))
+
+    @property
     def limit(self) -> str:
         """What the pipeline waits for: "loader", "model" or "neither by more than noise"."""
         return limit(self.loader_to_model)
@@ -122,7 +126,7 @@ class Tuning:
     def _title(self) -> str:
         if not self.choice.sure:
             return f"{self.choice.setting} may be enough: this run cannot tell"
-        starved = self.evidence.of(("loader", self.choice.setting)) and self.limit == "loader"
+        starved = self._loader_was_measured and self.limit == "loader"
         return f"{self.choice.setting} is {'best, and the model still waits' if starved else 'enough'}"
 
     def __str__(self) -> str:
@@ -162,7 +166,7 @@ class Tuning:
     def _limits(self) -> list[str]:
         """What limits, what share of the time waits, and whether model and workers are in each other's way."""
         setting = self.choice.setting
-        if not self.evidence.of(("loader", setting)):
+        if not self._loader_was_measured:
             return ["What limits was not measured: raise budget_s."]
         loader, model = (statistics.median(self.evidence.samples(arm)) for arm in (("loader", setting), MODEL))
         name = "Neither limits by more than noise" if self.limit.startswith("neither") else f"The {self.limit} limits"
@@ -182,8 +186,7 @@ class Tuning:
         return self.evidence.rate(self._together) / alone
 
     def _in_each_others_way(self) -> bool:
-        known = self.evidence.of(("loader", self.choice.setting))
-        return bool(known and self.choice.setting.workers and self.wait_share and self._reached() < IN_THE_WAY)
+        return bool(self.choice.setting.workers and self.wait_share and self._reached() < IN_THE_WAY)
 
     def _next(self) -> str:
         waits = self.wait_share.value if self.wait_share else 0.0
@@ -193,7 +196,7 @@ class Tuning:
             return f"Next: raise max_workers. The last of its {self.choice.setting.workers} workers still helped."
         if self.limit == "loader" and self.untried:
             return f"Next: raise budget_s. There was no time for num_workers={self.untried}, which may be faster."
-        if not self.evidence.of(("loader", self.choice.setting)):
+        if not self._loader_was_measured:
             return "Next: raise budget_s."
         alone = self.evidence.loaders()
         # A worker loads while the batch before is handed over: half the rate means that this takes twice as long.
