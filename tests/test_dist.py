@@ -100,7 +100,8 @@ def test_a_pinned_rank_can_lend_its_workers_all_cores_of_the_job():
             return eval(text)
 
         with unpinned(rank):
-            free = child()
+            free, layout = child(), rank.record("n", "1", 1).layout
+        assert layout["cores"] == len(free) and "cores" not in rank.record("n", "1", 1).layout
         return free, child(), sorted(os.sched_getaffinity(0)), list(rank.cores), list(rank.host_cores)
 
     free, pinned, after, cores, host = run_with_rank(function)[1]

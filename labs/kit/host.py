@@ -99,8 +99,7 @@ def cpu_quota(root: str | Path = "/") -> float | None:
 
 def memory_limit_bytes(root: str | Path = "/") -> int | None:
     """The tightest memory limit on the way from this process's control group to the top."""
-    names = ("memory.max", "memory.limit_in_bytes")
-    texts = (_text(g / name) for g in _groups(Path(root), "memory") for name in names)
+    texts = (_text(g / limit) for g in _groups(Path(root), "memory") for limit, *_ in MEMORY_FILES)
     return min((m for t in texts if t and (m := memory_limit(t)) is not None), default=None)
 
 

@@ -35,6 +35,8 @@ class Rank:
     """CPU cores this rank is pinned to; empty if it is not pinned (GPU ranks)."""
     host_cores: tuple[int, ...] = ()
     """CPU cores that processes of this job may use: those that the rank had before it was pinned."""
+    is_unpinned: bool = False
+    """Processes that it starts may use all of `host_cores` at present."""
     startup_s: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase before the lab began, by name."""
     lab: str = ""
@@ -51,6 +53,8 @@ class Rank:
         except TypeError:  # one number, perhaps of NumPy or torch
             samples = (float(samples),)
         layout = {"world_size": self.world_size, "rank": rank, "backend": self.backend, "device": self.device.type}
+        if self.is_unpinned:
+            layout["cores"] = len(self.host_cores)
         return Record(self.lab, metric, unit, samples, kind, case, self.config, layout)
 
     def progress(self, done: int, total: int, message: str = "") -> None:
@@ -169,9 +173,11 @@ def unpinned(rank: Rank) -> Iterator[None]:
         yield
         return
     os.sched_setaffinity(0, rank.host_cores)
+    rank.is_unpinned = True
     try:
         yield
     finally:
+        rank.is_unpinned = False
         os.sched_setaffinity(0, rank.cores)
 
 

@@ -42,7 +42,8 @@ class Record:
 
     `case` tells this measurement from the others of its lab run, for example `{"mode": "ddp", "ranks": 2}`.
     `layout` is `{"world_size", "rank", "backend", "device"}`; rank None means the whole job, and then each
-    sample is that of the slowest rank.
+    sample is that of the slowest rank. "cores" is added where processes beside the ranks (DataLoader workers) may have
+    used so many logical CPUs.
     """
 
     lab: str
@@ -320,11 +321,13 @@ def provenance_line(records: Iterable[Any]) -> str:
     "measured here on Xeon 8481C, 2 of 8 cores, torch 2.13.0, 2026-11-21 UTC". A published or modelled number
     may name its source in the record's provenance, under "source".
     """
-    ranks: dict[tuple[str, ...], int] = {}
+    used: dict[tuple[str, ...], tuple[int, int]] = {}
     for r in records:
         key = origin(r.kind, r.provenance, str(r.layout.get("device") or ""))
-        ranks[key] = max(ranks.get(key, 1), int(r.layout.get("world_size") or 1))
-    return "; ".join(_phrase(key, n) for key, n in ranks.items())
+        ranks, cores = used.get(key, (1, 1))
+        ranks = max(ranks, int(r.layout.get("world_size") or 1))
+        used[key] = ranks, max(cores, ranks, int(r.layout.get("cores") or 1))
+    return "; ".join(_phrase(key, *n) for key, n in used.items())
 
 
 def origin(kind: str, p: dict[str, Any], device: str = "") -> tuple[str, ...]:
@@ -347,12 +350,12 @@ def origin(kind: str, p: dict[str, Any], device: str = "") -> tuple[str, ...]:
     )
 
 
-def _phrase(key: tuple[str, ...], ranks: int) -> str:
+def _phrase(key: tuple[str, ...], ranks: int, cores_used: int) -> str:
     kind, *facts = key
     if len(facts) == 1:
         return f"{kind}: {facts[0]}" if facts[0] else "modelled by this course"
     name, cores, *rest = facts
-    used = f"{ranks} of {cores} cores" if cores else ""
+    used = f"{min(cores_used, int(cores))} of {cores} cores" if cores else ""
     if cores and ranks > int(cores):
         used = f"{ranks} ranks sharing {cores} core{'' if cores == '1' else 's'}"
     place = "measured here on" if kind == "measured" else f"{kind} on"

@@ -71,7 +71,8 @@ def resnet(run: Records, guess: Prediction) -> None:
                      records=[*run, *stated("B", "peak", "GB", 11, 7)], legend_below=True)  # fmt: skip
     for k, (policy, values) in enumerate(found.items()):
         curve(ax, batches, values, label="" if k == 0 else "_", color=SERIES[k])
-        ax.annotate(f"{RECOMPUTED[policy]} ", (many, values[-1]), ha="right", va="bottom", fontsize=10)
+        ax.annotate(f"{RECOMPUTED[policy]} ", (many, values[-1]), ha="right", va="bottom", fontsize=10,
+                    color=SERIES[k])  # fmt: skip
     article = "article: from 11 to 7, batch not given"
     curve(ax, [few, many, many, few, many], [11, 11, math.nan, 7, 7], kind="published", label=article, color="black")
     prediction(ax, 64, guess)
