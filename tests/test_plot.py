@@ -136,6 +136,7 @@ def test_a_long_source_stays_inside_the_figure():
         ([record("recorded", gpus=["H200", "H200"], utc="2026-10-01T00")],
          "recorded on 2 x H200, torch 2.13.0, 2026-10-01 UTC"),
         ([record(cores=1)], "measured here on Xeon 8481C, 2 ranks sharing 1 core, torch 2.13.0, 2026-11-21 UTC"),
+        ([replace(record(), layout={})], "measured here on Xeon 8481C, 8 cores, torch 2.13.0, 2026-11-21 UTC"),
         # DataLoader workers beside one rank, which may run on every logical CPU of the 8 cores
         ([replace(record(), layout={"world_size": 1, "cores": 16})],
          "measured here on Xeon 8481C, 8 of 8 cores, torch 2.13.0, 2026-11-21 UTC"),

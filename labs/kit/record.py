@@ -319,14 +319,15 @@ def provenance_line(records: Iterable[Any]) -> str:
     """One phrase per distinct origin of `records`, joined by "; ", for example
 
     "measured here on Xeon 8481C, 2 of 8 cores, torch 2.13.0, 2026-11-21 UTC". A published or modelled number
-    may name its source in the record's provenance, under "source".
+    may name its source in the record's provenance, under "source". Where no record tells its ranks (a program that
+    nobody pinned), only the machine's cores are named.
     """
     used: dict[tuple[str, ...], tuple[int, int]] = {}
     for r in records:
         key = origin(r.kind, r.provenance, str(r.layout.get("device") or ""))
-        ranks, cores = used.get(key, (1, 1))
-        ranks = max(ranks, int(r.layout.get("world_size") or 1))
-        used[key] = ranks, max(cores, ranks, int(r.layout.get("cores") or 1))
+        ranks, cores = used.get(key, (0, 0))
+        ranks = max(ranks, int(r.layout.get("world_size") or 0))
+        used[key] = ranks, max(cores, ranks, int(r.layout.get("cores") or 0))
     return "; ".join(_phrase(key, *n) for key, n in used.items())
 
 
@@ -356,6 +357,8 @@ def _phrase(key: tuple[str, ...], ranks: int, cores_used: int) -> str:
         return f"{kind}: {facts[0]}" if facts[0] else "modelled by this course"
     name, cores, *rest = facts
     used = f"{min(cores_used, int(cores))} of {cores} cores" if cores else ""
+    if cores and not cores_used:
+        used = f"{cores} core{'' if cores == '1' else 's'}"
     if cores and ranks > int(cores):
         used = f"{ranks} ranks sharing {cores} core{'' if cores == '1' else 's'}"
     place = "measured here on" if kind == "measured" else f"{kind} on"

@@ -40,9 +40,12 @@ TICKS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)
 
 
 def records_of(found: Report) -> Records:
-    """Parts of each step as it was, and all ratios taken in turn, as records of the run that the report is of."""
+    """Parts of each step as it was, and all ratios taken in turn, as records of the run that the report is of.
+
+    Without world_size: the doctor pins nobody, and a rank may use all cores.
+    """
     rows = [Record("doctor", "part_s", "s", tuple(seconds), case={"rank": f.rank, "part": kind},
-                   layout={"world_size": f.ranks, "rank": f.rank, "device": f.device})
+                   layout={"rank": f.rank, "device": f.device})
             for f in found.seen for kind, seconds in f.spans_s.items()]  # fmt: skip
     for without, ratios in ratios_of(found).items():
         rows.append(
@@ -52,7 +55,7 @@ def records_of(found: Report) -> Records:
                 "x",
                 tuple(ratios),
                 case={"counterfactual": without},
-                layout={"world_size": found.seen[0].ranks, "rank": None, "device": found.seen[0].device},
+                layout={"rank": None, "device": found.seen[0].device},
             )
         )
     return Records(replace(r, provenance=found.provenance) for r in rows)

@@ -102,8 +102,8 @@ def cured_texts(case: Case) -> Mapping[str, str]:
 
 
 def _gains(step_s: Mapping[str, Sequence[float]], patient: Case) -> list[Record]:
-    layout = {"world_size": patient.ranks, "rank": None, "device": "cpu"}
+    case = {"patient": patient.name}
     return [
-        Record("doctor", "gain", "x", ratios, case={"patient": patient.name, "cure": cure}, layout=layout)
+        Record("doctor", "gain", "x", ratios, case=case | {"cure": cure}, layout={"rank": None, "device": "cpu"})
         for cure, ratios in gains(step_s).items()
     ]
