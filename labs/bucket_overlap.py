@@ -263,6 +263,15 @@ def not_slower(run: Records) -> list[float]:
     return sorted(cap for cap, s in samples.items() if measure.paired_ratio(s, samples[best]).low <= 1)
 
 
+def best_text(run: Records) -> str:
+    """Which bucket sizes may be best, told by those that are not where these are fewer."""
+    best = not_slower(run)
+    slower = sorted({r.case["bucket_cap_mb"] for r in run.where("step_s", synchronise=True)} - set(best))
+    if len(slower) < len(best):
+        return f"any buckets but those of {' or '.join(f'{cap:g}' for cap in slower)} MiB may be best"
+    return f"buckets of {' or '.join(f'{cap:g}' for cap in best)} MiB {'are' if len(best) == 1 else 'may be'} best"
+
+
 def exposed(run: Records) -> dict[float, measure.Estimate]:
     """{bucket size in MiB: step(DDP) - step(no_sync), paired round by round, as a share of step(DDP) in %}."""
     plain = run.one("step_s", synchronise=False).samples
@@ -287,8 +296,7 @@ def answer(run: Records) -> Iterator[str]:
     best, worst, ratio = best_worst(run)
     mb_s = run.one("step_s", synchronise=False).case["mb_s"]
     if measure.differs(ratio):
-        caps = " or ".join(f"{cap:g}" for cap in not_slower(run))
-        yield f"At {mb_s:g} MB/s buckets of {caps} MiB are best; with {worst:g} MiB a step takes {ratio} as long."
+        yield f"At {mb_s:g} MB/s {best_text(run)}; with {worst:g} MiB a step takes {ratio} as long."
     else:
         yield f"At {mb_s:g} MB/s the size of the buckets makes no difference that this run can show ({ratio})."
     predicted = predicted_steps(run)

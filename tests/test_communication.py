@@ -571,6 +571,20 @@ def test_a_line_is_off_only_where_the_noise_is_smaller(noise, told, monkeypatch)
     assert told in said[0]
 
 
+@pytest.mark.parametrize(
+    "seconds, told",
+    [
+        ({1.0: 0.02, 2.0: 0.03, 8.0: 0.03}, "buckets of 1 MiB are best"),
+        ({1.0: 0.02, 2.0: 0.02, 4.0: 0.03, 8.0: 0.03}, "buckets of 1 or 2 MiB may be best"),
+        ({0.25: 0.03, 1.0: 0.02, 2.0: 0.02}, "any buckets but those of 0.25 MiB may be best"),
+    ],
+)
+def test_bucket_sizes_that_may_be_best_are_told_by_the_shorter_list(seconds, told):
+    rows = [step("bucket_overlap", "step_s", s, synchronise=True, bucket_cap_mb=cap, mb_s=200)
+            for cap, s in seconds.items()]  # fmt: skip
+    assert bucket_overlap.best_text(Records(rows)) == told
+
+
 @pytest.mark.parametrize("worst, told", [(0.030, "with 8 MiB a step takes 1.50 x"), (0.020, "makes no difference")])
 def test_best_buckets_in_words(worst, told, monkeypatch):
     lab = "bucket_overlap"

@@ -42,11 +42,10 @@ def buckets(run: Records, guess: Prediction) -> None:
     steps = run.where("step_s", synchronise=True)
     caps = [r.case["bucket_cap_mb"] for r in steps]
     best, worst, ratio = bucket_overlap.best_worst(run)
-    tied = bucket_overlap.not_slower(run)
-    message = (f"Buckets of {' or '.join(f'{cap:g}' for cap in tied)} MiB are best here; "
-               f"of {worst:g} MiB a step takes {ratio.value:.2f} times as long")  # fmt: skip
-    if not differs(ratio):
-        message = "The size of the buckets makes no difference that this run can show"
+    message = "The size of the buckets makes no difference that this run can show"
+    if differs(ratio):
+        found = bucket_overlap.best_text(run)
+        message = f"{found[0].upper()}{found[1:]} here; with {worst:g} MiB a step takes {ratio.value:.2f} times as long"
     fig, ax = figure(message, xlabel="bucket_cap_mb (MiB)", ylabel="milliseconds of a step", records=run)
     points(ax, caps, [milliseconds(r) for r in steps], label="DDP", line=True)
     predicted = bucket_overlap.predicted_steps(run)
