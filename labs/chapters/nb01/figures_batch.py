@@ -252,14 +252,14 @@ def lr_figure(run: Records, guess: Prediction) -> None:
         places = [b * 1.06 ** (k - len(rules) / 2) for b in inside]
         points(ax, places, list(inside.values()), label=RULES[rule], color=SERIES[k % len(SERIES)], line=True)
         if found and not inside:
-            ax.plot([], [], "v", color=SERIES[k % len(SERIES)], label=f"{RULES[rule]}: below")
+            ax.plot([], [], "v", color=SERIES[k % len(SERIES)], label=f"{RULES[rule]} (measured)")
         for b in found.keys() - inside.keys():
             ax.annotate(
                 "▼", (b * 1.06 ** (k - len(rules) / 2), LEAST_POINTS), ha="center", color=SERIES[k % len(SERIES)]
             )
             below.append(f"{RULES[rule]} at {b}: {found[b]}")
     if below:
-        ax.plot([], [], "v", color=GREY, label="lower than drawn (measured)")
+        ax.plot([], [], "v", color=GREY, label="triangle: lower than drawn")
     prediction(ax, float(guess), -1, label="loses a point")
     log_axes(ax, [b for f, b in batches.items() if f > 1])  # that of the smallest batch is 0
     ax.set_ylim(LEAST_POINTS - 0.6, 3)
