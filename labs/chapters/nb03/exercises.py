@@ -149,8 +149,11 @@ def _random_states() -> tuple:
 # -- 03.2 and 03.3: on real ranks
 
 
-ROWS = ((6, 4, 2), (2, 1, 1))
+Rows = tuple[tuple[int, ...], ...]
+ROWS: Rows = ((6, 4, 2), (2, 1, 1))
 """Rows of the micro-batches of each rank: 12 on rank 0, 4 on rank 1."""
+OTHER_ROWS: Rows = ((4, 3, 2, 1), (1, 5, 3, 3), (2, 3, 1, 2))
+"""With other numbers of ranks, micro-batches and rows, none of which an answer may take as fixed."""
 COUNTS_BYTES = 64
 """What an answer may send by hand to agree on numbers of rows."""
 
@@ -317,8 +320,8 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def check_accumulate_step(f: Function) -> None:
-    """One step, one synchronisation, the whole batch's gradient, one graph at a time, on two ranks."""
-    found = on_ranks(_accumulate, 2, f, when="in your accumulation")
+    """One step, one synchronisation, the whole batch's gradient, one graph at a time, on two ranks; then on three."""
+    found = on_ranks(_accumulate, len(ROWS), f, ROWS, when="in your accumulation")
     first, m = found[0], len(ROWS[0])
     idle = [rank for rank, r in enumerate(found) if not r["applied"]]
     if idle and len(idle) < len(found):
@@ -333,9 +336,14 @@ def check_accumulate_step(f: Function) -> None:
         spread = (found[0]["parameters"] - found[1]["parameters"]).abs().max()
         raise Mistake(
             f"no all-reduce in the whole step: the parameters of the two ranks now differ by up to {spread:.2g}",
-            "the last micro-batch must be outside of no_sync(): its backward sends what has accumulated",
+            "call ddp(x): a forward of the module inside goes around DDP"
+            if first["no_sync"] == 0
+            else "the last micro-batch must be outside of no_sync(): its backward sends what has accumulated",
         )
-    _check_gradient(first["applied"][0], m)
+    _check_gradient(first["applied"][0], ROWS)
+    if not _close(found[1]["applied"][0], first["applied"][0]):
+        raise Mistake("rank 0 has the gradient of the whole batch, rank 1 another: their models drift apart",
+                      "dist.all_reduce gives the sum to all ranks, dist.reduce to one")  # fmt: skip
     gradient_bytes = first["parameters"].nbytes
     if first["own_bytes"] > gradient_bytes * (first["all_reduces"] == 0) + COUNTS_BYTES:
         raise Mistake(f"the gradient is right, of {gradient_bytes} bytes, but you sent {first['own_bytes']} by hand",
@@ -350,36 +358,87 @@ def check_accumulate_step(f: Function) -> None:
         raise Mistake(f"all {m} forward passes come before the first backward: their activations are in memory "
                       "at once, as with the batch that did not fit",
                       "call backward() for each micro-batch, and let .grad do the adding")  # fmt: skip
+    if first["most rows"] > max(ROWS[0]):
+        raise Mistake(f"{first['most rows']} rows went through the model at once, and the largest micro-batch has "
+                      f"{max(ROWS[0])}: as with the batch that did not fit",
+                      "a forward and a backward for each micro-batch")  # fmt: skip
+    _check_nothing_is_fixed(f)
 
 
-def _check_gradient(got: Tensor, m: int) -> None:
-    """Mistake unless `got` is the gradient of the whole batch; knows what the usual mistakes would give."""
-    model, batches = _problem()
-    g = [[_gradient(model, *batch) for batch in own] for own in batches]
+def _check_nothing_is_fixed(f: Function) -> None:
+    """The same on other numbers of ranks, micro-batches and rows, for an answer that is right on ROWS."""
+    rows, m, ranks = sum(map(sum, OTHER_ROWS)), len(OTHER_ROWS[0]), len(OTHER_ROWS)
+    case = f"on {ranks} ranks with {m} micro-batches each, {rows} rows in all"
+    hint = "take each from what you are given: dist.get_world_size(), len(micro_batches), an all_reduce of the rows"
+
+    def fixed(what: str, seen: str) -> Mistake:
+        return Mistake(f"the number of {what} is fixed in your code: {case}, {seen}", hint)
+
+    try:
+        found = on_ranks(_accumulate, ranks, f, OTHER_ROWS, when=f"in your accumulation, {case}")
+    except RankFailed as e:
+        if "IndexError" in str(e) or "ValueError" in str(e):
+            raise fixed("ranks, micro-batches or rows", "it raises an error") from e
+        raise
+    if any(len(r["applied"]) != 1 for r in found):
+        raise fixed("ranks or micro-batches", "not every rank makes one optimizer step")
+    share, mean, g = _weighing(OTHER_ROWS)
+    got, whole, known = found[0]["applied"][0], mean(share), len(ROWS[0])
+    factors = {"ranks": len(ROWS) / ranks, "rows": rows / sum(map(sum, ROWS))}
+    factors["ranks and of rows"] = factors["ranks"] * factors["rows"]
+    for what, factor in factors.items():
+        if _close(got, factor * whole):
+            raise fixed(what, f"the gradient is {factor:.3g} times what it should be")
+    part = mean(lambda r, i: (i < known) * share(r, i))
+    if _close(got, (got @ part) / (part @ part) * part):
+        raise fixed("micro-batches", f"those after the {known}rd are left out")
+    if _close(got, part + sum(share(0, i) * g[0][i] for i in range(known, m))):
+        raise fixed("micro-batches", f"what comes after the {known}rd stays on each rank")
+    if any(not _close(r["applied"][0], whole) for r in found):
+        raise fixed("ranks, micro-batches or rows", "the gradient is not that of the whole batch")
+    if found[0]["all_reduces"] > 1:
+        raise fixed("micro-batches", f"it is all-reduced {found[0]['all_reduces']} times")
+
+
+def _weighing(rows: Rows) -> tuple[Callable[[int, int], float], Callable[..., Tensor], list[list[Tensor]]]:
+    """(a micro-batch's share of all rows, DDP's mean of gradients with weights, the gradients), each by rank and i."""
+    model, batches = _problem(rows)
+    ranks, g = len(rows), [[_gradient(model, *batch) for batch in own] for own in batches]
 
     def mean(weights: Callable[[int, int], float]) -> Tensor:
-        return sum(weights(rank, i) * g[rank][i] for rank in (0, 1) for i in range(len(ROWS[rank]))) / 2
+        return sum(weights(rank, i) * g[rank][i] for rank in range(ranks) for i in range(len(rows[rank]))) / ranks
 
     def share(rank: int, i: int) -> float:  # of all rows, times the ranks that DDP divides by
-        return 2 * ROWS[rank][i] / sum(map(sum, ROWS))
+        return ranks * rows[rank][i] / sum(map(sum, rows))
+
+    return share, mean, g
+
+
+def _check_gradient(got: Tensor, rows: Rows) -> None:
+    """Mistake unless `got` is the gradient of the whole batch; knows what the usual mistakes would give."""
+    share, mean, g = _weighing(rows)
+    m = len(rows[0])
 
     def last(rank: int, i: int) -> bool:
-        return i == len(ROWS[rank]) - 1
+        return i == m - 1
 
     whole, stale = mean(share), mean(lambda r, i: i == 0)
     weigh = "weigh each micro-batch's loss by its share of all rows of all ranks"
     known = [
-        (mean(lambda r, i: ROWS[r][i] / sum(ROWS[r])), "each rank's mean weighs the same, but rank 0 has 12 rows and "
+        (mean(lambda r, i: rows[r][i] / sum(rows[r])), "each rank's mean weighs the same, but rank 0 has 12 rows and "
          "rank 1 has 4: a row of rank 1 counts three times as much as one of rank 0",
          "all ranks must know how many rows there are in all: all_reduce that number"),
         (mean(lambda r, i: 1), "the losses of the micro-batches were added, not averaged: the step is too long", weigh),
-        (mean(lambda r, i: 1 / len(ROWS[r])), "every micro-batch weighs the same, but they have 6, 4 and 2 rows: a row "
+        (mean(lambda r, i: 1 / len(rows[r])), "every micro-batch weighs the same, but they have 6, 4 and 2 rows: a row "
          "of the small one counts three times as much as a row of the large one", weigh),
         (mean(lambda r, i: last(r, i) * share(r, i)), "only the last micro-batch is in the gradient",
          "zero_grad() empties .grad: call it once, before the loop"),
         (whole + stale, "the gradient of the step before is in it too", "optimizer.zero_grad() before the loop"),
         (whole / 2, "the gradient is half as large as it should be",
          "DDP divides the sum over ranks by their number: multiply by dist.get_world_size()"),
+        (whole * 2, "the gradient is twice as large as it should be", "multiply by dist.get_world_size() once"),
+        *((mean(lambda r, i, k=k: k * rows[r][i]), "each micro-batch is multiplied by its rows, but nothing is divided "
+           "by the number of all rows", weigh) for k in (1, len(rows))),
     ]  # fmt: skip
     known.append((mean(lambda r, i: (i == 0) * share(r, i)) + sum(share(0, i) * g[0][i]
                   for i in range(1, m)), "only the first micro-batch was sent; what came after stays on each rank",
@@ -398,22 +457,22 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def _problem() -> tuple[nn.Module, list[list[tuple[Tensor, Tensor]]]]:
+def _problem(rows: Rows) -> tuple[nn.Module, list[list[tuple[Tensor, Tensor]]]]:
     """The model, and each rank's micro-batches; the same on every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-        return model, [[(torch.randn(n, 5), torch.randn(n, 1)) for n in rows] for rows in ROWS]
+        return model, [[(torch.randn(n, 5), torch.randn(n, 1)) for n in own] for own in rows]
 
 
 def _gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return _flat(torch.autograd.grad(mse_loss(model(x), y), list(model.parameters())))
 
 
-def _accumulate(f: Function) -> dict[str, Any]:
-    model, batches = _problem()
+def _accumulate(f: Function, rows: Rows) -> dict[str, Any]:
+    model, batches = _problem(rows)
     mine = batches[dist.get_rank()]
-    ddp, traffic, order, applied = DistributedDataParallel(model), Counter(), [], []
+    ddp, traffic, order, applied, at_once = DistributedDataParallel(model), Counter(), [], [], []
 
     def hook(traffic, bucket):  # DDP refuses annotations that are text
         traffic["in hook"] += bucket.buffer().nbytes
@@ -424,6 +483,7 @@ def _accumulate(f: Function) -> dict[str, Any]:
     optimizer.register_step_pre_hook(lambda *_: applied.append(_flat(map(_gradient_or_zeros, ddp.parameters()))))
     mse_loss(ddp(mine[0][0]), mine[0][1]).backward()  # the step before, whose gradient is still there
     traffic.clear()
+    model.register_forward_pre_hook(lambda _, inputs: at_once.append(len(inputs[0])))
     no_sync = ddp.no_sync
 
     def counted() -> AbstractContextManager:
@@ -441,7 +501,7 @@ def _accumulate(f: Function) -> dict[str, Any]:
         f(ddp, optimizer, mine, loss_fn)
     own_bytes = sum(sent) - traffic["in hook"]  # the hook ends in dist.all_reduce, too
     return {"own_bytes": own_bytes, "applied": applied, "all_reduces": traffic["all_reduces"],
-            "no_sync": traffic["no_sync"],
+            "no_sync": traffic["no_sync"], "most rows": max(at_once, default=0),
             "order": " ".join(order), "parameters": _flat(ddp.parameters())}  # fmt: skip
 
 
