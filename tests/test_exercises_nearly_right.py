@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from mutants import nb01, nb03
+from mutants import nb00, nb01, nb03
+from speeds import first
 
+from labs.chapters.nb00 import exercise_busbw
+from labs.chapters.nb00 import solutions as solutions_00
+from labs.chapters.nb01 import solutions as solutions_01
 from labs.chapters.nb03 import solutions as solutions_03
-from labs.kit.check import examine
+from labs.kit.check import Mistake, examine
 
 
 def told(exercise_id, wrong, words):
@@ -22,6 +27,122 @@ def told(exercise_id, wrong, words):
 def passes(exercise_id, right):
     outcome = examine(exercise_id, right)
     assert outcome.state == "passed", outcome.text
+
+
+# -- 00.1: each but for one rule
+
+
+def gpu_cores_too(report):
+    """Right: more ranks than cores take turns on any device."""
+    return "cores" if report["ranks"] > report["usable cores"] else solutions_00.diagnose(report)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"overhead": lambda r: nb00._calls_in_ms(r) or r["pass: operators"] * r["host time of an operator (µs)"]
+          > r["pass: memory (µs)"]}, "limited by arithmetic"),
+        ({"tf32": lambda r: r["FP32 product (TFLOP/s)"] > 2 * (r["published FP32 peak (TFLOP/s)"] or 1e9)},
+         "above the card's published FP32 peak, 30.3"),
+        ({"cache": lambda r: r["triad: its arrays together (MiB)"] < 40}, "45 MiB together, and the caches 50"),
+        ({"busy": lambda r: r["busy before the run (%)"] > 90}, "60 % busy"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_is_nearly_right_is_told(rule, words):
+    told("00.1", nb00._diagnose(**rule), words)
+
+
+def test_cores_are_counted_on_any_device():
+    passes("00.1", gpu_cores_too)
+
+
+# -- 00.2
+
+
+def cut(affinity, quota, period):
+    return max(1, min(len(affinity), int(quota) // int(period)))
+
+
+def quota_by(no_quota, cores=len):
+    """Right but for how it is seen that there is no quota, and how many cores there are then."""
+
+    def usable_cores(affinity, cpu_max):
+        return cores(affinity) if no_quota(cpu_max) else cut(affinity, *cpu_max.split())
+
+    return usable_cores
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (quota_by(lambda text: text == "max 100000"), '"max 50000" ends in ValueError: you compare the whole text'),
+        (lambda affinity, cpu_max: {"max 100000": len(affinity)}.get(cpu_max) or cut(affinity, *cpu_max.replace(
+            "max", "100000").split()), '"max 50000" gives 2, not 4: you compare the whole text'),
+        (quota_by(lambda text: "max" in text, lambda affinity: 4), 'affinity {5} and "max 100000" you return 4'),
+        (lambda affinity, cpu_max: str(solutions_00.usable_cores(affinity, cpu_max)), "you return the text '4'"),
+        (lambda affinity, cpu_max: len(affinity) if "max" in cpu_max else
+         max(1, min(len(affinity), int(cpu_max.split()[0]) / int(cpu_max.split()[1]))), "2.7 cores stay 2.7"),
+    ],
+)  # fmt: skip
+def test_cores_that_are_nearly_right_are_told(wrong, words):
+    told("00.2", wrong, words)
+
+
+@pytest.mark.parametrize("no_quota", [lambda text: "max" in text, lambda text: text.split()[0] == "max"])
+def test_any_way_to_see_that_there_is_no_quota_passes(no_quota):
+    passes("00.2", quota_by(no_quota))
+
+
+# -- 00.3: without ranks, from the times of calls that a clock would have seen
+
+
+@pytest.fixture
+def calls_s(monkeypatch):
+    """Seconds of each rank's calls, the first one included, in place of a measurement: a list of lists to fill."""
+    times: list[list[float]] = []
+
+    def on_ranks(body, ranks, f, size, first_s, when):
+        log = [[(size, 10.0 * k, 10.0 * k + s) for k, s in enumerate(rank)] for rank in times[:ranks]]
+        return [(f(size, ranks), rank) for rank in log]
+
+    monkeypatch.setattr(exercise_busbw, "on_ranks", on_ranks)
+    return times
+
+
+def judged(rate):
+    try:
+        exercise_busbw.check_busbw(lambda size, ranks: rate(size, ranks) * 2 * (ranks - 1) / ranks)
+    except Mistake as mistake:
+        return str(mistake)
+    return ""
+
+
+@pytest.mark.parametrize("clock_s", [0.0, 1e-4, 8e-4])
+@pytest.mark.parametrize("spread", [0.0, 0.02, 0.04])
+def test_gib_are_told_from_gb(calls_s, clock_s, spread):
+    """Also where calls differ by more than half of what a GiB has more than a GB; `clock_s` is what a clock adds."""
+    calls_s += [[1.1, *(own * (1 + spread * k) for k in (0, 0.5, 1))] for own in (0.02, 0.02, 0.1)]
+    calls_s[1] = calls_s[2]  # the case of two ranks has the slowest one, too
+    median = 0.1 * (1 + spread / 2) + clock_s
+    assert "GiB/s" in judged(lambda size, ranks: size / median / 2**30)
+    assert judged(lambda size, ranks: size / median / 1e9) == ""
+    assert judged(lambda size, ranks: size / (median * 1.04) / 1e9) == ""  # a clock around more than the call
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        (lambda size, ranks: size / 4 / 0.1 / 1e9, "the size is taken in elements"),
+        (lambda size, ranks: size / 1e9 / (0.14 if ranks == 3 else 0.12), "the time of all ranks added up"),
+        (lambda size, ranks: size / 1e9 / (0.14 / 3 if ranks == 3 else 0.06), "the mean of the ranks' times"),
+        (lambda size, ranks: size / 1e9 / 0.1 / (2 * (ranks - 1) / ranks) ** 2, "the factor is upside down"),
+        (lambda size, ranks: size / 1e9 / 0.1 * (4 / 3) / (2 * (ranks - 1) / ranks), "the number of ranks is fixed"),
+        (lambda size, ranks: 0.1 / (2 * (ranks - 1) / ranks), "the seconds of a call"),
+    ],
+)
+def test_a_bandwidth_that_is_nearly_right_is_told(calls_s, rate, words):
+    calls_s += [[1.1, 0.02, 0.02, 0.02], [1.1, 0.1, 0.1, 0.1], [1.1, 0.02, 0.02, 0.02]]
+    assert words in judged(rate)
 
 
 # -- 01.1
@@ -83,6 +204,21 @@ def test_twenty_samples_are_enough(warm_up, n):
 )
 def test_a_benchmark_that_is_nearly_right_is_told(wrong, words):
     told("01.1", wrong, words)
+
+
+# -- 01.2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda ratios, verdict: (verdict, ratios), "the verdict first, then the ratios"),
+        (lambda ratios, verdict: ([100 * r for r in ratios], verdict), "ratios in percent"),
+        (lambda ratios, verdict: ([math.log(r) for r in ratios], verdict), "logarithms of ratios"),
+    ],
+)
+def test_a_comparison_that_is_nearly_right_is_told(change, words):
+    told("01.2", lambda *arguments: change(*solutions_01.compare(*arguments)), words)
 
 
 # -- 01.3
@@ -150,6 +286,75 @@ def test_unusual_epochs_pass(right):
     passes("01.3", right)
 
 
+# -- 03.1
+
+
+def shard(seed=lambda epoch, seed: 100 * seed + epoch, begin=lambda rank, ranks: rank, of=list):
+    """Right but for the generator's seed, for whose turn it is first, or for what `of` makes of a rank's part."""
+
+    def shard(dataset_size, rank, world_size, epoch, seed_):
+        order = nb03._order(dataset_size, seed(epoch, seed_))
+        total = -(-dataset_size // world_size) * world_size
+        return of((order * total)[:total][begin(rank, world_size) :: world_size])
+
+    return lambda dataset_size, rank, world_size, epoch, seed: shard(dataset_size, rank, world_size, epoch, seed)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (shard(lambda epoch, seed: 100 * seed + epoch % 2), "epoch 0 and epoch 2 have the same order"),
+        (shard(lambda epoch, seed: 100 * seed + min(epoch, 1)), "epoch 1 and epoch 2 have the same order"),
+        (shard(lambda epoch, seed: 100 * epoch + seed % 2), "seeds 7 and 9 give the same order"),
+        (shard(of=lambda part: [float(i) for i in part]), "is not a list of indices"),
+        (shard(of=lambda part: [str(i) for i in part]), "is not a list of indices"),
+        (shard(of=sorted), "each rank's samples are sorted"),
+    ],
+)
+def test_a_sampler_that_is_nearly_right_is_told(wrong, words):
+    told("03.1", wrong, words)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        shard(begin=lambda rank, ranks: ranks - 1 - rank),
+        shard(begin=lambda rank, ranks: (rank + 1) % ranks),
+        shard(of=torch.tensor),
+        shard(of=np.array),
+    ],
+)
+def test_unusual_samplers_pass(right):
+    passes("03.1", right)
+
+
+# -- 03.2
+
+
+def each_gradient(change):
+    def all_reduce_gradients(model):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            change(p.grad)
+
+    return all_reduce_gradients
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    first(
+        1,
+        [
+            (lambda g: dist.all_reduce(g, op=dist.ReduceOp.MAX), "the maximum of the ranks' numbers"),
+            (lambda g: dist.broadcast(g, 1), "all ranks have rank 1's gradients"),
+            (lambda g: g.div_(dist.get_world_size()), "no sum came before or after"),
+        ],
+    ),
+)
+def test_a_mean_that_is_nearly_right_is_told(change, words):
+    told("03.2", each_gradient(change), words)
+
+
 # -- 03.3
 
 
@@ -182,7 +387,7 @@ def around_ddp(ddp, optimizer, micro_batches, loss_fn):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [
+    first(4, [
         (nb03._accumulate(weighed(ranks=2)), "the number of ranks is fixed"),
         (nb03._accumulate(weighed(rows=16)), "the number of rows is fixed"),
         (nb03._accumulate(weighed(ranks=2, rows=16)), "the number of ranks and of rows is fixed"),
@@ -195,7 +400,7 @@ def around_ddp(ddp, optimizer, micro_batches, loss_fn):
         (around_ddp, "a forward of the module inside goes around DDP"),
         (nb03._accumulate(lambda batches: [len(x) for x, _ in batches]), "nothing is divided by the number of all"),
         (nb03._accumulate(lambda batches: [2 * w for w in nb03._weights(batches)]), "twice as large as it should be"),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_step_that_is_nearly_right_is_told(wrong, words):
     told("03.3", wrong, words)

@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, combinations, permutations
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,10 @@ def check_shard(f: Function) -> None:
             "now depend on how often shard() is called",
             "make a generator of its own: torch.Generator().manual_seed(...), and pass it to torch.randperm",
         )
+    in_turn, in_blocks = [list(range(rank, 12, 3)) for rank in range(3)], [list(range(k, k + 4)) for k in (0, 4, 8)]
+    if shards == [sorted(s) for s in shards] and shards not in (in_turn, in_blocks) and shards[0] != shards[1]:
+        raise Mistake(f"each rank's samples are sorted: with 12 samples rank 0 got {shards[0]}, rank 1 {shards[1]}",
+                      "leave them in the order that was drawn")  # fmt: skip
     if shards == [sorted(s) for s in shards]:
         raise Mistake(
             f"nothing is shuffled: with 12 samples rank 0 got {shards[0]}, rank 1 {shards[1]}",
@@ -100,9 +106,10 @@ def _check_partition(shards: list[list[int]], size: int, ranks: int) -> None:
 
 def _check_filling(shards: list[list[int]], size: int, ranks: int) -> None:
     case, want, seen = f"{size} samples on {ranks} ranks", -(-size // ranks), Counter(i for s in shards for i in s)
-    dealt = [shards[i % ranks][i // ranks] for i in range(want * ranks)]  # every n-th, or one block each
-    blocks = [i for s in shards for i in s]
-    if not any(order[size:] == order[: want * ranks - size] for order in (dealt, blocks)):
+    # Every n-th or one block each, whichever rank has the first.
+    dealt = ([s[i] for i in range(want) for s in turn] for turn in permutations(shards))
+    blocks = ([i for s in turn for i in s] for turn in permutations(shards))
+    if not any(order[size:] == order[: want * ranks - size] for order in chain(dealt, blocks)):
         twice = ", ".join(f"sample {i} {n} times" for i, n in seen.items() if n > 1)
         raise Mistake(
             f"{case}: what fills the order up is not its own beginning ({twice}): samples from one place would count "
@@ -112,10 +119,12 @@ def _check_filling(shards: list[list[int]], size: int, ranks: int) -> None:
 
 
 def _check_orders(f: Function) -> None:
-    first, second, other = (_shards(f, 60, 2, e, s) for e, s in ((0, 7), (1, 7), (0, 8)))
-    if first == second:
+    epochs, seeds = [_shards(f, 60, 2, e, 7) for e in range(5)], [_shards(f, 60, 2, 0, s) for s in range(7, 11)]
+    first, second, *_ = epochs
+    if same := _two_alike(epochs):
         raise Mistake(
-            "epoch 0 and epoch 1 have the same order, as with a DistributedSampler whose set_epoch is never called",
+            f"epoch {same[0]} and epoch {same[1]} have the same order, as with a DistributedSampler whose set_epoch is "
+            "never called",
             "seed the generator with something that holds the epoch, such as seed + epoch",
         )
     if [set(s) for s in first] == [set(s) for s in second]:
@@ -123,15 +132,20 @@ def _check_orders(f: Function) -> None:
             f"rank 0 gets the same {len(first[0])} samples in every epoch, only in another order",
             "shuffle all samples first and cut then; you cut first",
         )
-    if first == other:
-        raise Mistake("seeds 7 and 8 give the same order", "the generator's seed must hold `seed` too")
+    if same := _two_alike(seeds):
+        raise Mistake(f"seeds {7 + same[0]} and {7 + same[1]} give the same order",
+                      "the generator's seed must hold `seed` too")  # fmt: skip
+
+
+def _two_alike(orders: list[list[list[int]]]) -> tuple[int, int] | None:
+    return next(((i, j) for i, j in combinations(range(len(orders)), 2) if orders[i] == orders[j]), None)
 
 
 def _shards(f: Function, size: int, ranks: int, epoch: int = 0, seed: int = 0) -> list[list[int]]:
     """Every rank's indices as plain lists; Mistake if asking twice gives two answers."""
     answers = [[f(size, rank, ranks, epoch, seed) for rank in range(ranks)] for _ in range(2)]
     try:
-        once, again = ([[int(i) for i in s] for s in shards] for shards in answers)
+        once, again = ([[index(i) for i in s] for s in shards] for shards in answers)
     except (TypeError, ValueError):
         raise Mistake(f"{answers[0][0]!r:.60} is not a list of indices", "return a list of ints") from None
     if once != again:
@@ -191,10 +205,18 @@ def check_all_reduce_gradients(f: Function) -> None:
     if right[0]:
         raise Mistake("rank 0 has the mean, the other ranks do not: their models will drift apart",
                       "dist.reduce gives the sum to one rank; dist.all_reduce gives it to all")  # fmt: skip
-    if all(torch.equal(a, before[0]) for a in after):
-        raise Mistake("all ranks have rank 0's gradients: the other ranks' samples are lost",
-                      "broadcast copies; all_reduce adds")  # fmt: skip
-    own = [n for n in names if torch.equal(found[1]["after"][n], found[1]["before"][n])]
+    for rank, own_gradients in enumerate(before):
+        if all(torch.equal(a, own_gradients) for a in after):
+            raise Mistake(f"all ranks have rank {rank}'s gradients: the other ranks' samples are lost",
+                          "broadcast copies; all_reduce adds")  # fmt: skip
+    for op, extreme in {"MAX": torch.stack(before).amax(0), "MIN": torch.stack(before).amin(0)}.items():
+        if any(torch.allclose(a, extreme / k) for a in after for k in (1, 3)):
+            raise Mistake(f"each number is the {op.lower()}imum of the ranks' numbers, not their mean",
+                          f"leave out op=dist.ReduceOp.{op}: all_reduce adds, unless it is told otherwise")  # fmt: skip
+    if all(torch.allclose(a, b / 3) for a, b in zip(after, before, strict=True)):
+        raise Mistake("every rank has divided its own gradients by 3, and no sum came before or after",
+                      "dist.all_reduce(p.grad)")  # fmt: skip
+    own = [n for n in names if all(torch.equal(r["after"][n], r["before"][n]) for r in found)]
     if own:
         raise Mistake(f"{', '.join(own)} still hold each rank's own gradients", "go through all model.parameters()")
     scale = (after[0] @ mean / (mean @ mean)).item()
