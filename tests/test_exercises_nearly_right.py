@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from mutants import nb00, nb01, nb03
 from speeds import first
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from labs.chapters.nb00 import exercise_busbw
 from labs.chapters.nb00 import solutions as solutions_00
@@ -404,3 +406,59 @@ def around_ddp(ddp, optimizer, micro_batches, loss_fn):
 )  # fmt: skip
 def test_a_step_that_is_nearly_right_is_told(wrong, words):
     told("03.3", wrong, words)
+
+
+# -- 03.4
+
+
+def program(epoch_of=lambda epoch: epoch, adds_up=False, saved=lambda model: model.state_dict(), loads=True,
+            tested=lambda n, rank, ranks: range(rank, n, ranks), returned=lambda share, rank: share,
+            **sampled):  # fmt: skip
+    """The program, repaired but for one thing."""
+
+    def train(model, train_set, test_set, epochs, path):
+        dist.init_process_group("gloo")
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        ddp, sampler = DistributedDataParallel(model), DistributedSampler(train_set, **sampled)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch_of(epoch))
+            for x, y in DataLoader(train_set, batch_size=8, sampler=sampler):
+                if not adds_up:
+                    optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(ddp(x), y).backward()
+                optimizer.step()
+        if rank == 0:
+            torch.save(saved(model), path)
+        dist.barrier()
+        if loads:
+            model.load_state_dict(torch.load(path, weights_only=True))
+        mine = [test_set[i] for i in tested(len(test_set), rank, ranks)]
+        counts = torch.tensor([sum(int(model(x).argmax() == y) for x, y in mine), len(mine)])
+        dist.all_reduce(counts)
+        dist.destroy_process_group()
+        return returned((counts[0] / counts[1]).item(), rank)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    first(
+        1,
+        [
+            ({"adds_up": True}, "the gradients are never set back"),
+            ({"shuffle": False}, "nothing is shuffled"),
+            ({"epoch_of": lambda epoch: epoch % 2}, "epochs 0 and 2 have the same order"),
+            ({"saved": lambda model: model, "loads": False}, "the file holds more than tensors"),
+            ({"tested": lambda n, rank, ranks: [i % n for i in range(rank, n + 1, ranks)]}, "8 samples were counted"),
+            ({"returned": lambda share, rank: None if rank else share}, "rank 1 returns None"),
+        ],
+    ),
+)
+def test_a_program_that_is_nearly_right_is_told(fault, words):
+    told("03.4", program(**fault), words)
+
+
+def test_an_accuracy_as_a_tensor_passes():
+    passes("03.4", program(returned=lambda share, rank: torch.tensor(share), loads=False))

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, combinations, permutations
 from operator import index
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -570,7 +571,11 @@ def check_train(f: Function) -> None:
             raise _explained(str(e)) or e from None
         if not Path(path).exists():
             raise Mistake("no rank wrote the file", "torch.save(model.state_dict(), path), on one rank")
-        saved = torch.load(path, weights_only=True)
+        try:
+            saved = torch.load(path, weights_only=True)
+        except UnpicklingError:
+            raise Mistake("the file holds more than tensors: it cannot be read without this program's classes",
+                          "torch.save(model.state_dict(), path)") from None  # fmt: skip
     _check_what_is_read([r["read"] for r in found])
     model, *_ = _parts()
     if set(saved) != set(model.state_dict()):
@@ -683,14 +688,21 @@ def _check_what_is_read(read: list[list[int]]) -> None:
         if len(seen) < n:
             raise Mistake(f"epoch {epoch} shows {len(seen)} of {n} samples: the ranks' parts overlap",
                           "all ranks must draw the same order: one seed for the sampler")  # fmt: skip
-    if epochs[0] == epochs[1]:
-        raise Mistake("every epoch has the same order", "sampler.set_epoch(epoch), before the epoch begins")
+    if epochs[0] == [list(range(rank, n, len(read))) for rank in range(len(read))]:
+        raise Mistake("nothing is shuffled: the ranks read the samples in the order in which they lie",
+                      "a DistributedSampler shuffles unless it is told shuffle=False")  # fmt: skip
+    if same := _two_alike(epochs):
+        which = "every epoch has" if same == (0, 1) else f"epochs {same[0]} and {same[1]} have"
+        raise Mistake(f"{which} the same order", "sampler.set_epoch(epoch), before the epoch begins")
 
 
 def _check_trained(saved: Tensor, read: list[list[int]]) -> None:
     """The saved model is what one process gets from the same samples, both ranks' rows in one batch."""
     if torch.allclose(saved, _trained(read), rtol=1e-3, atol=1e-5):
         return
+    if torch.allclose(saved, _trained(read, adds_up=True), rtol=1e-3, atol=1e-5):
+        raise Mistake("the gradients are never set back: each step adds to those of all steps before it",
+                      "optimizer.zero_grad() in every step")  # fmt: skip
     if torch.allclose(saved, _trained(read[:1]), rtol=1e-3, atol=1e-5):
         raise Mistake("rank 0 has learned from its own samples only: nobody exchanged gradients",
                       "call the wrapper, ddp(x): a forward of the module inside goes around DDP")  # fmt: skip
@@ -698,12 +710,13 @@ def _check_trained(saved: Tensor, read: list[list[int]]) -> None:
                   f"leave batch size {BATCH}, SGD and its learning rate {LR} as they are")  # fmt: skip
 
 
-def _trained(read: list[list[int]]) -> Tensor:
+def _trained(read: list[list[int]], adds_up: bool = False) -> Tensor:
     model, data, _ = _parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for start in range(0, len(read[0]), BATCH):
         rows = [i for r in read for i in r[start : start + BATCH]]
-        optimizer.zero_grad()
+        if not adds_up:
+            optimizer.zero_grad()
         cross_entropy(model(data.x[rows]), data.y[rows]).backward()
         optimizer.step()
     return _flat(model.parameters())
@@ -713,6 +726,8 @@ def _check_accuracy(model: nn.Module, returned: list[Any]) -> None:
     *_, test = _parts()
     right = (model(test.x).argmax(1) == test.y).float()
     own = [right[rank :: len(returned)].mean().item() for rank in range(len(returned))]
+    if None in returned and any(r is not None for r in returned):
+        raise Mistake(f"rank {returned.index(None)} returns None", "every rank returns the accuracy")
     got = [number(r, "0.5") for r in returned]
     if np.allclose(got, right.mean().item(), atol=1e-4):
         return
@@ -723,6 +738,10 @@ def _check_accuracy(model: nn.Module, returned: list[Any]) -> None:
     if np.allclose(got, sum(own) / len(own), atol=1e-4):
         raise Mistake(f"{said} is the mean of the ranks' accuracies, but rank 0 has tested 4 samples and rank 1 only 3",
                       "all_reduce the two counts, then divide")  # fmt: skip
+    filled_up = torch.cat([right, right[: -len(right) % len(got)]])
+    if np.allclose(got, filled_up.mean().item(), atol=1e-4):
+        raise Mistake(f"the ranks return {said}: {len(filled_up)} samples were counted, and the test set has "
+                      f"{len(right)}", "a DistributedSampler repeats some: give each rank every n-th")  # fmt: skip
     raise Mistake(f"the ranks return {said}; the saved model gets {right.mean().item():.3f} of the test set right",
                   "right answers of all ranks over samples of all ranks, on every rank")  # fmt: skip
 
