@@ -25,6 +25,8 @@ The first is not in one proportion to the others in both: else its part in a mea
 CALL_S = 0.02  # what the checker adds to each of the others
 LAST_RANK = 5  # times CALL_S on the last rank, which is the slowest
 NEAR = 1.15  # a clock around a call sees a little more than the call
+GIB = 2**30 / 1e9  # GB in a GiB: less than NEAR, so it is looked for by itself
+EXACT = 0.01  # how near an answer in GiB/s must be to a mean or the median of the slowest rank, in all cases
 STEADY = 1.1  # mean over median of a rank's calls: above it, a neighbour's moment is in them, and mean and median part
 AGAIN_S = 10.0  # so long a disturbed measurement is made again, whatever it would say; then it is judged as it is
 Log = list[tuple[int, float, float]]
@@ -89,6 +91,7 @@ def _measured(f: Callable[[int], float], size: int, first_s: float) -> tuple[Any
 def check_busbw(f: Callable[[int], float]) -> None:
     """On 3 and on 2 ranks the answer is size / time x 2 (n - 1) / n, with the slowest rank's time after a warm-up."""
     slips: Slips = {}
+    in_gib = True
     for ranks, size, first_s in CASES:
         deadline = time.monotonic() + AGAIN_S
         while True:
@@ -96,12 +99,16 @@ def check_busbw(f: Callable[[int], float]) -> None:
             logs = [log for _, log in found]
             if not _disturbed(logs, size) or time.monotonic() > deadline:
                 break
-        fitting = _judge([number(answer, "0.05, in GB/s") for answer, _ in found], logs, ranks, size)
+        answers = [number(answer, "0.05, in GB/s") for answer, _ in found]
+        fitting = _judge(answers, logs, ranks, size)
+        in_gib &= _in_gib(min(answers), logs, ranks, size)
         slips = {what: hint for what, hint in slips.items() if what in fitting} or slips or fitting
         if len(slips) == 1:
             break  # of two that explain the first case, the second tells which it is
     for what, hint in slips.items():
         raise Mistake(what, hint)
+    if in_gib:
+        raise Mistake("this is in GiB/s, which are 2^30 bytes per second", "divide by 10^9 to get GB/s")
 
 
 def _disturbed(logs: list[Log], size: int) -> bool:
@@ -129,15 +136,14 @@ def _judge(answers: list[float], logs: list[Log], ranks: int, size: int) -> Slip
                           "a float32 has 4 bytes: torch.zeros(size_bytes // 4)")  # fmt: skip
         sent = f"your all-reduces had {', '.join(f'{s:,}' for s in sizes)} bytes" if sizes else "no all-reduce was seen"
         raise Mistake(f"{case}: {sent}", "dist.all_reduce(torch.zeros(size_bytes // 4)) sends what is asked for")
-    per_rank = [[end - begun for seen, begun, end in log if seen == size] for log in logs]
+    per_rank = _times(logs, size)
     if any(math.inf in times for times in per_rank):
         raise Mistake("an all-reduce with async_op=True was never waited for: only its start was timed",
                       "call wait() on what it returns, before you read the clock, or leave async_op out")  # fmt: skip
     if any(len(times) < 4 for times in per_rank):
         raise Mistake(f"{case}: only {min(map(len, per_rank))} all-reduces of this size were run",
                       "warm up with at least one, and time at least three")  # fmt: skip
-    longest, shortest = _bounds(per_rank)
-    low, high = (size / seconds * collectives.bus_factor("all_reduce", ranks) / 1e9 for seconds in (longest, shortest))
+    low, high = _right(logs, ranks, size)
     if not low / NEAR <= min(answers) <= high * NEAR and (slips := _slips(min(answers), per_rank, ranks, size)):
         return slips
     if max(answers) > 1.001 * min(answers):
@@ -148,6 +154,29 @@ def _judge(answers: list[float], logs: list[Log], ranks: int, size: int) -> Slip
         hint = "size / time x 2 (n - 1) / n, in 10^9 bytes/s; time the calls alone, after a warm-up"
         raise Mistake(f"{case}: you answer {answers[0]:.3g} GB/s; the checker's clock says {high:.2g} GB/s", hint)
     return {}
+
+
+def _right(logs: list[Log], ranks: int, size: int) -> tuple[float, float]:
+    """(lowest, highest) busbw in GB/s by the checker's clock."""
+    low, high = (_gb_s(seconds, ranks, size) for seconds in _bounds(_times(logs, size)))
+    return low, high
+
+
+def _in_gib(got: float, logs: list[Log], ranks: int, size: int) -> bool:
+    """Whether `got` is too low for GB/s, though not by NEAR, and GiB/s to the very percent."""
+    slowest = max((times[1:] for times in _times(logs, size)), key=statistics.median)
+    taken = [statistics.median(slowest), *(statistics.fmean(slowest[k:]) for k in range(len(slowest) - 2))]
+    low, _ = _right(logs, ranks, size)
+    exact = any(math.isclose(got * GIB, _gb_s(seconds, ranks, size), rel_tol=EXACT) for seconds in taken)
+    return exact and got < low * (1 - 3 * EXACT)
+
+
+def _times(logs: list[Log], size: int) -> list[list[float]]:
+    return [[end - begun for seen, begun, end in log if seen == size] for log in logs]
+
+
+def _gb_s(seconds: float, ranks: int, size: int) -> float:
+    return size / seconds * collectives.bus_factor("all_reduce", ranks) / 1e9
 
 
 def _bounds(per_rank: list[list[float]]) -> tuple[float, float]:
@@ -163,17 +192,26 @@ def _bounds(per_rank: list[list[float]]) -> tuple[float, float]:
 
 def _slips(got: float, per_rank: list[list[float]], ranks: int, size: int) -> Slips:
     """Those that make `got` of the very calls that were run, the nearest first."""
-    slow, fast = (pick(statistics.median(times[1:]) for times in per_rank) for pick in (max, min))
+    medians = [statistics.median(times[1:]) for times in per_rank]
+    slow, fast = max(medians), min(medians)
     factor = collectives.bus_factor("all_reduce", ranks)
     want, send_once = size / slow * factor / 1e9, "an all-reduce sends everything twice: 2 (n - 1) / n"
     slips = [
         (size / max(map(statistics.fmean, per_rank)) * factor / 1e9,
          "the first all-reduce, which makes the connections, is in the mean", "run one before the clock starts"),
         (want * slow / fast, "this is the fastest rank's time", "the slowest rank counts: nobody goes on before it"),
+        (want * slow / sum(medians), "this is the time of all ranks added up", "take the slowest rank's time: op=MAX"),
+        (want * slow / statistics.fmean(medians), "this is the mean of the ranks' times", "take the slowest rank's"),
         (want / factor, "this is algbw, size / time", "multiply by 2 (n - 1) / n"),
         (want / 2, "the factor (n - 1) / n is that of all-gather", send_once),
         (want * ranks, "2 (n - 1) is what all ranks send together", "divide by n: one link carries 2 (n - 1) / n"),
         (want * 2 / factor, "the factor 2 holds for infinitely many ranks only", "use 2 (n - 1) / n"),
+        (want / factor**2, "the factor is upside down: n / (2 (n - 1))", "multiply by 2 (n - 1) / n"),
+        (want / factor * collectives.bus_factor("all_reduce", CASES[0][0]), "the number of ranks is fixed in your code",
+         "n is dist.get_world_size()"),
+        (want / 4, "the size is taken in elements", "size_bytes is the size in bytes"),
+        (slow, "these are the seconds of a call", "size / time x 2 (n - 1) / n"),
+        (want / 1e3, "the time is taken in ms", "GB/s are 10^9 bytes per second"),
         (want * 8, "this is in Gbit/s", "buffers are in bytes: do not multiply by 8"),
         (want * 1e9, "this is in byte/s", "divide by 10^9 to get GB/s"),
         (want * 1e3, "this is in MB/s", "divide by 10^9 to get GB/s"),

@@ -20,19 +20,28 @@ def check_usable_cores(f: Function) -> None:
     free = _outcome(lambda: f({0, 1, 2, 3}, "max 100000"))
     if isinstance(free, Exception):
         raise Mistake(f'"max 100000" ends in {type(free).__name__}', '"max" means that there is no quota')
+    if isinstance(free, str):
+        raise Mistake(f"you return the text {free!r:.60}", "answer an int")
     if isinstance(free, Sized):
         raise Mistake(f"you return {free!r:.60}, not a number", "affinity is a set of cores: its length counts them")
-    _same(number(free, "4"), 4, 'four cores and "max 100000"')
-    if f({5}, "max 100000") == 6:
+    no_quota = '"max" means that there is no quota: the affinity alone counts'
+    _same(number(free, "4"), 4, 'four cores and "max 100000"', no_quota)
+    if (got := f({5}, "max 100000")) == 6:
         raise Mistake(
             "affinity {5}, one core, became 6 cores", "it holds the cores' numbers: count them, len(affinity)"
         )
+    _same(got, 1, 'affinity {5} and "max 100000"', no_quota)
+    other = _outcome(lambda: f({0, 1, 2, 3}, "max 50000"))
+    if isinstance(other, Exception) or other != 4:
+        ends = f"ends in {type(other).__name__}" if isinstance(other, Exception) else f"gives {other!r:.60}, not 4"
+        raise Mistake(f'"max 100000" is read rightly, and "max 50000" {ends}: you compare the whole text',
+                      'split it: only the quota is "max", and the second number is the period')  # fmt: skip
     if (got := f({5}, "400000 100000")) == 4:
         raise Mistake("a quota of 4 gave 4 cores to a process that may run on one", "take the smaller of the two")
     _same(got, 1, 'affinity {5} and "400000 100000"')
     if (got := f(set(range(8)), "200000 100000")) == 8:
         raise Mistake("the quota is ignored", "200000 100000 grants 2 CPU seconds per second, whatever the affinity")
-    _same(got, 2, 'eight cores and "200000 100000"')
+    _same(got, 2, 'eight cores and "200000 100000"', "quota / period = 200000 / 100000 cores")
     if (got := f(set(range(8)), "100000 50000")) == 1:
         raise Mistake("the period was taken to be 100000", "the second number is the period: 100000 / 50000 = 2 cores")
     _same(got, 2, 'eight cores and "100000 50000"')
@@ -48,6 +57,8 @@ def check_usable_cores(f: Function) -> None:
         raise Mistake("2.2 cores became 3", "the third thread would run a fifth of the time: round down")
     if (got := f(set(range(8)), "270000 100000")) == 3:
         raise Mistake("2.7 cores became 3", "the third thread would be stopped for part of every period: round down")
+    if got == 2.7:
+        raise Mistake("2.7 cores stay 2.7", "whole threads: round down")
     _same(got, 2, 'eight cores and "270000 100000"')
     for answer in (free, got):
         try:
@@ -63,9 +74,9 @@ def _outcome(call: Callable[[], Any]) -> Any:
         return e
 
 
-def _same(got: Any, want: Any, case: str) -> None:
+def _same(got: Any, want: Any, case: str, hint: str = "") -> None:
     if got != want:
-        raise Mistake(f"for {case} you return {got!r}, not {want!r}")
+        raise Mistake(f"for {case} you return {got!r}, not {want!r}", hint)
 
 
 EXERCISES = {

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,15 +25,18 @@ READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "
 SAID = {"__float__": "float(...)", "__int__": "int(...)", "__bool__": "if ...", "__array__": "numpy.asarray(...)",
         "__repr__": "print(...)", "__format__": 'f"{...}"', "to_cpu": '.to("cpu")'}  # fmt: skip
 SIZED = {"nonzero": ".nonzero()", "index": "x[mask]", "masked_select": "masked_select()", "_unique2": "unique()",
-         "equal": "torch.equal(...)"}  # fmt: skip
+         "equal": "torch.equal(...)", "allclose": "torch.allclose(...)", "bincount": "torch.bincount(...)",
+         "_local_scalar_dense": "its use as a Python number"}  # fmt: skip
 """Operators whose result has a size, or is a truth, that only the device knows: the host waits for it."""
 
 
 class Watch:
     """What an answer does in its loop: reads of tensors and copies that block, by the number of steps done before."""
 
-    def __init__(self) -> None:
-        self.steps = self.copies = 0
+    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self.steps = 0
+        self.host = {_address(tensor) for batch in batches for tensor in batch}
+        self.copied: set[int] = set()  # addresses of what was copied to the device
         self.reads: list[tuple[int, str]] = []
         self.blocking: list[int] = []
         self.graphs: list[weakref.ref[Token]] = []
@@ -58,6 +61,9 @@ class Watch:
                 stack.enter_context(mock.patch.object(torch.Tensor, name, self._telling(name)))
             stack.enter_context(mock.patch.object(torch.Tensor, "to", self._copying(torch.Tensor.to)))
             stack.enter_context(mock.patch.object(torch.Tensor, "copy_", self._filling(torch.Tensor.copy_)))
+            stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor))  # it is
+            for module in (torch.cuda, torch.cpu, torch.mps, getattr(torch, "accelerator", torch.cuda)):
+                stack.enter_context(mock.patch.object(module, "synchronize", self._synchronize))
             stack.enter_context(_Sized(self))
             yield
 
@@ -68,6 +74,9 @@ class Watch:
         ]
         if not self._quiet and (name != "index" or masks):
             self.reads.append((self.steps, name))
+
+    def _synchronize(self, *_: Any, **options: Any) -> None:
+        self.reads.append((self.steps, "synchronize"))
 
     def _telling(self, name: str) -> Callable[..., Any]:
         method = getattr(torch.Tensor, name)
@@ -86,10 +95,11 @@ class Watch:
     def _copying(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
             where = options.get("device", (*args, None)[0])
-            if not self._quiet and isinstance(where, str) and where.startswith("cpu"):  # back to the host, by name
+            back = isinstance(where, str) and where.startswith("cpu") and _address(tensor) not in self.host
+            if not self._quiet and back:  # to the host, by name
                 self.reads.append((self.steps, "to_cpu"))
-            elif not self._quiet and (isinstance(where, torch.device | str) or "device" in options):
-                self.copies += 1
+            elif not self._quiet and (isinstance(where, torch.device | str | Tensor) or "device" in options):
+                self.copied.add(_address(tensor))
                 if not (options.get("non_blocking") or True in args[1:3]):
                     self.blocking.append(self.steps)
             return method(tensor, *args, **options)
@@ -99,12 +109,16 @@ class Watch:
     def _filling(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             if not self._quiet:
-                self.copies += 1
+                self.copied.add(_address(source))
                 if not non_blocking:
                     self.blocking.append(self.steps)
             return method(tensor, source, non_blocking)
 
         return copy_
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Sized(TorchDispatchMode):
@@ -160,7 +174,7 @@ def check_epoch(f: Callable[..., Any]) -> None:
     draw = torch.Generator().manual_seed(0)
     batches = [(torch.randn(n, 6, generator=draw), torch.randint(3, (n,), generator=draw)) for n in ROWS]
     batches[-1] = (batches[-1][0], torch.zeros(ROWS[-1], dtype=torch.long))  # its mean loss is unlike the others'
-    watch, quiet = Watch(), Watch()
+    watch, quiet = Watch(batches), Watch()
     torch.manual_seed(1)
     model = Model(watch)
     start = copy.deepcopy(model.layer.state_dict())
@@ -170,7 +184,7 @@ def check_epoch(f: Callable[..., Any]) -> None:
     twin.layer.load_state_dict(start)
     want = solution.train_epoch(twin, quiet.optimizer(twin), nn.functional.cross_entropy, batches, torch.device("cpu"))
     _check_training(model, twin, watch, start, batches)
-    _check_waits(watch)
+    _check_waits(watch, batches)
     _check_numbers(answer, want)
 
 
@@ -193,16 +207,21 @@ def _check_training(model: Model, twin: Model, watch: Watch, start: dict[str, Te
                   "zero_grad, forward, loss, backward, step: nothing else changes the parameters")  # fmt: skip
 
 
-def _check_waits(watch: Watch) -> None:
+def _check_waits(watch: Watch, batches: list[tuple[Tensor, Tensor]]) -> None:
     last = len(ROWS)
     if inside := [name for step, name in watch.reads if step < last]:
+        if inside[0] == "synchronize":
+            raise Mistake("synchronize() was called while steps were still to come: it waits until the device has done "
+                          "all that is queued", "leave it out: reading the sums after the loop waits")  # fmt: skip
         name = (SAID | SIZED).get(inside[0], f".{inside[0]}()")
         raise Mistake(f"{len(inside)} times a tensor's number was needed while steps were still to come, first by "
                       f"{name}: each waits until the device has done all that is queued",
                       "add up tensors on the device; read the sum once, after the loop")  # fmt: skip
-    if watch.copies < last:
-        raise Mistake(f"{watch.copies} tensors were copied to the device, of {2 * last}: on a GPU the model would not "
-                      "find its input", "x.to(device, non_blocking=True), and y, too")  # fmt: skip
+    x, y = (sum(_address(batch[k]) in watch.copied for batch in batches) for k in (0, 1))
+    if x + y < 2 * last:
+        left = "the loss would not find y, left on the host" if x == last else "the model would not find its input"
+        raise Mistake(f"{x + y} tensors were copied to the device, of {2 * last}: on a GPU {left}",
+                      "x.to(device, non_blocking=True), and y, too")  # fmt: skip
     if late := [step for step in watch.blocking if 0 < step < last]:
         raise Mistake(f"{len(late)} copies were blocking while a step was in the queue: each waits until it is done",
                       "the batches lie in pinned memory: .to(device, non_blocking=True)")  # fmt: skip
@@ -216,13 +235,20 @@ def _check_numbers(answer: Any, want: tuple[float, float]) -> None:
         raise Mistake(f"you return {answer!r:.60}, not two numbers", "return mean_loss, accuracy")
     loss, accuracy = (number(a, "0.75") for a in answer)
     rows = sum(ROWS)
+    if math.isclose(loss, want[1], rel_tol=1e-4):
+        raise Mistake("you return the accuracy first, then the mean loss", "return mean_loss, accuracy")
     if not math.isclose(loss, want[0], rel_tol=1e-4):
         if math.isclose(loss, want[0] * rows, rel_tol=1e-4):
             raise Mistake("your loss is the sum over the samples", f"divide by the {rows} samples")
+        if math.isclose(loss, want[0] * rows / len(ROWS), rel_tol=1e-4):
+            raise Mistake(f"your loss is the sum over the {rows} samples, divided by the {len(ROWS)} batches",
+                          f"divide by the {rows} samples")  # fmt: skip
         raise Mistake(f"your mean loss is {loss:.4f}; over the {rows} samples of this epoch it is {want[0]:.4f}",
                       "the last batch is smaller: weigh the mean loss of each batch by its samples")  # fmt: skip
     if not math.isclose(accuracy, want[1], rel_tol=1e-4):
-        if any(math.isclose(accuracy, want[1] * times, rel_tol=1e-4) for times in (100, rows)):
+        if any(math.isclose(accuracy, want[1] * times, rel_tol=1e-4) for times in (100, rows, rows / len(ROWS))):
             raise Mistake(f"your accuracy is {accuracy:g}, not a share", "right ones over samples, from 0 to 1")
+        if math.isclose(accuracy, 1 - want[1], rel_tol=1e-4):
+            raise Mistake(f"your accuracy, {accuracy:.4f}, is the share of wrong answers", "count where they are equal")
         raise Mistake(f"your accuracy is {accuracy:.4f}; of the {rows} samples of this epoch it is {want[1]:.4f}",
                       "count the right ones of all batches, by the output before the step")  # fmt: skip

@@ -66,6 +66,8 @@ def _check_order(names: list[str], machine: DriftingMachine, slower: float) -> N
 def _two(answer: Any, slower: float) -> tuple[list[float], str]:
     """(ratios, verdict) of a learner's answer; Mistake if it does not hold both."""
     words = ", ".join(f'"{v}"' for v in VERDICTS)
+    if isinstance(answer, tuple | list) and len(answer) == 2 and isinstance(answer[0], str):
+        raise Mistake("you return the verdict first, then the ratios", "return ratios, verdict")
     if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[1], str):
         what = f"a list of {len(answer)}" if isinstance(answer, list) else f"{answer!r:.60}"
         raise Mistake(f"you return {what}, not two things", f"return ratios, verdict; the verdict is one of {words}")
@@ -112,6 +114,10 @@ RATIO_SLIPS: list[tuple[Callable[[Seconds, Seconds, DriftingMachine], Seconds], 
     (lambda a, b, m: [y - x for x, y in zip(a, b, strict=True)], "these are differences, in seconds: they grow by half "
      "when the neighbour comes, a ratio does not", "divide b's seconds by a's"),
     (lambda a, b, m: [100 * (y / x - 1) for x, y in zip(a, b, strict=True)], "these are changes in percent",
+     "return the ratios themselves, such as 1.02"),
+    (lambda a, b, m: [100 * y / x for x, y in zip(a, b, strict=True)], "these are ratios in percent",
+     "return the ratios themselves, such as 1.02"),
+    (lambda a, b, m: [math.log(y / x) for x, y in zip(a, b, strict=True)], "these are logarithms of ratios",
      "return the ratios themselves, such as 1.02"),
     (lambda a, b, m: [y / x - 1 for x, y in zip(a, b, strict=True)], "these are relative changes, 0 if nothing differs",
      "return the ratios themselves, such as 1.02"),

@@ -11,7 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, combinations, permutations
+from operator import index
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -42,6 +45,10 @@ def check_shard(f: Function) -> None:
             "now depend on how often shard() is called",
             "make a generator of its own: torch.Generator().manual_seed(...), and pass it to torch.randperm",
         )
+    in_turn, in_blocks = [list(range(rank, 12, 3)) for rank in range(3)], [list(range(k, k + 4)) for k in (0, 4, 8)]
+    if shards == [sorted(s) for s in shards] and shards not in (in_turn, in_blocks) and shards[0] != shards[1]:
+        raise Mistake(f"each rank's samples are sorted: with 12 samples rank 0 got {shards[0]}, rank 1 {shards[1]}",
+                      "leave them in the order that was drawn")  # fmt: skip
     if shards == [sorted(s) for s in shards]:
         raise Mistake(
             f"nothing is shuffled: with 12 samples rank 0 got {shards[0]}, rank 1 {shards[1]}",
@@ -100,9 +107,10 @@ def _check_partition(shards: list[list[int]], size: int, ranks: int) -> None:
 
 def _check_filling(shards: list[list[int]], size: int, ranks: int) -> None:
     case, want, seen = f"{size} samples on {ranks} ranks", -(-size // ranks), Counter(i for s in shards for i in s)
-    dealt = [shards[i % ranks][i // ranks] for i in range(want * ranks)]  # every n-th, or one block each
-    blocks = [i for s in shards for i in s]
-    if not any(order[size:] == order[: want * ranks - size] for order in (dealt, blocks)):
+    # Every n-th or one block each, whichever rank has the first.
+    dealt = ([s[i] for i in range(want) for s in turn] for turn in permutations(shards))
+    blocks = ([i for s in turn for i in s] for turn in permutations(shards))
+    if not any(order[size:] == order[: want * ranks - size] for order in chain(dealt, blocks)):
         twice = ", ".join(f"sample {i} {n} times" for i, n in seen.items() if n > 1)
         raise Mistake(
             f"{case}: what fills the order up is not its own beginning ({twice}): samples from one place would count "
@@ -112,10 +120,12 @@ def _check_filling(shards: list[list[int]], size: int, ranks: int) -> None:
 
 
 def _check_orders(f: Function) -> None:
-    first, second, other = (_shards(f, 60, 2, e, s) for e, s in ((0, 7), (1, 7), (0, 8)))
-    if first == second:
+    epochs, seeds = [_shards(f, 60, 2, e, 7) for e in range(5)], [_shards(f, 60, 2, 0, s) for s in range(7, 11)]
+    first, second, *_ = epochs
+    if same := _two_alike(epochs):
         raise Mistake(
-            "epoch 0 and epoch 1 have the same order, as with a DistributedSampler whose set_epoch is never called",
+            f"epoch {same[0]} and epoch {same[1]} have the same order, as with a DistributedSampler whose set_epoch is "
+            "never called",
             "seed the generator with something that holds the epoch, such as seed + epoch",
         )
     if [set(s) for s in first] == [set(s) for s in second]:
@@ -123,15 +133,20 @@ def _check_orders(f: Function) -> None:
             f"rank 0 gets the same {len(first[0])} samples in every epoch, only in another order",
             "shuffle all samples first and cut then; you cut first",
         )
-    if first == other:
-        raise Mistake("seeds 7 and 8 give the same order", "the generator's seed must hold `seed` too")
+    if same := _two_alike(seeds):
+        raise Mistake(f"seeds {7 + same[0]} and {7 + same[1]} give the same order",
+                      "the generator's seed must hold `seed` too")  # fmt: skip
+
+
+def _two_alike(orders: list[list[list[int]]]) -> tuple[int, int] | None:
+    return next(((i, j) for i, j in combinations(range(len(orders)), 2) if orders[i] == orders[j]), None)
 
 
 def _shards(f: Function, size: int, ranks: int, epoch: int = 0, seed: int = 0) -> list[list[int]]:
     """Every rank's indices as plain lists; Mistake if asking twice gives two answers."""
     answers = [[f(size, rank, ranks, epoch, seed) for rank in range(ranks)] for _ in range(2)]
     try:
-        once, again = ([[int(i) for i in s] for s in shards] for shards in answers)
+        once, again = ([[index(i) for i in s] for s in shards] for shards in answers)
     except (TypeError, ValueError):
         raise Mistake(f"{answers[0][0]!r:.60} is not a list of indices", "return a list of ints") from None
     if once != again:
@@ -149,8 +164,11 @@ def _random_states() -> tuple:
 # -- 03.2 and 03.3: on real ranks
 
 
-ROWS = ((6, 4, 2), (2, 1, 1))
+Rows = tuple[tuple[int, ...], ...]
+ROWS: Rows = ((6, 4, 2), (2, 1, 1))
 """Rows of the micro-batches of each rank: 12 on rank 0, 4 on rank 1."""
+OTHER_ROWS: Rows = ((4, 3, 2, 1), (1, 5, 3, 3), (2, 3, 1, 2))
+"""With other numbers of ranks, micro-batches and rows, none of which an answer may take as fixed."""
 COUNTS_BYTES = 64
 """What an answer may send by hand to agree on numbers of rows."""
 
@@ -188,10 +206,18 @@ def check_all_reduce_gradients(f: Function) -> None:
     if right[0]:
         raise Mistake("rank 0 has the mean, the other ranks do not: their models will drift apart",
                       "dist.reduce gives the sum to one rank; dist.all_reduce gives it to all")  # fmt: skip
-    if all(torch.equal(a, before[0]) for a in after):
-        raise Mistake("all ranks have rank 0's gradients: the other ranks' samples are lost",
-                      "broadcast copies; all_reduce adds")  # fmt: skip
-    own = [n for n in names if torch.equal(found[1]["after"][n], found[1]["before"][n])]
+    for rank, own_gradients in enumerate(before):
+        if all(torch.equal(a, own_gradients) for a in after):
+            raise Mistake(f"all ranks have rank {rank}'s gradients: the other ranks' samples are lost",
+                          "broadcast copies; all_reduce adds")  # fmt: skip
+    for op, extreme in {"MAX": torch.stack(before).amax(0), "MIN": torch.stack(before).amin(0)}.items():
+        if any(torch.allclose(a, extreme / k) for a in after for k in (1, 3)):
+            raise Mistake(f"each number is the {op.lower()}imum of the ranks' numbers, not their mean",
+                          f"leave out op=dist.ReduceOp.{op}: all_reduce adds, unless it is told otherwise")  # fmt: skip
+    if all(torch.allclose(a, b / 3) for a, b in zip(after, before, strict=True)):
+        raise Mistake("every rank has divided its own gradients by 3, and no sum came before or after",
+                      "dist.all_reduce(p.grad)")  # fmt: skip
+    own = [n for n in names if all(torch.equal(r["after"][n], r["before"][n]) for r in found)]
     if own:
         raise Mistake(f"{', '.join(own)} still hold each rank's own gradients", "go through all model.parameters()")
     scale = (after[0] @ mean / (mean @ mean)).item()
@@ -317,8 +343,8 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def check_accumulate_step(f: Function) -> None:
-    """One step, one synchronisation, the whole batch's gradient, one graph at a time, on two ranks."""
-    found = on_ranks(_accumulate, 2, f, when="in your accumulation")
+    """One step, one synchronisation, the whole batch's gradient, one graph at a time, on two ranks; then on three."""
+    found = on_ranks(_accumulate, len(ROWS), f, ROWS, when="in your accumulation")
     first, m = found[0], len(ROWS[0])
     idle = [rank for rank, r in enumerate(found) if not r["applied"]]
     if idle and len(idle) < len(found):
@@ -333,9 +359,14 @@ def check_accumulate_step(f: Function) -> None:
         spread = (found[0]["parameters"] - found[1]["parameters"]).abs().max()
         raise Mistake(
             f"no all-reduce in the whole step: the parameters of the two ranks now differ by up to {spread:.2g}",
-            "the last micro-batch must be outside of no_sync(): its backward sends what has accumulated",
+            "call ddp(x): a forward of the module inside goes around DDP"
+            if first["no_sync"] == 0
+            else "the last micro-batch must be outside of no_sync(): its backward sends what has accumulated",
         )
-    _check_gradient(first["applied"][0], m)
+    _check_gradient(first["applied"][0], ROWS)
+    if not _close(found[1]["applied"][0], first["applied"][0]):
+        raise Mistake("rank 0 has the gradient of the whole batch, rank 1 another: their models drift apart",
+                      "dist.all_reduce gives the sum to all ranks, dist.reduce to one")  # fmt: skip
     gradient_bytes = first["parameters"].nbytes
     if first["own_bytes"] > gradient_bytes * (first["all_reduces"] == 0) + COUNTS_BYTES:
         raise Mistake(f"the gradient is right, of {gradient_bytes} bytes, but you sent {first['own_bytes']} by hand",
@@ -350,36 +381,87 @@ def check_accumulate_step(f: Function) -> None:
         raise Mistake(f"all {m} forward passes come before the first backward: their activations are in memory "
                       "at once, as with the batch that did not fit",
                       "call backward() for each micro-batch, and let .grad do the adding")  # fmt: skip
+    if first["most rows"] > max(ROWS[0]):
+        raise Mistake(f"{first['most rows']} rows went through the model at once, and the largest micro-batch has "
+                      f"{max(ROWS[0])}: as with the batch that did not fit",
+                      "a forward and a backward for each micro-batch")  # fmt: skip
+    _check_nothing_is_fixed(f)
 
 
-def _check_gradient(got: Tensor, m: int) -> None:
-    """Mistake unless `got` is the gradient of the whole batch; knows what the usual mistakes would give."""
-    model, batches = _problem()
-    g = [[_gradient(model, *batch) for batch in own] for own in batches]
+def _check_nothing_is_fixed(f: Function) -> None:
+    """The same on other numbers of ranks, micro-batches and rows, for an answer that is right on ROWS."""
+    rows, m, ranks = sum(map(sum, OTHER_ROWS)), len(OTHER_ROWS[0]), len(OTHER_ROWS)
+    case = f"on {ranks} ranks with {m} micro-batches each, {rows} rows in all"
+    hint = "take each from what you are given: dist.get_world_size(), len(micro_batches), an all_reduce of the rows"
+
+    def fixed(what: str, seen: str) -> Mistake:
+        return Mistake(f"the number of {what} is fixed in your code: {case}, {seen}", hint)
+
+    try:
+        found = on_ranks(_accumulate, ranks, f, OTHER_ROWS, when=f"in your accumulation, {case}")
+    except RankFailed as e:
+        if "IndexError" in str(e) or "ValueError" in str(e):
+            raise fixed("ranks, micro-batches or rows", "it raises an error") from e
+        raise
+    if any(len(r["applied"]) != 1 for r in found):
+        raise fixed("ranks or micro-batches", "not every rank makes one optimizer step")
+    share, mean, g = _weighing(OTHER_ROWS)
+    got, whole, known = found[0]["applied"][0], mean(share), len(ROWS[0])
+    factors = {"ranks": len(ROWS) / ranks, "rows": rows / sum(map(sum, ROWS))}
+    factors["ranks and of rows"] = factors["ranks"] * factors["rows"]
+    for what, factor in factors.items():
+        if _close(got, factor * whole):
+            raise fixed(what, f"the gradient is {factor:.3g} times what it should be")
+    part = mean(lambda r, i: (i < known) * share(r, i))
+    if _close(got, (got @ part) / (part @ part) * part):
+        raise fixed("micro-batches", f"those after the {known}rd are left out")
+    if _close(got, part + sum(share(0, i) * g[0][i] for i in range(known, m))):
+        raise fixed("micro-batches", f"what comes after the {known}rd stays on each rank")
+    if any(not _close(r["applied"][0], whole) for r in found):
+        raise fixed("ranks, micro-batches or rows", "the gradient is not that of the whole batch")
+    if found[0]["all_reduces"] > 1:
+        raise fixed("micro-batches", f"it is all-reduced {found[0]['all_reduces']} times")
+
+
+def _weighing(rows: Rows) -> tuple[Callable[[int, int], float], Callable[..., Tensor], list[list[Tensor]]]:
+    """(a micro-batch's share of all rows, DDP's mean of gradients with weights, the gradients), each by rank and i."""
+    model, batches = _problem(rows)
+    ranks, g = len(rows), [[_gradient(model, *batch) for batch in own] for own in batches]
 
     def mean(weights: Callable[[int, int], float]) -> Tensor:
-        return sum(weights(rank, i) * g[rank][i] for rank in (0, 1) for i in range(len(ROWS[rank]))) / 2
+        return sum(weights(rank, i) * g[rank][i] for rank in range(ranks) for i in range(len(rows[rank]))) / ranks
 
     def share(rank: int, i: int) -> float:  # of all rows, times the ranks that DDP divides by
-        return 2 * ROWS[rank][i] / sum(map(sum, ROWS))
+        return ranks * rows[rank][i] / sum(map(sum, rows))
+
+    return share, mean, g
+
+
+def _check_gradient(got: Tensor, rows: Rows) -> None:
+    """Mistake unless `got` is the gradient of the whole batch; knows what the usual mistakes would give."""
+    share, mean, g = _weighing(rows)
+    m = len(rows[0])
 
     def last(rank: int, i: int) -> bool:
-        return i == len(ROWS[rank]) - 1
+        return i == m - 1
 
     whole, stale = mean(share), mean(lambda r, i: i == 0)
     weigh = "weigh each micro-batch's loss by its share of all rows of all ranks"
     known = [
-        (mean(lambda r, i: ROWS[r][i] / sum(ROWS[r])), "each rank's mean weighs the same, but rank 0 has 12 rows and "
+        (mean(lambda r, i: rows[r][i] / sum(rows[r])), "each rank's mean weighs the same, but rank 0 has 12 rows and "
          "rank 1 has 4: a row of rank 1 counts three times as much as one of rank 0",
          "all ranks must know how many rows there are in all: all_reduce that number"),
         (mean(lambda r, i: 1), "the losses of the micro-batches were added, not averaged: the step is too long", weigh),
-        (mean(lambda r, i: 1 / len(ROWS[r])), "every micro-batch weighs the same, but they have 6, 4 and 2 rows: a row "
+        (mean(lambda r, i: 1 / len(rows[r])), "every micro-batch weighs the same, but they have 6, 4 and 2 rows: a row "
          "of the small one counts three times as much as a row of the large one", weigh),
         (mean(lambda r, i: last(r, i) * share(r, i)), "only the last micro-batch is in the gradient",
          "zero_grad() empties .grad: call it once, before the loop"),
         (whole + stale, "the gradient of the step before is in it too", "optimizer.zero_grad() before the loop"),
         (whole / 2, "the gradient is half as large as it should be",
          "DDP divides the sum over ranks by their number: multiply by dist.get_world_size()"),
+        (whole * 2, "the gradient is twice as large as it should be", "multiply by dist.get_world_size() once"),
+        *((mean(lambda r, i, k=k: k * rows[r][i]), "each micro-batch is multiplied by its rows, but nothing is divided "
+           "by the number of all rows", weigh) for k in (1, len(rows))),
     ]  # fmt: skip
     known.append((mean(lambda r, i: (i == 0) * share(r, i)) + sum(share(0, i) * g[0][i]
                   for i in range(1, m)), "only the first micro-batch was sent; what came after stays on each rank",
@@ -398,22 +480,22 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def _problem() -> tuple[nn.Module, list[list[tuple[Tensor, Tensor]]]]:
+def _problem(rows: Rows) -> tuple[nn.Module, list[list[tuple[Tensor, Tensor]]]]:
     """The model, and each rank's micro-batches; the same on every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-        return model, [[(torch.randn(n, 5), torch.randn(n, 1)) for n in rows] for rows in ROWS]
+        return model, [[(torch.randn(n, 5), torch.randn(n, 1)) for n in own] for own in rows]
 
 
 def _gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return _flat(torch.autograd.grad(mse_loss(model(x), y), list(model.parameters())))
 
 
-def _accumulate(f: Function) -> dict[str, Any]:
-    model, batches = _problem()
+def _accumulate(f: Function, rows: Rows) -> dict[str, Any]:
+    model, batches = _problem(rows)
     mine = batches[dist.get_rank()]
-    ddp, traffic, order, applied = DistributedDataParallel(model), Counter(), [], []
+    ddp, traffic, order, applied, at_once = DistributedDataParallel(model), Counter(), [], [], []
 
     def hook(traffic, bucket):  # DDP refuses annotations that are text
         traffic["in hook"] += bucket.buffer().nbytes
@@ -424,6 +506,7 @@ def _accumulate(f: Function) -> dict[str, Any]:
     optimizer.register_step_pre_hook(lambda *_: applied.append(_flat(map(_gradient_or_zeros, ddp.parameters()))))
     mse_loss(ddp(mine[0][0]), mine[0][1]).backward()  # the step before, whose gradient is still there
     traffic.clear()
+    model.register_forward_pre_hook(lambda _, inputs: at_once.append(len(inputs[0])))
     no_sync = ddp.no_sync
 
     def counted() -> AbstractContextManager:
@@ -441,7 +524,7 @@ def _accumulate(f: Function) -> dict[str, Any]:
         f(ddp, optimizer, mine, loss_fn)
     own_bytes = sum(sent) - traffic["in hook"]  # the hook ends in dist.all_reduce, too
     return {"own_bytes": own_bytes, "applied": applied, "all_reduces": traffic["all_reduces"],
-            "no_sync": traffic["no_sync"],
+            "no_sync": traffic["no_sync"], "most rows": max(at_once, default=0),
             "order": " ".join(order), "parameters": _flat(ddp.parameters())}  # fmt: skip
 
 
@@ -488,7 +571,11 @@ def check_train(f: Function) -> None:
             raise _explained(str(e)) or e from None
         if not Path(path).exists():
             raise Mistake("no rank wrote the file", "torch.save(model.state_dict(), path), on one rank")
-        saved = torch.load(path, weights_only=True)
+        try:
+            saved = torch.load(path, weights_only=True)
+        except UnpicklingError:
+            raise Mistake("the file holds more than tensors: it cannot be read without this program's classes",
+                          "torch.save(model.state_dict(), path)") from None  # fmt: skip
     _check_what_is_read([r["read"] for r in found])
     model, *_ = _parts()
     if set(saved) != set(model.state_dict()):
@@ -601,14 +688,21 @@ def _check_what_is_read(read: list[list[int]]) -> None:
         if len(seen) < n:
             raise Mistake(f"epoch {epoch} shows {len(seen)} of {n} samples: the ranks' parts overlap",
                           "all ranks must draw the same order: one seed for the sampler")  # fmt: skip
-    if epochs[0] == epochs[1]:
-        raise Mistake("every epoch has the same order", "sampler.set_epoch(epoch), before the epoch begins")
+    if epochs[0] == [list(range(rank, n, len(read))) for rank in range(len(read))]:
+        raise Mistake("nothing is shuffled: the ranks read the samples in the order in which they lie",
+                      "a DistributedSampler shuffles unless it is told shuffle=False")  # fmt: skip
+    if same := _two_alike(epochs):
+        which = "every epoch has" if same == (0, 1) else f"epochs {same[0]} and {same[1]} have"
+        raise Mistake(f"{which} the same order", "sampler.set_epoch(epoch), before the epoch begins")
 
 
 def _check_trained(saved: Tensor, read: list[list[int]]) -> None:
     """The saved model is what one process gets from the same samples, both ranks' rows in one batch."""
     if torch.allclose(saved, _trained(read), rtol=1e-3, atol=1e-5):
         return
+    if torch.allclose(saved, _trained(read, adds_up=True), rtol=1e-3, atol=1e-5):
+        raise Mistake("the gradients are never set back: each step adds to those of all steps before it",
+                      "optimizer.zero_grad() in every step")  # fmt: skip
     if torch.allclose(saved, _trained(read[:1]), rtol=1e-3, atol=1e-5):
         raise Mistake("rank 0 has learned from its own samples only: nobody exchanged gradients",
                       "call the wrapper, ddp(x): a forward of the module inside goes around DDP")  # fmt: skip
@@ -616,12 +710,13 @@ def _check_trained(saved: Tensor, read: list[list[int]]) -> None:
                   f"leave batch size {BATCH}, SGD and its learning rate {LR} as they are")  # fmt: skip
 
 
-def _trained(read: list[list[int]]) -> Tensor:
+def _trained(read: list[list[int]], adds_up: bool = False) -> Tensor:
     model, data, _ = _parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for start in range(0, len(read[0]), BATCH):
         rows = [i for r in read for i in r[start : start + BATCH]]
-        optimizer.zero_grad()
+        if not adds_up:
+            optimizer.zero_grad()
         cross_entropy(model(data.x[rows]), data.y[rows]).backward()
         optimizer.step()
     return _flat(model.parameters())
@@ -631,6 +726,8 @@ def _check_accuracy(model: nn.Module, returned: list[Any]) -> None:
     *_, test = _parts()
     right = (model(test.x).argmax(1) == test.y).float()
     own = [right[rank :: len(returned)].mean().item() for rank in range(len(returned))]
+    if None in returned and any(r is not None for r in returned):
+        raise Mistake(f"rank {returned.index(None)} returns None", "every rank returns the accuracy")
     got = [number(r, "0.5") for r in returned]
     if np.allclose(got, right.mean().item(), atol=1e-4):
         return
@@ -641,6 +738,10 @@ def _check_accuracy(model: nn.Module, returned: list[Any]) -> None:
     if np.allclose(got, sum(own) / len(own), atol=1e-4):
         raise Mistake(f"{said} is the mean of the ranks' accuracies, but rank 0 has tested 4 samples and rank 1 only 3",
                       "all_reduce the two counts, then divide")  # fmt: skip
+    filled_up = torch.cat([right, right[: -len(right) % len(got)]])
+    if np.allclose(got, filled_up.mean().item(), atol=1e-4):
+        raise Mistake(f"the ranks return {said}: {len(filled_up)} samples were counted, and the test set has "
+                      f"{len(right)}", "a DistributedSampler repeats some: give each rank every n-th")  # fmt: skip
     raise Mistake(f"the ranks return {said}; the saved model gets {right.mean().item():.3f} of the test set right",
                   "right answers of all ranks over samples of all ranks, on every rank")  # fmt: skip
 
