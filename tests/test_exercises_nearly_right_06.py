@@ -1,0 +1,145 @@
+"""Notebooks 04 to 06: answers that are nearly right are refused and named, unusual right ones pass."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from labs.chapters.nb06 import solutions as solution06
+from labs.kit.check import examine
+
+
+def refused(exercise_id, wrong, words):
+    said = examine(exercise_id, wrong)
+    assert said.state == "not yet", "let through"
+    assert words in said.text, said.text
+
+
+# -- 06.2
+
+
+def lost(*, cut=None, messages=None, waiting=None, step=None):
+    """The right dict, except for the number that a keyword makes, from what is named in Stages."""
+
+    def lost_time(events, stages):
+        has = Stages(events, stages)
+        has.step = step(has) if step else has.step
+        found = {
+            "cut": cut(has) if cut else has.cut,
+            "messages": messages(has) if messages else has.most,
+        }
+        return found | {"waiting": waiting(has) if waiting else has.step - has.mean - has.cut - has.most}
+
+    return lost_time
+
+
+class Stages:
+    """Sums of each stage."""
+
+    def __init__(self, events, stages):
+        self.events, self.p = events, stages
+        self.forward, self.backward, self.send, self.receive = (
+            [sum(e[4] - e[3] for e in events if e[:2] == (s, kind)) for s in range(stages)]
+            for kind in ("forward", "backward", "send", "receive")
+        )
+        self.work = [a + b for a, b in zip(self.forward, self.backward, strict=True)]
+        self.sent = [a + b for a, b in zip(self.send, self.receive, strict=True)]
+        self.step = max(e[4] for e in events) - min(e[3] for e in events)
+        self.mean, self.most = sum(self.work) / stages, max(self.sent)
+        self.cut = max(self.work) - self.mean
+        self.busiest = self.work.index(max(self.work))
+        self.idle = [self.step - a - b for a, b in zip(self.work, self.sent, strict=True)]
+
+
+def test_the_table_of_sums_is_right():
+    assert examine("06.2", lost()).state == "passed"
+
+
+@pytest.mark.parametrize(("words", "messages"), [
+    ("of the stage with the most work", lambda h: h.sent[h.busiest]),
+    ("of the stage that waits least", lambda h: h.sent[h.idle.index(min(h.idle))]),
+    ("of the first stage", lambda h: h.sent[0]), ("of the last stage", lambda h: h.sent[-1]),
+    ("of stage 1", lambda h: h.sent[1]), ("of the stage in the middle", lambda h: h.sent[h.p // 2]),
+    ("of the stage that spends least", lambda h: min(h.sent)),
+    ("you count what is sent, not", lambda h: max(h.send)), ("what is received, not", lambda h: max(h.receive)),
+    ("twice what is sent", lambda h: 2 * max(h.send)), ("twice what is received", lambda h: 2 * max(h.receive)),
+    ("what one stage sends and what another receives", lambda h: max(h.send) + max(h.receive)),
+    ("you take the mean over the stages off", lambda h: max(h.sent) - sum(h.sent) / h.p),
+])  # fmt: skip
+def test_other_messages_are_named(words, messages):
+    refused("06.2", lost(messages=messages), words)
+
+
+@pytest.mark.parametrize(("words", "waiting"), [
+    ("forget to take off the mean work\n", lambda h: h.step - h.cut - h.most),
+    ("forget to take off the cut\n", lambda h: h.step - h.mean - h.most),
+    ("forget to take off the messages\n", lambda h: h.step - h.mean - h.cut),
+    ("forget to take off the mean work and the cut", lambda h: h.step - h.most),
+    ("forget to take off the mean work and the messages", lambda h: h.step - h.cut),
+    ("forget to take off the cut and the messages", lambda h: h.step - h.mean),
+    ("this is the whole step", lambda h: h.step),
+    ("you add the cut", lambda h: h.step - h.mean + h.cut - h.most),
+    ("you add the messages", lambda h: h.step - h.mean - h.cut + h.most),
+    ("the cut off twice", lambda h: h.step - max(h.work) - h.cut - h.most),
+    ("the work of all stages, not its mean", lambda h: h.step - sum(h.work) - h.cut - h.most),
+    ("the step itself is missing", lambda h: -h.mean - h.cut - h.most),
+    ("does nothing, in the mean", lambda h: sum(h.idle) / h.p), ("all stages together do", lambda h: sum(h.idle)),
+    ("the stage that waits most does", lambda h: max(h.idle)),
+    ("the stage that waits least does", lambda h: min(h.idle)),
+    ("the stage with the most work does", lambda h: h.idle[h.busiest]), ("stage 0 does", lambda h: h.idle[0]),
+])  # fmt: skip
+def test_a_term_that_waiting_forgets_is_named(words, waiting):
+    refused("06.2", lost(waiting=waiting), words)
+
+
+@pytest.mark.parametrize(("words", "step"), [
+    ("the longest of one stage", lambda h: max(
+        max(e[4] for e in h.events if e[0] == s) - min(e[3] for e in h.events if e[0] == s) for s in range(h.p))),
+    ("ends with stage 0", lambda h: max(e[4] for e in h.events if e[0] == 0) - min(e[3] for e in h.events)),
+    ("where its last event starts", lambda h: max(e[3] for e in h.events) - min(e[3] for e in h.events)),
+    ("the sum of all events' seconds", lambda h: sum(e[4] - e[3] for e in h.events)),
+])  # fmt: skip
+def test_other_steps_are_named(words, step):
+    refused("06.2", lost(step=step), words)
+
+
+@pytest.mark.parametrize(("words", "cut"), [
+    ("the backward passes alone", lambda h: max(h.backward) - sum(h.backward) / h.p),
+    ("slowest forward of one stage", lambda h: max(h.forward) + max(h.backward) - h.mean),
+    ("you return", lambda h: 3 * (max(h.forward) - sum(h.forward) / h.p)),
+    ("the stage in the middle for the slowest", lambda h: h.work[h.p // 2] - h.mean),
+    ("the first stage for the slowest", lambda h: h.work[0] - h.mean), ("wrong sign", lambda h: -h.cut),
+    ("the fastest stage", lambda h: h.mean - min(h.work)), ("not what the slowest has", lambda h: h.mean),
+    ("the sum over the stages for the mean", lambda h: max(h.work) - sum(h.work)),
+    ("a share of the mean", lambda h: h.cut / h.mean), ("shares of the step", lambda h: h.cut / h.step),
+])  # fmt: skip
+def test_other_cuts_in_seconds_are_named(words, cut):
+    refused("06.2", lost(cut=cut), words)
+
+
+# -- 06.3
+
+
+def cuts(change):
+    return lambda layer_s, stages: change(solution06.cuts(layer_s, stages), layer_s, stages)
+
+
+@pytest.mark.parametrize(("words", "wrong"), [
+    ("your cuts [4, 1] fall", cuts(lambda cut, *_: cut[::-1])),
+    ("your cuts [4, 1] fall", cuts(lambda cut, *_: [*cut[1:], *cut[:1]])),
+    ("not a list of numbers of layers", cuts(lambda cut, c, p: (max(c), cut))),
+    ("not a list of numbers of layers", cuts(lambda cut, *_: [[k] for k in cut])),
+    ("you begin with 0 and end", cuts(lambda cut, c, p: [0, *cut, len(c)])),
+    ("from the end:", cuts(lambda cut, c, p: [len(c) - k for k in cut])),
+    ("from the end, below 0", cuts(lambda cut, c, p: [k - len(c) for k in cut])),
+    ("of the last one, too", cuts(lambda cut, c, p: [*[k - 1 for k in cut], len(c) - 1])),
+    ("each stage but the last has", cuts(lambda cut, c, p: [b - a for a, b in pairwise([0, *cut])])),
+    ("one stage too few", lambda c, p: solution06.cuts(c, max(p - 1, 1))),
+    ("one stage too many", lambda c, p: solution06.cuts(c, min(p + 1, len(c)))),
+    ("whatever they cost", lambda c, p: [k * (len(c) // p) for k in range(1, p)]),
+    ("there are 8 layers, 0 to 7", lambda c, p: [99] * (p - 1)), ("stage 0 of 2 would be empty", lambda c, p: [0] * (p - 1)),
+    ("before the layers that cost most", lambda c, p: sorted(sorted(range(1, len(c)), key=lambda k: -c[k])[: p - 1])),
+])  # fmt: skip
+def test_other_cuts_are_named(words, wrong):
+    refused("06.3", wrong, words)
