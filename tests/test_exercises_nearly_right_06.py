@@ -5,6 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
+import torch.distributed as dist
+from mutants import nb06 as mutants06
 
 from labs.chapters.nb06 import solutions as solution06
 from labs.kit.check import examine
@@ -138,8 +141,79 @@ def cuts(change):
     ("one stage too few", lambda c, p: solution06.cuts(c, max(p - 1, 1))),
     ("one stage too many", lambda c, p: solution06.cuts(c, min(p + 1, len(c)))),
     ("whatever they cost", lambda c, p: [k * (len(c) // p) for k in range(1, p)]),
-    ("there are 8 layers, 0 to 7", lambda c, p: [99] * (p - 1)), ("stage 0 of 2 would be empty", lambda c, p: [0] * (p - 1)),
+    ("there are 8 layers, 0 to 7", lambda c, p: [99] * (p - 1)),
+    ("stage 0 of 2 would be empty", lambda c, p: [0] * (p - 1)),
     ("before the layers that cost most", lambda c, p: sorted(sorted(range(1, len(c)), key=lambda k: -c[k])[: p - 1])),
 ])  # fmt: skip
 def test_other_cuts_are_named(words, wrong):
     refused("06.3", wrong, words)
+
+
+# -- 06.4
+
+
+def summed(t):
+    dist.all_reduce(total := t.clone())
+    return total
+
+
+def layer(*, whole=torch.cat, scatter=None, weight=lambda g: g / dist.get_world_size()):
+    """The right one, except for how the shards become a whole and what becomes of the weight's gradient."""
+
+    def gathered(shard):
+        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, shard)
+        return whole(parts)
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, shard):
+            ctx.save_for_backward(x, shard)
+            return x @ gathered(shard).T
+
+        @staticmethod
+        def backward(ctx, g):
+            x, shard = ctx.saved_tensors
+            parts, mine = list((g.T @ x).chunk(dist.get_world_size())), torch.empty_like(shard)
+            if scatter:
+                mine = scatter(parts)
+            else:
+                dist.reduce_scatter(mine, parts)
+            return g @ gathered(shard), weight(mine)
+
+    return lambda x, shard: Layer.apply(x, shard)
+
+
+def other_order(parts):
+    dist.reduce_scatter(mine := torch.empty_like(parts[0]), parts[::-1])
+    return mine
+
+
+def all_gradients(parts):
+    """Each rank's whole gradient, on every rank."""
+    every = [torch.empty_like(torch.cat(parts)) for _ in parts]
+    dist.all_gather(every, torch.cat(parts))
+    return sum(every).chunk(len(parts))[dist.get_rank()]
+
+
+@pytest.mark.parametrize(("words", "wrong"), [
+    ("x is divided by the number of ranks", mutants06.layer(x_gradient=lambda g, w: g @ w / dist.get_world_size())),
+    ("x is multiplied by the number", mutants06.layer(x_gradient=lambda g, w: g @ w * dist.get_world_size())),
+    ("x is the sum over the ranks", mutants06.layer(x_gradient=lambda g, w: summed(g @ w))),
+    ("x is the mean over the ranks", mutants06.layer(x_gradient=lambda g, w: summed(g @ w) / dist.get_world_size())),
+    ("x is zero", mutants06.layer(x_gradient=lambda g, w: 0 * g @ w)),
+    ("x has the wrong sign", mutants06.layer(x_gradient=lambda g, w: -g @ w)),
+    ("x is 0.2 times", mutants06.layer(x_gradient=lambda g, w: g @ w / len(g))),
+    ("the number of ranks twice", layer(weight=lambda g: g / dist.get_world_size() ** 2)),
+    ("the second shard has the wrong sign", layer(weight=lambda g: -g / dist.get_world_size())),
+    ("the second shard is zero", layer(weight=lambda g: 0 * g)),
+    ("that of another rank's rows", layer(scatter=other_order)),
+    ("of this rank's own rows of the batch alone", mutants06.layer(reduce="none")),
+    ("backward gathers more than the weights", layer(scatter=all_gradients)),
+    ("in the order [1, 0]", layer(whole=lambda parts: torch.cat(parts[::-1]))),
+    ("the ranks' rows take turns", layer(whole=lambda parts: torch.stack(parts, 1).flatten(0, 1))),
+    ("added up, not put", layer(whole=lambda parts: torch.cat([sum(parts)] * len(parts)))),
+    ("divided by the number of ranks: a mean", layer(whole=lambda parts: torch.cat(parts) / len(parts))),
+])  # fmt: skip
+def test_other_layers_of_fsdp_are_named(words, wrong):
+    refused("06.4", wrong, words)
