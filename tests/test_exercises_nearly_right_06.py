@@ -19,6 +19,30 @@ def refused(exercise_id, wrong, words):
     assert words in said.text, said.text
 
 
+# -- 06.1
+
+
+def only(keep):
+    """The right order, of whose actions `keep` leaves some."""
+    return lambda s, p, m, most: [a for a in solution06.order(s, p, m, most) if keep(*a, m)]
+
+
+@pytest.mark.parametrize(("words", "wrong"), [
+    ("after each backward one forward", only(lambda kind, i, m: (kind, i) != ("forward", m - 1))),
+    ("before the first backward", only(lambda kind, i, m: (kind, i) != ("forward", 0))),
+    ("after each backward one forward", only(lambda kind, i, m: kind == "backward")),
+    ("has to be emptied", only(lambda kind, i, m: (kind, i) != ("backward", m - 1))),
+    ("goes backward, from 0 on", only(lambda kind, i, m: (kind, i) != ("backward", 0))),
+    ("your list is empty", lambda *a: []),
+    ("a forward of micro-batch -1", lambda *a: [(k, i - 1) for k, i in solution06.order(*a)]),
+    ("you return", lambda *a: [(k, i + 0.5) for k, i in solution06.order(*a)]),
+    ("stage 0 begins with 2 forwards, where 3", lambda s, p, m, k: solution06.order(s, p, m, max(1, k - 1))),
+    ("stage 1 begins with 3 forwards, where 2", lambda s, p, m, k: solution06.order(0, p, m, k)),
+])  # fmt: skip
+def test_other_orders_are_named(words, wrong):
+    refused("06.1", wrong, words)
+
+
 # -- 06.2
 
 
