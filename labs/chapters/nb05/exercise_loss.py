@@ -205,7 +205,7 @@ def _judge_bytes(tokens: int, chunk_tokens: int, kept: int, forward: Most, backw
     if max(forward.largest, backward.largest) > 0.9 * logits:
         raise Mistake(f"the logits of all {tokens} tokens are there at once: {logits / 1e6:.1f} MB",
                       "compute them in the loop, chunk by chunk")  # fmt: skip
-    if kept > 2 * chunk:
+    if kept > ROOM // 5:
         raise Mistake(f"after forward {kept / 1e6:.1f} MB are kept for backward, of logits that take "
                       f"{logits / 1e6:.1f} MB "
                       "in all: every chunk's logits wait for backward",
