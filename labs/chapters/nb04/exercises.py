@@ -104,6 +104,22 @@ SHARES: list[Slip] = [
      "FP16 goes on with subnormal ones, with fewer digits", "t.half() == 0 is the honest test"),
     (_share(lambda t: t.abs() < 2.0**-24), "you count all below 2^-24, the smallest FP16 number: what lies above its "
      "half, 2^-25, is rounded up to it", "t.half() == 0 is the honest test"),
+    (_share(lambda t: t < 2.0**-25), "you count negative elements as lost: they are below any threshold", "abs(), or "
+     "t.half() == 0"),
+    *((_share(lambda t, x=x: t.abs() < x), f"you count all below {x:g}: FP16 turns to zero what is 2^-25 = 2.98e-8 "
+       "or less", "t.half() == 0 is the honest test") for x in (1e-7, 6e-8, 1e-8, 2.0**-26, 2.0**-10)),
+    (lambda g: (_to_zero(_flat(g)).sum() / (_flat(g) != 0).sum()).item(), "you leave exact zeros out below the "
+     "fraction line, not above it", ZEROS),
+    (lambda g: _right_share(g) / (1 - _right_share(g)), "you divide by those that survive", "by all that are not zero"),
+    (lambda g: sum(_share(_to_zero)([t]) for t in g), "you add up the tensors' shares", "put all elements together"),
+    (lambda g: sum(_share(_to_zero)([t]) * t.numel() for t in g) / _flat(g).numel(), "you weigh each tensor's share by "
+     "all its elements, exact zeros among them", ZEROS),
+    (lambda g: _right_share(g[:1]), "this is the share of the first tensor, the largest of all", "put all elements "
+     "together"),
+    (lambda g: _right_share(g[-1:]), "you look at the last tensor only", "put all elements together"),
+    (_share(lambda t: (t.half() == 0) | t.half().isinf()), "you count what becomes inf as well", "t.half() == 0"),
+    (_share(lambda t: t.half().float() != t), "you count all that FP16 rounds", "t.half() == 0"),
+    (lambda g: float((_to_zero(_flat(g)) & (_flat(g) != 0)).sum()), "this is how many are lost", "their share"),
     (lambda g: float(np.mean([_share(_to_zero)([t]) for t in g])), "you average the tensors' shares: a bias of 60 "
      "elements weighs as much as a matrix of 2000", "put all elements together"),
     (lambda g: 100 * _right_share(g), "this is in percent", "a share is between 0 and 1"),
@@ -123,11 +139,57 @@ def _largest(g: list[Tensor]) -> float:
     return _flat(g).abs().max().item()
 
 
+def _right_scale(g: list[Tensor]) -> float:
+    return _power(65504 / _largest(g))
+
+
 SCALES: list[Slip] = [
     (lambda g: 65504 / _largest(g), "this is no power of two: multiplying by it rounds every gradient",
      "2 ** floor(log2(...)): a power of two changes the exponent only"),
     (lambda g: _power(65504 / _largest(g), math.ceil), "you take the next larger power of two: the largest element "
      "becomes inf", "floor(log2(...))"),
+    *((lambda g, f=factor: f * _right_scale(g), what, hint) for factor, what, hint in (
+        (0.5, "your exponent is one too small: twice as much still fits", "2 ** floor(log2(65504 / largest))"),
+        (0.25, "your exponent is two too small: four times as much still fits", "2 ** floor(log2(65504 / largest))"),
+        (4.0, "your exponent is two too large: the largest element becomes inf", "2 ** floor(log2(65504 / largest))"))),
+    (lambda g: _power(65504 / _largest(g), round), "you round the exponent: where that is up, the largest element "
+     "becomes inf", "floor(log2(...))"),
+    (lambda g: _power(65504 / _largest(g), int), "int() cuts a negative exponent towards 0, which is up: the largest "
+     "element becomes inf", "floor(log2(...))"),
+    (lambda g: 1 / _right_scale(g), "the sign of the exponent is wrong: this scale makes gradients smaller",
+     "65504 / largest, not largest / 65504"),
+    (lambda g: _power(_largest(g) / 65504), "you divide the largest element by 65504: this scale makes gradients "
+     "smaller", "65504 / largest"),
+    *((lambda g, t=top, r=rounded: 2.0 ** (t - r(math.log2(_largest(g)))), what, "floor(log2(65504 / largest))")
+      for top, rounded, what in (
+        (16, math.floor, "16 - floor(log2(largest)): the exponent is one too large"),
+        (15, math.floor, "15 - floor(log2(largest)), or 65535 for 65504: just below a power of two it becomes inf"),
+        (14, math.floor, "14 - floor(log2(largest)): twice as much still fits"))),
+    (lambda g: _power(32768 / _largest(g)), "you lift the largest element to 2^15 at most, and FP16 goes on to 65504",
+     "torch.finfo(torch.float16).max"),
+    (lambda g: _power(1 / _largest(g)), "you lift the largest element to 1, and FP16 goes on to 65504",
+     "torch.finfo(torch.float16).max"),
+    (lambda g: 10.0 ** math.floor(math.log10(65504 / _largest(g))), "this is a power of ten", "2 ** floor(log2(...))"),
+    (lambda g: math.e ** math.floor(math.log(65504 / _largest(g))), "this is a power of e", "2 ** floor(log2(...))"),
+    (lambda g: 2.0 ** math.floor(math.log(65504 / _largest(g))), "your exponent is a natural logarithm", "log2"),
+    (lambda g: 2.0 ** math.floor(math.log10(65504 / _largest(g))), "your exponent is a decimal logarithm", "log2"),
+    (lambda g: _power(torch.finfo(torch.bfloat16).max / _largest(g)), "this is BF16's or FP32's largest number",
+     "torch.finfo(torch.float16).max"),
+    (lambda g: _power(65504 / _flat(g)[_flat(g) != 0].abs().min().item()), "you take the smallest element for the "
+     "largest", "abs().max()"),
+    (lambda g: _power(65504 / _flat(g).abs().sum().item()), "you take the sum of all for the largest element",
+     "each element has to fit by itself: abs().max()"),
+    (lambda g: _power(65504 / _flat(g).std().item()), "you take the standard deviation for the largest element",
+     "each element has to fit by itself: abs().max()"),
+    (lambda g: _power(65504 / _flat(g)[_flat(g) != 0].abs().mean().item()), "you take the mean of the non-zero "
+     "elements for the largest: all far above it become inf", "max, not mean"),
+    (lambda g: _power(65504 / _largest(g[:1])), "you look at the first tensor only", "one scale for all of them"),
+    (lambda g: _power(65504 / _largest(g[-1:])), "you look at the last tensor only", "one scale for all of them"),
+    (lambda g: min(65536.0, _right_scale(g)), "your scale ends at 65536, where GradScaler begins: it may be larger",
+     "2 ** floor(log2(65504 / largest))"),
+    (lambda g: 65536.0, "this is the scale with which GradScaler begins, whatever the gradients", "ask the largest"),
+    (lambda g: float(int(65504 / _largest(g))), "int() makes a whole number of the ratio, no power of two",
+     "2 ** floor(log2(...))"),
     (lambda g: _power(65536 / _largest(g)), "FP16 ends at 65504, not at 2^16: what is scaled to 65520 or more is inf",
      "torch.finfo(torch.float16).max"),
     (lambda g: _power(65504 / _flat(g).max().item()), "you look at positive elements only; the largest is negative",
@@ -140,6 +202,7 @@ SCALES: list[Slip] = [
      "a negative power of two is one, too"),
     (lambda g: _power(2.0**-24 / _flat(g)[_flat(g) != 0].abs().min().item(), math.ceil), "you lift the smallest "
      "element into FP16, whatever becomes of the largest", "overflow is what limits the scale: 65504 / largest"),
+    (lambda g: -math.log2(_right_scale(g)), "this is the exponent of the scale, with the wrong sign", "2 ** it"),
     (lambda g: math.log2(solution.loss_scale(g)[1]), "this is the exponent of the scale", "2 ** it"),
 ]  # fmt: skip
 
@@ -159,7 +222,7 @@ def _cases(e: int, m: int) -> Iterator[Case]:
     ordinary = (0.1, 1 / 3, 1.0, 2.7, 1 + 0.3 * step, 4 * (1 + 1.8 * step), 2 - 0.2 * step)
     ties = (1 + 0.5 * step, 1 + 1.5 * step, 2 + 5 * step)
     subnormal = (0.3 * smallest, 0.7 * smallest, 1.3 * smallest, 2.6 * smallest)
-    edge = (largest, largest + 0.3 * last_step, largest + 0.7 * last_step, 3 * largest)
+    edge = (0.8 * largest, largest, largest + 0.3 * last_step, largest + 0.7 * last_step, 1.5 * largest, 3 * largest)
     yield from ((x, e, m) for x in (*ordinary, *ties, *subnormal, *edge))
 
 
@@ -223,7 +286,72 @@ def _flushed(case: Case) -> float:
     return 0.0 if _right_rounding(case) < 2.0 ** (2 - 2 ** (case[1] - 1)) else _right_rounding(case)
 
 
+def _upper(x: float) -> int:
+    return math.ceil(x)
+
+
+def _down(x: float) -> int:
+    return math.ceil(x - 0.5)
+
+
+def _odd(x: float) -> int:
+    return round(x) if x % 1 != 0.5 else math.floor(x) + (math.floor(x) % 2 == 0)
+
+
+def _spacing(case: Case) -> float:
+    x, e, m = case
+    return 2.0 ** (max(math.floor(math.log2(x)), 2 - 2 ** (e - 1)) - m)
+
+
+BIAS = "2 ** (exponent_bits - 1) - 1"
+BIASES: tuple[tuple[Callable[[int], int], str], ...] = (
+    (lambda e: 2 ** (e - 1), "your bias is one too large: 2 ** (exponent_bits - 1), without the - 1"),
+    (lambda e: 2 ** (e - 1) - 2, "your bias is one too small"),
+    (lambda e: 2 ** (e - 1) + 1, "your bias is two too large: + 1 in place of - 1"),
+    (lambda e: 2**e - 1, "your bias is that of one exponent bit more: 2 ** exponent_bits, less 1 or not"),
+    (lambda e: 2 ** (e - 2) - 1, "your bias is that of one exponent bit fewer"),
+    (lambda e: 127, "your bias is 127 for every format"), (lambda e: 15, "your bias is 15 for every format"),
+    (lambda e: e - 1, "your bias is exponent_bits - 1: the power of two is missing"),
+)  # fmt: skip
+FLOOR = "floor(log2(x))"
+
 ROUNDINGS: list[Slip] = [
+    *((_rounded(bias=bias), what, BIAS) for bias, what in BIASES),
+    (_rounded(_upper), "you round up, always: ceil in place of the nearest", "round(x / spacing) * spacing"),
+    (_rounded(_down), "in the middle between two numbers you go down, always", "to the even one of the two, as "
+     "round() does"),
+    (_rounded(_odd), "in the middle between two numbers you take the odd one", "the even one, as round() does"),
+    (_rounded(digits=1), "you keep one digit too many: the leading 1 is not among mantissa_bits, and the spacing is "
+     "2^(exponent - mantissa_bits)", "spacing 2^(exponent - mantissa_bits)"),
+    (_rounded(digits=2), "you keep two digits too many", "spacing 2^(exponent - mantissa_bits)"),
+    (_rounded(digits=-2), "you keep two digits too few", "spacing 2^(exponent - mantissa_bits)"),
+    (_rounded(exponent=int), "int(log2(x)) cuts towards 0: below 1 the exponent is one too large", FLOOR),
+    (_rounded(exponent=math.ceil), "ceil(log2(x)), or that of math.frexp, whose mantissas begin at 0.5: the "
+     "exponent is one too large", FLOOR),
+    (_rounded(exponent=lambda log: math.floor(log * math.log(2))), "your exponent is a natural logarithm", FLOOR),
+    (_rounded(exponent=lambda log: math.floor(log * math.log10(2))), "your exponent is a decimal logarithm", FLOOR),
+    (_rounded(lowest=2), "your smallest exponent is one too high", "max(exponent, 1 - bias)"),
+    (_rounded(lowest=-1), "your smallest exponent is two too low", "max(exponent, 1 - bias)"),
+    (_rounded(top=0), "your largest exponent is one too low: it is the bias", "all of 2^(bias + 1) and above is inf"),
+    (lambda c: _right_rounding(c) if _right_rounding(c) < _largest_of(c) else math.inf, "the largest number itself "
+     "becomes inf", "all of 2^(bias + 1) and above is inf"),
+    (lambda c: y if (y := _rounded(top=700)(c)) <= 65504 else math.inf, "every format ends at 65504, as FP16 does",
+     "all of 2^(bias + 1) and above is inf"),
+    (lambda c: _rounded(top=2)(c) if c[0] < 2.0 ** 2 ** (c[1] - 1) else math.inf, "what is rounded up to 2^(bias + 1) "
+     "stays finite: you look before you round, or take <= for <", "round first; all of 2^(bias + 1) and above is inf"),
+    (lambda c: _right_rounding(c) if c[0] >= _spacing((1e-300, *c[1:])) else 0.0, "all below the smallest number "
+     "becomes 0: what lies above its half is rounded up to it", "round(x / spacing) * spacing"),
+    (lambda c: max(_right_rounding(c), _spacing((1e-300, *c[1:]))), "nothing becomes 0: you end at the smallest number",
+     "below its half it is 0"),
+    (lambda c: max(_right_rounding(c), 2.0 ** (2 - 2 ** (c[1] - 1))), "you end at the smallest normal number",
+     "below it come subnormal ones, down to 0"),
+    (lambda c: float(round(c[0] / _spacing(c))), "this is how many spacings x has", "times the spacing"),
+    (_spacing, "this is the spacing", "round(x / spacing) * spacing"),
+    (lambda c: _right_rounding((c[0], 8, 7)), "you always round to BF16", "the bits are arguments"),
+    (lambda c: _right_rounding((c[0], 5, 2)), "you always round to FP8 e5m2", "the bits are arguments"),
+    (lambda c: _right_rounding((*c[:2], 10)), "you always keep 10 mantissa bits", "mantissa_bits"),
+    (lambda c: _right_rounding((c[0], c[2], c[1])), "you have taken exponent_bits for mantissa_bits",
+     "(x, exponent_bits, mantissa_bits)"),
     (lambda c: c[0], "you return x itself", "most numbers lie between two of the format"),
     (_rounded(_cut), "you cut digits off: the result is never above x", "to the nearest: round(x / spacing) * spacing"),
     (_rounded(_away), "in the middle between two numbers you go up, always: over many sums this adds up",
@@ -247,8 +375,10 @@ ROUNDINGS: list[Slip] = [
      "two, with mantissa 0"),
     (_rounded(exponent=round), "you round log2(x): x = 3 then has the spacing of 4", "floor(log2(x))"),
     (lambda c: _right_rounding((c[0], 5, 10)), "you always round to FP16", "the bits are arguments"),
-    (lambda c: round(c[0] * 2.0 ** c[2]) / 2.0 ** c[2], "your spacing is the same everywhere: these are fixed-point "
-     "numbers", "the spacing doubles at each power of two: 2^(exponent - mantissa_bits)"),
+    *((lambda c, ends=ends: math.inf if ends(c) == math.inf else round(c[0] * 2.0 ** c[2]) / 2.0 ** c[2],
+       "your spacing is the same everywhere: these are fixed-point numbers",
+       "the spacing doubles at each power of two: 2^(exponent - mantissa_bits)")
+      for ends in (_right_rounding, lambda c: 0.0)),
 ]  # fmt: skip
 
 

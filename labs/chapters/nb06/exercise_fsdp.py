@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,10 @@ class Seen(NamedTuple):
     """What one rank got."""
 
     output: Tensor | str
+    hidden: Tensor
+    """What the first layer gave."""
     gradients: list[Tensor | None]
-    """Of both shards, and of x."""
+    """Of both shards, of x and of the second layer's input."""
     forward: list[str]
     backward: list[str]
     """Collectives by kind."""
@@ -42,14 +44,24 @@ def problem(ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 
 
 def reference(ranks: int) -> list[Seen]:
-    """One process: each rank's output, its shards of the mean gradient over ranks, and its x's gradient."""
+    """One process: each rank's output, its shards of the mean gradient over ranks, and its inputs' gradients."""
+    alone = [of_rank(ranks, r) for r in range(ranks)]
+    return [a._replace(gradients=[*(_mean([o.gradients[k] for o in alone]).chunk(ranks)[r] for k in (0, 1)),
+                                  *a.gradients[2:]]) for r, a in enumerate(alone)]  # fmt: skip
+
+
+def of_rank(ranks: int, rank: int) -> Seen:
+    """The same of one rank's rows alone, with the whole gradients of both layers."""
     weights, xs, ys = problem(ranks)
-    whole, xs = [w.requires_grad_() for w in weights], [x.requires_grad_() for x in xs]
-    outputs = [linear(relu(linear(x, whole[0])), whole[1]) for x in xs]
-    for output, y in zip(outputs, ys, strict=True):
-        mse_loss(output, y).backward()
-    shares = [[w.grad.chunk(ranks)[r] / ranks for w in whole] for r in range(ranks)]
-    return [Seen(o.detach(), [*shares[r], xs[r].grad], [], [], False) for r, o in enumerate(outputs)]
+    whole, x = [w.requires_grad_() for w in weights], xs[rank].requires_grad_()
+    hidden = linear(x, whole[0])
+    output = linear(inner := relu(hidden), whole[1])
+    gradients = torch.autograd.grad(mse_loss(output, ys[rank]), [*whole, x, inner])
+    return Seen(output.detach(), hidden.detach(), list(gradients), [], [], False)
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).mean(0)
 
 
 def run(f: Function) -> Seen:
@@ -63,13 +75,17 @@ def run(f: Function) -> Seen:
         hidden = f(x, shards[0])
         if not isinstance(hidden, Tensor) or hidden.shape != (ROWS, WIDTHS[1]):
             shown = tuple(hidden.shape) if isinstance(hidden, Tensor) else f"{hidden!r:.40}"
-            return Seen(f"{shown}", [], *calls, False)
-        output = f(relu(hidden), shards[1])
+            return Seen(f"{shown}", torch.zeros(0), [], *calls, False)
+        inner = relu(hidden)
+        output = f(inner, shards[1])
+    if inner.requires_grad:
+        inner.retain_grad()
     if output.requires_grad:
         with watched(calls[1]):
             mse_loss(output, ys[rank]).backward()
     changed = not all(map(torch.equal, before, (*shards, x)))
-    return Seen(output.detach().clone(), [t.grad for t in (*shards, x)], *calls, changed)
+    gradients = [t.grad for t in (*shards, x, inner)]
+    return Seen(output.detach().clone(), hidden.detach().clone(), gradients, *calls, changed)
 
 
 @contextmanager
@@ -115,7 +131,8 @@ def _faults(found: Sequence[Seen], want: Sequence[Seen]) -> Iterator[tuple[str, 
         if got.changed:
             yield "your code changed x or the shard", "give the collectives tensors of their own"
         if not _close(got.output, right.output):
-            yield f"the output of rank {rank} is not that of one process", f"the shards in rank order: {GATHER}"
+            why = _of_hidden(got.hidden, n, rank)
+            yield f"the output of rank {rank} is not that of one process{why}", f"the shards in rank order: {GATHER}"
     kinds = set(found[0].forward)
     if "all_reduce" in kinds:
         yield "right, but forward sums: it sends twice as much as it must", "an all-gather of the shards is enough"
@@ -126,33 +143,102 @@ def _faults(found: Sequence[Seen], want: Sequence[Seen]) -> Iterator[tuple[str, 
         yield "a shard gets no gradient", FUNCTION
     if any(r.gradients[2] is None for r in found):
         yield "x gets no gradient: the layer before cannot train", "backward returns two gradients, of x and of shard"
-    for k, name in ((1, "second"), (0, "first")):
-        yield from _of_shard(name, [r.gradients[k] for r in found], [r.gradients[k] for r in want])
-    for rank in range(n):
-        got, right = found[rank].gradients[2], want[rank].gradients[2]
-        if got is None or not _close(got, right):
-            yield (f"the gradient of x on rank {rank} is not that of its own loss: the layer before would go astray",
-                   "gradient @ whole, for this rank's rows: nothing to send")  # fmt: skip
-    backward = found[0].backward
+    for layer, k, of_x in ((1, 1, 3), (0, 0, 2)):
+        yield from _of_shard(layer, [r.gradients[k] for r in found], [r.gradients[k] for r in want])
+        yield from _of_x([r.gradients[of_x] for r in found], [r.gradients[of_x] for r in want])
+    forward, backward = found[0].forward, found[0].backward
+    if "broadcast" in forward:
+        yield f"right, but by {forward.count('broadcast')} broadcasts: one all-gather does the same", GATHER
     if "all_gather" not in backward:
         yield ("right, but the whole weight is kept from forward to backward: all layers' weights are then in memory "
                "at once, as with DDP", "save x and shard only, and gather again in backward")  # fmt: skip
     if "all_reduce" in backward:
         yield ("right, but backward sums whole gradients on all ranks, which sends twice as much: a rank needs the sum "
                "of its own rows only", "dist.reduce_scatter(mine, list of the ranks' parts)")  # fmt: skip
+    if backward.count("all_gather") > forward.count("all_gather"):
+        yield ("right, but backward gathers more than the weights: all ranks' whole gradients, of which a rank needs "
+               "its own rows only", "dist.reduce_scatter(mine, list of the ranks' parts)")  # fmt: skip
 
 
-def _of_shard(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
-    n = len(got)
+def _of_hidden(got: Tensor, n: int, rank: int) -> str:
+    """Why the first layer's output is wrong, where that is known."""
+    weights, xs, _ = problem(n)
+    shards, x = weights[0].chunk(n), xs[rank]
+    right = x @ weights[0].T
+    others_zero = [s if r == rank else torch.zeros_like(s) for r, s in enumerate(shards)]
+    known = [
+        (right / n, "it is divided by the number of ranks: a mean is taken of gradients only"),
+        (x @ torch.cat([shards[rank]] * n).T, "this rank's own shard stands in every place"),
+        (x @ torch.cat(others_zero).T, "the shards of the other ranks are zero"),
+        (x @ sum(shards).repeat(n, 1).T, "the shards are added up, not put one after the other"),
+        (_mean([x @ weights[0].T for x in xs]), "it is the mean over the ranks, and each has rows of its own"),
+        (n * _mean([x @ weights[0].T for x in xs]), "it is the sum over the ranks, and each has rows of its own"),
+        *((x @ torch.cat([shards[r] for r in order]).T, f"the shards come in the order {list(order)} of the ranks")
+          for order in list(permutations(range(n)))[1:]),
+        (x @ torch.stack(shards, 1).flatten(0, 1).T, "the ranks' rows take turns: torch.stack in place of torch.cat"),
+    ]  # fmt: skip
+    return next((f": {why}" for wrong, why in known if _close(got, wrong)), "")
+
+
+def _factor(got: Sequence[Tensor], want: Sequence[Tensor]) -> float | None:
+    """The number that makes all of `got` from `want`; None if there is none."""
+    if any(g.shape != w.shape for g, w in zip(got, want, strict=True)):
+        return None
+    a, b = (torch.cat([t.flatten() for t in tensors]) for tensors in (got, want))
+    factor = (a @ b / (b @ b)).item()
+    return factor if _close(a, factor * b) else None
+
+
+def _of_shard(layer: int, got: Sequence[Tensor], want: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
+    n, name = len(got), ("first", "second")[layer]
     if all(map(_close, got, want)):
         return
-    if all(_close(g, n * w) for g, w in zip(got, want, strict=True)):
+    factor = _factor(got, want)
+    if factor is not None and abs(factor - n) < 1e-3:
         yield (f"the gradient of the {name} shard is {n} times that of the mean over the ranks: a sum, where DDP and "
                "FSDP take the mean", "divide by the number of ranks")  # fmt: skip
+    if factor is not None and abs(factor - 1 / n) < 1e-3:
+        yield f"the gradient of the {name} shard is divided by the number of ranks twice", "once"
+    yield from _scaled(f"the {name} shard", factor)
     if all(g.shape == w.shape and _close(g, got[0]) for g, w in zip(got, want, strict=True)):
         yield f"all ranks have the same rows of the {name} layer's gradient", "rank r has the r-th part of the rows"
+    if all(any(_close(g, w) for w in want) for g in got):
+        yield (f"the gradient of the {name} shard is that of another rank's rows", "the list for dist.reduce_scatter "
+               "is in rank order: list((gradient.T @ x).chunk(n))")  # fmt: skip
+    own = [of_rank(n, r).gradients[layer].chunk(n)[r] for r in range(n)]
+    if all(map(_close, got, own)) or all(_close(g, o / n) for g, o in zip(got, own, strict=True)):
+        yield (f"the gradient of the {name} shard is not this rank's rows of the mean over all ranks, but of this "
+               "rank's own rows of the batch alone", "dist.reduce_scatter adds up what the ranks have")  # fmt: skip
     yield (f"the gradient of the {name} shard is not this rank's rows of the mean over all ranks: each rank's own rows "
            "of the batch count", "reduce-scatter gradient.T @ x over the ranks, divided by their number")  # fmt: skip
+
+
+def _scaled(name: str, factor: float | None) -> Iterator[tuple[str, str]]:
+    if factor is not None and abs(factor) < 1e-6:
+        yield f"the gradient of {name} is zero", FUNCTION
+    if factor is not None and abs(factor + 1) < 1e-3:
+        yield f"the gradient of {name} has the wrong sign", "the gradient itself: the optimizer subtracts it"
+    if factor is not None:
+        yield f"the gradient of {name} is {factor:.3g} times the right one", FUNCTION
+
+
+def _of_x(got: Sequence[Tensor], want: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
+    n, hint = len(got), "gradient @ whole, for this rank's rows: nothing to send"
+    if all(map(_close, got, want)):
+        return
+    factor = _factor(got, want)
+    if factor is not None and abs(factor - 1 / n) < 1e-3:
+        yield ("the gradient of x is divided by the number of ranks: each rank has rows of its own, and their gradient "
+               "is that of its own loss; only the weight's is a mean", "gradient @ whole, as it is")  # fmt: skip
+    if factor is not None and abs(factor - n) < 1e-3:
+        yield ("the gradient of x is multiplied by the number of ranks: it is that of this rank's own loss",
+               "gradient @ whole, as it is")  # fmt: skip
+    yield from _scaled("x", factor)
+    for word, wrong in (("mean", _mean(want)), ("sum", n * _mean(want))):
+        if all(_close(g, wrong) for g in got):
+            yield f"the gradient of x is the {word} over the ranks, and each has rows of its own", hint
+    rank = next(r for r, (g, w) in enumerate(zip(got, want, strict=True)) if not _close(g, w))
+    yield f"the gradient of x on rank {rank} is not that of its own loss: the layer before would go astray", hint
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -45,9 +45,15 @@ def _ask(f: Function) -> list[list[Any]]:
 def _plain(order: Any) -> Any:
     """A list of pairs, or what was returned, as text: it travels between processes."""
     try:
-        return [(str(kind), int(i)) for kind, i in order]
+        return [(str(kind), _whole(i)) for kind, i in order]
     except (TypeError, ValueError):
         return f"{order!r:.60}"
+
+
+def _whole(i: Any) -> int:
+    if int(i) != i:
+        raise ValueError
+    return int(i)
 
 
 def _said(case: Case, stage: int) -> str:
@@ -55,21 +61,32 @@ def _said(case: Case, stage: int) -> str:
     return f"stage {stage} of {p} with {m} micro-batches, of which {most} may be kept"
 
 
+MISSING = {
+    ("forward", True): "after each backward one forward, as long as there are any",
+    ("forward", False): "the first forwards come before the first backward: they are part of the order",
+    ("backward", True): "after the last forward the pipeline has to be emptied: all backwards are done",
+    ("backward", False): "every micro-batch that went forward goes backward, from 0 on",
+}
+"""By (kind, whether those up to it are there)."""
+
+
 def _actions(case: Case, stage: int, order: Any) -> list[Action]:
     """The order of one stage; Mistake unless each micro-batch goes forward and then backward, once, in turn."""
     if isinstance(order, str):
         raise Mistake(f"you return {order}", 'a list of pairs: [("forward", 0), ("backward", 0), ...]')
+    if not order:
+        raise Mistake(f"{_said(case, stage)}: your list is empty", 'of pairs: [("forward", 0), ("backward", 0), ...]')
     m = case[1]
     for kind, other in (("forward", "backward"), ("backward", "forward")):
         found = [i for k, i in order if k == kind]
         if strange := [k for k, _ in order if k not in (kind, other)]:
             raise Mistake(f"{strange[0]!r} is no action", '"forward" or "backward"')
-        if any(i not in range(m) for i in found):
-            raise Mistake(f"{_said(case, stage)}: there is a {kind} of micro-batch {max(found)}",
+        if outside := [i for i in found if i not in range(m)]:
+            raise Mistake(f"{_said(case, stage)}: there is a {kind} of micro-batch {max(outside)}",
                           "micro-batches are counted from 0: min(..., micro_batches)")  # fmt: skip
         if missing := sorted(set(range(m)) - set(found)):
             raise Mistake(f"{_said(case, stage)}: the {kind} of micro-batch {missing[0]} is missing",
-                          "after the last forward the pipeline has to be emptied: all backwards are done")  # fmt: skip
+                          MISSING[kind, max(found, default=-1) < missing[0]])  # fmt: skip
         if found != list(range(m)):
             raise Mistake(f"{_said(case, stage)}: the {kind}s come in the order {found}",
                           "each once, and in turn: activations and gradients arrive as they were sent")  # fmt: skip
@@ -94,11 +111,22 @@ def _check(case: Case, orders: list[list[Action]]) -> None:
     best = _span_s([[Action(*a) for a in solution.order(s, p, m, most)] for s in range(p)], m)
     if yours > best + 1e-9:
         alone = p > 1 and most > 1 and schedules.in_flight(orders[0]) == 1
-        what = "; stage 0 waits for each gradient before it goes on, as in the naive split" if alone else ""
+        naive = "; stage 0 waits for each gradient before it goes on, as in the naive split"
+        what = naive if alone else _first_forwards(case, orders)
         raise Mistake(f"right, but slow: {p} stages, {m} micro-batches, {most} kept: the step takes {yours:g} s, and "
                       f"{best:g} s is possible (forward {FORWARD_S:g} s, backward {BACKWARD_S:g} s){what}",
                       "as many forwards as the limit allows until the first gradient can be back, then one backward, "
                       "one forward; the last stage can go backward at once")  # fmt: skip
+
+
+def _first_forwards(case: Case, orders: list[list[Action]]) -> str:
+    """The first stage that begins with too few or too many forwards, in words; "" if none does."""
+    p, m, most = case
+    for stage, order in enumerate(orders):
+        first = [a.kind for a in order].index("backward")
+        if first != (best := min(p - stage, most, m)):
+            return f"; stage {stage} begins with {first} forward{'s' * (first != 1)}, where {best} would be right"
+    return ""
 
 
 def _span_s(orders: list[list[Action]], micro_batches: int) -> float:

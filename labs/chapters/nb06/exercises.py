@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, islice, pairwise
 from operator import index
+from statistics import median
 from typing import Any
 
 from labs.chapters.nb06 import solutions as solution
@@ -23,70 +24,200 @@ Function = Callable[..., Any]
 Timeline = tuple[tuple[solution.Event, ...], int]
 
 
-def _timeline(work: Sequence[float], micro_batches: int, message_s: float, begin_s: float) -> Timeline:
-    """(events, stages) of a 1F1B step whose stages compute for `work` seconds each; the clock does not begin at 0."""
+def _timeline(work: Sequence[float], micro_batches: int, message_s: float | Sequence[float], begin_s: float, *,
+              backward: Sequence[float] = (), gradients: float = 1.0, late_s: float = 0.0) -> Timeline:  # fmt: skip
+    """(events, stages) of a 1F1B step whose stages compute for `work` seconds each; the clock does not begin at 0.
+
+    `backward`: its share of the work, by default 2/3. `gradients`: how long their receives take beside their sends.
+    `late_s`: so long after the last backward stage 1 is done with its last send.
+    """
     p, m = len(work), micro_batches
-    found = schedules.simulate(schedules.one_f_one_b, m, [w / m / 3 for w in work], [2 * w / m / 3 for w in work],
-                               [message_s] * (p - 1))  # fmt: skip
-    events = [(e.stage, e.kind, e.micro_batch, begin_s + e.start_s, begin_s + e.end_s) for e in found]
-    return tuple(sorted(events, key=lambda e: (e[0], e[3]))), p  # rank by rank, as ranks hand them in
+    shares = backward or [2 / 3] * p
+    found = schedules.simulate(schedules.one_f_one_b, m, [w / m * (1 - b) for w, b in zip(work, shares, strict=True)],
+                               [w / m * b for w, b in zip(work, shares, strict=True)],
+                               [message_s] * (p - 1) if isinstance(message_s, float) else message_s)  # fmt: skip
+    events = []
+    for e in sorted(found, key=lambda e: (e.stage, e.start_s)):  # rank by rank, as ranks hand them in
+        start, end = e.start_s, e.end_s
+        if (e.kind, e.message) == ("receive", "gradient"):
+            start = end - gradients * (end - start)
+        if late_s and (e.stage, e.kind, e.message, e.micro_batch) == (1, "send", "gradient", m - 1):
+            end = schedules.span_s(found) + late_s
+        events.append((e.stage, e.kind, e.micro_batch, begin_s + start, begin_s + end))
+    return tuple(events), p
 
 
 TIMELINES: list[Timeline] = [
-    _timeline((0.4, 0.4, 0.4), 2, 0.004, 7.0), _timeline((0.2, 0.5), 8, 0.001, 100.0),
-    _timeline((0.3, 0.3, 0.3, 0.3), 16, 0.015, 3.0), _timeline((0.3, 0.6, 0.3), 6, 0.01, 12.5),
+    _timeline((0.38, 0.4, 0.39), 2, 0.004, 7.0), _timeline((0.2, 0.5), 8, 0.001, 100.0),
+    _timeline((0.28, 0.3, 0.29, 0.27), 16, 0.015, 3.0), _timeline((0.3, 0.6, 0.31), 6, 0.01, 12.5),
     _timeline((0.25, 0.35), 4, 0.0, 1.0),
+    _timeline((0.6, 0.55, 0.3, 0.28), 8, (0.01, 0.02, 0.005), 20.0, backward=(0.5, 0.75, 0.7, 0.6), gradients=0.25,
+              late_s=0.06),
+    _timeline((0.3, 0.29, 0.36, 0.6), 8, (0.001, 0.003, 0.005), 5.0),
 ]  # fmt: skip
-"""In turn: few micro-batches, an uneven cut, messages, all of them, no message at all."""
+"""In turn: few micro-batches, an uneven cut, messages, all of them, no message at all; the slowest stage is the first,
+and a send ends last; the slowest stage is the last. In these two another stage spends most on messages."""
 TERMS = ("cut", "messages", "waiting")
+Stages = list[float]
+"""Seconds of each stage."""
 
 
-def _terms(case: Timeline, *, kinds: Sequence[str] = ("forward", "backward"),
-           passed: Sequence[str] = ("send", "receive"), mean: Function = lambda w: sum(w) / len(w),
-           slowest: Function = max, message: Function = max,
-           step: Function = lambda e: max(x[4] for x in e) - min(x[3] for x in e)) -> dict[str, float]:  # fmt: skip
-    """The answer, with faults."""
-    events, p = case
-    work, sent = ([sum(e[4] - e[3] for e in events if e[0] == s and e[1] in those) for s in range(p)]
-                  for those in (kinds, passed))  # fmt: skip
-    cut, messages = slowest(work) - mean(work), message(sent)
-    return {"cut": cut, "messages": messages, "waiting": step(events) - mean(work) - cut - messages}
+def _seconds(case: Timeline, *kinds: str) -> Stages:
+    return [sum(e[4] - e[3] for e in case[0] if e[0] == s and e[1] in kinds) for s in range(case[1])]
 
 
-def _slip(term: str, what: str, hint: str, change: Callable[[float], float] = float, **faults: Function) -> Slip:
-    return lambda c: _zero(change(_terms(c, **faults)[term])), what, hint
+def _work(case: Timeline) -> Stages:
+    return _seconds(case, "forward", "backward")
+
+
+def _sent(case: Timeline) -> Stages:
+    return _seconds(case, "send", "receive")
+
+
+def _idle(case: Timeline) -> Stages:
+    return [_step(case) - work - sent for work, sent in zip(_work(case), _sent(case), strict=True)]
+
+
+def _step(case: Timeline, stage: int | None = None) -> float:
+    """Seconds from the first start to the last end, of one stage or of all."""
+    found = [e for e in case[0] if stage in (None, e[0])]
+    return max(e[4] for e in found) - min(e[3] for e in found)
+
+
+def _mean(seconds: Stages) -> float:
+    return sum(seconds) / len(seconds)
+
+
+def _beyond(seconds: Stages) -> float:
+    return max(seconds) - _mean(seconds)
+
+
+def _rest(case: Timeline, step: Callable[[Timeline], float] = _step, *, mean: float = 1, cut: float = 1,
+          messages: float = 1) -> float:  # fmt: skip
+    """The rest of the step, each term so many times taken off."""
+    work = _work(case)
+    return step(case) - mean * _mean(work) - cut * _beyond(work) - messages * max(_sent(case))
+
+
+def _slip(what: str, hint: str, wrong: Callable[[Timeline], float]) -> Slip:
+    return lambda c: _zero(wrong(c)), what, hint
 
 
 PARTS = "of each stage: work = forward + backward seconds, messages = send + receive seconds"
+MOST = "of the stage that spends most on them"
+STEP = "the last end less the first start"
+REST = "waiting = step - mean work - cut - messages"
+
+
+def _forgotten(what: str, **taken_off: float) -> Slip:
+    return _slip(f"waiting: you forget to take off {what}", REST, lambda c: _rest(c, **taken_off))
+
+
 BY_TERM: dict[str, list[Slip]] = {
     "cut": [
-        _slip("cut", "your work has the forward passes alone", PARTS, kinds=("forward",)),
-        _slip("cut", "your work has the messages in it", PARTS, kinds=("forward", "backward", "send", "receive")),
-        _slip("cut", "you take the fastest stage for the mean", "the mean over all stages", mean=min),
-        _slip("cut", "this is the slowest stage's whole work, not what it has beyond the mean", "less it",
-              mean=lambda w: 0),
-        _slip("cut", "these are milliseconds", "seconds", change=lambda s: 1e3 * s),
+        _slip("your work has the forward passes alone", PARTS, lambda c: _beyond(_seconds(c, "forward"))),
+        _slip("your work has the backward passes alone", PARTS, lambda c: _beyond(_seconds(c, "backward"))),
+        _slip("your work has the messages in it", PARTS,
+              lambda c: _beyond([a + b for a, b in zip(_work(c), _sent(c), strict=True)])),
+        _slip("you take the slowest forward of one stage and the slowest backward of another", PARTS,
+              lambda c: max(_seconds(c, "forward")) + max(_seconds(c, "backward")) - _mean(_work(c))),
+        _slip("you take the fastest stage for the mean", "the mean over all stages",
+              lambda c: max(_work(c)) - min(_work(c))),
+        _slip("you take the median for the mean", "sum(...) / stages", lambda c: max(_work(c)) - median(_work(c))),
+        _slip("you take the sum over the stages for the mean", "sum(...) / stages",
+              lambda c: max(_work(c)) - sum(_work(c))),
+        _slip("your mean is over the passes, not over the stages", "sum(...) / stages", lambda c: max(_work(c)) -
+              sum(_work(c)) / sum(e[1] in ("forward", "backward") for e in c[0])),
+        _slip("this is the slowest stage's whole work, not what it has beyond the mean", "less it",
+              lambda c: max(_work(c))),
+        _slip("this is the mean work of a stage, not what the slowest has beyond it", "the slowest less it",
+              lambda c: _mean(_work(c))),
+        _slip("cut: the mean less the slowest stage is the right number with the wrong sign", "the slowest less the "
+              "mean", lambda c: -_beyond(_work(c))),
+        _slip("you compare the mean with the fastest stage", "the slowest less the mean",
+              lambda c: _mean(_work(c)) - min(_work(c))),
+        _slip("you take the first stage for the slowest", "max()", lambda c: _work(c)[0] - _mean(_work(c))),
+        _slip("you take the last stage for the slowest", "max()", lambda c: _work(c)[-1] - _mean(_work(c))),
+        _slip("you take the stage in the middle for the slowest", "max()",
+              lambda c: _work(c)[c[1] // 2] - _mean(_work(c))),
+        _slip("cut is a ratio to the mean here", "seconds: the slowest less the mean",
+              lambda c: max(_work(c)) / _mean(_work(c))),
+        _slip("cut is a share of the mean here", "seconds", lambda c: _beyond(_work(c)) / _mean(_work(c))),
+        _slip("these are shares of the step", "seconds", lambda c: _beyond(_work(c)) / _step(c)),
+        _slip("these are milliseconds", "seconds", lambda c: 1e3 * _beyond(_work(c))),
     ],
     "messages": [
-        _slip("messages", "you add up the messages of all stages, which pass them at the same time",
-               "of the stage that spends most on them", message=sum),
-        _slip("messages", "you take the mean over the stages", "of the stage that spends most on them",
-               message=lambda s: sum(s) / len(s)),
-        _slip("messages", "you count what is sent or what is received, not both", PARTS, passed=("send",)),
-        _slip("messages", "these are milliseconds", "seconds", change=lambda s: 1e3 * s),
+        _slip("you add up the messages of all stages, which pass them at the same time", MOST, lambda c: sum(_sent(c))),
+        _slip("you add up what all stages send, each message once", MOST, lambda c: sum(_seconds(c, "send"))),
+        _slip("you take the mean over the stages", MOST, lambda c: _mean(_sent(c))),
+        _slip("you give the messages of the stage with the most work", MOST,
+              lambda c: max(zip(_work(c), _sent(c), strict=True))[1]),
+        _slip("you give the messages of the stage that waits least, by work and messages", MOST,
+              lambda c: min(zip(_idle(c), _sent(c), strict=True))[1]),
+        _slip("you give the messages of the first stage", MOST, lambda c: _sent(c)[0]),
+        _slip("you give the messages of the last stage", MOST, lambda c: _sent(c)[-1]),
+        _slip("you give the messages of stage 1", MOST, lambda c: _sent(c)[1]),
+        _slip("you give the messages of the stage in the middle", MOST, lambda c: _sent(c)[c[1] // 2]),
+        _slip("you give the messages of the stage that spends least on them", "max()", lambda c: min(_sent(c))),
+        _slip("messages: you count what is sent, not what is received", PARTS, lambda c: max(_seconds(c, "send"))),
+        _slip("messages: you count what is received, not what is sent", PARTS, lambda c: max(_seconds(c, "receive"))),
+        _slip("messages: you take twice what is sent; a receive need not last as long as a send", PARTS,
+              lambda c: 2 * max(_seconds(c, "send"))),
+        _slip("messages: you take twice what is received; a send need not last as long as a receive", PARTS,
+              lambda c: 2 * max(_seconds(c, "receive"))),
+        _slip("messages: you take what one stage sends and what another receives", "add them up for each stage first",
+              lambda c: max(_seconds(c, "send")) + max(_seconds(c, "receive"))),
+        _slip("messages: this is the longest single one", "all of a stage's together",
+              lambda c: max([e[4] - e[3] for e in c[0] if e[1] in ("send", "receive")], default=0)),
+        _slip("you count messages", "their seconds", lambda c: max(
+            sum(e[0] == s and e[1] in ("send", "receive") for e in c[0]) for s in range(c[1]))),
+        _slip("messages: you take the mean over the stages off", "only the work is compared with its mean",
+              lambda c: _beyond(_sent(c))),
+        _slip("these are milliseconds", "seconds", lambda c: 1e3 * max(_sent(c))),
     ],
     "waiting": [
-        _slip("waiting", "your step lasts from 0 on the clock: it begins with its first event",
-               "the last end less the first start", step=lambda e: max(x[4] for x in e)),
-        _slip("waiting", "your step ends with the last event of the list, which need not be the last to end",
-               "the last end less the first start", step=lambda e: e[-1][4] - e[0][3]),
-        _slip("waiting", "these are milliseconds", "seconds", change=lambda s: 1e3 * s),
+        _forgotten("the mean work", mean=0),
+        _forgotten("the cut", cut=0),
+        _forgotten("the messages", messages=0),
+        _forgotten("the mean work and the cut", mean=0, cut=0),
+        _forgotten("the mean work and the messages", mean=0, messages=0),
+        _forgotten("the cut and the messages", cut=0, messages=0),
+        _slip("waiting: this is the whole step", REST, _step),
+        _slip("waiting: you add the cut in place of taking it off", REST, lambda c: _rest(c, cut=-1)),
+        _slip("waiting: you add the messages in place of taking them off", REST, lambda c: _rest(c, messages=-1)),
+        _slip("waiting: you take the cut off twice: the slowest stage's work has it in it", REST,
+              lambda c: _rest(c, cut=2)),
+        _slip("waiting: you take off the work of all stages, not its mean", REST, lambda c: _rest(c, mean=c[1])),
+        _slip("waiting: the sign is wrong", REST, lambda c: -_rest(c)),
+        _slip("waiting: the step itself is missing", REST, lambda c: _rest(c, lambda _: 0)),
+        _slip("waiting: this is how long a stage does nothing, in the mean", REST, lambda c: _mean(_idle(c))),
+        _slip("waiting: this is how long all stages together do nothing", REST, lambda c: sum(_idle(c))),
+        _slip("waiting: this is how long the stage that waits most does nothing", REST, lambda c: max(_idle(c))),
+        _slip("waiting: this is how long the stage that waits least does nothing", REST, lambda c: min(_idle(c))),
+        _slip("waiting: this is how long stage 0 does nothing", REST, lambda c: _idle(c)[0]),
+        _slip("waiting: this is how long the stage with the most work does nothing", REST,
+              lambda c: max(zip(_work(c), _idle(c), strict=True))[1]),
+        _slip("your step lasts from 0 on the clock: it begins with its first event", STEP,
+              lambda c: _rest(c, lambda c: max(e[4] for e in c[0]))),
+        _slip("your step ends with the last event of the list, which need not be the last to end", STEP,
+              lambda c: _rest(c, lambda c: c[0][-1][4] - c[0][0][3])),
+        _slip("your step ends where its last event starts", STEP,
+              lambda c: _rest(c, lambda c: max(e[3] for e in c[0]) - min(e[3] for e in c[0]))),
+        _slip("your step begins where its first event ends", STEP,
+              lambda c: _rest(c, lambda c: max(e[4] for e in c[0]) - min(e[4] for e in c[0]))),
+        _slip("your step ends with stage 0 and its last backward: a message of another stage may end later", STEP,
+              lambda c: _rest(c, lambda c: _step(c, stage=0))),
+        _slip("your step is the longest of one stage, from its own first start to its own last end",
+              f"{STEP}, of all stages", lambda c: _rest(c, lambda c: max(_step(c, stage=s) for s in range(c[1])))),
+        _slip("your step is the sum of all events' seconds: stages work at the same time", STEP,
+              lambda c: _rest(c, lambda c: sum(e[4] - e[3] for e in c[0]))),
+        _slip("these are milliseconds", "seconds", lambda c: 1e3 * _rest(c)),
     ],
 }  # fmt: skip
 
 
 def check_lost_time(f: Function) -> None:
-    """Five timelines of two to four stages."""
+    """Seven timelines of two to four stages."""
     got = [_as_terms(f([*events], p)) for events, p in TIMELINES]
     right = [solution.lost_time(*case) for case in TIMELINES]
     for term in TERMS:
@@ -152,7 +283,7 @@ def check_cuts(f: Function) -> None:
         ) from None
     _check_short(answers)
     if _wrong(LONG, cut := _indices(*long_answer)):
-        raise Mistake(_told(LONG, cut), SEARCH)
+        raise Mistake(_told(LONG, cut), _hint(LONG, cut))
 
 
 class Late(Exception):
@@ -204,14 +335,18 @@ def _check_short(answers: Sequence[Answer]) -> None:
     for slip, what, hint in SLIPS:
         if [slip(list(layer_s), stages) for layer_s, stages in CASES] == cuts:
             raise Mistake(f"{what}: {_told(*wrong[0])}", hint)
-    raise Mistake(_told(*wrong[0]), BEGIN if _invalid(*wrong[0]) else SEARCH)
+    raise Mistake(_told(*wrong[0]), _hint(*wrong[0]))
 
 
 def _indices(found: list[Any] | None, text: str, stages: int) -> list[int]:
     """The answer as plain whole numbers."""
     if found is None:
         raise Mistake(f"you return {text}, not a list of cuts", "for two stages such as [3]")
-    if any(isinstance(a, list | tuple | range) for a in found):
+    lists = [isinstance(a, list | tuple | range) for a in found]
+    if any(lists) and not (all(lists) and len(found) == stages):
+        raise Mistake(f"for {stages} stages you return {text}, not a list of numbers of layers",
+                      "the cuts alone, in one list, such as [3]")  # fmt: skip
+    if any(lists):
         raise Mistake(f"for {stages} stages you return {text}: these are the stages themselves",
                       "the number of the layer with which each stage but the first begins")  # fmt: skip
     if not found and text != "[]":
@@ -228,12 +363,22 @@ def _invalid(case: Chain, cut: Sequence[int]) -> str:
     layer_s, stages = case
     if len(cut) != stages - 1:
         return f"{stages} stages need {stages - 1} cut{'s' * (stages != 2)}, and you return {list(cut)}"
+    if any(not 0 <= c <= len(layer_s) for c in cut):
+        return f"your cuts are {list(cut)}, and there are {len(layer_s)} layers, 0 to {len(layer_s) - 1}"
+    if _falls(cut):
+        return f"your cuts {list(cut)} fall: stages follow each other in the model, and so do their first layers"
     for stage, (begin, end) in enumerate(pairwise([0, *cut, len(layer_s)])):
-        if not 0 <= begin <= len(layer_s):
-            return f"your cuts are {list(cut)}, and there are {len(layer_s)} layers"
-        if end <= begin:
+        if end == begin:
             return f"with cuts {list(cut)} stage {stage} of {stages} would be empty"
     return ""
+
+
+def _falls(cut: Sequence[int]) -> bool:
+    return any(b < a for a, b in pairwise(cut))
+
+
+def _hint(case: Chain, cut: Sequence[int]) -> str:
+    return SEARCH if not _invalid(case, cut) else "from the smallest on: sorted(cuts)" if _falls(cut) else BEGIN
 
 
 def _slower(case: Chain, cut: Sequence[int]) -> bool:
@@ -292,6 +437,15 @@ def _nearest_to_shares(layer_s: list[float], stages: int) -> list[int]:
     return [min(range(len(until)), key=lambda c: abs(until[c] - k * until[-1] / stages)) for k in range(1, stages)]
 
 
+def _bisected(layer_s: list[float], stages: int) -> list[int]:
+    """The slowest stage is cut as evenly as can be, until there are enough."""
+    cut: list[int] = []
+    while len(cut) < stages - 1:
+        _, a, b = max((sum(layer_s[a:b]), a, b) for a, b in pairwise([0, *cut, len(layer_s)]) if b - a > 1)
+        cut = sorted([*cut, min(range(a + 1, b), key=lambda k: max(sum(layer_s[a:k]), sum(layer_s[k:b])))])
+    return cut
+
+
 BEGIN = "return the number of the layer with which each stage but the first begins, counted from 0"
 SEARCH = "the slowest stage sets the pace: of all ways to cut, take the one whose largest stage sum is smallest"
 EQUAL = "you give every stage as many layers, whatever they cost"
@@ -303,9 +457,27 @@ SLIPS: list[tuple[Function, str, str]] = [
     (lambda c, p: [*solution.cuts(c, p), len(c)], "you end with the number of layers", "no stage begins there"),
     (lambda c, p: [b - a for a, b in pairwise([0, *solution.cuts(c, p), len(c)])], "you return how many layers each "
      "stage has", BEGIN),
+    (lambda c, p: [b - a for a, b in pairwise([0, *solution.cuts(c, p)])], "you return how many layers each stage but "
+     "the last has", BEGIN),
+    (lambda c, p: [0, *solution.cuts(c, p), len(c)], "you begin with 0 and end with the number of layers",
+     "only where a stage begins after another"),
+    (lambda c, p: [*(i - 1 for i in solution.cuts(c, p)), len(c) - 1], "you return the last layer of each stage, of "
+     "the last one, too", BEGIN),
+    (lambda c, p: [len(c) - i for i in solution.cuts(c, p)], "you count layers from the end", BEGIN),
+    (lambda c, p: [i - len(c) for i in solution.cuts(c, p)], "you count layers from the end, below 0", BEGIN),
+    (lambda c, p: solution.cuts(c, max(p - 1, 1)), "you make one stage too few", "stages - 1 cuts make `stages` "
+     "stages"),
+    (lambda c, p: solution.cuts(c, min(p + 1, len(c))), "you make one stage too many", "stages - 1 cuts "
+     "make `stages` stages"),
     (lambda c, p: solution.cuts(c, min(2, len(c))), "you always cut in two", "there are `stages` stages"),
     (lambda c, p: [k * len(c) // p for k in range(1, p)], EQUAL, SEARCH),
     (lambda c, p: [round(k * len(c) / p) for k in range(1, p)], EQUAL, SEARCH),
+    (lambda c, p: [-(-k * len(c) // p) for k in range(1, p)], EQUAL, SEARCH),
+    (lambda c, p: [k * (len(c) // p) for k in range(1, p)], EQUAL, SEARCH),
+    (lambda c, p: [k * -(-len(c) // p) for k in range(1, p)], EQUAL, SEARCH),
+    (_bisected, "you cut the slowest stage in two, again and again: an earlier cut may have to move", SEARCH),
+    (lambda c, p: sorted(sorted(range(1, len(c)), key=lambda k: -c[k])[: p - 1]), "you cut before the layers that cost "
+     "most", SEARCH),
     (_greedy(before=False), f"{FILL}, and a bit over", SEARCH),
     (_greedy(before=True), f"{FILL}, and what never fitted ends up in the last one", SEARCH),
     (_nearest_to_shares, "you cut where the running sum is at its share of the total, as near as can be", SEARCH),
