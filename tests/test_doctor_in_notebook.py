@@ -20,11 +20,12 @@ from labs.classroom.room.machines import HEADLINES
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.measure import estimate
-from labs.kit.plot import to_png
+from labs.kit.plot import figure, to_png
 from labs.kit.record import Record, Records
 from labs.parts.doctor import report, rules
 from labs.parts.doctor.cases import BY_NAME
 from labs.parts.doctor.counterfactuals import MODES
+from labs.parts.doctor.facts import KINDS
 
 ROOT = Path(__file__).parents[1]
 FAST = "same batch again"
@@ -272,3 +273,11 @@ def test_without_rounds_the_bound_by_arithmetic_is_drawn_and_without_any_bound_n
     assert "same batch again, from the parts" in shown(figures_visit.promised, found, predict(2, "g", unit="x"))
     assert "nothing to draw" in shown(figures_visit.promised, report.make([made(rounds=0)]), predict(2, "g", unit="x"))
     assert "Other: " in shown(figures_visit.promised, report.make([made(rounds=0)]), None, gain(1.9, 2.0, 2.1, 2.0))
+
+
+def test_many_small_parts_leave_the_legend_in_the_figure():
+    fig, ax = figure("message", xlabel="mean step (ms)", ylabel="rank", records=gain(1.0), size=(7.8, 2.6),
+                     legend_below=True)  # fmt: skip
+    figures_visit._rows(ax, {0: {k: 10.0 if k == "data" else 0.1 for k in KINDS}}, ["data"])
+    to_png(fig)
+    assert ax.get_legend().get_window_extent().x1 <= fig.bbox.x1
