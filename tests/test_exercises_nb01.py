@@ -106,24 +106,6 @@ def in_blocks(step, make_batch, synchronize, clock):
     return np.median(seconds)
 
 
-@pytest.mark.parametrize("steps", [4, 10])
-def test_long_blocks_are_told(steps):
-    def benchmark(step, make_batch, synchronize, clock):
-        batch, seconds = make_batch(), []
-        for _ in range(10):
-            step(batch)
-        for _ in range(30):
-            synchronize()
-            start = clock()
-            for _ in range(steps):
-                step(batch)
-            synchronize()
-            seconds.append((clock() - start) / steps)
-        return statistics.median(seconds)
-
-    assert f"your samples are blocks of {steps} steps" in examine("01.1", benchmark).text
-
-
 def test_ratios_in_single_precision_pass():
     def compare(a, b, seconds_of, pairs):
         ratios, verdict = solution.compare(a, b, seconds_of, pairs)

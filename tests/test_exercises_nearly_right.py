@@ -173,6 +173,11 @@ def of_blocks(steps, divisor, n=20):
     return benchmark
 
 
+@pytest.mark.parametrize("steps", [4, 10])
+def test_long_blocks_are_told(steps):
+    assert f"your samples are blocks of {steps} steps" in examine("01.1", of_blocks(steps, steps, n=30)).text
+
+
 @pytest.mark.parametrize("n", [2, 3, 5, 7, 9, 11, 13, 15, 17, 18, 19])
 @pytest.mark.parametrize("timed", [True, False])
 def test_too_few_samples_are_counted_right(n, timed):
