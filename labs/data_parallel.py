@@ -12,6 +12,8 @@ All ways take turns within one run, round by round, so that a slow spell of the 
   dp       one process trains on n devices as nn.DataParallel does (on CPUs: its algorithm with threads)
 """
 
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -133,6 +135,19 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield from sent_on_the_wire(steps["ddp", rank.world_size], 2 if config.smoke else 5, rank)
     for phase, longest in zip(phases, rank.slowest(list(phases.values())), strict=True):
         yield rank.record("startup_s", "s", longest, phase=phase)
+    if not config.smoke:
+        rank.barrier()
+        yield rank.record("import_torch_s", "s", rank.slowest([import_torch()]))
+
+
+def import_torch() -> float:
+    """Seconds of a new interpreter that imports torch: what a rank of torchrun pays, and a fork of ours does not.
+
+    All ranks call it at once, as torchrun's do. The files have been read before: from a disk it takes longer.
+    """
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.perf_counter() - start
 
 
 def sent_on_the_wire(step: Step, n: int, rank: Rank) -> Iterator[Record]:
@@ -250,18 +265,26 @@ def speedups(records: Records) -> dict[tuple[str, int], measure.Estimate]:
     }
 
 
-def break_even_epochs(run: Records, samples: int = 60_000) -> measure.Estimate:
-    """Epochs of `samples` samples after which DDP on all ranks has earned back its start-up; inf where it never does.
+def startup_s(run: Records) -> float:
+    """Seconds from asking for ranks to a model in DDP, with torch loaded already."""
+    return sum({r.case["phase"]: r.value for r in run.where("startup_s")}.values())
+
+
+def cold_startup_s(run: Records) -> float | None:
+    """The same with torch to be imported in every rank, as under torchrun. None if that was not timed."""
+    imported = run.where("import_torch_s")
+    return startup_s(run) + imported[0].value if imported else None
+
+
+def break_even_epochs(run: Records, start_s: float, samples: int = 60_000) -> measure.Estimate:
+    """Epochs of `samples` samples after which DDP on all ranks has earned back a start of `start_s` s; inf if never.
 
     The interval is that of the speed-up, so `high` is inf where the run cannot show that DDP is faster.
     """
     single = run.one("step_s", mode="single")
     epoch_s = samples / single.case["batch_per_rank"] * single.value
-    startup_s = sum({r.case["phase"]: r.value for r in run.where("startup_s")}.values())
     faster = speedups(run)["ddp", single.layout["world_size"]]
-    found = (
-        scaling.break_even_epochs(startup_s, epoch_s, epoch_s / x) for x in (faster.value, faster.high, faster.low)
-    )
+    found = (scaling.break_even_epochs(start_s, epoch_s, epoch_s / x) for x in (faster.value, faster.high, faster.low))
     return measure.Estimate(*found, n=faster.n)
 
 

@@ -61,7 +61,8 @@ def facts(device="cpu", **changed):
     ]  # fmt: skip
 
 
-def speed(single=0.05, ddp=0.055, model="cnn", split="weak", startup=0.2, wide=False, device="cpu", moved=1e6, dp=0.06):
+def speed(single=0.05, ddp=0.055, model="cnn", split="weak", startup=0.2, wide=False, device="cpu", moved=1e6, dp=0.06,
+          imported=()):  # fmt: skip
     config = {"model": model, "split": split}
 
     def step(mode, ranks, seconds):
@@ -70,7 +71,8 @@ def speed(single=0.05, ddp=0.055, model="cnn", split="weak", startup=0.2, wide=F
 
     return [step("single", 1, single), step("ddp", 2, ddp), step("dp", 2, dp),
             make("data_parallel", "startup_s", startup, config, device, phase="process start"),
-            make("data_parallel", "bytes_per_step", moved, config, device, "B", way="dp replicate")]  # fmt: skip
+            make("data_parallel", "bytes_per_step", moved, config, device, "B", way="dp replicate"),
+            *(make("data_parallel", "import_torch_s", seconds, config, device) for seconds in imported)]  # fmt: skip
 
 
 def both(**times):
@@ -156,7 +158,8 @@ CASES = {
     "A26": [(NOT, facts()), (DEPENDS, [*facts(), make("data_parallel", "bytes_per_step", 1e3, way="dp gather")]),
             (DEPENDS, facts() + without_counter(speed(device="cuda"))),
             (HOLDS, facts(held=300_000)), (HOLDS, facts(rows=(64, 32)))],
-    "A28": [(HOLDS, speed(**MLP)), (DEPENDS, speed(startup=0.05, **MLP))],
+    "A28": [(HOLDS, speed(**MLP)), (DEPENDS, speed(startup=0.05, **MLP)),
+            (HOLDS, speed(startup=0.05, imported=[2.0], **MLP)), (NOT, speed(startup=0.05, imported=[0.01], **MLP))],
     "A29": [(DEPENDS, speed() + speed(**MLP)), (HOLDS, speed(ddp=0.2) + speed(ddp=0.2, **MLP)),
             (DEPENDS, speed() + speed(ddp=0.2, **MLP)), (DEPENDS, speed(wide=True) + speed(ddp=0.1, wide=True, **MLP))],
     "B01": [(DEPENDS, facts()), (NOT, facts(later=0.1))],

@@ -173,17 +173,24 @@ def _crossover_text(rows: list[dict], guess: Prediction) -> str:
 def break_even_text(run: Records, samples: int = 60_000) -> None:
     """After how many epochs of `samples` samples DDP has earned back its start-up, from this run."""
     n = ranks_of(run)
-    phases = {r.case["phase"]: r.value for r in run.where("startup_s")}
     single, ddp = run.one("step_s", mode="single"), run.one("step_s", mode="ddp", ranks=n)
     epoch_1 = samples / single.case["batch_per_rank"] * single.value
     epoch_n = samples / (n * ddp.case["batch_per_rank"]) * ddp.value
-    epochs = data_parallel.break_even_epochs(run, samples)
-    listed = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
+    listed = ", ".join(f"{r.case['phase']} {r.value:.2f} s" for r in run.where("startup_s"))
+    said = (f"Start-up: {listed}. An epoch of {samples:,} samples takes {epoch_1:.1f} s on one rank and {epoch_n:.1f} s"
+            f" on {n}: {_earned_back(run, data_parallel.startup_s(run), samples)}. ")  # fmt: skip
+    cold_s = data_parallel.cold_startup_s(run)
+    if cold_s is None:
+        say(f"{said}A torchrun from cold also imports torch in every rank; here it was there already.")
+        return
+    say(f"{said}A torchrun from cold also imports torch in every rank, which took {run.one('import_torch_s').value:.1f}"
+        f" s here: {_earned_back(run, cold_s, samples)} with that in it.")  # fmt: skip
+
+
+def _earned_back(run: Records, start_s: float, samples: int) -> str:
+    epochs = data_parallel.break_even_epochs(run, start_s, samples)
     if math.isinf(epochs.low):
-        end = "it is never earned back"
-    elif math.isinf(epochs.high):
-        end = "whether DDP ever earns it back, this run cannot tell"
-    else:
-        end = f"DDP has earned it back after {epochs} epochs"
-    say(f"Start-up: {listed}. An epoch of {samples:,} samples takes {epoch_1:.1f} s on one rank and {epoch_n:.1f} s on"
-        f" {n}: {end}. A torchrun from cold also imports torch in every rank; here it was there already.")  # fmt: skip
+        return "it is never earned back"
+    if math.isinf(epochs.high):
+        return "whether DDP ever earns it back, this run cannot tell"
+    return f"DDP has earned it back after {epochs} epochs"
