@@ -267,9 +267,10 @@ def best_text(run: Records) -> str:
     """Which bucket sizes may be best, told by those that are not where these are fewer."""
     best = not_slower(run)
     slower = sorted({r.case["bucket_cap_mb"] for r in run.where("step_s", synchronise=True)} - set(best))
+    fewer = " or ".join(f"{cap:g}" for cap in min(best, slower, key=len))
     if len(slower) < len(best):
-        return f"any buckets but those of {' or '.join(f'{cap:g}' for cap in slower)} MiB may be best"
-    return f"buckets of {' or '.join(f'{cap:g}' for cap in best)} MiB {'are' if len(best) == 1 else 'may be'} best"
+        return f"any buckets but those of {fewer} MiB may be best"
+    return f"buckets of {fewer} MiB {'are' if len(best) == 1 else 'may be'} best"
 
 
 def exposed(run: Records) -> dict[float, measure.Estimate]:

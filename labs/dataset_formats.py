@@ -161,10 +161,12 @@ def with_worker(name: str, dataset: Dataset, config: Config, rank: Rank) -> Iter
             size = private_bytes(worker.pid)
         finally:
             loader = batches = None  # ends the worker
-    if len(seconds) > 1:  # the first batch waits for the worker to start
-        rates = [config.batch / s for s in seconds[1:]]
-        yield rank.record("worker_images_per_s", "1/s", rates, rank=0, format=name)
-    yield rank.record("worker_bytes", "B", size, rank=0, format=name)
+        # in here, since a record notes the cores that are free to it
+        found = [rank.record("worker_bytes", "B", size, rank=0, format=name)]
+        if len(seconds) > 1:  # the first batch waits for the worker to start
+            rates = [config.batch / s for s in seconds[1:]]
+            found.append(rank.record("worker_images_per_s", "1/s", rates, rank=0, format=name))
+    yield from found
 
 
 def cold(

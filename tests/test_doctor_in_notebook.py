@@ -111,7 +111,7 @@ def test_the_room_compares_the_cure():
         "as it is": [2.0, 2.2, 2.1],
         **{cure: [1.0, 1.1, 1.0] for cure in visit.cured_texts(BY_NAME["slow_loader"])},
     }
-    kept = Records(visit._gains(step_s, BY_NAME["slow_loader"]))
+    kept = Records(visit._gains(step_s, "slow_loader"))
     assert headline.find(kept).value == pytest.approx(2.0, rel=0.1)
 
 

@@ -39,6 +39,7 @@ TINTS = ("#E3E3E3", "#F3D9C9", "#BDBDBD")  # grid and areas
 CSS_DPI = 80  # pixels of the page per inch of a figure
 DPI = 2 * CSS_DPI  # dots per inch: crisp on a high-density screen, and the lettering keeps its size
 LEGEND_ROW_IN = 0.26
+LEGEND_MARK_PT = 100  # a legend's mark and borders, and the label of the y axis beside which it begins
 STYLE = {
     "figure.facecolor": "white", "savefig.facecolor": "white", "font.family": "DejaVu Sans", "font.size": 12,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 13,
@@ -199,7 +200,10 @@ def _add_legend(fig: Figure, ax: Axes) -> None:
     left = max((len(line) for t in ax.get_yticklabels() for line in t.get_text().splitlines()), default=0)
     fits = len(labels) > 2 and 2 * max(map(len, labels)) + 1.3 * left < 74  # characters beside each other
     columns = 2 if fits else 1
-    rows = math.ceil(len(labels) / columns)
+    size = STYLE["legend.fontsize"]
+    room = 72 * width - LEGEND_MARK_PT - 0.6 * size * left
+    labels = ["\n".join(_filled(label.split(" "), room, size)) for label in labels]
+    rows = math.ceil(sum(1 + label.count("\n") for label in labels) / columns)
     fig.set_size_inches(width, height + LEGEND_ROW_IN * rows)
     ax.legend(handles, labels, loc="upper left", bbox_to_anchor=(0, -0.58 / (height - 1.1)), ncols=columns)
 

@@ -356,11 +356,11 @@ def _phrase(key: tuple[str, ...], ranks: int, cores_used: int) -> str:
     if len(facts) == 1:
         return f"{kind}: {facts[0]}" if facts[0] else "modelled by this course"
     name, cores, *rest = facts
-    used = f"{min(cores_used, int(cores))} of {cores} cores" if cores else ""
-    if cores and not cores_used:
-        used = f"{cores} core{'' if cores == '1' else 's'}"
+    used = f"{cores} core{'' if cores == '1' else 's'}" if cores else ""
     if cores and ranks > int(cores):
-        used = f"{ranks} ranks sharing {cores} core{'' if cores == '1' else 's'}"
+        used = f"{ranks} ranks sharing {used}"
+    elif cores and cores_used:
+        used = f"{min(cores_used, int(cores))} of {cores} cores"
     place = "measured here on" if kind == "measured" else f"{kind} on"
     return f"{place} {', '.join(f for f in (name, used, *rest) if f)}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from textwrap import fill
 
 from labs.kit.check import Prediction
 from labs.kit.display import say
@@ -37,8 +36,6 @@ COLORS = {"data": BLUE, "prepare": VERMILION, "forward": SKY, "backward": GREEN,
 HATCHED = ("rest", "evaluation", "save")
 SMALL = 0.02
 """Of the longest step: parts below it get no name."""
-LEGEND = 56
-"""Characters of a line beside its mark: a longer one would leave the figure."""
 TICKS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)
 
 
@@ -127,7 +124,7 @@ WAITS = ("backward", "exchange", "synchronise")
 def _rows(ax, part_ms: Mapping[int, Mapping[str, float]], named: list[str]) -> None:
     names = {k: PARTS[k] for k in named}
     grey = [k for k in KINDS if k not in named and any(p[k] for p in part_ms.values())]
-    names |= {k: fill(f"grey: {', '.join(PARTS[g] for g in grey)}", LEGEND) for k in grey[:1]}
+    names |= {k: f"grey: {', '.join(PARTS[g] for g in grey)}" for k in grey[:1]}
     for row, parts in enumerate(part_ms.values()):
         at = 0.0
         for k in (k for k in KINDS if parts[k]):

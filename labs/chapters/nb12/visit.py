@@ -90,7 +90,7 @@ def cures(patient: str, seconds: float = 8.0) -> Records:
     with tempfile.TemporaryDirectory(prefix="labs-cures-") as name:
         budget = measure.Budget(1.0 if is_smoke() else seconds, most=MOST_ROUNDS)
         taken = with_cures(case, cured_texts(case), BLOCK, budget, Path(name))
-    records = _gains({name: [b.step_s for b in blocks] for name, blocks in taken.items()}, case)
+    records = _gains({name: [b.step_s for b in blocks] for name, blocks in taken.items()}, case.name)
     room.keep_records(found := attach_provenance(records))
     return found
 
@@ -101,9 +101,9 @@ def cured_texts(case: Case) -> Mapping[str, str]:
     return {FIRST_CURE.get(case.name, "cured"): case.cured, **others}
 
 
-def _gains(step_s: Mapping[str, Sequence[float]], patient: Case) -> list[Record]:
-    case = {"patient": patient.name}
+def _gains(step_s: Mapping[str, Sequence[float]], patient: str) -> list[Record]:
+    layout = {"rank": None, "device": "cpu"}
     return [
-        Record("doctor", "gain", "x", ratios, case=case | {"cure": cure}, layout={"rank": None, "device": "cpu"})
+        Record("doctor", "gain", "x", ratios, case={"patient": patient, "cure": cure}, layout=layout)
         for cure, ratios in gains(step_s).items()
     ]
