@@ -171,6 +171,7 @@ BY_CLAIM = {
             ("does not hold", scaling() + training(plain=1.0)), ("does not hold", scaling(lowered=1.0) + training()),
             ("depends", scaling() + training(bf16=0.9, plain=0.97, noisy=(PLAIN,))),
             ("depends", scaling() + training(plain=0.97, noisy=(PLAIN,))),
+            ("depends", scaling() + training(plain=1.0, noisy=("bf16",))),
             ("not tried yet", training()), ("not tried yet", scaling()),
             ("not tried yet", scaling() + training(formats=("fp32", "fp16", PLAIN))),
             ("not tried yet", scaling() + training(formats=("fp32", "bf16", "fp16")))],

@@ -196,8 +196,12 @@ def lengths(enough=(1.1, 1.04, 1.12), reserved=(3.3, 2.8, 3.4), calls=(0.0, 42.0
     return found
 
 
-def emptying(times=1.2):
-    step_s = {w: [k * NOISE[(j + i) % 8] for i in range(8)] for j, w, k in ((0, PLAIN, 1.0), (3, EACH, times))}
+def emptying(times=1.2, noisy=False):
+    far = (0.5, 2.0, 0.6, 1.7, 0.55, 1.9, 0.65, 1.5)
+    step_s = {
+        w: [k * (far[i] if noisy and j else NOISE[(j + i) % 8]) for i in range(8)]
+        for j, w, k in ((0, PLAIN, 1.0), (3, EACH, times))
+    }
     return [make(REMEDIES, "step_s", "s", s, gpu=True, part="gpu", way=w) for w, s in step_s.items()]
 
 
@@ -289,6 +293,7 @@ BY_CLAIM = {
     "D22": [("needs 1 GPU", pattern() + lengths()), ("needs 1 GPU", pattern() + lengths() + emptying()),
             ("holds", pattern(late=1, gpu=True) + emptying(1.0)), ("depends", pattern(late=1, gpu=True) + emptying()),
             ("does not hold", pattern(between=0, gpu=True) + emptying()),
+            ("depends", pattern(late=1, gpu=True) + emptying(1.0, noisy=True)),
             ("depends", pattern(gpu=True) + emptying(1.0)), ("depends", pattern(plain=1, gpu=True) + emptying(1.3)),
             ("needs 1 GPU", lengths(devices=(1.0, 1.1, 1.3))), ("needs 1 GPU", pattern())],
     "B38": [("does not hold", benchmark()), ("holds", benchmark(0.8, 0.8)), ("depends", benchmark(1.5, 0.8)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from labs import point_to_point
@@ -136,6 +138,13 @@ def sums(root=2.0, ring=1.5, small=None, noisy=False, counted=True, world=2):
     return found
 
 
+def small_untold(records):
+    """The same sums, where those by send and recv of the small vector tell nothing."""
+    mine = [r.metric == "seconds" and r.case["size"] == 4096 and r.case["way"] != "all_reduce" for r in records]
+    return [dataclasses.replace(r, samples=tuple(WIDE[: len(r.samples)])) if yes and len(r.samples) > 1 else r
+            for r, yes in zip(records, mine, strict=True)]  # fmt: skip
+
+
 def split(first=(0, 0, 0), right=(2, 2, 2), accuracy=(0.73, 0.83), wrong=(0.1, 0.17, 0.18), first_loss=9.8):
     """labs.broken_split: trained tensors of the first half in the article's way and in the right one; losses."""
     found = []
@@ -184,6 +193,7 @@ BY_CLAIM = {
             ("not tried yet", hybrid(dp=1, parts=4)), ("not tried yet", without(hybrid(), "sent_bytes"))],
     "D21": [("holds", sums()), ("does not hold", sums(0.5, 0.6)), ("depends", sums(1.0, 1.0, noisy=True)),
             ("depends", sums(small=0.5)), ("depends", sums(root=0.5)), ("depends", sums(1.0, 1.0)),
+            ("depends", small_untold(sums())),
             ("not tried yet", BOTH), ("not tried yet", [r for r in sums() if r.case["way"] == "all_reduce"]),
             ("not tried yet", without(sums(), "sent_bytes"))],
     "E12": [("holds", HALVES_ON_BOTH), ("depends", hybrid() + pipeline(error=0.1)),

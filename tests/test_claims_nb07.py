@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from labs.chapters.nb07 import claims as nb07
@@ -72,6 +74,8 @@ BACKENDS = [(between_gpus(1e-4, 1e-2), "holds"), (between_gpus(1e-2, 1e-4), "doe
 FLAT, STEEP = dialled({400.0: 0.010, 25.0: 0.010}), dialled({400.0: 0.011, 25.0: 0.050})
 UNCERTAIN = dialled({400.0: 0.010, 25.0: 0.012}, NOISY)
 WIRES = [(FLAT, "holds"), (STEEP, "does not hold"), (UNCERTAIN, "depends")]
+ONE_CHANGES = Records([*STEEP, *(dataclasses.replace(r, config={"model": "cnn"}) for r in UNCERTAIN)])
+WIRES.append((ONE_CHANGES, "does not hold"))  # of the other model this run cannot tell
 TURNED = {
     "A19": WIRES, "B06": WIRES, "C14": [(FLAT, "depends"), *WIRES[1:]], "B17": BACKENDS, "D13": BACKENDS,
     "B18": [(compressed(0.5), "does not hold"), (compressed(0.15), "depends")],

@@ -32,6 +32,7 @@ from labs.kit.measure import (
     rounds_within,
     steady_from,
     time_steps,
+    unpaired_ratio,
     warm_up,
     within,
 )
@@ -122,6 +123,27 @@ def test_fewer_resamples_give_about_the_same_interval():
     assert (few.low, few.high) == pytest.approx((many.low, many.high), rel=0.01)
     ones = [1.0] * 20
     assert paired_ratio(samples, ones, resamples=999) == estimate(samples, "x", resamples=999)
+
+
+def test_two_samples_that_took_no_turns_differ_although_their_intervals_meet():
+    """Errors of two independent samples are seldom at their worst together; and the interval is no narrower than so."""
+    a, b = Estimate(1.2, 1.08, 1.32, 9, "s"), Estimate(1.0, 0.9, 1.09, 7, "s")
+    found = unpaired_ratio(a, b)
+    assert found.low > 1 and found.value == pytest.approx(1.2) and (found.n, found.unit) == (7, "x")
+    assert a.low / b.high < found.low < a.low / b.value and a.high / b.value < found.high < a.high / b.low
+    inverted = unpaired_ratio(b, a)
+    assert (1 / inverted.high, 1 / inverted.low) == pytest.approx((found.low, found.high))
+    with pytest.raises(ValueError, match="positive"):
+        unpaired_ratio(a, Estimate(0.1, -0.1, 0.3, 9))
+
+
+def test_an_unpaired_ratio_holds_the_true_one_in_19_of_20_cases():
+    draw, hits, n = random.Random(0), 0, 300
+    for _ in range(n):
+        a, b = ([draw.lognormvariate(mu, 0.2) for _ in range(9)] for mu in (math.log(2), 0.0))
+        found = unpaired_ratio(estimate(a, resamples=999), estimate(b, resamples=999))
+        hits += found.low <= 2 <= found.high
+    assert hits >= 0.93 * n, hits
 
 
 def test_swapping_the_sides_inverts_the_ratio():

@@ -144,7 +144,7 @@ PROSE = """
 TOLD = """
 chapters/nb00/figures.py: 10 KiB | a hundred times: question
 chapters/nb00/figures_limits.py: 100 %: defined
-chapters/nb01/claims.py: 5 % | 1 %: rule
+chapters/nb01/claims.py: 5 %: rule
 chapters/nb01/figures.py: 5 % | 10 % | a tenth: question
 chapters/nb01/figures.py: 1 %: rule
 chapters/nb02/figures.py: 15 % | 5 %: rule

@@ -242,6 +242,11 @@ def judged(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str
     return Verdict(found, untold + because, kind)
 
 
+def in_general(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
+    """`judged` for a statement about every case: one that is shown to be wrong refutes it."""
+    return judged(right, [any(wrong)] * len(wrong), because, kind)
+
+
 def _untold(right: Sequence[bool], wrong: Sequence[bool]) -> str:
     """For example "2 of 5 are shown to hold, of the others this run cannot tell: "; empty where cases really differ."""
     if any(right) and any(wrong):

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from labs.chapters.nb01 import claims_method as method
-from labs.kit.claims import CANNOT_TELL, Verdict, gain, last, model_of, percent, ratio, runs, verdict, within
+from labs.kit.claims import (
+    CANNOT_TELL,
+    GAIN,
+    Verdict,
+    gain,
+    judged,
+    last,
+    model_of,
+    percent,
+    ratio,
+    runs,
+    verdict,
+    within,
+)
 from labs.kit.measure import differs, estimate, paired_ratio
 from labs.kit.record import Records
 
@@ -12,20 +25,25 @@ from labs.kit.record import Records
 @verdict("C13")
 def _(evidence: Records) -> Verdict:
     run = last(evidence, "utilisation", "busy_share")
-    slow, _, said = method.jobs(run)
-    return Verdict("depends" if slow else "holds", f"{said} of the best rate seen {method.counter(run)}")
+    found = method.jobs(run)
+    untold = CANNOT_TELL if found.untold and not found.slow else ""
+    word = "depends" if found.slow or untold else "holds"
+    return Verdict(word, f"{untold}{found.said} of the best rate seen {method.counter(run)}")
 
 
 @verdict("E26")
 def _(evidence: Records) -> Verdict:
     run = last(evidence, "utilisation", "busy_share", job="waiting for data")
-    slow, idle, _ = method.jobs(run)
+    slow, idle, untold, _ = method.jobs(run)
     waiting, full = (percent(run.one("busy_share", job=job)) for job in ("waiting for data", "large products"))
     wait = f"busy {waiting}"
     if "waiting for data" not in idle and waiting.low < 0.9 * full.value:
         return Verdict("depends", f"{CANNOT_TELL}whether a planted wait for data shows: {wait} {method.counter(run)}")
     if "waiting for data" not in idle:
         return Verdict("does not hold", f"a planted wait for data does not show: {wait} {method.counter(run)}")
+    if untold and not slow:
+        wait = f"{CANNOT_TELL}whether these look busy at less than a tenth of the speed: {', '.join(untold)}; {wait}"
+        return Verdict("depends", f"{wait} while a planted wait for data shows {method.counter(run)}")
     back = f"; but at less than a tenth of the speed these look busy: {', '.join(slow)}" if slow else ""
     return Verdict("depends" if slow else "holds", f"a planted wait for data shows: {wait}{back} {method.counter(run)}")
 
@@ -57,7 +75,9 @@ def _(evidence: Records) -> Verdict:
         return Verdict("needs N GPUs", f"without cuDNN, as a control: {said}; new shapes take {new} as long", "")
     if fixed.low > 1 or (within(fixed) and changing.low > 1):
         return Verdict("does not hold", said)
-    return Verdict("holds", said) if fixed.high < 1 and changing.low <= 1 else Verdict("depends", CANNOT_TELL + said)
+    if fixed.high < 1 and changing.high < GAIN:
+        return Verdict("holds", said)
+    return Verdict("depends", said if fixed.high < 1 < changing.low else CANNOT_TELL + said)
 
 
 @verdict("B47")
@@ -75,7 +95,9 @@ def _(evidence: Records) -> Verdict:
     agree = "is within 5 % of kit.measure" if all(map(within, apart.values())) else "is not shown to be 5 % off"
     because = (f"on {len(apart)} functions Timer {agree}, at worst {worst}; batch {large} gives {change} the samples "
                f"per second of batch {small}, which the small one alone does not tell")  # fmt: skip
-    return Verdict("depends" if differs(change) else "holds", because)
+    if within(change):
+        return judged([within(r) for r in apart.values()], [False] * len(apart), because)
+    return Verdict("depends", because if differs(change) else CANNOT_TELL + because)
 
 
 @verdict("C03")
@@ -96,7 +118,9 @@ def _(evidence: Records) -> Verdict:
     step = (run.where("step_s", mode="no_sync") or run.where("step_s", mode="train"))[0]
     mfu = estimate([100 * flop / (peak * s) for s in step.samples], "%")
     said = f"its {flop / 1e6:.1f} MFLOP per step reach {mfu} of the best rate here, without any exchange of gradients"
-    return Verdict("does not hold" if mfu.high < 100 * method.SLOW else "depends", said)
+    if mfu.high < 100 * method.SLOW:
+        return Verdict("does not hold", said)
+    return Verdict("depends", said if mfu.low >= 100 * method.SLOW else CANNOT_TELL + said)
 
 
 @verdict("C06")
@@ -106,9 +130,9 @@ def _(evidence: Records) -> Verdict:
             for free, copied, how in found.values()]  # fmt: skip
     if not method.on_gpu(evidence):
         return Verdict("needs N GPUs", f"on an emulated queue it sees {said[-1]}", "")
-    right = [share.low >= 95 for *shares, _ in found.values() for share in shares]
+    shares = [share for *both, _ in found.values() for share in both]
     told = "; ".join(f"{model}: it sees {share}" for model, share in zip(found, said, strict=True))
-    return Verdict("holds" if all(right) else "depends" if any(right) else "does not hold", told)
+    return judged([s.low >= 95 for s in shares], [s.high < 95 for s in shares], told)
 
 
 @verdict("C07")
@@ -133,8 +157,11 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     found = method.between_ranks(evidence)
     said = ", ".join(f"{more} ({model})" for model, more in found.items())
-    near, apart = all(more.high <= 1 for more in found.values()), any(more.low > 1 for more in found.values())
-    shown = "any of them will do" if near else "it matters which of them is asked" if apart else "cannot be told to 1 %"
+    near = all(more.high <= method.APART for more in found.values())
+    apart = any(more.low > method.APART for more in found.values())
+    shown = f"cannot be told to {method.APART:.0f} %"
+    if near or apart:
+        shown = "any of them will do" if near else "it matters which of them is asked"
     return Verdict("does not hold" if apart else "depends", f"with equal work the slowest rank prints {said} more than "
                    f"the fastest: {shown}. The job takes what the slowest does; with unequal work see notebook 11, "
                    "way 11")  # fmt: skip
@@ -160,7 +187,7 @@ def _(evidence: Records) -> Verdict:
     small, large = method.accuracy_at_ends(last(evidence, "lr_scaling", "test_accuracy", rule="same"))
     lost = gain(large, small)
     said = f"equal epochs, {large.case['factor']} x the batch of {small.case['batch']}: accuracy {lost}"
-    if within(lost, 1.0, 0.0):
+    if within(lost, method.POINT, 0.0):
         return Verdict("holds", f"{said}, so that seconds for equal epochs can be compared")
     if not differs(lost, 0):
         return Verdict("depends", f"{CANNOT_TELL}{said}; compare seconds to one accuracy")
@@ -172,14 +199,17 @@ def _(evidence: Records) -> Verdict:
     step = method.steps_alone(evidence)
     inside = method.faster(step, 256, 32)
     said = f"from batch 32 to 256: {inside} the samples per second"
+    if within(inside):
+        return Verdict("does not hold", f"{said}: as many, within 5 %")
     if not differs(inside):
-        if within(inside):
-            return Verdict("does not hold", f"{said}: as many, within 5 %")
         return Verdict("depends", CANNOT_TELL + said)
     if max(step) <= 256:
         raise LookupError("launch('batch_size') with batches beyond 256 is needed, to see where the curve bends")
     beyond = method.faster(step, max(step), 256)
-    return Verdict("depends" if beyond.low > 1 else "holds", f"{said}; from 256 to {max(step)} another {beyond}")
+    said += f"; from 256 to {max(step)} another {beyond}"
+    if beyond.high < GAIN:  # the curve is shown to have bent
+        return Verdict("holds", said)
+    return Verdict("depends", said if beyond.low > 1 else CANNOT_TELL + said)
 
 
 @verdict("C22")
@@ -201,7 +231,8 @@ def _(evidence: Records) -> Verdict:
     change, moved = method.faster(step, max(step), min(step)), gain(large, small)
     because = (f"from batch {min(step)} to {max(step)}: {change} the samples per second; from {small.case['batch']} to "
                f"{large.case['batch']}, equal epochs and learning rate: accuracy (for stability) {moved}")  # fmt: skip
-    return Verdict(("does not hold", "depends", "holds")[differs(change) + differs(moved, 0)], because)
+    right = [differs(change), differs(moved, 0)]
+    return judged(right, [within(change), within(moved, method.POINT, 0.0)], because)
 
 
 @verdict("E23")
@@ -213,8 +244,8 @@ def _(evidence: Records) -> Verdict:
     shares = [estimate([100 * s for s in samples], "%") for samples in (low, high)]
     because = (f"batch {batches[0]} to {batches[-1]} per rank: scaling efficiency {shares[0]} to {shares[1]}, "
                f"activations {kept[0] / 1e6:.2g} to {kept[1] / 1e6:.2g} MB")  # fmt: skip
-    right = (paired_ratio(high, low).low > 1) + (kept[1] > kept[0])
-    return Verdict(("does not hold", "depends", "holds")[right], because)
+    raised = paired_ratio(high, low)
+    return judged([raised.low > 1, kept[1] > kept[0]], [raised.high < GAIN, kept[1] <= kept[0]], because)
 
 
 @verdict("E24")
@@ -232,8 +263,7 @@ def _(evidence: Records) -> Verdict:
         gains.append(gain(best, same))
         said.append(f"{k} x the batch: {gains[-1]} ({best.case['rule']})")
     big = max(run.where("test_accuracy", rule="linear, warm-up"), key=lambda r: r.case["factor"])
-    lost, better = gain(big, small), [g.low > 0 for g in gains]
-    word = "does not hold" if not any(better) else "holds" if all(better) else "depends"
+    lost = gain(big, small)
     because = (f"SGD, accuracy with the best higher rate against the same one: {', '.join(said)}; how much higher is "
                f"another question: linear with warm-up at {big.case['factor']} x the batch: {lost}")  # fmt: skip
-    return Verdict(word, because)
+    return judged([g.low > 0 for g in gains], [g.high < method.POINT for g in gains], because)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable
+from typing import NamedTuple
 
-from labs.kit.claims import last, model_of, percent, ratio, runs
+from labs.kit.claims import GAIN, last, model_of, percent, ratio, runs
 from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.record import Record, Records
 
 SLOW = 0.1  # of the best rate: an order of magnitude is missing
+APART = 100 * (GAIN - 1)  # % by which times differ that are not the same
+POINT = 1.0  # of accuracy: up to which a change is none
 RUNGS = ("as printed", "data outside", "synchronise", "warm up", "median of steps")
 ARTICLES_STEPS = 100
 AS_THE_ARTICLE = ("x.to(device)", ARTICLES_STEPS)
@@ -36,18 +39,31 @@ def counter(run: Records) -> str:
     return f"(read here: {name}{'' if name.startswith('NVML') else ', not the counter of a GPU'})"
 
 
-def jobs(run: Records) -> tuple[list[str], list[str], str]:
-    """Jobs that look as busy as the large products and are slow, jobs that look idle, and all of them in words."""
+class Jobs(NamedTuple):
+    """What a counter of busy time says of each job, and how fast it is; names of jobs."""
+
+    slow: list[str]
+    """Surely look as busy as the large products, and surely are slow."""
+    idle: list[str]
+    """Surely look idle."""
+    untold: list[str]
+    """May be slow, and not be seen to be."""
+    said: str
+    """All of them in words."""
+
+
+def jobs(run: Records) -> Jobs:
+    """Every job of this run."""
     full = percent(run.one("busy_share", job="large products")).value
-    slow, idle, said = [], [], []
+    slow, idle, untold, said = [], [], [], []
     for r in run.where("busy_share"):
         job, busy, speed = r.case["job"], percent(r), percent(run.one("share_of_peak", job=r.case["job"]))
         if busy.high < 0.9 * full:
             idle.append(job)
-        elif speed.high < 100 * SLOW:
-            slow.append(job)
+        elif speed.low < 100 * SLOW:
+            (slow if speed.high < 100 * SLOW and busy.low >= 0.9 * full else untold).append(job)
         said.append(f"{job}: busy {busy.value:.0f} %, speed {speed.value:.3g} %")
-    return slow, idle, "; ".join(said)
+    return Jobs(slow, idle, untold, "; ".join(said))
 
 
 # -- labs.timing
@@ -168,8 +184,8 @@ def _spread(evidence: Records) -> bool:
 
 
 def _slowest_rank(evidence: Records) -> bool:
-    """Whether ranks print times that are more than 1 % apart."""
-    return any(r.low > 1 for r in between_ranks(evidence).values())
+    """Whether ranks print times that are more than APART apart."""
+    return any(r.low > APART for r in between_ranks(evidence).values())
 
 
 def _in_turn(evidence: Records) -> bool:

@@ -55,19 +55,20 @@ def _(evidence: Records) -> Verdict:
         if len(some) < 2:
             raise LookupError("launch('dataloader') with two numbers of workers is needed")
         few, more = some[0], max(some[1:], key=lambda n: rates[n].value)
-        share, cure = shares[model][few], quotient(rates[more], rates[few])
+        share, cures = shares[model][few], {n: quotient(rates[n], rates[few]) for n in some[1:]}
+        cure = cures[more]
         said.append((share.value, f"{model} waits {share} with {counted(few)}, {counted(more)} give {cure} the rate"))
-        if share.high < WAITS:
-            continue  # "may be the cause": not here, which says nothing about the cure
-        right.append(share.low > WAITS and cure.low > 1)
-        wrong.append(share.low > WAITS and cure.high < GAIN)
+        if share.low > WAITS:  # "may be the cause": of others it is not shown, which says nothing about the cure
+            right.append(cure.low > 1)
+            wrong.append(all(c.high < GAIN for c in cures.values()))
     if not right:
         return Verdict(
             "depends",
-            f"{CANNOT_TELL}no model here waits for data, so there is nothing to cure: {max(said)[1]}{device(run)}",
+            f"{CANNOT_TELL}no model here is shown to wait for data, so there is nothing to cure: "
+            f"{max(said)[1]}{device(run)}",
         )
     open_ = len(right) - sum(right) - sum(wrong)
-    because = (f"more workers are shown to be the cure for {sum(right)} of {len(right)} models that may wait for data, "
+    because = (f"more workers are shown to be the cure for {sum(right)} of {len(right)} models that wait for data, "
                f"shown not to be for {sum(wrong)}{f', and cannot be told for {open_}' if open_ else ''}: "
                f"{max(said)[1]} ({NO_TURNS}){device(run)}")  # fmt: skip
     untold = "" if any(right) or any(wrong) else CANNOT_TELL
@@ -97,8 +98,8 @@ def _(evidence: Records) -> Verdict:
         n = max(by)
         if 0 not in by or not n:
             raise LookupError("launch('dataloader') with and without workers is needed")
-        if by[0].high < WAITS:
-            continue  # nothing waits: there is nothing to cut
+        if by[0].low <= WAITS:
+            continue  # it is not shown to wait: there is nothing to cut
         fell.append(by[n].high < by[0].low)
         wrong.append(by[0].high - by[n].low < WAITS)
     jobs = {}
@@ -140,7 +141,9 @@ def _(evidence: Records) -> Verdict:
     because = (f"4 workers against none load {sum(faster)} of {len(faster)} sources faster: {loading.ends(every)}; "
                f"with new workers the first batch of an epoch takes {slow} as long")  # fmt: skip
     found = judged(faster, same, because)
-    return Verdict("depends", because) if found.word == "holds" and slow.low > 1 else found
+    if found.word != "holds" or slow.high < GAIN:
+        return found
+    return Verdict("depends", because if slow.low > 1 else CANNOT_TELL + because)
 
 
 @verdict("E09")

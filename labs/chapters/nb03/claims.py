@@ -7,7 +7,7 @@ import inspect
 from torch import nn
 
 from labs.chapters.nb03.claims_scaling import launched, ranks_of  # and the verdicts there
-from labs.kit.claims import Verdict, ends, verdict
+from labs.kit.claims import CANNOT_TELL, GAIN, Verdict, ends, verdict
 from labs.kit.measure import estimate, paired_ratio
 from labs.kit.record import Records
 
@@ -71,9 +71,10 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     facts = launched(evidence, "ddp_facts")
     losses, floor = facts.one("random_label_loss").samples, facts.one("random_label_floor").value
-    last = estimate(losses[len(losses) // 2 :], "nats")
-    return Verdict("does not hold" if last.high > floor - 0.05 else "holds",
-                   f"random labels: loss {last.value:.3f} after {len(losses)} steps; ln 10 = {floor:.3f}")  # fmt: skip
+    last, falls = estimate(losses[len(losses) // 2 :], "nats"), floor - 0.05
+    word = "does not hold" if last.low > falls else "holds" if last.high <= falls else "depends"
+    return Verdict(word, f"{CANNOT_TELL if word == 'depends' else ''}random labels: loss {last.value:.3f} after "
+                         f"{len(losses)} steps; ln 10 = {floor:.3f}")  # fmt: skip
 
 
 @verdict("A15")
@@ -88,10 +89,14 @@ def _(evidence: Records) -> Verdict:
     facts = launched(evidence, "ddp_facts")
     local, (read, unread) = facts.one("last_loss").samples, facts.where("step_s_by_item")
     cost = paired_ratio(read.samples, unread.samples)
-    free = "costs nothing that this run can show" if cost.low <= 1 else "costs time"
+    free = "costs time" if cost.low > 1 else "costs nothing that this run can show"
     if cost.high < 1:  # reading takes no time away: something else differed
         free = "was timed as a gain, which it cannot be: this run cannot tell what it costs"
-    word = "does not hold" if len(set(local)) > 1 or cost.low > 1 else "holds"
+    if len(set(local)) > 1 or cost.low > 1:
+        word = "does not hold"
+    else:
+        word = "holds" if 1 <= cost.high < GAIN else "depends"
+        free += " (this run cannot tell more)" if word == "depends" and cost.high >= 1 else ""
     return Verdict(word, f"each rank prints the loss of its own rows: {', '.join(f'{x:.3f}' for x in local)}. "
                          f"Reading it {free} on this device: steps take {cost} as long")  # fmt: skip
 

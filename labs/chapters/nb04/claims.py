@@ -100,12 +100,13 @@ def _(evidence: Records) -> Verdict:
     exponent, gain = max(gains.items(), key=lambda item: item[1].low)
     fp16_needs, bf16_needs = gain.low > 0, any(c.high < -amp.spread(run, e) for e, c in bf16.items())
     fp16_free = all(g.high < NO_GAIN for g in gains.values())
+    bf16_free = all(c.low > -amp.spread(run, e) for e, c in bf16.items())
     worst = min(bf16.values(), key=lambda c: c.low)
     because = (f"A scaler without autocast runs {100 * without:.0f} % of the layers in 16 bits. It adds {gain} of "
                f"accuracy to FP16 (loss x 2^{exponent}); BF16 without one is at worst {worst} off FP32.")  # fmt: skip
     if without == 0 and fp16_needs and bf16_needs:
         return Verdict("holds", because)
-    if without > 0 or (fp16_free and not bf16_needs):
+    if without > 0 or (fp16_free and bf16_free):
         return Verdict("does not hold", because)
     return Verdict("depends", because if fp16_needs or bf16_needs else CANNOT_TELL.capitalize() + because)
 

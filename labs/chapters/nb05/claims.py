@@ -9,7 +9,7 @@ from labs.chapters.nb05 import claims_allocator as allocator
 from labs.chapters.nb05 import claims_memory as memory
 from labs.chapters.nb05 import claims_recompute as recompute
 from labs.chapters.nb05 import claims_remedies as remedies
-from labs.kit.claims import CANNOT_TELL, GB, Verdict, judged, last, size, verdict, within, word
+from labs.kit.claims import CANNOT_TELL, GAIN, GB, Verdict, judged, last, size, verdict, within, word
 from labs.kit.record import Records
 from labs.parts.remedies.ways_out import HALF
 
@@ -211,9 +211,10 @@ def _(evidence: Records) -> Verdict:
         return Verdict("needs N GPUs", f"{allocator.SIMULATED}: {each}", "")
     if not pattern.short:
         return Verdict("depends", _nothing_short(evidence))
-    right = [avoided and emptying.low <= 1 for avoided in pattern.avoided]
+    right = [avoided and emptying.high < GAIN for avoided in pattern.avoided]
     because = f"a pattern that fragments this GPU's memory {pattern}{allocator.price(evidence)}"
-    return Verdict(word(right, [not avoided for avoided in pattern.avoided]), because)
+    untold = CANNOT_TELL if all(pattern.avoided) and emptying.low <= 1 and emptying.high >= GAIN else ""
+    return Verdict(word(right, [not avoided for avoided in pattern.avoided]), untold + because)
 
 
 @verdict("B38")
