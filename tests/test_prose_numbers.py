@@ -125,7 +125,6 @@ PROSE = """
 10 s6-03: 700 s | 300 s | 2 GB/s: arithmetic
 10 take-home: 30 minutes: datasheet
 10 ex2-00: 20 kB | 1.9 MB: given
-11 s3-00: twice: defined
 11 s3-04: some seconds | half a minute: work
 11 s4-03: 40 kB | 40 MB: arithmetic
 11 s4-09: 20 %: given
