@@ -101,10 +101,10 @@ def throughput(run: Records, guess: Prediction) -> None:
     one, fit = found["single"], batch_size.fit_ends(run)
     bend = batch_size.knee(run)
     if bend and fit.sample_s and fit.fixed_s:
-        half = f"Half of the limit at a batch of {bend.value:.0f}"
+        half = f"half of the limit at a batch of {bend.value:.0f}"
     else:
-        half = f"No {'fixed part of a step' if fit.sample_s else 'cost per sample'} to be seen"
-    message = f"{half}{_more(run)}"
+        half = f"no {'fixed part of a step' if fit.sample_s else 'cost per sample'} to be seen"
+    message = f"One device: {half}{_more(run)}"
     fig, ax = figure(message, xlabel="batch size of each device", ylabel="samples per second", records=run,
                      size=(6.6, 3.5), legend_below=True)  # fmt: skip
     for mode, label in (("single", "one device"), ("ddp", f"{n} devices, DDP")):
