@@ -34,7 +34,7 @@ class Most(Allocated):
         """Called in place of each operation, with this mode switched off."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.most = max(self.most, self.alive())
-        self.largest = max([self.largest, *(n for ref, n in self.storages.values() if not ref.expired())])
+        self.largest = max([self.largest, *(n for _, n in self.storages.values())])  # those alive, by now
         return result
 
 

@@ -77,8 +77,9 @@ class Allocated(TorchDispatchMode):
         return result
 
     def alive(self, but: set[int] = frozenset()) -> int:
-        """Bytes of those that still exist, except for storages with these numbers."""
-        return sum(n for key, (ref, n) in self.storages.items() if key not in but and not ref.expired())
+        """Bytes of those that still exist, except for storages with these numbers. Forgets those that do not."""
+        self.storages = {key: kept for key, kept in self.storages.items() if not kept[0].expired()}
+        return sum(n for key, (_, n) in self.storages.items() if key not in but)
 
 
 @dataclass(frozen=True)
