@@ -148,8 +148,12 @@ def test_a_depends_says_whether_cases_differ_or_nothing_could_be_told():
     no = [False, False, False]
     assert because([True, False, False], [False, True, False]) == "It takes 1 s."
     assert because(no, no) == "This run cannot tell: It takes 1 s."
-    assert because([True, True, False], no).startswith("2 of 3 are shown to hold, of the rest this run cannot tell: ")
-    assert because(no, [True, False, False]).startswith("1 of 3 is shown to be wrong, of the rest this run cannot tell")
+    assert because([True, True, False], no).startswith(
+        "2 of 3 cases are shown to hold, of the rest this run cannot tell: "
+    )
+    assert because(no, [True, False, False]).startswith(
+        "1 of 3 cases is shown to be wrong, of the rest this run cannot tell"
+    )
     assert judged([True], [False], "It").word == "holds" and judged([False], [True], "It").word == "does not hold"
     assert judged([False], [True], "It takes 1 s.").because == "It takes 1 s."
 

@@ -86,7 +86,7 @@ CASES = {
     },
     "D28": {"does not hold": (as_it_is, []), "holds": (accepts_anything, [])},
     "D29": {"does not hold": (build(CUDA), []), "needs 1 GPU": (build(CPU), [])},
-    "E03": {"depends": (build(CPU), [PRODUCT]), "not tried yet": (build(CPU), [])},
+    "E03": {"does not hold": (build(CPU), [PRODUCT]), "not tried yet": (build(CPU), [])},
     "E04": {"depends": (kernels(None), []), "holds": (kernels("machine code"), [])},
     "E25": {"does not hold": (as_it_is, []), "holds": (without_utilization, [])},
 }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from labs.chapters.nb03 import claims as nb03
 from labs.chapters.nb03 import claims_scaling
-from labs.kit.claims import claims, judge_of, table
+from labs.kit.claims import SIGNS, claims, judge_of, table
 from labs.kit.record import Record, Records
 
 NOISE = (0.998, 1.0, 1.0015, 0.999, 1.001, 1.0005, 0.9995, 1.002)
@@ -241,3 +241,12 @@ def test_a_published_table_turns_its_verdict(monkeypatch):
                              {"model": "VGG-16", "batch": 64, "ranks": n}) for n in (1, 2, 4, 8))  # fmt: skip
     monkeypatch.setattr(claims_scaling, "rtx_3090_images", lambda: growing)
     assert table("03", [], gpus=0, strict=True).verdict("A18").word == HOLDS
+
+
+@pytest.mark.parametrize("claim", ["A01", "A11", "A26", "B01"])
+def test_one_rank_says_nothing_of_ranks_that_are_equal(claim):
+    def on(ranks):
+        return [dataclasses.replace(r, layout=r.layout | {"world_size": ranks}) for r in facts()]
+
+    assert table("03", on(2), gpus=0).verdict(claim).word in SIGNS
+    assert table("03", on(1), gpus=0).verdict(claim).word in ("not tried yet", "needs 2 GPUs")

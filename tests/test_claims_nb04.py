@@ -241,8 +241,8 @@ def test_numbers_of_the_sentences_are_those_of_the_records():
     assert "0 of 4 show a difference" in because("A31") and "FP32's seeds: 0.3 points" in because("A31")
     assert "lose less than 2 %. As a bound it holds; a loss of 2 % was not seen" in because("B11")
     assert "As a bound" not in table("04", training(noisy=BOTH), gpus=0).verdict("B11").because
-    assert "runs 0 % of the layers in 16 bits" in because("A32") and "adds 32.0 points [" in because("A32")
-    assert "loss x 2^-14" in because("A32")
+    assert "runs 0 % of the layers in 16 bits" in because("A32") and "it adds accuracy: " in because("A32")
+    assert "with the loss as it is, 32.0 points [" in because("A32") and "with a loss x 2^-14" in because("A32")
     assert "char_gpt: 15 % of the activations' gradients become 0 without it, 0.1 % with it" in because("E19")
     assert "skips 1 of 3 steps and takes the scale from 4 to 2" in because("E19")
     assert "2 of 2 calls" in because("B08") and "announced as deprecated; 0 do anything on the CPU here" in because(

@@ -235,7 +235,7 @@ def test_numbers_of_the_sentences_are_those_of_the_records():
     assert both.count(" x [") == 3 and neither.count(" x [") == 3
     assert "reach 1.90 x [" in because(
         "D06"
-    ) and "7 of 7 are shown to be 1.7 to 1.9 (1.65 to 1.95, for rounding), 0 shown not" in because("D06")
+    ) and "of 3 measured 3 are shown to be 1.7 to 1.9 (1.65 to 1.95, for rounding), 0 shown not" in because("D06")
     assert "1.84 to 1.90 with DDP on two V100" in because("D06")
     assert "349.2 GB in 16 bits and 2.79 TB" in because("D15") and "35 cards of 80 GB" in because("D15")
     assert "0 of 2 parameter tensors of the first half" in because("D16")

@@ -117,6 +117,14 @@ def test_the_backends_are_compared_on_gpus_alone():
     assert found.verdict("B17").kind == "published"
 
 
+def test_backends_are_compared_at_one_size():
+    nccl, gloo = between_gpus(1e-4, 1e-2)
+    smaller = dataclasses.replace(gloo, case=gloo.case | {"size": 2**10}, samples=STEADY)
+    assert table("07", Records([nccl, smaller]), gpus=0, strict=True).verdict("D13").word == "needs 2 GPUs"
+    told = table("07", Records([nccl, gloo, smaller]), gpus=0, strict=True).verdict("D13")
+    assert told.word == "holds" and "8.4 MB" in told.because
+
+
 def test_every_judged_claim_is_turned_or_documented():
     judged = {c.id for c in claims("07") if registry.judge_of(c)}
     assert judged == set(TURNED) | DOCUMENTED | DATASHEETS == {c.id for c in claims("07")}

@@ -42,7 +42,7 @@ def test_a_message_that_torch_does_not_hold():
 
 def test_a_search_where_there_is_no_code_for_gpus_decides_nothing_about_it():
     said = word("B27", *searched(of_gpu=0))
-    assert said.word == "depends" and "no GPU code in this build" in said.because
+    assert said.word == "needs 1 GPU" and "no GPU code in this build" in said.because
     assert "is there" in word("B27", *searched(message=1, of_gpu=0)).because
 
 
@@ -112,5 +112,5 @@ def test_what_is_found_here():
     assert all(len(r.samples) == installed.PAIRS for r in records.where("exit_code"))
     verdicts = {c: judge(BY_ID[c], records, strict=True).word for c in ("A10", "B27", "B42")}
     gpu_code = records.one("files_with", message=OF_GPU).value > 0
-    assert verdicts["B27"] == ("does not hold" if gpu_code else "depends"), verdicts
+    assert verdicts["B27"] == ("does not hold" if gpu_code else "needs 1 GPU"), verdicts
     assert verdicts["A10"] in ("depends", "does not hold"), verdicts

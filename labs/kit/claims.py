@@ -254,9 +254,8 @@ def _untold(right: Sequence[bool], wrong: Sequence[bool]) -> str:
     if not any(right) and not any(wrong):
         return CANNOT_TELL
     shown, how = (right, "hold") if any(right) else (wrong, "be wrong")
-    return (
-        f"{sum(shown)} of {len(shown)} {'is' if sum(shown) == 1 else 'are'} shown to {how}, of the rest {CANNOT_TELL}"
-    )
+    are = "is" if sum(shown) == 1 else "are"
+    return f"{sum(shown)} of {len(shown)} cases {are} shown to {how}, of the rest {CANNOT_TELL}"
 
 
 def pairs(a: Record, b: Record) -> Estimate:
@@ -302,9 +301,12 @@ def by_a_recorded_gpu(claim: Claim, found: Verdict) -> tuple[Verdict, Records]:
     if found.word.startswith("needs"):
         for records in kept_of_gpus(claim.notebook):
             verdict = judge(claim, records, gpus=0)
-            if verdict.word in SIGNS and not verdict.because.startswith(CANNOT_TELL):
-                where = ", ".join(dict.fromkeys(records.provenance["gpus"]))
+            if verdict.word not in SIGNS:
+                continue
+            where = ", ".join(dict.fromkeys(records.provenance["gpus"]))
+            if not verdict.because.startswith(CANNOT_TELL):
                 return replace(verdict, because=f"on {where}: {verdict.because}"), records
+            found = replace(found, because=f"{found.because}; on {where} {verdict.because}")
     return found, Records()
 
 

@@ -100,13 +100,13 @@ CUDA_11_1 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86"]
 """Machine code in PyTorch 1.8's packages for CUDA 11.1, whose newest target is sm_86."""
 
 
-def _oldest_build() -> tuple[str, str]:
+def _oldest_build(also: str = "") -> tuple[str, str]:
     """Whether PyTorch 1.8 for CUDA 11.1 runs on all cards of the generations from Ampere on: a word, a sentence."""
     cards = {"A100": (8, 0), "RTX 4090": (8, 9), "H100": (9, 0)}
     runs = {name: hardware.runs_on(capability, CUDA_11_1) for name, capability in cards.items()}
     word = "holds" if all(runs.values()) else "depends" if any(runs.values()) else "does not hold"
     yes, no = (", ".join(n for n, how in runs.items() if bool(how) == found) or "none" for found in (True, False))
-    oldest = "The oldest that this allows, PyTorch 1.8 for CUDA 11.1, has machine code up to sm_86."
+    oldest = f"The oldest that this allows, PyTorch 1.8 for CUDA 11.1, has machine code up to sm_86{also}."
     return word, f"{oldest} Of three cards it runs on: {yes}; not on: {no}."
 
 
@@ -117,7 +117,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("C02")
 def _(evidence: Records) -> Verdict:
-    return Verdict(*_oldest_build(), "")
+    return Verdict(*_oldest_build(", its packages for CUDA 10.2 only up to sm_75"), "")
 
 
 @verdict("D01")
@@ -125,7 +125,8 @@ def _(evidence: Records) -> Verdict:
     sizes = {s.gpu: s.memory_gb for s in hardware.specs() if s.memory_gb}
     inside = [g for g, gb in sizes.items() if 8 <= gb <= 24]
     word = "depends" if 0 < len(inside) < len(sizes) else "holds" if inside else "does not hold"
-    because = f"{len(inside)} of the {len(sizes)} cards in the table have; the largest has {max(sizes.values()):g} GB."
+    because = f"{len(inside)} of the {len(sizes)} cards whose memory the table gives have"
+    because += f"; the largest has {max(sizes.values()):g} GB."
     return Verdict(word, because, "published")
 
 
@@ -153,8 +154,10 @@ def _(evidence: Records) -> Verdict:
     if not len(found):
         raise LookupError("the probe's matrix product has not been run")
     where = "a CPU core" if all(r.layout["device"] == "cpu" for r in found) else "a GPU"
-    because = f"It needs a GPU and a driver, too: here a product of torch {hardware.build()['torch']} ran on {where}."
-    return Verdict("depends", because + " The command itself was not run.", "")  # what was measured does not decide it
+    because = (
+        "No installation makes sure of it: it needs a GPU and a driver, too. The command itself was not run; here a"
+    )
+    return Verdict("does not hold", f"{because} product of torch {hardware.build()['torch']} ran on {where}.", "")
 
 
 @verdict("E04")

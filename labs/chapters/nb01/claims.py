@@ -77,7 +77,9 @@ def _(evidence: Records) -> Verdict:
         return Verdict("does not hold", said)
     if fixed.high < 1 and changing.high < GAIN:
         return Verdict("holds", said)
-    return Verdict("depends", said if fixed.high < 1 < changing.low else CANNOT_TELL + said)
+    if changing.low < GAIN:
+        return Verdict("depends", CANNOT_TELL + said)
+    return Verdict("depends", said if differs(fixed) else f"{said}; what fixed shapes gain this run cannot tell")
 
 
 @verdict("B47")
@@ -217,6 +219,7 @@ def _(evidence: Records) -> Verdict:
     found = method.tried(evidence)
     matter, same, untried = (", ".join(n for n, c in found.items() if c is k) for k in (True, False, None))
     said = f"of {len(found)} parts that it lacks, these changed an answer here: {matter or 'none'}"
+    same = same.replace("synchronisation", "synchronisation (in its own loop, which copies each batch: see C06)")
     said += f"; no difference shown: {same}" if same else ""
     said += f"; not tried: {untried}" if untried else ""
     queue = found["synchronisation"] is not None and not method.on_gpu(evidence)

@@ -12,9 +12,17 @@ from labs.kit.measure import estimate, paired_ratio
 from labs.kit.record import Records
 
 
+def facts_of_ranks(evidence: Records) -> Records:
+    """labs.ddp_facts on several ranks. LookupError for one, which is equal to itself."""
+    facts = launched(evidence, "ddp_facts")
+    if ranks_of(facts) < 2:
+        raise LookupError("launch('ddp_facts') on at least 2 ranks is needed")
+    return facts
+
+
 @verdict("A01")
 def _(evidence: Records) -> Verdict:
-    facts = launched(evidence, "ddp_facts")
+    facts = facts_of_ranks(evidence)
     held, model = (facts.one("parameters", where=w).value for w in ("smallest rank", "model"))
     word = "does not hold" if held == model else "holds"
     return Verdict(word, f"every rank holds all {held:,.0f} of {model:,.0f} parameters: replicated, not split")
@@ -55,7 +63,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("A11")
 def _(evidence: Records) -> Verdict:
-    spread = launched(evidence, "ddp_facts").one("parameter_spread", when="after 5 steps").value
+    spread = facts_of_ranks(evidence).one("parameter_spread", when="after 5 steps").value
     word = "holds" if spread == 0 else "does not hold"
     return Verdict(word, f"after 5 steps of Adam the ranks' parameters differ by {spread:g}")
 
@@ -73,7 +81,8 @@ def _(evidence: Records) -> Verdict:
     losses, floor = facts.one("random_label_loss").samples, facts.one("random_label_floor").value
     last, falls = estimate(losses[len(losses) // 2 :], "nats"), floor - 0.05
     word = "does not hold" if last.low > falls else "holds" if last.high <= falls else "depends"
-    return Verdict(word, f"{CANNOT_TELL if word == 'depends' else ''}random labels: loss {last.value:.3f} after "
+    untold = CANNOT_TELL if word == "depends" else ""
+    return Verdict(word, f"{untold}random labels: median loss {last.value:.3f} over the last half of "
                          f"{len(losses)} steps; ln 10 = {floor:.3f}")  # fmt: skip
 
 
@@ -103,7 +112,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("A26")
 def _(evidence: Records) -> Verdict:
-    facts = launched(evidence, "ddp_facts")
+    facts = facts_of_ranks(evidence)
     held, model = (facts.one("parameters", where=w).value for w in ("smallest rank", "model"))
     even = held == model and len(set(facts.one("rows_in_forward").samples)) == 1
     gathered = sum(r.value for r in evidence.where("bytes_per_step", way="dp gather"))
@@ -120,7 +129,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("B01")
 def _(evidence: Records) -> Verdict:
-    facts = launched(evidence, "ddp_facts")
+    facts = facts_of_ranks(evidence)
     before, after, later = (
         facts.one("parameter_spread", when=w).value for w in ("before DDP", "after DDP", "after 5 steps")
     )
@@ -137,7 +146,8 @@ def _(evidence: Records) -> Verdict:
     parts = [[r for r in held if r.case["gradient_as_bucket_view"] is view and r.value] for view in (False, True)]
     counts = {len(p) for p in parts}
     word = "holds" if counts == {3} else "does not hold" if 3 not in counts else "depends"
-    return Verdict(word, f"{ends([str(n) for n in sorted(counts)])} parts here, by the settings of DDP (MB): "
+    return Verdict(word, f"{ends([str(n) for n in sorted(counts)])} parts here, by gradient_as_bucket_view and "
+                   "optimizer (Adam without it, SGD with it; MB, the first): "
                    + ", ".join(f"{r.case['part']} {r.value / 1e6:.2f}" for r in parts[0]))  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from labs.chapters.nb04 import claims_amp as amp
 from labs.chapters.nb04 import claims_amp_step as amp_step
 from labs.kit.claims import CANNOT_TELL, Verdict, judged, last, verdict, within, word
 from labs.kit.claims import ends as ends_of
-from labs.kit.measure import differs
+from labs.kit.measure import Estimate, differs
 from labs.kit.record import Records
 from labs.parts.precision import amp_report, matmul_ladder, published_speed
 from labs.parts.sources import on_gpus
@@ -55,7 +55,8 @@ def _(evidence: Records) -> Verdict:
     least = fixed + amp.bytes_of(run, s, "activations", "fp32") / 2
     both = "; ".join(f"{s}: {s.fp32 / 1e9:.1f} GB become {s.lowered / 1e9:.1f} GB" for s in steps)
     because = (f"{both}. States and 16-bit copies take {fixed / 1e9:.1f} GB whatever the batch: with every activation "
-               f"halved {least / 1e9:.1f} GB would be left.")  # fmt: skip
+               f"halved {least / 1e9:.1f} GB would be left. All categories added up: with gradients dropped before "
+               "forward the peak is lower (D03).")  # fmt: skip
     return Verdict(word(halved, [not h for h in halved]), because, "modelled")
 
 
@@ -89,6 +90,15 @@ def _(evidence: Records) -> Verdict:
     return judged(right, wrong, because)
 
 
+def _added(gains: dict[int, Estimate]) -> str:
+    """What a scaler adds, by the factor of the loss, the loss as it is first."""
+    said = (
+        f"{gain} with {'the loss as it is' if e == 0 else f'a loss x 2^{e}'}"
+        for e, gain in sorted(gains.items(), reverse=True)
+    )
+    return f"accuracy: {', '.join(said)}"
+
+
 @verdict("A32")
 def _(evidence: Records) -> Verdict:
     run = amp.trained(evidence)
@@ -97,13 +107,13 @@ def _(evidence: Records) -> Verdict:
         raise LookupError("launch('amp_training') with bf16 is needed")
     case = {"order": "scaler, no autocast"}
     without = last(evidence, "loss_scaling", "lowered_share", **case).where("lowered_share", **case)[0].value
-    exponent, gain = max(gains.items(), key=lambda item: item[1].low)
+    gain = max(gains.values(), key=lambda g: g.low)
     fp16_needs, bf16_needs = gain.low > 0, any(c.high < -amp.spread(run, e) for e, c in bf16.items())
     fp16_free = all(g.high < NO_GAIN for g in gains.values())
     bf16_free = all(c.low > -amp.spread(run, e) for e, c in bf16.items())
     worst = min(bf16.values(), key=lambda c: c.low)
-    because = (f"A scaler without autocast runs {100 * without:.0f} % of the layers in 16 bits. It adds {gain} of "
-               f"accuracy to FP16 (loss x 2^{exponent}); BF16 without one is at worst {worst} off FP32.")  # fmt: skip
+    because = (f"A scaler without autocast runs {100 * without:.0f} % of the layers in 16 bits. To FP16 it adds "
+               f"{_added(gains)}; BF16 without one is at worst {worst} off FP32.")  # fmt: skip
     if without == 0 and fp16_needs and bf16_needs:
         return Verdict("holds", because)
     if without > 0 or (fp16_free and bf16_free):
@@ -119,14 +129,14 @@ def _(evidence: Records) -> Verdict:
     overflowed = amp_step.tried(evidence, order)[order]
     infinite, skipped, scales, expected = (trace[m].samples for m in amp_step.TRACED)
     caught = skipped == infinite and scales == expected and all(t.fine for t in overflowed)
-    exponent, gain = max(gains.items(), key=lambda item: item[1].low)
+    gain = max(gains.values(), key=lambda g: g.low)
     right = [caught, gain.low > 0, *(scaled < plain / 2 for plain, scaled, _ in flushed)]
     wrong = [not caught, gain.high < NO_GAIN, *(scaled >= plain for plain, scaled, _ in flushed)]
     halved = [f"{a:.0f} to {b:.0f}" for a, b in pairwise(scales) if b < a]
     underflow = [f"{model}: {plain:.2g} % of the activations' gradients become 0 without it, {scaled:.2g} % with it. "
                  for plain, scaled, model in flushed[:1]]  # fmt: skip
     then = f"{sum(skipped):.0f} of {len(skipped)} steps and takes the scale from {' and '.join(halved) or 'nowhere'}"
-    because = f"{''.join(underflow)}It adds {gain} of accuracy (loss x 2^{exponent}); a planted overflow skips {then}."
+    because = f"{''.join(underflow)}It adds {_added(gains)}; a planted overflow skips {then}."
     return judged(right, wrong, because)
 
 

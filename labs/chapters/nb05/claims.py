@@ -116,6 +116,9 @@ def _(evidence: Records) -> Verdict:
     which = ", ".join(c.scenario for c in found if c.trains) or "none"
     because = (f"without use_reentrant {sum(trains)} of {len(found)} uses train ({which}) and "
                f"{recompute.announces(found)}; with use_reentrant=False {repaired} train, no warning")  # fmt: skip
+    version = recompute.torch_of(evidence)
+    if version and not all(trains):
+        because += f"; this was torch {version}"
     return Verdict(word(trains, [not t for t in trains]), because)
 
 

@@ -123,6 +123,11 @@ def announces(found: list[Called]) -> str:
     return f"{len(texts)} warn" + "".join(f' ("{" ".join(s.split())}")' for s in chosen[:1])
 
 
+def torch_of(evidence: Records) -> str:
+    """The version that `called` is about; "" where the records do not say."""
+    return str(last(evidence, LAB, "raised", variant="left out")[0].provenance.get("torch", "")).partition("+")[0]
+
+
 def called(evidence: Records) -> list[Called]:
     """By scenario, of the last launch. LookupError if none was tried."""
     run = last(evidence, LAB, "raised", variant="left out")

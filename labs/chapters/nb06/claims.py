@@ -46,6 +46,7 @@ def _(evidence: Records) -> Verdict:
     published = parallel.published_speeds()
     speeds = [s.speed for s in found] + [Estimate(v, v, v, 1) for v in published.values()]
     low, high = STATED[0] - ROUNDING, STATED[1] + ROUNDING
+    n = len(found)
     right = [low <= s.low and s.high <= high for s in speeds]
     wrong = [s.high < low or s.low > high for s in speeds]
     ideal = [f"{c} ({chain})" for chain, c in parallel.ceilings(evidence).items()]
@@ -53,9 +54,9 @@ def _(evidence: Records) -> Verdict:
     here = "; ".join(s.timed for s in found)
     values = ends([f"{v:.2f}" for v in sorted(published.values())])
     because = (
-        f"{sum(right)} of {len(right)} are shown to be 1.7 to 1.9 ({low:g} to {high:g}, for rounding), {sum(wrong)} "
-        f"shown not to: published {values} with DDP on two V100 ({len(published)} models); on "
-        f"{parallel.devices(evidence)} {here}{two}"
+        f"of {n} measured {sum(right[:n])} {'is' if sum(right[:n]) == 1 else 'are'} shown to be 1.7 to 1.9 ({low:g} to "
+        f"{high:g}, for rounding), {sum(wrong[:n])} shown not to: on {parallel.devices(evidence)} {here}{two}. "
+        f"Published, without intervals: {values} with DDP on two V100 ({len(published)} models)"
     )
     return judged(right, wrong, because)
 

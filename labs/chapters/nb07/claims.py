@@ -9,7 +9,7 @@ from labs import bucket_overlap, gradient_compression, slow_link
 from labs.kit import hardware
 from labs.kit.claims import CANNOT_TELL, Verdict, ends, in_general, judged, last, size, verdict, word
 from labs.kit.measure import Estimate, estimate
-from labs.kit.record import Records
+from labs.kit.record import Record, Records
 from labs.parts import models
 from labs.parts.communication.compression import WAYS
 from labs.parts.communication.wire import NO_PACE
@@ -209,18 +209,22 @@ NCCL_OR_GLOO = (
 
 
 def nccl_against_gloo(evidence: Records) -> tuple[str, str] | None:
-    """(word, numbers): is an all-reduce between ranks on GPUs faster with NCCL than with gloo? None until both ran."""
-    found = {}
+    """(word, numbers): is an all-reduce between ranks on GPUs faster with NCCL than with gloo? None until both ran.
+
+    Of the largest size that both were given.
+    """
+    by_size: dict[str, dict[int, Record]] = {"nccl": {}, "gloo": {}}
     for r in evidence.where("seconds", op="all_reduce"):
         if r.lab == "all_reduce_anatomy" and r.layout["device"] == "cuda" and r.layout["world_size"] > 1:
-            found["nccl" if "nccl" in r.layout["backend"] else "gloo"] = r
-    if len(found) < 2:
+            by_size["nccl" if "nccl" in r.layout["backend"] else "gloo"][r.case["size"]] = r
+    both = by_size["nccl"].keys() & by_size["gloo"].keys()
+    if not both:
         return None
-    nccl, gloo = (estimate(found[backend].samples, "s") for backend in ("nccl", "gloo"))
+    nccl, gloo = (estimate(of[max(both)].samples, "s") for of in by_size.values())
     told = "holds" if nccl.high < gloo.low else "does not hold" if gloo.high < nccl.low else "depends"
     untold = CANNOT_TELL.capitalize() if told == "depends" else ""
-    return told, (f"{untold}An all-reduce of {size(found['nccl'].case['size'])} takes {nccl} with NCCL, {gloo} with "
-                  "gloo (two ranks on one GPU).")  # fmt: skip
+    return told, (f"{untold}An all-reduce of {size(max(both))} takes {nccl} with NCCL between GPUs, {gloo} with gloo "
+                  "(two ranks on one GPU).")  # fmt: skip
 
 
 @verdict("B17")

@@ -65,7 +65,8 @@ def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "spawn passes the rank first")
     ranks, _ = met(evidence)
     return Verdict("depends" if works else "does not hold", f"What spawn calls works on one machine ({line}). On two "
-                   f"machines {ranks} ranks met under a torchrun each, which also starts ranks again.")  # fmt: skip
+                   f"machines made out of this one {ranks} ranks met under a torchrun each, which also starts ranks "
+                   "again.")  # fmt: skip
 
 
 @verdict("A24")

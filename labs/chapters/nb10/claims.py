@@ -66,8 +66,7 @@ def _(evidence: Records) -> Verdict:
         return Verdict("depends", f'{searched}: "{holding[0]}" is there; no GPUs of two kinds were tried')
     nowhere = f"{searched}: no part of this message is there, in Python (DDP and torch.amp among it) or in a library"
     if not run.one("files_with", message=OF_GPU).value:
-        return Verdict("depends", f"{nowhere}. There is no GPU code in this build, only libraries for the CPU: what a "
-                                  "CUDA build's libraries hold is not decided here")  # fmt: skip
+        return Verdict("needs N GPUs", f"{nowhere}. There is no GPU code in this build, only libraries for the CPU", "")
     return Verdict("does not hold", f"{nowhere}, those for GPUs included; GPUs of two kinds were not tried")
 
 
@@ -89,14 +88,14 @@ def _(evidence: Records) -> Verdict:
         return Verdict("depends", CANNOT_TELL + because)
     if not lines:
         return Verdict("does not hold", "set within the program, before the group was made, it printed nothing")
-    said = f"set within the program, before the group was made, it printed {lines} lines for 10 all-reduces"
+    said = f"set within the program, before the group was made, it printed {lines} lines for 10 all-reduces of one rank"
     late = others.get("after the first all-reduce", 1) == 0
     more = "; set after the first all-reduce it prints nothing" if late else ""
     if timed and not late:
         return Verdict("holds", f"{said}, {timed} with a time")
     if timed:
         return Verdict("depends", f"{said}, {timed} with a time{more}")
-    return Verdict("depends", f"{said}, none with a time: how ranks are connected, not how fast{more}")
+    return Verdict("depends", f"{said}, none with ms, us or GB/s: how a group is set up, not how fast{more}")
 
 
 @verdict("B42")
