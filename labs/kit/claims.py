@@ -236,15 +236,22 @@ def judged(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str
     LookupError without a comparison.
     """
     found = word(right, wrong)
-    untold = _untold(right, wrong) if found == "depends" else ""
-    if untold and because[:1].isupper():  # a chapter that writes whole sentences
-        untold = untold[0].upper() + untold[1:]
-    return Verdict(found, untold + because, kind)
+    return Verdict(found, _before(_untold(right, wrong) if found == "depends" else "", because), kind)
 
 
 def in_general(right: Sequence[bool], wrong: Sequence[bool], because: str, kind: str = "measured") -> Verdict:
     """`judged` for a statement about every case: one that is shown to be wrong refutes it."""
     return judged(right, [any(wrong)] * len(wrong), because, kind)
+
+
+def depends(shown: bool, because: str, kind: str = "measured") -> Verdict:
+    """ "depends", because cases are shown to differ; else because this run cannot tell."""
+    return Verdict("depends", _before("" if shown else CANNOT_TELL, because), kind)
+
+
+def _before(untold: str, because: str) -> str:
+    """`untold` begins the reason, as a sentence where the chapter writes whole ones."""
+    return (untold[:1].upper() + untold[1:] if because[:1].isupper() else untold) + because
 
 
 def _untold(right: Sequence[bool], wrong: Sequence[bool]) -> str:

@@ -97,7 +97,8 @@ def _(evidence: Records) -> Verdict:
 
 
 CUDA_11_1 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86"]
-"""Machine code in PyTorch 1.8's packages for CUDA 11.1, whose newest target is sm_86."""
+"""Machine code in PyTorch 1.8's packages for CUDA 11.1, whose newest target is sm_86. CUDA 11.0 was the first with
+sm_80 (LLVM, clang/lib/Basic/Cuda.cpp: the toolkit that each target needs), so its other packages stop before."""
 
 
 def _oldest_build(also: str = "") -> tuple[str, str]:
@@ -117,7 +118,7 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("C02")
 def _(evidence: Records) -> Verdict:
-    return Verdict(*_oldest_build(", its packages for CUDA 10.2 only up to sm_75"), "")
+    return Verdict(*_oldest_build(", for CUDA 10.2 none newer than sm_75"), "")
 
 
 @verdict("D01")
@@ -154,10 +155,9 @@ def _(evidence: Records) -> Verdict:
     if not len(found):
         raise LookupError("the probe's matrix product has not been run")
     where = "a CPU core" if all(r.layout["device"] == "cpu" for r in found) else "a GPU"
-    because = (
-        "No installation makes sure of it: it needs a GPU and a driver, too. The command itself was not run; here a"
-    )
-    return Verdict("does not hold", f"{because} product of torch {hardware.build()['torch']} ran on {where}.", "")
+    because = (f"No installation makes sure of it: it needs a GPU and a driver, too. The command itself was not run; "
+               f"here a product of torch {hardware.build()['torch']} ran on {where}.")  # fmt: skip
+    return Verdict("does not hold", because, "")
 
 
 @verdict("E04")

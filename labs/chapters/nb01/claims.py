@@ -7,6 +7,7 @@ from labs.kit.claims import (
     CANNOT_TELL,
     GAIN,
     Verdict,
+    depends,
     gain,
     judged,
     last,
@@ -37,13 +38,13 @@ def _(evidence: Records) -> Verdict:
     slow, idle, untold, _ = method.jobs(run)
     waiting, full = (percent(run.one("busy_share", job=job)) for job in ("waiting for data", "large products"))
     wait = f"busy {waiting}"
-    if "waiting for data" not in idle and waiting.low < 0.9 * full.value:
-        return Verdict("depends", f"{CANNOT_TELL}whether a planted wait for data shows: {wait} {method.counter(run)}")
+    if "waiting for data" not in idle and waiting.low < method.BUSY * full.value:
+        return depends(False, f"whether a planted wait for data shows: {wait} {method.counter(run)}")
     if "waiting for data" not in idle:
         return Verdict("does not hold", f"a planted wait for data does not show: {wait} {method.counter(run)}")
     if untold and not slow:
-        wait = f"{CANNOT_TELL}whether these look busy at less than a tenth of the speed: {', '.join(untold)}; {wait}"
-        return Verdict("depends", f"{wait} while a planted wait for data shows {method.counter(run)}")
+        wait = f"whether these look busy at less than a tenth of the speed: {', '.join(untold)}; {wait}"
+        return depends(False, f"{wait} while a planted wait for data shows {method.counter(run)}")
     back = f"; but at less than a tenth of the speed these look busy: {', '.join(slow)}" if slow else ""
     return Verdict("depends" if slow else "holds", f"a planted wait for data shows: {wait}{back} {method.counter(run)}")
 
@@ -78,8 +79,8 @@ def _(evidence: Records) -> Verdict:
     if fixed.high < 1 and changing.high < GAIN:
         return Verdict("holds", said)
     if changing.low < GAIN:
-        return Verdict("depends", CANNOT_TELL + said)
-    return Verdict("depends", said if differs(fixed) else f"{said}; what fixed shapes gain this run cannot tell")
+        return depends(False, said)
+    return depends(True, said if differs(fixed) else f"{said}; what fixed shapes gain this run cannot tell")
 
 
 @verdict("B47")
@@ -99,7 +100,7 @@ def _(evidence: Records) -> Verdict:
                f"per second of batch {small}, which the small one alone does not tell")  # fmt: skip
     if within(change):
         return judged([within(r) for r in apart.values()], [False] * len(apart), because)
-    return Verdict("depends", because if differs(change) else CANNOT_TELL + because)
+    return depends(differs(change), because)
 
 
 @verdict("C03")
@@ -122,7 +123,7 @@ def _(evidence: Records) -> Verdict:
     said = f"its {flop / 1e6:.1f} MFLOP per step reach {mfu} of the best rate here, without any exchange of gradients"
     if mfu.high < 100 * method.SLOW:
         return Verdict("does not hold", said)
-    return Verdict("depends", said if mfu.low >= 100 * method.SLOW else CANNOT_TELL + said)
+    return depends(mfu.low >= 100 * method.SLOW, said)
 
 
 @verdict("C06")
@@ -160,7 +161,7 @@ def _(evidence: Records) -> Verdict:
     found = method.between_ranks(evidence)
     said = ", ".join(f"{more} ({model})" for model, more in found.items())
     near = all(more.high <= method.APART for more in found.values())
-    apart = any(more.low > method.APART for more in found.values())
+    apart = method.slowest_rank(evidence)
     shown = f"cannot be told to {method.APART:.0f} %"
     if near or apart:
         shown = "any of them will do" if near else "it matters which of them is asked"
@@ -181,7 +182,7 @@ def _(evidence: Records) -> Verdict:
     because = f"batch {shortest} has the shortest step; batch {best} does {more} as many samples per second"
     if more.low > 1:
         return Verdict("holds", because)
-    return Verdict("depends", because if more.high < 1 else CANNOT_TELL + because)
+    return depends(more.high < 1, because)
 
 
 @verdict("C12")
@@ -192,8 +193,8 @@ def _(evidence: Records) -> Verdict:
     if within(lost, method.POINT, 0.0):
         return Verdict("holds", f"{said}, so that seconds for equal epochs can be compared")
     if not differs(lost, 0):
-        return Verdict("depends", f"{CANNOT_TELL}{said}; compare seconds to one accuracy")
-    return Verdict("depends", f"{said} ({percent(small)} and {percent(large)}); compare seconds to one accuracy")
+        return depends(False, f"{said}; compare seconds to one accuracy")
+    return depends(True, f"{said} ({percent(small)} and {percent(large)}); compare seconds to one accuracy")
 
 
 @verdict("C15")
@@ -204,14 +205,14 @@ def _(evidence: Records) -> Verdict:
     if within(inside):
         return Verdict("does not hold", f"{said}: as many, within 5 %")
     if not differs(inside):
-        return Verdict("depends", CANNOT_TELL + said)
+        return depends(False, said)
     if max(step) <= 256:
         raise LookupError("launch('batch_size') with batches beyond 256 is needed, to see where the curve bends")
     beyond = method.faster(step, max(step), 256)
     said += f"; from 256 to {max(step)} another {beyond}"
     if beyond.high < GAIN:  # the curve is shown to have bent
         return Verdict("holds", said)
-    return Verdict("depends", said if beyond.low > 1 else CANNOT_TELL + said)
+    return depends(beyond.low > 1, said)
 
 
 @verdict("C22")
@@ -219,12 +220,11 @@ def _(evidence: Records) -> Verdict:
     found = method.tried(evidence)
     matter, same, untried = (", ".join(n for n, c in found.items() if c is k) for k in (True, False, None))
     said = f"of {len(found)} parts that it lacks, these changed an answer here: {matter or 'none'}"
-    same = same.replace("synchronisation", "synchronisation (in its own loop, which copies each batch: see C06)")
     said += f"; no difference shown: {same}" if same else ""
     said += f"; not tried: {untried}" if untried else ""
-    queue = found["synchronisation"] is not None and not method.on_gpu(evidence)
+    queue = found[method.SYNCHRONISATION] is not None and not method.on_gpu(evidence)
     said += "; the queue is emulated" if queue else ""
-    return Verdict("does not hold", said) if matter else Verdict("depends", CANNOT_TELL + said)
+    return Verdict("does not hold", said) if matter else depends(False, said)
 
 
 @verdict("E22")

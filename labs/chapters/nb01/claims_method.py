@@ -12,6 +12,7 @@ from labs.kit.measure import Estimate, differs, estimate
 from labs.kit.record import Record, Records
 
 SLOW = 0.1  # of the best rate: an order of magnitude is missing
+BUSY = 0.9  # of the share for which the large products look busy: from here a job looks as busy
 APART = 100 * (GAIN - 1)  # % by which times differ that are not the same
 POINT = 1.0  # of accuracy: up to which a change is none
 RUNGS = ("as printed", "data outside", "synchronise", "warm up", "median of steps")
@@ -58,10 +59,10 @@ def jobs(run: Records) -> Jobs:
     slow, idle, untold, said = [], [], [], []
     for r in run.where("busy_share"):
         job, busy, speed = r.case["job"], percent(r), percent(run.one("share_of_peak", job=r.case["job"]))
-        if busy.high < 0.9 * full:
+        if busy.high < BUSY * full:
             idle.append(job)
         elif speed.low < 100 * SLOW:
-            (slow if speed.high < 100 * SLOW and busy.low >= 0.9 * full else untold).append(job)
+            (slow if speed.high < 100 * SLOW and busy.low >= BUSY * full else untold).append(job)
         said.append(f"{job}: busy {busy.value:.0f} %, speed {speed.value:.3g} %")
     return Jobs(slow, idle, untold, "; ".join(said))
 
@@ -183,7 +184,7 @@ def _spread(evidence: Records) -> bool:
     return statistics.fmean(off) > 0.05
 
 
-def _slowest_rank(evidence: Records) -> bool:
+def slowest_rank(evidence: Records) -> bool:
     """Whether ranks print times that are more than APART apart."""
     return any(r.low > APART for r in between_ranks(evidence).values())
 
@@ -205,13 +206,14 @@ def _baseline(evidence: Records) -> bool:
     return differs(ratio(*(run.one("step_s", mode=m, batch=first) for m in ("ddp", "single"))))
 
 
+SYNCHRONISATION = "synchronisation (in its own loop, which copies each batch: see C06)"
 PARTS: dict[str, Callable[[Records], bool]] = {
     "a baseline on one rank": _baseline,
     "a warm-up": lambda evidence: any_differs(repaired(evidence, "warm up")),
-    "synchronisation": lambda evidence: seen(evidence, *AS_THE_ARTICLE).high < 95,
+    SYNCHRONISATION: lambda evidence: seen(evidence, *AS_THE_ARTICLE).high < 95,
     "repeats": _repeats,
     "a spread": _spread,
-    "the slowest rank": _slowest_rank,
+    "the slowest rank": slowest_rank,
     "taking turns": _in_turn,
 }
 """What the article's method lacks: each says whether it changed an answer. LookupError if it was not tried."""

@@ -8,7 +8,7 @@ import torch
 
 from labs.chapters.nb02 import claims_loading as loading
 from labs.chapters.nb02.claims_loading import WAITS, counted, device, quotient
-from labs.kit.claims import CANNOT_TELL, GAIN, Verdict, judged, last, verdict, word
+from labs.kit.claims import CANNOT_TELL, GAIN, Verdict, depends, judged, last, verdict, word
 from labs.kit.measure import differs
 from labs.kit.record import Records
 
@@ -62,11 +62,8 @@ def _(evidence: Records) -> Verdict:
             right.append(cure.low > 1)
             wrong.append(all(c.high < GAIN for c in cures.values()))
     if not right:
-        return Verdict(
-            "depends",
-            f"{CANNOT_TELL}no model here is shown to wait for data, so there is nothing to cure: "
-            f"{max(said)[1]}{device(run)}",
-        )
+        nothing = "no model here is shown to wait for data, so there is nothing to cure"
+        return depends(False, f"{nothing}: {max(said)[1]}{device(run)}")
     open_ = len(right) - sum(right) - sum(wrong)
     because = (f"several workers are shown to be the cure for {sum(right)} of {len(right)} models that wait for data, "
                f"shown not to be for {sum(wrong)}{f', and cannot be told for {open_}' if open_ else ''}: "
@@ -143,7 +140,7 @@ def _(evidence: Records) -> Verdict:
     found = judged(faster, same, because)
     if found.word != "holds" or slow.high < GAIN:
         return found
-    return Verdict("depends", because if slow.low > 1 else CANNOT_TELL + because)
+    return depends(slow.low > 1, because)
 
 
 @verdict("E09")
@@ -182,5 +179,5 @@ def _(evidence: Records) -> Verdict:
     because = (f"with pin_memory and non_blocking the same bytes come at {overlap} the images per second of plain "
                f".to(device) ({NO_TURNS})")  # fmt: skip
     if not differs(overlap):
-        return Verdict("depends", CANNOT_TELL + because)
+        return depends(False, because)
     return Verdict("does not hold" if overlap.low > 1 else "depends", because)  # fewer would show no saving either

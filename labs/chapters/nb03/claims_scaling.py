@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from labs import crossover, data_parallel
-from labs.kit.claims import CANNOT_TELL, Verdict, in_general, judged, verdict, word
+from labs.kit.claims import CANNOT_TELL, Verdict, depends, in_general, judged, verdict, word
 from labs.kit.measure import Estimate, paired_ratio, unpaired_ratio
 from labs.kit.record import Records
 from labs.parts import models
@@ -112,7 +112,7 @@ def _(evidence: Records) -> Verdict:
     because = f"in {lost} of {len(rows)} cells of the map more ranks are slower than one: measure, then choose"
     if lost:
         return Verdict("holds", because)
-    return Verdict("depends", because if gained == len(rows) else CANNOT_TELL + because)
+    return depends(gained == len(rows), because)
 
 
 @verdict("A28")
@@ -122,9 +122,11 @@ def _(evidence: Records) -> Verdict:
     said = f"{warm:.2f} s here with torch loaded already. Up to {NOTICED_S:g} s seem instantaneous (Nielsen 1993)"
     if cold is not None:
         said = f"{cold:.1f} s if every rank imports torch first, as under torchrun; {said}"
-    # without that import a short start of ours says nothing of torchrun's
-    refuted = cold is not None and cold <= NOTICED_S
-    return Verdict("holds" if max(warm, cold or 0.0) > NOTICED_S else "does not hold" if refuted else "depends", said)
+    if warm > NOTICED_S:
+        return Verdict("holds", said)
+    if cold is None:  # a short start of ours says nothing of torchrun's
+        return Verdict("depends", said)
+    return Verdict("holds" if cold > NOTICED_S else "does not hold", said)
 
 
 @verdict("A29")
@@ -152,7 +154,7 @@ def _(evidence: Records) -> Verdict:
                f"{len(cells)} models and batches; without the link's bandwidth {alone:.0%}, without the computing "
                f"{link:.0%}")  # fmt: skip
     if min(c.high for c in cells) >= max(c.low for c in cells):
-        return Verdict("depends", f"{CANNOT_TELL}no speed-up of the map surely differs from another; {because}")
+        return depends(False, f"no speed-up of the map surely differs from another; {because}")
     return Verdict("holds" if both > max(MOSTLY, alone + MORE, link + MORE) else "depends", because)
 
 
@@ -200,9 +202,7 @@ def _(evidence: Records) -> Verdict:
     ends = [(by_batch[0], by_batch[-1]) for by_batch in widths.values()]
     half = n / 2  # at half of the ideal speed-up exchanging and waiting take as long as computing
     high = [small.high < half for small, _ in ends]
-    grows = [
-        unpaired_ratio(large, small) for small, large in ends
-    ]  # the speed-up: the rest is a smaller part of a step
+    grows = [unpaired_ratio(large, small) for small, large in ends]  # more speed-up: the rest is less of a step
     wrong = [small.low > half or g.high < 1 for (small, _), g in zip(ends, grows, strict=True)]
     said = [f"{_beside(small, n)} with the smallest batch, {_beside(large, n)} with the largest (width {w})"
             for w, (small, large) in zip(widths, ends, strict=True)]  # fmt: skip
@@ -227,7 +227,7 @@ def _(evidence: Records) -> Verdict:
         return Verdict("needs N GPUs", f"as threads on {ranks_of(runs[0])} CPU cores {because}")
     if min(cnn.low, mlp.low) > 1:
         return Verdict("does not hold", because)
-    return Verdict("depends", because if min(cnn.high, mlp.high) < 1 else CANNOT_TELL + because)
+    return depends(min(cnn.high, mlp.high) < 1, because)
 
 
 def dp_over_ddp(run: Records) -> Estimate:

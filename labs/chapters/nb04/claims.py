@@ -8,7 +8,7 @@ from itertools import pairwise
 from labs import amp_memory
 from labs.chapters.nb04 import claims_amp as amp
 from labs.chapters.nb04 import claims_amp_step as amp_step
-from labs.kit.claims import CANNOT_TELL, Verdict, judged, last, verdict, within, word
+from labs.kit.claims import Verdict, depends, judged, last, verdict, within, word
 from labs.kit.claims import ends as ends_of
 from labs.kit.measure import Estimate, differs
 from labs.kit.record import Records
@@ -118,7 +118,7 @@ def _(evidence: Records) -> Verdict:
         return Verdict("holds", because)
     if without > 0 or (fp16_free and bf16_free):
         return Verdict("does not hold", because)
-    return Verdict("depends", because if fp16_needs or bf16_needs else CANNOT_TELL.capitalize() + because)
+    return depends(fp16_needs or bf16_needs, because)
 
 
 @verdict("E19")
@@ -178,8 +178,7 @@ def _(evidence: Records) -> Verdict:
                f"after unscale_ {amp_step.said(found['right'])}, before it {amp_step.said(found[order])}.")  # fmt: skip
     if all(worse) or (all(four) and clipped):
         return Verdict("does not hold" if all(worse) else "holds", because)
-    untold = clipped and not any(worse)  # else clipping fails, or a factor does
-    return Verdict("depends", CANNOT_TELL.capitalize() + because if untold else because)
+    return depends(not clipped or any(worse), because)  # clipping fails, or a factor does
 
 
 @verdict("D25")

@@ -9,7 +9,7 @@ from labs.chapters.nb05 import claims_allocator as allocator
 from labs.chapters.nb05 import claims_memory as memory
 from labs.chapters.nb05 import claims_recompute as recompute
 from labs.chapters.nb05 import claims_remedies as remedies
-from labs.kit.claims import CANNOT_TELL, GAIN, GB, Verdict, judged, last, size, verdict, within, word
+from labs.kit.claims import CANNOT_TELL, GAIN, GB, Verdict, depends, judged, last, size, verdict, within, word
 from labs.kit.record import Records
 from labs.parts.remedies.ways_out import HALF
 
@@ -116,9 +116,8 @@ def _(evidence: Records) -> Verdict:
     which = ", ".join(c.scenario for c in found if c.trains) or "none"
     because = (f"without use_reentrant {sum(trains)} of {len(found)} uses train ({which}) and "
                f"{recompute.announces(found)}; with use_reentrant=False {repaired} train, no warning")  # fmt: skip
-    version = recompute.torch_of(evidence)
-    if version and not all(trains):
-        because += f"; this was torch {version}"
+    if found[0].torch and not all(trains):
+        because += f"; this was torch {found[0].torch}"
     return Verdict(word(trains, [not t for t in trains]), because)
 
 
@@ -195,15 +194,15 @@ def _(evidence: Records) -> Verdict:
     if not pattern.gpu:
         return Verdict("needs N GPUs", f"{allocator.SIMULATED}, a fragmenting pattern {pattern}", "")
     if not pattern.short:
-        return Verdict("depends", _nothing_short(evidence))
+        return _nothing_short(evidence)
     because = f"a pattern that fragments this GPU's memory {pattern}{allocator.price(evidence)}"
     return Verdict(word(pattern.avoided, [not a for a in pattern.avoided]), because)
 
 
-def _nothing_short(evidence: Records) -> str:
+def _nothing_short(evidence: Records) -> Verdict:
     """Where nothing ran out of memory, nothing can help against it."""
-    return (f"{CANNOT_TELL}the pattern that is to fragment memory fits on this GPU as it is"
-            f"{allocator.price(evidence)}")  # fmt: skip
+    fits = "the pattern that is to fragment memory fits on this GPU as it is"
+    return depends(False, f"{fits}{allocator.price(evidence)}")
 
 
 @verdict("D22")
@@ -213,7 +212,7 @@ def _(evidence: Records) -> Verdict:
         each = allocator.ways(evidence)[allocator.EACH]
         return Verdict("needs N GPUs", f"{allocator.SIMULATED}: {each}", "")
     if not pattern.short:
-        return Verdict("depends", _nothing_short(evidence))
+        return _nothing_short(evidence)
     right = [avoided and emptying.high < GAIN for avoided in pattern.avoided]
     because = f"a pattern that fragments this GPU's memory {pattern}{allocator.price(evidence)}"
     untold = CANNOT_TELL if all(pattern.avoided) and emptying.low <= 1 and emptying.high >= GAIN else ""
@@ -238,8 +237,7 @@ def _(evidence: Records) -> Verdict:
         told = f"{allocator.SIMULATED}: {allocator.retried(evidence)}; what that costs in time only a GPU can tell"
         return Verdict("needs N GPUs", told, "")
     if not found:
-        because = "of the sizes of memory tried on this GPU none was short, or none was enough"
-        return Verdict("depends", CANNOT_TELL + because)
+        return depends(False, "of the sizes of memory tried on this GPU none was short, or none was enough")
     hidden = [t.slower for t in found if t.slower and t.retries]
     because = f"with less memory than enough, on this GPU: {'; '.join(map(str, found))}"
     if not hidden:

@@ -99,6 +99,8 @@ class Called(NamedTuple):
     """The warning about use_reentrant; empty if there was none."""
     repaired: bool
     """Whether use_reentrant=False neither fails, nor warns, nor leaves a gradient out"""
+    torch: str
+    """Its version; empty where the records do not say."""
 
     @property
     def trains(self) -> bool:
@@ -123,11 +125,6 @@ def announces(found: list[Called]) -> str:
     return f"{len(texts)} warn" + "".join(f' ("{" ".join(s.split())}")' for s in chosen[:1])
 
 
-def torch_of(evidence: Records) -> str:
-    """The version that `called` is about; "" where the records do not say."""
-    return str(last(evidence, LAB, "raised", variant="left out")[0].provenance.get("torch", "")).partition("+")[0]
-
-
 def called(evidence: Records) -> list[Called]:
     """By scenario, of the last launch. LookupError if none was tried."""
     run = last(evidence, LAB, "raised", variant="left out")
@@ -139,8 +136,9 @@ def _called(run: Records, scenario: str) -> Called:
                       ("raised", "parameters_without_gradient", "warnings")}
                      for v in ("left out", "use_reentrant=False"))  # fmt: skip
     announced = next((t for t in out["warnings"].case["texts"] if "use_reentrant" in t), "")
+    version = str(run[0].provenance.get("torch", "")).partition("+")[0]
     return Called(scenario, out["raised"].case["error"], int(out["parameters_without_gradient"].value), announced,
-                  not any(r.value for r in repaired.values()))  # fmt: skip
+                  not any(r.value for r in repaired.values()), version)  # fmt: skip
 
 
 class Long(NamedTuple):

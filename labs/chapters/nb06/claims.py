@@ -7,7 +7,7 @@ import math
 from labs.chapters.nb06 import claims_fit as fit
 from labs.chapters.nb06 import claims_parallel as parallel
 from labs.chapters.nb06 import claims_parts as parts
-from labs.kit.claims import CANNOT_TELL, GAIN, Verdict, ends, judged, size, verdict, word
+from labs.kit.claims import GAIN, Verdict, depends, ends, judged, size, verdict, word
 from labs.kit.measure import Estimate
 from labs.kit.record import Records
 from labs.parts.sources.published import KERAS_NOT_CONNECTED
@@ -141,7 +141,7 @@ def _(evidence: Records) -> Verdict:
         return Verdict("holds", because)
     if faster == len(found):
         return Verdict("does not hold", because)
-    return Verdict("depends", because if faster or slower else CANNOT_TELL + because)
+    return depends(bool(faster or slower), because)
 
 
 @verdict("E12")

@@ -7,7 +7,7 @@ from functools import cache
 
 from labs import bucket_overlap, gradient_compression, slow_link
 from labs.kit import hardware
-from labs.kit.claims import CANNOT_TELL, Verdict, ends, in_general, judged, last, size, verdict, word
+from labs.kit.claims import CANNOT_TELL, Verdict, depends, ends, in_general, judged, last, size, verdict, word
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
 from labs.parts import models
@@ -87,12 +87,10 @@ def _(evidence: Records) -> Verdict:
     n = next(r for r in evidence if r.lab == "slow_link").layout["world_size"]
     check = "As a check of how many ranks have met, it is right."
     if any(differ):  # one model whose speed-up follows the wire is enough
-        return Verdict(
-            "does not hold", f"The number of ranks is {n} on every wire; the speed-up is not: {told}. {check}"
-        )
+        other = f"The number of ranks is {n} on every wire; the speed-up is not: {told}. {check}"
+        return Verdict("does not hold", other)
     # equal speed-ups would not make the number of ranks a measure of them
-    untold = "" if all(same) else CANNOT_TELL.capitalize()
-    return Verdict("depends", f"{untold}The number of ranks is {n} on every wire, the speed-up {told}. {check}")
+    return depends(all(same), f"The number of ranks is {n} on every wire, the speed-up {told}. {check}")
 
 
 @verdict("B18")
