@@ -221,6 +221,7 @@ SAME_CHIP = {"H200": "H100"}
 """Cards with the peak of another one and more memory: without this, one that is assumed would look slower than it."""
 
 
+@cache
 def reached(gpu: str) -> tuple[float, str] | None:
     """(share of the dense peak, source) that a table's calibration row reaches on this card; None without a table.
 
