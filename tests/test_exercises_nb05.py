@@ -717,6 +717,16 @@ def test_a_state_that_stays_in_the_class_is_told():
     assert "brings back what another trainer has saved last" in examine("05.4", InTheClass).text
 
 
+def test_the_reference_leaves_the_state_as_it_was_when_the_training_goes_on_from_it():
+    trainer = solution.Resumable(1)
+    trainer.step()
+    state = trainer.state_dict()
+    kept = copy.deepcopy(state)
+    trainer.load_state_dict(state)
+    trainer.step()
+    assert same(state, kept)
+
+
 class TakesTheStateApart(mutants.Complete):
     def load_state_dict(self, state):
         super().load_state_dict({name: state.pop(name) for name in self.loads})

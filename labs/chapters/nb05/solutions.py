@@ -119,7 +119,9 @@ class Resumable(Trainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo all that this trainer has done; the random states come last, when nothing is left to draw."""
         for name in ("model", "optimizer", "scheduler", "scaler"):
-            getattr(self, name).load_state_dict(state[name])
+            getattr(self, name).load_state_dict(
+                copy.deepcopy(state[name])
+            )  # an optimizer would step in what it is given
         for name, value in state["sampler"].items():
             setattr(self.sampler, name, value)
         self.sampler.generator.set_state(state["sampler_generator"])
