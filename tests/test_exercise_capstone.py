@@ -114,6 +114,8 @@ RESULTS = {
     "no checkpoint any more": lambda r: {"files": [name for name in r.files if name != "last.pt"]},
     "images are not normalised": lambda r: {"means": [0.353 * mean + 0.286 for mean in r.means]},
     "the last batch is dropped": lambda r: {"samples": r.samples[:-1], "steps": 78},
+    "two threads": lambda r: {"threads": 2},
+    "no dropout": lambda r: {"drops": False},
     "another learning rate": lambda r: {"lr": [4e-3]},
     "another optimizer": lambda r: {"optimizer": "Adam"},
 }
@@ -157,7 +159,8 @@ def test_the_original_does_what_was_kept_of_it_and_its_illnesses_are_left():
     assert np.abs(np.array(kept.means) - found.means).max() < 1e-9
     assert (kept.samples, kept.parameters, kept.lr, kept.tested) == (
         found.samples, found.parameters, found.lr, found.tested)  # fmt: skip
-    assert kept.loss == pytest.approx(found.loss, rel=0.05)
+    assert kept.loss == pytest.approx(found.loss, rel=0.05) and (kept.threads, kept.drops) == (1, True) == (
+        found.threads, found.drops)  # fmt: skip
 
 
 @pytest.mark.quiet

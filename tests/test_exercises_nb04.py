@@ -72,14 +72,37 @@ def counted_by_a_hook(model, optimizer, scheduler, scaler, batches, loss_fn, acc
     return torch.tensor(len(groups) - len(taken))
 
 
-@pytest.mark.parametrize("right", [with_an_iterator, counted_by_a_hook])
+def on_cuda_or_not(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
+    """Asks is_cuda, clips at a norm that is scaled like the gradients, makes one loss of a group."""
+    kind = "cuda" if next(model.parameters()).is_cuda else "cpu"
+    skipped = 0
+    for i in range(0, len(batches), accumulate):
+        group, loss = batches[i : i + accumulate], 0.0
+        for x, y in group:
+            with torch.autocast(kind, torch.float16 if scaler.is_enabled() else torch.bfloat16):
+                output = model(x.to(kind))
+                loss = loss + loss_fn(output, y.to(output.device)) * len(x) / sum(len(x) for x, _ in group)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scale = scaler.get_scale()
+        clip_grad_norm_(model.parameters(), max_norm * scale)
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            skipped += 1
+        else:
+            scheduler.step()
+    return skipped
+
+
+@pytest.mark.parametrize("right", [with_an_iterator, counted_by_a_hook, on_cuda_or_not])
 def test_other_epochs_that_do_the_same_pass(right):
     assert examine("04.1", right).state == "passed", examine("04.1", right).text
 
 
 def test_torch_is_left_as_it_was_after_pretending_to_be_a_gpu():
     assert examine("04.1", solution.train_epoch).state == "passed"
-    assert not {"device", "to", "cuda"} & {*vars(torch.Tensor)} and torch.ones(1).device.type == "cpu"
+    assert not {"device", "is_cuda", "to", "cuda"} & {*vars(torch.Tensor)} and torch.ones(1).device.type == "cpu"
     assert torch.ones(1).to(torch.float64).dtype == torch.float64
 
 
@@ -98,9 +121,47 @@ def test_what_is_seen_without_a_comparison(wrong, words):
     assert words in examine("04.1", mutants.epoch(**wrong)).text
 
 
-def test_the_planted_overflow_halves_the_scale_and_skips_one_step():
+def test_each_planted_overflow_halves_the_scale_and_skips_one_step():
     seen = exercise_amp.run(solution.train_epoch, exercise_amp.JOBS[2])
-    assert (len(seen.applied), seen.scale, seen.answer, seen.lrs) == (2, 16.0, 1, [0.05, 0.025, 0.0125])
+    assert (len(seen.applied), seen.scale, seen.answer, seen.lrs) == (2, 8.0, 2, [0.05, 0.025, 0.0125])
+
+
+def with_the_batches(change):
+    return lambda model, optimizer, scheduler, scaler, batches, *rest: solution.train_epoch(
+        model, optimizer, scheduler, scaler, change(batches), *rest
+    )
+
+
+class StaysWhereItIs:
+    """A target that no `.to()` moves, until loss_fn gets it."""
+
+    def __init__(self, y):
+        self.y = y
+
+    def to(self, *_):
+        return self.y
+
+
+def all_rows_of_a_group_at_once(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
+    groups = [zip(*batches[i : i + accumulate], strict=True) for i in range(0, len(batches), accumulate)]
+    whole = [tuple(map(torch.cat, group)) for group in groups]
+    return solution.train_epoch(model, optimizer, scheduler, scaler, whole, loss_fn, 1, max_norm)
+
+
+def a_scaler_of_its_own(model, optimizer, scheduler, scaler, *rest):
+    own = torch.amp.GradScaler("cpu", enabled=scaler.is_enabled())
+    return solution.train_epoch(model, optimizer, scheduler, own, *rest)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (mutants.epoch(answer=lambda skipped: skipped > 0), "you return True, and 2 steps were skipped"),
+    (with_the_batches(lambda batches: [batches.pop(0) for _ in range(len(batches))]), "4 batches 0 are left"),
+    (with_the_batches(lambda batches: [(x, StaysWhereItIs(y)) for x, y in batches]), "y stays on the CPU"),
+    (all_rows_of_a_group_at_once, "there are 4 batches, and model(x) ran 2 times"),
+    (a_scaler_of_its_own, "the scaler that was given made no step"),
+])  # fmt: skip
+def test_what_a_right_gradient_does_not_show_is_told(wrong, words):
+    assert words in examine("04.1", wrong).text
 
 
 def test_an_error_of_torch_shows_the_learners_line():
@@ -135,12 +196,29 @@ def test_by_threshold_is_as_good_as_by_conversion():
     assert examine("04.2", loss_scale).state == "passed"
 
 
+def in_place(gradients):
+    share, scale = solution.loss_scale(gradients)
+    for t in gradients:
+        t *= scale
+    return share, scale
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (lambda g: ((mutants._nonzero(g).abs() < 2**-25).float().mean(), mutants._scale(g)), "you do not count 2^-25"),
+    (lambda g: (mutants._share(g), next(2.0**p for p in range(60, -60, -1)
+                                        if 2.0**p * mutants._flat(g).abs().max() < 65504)), "just reaches 65504"),
+    (in_place, "the caller's gradients are others afterwards"),
+])  # fmt: skip
+def test_what_is_off_at_one_number_only_is_told(wrong, words):
+    assert words in examine("04.2", wrong).text
+
+
 # -- 04.3
 
 
 def by_the_last_rows(log):
     norms = sorted(row["norm"] for row in log if math.isfinite(row["norm"]))
-    if norms and norms[len(norms) // 2] > 0.1 * log[0]["scale"]:
+    if norms and norms[len(norms) // 2] > 0.1 * log[-1]["scale"]:
         return "clip before unscale_"
     scales, skipped = [row["scale"] for row in log], [row["skipped"] for row in log]
     if skipped[-1] and skipped[-2]:
@@ -157,6 +235,17 @@ def by_what_changes(log):
     if skipped and all(after_first):
         return "no zero_grad"
     return "clip before unscale_" if max(row["norm"] for row in log if not row["skipped"]) > 1000 else "fine"
+
+
+@pytest.mark.parametrize("wrong", [
+    mutants._diagnose(stuck=lambda log: sum(row["skipped"] for row in log) > len(log) / 2),
+    mutants._diagnose(stuck=lambda log: log[0]["scale"] > 100 * log[-1]["scale"]),
+    mutants._diagnose(stuck=lambda log: log[8]["skipped"]),
+    lambda log: "clip before unscale_" if max(r["norm"] for r in log) > 500 else solution.diagnose(log),
+    lambda log: "fine" if "clip" in (said := solution.diagnose(log)) and not log[0]["norm"] > 500 else said,
+], ids=["how many are skipped", "how far it fell", "one row", "norms of skipped steps", "the first row"])  # fmt: skip
+def test_a_sign_that_only_the_printed_logs_have_is_not_enough(wrong):
+    assert "This one is" in examine("04.3", wrong).text
 
 
 @pytest.mark.parametrize("right", [by_the_last_rows, by_what_changes])

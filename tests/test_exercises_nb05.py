@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import io
 import itertools
@@ -165,7 +166,44 @@ class OldOnesRenamedFirst(mutants.Files):
             old.with_suffix(".old").unlink()
 
 
-RARER = [pytest.param(c, marks=pytest.mark.long) for c in (NamesOfItsOwn, ToldByPrinting, OldOnesRenamedFirst)]
+class PointerToTheNewest(mutants.Files):
+    """A file `latest` beside the checkpoints, which comes after all and which load() can do without."""
+
+    def save(self, step, state):
+        super().save(step, state)
+        unfinished = self.folder / "latest.unfinished"
+        try:
+            self.write(unfinished, str(step).encode())
+            os.replace(unfinished, self.folder / "latest")
+            self.sync_folder()
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+class NamesInAnOpenFolder(mutants.Files):
+    """All names are relative to the descriptor of the folder."""
+
+    def save(self, step, state):
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            file = os.open("unfinished", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd=folder)
+            try:
+                with open(file, "wb") as opened:
+                    opened.write(self.packed(step, state))
+                    opened.flush()
+                    os.fsync(opened)
+                os.rename("unfinished", self.name(step), src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                os.unlink("unfinished", dir_fd=folder)
+                raise
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self.delete_old()
+
+
+RARE = (NamesOfItsOwn, ToldByPrinting, OldOnesRenamedFirst, PointerToTheNewest, NamesInAnOpenFolder)
+RARER = [pytest.param(c, marks=pytest.mark.long) for c in RARE]
 
 
 @pytest.mark.parametrize("right", first(1, [mutants.Files, FolderPerStep, *RARER]))
@@ -354,6 +392,94 @@ class InMemory(mutants.Files):
         return self.saved.get(str(self.folder))
 
 
+class OneMoreThanKeep(mutants.Files):
+    def delete_old(self):
+        for old in self.newest_first()[self.keep + 1 :]:
+            old.unlink()
+
+
+class NewestByTime(mutants.Files):
+    def delete_old(self):
+        for old in sorted(self.newest_first(), key=lambda p: -p.stat().st_mtime)[self.keep :]:
+            old.unlink()
+
+
+class AllThatBeginsAlike(mutants.Files):
+    def delete_old(self):
+        for path in {*self.folder.glob("step-*")} - {*self.newest_first()[: self.keep]}:
+            path.unlink()
+
+
+class NumbersOfAllThatBeginsAlike(mutants.Files):
+    def delete_old(self):
+        for old in sorted(self.folder.glob("step-*.pt"), key=lambda p: -int(p.stem[5:]))[self.keep :]:
+            old.unlink()
+
+
+class StepAmongTheState(mutants.Files):
+    def packed(self, step, state):
+        torch.save(state | {"step": step}, buffer := io.BytesIO())
+        return self.checksum(buffer.getvalue()) + buffer.getvalue()
+
+    def unpacked(self, data):
+        state = torch.load(io.BytesIO(data), weights_only=True)
+        return state.pop("step"), state
+
+
+class NoStepZero(mutants.Files):
+    def newest_first(self):
+        return [path for path in super().newest_first() if path.name != "step-0.pt"]
+
+
+class OnlyTheTwoNewest(mutants.Files):
+    def load(self):
+        if not (paths := self.newest_first()):
+            return None
+        good = filter(None, (self.checked(path.read_bytes()) for path in paths[:2]))
+        return self.unpacked(next(good))
+
+
+class AnyFileIsACheckpoint(mutants.Files):
+    def load(self):
+        if (loaded := super().load()) is None and any(self.folder.iterdir()):
+            raise RuntimeError("all damaged")
+        return loaded
+
+
+class AnUnfinishedFileIsADamagedOne(mutants.Files):
+    def load(self):
+        if (loaded := super().load()) is None and self.unfinished().exists():
+            raise RuntimeError("all damaged")
+        return loaded
+
+
+class DamagedOnesGetAnotherName(mutants.Files):
+    def load(self):
+        for path in (paths := self.newest_first()):
+            if (data := self.checked(path.read_bytes())) is not None:
+                return self.unpacked(data)
+            path.rename(path.with_suffix(".damaged"))
+        if paths:
+            raise RuntimeError("all damaged")
+        return None
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (OneMoreThanKeep, "step-11.pt is still there: three checkpoints stay"),
+    (NewestByTime, "step 11 is there and step 12 is gone"),
+    (AllThatBeginsAlike, "save() has deleted step-best.pt"),
+    (NumbersOfAllThatBeginsAlike, "notes.md and step-best.pt lie in the folder, and save() raises ValueError"),
+    (StepAmongTheState, "state['step'] is not what was saved"), (NoStepZero, "after save(0, state) load() gives None"),
+    (AnyFileIsACheckpoint, "load() from a folder with nothing but notes.md raises RuntimeError"),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (OnlyTheTwoNewest, "steps 9 and 10 are damaged, step 8 is whole, and load() raises"),
+        (AnUnfinishedFileIsADamagedOne, "the very first save was killed"),
+        (DamagedOnesGetAnotherName, "gives None when it is called again, as a restart does"))),
+])  # fmt: skip
+def test_what_the_text_names_and_the_example_does_not_show_is_told(wrong, words):
+    assert words in examine("05.1", wrong).text
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     first(
@@ -441,6 +567,49 @@ def test_switching_requires_grad_on_for_the_callers_x_is_told():
         return solution.run_stack(blocks, x.requires_grad_(), kept_bytes, budget_bytes)
 
     assert "the caller's x requires a gradient now" in examine("05.2", run_stack).text
+
+
+def takes_them_out_of_kept_bytes(blocks, x, kept_bytes, budget_bytes):
+    again = set()
+    while sum(kept_bytes) > budget_bytes:
+        again.add(largest := kept_bytes.index(max(kept_bytes)))
+        kept_bytes[largest] = 0
+    for i, block in enumerate(blocks):
+        x = checkpoint(block, x, use_reentrant=False) if i in again else block(x)
+    return x
+
+
+def first_of_this_size(blocks, x, kept_bytes, budget_bytes):
+    again, left = set(), sum(kept_bytes)
+    for size in sorted(kept_bytes, reverse=True):
+        if left > budget_bytes:
+            again.add(kept_bytes.index(size))
+            left -= size
+    for i, block in enumerate(blocks):
+        x = checkpoint(block, x, use_reentrant=False) if i in again else block(x)
+    return x
+
+
+def patched(blocks, x, kept_bytes, budget_bytes):
+    left = sum(kept_bytes)
+    for i in sorted(range(len(blocks)), key=lambda i: -kept_bytes[i]):
+        if left > budget_bytes:
+            blocks[i].forward = functools.partial(checkpoint, blocks[i].forward, use_reentrant=False)
+            left -= kept_bytes[i]
+    return plain(blocks, x, kept_bytes, budget_bytes)
+
+
+def in_evaluation_mode(blocks, *rest):
+    return solution.run_stack([block.eval() for block in blocks], *rest)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (takes_them_out_of_kept_bytes, "kept_bytes holds other numbers afterwards"),
+    (first_of_this_size, "two blocks of the same size: 49 kB are kept"),
+    (patched, "the caller's blocks are others afterwards"), (in_evaluation_mode, "a block is in another mode"),
+])  # fmt: skip
+def test_what_the_next_step_would_suffer_from_is_told(wrong, words):
+    assert words in examine("05.2", wrong).text
 
 
 @pytest.mark.parametrize("junk", [lambda *_: None, lambda *_: 3.0, lambda blocks, x, *_: x.sum()])
@@ -546,6 +715,48 @@ class InTheClass(mutants.Complete):
 
 def test_a_state_that_stays_in_the_class_is_told():
     assert "brings back what another trainer has saved last" in examine("05.4", InTheClass).text
+
+
+def test_the_reference_leaves_the_state_as_it_was_when_the_training_goes_on_from_it():
+    trainer = solution.Resumable(1)
+    trainer.step()
+    state = trainer.state_dict()
+    kept = copy.deepcopy(state)
+    trainer.load_state_dict(state)
+    trainer.step()
+    assert same(state, kept)
+
+
+class TakesTheStateApart(mutants.Complete):
+    def load_state_dict(self, state):
+        super().load_state_dict({name: state.pop(name) for name in self.loads})
+
+
+class TakesWhatIsThere(mutants.Complete):
+    def load_state_dict(self, state):
+        super().load_state_dict({name: state.pop(name) for name in list(state)})
+
+
+class SavedInEvaluationMode(mutants.Complete):
+    def state_dict(self):
+        self.model.eval()
+        return super().state_dict()
+
+
+class LoadedForEvaluation(mutants.Complete):
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.model.eval()
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (TakesTheStateApart, "load_state_dict(state) works once: a second one from the same state raises KeyError"),
+    (TakesWhatIsThere, "a second one from the same state does not bring back the parameters"),
+    (SavedInEvaluationMode, "state_dict() itself puts the model into evaluation mode"),
+    (LoadedForEvaluation, "load_state_dict() leaves the model in evaluation mode"),
+])  # fmt: skip
+def test_what_is_no_piece_of_the_state_is_told(wrong, words):
+    assert words in examine("05.4", wrong).text
 
 
 def test_from_the_article_on_one_piece_after_the_other():

@@ -263,6 +263,16 @@ def test_a_scale_that_is_kept_from_the_first_step_is_told():
     says("07.2", eight_bits, "the scale is still that of them")
 
 
+def test_an_error_that_fades_is_told():
+    def eight_bits(state, bucket):
+        done = solution.eight_bits(state, bucket)
+        name = tuple(map(id, bucket.parameters()))
+        state[name] = 0.9 * state[name]
+        return done
+
+    says("07.2", eight_bits, "what is left out fades before it has grown to a step of the code")
+
+
 def test_a_scale_of_zero_that_makes_nan_is_told():
     def eight_bits(state, bucket):
         done = solution.eight_bits(state, bucket)

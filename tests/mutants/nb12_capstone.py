@@ -73,6 +73,8 @@ RARER = {
         but({"args.batch_size, shuffle=True)": "args.batch_size, shuffle=True, drop_last=True)"}),
         "9,984 images",
     ),
+    "two threads": (but({"torch.set_num_threads(1)": "torch.set_num_threads(2)"}), "torch computes with 2 threads"),
+    "no dropout": (but({"nn.ReLU(), nn.Dropout(0.1), nn.Linear(160": "nn.ReLU(), nn.Linear(160"}), "dropout is gone"),
     "another learning rate": (but({"default=2e-3": "default=4e-3"}), "learning rate"),
     "a checkpoint without the optimizer": (
         but({', "optimizer": optimizer.state_dict()}': "}"}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +23,14 @@ FEATURES, HIDDEN, OUTPUTS = 6, 8, 3
 
 @dataclass(frozen=True)
 class Job:
-    """An epoch: `rows` of each batch, a first scale (None: BF16, the scaler is off), a batch that overflows."""
+    """An epoch: `rows` of each batch, a first scale (None: BF16, the scaler is off), batches that overflow."""
 
     seed: int
     rows: tuple[int, ...]
     accumulate: int
     scale: float | None
     max_norm: float
-    overflow: int | None = None
+    overflow: tuple[int, ...] = ()
     growth_interval: int = 2000
     """Steps in a row that are taken before the scale grows: GradScaler's default."""
 
@@ -41,23 +40,24 @@ class Job:
         return torch.bfloat16 if self.scale is None else torch.float16
 
     def batches(self) -> list[Batch]:
-        """No two alike; in the one that overflows a target is far too large."""
+        """No two alike; in those that overflow a target is far too large."""
         draw = torch.Generator().manual_seed(self.seed)
         found = [(torch.randn(n, FEATURES, generator=draw), 3 * i + torch.randn(n, OUTPUTS, generator=draw))
                  for i, n in enumerate(self.rows)]  # fmt: skip
-        if self.overflow is not None:
-            found[self.overflow][1][0, 0] = 1e8
+        for i in self.overflow:
+            found[i][1][0, 0] = 1e8
         return found
 
 
 JOBS = (
     Job(1, (8, 8, 8, 8), 2, 2.0**5, 1e3),
     Job(2, (8, 8, 8, 8, 8), 2, 2.0**5, 12.0),
-    Job(3, (8, 6, 2, 8, 8, 4, 8, 3), 3, 2.0**5, 20.0, overflow=4),
+    Job(3, (8, 6, 2, 8, 8, 4, 8, 3, 5, 7), 3, 2.0**5, 20.0, overflow=(4, 9)),
     Job(4, (8, 4, 8), 2, None, 2.0),
     Job(6, (8, 8, 8, 8), 1, 2.0**5, 1e3, growth_interval=3),
 )
-"""Plain; a last group that is not full, and clipping; unequal batches and an overflow; BF16; a scale that grows."""
+"""Plain; a last group that is not full, and clipping; unequal batches and two overflows, so that a count is no yes or
+no; BF16; a scale that grows."""
 
 
 @dataclass
@@ -74,6 +74,11 @@ class Seen:
     around: int = 0
     """Steps of the optimizer that the scaler did not make."""
     unmoved: bool = False
+    apart: bool = False
+    """Whether loss_fn got an output that was on the GPU and a target that was not."""
+    scaler_stepped: bool = False
+    batches_left: int = 0
+    """In the caller's list, afterwards."""
     scale: float = 1.0
     answer: Any = None
     parameters: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -104,8 +109,9 @@ class _Model(nn.Module):
         seen = self._seen[0]
         on = torch.is_autocast_enabled("cpu")
         seen.forwards.append(torch.get_autocast_dtype("cpu") if on else None)
-        seen.unmoved |= not getattr(x, "was_moved", False)
         out = self.layers(x)
+        out.was_moved = getattr(x, "was_moved", False)
+        seen.unmoved |= not out.was_moved
         out.register_hook(self._backward)
         return out
 
@@ -114,10 +120,10 @@ class _Model(nn.Module):
 
 
 class _Scaler(torch.amp.GradScaler):
-    stepping = False
+    stepping = stepped = False
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        self.stepping = True
+        self.stepping = self.stepped = True
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
@@ -140,8 +146,13 @@ def run(train_epoch: Function, job: Job) -> Seen:
         seen.lrs.append(optimizer.param_groups[0]["lr"])
         seen.around += not scaler.stepping
 
+    def loss_fn(output: Tensor, y: Tensor) -> Tensor:
+        seen.apart |= getattr(output, "was_moved", False) and not getattr(y, "was_moved", False)
+        return nn.functional.mse_loss(output, y)
+
     optimizer.register_step_pre_hook(note)
-    arguments = (model, optimizer, scheduler, scaler, copy.deepcopy(job.batches()), nn.functional.mse_loss)
+    batches = job.batches()
+    arguments = (model, optimizer, scheduler, scaler, batches, loss_fn)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -150,7 +161,7 @@ def run(train_epoch: Function, job: Job) -> Seen:
             seen.error = error
     seen.warned = [str(w.message) for w in caught]
     seen.lrs.append(optimizer.param_groups[0]["lr"])
-    seen.scale = scaler.get_scale()
+    seen.scale, seen.scaler_stepped, seen.batches_left = scaler.get_scale(), scaler.stepped, len(batches)
     seen.parameters = torch.cat([p.detach().float().flatten() for p in model.parameters()])
     return seen
 
@@ -174,7 +185,7 @@ def _same_number(a: Any, b: int) -> bool:
 
 
 def check_train_epoch(f: Function) -> None:
-    """Four epochs, each beside the reference; then one on what says that it is a GPU."""
+    """Five epochs, each beside the reference; then one on what says that it is a GPU."""
     for job in JOBS:
         seen, right = run(f, job), run(solution.train_epoch, job)
         for what, hint in _seen_at_once(seen, job):
@@ -184,6 +195,8 @@ def check_train_epoch(f: Function) -> None:
         number(seen.answer, "0, the number of skipped steps")
         if not seen.as_well(right):
             raise Mistake(*(_slip(seen, right, job) or _difference(seen, right, job)))
+        for what, hint in _at_whose_cost(seen, job):
+            raise Mistake(what, hint)
     _check_device(f)
 
 
@@ -208,6 +221,19 @@ def _seen_at_once(seen: Seen, job: Job) -> Iterator[Finding]:
     if job.scale and seen.around:
         yield ("optimizer.step() went around the scaler: nothing looks whether the gradients are finite",
                "scaler.step(optimizer)")  # fmt: skip
+    elif job.scale and seen.error is None and not seen.scaler_stepped:
+        yield "the scaler that was given made no step", "scaler.step(optimizer), with the argument and no new scaler"
+
+
+def _at_whose_cost(seen: Seen, job: Job) -> Iterator[Finding]:
+    """What an epoch must not do for its right gradients."""
+    if len(seen.forwards) < len(job.rows):
+        yield (f"there are {len(job.rows)} batches, and model(x) ran {len(seen.forwards)} times: a whole group at once "
+               "needs the memory that accumulation is there to save", "forward and backward of one batch after the "
+               "other")  # fmt: skip
+    if seen.batches_left != len(job.rows):
+        yield (f"of the caller's {len(job.rows)} batches {seen.batches_left} are left in the list: the next epoch has "
+               "no more than these", "leave `batches` as it is: batches[i : i + accumulate]")  # fmt: skip
 
 
 AUTOCAST = "with torch.autocast(device.type, dtype=...): around model(x) and loss_fn(...)"
@@ -245,6 +271,9 @@ SLIPS = (
          "without a closure", "the scale falls in update() when the step was skipped"),
     Slip("changed", "you took a step for a skipped one after which the scale grew: it doubles after 2,000 steps in a "
          "row that were taken", "a skipped step makes the scale smaller: <, not !="),
+    Slip("once", "scheduler.step() ran once, after all batches", "after each optimizer step that was taken"),
+    Slip("early", "scheduler.step() ran before the optimizer's step, whose learning rate was the next one's",
+         "after each optimizer step that was taken"),
     Slip("batchwise", "scheduler.step() ran after every batch", "after each optimizer step that was taken"),
     Slip("taken", "you return how many steps were taken", "those that the scaler skipped are asked for"),
 )  # fmt: skip
@@ -278,14 +307,18 @@ def _epoch(*slips: str) -> Function:
                 scaler.unscale_(optimizer)
             if "no clip" not in slips:
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            if "early" in slips:
+                scheduler.step()
             before = scaler.get_scale()
             returned = scaler.step(optimizer)
             scaler.update()
             fell = returned is None if "none" in slips else scaler.get_scale() < before
             fell |= "changed" in slips and scaler.get_scale() != before
             skipped, taken = skipped + fell, taken + (not fell)
-            if not {"never", "batchwise"} & {*slips} and (not fell or "always" in slips):
+            if not {"never", "batchwise", "once", "early"} & {*slips} and (not fell or "always" in slips):
                 scheduler.step()
+        if "once" in slips:
+            scheduler.step()
         return taken if "taken" in slips else skipped
 
     return train_epoch
@@ -350,6 +383,8 @@ def _check_device(f: Function) -> None:
         seen = run(f, job)
     if seen.forwards and seen.unmoved:
         raise Mistake("the batches stay on the CPU where the model is on a GPU", "x, y = x.to(device), y.to(device)")
+    if seen.apart:
+        raise Mistake("y stays on the CPU where model(x) is on a GPU", "x, y = x.to(device), y.to(device)")
     if any(seen.forwards):
         raise Mistake('autocast is for "cpu", whatever the device of the model: on a GPU this trains in FP32',
                       "device = next(model.parameters()).device, and then device.type")  # fmt: skip
@@ -358,13 +393,17 @@ def _check_device(f: Function) -> None:
 @contextmanager
 def _as_if_on_a_gpu() -> Iterator[None]:
     """Within, parameters say that they are on a GPU, to everybody but torch itself; what moves there stays here."""
-    real, to, cuda = torch.Tensor.device, torch.Tensor.to, torch.Tensor.cuda
+    real, real_is_cuda, to, cuda = torch.Tensor.device, torch.Tensor.is_cuda, torch.Tensor.to, torch.Tensor.cuda
+
+    def pretends(tensor: Tensor) -> bool:
+        inside = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return not inside and (isinstance(tensor, nn.Parameter) or getattr(tensor, "was_moved", False))
 
     def device(tensor: Tensor) -> torch.device:
-        asked_by = sys._getframe(1).f_globals.get("__name__", "")
-        here = real.__get__(tensor)
-        inside = asked_by.partition(".")[0] == "torch"
-        return here if inside or not (isinstance(tensor, nn.Parameter) or getattr(tensor, "was_moved", False)) else GPU
+        return GPU if pretends(tensor) else real.__get__(tensor)
+
+    def is_cuda(tensor: Tensor) -> bool:
+        return pretends(tensor) or real_is_cuda.__get__(tensor)
 
     def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         copied = tensor.clone()
@@ -377,11 +416,12 @@ def _as_if_on_a_gpu() -> Iterator[None]:
         like = any(isinstance(a, nn.Parameter) for a in asked)
         return moved(tensor) if gpu or like else to(tensor, *args, **kwargs)
 
-    torch.Tensor.device, torch.Tensor.to, torch.Tensor.cuda = property(device), pretend_to, moved
+    torch.Tensor.device, torch.Tensor.is_cuda = property(device), property(is_cuda)
+    torch.Tensor.to, torch.Tensor.cuda = pretend_to, moved
     try:
         yield
     finally:
-        del torch.Tensor.device  # that of its base class is found again
+        del torch.Tensor.device, torch.Tensor.is_cuda  # those of the base class are found again
         del torch.Tensor.to, torch.Tensor.cuda
         assert torch.Tensor.to is to and torch.Tensor.cuda is cuda
 

@@ -69,11 +69,12 @@ def print_logs() -> None:
 
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     (FINE, {}), (FINE, {"overflow": None}), (FINE, {"scale": TOO_LARGE, "overflow": None}),
-    (FINE, {"factor": 30.0, "overflow": None}), (FINE, {"overflow": 9}),
-    (NO_ZERO_GRAD, {}), (NO_ZERO_GRAD, {"overflow": 3}),
-    (CLIP_SCALED, {}), (CLIP_SCALED, {"overflow": None}), (CLIP_SCALED, {"scale": 2.0**11}),
+    (FINE, {"factor": 30.0, "scale": 2.0**13, "overflow": None}), (FINE, {"overflow": 9}),
+    (NO_ZERO_GRAD, {}), (NO_ZERO_GRAD, {"overflow": 11}),
+    (CLIP_SCALED, {}), (CLIP_SCALED, {"scale": TOO_LARGE, "overflow": None}), (CLIP_SCALED, {"scale": 2.0**11}),
     (NEW_SCALER, {"scale": TOO_LARGE, "overflow": None}), (NEW_SCALER, {"scale": 4 * TOO_LARGE}),
 )  # fmt: skip
+"""How many steps are skipped, how far the scale falls and what the first step does are alike for different faults."""
 
 WHY = {
     (FINE, NO_ZERO_GRAD): "a step that is skipped is no fault: here the steps after it are taken again",

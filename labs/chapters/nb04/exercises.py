@@ -30,6 +30,7 @@ def gradients(seed: int, sizes: Sequence[int], exponent: float, largest: float, 
         magnitude = torch.exp2(exponent + 2 * i + 3 * torch.randn(size, generator=draw)).clamp(max=0.4 * largest)
         sign = torch.randint(2, (size,), generator=draw) * 2 - 1
         tensors.append(magnitude * sign * (torch.rand(size, generator=draw) >= zeros))
+    tensors[0][:5] = 2.0**-25  # in the middle between 0 and the smallest FP16 number
     tensors[1][0] = -largest
     return [t.reshape(2, -1) for t in tensors]
 
@@ -40,13 +41,19 @@ GRADIENTS = [
     gradients(3, (700, 700, 90), -16, 3e5, 0.0),
     gradients(4, (300, 200), -29, 2.0**-9, 0.3),
     gradients(5, (2000, 2000), -14, 0.0025, 0.1),
+    gradients(6, (300, 100, 400), -20, 65504 * 2.0**-14, 0.1),
 ]
-"""The largest: an ordinary one; one that tells 65504 from 2^16; one beyond FP16; a power of two; one of many."""
+"""The largest: an ordinary one; one that tells 65504 from 2^16; one beyond FP16; a power of two; one of many; one
+that just fits, of which no logarithm that is taken in another way is rounded down."""
 
 
 def check_loss_scale(f: Function) -> None:
     """The share before any scaling, then the scale; each with the slips that it invites."""
-    answers = [_two_numbers(f([t.clone() for t in g])) for g in GRADIENTS]
+    given = [[t.clone() for t in g] for g in GRADIENTS]
+    answers = [_two_numbers(f(g)) for g in given]
+    if not all(torch.equal(a, b) for pair in zip(given, GRADIENTS, strict=True) for a, b in zip(*pair, strict=False)):
+        raise Mistake("the caller's gradients are others afterwards: an operation such as mul_() or abs_() works in "
+                      "place", "t * scale, t.abs(): a new tensor")  # fmt: skip
     shares, scales = zip(*answers, strict=True)
     right = [solution.loss_scale(g) for g in GRADIENTS]
     if np.allclose(answers, [pair[::-1] for pair in right], rtol=1e-3):
@@ -104,8 +111,10 @@ SHARES: list[Slip] = [
      "FP16 goes on with subnormal ones, with fewer digits", "t.half() == 0 is the honest test"),
     (_share(lambda t: t.abs() < 2.0**-24), "you count all below 2^-24, the smallest FP16 number: what lies above its "
      "half, 2^-25, is rounded up to it", "t.half() == 0 is the honest test"),
-    (_share(lambda t: t < 2.0**-25), "you count negative elements as lost: they are below any threshold", "abs(), or "
-     "t.half() == 0"),
+    (_share(lambda t: t.abs() < 2.0**-25), "you do not count 2^-25 itself: in the middle between 0 and 2^-24 it is "
+     "rounded to the even one, 0", "t.half() == 0 is the honest test"),
+    *((_share(lost), "you count negative elements as lost: they are below any threshold", "abs(), or t.half() == 0")
+      for lost in (lambda t: t < 2.0**-25, lambda t: t <= 2.0**-25)),
     *((_share(lambda t, x=x: t.abs() < x), f"you count all below {x:g}: FP16 turns to zero what is 2^-25 = 2.98e-8 "
        "or less", "t.half() == 0 is the honest test") for x in (1e-7, 6e-8, 1e-8, 2.0**-26, 2.0**-10)),
     (lambda g: (_to_zero(_flat(g)).sum() / (_flat(g) != 0).sum()).item(), "you leave exact zeros out below the "
@@ -144,6 +153,8 @@ def _right_scale(g: list[Tensor]) -> float:
 
 
 SCALES: list[Slip] = [
+    (lambda g: 2.0 ** (math.ceil(math.log2(65504 / _largest(g))) - 1), "a largest element that just reaches 65504 is "
+     "finite still, and you stop below it", "<=, not <: 65504 itself is a number of FP16"),
     (lambda g: 65504 / _largest(g), "this is no power of two: multiplying by it rounds every gradient",
      "2 ** floor(log2(...)): a power of two changes the exponent only"),
     (lambda g: _power(65504 / _largest(g), math.ceil), "you take the next larger power of two: the largest element "

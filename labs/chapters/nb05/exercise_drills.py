@@ -170,7 +170,7 @@ class _Watch:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self.over or self.inside or not _changes(what, args, kwargs):
                 return real(*args, **kwargs)
-            self.note(what, (*args, *kwargs.values()))
+            self.note(what, _with_their_folders((*args, *kwargs.values()), kwargs))
             if what in ("fsync", "fdatasync", "sync"):
                 return None
             return real(*args, **kwargs)
@@ -183,10 +183,21 @@ class _Watch:
             os.kill(os.getpid(), signal.SIGKILL)
         self.inside = True
         paths = tuple(os.path.abspath(os.fsdecode(a)) for a in args[:2] if isinstance(a, (str, bytes, os.PathLike)))
-        self.calls.append(Call(what, paths if what != "open" else paths[:1], _sizes(args[0] if args else None)))
+        target = paths[0] if paths else args[0] if args else None
+        self.calls.append(Call(what, paths if what != "open" else paths[:1], _sizes(target)))
         self.inside = False
         if what in ("fsync", "fdatasync") and self.drill.fsync_fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _with_their_folders(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """The arguments, with a name that is relative to an open folder put behind that folder's path."""
+    folders = [kwargs.get("src_dir_fd", kwargs.get("dir_fd")), kwargs.get("dst_dir_fd")]
+    if not any(isinstance(folder, int) for folder in folders) or not os.path.isdir("/proc/self/fd"):
+        return args
+    named = [a if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(a))
+             for a, folder in zip(args, folders, strict=False)]  # fmt: skip
+    return (*named, *args[len(named) :])
 
 
 def _changes(what: str, args: tuple, kwargs: dict[str, Any]) -> bool:

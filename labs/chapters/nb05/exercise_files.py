@@ -68,6 +68,12 @@ class Saved:
         found = (self.renamed(inode) for inode, _ in self.written.values())
         return max((i for i, _ in filter(None, found)), default=-1)
 
+    @property
+    def there(self) -> int:
+        """Position of the call that gave the largest new file its name; what a pointer to it does comes after that."""
+        renamed = self.renamed(max(self.written.values(), key=lambda f: f[1], default=("", 0))[0])
+        return renamed[0] if renamed else -1
+
     def renames(self) -> Iterator[tuple[int, Call]]:
         yield from ((i, c) for i, c in enumerate(self.calls) if c.what in RENAMES)
 
@@ -113,7 +119,7 @@ def _from_elsewhere(saved: Saved) -> Iterator[Finding]:
 
 def _removed_first(saved: Saved) -> Iterator[Finding]:
     for i, call in enumerate(saved.calls):
-        if call.what in ("remove", "unlink") and i < saved.named:
+        if call.what in ("remove", "unlink") and i < saved.there:
             name = saved.name(call.paths[0]) if call.paths else ""
             if any(name in (known, Path(known).name) for known in saved.before):
                 yield (f"{name} is deleted before the new checkpoint has its name: killed in between, a training with "
@@ -175,17 +181,15 @@ ran: list[str] = []
 
 def check_damage(cls: Maker, folder: Path) -> None:
     """Steps 8, 9 and 10 with keep=3, then step 10's file is damaged in some forty ways, one after the other."""
-    for step in (8, 9):
-        cls(folder, 3).save(step, a_state(step))
-    before = files_in(folder)
-    cls(folder, 3).save(10, a_state(10))
-    sizes = Saved(folder, [], before, files_in(folder)).written
-    name = max(sizes, key=lambda n: sizes[n][1])
+    names = {step: _largest(_save(cls, folder, 3, step)) for step in (8, 9, 10)}
+    name = names[10]
     kept = shutil.copytree(folder, folder.with_name("kept"))
     for what, data in _damages((folder / name).read_bytes()):
         _as_kept(folder, kept)
         (folder / name).write_bytes(data)
         _judge(cls, folder, f"step 10's file {what}")
+    _as_kept(folder, kept)
+    _check_two_damaged(cls, folder, [folder / names[step] for step in (9, 10)])
     _as_kept(folder, kept)
     _check_new_process(cls, folder)
     _check_foreign_names(cls, folder, name)
@@ -193,6 +197,17 @@ def check_damage(cls: Maker, folder: Path) -> None:
     _check_all_damaged(cls, folder)
     _as_kept(folder, kept)
     _check_malicious(cls, folder)
+
+
+def _save(cls: Maker, folder: Path, keep: int, step: int) -> Saved:
+    before = files_in(folder)
+    cls(folder, keep).save(step, a_state(step))
+    return Saved(folder, [], before, files_in(folder))
+
+
+def _largest(saved: Saved) -> str:
+    """Name of the file with the tensors."""
+    return max(saved.written, key=lambda name: saved.written[name][1])
 
 
 def _uses(cls: Maker, names: Collection[str]) -> bool:
@@ -266,6 +281,19 @@ def _judge(cls: Maker, folder: Path, when: str) -> None:
                   "checks none")  # fmt: skip
 
 
+def _check_two_damaged(cls: Maker, folder: Path, paths: list[Path]) -> None:
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-1])
+    try:
+        loaded = cls(folder, 3).load()
+    except Exception as error:
+        raise Mistake(f"steps 9 and 10 are damaged, step 8 is whole, and load() raises {described(error)}",
+                      "go on to the one before until one is whole") from error  # fmt: skip
+    if not same(loaded, (8, a_state(8))):
+        raise Mistake("steps 9 and 10 are damaged, step 8 is whole, and load() does not give step 8",
+                      "go on to the one before until one is whole")  # fmt: skip
+
+
 def _check_foreign_names(cls: Maker, folder: Path, name: str) -> None:
     """Files that others leave: notes, a copy of the best, what an editor keeps."""
     path = folder / name
@@ -289,15 +317,18 @@ def _check_all_damaged(cls: Maker, folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    try:
-        loaded = cls(folder, 3).load()
-    except Exception:
-        return
-    if loaded is None:
-        raise Mistake("all three checkpoints are damaged, and load() gives None, as if there had never been one: the "
-                      "training begins anew, and overwrites what could be repaired",
-                      "raise RuntimeError; None means that there are no checkpoints")  # fmt: skip
-    raise Mistake("all three checkpoints are cut in half, and load() gives one of them", "check before you load")
+    for found, hint in (
+        ("load() gives None, as if there had never been one", "raise RuntimeError; None means that there are none"),
+        ("load() has raised, but gives None when it is called again, as a restart does", "leave damaged files there"),
+    ):
+        try:
+            loaded = cls(folder, 3).load()
+        except Exception:
+            continue
+        if loaded is None:
+            raise Mistake(f"all three checkpoints are damaged, and {found}: the training begins anew, and overwrites "
+                          "what could be repaired", hint)  # fmt: skip
+        raise Mistake("all three checkpoints are cut in half, and load() gives one of them", "check before you load")
 
 
 class _Malicious:
@@ -378,7 +409,7 @@ def _check_ordinary(cls: Maker, folder: Path) -> None:
         if not callable(getattr(cls(folder, 2), method, None)):
             raise Mistake(f"your class has no method {method}", "save(self, step, state) and load(self)")
     _check_empty(cls, folder)
-    for step in (8, 9, 10):
+    for step in (0, 8, 9, 10):
         cls(folder, 2).save(step, a_state(step))
         loaded = cls(folder, 2).load()
         if step == 10 and same(loaded, (9, a_state(9))):
@@ -397,6 +428,13 @@ def _check_empty(cls: Maker, folder: Path) -> None:
         raise Mistake(f"load() from an empty folder raises {described(error)}", hint) from error
     if nothing is not None:
         raise Mistake(f"load() from an empty folder returns {nothing!r:.60}, not None", hint)
+    (folder / "notes.md").write_text("lr 0.1 diverges")
+    try:
+        nothing = cls(folder, 2).load()
+    except Exception as error:
+        raise Mistake(f"load() from a folder with nothing but notes.md raises {described(error)}", hint) from error
+    if nothing is not None:
+        raise Mistake(f"load() from a folder with nothing but notes.md returns {nothing!r:.60}, not None", hint)
 
 
 def _check_order_in_time(cls: Maker, folder: Path) -> None:
@@ -408,19 +446,27 @@ def _check_order_in_time(cls: Maker, folder: Path) -> None:
 
 
 def _check_keep(cls: Maker, folder: Path) -> None:
-    usual = len(files_in(folder)) + 1
-    (folder / "notes.md").write_text("lr 0.1 diverges")
-    for step in (11, 12, 13):
-        before = files_in(folder)
-        cls(folder, 2).save(step, a_state(step))
-    if not (folder / "notes.md").exists():
-        raise Mistake("save() has deleted notes.md, which is not yours", "delete only names that save() makes")
-    if len(files_in(folder)) > usual:
-        raise Mistake(f"after 3 more saves with keep=2 there are {len(files_in(folder)) - 1} files, before them there "
-                      f"were {usual - 1}: old ones stay for ever", "delete all but the newest `keep`")  # fmt: skip
-    if not (newest := Saved(folder, [], before, files_in(folder)).written):
+    saves = [_save(cls, folder, 2, step) for step in (11, 12)]
+    if not all(saved.written for saved in saves):
         raise Mistake("save() writes no file into the folder", "the folder is all that a new process has")
-    (folder / max(newest, key=lambda name: newest[name][1])).unlink()
+    foreign = _foreign_files(folder, _largest(saves[-1]))
+    usual = len(files_in(folder))
+    _make_younger(saves[0], than=saves[1])
+    try:
+        saves.append(_save(cls, folder, 2, 13))
+    except Exception as error:
+        others = " and ".join(path.name for path in foreign)
+        raise Mistake(f"{others} lie in the folder, and save() raises {described(error)}",
+                      "look only at names that save() makes: re.fullmatch") from error  # fmt: skip
+    for path in foreign:
+        if not path.exists():
+            raise Mistake(f"save() has deleted {path.name}, which is not yours", "delete only names that save() makes")
+    if len(files_in(folder)) > usual:
+        raise Mistake(f"after one more save with keep=2 there are {len(files_in(folder)) - len(foreign)} files, before "
+                      f"it there were {usual - len(foreign)}: old ones stay for ever",
+                      "delete all but the newest `keep`")  # fmt: skip
+    _check_which_stay(saves, files_in(folder))
+    (folder / _largest(saves[-1])).unlink()
     loaded = None
     with contextlib.suppress(Exception):
         loaded = cls(folder, 2).load()
@@ -431,6 +477,37 @@ def _check_keep(cls: Maker, folder: Path) -> None:
     if len(files_in(folder)) >= usual:
         raise Mistake("with keep=1 there are as many checkpoints in the folder as with keep=2",
                       "how many may stay is an argument: use keep")  # fmt: skip
+
+
+def _foreign_files(folder: Path, name: str) -> list[Path]:
+    """Files that others have put into the folder, one of them with a name almost like `name`."""
+    found = [folder / other for other in ("notes.md", re.sub(r"\d+", "best", name)) if other != name]
+    for path in found:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_foreign())
+    return found
+
+
+def _make_younger(saved: Saved, than: Saved) -> None:
+    """Change the times of what two saves made, as whoever copies or touches files does."""
+    for age, one in enumerate((saved, than)):
+        for name in one.written:
+            for path in (one.folder / name, *(one.folder / p for p in Path(name).parents if p.name)):
+                if path.exists():
+                    os.utime(path, (1e9 - age, 1e9 - age))
+
+
+def _check_which_stay(saves: list[Saved], now: Files) -> None:
+    """Mistake unless of steps 11, 12 and 13 the first has gone, with all that its save made."""
+    left = {checksum for _, _, checksum in now.values()}
+    here = [[name for name in s.written if s.after[name][2] in left] for s in saves]
+    if here[0] and not here[1]:
+        raise Mistake("after save(11, ...), save(12, ...) and save(13, ...) with keep=2 step 11 is there and step 12 "
+                      "is gone: step 11's file was touched since, and has the later time",
+                      "the newest are those with the largest steps, whatever their files' times")  # fmt: skip
+    if here[0]:
+        raise Mistake(f"after save(11, ...), save(12, ...) and save(13, ...) with keep=2 {here[0][0]} is still there: "
+                      "three checkpoints stay", "count the new one among the newest `keep`")  # fmt: skip
 
 
 class _Drills:
@@ -484,6 +561,23 @@ class _Drills:
             most = max(most, (len(files_in(folder)), folder, when), key=lambda m: m[0])
         if most[1]:
             self.check_cleans_up(most[1], most[2])
+        self.check_first_save_killed()
+
+    def check_first_save_killed(self) -> None:
+        folder, (_, half, _) = self.fresh(), self.bytes()
+        self.save(folder, 10, Drill(kill_at_byte=half))
+        when, hint = (
+            f"the very first save was killed after {half} bytes of a file",
+            "an unfinished file is no checkpoint",
+        )
+        try:
+            loaded = self.cls(folder, 1).load()
+        except Exception as error:
+            raise Mistake(
+                f"{when}: load() then raises {described(error)}, and no restart gets further", hint
+            ) from error
+        if loaded is not None:
+            raise Mistake(f"{when}: load() then gives {loaded!r:.40}, not None", hint)
 
     def bytes(self) -> list[int]:
         largest = max(self.sizes, default=1)

@@ -51,7 +51,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(rows, 32) -> (rows, 32)."""
         hidden = torch.tanh(self.up(x))
-        mask = nn.functional.dropout(torch.ones_like(hidden), 0.5)
+        mask = nn.functional.dropout(torch.ones_like(hidden), 0.5, self.training)
         run = self._run[0]
         with torch.no_grad():
             run.calls.append(Call(self._number, run.in_backward, tuple(mask.flatten()[:64].tolist())))
@@ -105,7 +105,7 @@ SCENES = (
     Scene("three blocks, a large one between two smaller ones", (64, 256, 128), over=1),
     Scene("a budget that is met exactly when the two largest of five run again", (192, 64, 256, 96, 32), 2, room=0),
     Scene("room for all four blocks", (64, 128, 96, 32), over=0),
-    Scene("a budget of nothing", (64, 96, 32), over=3, room=0),
+    Scene("a budget of nothing, and two blocks of the same size", (64, 96, 64), over=3, room=0),
     Scene("x needs no gradient, and the first block is the largest", (256, 64, 96), over=1, x_needs_grad=False),
     Scene("two micro-batches, whose gradients add up", (64, 192, 128), over=2, passes=2),
 )
@@ -133,6 +133,9 @@ class Run:
     error: Exception | None = None
     flag_changed: bool = False
     """Whether the caller's x has another requires_grad now."""
+    blocks_changed: bool = False
+    kept_changed: bool = False
+    """Whether the caller's list holds other numbers now."""
 
     def play(self, f: Function, kept: list[int], budget: int) -> Run:
         """Forward and backward through the stack, as `f(blocks, x, kept_bytes, budget_bytes)` runs it."""
@@ -156,8 +159,11 @@ class Run:
     def _one_pass(self, f: Function, blocks: list[Block], x: Tensor, wanted: Tensor, kept: list, budget: int) -> None:
         self.in_backward = False
         self.between.clear()
+        given, numbers = list(blocks), list(kept)
         with Allocated() as allocated:
-            y = f(blocks, x, list(kept), budget)
+            y = f(given, x, numbers, budget)
+        self.kept_changed |= numbers != kept
+        self.blocks_changed |= given != blocks or any("forward" in vars(block) for block in blocks)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise Mistake(f"run_stack(...) gives {got}, not a tensor as the last block does",
@@ -195,8 +201,7 @@ def kept_by(hidden: int) -> int:
 
 
 def check_run_stack(f: Function) -> None:
-    """Six stacks: a budget met exactly, one of nothing, one with room for all; gradients, bytes, calls, random "
-    "states."""
+    """Six stacks: a budget met exactly, one of nothing, one with room for all; gradients, bytes, random states."""
     for scene in SCENES:
         with one_thread():
             kept = [kept_by(hidden) for hidden in scene.hidden]
@@ -220,6 +225,12 @@ def _faults(own: Run, right: Run, budget: int) -> Iterator[Finding]:
         yield from _budget(own, budget)
         yield from _gradients(own, right)
         yield from _random(own, right)
+        if own.kept_changed:
+            yield ("kept_bytes holds other numbers afterwards: the next step would get these, and run other blocks "
+                   "again", "left = list(kept_bytes), and change that")  # fmt: skip
+        if own.blocks_changed:
+            yield ("the caller's blocks are others afterwards, in the list or by a new forward: the next step would "
+                   "wrap them once more", "leave `blocks` as they are: call checkpoint() where they run")  # fmt: skip
         if own.flag_changed:
             yield ("the caller's x requires a gradient now: requires_grad_() works in place, and this was not your "
                    "tensor", "checkpoint(block, x, use_reentrant=False) needs no such thing")  # fmt: skip

@@ -82,6 +82,9 @@ def _check_at(cls: Maker, steps: int, steps_elsewhere: int) -> None:
         trainer.step()
     before = pieces(trainer)
     state = trainer.state_dict()
+    if not trainer.model.training:
+        raise Mistake("state_dict() itself puts the model into evaluation mode: the training goes on without dropout",
+                      "look, do not change")  # fmt: skip
     data = _written(state)
     if changed := _changed(before, pieces(trainer)):
         raise Mistake(f"state_dict() itself changes {changed[0]}", "look, do not draw")
@@ -103,6 +106,7 @@ def _check_at(cls: Maker, steps: int, steps_elsewhere: int) -> None:
                       "all that load_state_dict() needs is in what state_dict() returns")  # fmt: skip
     _check_pieces(before, pieces(other), _read(data))
     _check_going_on(other, losses, after)
+    _check_going_back(cls, before, _read(data))
 
 
 def _check_form(trainer: Any) -> None:
@@ -189,6 +193,9 @@ def _holds(state: Any, piece: Any) -> bool:
 
 def _check_going_on(trainer: Any, losses: list[float], after: Pieces) -> None:
     hint = "load into the objects that are there: model.load_state_dict, not a new model"
+    if not trainer.model.training:
+        raise Mistake("load_state_dict() leaves the model in evaluation mode: the training goes on without dropout",
+                      "model.train(), or no model.eval()")  # fmt: skip
     for i, want in enumerate(losses):
         try:
             got = f"gives the loss {loss:.6f}, not {want:.6f}" if (loss := trainer.step()) != want else ""
@@ -199,6 +206,19 @@ def _check_going_on(trainer: Any, losses: list[float], after: Pieces) -> None:
                           "objects, such as an optimizer to old parameters", hint)  # fmt: skip
     if changed := _changed(after, pieces(trainer)):
         raise Mistake(f"the losses agree, but {MORE} steps later {changed[0]} {_are(changed[0])} different", hint)
+
+
+def _check_going_back(cls: Maker, before: Pieces, state: Any) -> None:
+    """A state that is kept in memory may be loaded more than once."""
+    cls(4).load_state_dict(state)
+    again, works_once = cls(5), "load_state_dict(state) works once: a second one from the same state"
+    hint = "read from `state`, and leave it as it is"
+    try:
+        again.load_state_dict(state)
+    except Exception as error:
+        raise Mistake(f"{works_once} raises {described(error)}", hint) from error
+    if changed := _changed(before, pieces(again)):
+        raise Mistake(f"{works_once} does not bring back {changed[0]}", hint)
 
 
 @contextmanager

@@ -19,9 +19,10 @@ def a_state(step: int) -> dict[str, Any]:
     moments = {"step": torch.tensor(float(step)), "exp_avg": weight / 10}
     return {
         "model": {"weight": weight, "bias": torch.randn(96, generator=draw).bfloat16(), "seen": torch.tensor(step)},
-        "optimizer": {"state": {0: moments}, "param_groups": [{"lr": 1e-3 / step, "betas": (0.9, 0.999)}]},
+        "optimizer": {"state": {0: moments}, "param_groups": [{"lr": 1e-3 / (step + 1), "betas": (0.9, 0.999)}]},
         "random": draw.get_state(),
         "run": {"name": "baseline", "epoch": step // 4, "best_loss": None},
+        "step": 4 * step,  # of batches, of which the training makes a step of four
     }
 
 

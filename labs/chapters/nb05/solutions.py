@@ -118,6 +118,7 @@ class Resumable(Trainer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo all that this trainer has done; the random states come last, when nothing is left to draw."""
+        state = copy.deepcopy(state)  # an optimizer keeps the tensors that it is given, and steps in them
         for name in ("model", "optimizer", "scheduler", "scaler"):
             getattr(self, name).load_state_dict(state[name])
         for name, value in state["sampler"].items():

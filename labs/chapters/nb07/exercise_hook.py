@@ -22,6 +22,7 @@ Function = Callable[..., Any]
 EACH = 300  # numbers in each bucket but the longer one
 SCALES = {"large": 1.0, "small": 1e-4, "longer": 0.01, "zero": 0.0}
 SMALLEST = 3e-3  # of the largest gradient in its bucket: less than half of a step of 1/127
+SLOWEST = 3e-4  # has to be kept for many steps until it is half of a step of 1/127
 STEPS = 60
 BEFORE = 2  # steps before it counts: DDP rearranges its buckets after the first
 FIRST = 0.01  # times as large are gradients in those: a scale that is kept from them is far too small later
@@ -42,14 +43,15 @@ class Linear(nn.Module):
 
 
 def gradients_of(rank: int) -> dict[str, Tensor]:
-    """In each bucket the first number is the largest, the same on all ranks; then many small ones, then others.
+    """In each bucket the first number is the largest, the same on all ranks; then many small ones of two sizes, then
+    others.
 
     Ranks have other largest numbers in one bucket, so that each has a scale of its own there.
     """
     found = {}
     for k, (name, scale) in enumerate(SCALES.items()):
         g = torch.rand(EACH + 100 * (name == "longer"), generator=torch.Generator().manual_seed(10 * rank + k)) - 0.5
-        g[0], g[1:100] = 1.0, SMALLEST
+        g[0], g[1:100], g[100:120] = 1.0, SMALLEST, SLOWEST
         found[name] = g * scale * (1 + rank if name == "longer" else 1)
     return found
 
@@ -184,6 +186,13 @@ def _check_mean(ranks: int, where: str, total: dict[str, Tensor], mean: dict[str
                 "left out = (gradient + what was left out before) - decode(what this rank sends), on each rank "
                 "for itself: not the mean that comes back, and never added twice",
             )
+    if total["large"][100:120].abs().max() < 0.2 * SLOWEST * STEPS:
+        raise Mistake(
+            f"{where} a gradient of {SLOWEST} beside one of 1 was to add up to {SLOWEST * STEPS:g} in {STEPS} steps, "
+            f"and {total['large'][100].item():.2g} has arrived, though ten times as large ones arrive: what is left "
+            "out fades before it has grown to a step of the code",
+            "all of what encoding left out comes to the next gradient, whatever its size: nothing is taken off it",
+        )
 
 
 def _train(f: Function) -> dict[str, Any]:

@@ -41,6 +41,10 @@ class Results:
     """The same of their standard deviations."""
     first: list[float] = field(default_factory=list)
     """Means of the images of the first step, in the order in which they came."""
+    threads: int = 0
+    """With which torch computed, at most."""
+    drops: bool = False
+    """Whether a training pass over the same images gives something else each time, as dropout makes it."""
     tested: int = 0
     """Images that the model was called with, without gradients, after the last step."""
     loss: float = float("nan")
@@ -120,6 +124,7 @@ class Watch:
         found = self.found
         found.steps += 1
         found.samples.append(self.now)
+        found.threads = max(found.threads, self.torch.get_num_threads())
         self.now = found.tested = 0
         if found.steps == 1:
             found.first = list(found.means)  # sorted at the end only
@@ -137,14 +142,24 @@ class Watch:
             images, labels = prepared(arrays["x_test"]), torch.from_numpy(arrays["y_test"].astype(np.int64))
         like = next(model.parameters())
         self.within, training = True, model.training
-        model.eval()
         with torch.no_grad():
             x = torch.from_numpy(images).to(like.dtype)
+            self.found.drops = self._drops(x[:128])
+            model.eval()
             outputs = torch.cat([model(part) for part in x.split(500)]).double()
             loss = torch.nn.functional.cross_entropy(outputs, labels).item()
         model.train(training)
         self.within = False
         return loss
+
+    def _drops(self, x: Any) -> bool:
+        """Two passes in the mode in which the model is; what they change in its buffers is put back."""
+        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        with self.torch.random.fork_rng(devices=[]):
+            once, again = self.model(x), self.model(x)
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+        return not self.torch.equal(once, again)
 
     def save(self, path: Path) -> None:
         """At the end."""
