@@ -260,6 +260,7 @@ def test_other_messages_are_named(words, messages):
     ("the cut off twice", lambda h: h.step - max(h.work) - h.cut - h.most),
     ("the work of all stages, not its mean", lambda h: h.step - sum(h.work) - h.cut - h.most),
     ("the step itself is missing", lambda h: -h.mean - h.cut - h.most),
+    ("you give 0 where the rest is below it", lambda h: max(0, h.step - h.mean - h.cut - h.most)),
     ("does nothing, in the mean", lambda h: sum(h.idle) / h.p), ("all stages together do", lambda h: sum(h.idle)),
     ("the stage that waits most does", lambda h: max(h.idle)),
     ("the stage that waits least does", lambda h: min(h.idle)),

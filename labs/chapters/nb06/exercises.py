@@ -47,6 +47,18 @@ def _timeline(work: Sequence[float], micro_batches: int, message_s: float | Sequ
     return tuple(events), p
 
 
+def _asked_for_early() -> Timeline:
+    """A stage that has little to compute and receives while the other one works."""
+    spans = ("F 0 .2, S 0 .01, F 1 .2, S 1 .01, R 0 .01, B 0 .3, R 1 .01, B 1 .3",
+             "R 0 .21, F 0 .05, B 0 .08, S 0 .01, R 1 .07, F 1 .05, B 1 .08, S 1 .01")  # fmt: skip
+    kinds, events = {"F": "forward", "B": "backward", "S": "send", "R": "receive"}, []
+    for stage, each in enumerate(spans):
+        now = 30.0
+        for kind, micro_batch, seconds in map(str.split, each.split(", ")):
+            events.append((stage, kinds[kind], int(micro_batch), now, now := now + float(seconds)))
+    return tuple(events), len(spans)
+
+
 TIMELINES: list[Timeline] = [
     _timeline((0.38, 0.4, 0.39), 2, 0.004, 7.0), _timeline((0.2, 0.5), 8, 0.001, 100.0),
     _timeline((0.28, 0.3, 0.29, 0.27), 16, 0.015, 3.0), _timeline((0.3, 0.6, 0.31), 6, 0.01, 12.5),
@@ -54,9 +66,11 @@ TIMELINES: list[Timeline] = [
     _timeline((0.6, 0.55, 0.3, 0.28), 8, (0.01, 0.02, 0.005), 20.0, backward=(0.5, 0.75, 0.7, 0.6), gradients=0.25,
               late_s=0.06),
     _timeline((0.3, 0.29, 0.36, 0.6), 8, (0.001, 0.003, 0.005), 5.0),
+    _asked_for_early(),
 ]  # fmt: skip
 """In turn: few micro-batches, an uneven cut, messages, all of them, no message at all; the slowest stage is the first,
-and a send ends last; the slowest stage is the last. In these two another stage spends most on messages."""
+and a send ends last; the slowest stage is the last; receives that are asked for early. In the last three another stage
+spends most on messages; in the last of all so much that the rest is negative."""
 TERMS = ("cut", "messages", "waiting")
 Stages = list[float]
 """Seconds of each stage."""
@@ -189,6 +203,8 @@ BY_TERM: dict[str, list[Slip]] = {
               lambda c: _rest(c, cut=2)),
         _slip("waiting: you take off the work of all stages, not its mean", REST, lambda c: _rest(c, mean=c[1])),
         _slip("waiting: the sign is wrong", REST, lambda c: -_rest(c)),
+        _slip("waiting: you give 0 where the rest is below it", "leave it below 0: a message that takes long while "
+              "another stage works costs the step nothing", lambda c: max(0.0, _rest(c))),
         _slip("waiting: the step itself is missing", REST, lambda c: _rest(c, lambda _: 0)),
         _slip("waiting: this is how long a stage does nothing, in the mean", REST, lambda c: _mean(_idle(c))),
         _slip("waiting: this is how long all stages together do nothing", REST, lambda c: sum(_idle(c))),
@@ -217,7 +233,7 @@ BY_TERM: dict[str, list[Slip]] = {
 
 
 def check_lost_time(f: Function) -> None:
-    """Seven timelines of two to four stages."""
+    """Eight timelines of two to four stages."""
     got = [_as_terms(f([*events], p)) for events, p in TIMELINES]
     right = [solution.lost_time(*case) for case in TIMELINES]
     for term in TERMS:
