@@ -14,7 +14,7 @@ from labs import chapters
 from labs.claims import main
 from labs.kit import claims as claims_module
 from labs.kit import docket
-from labs.kit.claims import PAPER, WORDS, Table, Verdict, claims, judge, judged, table, verdict
+from labs.kit.claims import PAPER, WORDS, Table, Verdict, claims, depends, judge, judged, table, verdict
 from labs.kit.record import Record, Records
 
 NOTEBOOKS = sorted(p.parent.name[2:] for p in Path(chapters.__file__).parent.glob("nb??/claims.py"))
@@ -156,6 +156,9 @@ def test_a_depends_says_whether_cases_differ_or_nothing_could_be_told():
     )
     assert judged([True], [False], "It").word == "holds" and judged([False], [True], "It").word == "does not hold"
     assert judged([False], [True], "It takes 1 s.").because == "It takes 1 s."
+    assert depends(True, "cases differ") == Verdict("depends", "cases differ")
+    assert depends(False, "it takes 1 s").because == "this run cannot tell: it takes 1 s"
+    assert depends(False, "It takes 1 s.").because == "This run cannot tell: It takes 1 s."
 
 
 def test_a_claim_is_about_its_notebooks_subject_or_has_one_of_its_own():
