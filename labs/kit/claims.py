@@ -244,9 +244,14 @@ def in_general(right: Sequence[bool], wrong: Sequence[bool], because: str, kind:
     return judged(right, [any(wrong)] * len(wrong), because, kind)
 
 
+def cannot_tell(because: str, kind: str = "measured") -> Verdict:
+    """ "depends" only because this run cannot tell: its samples show neither."""
+    return Verdict("depends", _before(CANNOT_TELL, because), kind)
+
+
 def depends(shown: bool, because: str, kind: str = "measured") -> Verdict:
     """ "depends", because cases are shown to differ; else because this run cannot tell."""
-    return Verdict("depends", _before("" if shown else CANNOT_TELL, because), kind)
+    return Verdict("depends", because, kind) if shown else cannot_tell(because, kind)
 
 
 def _before(untold: str, because: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from labs.chapters.nb01 import claims_method as method
 from labs.kit.claims import (
-    CANNOT_TELL,
     GAIN,
     Verdict,
+    cannot_tell,
     depends,
     gain,
     judged,
@@ -27,9 +27,10 @@ from labs.kit.record import Records
 def _(evidence: Records) -> Verdict:
     run = last(evidence, "utilisation", "busy_share")
     found = method.jobs(run)
-    untold = CANNOT_TELL if found.untold and not found.slow else ""
-    word = "depends" if found.slow or untold else "holds"
-    return Verdict(word, f"{untold}{found.said} of the best rate seen {method.counter(run)}")
+    said = f"{found.said} of the best rate seen {method.counter(run)}"
+    if found.slow:
+        return Verdict("depends", said)
+    return cannot_tell(said) if found.untold else Verdict("holds", said)
 
 
 @verdict("E26")
@@ -39,12 +40,12 @@ def _(evidence: Records) -> Verdict:
     waiting, full = (percent(run.one("busy_share", job=job)) for job in ("waiting for data", "large products"))
     wait = f"busy {waiting}"
     if "waiting for data" not in idle and waiting.low < method.BUSY * full.value:
-        return depends(False, f"whether a planted wait for data shows: {wait} {method.counter(run)}")
+        return cannot_tell(f"whether a planted wait for data shows: {wait} {method.counter(run)}")
     if "waiting for data" not in idle:
         return Verdict("does not hold", f"a planted wait for data does not show: {wait} {method.counter(run)}")
     if untold and not slow:
         wait = f"whether these look busy at less than a tenth of the speed: {', '.join(untold)}; {wait}"
-        return depends(False, f"{wait} while a planted wait for data shows {method.counter(run)}")
+        return cannot_tell(f"{wait} while a planted wait for data shows {method.counter(run)}")
     back = f"; but at less than a tenth of the speed these look busy: {', '.join(slow)}" if slow else ""
     return Verdict("depends" if slow else "holds", f"a planted wait for data shows: {wait}{back} {method.counter(run)}")
 
@@ -79,7 +80,7 @@ def _(evidence: Records) -> Verdict:
     if fixed.high < 1 and changing.high < GAIN:
         return Verdict("holds", said)
     if changing.low < GAIN:
-        return depends(False, said)
+        return cannot_tell(said)
     return depends(True, said if differs(fixed) else f"{said}; what fixed shapes gain this run cannot tell")
 
 
@@ -141,19 +142,20 @@ def _(evidence: Records) -> Verdict:
 @verdict("C07")
 def _(evidence: Records) -> Verdict:
     found, same = method.repaired(evidence, "warm up"), "no change that these runs can show"
-    word = "does not hold" if method.any_differs(found) else "holds" if all(map(within, found.values())) else "depends"
-    said = ", ".join(f"{r if differs(r) else same} ({model})" for model, r in found.items())
-    untold = CANNOT_TELL if word == "depends" else ""
-    return Verdict(word, f"{untold}a warm-up before it changes the answer: {said}", method.kind(evidence))
+    each = ", ".join(f"{r if differs(r) else same} ({model})" for model, r in found.items())
+    said, kind = f"a warm-up before it changes the answer: {each}", method.kind(evidence)
+    if method.any_differs(found):
+        return Verdict("does not hold", said, kind)
+    return Verdict("holds", said, kind) if all(map(within, found.values())) else cannot_tell(said, kind)
 
 
 @verdict("C08")
 def _(evidence: Records) -> Verdict:
     found = method.repaired(evidence, "synchronise", before="as printed")
-    word = "holds" if all(map(within, found.values())) else "depends"
     said = f"data made before the clock, and a wait in place of the copies', make the answer {method.in_words(found)}"
-    untold = CANNOT_TELL if word == "depends" and not method.any_differs(found) else ""
-    return Verdict(word, untold + said, method.kind(evidence))
+    if all(map(within, found.values())):
+        return Verdict("holds", said, method.kind(evidence))
+    return depends(method.any_differs(found), said, method.kind(evidence))
 
 
 @verdict("C09")
@@ -161,7 +163,7 @@ def _(evidence: Records) -> Verdict:
     found = method.between_ranks(evidence)
     said = ", ".join(f"{more} ({model})" for model, more in found.items())
     near = all(more.high <= method.APART for more in found.values())
-    apart = method.slowest_rank(evidence)
+    apart = method.ranks_apart(found)
     shown = f"cannot be told to {method.APART:.0f} %"
     if near or apart:
         shown = "any of them will do" if near else "it matters which of them is asked"
@@ -193,7 +195,7 @@ def _(evidence: Records) -> Verdict:
     if within(lost, method.POINT, 0.0):
         return Verdict("holds", f"{said}, so that seconds for equal epochs can be compared")
     if not differs(lost, 0):
-        return depends(False, f"{said}; compare seconds to one accuracy")
+        return cannot_tell(f"{said}; compare seconds to one accuracy")
     return depends(True, f"{said} ({percent(small)} and {percent(large)}); compare seconds to one accuracy")
 
 
@@ -205,7 +207,7 @@ def _(evidence: Records) -> Verdict:
     if within(inside):
         return Verdict("does not hold", f"{said}: as many, within 5 %")
     if not differs(inside):
-        return depends(False, said)
+        return cannot_tell(said)
     if max(step) <= 256:
         raise LookupError("launch('batch_size') with batches beyond 256 is needed, to see where the curve bends")
     beyond = method.faster(step, max(step), 256)
@@ -224,7 +226,7 @@ def _(evidence: Records) -> Verdict:
     said += f"; not tried: {untried}" if untried else ""
     queue = found[method.SYNCHRONISATION] is not None and not method.on_gpu(evidence)
     said += "; the queue is emulated" if queue else ""
-    return Verdict("does not hold", said) if matter else depends(False, said)
+    return Verdict("does not hold", said) if matter else cannot_tell(said)
 
 
 @verdict("E22")

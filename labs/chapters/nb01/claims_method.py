@@ -184,9 +184,9 @@ def _spread(evidence: Records) -> bool:
     return statistics.fmean(off) > 0.05
 
 
-def slowest_rank(evidence: Records) -> bool:
-    """Whether ranks print times that are more than APART apart."""
-    return any(r.low > APART for r in between_ranks(evidence).values())
+def ranks_apart(found: dict[str, Estimate]) -> bool:
+    """Whether ranks print times that are more than APART apart, for what `between_ranks` found."""
+    return any(more.low > APART for more in found.values())
 
 
 def _in_turn(evidence: Records) -> bool:
@@ -213,7 +213,7 @@ PARTS: dict[str, Callable[[Records], bool]] = {
     SYNCHRONISATION: lambda evidence: seen(evidence, *AS_THE_ARTICLE).high < 95,
     "repeats": _repeats,
     "a spread": _spread,
-    "the slowest rank": slowest_rank,
+    "the slowest rank": lambda evidence: ranks_apart(between_ranks(evidence)),
     "taking turns": _in_turn,
 }
 """What the article's method lacks: each says whether it changed an answer. LookupError if it was not tried."""

@@ -8,7 +8,7 @@ import torch
 
 from labs.chapters.nb02 import claims_loading as loading
 from labs.chapters.nb02.claims_loading import WAITS, counted, device, quotient
-from labs.kit.claims import CANNOT_TELL, GAIN, Verdict, depends, judged, last, verdict, word
+from labs.kit.claims import GAIN, Verdict, cannot_tell, depends, judged, last, verdict, word
 from labs.kit.measure import differs
 from labs.kit.record import Records
 
@@ -63,13 +63,12 @@ def _(evidence: Records) -> Verdict:
             wrong.append(all(c.high < GAIN for c in cures.values()))
     if not right:
         nothing = "no model here is shown to wait for data, so there is nothing to cure"
-        return depends(False, f"{nothing}: {max(said)[1]}{device(run)}")
+        return cannot_tell(f"{nothing}: {max(said)[1]}{device(run)}")
     open_ = len(right) - sum(right) - sum(wrong)
     because = (f"several workers are shown to be the cure for {sum(right)} of {len(right)} models that wait for data, "
                f"shown not to be for {sum(wrong)}{f', and cannot be told for {open_}' if open_ else ''}: "
                f"{max(said)[1]} ({NO_TURNS}){device(run)}")  # fmt: skip
-    untold = "" if any(right) or any(wrong) else CANNOT_TELL
-    return Verdict(word(right, wrong), untold + because)
+    return Verdict(word(right, wrong), because) if any(right) or any(wrong) else cannot_tell(because)
 
 
 @verdict("E05")
@@ -179,5 +178,5 @@ def _(evidence: Records) -> Verdict:
     because = (f"with pin_memory and non_blocking the same bytes come at {overlap} the images per second of plain "
                f".to(device) ({NO_TURNS})")  # fmt: skip
     if not differs(overlap):
-        return depends(False, because)
+        return cannot_tell(because)
     return Verdict("does not hold" if overlap.low > 1 else "depends", because)  # fewer would show no saving either

@@ -7,7 +7,7 @@ import inspect
 from torch import nn
 
 from labs.chapters.nb03.claims_scaling import launched, ranks_of  # and the verdicts there
-from labs.kit.claims import CANNOT_TELL, GAIN, Verdict, ends, verdict
+from labs.kit.claims import GAIN, Verdict, ends, judged, verdict
 from labs.kit.measure import estimate, paired_ratio
 from labs.kit.record import Records
 
@@ -80,10 +80,8 @@ def _(evidence: Records) -> Verdict:
     facts = launched(evidence, "ddp_facts")
     losses, floor = facts.one("random_label_loss").samples, facts.one("random_label_floor").value
     last, falls = estimate(losses[len(losses) // 2 :], "nats"), floor - 0.05
-    word = "does not hold" if last.low > falls else "holds" if last.high <= falls else "depends"
-    untold = CANNOT_TELL if word == "depends" else ""
-    return Verdict(word, f"{untold}random labels: median loss {last.value:.3f} over the last half of "
-                         f"{len(losses)} steps; ln 10 = {floor:.3f}")  # fmt: skip
+    return judged([last.high <= falls], [last.low > falls], f"random labels: median loss {last.value:.3f} over the "
+                  f"last half of {len(losses)} steps; ln 10 = {floor:.3f}")  # fmt: skip
 
 
 @verdict("A15")

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from labs import crossover, data_parallel
-from labs.kit.claims import CANNOT_TELL, Verdict, depends, in_general, judged, verdict, word
+from labs.kit.claims import Verdict, cannot_tell, depends, in_general, judged, verdict, word
 from labs.kit.measure import Estimate, paired_ratio, unpaired_ratio
 from labs.kit.record import Records
 from labs.parts import models
@@ -154,7 +154,7 @@ def _(evidence: Records) -> Verdict:
                f"{len(cells)} models and batches; without the link's bandwidth {alone:.0%}, without the computing "
                f"{link:.0%}")  # fmt: skip
     if min(c.high for c in cells) >= max(c.low for c in cells):
-        return depends(False, f"no speed-up of the map surely differs from another; {because}")
+        return cannot_tell(f"no speed-up of the map surely differs from another; {because}")
     return Verdict("holds" if both > max(MOSTLY, alone + MORE, link + MORE) else "depends", because)
 
 
@@ -207,9 +207,10 @@ def _(evidence: Records) -> Verdict:
     said = [f"{_beside(small, n)} with the smallest batch, {_beside(large, n)} with the largest (width {w})"
             for w, (small, large) in zip(widths, ends, strict=True)]  # fmt: skip
     shown = all(high) and any(g.low > 1 for g in grows) and not any(g.high < 1 for g in grows)
-    found = "holds" if shown else "does not hold" if all(wrong) else "depends"
-    untold = CANNOT_TELL if found == "depends" and not any(wrong) else ""
-    return Verdict(found, f"{untold}beside computing a DDP step spends {'; '.join(dict.fromkeys((said[0], said[-1])))}")
+    because = f"beside computing a DDP step spends {'; '.join(dict.fromkeys((said[0], said[-1])))}"
+    if shown or all(wrong):
+        return Verdict("holds" if shown else "does not hold", because)
+    return depends(any(wrong), because)
 
 
 def _beside(speedup: Estimate, ranks: int) -> str:

@@ -9,7 +9,7 @@ from labs.chapters.nb05 import claims_allocator as allocator
 from labs.chapters.nb05 import claims_memory as memory
 from labs.chapters.nb05 import claims_recompute as recompute
 from labs.chapters.nb05 import claims_remedies as remedies
-from labs.kit.claims import CANNOT_TELL, GAIN, GB, Verdict, depends, judged, last, size, verdict, within, word
+from labs.kit.claims import GAIN, GB, Verdict, cannot_tell, judged, last, size, verdict, within, word
 from labs.kit.record import Records
 from labs.parts.remedies.ways_out import HALF
 
@@ -202,7 +202,7 @@ def _(evidence: Records) -> Verdict:
 def _nothing_short(evidence: Records) -> Verdict:
     """Where nothing ran out of memory, nothing can help against it."""
     fits = "the pattern that is to fragment memory fits on this GPU as it is"
-    return depends(False, f"{fits}{allocator.price(evidence)}")
+    return cannot_tell(f"{fits}{allocator.price(evidence)}")
 
 
 @verdict("D22")
@@ -213,10 +213,11 @@ def _(evidence: Records) -> Verdict:
         return Verdict("needs N GPUs", f"{allocator.SIMULATED}: {each}", "")
     if not pattern.short:
         return _nothing_short(evidence)
-    right = [avoided and emptying.high < GAIN for avoided in pattern.avoided]
     because = f"a pattern that fragments this GPU's memory {pattern}{allocator.price(evidence)}"
-    untold = CANNOT_TELL if all(pattern.avoided) and emptying.low <= 1 and emptying.high >= GAIN else ""
-    return Verdict(word(right, [not avoided for avoided in pattern.avoided]), untold + because)
+    if all(pattern.avoided) and emptying.low <= 1 and emptying.high >= GAIN:
+        return cannot_tell(because)
+    right = [avoided and emptying.high < GAIN for avoided in pattern.avoided]
+    return Verdict(word(right, [not avoided for avoided in pattern.avoided]), because)
 
 
 @verdict("B38")
@@ -237,7 +238,7 @@ def _(evidence: Records) -> Verdict:
         told = f"{allocator.SIMULATED}: {allocator.retried(evidence)}; what that costs in time only a GPU can tell"
         return Verdict("needs N GPUs", told, "")
     if not found:
-        return depends(False, "of the sizes of memory tried on this GPU none was short, or none was enough")
+        return cannot_tell("of the sizes of memory tried on this GPU none was short, or none was enough")
     hidden = [t.slower for t in found if t.slower and t.retries]
     because = f"with less memory than enough, on this GPU: {'; '.join(map(str, found))}"
     if not hidden:

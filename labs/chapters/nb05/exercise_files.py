@@ -317,18 +317,22 @@ def _check_all_damaged(cls: Maker, folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    for found, hint in (
-        ("load() gives None, as if there had never been one", "raise RuntimeError; None means that there are none"),
-        ("load() has raised, but gives None when it is called again, as a restart does", "leave damaged files there"),
-    ):
-        try:
-            loaded = cls(folder, 3).load()
-        except Exception:
-            continue
-        if loaded is None:
-            raise Mistake(f"all three checkpoints are damaged, and {found}: the training begins anew, and overwrites "
-                          "what could be repaired", hint)  # fmt: skip
-        raise Mistake("all three checkpoints are cut in half, and load() gives one of them", "check before you load")
+    _check_raises(cls, folder, "load() gives None, as if there had never been one",
+                  "raise RuntimeError; None means that there are none")  # fmt: skip
+    _check_raises(cls, folder, "load() has raised, but gives None when it is called again, as a restart does",
+                  "leave damaged files there")  # fmt: skip
+
+
+def _check_raises(cls: Maker, folder: Path, what: str, hint: str) -> None:
+    """Mistake unless load() raises; `what` says what it means that it gives None, where all files are damaged."""
+    try:
+        loaded = cls(folder, 3).load()
+    except Exception:
+        return
+    if loaded is None:
+        raise Mistake(f"all three checkpoints are damaged, and {what}: the training begins anew, and overwrites what "
+                      "could be repaired", hint)  # fmt: skip
+    raise Mistake("all three checkpoints are cut in half, and load() gives one of them", "check before you load")
 
 
 class _Malicious:
@@ -566,16 +570,13 @@ class _Drills:
     def check_first_save_killed(self) -> None:
         folder, (_, half, _) = self.fresh(), self.bytes()
         self.save(folder, 10, Drill(kill_at_byte=half))
-        when, hint = (
-            f"the very first save was killed after {half} bytes of a file",
-            "an unfinished file is no checkpoint",
-        )
+        when = f"the very first save was killed after {half} bytes of a file"
+        hint = "an unfinished file is no checkpoint"
         try:
             loaded = self.cls(folder, 1).load()
         except Exception as error:
-            raise Mistake(
-                f"{when}: load() then raises {described(error)}, and no restart gets further", hint
-            ) from error
+            raised = described(error)
+            raise Mistake(f"{when}: load() then raises {raised}, and no restart gets further", hint) from error
         if loaded is not None:
             raise Mistake(f"{when}: load() then gives {loaded!r:.40}, not None", hint)
 

@@ -7,7 +7,7 @@ from functools import cache
 
 from labs import bucket_overlap, gradient_compression, slow_link
 from labs.kit import hardware
-from labs.kit.claims import CANNOT_TELL, Verdict, depends, ends, in_general, judged, last, size, verdict, word
+from labs.kit.claims import Verdict, depends, ends, in_general, judged, last, size, verdict, word
 from labs.kit.measure import Estimate, estimate
 from labs.kit.record import Record, Records
 from labs.parts import models
@@ -206,8 +206,8 @@ NCCL_OR_GLOO = (
 """On two GPUs: NCCL between them, and gloo for two ranks that share the first."""
 
 
-def nccl_against_gloo(evidence: Records) -> tuple[str, str] | None:
-    """(word, numbers): is an all-reduce between ranks on GPUs faster with NCCL than with gloo? None until both ran.
+def nccl_against_gloo(evidence: Records) -> Verdict | None:
+    """Is an all-reduce between ranks on GPUs faster with NCCL than with gloo? None until both ran.
 
     Of the largest size that both were given.
     """
@@ -219,16 +219,15 @@ def nccl_against_gloo(evidence: Records) -> tuple[str, str] | None:
     if not both:
         return None
     nccl, gloo = (estimate(of[max(both)].samples, "s") for of in by_size.values())
-    told = "holds" if nccl.high < gloo.low else "does not hold" if gloo.high < nccl.low else "depends"
-    untold = CANNOT_TELL.capitalize() if told == "depends" else ""
-    return told, (f"{untold}An all-reduce of {size(max(both))} takes {nccl} with NCCL between GPUs, {gloo} with gloo "
-                  "(two ranks on one GPU).")  # fmt: skip
+    because = (f"An all-reduce of {size(max(both))} takes {nccl} with NCCL between GPUs, {gloo} with gloo "
+               "(two ranks on one GPU).")  # fmt: skip
+    return judged([nccl.high < gloo.low], [gloo.high < nccl.low], because)
 
 
 @verdict("B17")
 def _(evidence: Records) -> Verdict:
     if found := nccl_against_gloo(evidence):
-        return Verdict(*found)
+        return found
     return Verdict("holds", "PyTorch's documentation of torch.distributed has it as a rule of thumb: NCCL for GPUs, "
                    f"gloo for CPUs. To measure it on 2 GPUs: {NCCL_OR_GLOO}.", "published")  # fmt: skip
 
@@ -236,7 +235,7 @@ def _(evidence: Records) -> Verdict:
 @verdict("D13")
 def _(evidence: Records) -> Verdict:
     if found := nccl_against_gloo(evidence):
-        return Verdict(*found)
+        return found
     return Verdict("needs N GPUs", f"Which is the best, a measurement tells: {NCCL_OR_GLOO}.", "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from labs.kit.claims import Verdict, depends, last, verdict
+from labs.kit.claims import Verdict, cannot_tell, last, verdict
 from labs.kit.record import Records
 from labs.parts.faults.chart import rows
 from labs.parts.faults.installed import CONTROLS, LAB, OF_GPU
@@ -85,7 +85,7 @@ def _(evidence: Records) -> Verdict:
     others = {r.case["set"]: int(r.value) for r in evidence.where("nccl_lines") if r.lab == LAB}
     if not lines and not others.get("before it", 1):
         because = "set outside of the program it printed nothing either; does NCCL_DEBUG_FILE send the lines elsewhere?"
-        return depends(False, because)
+        return cannot_tell(because)
     if not lines:
         return Verdict("does not hold", "set within the program, before the group was made, it printed nothing")
     said = f"set within the program, before the group was made, it printed {lines} lines for 10 all-reduces of one rank"
