@@ -50,6 +50,8 @@ book: $(BOOK_READY)
 
 LINT = $(PY) -m ruff check . && $(PY) -m ruff format --check .
 PYTEST = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=270
+# tests/strict holds no test: it is named so that tests/conftest.py is read, while thousands of tests are not.
+NOTEBOOKS = $(PYTEST) -m notebook notebooks tests/strict
 QUICK = $(PY) -m pytest -m "not drill and not long and not quiet"
 QUIET = $(PY) -m pytest -m "quiet and not drill and not long"
 # SECOND_LOOK=1, for CI: tests that failed run once more, alone and in a new process. A fault of the code fails again; one
@@ -66,7 +68,7 @@ test: $(READY)
 	@echo "== Tests that measure, one by one"
 	$(QUIET) tests $(ARGS) $(call LOOK_AGAIN,$(QUIET))
 	@echo "== Every notebook, in short, against its committed outputs, two at a time"
-	COURSE_SMOKE=1 $(PYTEST) -m notebook -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	COURSE_SMOKE=1 $(NOTEBOOKS) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(READY) $(BOOK_READY)
 	@echo "== Lint"

@@ -148,7 +148,7 @@ HOLDS, NOT, DEPENDS = "holds", "does not hold", "depends"
 CASES = {
     "A01": [(NOT, facts()), (HOLDS, facts(held=300_000))],
     "A02": [(NOT, speed(**MLP)), (DEPENDS, speed(single=5.0, **MLP))],
-    "A04": [(HOLDS, facts()), (NOT, facts(learned=(2.3, 2.4)))],
+    "A04": [(HOLDS, facts()), (NOT, facts(learned=(2.3, 2.4))), (DEPENDS, facts(learned=(2.3, 2.3)))],
     "A05": [(NOT, facts()), (HOLDS, facts(ran=1))],
     "A08": [("needs 1 GPU", facts()), (HOLDS, facts("cuda", one_device=0.0)), (NOT, facts("cuda"))],
     "A09": [(NOT, training()), (HOLDS, training(twice=0.0))],
@@ -158,7 +158,7 @@ CASES = {
             (DEPENDS, speed(ddp=0.05, wide=True, **MLP)), (DEPENDS, speed(ddp=0.12, **MLP) + speed(ddp=0.055)),
             (NOT, speed(ddp=0.12)), (NOT, both(ddp=0.12)), (HOLDS, both(ddp=0.04))],
     "A14": [(NOT, facts()), (HOLDS, facts(random=1.0)), (DEPENDS, uneven("random_label_loss"))],
-    "A15": [(HOLDS, training()), (NOT, training(falls=(1.0, 2.0)))],
+    "A15": [(HOLDS, training()), (NOT, training(falls=(1.0, 2.0))), (DEPENDS, training(falls=(2.0, 2.0)))],
     "A16": [(NOT, facts()), (HOLDS, facts(local=(2.2, 2.2))), (NOT, facts(local=(2.2, 2.2), item=1.5)),
             (DEPENDS, uneven("step_s_by_item", local=(2.2, 2.2))), (DEPENDS, facts(local=(2.2, 2.2), item=0.5))],
     "A17": [(NOT, speed(**MLP)), (DEPENDS, speed(single=5.0, **MLP))],

@@ -58,10 +58,14 @@ def test_what_is_committed_is_what_the_cell_prints(number, cell_id):
 
 def test_00_arrays_in_a_cache_are_not_memory():
     assert len(run("00", "edit-triad")[0].splitlines()) == 2
-    small, _ = run("00", "edit-triad", ("mib=64", "mib=1 / 8"))
-    assert "rank 1: " in small
     counted_twice, _ = run("00", "edit-triad", ("return 3 *", "return 300 *"))
     assert counted_twice.count("Memory does not give that") == 2
+
+
+@pytest.mark.long
+def test_00_small_arrays_and_too_few_bytes():
+    small, _ = run("00", "edit-triad", ("mib=64", "mib=1 / 8"))
+    assert "rank 1: " in small
     nothing, _ = run("00", "edit-triad", ("return 3 *", "return 0.003 *"))
     assert nothing.count("Memory gives more") == 2
 

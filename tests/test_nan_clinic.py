@@ -37,36 +37,40 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def examined():
-    """Patients of two seeds each, on real ranks."""
-    return launch("nan_clinic", 2, parts=("patients",), seeds=2, seed=11, device="cpu", oversubscribe=True)
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)])
+def examined(request):
+    """Patients of one seed each, or of two, on real ranks."""
+    seeds = request.param
+    return launch("nan_clinic", 2, parts=("patients",), seeds=seeds, seed=11, device="cpu", oversubscribe=True)
 
 
 def test_every_patient_is_named_and_learns_after_the_cure(examined):
     wrong = [r.case for r in examined.where("cause_right") if not r.value]
-    assert not wrong and len(examined.where("cause_right")) == 2 * len(CAUSES | HEALTHY)
-    assert [r.value for r in examined.where("cure_works")] == [1.0] * 2 * len(CAUSES | HEALTHY)
+    patients = _seeds(examined) * len(CAUSES | HEALTHY)
+    assert not wrong and len(examined.where("cause_right")) == patients
+    assert [r.value for r in examined.where("cure_works")] == [1.0] * patients
 
 
 def test_module_step_and_sample_are_those_that_were_planted(examined):
     for metric, causes in (("module_right", 6), ("sample_right", 5)):
         found = [r.value for r in examined.where(metric)]
-        assert found == [1.0] * 2 * causes
-    assert lab.steps_right(examined) == [True] * 2 * 7
+        assert found == [1.0] * _seeds(examined) * causes
+    assert lab.steps_right(examined) == [True] * _seeds(examined) * 7
     places = {r.case["module"] for r in examined.where("bad_step") if r.case["planted_module"]}
-    assert len(places) > 4, "the seed draws the place"
+    assert len(places) > 2 * _seeds(examined), "the seed draws the place"
 
 
 def test_what_a_scaler_hides_shows_in_what_clipping_saw_and_in_the_steps_it_skips(examined):
     hidden = [r for name in ("clip before unscale_", "skipped for ever") for r in examined.where("loss", planted=name)]
-    assert len(hidden) == 4 and all(len(r.samples) == numbers.STEPS + 1 for r in hidden), "no loss is NaN"
+    assert len(hidden) == 2 * _seeds(examined) and all(len(r.samples) == numbers.STEPS + 1 for r in hidden), (
+        "no loss is NaN"
+    )
     assert not any(lab.falls(list(r.samples)) for r in hidden), "and none of them learns"
 
 
 def test_bisection_takes_as_many_trials_as_the_formula_says(examined):
     trials = [(r.value, examined.one("predicted_trials", **_case(r)).value) for r in examined.where("trials")]
-    assert trials == [(5, 5)] * len(trials) and len(trials) == 10
+    assert trials == [(5, 5)] * 5 * _seeds(examined)
     for n in (1, 2, 3, 7, 32, 33, 100):
         for bad in range(n):
             asked = []
@@ -74,6 +78,10 @@ def test_bisection_takes_as_many_trials_as_the_formula_says(examined):
             assert index == bad and count == len(asked)
             assert lab.predict_trials(n) - 1 <= count <= lab.predict_trials(n)
             assert count == lab.predict_trials(n) or n & (n - 1), "for powers of two it is exact"
+
+
+def _seeds(examined):
+    return examined[0].config["seeds"]
 
 
 def _case(record):
@@ -445,10 +453,15 @@ def test_the_timeline_and_the_tables(examined, drifted, shown):
         and float(re.search(r"is ([\d,]+) times", ratio)[1].replace(",", "")) > 1e4
     )
     figures.matrix(examined)
-    assert (tables[0].loc["root of zero", "root of zero"], tables[0].loc["healthy", "root of zero"]) == (2, "")
+    assert (tables[0].loc["root of zero", "root of zero"], tables[0].loc["healthy", "root of zero"]) == (
+        _seeds(examined),
+        "",
+    )
     figures.where_it_began(examined)
     figures.cures(examined)
-    assert len(tables[1]) == 2 * 8 and "NO" not in tables[1].to_string() and len(tables[2]) == len(CAUSES)
+    assert (
+        len(tables[1]) == 8 * _seeds(examined) and "NO" not in tables[1].to_string() and len(tables[2]) == len(CAUSES)
+    )
     figures.drifts(drifted)
     assert tables[3].loc["dropout", "ranks differ in"] == "nothing"
     assert tables[3].loc["in place", "ranks differ in"] == "parameters"

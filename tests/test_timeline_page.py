@@ -35,6 +35,9 @@ def page(request, file):
         assert problems == []
 
 
+one_theme = pytest.mark.parametrize("page", ["light", pytest.param("dark", marks=pytest.mark.long)], indirect=True)
+
+
 def shown_ms(page):
     """(first, last) time on the axis, in ms."""
     ticks = page.eval_on_selector_all("#view text", "all => all.map(e => e.textContent)")
@@ -48,6 +51,7 @@ def press(page, *keys):
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
+@one_theme
 def test_keys_zoom_pan_and_tell(page):
     page.focus("#view")
     whole = shown_ms(page)
@@ -65,6 +69,7 @@ def test_keys_zoom_pan_and_tell(page):
     assert "rank 0" in page.inner_text("#told") and len(page.query_selector_all("rect.chosen")) == 1
 
 
+@one_theme
 def test_mouse_and_buttons(page):
     whole = shown_ms(page)
     page.click("#in")

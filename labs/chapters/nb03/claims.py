@@ -32,10 +32,10 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     facts = launched(evidence, "ddp_facts")
     losses, n = facts.one("learnable_loss").samples, facts.one("parameters", where="model").value
-    start, end = estimate(losses[:8]).value, estimate(losses[-8:]).value
-    word = "holds" if end < start else "does not hold"
-    return Verdict(word, f"labels that follow a rule: loss {start:.2f} to {end:.2f}; {n:,.0f} parameters, "
-                         f"{4 * n / 1e6:.2f} MB of FP32 gradients per step")  # fmt: skip
+    start, end = estimate(losses[:8]), estimate(losses[-8:])
+    because = (f"labels that follow a rule: loss {start.value:.2f} to {end.value:.2f}; {n:,.0f} parameters, "
+               f"{4 * n / 1e6:.2f} MB of FP32 gradients per step")  # fmt: skip
+    return judged([end.high < start.low], [end.low > start.high], because)
 
 
 @verdict("A05")
@@ -87,8 +87,9 @@ def _(evidence: Records) -> Verdict:
 @verdict("A15")
 def _(evidence: Records) -> Verdict:
     loss = launched(evidence, "ddp_training").one("loss", case="ddp").samples
-    start, end = estimate(loss[:8]).value, estimate(loss[-8:]).value
-    return Verdict("holds" if end < start else "does not hold", f"so trained, the loss falls: {start:.2f} to {end:.2f}")
+    start, end = estimate(loss[:8]), estimate(loss[-8:])
+    because = f"so trained, the loss goes from {start.value:.2f} to {end.value:.2f}"
+    return judged([end.high < start.low], [end.low > start.high], because)
 
 
 @verdict("A16")
