@@ -153,7 +153,8 @@ def test_provenance_line(records, line):
 def test_what_ran_on_cores_is_not_of_the_gpus_of_its_machine():
     one = record(gpus=[{"name": "H200"}] * 8)
     on_cores = replace(one, layout={"world_size": 2, "device": "cpu"})
-    assert "8 x H200" in provenance_line([replace(one, layout={"world_size": 2, "device": "cuda"})])
+    assert " on 2 of 8 x H200," in provenance_line([replace(one, layout={"world_size": 2, "device": "cuda"})])
+    assert " on 8 x H200," in provenance_line([replace(one, layout={"world_size": 8, "device": "cuda"})])
     assert provenance_line([on_cores]) == provenance_line([record()])
 
 

@@ -318,9 +318,9 @@ def _commit() -> str | None:
 def provenance_line(records: Iterable[Any]) -> str:
     """One phrase per distinct origin of `records`, joined by "; ", for example
 
-    "measured here on Xeon 8481C, 2 of 8 cores, torch 2.13.0, 2026-11-21 UTC". A published or modelled number
-    may name its source in the record's provenance, under "source". Where no record tells its ranks (a program that
-    nobody pinned), only the machine's cores are named.
+    "measured here on Xeon 8481C, 2 of 8 cores, torch 2.13.0, 2026-11-21 UTC", or "on 2 of 8 x H200". A published or
+    modelled number may name its source in the record's provenance, under "source". Where no record tells its ranks (a
+    program that nobody pinned), only the machine's cores or GPUs are named.
     """
     used: dict[tuple[str, ...], tuple[int, int]] = {}
     for r in records:
@@ -356,6 +356,9 @@ def _phrase(key: tuple[str, ...], ranks: int, cores_used: int) -> str:
     if len(facts) == 1:
         return f"{kind}: {facts[0]}" if facts[0] else "modelled by this course"
     name, cores, *rest = facts
+    gpus, among, _ = name.partition(" x ")
+    if among and gpus.isdigit() and 0 < ranks < int(gpus):
+        name = f"{ranks} of {name}"
     used = f"{cores} core{'' if cores == '1' else 's'}" if cores else ""
     if cores and ranks > int(cores):
         used = f"{ranks} ranks sharing {used}"
