@@ -16,6 +16,7 @@ import pytest
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
 
 from labs import watch
+from labs.kit.errors import BadInput
 from labs.parts.faults import evidence, movement
 from labs.parts.faults.hangs import HANGS as HANGS_OF_THE_LAB
 from labs.parts.faults.movement import Counted, Counts, Movement
@@ -453,8 +454,11 @@ BY_MPIRUN = {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "9", "OMPI_COM
     ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
      Place(5, 8, 1, 4, 1), [4, 5, 6, 7]),
     ({"RANK": "1", "WORLD_SIZE": "3"}, Place(1, 3, 1, 3), [0, 1, 2]),
-    (BY_SRUN, Place(5, 8, 1, 4, 1, start="4711.3"), [4, 5, 6, 7]),
-    ({**BY_SRUN, "RANK": "5", "WORLD_SIZE": "8"}, Place(5, 8, 1, 4, 1, start="4711.3"), [4, 5, 6, 7]),  # by a script
+    (BY_SRUN, Place(5, 8, 1, 4, 1, start="4711.3", listed=(4, 5, 6, 7)), [4, 5, 6, 7]),
+    ({**BY_SRUN, "RANK": "5", "WORLD_SIZE": "8"},
+     Place(5, 8, 1, 4, 1, start="4711.3", listed=(4, 5, 6, 7)), [4, 5, 6, 7]),  # by a script
+    ({**BY_SRUN, "SLURM_LOCALID": "2", "SLURM_GTIDS": "1,3,5,7"},
+     Place(5, 8, 2, 4, 1, start="4711.3", listed=(1, 3, 5, 7)), [1, 3, 5, 7]),  # --distribution=cyclic
     ({**BY_SRUN, "RANK": "1", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
      Place(1, 16, 1, 2), [0, 1]),  # torchrun, started by srun
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0"}, Place(), [0]),  # by sbatch
@@ -464,6 +468,11 @@ def test_a_rank_knows_its_place(environ, place, neighbours):
     assert Place.of(environ, one_machine=True) == place and [*place.neighbours] == neighbours
     alone = environ.keys() == {"RANK", "WORLD_SIZE"}
     assert Place.of(environ, one_machine=False) == (Place(1, 3, machine=1) if alone else place)
+
+
+def test_a_list_of_ranks_that_is_none_is_one_line():
+    with pytest.raises(BadInput, match=r"SLURM_GTIDS=4-7 .* is no list of ranks"):
+        Place.of({**BY_SRUN, "SLURM_GTIDS": "4-7"}, one_machine=True)
 
 
 def test_ranks_whose_launcher_names_no_store_know_nothing_of_each_other(monkeypatch):

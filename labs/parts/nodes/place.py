@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from labs.kit.errors import BadInput
@@ -46,6 +46,8 @@ class Place:
     restart: int = 0
     start: str = ""
     """The same for all ranks of this start, and for no others; "" where their parent process is that."""
+    listed: tuple[int, ...] = ()
+    """Ranks of this machine where the launcher lists them; else they count on in a row."""
 
     @classmethod
     def of(cls, env: Mapping[str, str], *, one_machine: bool) -> Place:
@@ -68,18 +70,27 @@ class Place:
         same = [by for by in told if (number(by.rank), number(by.ranks)) == (rank, ranks)]  # RANK=$SLURM_PROCID
         by = next((by for by in same if by.local_ranks in env), told[0])
         restart = number("TORCHELASTIC_RESTART_COUNT")
-        local_rank, local_ranks = (number(by.local_rank, rank), ranks) if one_machine else (0, 1)
+        local_rank, local_ranks, listed = (number(by.local_rank, rank), ranks, ()) if one_machine else (0, 1, ())
         if by.local_ranks in env:
-            local_rank, in_list = number(by.local_rank, rank), by.local_ranks == "SLURM_GTIDS"
-            local_ranks = env[by.local_ranks].count(",") + 1 if in_list else number(by.local_ranks)
+            local_rank = number(by.local_rank, rank)
+            listed = _listed(env[by.local_ranks]) if by.local_ranks == "SLURM_GTIDS" else ()
+            local_ranks = len(listed) or number(by.local_ranks)
         start = ".".join(env[name] for name in by.start if name in env)
-        place = cls(rank, ranks, local_rank, local_ranks, number(by.machine, rank - local_rank), restart, start)
+        place = cls(rank, ranks, local_rank, local_ranks, number(by.machine, rank - local_rank), restart, start, listed)
         if not (0 <= place.local_rank < place.local_ranks and 0 <= rank < ranks):
             raise BadInput(f"{place} in the environment: start it by torchrun")
         return place
 
     @property
-    def neighbours(self) -> range:
+    def neighbours(self) -> Sequence[int]:
         """Ranks of this machine."""
         first = self.rank - self.local_rank
-        return range(first, first + self.local_ranks)
+        return self.listed or range(first, first + self.local_ranks)
+
+
+def _listed(ranks: str) -> tuple[int, ...]:
+    """Of "1,3,5", as srun --distribution=cyclic deals ranks out. BadInput if it is no such list."""
+    try:
+        return tuple(map(int, ranks.split(",")))
+    except ValueError:
+        raise BadInput(f"SLURM_GTIDS={ranks} in the environment is no list of ranks: start it by torchrun") from None
