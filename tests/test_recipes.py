@@ -244,6 +244,12 @@ def test_fast_habits_in_16_bits_train_alike(run, losses_in_fp32, options):
     assert result.losses[0] == pytest.approx(losses_in_fp32.losses[0], rel=BF16_STEP)
 
 
+def test_without_a_compiler_compile_is_refused_in_one_line(run):
+    result = run("train_ddp_fast", "--cpu", "--compile", env={"CXX": "no-such-compiler"}, code=2)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert "--compile needs no-such-compiler: install it" in result.err
+
+
 # A communication hook
 
 

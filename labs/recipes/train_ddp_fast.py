@@ -9,6 +9,7 @@ For your own training change the two places marked YOUR MODEL and YOUR DATA. Nee
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -117,6 +118,10 @@ def main():
     local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    compilers = [os.environ.get("CC", "gcc"), "clang"] if cuda else [os.environ.get("CXX", usual)]
+    found = any(map(shutil.which, compilers))
+    require(found or not args.compile, f"--compile needs {compilers[0]}: install it, or leave --compile out")
     torch.set_num_threads(1)  # without a GPU a "device" is one CPU core
     if cuda:
         torch.cuda.set_device(device)  # or each rank's first allocation lands on GPU 0
