@@ -6,6 +6,7 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
+import torch
 from doctor_facts import STEP_S, WELL, made
 
 from labs.kit.measure import Estimate, estimate
@@ -16,6 +17,11 @@ from labs.parts.doctor.facts import AS_IS, Line
 
 STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 MODES = dict.fromkeys((c.mode for c in CAUSES), STEP_S) | {"larger batch": 2 * STEP_S}
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
 
 
 LOOP = {"optimizers": [{"kind": "AdamW", "fused": False, "foreach": False}]}
@@ -515,6 +521,23 @@ def test_the_loaders_cure_is_the_number_of_workers_that_was_fastest():
     facts.loader.workers = 2
     facts.loader_s = {"2": [0.03] * 3, "4": [0.031] * 3}
     assert "more workers are not faster" in diagnose([facts])[0].cure
+
+
+def test_of_workers_that_were_not_tried_it_is_not_said_that_they_are_no_faster():
+    """Nor is a worker given up that is no slower than none: it loads beside the rest of a step."""
+    facts = made(modes={"same batch again": 0.005}, loader_s={"0": [0.05], "1": [0.055]})
+    facts.loader.workers = 1
+    assert "num_workers=2" in diagnose([facts])[0].cure
+    facts.machine["cores"] = 1
+    assert diagnose([facts])[0].cure.startswith("do less") and "not faster" not in diagnose([facts])[0].cure
+
+
+def test_workers_of_an_iterable_data_set_are_told_to_share_its_samples():
+    facts = made(modes={"same batch again": 0.02})
+    assert "get_worker_info" not in diagnose([facts])[0].cure
+    numbers = torch.utils.data.DataLoader(Numbers(), batch_size=2)
+    facts.loader.sampler = type(numbers.sampler).__name__
+    assert "num_workers=2" in diagnose([facts])[0].cure and "get_worker_info" in diagnose([facts])[0].cure
 
 
 def test_ranks_between_which_no_exchange_is_seen_are_told():

@@ -40,6 +40,8 @@ BUSY_PERCENT = 70
 COST_SAID = 0.03
 LONG_TRAINING = 1e6
 """Steps: memory that lasts longer than that may grow."""
+ITERABLE = "_InfiniteConstantSampler"
+"""What torch calls the sampler of a DataLoader over an IterableDataset: each worker has a copy of all of that."""
 RUNNING = "certain: the running training has it"
 
 
@@ -260,8 +262,10 @@ def _loader_cure(facts: Facts, fair: int) -> str:
     tried = {int(n): statistics.median(s) for n, s in facts.loader_s.items() if s}
     now = facts.loader.workers if facts.loader else 0
     others = {n: s for n, s in tried.items() if n and n != now}
-    if not now and not others:
-        return f"DataLoader(..., num_workers={fair}, persistent_workers=True), or decode once and keep it"
+    shares = facts.loader is not None and facts.loader.sampler == ITERABLE
+    apart = ", each worker with its share of the samples (torch.utils.data.get_worker_info)" if shares else ""
+    if now < fair and not any(n > now for n in others):
+        return f"DataLoader(..., num_workers={fair}, persistent_workers=True){apart}, or decode once and keep it"
     best = min(others, key=others.__getitem__, default=now)
     if best != now and (not now or tried[best] * bounds.WORTH < tried.get(now, 0.0)):
         # Workers load while the rest of a step runs: that is what their time is held against, and not the time without
@@ -269,11 +273,18 @@ def _loader_cure(facts: Facts, fair: int) -> str:
         times = f"the loader alone then takes {ms(tried[best])} for a batch, the rest of a step {ms(beside)}"
         return (f"DataLoader(..., num_workers={best}, persistent_workers=True) if there are cores for them ({times}), "
                 "or decode once and keep it")  # fmt: skip
-    if 0 in tried and now and tried[0] * bounds.WORTH < tried.get(now, 0.0):
+    alone = 0 in tried and now and tried[0] * bounds.WORTH < tried.get(now, 0.0)
+    if alone and tried[0] + _without_waiting_s(facts) < mean_step_s([facts]):  # then nothing is loaded beside a step
         times = f"the loader alone then takes {ms(tried[0])} for a batch, now {ms(tried[now])}"
         return f"DataLoader(..., num_workers=0): {times}"
-    known = " (more workers are not faster)" if tried else ""
+    known = " (more workers are not faster)" if any(n > now for n in tried) else ""
     return f"do less for each sample, or decode once and keep it{known}: python -m labs.dataset_formats"
+
+
+def _without_waiting_s(facts: Facts) -> float:
+    """What a step then takes in which its own process loads nothing: as it was tried, for workers take its cores."""
+    tried = [s for turn in facts.turns_s.get("same batch again", ()) for s in turn]
+    return statistics.median(tried) if tried else statistics.fmean(facts.step_s) - part_s(facts, "data")
 
 
 def _exchange_cure(facts: Facts) -> str:
