@@ -540,6 +540,11 @@ def test_workers_of_an_iterable_data_set_are_told_to_share_its_samples():
     assert "num_workers=2" in diagnose([facts])[0].cure and "get_worker_info" in diagnose([facts])[0].cure
 
 
+def test_evaluation_that_the_training_learns_from_is_to_be_left():
+    [found] = diagnose([made({"evaluation": 0.5, "forward": 0.5})])
+    assert found.name == "validation" and "leave it where what comes out is trained on" in found.cure
+
+
 def test_ranks_between_which_no_exchange_is_seen_are_told():
     def told(parts=None, ranks=2, **training):
         facts = [made(parts, rank=rank, ranks=ranks) for rank in range(ranks)]
