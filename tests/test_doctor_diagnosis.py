@@ -540,6 +540,22 @@ def test_workers_of_an_iterable_data_set_are_told_to_share_its_samples():
     assert "num_workers=2" in diagnose([facts])[0].cure and "get_worker_info" in diagnose([facts])[0].cure
 
 
+def test_models_that_the_hooks_do_not_see_are_not_told_as_lines_of_the_script():
+    facts = made({"prepare": 0.8, "forward": 0.2})
+    facts.lines = [Line("model", "", "/home/me/train.py", 7, "wanted = teacher(x)", 0.0, 20.0)]
+    assert "own_code" not in names([facts])
+    assert any("(train.py:7): 20.0 ms of 'own code between steps'" in text for text in unknown([facts]))
+    facts.lines.append(Line("prepare", "", "/home/me/train.py", 5, "x = draw()", 0.0, 20.0))
+    [found] = diagnose([facts])
+    assert found.name == "own_code" and "lines take 19.9 ms of" in found.what and found.where.startswith("train.py:5  ")
+
+
+def test_where_no_model_is_seen_own_lines_may_be_the_model():
+    facts = made({"prepare": 0.8, "backward": 0.2})
+    facts.training["forward_seen"] = False
+    assert not names([facts])
+
+
 def test_evaluation_that_the_training_learns_from_is_to_be_left():
     [found] = diagnose([made({"evaluation": 0.5, "forward": 0.5})])
     assert found.name == "validation" and "leave it where what comes out is trained on" in found.cure

@@ -111,6 +111,31 @@ def test_every_planted_second_is_in_its_part_of_the_step(clock, monkeypatch):
     assert noted["synchronise"].line == lines["print"] and "loss.item()" in noted["synchronise"].code
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_forwards_of_all_modules_with_parameters_are_known_and_not_those_of_others(clock):
+    class Teacher(Slow):
+        @torch.no_grad()
+        def forward(self, x):
+            return super().forward(x)
+
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + torch.rand_like(x)
+
+    def training():
+        kept = Teacher(clock, 0.0), Noise(), torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2)
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while kept:
+            model(torch.rand(2, 8)).sum().backward()
+            optimizer.step()
+
+    _, hooks = seconds_of_steps(training)
+    assert inspect.unwrap(Teacher.forward).__code__ in hooks.forwards and nn.Linear.forward.__code__ in hooks.forwards
+    assert Teacher.forward.__code__ not in hooks.forwards  # no_grad's own, which any function may have
+    assert Noise.forward.__code__ not in hooks.forwards
+
+
 @pytest.fixture
 def one_rank():
     """A process group of its own, without a port."""

@@ -395,6 +395,8 @@ def _own_code(facts: Sequence[Facts]) -> Iterator[Finding]:
     bound = bounds.without(least.step_s, own)
     if bound is None or standing(bound) != "gain" or bound.low < OWN_CODE:
         return
+    if not least.training.get("forward_seen", True):
+        return  # most of these lines may be the model
     noted = next((n for n in least.lines if n.kind in OWN and n.line), None)
     what = f"the script's own lines take {ms(statistics.fmean(own))} of a step's {ms(mean_step_s(facts))} on average"
     if noted:
@@ -415,12 +417,18 @@ def _beside(finding: Finding) -> Finding:
 
 
 def own_lines_s(facts: Facts) -> tuple[list[float], bool]:
-    """Of each step, and whether its loss is left out: if it is known from looks how much of "rest" that is."""
-    rest = sum(n.ms for n in facts.lines if n.kind == "rest")
-    loss = sum(n.ms for n in facts.lines if n.kind == "loss")
-    share = rest / (rest + loss) if loss else 1.0
+    """Of each step, and whether its loss is left out: if it is known from looks how much of "rest" that is.
+
+    Left out, too, is what looks have seen of models in "prepare".
+    """
+    seen = {kind: sum(n.ms for n in facts.lines if n.kind == kind) for kind in (*OWN, "model", "loss")}
+    of_prepare, of_rest = (
+        seen[ours] / (seen[ours] + seen[not_ours]) if seen[not_ours] else 1.0
+        for ours, not_ours in zip(OWN, ("model", "loss"), strict=True)
+    )
     both = (facts.spans_s.get(kind, [0.0] * len(facts.step_s)) for kind in OWN)
-    return [before + share * after for before, after in zip(*both, strict=True)], bool(loss)
+    own = [of_prepare * before + of_rest * after for before, after in zip(*both, strict=True)]
+    return own, bool(seen["loss"])
 
 
 def _growing(facts: Sequence[Facts]) -> Iterator[Finding]:
@@ -616,6 +624,7 @@ def unknown(facts: list[Facts]) -> list[str]:
     """What this run cannot tell, what was not tried and why, and what the doctor never sees."""
     seen = with_steps(facts)
     texts = [*_no_exchange(seen), *(_unclear(seen) if seen else ()), *(_beside_the_device(seen) if seen else ())]
+    texts += _models(seen[0]) if seen else ()
     texts += [*(text for f in facts for text in f.unseen), *_not_tried(facts)]
     return list(dict.fromkeys([*texts, *(causes.NEVER_SEEN if seen else ())]))
 
@@ -629,6 +638,20 @@ def _no_exchange(facts: Sequence[Facts]) -> Iterator[str]:
         f"whether {count(len(facts), 'rank')} train one model: no exchange between them was seen in these steps, no "
         "DistributedDataParallel, no fully_shard and no call of torch.distributed. Without one each trains its own"
     )
+
+
+def _models(facts: Facts) -> Iterator[str]:
+    """Where they run, if not by a call that the hooks see."""
+    lines = [n for n in facts.lines if n.kind == "model"]
+    if lines:
+        took, where = (
+            ms(sum(n.ms for n in lines) / 1e3),
+            next((f" ({os.path.basename(n.file)}:{n.line})" for n in lines if n.line), ""),
+        )
+        yield (
+            f"what models cost that no optimizer trains, or whose forward() is called by name{where}: {took} of "
+            f"'{causes.PARTS['prepare']}'"
+        )
 
 
 def _beside_the_device(facts: Sequence[Facts]) -> Iterator[str]:

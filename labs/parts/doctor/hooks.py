@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
+import inspect
 import itertools
 import linecache
 import math
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from labs.parts.doctor.causes import PARTS
 from labs.parts.doctor.facts import KINDS, Facts, Line, Loader
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
@@ -123,6 +125,8 @@ class Hooks:
         """Outermost modules that hold parameters of an optimizer, by id."""
         self.called: set[int] = set()
         """Roots that were called with gradients."""
+        self.forwards: set[types.CodeType] = set()
+        """Of all modules with parameters, those that no optimizer trains too: what runs in one is a model."""
         self.compiled: set[int] = set()
         """Roots on which `module.compile()` was called."""
         self.precision: dict[str, str] = {}
@@ -569,6 +573,20 @@ class Hooks:
             wrapped = getattr(module, "module", None) if hasattr(module, "reducer") else None
             if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
                 self._adopt([wrapped])  # DDP: evaluation calls what it wraps
+        if not self.looking:
+            modules = [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
+            kinds = {type(m) for m in modules if next(m.parameters(), None) is not None}
+            forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)  # a ScriptModule's raises
+            codes = (getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards)
+            self.forwards = {code for code in codes if code is not None}
+
+    def in_forward(self, frame: types.FrameType | None) -> bool:
+        """Whether a module's forward is running there: called by name, or of a module that is not a root."""
+        while frame is not None:
+            if frame.f_code in self.forwards:
+                return True
+            frame = frame.f_back
+        return False
 
     def _hook_schedules(self) -> None:
         """What a pipeline's schedule does besides forward and backward is exchange: it waits for its neighbours."""
@@ -821,4 +839,4 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         )  # fmt: skip
     if not hooks.called:
         where = "a compiled function calls the models" if hooks.traced else "no call of a model was seen"
-        facts.unseen.append(f"{where}: forward is part of 'prepare'")
+        facts.unseen.append(f"{where}: forward is part of '{PARTS['prepare']}'")
