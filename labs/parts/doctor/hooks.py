@@ -492,15 +492,20 @@ class Hooks:
         function = compiled or module._call_impl
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
-        self._sort(self.torch.is_grad_enabled())
         given = args, kwargs
+        # A checkpoint that is reentrant calls without gradients, and again in backward, as others do
+        training = self.torch.is_grad_enabled() or any(leaf.requires_grad for leaf in _leaves(given, self.torch))
+        again = self.spans.stack[-1] == "backward"
+        self._sort(training)
         if self.of_input:
             args, kwargs = self.of_input(given)
-        if not self.torch.is_grad_enabled():
+        if not training:
             return self._evaluate(module, function, args, kwargs)
-        self._seen(module, *given)
+        function = self.instead.get(id(module), function)
+        if not again:
+            self._seen(module, *given)
         with self.around_forward():
-            output = self._on_device("forward", self.instead.get(id(module), function), args, kwargs)
+            output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
         if self.spans.stack[-1] in ("prepare", "exchange"):  # the second within a pipeline's schedule
             self.spans.stack = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
         return self.of_output(output) if self.of_output else output
