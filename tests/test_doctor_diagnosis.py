@@ -501,6 +501,14 @@ def test_hits_follow_with_what_was_measured_of_them():
     assert told["too-many-threads"] == "It waits (see threads above)" and "not the CPU" in told["reads-each-step"]
 
 
+def test_exchange_that_noise_hides_in_turn_is_told_as_its_part_of_a_step():
+    parts = {"exchange": 0.2, "forward": 0.3, "backward": 0.5}
+    facts = [made(parts, {"no exchange": 1.04 * STEP_S}, rank=rank, ranks=2) for rank in range(2)]
+    found = diagnose(facts)[0]
+    assert (found.name, found.by) == ("exchange", FROM_PARTS)
+    assert found.what.startswith(("10.0 ms of a step's", "9.99 ms of a step's")), found.what
+
+
 def test_what_is_seen_and_read_is_told_once():
     facts = made()
     facts.training["anomaly"] = True

@@ -222,7 +222,8 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
     fair = max(1, cores // max(1, of.local_ranks))
     factor = of.samples_factor.get(cause.mode, 1.0)
     batch = of.loader.batch_size if of.loader else None
-    exposed = [a - b for a, b in bounds.pairs_s(facts, NO_EXCHANGE)]
+    pairs = bounds.pairs_s(facts, NO_EXCHANGE)
+    exposed = estimate([a - b for a, b in pairs], "s") if pairs else None
     optimizers = of.training.get("optimizers") or [{"kind": "Optimizer"}]
     half = of.training.get("half", "bfloat16")
     return {
@@ -231,7 +232,7 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
         "calls": f"{sum(n.calls for n in noted):.3g}", "gpu": of.machine.get("gpu_percent"),
         "often": _often(of, cause.parts[0]) if cause.parts else "", "mean": ms(mean_step_s(facts)),
         "loader": _loader(of), "loader_cure": _loader_cure(of, fair), "exchange_cure": _exchange_cure(of),
-        "exposed": str(estimate(exposed, "s")) if exposed else _seen_exchange(of),
+        "exposed": str(exposed) if exposed and exposed.low > 0 else _seen_exchange(of),  # noise may hide it in turn
         "threads": count(threads, "thread"), "cores": count(cores, "core"), "fair_threads": fair,
         "local_ranks": count(of.local_ranks, "rank"), "factor": f"{factor:g}", "device": of.device,
         "batch": batch or "its size", "larger_batch": round(batch * factor) if batch else f"{factor:g} * batch_size",
