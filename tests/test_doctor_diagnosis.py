@@ -6,6 +6,7 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
+import torch
 from doctor_facts import STEP_S, WELL, made
 
 from labs.kit.measure import Estimate, estimate
@@ -16,6 +17,11 @@ from labs.parts.doctor.facts import AS_IS, Line
 
 STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 MODES = dict.fromkeys((c.mode for c in CAUSES), STEP_S) | {"larger batch": 2 * STEP_S}
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
 
 
 LOOP = {"optimizers": [{"kind": "AdamW", "fused": False, "foreach": False}]}
@@ -495,6 +501,14 @@ def test_hits_follow_with_what_was_measured_of_them():
     assert told["too-many-threads"] == "It waits (see threads above)" and "not the CPU" in told["reads-each-step"]
 
 
+def test_exchange_that_noise_hides_in_turn_is_told_as_its_part_of_a_step():
+    parts = {"exchange": 0.2, "forward": 0.3, "backward": 0.5}
+    facts = [made(parts, {"no exchange": 1.04 * STEP_S}, rank=rank, ranks=2) for rank in range(2)]
+    found = diagnose(facts)[0]
+    assert (found.name, found.by) == ("exchange", FROM_PARTS)
+    assert found.what.startswith(("10.0 ms of a step's", "9.99 ms of a step's")), found.what
+
+
 def test_what_is_seen_and_read_is_told_once():
     facts = made()
     facts.training["anomaly"] = True
@@ -515,6 +529,44 @@ def test_the_loaders_cure_is_the_number_of_workers_that_was_fastest():
     facts.loader.workers = 2
     facts.loader_s = {"2": [0.03] * 3, "4": [0.031] * 3}
     assert "more workers are not faster" in diagnose([facts])[0].cure
+
+
+def test_of_workers_that_were_not_tried_it_is_not_said_that_they_are_no_faster():
+    """Nor is a worker given up that is no slower than none: it loads beside the rest of a step."""
+    facts = made(modes={"same batch again": 0.005}, loader_s={"0": [0.05], "1": [0.055]})
+    facts.loader.workers = 1
+    assert "num_workers=2" in diagnose([facts])[0].cure
+    facts.machine["cores"] = 1
+    assert diagnose([facts])[0].cure.startswith("do less") and "not faster" not in diagnose([facts])[0].cure
+
+
+def test_workers_of_an_iterable_data_set_are_told_to_share_its_samples():
+    facts = made(modes={"same batch again": 0.02})
+    assert "get_worker_info" not in diagnose([facts])[0].cure
+    numbers = torch.utils.data.DataLoader(Numbers(), batch_size=2)
+    facts.loader.sampler = type(numbers.sampler).__name__
+    assert "num_workers=2" in diagnose([facts])[0].cure and "get_worker_info" in diagnose([facts])[0].cure
+
+
+def test_models_that_the_hooks_do_not_see_are_not_told_as_lines_of_the_script():
+    facts = made({"prepare": 0.8, "forward": 0.2})
+    facts.lines = [Line("model", "", "/home/me/train.py", 7, "wanted = teacher(x)", 0.0, 20.0)]
+    assert "own_code" not in names([facts])
+    assert any("(train.py:7): 20.0 ms of 'own code between steps'" in text for text in unknown([facts]))
+    facts.lines.append(Line("prepare", "", "/home/me/train.py", 5, "x = draw()", 0.0, 20.0))
+    [found] = diagnose([facts])
+    assert found.name == "own_code" and "lines take 19.9 ms of" in found.what and found.where.startswith("train.py:5  ")
+
+
+def test_where_no_model_is_seen_own_lines_may_be_the_model():
+    facts = made({"prepare": 0.8, "backward": 0.2})
+    facts.training["forward_seen"] = False
+    assert not names([facts])
+
+
+def test_evaluation_that_the_training_learns_from_is_to_be_left():
+    [found] = diagnose([made({"evaluation": 0.5, "forward": 0.5})])
+    assert found.name == "validation" and "leave it where what comes out is trained on" in found.cure
 
 
 def test_ranks_between_which_no_exchange_is_seen_are_told():

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from doctor_patients import Clock, Done, classifier, data, forever, hooked, seco
 from processes import MARK, assert_no_survivors
 from speeds import first
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import dataloader
 
 from labs.parts.doctor import hooks as hooks_module
@@ -109,6 +111,53 @@ def test_every_planted_second_is_in_its_part_of_the_step(clock, monkeypatch):
     assert {kind: noted[kind].line for kind in lines} == lines
     assert noted["print"].ms == pytest.approx(50) and noted["save"].calls == 1
     assert noted["synchronise"].line == lines["print"] and "loss.item()" in noted["synchronise"].code
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoints_second_forward_is_backward_and_its_first_no_evaluation(clock, reentrant):
+    def training():
+        first, second = Slow(clock, 0.01, 0.003), nn.Linear(3, 1)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+        while True:
+            x = torch.rand(4, 8, requires_grad=True)
+            second(checkpoint(first, x, use_reentrant=reentrant)).sum().backward()
+            optimizer.step()
+
+    seen = []
+
+    def stepped(seconds):
+        seen.append(({kind: round(s, 9) for kind, s in seconds.items() if s}, hooks.samples))
+        if len(seen) == 12:
+            raise Done
+
+    with hooked(stepped) as hooks, suppress(Done):
+        training()
+    assert seen[-1] == ({"forward": 0.01, "backward": 0.013}, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_forwards_of_all_modules_with_parameters_are_known_and_not_those_of_others(clock):
+    class Teacher(Slow):
+        @torch.no_grad()
+        def forward(self, x):
+            return super().forward(x)
+
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + torch.rand_like(x)
+
+    def training():
+        kept = Teacher(clock, 0.0), Noise(), torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2)
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while kept:
+            model(torch.rand(2, 8)).sum().backward()
+            optimizer.step()
+
+    _, hooks = seconds_of_steps(training)
+    assert inspect.unwrap(Teacher.forward).__code__ in hooks.forwards and nn.Linear.forward.__code__ in hooks.forwards
+    assert Teacher.forward.__code__ not in hooks.forwards  # no_grad's own, which any function may have
+    assert Noise.forward.__code__ not in hooks.forwards
 
 
 @pytest.fixture

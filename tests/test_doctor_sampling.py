@@ -35,13 +35,39 @@ while True:
     kept.append(torch.ones(250_000))  # 1 MB
 """
 
+MODELS = """
+import time
+import torch
+from torch import nn
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        time.sleep(0.01)
+        return self.inner(x)
+
+student, teacher = nn.Linear(8, 8), Slow().requires_grad_(False)
+optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+while True:
+    wanted = teacher(torch.ones(4, 8)) + teacher.forward(torch.ones(4, 8))
+    optimizer.zero_grad()
+    (student(torch.ones(4, 8)) - wanted).sum().backward()
+    optimizer.step()
+"""
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """Facts of 42 steps, without a counterfactual."""
-    folder = tmp_path_factory.mktemp("patient")
+    return look(tmp_path_factory.mktemp("patient"), SCRIPT)
+
+
+def look(folder, text):
     script = folder / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     settings = Settings([str(script)], str(folder), "", steps=42, seconds=1.0, modes=())
     command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
     done = subprocess.run(command, env=new_environment(), capture_output=True, text=True, timeout=200)
@@ -59,6 +85,15 @@ def test_the_line_that_takes_most_of_the_scripts_own_time_is_named_and_the_loss_
     assert sum(own) < sum(seen.step_s) - 0.7 * 0.01 * len(own)  # most of the loss's 10 ms is out
     found = diagnose([seen])[0]
     assert found.name == "own_code" and found.where.endswith("  time.sleep(0.02)") and found.bound.low > 1.5
+
+
+@pytest.mark.long
+def test_a_frozen_model_is_no_line_of_the_scripts_own(tmp_path):
+    seen = look(tmp_path, MODELS)
+    [line] = [line for line in seen.lines if line.kind in ("model", "prepare")]
+    assert (line.kind, line.code) == ("model", "time.sleep(0.01)")
+    assert sum(own_lines_s(seen)[0]) < 0.5 * sum(seen.spans_s["prepare"])
+    assert "own_code" not in {f.name for f in diagnose([seen])}
 
 
 def test_memory_is_noted_after_each_step(seen):

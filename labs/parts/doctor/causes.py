@@ -49,7 +49,8 @@ CAUSES = (
           (), "synchronise"),
     Cause("validation", "no evaluation",
           "{often} evaluate the model: {part} for each step on average, of {mean}",
-          "evaluate every few hundred steps: if step % 500 == 0: ...", "09, section 5",
+          "evaluate every few hundred steps: if step % 500 == 0: ...; but leave it where what comes out is trained on "
+          "(rollouts, a generator's samples)", "09, section 5",
           ("evaluation",), calls=("evaluate", "validate", "test")),
     Cause("checkpoint", "no saving", "{often} save something: {part} for each step on average, of {mean}",
           "save every few minutes", "05, section 4",

@@ -40,6 +40,8 @@ BUSY_PERCENT = 70
 COST_SAID = 0.03
 LONG_TRAINING = 1e6
 """Steps: memory that lasts longer than that may grow."""
+ITERABLE = "_InfiniteConstantSampler"
+"""What torch calls the sampler of a DataLoader over an IterableDataset: each worker has a copy of all of that."""
 RUNNING = "certain: the running training has it"
 
 
@@ -220,7 +222,8 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
     fair = max(1, cores // max(1, of.local_ranks))
     factor = of.samples_factor.get(cause.mode, 1.0)
     batch = of.loader.batch_size if of.loader else None
-    exposed = [a - b for a, b in bounds.pairs_s(facts, NO_EXCHANGE)]
+    pairs = bounds.pairs_s(facts, NO_EXCHANGE)
+    exposed = estimate([a - b for a, b in pairs], "s") if pairs else None
     optimizers = of.training.get("optimizers") or [{"kind": "Optimizer"}]
     half = of.training.get("half", "bfloat16")
     return {
@@ -229,7 +232,7 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
         "calls": f"{sum(n.calls for n in noted):.3g}", "gpu": of.machine.get("gpu_percent"),
         "often": _often(of, cause.parts[0]) if cause.parts else "", "mean": ms(mean_step_s(facts)),
         "loader": _loader(of), "loader_cure": _loader_cure(of, fair), "exchange_cure": _exchange_cure(of),
-        "exposed": str(estimate(exposed, "s")) if exposed else _seen_exchange(of),
+        "exposed": str(exposed) if exposed and exposed.low > 0 else _seen_exchange(of),  # noise may hide it in turn
         "threads": count(threads, "thread"), "cores": count(cores, "core"), "fair_threads": fair,
         "local_ranks": count(of.local_ranks, "rank"), "factor": f"{factor:g}", "device": of.device,
         "batch": batch or "its size", "larger_batch": round(batch * factor) if batch else f"{factor:g} * batch_size",
@@ -260,8 +263,10 @@ def _loader_cure(facts: Facts, fair: int) -> str:
     tried = {int(n): statistics.median(s) for n, s in facts.loader_s.items() if s}
     now = facts.loader.workers if facts.loader else 0
     others = {n: s for n, s in tried.items() if n and n != now}
-    if not now and not others:
-        return f"DataLoader(..., num_workers={fair}, persistent_workers=True), or decode once and keep it"
+    shares = facts.loader is not None and facts.loader.sampler == ITERABLE
+    apart = ", each worker with its share of the samples (torch.utils.data.get_worker_info)" if shares else ""
+    if now < fair and not any(n > now for n in others):
+        return f"DataLoader(..., num_workers={fair}, persistent_workers=True){apart}, or decode once and keep it"
     best = min(others, key=others.__getitem__, default=now)
     if best != now and (not now or tried[best] * bounds.WORTH < tried.get(now, 0.0)):
         # Workers load while the rest of a step runs: that is what their time is held against, and not the time without
@@ -269,11 +274,18 @@ def _loader_cure(facts: Facts, fair: int) -> str:
         times = f"the loader alone then takes {ms(tried[best])} for a batch, the rest of a step {ms(beside)}"
         return (f"DataLoader(..., num_workers={best}, persistent_workers=True) if there are cores for them ({times}), "
                 "or decode once and keep it")  # fmt: skip
-    if 0 in tried and now and tried[0] * bounds.WORTH < tried.get(now, 0.0):
+    alone = 0 in tried and now and tried[0] * bounds.WORTH < tried.get(now, 0.0)
+    if alone and tried[0] + _without_waiting_s(facts) < mean_step_s([facts]):  # then nothing is loaded beside a step
         times = f"the loader alone then takes {ms(tried[0])} for a batch, now {ms(tried[now])}"
         return f"DataLoader(..., num_workers=0): {times}"
-    known = " (more workers are not faster)" if tried else ""
+    known = " (more workers are not faster)" if any(n > now for n in tried) else ""
     return f"do less for each sample, or decode once and keep it{known}: python -m labs.dataset_formats"
+
+
+def _without_waiting_s(facts: Facts) -> float:
+    """What a step then takes in which its own process loads nothing: as it was tried, for workers take its cores."""
+    tried = [s for turn in facts.turns_s.get("same batch again", ()) for s in turn]
+    return statistics.median(tried) if tried else statistics.fmean(facts.step_s) - part_s(facts, "data")
 
 
 def _exchange_cure(facts: Facts) -> str:
@@ -384,6 +396,8 @@ def _own_code(facts: Sequence[Facts]) -> Iterator[Finding]:
     bound = bounds.without(least.step_s, own)
     if bound is None or standing(bound) != "gain" or bound.low < OWN_CODE:
         return
+    if not least.training.get("forward_seen", True):
+        return  # most of these lines may be the model
     noted = next((n for n in least.lines if n.kind in OWN and n.line), None)
     what = f"the script's own lines take {ms(statistics.fmean(own))} of a step's {ms(mean_step_s(facts))} on average"
     if noted:
@@ -404,12 +418,18 @@ def _beside(finding: Finding) -> Finding:
 
 
 def own_lines_s(facts: Facts) -> tuple[list[float], bool]:
-    """Of each step, and whether its loss is left out: if it is known from looks how much of "rest" that is."""
-    rest = sum(n.ms for n in facts.lines if n.kind == "rest")
-    loss = sum(n.ms for n in facts.lines if n.kind == "loss")
-    share = rest / (rest + loss) if loss else 1.0
+    """Of each step, and whether its loss is left out: if it is known from looks how much of "rest" that is.
+
+    Left out, too, is what looks have seen of models in "prepare".
+    """
+    seen = {kind: sum(n.ms for n in facts.lines if n.kind == kind) for kind in (*OWN, "model", "loss")}
+    of_prepare, of_rest = (
+        seen[ours] / (seen[ours] + seen[not_ours]) if seen[not_ours] else 1.0
+        for ours, not_ours in zip(OWN, ("model", "loss"), strict=True)
+    )
     both = (facts.spans_s.get(kind, [0.0] * len(facts.step_s)) for kind in OWN)
-    return [before + share * after for before, after in zip(*both, strict=True)], bool(loss)
+    own = [of_prepare * before + of_rest * after for before, after in zip(*both, strict=True)]
+    return own, bool(seen["loss"])
 
 
 def _growing(facts: Sequence[Facts]) -> Iterator[Finding]:
@@ -605,6 +625,7 @@ def unknown(facts: list[Facts]) -> list[str]:
     """What this run cannot tell, what was not tried and why, and what the doctor never sees."""
     seen = with_steps(facts)
     texts = [*_no_exchange(seen), *(_unclear(seen) if seen else ()), *(_beside_the_device(seen) if seen else ())]
+    texts += _models(seen[0]) if seen else ()
     texts += [*(text for f in facts for text in f.unseen), *_not_tried(facts)]
     return list(dict.fromkeys([*texts, *(causes.NEVER_SEEN if seen else ())]))
 
@@ -618,6 +639,20 @@ def _no_exchange(facts: Sequence[Facts]) -> Iterator[str]:
         f"whether {count(len(facts), 'rank')} train one model: no exchange between them was seen in these steps, no "
         "DistributedDataParallel, no fully_shard and no call of torch.distributed. Without one each trains its own"
     )
+
+
+def _models(facts: Facts) -> Iterator[str]:
+    """Where they run, if not by a call that the hooks see."""
+    lines = [n for n in facts.lines if n.kind == "model"]
+    if lines:
+        took, where = (
+            ms(sum(n.ms for n in lines) / 1e3),
+            next((f" ({os.path.basename(n.file)}:{n.line})" for n in lines if n.line), ""),
+        )
+        yield (
+            f"what models cost that no optimizer trains, or whose forward() is called by name{where}: {took} of "
+            f"'{causes.PARTS['prepare']}'"
+        )
 
 
 def _beside_the_device(facts: Sequence[Facts]) -> Iterator[str]:

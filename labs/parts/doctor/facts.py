@@ -31,8 +31,8 @@ class Line:
     """A line of the script, or of what it imports from its folder, that waits, prints, saves or copies."""
 
     kind: str
-    """ "synchronise", "print", "save", "copy" or "exchange"; of lines seen by sampling "prepare", "loss" (in "rest",
-    before the first backward) or "rest"."""
+    """ "synchronise", "print", "save", "copy" or "exchange"; of lines seen by sampling "prepare", "model" (in
+    "prepare", in a forward that the hooks do not see), "loss" (in "rest", before the first backward) or "rest"."""
     what: str
     """The call: "item", "print", ...; "" by sampling."""
     file: str

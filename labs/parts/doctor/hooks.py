@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
+import inspect
 import itertools
 import linecache
 import math
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from labs.parts.doctor.causes import PARTS
 from labs.parts.doctor.facts import KINDS, Facts, Line, Loader
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
@@ -123,6 +125,8 @@ class Hooks:
         """Outermost modules that hold parameters of an optimizer, by id."""
         self.called: set[int] = set()
         """Roots that were called with gradients."""
+        self.forwards: set[types.CodeType] = set()
+        """Of all modules with parameters, those that no optimizer trains too: what runs in one is a model."""
         self.compiled: set[int] = set()
         """Roots on which `module.compile()` was called."""
         self.precision: dict[str, str] = {}
@@ -488,15 +492,20 @@ class Hooks:
         function = compiled or module._call_impl
         if self._elsewhere() or self.spans.stack[-1] in ("forward", "evaluation"):
             return function(*args, **kwargs)
-        self._sort(self.torch.is_grad_enabled())
         given = args, kwargs
+        # A checkpoint that is reentrant calls without gradients, and again in backward, as others do
+        training = self.torch.is_grad_enabled() or any(leaf.requires_grad for leaf in _leaves(given, self.torch))
+        again = self.spans.stack[-1] == "backward"
+        self._sort(training)
         if self.of_input:
             args, kwargs = self.of_input(given)
-        if not self.torch.is_grad_enabled():
+        if not training:
             return self._evaluate(module, function, args, kwargs)
-        self._seen(module, *given)
+        function = self.instead.get(id(module), function)
+        if not again:
+            self._seen(module, *given)
         with self.around_forward():
-            output = self._on_device("forward", self.instead.get(id(module), function), args, kwargs)
+            output = function(*args, **kwargs) if again else self._on_device("forward", function, args, kwargs)
         if self.spans.stack[-1] in ("prepare", "exchange"):  # the second within a pipeline's schedule
             self.spans.stack = ["rest" if kind == "prepare" else kind for kind in self.spans.stack]
         return self.of_output(output) if self.of_output else output
@@ -569,6 +578,20 @@ class Hooks:
             wrapped = getattr(module, "module", None) if hasattr(module, "reducer") else None
             if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
                 self._adopt([wrapped])  # DDP: evaluation calls what it wraps
+        if not self.looking:
+            modules = [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
+            kinds = {type(m) for m in modules if next(m.parameters(), None) is not None}
+            forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)  # a ScriptModule's raises
+            codes = (getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards)
+            self.forwards = {code for code in codes if code is not None}
+
+    def in_forward(self, frame: types.FrameType | None) -> bool:
+        """Whether a module's forward is running there: called by name, or of a module that is not a root."""
+        while frame is not None:
+            if frame.f_code in self.forwards:
+                return True
+            frame = frame.f_back
+        return False
 
     def _hook_schedules(self) -> None:
         """What a pipeline's schedule does besides forward and backward is exchange: it waits for its neighbours."""
@@ -821,4 +844,4 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         )  # fmt: skip
     if not hooks.called:
         where = "a compiled function calls the models" if hooks.traced else "no call of a model was seen"
-        facts.unseen.append(f"{where}: forward is part of 'prepare'")
+        facts.unseen.append(f"{where}: forward is part of '{PARTS['prepare']}'")

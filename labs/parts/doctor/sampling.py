@@ -1,7 +1,8 @@
 """Which of the script's own lines take its time: a thread looks now and then where the main thread is.
 
 Only in "prepare" and "rest": what calls of torch take, the hooks measure. A line's time is its share of the looks, of
-the time that was measured for these kinds; a line that was seen a few times only is not told.
+the time that was measured for these kinds; a line that was seen a few times only is not told. Where a line runs a
+model that the hooks do not see, as a frozen teacher or model.forward(x), this is no work of the script's own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Sampler(threading.Thread):
         self.took_s = 0.0
         """Of the processor's time, by this thread: looking, and waking up for it."""
         self.seen: Counter[tuple[str, str, int]] = Counter()
-        """By kind ("prepare", "loss", "rest"), file and line."""
+        """By kind ("prepare", "model", "loss", "rest"), file and line."""
 
     def run(self) -> None:
         """Until the event is set."""
@@ -48,13 +49,15 @@ class Sampler(threading.Thread):
             return
         if kind == "rest" and not hooks.backwards:
             kind = "loss"  # after a forward, before the first backward
+        elif kind == "prepare" and hooks.in_forward(frame):
+            kind = "model"
         self.seen[kind, *hooks.own_line(frame)] += 1
 
     def stop(self, facts: Facts) -> None:
         """Write what was seen into `facts`, as lines."""
         self.ended.set()
         self.join()
-        for part, kinds in (("prepare", ("prepare",)), ("rest", ("loss", "rest"))):
+        for part, kinds in (("prepare", ("model", "prepare")), ("rest", ("loss", "rest"))):
             spans, looks = facts.spans_s.get(part, []), sum(n for key, n in self.seen.items() if key[0] in kinds)
             if not spans or not looks:
                 continue
