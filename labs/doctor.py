@@ -189,7 +189,8 @@ def last_words(facts: list[Facts], order: Order) -> list[str]:
         if f.output and f.ended in ("error", "exit", "killed", "silent"):
             rank = f" of rank {f.rank}" if f.ranks > 1 else ""
             lines += ["", f"LAST LINES OF ITS OUTPUT{rank.upper()}", *(f"  {line}" for line in f.output)]
-    if any(f.ended == "error" for f in facts) and not order.let_it_write:
+    failed = [f for f in facts if f.ended == "error" and not f.error.startswith("ModuleNotFoundError")]
+    if failed and not order.let_it_write:
         lines += [
             "",
             "Does it run without the doctor, but not here? It sees no terminal, and what it writes goes to a",

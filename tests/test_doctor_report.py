@@ -11,6 +11,7 @@ import chromium
 import pytest
 from doctor_facts import STEP_S, made
 
+from labs import doctor
 from labs.kit.errors import BadInput
 from labs.parts.doctor import report
 from labs.parts.doctor.facts import Facts, Line
@@ -297,3 +298,13 @@ def test_in_a_browser_it_fits_a_phone_follows_the_theme_and_asks_for_nothing(tmp
             page.close()
         browser.close()
     assert asked == [path.as_uri()] * 2 and shades["light"] != shades["dark"]
+
+
+@pytest.mark.parametrize(("error", "let_it_write", "asked"), [
+    ("OSError: no terminal (train.py:3)", False, True), ("OSError: no terminal (train.py:3)", True, False),
+    ("ModuleNotFoundError: No module named 'timm' (train.py:3)", False, False),
+])  # fmt: skip
+def test_only_what_the_scratch_folder_may_have_caused_is_asked_about(error, let_it_write, asked):
+    facts, order = made(), SimpleNamespace(let_it_write=let_it_write)
+    facts.ended, facts.error = "error", error
+    assert any("--let-it-write" in line for line in doctor.last_words([facts], order)) is asked

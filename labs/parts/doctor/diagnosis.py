@@ -645,14 +645,9 @@ def _models(facts: Facts) -> Iterator[str]:
     """Where they run, if not by a call that the hooks see."""
     lines = [n for n in facts.lines if n.kind == "model"]
     if lines:
-        took, where = (
-            ms(sum(n.ms for n in lines) / 1e3),
-            next((f" ({os.path.basename(n.file)}:{n.line})" for n in lines if n.line), ""),
-        )
-        yield (
-            f"what models cost that no optimizer trains, or whose forward() is called by name{where}: {took} of "
-            f"'{causes.PARTS['prepare']}'"
-        )
+        where = next((f" ({os.path.basename(n.file)}:{n.line})" for n in lines if n.line), "")
+        yield (f"what models cost that no optimizer trains, or whose forward() is called by name{where}: "
+               f"{ms(sum(n.ms for n in lines) / 1e3)} of '{causes.PARTS['prepare']}'")  # fmt: skip
 
 
 def _beside_the_device(facts: Sequence[Facts]) -> Iterator[str]:
