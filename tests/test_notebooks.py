@@ -16,6 +16,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from labs.kit import notebook_report
 from labs.kit.course import execute, literal, main, own_parameters, tell_times
+from labs.kit.lab import check_layout, lab_module
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 OTHER = {"NPROC": 1, "SOLUTIONS": True}
@@ -51,6 +52,15 @@ def launched(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("COURSE_SMOKE", "1")
     return log
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_what_refuses_one_rank_is_not_launched_on_one(path):
+    """Not with NPROC=1 either: nproc=max(2, NPROC)."""
+    text = "\n".join(c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code")
+    for name in set(re.findall(r'\blaunch\("(\w+)", nproc=(?:NPROC|1)\b', text)):
+        lab = lab_module(name)
+        check_layout(lab, lab.Config(), 1)
 
 
 @pytest.mark.long
