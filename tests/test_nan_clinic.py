@@ -62,9 +62,8 @@ def test_module_step_and_sample_are_those_that_were_planted(examined):
 
 def test_what_a_scaler_hides_shows_in_what_clipping_saw_and_in_the_steps_it_skips(examined):
     hidden = [r for name in ("clip before unscale_", "skipped for ever") for r in examined.where("loss", planted=name)]
-    assert len(hidden) == 2 * _seeds(examined) and all(len(r.samples) == numbers.STEPS + 1 for r in hidden), (
-        "no loss is NaN"
-    )
+    assert len(hidden) == 2 * _seeds(examined)
+    assert all(len(r.samples) == numbers.STEPS + 1 for r in hidden), "no loss is NaN"
     assert not any(lab.falls(list(r.samples)) for r in hidden), "and none of them learns"
 
 
@@ -453,15 +452,11 @@ def test_the_timeline_and_the_tables(examined, drifted, shown):
         and float(re.search(r"is ([\d,]+) times", ratio)[1].replace(",", "")) > 1e4
     )
     figures.matrix(examined)
-    assert (tables[0].loc["root of zero", "root of zero"], tables[0].loc["healthy", "root of zero"]) == (
-        _seeds(examined),
-        "",
-    )
+    seeds, of_healthy = _seeds(examined), tables[0].loc["healthy", "root of zero"]
+    assert (tables[0].loc["root of zero", "root of zero"], of_healthy) == (seeds, "")
     figures.where_it_began(examined)
     figures.cures(examined)
-    assert (
-        len(tables[1]) == 8 * _seeds(examined) and "NO" not in tables[1].to_string() and len(tables[2]) == len(CAUSES)
-    )
+    assert len(tables[1]) == 8 * seeds and "NO" not in tables[1].to_string() and len(tables[2]) == len(CAUSES)
     figures.drifts(drifted)
     assert tables[3].loc["dropout", "ranks differ in"] == "nothing"
     assert tables[3].loc["in place", "ranks differ in"] == "parameters"
