@@ -340,14 +340,13 @@ def origin(kind: str, p: dict[str, Any], device: str = "") -> tuple[str, ...]:
         return kind, str(p.get("source") or "")
     gpus = [g.get("name") if isinstance(g, dict) else g for g in p.get("gpus") or [] if device != "cpu"]
     names = " + ".join(f"{gpus.count(g)} x {g}" if gpus.count(g) > 1 else str(g) for g in dict.fromkeys(gpus))
-    torch = f"torch {p['torch']}" if p.get("torch") else ""
-    day = f"{str(p['utc'])[:10]} UTC" if p.get("utc") else ""
     return (
         kind,
         names or str(p.get("cpu") or "unknown processor"),
-        "" if names else str(p.get("cores") or ""),
-        torch,
-        day,
+        str(len(gpus)),
+        "" if gpus else str(p.get("cores") or ""),
+        f"torch {p['torch']}" if p.get("torch") else "",
+        f"{str(p['utc'])[:10]} UTC" if p.get("utc") else "",
     )
 
 
@@ -355,9 +354,8 @@ def _phrase(key: tuple[str, ...], ranks: int, cores_used: int) -> str:
     kind, *facts = key
     if len(facts) == 1:
         return f"{kind}: {facts[0]}" if facts[0] else "modelled by this course"
-    name, cores, *rest = facts
-    gpus, among, _ = name.partition(" x ")
-    if among and gpus.isdigit() and 0 < ranks < int(gpus):
+    name, gpus, cores, *rest = facts
+    if 0 < ranks < int(gpus):
         name = f"{ranks} of {name}"
     used = f"{cores} core{'' if cores == '1' else 's'}" if cores else ""
     if cores and ranks > int(cores):

@@ -566,8 +566,7 @@ class Hooks:
         mine = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
         held = {id(p) for root in self.roots.values() for p in root.parameters()}
         if mine - held:
-            modules = [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
-            modules = [m for m in modules if any(id(p) in mine for p in m.parameters())]
+            modules = [m for m in self._modules() if any(id(p) in mine for p in m.parameters())]
             inner = {id(c) for m in modules for c in m.modules() if c is not m}
             self._adopt(m for m in modules if id(m) not in inner)
             self._fetched = []  # by calls that were not seen
@@ -579,11 +578,13 @@ class Hooks:
             if wrapped is not None and "OptimizedModule" not in {type(m).__name__ for m in module.modules()}:
                 self._adopt([wrapped])  # DDP: evaluation calls what it wraps
         if not self.looking:
-            modules = [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
-            kinds = {type(m) for m in modules if next(m.parameters(), None) is not None}
+            kinds = {type(m) for m in self._modules() if next(m.parameters(), None) is not None}
             forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)  # a ScriptModule's raises
             codes = (getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards)
             self.forwards = {code for code in codes if code is not None}
+
+    def _modules(self) -> list[Any]:
+        return [m for m in gc.get_objects() if issubclass(type(m), self.torch.nn.Module)]
 
     def in_forward(self, frame: types.FrameType | None) -> bool:
         """Whether a module's forward is running there: called by name, or of a module that is not a root."""
