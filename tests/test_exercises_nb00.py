@@ -141,6 +141,24 @@ def test_a_busy_machine_hides_no_mistake(wrong, words):
     assert words in examine("00.3", beside_a_neighbour(0.03, **wrong)).text
 
 
+@pytest.mark.parametrize("op", [dist.ReduceOp.MIN, dist.ReduceOp.AVG])
+def test_of_calls_one_after_another_any_rank_may_tell_the_time(op):
+    """Each waits for the slowest in the next call: on the made clock, too."""
+
+    def no_barrier(size_bytes):
+        ranks, buffer, seconds = dist.get_world_size(), torch.zeros(size_bytes // 4), []
+        for k in range(8):
+            start = time.perf_counter()
+            dist.all_reduce(buffer)
+            seconds += [time.perf_counter() - start] * (k > 1)
+        any_rank = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+        dist.all_reduce(any_rank, dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op)  # gloo has no AVG
+        any_rank /= ranks if op == dist.ReduceOp.AVG else 1
+        return size_bytes / 1e9 / any_rank.item() * 2 * (ranks - 1) / ranks
+
+    assert exercise_busbw._on_a_made_clock(no_barrier) == {}
+
+
 def test_an_answer_by_another_clock_is_judged_by_real_times():
     def by_the_calendar(size_bytes):
         buffer, seconds = torch.zeros(size_bytes // 4), []

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -59,17 +59,36 @@ class _Waited:
         return getattr(self.work, name)
 
 
-class _MadeClock:
+class _Clock:
+    """By which the checker's calls take their time: the real one."""
+
+    sleep = staticmethod(time.sleep)
+
+    def meet(self) -> None:
+        """After a collective, in which the ranks have waited for each other."""
+
+    @contextmanager
+    def installed(self, function: Callable[..., Any]) -> Iterator[None]:
+        yield
+
+
+class _MadeClock(_Clock):
     """Goes on when a call of the checker sleeps; stands in for those of `time`, also under names of a function's own.
 
-    Each rank has its own, as if all began each call together: what one waits for another is no part of its time.
+    Each rank has its own. An all-reduce and a barrier set them to that of the rank which came last, as waiting would.
     """
 
     def __init__(self) -> None:
         self.passed_s = 0.0
+        self.all_reduce, self.barrier = dist.all_reduce, dist.barrier
 
     def sleep(self, seconds: float) -> None:
         self.passed_s += seconds
+
+    def meet(self) -> None:
+        last = torch.tensor(self.passed_s, dtype=torch.float64)
+        self.all_reduce(last, dist.ReduceOp.MAX)
+        self.passed_s = last.item()
 
     def stand_in(self, real: Callable[[], float]) -> Callable[[], float]:
         begun = real()
@@ -81,13 +100,18 @@ class _MadeClock:
 
         return read
 
+    def waiting(self, *args: Any, **kwargs: Any) -> Any:
+        done = self.barrier(*args, **kwargs)
+        self.meet()
+        return done
+
     @contextmanager
     def installed(self, function: Callable[..., Any]) -> Iterator[None]:
-        places = [vars(time), getattr(function, "__globals__", {})]
+        own = getattr(function, "__globals__", {})
         reals = [vars(time)[name + unit] for name in CLOCKS for unit in ("", "_ns")]
-        made = [(real, self.stand_in(real)) for real in reals]
-        found = [(names, name, real, mine) for real, mine in made for names in places for name, value in names.items()
-                 if value is real]  # fmt: skip
+        made = [(real, self.stand_in(real)) for real in reals] + [(self.barrier, self.waiting)]
+        found = [(names, name, real, mine) for real, mine in made for names in (vars(time), vars(dist), own)
+                 for name, value in names.items() if value is real]  # fmt: skip
         for names, name, _, mine in found:
             names[name] = mine
         try:
@@ -98,7 +122,7 @@ class _MadeClock:
 
 
 @contextmanager
-def slowed(log: Log, function: Callable[..., Any], first_s: float, sleep: Callable[[float], None]) -> Iterator[None]:
+def slowed(log: Log, function: Callable[..., Any], first_s: float, clock: _Clock) -> Iterator[None]:
     """dist.all_reduce takes `first_s` or CALL_S longer, and is noted; also under a name of its own in `function`."""
     original, names = dist.all_reduce, getattr(function, "__globals__", {})
 
@@ -109,10 +133,11 @@ def slowed(log: Log, function: Callable[..., Any], first_s: float, sleep: Callab
         log.append((tensor.numel() * tensor.element_size(), begun, math.inf))
 
         def end() -> None:
-            sleep(added)
+            clock.sleep(added)
             log[place] = (*log[place][:2], time.perf_counter())
 
         work = original(tensor, *args, async_op=async_op, **kwargs)
+        clock.meet()
         if async_op:
             return _Waited(work, end)
         end()
@@ -130,8 +155,8 @@ def slowed(log: Log, function: Callable[..., Any], first_s: float, sleep: Callab
 
 def _measured(f: Callable[[int], float], size: int, first_s: float, made: bool = False) -> tuple[Any, Log]:
     log: Log = []
-    clock = _MadeClock()
-    with clock.installed(f) if made else nullcontext(), slowed(log, f, first_s, clock.sleep if made else time.sleep):
+    clock = _MadeClock() if made else _Clock()
+    with clock.installed(f), slowed(log, f, first_s, clock):
         answer = f(size)
     return (answer.item() if isinstance(answer, torch.Tensor) and answer.numel() == 1 else answer), log
 
