@@ -14,7 +14,7 @@ from labs import chapters
 from labs.claims import main
 from labs.kit import claims as claims_module
 from labs.kit import docket
-from labs.kit.claims import PAPER, WORDS, Table, Verdict, claims, depends, judge, judged, table, verdict
+from labs.kit.claims import PAPER, WORDS, Table, Verdict, claims, depends, judge, judged, only_on, table, verdict
 from labs.kit.record import Record, Records
 
 NOTEBOOKS = sorted(p.parent.name[2:] for p in Path(chapters.__file__).parent.glob("nb??/claims.py"))
@@ -51,6 +51,13 @@ def test_all_167_claims_are_there_and_complete():
             assert len(text) > 15 and re.search(r'[.][")]*$', text), f"{c.id}: a whole sentence, not {text!r}"
     counts = {word: sum(c.paper == word for c in rows) for word in PAPER}
     assert counts == {"true": 39, "true with conditions": 59, "outdated": 12, "wrong": 57}
+
+
+def test_a_reason_says_on_what_it_was_measured():
+    here = Record("x", "step_s", "s", (1.0,), layout={"device": "cpu"}, provenance={"cpu": "EPYC", "gpus": ["H200"]})
+    there = Record("x", "step_s", "s", (1.0,), layout={"device": "cuda"}, provenance={"cpu": "EPYC", "gpus": ["H200"]})
+    assert only_on([here, here], "two models") == " (two models on EPYC; elsewhere it may be otherwise)"
+    assert only_on([here, there]) == " (on EPYC and H200; elsewhere it may be otherwise)"
 
 
 def test_articles_are_cited_by_title_and_date():

@@ -175,7 +175,8 @@ CASES = {
     "B01": [(DEPENDS, facts()), (NOT, facts(later=0.1))],
     "B02": [(NOT, facts()), (DEPENDS, facts(views=3)), (HOLDS, facts(views=3, plain=3))],
     "B03": [(HOLDS, linked()), (DEPENDS, linked(b_s=1e13)), (DEPENDS, linked(noise=(1, 30, 0.1, 6, 0.2, 9, 0.04))),
-            (HOLDS, linked(noise=(1, 0.8, 1.3), ranks=8)), (DEPENDS, cells(1.9, 1.8, wide=True))],
+            (HOLDS, linked(noise=(1, 0.8, 1.3), ranks=8)), (DEPENDS, cells(1.9, 1.8, wide=True)),
+            (DEPENDS, linked(noise=(*[1] * 8, 8)))],
     "B26": [(DEPENDS, facts()), (HOLDS, facts(slow=0.1))],
     "B34": [(DEPENDS, accumulation()), (HOLDS, accumulation(1.0)), (NOT, accumulation(right=2.0))],
     "B36": [(NOT, facts()), (HOLDS, facts(four=0.0))],
@@ -221,6 +222,12 @@ def test_a_torch_that_speaks_of_no_replicas_leaves_it_open(monkeypatch):
     monkeypatch.setattr(nb03, "documented", lambda term: "")
     found = table("03", Records(without_counter(speed(device="cuda"))), gpus=8, strict=True)
     assert found.verdict("E15").word == "not tried yet"
+
+
+def test_a_share_that_hangs_on_one_speed_up_is_not_told():
+    because = table("03", Records(linked(noise=(*[1] * 8, 8))), gpus=0, strict=True).verdict("B03").because
+    assert because.startswith("this run cannot tell: one speed-up decides")
+    assert "39% to 100% with one left out" in because
 
 
 @pytest.mark.parametrize("claim", ["A20", "A21", "B03", "C27"])

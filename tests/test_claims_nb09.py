@@ -44,6 +44,14 @@ def test_holds_if_the_late_ranks_own_timer_shows_it():
     assert verdict(planted(), ranks(own=(0.030, 0.060))).word == "holds"
 
 
+def test_own_timers_that_scatter_more_than_the_delay_decide_nothing():
+    rows = ranks()
+    scattered = (0.03, 0.09) * 6
+    rows[2] = Record("last_to_arrive", "own_step_s", "s", scattered, case=rows[2].case, layout=rows[2].layout)
+    found = verdict(planted(), rows)
+    assert found.word == "depends" and "this run cannot tell" in found.because
+
+
 def test_if_nobody_can_be_named_it_is_not_decided():
     rows = ranks(late=(0.0, 0.030))
     rows[1] = Record("last_to_arrive", "late_s", "s", (0.0, 0.031) * 6, case=rows[1].case, layout=rows[1].layout)

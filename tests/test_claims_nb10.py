@@ -48,12 +48,22 @@ def test_a_search_where_there_is_no_code_for_gpus_decides_nothing_about_it():
 
 @pytest.mark.parametrize(
     ("last", "verdict"),
-    [({}, "depends"), ({"lines": 3}, "depends"), ({"codes": (0, 0, -6)}, "does not hold"),
+    [({}, "depends"), ({"lines": 3}, "depends"), ({"codes": (-6, -6, -6)}, "does not hold"),
      ({"left": 1}, "does not hold")],
 )  # fmt: skip
 def test_ranks_that_just_end(last, verdict):
     said = word("A10", *ending("destroy"), *ending("just end", **last))
     assert said.word == verdict and ("leak" in said.because) == (verdict == "depends")
+
+
+def test_one_pair_that_fails_may_do_so_by_chance():
+    said = word("A10", *ending("destroy"), *ending("just end", (0, 0, -6)))
+    assert said.word == "depends" and said.because.startswith("this run cannot tell: so few pairs may differ so")
+
+
+def test_pairs_that_end_well_say_how_few_they_are():
+    assert "only that fewer than 63% fail" in word("A10", *ending("destroy"), *ending("just end")).because
+    assert "fewer than 5% fail" in word("A10", *ending("destroy"), *ending("just end", (0,) * 60)).because
 
 
 def test_ranks_that_fail_with_the_call_as_often_do_not_need_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from processes import assert_no_survivors, new_environment
 from labs.chapters.nb12 import exercise_capstone as capstone
 from labs.chapters.nb12.exercise_capstone import LOSS, ORDINAL, PARTS, check_results, check_speed, judged, watched
 from labs.chapters.nb12.solution_capstone import SLOW, edited, fast_script
+from labs.chapters.nb12.watched import Results
 from labs.kit.check import Mistake, check
 from labs.parts.doctor.in_turn import Block
 
@@ -62,6 +64,27 @@ def test_noise_alone_is_no_illness_and_a_faster_script_than_the_reference_passes
 def test_slower_everywhere_is_told_too():
     with pytest.raises(Mistake, match="left"):
         check_speed(judged(taken() | {"yours": blocks({k: 2.2 * v for k, v in WELL.items()})}), "")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process to a core")
+def test_the_scripts_and_their_workers_share_one_core_and_afterwards_there_are_as_many_as_before(monkeypatch):
+    """On a core of its own a worker would hide an illness of the data."""
+    before, seen = os.sched_getaffinity(0), []
+
+    def take_turns(*_):
+        done = subprocess.run([sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"],
+                              capture_output=True, text=True)  # fmt: skip
+        seen.append(done.stdout)
+        return taken()
+
+    monkeypatch.setattr(capstone, "take_turns", take_turns)
+    capstone.compared(fast_script())
+    assert seen == ["1\n"] and os.sched_getaffinity(0) == before
+
+
+def test_workers_are_named_where_an_illness_is_left_beside_them():
+    assert "its 2 workers share the one core" in capstone.workers_here(Results(workers=2))
+    assert capstone.workers_here(Results()) == ""
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +213,16 @@ def of_another_style() -> str:
 def test_the_results_of_a_right_script_of_another_style_are_those_of_the_original(tmp_path, original):
     path = tmp_path / "mine.py"
     path.write_text(of_another_style())
-    check_results(watched(capstone.script_of(lambda: path)), original)
+    found = watched(capstone.script_of(lambda: path))
+    check_results(found, original)
+    assert found.workers == 2
+
+
+@pytest.mark.quiet
+@pytest.mark.long
+def test_an_illness_of_the_data_is_left_whoever_prepares_the_images():
+    workers = {"args.batch_size, shuffle=True)": "args.batch_size, shuffle=True, num_workers=4)"}
+    assert capstone.compared(edited(left("data"), workers)).ill  # of the data, or of what the workers interrupt
 
 
 @pytest.mark.quiet

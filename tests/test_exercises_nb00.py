@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import statistics
 import time
 
@@ -108,6 +109,82 @@ def test_other_ways_to_measure_pass(right):
     passes("00.3", right)
 
 
+def beside_a_neighbour(late_s, unit=1e-9, wrong=1.0, op=dist.ReduceOp.MAX):
+    """Right but for the last three; the machine is busy just where the clock runs, and the call has not begun."""
+
+    def measured_busbw_gb_s(size_bytes):
+        ranks, buffer, seconds = dist.get_world_size(), torch.zeros(size_bytes // 4), []
+        dist.all_reduce(buffer)
+        for _ in range(4):
+            dist.barrier()
+            start = time.perf_counter()
+            time.sleep(late_s)
+            dist.all_reduce(buffer)
+            seconds.append(time.perf_counter() - start)
+        slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+        dist.all_reduce(slowest, op)
+        return wrong * size_bytes * unit / slowest.item() * 2 * (ranks - 1) / ranks
+
+    return measured_busbw_gb_s
+
+
+def test_a_busy_machine_makes_no_right_answer_wrong():
+    passes("00.3", beside_a_neighbour(0.03))
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    ({"unit": 2**-30}, "this is in GiB/s"), ({"wrong": 8}, "this is in Gbit/s"),
+    ({"wrong": 0.5}, "the factor (n - 1) / n is that of all-gather"),
+    ({"op": dist.ReduceOp.MIN}, "this is the fastest rank's time"),
+])  # fmt: skip
+def test_a_busy_machine_hides_no_mistake(wrong, words):
+    assert words in examine("00.3", beside_a_neighbour(0.03, **wrong)).text
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.MIN, dist.ReduceOp.AVG])
+def test_of_calls_one_after_another_any_rank_may_tell_the_time(op):
+    """Each waits for the slowest in the next call: on the made clock, too."""
+
+    def no_barrier(size_bytes):
+        ranks, buffer, seconds = dist.get_world_size(), torch.zeros(size_bytes // 4), []
+        for k in range(8):
+            start = time.perf_counter()
+            dist.all_reduce(buffer)
+            seconds += [time.perf_counter() - start] * (k > 1)
+        any_rank = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+        dist.all_reduce(any_rank, dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op)  # gloo has no AVG
+        any_rank /= ranks if op == dist.ReduceOp.AVG else 1
+        return size_bytes / 1e9 / any_rank.item() * 2 * (ranks - 1) / ranks
+
+    assert exercise_busbw._on_a_made_clock(no_barrier) == {}
+
+
+def test_an_answer_by_another_clock_is_judged_by_real_times():
+    def by_the_calendar(size_bytes):
+        buffer, seconds = torch.zeros(size_bytes // 4), []
+        dist.all_reduce(buffer)
+        for _ in range(4):
+            dist.barrier()
+            start = datetime.datetime.now()
+            dist.all_reduce(buffer)
+            seconds.append((datetime.datetime.now() - start).total_seconds())
+        slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return size_bytes / 1e9 / slowest.item() * 2 * (1 - 1 / dist.get_world_size())
+
+    passes("00.3", by_the_calendar)
+
+
+@pytest.mark.parametrize("name", ["perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "time", "time_ns"])
+def test_the_made_clock_stands_in_for_each_of_time_and_goes_again(name):
+    clock, real = exercise_busbw._MadeClock(), getattr(time, name)
+    with clock.installed(stalled):
+        start = getattr(time, name)()
+        clock.sleep(100.0)
+        passed = (getattr(time, name)() - start) / (1e9 if name.endswith("_ns") else 1)
+    assert passed == pytest.approx(100, rel=1e-6) and getattr(time, name) is real
+
+
 SIZE = 2**20
 CALLS = {0: [1.1, 0.1, 0.1, 0.1, 0.1, 0.1], 1: [1.1, 0.1, 0.1, 0.1, 0.1, 0.1]}
 """Seconds of each all-reduce by rank, the first one included: both ranks wait for the slower one."""
@@ -154,6 +231,7 @@ def test_a_measurement_that_was_disturbed_is_made_again_and_a_wrong_answer_stays
         runs.append(next(order))
         return [(f(size), [(size, begun, end) for _, begun, end in log]) for log in found[runs[-1]]]
 
+    monkeypatch.setattr(exercise_busbw, "_on_a_made_clock", lambda f: None)
     monkeypatch.setattr(exercise_busbw, "on_ranks", on_ranks)
     monkeypatch.setattr(exercise_busbw.collectives, "bus_factor", lambda name, ranks: 1.0)
     order = iter(["a long call", "a long pause", "quiet"] * 2)

@@ -398,6 +398,32 @@ class OneMoreThanKeep(mutants.Files):
             old.unlink()
 
 
+class OldOnesFirstWhereAnotherIsLeft(mutants.Files):
+    """With keep=1 the old one stays until the new one is there; with keep=2 the older one makes room."""
+
+    def save(self, step, state):
+        for old in self.newest_first()[max(1, self.keep - 1) :]:
+            self.remove(old)
+        super().save(step, state)
+
+    def remove(self, path):
+        path.unlink()
+
+
+class OldOnesGiveTheirSpace(OldOnesFirstWhereAnotherIsLeft):
+    """No file is deleted; it becomes the unfinished one."""
+
+    def remove(self, path):
+        os.replace(path, self.unfinished())
+
+
+class OldOnesBeforeTheNewName(mutants.Files):
+    def write(self, path, data):
+        super().write(path, data)
+        for old in self.newest_first()[max(1, self.keep - 1) :]:
+            old.unlink()
+
+
 class NewestByTime(mutants.Files):
     def delete_old(self):
         for old in sorted(self.newest_first(), key=lambda p: -p.stat().st_mtime)[self.keep :]:
@@ -466,6 +492,9 @@ class DamagedOnesGetAnotherName(mutants.Files):
 
 @pytest.mark.parametrize(("wrong", "words"), [
     (OneMoreThanKeep, "step-11.pt is still there: three checkpoints stay"),
+    (OldOnesFirstWhereAnotherIsLeft, "a training with keep=2 has one left"),
+    (OldOnesBeforeTheNewName, "a training with keep=2 has one left"),
+    (OldOnesGiveTheirSpace, "of step 8 nothing is left"),
     (NewestByTime, "step 11 is there and step 12 is gone"),
     (AllThatBeginsAlike, "save() has deleted step-best.pt"),
     (NumbersOfAllThatBeginsAlike, "notes.md and step-best.pt lie in the folder, and save() raises ValueError"),

@@ -358,6 +358,32 @@ def layer(*, whole=torch.cat, scatter=None, weight=lambda g: g / dist.get_world_
     return lambda x, shard: Layer.apply(x, shard)
 
 
+def own(whole):
+    """This rank's rows of the weight, and zeros for those of the others."""
+    rows = whole.chunk(dist.get_world_size())[dist.get_rank()]
+    return torch.cat([rows if r == dist.get_rank() else 0 * rows for r in range(dist.get_world_size())])
+
+
+def reversed_shards(whole):
+    return torch.cat(whole.chunk(dist.get_world_size())[::-1])
+
+
+def in_turns(whole):
+    return torch.stack(whole.chunk(dist.get_world_size()), 1).flatten(0, 1)
+
+
+def from_rank_0(t):
+    dist.broadcast(t := t.clone(), 0)
+    return t
+
+
+def of_the_next_rank(t):
+    """Each rank's gradient goes to the rank before."""
+    n, every = dist.get_world_size(), [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, t)
+    return every[(dist.get_rank() + 1) % n]
+
+
 def other_order(parts):
     dist.reduce_scatter(mine := torch.empty_like(parts[0]), parts[::-1])
     return mine
@@ -378,6 +404,23 @@ def all_gradients(parts):
     ("x is zero", mutants06.layer(x_gradient=lambda g, w: 0 * g @ w)),
     ("x has the wrong sign", mutants06.layer(x_gradient=lambda g, w: -g @ w)),
     ("x is 0.2 times", mutants06.layer(x_gradient=lambda g, w: g @ w / len(g))),
+    ("x is divided by the number of ranks twice",
+     mutants06.layer(x_gradient=lambda g, w: g @ w / dist.get_world_size() ** 2)),
+    ("x is multiplied by the number of ranks twice",
+     mutants06.layer(x_gradient=lambda g, w: g @ w * dist.get_world_size() ** 2)),
+    ("x comes from this rank's own shard alone", mutants06.layer(x_gradient=lambda g, w: g @ own(w))),
+    ("x comes from this rank's own shard alone: the other ranks' rows of the weight have a part in it, divided by",
+     mutants06.layer(x_gradient=lambda g, w: g @ own(w) / dist.get_world_size())),
+    ("x is a sum over the ranks of what each makes with its own shard",
+     mutants06.layer(x_gradient=lambda g, w: summed(g @ own(w)))),
+    ("x is made with the shards in the order [1, 0]", mutants06.layer(x_gradient=lambda g, w: g @ reversed_shards(w))),
+    ("x is made with a weight in which the ranks' rows take turns",
+     mutants06.layer(x_gradient=lambda g, w: g @ in_turns(w))),
+    ("x is made with the shards added up", mutants06.layer(
+        x_gradient=lambda g, w: g @ torch.cat([sum(w.chunk(dist.get_world_size()))] * dist.get_world_size()))),
+    ("x is that of rank 0 on every rank", mutants06.layer(x_gradient=lambda g, w: from_rank_0(g @ w))),
+    ("x is that of another rank's rows", mutants06.layer(x_gradient=lambda g, w: of_the_next_rank(g @ w))),
+    ("x is the same in all rows", mutants06.layer(x_gradient=lambda g, w: (g @ w).mean(0).expand(len(g), -1))),
     ("the number of ranks twice", layer(weight=lambda g: g / dist.get_world_size() ** 2)),
     ("the second shard has the wrong sign", layer(weight=lambda g: -g / dist.get_world_size())),
     ("the second shard is zero", layer(weight=lambda g: 0 * g)),

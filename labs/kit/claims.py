@@ -31,7 +31,7 @@ from typing import Any
 from labs.kit import nvml
 from labs.kit.evidence import keep, kept_of_gpus, launches
 from labs.kit.measure import Estimate, estimate, paired_ratio
-from labs.kit.record import KINDS, Record, Records
+from labs.kit.record import KINDS, Record, Records, origin
 
 WORDS = ("holds", "does not hold", "depends", "needs N GPUs", "not tried yet")
 PAPER = ("true", "true with conditions", "outdated", "wrong")
@@ -252,6 +252,16 @@ def cannot_tell(because: str, kind: str = "measured") -> Verdict:
 def depends(shown: bool, because: str, kind: str = "measured") -> Verdict:
     """ "depends", because cases are shown to differ; else because this run cannot tell."""
     return Verdict("depends", because, kind) if shown else cannot_tell(because, kind)
+
+
+def only_on(run: Iterable[Record], what: str = "") -> str:
+    """ " (two models on AMD EPYC; elsewhere it may be otherwise)": for a reason that reads as if it were so everywhere.
+
+    `what`: that was measured, such as "two models". The processors are those of the records.
+    """
+    found = (origin("measured", {**r.provenance, "source": ""}, str(r.layout.get("device") or "")) for r in run)
+    processors = " and ".join(dict.fromkeys(facts[1] for facts in found))
+    return f" ({what + ' ' if what else ''}on {processors}; elsewhere it may be otherwise)"
 
 
 def _before(untold: str, because: str) -> str:

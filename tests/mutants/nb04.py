@@ -77,8 +77,12 @@ def _scale_slip(scale):
     return lambda gradients: (_share(gradients), float(scale(gradients)))
 
 
-def _diagnose(*, stuck=lambda log: all(row["skipped"] for row in log[-4:]), much=500.0,
-              constant=lambda log: len({row["scale"] for row in log}) == 1 and log[-1]["skipped"]):  # fmt: skip
+def _diagnose(
+    *,
+    stuck=lambda log: all(row["skipped"] for row in log[-4:]),
+    much=500.0,
+    constant=lambda log: len({row["scale"] for row in log}) == 1 and any(row["skipped"] for row in log),
+):
     """A right diagnosis, except for what a keyword says."""
 
     def diagnose(log):

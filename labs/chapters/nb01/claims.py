@@ -12,6 +12,7 @@ from labs.kit.claims import (
     judged,
     last,
     model_of,
+    only_on,
     percent,
     ratio,
     runs,
@@ -59,8 +60,13 @@ def _(evidence: Records) -> Verdict:
     said = [
         f"every {r.case['window_s']:g} s: {100 * min(r.samples):.0f} to {100 * max(r.samples):.0f} %" for r in readers
     ]
-    slow, fast = (max(r.samples) - min(r.samples) for r in (readers[0], readers[-1]))
-    because = f"the same bursts of work, read {', '.join(said)} busy {method.counter(run)}"
+    n = len(readers[0].samples)
+    slow, fast = (method.usual_range(r.samples, n) for r in (readers[0], readers[-1]))
+    because = (f"the same bursts of work, read {', '.join(said)} busy; {n} of them are usually "
+               f"{100 * slow:.0f} and {100 * fast:.0f} points apart {method.counter(run)}"
+               f"{only_on(run, 'one rhythm of bursts')}")  # fmt: skip
+    if n < 2:
+        return cannot_tell(because)
     return Verdict("depends" if fast > max(2 * slow, 0.1) else "holds", because)
 
 
@@ -153,6 +159,7 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     found = method.repaired(evidence, "synchronise", before="as printed")
     said = f"data made before the clock, and a wait in place of the copies', make the answer {method.in_words(found)}"
+    said += only_on(last(evidence, "timing", "answer_s"), "these loops")
     if all(map(within, found.values())):
         return Verdict("holds", said, method.kind(evidence))
     return depends(method.any_differs(found), said, method.kind(evidence))

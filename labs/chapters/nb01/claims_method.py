@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from labs.kit.claims import GAIN, last, model_of, percent, ratio, runs
@@ -16,6 +17,7 @@ BUSY = 0.9  # of the share for which the large products look busy: from here a j
 APART = 100 * (GAIN - 1)  # % by which times differ that are not the same
 POINT = 1.0  # of accuracy: up to which a change is none
 RUNGS = ("as printed", "data outside", "synchronise", "warm up", "median of steps")
+DRAWS = 999
 ARTICLES_STEPS = 100
 AS_THE_ARTICLE = ("x.to(device)", ARTICLES_STEPS)
 """What a step of its loop waits for, and its number of steps."""
@@ -38,6 +40,16 @@ def counter(run: Records) -> str:
     """What was read, in brackets: a CPU has no utilization.gpu."""
     name = next((r.case["counter"] for r in run if "counter" in r.case), "a counter of busy time")
     return f"(read here: {name}{'' if name.startswith('NVML') else ', not the counter of a GPU'})"
+
+
+def usual_range(samples: Sequence[float], n: int) -> float:
+    """How far `n` of them that are drawn at random are apart: the median of many draws.
+
+    All of them are further apart where there are more, by chance alone. Each k-th would follow a rhythm of the work.
+    """
+    draw = random.Random(0)
+    drawn = [draw.sample(list(samples), min(n, len(samples))) for _ in range(DRAWS)]
+    return statistics.median(max(some) - min(some) for some in drawn)
 
 
 class Jobs(NamedTuple):

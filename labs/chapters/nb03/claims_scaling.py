@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from labs import crossover, data_parallel
-from labs.kit.claims import Verdict, cannot_tell, depends, in_general, judged, verdict, word
+from labs.kit.claims import Verdict, cannot_tell, depends, in_general, judged, only_on, verdict, word
 from labs.kit.measure import Estimate, paired_ratio, unpaired_ratio
 from labs.kit.record import Records
 from labs.parts import models
@@ -99,10 +99,12 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("A20")
 def _(evidence: Records) -> Verdict:
-    cells = [r["measured"] for r in crossover.crossover_map(mapped(evidence))]
-    least, most = (f(c.value for c in cells) for f in (min, max))
+    run = mapped(evidence)
+    cells = [r["measured"] for r in crossover.crossover_map(run)]
+    least, most = (f(cells, key=lambda c: c.value) for f in (min, max))
     return judged([c.low > 1 for c in cells], [c.high < 1 for c in cells],
-                  f"DDP trains {least:.2f} to {most:.2f} times as fast as one rank, by model and batch")  # fmt: skip
+                  f"DDP on {ranks_of(run)} ranks trains {least} to {most} as fast as one rank, by model and batch"
+                  f"{only_on(run, 'MLPs')}")  # fmt: skip
 
 
 @verdict("A21")
@@ -142,25 +144,31 @@ def _(evidence: Records) -> Verdict:
             said[-1] += f", and after 10 with a start of {start_s * 10 / found.value:.3g} s in place of {start_s:.2g} s"
     # our fork server has torch loaded, a start by torchrun takes longer: a short one of ours refutes nothing
     return Verdict("holds" if all(e.low > 10 for e in epochs) else "depends",
-                   f"start-up is earned back on 60,000 samples after: {'; '.join(said)}")  # fmt: skip
+                   f"start-up is earned back on 60,000 samples after: {'; '.join(said)}"
+                   f"{only_on(run, 'two models')}")  # fmt: skip
 
 
 @verdict("B03")
 def _(evidence: Records) -> Verdict:
     run = mapped(evidence)
     cells = [r["measured"] for r in crossover.crossover_map(run)]
-    both, alone, link = (explained(run, *of) for of in ((True, True), (True, False), (False, True)))
-    because = (f"a step's computing and the link explain {both:.0%} of the differences between the speed-ups of "
-               f"{len(cells)} models and batches; without the link's bandwidth {alone:.0%}, without the computing "
-               f"{link:.0%}")  # fmt: skip
+    shares = [explained(run, *of) for of in ((True, True), (True, False), (False, True))]
+    (both, *others), (alone, *_), (link, *_) = shares
+    because = (f"a step's computing and the link explain {both:.0%} of the differences between {len(cells)} speed-ups, "
+               f"{min(others):.0%} to {max(others):.0%} with one left out; without the link's bandwidth {alone:.0%}, "
+               f"without the computing {link:.0%}{only_on(run, 'MLPs')}")  # fmt: skip
     if min(c.high for c in cells) >= max(c.low for c in cells):
         return cannot_tell(f"no speed-up of the map surely differs from another; {because}")
-    return Verdict("holds" if both > max(MOSTLY, alone + MORE, link + MORE) else "depends", because)
+    right = [both > max(MOSTLY, alone + MORE, link + MORE) for both, alone, link in zip(*shares, strict=True)]
+    if any(right) and not all(right):
+        return cannot_tell(f"one speed-up decides; {because}")
+    return Verdict("holds" if all(right) else "depends", because)
 
 
-def explained(run: Records, computing: bool, bandwidth: bool) -> float:
+def explained(run: Records, computing: bool, bandwidth: bool) -> list[float]:
     """Share of the variance of log speed-ups over the map that `crossover.predict` explains from these two; 0 if less.
 
+    First of the whole map, then with each of its cells left out: how much hangs on one.
     Without `computing` every step is taken for the median one, without `bandwidth` a message costs its latency only.
     """
     sizes, rows = run.where("all_reduce_s"), crossover.crossover_map(run)
@@ -174,11 +182,16 @@ def explained(run: Records, computing: bool, bandwidth: bool) -> float:
     ]
     measured = [math.log(row["measured"].value) for row in rows]
     left = [m - math.log(p) for m, p in zip(measured, found, strict=True)]
-    return max(0.0, 1 - _variance(left) / _variance(measured)) if _variance(measured) else 0.0
+    return [_share(measured, left), *(_share(_but(measured, i), _but(left, i)) for i in range(len(measured)))]
 
 
-def _variance(numbers: Sequence[float]) -> float:
-    return statistics.pvariance(numbers)
+def _but(numbers: Sequence[float], i: int) -> list[float]:
+    return [*numbers[:i], *numbers[i + 1 :]]
+
+
+def _share(numbers: Sequence[float], left: Sequence[float]) -> float:
+    variance = statistics.pvariance(numbers) if len(numbers) > 1 else 0.0
+    return max(0.0, 1 - statistics.pvariance(left) / variance) if variance else 0.0
 
 
 @verdict("B46")

@@ -77,6 +77,8 @@ class Seen:
     apart: bool = False
     """Whether loss_fn got an output that was on the GPU and a target that was not."""
     scaler_stepped: bool = False
+    new_scalers: int = 0
+    """How many the epoch made; one that makes a step has forgotten what the given one had learnt."""
     batches_left: int = 0
     """In the caller's list, afterwards."""
     scale: float = 1.0
@@ -130,6 +132,21 @@ class _Scaler(torch.amp.GradScaler):
             self.stepping = False
 
 
+@contextmanager
+def _new_scalers_counted(seen: Seen) -> Iterator[None]:
+    made = torch.amp.GradScaler.__init__
+
+    def counted(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+        seen.new_scalers += 1
+        made(scaler, *args, **kwargs)
+
+    torch.amp.GradScaler.__init__ = counted
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.__init__ = made
+
+
 def run(train_epoch: Function, job: Job) -> Seen:
     """Train one epoch on a small model and note what was done."""
     seen = Seen()
@@ -153,7 +170,7 @@ def run(train_epoch: Function, job: Job) -> Seen:
     optimizer.register_step_pre_hook(note)
     batches = job.batches()
     arguments = (model, optimizer, scheduler, scaler, batches, loss_fn)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, _new_scalers_counted(seen):
         warnings.simplefilter("always")
         try:
             seen.answer = train_epoch(*arguments, job.accumulate, job.max_norm)
@@ -218,6 +235,10 @@ def _seen_at_once(seen: Seen, job: Job) -> Iterator[Finding]:
     if seen.backward_lowered:
         yield ("backward() ran inside autocast; torch's documentation advises against it: backward takes the formats "
                "that forward chose", "end the `with` block after the loss")  # fmt: skip
+    if job.scale and seen.new_scalers and (seen.around or not seen.scaler_stepped):
+        new = "a new GradScaler" if seen.new_scalers == 1 else f"{seen.new_scalers} new GradScalers"
+        yield (f"you make {new} in an epoch: a new one begins at its first scale again, and knows of no overflow "
+               "before it", "scaler.step(optimizer), with the argument and no new scaler")  # fmt: skip
     if job.scale and seen.around:
         yield ("optimizer.step() went around the scaler: nothing looks whether the gradients are finite",
                "scaler.step(optimizer)")  # fmt: skip

@@ -70,9 +70,10 @@ def print_logs() -> None:
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     (FINE, {}), (FINE, {"overflow": None}), (FINE, {"scale": TOO_LARGE, "overflow": None}),
     (FINE, {"factor": 30.0, "scale": 2.0**13, "overflow": None}), (FINE, {"overflow": 9}),
-    (NO_ZERO_GRAD, {}), (NO_ZERO_GRAD, {"overflow": 11}),
+    (NO_ZERO_GRAD, {}), (NO_ZERO_GRAD, {"overflow": 11}), (NO_ZERO_GRAD, {"overflow": 0}),
     (CLIP_SCALED, {}), (CLIP_SCALED, {"scale": TOO_LARGE, "overflow": None}), (CLIP_SCALED, {"scale": 2.0**11}),
     (NEW_SCALER, {"scale": TOO_LARGE, "overflow": None}), (NEW_SCALER, {"scale": 4 * TOO_LARGE}),
+    (NEW_SCALER, {}), (NEW_SCALER, {"overflow": 9}),
 )  # fmt: skip
 """How many steps are skipped, how far the scale falls and what the first step does are alike for different faults."""
 
@@ -88,9 +89,11 @@ WHY = {
     (CLIP_SCALED, FINE): "clipping saw a norm about as large as the scale: the gradients were still scaled",
     (CLIP_SCALED, NO_ZERO_GRAD): "steps are taken again after the overflow, but look at the norms of those",
     (CLIP_SCALED, NEW_SCALER): "the scale falls where a step is skipped; look at the norms",
-    (NEW_SCALER, FINE): "every step is skipped",
-    (NEW_SCALER, NO_ZERO_GRAD): "every step is skipped, yet the scale never falls: what update() halves is thrown away",
-    (NEW_SCALER, CLIP_SCALED): "no norm is finite and no step is taken: clipping is not what stops it",
+    (NEW_SCALER, FINE): "after a step that is skipped the scale is as large as before: what update() halves is thrown "
+                        "away",
+    (NEW_SCALER, NO_ZERO_GRAD): "steps are skipped, yet the scale never falls: what update() halves is thrown away",
+    (NEW_SCALER, CLIP_SCALED): "the norms of the steps that are taken, if any, are of ordinary size: look at the scale "
+                               "after a step that is skipped",
 }  # fmt: skip
 """By (what it was, what was said)."""
 

@@ -180,22 +180,22 @@ SCALES: list[Slip] = [
      "torch.finfo(torch.float16).max"),
     (lambda g: _power(1 / _largest(g)), "you lift the largest element to 1, and FP16 goes on to 65504",
      "torch.finfo(torch.float16).max"),
-    (lambda g: 10.0 ** math.floor(math.log10(65504 / _largest(g))), "this is a power of ten", "2 ** floor(log2(...))"),
-    (lambda g: math.e ** math.floor(math.log(65504 / _largest(g))), "this is a power of e", "2 ** floor(log2(...))"),
-    (lambda g: 2.0 ** math.floor(math.log(65504 / _largest(g))), "your exponent is a natural logarithm", "log2"),
-    (lambda g: 2.0 ** math.floor(math.log10(65504 / _largest(g))), "your exponent is a decimal logarithm", "log2"),
+    *((lambda g, b=base, log=log: b ** math.floor(log(65504 / _largest(g))), what, "2 ** floor(log2(...))")
+      for base, log, what in (
+        (10.0, math.log10, "this is a power of ten"), (math.e, math.log, "this is a power of e"),
+        (2.0, math.log, "your exponent is a natural logarithm"),
+        (2.0, math.log10, "your exponent is a decimal logarithm"))),
     (lambda g: _power(torch.finfo(torch.bfloat16).max / _largest(g)), "this is BF16's or FP32's largest number",
      "torch.finfo(torch.float16).max"),
     (lambda g: _power(65504 / _flat(g)[_flat(g) != 0].abs().min().item()), "you take the smallest element for the "
      "largest", "abs().max()"),
-    (lambda g: _power(65504 / _flat(g).abs().sum().item()), "you take the sum of all for the largest element",
-     "each element has to fit by itself: abs().max()"),
-    (lambda g: _power(65504 / _flat(g).std().item()), "you take the standard deviation for the largest element",
-     "each element has to fit by itself: abs().max()"),
-    (lambda g: _power(65504 / _flat(g)[_flat(g) != 0].abs().mean().item()), "you take the mean of the non-zero "
-     "elements for the largest: all far above it become inf", "max, not mean"),
-    (lambda g: _power(65504 / _largest(g[:1])), "you look at the first tensor only", "one scale for all of them"),
-    (lambda g: _power(65504 / _largest(g[-1:])), "you look at the last tensor only", "one scale for all of them"),
+    *((lambda g, of=of: _power(65504 / of(_flat(g)).item()), f"you take the {name} for the largest element",
+       "each element has to fit by itself: abs().max()") for name, of in (
+        ("sum of all", lambda t: t.abs().sum()), ("norm of all", Tensor.norm), ("standard deviation", Tensor.std),
+        ("mean of all", lambda t: t.abs().mean()),
+        ("mean of the non-zero elements", lambda t: t[t != 0].abs().mean()))),
+    *((lambda g, part=part: _power(65504 / _largest(g[part])), f"you look at the {name} tensor only",
+       "one scale for all of them") for name, part in (("first", slice(1)), ("last", slice(-1, None)))),
     (lambda g: min(65536.0, _right_scale(g)), "your scale ends at 65536, where GradScaler begins: it may be larger",
      "2 ** floor(log2(65504 / largest))"),
     (lambda g: 65536.0, "this is the scale with which GradScaler begins, whatever the gradients", "ask the largest"),
@@ -205,10 +205,6 @@ SCALES: list[Slip] = [
      "torch.finfo(torch.float16).max"),
     (lambda g: _power(65504 / _flat(g).max().item()), "you look at positive elements only; the largest is negative",
      "abs() first"),
-    (lambda g: _power(65504 / _flat(g).abs().mean().item()), "you take the mean element for the largest: all far above "
-     "it become inf", "max, not mean"),
-    (lambda g: _power(65504 / _flat(g).norm().item()), "you take the norm of all for the largest element",
-     "each element has to fit by itself: abs().max()"),
     (lambda g: max(1.0, _power(65504 / _largest(g))), "your scale is never below 1: with an element of 3e5 it must be",
      "a negative power of two is one, too"),
     (lambda g: _power(2.0**-24 / _flat(g)[_flat(g) != 0].abs().min().item(), math.ceil), "you lift the smallest "
@@ -332,17 +328,18 @@ ROUNDINGS: list[Slip] = [
     (_rounded(_down), "in the middle between two numbers you go down, always", "to the even one of the two, as "
      "round() does"),
     (_rounded(_odd), "in the middle between two numbers you take the odd one", "the even one, as round() does"),
-    (_rounded(digits=1), "you keep one digit too many: the leading 1 is not among mantissa_bits, and the spacing is "
-     "2^(exponent - mantissa_bits)", "spacing 2^(exponent - mantissa_bits)"),
-    (_rounded(digits=2), "you keep two digits too many", "spacing 2^(exponent - mantissa_bits)"),
-    (_rounded(digits=-2), "you keep two digits too few", "spacing 2^(exponent - mantissa_bits)"),
+    *((_rounded(digits=digits), what, "spacing 2^(exponent - mantissa_bits)") for digits, what in (
+        (1, "you keep one digit too many: the leading 1 is not among mantissa_bits"),
+        (-1, "you keep one digit too few: the leading 1 is not stored, and not among mantissa_bits"),
+        (2, "you keep two digits too many"), (-2, "you keep two digits too few"))),
     (_rounded(exponent=int), "int(log2(x)) cuts towards 0: below 1 the exponent is one too large", FLOOR),
     (_rounded(exponent=math.ceil), "ceil(log2(x)), or that of math.frexp, whose mantissas begin at 0.5: the "
      "exponent is one too large", FLOOR),
-    (_rounded(exponent=lambda log: math.floor(log * math.log(2))), "your exponent is a natural logarithm", FLOOR),
-    (_rounded(exponent=lambda log: math.floor(log * math.log10(2))), "your exponent is a decimal logarithm", FLOOR),
-    (_rounded(lowest=2), "your smallest exponent is one too high", "max(exponent, 1 - bias)"),
-    (_rounded(lowest=-1), "your smallest exponent is two too low", "max(exponent, 1 - bias)"),
+    *((_rounded(exponent=lambda log, of_2=of_2: math.floor(log * of_2)), f"your exponent is a {name} logarithm", FLOOR)
+      for name, of_2 in (("natural", math.log(2)), ("decimal", math.log10(2)))),
+    *((_rounded(lowest=lowest), what, "max(exponent, 1 - bias)") for lowest, what in (
+        (2, "your smallest exponent is one too high"), (-1, "your smallest exponent is two too low"),
+        (0, "your smallest exponent is one too low: 1 - bias, as exponent 0 is kept for subnormal numbers"))),
     (_rounded(top=0), "your largest exponent is one too low: it is the bias", "all of 2^(bias + 1) and above is inf"),
     (lambda c: _right_rounding(c) if _right_rounding(c) < _largest_of(c) else math.inf, "the largest number itself "
      "becomes inf", "all of 2^(bias + 1) and above is inf"),
@@ -358,8 +355,8 @@ ROUNDINGS: list[Slip] = [
      "below it come subnormal ones, down to 0"),
     (lambda c: float(round(c[0] / _spacing(c))), "this is how many spacings x has", "times the spacing"),
     (_spacing, "this is the spacing", "round(x / spacing) * spacing"),
-    (lambda c: _right_rounding((c[0], 8, 7)), "you always round to BF16", "the bits are arguments"),
-    (lambda c: _right_rounding((c[0], 5, 2)), "you always round to FP8 e5m2", "the bits are arguments"),
+    *((lambda c, bits=bits: _right_rounding((c[0], *bits)), f"you always round to {name}", "the bits are arguments")
+      for bits, name in FORMATS.items()),
     (lambda c: _right_rounding((*c[:2], 10)), "you always keep 10 mantissa bits", "mantissa_bits"),
     (lambda c: _right_rounding((c[0], c[2], c[1])), "you have taken exponent_bits for mantissa_bits",
      "(x, exponent_bits, mantissa_bits)"),
@@ -371,8 +368,6 @@ ROUNDINGS: list[Slip] = [
      "below 2^(1 - bias) the spacing stays what it is there: max(exponent, 1 - bias)"),
     (_flushed, "you have no subnormal numbers: below 2^(1 - bias) all becomes 0",
      "the spacing stays what it is at 2^(1 - bias): max(exponent, 1 - bias)"),
-    (_rounded(lowest=0), "your smallest exponent is one too low: 1 - bias, as exponent 0 is kept for subnormal numbers",
-     "max(exponent, 1 - bias)"),
     (_rounded(top=2), "your largest exponent is one too high: its bits stand for inf and NaN",
      "all of 2^(bias + 1) and above is inf"),
     (_rounded(top=700), "your numbers have no upper end", "all of 2^(bias + 1) and above is inf"),
@@ -380,12 +375,9 @@ ROUNDINGS: list[Slip] = [
      "IEEE 754 makes it inf, and GradScaler relies on that"),
     (lambda c: math.inf if c[0] > _largest_of(c) else _right_rounding(c), "you compare with the largest number before "
      "you round: FP16 rounds 65510 down to 65504", "round first, then ask whether it is still in the format"),
-    (_rounded(digits=-1), "you keep one digit too few: the leading 1 is not stored, and not among mantissa_bits",
-     "spacing 2^(exponent - mantissa_bits)"),
     (_rounded(carry=False), "a mantissa that is rounded up to 2 stays below it", "1.11...1 rounds to the next power of "
      "two, with mantissa 0"),
     (_rounded(exponent=round), "you round log2(x): x = 3 then has the spacing of 4", "floor(log2(x))"),
-    (lambda c: _right_rounding((c[0], 5, 10)), "you always round to FP16", "the bits are arguments"),
     *((lambda c, ends=ends: math.inf if ends(c) == math.inf else round(c[0] * 2.0 ** c[2]) / 2.0 ** c[2],
        "your spacing is the same everywhere: these are fixed-point numbers",
        "the spacing doubles at each power of two: 2^(exponent - mantissa_bits)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def loss_scale(gradients: Sequence[Tensor]) -> tuple[float, float]:
 def diagnose(log: Sequence[dict]) -> str:
     """What is wrong with an FP16 training, from its log."""
     taken = [row for row in log if not row["skipped"]]
-    if not taken and log[-1]["scale"] >= log[0]["scale"]:
+    if any(row["skipped"] and after["scale"] >= row["scale"] for row, after in pairwise(log)):
         return "new scaler every step"  # a scaler that remembers would have halved its scale
     if all(row["skipped"] for row in log[-4:]):
         return "no zero_grad"  # an overflow that never ends

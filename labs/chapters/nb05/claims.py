@@ -9,7 +9,7 @@ from labs.chapters.nb05 import claims_allocator as allocator
 from labs.chapters.nb05 import claims_memory as memory
 from labs.chapters.nb05 import claims_recompute as recompute
 from labs.chapters.nb05 import claims_remedies as remedies
-from labs.kit.claims import GAIN, GB, Verdict, cannot_tell, judged, last, size, verdict, within, word
+from labs.kit.claims import GAIN, GB, Verdict, cannot_tell, judged, last, only_on, size, verdict, within, word
 from labs.kit.record import Records
 from labs.parts.remedies.ways_out import HALF
 
@@ -105,7 +105,7 @@ def _(evidence: Records) -> Verdict:
     devices = " and a ".join(sorted({p.device for p in found}))
     because = (f"a step takes longer by {' to '.join(dict.fromkeys((str(found[0]), str(found[-1]))))} on a {devices}; "
                f"of {len(found)} policies {sum(right)} are shown to cost {ABOUT_20 - OFF:g} to {ABOUT_20 + OFF:g} %, "
-               f"{sum(wrong)} are shown not to")  # fmt: skip
+               f"{sum(wrong)} are shown not to{only_on(r for r in evidence if r.lab == recompute.LAB)}")  # fmt: skip
     return judged(right, wrong, because)
 
 

@@ -92,7 +92,7 @@ def order_faults(saved: Saved) -> Iterator[Finding]:
     """Faults in the order of their weight."""
     yield from _straight_onto_final_names(saved)
     yield from _from_elsewhere(saved)
-    yield from _removed_first(saved)
+    yield from removed_first(saved, "a training with keep=1 has nothing left")
     for name, (inode, size) in saved.written.items():
         yield from _not_on_disk(saved, name, inode, size)
     yield from _folder_not_on_disk(saved)
@@ -117,13 +117,14 @@ def _from_elsewhere(saved: Saved) -> Iterator[Finding]:
                    "put the unfinished file into the folder of the checkpoints")  # fmt: skip
 
 
-def _removed_first(saved: Saved) -> Iterator[Finding]:
+def removed_first(saved: Saved, then: str) -> Iterator[Finding]:
+    """`then`: what is left if it is killed in between."""
     for i, call in enumerate(saved.calls):
         if call.what in ("remove", "unlink") and i < saved.there:
             name = saved.name(call.paths[0]) if call.paths else ""
             if any(name in (known, Path(known).name) for known in saved.before):
-                yield (f"{name} is deleted before the new checkpoint has its name: killed in between, a training with "
-                       "keep=1 has nothing left", "delete old ones at the very end of save()")  # fmt: skip
+                yield (f"{name} is deleted before the new checkpoint has its name: killed in between, {then}",
+                       "delete old ones at the very end of save()")  # fmt: skip
 
 
 def _not_on_disk(saved: Saved, name: str, inode: str, size: int) -> Iterator[Finding]:
@@ -405,6 +406,7 @@ def check_checkpoints(cls: Maker) -> None:
         drills.check_order()
         drills.check_kills()
         drills.check_full_disk()
+        drills.check_two_kept()
         check_damage(cls, drills.fresh())
 
 
@@ -515,7 +517,7 @@ def _check_which_stay(saves: list[Saved], now: Files) -> None:
 
 
 class _Drills:
-    """Saves of step 10 over step 9 with keep=1, each in a process of its own."""
+    """Saves of step 10 over step 9 with keep=1, or over steps 8 and 9 with keep=2, each in a process of its own."""
 
     def __init__(self, cls: Maker, folders: Iterator[Path]) -> None:
         self.cls, self.folders = cls, folders
@@ -534,9 +536,10 @@ class _Drills:
         shutil.copytree(like, folder) if like else folder.mkdir()
         return folder
 
-    def save(self, folder: Path, step: int, drill: Drill | None = None, state: dict[str, Any] | None = None) -> Ended:
+    def save(self, folder: Path, step: int, drill: Drill | None = None, state: dict[str, Any] | None = None,
+             keep: int = 1) -> Ended:  # fmt: skip
         state = state or a_state(step)
-        return in_child(lambda: self.cls(folder, 1).save(step, state), drill or Drill(), self.using)
+        return in_child(lambda: self.cls(folder, keep).save(step, state), drill or Drill(), self.using)
 
     def check_order(self) -> None:
         """Of a state that fits into Python's buffer, where flush() alone gets it out in time, and of a usual one."""
@@ -606,8 +609,7 @@ class _Drills:
             )
 
     def check_full_disk(self) -> None:
-        fulls = [(Drill(full_at_byte=b), f"the disk is full after {b} bytes") for b in self.bytes()]
-        for drill, when in [*fulls, (Drill(fsync_fails=True), "the disk is full, as os.fsync finds out")]:
+        for drill, when in self.fulls():
             folder = self.fresh(self.base)
             before, ended = files_in(folder), self.save(folder, 10, drill)
             if not ended.error:
@@ -617,6 +619,33 @@ class _Drills:
                 raise Mistake(f"{when}: save() raises, and leaves {new[0]} behind, on a disk without room",
                               "remove the unfinished file in `finally`")  # fmt: skip
             self.check_survived(folder, f"{when} in save(10, state) with keep=1")
+
+    def fulls(self) -> list[tuple[Drill, str]]:
+        fulls = [(Drill(full_at_byte=b), f"the disk is full after {b} bytes") for b in self.bytes()]
+        return [*fulls, (Drill(fsync_fails=True), "the disk is full, as os.fsync finds out")]
+
+    def check_two_kept(self) -> None:
+        """With keep=2 step 8 is there until step 10 is: killed or on a full disk, two are left still."""
+        base = self.fresh()
+        self.save(base, 8, keep=2)
+        before = files_in(base)
+        self.save(base, 9, keep=2)
+        newest = _largest(Saved(base, [], before, files_in(base)))
+        folder, before = self.fresh(base), files_in(base)
+        saved = Saved(folder, self.save(folder, 10, keep=2).calls, before, files_in(folder))
+        for what, hint in removed_first(saved, "a training with keep=2 has one left, and nothing if that is damaged"):
+            raise Mistake(what, hint)
+        for drill, when in self.fulls():
+            folder = self.fresh(base)
+            if not self.save(folder, 10, drill, keep=2).error:
+                continue  # it never wrote so much: with keep=1 that was looked at
+            (folder / newest).unlink(missing_ok=True)
+            loaded = None
+            with contextlib.suppress(Exception):
+                loaded = self.cls(folder, 2).load()
+            if not same(loaded, (8, a_state(8))):
+                raise Mistake(f"{when} in save(10, state) with keep=2: steps 8 and 9 were there, and of step 8 nothing "
+                              "is left that load() can give", "delete old ones at the very end of save()")  # fmt: skip
 
     def check_saved_all_the_same(self, folder: Path, drill: Drill, ended: Ended, when: str) -> None:
         """Mistake if a save that failed returns; it need not, if it never wrote so much, or never called os.fsync."""

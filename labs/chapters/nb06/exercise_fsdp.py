@@ -119,6 +119,7 @@ def check_sharded_linear(f: Function) -> None:
 
 
 GATHER = "parts = [torch.empty_like(shard) for _ in range(n)]; dist.all_gather(parts, shard.detach()); torch.cat(parts)"
+OF_X = "gradient @ whole, for this rank's rows: nothing to send"
 FUNCTION = "a torch.autograd.Function: backward gets the gradient of the output, and returns those of x and shard"
 
 
@@ -145,7 +146,7 @@ def _faults(found: Sequence[Seen], want: Sequence[Seen]) -> Iterator[tuple[str, 
         yield "x gets no gradient: the layer before cannot train", "backward returns two gradients, of x and of shard"
     for layer, k, of_x in ((1, 1, 3), (0, 0, 2)):
         yield from _of_shard(layer, [r.gradients[k] for r in found], [r.gradients[k] for r in want])
-        yield from _of_x([r.gradients[of_x] for r in found], [r.gradients[of_x] for r in want])
+        yield from _of_x(layer, [r.gradients[of_x] for r in found], [r.gradients[of_x] for r in want])
     forward, backward = found[0].forward, found[0].backward
     if "broadcast" in forward:
         yield f"right, but by {forward.count('broadcast')} broadcasts: one all-gather does the same", GATHER
@@ -222,8 +223,9 @@ def _scaled(name: str, factor: float | None) -> Iterator[tuple[str, str]]:
         yield f"the gradient of {name} is {factor:.3g} times the right one", FUNCTION
 
 
-def _of_x(got: Sequence[Tensor], want: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
-    n, hint = len(got), "gradient @ whole, for this rank's rows: nothing to send"
+def _of_x(layer: int, got: Sequence[Tensor], want: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
+    """`got` and `want`: of each rank, the gradient of what the layer was given."""
+    n = len(got)
     if all(map(_close, got, want)):
         return
     factor = _factor(got, want)
@@ -233,12 +235,55 @@ def _of_x(got: Sequence[Tensor], want: Sequence[Tensor]) -> Iterator[tuple[str, 
     if factor is not None and abs(factor - n) < 1e-3:
         yield ("the gradient of x is multiplied by the number of ranks: it is that of this rank's own loss",
                "gradient @ whole, as it is")  # fmt: skip
+    for power, word in ((2, "multiplied"), (-2, "divided")):
+        if factor is not None and abs(factor - n**power) < 1e-3:
+            yield f"the gradient of x is {word} by the number of ranks twice", "gradient @ whole, as it is"
     yield from _scaled("x", factor)
-    for word, wrong in (("mean", _mean(want)), ("sum", n * _mean(want))):
-        if all(_close(g, wrong) for g in got):
-            yield f"the gradient of x is the {word} over the ranks, and each has rows of its own", hint
+    known = [(_factor(got, wrong), what, how) for wrong, what, how in _wrong_gradients_of_x(layer, want)]
+    for times, also in ((1, ""), (1 / n, ", divided by the number of ranks"), (n, ", times the number of ranks")):
+        for factor, what, how in known:
+            if factor is not None and abs(factor - times) < 1e-3:
+                yield f"the gradient of x {what}{also}", how
     rank = next(r for r, (g, w) in enumerate(zip(got, want, strict=True)) if not _close(g, w))
-    yield f"the gradient of x on rank {rank} is not that of its own loss: the layer before would go astray", hint
+    yield f"the gradient of x on rank {rank} is not that of its own loss: the layer before would go astray", OF_X
+
+
+def _wrong_gradients_of_x(layer: int, want: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], str, str]]:
+    """Of each mistake: what every rank gets, what it is, and a hint."""
+    n = len(want)
+    gradients, (weights, _, _) = [_of_outputs(n, r)[layer] for r in range(n)], problem(n)
+    shards = weights[layer].chunk(n)
+    rows = [g.chunk(n, 1) for g in gradients]  # of the output, as the ranks' shards have made it
+    own = [rows[r][r] @ shards[r] for r in range(n)]
+    gather = f"the whole weight, as in forward: {GATHER}"
+    yield own, "comes from this rank's own shard alone: the other ranks' rows of the weight have a part in it", gather
+    yield ([_mean(own) * n] * n, "is a sum over the ranks of what each makes with its own shard: each has rows of its "
+           "own, with a gradient of their own", gather)  # fmt: skip
+    yield ([g @ torch.cat([s] * n) for g, s in zip(gradients, shards, strict=True)],
+           "is made with this rank's own shard in every place", gather)  # fmt: skip
+    yield [g @ sum(shards).repeat(n, 1) for g in gradients], "is made with the shards added up", gather
+    for order in list(permutations(range(n)))[1:]:
+        whole = torch.cat([shards[r] for r in order])
+        yield [g @ whole for g in gradients], f"is made with the shards in the order {list(order)} of the ranks", gather
+    taking_turns = torch.stack(shards, 1).flatten(0, 1)
+    yield ([g @ taking_turns for g in gradients], "is made with a weight in which the ranks' rows take turns: "
+           "torch.stack in place of torch.cat", gather)  # fmt: skip
+    yield [_mean(want)] * n, "is the mean over the ranks, and each has rows of its own", OF_X
+    yield [_mean(want) * n] * n, "is the sum over the ranks, and each has rows of its own", OF_X
+    for r in range(n):
+        yield [want[r]] * n, f"is that of rank {r} on every rank, and each has rows of its own", OF_X
+        moved = [want[(k + r) % n] for k in range(n)]
+        yield moved, "is that of another rank's rows", OF_X
+    mean = [w.mean(0, keepdim=True).expand_as(w) for w in want]
+    yield mean, "is the same in all rows: it is a mean over this rank's rows, and each has its own", OF_X
+
+
+def _of_outputs(ranks: int, rank: int) -> list[Tensor]:
+    """Gradients of both layers' outputs, of one rank's rows."""
+    (first, second), xs, ys = problem(ranks)
+    hidden = linear(xs[rank], first).requires_grad_()
+    output = linear(relu(hidden), second)
+    return list(torch.autograd.grad(mse_loss(output, ys[rank]), [hidden, output]))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
-from itertools import accumulate, combinations, islice, pairwise
-from operator import index
+from itertools import accumulate, combinations, islice, pairwise, permutations
+from operator import index, itemgetter
 from statistics import median
 from typing import Any
 
@@ -123,14 +123,19 @@ STEP = "the last end less the first start"
 REST = "waiting = step - mean work - cut - messages"
 
 
-def _forgotten(what: str, **taken_off: float) -> Slip:
-    return _slip(f"waiting: you forget to take off {what}", REST, lambda c: _rest(c, **taken_off))
+PLACES: dict[str, Callable[[Timeline], int]] = {
+    "the first stage": lambda c: 0,
+    "the last stage": lambda c: -1,
+    "the stage in the middle": lambda c: c[1] // 2,
+}
+TAKEN_OFF = {"mean": "the mean work", "cut": "the cut", "messages": "the messages"}
+WAYS = ("sent", "send"), ("received", "receive")
 
 
 BY_TERM: dict[str, list[Slip]] = {
     "cut": [
-        _slip("your work has the forward passes alone", PARTS, lambda c: _beyond(_seconds(c, "forward"))),
-        _slip("your work has the backward passes alone", PARTS, lambda c: _beyond(_seconds(c, "backward"))),
+        *(_slip(f"your work has the {kind} passes alone", PARTS, lambda c, kind=kind: _beyond(_seconds(c, kind)))
+          for kind in ("forward", "backward")),
         _slip("your work has the messages in it", PARTS,
               lambda c: _beyond([a + b for a, b in zip(_work(c), _sent(c), strict=True)])),
         _slip("you take the slowest forward of one stage and the slowest backward of another", PARTS,
@@ -150,10 +155,8 @@ BY_TERM: dict[str, list[Slip]] = {
               "mean", lambda c: -_beyond(_work(c))),
         _slip("you compare the mean with the fastest stage", "the slowest less the mean",
               lambda c: _mean(_work(c)) - min(_work(c))),
-        _slip("you take the first stage for the slowest", "max()", lambda c: _work(c)[0] - _mean(_work(c))),
-        _slip("you take the last stage for the slowest", "max()", lambda c: _work(c)[-1] - _mean(_work(c))),
-        _slip("you take the stage in the middle for the slowest", "max()",
-              lambda c: _work(c)[c[1] // 2] - _mean(_work(c))),
+        *(_slip(f"you take {place} for the slowest", "max()", lambda c, at=at: _work(c)[at(c)] - _mean(_work(c)))
+          for place, at in PLACES.items()),
         _slip("cut is a ratio to the mean here", "seconds: the slowest less the mean",
               lambda c: max(_work(c)) / _mean(_work(c))),
         _slip("cut is a share of the mean here", "seconds", lambda c: _beyond(_work(c)) / _mean(_work(c))),
@@ -168,17 +171,13 @@ BY_TERM: dict[str, list[Slip]] = {
               lambda c: max(zip(_work(c), _sent(c), strict=True))[1]),
         _slip("you give the messages of the stage that waits least, by work and messages", MOST,
               lambda c: min(zip(_idle(c), _sent(c), strict=True))[1]),
-        _slip("you give the messages of the first stage", MOST, lambda c: _sent(c)[0]),
-        _slip("you give the messages of the last stage", MOST, lambda c: _sent(c)[-1]),
-        _slip("you give the messages of stage 1", MOST, lambda c: _sent(c)[1]),
-        _slip("you give the messages of the stage in the middle", MOST, lambda c: _sent(c)[c[1] // 2]),
+        *(_slip(f"you give the messages of {place}", MOST, lambda c, at=at: _sent(c)[at(c)])
+          for place, at in (PLACES | {"stage 1": lambda c: 1}).items()),
         _slip("you give the messages of the stage that spends least on them", "max()", lambda c: min(_sent(c))),
-        _slip("messages: you count what is sent, not what is received", PARTS, lambda c: max(_seconds(c, "send"))),
-        _slip("messages: you count what is received, not what is sent", PARTS, lambda c: max(_seconds(c, "receive"))),
-        _slip("messages: you take twice what is sent; a receive need not last as long as a send", PARTS,
-              lambda c: 2 * max(_seconds(c, "send"))),
-        _slip("messages: you take twice what is received; a send need not last as long as a receive", PARTS,
-              lambda c: 2 * max(_seconds(c, "receive"))),
+        *(_slip(f"messages: you count what is {done}, not what is {other}", PARTS,
+                lambda c, kind=kind: max(_seconds(c, kind))) for (done, kind), (other, _) in permutations(WAYS)),
+        *(_slip(f"messages: you take twice what is {done}; a {other} need not last as long as a {kind}", PARTS,
+                lambda c, kind=kind: 2 * max(_seconds(c, kind))) for (done, kind), (_, other) in permutations(WAYS)),
         _slip("messages: you take what one stage sends and what another receives", "add them up for each stage first",
               lambda c: max(_seconds(c, "send")) + max(_seconds(c, "receive"))),
         _slip("messages: this is the longest single one", "all of a stage's together",
@@ -190,12 +189,9 @@ BY_TERM: dict[str, list[Slip]] = {
         _slip("these are milliseconds", "seconds", lambda c: 1e3 * max(_sent(c))),
     ],
     "waiting": [
-        _forgotten("the mean work", mean=0),
-        _forgotten("the cut", cut=0),
-        _forgotten("the messages", messages=0),
-        _forgotten("the mean work and the cut", mean=0, cut=0),
-        _forgotten("the mean work and the messages", mean=0, messages=0),
-        _forgotten("the cut and the messages", cut=0, messages=0),
+        *(_slip(f"waiting: you forget to take off {' and '.join(TAKEN_OFF[term] for term in terms)}", REST,
+                lambda c, terms=terms: _rest(c, **dict.fromkeys(terms, 0)))
+          for terms in (*combinations(TAKEN_OFF, 1), *combinations(TAKEN_OFF, 2))),
         _slip("waiting: this is the whole step", REST, _step),
         _slip("waiting: you add the cut in place of taking it off", REST, lambda c: _rest(c, cut=-1)),
         _slip("waiting: you add the messages in place of taking them off", REST, lambda c: _rest(c, messages=-1)),
@@ -207,10 +203,9 @@ BY_TERM: dict[str, list[Slip]] = {
               "another stage works costs the step nothing", lambda c: max(0.0, _rest(c))),
         _slip("waiting: the step itself is missing", REST, lambda c: _rest(c, lambda _: 0)),
         _slip("waiting: this is how long a stage does nothing, in the mean", REST, lambda c: _mean(_idle(c))),
-        _slip("waiting: this is how long all stages together do nothing", REST, lambda c: sum(_idle(c))),
-        _slip("waiting: this is how long the stage that waits most does nothing", REST, lambda c: max(_idle(c))),
-        _slip("waiting: this is how long the stage that waits least does nothing", REST, lambda c: min(_idle(c))),
-        _slip("waiting: this is how long stage 0 does nothing", REST, lambda c: _idle(c)[0]),
+        *(_slip(f"waiting: this is how long {who} nothing", REST, lambda c, of=of: of(_idle(c)))
+          for who, of in (("all stages together do", sum), ("the stage that waits most does", max),
+                          ("the stage that waits least does", min), ("stage 0 does", itemgetter(0)))),
         _slip("waiting: this is how long the stage with the most work does nothing", REST,
               lambda c: max(zip(_work(c), _idle(c), strict=True))[1]),
         _slip("your step lasts from 0 on the clock: it begins with its first event", STEP,

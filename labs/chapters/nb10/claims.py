@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from math import comb
 
-from labs.kit.claims import Verdict, cannot_tell, last, verdict
+from labs.kit.claims import Verdict, cannot_tell, last, only_on, verdict
 from labs.kit.record import Records
 from labs.parts.faults.chart import rows
 from labs.parts.faults.installed import CONTROLS, LAB, OF_GPU
@@ -31,6 +33,18 @@ def _(evidence: Records) -> Verdict:
     return Verdict("depends", f"{said}: the tensor is where it should be, a bare .cuda() and barrier() go to GPU {at}")
 
 
+BY_CHANCE = 0.05
+
+
+def _by_chance(codes: Sequence[float], codes_with: Sequence[float]) -> float:
+    """How likely at least so many of all failures are among `codes` if nothing makes a difference (Fisher's test)."""
+    n, others = len(codes), len(codes_with)
+    failed = n - codes.count(0)
+    every = failed + others - codes_with.count(0)
+    ways = sum(comb(n, k) * comb(others, every - k) for k in range(failed, min(n, every) + 1))
+    return ways / comb(n + others, every)
+
+
 @verdict("A10")
 def _(evidence: Records) -> Verdict:
     """Pairs of ranks that end with and without it."""
@@ -41,9 +55,13 @@ def _(evidence: Records) -> Verdict:
     well, well_with = codes.count(0), codes_with.count(0)
     said = (f"of {len(codes)} pairs of gloo ranks that just end, {well} ended with exit code 0 on both ranks, of "
             f"{len(codes_with)} with the call {well_with}; at most {max(printed.samples):.0f} lines on stderr against "
-            f"{max(printed_with.samples):.0f}; {left} files left")  # fmt: skip
-    if left or well / len(codes) < well_with / len(codes_with):
+            f"{max(printed_with.samples):.0f}; {left} files left{only_on(run)}")  # fmt: skip
+    if left or _by_chance(codes, codes_with) <= BY_CHANCE:
         return Verdict("does not hold", said)
+    if well / len(codes) < well_with / len(codes_with):
+        return cannot_tell(f"so few pairs may differ so by chance; {said}")
+    if well == len(codes):
+        said += f". So many that end well show only that fewer than {1 - BY_CHANCE ** (1 / well):.0%} fail"
     if max(printed.samples) > max(printed_with.samples):
         return Verdict("depends", f'{said}: "{printed.case["first"]}"')
     published = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import sys
 from dataclasses import asdict, dataclass, field
@@ -43,6 +44,8 @@ class Results:
     """Means of the images of the first step, in the order in which they came."""
     threads: int = 0
     """With which torch computed, at most."""
+    workers: int = 0
+    """Processes that the script had started, at most: those of a loader, as a rule."""
     drops: bool = False
     """Whether a training pass over the same images gives something else each time, as dropout makes it."""
     tested: int = 0
@@ -125,6 +128,7 @@ class Watch:
         found.steps += 1
         found.samples.append(self.now)
         found.threads = max(found.threads, self.torch.get_num_threads())
+        found.workers = max(found.workers, len(multiprocessing.active_children()))
         self.now = found.tested = 0
         if found.steps == 1:
             found.first = list(found.means)  # sorted at the end only
