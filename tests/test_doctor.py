@@ -436,6 +436,11 @@ def at_work(one: Started) -> bool:
     return any(p.read_bytes()[:1] > b"\x05" for p in one.tmp.glob("labs-*/progress-*"))
 
 
+def saved(one: Started) -> list[dict]:
+    """What it has of each rank so far."""
+    return [json.loads(p.read_text()) for p in one.tmp.glob("labs-*/facts-*.json")]
+
+
 ENDLESS = TRAINING + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('begun')\ntrain()"
 ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.05)")  # 10 000 steps: eight minutes
 
@@ -443,12 +448,22 @@ ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.0
 @pytest.mark.drill
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
-    one = start(ENDLESS, options=["--steps", "10000"])
-    wait_for(lambda: at_work(one), LIMIT_S, "steps")
+    uneven = "time.sleep(0.2 * (number * 0.618 % 1)); print('step')"  # rounds that are alike would end it soon
+    one = start(ENDLESS.replace("time.sleep(0.05)", uneven), options=["--seconds", "1000", "--only", "no printing"])
+    wait_for(lambda: any(f["turns_s"] for f in saved(one)), LIMIT_S, "a round")
     one.process.send_signal(signum)
     done = one.end()
     assert (done.facts.ended, done.facts.error) == ("killed", f"stopped by {signum.name}")
-    assert done.facts.steps > 5 and "begun" in done.said
+    assert done.code == 0 and "step" in done.said
+    assert len(done.facts.step_s) == 8 and done.facts.turns_s["no printing"] and "peak" in done.facts.memory
+    told = report.page(report.make([done.facts]))
+    assert f"stopped from outside by {signum.name} after {done.facts.steps} steps" in " ".join(told.split())
+
+
+def test_a_script_that_a_signal_has_ended_was_stopped_from_outside():
+    """srun sends it to all processes of a step: the script's may be gone before the doctor hears it."""
+    assert supervisor._death(-signal.SIGTERM) == "stopped by SIGTERM"
+    assert supervisor._death(-signal.SIGABRT) == "ended by SIGABRT"
 
 
 @pytest.mark.drill

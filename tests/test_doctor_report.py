@@ -74,8 +74,12 @@ ENDS = {
     ),
     "killed": ({"exit_code": -9, "steps": 3}, "killed by SIGKILL after 3 steps"),
     "killed ": (
-        {"ended": "killed", "exit_code": -15, "error": "stopped by Ctrl-C"},
-        "killed by SIGTERM (stopped by Ctrl-C)",
+        {"ended": "killed", "exit_code": -15, "error": "stopped by SIGINT", "steps": 3},
+        "train.py: the run was stopped from outside by SIGINT after 3 steps, and the first ones only warm up",
+    ),
+    "killed  ": (
+        {"ended": "killed", "error": "stopped by SIGTERM", "steps": 5379},
+        "stopped from outside by SIGTERM after 5379 steps, before all that --steps asks for were taken.",
     ),
     "error": ({"exit_code": 1, "error": "ValueError: <b> (train.py:3)"}, "failed: ValueError: <b> (train.py:3)"),
     "error ": (
@@ -93,7 +97,9 @@ def test_a_run_without_steps_says_how_it_ended(ended, tmp_path):
     more, words = ENDS[ended]
     found = report.make([Facts("/x/train.py", ["/x/train.py"], **{"ended": ended, **more})])
     assert words in report.answer(found) and words in " ".join(report.page(found).split())
-    assert ("train longer" in report.answer(found)) == ("steps" in more and "error" not in ended)
+    assert ("train longer" in report.answer(found)) == (ended == "script ended"), (
+        "no advice where it did not end by itself"
+    )
     assert len(report.page(found).splitlines()) < 15
     path = report.write_html(found, tmp_path / "page.html")
     assert "Where a step goes" not in path.read_text("utf-8")
