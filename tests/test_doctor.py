@@ -295,6 +295,21 @@ def test_a_script_that_ends_early_is_told_as_it_ended(run, name):
     assert ("--let-it-write" in done.said) == (how == "error")
 
 
+TERMINAL = {
+    "_, width = os.popen('stty size', 'r').read().split()": "shutil.get_terminal_size()",
+    "os.get_terminal_size()": "shutil.get_terminal_size()",
+    "input()": "echo ANSWER | python -m labs.doctor",
+}
+
+
+@pytest.mark.skipif(shutil.which("stty") is None, reason="no stty here")
+@pytest.mark.parametrize("line", TERMINAL)
+def test_a_script_that_needs_a_terminal_is_told_what_helps(run, line):
+    """The doctor gives it none, as a batch job: such a line fails in one, too."""
+    done = run("import os\n" + line)
+    assert done.facts.ended == "error" and TERMINAL[line] in done.said and "--let-it-write" not in done.said
+
+
 @pytest.mark.drill
 def test_what_was_looked_at_before_an_error_is_told(run):
     done = run(TRAINING + "def at(number):\n    if number == 11: raise KeyError('x')\ntrain()")

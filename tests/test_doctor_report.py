@@ -309,6 +309,7 @@ def test_in_a_browser_it_fits_a_phone_follows_the_theme_and_asks_for_nothing(tmp
 @pytest.mark.parametrize(("error", "let_it_write", "asked"), [
     ("OSError: no terminal (train.py:3)", False, True), ("OSError: no terminal (train.py:3)", True, False),
     ("ModuleNotFoundError: No module named 'timm' (train.py:3)", False, False),
+    ("EOFError: EOF when reading a line (train.py:3)", False, False),
 ])  # fmt: skip
 def test_only_what_the_scratch_folder_may_have_caused_is_asked_about(error, let_it_write, asked):
     facts, order = made(), SimpleNamespace(let_it_write=let_it_write)
