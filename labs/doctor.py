@@ -159,27 +159,35 @@ def _refuse(message: str) -> typing.NoReturn:
 
 def tell(facts: list[Facts], wanted: Wanted, machine: int, hits: list[Hit]) -> None:
     """Print the page, and write the report."""
-    from labs.parts.doctor import compare, report
+    from labs.parts.doctor import report
 
     found = report.make(facts, hits)
     out = wanted.out if machine == 0 else wanted.out.with_name(f"{wanted.out.name}-machine-{machine}")
     if len(facts) == 1 and (rank := report.group_of(facts[0])[0]) != facts[0].rank:  # nobody has told it which it is
         out = wanted.out.with_name(f"{wanted.out.name}-rank-{rank}")
+    compared = "" if wanted.compare is None else _compared(wanted.compare, found)
+    paths, failed = (), ""
+    try:  # before it is printed: who reads that may leave early
+        paths = report.save(found, out)
+    except OSError as e:
+        failed = f"could not write to {out} ({e.strerror}): the page above is all there is"
     with closed_pipe_is_no_error():
         print(report.page(found), end="")
         for line in last_words(facts, wanted.order):
             print(line)
-        if wanted.compare is not None:
-            print(_compared(compare, report.load(wanted.compare), found))
-        try:
-            print("\nreport: " + ", ".join(map(str, report.save(found, out))))
-        except OSError as e:
-            print(f"could not write to {out} ({e.strerror}): the page above is all there is", file=sys.stderr)
+        if compared:
+            print(compared)
+        if paths:
+            print("\nreport: " + ", ".join(map(str, paths)))
+    if failed:
+        print(failed, file=sys.stderr)
 
 
-def _compared(compare: typing.Any, before: typing.Any, after: typing.Any) -> str:
+def _compared(before: Path, after: typing.Any) -> str:
+    from labs.parts.doctor import compare, report
+
     try:
-        return "\n" + compare.page(before, after)
+        return "\n" + compare.page(report.load(before), after)
     except BadInput as e:
         return f"\nnot compared: {e}"
 

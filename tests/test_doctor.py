@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from doctor_facts import made
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
 
 from labs import doctor
@@ -676,3 +677,14 @@ def test_the_page_is_printed_and_the_report_is_written(tmp_path):
     assert json.loads((tmp_path / "after" / "report.json").read_text())["facts"][0]["ended"] == "done"
     left = sorted(name for name in os.listdir(tmp_path) if not name.startswith(TORCHS_OWN))
     assert left == ["after", "doctor-report", "train.py"]
+
+
+def test_whoever_reads_the_page_may_leave_early_and_the_report_is_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").touch()
+    wanted = doctor.options(["--out", str(tmp_path / "out"), str(tmp_path / "train.py")])
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as closed:  # as `| head` leaves it
+        monkeypatch.setattr(sys, "stdout", closed)
+        doctor.tell([made()], wanted, 0, [])
+    assert (tmp_path / "out" / "report.json").exists() and capsys.readouterr().err == ""
