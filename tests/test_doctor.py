@@ -371,8 +371,12 @@ def test_that_a_first_step_is_waited_for_is_said_now_and_then():
     said = [now for now in range(300) if patience.is_to_say(float(now))]
     assert said == [60, 120, 180, 240]
     words = "no step of an optimizer for 240 s, the first is waited for up to 900 s (--patience)"
-    assert patience.words(240.0, "") == words
-    assert patience.words(240.0, "train.py:7, in load") == f"{words}; the script stands in train.py:7, in load"
+    spawned = (
+        "; steps of ranks that it starts itself (mp.spawn) are not seen: then end this, and start them by torchrun"
+    )
+    assert patience.words(240.0, "") == words + spawned
+    where = "; the script stands in train.py:7, in load"
+    assert patience.words(240.0, "train.py:7, in load") == words + where + spawned
     patience.saw(1, 299.0)
     assert not patience.is_to_say(1000.0)
 
@@ -383,7 +387,11 @@ def test_where_the_script_stands_before_its_first_step_is_said_each_time_anew(tm
     script = tmp_path / "train.py"
     script.write_text("import time\ndef load():\n    time.sleep(4)\nload()\ndef meet():\n    time.sleep(4)\nmeet()")
     (facts,) = supervisor.examine(supervisor.Order([str(script)]), Place(), lambda facts: None)
-    said = [line.rpartition("stands in ")[2] for line in capsys.readouterr().err.splitlines() if "waited for" in line]
+    said = [
+        line.rpartition("stands in ")[2].partition(";")[0]
+        for line in capsys.readouterr().err.splitlines()
+        if "waited for" in line
+    ]
     assert [at for at in dict.fromkeys(said) if "train.py" in at] == ["train.py:3, in load", "train.py:6, in meet"]
     assert facts.ended == "script ended"
 

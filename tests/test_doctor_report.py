@@ -88,6 +88,8 @@ ENDS = {
     ),
     "script ended": ({"exit_code": 0, "steps": 4}, "ended by itself after 4 steps"),
     "exit": ({"exit_code": 3}, "left with exit code 3"),
+    "exit ": ({"ended": "exit", "exit_code": 1, "steps": 3}, "left with exit code 1 after 3 steps"),
+    "exit  ": ({"ended": "exit", "exit_code": 0, "steps": 3}, "left with exit code 0 after 3 steps"),
     "running": ({"trying": "compiled"}, "ended from outside, while 'compiled' was tried"),
 }
 
@@ -97,9 +99,8 @@ def test_a_run_without_steps_says_how_it_ended(ended, tmp_path):
     more, words = ENDS[ended]
     found = report.make([Facts("/x/train.py", ["/x/train.py"], **{"ended": ended, **more})])
     assert words in report.answer(found) and words in " ".join(report.page(found).split())
-    assert ("train longer" in report.answer(found)) == (ended == "script ended"), (
-        "no advice where it did not end by itself"
-    )
+    advised = "train longer" in report.answer(found)
+    assert advised == (ended in ("script ended", "exit  ")), "no advice where it did not end by itself"
     assert len(report.page(found).splitlines()) < 15
     path = report.write_html(found, tmp_path / "page.html")
     assert "Where a step goes" not in path.read_text("utf-8")

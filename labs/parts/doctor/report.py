@@ -177,7 +177,7 @@ def _nothing_seen(report: Report) -> str:
     steps = max(f.steps for f in report.facts)
     how = "; ".join(dict.fromkeys(_rank_of(f, report.facts) + end_of(f) for f in report.facts))
     if steps:
-        by_itself = any(f.ended in ("script ended", "exit") for f in report.facts)
+        by_itself = any(f.ended in ("script ended", "exit") and not f.exit_code for f in report.facts)
         short, longer = (" has not trained long enough", ": let it train longer") if by_itself else ("", "")
         few = f"and the first ones only warm up. The doctor needs some {NEEDED} of them{longer}."
         needs = few if steps < NEEDED else f"before all that --steps asks for were taken{longer}."
