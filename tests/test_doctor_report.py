@@ -106,6 +106,12 @@ def test_a_run_without_steps_says_how_it_ended(ended, tmp_path):
     assert "Where a step goes" not in path.read_text("utf-8")
 
 
+@pytest.mark.parametrize("code", [0, 2])
+def test_where_a_script_has_refused_its_options_nothing_is_said_of_steps(code):
+    found = report.make([Facts("/x/train.py", ["/x/train.py"], ended="exit", exit_code=code)])
+    assert ("A step is a call of" in report.page(found)) == (code == 0)
+
+
 def test_what_is_wrong_in_the_source_is_told_at_the_top_even_if_nothing_ran():
     wrong = SimpleNamespace(rule="x", file="/x/train.py", line=3, code="y", why="z", notebook="01", section="1",
                             cure="", certainty="wrong", source="")  # fmt: skip

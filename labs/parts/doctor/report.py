@@ -212,7 +212,8 @@ def _rank_of(f: Facts, all_of: Sequence[Facts]) -> str:
 
 def hints(report: Report) -> list[str]:
     """What to do where nothing could be measured."""
-    if report.seen or any(f.ended == "error" or f.steps for f in report.facts):
+    failed = any(f.ended == "error" or (f.ended == "exit" and f.exit_code) for f in report.facts)
+    if report.seen or failed or any(f.steps for f in report.facts):
         return []
     return [
         "A step is a call of an optimizer's step(), of torch.optim: a training without one is not seen.",
