@@ -25,6 +25,7 @@ their number.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -45,6 +46,7 @@ from labs.parts.nodes.place import Place
 
 PROG = "python -m labs.doctor"
 MOST_STEPS = 10_000
+NO_TERMINAL = os.strerror(errno.ENOTTY)
 
 
 class NoModule(argparse.Action):
@@ -157,27 +159,35 @@ def _refuse(message: str) -> typing.NoReturn:
 
 def tell(facts: list[Facts], wanted: Wanted, machine: int, hits: list[Hit]) -> None:
     """Print the page, and write the report."""
-    from labs.parts.doctor import compare, report
+    from labs.parts.doctor import report
 
     found = report.make(facts, hits)
     out = wanted.out if machine == 0 else wanted.out.with_name(f"{wanted.out.name}-machine-{machine}")
     if len(facts) == 1 and (rank := report.group_of(facts[0])[0]) != facts[0].rank:  # nobody has told it which it is
         out = wanted.out.with_name(f"{wanted.out.name}-rank-{rank}")
+    compared = "" if wanted.compare is None else _compared(wanted.compare, found)
+    paths, failed = (), ""
+    try:  # before it is printed: who reads that may leave early
+        paths = report.save(found, out)
+    except OSError as e:
+        failed = f"could not write to {out} ({e.strerror}): the page above is all there is"
     with closed_pipe_is_no_error():
         print(report.page(found), end="")
         for line in last_words(facts, wanted.order):
             print(line)
-        if wanted.compare is not None:
-            print(_compared(compare, report.load(wanted.compare), found))
-        try:
-            print("\nreport: " + ", ".join(map(str, report.save(found, out))))
-        except OSError as e:
-            print(f"could not write to {out} ({e.strerror}): the page above is all there is", file=sys.stderr)
+        if compared:
+            print(compared)
+        if paths:
+            print("\nreport: " + ", ".join(map(str, paths)))
+    if failed:
+        print(failed, file=sys.stderr)
 
 
-def _compared(compare: typing.Any, before: typing.Any, after: typing.Any) -> str:
+def _compared(before: Path, after: typing.Any) -> str:
+    from labs.parts.doctor import compare, report
+
     try:
-        return "\n" + compare.page(before, after)
+        return "\n" + compare.page(report.load(before), after)
     except BadInput as e:
         return f"\nnot compared: {e}"
 
@@ -190,13 +200,29 @@ def last_words(facts: list[Facts], order: Order) -> list[str]:
             rank = f" of rank {f.rank}" if f.ranks > 1 else ""
             lines += ["", f"LAST LINES OF ITS OUTPUT{rank.upper()}", *(f"  {line}" for line in f.output)]
     failed = [f for f in facts if f.ended == "error" and not f.error.startswith("ModuleNotFoundError")]
-    if failed and not order.let_it_write:
+    if wants := next(filter(None, map(_wants_of_a_terminal, failed)), ""):
+        lines += ["", wants]
+    elif failed and not order.let_it_write:
         lines += [
             "",
             "Does it run without the doctor, but not here? It sees no terminal, and what it writes goes to a",
             "scratch folder, which libraries in C and programs that it starts do not know: try --let-it-write.",
         ]
     return lines
+
+
+def _wants_of_a_terminal(failed: Facts) -> str:
+    """What a script needed a terminal for, and what helps; "" if it failed for another reason.
+
+    It gets none, not even the user's: what it prints is not shown there, and would wait for answers that nobody gives.
+    """
+    if failed.error.startswith("EOFError: EOF when reading a line"):
+        return "It asks for input, and sees no keyboard here: echo ANSWER | python -m labs.doctor ..."
+    if NO_TERMINAL in failed.error or any(line.startswith("stty: ") for line in failed.output):
+        return (
+            "It needs a terminal, and sees none here, nor in a batch job: shutil.get_terminal_size() does without one."
+        )
+    return ""
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from doctor_facts import made
 from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
 
 from labs import doctor
@@ -295,6 +296,21 @@ def test_a_script_that_ends_early_is_told_as_it_ended(run, name):
     assert ("--let-it-write" in done.said) == (how == "error")
 
 
+TERMINAL = {
+    "_, width = os.popen('stty size', 'r').read().split()": "shutil.get_terminal_size()",
+    "os.get_terminal_size()": "shutil.get_terminal_size()",
+    "input()": "echo ANSWER | python -m labs.doctor",
+}
+
+
+@pytest.mark.skipif(shutil.which("stty") is None, reason="no stty here")
+@pytest.mark.parametrize("line", TERMINAL)
+def test_a_script_that_needs_a_terminal_is_told_what_helps(run, line):
+    """The doctor gives it none, as a batch job: such a line fails in one, too."""
+    done = run("import os\n" + line)
+    assert done.facts.ended == "error" and TERMINAL[line] in done.said and "--let-it-write" not in done.said
+
+
 @pytest.mark.drill
 def test_what_was_looked_at_before_an_error_is_told(run):
     done = run(TRAINING + "def at(number):\n    if number == 11: raise KeyError('x')\ntrain()")
@@ -355,8 +371,12 @@ def test_that_a_first_step_is_waited_for_is_said_now_and_then():
     said = [now for now in range(300) if patience.is_to_say(float(now))]
     assert said == [60, 120, 180, 240]
     words = "no step of an optimizer for 240 s, the first is waited for up to 900 s (--patience)"
-    assert patience.words(240.0, "") == words
-    assert patience.words(240.0, "train.py:7, in load") == f"{words}; the script stands in train.py:7, in load"
+    spawned = (
+        "; steps of ranks that it starts itself (mp.spawn) are not seen: then end this, and start them by torchrun"
+    )
+    assert patience.words(240.0, "") == words + spawned
+    where = "; the script stands in train.py:7, in load"
+    assert patience.words(240.0, "train.py:7, in load") == words + where + spawned
     patience.saw(1, 299.0)
     assert not patience.is_to_say(1000.0)
 
@@ -367,7 +387,11 @@ def test_where_the_script_stands_before_its_first_step_is_said_each_time_anew(tm
     script = tmp_path / "train.py"
     script.write_text("import time\ndef load():\n    time.sleep(4)\nload()\ndef meet():\n    time.sleep(4)\nmeet()")
     (facts,) = supervisor.examine(supervisor.Order([str(script)]), Place(), lambda facts: None)
-    said = [line.rpartition("stands in ")[2] for line in capsys.readouterr().err.splitlines() if "waited for" in line]
+    said = [
+        line.rpartition("stands in ")[2].partition(";")[0]
+        for line in capsys.readouterr().err.splitlines()
+        if "waited for" in line
+    ]
     assert [at for at in dict.fromkeys(said) if "train.py" in at] == ["train.py:3, in load", "train.py:6, in meet"]
     assert facts.ended == "script ended"
 
@@ -436,6 +460,11 @@ def at_work(one: Started) -> bool:
     return any(p.read_bytes()[:1] > b"\x05" for p in one.tmp.glob("labs-*/progress-*"))
 
 
+def saved(one: Started) -> list[dict]:
+    """What it has of each rank so far."""
+    return [json.loads(p.read_text()) for p in one.tmp.glob("labs-*/facts-*.json")]
+
+
 ENDLESS = TRAINING + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('begun')\ntrain()"
 ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.05)")  # 10 000 steps: eight minutes
 
@@ -443,12 +472,22 @@ ENDLESS = ENDLESS.replace("def at(number): ...", "def at(number): time.sleep(0.0
 @pytest.mark.drill
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
-    one = start(ENDLESS, options=["--steps", "10000"])
-    wait_for(lambda: at_work(one), LIMIT_S, "steps")
+    uneven = "time.sleep(0.2 * (number * 0.618 % 1)); print('step')"  # rounds that are alike would end it soon
+    one = start(ENDLESS.replace("time.sleep(0.05)", uneven), options=["--seconds", "1000", "--only", "no printing"])
+    wait_for(lambda: any(f["turns_s"] for f in saved(one)), LIMIT_S, "a round")
     one.process.send_signal(signum)
     done = one.end()
     assert (done.facts.ended, done.facts.error) == ("killed", f"stopped by {signum.name}")
-    assert done.facts.steps > 5 and "begun" in done.said
+    assert done.code == 0 and "step" in done.said
+    assert len(done.facts.step_s) == 8 and done.facts.turns_s["no printing"] and "peak" in done.facts.memory
+    told = report.page(report.make([done.facts]))
+    assert f"stopped from outside by {signum.name} after {done.facts.steps} steps" in " ".join(told.split())
+
+
+def test_a_script_that_a_signal_has_ended_was_stopped_from_outside():
+    """srun sends it to all processes of a step: the script's may be gone before the doctor hears it."""
+    assert supervisor._death(-signal.SIGTERM) == "stopped by SIGTERM"
+    assert supervisor._death(-signal.SIGABRT) == "ended by SIGABRT"
 
 
 @pytest.mark.drill
@@ -646,3 +685,14 @@ def test_the_page_is_printed_and_the_report_is_written(tmp_path):
     assert json.loads((tmp_path / "after" / "report.json").read_text())["facts"][0]["ended"] == "done"
     left = sorted(name for name in os.listdir(tmp_path) if not name.startswith(TORCHS_OWN))
     assert left == ["after", "doctor-report", "train.py"]
+
+
+def test_whoever_reads_the_page_may_leave_early_and_the_report_is_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").touch()
+    wanted = doctor.options(["--out", str(tmp_path / "out"), str(tmp_path / "train.py")])
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as closed:  # as `| head` leaves it
+        monkeypatch.setattr(sys, "stdout", closed)
+        doctor.tell([made()], wanted, 0, [])
+    assert (tmp_path / "out" / "report.json").exists() and capsys.readouterr().err == ""

@@ -373,6 +373,9 @@ def test_reasons_against_each(monkeypatch):
     assert can - {"fewer threads", "one thread per core"} == {"half precision", "compiled"}
     assert facts.training["half"] == "bfloat16"
     assert "FP64" in MODES["half precision"].why_not(hooks, _seen(monkeypatch, dtypes=["float64"]))
+    hooks.optimizers = {1: torch.optim.LBFGS(model.parameters())}
+    assert "passes" in MODES["half precision"].why_not(hooks, _seen(monkeypatch))
+    hooks.optimizers = {}
     hooks.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     assert not MODES["half precision"].why_not(hooks, facts) and facts.training["half"] == "float16"

@@ -188,6 +188,18 @@ def test_what_one_rank_s_death_has_cut_off_is_named_with_that_rank():
     assert "no exchange (the run of rank 1 was ended after 70 steps)" in said
 
 
+@pytest.mark.parametrize("printing", [0, 1])
+def test_what_one_rank_has_and_another_has_not_is_told_once(printing):
+    """Rank 0 alone prints in most scripts: what that costs is known from its steps, and the other rank has none."""
+    why = {"no printing": "there was none of it in these steps"}
+    facts = [made(WELL | {"print": 0.01 * (rank == printing)}, rank=rank, ranks=2, not_tried=why) for rank in (0, 1)]
+    facts[1 - printing].gone = ["no printing"]
+    told = [text for text in (*healthy(facts), *unknown(facts)) if "no printing" in text]
+    assert len(told) == 1 and told[0].startswith("no printing: at most 1.01 x"), told
+    alone = made(not_tried=why, gone=["no printing"])
+    assert any("no printing (there was none" in text for text in unknown([alone]))
+
+
 def test_that_no_counterfactual_was_wanted_is_told():
     assert any("--seconds 0" in text for text in unknown([made(rounds=0, seconds=0.0)]))
 

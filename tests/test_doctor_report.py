@@ -74,8 +74,12 @@ ENDS = {
     ),
     "killed": ({"exit_code": -9, "steps": 3}, "killed by SIGKILL after 3 steps"),
     "killed ": (
-        {"ended": "killed", "exit_code": -15, "error": "stopped by Ctrl-C"},
-        "killed by SIGTERM (stopped by Ctrl-C)",
+        {"ended": "killed", "exit_code": -15, "error": "stopped by SIGINT", "steps": 3},
+        "train.py: the run was stopped from outside by SIGINT after 3 steps, and the first ones only warm up",
+    ),
+    "killed  ": (
+        {"ended": "killed", "error": "stopped by SIGTERM", "steps": 5379},
+        "stopped from outside by SIGTERM after 5379 steps, before all that --steps asks for were taken.",
     ),
     "error": ({"exit_code": 1, "error": "ValueError: <b> (train.py:3)"}, "failed: ValueError: <b> (train.py:3)"),
     "error ": (
@@ -84,6 +88,8 @@ ENDS = {
     ),
     "script ended": ({"exit_code": 0, "steps": 4}, "ended by itself after 4 steps"),
     "exit": ({"exit_code": 3}, "left with exit code 3"),
+    "exit ": ({"ended": "exit", "exit_code": 1, "steps": 3}, "left with exit code 1 after 3 steps"),
+    "exit  ": ({"ended": "exit", "exit_code": 0, "steps": 3}, "left with exit code 0 after 3 steps"),
     "running": ({"trying": "compiled"}, "ended from outside, while 'compiled' was tried"),
 }
 
@@ -93,10 +99,17 @@ def test_a_run_without_steps_says_how_it_ended(ended, tmp_path):
     more, words = ENDS[ended]
     found = report.make([Facts("/x/train.py", ["/x/train.py"], **{"ended": ended, **more})])
     assert words in report.answer(found) and words in " ".join(report.page(found).split())
-    assert ("train longer" in report.answer(found)) == ("steps" in more and "error" not in ended)
+    advised = "train longer" in report.answer(found)
+    assert advised == (ended in ("script ended", "exit  ")), "no advice where it did not end by itself"
     assert len(report.page(found).splitlines()) < 15
     path = report.write_html(found, tmp_path / "page.html")
     assert "Where a step goes" not in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_where_a_script_has_refused_its_options_nothing_is_said_of_steps(code):
+    found = report.make([Facts("/x/train.py", ["/x/train.py"], ended="exit", exit_code=code)])
+    assert ("A step is a call of" in report.page(found)) == (code == 0)
 
 
 def test_what_is_wrong_in_the_source_is_told_at_the_top_even_if_nothing_ran():
@@ -303,6 +316,7 @@ def test_in_a_browser_it_fits_a_phone_follows_the_theme_and_asks_for_nothing(tmp
 @pytest.mark.parametrize(("error", "let_it_write", "asked"), [
     ("OSError: no terminal (train.py:3)", False, True), ("OSError: no terminal (train.py:3)", True, False),
     ("ModuleNotFoundError: No module named 'timm' (train.py:3)", False, False),
+    ("EOFError: EOF when reading a line (train.py:3)", False, False),
 ])  # fmt: skip
 def test_only_what_the_scratch_folder_may_have_caused_is_asked_about(error, let_it_write, asked):
     facts, order = made(), SimpleNamespace(let_it_write=let_it_write)

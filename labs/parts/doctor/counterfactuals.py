@@ -364,6 +364,8 @@ class HalfPrecision(Counterfactual):
             return "the model would be compiled anew"
         if not hooks.called:
             return "no forward of a model was seen"
+        if any(isinstance(o, hooks.torch.optim.LBFGS) for o in hooks.optimizers.values()):
+            return "LBFGS ends a step as soon as the loss hardly changes: in 16 bits after more or fewer passes"
         facts.training["half"] = str(self._dtype(hooks)).removeprefix("torch.")  # its cure names it
         return ""
 

@@ -716,12 +716,15 @@ def _narrower(rounds: int, facts: Facts) -> str:
 
 
 def _not_tried(facts: Sequence[Facts]) -> Iterator[str]:
-    modes: dict[str, list[str]] = {}
+    seen, modes = with_steps(facts), {}
+    # One rank may print and another not: what the first one's printing is worth is told, and that there is none is not
+    gone = {mode for f in facts for mode in f.gone}
+    priced = gone & {cause.mode for cause, *_ in (_judged(seen) if seen else ())}
     for f in facts:
         for mode, why in (f.not_tried | f.left_out).items():
-            if mode not in modes.setdefault(why, []):
+            if mode not in priced and mode not in modes.setdefault(why, []):
                 modes[why].append(mode)
-    if with_steps(facts):
+    if seen:
         for mode in _never_reached(facts, {mode for names in modes.values() for mode in names}):
             modes.setdefault(_ended_before(_first_to_end(facts)), []).append(mode)
     if modes:

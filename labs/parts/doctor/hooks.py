@@ -209,6 +209,7 @@ class Hooks:
                 if hasattr(dist, name):
                     self._replace(dist, name, functools.partial(self._noted, "exchange"))
             self._replace(dist.Work, "wait", self._waiting_for_ranks)
+        self._replace(torch.autocast, "__enter__", self._autocasting)
         self._replace(torch, "compile", self._compiling)
         self._replace(torch, "save", functools.partial(self._mutable, "save"))
         self._replace(builtins, "print", functools.partial(self._mutable, "print"))
@@ -244,6 +245,16 @@ class Hooks:
                 delattr(owner, name)
 
     # torch.compile
+
+    def _autocasting(self, enter: Callable) -> Callable:
+        """A model may switch it on within its own forward, as the wrappers of some libraries do: it is off outside."""
+
+        def entered(context: Any) -> Any:
+            if not self._elsewhere() and context._enabled and self.spans.stack[-1] == "forward":
+                self.precision["autocast"] = str(context.fast_dtype).removeprefix("torch.")
+            return enter(context)
+
+        return entered
 
     def _compiling(self, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -46,4 +46,5 @@ class Patience:
         """For whoever looks at a terminal in which nothing happens."""
         where = f"; the script stands in {stands}" if stands else ""
         return (f"no step of an optimizer for {now - self.begun:.0f} s, the first is waited for up to "
-                f"{self.limit_s:g} s (--patience){where}")  # fmt: skip
+                f"{self.limit_s:g} s (--patience){where}; steps of ranks that it starts itself (mp.spawn) are "
+                "not seen: then end this, and start them by torchrun")  # fmt: skip

@@ -33,6 +33,8 @@ STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Has the patient write where its threads stand. No script uses the last one; macOS has none."""
 STOPS = 3
 """So many times a script may catch what ends it, by `except:`; then it is ended without asking."""
+SAVE_S = 5.0
+"""Between two saves of rounds: a run that a signal ends loses no more."""
 
 
 class Enough(BaseException):
@@ -109,6 +111,7 @@ class Patient:
         self.facts = Facts(settings.argv[0], settings.argv, settings.rank, settings.ranks, settings.local_ranks)
         self.progress = Progress(settings.folder, settings.rank)
         self.pid, self.stops = os.getpid(), 0
+        self.saved = self.begun
         self.leave_at_once = os._exit
         self.hooks = self.plan = None
 
@@ -152,7 +155,8 @@ class Patient:
             self.state.note(self.hooks, self.facts, self.facts.stage)
             if self.facts.stage == "as it is":
                 self.facts.training["group"] = group()
-        if (self.facts.stage, self.facts.trying) != before:
+        moved = (self.facts.stage, self.facts.trying) != before
+        if moved or (self.facts.stage == "in turn" and time.perf_counter() > self.saved + SAVE_S):
             self.save()
 
     def save(self) -> None:
@@ -163,6 +167,7 @@ class Patient:
             # It may end this process in any way: then this is what there is
             facts = _given_up(facts, "the script did not get through it")
         facts.save(self.settings.facts_path)
+        self.saved = time.perf_counter()
 
     def cannot_see(self, words: str) -> None:
         """Told at once: what follows may end without a word."""

@@ -37,7 +37,7 @@ from labs.parts.doctor.diagnosis import (
     with_steps,
 )
 from labs.parts.doctor.diagnosis import count as many
-from labs.parts.doctor.facts import AS_IS, KINDS, Facts, from_json
+from labs.parts.doctor.facts import AS_IS, KINDS, STOPPED, Facts, from_json
 
 if TYPE_CHECKING:
     from labs.parts.doctor.rules import Hit
@@ -49,6 +49,8 @@ COLUMNS = 112
 SHOWN = 6
 """Findings of a kind in the terminal; the HTML has all."""
 DIFF_LINES = 6
+NEEDED = 50
+"""Steps for a page that tells something, by default: warm-up, as they are, and some rounds."""
 SMALL, DIFFERENT = 0.005, 0.10
 """Of a step: parts below the first are not drawn; ranks whose parts differ by the second are shown side by side."""
 SCATTER = 0.2
@@ -58,6 +60,7 @@ ENDS = {
     "exit": "the script left with exit code {code}",
     "error": "the script failed: {error}",
     "killed": "the script was killed{signal}{why}",
+    "stopped": "the run was stopped from outside by {stop}",
     "silent": "the script took no step for too long, and was ended{why}",
     "running": "the run was ended from outside",
 }
@@ -174,9 +177,11 @@ def _nothing_seen(report: Report) -> str:
     steps = max(f.steps for f in report.facts)
     how = "; ".join(dict.fromkeys(_rank_of(f, report.facts) + end_of(f) for f in report.facts))
     if steps:
-        told = f"{report.script} has not trained long enough: {how}, and the first ones only warm up."
-        longer = "" if all(f.ended == "error" for f in report.facts) else ": let it train longer"
-        return f"{told} The doctor needs some 50 of them{longer}."
+        by_itself = any(f.ended in ("script ended", "exit") and not f.exit_code for f in report.facts)
+        short, longer = (" has not trained long enough", ": let it train longer") if by_itself else ("", "")
+        few = f"and the first ones only warm up. The doctor needs some {NEEDED} of them{longer}."
+        needs = few if steps < NEEDED else f"before all that --steps asks for were taken{longer}."
+        return f"{report.script}{short}: {how}, {needs}"
     return f"{report.script}: no step of an optimizer was seen: {how}."
 
 
@@ -186,8 +191,13 @@ def end_of(facts: Facts) -> str:
     name = ""
     if code is not None and code < 0:
         name = f" by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f" by signal {-code}"
-    text = ENDS.get(facts.ended, "all was measured").format(
-        code=code, error=facts.error or "see its output", signal=name, why=facts.error and f" ({facts.error})"
+    ended = "stopped" if facts.ended == "killed" and facts.error.startswith(STOPPED) else facts.ended
+    text = ENDS.get(ended, "all was measured").format(
+        code=code,
+        error=facts.error or "see its output",
+        signal=name,
+        why=facts.error and f" ({facts.error})",
+        stop=facts.error.removeprefix(STOPPED),
     )
     if facts.ended == "done":
         return text
@@ -202,7 +212,8 @@ def _rank_of(f: Facts, all_of: Sequence[Facts]) -> str:
 
 def hints(report: Report) -> list[str]:
     """What to do where nothing could be measured."""
-    if report.seen or any(f.ended == "error" or f.steps for f in report.facts):
+    failed = any(f.ended == "error" or (f.ended == "exit" and f.exit_code) for f in report.facts)
+    if report.seen or failed or any(f.steps for f in report.facts):
         return []
     return [
         "A step is a call of an optimizer's step(), of torch.optim: a training without one is not seen.",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from labs.parts.doctor.hits import Found, Rule, changed, rule, with_argument
-from labs.parts.doctor.rules_ranks import loaders_of, training_loaders
+from labs.parts.doctor.rules_ranks import groups, loaders_of, managed, training_loaders
 from labs.parts.doctor.syntax import (
     Function,
     Program,
@@ -225,6 +225,120 @@ def _draws(program: Program, owner: ast.ClassDef) -> bool:
     get = owner.file.defined.get((owner, "__getitem__"))
     calls = [n for n in ast.walk(get) if isinstance(n, ast.Call)] if isinstance(get, Function) else []
     return any(n.startswith(("numpy.random.", "random.")) for c in calls for n in program.full(c.func))
+
+
+LINES = """
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+class Lines(IterableDataset):
+    def __init__(self, path):
+        self.path = path
+
+    def __iter__(self):
+        info = get_worker_info()
+        with open(self.path) as file:
+            for number, line in enumerate(file):
+                if info is None or number % info.num_workers == info.id:
+                    yield torch.tensor([float(x) for x in line.split()])
+
+def main(path, model, epochs):
+    loader = DataLoader(Lines(path), batch_size=32, num_workers=4, persistent_workers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(epochs):
+        for x in loader:
+            optimizer.zero_grad()
+            mse_loss(model(x), x).backward()
+            optimizer.step()
+
+main("numbers.txt", torch.nn.Linear(8, 8), 9)
+"""
+NOT_SHARED = changed(
+    LINES,
+    (", get_worker_info", ""),
+    ("        info = get_worker_info()\n", ""),
+    ("if info is None or number % info.num_workers == info.id", "if number"),
+    ("__iter__(self):", "__iter__(self):  # <-"),
+)
+HEALTHY_LINES = NOT_SHARED.replace("  # <-", "")
+ONE_PROCESS = ("num_workers=4, persistent_workers=True", "num_workers=0")
+JOINED = (
+    "    loader =",
+    """    torch.distributed.init_process_group("gloo")
+    loader =""",
+)
+LEFT = ('main("n', 'import atexit\natexit.register(torch.distributed.destroy_process_group)\nmain("n')
+FINITE = re.compile(r"\b(open|iglob|glob|listdir|read_csv|readlines|splitlines|loadtxt)\(|(iter\(|yield from )range\(")
+"""What gives the same samples to each process that reads it. A queue, or a client of a server, may give others."""
+DRAWS = {"rand", "randn", "randint", "random", "choice", "choices", "sample", "normal", "uniform", "integers",
+         "shuffle", "permutation", "randperm"}  # fmt: skip
+"""Of these, each worker gets others: an endless stream in an order of its own in each is as good as a shared one."""
+SHARES = {"get_worker_info", "split_dataset_by_node", "DistributedSampler"}
+SHARING = ("datasets", "webdataset", "torchdata", "streaming", "litdata", "dali", "ffcv", "tensorflow_datasets")
+"""Packages whose data sets share their samples by themselves."""
+
+
+@rule(
+    "iterable-not-shared",
+    "wrong",
+    why="An IterableDataset has no sampler: each worker of each rank has a copy and runs all of __iter__, so that "
+    "every sample comes as often in an epoch as there are workers in all ranks.",
+    cure="Let __iter__ give this process's share: torch.utils.data.get_worker_info() tells the worker and their number "
+    "(None in the training's own process), torch.distributed the rank.",
+    notebook="02",
+    section="Exercises",
+    source=DOCS + "data.html#torch.utils.data.IterableDataset",
+    ill=(
+        NOT_SHARED,
+        changed(NOT_SHARED, ONE_PROCESS, JOINED, LEFT),
+        changed(
+            NOT_SHARED,
+            ("        with open(self.path) as file:\n            for number, line in enumerate(file):\n", ""),
+            ("                if number:\n                    yield torch.tensor([float(x) for x in line.split()])",
+             "        return iter(range(9))"),
+        ),
+    ),
+    healthy=(
+        LINES,
+        changed(HEALTHY_LINES, ONE_PROCESS),
+        changed(HEALTHY_LINES, ("num_workers=4", "num_workers=1")),
+        changed(HEALTHY_LINES, ("persistent_workers=True", "persistent_workers=True, worker_init_fn=share")),
+        changed(HEALTHY_LINES, ("enumerate(file)", "islice(file, self.worker, None, self.workers)")),
+        changed(HEALTHY_LINES, ("float(x)", "float(x) + torch.rand(())")),
+        changed(HEALTHY_LINES, ("        with open", "        random.shuffle(self.files)\n        with open")),
+        changed(HEALTHY_LINES, ("import torch\n", "import torch\nfrom datasets import load_dataset\n")),
+        changed(HEALTHY_LINES, ONE_PROCESS, JOINED, LEFT, ("if number", "if number % 2 == self.rank")),
+        changed(HEALTHY_LINES, ONE_PROCESS, JOINED, LEFT, ("Lines(path)", 'Lines(f"{path}.{get_rank()}")')),
+        changed(
+            HEALTHY_LINES, ONE_PROCESS, JOINED, LEFT,
+            ("Lines(path)", "split_dataset_by_node(Lines(path), 0, 2)"),
+        ),
+    ),
+)  # fmt: skip
+def iterable_not_shared(program: Program, training: Training) -> Iterator[Found]:
+    """A class that reads something finite, knows of no worker and draws nothing; and several processes for certain."""
+    if program.mentions(*SHARES) or program.imports(*SHARING) or managed(program):
+        return
+    loaders = [c for c in training_loaders(program, training) if keyword(c, "worker_init_fn") is None]
+    for owner in datasets(program):
+        text = ast.unparse(owner)
+        calls = {method(n) for n in ast.walk(owner) if isinstance(n, ast.Call)}
+        gives = owner.file.defined.get((owner, "__iter__"))
+        iterable = any(program.is_torch(base, "IterableDataset") for base in owner.bases)
+        if gives is None or not iterable or calls & DRAWS or "worker" in text or not FINITE.search(text):
+            continue
+        if any(_is_over(program, c, owner) and _several(program, c, text) for c in loaders):
+            yield Found(gives)
+
+
+def _several(program: Program, loader: ast.Call, text: str) -> bool:
+    """Whether several processes read the data set: workers, or ranks of which nothing near it knows."""
+    counts = [o.value for o in program.origins(keyword(loader, "num_workers", 5)) if isinstance(o, ast.Constant)]
+    if len(counts) == 1 and isinstance(counts[0], int) and counts[0] > 1:
+        return True
+    told = text + program.behind(keyword(loader, "dataset", 0))
+    return bool(groups(program)) and not re.search(r"rank|world|shard|replica|node|process", told, re.IGNORECASE)
 
 
 def _batch_names(section: Section) -> dict[str, ast.AST]:

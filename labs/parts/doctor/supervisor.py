@@ -26,7 +26,7 @@ from pathlib import Path
 from labs.kit.errors import BadInput
 from labs.kit.monitor import Monitor, Trace
 from labs.parts.doctor import caretaker
-from labs.parts.doctor.facts import Facts, load, without_colours
+from labs.parts.doctor.facts import STOPPED, Facts, load, without_colours
 from labs.parts.doctor.patience import LEAST_S, Patience
 from labs.parts.doctor.patient import STACK_SIGNAL, Progress, Settings
 from labs.parts.nodes.place import Place
@@ -45,6 +45,7 @@ if sys.flags.safe_path:
 main()
 """
 POLL_S = 0.2
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LEAVE_S = 20.0
 """For what a script does in `finally` when all is measured; its facts are there."""
 FOLLOW_S = 15.0
@@ -79,7 +80,7 @@ class Order:
 
 
 class Stop:
-    """SIGINT, SIGTERM and SIGHUP are noted, and end nothing by themselves."""
+    """These SIGNALS are noted, and end nothing by themselves."""
 
     def __init__(self) -> None:
         self.by = ""
@@ -92,7 +93,7 @@ class Stop:
         """In the main thread; another has no signals."""
         before = {}
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for signum in SIGNALS:
                 if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background
                     before[signum] = signal.signal(signum, self._note)
         try:
@@ -220,7 +221,7 @@ class Run:
                 self._note_others(monitor.trace)
             patience.saw(self.progress.steps, now)
             if self.stop.by:
-                self.why = f"stopped by {self.stop.by}"
+                self.why = STOPPED + self.stop.by
             elif self._ended_before(LEAVE_S):
                 self.why = "all was measured, but it did not end"
             elif patience.is_over(now):
@@ -321,6 +322,8 @@ def _death(code: int) -> str:
     """Of a process that had no time to say why."""
     if code == -signal.SIGKILL:
         return "ended by SIGKILL: the system does so when memory is exhausted"
+    if -code in SIGNALS:  # srun and scancel may send it to the script, too
+        return STOPPED + signal.Signals(-code).name
     if code < 0:
         with suppress(ValueError):
             return f"ended by {signal.Signals(-code).name}"
