@@ -54,6 +54,7 @@ PYTEST = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=270
 NOTEBOOKS = $(PYTEST) -m notebook notebooks tests/strict
 QUICK = $(PY) -m pytest -m "not drill and not long and not quiet"
 QUIET = $(PY) -m pytest -m "quiet and not drill and not long"
+FOUR = -n 4 --dist loadfile --no-loadscope-reorder
 # SECOND_LOOK=1, for CI: tests that failed run once more, alone and in a new process. A fault of the code fails again; one
 # that a busy neighbour turned red is listed in the log, to be mended, and holds nobody up meanwhile.
 SECOND_LOOK ?=
@@ -64,7 +65,7 @@ test: $(READY)
 	@echo "== Lint"
 	$(LINT)
 	@echo "== Quick tests of the kit, labs, exercises and repository, four at a time"
-	$(QUICK) -n 4 --dist loadfile --no-loadscope-reorder tests $(ARGS) $(call LOOK_AGAIN,$(QUICK))
+	$(QUICK) $(FOUR) tests $(ARGS) $(call LOOK_AGAIN,$(QUICK))
 	@echo "== Tests that measure, one by one"
 	$(QUIET) tests $(ARGS) $(call LOOK_AGAIN,$(QUIET))
 	@echo "== Every notebook, in short, against its committed outputs, two at a time"
@@ -73,8 +74,12 @@ test: $(READY)
 test-all: $(READY) $(BOOK_READY)
 	@echo "== Lint"
 	$(LINT)
-	@echo "== Every test, drills and long ones too, then every notebook at full length against its committed outputs"
-	$(PYTEST) $(ARGS)
+	@echo "== Every test of the kit, labs, exercises and repository, long ones too, four at a time"
+	$(PY) -m pytest -m "not drill and not quiet" $(FOUR) tests $(ARGS)
+	@echo "== Drills, and tests that measure, one by one"
+	$(PY) -m pytest -m "drill or quiet" tests $(ARGS)
+	@echo "== Every notebook at full length against its committed outputs"
+	$(NOTEBOOKS) $(ARGS)
 
 test-elsewhere: $(READY)
 	@echo "== The tests on machines that are not this one: another day, place, processor, user and speed"
