@@ -27,7 +27,7 @@ ONLY: dict[str, list[str]] = {"12.1": [], "12.2": []}
 """Exercises whose checks train: `make test` tries mistakes in test_exercise_capstone and test_exercise_first_cure."""
 
 ALONE = {"12.1"}
-"""Its reference is timed: `make test` checks it in test_exercise_capstone, with nothing beside it."""
+"""It is timed: `make test` checks its reference in test_exercise_capstone, with nothing beside it."""
 
 
 def quick(exercise_id: str) -> list[str]:
@@ -36,9 +36,11 @@ def quick(exercise_id: str) -> list[str]:
     return ONLY.get(exercise_id, list(mutants(exercise_id))[:some])
 
 
-MUTANTS = [
-    pytest.param(i, name, marks=pytest.mark.long if name not in quick(i) else ()) for i in IDS for name in mutants(i)
-]
+def marks(exercise_id: str, long: bool) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.long] * long + [pytest.mark.quiet] * (exercise_id in ALONE)
+
+
+MUTANTS = [pytest.param(i, name, marks=marks(i, name not in quick(i))) for i in IDS for name in mutants(i)]
 
 
 def test_each_notebook_with_exercises_has_mutants_for_exercises_that_exist():
@@ -50,7 +52,7 @@ def test_each_notebook_with_exercises_has_mutants_for_exercises_that_exist():
         assert 2 <= len(own) <= 4, f"a notebook has 2 to 4 exercises, {path.stem} has {len(own)}"
 
 
-@pytest.mark.parametrize("exercise_id", [pytest.param(i, marks=pytest.mark.long if i in ALONE else ()) for i in IDS])
+@pytest.mark.parametrize("exercise_id", [pytest.param(i, marks=marks(i, i in ALONE)) for i in IDS])
 def test_reference_passes(exercise_id, capsys):
     check(exercise_id, None, solutions=True)
     assert capsys.readouterr().out == f"{exercise_id} passed: {get_exercise(exercise_id).title}\n"
@@ -97,7 +99,7 @@ def test_mistake_is_named(exercise_id, name):
 
 
 @pytest.mark.parametrize("names", [quick, pytest.param(mutants, marks=pytest.mark.long)])
-@pytest.mark.parametrize("exercise_id", IDS)
+@pytest.mark.parametrize("exercise_id", [pytest.param(i, marks=marks(i, False)) for i in IDS])
 def test_each_mistake_has_feedback_of_its_own(exercise_id, names):
     seen: dict[str, str] = {}
     for name in names(exercise_id):

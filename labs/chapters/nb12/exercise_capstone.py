@@ -112,14 +112,14 @@ def check_results(found: Results, original: Results) -> None:
     if found.optimizer != original.optimizer:
         raise Mistake(f"the optimizer is {found.optimizer}, the original's {original.optimizer}: another training",
                       "what is asked is the same training in less time")  # fmt: skip
-    if original.drops and not found.drops:
-        raise Mistake("two training passes over the same images give the same: the original's dropout is gone, or the "
-                      "model trains in evaluation mode", "what is asked is the same model, in less time")  # fmt: skip
     if found.threads > original.threads:
         raise Mistake(f"torch computes with {found.threads} threads, in the original with {original.threads}: what is "
                       "faster by that is so on a colleague's cores", "torch.set_num_threads(1) stays")  # fmt: skip
-    _check_batches(found, original)
+    _check_batches(found, original)  # first: what is looked at after so many steps is not there after fewer
     _check_images(found, original)
+    if original.drops and not found.drops:
+        raise Mistake("two training passes over the same images give the same: the original's dropout is gone, or the "
+                      "model trains in evaluation mode", "what is asked is the same model, in less time")  # fmt: skip
     for name, mine, theirs in (("learning rate", found.lr, original.lr), ("weight decay", found.decay, original.decay)):
         # Not ==: a learning rate in a tensor, as a compiled or captured optimizer wants it, is rounded to FP32
         if odd := [x for x in mine if not math.isclose(x, theirs[0], rel_tol=1e-6)]:
