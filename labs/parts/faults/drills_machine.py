@@ -105,7 +105,8 @@ def no_such_launcher(cured):
 @drill()
 def no_such_version(cured):
     wanted = "pip" if cured else "torch==1.12.0+cu116"
-    return command([sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-index", wanted])
+    pip = [sys.executable, "-m", "pip", "--isolated"]  # a machine's constraints or folder of wheels: other words
+    return command([*pip, "install", "--dry-run", "--no-deps", "--no-index", wanted], PIP_CONFIG_FILE=os.devnull)
 
 
 # Compiling, each in a child process: importing the compiler takes seconds
