@@ -49,9 +49,8 @@ book: $(BOOK_READY)
 	@$(BOOK_PY) book $(ARGS)
 
 LINT = $(PY) -m ruff check . && $(PY) -m ruff format --check .
-PYTEST = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=270
 # tests/strict holds no test: it is named so that tests/conftest.py is read, while thousands of tests are not.
-NOTEBOOKS = $(PYTEST) -m notebook notebooks tests/strict
+NOTEBOOKS = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=270 -m notebook notebooks tests/strict
 QUICK = $(PY) -m pytest -m "not drill and not long and not quiet"
 QUIET = $(PY) -m pytest -m "quiet and not drill and not long"
 FOUR = -n 4 --dist loadfile --no-loadscope-reorder
