@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,10 @@ def test_all_167_claims_are_there_and_complete():
 def test_a_reason_says_on_what_it_was_measured():
     here = Record("x", "step_s", "s", (1.0,), layout={"device": "cpu"}, provenance={"cpu": "EPYC", "gpus": ["H200"]})
     there = Record("x", "step_s", "s", (1.0,), layout={"device": "cuda"}, provenance={"cpu": "EPYC", "gpus": ["H200"]})
-    assert only_on([here, here], "two models") == " (two models on EPYC; elsewhere it may be otherwise)"
-    assert only_on([here, there]) == " (on EPYC and H200; elsewhere it may be otherwise)"
+    assert only_on([here, here], "two models") == " (two models on one CPU; elsewhere it may be otherwise)"
+    assert only_on([here, there]) == " (on H200 and one CPU; elsewhere it may be otherwise)"
+    other = replace(here, provenance={"cpu": "Xeon"})
+    assert only_on([here, here, other]) == " (on 2 CPUs; elsewhere it may be otherwise)"
 
 
 def test_articles_are_cited_by_title_and_date():

@@ -255,13 +255,15 @@ def depends(shown: bool, because: str, kind: str = "measured") -> Verdict:
 
 
 def only_on(run: Iterable[Record], what: str = "") -> str:
-    """ " (two models on AMD EPYC; elsewhere it may be otherwise)": for a reason that reads as if it were so everywhere.
+    """ " (two models on one CPU; elsewhere it may be otherwise)": for a reason that reads as if it were so everywhere.
 
-    `what`: that was measured, such as "two models". The processors are those of the records.
+    `what`: that was measured, such as "two models". A GPU is named; which CPU it was, the evidence's caption says.
     """
     found = (origin("measured", {**r.provenance, "source": ""}, str(r.layout.get("device") or "")) for r in run)
-    processors = " and ".join(dict.fromkeys(facts[1] for facts in found))
-    return f" ({what + ' ' if what else ''}on {processors}; elsewhere it may be otherwise)"
+    names = dict.fromkeys((facts[1], int(facts[2]) > 0) for facts in found)
+    cpus = sum(not is_gpu for _, is_gpu in names)
+    machines = [name for name, is_gpu in names if is_gpu] + [f"{cpus} CPUs" if cpus > 1 else "one CPU"] * (cpus > 0)
+    return f" ({what + ' ' if what else ''}on {' and '.join(machines)}; elsewhere it may be otherwise)"
 
 
 def _before(untold: str, because: str) -> str:

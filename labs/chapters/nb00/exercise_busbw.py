@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -67,9 +67,9 @@ class _Clock:
     def meet(self) -> None:
         """After a collective, in which the ranks have waited for each other."""
 
-    @contextmanager
-    def installed(self, function: Callable[..., Any]) -> Iterator[None]:
-        yield
+    def installed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
+        """In place of the function's own clocks."""
+        return nullcontext()
 
 
 class _MadeClock(_Clock):
@@ -105,26 +105,30 @@ class _MadeClock(_Clock):
         self.meet()
         return done
 
-    @contextmanager
-    def installed(self, function: Callable[..., Any]) -> Iterator[None]:
-        own = getattr(function, "__globals__", {})
+    def installed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
         reals = [vars(time)[name + unit] for name in CLOCKS for unit in ("", "_ns")]
-        made = [(real, self.stand_in(real)) for real in reals] + [(self.barrier, self.waiting)]
-        found = [(names, name, real, mine) for real, mine in made for names in (vars(time), vars(dist), own)
-                 for name, value in names.items() if value is real]  # fmt: skip
-        for names, name, _, mine in found:
-            names[name] = mine
-        try:
-            yield
-        finally:
-            for names, name, real, _ in found:
-                names[name] = real
+        return replaced(function, [(real, self.stand_in(real)) for real in reals] + [(self.barrier, self.waiting)])
+
+
+@contextmanager
+def replaced(function: Callable[..., Any], pairs: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Of each pair the second in place of the first, in time, in torch.distributed and under any name in `function`."""
+    places = (vars(time), vars(dist), getattr(function, "__globals__", {}))
+    found = [(names, name, real, mine) for real, mine in pairs for names in places
+             for name, value in names.items() if value is real]  # fmt: skip
+    for names, name, _, mine in found:
+        names[name] = mine
+    try:
+        yield
+    finally:
+        for names, name, real, _ in found:
+            names[name] = real
 
 
 @contextmanager
 def slowed(log: Log, function: Callable[..., Any], first_s: float, clock: _Clock) -> Iterator[None]:
     """dist.all_reduce takes `first_s` or CALL_S longer, and is noted; also under a name of its own in `function`."""
-    original, names = dist.all_reduce, getattr(function, "__globals__", {})
+    original = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         begun = time.perf_counter()
@@ -143,14 +147,8 @@ def slowed(log: Log, function: Callable[..., Any], first_s: float, clock: _Clock
         end()
         return work
 
-    own = [name for name, value in names.items() if value is original]
-    dist.all_reduce = all_reduce
-    names.update(dict.fromkeys(own, all_reduce))
-    try:
+    with replaced(function, [(original, all_reduce)]):
         yield
-    finally:
-        dist.all_reduce = original
-        names.update(dict.fromkeys(own, original))
 
 
 def _measured(f: Callable[[int], float], size: int, first_s: float, made: bool = False) -> tuple[Any, Log]:

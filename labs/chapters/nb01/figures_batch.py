@@ -261,7 +261,9 @@ def lr_figure(run: Records, guess: Prediction) -> None:
     if below:
         ax.plot([], [], "v", color=GREY, label="triangle: lower than drawn")
     prediction(ax, float(guess), -1, label="loses a point")
-    log_axes(ax, [b for f, b in batches.items() if f > 1])  # that of the smallest batch is 0
+    ticks = [float(b) for f, b in batches.items() if f > 1]  # the change of the smallest batch is 0
+    outside = 0 < float(guess) < min(ticks) / 1.3 or max(ticks) * 1.3 < float(guess) < math.inf
+    log_axes(ax, sorted([*ticks, float(guess)] if outside else ticks))  # a star beyond the ticks could not be read
     ax.set_ylim(LEAST_POINTS - 0.6, 3)
     said = "; ".join(f"{rule}, batch {batches[f]}: {e}" for (rule, f), e in changes.items() if f > 1)
     show(fig, alt=f"{message}. The grey band is one point. {said}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -132,19 +133,14 @@ class _Scaler(torch.amp.GradScaler):
             self.stepping = False
 
 
-@contextmanager
-def _new_scalers_counted(seen: Seen) -> Iterator[None]:
+def _new_scalers_counted(seen: Seen) -> AbstractContextManager[Any]:
     made = torch.amp.GradScaler.__init__
 
     def counted(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
         seen.new_scalers += 1
         made(scaler, *args, **kwargs)
 
-    torch.amp.GradScaler.__init__ = counted
-    try:
-        yield
-    finally:
-        torch.amp.GradScaler.__init__ = made
+    return mock.patch.object(torch.amp.GradScaler, "__init__", counted)
 
 
 def run(train_epoch: Function, job: Job) -> Seen:

@@ -229,15 +229,10 @@ def _of_x(layer: int, got: Sequence[Tensor], want: Sequence[Tensor]) -> Iterator
     if all(map(_close, got, want)):
         return
     factor = _factor(got, want)
-    if factor is not None and abs(factor - 1 / n) < 1e-3:
-        yield ("the gradient of x is divided by the number of ranks: each rank has rows of its own, and their gradient "
-               "is that of its own loss; only the weight's is a mean", "gradient @ whole, as it is")  # fmt: skip
-    if factor is not None and abs(factor - n) < 1e-3:
-        yield ("the gradient of x is multiplied by the number of ranks: it is that of this rank's own loss",
-               "gradient @ whole, as it is")  # fmt: skip
-    for power, word in ((2, "multiplied"), (-2, "divided")):
+    of_own = "it is that of this rank's own rows and loss; only the weight's is a mean over the ranks"
+    for power, word in ((-1, "divided"), (1, "multiplied"), (-2, "divided twice"), (2, "multiplied twice")):
         if factor is not None and abs(factor - n**power) < 1e-3:
-            yield f"the gradient of x is {word} by the number of ranks twice", "gradient @ whole, as it is"
+            yield f"the gradient of x is {word} by the number of ranks: {of_own}", "gradient @ whole, as it is"
     yield from _scaled("x", factor)
     known = [(_factor(got, wrong), what, how) for wrong, what, how in _wrong_gradients_of_x(layer, want)]
     for times, also in ((1, ""), (1 / n, ", divided by the number of ranks"), (n, ", times the number of ranks")):

@@ -117,7 +117,7 @@ def check_results(found: Results, original: Results) -> None:
                       "faster by that is so on a colleague's cores", "torch.set_num_threads(1) stays")  # fmt: skip
     _check_batches(found, original)  # first: what is looked at after so many steps is not there after fewer
     _check_images(found, original)
-    if original.drops and not found.drops:
+    if original.drops and found.drops is False:
         raise Mistake("two training passes over the same images give the same: the original's dropout is gone, or the "
                       "model trains in evaluation mode", "what is asked is the same model, in less time")  # fmt: skip
     for name, mine, theirs in (("learning rate", found.lr, original.lr), ("weight decay", found.decay, original.decay)):

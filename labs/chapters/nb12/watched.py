@@ -46,8 +46,9 @@ class Results:
     """With which torch computed, at most."""
     workers: int = 0
     """Processes that the script had started, at most: those of a loader, as a rule."""
-    drops: bool = False
-    """Whether a training pass over the same images gives something else each time, as dropout makes it."""
+    drops: bool | None = None
+    """Whether a training pass over the same images gives something else each time, as dropout makes it; None: not
+    looked at, since the step that was asked for was not reached."""
     tested: int = 0
     """Images that the model was called with, without gradients, after the last step."""
     loss: float = float("nan")
