@@ -196,7 +196,7 @@ def last_words(facts: list[Facts], order: Order) -> list[str]:
     """What a script that did not come to its end had printed, and what may have been our own fault."""
     lines = []
     for f in facts:
-        if f.output and f.ended in ("error", "exit", "killed", "silent"):
+        if f.output and f.ended in ("error", "exit", "killed", "silent", "stopped"):
             rank = f" of rank {f.rank}" if f.ranks > 1 else ""
             lines += ["", f"LAST LINES OF ITS OUTPUT{rank.upper()}", *(f"  {line}" for line in f.output)]
     failed = [f for f in facts if f.ended == "error" and not f.error.startswith("ModuleNotFoundError")]

@@ -477,7 +477,7 @@ def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
     wait_for(lambda: any(f["turns_s"] for f in saved(one)), LIMIT_S, "a round")
     one.process.send_signal(signum)
     done = one.end()
-    assert (done.facts.ended, done.facts.error) == ("killed", f"stopped by {signum.name}")
+    assert (done.facts.ended, done.facts.error) == ("stopped", signum.name)
     assert done.code == 0 and "step" in done.said
     assert len(done.facts.step_s) == 8 and done.facts.turns_s["no printing"] and "peak" in done.facts.memory
     told = report.page(report.make([done.facts]))
@@ -486,8 +486,8 @@ def test_a_signal_ends_it_and_what_is_known_is_told(start, signum):
 
 def test_a_script_that_a_signal_has_ended_was_stopped_from_outside():
     """srun sends it to all processes of a step: the script's may be gone before the doctor hears it."""
-    assert supervisor._death(-signal.SIGTERM) == "stopped by SIGTERM"
-    assert supervisor._death(-signal.SIGABRT) == "ended by SIGABRT"
+    assert supervisor._death(-signal.SIGTERM) == ("stopped", "SIGTERM")
+    assert supervisor._death(-signal.SIGABRT) == ("killed", "ended by SIGABRT")
 
 
 @pytest.mark.drill

@@ -73,12 +73,12 @@ ENDS = {
         "no step of an optimizer was seen: the script took no step for too long, and was ended (it stands in train.py",
     ),
     "killed": ({"exit_code": -9, "steps": 3}, "killed by SIGKILL after 3 steps"),
-    "killed ": (
-        {"ended": "killed", "exit_code": -15, "error": "stopped by SIGINT", "steps": 3},
+    "stopped": (
+        {"exit_code": -15, "error": "SIGINT", "steps": 3},
         "train.py: the run was stopped from outside by SIGINT after 3 steps, and the first ones only warm up",
     ),
-    "killed  ": (
-        {"ended": "killed", "error": "stopped by SIGTERM", "steps": 5379},
+    "stopped ": (
+        {"ended": "stopped", "error": "SIGTERM", "steps": 5379},
         "stopped from outside by SIGTERM after 5379 steps, before all that --steps asks for were taken.",
     ),
     "error": ({"exit_code": 1, "error": "ValueError: <b> (train.py:3)"}, "failed: ValueError: <b> (train.py:3)"),

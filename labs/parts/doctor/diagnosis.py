@@ -745,7 +745,7 @@ def _never_reached(facts: Sequence[Facts], told: set[str]) -> list[str]:
 def _first_to_end(facts: Sequence[Facts]) -> Facts:
     """The rank that ended the run: of several the one that neither failed for another's sake nor was ended by us."""
     early = [f for f in facts if f.ended != "done"] or list(facts)
-    return min(early, key=lambda f: (f.steps, f.ended not in ("exit", "killed"), f.rank))
+    return min(early, key=lambda f: (f.steps, f.ended not in ("exit", "killed", "stopped"), f.rank))
 
 
 def _ended_before(facts: Facts) -> str:

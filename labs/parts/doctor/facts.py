@@ -18,8 +18,6 @@ evaluation: a model called without gradients; synchronise: in calls that wait fo
 in print and torch.save; rest: the script's own, after the first forward; device: what a GPU still works on at a step's
 end, for which the doctor waits there and the script does not: in the script it runs beside the next step."""
 AS_IS = "as it is"
-STOPPED = "stopped by "
-"""Begins the error of a run that a signal from outside has ended; the signal's name follows."""
 NOW_AND_THEN, IN_MOST_STEPS = ("evaluation", "save", "print"), 0.9
 """What fewer steps have than that is rare: short turns miss it, and its mean over the steps prices it."""
 
@@ -76,7 +74,8 @@ class Facts:
     device_name: str = ""
 
     ended: str = "running"
-    """"done" (all was measured), "script ended", "exit", "error", "killed", "silent" (no step for too long)."""
+    """"done" (all was measured), "script ended", "exit", "error", "killed", "silent" (no step for too long), "stopped"
+    (from outside, by the signal that `error` names)."""
     exit_code: int | None = None
     error: str = ""
     """Last line of the script's error, with file and line."""

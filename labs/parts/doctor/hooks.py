@@ -244,7 +244,7 @@ class Hooks:
             else:
                 delattr(owner, name)
 
-    # torch.compile
+    # torch.autocast
 
     def _autocasting(self, enter: Callable) -> Callable:
         """A model may switch it on within its own forward, as the wrappers of some libraries do: it is off outside."""
@@ -255,6 +255,8 @@ class Hooks:
             return enter(context)
 
         return entered
+
+    # torch.compile
 
     def _compiling(self, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ from labs.parts.doctor.diagnosis import (
     with_steps,
 )
 from labs.parts.doctor.diagnosis import count as many
-from labs.parts.doctor.facts import AS_IS, KINDS, STOPPED, Facts, from_json
+from labs.parts.doctor.facts import AS_IS, KINDS, Facts, from_json
 
 if TYPE_CHECKING:
     from labs.parts.doctor.rules import Hit
@@ -60,7 +60,7 @@ ENDS = {
     "exit": "the script left with exit code {code}",
     "error": "the script failed: {error}",
     "killed": "the script was killed{signal}{why}",
-    "stopped": "the run was stopped from outside by {stop}",
+    "stopped": "the run was stopped from outside by {error}",
     "silent": "the script took no step for too long, and was ended{why}",
     "running": "the run was ended from outside",
 }
@@ -191,13 +191,11 @@ def end_of(facts: Facts) -> str:
     name = ""
     if code is not None and code < 0:
         name = f" by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f" by signal {-code}"
-    ended = "stopped" if facts.ended == "killed" and facts.error.startswith(STOPPED) else facts.ended
-    text = ENDS.get(ended, "all was measured").format(
+    text = ENDS.get(facts.ended, "all was measured").format(
         code=code,
         error=facts.error or "see its output",
         signal=name,
         why=facts.error and f" ({facts.error})",
-        stop=facts.error.removeprefix(STOPPED),
     )
     if facts.ended == "done":
         return text

@@ -26,7 +26,7 @@ from pathlib import Path
 from labs.kit.errors import BadInput
 from labs.kit.monitor import Monitor, Trace
 from labs.parts.doctor import caretaker
-from labs.parts.doctor.facts import STOPPED, Facts, load, without_colours
+from labs.parts.doctor.facts import Facts, load, without_colours
 from labs.parts.doctor.patience import LEAST_S, Patience
 from labs.parts.doctor.patient import STACK_SIGNAL, Progress, Settings
 from labs.parts.nodes.place import Place
@@ -164,7 +164,8 @@ class Run:
             place.local_ranks, order.steps, order.seconds, order.modes, parent,
         )  # fmt: skip
         self.output = folder / f"output-{place.rank}.txt"
-        self.why, self.tail, self._cut, self._shown = "", b"", b"", 0
+        self.how, self.why = "killed", ""  # as in Facts; `why` is empty unless we end the patient
+        self.tail, self._cut, self._shown = b"", b"", 0
         self.others_percent = math.nan
 
     def __enter__(self) -> Run:
@@ -221,12 +222,12 @@ class Run:
                 self._note_others(monitor.trace)
             patience.saw(self.progress.steps, now)
             if self.stop.by:
-                self.why = STOPPED + self.stop.by
+                self.how, self.why = "stopped", self.stop.by
             elif self._ended_before(LEAVE_S):
                 self.why = "all was measured, but it did not end"
             elif patience.is_over(now):
-                stands = self._stack()
-                self.why = f"no step in {patience.limit_s:g} s{stands and f': it stands in {stands}'}"
+                where = (stands := self._stack()) and f": it stands in {stands}"
+                self.how, self.why = "silent", f"no step in {patience.limit_s:g} s{where}"
             elif (other := self._another_ended(FOLLOW_S)) is not None:
                 self.why = f"ended, for local rank {other} had ended {FOLLOW_S:g} s before"
             if self.why:
@@ -294,11 +295,10 @@ class Run:
         except (OSError, ValueError):
             facts = Facts(argv[0], argv, place.rank, place.ranks, place.local_ranks)
         facts.steps = max(facts.steps, self.progress.steps)
-        silent = self.why.startswith("no step")
-        cut_short = self.why and not silent and not self.settings.ended_path.exists()
+        cut_short = self.why and self.how != "silent" and not self.settings.ended_path.exists()
         if facts.ended == "running" or cut_short:  # while it tries something risky, its facts are those of an end
-            facts.ended = "silent" if silent else "killed"
-            facts.exit_code, facts.error = self.process.returncode, self.why or _death(self.process.returncode)
+            facts.exit_code = self.process.returncode
+            facts.ended, facts.error = (self.how, self.why) if self.why else _death(self.process.returncode)
             facts.wall_s = time.monotonic() - self.begun
         if math.isfinite(self.others_percent):
             facts.machine["others_percent"] = self.others_percent
@@ -318,16 +318,16 @@ def _show(file: object) -> int:
     return shown
 
 
-def _death(code: int) -> str:
-    """Of a process that had no time to say why."""
+def _death(code: int) -> tuple[str, str]:
+    """How a process ended that had no time to say so, and why."""
     if code == -signal.SIGKILL:
-        return "ended by SIGKILL: the system does so when memory is exhausted"
+        return "killed", "ended by SIGKILL: the system does so when memory is exhausted"
     if -code in SIGNALS:  # srun and scancel may send it to the script, too
-        return STOPPED + signal.Signals(-code).name
+        return "stopped", signal.Signals(-code).name
     if code < 0:
         with suppress(ValueError):
-            return f"ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}, before Python could say why"
+            return "killed", f"ended by {signal.Signals(-code).name}"
+    return "killed", f"ended with exit code {code}, before Python could say why"
 
 
 def stood(text: str, script: str) -> str:
