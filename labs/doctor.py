@@ -47,6 +47,10 @@ from labs.parts.nodes.place import Place
 PROG = "python -m labs.doctor"
 MOST_STEPS = 10_000
 NO_TERMINAL = os.strerror(errno.ENOTTY)
+NO_COMPILER = (
+    "No working C++ compiler",
+    "Failed to find C compiler",
+)  # of torch._inductor and of Triton
 
 
 class NoModule(argparse.Action):
@@ -200,7 +204,7 @@ def last_words(facts: list[Facts], order: Order) -> list[str]:
             rank = f" of rank {f.rank}" if f.ranks > 1 else ""
             lines += ["", f"LAST LINES OF ITS OUTPUT{rank.upper()}", *(f"  {line}" for line in f.output)]
     failed = [f for f in facts if f.ended == "error" and not f.error.startswith("ModuleNotFoundError")]
-    if wants := next(filter(None, map(_wants_of_a_terminal, failed)), ""):
+    if wants := next(filter(None, map(_what_is_missing, failed)), ""):
         lines += ["", wants]
     elif failed and not order.let_it_write:
         lines += [
@@ -211,10 +215,11 @@ def last_words(facts: list[Facts], order: Order) -> list[str]:
     return lines
 
 
-def _wants_of_a_terminal(failed: Facts) -> str:
-    """What a script needed a terminal for, and what helps; "" if it failed for another reason.
+def _what_is_missing(failed: Facts) -> str:
+    """What a script needed that is not here, and what helps; "" if it failed for another reason.
 
-    It gets none, not even the user's: what it prints is not shown there, and would wait for answers that nobody gives.
+    It gets no terminal, not even the user's: what it prints is not shown there, and would wait for answers that nobody
+    gives.
     """
     if failed.error.startswith("EOFError: EOF when reading a line"):
         return "It asks for input, and sees no keyboard here: echo ANSWER | python -m labs.doctor ..."
@@ -222,6 +227,8 @@ def _wants_of_a_terminal(failed: Facts) -> str:
         return (
             "It needs a terminal, and sees none here, nor in a batch job: shutil.get_terminal_size() does without one."
         )
+    if any(said in failed.error for said in NO_COMPILER):
+        return "torch.compile needs a C++ compiler, and finds none: install one, as g++, or train without compile."
     return ""
 
 

@@ -301,6 +301,9 @@ TERMINAL = {
     "os.get_terminal_size()": "shutil.get_terminal_size()",
     "input()": "echo ANSWER | python -m labs.doctor",
 }
+UNCOMPILED = """import torch, torch._inductor.config as config
+config.cpp.cxx = ("no-such-compiler",)
+torch.compile(lambda x: x + 1)(torch.ones(2))"""
 
 
 @pytest.mark.skipif(shutil.which("stty") is None, reason="no stty here")
@@ -309,6 +312,12 @@ def test_a_script_that_needs_a_terminal_is_told_what_helps(run, line):
     """The doctor gives it none, as a batch job: such a line fails in one, too."""
     done = run("import os\n" + line)
     assert done.facts.ended == "error" and TERMINAL[line] in done.said and "--let-it-write" not in done.said
+
+
+@pytest.mark.long
+def test_a_script_that_needs_a_compiler_is_told_so(run):
+    done = run(UNCOMPILED)
+    assert done.facts.ended == "error" and "install one, as g++" in done.said and "--let-it-write" not in done.said
 
 
 @pytest.mark.drill

@@ -33,6 +33,8 @@ STACK_SIGNAL = getattr(signal, "SIGRTMAX", None)
 """Has the patient write where its threads stand. No script uses the last one; macOS has none."""
 STOPS = 3
 """So many times a script may catch what ends it, by `except:`; then it is ended without asking."""
+MOST_SAID = 300
+"""Characters of an error that are kept."""
 SAVE_S = 5.0
 """Between two saves of rounds: a run that a signal ends loses no more."""
 
@@ -239,8 +241,8 @@ def _told(error: BaseException, script: str) -> str:
     where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in (own or frames)[-1:]]
     if isinstance(error, SyntaxError) and error.filename:
         where = [f"{os.path.basename(error.filename)}:{error.lineno}"]
-    said = without_colours(f"{type(error).__name__}: {error}")
-    return " ".join([" ".join(said.split())[:300], *(f"({w})" for w in where)])
+    said = " ".join(without_colours(f"{type(error).__name__}: {error}").split())
+    return " ".join([said if len(said) <= MOST_SAID else said[: MOST_SAID - 3] + "...", *(f"({w})" for w in where)])
 
 
 def main() -> None:

@@ -308,12 +308,11 @@ def method(report: Report) -> str:
     if not facts:
         return ""
     f = facts[0]
-    rounds = len(bounds.pairs_s(facts, AS_IS))
-    turns = (
-        f", then {many(rounds, 'round')} of {many(len(f.turns_s) - 1, 'counterfactual')} in turn with it"
-        if rounds
-        else ""
-    )
+    turns = ""
+    if rounds := [n for name in f.turns_s if name != AS_IS and (n := len(bounds.pairs_s(facts, name)))]:
+        low, high = min(rounds), max(rounds)
+        each = many(low, "round") if low == high else f"{low} to {high} rounds"
+        turns = f", then {many(len(rounds), 'counterfactual')} in turn with it, {each} of each"
     p = report.provenance
     place = p.get("cpu") or "unknown processor"
     gpus = ", ".join(map(str, p.get("gpus") or []))
