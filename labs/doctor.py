@@ -4,6 +4,7 @@
     python -m labs.doctor --steps 50 --patience 3600 train.py   # a first step that takes more than a quarter of an hour
     torchrun --nproc-per-node 2 -m labs.doctor train.py         # or: srun --ntasks 2 python -m labs.doctor train.py
     python -m labs.doctor --compare doctor-report/report.json train.py      # after the cure
+    python -m labs.doctor -m my_package.train --lr 0.1          # what `python -m my_package.train --lr 0.1` runs
 
 Your script runs unchanged, as `python train.py` would run it, for some steps to warm up, --steps as they are, and for
 --seconds in turn with counterfactuals: the same step without waiting for data, without exchange, and so on. Then it
@@ -35,6 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from labs.kit import as_main
 from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import BadInput, did_you_mean, naming, require
 from labs.parts.doctor import rules, supervisor
@@ -51,15 +53,6 @@ NO_COMPILER = (
     "No working C++ compiler",
     "Failed to find C compiler",
 )  # of torch._inductor and of Triton
-
-
-class NoModule(argparse.Action):
-    """-m, as in `python -m pkg.train`: the doctor is given a file."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option: object = None):
-        """End, with the way that there is."""
-        parser.error(f"a module is not run by its name: write the line `import runpy; runpy.run_module({values!r}, "
-                     "run_name='__main__', alter_sys=True)` into a file, and give that instead of -m")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,21 +87,18 @@ def options(args: list[str]) -> Wanted:
         help="try this counterfactual alone; may be repeated. A wrong name lists them",
     )
     add("--without", action="append", metavar="NAME", help="do not try this one; may be repeated")
-    add("-m", action=NoModule, help=argparse.SUPPRESS)
-    add("script", type=Path, help="the training, run as `python train.py` would")
-    add("args", nargs=argparse.REMAINDER, help="its own")
-    given = parser.parse_args(args)
+    given, argv, module = as_main.parse(parser, args)
     require(1 <= given.steps <= MOST_STEPS, f"--steps must be from 1 to {MOST_STEPS}, not {given.steps}")
     require(0 <= given.seconds < float("inf"), f"--seconds must be a number from 0 on, not {given.seconds:g}")
     require(given.patience is None or 1 <= given.patience < float("inf"),
             f"--patience must be a number of seconds from 1 on, not {given.patience}")  # fmt: skip
-    _check_script(given.script)
+    _check_script(Path(argv[0]))
     _check_out(given.out)
     if given.compare is not None:
         _check_report(given.compare)
     modes = () if given.seconds == 0 else _modes(given.only or [], given.without or [])
-    order = Order([str(given.script), *given.args], given.steps, given.seconds, given.patience, modes,
-                  given.let_it_write, given.show_output)  # fmt: skip
+    order = Order(argv, given.steps, given.seconds, given.patience, modes, given.let_it_write, given.show_output,
+                  module)  # fmt: skip
     return Wanted(order, given.out.absolute(), given.compare)
 
 

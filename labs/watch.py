@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m labs.watch train.py --lr 0.1         # options of labs.watch come before the script
     python -m labs.watch --patience 120 --folder debug train.py
+    torchrun --nproc-per-node 2 -m labs.watch -m my_package.train --lr 0.1
 
 When nothing moves for --patience seconds, or a rank dies, each rank writes its stacks, its last collectives and its
 error into --folder, and one rank of each machine prints the diagnosis, as python -m labs.postmortem FOLDER does later.
@@ -42,8 +43,8 @@ PROG = "python -m labs.watch"
 PATIENCE_S = 60.0
 
 
-def options(args: list[str]) -> tuple[float, Path, list[str]]:
-    """Patience in s, folder, and the script with its own arguments. Bad input: one line, exit code 2."""
+def options(args: list[str]) -> tuple[float, Path, list[str], str]:
+    """Patience in s, folder, script with its own arguments, its name as a module or "". Bad input: one line, code 2."""
     parser = argparse.ArgumentParser(
         PROG, f"{PROG} [--patience S] [--folder DIR] train.py ...", __doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,20 +53,21 @@ def options(args: list[str]) -> tuple[float, Path, list[str]]:
     told = f"seconds without any movement that are a hang (default {PATIENCE_S:g})"
     parser.add_argument("--patience", type=float, default=PATIENCE_S, help=told)
     parser.add_argument("--folder", type=Path, default=Path("debug"), help="for evidence, if there is need of it")
-    parser.add_argument("script", type=Path, help="the training, run as `python train.py` would")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own")
-    given = parser.parse_args(args)
+    try:
+        given, argv, module = as_main.parse(parser, args)
+    except BadInput as e:
+        _refuse(str(e))
     if not 1 <= given.patience < float("inf"):
         _refuse(f"--patience must be a number of seconds from 1 on, not {given.patience:g}")
-    if not given.script.is_file():
-        _refuse(f"there is no script {given.script}")
+    if not Path(argv[0]).is_file():
+        _refuse(f"there is no script {argv[0]}")
     folder = given.folder.absolute()
     if folder.exists() and not folder.is_dir():
         _refuse(f"--folder {given.folder} is not a folder")
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not os.access(there, os.W_OK):
         _refuse(f"--folder: cannot write to {there}")
-    return given.patience, folder, [str(given.script), *given.args]
+    return given.patience, folder, argv, module
 
 
 def _refuse(message: str) -> typing.NoReturn:
@@ -82,7 +84,7 @@ def diagnosis(folder: Path) -> Iterator[str]:
     yield f"python -m labs.postmortem {shlex.quote(os.path.relpath(folder))} tells what each rank did last"
 
 
-def run_script(argv: list[str], watchman: Watchman) -> None:
+def run_script(argv: list[str], module: str, watchman: Watchman) -> None:
     """Run a script as Python itself would, and tell the watchman how it ends."""
     path = os.path.abspath(argv[0])  # now: the script may change the folder
     leave_at_once = os._exit
@@ -99,7 +101,7 @@ def run_script(argv: list[str], watchman: Watchman) -> None:
     codes = [0]
     atexit.register(lambda: end(codes[0]))  # the first to be registered is the last to run
     try:
-        as_main.run(argv)
+        as_main.run(argv, module)
     except SystemExit as e:
         codes[0] = as_main.exit_code(e)
         raise
@@ -119,13 +121,13 @@ def run_script(argv: list[str], watchman: Watchman) -> None:
 
 def main() -> None:
     """Arm, and become the script."""
-    patience_s, folder, argv = options(sys.argv[1:])
+    patience_s, folder, argv, module = options(sys.argv[1:])
     try:
         watchman = Watchman(folder, patience_s, diagnosis, PROG)
     except BadInput as e:  # a launcher's environment that does not fit
         _refuse(str(e))
     watchman.start()
-    run_script(argv, watchman)
+    run_script(argv, module, watchman)
 
 
 if __name__ == "__main__":

@@ -320,6 +320,19 @@ def test_a_script_that_needs_a_compiler_is_told_so(run):
     assert done.facts.ended == "error" and "install one, as g++" in done.said and "--let-it-write" not in done.said
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_module_is_run_as_python_m_runs_it(run, ranks):
+    alike = "assert (__name__, __spec__.name, sys.path[0]) == ('__main__', 'train', os.getcwd())\n"
+    done = run(
+        TRAINING + alike + "assert sys.argv[1:] == ['train.py', '-m', 'x']\ntrain()",
+        ["-m", "train"],
+        ["-m", "x"],
+        ranks,
+    )
+    assert done.code == 0 and [(f.ended, len(f.step_s)) for f in done.ranks] == [("done", 8)] * max(1, ranks), done.said
+
+
 @pytest.mark.drill
 def test_what_was_looked_at_before_an_error_is_told(run):
     done = run(TRAINING + "def at(number):\n    if number == 11: raise KeyError('x')\ntrain()")
@@ -618,7 +631,8 @@ def children_s() -> float:
         ("--only same train.py", "there is no counterfactual 'same': "),
         ("--stepz 3 train.py", "unrecognized arguments: --stepz"),
         ("train.ipynb", "train.ipynb is a notebook: "),
-        ("-m pkg.train --lr 1", "a module is not run by its name: write the line `import runpy; "),
+        ("-m pkg.train --lr 1", "-m: there is no module pkg in this folder, nor among the installed ones"),
+        ("--steps 3 -m", "-m needs the name of a module"),
         ("hidden/train.py", "{here}/hidden/labs.py has the name of the doctor's own package: rename it"),
     ],
 )

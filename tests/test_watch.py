@@ -214,7 +214,8 @@ def test_the_script_does_what_it_does_alone(run, tmp_path, what):
 @pytest.mark.parametrize(("args", "words"), [
     (["--patience", "0", "x.py"], "--patience must be"), (["--patience", "nan", "x.py"], "--patience must be"),
     (["--patience", "soon", "x.py"], "invalid float"), (["absent.py"], "there is no script absent.py"),
-    ([], "required: script"), (["--such", "x.py"], "arguments: --such"), (["--folder", "x.py", "x.py"], "not a folder"),
+    ([], "required: script"), (["-m", "absent.x"], "no module absent"),
+    (["--such", "x.py"], "arguments: --such"), (["--folder", "x.py", "x.py"], "not a folder"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, words):
     monkeypatch.chdir(tmp_path)
@@ -229,7 +230,7 @@ def test_options_end_where_the_script_begins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text("")
     assert watch.options(["--patience", "9", "x.py", "--patience", "1", "--help"]) == (
-        9, tmp_path / "debug", ["x.py", "--patience", "1", "--help"])  # fmt: skip
+        9, tmp_path / "debug", ["x.py", "--patience", "1", "--help"], "")  # fmt: skip
 
 
 # Ranks

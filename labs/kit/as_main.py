@@ -1,25 +1,75 @@
-"""Run a script in this process as `python script.py` would: its name, its arguments, where it imports from."""
+"""Run a script in this process as `python script.py` would, or `python -m module`: name, arguments, imports."""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
 import sys
 import types
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 
+from labs.kit.errors import BadInput, require
 
-def run(argv: list[str]) -> None:
-    """`argv`: the script's path, then its own arguments. Raises what the script raises, SystemExit among it."""
+IN_PLACE = "the module of -m"  # a word that no script has
+
+
+def run(argv: list[str], module: str = "") -> None:
+    """`argv`: the script's path, then its own arguments. Raises what the script raises, SystemExit among it.
+
+    `module`: its full name, if it is run by that, as `module_file` has found it.
+    """
     path = os.path.abspath(argv[0])
     sys.argv[:] = argv
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-    module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=__builtins__, __loader__=SourceFileLoader("__main__", path),
-                           __package__=None, __spec__=None, __cached__=None)  # fmt: skip
-    sys.modules["__main__"] = module
-    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(path))
+    spec = importlib.util.find_spec(module) if module else None  # imports the packages around it, as `python -m` does
+    loader = spec.loader if spec else SourceFileLoader("__main__", path)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=__builtins__, __loader__=loader,
+                         __package__=spec.parent if spec else None, __spec__=spec, __cached__=None)  # fmt: skip
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+
+
+def parse(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Namespace, list[str], str]:
+    """(options of `parser`, path of the script and its arguments, full name of the module that it is or "").
+
+    A script ends the options, and so does -m: all that follows the module's name is its own. BadInput for a module that
+    is not there.
+    """
+    parser.add_argument("-m", metavar="MODULE", help="in place of a script, run as `python -m MODULE` would")
+    parser.add_argument("script", type=Path, help="the training, run as `python train.py` would")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own")
+    if "-m" in args:
+        before, _, *own = args[: (at := args.index("-m"))], *args[at:]
+        given = parser.parse_args([*before, IN_PLACE])
+        if str(given.script) == IN_PLACE:  # else this -m is the script's own
+            require(bool(own), "-m needs the name of a module")
+            name, path = module_file(own[0])
+            return given, [path, *own[1:]], name
+    given = parser.parse_args(args)
+    return given, [str(given.script), *given.args], ""
+
+
+def module_file(name: str) -> tuple[str, str]:
+    """(full name, path) of what `python -m name` would run: of a package its __main__. Nothing is imported for that."""
+    first, *rest = name.split(".")
+    try:
+        spec = PathFinder.find_spec(first, [os.getcwd()]) or importlib.util.find_spec(first)
+    except ValueError:  # a name that Python keeps for itself
+        spec = None
+    require(spec is not None, f"-m: there is no module {first} in this folder, nor among the installed ones")
+    if not rest and spec.origin and spec.origin.endswith(".py") and not spec.submodule_search_locations:
+        return name, spec.origin
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder, *rest)
+        if rest and (path := base.with_name(base.name + ".py")).is_file():
+            return name, str(path)
+        if (path := base / "__main__.py").is_file():
+            return f"{name}.__main__", str(path)
+    raise BadInput(f"-m: there is no {name} to run that is written in Python: {first} is {spec.origin or 'a folder'}")
 
 
 def exit_code(ended: SystemExit) -> int:

@@ -62,6 +62,8 @@ class Settings:
     """Counterfactuals to try, by name; None: all but those that take long ("compiled")."""
     parent: int = 0
     """The doctor, with which the patient ends; 0: it does not."""
+    module: str = ""
+    """Of the script, if it is run by its full name."""
 
     def save(self) -> Path:
         """As SETTINGS.json of the rank."""
@@ -197,7 +199,7 @@ class Patient:
         os._exit = self._leave
         code = 0
         try:
-            as_main.run(self.settings.argv)
+            as_main.run(self.settings.argv, self.settings.module)
             self.end("script ended", 0)
         except Enough:
             pass

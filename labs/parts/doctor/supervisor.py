@@ -77,6 +77,8 @@ class Order:
     """Counterfactuals, by name; None: all."""
     let_it_write: bool = False
     show_output: bool = False
+    module: str = ""
+    """Its full name, if it is run by that."""
 
 
 class Stop:
@@ -161,7 +163,7 @@ class Run:
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         self.settings = Settings(
             order.argv, str(folder), "" if order.let_it_write else str(folder / "scratch"), place.rank, place.ranks,
-            place.local_ranks, order.steps, order.seconds, order.modes, parent,
+            place.local_ranks, order.steps, order.seconds, order.modes, parent, order.module,
         )  # fmt: skip
         self.output = folder / f"output-{place.rank}.txt"
         self.how, self.why = "killed", ""  # as in Facts; `why` is empty unless we end the patient
