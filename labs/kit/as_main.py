@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import types
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from labs.kit.errors import BadInput, require
@@ -57,7 +57,7 @@ def module_file(name: str) -> tuple[str, str]:
     """(full name, path) of what `python -m name` would run: of a package its __main__. Nothing is imported for that."""
     first, *rest = name.split(".")
     try:
-        spec = PathFinder.find_spec(first, [os.getcwd()]) or importlib.util.find_spec(first)
+        spec = importlib.util.find_spec(first)  # also in this folder: this process was started by -m itself
     except ValueError:  # a name that Python keeps for itself
         spec = None
     require(spec is not None, f"-m: there is no module {first} in this folder, nor among the installed ones")
