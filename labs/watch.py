@@ -99,7 +99,8 @@ def run_script(argv: list[str], module: str, watchman: Watchman) -> None:
 
     os._exit = leave  # it runs nothing of what is left to do, so that this must come before
     codes = [0]
-    atexit.register(lambda: end(codes[0]))  # the first to be registered is the last to run
+    atexit.register(watchman.stop)  # the first to be registered is the last to run
+    atexit.register(lambda: end(codes[0]))
     try:
         as_main.run(argv, module)
     except SystemExit as e:

@@ -237,7 +237,8 @@ def test_options_end_where_the_script_begins(tmp_path, monkeypatch):
 
 
 def test_a_run_that_ends_well_leaves_nothing(run, tmp_path):
-    code, out, err = run("train(rank)")
+    """Though its last moment meets a call of the store in the watching thread, which here never does anything else."""
+    code, out, err = run("sys.modules['labs.parts.faults.watchman'].LOOKS = 1e9\n    train(rank)")
     assert code == 0 and sorted(out.splitlines()) == ["rank 0 has ended", "rank 1 has ended"], err
     assert watch.PROG not in err and not (tmp_path / "debug").exists()
 

@@ -21,6 +21,8 @@ from labs.parts.faults.movement import Movement
 from labs.parts.nodes.place import Place
 
 LOOKS = 20  # within the patience, at least; once per second or more often
+STORE_S = 5.0
+"""For an answer of the store that the ranks share."""
 GRACE_S = 2.0
 """Given to the other ranks to write, before this one goes or tells."""
 
@@ -54,7 +56,7 @@ class Board:
         if not (by_agent or distributed.is_initialized()):
             return None  # rank 0 has not opened it yet
         return distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                                    wait_for_workers=False, timeout=timedelta(seconds=5))  # fmt: skip
+                                    wait_for_workers=False, timeout=timedelta(seconds=STORE_S))  # fmt: skip
 
 
 class Watchman:
@@ -65,7 +67,7 @@ class Watchman:
         self.folder = folder / f"restart{self.place.restart}" if self.place.restart else folder
         self.patience_s, self.diagnose, self.prog = patience_s, diagnose, prog
         self.board, self.movement = Board(self.place), Movement()
-        self.pid, self.lock = os.getpid(), threading.Lock()
+        self.pid, self.lock, self.over = os.getpid(), threading.Lock(), threading.Event()
         self.called_for, self.failures = 0, 0  # by any rank, that this one has answered
         self.still = self.kept = self.ended = self.failed = False
 
@@ -76,12 +78,12 @@ class Watchman:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # should NCCL's own watchdog be the first
         for old in self.folder.glob(f"rank{self.place.rank}.*"):
             old.unlink()
-        threading.Thread(target=self._watch, name="labs.watch", daemon=True).start()
+        self.thread = threading.Thread(target=self._watch, name="labs.watch", daemon=True)
+        self.thread.start()
 
     def _watch(self) -> None:
         news, since = 0, time.monotonic()
-        while True:
-            time.sleep(min(1.0, self.patience_s / LOOKS))
+        while not self.over.wait(min(1.0, self.patience_s / LOOKS)):
             moved, now = self.movement.look(), time.monotonic()
             found, calls, failures = (
                 self.board.add(*of) for of in (("moves", bool(moved)), ("calls", 0), ("failures", 0))
@@ -130,6 +132,12 @@ class Watchman:
         """After `end`, and after the program's own words."""
         if os.getpid() == self.pid and self.failed:
             self._tell(f"rank {self.place.rank} {error}", "failed")
+
+    def stop(self) -> None:
+        """When nothing follows: a thread that Python's end meets in a call of the store would abort the process."""
+        if os.getpid() == self.pid:
+            self.over.set()
+            self.thread.join(STORE_S + GRACE_S)
 
     def _write(self, **end: Any) -> None:
         """All that there is of this rank; the last time with its exit code."""
