@@ -49,10 +49,8 @@ from labs.parts.nodes.place import Place
 PROG = "python -m labs.doctor"
 MOST_STEPS = 10_000
 NO_TERMINAL = os.strerror(errno.ENOTTY)
-NO_COMPILER = (
-    "No working C++ compiler",
-    "Failed to find C compiler",
-)  # of torch._inductor and of Triton
+NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
+"""In the errors of torch._inductor and of Triton."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     python -m labs.memory_oracle --nproc 1 --model my_package.my_module:factory --batch 32 --optimizer adam \\
         --precision bf16 --policy block --memory-gb 24                       # a report on your own model
 
-About 12 s on 2 CPU cores. Every step of a large model is traced on tensors that have a shape and no memory, by the
+About 15 s on 2 CPU cores. Every step of a large model is traced on tensors that have a shape and no memory, by the
 rules of a GPU, which is not needed: ResNet-152 and BERT-large with and without activation checkpointing, GPT-2 with its
 loss whole and in chunks. GPT-3 is judged by its states. Small models are traced by the rules of this machine and then
 really trained, to compare; on a GPU so are large ones that fit. Not in a trace: workspace of kernels, CUDA's context,

@@ -316,15 +316,17 @@ def test_an_examination_says_who_is_called_what():
 
 @pytest.mark.long
 @pytest.mark.quiet
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_all_patients_are_told_apart_and_cures_keep_half_of_what_is_promised():
-    """One seed, in place of the five of the recorded examination: four of five patients, as there of seeds."""
-    run = launch("clinic", examine=1, timeout_s=3500)
-    said = {r.case["patient"]: r.value == 1 for r in run.where("right")}
-    for facts in (said, clinic.key_shown(run), clinic.blind_kept(run)):
-        assert sum(facts.values()) >= 0.8 * len(facts) > 0, facts
-    poor = [line for line in clinic.cures(run) if "less than half" in line]
-    assert len(poor) <= len(ILLNESSES) / 5, poor
+    run = launch("clinic", examine=5, timeout_s=7000)
+    said: dict[str, list[bool]] = {}
+    for r in run.where("right"):
+        said.setdefault(r.case["patient"], []).append(r.value == 1)
+    assert all(sum(of_seeds) >= 4 for of_seeds in said.values()), said
+    for facts in (clinic.key_shown(run), clinic.blind_kept(run)):
+        kept = {i.name: sum(ok for (name, _), ok in facts.items() if name == i.name) for i in ILLNESSES}
+        assert all(count >= 4 for count in kept.values()), kept
+    assert not [line for line in clinic.cures(run) if "less than half" in line]
 
 
 # Figures
