@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs.kit.cli import fail
+from labs.kit.cli import closed_pipe_is_no_error, fail
 from labs.kit.errors import did_you_mean
 
 LABS = Path(__file__).parent
@@ -66,7 +66,8 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     known = [path.stem for path in LABS.glob("[!_]*.py")]
     if name in ("-h", "--help"):
-        print("\n".join([*table(rows()), "", f"{PROG} NAME --help tells the options of one"]))
+        with closed_pipe_is_no_error():
+            print("\n".join([*table(rows()), "", f"{PROG} NAME --help tells the options of one"]))
         return
     if name not in known:
         fail(PROG, f"there is no experiment {name!r}: {did_you_mean(name, known)}{PROG} lists them all")
