@@ -15,6 +15,10 @@ where they belong: what is below ~/.cache, ~/.triton, HF_HOME, TORCH_HOME, TORCH
 a variable with CACHE in its name names. What cannot be sent to the scratch folder (programs that the script starts,
 libraries in C) is told in the report.
 
+A loop of transformers' Trainer, of Lightning or of Accelerate is looked at as any other, and cures name its own options
+as well. Ranks that it starts itself, as Lightning does without torchrun, are not seen: then the first rank is looked
+at as it is, without counterfactuals.
+
 Printed is one page. --out gets report.json and report.html. Exit code: 0, 1 if no step could be looked at (then the
 page says why), 2 for bad input. Ctrl-C ends the script and tells what is known. Nothing is left: no process, no file
 but in caches.

@@ -117,10 +117,11 @@ def check_layout(config: Config, world_size: int) -> None:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """ResNet-152, which takes half of the time, on the last rank; all others on the first, as `model` is."""
-    first, last = rank.rank == 0, rank.rank == rank.world_size - 1
-    large = [_own] * first if config.model else [_resnet152] * last + [_bert_large, _gpt2] * first
-    large = [p for p in large if p is not _bert_large or config.sequences]
-    rest = [_gpt3, _small] * (first and not config.model)
+    large, rest = ([_own], []) if config.model else ([_bert_large, _gpt2], [_gpt3, _small])
+    if rank.rank != 0:
+        large, rest = [], []
+    if rank.rank == rank.world_size - 1 and not config.model:
+        large = [_resnet152, *large]
     resident_bytes = 0
     for done, part in enumerate([*large, *rest]):
         rank.progress(done, len(large) + len(rest), part.__name__.strip("_"))
@@ -160,6 +161,8 @@ def _resnet152(config: Config, rank: Rank) -> Iterator[Record]:
 
 def _bert_large(config: Config, rank: Rank) -> Iterator[Record]:
     """As traced; with gradients that are kept in forward, too; a timeline without and with policy block."""
+    if not config.sequences:
+        return
     steps_of = functools.cache(functools.partial(_bert, rank))  # building a model takes as long as a trace
     for seq, rows in config.sequences[: 1 if config.smoke else None]:
         yield from steps_of(seq, policy="none").peak(rows)

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy
@@ -14,7 +15,7 @@ from doctor_patients import Done, classifier, data, environment, forever, hooked
 from torch import nn
 
 from labs.kit.measure import fewest
-from labs.parts.doctor import diagnosis, kept, loader_alone, turns
+from labs.parts.doctor import diagnosis, kept, loader_alone, ranks, turns
 from labs.parts.doctor.counterfactuals import MODES, Counterfactual, twice
 from labs.parts.doctor.facts import AS_IS, Facts, Line, load, not_reached
 from labs.parts.doctor.patient import Settings
@@ -547,7 +548,7 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
             now_on[0] = 1.0
 
     modes = [Mode(number, factor) for number, factor in enumerate(factors)]
-    steps = turns._InTurn(hooks, facts, turns.Ranks(), seconds).all(modes)
+    steps = turns._InTurn(hooks, facts, turns.Ranks(1), seconds).all(modes)
     next(steps)
     try:
         while True:
@@ -556,6 +557,26 @@ def _taken_s(monkeypatch, step_s, seconds, factors, workers=0):
             steps.send({"forward": takes_s})
     except StopIteration:
         return facts, now[0]
+
+
+@pytest.mark.parametrize("others", [[], ["1"]], ids=["silent", "answering"])
+def test_a_rank_that_nothing_has_told_of_is_asked_once(monkeypatch, others):
+    store = torch.distributed.HashStore()
+    for rank in others:
+        store.set(f"{ranks.KEY}/1/{rank}", "0")
+    monkeypatch.setattr(ranks, "group", lambda: (0, 2))
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    soon = timedelta(seconds=0.2)
+    monkeypatch.setattr(ranks, "PATIENCE_UNTOLD", soon)
+    for told in (1, 2):
+        mine = ranks.Ranks(told)
+        mine.look()
+        assert mine.alone == (told == 1 and not others)
+        if mine.alone:
+            assert mine.each_says(3) == [3] and mine.first_says("x") == "x"
+        elif not others:
+            with pytest.raises(ranks.Apart):
+                mine.each_says(3, soon)
 
 
 @pytest.mark.parametrize("step_s", [0.002, 0.05, 1.0])

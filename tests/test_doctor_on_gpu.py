@@ -35,7 +35,7 @@ HIDDEN = {"prepare": 0.2, "device": 0.8}
 @pytest.mark.parametrize("step_s", [0.02, 0.05, 0.068, 0.5])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_turn_has_several_steps_between_two_waits_for_a_device(step_s, device):
-    steps = _InTurn(None, made(step_s=step_s, device=device, loader=None), Ranks(), 10.0).steps
+    steps = _InTurn(None, made(step_s=step_s, device=device, loader=None), Ranks(1), 10.0).steps
     assert steps >= LEAST_STEPS if device == "cuda" else steps == max(1, round(0.1 / step_s))
 
 

@@ -82,6 +82,27 @@ def test_recipes_run_with_all_counterfactuals(tmp_path, recipe):
     assert facts[0].turns_s.keys() == facts[-1].turns_s.keys()
 
 
+OWN_RANK = f"""
+import os, runpy, subprocess, sys
+if "RANK" not in os.environ:
+    os.environ.update(RANK="0", WORLD_SIZE="2")
+    subprocess.Popen([sys.executable, __file__], env=os.environ | {{"RANK": "1"}})
+sys.argv[1:] = ["--exchange", "0.05"]
+runpy.run_path({SCRIPT!r}, run_name="__main__")
+"""
+
+
+def test_a_script_that_starts_its_other_rank_itself_is_looked_at_as_it_is(tmp_path):
+    """As Lightning does without torchrun: that rank is not looked at, and would not take part in counterfactuals."""
+    (tmp_path / "train.py").write_text(OWN_RANK)
+    env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    doctor = [sys.executable, "-m", "labs.doctor", "--steps", "6", "--seconds", "6", "train.py"]
+    said = subprocess.run(doctor, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=250).stdout
+    told = " ".join(said.split())
+    assert told.startswith("No verdict: torch.distributed joins 2 ranks") and "torchrun (-m labs.doctor" in told
+    assert "WHERE A STEP GOES" in told and "the doctor is not in the ranks that the script has started itself" in told
+
+
 BY_HAND = f"""
 import os, runpy, sys
 os.environ.update(RANK=os.environ["MY_RANK"], WORLD_SIZE="2")

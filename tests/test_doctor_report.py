@@ -106,6 +106,11 @@ def test_a_run_without_steps_says_how_it_ended(ended, tmp_path):
     assert "Where a step goes" not in path.read_text("utf-8")
 
 
+def test_where_ranks_were_apart_before_any_step_was_looked_at_it_says_so():
+    found = report.make([Facts("/x/train.py", ["/x/train.py"], ended="done", steps=12, error="ranks are apart")])
+    assert report.answer(found) == "train.py: no step could be looked at: ranks are apart."
+
+
 @pytest.mark.parametrize("code", [0, 2])
 def test_where_a_script_has_refused_its_options_nothing_is_said_of_steps(code):
     found = report.make([Facts("/x/train.py", ["/x/train.py"], ended="exit", exit_code=code)])

@@ -43,8 +43,8 @@ def parse(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Na
     parser.add_argument("script", type=Path, help="the training, run as `python train.py` would")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own")
     if "-m" in args:
-        before, _, *own = args[: (at := args.index("-m"))], *args[at:]
-        given = parser.parse_args([*before, IN_PLACE])
+        at = args.index("-m")
+        given, own = parser.parse_args([*args[:at], IN_PLACE]), args[at + 1 :]
         if str(given.script) == IN_PLACE:  # else this -m is the script's own
             require(bool(own), "-m needs the name of a module")
             name, path = module_file(own[0])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labs.kit.measure import Estimate, estimate
-from labs.parts.doctor import bounds, causes
+from labs.parts.doctor import bounds, causes, trainers
 from labs.parts.doctor.bounds import NO_EXCHANGE, part_s, standing
 from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, OPTION, READING, SECTIONS, Cause
 from labs.parts.doctor.facts import AS_IS, Facts, Line, not_reached, rare_kinds, share_of_steps
@@ -70,7 +70,7 @@ class Finding:
 def diagnose(facts: list[Facts], hits: Sequence[Hit] = ()) -> list[Finding]:
     """Of all ranks: what holds back and then options, each by the lower end of its bound; then what was read."""
     seen = with_steps(facts)
-    found = [_or_option(f) for f in _all(seen)] if seen else []
+    found = [_with_trainer(_or_option(f), seen[0]) for f in _all(seen)] if seen else []
     rules = {hit.rule for hit in hits}
     found = sorted((f for f in found if f.kind != READING or causes.SEEN.get(f.name) not in rules), key=_rank)
     prices = _prices(seen, found) if seen else {}
@@ -80,6 +80,12 @@ def diagnose(facts: list[Facts], hits: Sequence[Hit] = ()) -> list[Finding]:
 def _or_option(finding: Finding) -> Finding:
     little = finding.kind == HOLDS_BACK and finding.bound is not None and finding.bound.value < ILL
     return replace(finding, kind=OPTION) if little else finding
+
+
+def _with_trainer(finding: Finding, facts: Facts) -> Finding:
+    of = facts.training
+    there = trainers.cure(of.get("trainer", ""), finding.name, of.get("half", "bfloat16"))
+    return replace(finding, cure=finding.cure + there)
 
 
 def _rank(finding: Finding) -> tuple[int, float, float]:
@@ -255,7 +261,8 @@ def _loader(facts: Facts) -> str:
     if facts.loader is None:
         return "no DataLoader"
     workers = count(facts.loader.workers, "worker") if facts.loader.workers else "no worker"
-    return f"batches of {facts.loader.batch_size}, {workers}"
+    size = f"batches of {facts.loader.batch_size}" if facts.loader.batch_size else "batches by a sampler"
+    return f"{size}, {workers}"
 
 
 def _loader_cure(facts: Facts, fair: int) -> str:

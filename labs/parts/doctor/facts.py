@@ -50,6 +50,7 @@ class Loader:
     """A DataLoader that the training took batches from."""
 
     batch_size: int | None
+    """None: a batch_sampler of the script's own makes batches."""
     workers: int
     prefetch: int
     """Batches that each worker has ready; 0 without workers."""
@@ -129,8 +130,9 @@ class Facts:
 
     training: dict[str, Any] = field(default_factory=dict)
     """What it consists of: model, parameters, dtype, autocast, optimizers (class, fused, foreach), ddp, fsdp,
-    find_unused_parameters, compiled, scaler: see hooks.describe; group: rank and number of ranks by
-    torch.distributed, None without it; half: the format that half precision was tried in."""
+    find_unused_parameters, compiled, scaler: see hooks.describe; trainer: whose loop it is, a key of trainers.CURES or
+    ""; group: rank and number of ranks by torch.distributed, None without it; half: the format that half precision was
+    tried in."""
     memory: dict[str, Any] = field(default_factory=dict)
     """parameters, gradients, optimizer, peak, free (bytes); each_step: bytes in use after each step as it is (of a GPU,
     or of this process); each_round: [steps so far, bytes in use] after each turn of steps as they are; growth (bytes

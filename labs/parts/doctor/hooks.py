@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from labs.parts.doctor import trainers
 from labs.parts.doctor.causes import PARTS
 from labs.parts.doctor.facts import KINDS, Facts, Line, Loader
 
@@ -810,7 +811,7 @@ def _checksum(parameters: Iterable[Any], torch: Any) -> float:
 
 
 def describe(hooks: Hooks, facts: Facts) -> None:
-    """Write into `facts` what the training consists of."""
+    """Write into `facts` what the training consists of. Called at the end of a step, below whatever has called it."""
     torch = hooks.torch
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -822,6 +823,7 @@ def describe(hooks: Hooks, facts: Facts) -> None:
     facts.training = {
         "models": [type(m).__name__ for m in roots],
         "forward_seen": bool(hooks.called),
+        "trainer": trainers.calling(sys._getframe()),
         "parameters": sum(p.numel() for p in parameters),
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
         "autocast": hooks.precision.get("autocast", ""),
@@ -851,8 +853,9 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         facts.unseen.append(f"when {facts.device} is done: torch cannot wait for it, so a step ends on the host")
     if hooks.loader is not None:
         one = hooks.loader
+        batch_size = one.batch_size or getattr(one.batch_sampler, "batch_size", None)
         facts.loader = Loader(
-            one.batch_size, one.num_workers, (one.prefetch_factor or 0) if one.num_workers else 0,
+            batch_size, one.num_workers, (one.prefetch_factor or 0) if one.num_workers else 0,
             bool(one.pin_memory), bool(one.persistent_workers), type(one.dataset).__name__, type(one.sampler).__name__,
             0.0,
         )  # fmt: skip

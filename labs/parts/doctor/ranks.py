@@ -9,6 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 PATIENCE = timedelta(seconds=60)
+PATIENCE_UNTOLD = timedelta(seconds=20)
+"""With ranks that nothing has told of: they have ended the same step, if they take part in this at all."""
 KEY = "labs.doctor"
 
 
@@ -27,11 +29,23 @@ def group() -> tuple[int, int] | None:
 class Ranks:
     """Every rank makes the same calls in the same order, between the same steps. One rank alone: nothing happens."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, told: int) -> None:
+        """`told`: how many ranks there are, by what has started them."""
+        self.told, self.calls = told, 0
+        self.alone = False
+        """Whether others train with this one and the doctor is not in them: nobody is asked."""
+
+    def look(self) -> None:
+        """Whether ranks answer of which nothing was told: the script itself may have started them, or another shell."""
+        if (group() or (0, 1))[1] <= self.told:
+            return
+        try:
+            self.each_says(0, PATIENCE_UNTOLD)
+        except Apart:
+            self.alone = True
 
     def _store(self) -> Any:
-        self.rank, self.ranks = group() or (0, 1)
+        self.rank, self.ranks = (0, 1) if self.alone else group() or (0, 1)
         return None if self.ranks == 1 else sys.modules["torch.distributed"].distributed_c10d._get_default_store()
 
     def first_says(self, words: str) -> str:
@@ -45,7 +59,7 @@ class Ranks:
             return words
         return self._heard(store, f"{KEY}/{self.calls}")
 
-    def each_says(self, thing: Any) -> list[Any]:
+    def each_says(self, thing: Any, patience: timedelta = PATIENCE) -> list[Any]:
         """What each rank says, by rank: anything that JSON can hold."""
         store = self._store()
         if store is None:
@@ -53,7 +67,7 @@ class Ranks:
         self.calls += 1
         keys = [f"{KEY}/{self.calls}/{rank}" for rank in range(self.ranks)]
         store.set(keys[self.rank], json.dumps(thing))
-        return [json.loads(self._heard(store, key)) for key in keys]
+        return [json.loads(self._heard(store, key, patience)) for key in keys]
 
     def wait(self) -> None:
         """Until all have come here."""
@@ -71,9 +85,9 @@ class Ranks:
             for rank in range(1, self.ranks):
                 self._heard(store, f"{KEY}/gone/{rank}")
 
-    def _heard(self, store: Any, key: str) -> str:
+    def _heard(self, store: Any, key: str, patience: timedelta = PATIENCE) -> str:
         try:
-            store.wait([key], PATIENCE)
+            store.wait([key], patience)
         except RuntimeError as e:  # torch's DistStoreError is one
             raise Apart(f"ranks do not take their steps together ({type(e).__name__})") from e
         return store.get(key).decode()

@@ -174,6 +174,8 @@ def _no_verdict(facts: Facts) -> str:
 def _nothing_seen(report: Report) -> str:
     if not report.facts:
         return "No rank has left anything: the script's process ended before Python could begin."
+    if apart := next((f.error for f in report.facts if f.ended == "done" and f.error), ""):
+        return f"{report.script}: no step could be looked at: {apart}."
     steps = max(f.steps for f in report.facts)
     how = "; ".join(dict.fromkeys(_rank_of(f, report.facts) + end_of(f) for f in report.facts))
     if steps:

@@ -110,7 +110,7 @@ def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence
     """All steps that are wanted, noted in `facts`. Ends when they are done. `seconds`: for what is after `steps`."""
     wanted = [mode for mode in modes if not isinstance(mode, OnRequest)]
     facts.seconds, facts.planned = seconds, [mode.name for mode in wanted]
-    ranks = Ranks()
+    ranks = Ranks(facts.ranks)
     try:
         facts.stage = "warm-up"
         yield from _warm_up(hooks, ranks)
@@ -120,6 +120,8 @@ def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence
         longer_s = (time.perf_counter() - begun) * (1 - steps / len(facts.step_s))  # than it would have taken
         facts.stage = "in turn"
         yield  # what the process uses is looked at here, before anything is copied
+        if ranks.alone:
+            raise Apart("the doctor is not in the ranks that the script has started itself")
         for mode in (mode.mode for mode in modes if isinstance(mode, OnRequest)):
             if why := mode.why_not(hooks, facts):
                 facts.not_tried[mode.name] = why
@@ -128,6 +130,8 @@ def plan(hooks: Hooks, facts: Facts, steps: int, seconds: float, modes: Sequence
                 facts.left_out[mode.name] = f"it takes long: --only {shlex.quote(mode.name)}"
         yield from _InTurn(hooks, facts, ranks, seconds - longer_s).all(wanted)
     except Apart as e:
+        if not facts.step_s:
+            facts.error = str(e)
         facts.unseen.append(f"counterfactuals: {e}")
         facts.left_out |= dict.fromkeys(not_reached(facts), str(e))
     ranks.part()
@@ -142,8 +146,10 @@ def compiled_graphs() -> int:
 
 def _warm_up(hooks: Hooks, ranks: Ranks) -> Steps:
     graphs, quiet = -1, 0
-    for _ in range(MOST_WARM_UP):
+    for i in range(MOST_WARM_UP):
         yield
+        if i == 0:
+            ranks.look()
         quiet = quiet + 1 if compiled_graphs() == graphs and (hooks.called or not hooks.looking) else 0
         graphs = compiled_graphs()
         if all(ranks.each_says(quiet >= WARM_UP - 1)):

@@ -1,0 +1,93 @@
+"""A training in a library's own loop: the doctor knows whose it is, and names its options beside torch's."""
+
+import pytest
+import torch
+from doctor_facts import STEP_S, made
+from doctor_patients import classifier, forever, look_at
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+from labs.parts.doctor.causes import CAUSES
+from labs.parts.doctor.diagnosis import diagnose
+from labs.parts.doctor.trainers import CURES, TRAINERS, cure
+
+FINDINGS = {cause.name for cause in CAUSES} | {"larger_batch", "fused_optimizer", "python_overhead"}
+STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
+
+
+def within(module, function):
+    """`function`, called by a module of this name."""
+    return eval("lambda: function()", {"__name__": module, "function": function})
+
+
+def training(loader):
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in forever(loader):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def rows(**batches):
+    return DataLoader(TensorDataset(torch.randn(64, 8), torch.ones(64).long()), **batches)
+
+
+@pytest.mark.parametrize(
+    ("modules", "trainer"),
+    [
+        ([], ""),
+        (["transformers.optimization"], ""),
+        (["lightning.fabric.wrappers"], ""),
+        (["transformers.trainer", "accelerate.optimizer"], "TrainingArguments"),
+        (["trl.trainer.sft_trainer", "transformers.trainer"], "TrainingArguments"),
+        (["accelerate.optimizer"], "Accelerate"),
+        (["lightning.pytorch.loops.optimization.automatic"], "Lightning"),
+        (["pytorch_lightning.loops.optimization.automatic"], "Lightning"),
+    ],
+    ids=",".join,
+)
+def test_whose_loop_it_is_is_seen_at_a_step(modules, trainer):
+    run = lambda: training(rows(batch_size=8))  # noqa: E731
+    for module in reversed(modules):
+        run = within(module, run)
+    assert look_at(run, [], steps=1).training["trainer"] == trainer
+
+
+def test_its_own_option_stands_beside_torchs():
+    starved = made(STARVED, {"same batch again": STEP_S / 2})
+    [plain] = diagnose([starved])
+    starved.training["trainer"] = "TrainingArguments"
+    [found] = diagnose([starved])
+    assert "TrainingArguments" not in plain.cure and found.cure.startswith(f"{plain.cure} - in TrainingArguments: ")
+    assert "dataloader_num_workers" in found.cure
+
+
+@pytest.mark.parametrize(
+    ("trainer", "half", "option"),
+    [
+        ("TrainingArguments", "bfloat16", "bf16=True"),
+        ("TrainingArguments", "float16", "fp16=True"),
+        ("Lightning", "bfloat16", 'precision="bf16-mixed"'),
+        ("Lightning", "float16", 'precision="16-mixed"'),
+        ("Accelerate", "bfloat16", 'mixed_precision="bf16"'),
+        ("Accelerate", "float16", 'mixed_precision="fp16"'),
+    ],
+)
+def test_the_format_has_the_name_that_the_trainer_gives_it(trainer, half, option):
+    assert option in cure(trainer, "half_precision", half)
+
+
+def test_every_cure_is_of_a_finding_and_of_a_trainer_that_can_be_seen():
+    assert set(CURES) == set(TRAINERS.values())
+    assert all(set(cures) <= FINDINGS for cures in CURES.values())
+    assert cure("", "half_precision", "bfloat16") == cure("Lightning", "tiny_batches", "bfloat16") == ""
+
+
+def test_a_batch_samplers_size_is_the_batch_and_a_list_of_batches_has_none():
+    sampler = BatchSampler(SequentialSampler(range(64)), 8, drop_last=False)
+    assert look_at(lambda: training(rows(batch_sampler=sampler)), [], steps=1).loader.batch_size == 8
+    listed = [[0, 1, 2], [3, 4]]
+    facts = look_at(lambda: training(rows(batch_sampler=listed)), [], steps=1)
+    assert facts.loader.batch_size is None
+    starved = made(STARVED, {"same batch again": STEP_S / 2}, loader=facts.loader)
+    assert "(batches by a sampler, no worker)" in diagnose([starved])[0].what
