@@ -38,8 +38,8 @@ def rows(**batches):
         ([], ""),
         (["transformers.optimization"], ""),
         (["lightning.fabric.wrappers"], ""),
-        (["transformers.trainer", "accelerate.optimizer"], "TrainingArguments"),
-        (["trl.trainer.sft_trainer", "transformers.trainer"], "TrainingArguments"),
+        (["transformers.trainer", "accelerate.optimizer"], "transformers"),
+        (["trl.trainer.sft_trainer", "transformers.trainer"], "transformers"),
         (["accelerate.optimizer"], "Accelerate"),
         (["lightning.pytorch.loops.optimization.automatic"], "Lightning"),
         (["pytorch_lightning.loops.optimization.automatic"], "Lightning"),
@@ -56,17 +56,27 @@ def test_whose_loop_it_is_is_seen_at_a_step(modules, trainer):
 def test_its_own_option_stands_beside_torchs():
     starved = made(STARVED, {"same batch again": STEP_S / 2})
     [plain] = diagnose([starved])
-    starved.training["trainer"] = "TrainingArguments"
+    starved.training["trainer"] = "transformers"
     [found] = diagnose([starved])
     assert "TrainingArguments" not in plain.cure and found.cure.startswith(f"{plain.cure} - in TrainingArguments: ")
     assert "dataloader_num_workers" in found.cure
 
 
+def test_its_own_lines_are_not_called_the_scripts():
+    busy = made({"forward": 0.3, "backward": 0.3, "optimizer": 0.1, "rest": 0.3})
+    busy.training["forward_seen"] = True
+    [plain] = diagnose([busy])
+    busy.training["trainer"] = "Lightning"
+    [found] = diagnose([busy])
+    assert plain.name == found.name == "own_code" and plain.what.startswith("the script's own lines take")
+    assert found.what.startswith("lines of Lightning and of the script take") and "Lightning's own" in found.cure
+
+
 @pytest.mark.parametrize(
     ("trainer", "half", "option"),
     [
-        ("TrainingArguments", "bfloat16", "bf16=True"),
-        ("TrainingArguments", "float16", "fp16=True"),
+        ("transformers", "bfloat16", "bf16=True"),
+        ("transformers", "float16", "fp16=True"),
         ("Lightning", "bfloat16", 'precision="bf16-mixed"'),
         ("Lightning", "float16", 'precision="16-mixed"'),
         ("Accelerate", "bfloat16", 'mixed_precision="bf16"'),

@@ -406,12 +406,18 @@ def _own_code(facts: Sequence[Facts]) -> Iterator[Finding]:
     if not least.training.get("forward_seen", True):
         return  # most of these lines may be the model
     noted = next((n for n in least.lines if n.kind in OWN and n.line), None)
-    what = f"the script's own lines take {ms(statistics.fmean(own))} of a step's {ms(mean_step_s(facts))} on average"
+    trainer = least.training.get("trainer", "")
+    lines = f"lines of {trainer} and of the script" if trainer else "the script's own lines"
+    what = f"{lines} take {ms(statistics.fmean(own))} of a step's {ms(mean_step_s(facts))} on average"
     if noted:
         what += f", about {ms(noted.ms / 1e3)} of it this one"
     what += "" if without_loss else "; loss, zero_grad and batches that it makes itself are among them"
     cure = "log, check and sort every 50 steps only, and keep nothing that grows"
-    if part_s(least, "prepare") > part_s(least, "rest"):
+    if trainer:
+        cure = (
+            f"log, check and call back every 50 steps only; what is left is {trainer}'s own: in long steps it is less"
+        )
+    elif part_s(least, "prepare") > part_s(least, "rest"):
         cure = f"{causes.AHEAD}; {cure}"
     where = _place(noted) if noted else ""
     found = Finding("own_code", what, bound, where, cure, SECTIONS["own_code"], FROM_PARTS)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from types import FrameType
 
 TRAINERS = {
-    "transformers.trainer": "TrainingArguments",
+    "transformers.trainer": "transformers",
     "lightning.pytorch": "Lightning",
     "pytorch_lightning": "Lightning",
     "accelerate.optimizer": "Accelerate",
 }
 """Module that has called the optimizer, and whose words are used. Trainers that call others come first."""
 CURES = {
-    "TrainingArguments": {
+    "transformers": {
         "slow_loader": "dataloader_num_workers=... (0 unless set), dataloader_persistent_workers=True",
         "pageable": "dataloader_pin_memory=True",
         "exchange": "per_device_train_batch_size=..., gradient_accumulation_steps=...",
@@ -73,4 +73,5 @@ def cure(trainer: str, finding: str, half: str) -> str:
     """
     words = CURES.get(trainer, {}).get(finding, "")
     of_16_bits = "bf16" if half == "bfloat16" else "16" if trainer == "Lightning" else "fp16"
-    return f" - in {trainer}: {words.format(half=of_16_bits)}" if words else ""
+    place = "TrainingArguments" if trainer == "transformers" else trainer
+    return f" - in {place}: {words.format(half=of_16_bits)}" if words else ""
