@@ -6,6 +6,7 @@ from labs.parts.doctor.facts import AS_IS, KINDS, Facts, Loader
 
 STEP_S = 0.050
 WELL = {"data": 0.02, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "rest": 0.04, "prepare": 0.02}
+STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 """Shares of a step."""
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from doctor_facts import STEP_S, WELL, made
+from doctor_facts import STARVED, STEP_S, WELL, made
 
 from labs.kit.measure import Estimate, estimate
 from labs.parts.doctor import bounds, compare
@@ -15,7 +15,6 @@ from labs.parts.doctor.causes import CAUSES, HOLDS_BACK, OPTION, READING
 from labs.parts.doctor.diagnosis import FROM_PARTS, IN_TURN, called, diagnose, healthy, memory_growth, unknown
 from labs.parts.doctor.facts import AS_IS, Line
 
-STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 MODES = dict.fromkeys((c.mode for c in CAUSES), STEP_S) | {"larger batch": 2 * STEP_S}
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import chromium
 import pytest
-from doctor_facts import STEP_S, made
+from doctor_facts import STARVED, STEP_S, made
 
 from labs import doctor
 from labs.kit.errors import BadInput
@@ -17,7 +17,6 @@ from labs.parts.doctor import report
 from labs.parts.doctor.facts import Facts, Line
 
 EVIL = 'print(f"<script>alert(1)</script> & {loss!r}") # {{ 7 * 7 }} \u2028 ]]>'
-STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 
 
 def sick(**more):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from doctor_facts import STEP_S, made
+from doctor_facts import STARVED, STEP_S, made
 from doctor_patients import classifier, forever, look_at
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
@@ -11,7 +11,6 @@ from labs.parts.doctor.diagnosis import diagnose
 from labs.parts.doctor.trainers import CURES, TRAINERS, cure
 
 FINDINGS = {cause.name for cause in CAUSES} | {"larger_batch", "fused_optimizer", "python_overhead"}
-STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 
 
 def within(module, function):
@@ -64,7 +63,6 @@ def test_its_own_option_stands_beside_torchs():
 
 def test_its_own_lines_are_not_called_the_scripts():
     busy = made({"forward": 0.3, "backward": 0.3, "optimizer": 0.1, "rest": 0.3})
-    busy.training["forward_seen"] = True
     [plain] = diagnose([busy])
     busy.training["trainer"] = "Lightning"
     [found] = diagnose([busy])
