@@ -59,8 +59,10 @@ def page(file: Path, notebooks: list[Notebook]) -> str:
     """The page of the claims in `file`, claims.toml."""
     content = tomllib.loads(file.read_text("utf-8"))
     by_number = {n.number: n for n in notebooks}
-    said = {c["id"]: verdicts(by_number[c["notebook"]]).get(c["id"], "") if c["notebook"] in by_number else ""
-            for c in content["claim"]}  # fmt: skip
+    said = {
+        c["id"]: verdicts(by_number[c["notebook"]]).get(c["id"], "") if c["notebook"] in by_number else ""
+        for c in content["claim"]
+    }
     parts = [INTRODUCTION.format(claims=len(said), articles=len(content["articles"]))]
     parts += ["\n".join(summary(content, said))]
     for notebook in notebooks:

@@ -49,8 +49,11 @@ THIN = (36, 64, 2048)  # layers, width and rows of the chain
 SLICES = 150  # of a step, for its curve of live bytes
 SIZED = ("none", "block", "selective")  # policies of sizes, of which a model may not have all
 SMOKE = {  # with --smoke in a shell
-    "parts": ("pareto", "variants", "sequences"), "policies": ("block",), "batch": 32, "sequences": (128,),
-}  # fmt: skip
+    "parts": ("pareto", "variants", "sequences"),
+    "policies": ("block",),
+    "batch": 32,
+    "sequences": (128,),
+}
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,13 @@ def _pareto(config: Config, rank: Rank) -> Iterator[Record]:
     yield from _memory(workload, steps, config.model, rank)
     yield from _operations(steps, config, rank)
     rounds, turns = measure.rounds_of(config, rank.slowest), {**steps, "forward": lambda: steps["none"].forward()}
-    seconds = measure.interleave(turns, rounds, rank.device, between=rank.barrier,
-                                 on_round=lambda done, total: rank.progress(done, total, f"round {done}"))  # fmt: skip
+    seconds = measure.interleave(
+        turns,
+        rounds,
+        rank.device,
+        between=rank.barrier,
+        on_round=lambda done, total: rank.progress(done, total, f"round {done}"),
+    )
     yield rank.record("forward_s", "s", rank.slowest(seconds.pop("forward")), **_case(steps["none"], config.model))
     for policy, samples in seconds.items():
         yield rank.record("step_s", "s", rank.slowest(samples), **_case(steps[policy], config.model))
@@ -171,9 +179,15 @@ def _memory(workload: Workload, steps: dict[str, Step], model: str, rank: Rank) 
 
 def _predicted(chain: Chain, runs: Segments, fixed: dict, passing: int, case: dict, rank: Rank) -> Iterator[Record]:
     moment = at_peak(chain, runs, passing)
-    parts = {**fixed, "outside the blocks": moment.outside, "inputs of segments": moment.boundaries,
-             "segment in work": moment.segment, "gradients": moment.gradients, "optimizer's step": moment.optimizer,
-             "passing": moment.passing}  # fmt: skip
+    parts = {
+        **fixed,
+        "outside the blocks": moment.outside,
+        "inputs of segments": moment.boundaries,
+        "segment in work": moment.segment,
+        "gradients": moment.gradients,
+        "optimizer's step": moment.optimizer,
+        "passing": moment.passing,
+    }
     for name, size in parts.items():
         yield rank.record("peak_part_bytes", "B", size, kind="modelled", of=name, **case)
     yield rank.record("predicted_peak_bytes", "B", moment.total, kind="modelled", **case)
@@ -214,8 +228,14 @@ def _variants(config: Config, rank: Rank) -> Iterator[Record]:
         case = {"scenario": scenario, "variant": variant}
         yield rank.record("raised", "1", bool(out.error), error=out.error, **case)
         yield rank.record("parameters_without_gradient", "1", out.without_gradient, **case)
-        yield rank.record("warnings", "1", len(out.warned), categories=sorted({c for c, _ in out.warned}),
-                          texts=[text for _, text in out.warned], **case)  # fmt: skip
+        yield rank.record(
+            "warnings",
+            "1",
+            len(out.warned),
+            categories=sorted({c for c, _ in out.warned}),
+            texts=[text for _, text in out.warned],
+            **case,
+        )
     for preserve in (True, False):
         yield rank.record("gradient_error", "1", variants.gradient_error(x, preserve), preserve_rng_state=preserve)
     for way in ("checkpoint", "recompute()"):
@@ -244,21 +264,27 @@ def answer(run: Records) -> Iterator[str]:
         least = min(rows, key=lambda r: r["peak_bytes"], default=None)
         yield f"A step of {run[0].config['model']} takes {none / 1e6:.1f} MB at its peak with nothing recomputed."
         if least:
-            yield (f"The least of {len(rows)} policies is {least['peak_bytes'] / 1e6:.1f} MB "
-                   f"({least['policy']}): it has {least['flops_ratio']:.2f} x the operations and takes "
-                   f"{least['time_ratio']} the time.")  # fmt: skip
+            yield (
+                f"The least of {len(rows)} policies is {least['peak_bytes'] / 1e6:.1f} MB "
+                f"({least['policy']}): it has {least['flops_ratio']:.2f} x the operations and takes "
+                f"{least['time_ratio']} the time."
+            )
             yield f"Gradients with dropout, beside those of the step without policy: {report.same_gradients(run)}."
     yield from report.fixed_price(run)
     if best := run.where("best_segments", part="chain"):
         found = min((r for r in report.pareto(run, "chain") if r["segments"]), key=lambda r: r["peak_bytes"])
-        yield (f"On a chain of {best[0].case['blocks']} blocks that keep only their output, {found['segments']} "
-               f"segments "
-               f"take least; the square root says {best[0].value:.0f}.")  # fmt: skip
+        yield (
+            f"On a chain of {best[0].case['blocks']} blocks that keep only their output, {found['segments']} "
+            f"segments "
+            f"take least; the square root says {best[0].value:.0f}."
+        )
     if tried := run.where("raised", part="variants", variant="use_reentrant=False"):
         lost = run.where("parameters_without_gradient", part="variants", variant="use_reentrant=False")
         bad = sum(bool(r.value or n.value) for r, n in zip(tried, lost, strict=True))
-        yield (f"With use_reentrant=False {len(tried) - bad} of {len(tried)} ways to call checkpoint() train all "
-               f"parameters.")  # fmt: skip
+        yield (
+            f"With use_reentrant=False {len(tried) - bad} of {len(tried)} ways to call checkpoint() train all "
+            f"parameters."
+        )
 
 
 if __name__ == "__main__":

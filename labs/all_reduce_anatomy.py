@@ -47,8 +47,10 @@ class Config:
     """Three sizes, two rounds."""
 
     def __post_init__(self) -> None:
-        require(len(set(self.sizes)) >= 3, "sizes must hold three different sizes at least: two are fitted, others "
-                "are predicted")  # fmt: skip
+        require(
+            len(set(self.sizes)) >= 3,
+            "sizes must hold three different sizes at least: two are fitted, others are predicted",
+        )
         require(all(s >= 4 and s % 4 == 0 for s in self.sizes), f"sizes must be multiples of 4 bytes, not {self.sizes}")
         measure.require_budget(self.seconds, self.rounds)
 
@@ -108,8 +110,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield rank.record("sent_bytes", "B", predict(op, size, rank.world_size), kind="modelled", op=op, size=size)
     for op, samples in in_turn(calls, config, rank, 0.6).items():
         yield rank.record("seconds", "s", samples, op=op, size=size)
-        yield rank.record("busbw_b_s", "B/s", [busbw_b_s(size, s, rank.world_size, op) for s in samples], op=op,
-                          size=size)  # fmt: skip
+        yield rank.record(
+            "busbw_b_s", "B/s", [busbw_b_s(size, s, rank.world_size, op) for s in samples], op=op, size=size
+        )
     rank.progress(1, 2, "sizes")
     yield from sweep(config, rank)
 

@@ -193,8 +193,9 @@ def _errors(gradients: dict[tuple[str, str], Tensor], precision: str, hook: str,
     references = {"fp32": gradients["fp32", "none"], "without hook": plain}
     for name, reference in references.items():
         error = ((gradient - reference).norm() / reference.norm()).item()
-        yield rank.record("gradient_relative_error", "1", rank.slowest([error]),
-                          precision=precision, hook=hook, reference=name)  # fmt: skip
+        yield rank.record(
+            "gradient_relative_error", "1", rank.slowest([error]), precision=precision, hook=hook, reference=name
+        )
     lost = ((gradient == 0) & (plain != 0)).float().mean().item()
     yield rank.record("gradient_underflow_share", "1", rank.slowest([lost]), precision=precision, hook=hook)
 
@@ -209,8 +210,10 @@ def answer(run: Records) -> Iterator[str]:
         found = [r for r in run.where("wire_bytes", hook=hook) if (r.case["precision"], hook) != ("fp32", "none")]
         for ratio in sorted({round(r.value / plain, 3) for r in found}):
             names = [r.case["precision"] for r in found if round(r.value / plain, 3) == ratio]
-            errors = [run.one("gradient_relative_error", precision=p, hook=hook, reference="without hook").value
-                      for p in names]  # fmt: skip
+            errors = [
+                run.one("gradient_relative_error", precision=p, hook=hook, reference="without hook").value
+                for p in names
+            ]
             told = f"; the hook changes the gradient by up to {max(errors):.2g} of its norm" if hook != "none" else ""
             named = "no hook" if hook == "none" else f"{hook.upper()} hook"
             yield f"{', '.join(p.upper() for p in names)} with {named}: {ratio:.2f} times as many bytes{told}."

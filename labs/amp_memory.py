@@ -70,8 +70,10 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.batch >= 1, f"batch must be at least 1, not {self.batch}")
-        require(len(self.sequences) > 0 and all(8 <= s <= 512 for s in self.sequences),
-                "sequences must hold numbers from 8 to 512: BERT-large has 512 places")  # fmt: skip
+        require(
+            len(self.sequences) > 0 and all(8 <= s <= 512 for s in self.sequences),
+            "sequences must hold numbers from 8 to 512: BERT-large has 512 places",
+        )
         for name in ("batches", "images"):
             values = getattr(self, name)
             require(len(values) > 0 and min(values) >= 1, f"{name} must hold positive numbers")
@@ -119,8 +121,7 @@ def _small_model(name: str, config: Config, rank: Rank) -> Iterator[Record]:
         line = trace_line(workload, precision, rank.device.type)
         trained = sum(p.numel() for p in workload.module.parameters() if p.requires_grad)
         predicted = states(trained, config.optimizer, line.activations(config.batch), line.weight_copies)
-        case = {"model": name, "batch": config.batch, "seq": seq, "precision": precision,
-                "optimizer": config.optimizer}  # fmt: skip
+        case = {"model": name, "batch": config.batch, "seq": seq, "precision": precision, "optimizer": config.optimizer}
         yield from _by_category(rank, "predicted_bytes", predicted, "modelled", case)
         measured, peak_bytes = measure_step(workload, config.batch, precision, config.optimizer, rank.device)
         yield from _by_category(rank, "measured_bytes", measured, "measured", case)
@@ -166,8 +167,13 @@ def _bert_large(config: Config, rank: Rank) -> Iterator[Record]:
     for attention, seq, precision in itertools.product(config.attention, sequences, ("fp32", "fp16")):
         shape = BertShape(attention=attention)
         line = bert_line(shape, seq, precision)
-        case = {"model": "bert_large", "attention": attention, "seq": seq, "precision": precision,
-                "optimizer": config.optimizer}  # fmt: skip
+        case = {
+            "model": "bert_large",
+            "attention": attention,
+            "seq": seq,
+            "precision": precision,
+            "optimizer": config.optimizer,
+        }
         yield from _traced(line, parameter_count(shape), config.batches, case, rank)
         for batch in config.batches:
             by_hand = predict(batch, seq, precision, shape, config.optimizer)
@@ -277,16 +283,20 @@ def answer(run: Records) -> Iterator[str]:
     for r in run.where("not_possible"):
         yield f"{r.case['model']} in {r.case['precision'].upper()}: {r.case['why']}."
     found = steps(run)
-    yield (f"Modelled: mixed precision saves from {found[0].saved:.0f} % ({found[0]}) to {found[-1].saved:.0f} % "
-           f"({found[-1]}) of a training step's memory.")  # fmt: skip
+    yield (
+        f"Modelled: mixed precision saves from {found[0].saved:.0f} % ({found[0]}) to {found[-1].saved:.0f} % "
+        f"({found[-1]}) of a training step's memory."
+    )
     near = min((s for s in found if s.case["model"] == "bert_large"), key=lambda s: abs(s.fp32 - ARTICLE_BYTES))
     for s in (s for s in found if all(s.case.get(k) == near.case[k] for k in ("model", "seq", "batch"))):
         yield f"{s}: {s.fp32 / 1e9:.1f} GB in FP32, {s.lowered / 1e9:.1f} GB with autocast, {s.saved:.0f} % less."
     small = [r.case for r in run.where("measured_bytes", category="activations") if r.case["model"] not in NAMES]
     if small:
         errors = [abs(relative_error(run, model=c["model"], precision=c["precision"])) for c in small]
-        yield (f"The same count is at most {max(errors):.2%} away from {len(small)} real steps of small models; "
-               "workspace of kernels and the allocator's own share are not in it.")  # fmt: skip
+        yield (
+            f"The same count is at most {max(errors):.2%} away from {len(small)} real steps of small models; "
+            "workspace of kernels and the allocator's own share are not in it."
+        )
     peaks = run.where("peak_bytes")
     kind = "GPU" if run[0].layout["device"] == "cuda" else "CPU"
     for r in (r for r in peaks if r.case["model"] in NAMES):

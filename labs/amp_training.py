@@ -184,9 +184,11 @@ def train_all(config: Config, names: Sequence[str], data: tuple[Tensor, ...], ra
 
     least, most = (-(-seeds // rank.world_size) for seeds in (measure.LEAST_ROUNDS, config.seeds or MOST_SEEDS))
     measure.interleave(
-        {"seed": one_seed}, most if config.seeds else Budget(config.seconds, rank.slowest, least, most), rank.device,
+        {"seed": one_seed},
+        most if config.seeds else Budget(config.seconds, rank.slowest, least, most),
+        rank.device,
         on_round=lambda done, total: rank.progress(done, total, f"{done * rank.world_size} seeds"),
-    )  # fmt: skip
+    )
     found = {t: outcome for part in rank.gather(done) for t, outcome in part.items()}
     return dict(sorted(found.items(), key=lambda item: item[0].seed))
 
@@ -276,8 +278,9 @@ def against_fp32(records: Records) -> dict[tuple[str, int], Estimate]:
 
 def changes(records: Records, precision: str, loss_exponent: int) -> list[float]:
     """Test accuracy minus that of FP32 with the same factor, seed by seed."""
-    lowered, exact = (records.one("test_accuracy", precision=p, loss_exponent=loss_exponent).samples
-                      for p in (precision, "fp32"))  # fmt: skip
+    lowered, exact = (
+        records.one("test_accuracy", precision=p, loss_exponent=loss_exponent).samples for p in (precision, "fp32")
+    )
     return [a - b for a, b in zip(lowered, exact, strict=True)]
 
 
@@ -321,8 +324,10 @@ def answer(run: Records) -> Iterator[str]:
         scales = [s.case["scale"] for s in run.where("zero_share", precision="fp16", **case)]
         scaled = run.one("zero_share", precision="fp16", scale=max(scales), **case).value
         zero = run.one("zero_share", precision="fp32", scale=1.0, **case).value
-        yield (f"{r.case['model']}, gradients of activations that are 0: {zero:.2%} in FP32, {r.value:.2%} in FP16, "
-               f"{scaled:.2%} with a scale of {max(scales):,.0f}.")  # fmt: skip
+        yield (
+            f"{r.case['model']}, gradients of activations that are 0: {zero:.2%} in FP32, {r.value:.2%} in FP16, "
+            f"{scaled:.2%} with a scale of {max(scales):,.0f}."
+        )
     for r in run.where("left_out"):
         yield f"Loss x 2^{r.case['loss_exponent']} was left out: {r.case['why']}."
 

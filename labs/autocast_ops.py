@@ -35,10 +35,17 @@ CAST = "_to_copy"
 LOWERED, KEPT, FOLLOWS = "cast to 16 bits", "cast to FP32", "not cast"
 TREATMENTS = (LOWERED, KEPT, FOLLOWS, "cast")
 RULE_OF = {
-    "addmm": "linear", "mm": "matmul", "bmm": "matmul", "convolution": "conv2d", "native_layer_norm": "layer_norm",
-    "_log_softmax": "log_softmax", "_softmax": "softmax", "nll_loss_forward": "nll_loss",
-    "native_batch_norm": "batch_norm", "cudnn_batch_norm": "batch_norm",
-}  # fmt: skip
+    "addmm": "linear",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "convolution": "conv2d",
+    "native_layer_norm": "layer_norm",
+    "_log_softmax": "log_softmax",
+    "_softmax": "softmax",
+    "nll_loss_forward": "nll_loss",
+    "native_batch_norm": "batch_norm",
+    "cudnn_batch_norm": "batch_norm",
+}
 """The function that has the rule, of operations that run under another name."""
 CONTEXTS = ("one", "one each")
 FORWARDS = 2
@@ -234,10 +241,13 @@ def table(records: Records, model: str, precision: str, phase: str = "forward") 
     for r in records.where("calls", model=model, precision="fp32", phase=phase):
         plain[r.case["op"]] += int(r.value)
     rows = [
-        {**{k: r.case[k] for k in ("treatment", "op", "dtype_in", "dtype_out")}, "calls": int(r.value),
-         "fp32_calls": plain[r.case["op"]]}
+        {
+            **{k: r.case[k] for k in ("treatment", "op", "dtype_in", "dtype_out")},
+            "calls": int(r.value),
+            "fp32_calls": plain[r.case["op"]],
+        }
         for r in records.where("calls", model=model, precision=precision, phase=phase)
-    ]  # fmt: skip
+    ]
     return sorted(rows, key=lambda row: (TREATMENTS.index(row["treatment"]), row["op"], row["dtype_in"]))
 
 
@@ -268,9 +278,12 @@ def shares(records: Records, precision: str = "bf16") -> dict[str, Share]:
         rows = table(records, name, precision)
         plain = [row for row in rows if row["op"] != CAST]
         flop = min(r.value for r in records.where("lowered_flop_share", model=name, precision=precision))
-        found[name] = Share(sum(row["calls"] for row in plain),
-                            sum(row["calls"] for row in plain if precision in row["dtype_in"].split("+")),
-                            sum(row["calls"] for row in rows if row["op"] == CAST), flop)  # fmt: skip
+        found[name] = Share(
+            sum(row["calls"] for row in plain),
+            sum(row["calls"] for row in plain if precision in row["dtype_in"].split("+")),
+            sum(row["calls"] for row in rows if row["op"] == CAST),
+            flop,
+        )
     return found
 
 
@@ -280,11 +293,15 @@ def answer(run: Records) -> Iterator[str]:
         yield f"{r.case['model']} in {r.case['precision'].upper()}: {r.case['why']}."
     for precision in dict.fromkeys(r.case["precision"] for r in run.where("lowered_flop_share")):
         if precision != "fp32":
-            parts = [f"{name} {s.lowered} of {s.operations} ({s.flop:.0%} of its products' FLOPs), {s.casts} casts"
-                     for name, s in shares(run, precision).items()]  # fmt: skip
+            parts = [
+                f"{name} {s.lowered} of {s.operations} ({s.flop:.0%} of its products' FLOPs), {s.casts} casts"
+                for name, s in shares(run, precision).items()
+            ]
             yield f"Operations of a forward pass with {precision.upper()} inputs: {'; '.join(parts)}."
-    by_op = {op: [rule_of(run, op, kind) for kind in autocast_rules.DEVICES]
-             for op in dict.fromkeys(r.case["op"] for r in run.where("has_rule"))}  # fmt: skip
+    by_op = {
+        op: [rule_of(run, op, kind) for kind in autocast_rules.DEVICES]
+        for op in dict.fromkeys(r.case["op"] for r in run.where("has_rule"))
+    }
     other = [op for op, (cpu, cuda) in by_op.items() if cpu != cuda]
     if by_op:
         told = f"{len(other)} of {len(by_op)} have another rule on CUDA than on a CPU: {', '.join(other)}"

@@ -254,8 +254,10 @@ def modelled_share(records: Records) -> dict[int, float]:
     if not len(records.where("all_reduce_s")):
         return {}
     model, all_reduce_s = fit_ends(records), records.one("all_reduce_s").value
-    return {r.case["batch"]: predict_share(model.step_s(r.case["batch"]), all_reduce_s)
-            for r in records.where("step_s", mode="ddp")}  # fmt: skip
+    return {
+        r.case["batch"]: predict_share(model.step_s(r.case["batch"]), all_reduce_s)
+        for r in records.where("step_s", mode="ddp")
+    }
 
 
 def answer(run: Records) -> Iterator[str]:

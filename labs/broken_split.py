@@ -90,8 +90,9 @@ def as_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
-    "logits": functional.cross_entropy, "as probabilities": as_probabilities,
-}  # fmt: skip
+    "logits": functional.cross_entropy,
+    "as probabilities": as_probabilities,
+}
 
 
 def _train(way: Way, loss: Loss, steps: int, batch: int, seed: int, rank: Rank) -> dict[str, float]:

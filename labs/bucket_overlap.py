@@ -38,9 +38,12 @@ from labs.parts.data_parallel.training import PERCEPTRON, build, require_model, 
 from labs.parts.sharding.link import as_in_training
 
 SWITCHES: dict[str, dict[str, Any]] = {
-    "default": {}, "static_graph": {"static_graph": True}, "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
-    "find_unused_parameters": {"find_unused_parameters": True}, "buffers not broadcast": {SYNC_BUFFERS: False},
-}  # fmt: skip
+    "default": {},
+    "static_graph": {"static_graph": True},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "buffers not broadcast": {SYNC_BUFFERS: False},
+}
 """DDP's arguments that change what a step costs. The model has buffers, so that there is something to broadcast."""
 
 
@@ -73,8 +76,10 @@ class Config:
         require_model(self)
         with naming("mb_s"):
             wire.require_rate(1e6 * self.mb_s)
-        require(len(set(self.bucket_cap_mb)) == len(self.bucket_cap_mb) > 0,
-                f"bucket_cap_mb must hold different sizes, not {self.bucket_cap_mb}")  # fmt: skip
+        require(
+            len(set(self.bucket_cap_mb)) == len(self.bucket_cap_mb) > 0,
+            f"bucket_cap_mb must hold different sizes, not {self.bucket_cap_mb}",
+        )
         require(min(self.bucket_cap_mb) > 0, f"bucket_cap_mb must be positive, not {min(self.bucket_cap_mb)}")
         measure.require_budget(self.seconds, self.rounds)
 
@@ -302,8 +307,10 @@ def answer(run: Records) -> Iterator[str]:
         yield f"At {mb_s:g} MB/s the size of the buckets makes no difference that this run can show ({ratio})."
     predicted = predicted_steps(run)
     measured = run.one("step_s", synchronise=True, bucket_cap_mb=best).value
-    yield (f"The prediction would take {min(predicted, key=predicted.get):g} MiB. For {best:g} MiB it says "
-           f"{1e3 * predicted[best]:.3g} ms, measured are {1e3 * measured:.3g} ms.")  # fmt: skip
+    yield (
+        f"The prediction would take {min(predicted, key=predicted.get):g} MiB. For {best:g} MiB it says "
+        f"{1e3 * predicted[best]:.3g} ms, measured are {1e3 * measured:.3g} ms."
+    )
     told = [f"{name} {found}" for name, found in switch_ratios(run).items() if measure.differs(found)]
     if told:
         yield f"Switches against the default: {', '.join(told)}. The others make no difference that this run can show."

@@ -34,8 +34,9 @@ from labs.parts.clinic.illnesses import BY_NAME, ILLNESSES, WELL, Illness
 from labs.parts.clinic.measurements import MEASUREMENTS, Findings
 from labs.parts.clinic.patients import Patient
 
-Measure = Literal["steps", "shares", "ops", "memory", "arrivals", "cores", "disk", "census", "traffic", "same_batch",
-                  "batch", "alone"]  # fmt: skip
+Measure = Literal[
+    "steps", "shares", "ops", "memory", "arrivals", "cores", "disk", "census", "traffic", "same_batch", "batch", "alone"
+]
 CAUSE, GAIN, PER_SECOND = 60, 40, 2  # points for the cause, for the gain at best; points that a second costs
 ADMISSION_STEPS, LEAST_STEPS = 8, 6
 STEPS_S = 1.0  # that the steps of a measurement may take in all, before there are fewer of them
@@ -78,9 +79,11 @@ class Config:
         known = (i.name for i in ILLNESSES + WELL)
         unknown = sorted(set(self.kinds) - set(BY_NAME))
         require(not unknown, f"kinds: there is no {', '.join(unknown)}; there are {', '.join(known)}")
-        require(not self.diagnose or illnesses.recognised(self.diagnose) is not None,
-                f"diagnose {self.diagnose!r:.60} is no cause that is known here, or more than one: "
-                f"{did_you_mean(self.diagnose, BY_NAME)}there are {', '.join(consultant.ORDER)}, healthy")  # fmt: skip
+        require(
+            not self.diagnose or illnesses.recognised(self.diagnose) is not None,
+            f"diagnose {self.diagnose!r:.60} is no cause that is known here, or more than one: "
+            f"{did_you_mean(self.diagnose, BY_NAME)}there are {', '.join(consultant.ORDER)}, healthy",
+        )
 
     def taken(self, step_s: float) -> int:
         """Steps of a measurement: fewer of long ones."""
@@ -179,8 +182,15 @@ def examine(config: Config, rank: Rank) -> Iterator[Record]:
                 found[name], price_s = bought(name, admit, steps, rank)
                 yield rank.record("price_s", "s", price_s, measure=name, **case)
                 signs = consultant.signs(name, found[name])
-                yield rank.record("signs", "signs", len(signs), measure=name, read=signs,
-                                  says=consultant.names(name, found[name]), **case)  # fmt: skip
+                yield rank.record(
+                    "signs",
+                    "signs",
+                    len(signs),
+                    measure=name,
+                    read=signs,
+                    says=consultant.names(name, found[name]),
+                    **case,
+                )
                 for what, value in found[name].items():
                     yield rank.record("finding", "", value, measure=name, what=what, **case)
             said = consultant.diagnosed(found)
@@ -201,9 +211,11 @@ def symptoms(run: Records) -> str:
     """What is seen at admission, in a sentence."""
     steps, loss = run.one("step_s"), run.one("loss").samples
     busy = ", ".join(f"{100 * b:.0f} %" for b in run.one("busy").samples)
-    return (f"Patient {steps.config['seed']}: {run.one('batch').value:.0f} images a step and rank, a step takes "
-            f"{measure.estimate(steps.samples, 's')}. The loss went from {loss[0]:.2f} to {loss[-1]:.2f} in "
-            f"{len(loss)} steps. top: {busy} (rank 0, 1, ...).")  # fmt: skip
+    return (
+        f"Patient {steps.config['seed']}: {run.one('batch').value:.0f} images a step and rank, a step takes "
+        f"{measure.estimate(steps.samples, 's')}. The loss went from {loss[0]:.2f} to {loss[-1]:.2f} in "
+        f"{len(loss)} steps. top: {busy} (rank 0, 1, ...)."
+    )
 
 
 def reading(run: Records, name: str) -> str:
@@ -214,8 +226,15 @@ def reading(run: Records, name: str) -> str:
 
 
 def _shown(what: str, value: float) -> str:
-    if what.startswith("share of") or what in ("data", "host-to-device", "forward", "backward", "optimizer",
-                                               "exposed communication", "overhead"):  # fmt: skip
+    if what.startswith("share of") or what in (
+        "data",
+        "host-to-device",
+        "forward",
+        "backward",
+        "optimizer",
+        "exposed communication",
+        "overhead",
+    ):
         return f"{100 * value:.0f} %"
     if what.startswith("step_s"):
         return f"{1e3 * value:.1f} ms"
@@ -272,8 +291,15 @@ def verdict(run: Records, price_s: float | None = None, bought: int | None = Non
     """Of a run with a diagnosis; price and number of all measurements if they were bought in other runs."""
     right, gains, prices = run.one("right"), run.where("gain"), [r.value for r in run.where("price_s")]
     gain = measure.estimate(gains[0].samples, "x") if gains else None
-    return Verdict(right.config["seed"], right.case["understood"], bool(right.value), gain, right.config["gain"],
-                   sum(prices) if price_s is None else price_s, len(prices) if bought is None else bought)  # fmt: skip
+    return Verdict(
+        right.config["seed"],
+        right.case["understood"],
+        bool(right.value),
+        gain,
+        right.config["gain"],
+        sum(prices) if price_s is None else price_s,
+        len(prices) if bought is None else bought,
+    )
 
 
 def chart(seed: int) -> list[str]:
@@ -282,8 +308,11 @@ def chart(seed: int) -> list[str]:
     if illness in WELL:
         return [f"It is healthy; wrong with it: {illness.cause}."]
     key = f"{illness.key} shows it ({illness.sign}); {', '.join(illness.blind)} do not"
-    return [f"It was {illness.name}: {illness.cause}. {key}. Notebook {illness.teaches} is about such costs. The cure, "
-            f"in line {illnesses.line(illness)} of `train`:", *illnesses.cure(illness).splitlines()]  # fmt: skip
+    return [
+        f"It was {illness.name}: {illness.cause}. {key}. Notebook {illness.teaches} is about such costs. The cure, "
+        f"in line {illnesses.line(illness)} of `train`:",
+        *illnesses.cure(illness).splitlines(),
+    ]
 
 
 @dataclass
@@ -342,10 +371,19 @@ def admit(seed: int, smoke: bool = False) -> Case:
 def keep(found: Verdict) -> None:
     """Keep the score and the prediction in the room, if there is one."""
     if found.gain is not None and found.predicted is not None:
-        room.keep_prediction(f"gain of the cure of patient {found.seed}", "x", found.predicted, found.gain.value,
-                             found.gain.low, found.gain.high)  # fmt: skip
-    room.keep_outcome(f"clinic {found.seed}", "passed" if found.right else "not yet",
-                      f"score {found.score}: {found.understood} after {found.bought} measurements")  # fmt: skip
+        room.keep_prediction(
+            f"gain of the cure of patient {found.seed}",
+            "x",
+            found.predicted,
+            found.gain.value,
+            found.gain.low,
+            found.gain.high,
+        )
+    room.keep_outcome(
+        f"clinic {found.seed}",
+        "passed" if found.right else "not yet",
+        f"score {found.score}: {found.understood} after {found.bought} measurements",
+    )
 
 
 def answer(run: Records) -> Iterator[str]:
@@ -374,15 +412,20 @@ def examined(run: Records) -> Iterator[str]:
     ill = [f"{r.case['patient']} as {r.case['said']}" for r in rights if r.case["patient"] in well and r.value == 0]
     yield f"Healthy patients called ill: {', '.join(ill) or 'none'}."
     shown, hidden = key_shown(run), blind_kept(run)
-    yield (f"The key measurement shows the illness in {sum(shown.values())} of {len(shown)} patients; two plausible "
-           f"others do not name it in {sum(hidden.values())} of {len(hidden)}.")  # fmt: skip
+    yield (
+        f"The key measurement shows the illness in {sum(shown.values())} of {len(shown)} patients; two plausible "
+        f"others do not name it in {sum(hidden.values())} of {len(hidden)}."
+    )
     yield from cures(run)
 
 
 def key_shown(run: Records) -> dict[tuple[str, int], bool]:
     """{(patient, seed): whether its key measurement alone makes one name it} of all that are ill."""
-    return {(r.case["patient"], r.case["of_seed"]): r.case["says"] == r.case["patient"] for r in run.where("signs")
-            if r.case["measure"] == BY_NAME[r.case["patient"]].key}  # fmt: skip
+    return {
+        (r.case["patient"], r.case["of_seed"]): r.case["says"] == r.case["patient"]
+        for r in run.where("signs")
+        if r.case["measure"] == BY_NAME[r.case["patient"]].key
+    }
 
 
 def blind_kept(run: Records) -> dict[tuple[str, int], bool]:

@@ -296,8 +296,11 @@ def with_if(x: Tensor, w: Tensor) -> Tensor:
 
 
 HABITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "tensors only": plain, ".item()": with_item, "print": with_print, "if of a tensor": with_if,
-}  # fmt: skip
+    "tensors only": plain,
+    ".item()": with_item,
+    "print": with_print,
+    "if of a tensor": with_if,
+}
 
 
 def breaks(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[int, int, list[str]]:
@@ -381,13 +384,17 @@ def answer(run: Records) -> Iterator[str]:
     if run.where("step_s"):
         backend = run.one("step_s", way="compiled").case["backend"]
         yield measure.verdict(gain(run), f"A compiled step ({backend}) against an eager one, seconds") + "."
-        yield (f"Start-up: {startup_s(run):.1f} s with an empty cache, {startup_s(run, 'full'):.1f} s with a full one "
-               f"in the same process, each taken once. It has paid after: {in_steps(break_even(run))}; with a full "
-               f"cache {in_steps(break_even(run, 'full'))}.")  # fmt: skip
+        yield (
+            f"Start-up: {startup_s(run):.1f} s with an empty cache, {startup_s(run, 'full'):.1f} s with a full one "
+            f"in the same process, each taken once. It has paid after: {in_steps(break_even(run))}; with a full "
+            f"cache {in_steps(break_even(run, 'full'))}."
+        )
     kernels = {r.case["way"]: int(r.value) for r in run.where("kernels")}
     if "compiled" in kernels:
-        yield (f"Forward and backward of the module: {kernels['eager']} operations of torch became "
-               f"{kernels['compiled']} kernels.")  # fmt: skip
+        yield (
+            f"Forward and backward of the module: {kernels['eager']} operations of torch became "
+            f"{kernels['compiled']} kernels."
+        )
     said = [f"{r.case['habit']} {int(r.value)}" for r in run.where("graph_breaks")]
     yield f"Graph breaks: {', '.join(said)}."
     made = [f"{r.case['dynamic']} {int(r.samples[-1])}" for r in run.where("graphs")]

@@ -60,8 +60,10 @@ class Offer:
         )
         with naming("offers"):
             row = hardware.require_spec(offer.card)
-        require(bool(row.memory_gb and row.link_gb_s and (row.tensor_bf16 or row.tensor_fp16)),
-                f"offers: memory, link or 16-bit peak of the {row.gpu} have no source in gpus.toml")  # fmt: skip
+        require(
+            bool(row.memory_gb and row.link_gb_s and (row.tensor_bf16 or row.tensor_fp16)),
+            f"offers: memory, link or 16-bit peak of the {row.gpu} have no source in gpus.toml",
+        )
         return replace(offer, card=row.gpu)
 
     def __str__(self) -> str:
@@ -115,8 +117,18 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("params", "batch", "seq", "gpus_per_node"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name):g}")
-        for name in ("tokens", "startup_min", "gpu_mtbf_days", "save_s", "restart_min", "reserved_gb", "deadline_days",
-                     "budget", "layers", "hidden"):  # fmt: skip
+        for name in (
+            "tokens",
+            "startup_min",
+            "gpu_mtbf_days",
+            "save_s",
+            "restart_min",
+            "reserved_gb",
+            "deadline_days",
+            "budget",
+            "layers",
+            "hidden",
+        ):
             require(0 <= getattr(self, name) < math.inf, f"{name} must not be negative: {getattr(self, name):g}")
         require(self.params <= LARGEST, f"params must be at most {LARGEST:g}, not {self.params:g}")
         require(self.network_gb_s > 0, f"network_gb_s must be positive, not {self.network_gb_s:g}")
@@ -213,10 +225,16 @@ class Bill:
 
 def cluster_of(config: Config, offer: Offer) -> scaling.Cluster:
     """The GPUs of `offer` with what start-up, failures and saving take."""
-    found = scaling.of_card(offer.card, offer.gpus, config.gpus_per_node, config.network_gb_s,
-                            config.share_of_peak(offer.card)[0])  # fmt: skip
-    return replace(found, startup_s=60 * config.startup_min, gpu_mtbf_s=DAY_S * config.gpu_mtbf_days or math.inf,
-                   save_s=config.save_s, restart_s=60 * config.restart_min)  # fmt: skip
+    found = scaling.of_card(
+        offer.card, offer.gpus, config.gpus_per_node, config.network_gb_s, config.share_of_peak(offer.card)[0]
+    )
+    return replace(
+        found,
+        startup_s=60 * config.startup_min,
+        gpu_mtbf_s=DAY_S * config.gpu_mtbf_days or math.inf,
+        save_s=config.save_s,
+        restart_s=60 * config.restart_min,
+    )
 
 
 def bill(config: Config, offer: Offer) -> Bill | None:
@@ -230,8 +248,15 @@ def bill(config: Config, offer: Offer) -> Bill | None:
     work = scaling.Work.of(job)
     chosen = min(fitting, key=lambda c: scaling.step(work, cluster, c.plan).step_s)
     training = scaling.training(work, cluster, config.steps, chosen.plan)
-    return Bill(offer, chosen.plan, chosen.memory_bytes, scaling.step(work, cluster, chosen.plan), training,
-                with_band(training, config.error), config.power_factor * (row.tdp_w or math.nan))  # fmt: skip
+    return Bill(
+        offer,
+        chosen.plan,
+        chosen.memory_bytes,
+        scaling.step(work, cluster, chosen.plan),
+        training,
+        with_band(training, config.error),
+        config.power_factor * (row.tdp_w or math.nan),
+    )
 
 
 def with_band(training: scaling.Training, error: Band) -> Range:
@@ -290,9 +315,17 @@ def table(found: Sequence[Bill | None], offers: Sequence[Offer]) -> pandas.DataF
             rows.append({"offer": str(offer), "plan": "no plan fits into its memory"})
             continue
         money = {"money": str(b.money)} if b.money else {}
-        rows.append({"offer": str(offer), "plan": str(b.plan), "GB per GPU": f"{b.memory_bytes / 1e9:.0f}",
-                     "days (band)": str(b.days), "GPU-hours": str(b.gpu_hours), "MWh": str(b.energy_kwh.times(1e-3)),
-                     **money})  # fmt: skip
+        rows.append(
+            {
+                "offer": str(offer),
+                "plan": str(b.plan),
+                "GB per GPU": f"{b.memory_bytes / 1e9:.0f}",
+                "days (band)": str(b.days),
+                "GPU-hours": str(b.gpu_hours),
+                "MWh": str(b.energy_kwh.times(1e-3)),
+                **money,
+            }
+        )
     return pandas.DataFrame(rows).set_index("offer").fillna("")
 
 
@@ -313,18 +346,24 @@ def answer(config: Config) -> Iterator[str]:
         least = "Cheapest"
         if len(fit) > 1 and not all(b.money for b in fit):
             least = "Fewest GPU-hours (which is cheapest takes a price in every offer, CARD:GPUS:PRICE)"
-        yield (f"{least} {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
-               f"GPU-hours{money}, {kept.energy_kwh.times(1e-3)} MWh at most{boards}.")  # fmt: skip
+        yield (
+            f"{least} {asked}, at the band's upper end: {kept.offer}, {kept.days} days, {kept.gpu_hours} "
+            f"GPU-hours{money}, {kept.energy_kwh.times(1e-3)} MWh at most{boards}."
+        )
         share, started = kept.training.lost_share, kept.training.startup_s / kept.training.total_s
-        yield (f"Trained as: {kept.plan}. The largest part of a step is {kept.step.limit()}; checkpoints and "
-               f"failures take {share:.1%} of the time, start-up {started:.1%}.")  # fmt: skip
+        yield (
+            f"Trained as: {kept.plan}. The largest part of a step is {kept.step.limit()}; checkpoints and "
+            f"failures take {share:.1%} of the time, start-up {started:.1%}."
+        )
     yield from _undivided(config)
     yield from arithmetic(config)
     if config.deadline_days or config.budget:
         for offer in config.parsed():
             if largest := largest_model(config, offer):
-                yield (f"Largest model on {offer} {asked}, at the band's upper end: {largest[0]:.2g} parameters, "
-                       "20 tokens each.")  # fmt: skip
+                yield (
+                    f"Largest model on {offer} {asked}, at the band's upper end: {largest[0]:.2g} parameters, "
+                    "20 tokens each."
+                )
     yield str(config.error)
 
 
@@ -389,8 +428,13 @@ def divisions(params: float, tokens: float, card: str, gpus: int) -> Divisions:
     """The two divisions. BadInput for a card without a sourced memory or peak."""
     row = hardware.spec(card)
     require(bool(row and row.memory_gb and row.tflops("fp16")), f"no sourced memory and FP16 peak of {card!r} here")
-    return Divisions(parallel_cost.STATE_BYTES * params, 2 * params, gpus * row.memory_gb * 1e9, 6 * params * tokens,
-                     gpus * row.tflops("fp16") * 1e12)  # fmt: skip
+    return Divisions(
+        parallel_cost.STATE_BYTES * params,
+        2 * params,
+        gpus * row.memory_gb * 1e9,
+        6 * params * tokens,
+        gpus * row.tflops("fp16") * 1e12,
+    )
 
 
 def main() -> None:

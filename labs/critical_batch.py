@@ -219,9 +219,11 @@ def train_all(
 
     budget = Budget(config.seconds, rank.slowest, rounds(measure.LEAST_ROUNDS), rounds(MOST_SEEDS))
     measure.interleave(
-        {"seed": one_seed}, rounds(config.seeds) if config.seeds else budget, rank.device,
+        {"seed": one_seed},
+        rounds(config.seeds) if config.seeds else budget,
+        rank.device,
         on_round=lambda n, total: rank.progress(n, total, f"{n * rank.world_size} seeds"),
-    )  # fmt: skip
+    )
     every = {seed: found for part in rank.gather(done) for seed, found in part.items()}
     return {b: [every[seed][b] for seed in sorted(every)] for b in sorted(config.batches)}
 
@@ -335,8 +337,11 @@ def _wait() -> None:
 def steps(run: Records) -> dict[int, Estimate]:
     """{batch: steps to the target} of batches with which every seed reached it."""
     sure = {r.case["batch"] for r in run.where("missed") if r.value == 0}
-    return {r.case["batch"]: measure.estimate(r.samples, "steps") for r in run.where("steps_to_target")
-            if r.case["batch"] in sure}  # fmt: skip
+    return {
+        r.case["batch"]: measure.estimate(r.samples, "steps")
+        for r in run.where("steps_to_target")
+        if r.case["batch"] in sure
+    }
 
 
 def critical(run: Records) -> tuple[Estimate, Estimate]:
@@ -394,8 +399,10 @@ def answer(run: Records) -> Iterator[str]:
     yield f"That curve is within {100 * fit_error(run):.0f} % of all medians."
     told = noise(run)
     if told:
-        yield (f"The gradient noise scale is {min(told.values()):.0f} to {max(told.values()):.0f} samples along the "
-               "way, without any training but one.")  # fmt: skip
+        yield (
+            f"The gradient noise scale is {min(told.values()):.0f} to {max(told.values()):.0f} samples along the "
+            "way, without any training but one."
+        )
     small, large = min(by), max(by)
     saved, paid = by[small].value / by[large].value, large / small
     yield f"Batch {large} instead of {small}: {paid:.0f} times the samples a step, {saved:.1f} times fewer steps."

@@ -116,9 +116,13 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
     counted.clear()
     rounds, inner = (2, 1) if config.smoke else (measure.rounds_of(config, rank.slowest), config.inner)
     seconds = measure.interleave(
-        steps, rounds, rank.device, inner=inner, between=rank.barrier,
+        steps,
+        rounds,
+        rank.device,
+        inner=inner,
+        between=rank.barrier,
         on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
-    )  # fmt: skip
+    )
     calls = inner * len(seconds["all_reduce", rank.world_size])
     yield rank.record("all_reduce_s", "s", rank.slowest(seconds.pop(("all_reduce", rank.world_size))))
     if exchange := seconds.pop(("dp exchange", rank.world_size), None):
@@ -315,8 +319,11 @@ def answer(run: Records) -> Iterator[str]:
             yield f"On {n} devices {name} trains {found[mode, n]} as many samples/s as one device."
     if ("copies", n) in found:
         ceiling = found["copies", n]
-        slower = f"not {n}: copies that exchange nothing slow each other down" if ceiling.high < n else (
-            "and copies that exchange nothing are not shown to slow each other down")  # fmt: skip
+        slower = (
+            f"not {n}: copies that exchange nothing slow each other down"
+            if ceiling.high < n
+            else ("and copies that exchange nothing are not shown to slow each other down")
+        )
         yield f"The machine's ceiling is {ceiling}, {slower}."
         if ("ddp", n) in found:
             copies, ddp = run.one("step_s", mode="copies", ranks=n), run.one("step_s", mode="ddp", ranks=n)

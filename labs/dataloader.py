@@ -65,8 +65,10 @@ class Config:
     """Few images, cases and batches."""
 
     def __post_init__(self) -> None:
-        require(bool(self.parts and self.models and self.workers and self.batches), "parts, models, workers and "
-                "batches must each hold something")  # fmt: skip
+        require(
+            bool(self.parts and self.models and self.workers and self.batches),
+            "parts, models, workers and batches must each hold something",
+        )
         require(self.images >= 64, f"images must be at least 64, not {self.images}")
         require(min(self.workers) >= 0, f"workers must not be negative: {min(self.workers)}")
         require(min(*self.batches, self.batch_size) >= 1, "batch_size and batches must be at least 1")
@@ -105,14 +107,28 @@ def one_batch(data: Dataset, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _feed(
-    data: Dataset, step: Any, config: Config, rank: Rank, workers: int, batch: int, *, every_step: bool = True,
+    data: Dataset,
+    step: Any,
+    config: Config,
+    rank: Rank,
+    workers: int,
+    batch: int,
+    *,
+    every_step: bool = True,
     **options: Any,
-) -> Feed:  # fmt: skip
+) -> Feed:
     """Drive a fresh loader; its workers are gone when this returns."""
     skip = ready(workers, options.get("prefetch_factor") or 2)
     with running(endless(data, workers, batch, **options)) as batches:
-        return drive(batches, step, device=rank.device, skip=skip, wave=max(1, workers), every_step=every_step,
-                     **_how_long(config, batch))  # fmt: skip
+        return drive(
+            batches,
+            step,
+            device=rank.device,
+            skip=skip,
+            wave=max(1, workers),
+            every_step=every_step,
+            **_how_long(config, batch),
+        )
 
 
 def _how_long(config: Config, batch: int) -> dict[str, Any]:
@@ -234,8 +250,14 @@ def transfer(data: Dataset, config: Config, rank: Rank) -> Iterator[Record]:
     yield from _in_turn(cases, rank)
 
 
-PARTS = {"prediction": prediction, "timeline": timeline, "sweep": sweep, "settings": settings,
-         "bytes": bytes_sent, "transfer": transfer}  # fmt: skip
+PARTS = {
+    "prediction": prediction,
+    "timeline": timeline,
+    "sweep": sweep,
+    "settings": settings,
+    "bytes": bytes_sent,
+    "transfer": transfer,
+}
 
 
 def comparisons(records: Records, cores: int) -> list[dict[str, Any]]:
@@ -267,8 +289,11 @@ def answer(run: Records) -> Iterator[str]:
     """For each model its best number of workers and what limits; the best cell of the sweep; what settings change."""
     for alone_ in run.where("images_per_s", way="model"):
         model = alone_.case["model"]
-        both = [r for r in run.where("images_per_s", way="both", model=model)
-                if set(r.case) == {"way", "model", "workers", "batch"}]  # fmt: skip
+        both = [
+            r
+            for r in run.where("images_per_s", way="both", model=model)
+            if set(r.case) == {"way", "model", "workers", "batch"}
+        ]
         if both:
             best = max(both, key=lambda r: r.value)
             if min(len(best.samples), len(alone_.samples)) < 2:
@@ -277,14 +302,18 @@ def answer(run: Records) -> Iterator[str]:
             share = quotient(best, alone_).scaled(100, "%")
             fed = "the loader, or cores that both share, limit" if share.high < 95 else "the model may be what limits"
             fed = "the model limits" if share.low >= 95 else fed
-            yield (f"{model} model: with {counted(best.case['workers'])} it reaches most, {share} of its own "
-                   f"{alone_.value:,.0f} images/s: {fed}.")  # fmt: skip
+            yield (
+                f"{model} model: with {counted(best.case['workers'])} it reaches most, {share} of its own "
+                f"{alone_.value:,.0f} images/s: {fed}."
+            )
     if len(run.where("images_per_s", way="sweep")):
         best, tied = as_fast(run, way="sweep")
         others = sorted({r.case["workers"] for r in tied} - {best.case["workers"]})
         known = f"; {', '.join(map(str, others))} cannot be told from it" if others else ""
-        yield (f"The loader alone is fastest with {counted(best.case['workers'])} and batches of "
-               f"{best.case['batch']}, {best.value:,.0f} images/s{known}.")  # fmt: skip
+        yield (
+            f"The loader alone is fastest with {counted(best.case['workers'])} and batches of "
+            f"{best.case['batch']}, {best.value:,.0f} images/s{known}."
+        )
     both = run.where("images_per_s", way="both")
     for key, first, second in (("prefetch_factor", 4, 1), ("send", "uint8", "float32")):
         a, b = ([r for r in both if r.case.get(key) == value] for value in (first, second))

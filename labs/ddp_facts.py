@@ -229,11 +229,12 @@ def memory_parts(config: Config, rank: Rank) -> Iterator[Record]:
         state = [t for s in optimizer.state.values() for t in s.values() if t.numel() > 1]  # not the step numbers
         batch = (torch.randn(config.batch_size, 1024, device=rank.device), _labels(config, rank))
         parts = {
-            "parameters": nbytes(*module.parameters()), "gradients": nbytes(*grads),
+            "parameters": nbytes(*module.parameters()),
+            "gradients": nbytes(*grads),
             "buckets": nbytes(*(b for b in held if b.untyped_storage().data_ptr() not in own)),
             "optimizer": nbytes(*state),
             "activations": activation_bytes(models.Workload(module, None, nn.functional.cross_entropy), *batch),
-        }  # fmt: skip
+        }
         for part, size in parts.items():
             case = {"part": part, "gradient_as_bucket_view": view, "optimizer": kind.__name__}
             yield rank.record("held_bytes", "B", size, **case)

@@ -119,9 +119,14 @@ def timed_and_delayed(of: dict[str, Timeline], bucket: dist.GradBucket) -> torch
 
 
 def timed_step(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, loss: Callable,
-    synchronise: bool, of: dict[str, Timeline],
-) -> None:  # fmt: skip
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    x: Tensor,
+    y: Tensor,
+    loss: Callable,
+    synchronise: bool,
+    of: dict[str, Timeline],
+) -> None:
     """One training step with its moments noted in `of["step"]`; without all-reduces unless `synchronise`."""
     line = of["step"] = Timeline(start=now(x.device))
     optimizer.zero_grad()
@@ -160,9 +165,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         yield from wire.how(rank)
     with wire.slowed(rank, config.mb_s) if config.mb_s else nullcontext():
         seconds = measure.interleave(
-            steps, measure.rounds_of(config, rank.slowest), rank.device, between=rank.barrier,
+            steps,
+            measure.rounds_of(config, rank.slowest),
+            rank.device,
+            between=rank.barrier,
             on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
-        )  # fmt: skip
+        )
     for mode, samples in seconds.items():
         yield rank.record("step_s", "s", rank.slowest(samples), mode=mode)
     yield from _parts(lines, rank)
@@ -197,8 +205,11 @@ def _one_timeline(lines: list[Timeline], seconds: list[float], rank: Rank) -> It
     line, late_s = lines[middle], 0.0
     if rank.device.type == "cpu" and rank.local_world_size == rank.world_size:
         late_s = line.start - min(rank.gather(line.start))
-    ends = {"forward": (line.start, line.forward_done), "backward": (line.forward_done, line.backward_done),
-            "optimizer": (line.backward_done, line.end)}  # fmt: skip
+    ends = {
+        "forward": (line.start, line.forward_done),
+        "backward": (line.forward_done, line.backward_done),
+        "optimizer": (line.backward_done, line.end),
+    }
     for part, moments in ends.items():
         yield rank.record(
             "timeline_s", "s", [late_s + seconds_between(line.start, t) for t in moments], rank=rank.rank, part=part
@@ -238,11 +249,14 @@ def overlap(run: Records) -> Overlap:
     cost = [a - b for a, b in zip(step["ddp"], step["no_sync"], strict=True)]
     hidden = [100 * max(0.0, 1 - e / u) if u else 0.0 for e, u in zip(exposed, under_way, strict=True)]
     return Overlap(
-        measure.estimate(under_way, "s"), measure.estimate(exposed, "s"), measure.estimate(hidden, "%"),
+        measure.estimate(under_way, "s"),
+        measure.estimate(exposed, "s"),
+        measure.estimate(hidden, "%"),
         measure.estimate(slowed, "s"),
-        measure.estimate([e + s for e, s in zip(exposed, slowed, strict=True)], "s"), measure.estimate(cost, "s"),
+        measure.estimate([e + s for e, s in zip(exposed, slowed, strict=True)], "s"),
+        measure.estimate(cost, "s"),
         measure.estimate([100 * c / t for c, t in zip(cost, step["no_sync"], strict=True)], "%"),
-    )  # fmt: skip
+    )
 
 
 def accounts(found: Overlap) -> str:

@@ -31,9 +31,16 @@ from labs.kit.record import Record, Records
 from labs.parts import models
 
 Case = Literal[
-    "single", "ddp", "no_sampler", "no_set_epoch", "sampler_seed_per_rank", "different_models",
-    "setup_twice", "unused_parameters", "every_rank_saves",
-]  # fmt: skip
+    "single",
+    "ddp",
+    "no_sampler",
+    "no_set_epoch",
+    "sampler_seed_per_rank",
+    "different_models",
+    "setup_twice",
+    "unused_parameters",
+    "every_rank_saves",
+]
 CPU, SAVES = torch.device("cpu"), 20
 TRAINED = ("single", "ddp", "no_sampler", "no_set_epoch", "sampler_seed_per_rank", "different_models")
 

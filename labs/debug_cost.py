@@ -51,8 +51,10 @@ class Config:
     """Two rounds."""
 
     def __post_init__(self) -> None:
-        require(2 <= self.batch_size <= 100_000 and self.batch_size % 2 == 0,
-                f"batch_size must be an even number from 2 to 100000, not {self.batch_size}")  # fmt: skip
+        require(
+            2 <= self.batch_size <= 100_000 and self.batch_size % 2 == 0,
+            f"batch_size must be an even number from 2 to 100000, not {self.batch_size}",
+        )
         require(1 <= self.block <= 1000, f"block must be from 1 to 1000 steps, not {self.block}")
         require(1 <= self.check_every <= 1_000_000, f"check_every must be from 1 to 1000000, not {self.check_every}")
         require(0 <= self.seed < 2**32, f"seed must be from 0 to 4294967295, not {self.seed}")
@@ -71,8 +73,11 @@ def predict(per_step_s: float, per_check_s: float, check_every: int) -> float:
 
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """Blocks of steps of each variant, in turn."""
-    with guarded_folder() as root, Job(root, False, config.batch_size, config.seed, rank) as plain, \
-            Job(root, True, config.batch_size, config.seed, rank) as armed:  # fmt: skip
+    with (
+        guarded_folder() as root,
+        Job(root, False, config.batch_size, config.seed, rank) as plain,
+        Job(root, True, config.batch_size, config.seed, rank) as armed,
+    ):
         steps = {"none": partial(plain.steps, config.block)}
         steps |= {name: partial(armed.steps, config.block, guards) for name, guards in GUARDS.items()}
         for step in steps.values():  # both have loaded torch, and allocated what they need
@@ -101,14 +106,22 @@ def answer(run: Records) -> Iterator[str]:
     whole = ratio(run, "finite loss")
     yield f"A step takes {plain} without any of it."
     if whole.n < measure.fewest() or not measure.differs(whole):
-        yield (f"With recorder, watch and the test of each loss: no difference that this run can show ({whole}); the "
-               f"aim is at most {1 + AIM:.2f}x.")  # fmt: skip
+        yield (
+            f"With recorder, watch and the test of each loss: no difference that this run can show ({whole}); the "
+            f"aim is at most {1 + AIM:.2f}x."
+        )
     else:
         held = "within" if whole.high <= 1 + AIM else "above" if whole.low > 1 + AIM else "around"
-        yield (f"With recorder, watch and the test of each loss it takes {whole}: {held} the aim of at most "
-               f"{1 + AIM:.2f}x.")  # fmt: skip
-    for guard, what in (("recorder and watch", "per step"), ("finite loss", "per step more"),
-                        ("replicas", "each time they are compared"), ("memory", "each time")):  # fmt: skip
+        yield (
+            f"With recorder, watch and the test of each loss it takes {whole}: {held} the aim of at most "
+            f"{1 + AIM:.2f}x."
+        )
+    for guard, what in (
+        ("recorder and watch", "per step"),
+        ("finite loss", "per step more"),
+        ("replicas", "each time they are compared"),
+        ("memory", "each time"),
+    ):
         cost = price(run, guard)
         shown = cost.n >= measure.fewest() and measure.differs(cost, 0.0)
         yield f"{guard.capitalize()}: {cost} {what}{'' if shown else ', nothing that this run can show'}."

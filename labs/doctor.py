@@ -69,15 +69,22 @@ class Wanted:
 def options(args: list[str]) -> Wanted:
     """BadInput for what cannot work, before anything starts."""
     parser = argparse.ArgumentParser(
-        PROG, f"{PROG} [options] train.py ...", __doc__, allow_abbrev=False,
+        PROG,
+        f"{PROG} [options] train.py ...",
+        __doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.error = _refuse
     add = parser.add_argument
     add("--steps", type=int, default=30, help="that are looked at as they are (default 30)")
     add("--seconds", type=float, default=40.0, help="for counterfactuals, on top (default 40; 0: none)")
-    add("--patience", type=float, help=f"seconds without a step, then it is ended (default: {FIRST_S:g} for the first "
-        f"step, then {TIMES_LONGEST} times the longest so far, {LEAST_S:g} at least)")  # fmt: skip
+    add(
+        "--patience",
+        type=float,
+        help=f"seconds without a step, then it is ended (default: {FIRST_S:g} for the first "
+        f"step, then {TIMES_LONGEST} times the longest so far, {LEAST_S:g} at least)",
+    )
     add("--out", type=Path, default=Path("doctor-report"), help="folder for the report (default doctor-report)")
     add("--compare", type=Path, metavar="BEFORE.json", help="report.json of a run before the cure")
     add("--let-it-write", action="store_true", help="files where the script wants them, not in a scratch folder")
@@ -92,15 +99,18 @@ def options(args: list[str]) -> Wanted:
     given, argv, module = as_main.parse(parser, args)
     require(1 <= given.steps <= MOST_STEPS, f"--steps must be from 1 to {MOST_STEPS}, not {given.steps}")
     require(0 <= given.seconds < float("inf"), f"--seconds must be a number from 0 on, not {given.seconds:g}")
-    require(given.patience is None or 1 <= given.patience < float("inf"),
-            f"--patience must be a number of seconds from 1 on, not {given.patience}")  # fmt: skip
+    require(
+        given.patience is None or 1 <= given.patience < float("inf"),
+        f"--patience must be a number of seconds from 1 on, not {given.patience}",
+    )
     _check_script(Path(argv[0]))
     _check_out(given.out)
     if given.compare is not None:
         _check_report(given.compare)
     modes = () if given.seconds == 0 else _modes(given.only or [], given.without or [])
-    order = Order(argv, given.steps, given.seconds, given.patience, modes, given.let_it_write, given.show_output,
-                  module)  # fmt: skip
+    order = Order(
+        argv, given.steps, given.seconds, given.patience, modes, given.let_it_write, given.show_output, module
+    )
     return Wanted(order, given.out.absolute(), given.compare)
 
 
@@ -138,8 +148,10 @@ def _modes(only: Sequence[str], without: Sequence[str]) -> tuple[str, ...] | Non
     from labs.parts.doctor.counterfactuals import MODES  # imports torch
 
     for name in (*only, *without):
-        require(name in MODES, f"there is no counterfactual {name!r}: {did_you_mean(name, MODES)}"
-                               f"there are {', '.join(MODES)}")  # fmt: skip
+        require(
+            name in MODES,
+            f"there is no counterfactual {name!r}: {did_you_mean(name, MODES)}there are {', '.join(MODES)}",
+        )
     wanted = only or [name for name, mode in MODES.items() if not mode.on_request]
     return tuple(name for name in MODES if name in wanted and name not in without)
 

@@ -86,8 +86,12 @@ class Config:
     def visits(self) -> list[tuple[int, Case]]:
         """(round, patient): all patients of a round before the next round begins."""
         most = max(self.runs, self.healthy_runs)
-        return [(n, case) for n in range(most) for case in self.chosen
-                if n < (self.runs if case.is_ill else self.healthy_runs)]  # fmt: skip
+        return [
+            (n, case)
+            for n in range(most)
+            for case in self.chosen
+            if n < (self.runs if case.is_ill else self.healthy_runs)
+        ]
 
     @property
     def each_s(self) -> float:
@@ -183,8 +187,16 @@ def _judged(case: Case, n: int, found: Seen) -> Iterator[Record]:
     finding = next((f for f in found.findings if f["name"] in case.names and f["bound"]), None)
     if finding:
         bound = finding["bound"]
-        yield _record("bound", "x", [bound["value"]], **of, low=bound["low"], high=bound["high"],
-                      how=finding["by"], said=finding["name"])  # fmt: skip
+        yield _record(
+            "bound",
+            "x",
+            [bound["value"]],
+            **of,
+            low=bound["low"],
+            high=bound["high"],
+            how=finding["by"],
+            said=finding["name"],
+        )
 
 
 # Cures
@@ -268,8 +280,10 @@ def answer(run: Records) -> Iterator[str]:
     if places:
         near = share(run, [1 <= r.value <= 2 for r in places])
         first = share(run, [r.value == 1 for r in places])
-        yield (f"{len(places)} visits to {len({r.case['patient'] for r in places})} sick patients: the illness was "
-               f"named first or second in {_percent(near)}, first in {_percent(first)}.")  # fmt: skip
+        yield (
+            f"{len(places)} visits to {len({r.case['patient'] for r in places})} sick patients: the illness was "
+            f"named first or second in {_percent(near)}, first in {_percent(first)}."
+        )
         missed = [
             f"{r.case['patient']} ({r.case['first'] or 'nothing was said'})" for r in places if not 1 <= r.value <= 2
         ]
@@ -277,14 +291,18 @@ def answer(run: Records) -> Iterator[str]:
     if accused:
         wrong = [f"{r.case['patient']} of {', '.join(r.case['of'])}" for r in accused if r.value]
         rate = _percent(share(run, [bool(r.value) for r in accused]))
-        yield (f"{len(accused)} visits to {len({r.case['patient'] for r in accused})} healthy patients: accused in "
-               f"{rate}: {'; '.join(wrong) or 'nobody'}.")  # fmt: skip
+        yield (
+            f"{len(accused)} visits to {len({r.case['patient'] for r in accused})} healthy patients: accused in "
+            f"{rate}: {'; '.join(wrong) or 'nobody'}."
+        )
     if given := promises(run):
         kept = share(run, [p.kept for p in given])
         off = [f"{p.patient} ({p.bound.value:.2f}x promised, {p.gain.value:.2f}x given)" for p in given if not p.kept]
-        yield (f"Bounds against gains of {len(given)} cures: within the interval or {100 * NEAR:.0f} % in "
-               f"{_percent(kept)}; not so: {', '.join(off) or 'none'}. Surely more than promised: "
-               f"{', '.join(p.patient for p in given if p.exceeded) or 'none'}.")  # fmt: skip
+        yield (
+            f"Bounds against gains of {len(given)} cures: within the interval or {100 * NEAR:.0f} % in "
+            f"{_percent(kept)}; not so: {', '.join(off) or 'none'}. Surely more than promised: "
+            f"{', '.join(p.patient for p in given if p.exceeded) or 'none'}."
+        )
         priced = {p.patient for p in given}
         unpriced = sorted({r.case["patient"] for r in run.where("gain")} - priced)
         yield f"Ill, and without a bound: {', '.join(unpriced) or 'none'}."

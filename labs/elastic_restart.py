@@ -116,10 +116,16 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
 
 def _arguments(which: Run, config: Config, rank: Rank) -> list[str]:
     values = {
-        "epochs": config.epochs, "samples": config.samples, "batch-size": config.batch_size, "seed": config.seed,
-        "save-every": config.save_every, "kill-rank": which.kill_rank, "kill-at-step": config.kill_at_step,
-        "kill-while": which.kill_while, "device": "cpu" if rank.device.type == "cpu" else "auto",
-    }  # fmt: skip
+        "epochs": config.epochs,
+        "samples": config.samples,
+        "batch-size": config.batch_size,
+        "seed": config.seed,
+        "save-every": config.save_every,
+        "kill-rank": which.kill_rank,
+        "kill-at-step": config.kill_at_step,
+        "kill-while": which.kill_while,
+        "device": "cpu" if rank.device.type == "cpu" else "auto",
+    }
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
@@ -172,14 +178,17 @@ def answer(run: Records) -> Iterator[str]:
         redone, killed = (int(run.one(m, **case).value) for m in ("steps_redone", "killed_at_step"))
         end = "equal bit for bit to" if run.one("state_equal", **case).value else "DIFFERENT from"
         slow = max(run.where("phase_s", **case), key=lambda r: r.value)
-        yield (f"{case['run'].capitalize()} at step {killed} ({case['start']}): {whole.value:.2f} s from the "
-               f"kill to the next "
-               f"step, most of it for: {slow.case['phase']} ({slow.value:.2f} s); {redone} step(s) done twice; "
-               f"model and "
-               f"optimizer at the end are {end} those of the uninterrupted run.")  # fmt: skip
+        yield (
+            f"{case['run'].capitalize()} at step {killed} ({case['start']}): {whole.value:.2f} s from the "
+            f"kill to the next "
+            f"step, most of it for: {slow.case['phase']} ({slow.value:.2f} s); {redone} step(s) done twice; "
+            f"model and "
+            f"optimizer at the end are {end} those of the uninterrupted run."
+        )
     left = sum(r.value for r in run.where("leftovers"))
-    yield "One restart each: an order of magnitude. " + (f"{left:.0f} processes or folders are LEFT." if left else
-                                                       "No process and no folder is left.")  # fmt: skip
+    yield "One restart each: an order of magnitude. " + (
+        f"{left:.0f} processes or folders are LEFT." if left else "No process and no folder is left."
+    )
 
 
 def _is_alive(pid: int) -> bool:

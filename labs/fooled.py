@@ -253,12 +253,19 @@ def other_size(config: Config, rank: Rank, stack: contextlib.ExitStack) -> Follo
 
 
 PREPARED = {
-    "early_clock": early_clock, "cold_start": cold_start, "best_of_many": best_of_many, "blocked": blocked,
-    "single_pair": single_pair, "debug_baseline": debug_baseline, "weak_as_strong": weak_as_strong,
-    "two_units": two_units_for_one, "samples_rate": samples_rate, "busy_as_useful": busy_as_useful,
+    "early_clock": early_clock,
+    "cold_start": cold_start,
+    "best_of_many": best_of_many,
+    "blocked": blocked,
+    "single_pair": single_pair,
+    "debug_baseline": debug_baseline,
+    "weak_as_strong": weak_as_strong,
+    "two_units": two_units_for_one,
+    "samples_rate": samples_rate,
+    "busy_as_useful": busy_as_useful,
     "one_clock": one_clock,
     "other_size": other_size,
-}  # fmt: skip
+}
 TOGETHER = ("weak_as_strong", "one_clock", "other_size")
 """Ways in which all ranks take part."""
 
@@ -347,8 +354,15 @@ def row(run: Records, way: Way) -> Row | None:
     truth = way.truth or said.value
     honest = measure.estimate([s / truth for s in said.samples], "x")
     fooled = measure.estimate([s / truth for s in told.samples], "x") if way.truth else gap
-    return Row(way, measure.estimate(told.samples, way.unit), measure.estimate(said.samples, way.unit), fooled, honest,
-               gap, (told.kind, said.kind))  # fmt: skip
+    return Row(
+        way,
+        measure.estimate(told.samples, way.unit),
+        measure.estimate(said.samples, way.unit),
+        fooled,
+        honest,
+        gap,
+        (told.kind, said.kind),
+    )
 
 
 def rows(run: Records) -> list[Row]:

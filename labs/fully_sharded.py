@@ -234,15 +234,21 @@ def answer(run: Records) -> Iterator[str]:
     """What FSDP2 saves and what it costs beside DDP, for the first model; whether the bytes are those of the forms."""
     model = run.where("peak_bytes")[0].case["model"]
     n = run[0].layout["world_size"]
-    held, peak = ({w: f(w) for w in ("ddp", "fsdp")} for f in (
-        lambda w: held_bytes(run, w, model), lambda w: run.one("peak_bytes", way=w, model=model).value))  # fmt: skip
-    yield (f"{model.rpartition(':')[2]} on {n} ranks: FSDP2 keeps {held['fsdp'] / 1e6:.1f} MB of states per rank, DDP "
-           f"{held['ddp'] / 1e6:.1f} MB; at the peak of a step {peak['fsdp'] / 1e6:.1f} and {peak['ddp'] / 1e6:.1f} "
-           "MB.")  # fmt: skip
+    held, peak = (
+        {w: f(w) for w in ("ddp", "fsdp")}
+        for f in (lambda w: held_bytes(run, w, model), lambda w: run.one("peak_bytes", way=w, model=model).value)
+    )
+    yield (
+        f"{model.rpartition(':')[2]} on {n} ranks: FSDP2 keeps {held['fsdp'] / 1e6:.1f} MB of states per rank, DDP "
+        f"{held['ddp'] / 1e6:.1f} MB; at the peak of a step {peak['fsdp'] / 1e6:.1f} and {peak['ddp'] / 1e6:.1f} "
+        "MB."
+    )
     if ddp := sent_per_step(run, "ddp", model):
         ratios = {w: sent_per_step(run, w, model) / ddp for w in ("fsdp", LOWERED)}
-        yield (f"It sends {ratios['fsdp']:.2f} times DDP's bytes in FP32, and {ratios[LOWERED]:.2f} times with BF16 "
-               "parameters and FP32 gradients.")  # fmt: skip
+        yield (
+            f"It sends {ratios['fsdp']:.2f} times DDP's bytes in FP32, and {ratios[LOWERED]:.2f} times with BF16 "
+            "parameters and FP32 gradients."
+        )
     steps = {w: run.one("step_s", way=w, model=model).samples for w in ("ddp", "fsdp")}
     took = measure.paired_ratio(steps["fsdp"], steps["ddp"])
     word = (

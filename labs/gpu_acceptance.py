@@ -83,9 +83,13 @@ class Outcome:
 
 
 def attempts(
-    names: list[str], setting: Setting, root: Path, steps: Mapping[str, Step] = STEPS, listed: str = LISTED,
+    names: list[str],
+    setting: Setting,
+    root: Path,
+    steps: Mapping[str, Step] = STEPS,
+    listed: str = LISTED,
     budget_s: float | None = None,
-) -> Iterator[Outcome]:  # fmt: skip
+) -> Iterator[Outcome]:
     """Try the steps `names` one after the other, each in a process of its own and in a folder of `root`.
 
     A step that crashes, hangs or finds no time left has failed; the others go on. `root` is one of `guarded_folder`: if
@@ -110,9 +114,13 @@ def _attempt(name: str, setting: Setting, root: Path, listed: str, limit_s: floa
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "labs.parts.acceptance.process", name, str(folder)], env=environment,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "labs.parts.acceptance.process", name, str(folder)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         announced = root / f"rank-0-{process.pid}"  # to the guardian of `root`
         announced.touch()
         try:

@@ -166,9 +166,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
             yield rank.record("activation_bytes", "B", trial.activation_bytes(), way=way)
     rounds = measure.rounds_of(config, rank.slowest)
     seconds = measure.interleave(
-        {way: trial.step for way, trial in timed.items()}, rounds, rank.device, between=rank.barrier,
+        {way: trial.step for way, trial in timed.items()},
+        rounds,
+        rank.device,
+        between=rank.barrier,
         on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
-    )  # fmt: skip
+    )
     effective = config.micro_batch * config.accumulate * rank.world_size
     for way, samples in seconds.items():
         yield rank.record("step_s", "s", rank.slowest(samples), way=way, effective_batch=effective)

@@ -94,8 +94,10 @@ class Config:
         with naming("ways"):
             for name in self.ways:
                 compression.require_way(name)
-        require(PLAIN in self.ways and len(set(self.ways)) == len(self.ways) >= 2,
-                f"ways must hold 'fp32', to compare with, and others, each once, not {self.ways}")  # fmt: skip
+        require(
+            PLAIN in self.ways and len(set(self.ways)) == len(self.ways) >= 2,
+            f"ways must hold 'fp32', to compare with, and others, each once, not {self.ways}",
+        )
         with naming("break_even"):
             for name in self.break_even:
                 compression.require_way(name)
@@ -243,8 +245,9 @@ def step_times(steps: dict[str, Callable], config: Config, rank: Rank) -> Iterat
             if wire.LEAST_B_S / 1e6 <= crossing * times <= NEVER:  # also where the wire itself is slower: it tells
                 pair = {PLAIN: steps[PLAIN], name: steps[name]}
                 for way, samples in wire.in_turn(pair, config, rank, 1 / parts, crossing * times).items():
-                    yield rank.record("tried_step_s", "s", samples, way=way, beside=name, times=times,
-                                      mb_s=crossing * times)  # fmt: skip
+                    yield rank.record(
+                        "tried_step_s", "s", samples, way=way, beside=name, times=times, mb_s=crossing * times
+                    )
 
 
 def reached_mb_s(config: Config, rank: Rank) -> float:
@@ -270,8 +273,12 @@ def accuracies(names: list[str], config: Config, rank: Rank) -> Iterator[Record]
 
     rounds = 2 if config.smoke else Budget(config.accuracy_seconds, rank.slowest, LEAST_SEEDS, MOST_SEEDS)
     with wire.slowed(rank, config.train_mb_s or NO_PACE):
-        measure.interleave({"seed": one_seed}, rounds, rank.device,
-                           on_round=lambda done, total: rank.progress(done, total, f"{done} seeds"))  # fmt: skip
+        measure.interleave(
+            {"seed": one_seed},
+            rounds,
+            rank.device,
+            on_round=lambda done, total: rank.progress(done, total, f"{done} seeds"),
+        )
     for name, of_seeds in found.items():
         shares, seconds = zip(*of_seeds, strict=True)
         yield rank.record("accuracy", "1", shares, way=name)
@@ -375,16 +382,18 @@ def losses(run: Records) -> dict[str, measure.Estimate]:
     plain = run.one("accuracy", way=PLAIN).samples
     return {
         r.case["way"]: measure.estimate([100 * (a - b) for a, b in zip(r.samples, plain, strict=True)], "points")
-        for r in run.where("accuracy") if r.case["way"] != PLAIN
-    }  # fmt: skip
+        for r in run.where("accuracy")
+        if r.case["way"] != PLAIN
+    }
 
 
 def trainings(run: Records) -> dict[str, measure.Estimate]:
     """{way: seconds of the same training with FP32 over those with the way, seed by seed}; empty if none was timed."""
     return {
         r.case["way"]: measure.paired_ratio(run.one("train_s", way=PLAIN).samples, r.samples)
-        for r in run.where("train_s") if r.case["way"] != PLAIN
-    }  # fmt: skip
+        for r in run.where("train_s")
+        if r.case["way"] != PLAIN
+    }
 
 
 CHOICE_MB_S = 100.0
@@ -398,13 +407,17 @@ def choice_text(run: Records, mb_s: float) -> str:
         return f"At {mb_s:g} MB/s no way is surely faster than DDP as it is without learning less."
     way, ratio = found
     own = run.one("step_s", way=way, mb_s=mb_s).samples
-    rivals = [r for r in _not_worse(run, mb_s) if r != way
-              and measure.paired_ratio(run.one("step_s", way=r, mb_s=mb_s).samples, own).low <= 1]  # fmt: skip
+    rivals = [
+        r
+        for r in _not_worse(run, mb_s)
+        if r != way and measure.paired_ratio(run.one("step_s", way=r, mb_s=mb_s).samples, own).low <= 1
+    ]
     told = ""
     if rivals:
         told = f" It is not shown to be faster than {', '.join(rivals)}: of ways not told apart take the simplest."
-    return (f"At {mb_s:g} MB/s {way} has the best median: {ratio} as fast as DDP as it is, no loss of accuracy "
-            f"shown.{told}")  # fmt: skip
+    return (
+        f"At {mb_s:g} MB/s {way} has the best median: {ratio} as fast as DDP as it is, no loss of accuracy shown.{told}"
+    )
 
 
 def trained_text(run: Records) -> str:
@@ -435,11 +448,15 @@ def tried_text(tried: Tried) -> str:
     beyond = f", more than this wire reaches as it is ({tried.reached:.0f})" if tried.predicted > tried.reached else ""
     if tried.found is None:
         surely = f"; it surely gains at {_wires(tried.gains_at)}" if beyond and tried.gains_at else ""
-        return (f"break-even predicted at {tried.predicted:.0f} MB/s{beyond}{surely}; the wires that were tried cannot "
-                "tell where it is")  # fmt: skip
+        return (
+            f"break-even predicted at {tried.predicted:.0f} MB/s{beyond}{surely}; the wires that were tried cannot "
+            "tell where it is"
+        )
     low, high = tried.found
-    return (f"break-even predicted at {tried.predicted:.0f} MB/s{beyond}, found between {low:.0f} and {high:.0f}: "
-            f"a factor of {tried.off:.2g} away at most")  # fmt: skip
+    return (
+        f"break-even predicted at {tried.predicted:.0f} MB/s{beyond}, found between {low:.0f} and {high:.0f}: "
+        f"a factor of {tried.off:.2g} away at most"
+    )
 
 
 def chosen(run: Records, mb_s: float) -> tuple[str, measure.Estimate] | None:

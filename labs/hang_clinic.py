@@ -208,8 +208,7 @@ def counts(run: Records) -> dict[str, dict[str, tuple[int, int]]]:
     """{drill: {"rank", "collective", "line", "cured", "clean": (right, tried)}}."""
     table: dict[str, dict[str, tuple[int, int]]] = {}
     for name in dict.fromkeys(r.case["drill"] for r in run.where("right")):
-        row = {what: [r.value == 1 for r in run.where("right", drill=name, what=what)]
-               for what in NAMED}  # fmt: skip
+        row = {what: [r.value == 1 for r in run.where("right", drill=name, what=what)] for what in NAMED}
         row["cured"] = [r.value == 1 for r in run.where("cured", drill=name)]
         row["clean"] = [r.value == 0 for r in run.where("leftovers", drill=name)]
         table[name] = {what: (sum(values), len(values)) for what, values in row.items()}
@@ -249,9 +248,11 @@ def answer(run: Records) -> Iterator[str]:
         yield f"Not all right: {', '.join(missed)}."
     seconds = [r.value for r in run.where("evidence_s")]
     reading = [r.value for r in run.where("reading_s")]
-    yield (f"From the last progress to the files of all ranks it took {statistics.median(seconds):.1f} s (at most "
-           f"{max(seconds):.1f} s; {run[0].config['patience_s']:g} s of it is patience), to read them "
-           f"{1e3 * statistics.median(reading):.0f} ms.")  # fmt: skip
+    yield (
+        f"From the last progress to the files of all ranks it took {statistics.median(seconds):.1f} s (at most "
+        f"{max(seconds):.1f} s; {run[0].config['patience_s']:g} s of it is patience), to read them "
+        f"{1e3 * statistics.median(reading):.0f} ms."
+    )
     if cures := sum(row["cured"][1] for row in table.values()):
         yield f"With the line put right, {right['cured']} of {cures} ended well. {clean}"
     else:

@@ -266,14 +266,17 @@ def answer(run: Records) -> Iterator[str]:
     """How fast this device is in each format, what limits each pass, what ranks and messages cost, in sentences."""
     best = limits.peaks(run)
     if best:
-        rates = "; ".join(f"{limits.FORMATS[d]} {measure.estimate(r.samples, r.unit)} ({limits.kernel(r)})"
-                          for d, r in best.items())  # fmt: skip
+        rates = "; ".join(
+            f"{limits.FORMATS[d]} {measure.estimate(r.samples, r.unit)} ({limits.kernel(r)})" for d, r in best.items()
+        )
         yield f"The fastest kernel in each format: {rates}."
     if "fp32" in best and len(run.where("memory_b_s")):
         stream = limits.memory(run)
         ridge = best["fp32"].value / stream.value
-        yield (f"Memory moves {measure.estimate(stream.samples, 'B/s')}: in FP32 a pass with fewer than {ridge:.1f} "
-               "FLOP per byte waits for memory rather than for arithmetic.")  # fmt: skip
+        yield (
+            f"Memory moves {measure.estimate(stream.samples, 'B/s')}: in FP32 a pass with fewer than {ridge:.1f} "
+            "FLOP per byte waits for memory rather than for arithmetic."
+        )
         if len(run.where("operator_s")) and len(run.where("model_flop_s")):
             yield _passes_sentence(limits.passes(run))
     for r in run.where("ceiling_speedup"):
@@ -314,10 +317,16 @@ def _passes_sentence(found: list[limits.Pass]) -> str:
 
 
 PARTS = {
-    "correctness": correctness, "matmul": matmul_alone, "convolution": convolution_alone,
-    "memory": memory_alone, "copies": host_device_copies, "overhead": overhead, "models": model_steps,
-    "ceiling": all_together, "all_reduce": all_reduce,
-}  # fmt: skip
+    "correctness": correctness,
+    "matmul": matmul_alone,
+    "convolution": convolution_alone,
+    "memory": memory_alone,
+    "copies": host_device_copies,
+    "overhead": overhead,
+    "models": model_steps,
+    "ceiling": all_together,
+    "all_reduce": all_reduce,
+}
 
 
 if __name__ == "__main__":

@@ -90,9 +90,12 @@ def listed(names: Sequence[str]) -> str:
 
 
 def make_plan(
-    needed: Mapping[str, str], tested: Mapping[str, str], here: Mapping[str, str | None],
-    course: Mapping[str, Any], in_kernel: bool,
-) -> Plan:  # fmt: skip
+    needed: Mapping[str, str],
+    tested: Mapping[str, str],
+    here: Mapping[str, str | None],
+    course: Mapping[str, Any],
+    in_kernel: bool,
+) -> Plan:
     """What to do on a machine with the packages `here`.
 
     `needed` holds the oldest version that will do of each, `tested` those of constraints.txt, `course` [tool.course] of
@@ -128,8 +131,10 @@ def pip_problem(purelib: str, user_site: str | None, in_venv: bool, managed: str
     which a system keeps pip out of its own Python (PEP 668).
     """
     own = os.path.join(tempfile.gettempdir(), "course")
-    remedy = (f"make an environment that sees the same torch: {sys.executable} -m venv --system-site-packages {own} && "
-              f"{own}/bin/python {ROOT / 'labs' / 'hosted.py'}")  # fmt: skip
+    remedy = (
+        f"make an environment that sees the same torch: {sys.executable} -m venv --system-site-packages {own} && "
+        f"{own}/bin/python {ROOT / 'labs' / 'hosted.py'}"
+    )
     # Python's own finder: setuptools' hook, asked for pip, takes its distutils out of this process, and what imports
     # setuptools later, as torch.utils.benchmark does, fails (Python 3.11).
     if importlib.machinery.PathFinder.find_spec("pip") is None:
@@ -151,11 +156,15 @@ def takes_files(folder: str | Path) -> bool:
 def warnings(shm_bytes: int | None, home: Path) -> Iterator[str]:
     """What will be in the way later, a line for each: a small /dev/shm, a home that takes no files."""
     if shm_bytes is not None and shm_bytes < SMALL_SHM_BYTES:
-        yield (f"/dev/shm has {shm_bytes / 2**20:.0f} MiB: DataLoader workers (notebook 02) may die of a bus error. "
-               "If you start the container yourself, add --shm-size=2g.")  # fmt: skip
+        yield (
+            f"/dev/shm has {shm_bytes / 2**20:.0f} MiB: DataLoader workers (notebook 02) may die of a bus error. "
+            "If you start the container yourself, add --shm-size=2g."
+        )
     if not takes_files(home):
-        yield (f"{home} takes no files, and Jupyter, matplotlib and torch keep some there: "
-               "run `export HOME=$(mktemp -d)` in the shell before you start them.")  # fmt: skip
+        yield (
+            f"{home} takes no files, and Jupyter, matplotlib and torch keep some there: "
+            "run `export HOME=$(mktemp -d)` in the shell before you start them."
+        )
 
 
 def install(plan: Plan, options: Sequence[str]) -> None:
@@ -190,8 +199,11 @@ def pip(arguments: Sequence[str]) -> None:
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "it says nothing").splitlines()
         last = [line for line in said if line.startswith("ERROR")][-1:] or said[-1:]
-        raise Stop(f"pip could not install, {last[0]}: let this machine reach the network, or look at what "
-                   f"`{' '.join(command)}` says", 1)  # fmt: skip
+        raise Stop(
+            f"pip could not install, {last[0]}: let this machine reach the network, or look at what "
+            f"`{' '.join(command)}` says",
+            1,
+        )
 
 
 def loaded_before(old: Mapping[str, str]) -> list[str]:

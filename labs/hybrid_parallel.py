@@ -64,14 +64,20 @@ class Config:
         require(self.micro_batches >= 1, f"micro_batches must be at least 1, not {self.micro_batches}")
         measure.require_budget(self.seconds, self.rounds)
         parts = self.dp * self.micro_batches
-        require(self.batch_size >= 1 and self.batch_size % parts == 0, f"batch_size {self.batch_size} cannot be split "
-                f"into {self.dp} x {self.micro_batches} micro-batches: take a multiple of {parts}")  # fmt: skip
+        require(
+            self.batch_size >= 1 and self.batch_size % parts == 0,
+            f"batch_size {self.batch_size} cannot be split "
+            f"into {self.dp} x {self.micro_batches} micro-batches: take a multiple of {parts}",
+        )
 
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput if the ranks form no such mesh, or there are more parts than layers or heads."""
-    require(world_size % config.dp == 0, f"nproc={world_size} cannot hold {config.dp} copies of equally many parts: "
-            f"take nproc={config.dp * max(1, world_size // config.dp)}, or another dp")  # fmt: skip
+    require(
+        world_size % config.dp == 0,
+        f"nproc={world_size} cannot hold {config.dp} copies of equally many parts: "
+        f"take nproc={config.dp * max(1, world_size // config.dp)}, or another dp",
+    )
     parts = world_size // config.dp
     even_cuts(chain(config.model), parts)
     model = blocks.separated(chain(config.model).module())
@@ -148,12 +154,18 @@ def answer(run: Records) -> Iterator[str]:
     """Whether gradients and bytes are as they must be, what travels along each axis, and the speed if it was timed."""
     dp, parts = (run.where("gradient_relative_error")[0].case[k] for k in ("dp", "parts"))
     wrong = beyond(run)
-    yield f"{dp} copies x {parts} parts: " + (f"the gradients of {len(wrong)} schemes are WRONG." if wrong else
-           "every scheme has one process's gradient up to rounding.")  # fmt: skip
+    yield f"{dp} copies x {parts} parts: " + (
+        f"the gradients of {len(wrong)} schemes are WRONG."
+        if wrong
+        else "every scheme has one process's gradient up to rounding."
+    )
     for scheme in dict.fromkeys(r.case["scheme"] for r in run.where("sent_bytes")):
         found = run.where("sent_bytes", scheme=scheme)
-        sent = [(m, next(f for f in found if f.kind == "modelled" and f.case == m.case))
-                for m in found if m.kind == "measured"]  # fmt: skip
+        sent = [
+            (m, next(f for f in found if f.kind == "modelled" and f.case == m.case))
+            for m in found
+            if m.kind == "measured"
+        ]
         said = ", ".join(f"{max(m.samples) / 1e6:.2f} MB along {m.case['axis']} ({m.case['op']})" for m, _ in sent)
         exact = all(m.samples == f.samples for m, f in sent)
         yield f"{scheme}: {said}; {'as' if exact else 'NOT as'} the closed forms say."

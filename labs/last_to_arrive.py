@@ -79,8 +79,10 @@ class Config:
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput for a rank that there is not, or a model that cannot be built."""
-    require(config.late_rank is None or config.late_rank < world_size,
-            f"late_rank {config.late_rank} needs more ranks: the last of {world_size} is {world_size - 1}")  # fmt: skip
+    require(
+        config.late_rank is None or config.late_rank < world_size,
+        f"late_rank {config.late_rank} needs more ranks: the last of {world_size} is {world_size - 1}",
+    )
     late_training.build(config)
 
 
@@ -147,10 +149,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         training.step({})
     waits.clear()
     seconds = measure.interleave(
-        {case: partial(step, case) for case in CASES}, measure.rounds_of(config, rank.slowest, 1 - COST_PART),
-        rank.device, between=rank.barrier,
+        {case: partial(step, case) for case in CASES},
+        measure.rounds_of(config, rank.slowest, 1 - COST_PART),
+        rank.device,
+        between=rank.barrier,
         on_round=lambda done, total: rank.progress(done, total, f"step {done} of {total}"),
-    )  # fmt: skip
+    )
     yield rank.record("planted_s", "s", 1e-3 * config.delay_ms, kind="modelled", of_rank=late_rank, place=config.place)
     for case in CASES:
         yield rank.record("added_s", "s", predict(config, case, rank.world_size), kind="modelled", late=case)
@@ -175,8 +179,10 @@ def cost_of_noting(config: Config, rank: Rank) -> Iterator[Record]:
     """Seconds of a step without any hook and with the one that notes, in turn."""
     waits: list = []
     kinds = {"plain": (), "noting": (note_wait, waits)}
-    trained = {name: Training(late_training.build(config), config.batch_size, rank.device, *hook)
-               for name, hook in kinds.items()}  # fmt: skip
+    trained = {
+        name: Training(late_training.build(config), config.batch_size, rank.device, *hook)
+        for name, hook in kinds.items()
+    }
     steps = {name: partial(training.step, {}) for name, training in trained.items()}
     for step in steps.values():
         measure.time_steps(step, 2, rank.device)
@@ -252,21 +258,27 @@ def answer(run: Records) -> Iterator[str]:
     [planted] = run.where("planted_s")
     own = own_timers(run, "one rank")
     where = f"{planted.case['place']} of rank {planted.case['of_rank']}"
-    yield (f"{1e3 * planted.value:g} ms are planted in {where}, in each step. The ranks' own timers: "
-           f"{', '.join(f'{1e3 * s:.1f}' for s in own.values())} ms for a step on ranks "
-           f"{', '.join(map(str, own))}.")  # fmt: skip
+    yield (
+        f"{1e3 * planted.value:g} ms are planted in {where}, in each step. The ranks' own timers: "
+        f"{', '.join(f'{1e3 * s:.1f}' for s in own.values())} ms for a step on ranks "
+        f"{', '.join(map(str, own))}."
+    )
     found = blame(run, "one rank")
     who = "Arrivals name" if found.clear else "Arrivals cannot tell for sure, most often"
     often = f"{100 * found.share.value:.0f} % of the steps"
     yield f"{who} rank {found.rank}: last in {often}, {found.by} after the one before it."
     other = blame(run, "any rank")
     often = f"{100 * other.share.value:.0f} %"
-    yield (f"Where any rank is late now and then, rank {other.rank} comes last most often, in {often}"
-           + (": one rank would be blamed." if other.clear else ": no rank is singled out."))  # fmt: skip
+    yield (
+        f"Where any rank is late now and then, rank {other.rank} comes last most often, in {often}"
+        + (": one rank would be blamed." if other.clear else ": no rank is singled out.")
+    )
     for case in CASES[1:]:
         formula, drawn = predicted(run, case)
-        yield (f"{case.capitalize()} late: a step takes {added(run, case)} longer in the mean; the formula says "
-               f"{1e3 * formula:.1f} ms, and {1e3 * drawn:.1f} ms for the delays that were drawn.")  # fmt: skip
+        yield (
+            f"{case.capitalize()} late: a step takes {added(run, case)} longer in the mean; the formula says "
+            f"{1e3 * formula:.1f} ms, and {1e3 * drawn:.1f} ms for the delays that were drawn."
+        )
     noting = cost(run)
     shown = f"adds {noting} to a step" if is_shown(noting) else f"adds nothing that this run can show ({noting})"
     yield f"The note of one wait per step {shown}."

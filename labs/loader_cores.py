@@ -56,11 +56,16 @@ class Config:
     """64 images, 2 rounds."""
 
     def __post_init__(self) -> None:
-        require(bool(self.parts and self.model_rates and self.workers), "parts, model_rates and workers must each "
-                "hold something")  # fmt: skip
+        require(
+            bool(self.parts and self.model_rates and self.workers),
+            "parts, model_rates and workers must each hold something",
+        )
         require(1 <= self.batch_size <= 64, f"batch_size must be from 1 to 64, not {self.batch_size}")
-        require(all(0.1 <= r <= 16 for r in self.model_rates), f"model_rates must be from 0.1 to 16 times the rate of "
-                f"one worker, not {', '.join(f'{r:g}' for r in self.model_rates)}")  # fmt: skip
+        require(
+            all(0.1 <= r <= 16 for r in self.model_rates),
+            f"model_rates must be from 0.1 to 16 times the rate of "
+            f"one worker, not {', '.join(f'{r:g}' for r in self.model_rates)}",
+        )
         require(all(1 <= w <= 64 for w in self.workers), "workers must be from 1 to 64")
         measure.require_budget(self.seconds, self.rounds, least=2)
 
@@ -241,8 +246,9 @@ def augmentation_share(records: Records) -> measure.Estimate:
     """Share of an image's time in one process that crop, flip and colour jitter take."""
     stages = {r.case["stage"]: r.samples for r in records.where("stage_s")}
     parts = [stages[s] for s in ("crop and resize", "flip", "colour jitter")]
-    return measure.paired_ratio([sum(t) for t in zip(*parts, strict=True)],
-                                [sum(t) for t in zip(*stages.values(), strict=True)], "1")  # fmt: skip
+    return measure.paired_ratio(
+        [sum(t) for t in zip(*parts, strict=True)], [sum(t) for t in zip(*stages.values(), strict=True)], "1"
+    )
 
 
 def answer(run: Records) -> Iterator[str]:
@@ -250,8 +256,10 @@ def answer(run: Records) -> Iterator[str]:
     for r in run.where("predicted_workers"):
         times = r.case["model_rate"]
         tried = ", ".join(f"{n}: {share.scaled(100, '%')}" for n, share in sorted(fed(run, times).items()))
-        yield (f"A model {times:g} times as fast as one worker should need {counted(int(r.value))}; "
-               f"{enough_text(run, times)} (workers: share of the model's own rate; {tried}).")  # fmt: skip
+        yield (
+            f"A model {times:g} times as fast as one worker should need {counted(int(r.value))}; "
+            f"{enough_text(run, times)} (workers: share of the model's own rate; {tried})."
+        )
     by = {(r.case["ranks"], r.case["workers"]): r for r in run.where("images_per_s", way="ranks")}
     most = max((k for k, _ in by), default=0)
     for n in sorted({n for k, n in by if k == most > 1}):

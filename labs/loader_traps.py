@@ -28,9 +28,18 @@ from labs.parts.traps import speed as trap_speed
 from labs.parts.traps.datasets import Failure, Held, Source, no_worker_left, object_text, workers_now
 
 Trap = Literal[
-    "workers", "start", "first_batch", "scaling", "random", "sampler", "copy_on_write", "shm", "bare_dataset",
-    "failures", "leftover",
-]  # fmt: skip
+    "workers",
+    "start",
+    "first_batch",
+    "scaling",
+    "random",
+    "sampler",
+    "copy_on_write",
+    "shm",
+    "bare_dataset",
+    "failures",
+    "leftover",
+]
 StartMethod = Literal["fork", "forkserver", "spawn"]
 HELD: tuple[Held, ...] = ("list of str", "NumPy array", "list of int", "torch tensor")
 SCALED = (0, 1, 2, 4, 8)
@@ -247,10 +256,18 @@ def _cores(rank: Rank) -> int:
 
 
 TRAPS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
-    "workers": workers, "start": start, "first_batch": first_batch, "scaling": scaling, "random": random,
-    "sampler": sampler, "copy_on_write": copy_on_write, "shm": shm, "bare_dataset": bare_dataset,
-    "failures": failures, "leftover": leftover,
-}  # fmt: skip
+    "workers": workers,
+    "start": start,
+    "first_batch": first_batch,
+    "scaling": scaling,
+    "random": random,
+    "sampler": sampler,
+    "copy_on_write": copy_on_write,
+    "shm": shm,
+    "bare_dataset": bare_dataset,
+    "failures": failures,
+    "leftover": leftover,
+}
 
 
 def answer(run: Records) -> Iterator[str]:

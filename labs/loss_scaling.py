@@ -75,8 +75,10 @@ class Config:
         require(self.max_norm > 0, f"max_norm must be positive, not {self.max_norm}")
         require(self.growth_interval >= 1, f"growth_interval must be at least 1, not {self.growth_interval}")
         require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
-        require(0 <= self.overflow_step < self.steps,
-                f"overflow_step must be one of the {self.steps} steps, from 0, not {self.overflow_step}")  # fmt: skip
+        require(
+            0 <= self.overflow_step < self.steps,
+            f"overflow_step must be one of the {self.steps} steps, from 0, not {self.overflow_step}",
+        )
         models.require_known(self.model)
 
 
@@ -181,8 +183,15 @@ def _compare(
     start = trial.vector()
     seen = trial.run(order, batches, config.overflow_step)
     precision = "bf16" if name.startswith("bf16") else order.precision
-    case = {"order": name, "optimizer": optimizer, "event": order.event, "precision": precision,
-            "reference_steps": references[key][1], "raised": seen.raised, "warned": seen.warned}  # fmt: skip
+    case = {
+        "order": name,
+        "optimizer": optimizer,
+        "event": order.event,
+        "precision": precision,
+        "reference_steps": references[key][1],
+        "raised": seen.raised,
+        "warned": seen.warned,
+    }
     moved, true = trial.vector() - start, references[key][0] - start
     error, ratio = ((moved - true).norm() / true.norm()).item(), (moved.norm() / true.norm()).item()
     finite = math.isfinite(error)
@@ -214,10 +223,17 @@ def outcomes(records: Records, optimizer: str = "sgd") -> list[dict]:
             "wrong": r.value > tolerance,
         }
         outcome = next((name for name, found in problems.items() if found), "as FP32")
-        rows.append({
-            "order": r.case["order"], "outcome": outcome, "parameter_error": r.value, "tolerance": tolerance,
-            "optimizer_steps": steps, "clip_norm": norms[0].value if norms else None, "raised": r.case["raised"],
-        })  # fmt: skip
+        rows.append(
+            {
+                "order": r.case["order"],
+                "outcome": outcome,
+                "parameter_error": r.value,
+                "tolerance": tolerance,
+                "optimizer_steps": steps,
+                "clip_norm": norms[0].value if norms else None,
+                "raised": r.case["raised"],
+            }
+        )
     return rows
 
 
@@ -229,9 +245,11 @@ def answer(run: Records) -> Iterator[str]:
         same = r.samples == run.one("predicted_scale", trace=r.case["trace"]).samples
         skipped = run.one("skipped", trace=r.case["trace"]).samples
         name, lost = r.case["trace"], f"{sum(skipped):.0f} of {len(skipped)} steps"
-        yield (f"Trace {name!r}: {lost} are skipped; the scale goes from "
-               f"{r.samples[0]:,.0f} to {r.samples[-1]:,.0f}, "
-               f"{'as' if same else 'NOT as'} its rule has it.")  # fmt: skip
+        yield (
+            f"Trace {name!r}: {lost} are skipped; the scale goes from "
+            f"{r.samples[0]:,.0f} to {r.samples[-1]:,.0f}, "
+            f"{'as' if same else 'NOT as'} its rule has it."
+        )
     for optimizer in dict.fromkeys(r.case["optimizer"] for r in run.where("parameter_error")):
         by_outcome: dict[str, list[str]] = {}
         for row in outcomes(run, optimizer):

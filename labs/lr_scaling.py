@@ -143,8 +143,12 @@ def base_rate(config: Config, rule: Rule) -> float:
 
 def cases(config: Config) -> list[tuple[Rule, int]]:
     """Every rule with every factor that it is tried with, by factor."""
-    return [(rule, f) for f in config.factors for rule in config.rules
-            if f in config.adamw_factors or not rule.startswith("AdamW")]  # fmt: skip
+    return [
+        (rule, f)
+        for f in config.factors
+        for rule in config.rules
+        if f in config.adamw_factors or not rule.startswith("AdamW")
+    ]
 
 
 def predict(config: Config) -> dict[int, int]:
@@ -215,9 +219,11 @@ def train_all(config: Config, data: tuple[Tensor, ...], rank: Rank) -> dict[Trai
         _rounds(config.seeds, rank.world_size) if config.seeds else Budget(config.seconds, rank.slowest, least, most)
     )
     measure.interleave(
-        {"seed": one_seed}, rounds, rank.device,
+        {"seed": one_seed},
+        rounds,
+        rank.device,
         on_round=lambda done, total: rank.progress(done, total, f"{done * rank.world_size} seeds"),
-    )  # fmt: skip
+    )
     return {training: result for part in rank.gather(done) for training, result in part.items()}
 
 

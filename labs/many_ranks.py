@@ -75,8 +75,11 @@ class Config:
         require(self.width % self.heads == 0, f"width {self.width} cannot be cut into {self.heads} heads")
         require(len(self.ranks) > 0, "ranks must hold a number of ranks")
         require(len({*self.ranks}) == len(self.ranks), f"ranks must be different, not {self.ranks}")
-        require(len(ways_here(self)) > 0, f"ddp needs memory and is left out from {REAL_BYTES / 2**20:.0f} MiB of "
-                "parameters on: add another of the ways, or make the model smaller")  # fmt: skip
+        require(
+            len(ways_here(self)) > 0,
+            f"ddp needs memory and is left out from {REAL_BYTES / 2**20:.0f} MiB of "
+            "parameters on: add another of the ways, or make the model smaller",
+        )
         for n in self.ranks:
             job(self, n)
 
@@ -194,10 +197,12 @@ def zero_bytes(parameters: int, ranks: int) -> dict[int, tuple[dict[str, float],
     """
     once = sent_bytes("all_gather", 2 * parameters, ranks)
     return {
-        stage: ({what: b * parameters / (ranks if what in cut else 1) for what, b in STATES.items()},
-                (3 if stage == 3 else 2) * once)
+        stage: (
+            {what: b * parameters / (ranks if what in cut else 1) for what, b in STATES.items()},
+            (3 if stage == 3 else 2) * once,
+        )
         for stage, cut in SHARDED.items()
-    }  # fmt: skip
+    }
 
 
 # -- what it says
@@ -235,8 +240,10 @@ def answer(run: Records) -> Iterator[str]:
         yield f"On two real ranks {same:.0f} of {len(real)} ways make the calls of two fake ones."
     across = {way: levels(run, way, most)["across"] for way in ways}
     low, high = (f(across, key=across.__getitem__) for f in (min, max))
-    yield (f"On {most:,} ranks a rank sends from {across[low] / 1e6:.2f} MB ({low}) to {across[high] / 1e6:.2f} MB "
-           f"({high}) out of its node per step.")  # fmt: skip
+    yield (
+        f"On {most:,} ranks a rank sends from {across[low] / 1e6:.2f} MB ({low}) to {across[high] / 1e6:.2f} MB "
+        f"({high}) out of its node per step."
+    )
     yield f"The audit of {most:,} ranks took {run.one('audit_s', ranks=most).value:.1f} s."
     yield f"It cannot show: {', '.join(CANNOT_SHOW)}."
 

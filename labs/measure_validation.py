@@ -55,8 +55,9 @@ class Config:
         wrong = sorted(set(self.parts) - set(PARTS))
         require(not wrong, f"parts may hold {', '.join(PARTS)}, not {', '.join(wrong)}")
         measure.require_budget(self.seconds, None)
-        require(self.repetitions is None or self.repetitions >= 1,
-                f"repetitions must be at least 1, not {self.repetitions}")  # fmt: skip
+        require(
+            self.repetitions is None or self.repetitions >= 1, f"repetitions must be at least 1, not {self.repetitions}"
+        )
         require(self.pairs >= 6, f"pairs must be at least 6, not {self.pairs}: fewer support no 95 % interval")
         require(0.5 <= self.step_ms <= 1000, f"step_ms must be between 0.5 and 1000, not {self.step_ms}")
 
@@ -104,9 +105,12 @@ def planted(config: Config, rank: Rank) -> Iterator[Record]:
     measure.warm_up(steps["A"], rank.device)
     least, most = (n * config.pairs for n in ((config.repetitions,) * 2 if config.repetitions else REPETITIONS))
     seconds = measure.interleave(
-        steps, measure.Budget(config.seconds, least=least, most=most), rank.device, seed=config.seed,
+        steps,
+        measure.Budget(config.seconds, least=least, most=most),
+        rank.device,
+        seed=config.seed,
         on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
-    )  # fmt: skip
+    )
     for arm, samples in seconds.items():
         yield rank.record("step_s", "s", samples, rank=0, part="planted", arm=arm, slower=ARMS[arm] / UNITS)
     for arm in [*ARMS][1:]:
@@ -253,8 +257,10 @@ def answer(run: Records) -> Iterator[str]:
     for r in run.where("intervals_with_1"):
         held = measure.proportion(round(r.value), r.case["repetitions"]).scaled(100, "%")
         yield f"The same code against itself, {r.case['pairs']} pairs: the interval holds 1 in {held}; 95 % is meant."
-    found = [f"{r.case['arm']} in {measure.proportion(round(r.value), r.case['repetitions']).scaled(100, '%')}"
-             for r in run.where("slowdowns_found")]  # fmt: skip
+    found = [
+        f"{r.case['arm']} in {measure.proportion(round(r.value), r.case['repetitions']).scaled(100, '%')}"
+        for r in run.where("slowdowns_found")
+    ]
     if found:
         yield f"More work is found: {', '.join(found)} of the comparisons."
     for order in ("one after the other", "in turn"):

@@ -81,8 +81,10 @@ class Config:
 
     def __post_init__(self) -> None:
         require(len(self.images) > 0 and min(self.images) >= 1, "images must hold positive numbers")
-        require(all(8 <= s <= 512 and b >= 1 for s, b in self.sequences),
-                "sequences must hold pairs of tokens, from 8 to 512, and a batch of at least 1")  # fmt: skip
+        require(
+            all(8 <= s <= 512 and b >= 1 for s, b in self.sequences),
+            "sequences must hold pairs of tokens, from 8 to 512, and a batch of at least 1",
+        )
         for name in ("images", "policies", "sequences", "small", "memory_gb"):
             values = getattr(self, name)
             require(len(set(values)) == len(values), f"{name} must be different: each is a case of its own")
@@ -140,8 +142,13 @@ def _own(config: Config, rank: Rank) -> Iterator[Record]:
     yield from steps.timeline(trace)
     yield from steps.cards(trace)
     try:
-        other = Steps(rank, "model", config.model, name=config.model,
-                      **{**config.own, "policy": "block" if config.policy == "none" else "none"})  # fmt: skip
+        other = Steps(
+            rank,
+            "model",
+            config.model,
+            name=config.model,
+            **{**config.own, "policy": "block" if config.policy == "none" else "none"},
+        )
         yield from other.peak(config.batch)
     except BadInput:  # it has no chain of blocks
         pass
@@ -225,8 +232,10 @@ def answer(run: Records) -> Iterator[str]:
     if run[0].config["model"]:
         yield from report(run)
         return
-    found = {(r.case["policy"], r.case["batch"]): peak(run, part="resnet152", policy=r.case["policy"],
-             batch=r.case["batch"]) for r in run.where("peak_op", part="resnet152")}  # fmt: skip
+    found = {
+        (r.case["policy"], r.case["batch"]): peak(run, part="resnet152", policy=r.case["policy"], batch=r.case["batch"])
+        for r in run.where("peak_op", part="resnet152")
+    }
     rows = max(batch for _, batch in found)
     said = [f"{size / 1e9:.1f} GB with policy {policy}" for (policy, batch), size in found.items() if batch == rows]
     yield f"A step of ResNet-152 on {rows} images takes {', '.join(said)} (modelled: FP32, SGD with momentum)."
@@ -235,10 +244,12 @@ def answer(run: Records) -> Iterator[str]:
     real = [(relative_error(run, **c), workspace(run, **c), c["model"]) for c in checked(run)]
     if real:
         error, most = max(real, key=lambda r: abs(r[0])), max(real, key=lambda r: r[1])
-        yield (f"On this machine {len(real)} small step(s) were really run: the traces are off by at most "
-               f"{100 * abs(error[0]):.2g} % of the bytes of tensors ({error[2]}); workspace of kernels, which "
-               f"no trace "
-               f"knows, took up to {100 * most[1]:.0f} % on top ({most[2]}).")  # fmt: skip
+        yield (
+            f"On this machine {len(real)} small step(s) were really run: the traces are off by at most "
+            f"{100 * abs(error[0]):.2g} % of the bytes of tensors ({error[2]}); workspace of kernels, which "
+            f"no trace "
+            f"knows, took up to {100 * most[1]:.0f} % on top ({most[2]})."
+        )
 
 
 if __name__ == "__main__":

@@ -91,8 +91,10 @@ class Config:
         require(min(self.rows) >= 4, f"rows must be at least 4, for 4 micro-batches, not {min(self.rows)}")
         require(len(self.cuts) > 0 and min(self.cuts) >= 1, "cuts must hold positive numbers")
         require(1 in self.cuts, "cuts must hold 1: the whole batch is what the others are compared with")
-        require(max(self.cuts) <= self.rows[0],
-                f"cuts must be at most {self.rows[0]}, the rows of {self.models[0]}, not {max(self.cuts)}")  # fmt: skip
+        require(
+            max(self.cuts) <= self.rows[0],
+            f"cuts must be at most {self.rows[0]}, the rows of {self.models[0]}, not {max(self.cuts)}",
+        )
         measure.require_budget(self.seconds, self.rounds)
         require(self.steps >= 3, f"steps must be at least 3, not {self.steps}: growth needs a first and a last one")
         require(2 <= self.lengths <= 100, f"lengths must be from 2 to 100, not {self.lengths}")
@@ -277,35 +279,52 @@ def answer(run: Records) -> Iterator[str]:
         case = {"part": "remedies", "model": none.case["model"]}
         left = {r.case["remedy"]: r.value / none.value for r in run.where("peak_bytes", **case) if r is not none}
         best, worst = (pick(left, key=left.__getitem__) for pick in (min, max))
-        yield (f"{none.case['model']}, full of {none.case['full_of']} ({none.value / 1e6:.1f} MB): {best} leaves "
-               f"{100 * left[best]:.0f} % of the peak, {worst} leaves {100 * left[worst]:.0f} %.")  # fmt: skip
+        yield (
+            f"{none.case['model']}, full of {none.case['full_of']} ({none.value / 1e6:.1f} MB): {best} leaves "
+            f"{100 * left[best]:.0f} % of the peak, {worst} leaves {100 * left[worst]:.0f} %."
+        )
     if steps := {r.case["micro_batches"]: r.samples for r in run.where("step_s", part="accumulation")}:
         most, error = max(steps), max(r.value for r in run.where("gradient_error", part="accumulation"))
         if most > 1:
-            yield (f"{most} micro-batches take {measure.paired_ratio(steps[most], steps[1])} the time of the "
-                   f"whole batch; "
-                   f"gradients differ by at most {error:.1g} (relative).")  # fmt: skip
+            yield (
+                f"{most} micro-batches take {measure.paired_ratio(steps[most], steps[1])} the time of the "
+                f"whole batch; "
+                f"gradients differ by at most {error:.1g} (relative)."
+            )
     if moved := run.where("moved_bytes", part="offload"):
         plain, away = (run.one("step_s", part="offload", way=w).samples for w in ("plain", ways_out.OFFLOAD))
-        yield (f"save_on_cpu would move {moved[0].value / 1e6:.1f} MB there and as much back in a step; here, "
-               f"copied within "
-               f"one memory, the step takes {measure.paired_ratio(away, plain)} the time.")  # fmt: skip
+        yield (
+            f"save_on_cpu would move {moved[0].value / 1e6:.1f} MB there and as much back in a step; here, "
+            f"copied within "
+            f"one memory, the step takes {measure.paired_ratio(away, plain)} the time."
+        )
     if run.where("growth_bytes", part="leaks"):
-        yield ("Growth from step to step tells every loop that leaks from those that do not" +
-               ("; the peak alone does, too." if separates(run, "peak_so_far_bytes") else "; the peak alone does not.")
-               if separates(run, "growth_bytes") else "Growth does not tell all leaks in this run.")  # fmt: skip
+        yield (
+            "Growth from step to step tells every loop that leaks from those that do not"
+            + ("; the peak alone does, too." if separates(run, "peak_so_far_bytes") else "; the peak alone does not.")
+            if separates(run, "growth_bytes")
+            else "Growth does not tell all leaks in this run."
+        )
     if lasting := run.where("lasting_allocs", part="lengths", headroom=UNLIMITED):
         enough = {r.case["way"]: enough_headroom(run, r.case["way"]) for r in lasting}
         best = min(enough, key=enough.__getitem__)
         if enough[best] < math.inf:
-            yield (f"Batches of changing length (simulated, not a GPU): {enough.get(PLAIN, math.inf):g} x what tensors "
-                   f"need always fits as it is, {enough[best]:g} x with {best}.")  # fmt: skip
+            yield (
+                f"Batches of changing length (simulated, not a GPU): {enough.get(PLAIN, math.inf):g} x what tensors "
+                f"need always fits as it is, {enough[best]:g} x with {best}."
+            )
 
 
 PARTS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
-    "accumulation": accumulation, "remedies": remedies, "offload": offload, "leaks": leaks,
-    "fragmentation": fragmentation, "lengths": lengths, "summary": summary, "gpu": gpu,
-}  # fmt: skip
+    "accumulation": accumulation,
+    "remedies": remedies,
+    "offload": offload,
+    "leaks": leaks,
+    "fragmentation": fragmentation,
+    "lengths": lengths,
+    "summary": summary,
+    "gpu": gpu,
+}
 
 
 if __name__ == "__main__":

@@ -134,8 +134,10 @@ def answer(run: Records) -> Iterator[str]:
             yield f"Loop {loop}: no category grows from step to step; the peak of each step is {size_text(peak[-1])}."
             continue
         told = ", ".join(f"{size_text(size)} of {category}" for category, size in grown.items())
-        yield (f"Loop {loop}: each step leaves {told}; the peak went from {size_text(peak[0])} in the first step to "
-               f"{size_text(peak[-1])} in the last.")  # fmt: skip
+        yield (
+            f"Loop {loop}: each step leaves {told}; the peak went from {size_text(peak[0])} in the first step to "
+            f"{size_text(peak[-1])} in the last."
+        )
         for r in run.where("held_share", loop=loop):
             inner = "" if r.case["inner"] == r.case["line"] else f" (innermost line: {r.case['inner']})"
             yield f"{100 * r.value:.0f} % of what is left was made in {r.case['line']}: {r.case['code']}{inner}."

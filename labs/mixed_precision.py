@@ -226,15 +226,20 @@ def answer(run: Records) -> Iterator[str]:
         found = matmul_ladder.ladder(run, precision, casts=True)
         side = matmul_ladder.crossing(found)
         won = f"from side {side} on" if side else "at no size"
-        yield (f"Square matrix products, casts included, are shown to be faster in {precision.upper()} {won} (tried up "
-               f"to {max(found)}).")  # fmt: skip
+        yield (
+            f"Square matrix products, casts included, are shown to be faster in {precision.upper()} {won} (tried up "
+            f"to {max(found)})."
+        )
 
 
 def _on_models(run: Records) -> Iterator[str]:
     speeds, shares = speed_ups(run), saved_shares(run)
     for precision in dict.fromkeys(name for _, name in speeds):
-        told = [f"{short(m)} {e}, {_bytes_kept(shares[m, precision])}" for (m, name), e in speeds.items()
-                if name == precision]  # fmt: skip
+        told = [
+            f"{short(m)} {e}, {_bytes_kept(shares[m, precision])}"
+            for (m, name), e in speeds.items()
+            if name == precision
+        ]
         yield f"Speed of a step in {precision.upper()}, FP32 = 1: {'; '.join(told)}."
     for r in (r for r in run.where("skipped_step_s") if "model" in r.case):
         yield f"{r.case['precision'].upper()} of {short(r.case['model'])} was left out: {r.case['why']}."

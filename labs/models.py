@@ -19,8 +19,16 @@ from labs.kit.errors import BadInput
 from labs.parts.models import MODELS, Workload, build, char_gpt, cnn, cnn_batchnorm, fashion_cnn, gradient_bytes, mlp
 
 __all__ = [
-    "MODELS", "Workload", "build", "char_gpt", "cnn", "cnn_batchnorm", "fashion_cnn", "gradient_bytes", "mlp",
-]  # fmt: skip
+    "MODELS",
+    "Workload",
+    "build",
+    "char_gpt",
+    "cnn",
+    "cnn_batchnorm",
+    "fashion_cnn",
+    "gradient_bytes",
+    "mlp",
+]
 PROG = "python -m labs.models"
 
 

@@ -37,8 +37,12 @@ from labs.parts.faults.drift import FAULTS, Replica
 from labs.parts.faults.numbers import BATCH, CAUSES, HEALTHY, Case, Seen, Signs, Training
 
 Part = Literal["patients", "finders", "drift", "damage", "price"]
-SMOKE = {"parts": ("patients", "drift"), "causes": ("bad sample", "root of zero", "learning rate", "healthy"),
-         "faults": ("none", "other weights"), "every": (1, 10)}  # fmt: skip
+SMOKE = {
+    "parts": ("patients", "drift"),
+    "causes": ("bad sample", "root of zero", "learning rate", "healthy"),
+    "faults": ("none", "other weights"),
+    "every": (1, 10),
+}
 SHARES = {"finders": 0.2, "damage": 0.45, "price": 0.35}  # of the seconds
 DRIFT_STEPS, MOST_DRIFT_STEPS = 24, 100  # compared after each of the first, then after every k up to the last
 DAMAGING = ("other weights", "optimizer state", "skipped step", "never averaged")
@@ -87,8 +91,10 @@ class Config:
         require(ascending and self.every[0] >= 1, f"every must be rising numbers of steps, not {self.every}")
         require(self.every[-1] <= 10_000, f"every must be at most 10000 steps, not {self.every[-1]}")
         require(8 <= self.width <= 16_384, f"width must be from 8 to 16384, not {self.width}")
-        require(all(0.01 <= mb <= 100_000 for mb in self.check_mb), f"check_mb must be from 0.01 to 100000 MB, not "
-                f"{self.check_mb}")  # fmt: skip
+        require(
+            all(0.01 <= mb <= 100_000 for mb in self.check_mb),
+            f"check_mb must be from 0.01 to 100000 MB, not {self.check_mb}",
+        )
         require(0 <= self.seed < 2**31, f"seed must be from 0 to 2147483647, not {self.seed}")
         measure.require_budget(self.seconds, self.rounds)
 
@@ -369,8 +375,16 @@ def of_patient(case: Case, rank: Rank) -> Iterator[Record]:
     truth = "healthy" if name in HEALTHY else name
     yield rank.record("cause_right", "1", float(named == truth), named=named, where=found.signs.where, **about)
     if found.step is not None:
-        yield rank.record("bad_step", "step", found.step, module=found.module, planted_module=case.module,
-                          anomaly=found.anomaly, anomaly_in=found.anomaly_in, **about)  # fmt: skip
+        yield rank.record(
+            "bad_step",
+            "step",
+            found.step,
+            module=found.module,
+            planted_module=case.module,
+            anomaly=found.anomaly,
+            anomaly_in=found.anomaly_in,
+            **about,
+        )
         if name in CAUSES and name != "learning rate":  # its step is where the rise began, not where it ended
             yield rank.record("planted_step", "step", case.step, kind="modelled", **about)
         if case.module:
@@ -381,8 +395,10 @@ def of_patient(case: Case, rank: Rank) -> Iterator[Record]:
         yield rank.record("predicted_trials", "trials", predict_trials(found.tried), kind="modelled", **about)
     if found.step is None:
         yield rank.record("clip_ratio", "1", found.signs.clip_ratio, **about)
-    for metric, unit, series in (("loss", "nats", [s.loss for s in found.seen]),
-                                 ("gradient_norm", "1", [s.norm for s in found.seen])):  # fmt: skip
+    for metric, unit, series in (
+        ("loss", "nats", [s.loss for s in found.seen]),
+        ("gradient_norm", "1", [s.norm for s in found.seen]),
+    ):
         finite = [(k, v) for k, v in enumerate(series) if math.isfinite(v)]
         if finite:
             yield rank.record(metric, unit, [v for _, v in finite], steps=[k for k, _ in finite], **about)
@@ -494,8 +510,9 @@ def after_steps(
         seen = [step for step, *_ in found if step % k == 0]
         if seen:
             yield rank.record("found_step", "steps", seen[0], every=k, kind_of=kind, **about)
-            yield rank.record("predicted_found_step", "steps", predict(start, k), kind="modelled", every=k,
-                              kind_of=kind, **about)  # fmt: skip
+            yield rank.record(
+                "predicted_found_step", "steps", predict(start, k), kind="modelled", every=k, kind_of=kind, **about
+            )
 
 
 def damage(config: Config, rank: Rank) -> Iterator[Record]:
@@ -534,9 +551,13 @@ def price(config: Config, rank: Rank) -> Iterator[Record]:
 
     for k in replicas:
         steps(k)
-    timed = measure.interleave({k: functools.partial(steps, k) for k in replicas}, config.rounds_for("price", rank),
-                               rank.device, between=rank.barrier, on_round=lambda done, total: rank.progress(
-                                   done, total, "steps with a check every k"))  # fmt: skip
+    timed = measure.interleave(
+        {k: functools.partial(steps, k) for k in replicas},
+        config.rounds_for("price", rank),
+        rank.device,
+        between=rank.barrier,
+        on_round=lambda done, total: rank.progress(done, total, "steps with a check every k"),
+    )
     checked = {"model": replicas[0].tensors("parameters")}
     checked |= {f"{mb:g} MB": {"all": torch.ones(round(mb * 250_000), device=rank.device)} for mb in config.check_mb}
     took = {name: pieces(tensors, config, rank) for name, tensors in checked.items()}
@@ -574,8 +595,12 @@ def pieces(tensors: Mapping[str, Tensor], config: Config, rank: Rank) -> dict[st
 
 
 PARTS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
-    "patients": patients, "finders": finders, "drift": drifts, "damage": damage, "price": price,
-}  # fmt: skip
+    "patients": patients,
+    "finders": finders,
+    "drift": drifts,
+    "damage": damage,
+    "price": price,
+}
 
 
 # What a learner reads
@@ -592,8 +617,11 @@ def matrix(run: Records) -> dict[str, dict[str, int]]:
 
 def steps_right(run: Records) -> list[bool]:
     """For each patient with a planted step whether the step that was found is that one."""
-    return [run.one("bad_step", planted=r.case["planted"], of_seed=r.case["of_seed"]).value == r.value
-            for r in run.where("planted_step") if "planted" in r.case]  # fmt: skip
+    return [
+        run.one("bad_step", planted=r.case["planted"], of_seed=r.case["of_seed"]).value == r.value
+        for r in run.where("planted_step")
+        if "planted" in r.case
+    ]
 
 
 def slower(run: Records, finder: str) -> Estimate:
@@ -644,15 +672,16 @@ def share(flags: Iterable[float]) -> str:
 
 def answer(run: Records) -> Iterator[str]:
     """How often cause, module, step and sample were named right; when drift was found; what both cost."""
-    values = {m: [r.value for r in run.where(m)] for m in
-              ("cause_right", "module_right", "sample_right", "cure_works")}  # fmt: skip
+    values = {m: [r.value for r in run.where(m)] for m in ("cause_right", "module_right", "sample_right", "cure_works")}
     for r in run.where("not_possible"):
         yield f"FP16 is not possible here, and its patients are left out: {r.case['why']}."
     if values["cause_right"]:
-        yield (f"The cause is named right in {share(values['cause_right'])} trainings, healthy look-alikes included; "
-               f"the first bad module in {share(values['module_right'])}, the step in {share(steps_right(run))}, the "
-               f"sample in {share(values['sample_right'])}. After the cure of what was named "
-               f"{share(values['cure_works'])} learn with finite losses.")  # fmt: skip
+        yield (
+            f"The cause is named right in {share(values['cause_right'])} trainings, healthy look-alikes included; "
+            f"the first bad module in {share(values['module_right'])}, the step in {share(steps_right(run))}, the "
+            f"sample in {share(values['sample_right'])}. After the cure of what was named "
+            f"{share(values['cure_works'])} learn with finite losses."
+        )
         for r in run.where("cause_right"):
             if not r.value:
                 yield f"NOT right: {r.case['planted']!r} of seed {r.case['of_seed']} was called {r.case['named']!r}."
@@ -663,8 +692,10 @@ def answer(run: Records) -> Iterator[str]:
         yield from _drift_answer(run)
     if faults := damaged(run):
         points = {fault: lost(run, fault) for fault in faults}
-        told = [f"{f!r} costs rank 0's replica {p}" if is_shown(p) else f"{f!r} cannot be told from healthy ({p})"
-                for f, p in points.items()]  # fmt: skip
+        told = [
+            f"{f!r} costs rank 0's replica {p}" if is_shown(p) else f"{f!r} cannot be told from healthy ({p})"
+            for f, p in points.items()
+        ]
         yield f"Unnoticed to the end, in test accuracy: {'; '.join(told)}."
     if run.where("check_s"):
         yield from _price_answer(run)
@@ -673,30 +704,42 @@ def answer(run: Records) -> Iterator[str]:
 
 
 def _drift_answer(run: Records) -> Iterator[str]:
-    late = [r.value - run.one("differ_step", fault=r.case["fault"], of_seed=r.case["of_seed"],
-                              kind_of=r.case["kind_of"]).value for r in run.where("found_step")]  # fmt: skip
+    late = [
+        r.value
+        - run.one("differ_step", fault=r.case["fault"], of_seed=r.case["of_seed"], kind_of=r.case["kind_of"]).value
+        for r in run.where("found_step")
+    ]
     names = sorted({r.case["fault"] for r in run.where("differ_step", kind_of="parameters")})
     n, alike, differed = compared(run)
-    yield (f"Parameters differ between ranks after: {', '.join(names) or 'no fault'}. Hashes name the same tensors as "
-           f"comparing every byte in {alike} of {n} comparisons, of which {differed} differed.")  # fmt: skip
+    yield (
+        f"Parameters differ between ranks after: {', '.join(names) or 'no fault'}. Hashes name the same tensors as "
+        f"comparing every byte in {alike} of {n} comparisons, of which {differed} differed."
+    )
     if late:
         on_time = [run.one("predicted_found_step", **r.case).value == r.value for r in run.where("found_step")]
-        yield (f"A check after every k steps finds drift where the formula says in {share(on_time)} cases, at most "
-               f"{max(late):.0f} steps after it began.")  # fmt: skip
+        yield (
+            f"A check after every k steps finds drift where the formula says in {share(on_time)} cases, at most "
+            f"{max(late):.0f} steps after it began."
+        )
 
 
 def _price_answer(run: Records) -> Iterator[str]:
     told = []
     for check in run.where("check_s"):
         model_s = run.one("predicted_check_s", of=check.case["of"]).value
-        told.append(f"of {check.case['bytes'] / 1e6:.3g} MB {measure.estimate(check.samples, 's')} (by the model, to "
-                    f"read the bytes once and to gather the hashes, {1e3 * model_s:.3g} ms)")  # fmt: skip
+        told.append(
+            f"of {check.case['bytes'] / 1e6:.3g} MB {measure.estimate(check.samples, 's')} (by the model, to "
+            f"read the bytes once and to gather the hashes, {1e3 * model_s:.3g} ms)"
+        )
     yield f"A check takes: {'; '.join(told)}."
     told = []
     for k in (r.case["every"] for r in run.where("step_s") if r.case["every"]):
         found, percent = added(run, k), added_percent(run, k)
-        told.append(f"every {k}: {found}, {percent}" if is_shown(found) else f"every {k}: nothing that this run can "
-                    f"show ({percent})")  # fmt: skip
+        told.append(
+            f"every {k}: {found}, {percent}"
+            if is_shown(found)
+            else f"every {k}: nothing that this run can show ({percent})"
+        )
     yield f"It adds to a step, by how many steps lie between two checks: {'; '.join(told)}."
 
 

@@ -103,8 +103,11 @@ def name(s: Signs) -> Diagnosis:
     """The cause, from signs alone: what the message says, who has most, what grows, what it consists of."""
     tried, unallocated = numbers_of(s.message)
     if 0 < tried <= unallocated:
-        return Diagnosis(FRAGMENTATION, f"{_mb(unallocated)} are reserved but not in use, {_mb(tried)} could not be "
-                                        "had: what is free is in pieces.")  # fmt: skip
+        return Diagnosis(
+            FRAGMENTATION,
+            f"{_mb(unallocated)} are reserved but not in use, {_mb(tried)} could not be "
+            "had: what is free is in pieces.",
+        )
     if re.search(r"shared memory|bus error|/torch_", s.message, re.IGNORECASE):
         return Diagnosis(
             "shared_memory", "The message is about shared memory, through which workers hand batches over."
@@ -113,27 +116,41 @@ def name(s: Signs) -> Diagnosis:
         return Diagnosis("prefetch", f"{_mb(s.shared)} lie in shared memory: batches that are ready and wait.")
     if s.workers > s.trainer:
         if s.steps * s.worker_growth > SHARE_OF_LEAK * s.workers:
-            return Diagnosis("worker_objects", f"The workers grow by {_mb(s.worker_growth)} per step, to "
-                             f"{_mb(s.workers)}: they copy what they read.")  # fmt: skip
+            return Diagnosis(
+                "worker_objects",
+                f"The workers grow by {_mb(s.worker_growth)} per step, to {_mb(s.workers)}: they copy what they read.",
+            )
         if s.steps < 3:
-            return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)}. It was killed after {s.steps} "
-                             f"steps, too early to see growth: that their number counts {GUESSED}.")  # fmt: skip
+            return Diagnosis(
+                "worker_buffers",
+                f"The workers hold {_mb(s.workers)}. It was killed after {s.steps} "
+                f"steps, too early to see growth: that their number counts {GUESSED}.",
+            )
         return Diagnosis("worker_buffers", f"The workers hold {_mb(s.workers)} and do not grow: their number counts.")
     if s.steps * s.trainer_growth > SHARE_OF_LEAK * s.trainer:
         return _leak(s)
     refused = re.search(r"allocate memory|MemoryError|Errno 12", s.message)
     if refused and s.limit_bytes and s.trainer + tried < 0.5 * s.limit_bytes:
-        return Diagnosis("address_space", f"It had {_mb(s.trainer)} when it was refused more, far less than the "
-                                          f"{_mb(s.limit_bytes)} that it may have: addresses are counted.")  # fmt: skip
+        return Diagnosis(
+            "address_space",
+            f"It had {_mb(s.trainer)} when it was refused more, far less than the "
+            f"{_mb(s.limit_bytes)} that it may have: addresses are counted.",
+        )
     if s.exit_code == 0 and s.message == "":
         return Diagnosis(NOBODY, "It came to its end, and nothing grows.")
     if not s.tensors:
         return Diagnosis("unknown", "Nothing grows, and nobody has counted the bytes of tensors.")
     if s.states > s.activations:
-        return Diagnosis("states", f"Nothing grows. {_mb(s.states)} are parameters, gradients and the optimizer's, "
-                                   f"{_mb(s.activations)} activations.")  # fmt: skip
-    return Diagnosis("batch", f"Nothing grows. {_mb(s.activations)} are activations, {_mb(s.states)} parameters, "
-                              "gradients and the optimizer's.")  # fmt: skip
+        return Diagnosis(
+            "states",
+            f"Nothing grows. {_mb(s.states)} are parameters, gradients and the optimizer's, "
+            f"{_mb(s.activations)} activations.",
+        )
+    return Diagnosis(
+        "batch",
+        f"Nothing grows. {_mb(s.activations)} are activations, {_mb(s.states)} parameters, "
+        "gradients and the optimizer's.",
+    )
 
 
 GUESSED = "is a guess"
@@ -152,8 +169,9 @@ def _leak(s: Signs) -> Diagnosis:
     if s.live_growth["inputs/buffers"] > 0.5 * tensors:
         return Diagnosis("closure", f"{per_step}, and they are batches: something remembers them.")
     if s.nodes_left > 0.5 and s.tensors_left > 2.5:
-        return Diagnosis("graph", f"{per_step}: {s.tensors_left:.0f} tensors that {s.nodes_left:.0f} nodes of "
-                                  "autograd keep.")  # fmt: skip
+        return Diagnosis(
+            "graph", f"{per_step}: {s.tensors_left:.0f} tensors that {s.nodes_left:.0f} nodes of autograd keep."
+        )
     return Diagnosis("outputs", f"{per_step}: {s.tensors_left:.0f} tensor, and no graph that would hold it.")
 
 
@@ -236,14 +254,32 @@ def _run(trials: list[Trial], config: Config, rank: Rank) -> Iterator[Signs]:
 def _of_signs(s: Signs, case: dict, rank: Rank, kind: Literal["measured", "modelled"] = "measured") -> Iterator[Record]:
     named = name(s)
     case |= {"exit_code": s.exit_code, "steps": s.steps, "message": s.message}
-    yield rank.record("named", "", float(named.cause == case["cause"]), kind=kind, rank=0, named=named.cause,
-                      sentence=named.sentence, **case)  # fmt: skip
+    yield rank.record(
+        "named",
+        "",
+        float(named.cause == case["cause"]),
+        kind=kind,
+        rank=0,
+        named=named.cause,
+        sentence=named.sentence,
+        **case,
+    )
     if kind == "modelled":
         return
-    levels = {"trainer": s.trainer, "workers": s.workers, "shared": s.shared, "states": s.states,
-              "activations": s.activations, "batches": s.live["inputs/buffers"]}  # fmt: skip
-    growth = {"trainer": s.trainer_growth, "workers": s.worker_growth, "tensors": sum(s.live_growth.values()),
-              "batches": s.live_growth["inputs/buffers"]}  # fmt: skip
+    levels = {
+        "trainer": s.trainer,
+        "workers": s.workers,
+        "shared": s.shared,
+        "states": s.states,
+        "activations": s.activations,
+        "batches": s.live["inputs/buffers"],
+    }
+    growth = {
+        "trainer": s.trainer_growth,
+        "workers": s.worker_growth,
+        "tensors": sum(s.live_growth.values()),
+        "batches": s.live_growth["inputs/buffers"],
+    }
     for of, value in levels.items():
         yield rank.record("level_bytes", "B", value, rank=0, of=of, **case)
     for of, value in growth.items():
@@ -300,11 +336,20 @@ def _fragmentation(rank: Rank) -> Iterator[Record]:
     count, large, small = PATTERN
     for cure, way in {NOBODY: PLAIN, **OF_DEVICE}.items():
         found = fragment(way, count, large, small, math.inf).stats
-        yield rank.record("needed_bytes", "B", found.reserved_peak_bytes, kind="modelled", rank=0, memory="device",
-                          cause=FRAGMENTATION, cure=cure)  # fmt: skip
+        yield rank.record(
+            "needed_bytes",
+            "B",
+            found.reserved_peak_bytes,
+            kind="modelled",
+            rank=0,
+            memory="device",
+            cause=FRAGMENTATION,
+            cure=cure,
+        )
     half = fragment(PLAIN, count, large // 2, small // 2, math.inf).stats.reserved_peak_bytes
-    yield rank.record("needed_bytes", "B", half, kind="modelled", rank=0, memory="device",
-                      cause=FRAGMENTATION, cure="half the batch")  # fmt: skip
+    yield rank.record(
+        "needed_bytes", "B", half, kind="modelled", rank=0, memory="device", cause=FRAGMENTATION, cure="half the batch"
+    )
 
 
 PARTS = {"ends": ends, "cures": cures}
@@ -386,13 +431,18 @@ def answer(run: Records) -> Iterator[str]:
     if rows := run.where("named"):
         wrong = [f"{a} as {b}" for (a, b) in confusion(run) if a != b]
         right = sum(int(r.value) for r in rows)
-        yield (f"{right} of {len(rows)} programs were named right by their signs" +
-               (f"; taken for another: {', '.join(wrong)}." if wrong else "."))  # fmt: skip
+        yield (
+            f"{right} of {len(rows)} programs were named right by their signs"
+            + (f"; taken for another: {', '.join(wrong)}." if wrong else ".")
+        )
     table = {cause: cells for cause, cells in given(run).items() if cells}
     if table:
         best = {cause: helpful(run, cause) for cause in table}
-        said = (f"{WHAT[c]}: {b[0]}, {_mb(table[c][b[0]].saved)} of {_mb(table[c][b[0]].needed)}"
-                for c, b in best.items() if b)  # fmt: skip
+        said = (
+            f"{WHAT[c]}: {b[0]}, {_mb(table[c][b[0]].saved)} of {_mb(table[c][b[0]].needed)}"
+            for c, b in best.items()
+            if b
+        )
         yield f"What gives most, by what filled the memory: {'; '.join(said)}."
         if alone := [WHAT[c] for c, b in best.items() if not b]:
             yield f"None of the cures tried helps against: {'; '.join(alone)}."

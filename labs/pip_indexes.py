@@ -152,9 +152,15 @@ def ask_pip(case: Case, urls: dict[str, str], pip: list[str], folder: Path, time
     settings = {"PIP_CONFIG_FILE": os.devnull, "TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=os.environ | settings, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=timeout_s,
-        )  # fmt: skip
+            command,
+            cwd=folder,
+            env=os.environ | settings,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
     except subprocess.TimeoutExpired:
         return Choice(failed=f"no answer after {timeout_s:g} s")
     if done.returncode:
@@ -226,8 +232,9 @@ def choices(config: Config, rank: Rank, found: dict[str, Choice]) -> Iterator[Re
         else:
             took = {"version": choice.version, "index": choice.index, "file": choice.file}
             yield rank.record("wheels", "1", float(bool(choice.file)), **asked, **took)
-        yield rank.record("wheels_by_rule", "1", float(bool(by_rule[name])), kind="modelled", asked=name,
-                          version=by_rule[name])  # fmt: skip
+        yield rank.record(
+            "wheels_by_rule", "1", float(bool(by_rule[name])), kind="modelled", asked=name, version=by_rule[name]
+        )
 
 
 def installed(rank: Rank, folder: Path) -> Iterator[Record]:
@@ -257,8 +264,10 @@ def answer(run: Records) -> Iterator[str]:
         yield f"No answer to {len(run.where('no_answer'))} of {len(rule)} lines: {failed[0]}"
     if took:
         right = sum(took[name] == rule[name] for name in took)
-        yield (f"pip {run.one('pip_found').case['version']} took what the rule names, the newest version of all "
-               f"indexes that fits, in {right} of {len(took)} cases.")  # fmt: skip
+        yield (
+            f"pip {run.one('pip_found').case['version']} took what the rule names, the newest version of all "
+            f"indexes that fits, in {right} of {len(took)} cases."
+        )
         told = ", ".join(f"{name.replace('_', ' ')} {version}" for name, version in took.items())
         yield f"Taken: {told}."
     yield from of_the_installed(run)

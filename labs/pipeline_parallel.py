@@ -251,8 +251,10 @@ def answer(run: Records) -> Iterator[str]:
     name, n = steps[0].case["chain"], run[0].layout["world_size"]
     wrong, compared = beyond(run), run.where("gradient_relative_error")
     if compared:
-        yield (f"Gradients of {len(compared)} schedules: " + (f"{len(wrong)} are WRONG." if wrong else "equal to one "
-               "process's up to rounding."))  # fmt: skip
+        yield (
+            f"Gradients of {len(compared)} schedules: "
+            + (f"{len(wrong)} are WRONG." if wrong else "equal to one process's up to rounding.")
+        )
     found = analysis.speedups(run, name)
     schedule, by, m = best = min(found, key=lambda k: next(r.value for r in steps if _key(r) == k))
     word = f"{schedule} with {m} micro-batch{'es' * (m > 1)}" + f" by {by}" * (by == "torch")

@@ -190,7 +190,8 @@ def answer(run: Records) -> Iterator[str]:
         word = cut_word(chosen_over_rival(run, name))
         swept = {tuple(c): s for c, _, s in sweep(run, name)}
         gain = f", {swept[tuple(even)] / swept[tuple(cut)]:.2f} x as fast in the sweep" * (
-            cut != even and tuple(even) in swept)  # fmt: skip
+            cut != even and tuple(even) in swept
+        )
         yield f"{name}: the profile cuts after layer {cut}, {word}; equally many layers would be {even}{gain}."
 
 

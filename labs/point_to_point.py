@@ -46,8 +46,10 @@ class Config:
     """Small messages, few rounds."""
 
     def __post_init__(self) -> None:
-        require(len(set(self.sizes)) >= 2, "sizes must hold two different sizes at least: latency and bandwidth are "
-                "fitted to them")  # fmt: skip
+        require(
+            len(set(self.sizes)) >= 2,
+            "sizes must hold two different sizes at least: latency and bandwidth are fitted to them",
+        )
         require(all(s >= 4 and s % 4 == 0 for s in self.sizes), f"sizes must be multiples of 4 bytes, not {self.sizes}")
         measure.require_budget(self.seconds, self.rounds)
 
@@ -73,8 +75,10 @@ def through_root(x: Tensor) -> None:
 
 
 WAYS: dict[str, Callable[[Tensor], object]] = {
-    "all_reduce": dist.all_reduce, "root": through_root, "hand ring": ring_all_reduce,
-}  # fmt: skip
+    "all_reduce": dist.all_reduce,
+    "root": through_root,
+    "hand ring": ring_all_reduce,
+}
 
 
 def predict(way: str, numbers: int, rank: int, ranks: int) -> float:

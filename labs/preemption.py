@@ -67,11 +67,15 @@ class Config:
         require(bool(self.habits), f"habits must be one or more of {', '.join(get_args(Habit))}")
         require(2 <= self.save_every <= 10_000, f"save_every must be from 2 to 10000 steps, not {self.save_every}")
         require(0 <= self.after_save < 1, f"after_save must be from 0 to below 1, not {self.after_save}")
-        require(2 <= self.batch_size <= 10_000 and self.batch_size % 2 == 0,
-                f"batch_size must be an even number from 2 to 10000, not {self.batch_size}")  # fmt: skip
+        require(
+            2 <= self.batch_size <= 10_000 and self.batch_size % 2 == 0,
+            f"batch_size must be an even number from 2 to 10000, not {self.batch_size}",
+        )
         require(0 < self.grace_s < math.inf, f"grace_s must be a positive number, not {self.grace_s}")
-        require(self.large_bytes == 0 or 50_000_000 <= self.large_bytes <= 10**10,
-                f"large_bytes must be 0 or from 50000000 to 10000000000, not {self.large_bytes}")  # fmt: skip
+        require(
+            self.large_bytes == 0 or 50_000_000 <= self.large_bytes <= 10**10,
+            f"large_bytes must be 0 or from 50000000 to 10000000000, not {self.large_bytes}",
+        )
         require(0 <= self.seed < 2**32, f"seed must be from 0 to 4294967295, not {self.seed}")
         last = self.preempted_at(len(self.habits) - 1)
         require(
@@ -106,8 +110,14 @@ def steps_redone(last: int, save_every: int, handler: bool) -> int:
 def run(config: Config, rank: Rank) -> Iterator[Record]:
     """The training undisturbed, then preempted and started again as often as there are habits."""
     with guarded_folder() as root:
-        options = {"steps": config.steps, "batch-size": config.batch_size, "save-every": config.save_every,
-                   "seed": config.seed, "log-every": 1, "dropout": 0.2}  # fmt: skip
+        options = {
+            "steps": config.steps,
+            "batch-size": config.batch_size,
+            "save-every": config.save_every,
+            "seed": config.seed,
+            "log-every": 1,
+            "dropout": 0.2,
+        }
         habits = config.habits[:1] if config.smoke else config.habits
         total = len(habits) + 2
         whole = requeued.train(root, "whole", options | _files(root, "whole"), rank)
@@ -122,8 +132,15 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         starts: list[Start] = []
         for index, habit in enumerate([*habits, None]):
             stop = {} if habit is None else {"stop_after": config.preempted_at(index), "sent": SENT[habit]}
-            start = requeued.train(root, f"start{index}", options | _files(root, "preempted"), rank,
-                                   handler=habit != "no handler", grace_s=config.grace_s, **stop)  # fmt: skip
+            start = requeued.train(
+                root,
+                f"start{index}",
+                options | _files(root, "preempted"),
+                rank,
+                handler=habit != "no handler",
+                grace_s=config.grace_s,
+                **stop,
+            )
             if starts:
                 yield from _preempted(habits[index - 1], starts[-1], start, whole, config, rank)
             starts.append(start)
@@ -190,17 +207,24 @@ def answer(run: Records) -> Iterator[str]:
         parts = _parts(run, habit)
         slow = max(parts, key=lambda name: parts[name])
         measured = next(r for r in run.where("redone", habit=habit) if r.kind == "measured")
-        yield (f"{habit.capitalize()}: {lost.value:.2f} s from the signal until training was where it had been, the "
-               f"largest part of it for {slow} ({parts[slow]:.2f} s); {measured.value:.0f} steps done again, "
-               f"{parts['steps again']:.2f} s; the job itself ended after {parts['end']:.2f} s.")  # fmt: skip
+        yield (
+            f"{habit.capitalize()}: {lost.value:.2f} s from the signal until training was where it had been, the "
+            f"largest part of it for {slow} ({parts[slow]:.2f} s); {measured.value:.0f} steps done again, "
+            f"{parts['steps again']:.2f} s; the job itself ended after {parts['end']:.2f} s."
+        )
     yield from _did_it_pay(run)
     every = run[0].config["save_every"]
-    yield (f"Modelled for a random moment: without a handler {every / 2 * step_s:.2f} s of steps are lost in the mean, "
-           f"at most {every * step_s:.2f} s, with a save every {every} steps of {1e3 * step_s:.0f} ms; the step that "
-           "is cut off counts. Here the signal came right after a step: only whole steps were done again.")  # fmt: skip
+    yield (
+        f"Modelled for a random moment: without a handler {every / 2 * step_s:.2f} s of steps are lost in the mean, "
+        f"at most {every * step_s:.2f} s, with a save every {every} steps of {1e3 * step_s:.0f} ms; the step that "
+        "is cut off counts. Here the signal came right after a step: only whole steps were done again."
+    )
     equal = run.one("weights_equal").value and all(r.value for r in run.where("losses_equal"))
-    yield ("Every loss and the weights at the end are those of the undisturbed training, bit by bit." if equal else
-           "The preempted training is NOT the undisturbed one: losses or weights differ.")  # fmt: skip
+    yield (
+        "Every loss and the weights at the end are those of the undisturbed training, bit by bit."
+        if equal
+        else "The preempted training is NOT the undisturbed one: losses or weights differ."
+    )
     yield _grace(run)
 
 
@@ -215,13 +239,17 @@ def _did_it_pay(run: Records) -> Iterator[str]:
     if "handler" in parts and others:
         saved = statistics.fmean(of["steps again"] for of in others) - parts["handler"]["steps again"]
         longer = parts["handler"]["end"] - statistics.fmean(of["end"] for of in others)
-        yield (f"Against the others the handler saved {saved:.2f} s of steps, and the job took "
-               f"{abs(longer):.2f} s {'longer' if longer >= 0 else 'less'} to end: by these two parts alone "
-               f"{abs(saved - longer):.2f} s {'less' if saved > longer else 'more'}.")  # fmt: skip
+        yield (
+            f"Against the others the handler saved {saved:.2f} s of steps, and the job took "
+            f"{abs(longer):.2f} s {'longer' if longer >= 0 else 'less'} to end: by these two parts alone "
+            f"{abs(saved - longer):.2f} s {'less' if saved > longer else 'more'}."
+        )
     if len(parts) > 1:
         starts = [sum(of.values()) - of["end"] - of["steps again"] for of in parts.values()]
-        yield (f"All but the end and these steps took from {min(starts):.2f} to {max(starts):.2f} s in this run, and "
-               "each way ran once: the totals cannot tell.")  # fmt: skip
+        yield (
+            f"All but the end and these steps took from {min(starts):.2f} to {max(starts):.2f} s in this run, and "
+            "each way ran once: the totals cannot tell."
+        )
 
 
 def _grace(run: Records) -> str:
@@ -234,8 +262,10 @@ def _grace(run: Records) -> str:
     most = largest_state(run)
     if math.isnan(most):
         return f"{said}: how much fits into a grace period of {grace:g} s, this run does not tell."
-    return (f"{said}. If the disk keeps the rate from the one to the other, {most / 1e9:.1f} GB fit into a grace "
-            f"period of {grace:g} s, less the end that was measured.")  # fmt: skip
+    return (
+        f"{said}. If the disk keeps the rate from the one to the other, {most / 1e9:.1f} GB fit into a grace "
+        f"period of {grace:g} s, less the end that was measured."
+    )
 
 
 if __name__ == "__main__":

@@ -44,15 +44,24 @@ from labs.parts.profiling.shares import SHARES
 
 Part = Literal["shares", "planted", "cost"]
 PARTS: tuple[Part, ...] = Part.__args__
-PLACES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "between": "overhead",
-          "late": "exposed communication"}  # fmt: skip
+PLACES = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "between": "overhead",
+    "late": "exposed communication",
+}
 """Where a cost can be planted, and the share that it should be found in. late: on the last rank, before its step."""
 OF_DEVICE = ("forward", "backward", "optimizer")
 """Places whose share on a GPU is that of their kernels: the host's own time there shows as idle."""
 SETTINGS: dict[str, dict[str, bool]] = {
-    "off": {}, "on": {}, "shapes": {"record_shapes": True}, "memory": {"profile_memory": True},
+    "off": {},
+    "on": {},
+    "shapes": {"record_shapes": True},
+    "memory": {"profile_memory": True},
     "stacks": {"with_stack": True},
-}  # fmt: skip
+}
 """What the profiler is asked to note, beside the time of each operation."""
 TIME = {"shares": 0.25, "planted": 0.5, "cost": 0.25}  # parts of the seconds
 TOP_OPS = 8
@@ -100,8 +109,10 @@ class Config:
             1 <= self.active <= 100, f"active must be from 1 to 100 steps, not {self.active}: a trace holds them all"
         )
         require(len(self.places) > 0, f"places must hold some of {', '.join(PLACES)}")
-        require(len(self.planted_ms) > 0 and all(0 < ms <= 1000 for ms in self.planted_ms),
-                "planted_ms must hold numbers above 0 and up to 1000")  # fmt: skip
+        require(
+            len(self.planted_ms) > 0 and all(0 < ms <= 1000 for ms in self.planted_ms),
+            "planted_ms must hold numbers above 0 and up to 1000",
+        )
         measure.require_budget(self.seconds, self.rounds)
         planted_by(self.plant)
         models.require_known(self.model)
@@ -134,9 +145,12 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 def training_step(
-    batches: Iterator[tuple[Tensor, Tensor]], model: nn.Module, loss_of: Callable, optimizer: torch.optim.Optimizer,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    model: nn.Module,
+    loss_of: Callable,
+    optimizer: torch.optim.Optimizer,
     device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     """One step in named ranges. Without a profiler a range costs some microseconds."""
     with record_function("data"):
         x, y = next(batches)
@@ -152,9 +166,12 @@ def training_step(
 
 
 def profiled(
-    step: Callable[[], None], active: int, rounds: int | measure.Budget, device: torch.device,
+    step: Callable[[], None],
+    active: int,
+    rounds: int | measure.Budget,
+    device: torch.device,
     on_trace: Callable[[profile], None],
-) -> list[list[float]]:  # fmt: skip
+) -> list[list[float]]:
     """Rounds of `active` steps under the profiler; seconds of each by the host's clock, which the trace knows not.
 
     Each round is a trace of its own: `on_trace` reads it, then it is gone. Memory does not grow with the run.
@@ -315,8 +332,13 @@ def planted(config: Config, rank: Rank, training: Training, rounds: int | measur
     found: list[dict[str, float]] = []
     spent: list[float] = []
     one = _planted_steps(training, measure.orders(tuple(steps), 10**6, config.seed), orders, spent)
-    profiled(lambda: next(one), len(steps), rounds, rank.device,
-             lambda profiler: found.extend(trace_shares.of_steps(read(profiler))))  # fmt: skip
+    profiled(
+        lambda: next(one),
+        len(steps),
+        rounds,
+        rank.device,
+        lambda profiler: found.extend(trace_shares.of_steps(read(profiler))),
+    )
     training.plants, n = {}, len(steps)
     told = [dict(zip(order, found[n * i : n * (i + 1)], strict=True)) for i, order in enumerate(orders)]
     took = [dict(zip(order, spent[n * i : n * (i + 1)], strict=True)) for i, order in enumerate(orders)]
@@ -493,8 +515,10 @@ def share_table(run: Records) -> Iterator[tuple[str, list[str]]]:
     every = {rank: typical(run, rank)[0] for rank in ranks(run)}
     sums = {rank: sum(found.values()) for rank, found in every.items()}
     for name in (s for s in SHARES if any(s in found for found in every.values())):  # idle: only on a GPU
-        cells = [f"{1e3 * found[name]:8.2f} ms {100 * found[name] / sums[rank]:5.1f} %"
-                 if name in found else "" for rank, found in every.items()]  # fmt: skip
+        cells = [
+            f"{1e3 * found[name]:8.2f} ms {100 * found[name] / sums[rank]:5.1f} %" if name in found else ""
+            for rank, found in every.items()
+        ]
         yield name, cells
     yield "the same steps by the host's clock", [f"{1e3 * typical(run, rank)[1]:8.2f} ms" for rank in every]
 
@@ -505,8 +529,10 @@ def answer(run: Records) -> Iterator[str]:
         yield from _shares_text(run)
     if told := planted_found(run):
         worst = max(told, key=lambda f: abs(f.error.value))
-        yield (f"{planted_text(told)}; furthest off by the median: {worst.ms:g} ms in {worst.place}, {worst.found} "
-               f"found in {worst.share!r} for {worst.spent}.")  # fmt: skip
+        yield (
+            f"{planted_text(told)}; furthest off by the median: {worst.ms:g} ms in {worst.place}, {worst.found} "
+            f"found in {worst.share!r} for {worst.spent}."
+        )
     if run.where("cost_step_s"):
         yield cost_text(run)
     if run.where("share_s"):
@@ -519,15 +545,19 @@ def answer(run: Records) -> Iterator[str]:
 def _shares_text(run: Records) -> Iterator[str]:
     found, _ = typical(run)
     name = max(found, key=found.__getitem__)
-    yield (f"Rank 0 spends most in {name}: {100 * found[name] / sum(found.values()):.0f} % of a step, a mean over the "
-           f"middle half of the steps; the median is {share_estimates(run)[name]}. The shares, from the trace, sum to "
-           f"{covered(run)} of the step by the host's clock.")  # fmt: skip
+    yield (
+        f"Rank 0 spends most in {name}: {100 * found[name] / sum(found.values()):.0f} % of a step, a mean over the "
+        f"middle half of the steps; the median is {share_estimates(run)[name]}. The shares, from the trace, sum to "
+        f"{covered(run)} of the step by the host's clock."
+    )
     if run.where("step_s", mode="no_sync"):
         trace, clock = exposed_two_ways(run)
         agree = trace.low <= clock.high and clock.low <= trace.high
         why = "the two agree" if agree else "the two differ: what is hidden may still slow backward down, a guess"
-        yield (f"Communication is exposed for {trace} by the trace; by the clock a step takes {clock} more than under "
-               f"no_sync: {why}.")  # fmt: skip
+        yield (
+            f"Communication is exposed for {trace} by the trace; by the clock a step takes {clock} more than under "
+            f"no_sync: {why}."
+        )
     yield trap_text(run)
 
 
@@ -535,8 +565,10 @@ def trap_text(run: Records, rank: int = 0) -> str:
     """What comes out if a column of the table of operations is summed."""
     step = of_rank(run, "step_s", rank, mode="profiled").value
     own, total = (of_rank(run, f"ops_{kind}_s", rank).value for kind in ("self", "total"))
-    return (f"Summed over all operations, self times make {own / step:.2f} of a step and totals {total / step:.2f}: "
-            "the total of an operation holds those that it called, which have rows of their own.")  # fmt: skip
+    return (
+        f"Summed over all operations, self times make {own / step:.2f} of a step and totals {total / step:.2f}: "
+        "the total of an operation holds those that it called, which have rows of their own."
+    )
 
 
 def cost_text(run: Records) -> str:
@@ -546,8 +578,10 @@ def cost_text(run: Records) -> str:
     told = ", ".join(f"{name} {ratio} ({sizes[name] / 1e3:.0f} kB of trace)" for name, ratio in times.items())
     cpu = price(run, "cost_cpu_s")
     most = max(cpu, key=lambda name: cpu[name].value)
-    return (f"A step takes so many times as long as without a profiler: {told}. By the CPU time of the process, "
-            f"without what other programs take: on {cpu['on']}, at most {cpu[most]} ({most}).")  # fmt: skip
+    return (
+        f"A step takes so many times as long as without a profiler: {told}. By the CPU time of the process, "
+        f"without what other programs take: on {cpu['on']}, at most {cpu[most]} ({most})."
+    )
 
 
 if __name__ == "__main__":

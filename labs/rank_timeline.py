@@ -91,8 +91,10 @@ def require_folder(folder: str | None) -> None:
 
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput for a rank that there is not, or a model that cannot be built."""
-    require(config.late_rank is None or config.late_rank < world_size,
-            f"late_rank {config.late_rank} needs more ranks: the last of {world_size} is {world_size - 1}")  # fmt: skip
+    require(
+        config.late_rank is None or config.late_rank < world_size,
+        f"late_rank {config.late_rank} needs more ranks: the last of {world_size} is {world_size - 1}",
+    )
     late_training.build(config)
 
 
@@ -135,8 +137,9 @@ def record(training: late_training.Training, late: dict[str, float], steps: int,
         training.step({})
     rank.barrier()
     # One step of the schedule warms the profiler up; acc_events only silences a warning about cycles, there is one.
-    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
-                 acc_events=True) as profiler:  # fmt: skip
+    with profile(
+        activities=activities, schedule=schedule(wait=0, warmup=1, active=steps, repeat=1), acc_events=True
+    ) as profiler:
         for _ in range(steps + 1):
             training.step(late)
             profiler.step()
@@ -191,8 +194,11 @@ def sentences(merged: Merged) -> Iterator[str]:
     traces_ = merged.traces
     events = sum(t.events for t in traces_)
     steps = max(len(t.steps) for t in traces_)
-    yield (f"{len(traces_)} rank{'s' if len(traces_) > 1 else ''}, {steps} steps, {events:,} events; clocks: "
-           + "; ".join(map(str, merged.offsets)) + ".")  # fmt: skip
+    yield (
+        f"{len(traces_)} rank{'s' if len(traces_) > 1 else ''}, {steps} steps, {events:,} events; clocks: "
+        + "; ".join(map(str, merged.offsets))
+        + "."
+    )
     missing = sorted({*range(max(t.world_size for t in traces_))} - {*merged.ranks})
     if missing:
         listed = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
@@ -201,8 +207,10 @@ def sentences(merged: Merged) -> Iterator[str]:
         yield blame(merged)
     for trace, lanes in zip(traces_, merged.lanes, strict=True):
         if under_way := length(lanes["all-reduce"]):
-            yield (f"Rank {trace.rank}: collectives are under way for {1e3 * under_way:.1f} ms, and for "
-                   f"{1e3 * length(lanes['wait']):.1f} ms of that nothing computes.")  # fmt: skip
+            yield (
+                f"Rank {trace.rank}: collectives are under way for {1e3 * under_way:.1f} ms, and for "
+                f"{1e3 * length(lanes['wait']):.1f} ms of that nothing computes."
+            )
 
 
 def blame(merged: Merged) -> str:
@@ -218,8 +226,10 @@ def blame(merged: Merged) -> str:
         return f"That one rank comes last more often than by chance cannot be told: {said}."
     doubt_s = max(merged.offsets[r].doubt_s for r in {last, *(a.before_last for a in found)})
     if by.low <= doubt_s:
-        return (f"Who holds the others up cannot be told: {said}, and their clocks may be {1e3 * doubt_s:.2f} ms "
-                "further apart than they were taken to be.")  # fmt: skip
+        return (
+            f"Who holds the others up cannot be told: {said}, and their clocks may be {1e3 * doubt_s:.2f} ms "
+            "further apart than they were taken to be."
+        )
     return f"Who holds the others up: {said}."
 
 
@@ -239,8 +249,10 @@ def answer(run: Records) -> Iterator[str]:
         yield "One rank waits for nobody."
         return
     last = max(late, key=lambda r: late[r].value)
-    yield (f"{1e3 * planted.value:g} ms were planted in {planted.case['place']} of rank {planted.case['of_rank']}. In "
-           f"the merged traces rank {last} comes last to the end of a step, {late[last]} after the first.")  # fmt: skip
+    yield (
+        f"{1e3 * planted.value:g} ms were planted in {planted.case['place']} of rank {planted.case['of_rank']}. In "
+        f"the merged traces rank {last} comes last to the end of a step, {late[last]} after the first."
+    )
 
 
 def main() -> None:

@@ -82,8 +82,17 @@ class Config:
     """Print every row of the blind test instead."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "gpus_per_node", "params", "batch", "seq", "tensor", "pipeline", "micro_batches",
-                     "step_gpus"):  # fmt: skip
+        for name in (
+            "gpus",
+            "gpus_per_node",
+            "params",
+            "batch",
+            "seq",
+            "tensor",
+            "pipeline",
+            "micro_batches",
+            "step_gpus",
+        ):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name):g}")
         for name in ("step_s", "feed_samples_s", "tokens", "gpu_mtbf_days", "save_s", "restart_s", "startup_s"):
             require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name):g}")
@@ -105,17 +114,21 @@ class Config:
     def plan(self, gpus: int | None = None) -> Plan:
         """How `gpus` (default: all) share it."""
         data = (gpus or self.gpus) // (self.tensor * self.pipeline)
-        return Plan(data, self.pipeline, self.tensor, self.strategy == "fsdp" and data > 1, self.micro_batches,
-                    self.recompute)  # fmt: skip
+        return Plan(
+            data, self.pipeline, self.tensor, self.strategy == "fsdp" and data > 1, self.micro_batches, self.recompute
+        )
 
     def cluster(self) -> Cluster:
         """The machines, calibrated on `step_s` if that is given."""
         mtbf = self.gpu_mtbf_days * DAY_S or float("inf")
         found = replace(
             scaling.of_card(self.gpu, self.gpus, self.gpus_per_node, self.network_gb_s, self.reached),
-            feed_samples_s=self.feed_samples_s or float("inf"), gpu_mtbf_s=mtbf, save_s=self.save_s,
-            restart_s=self.restart_s, startup_s=self.startup_s,
-        )  # fmt: skip
+            feed_samples_s=self.feed_samples_s or float("inf"),
+            gpu_mtbf_s=mtbf,
+            save_s=self.save_s,
+            restart_s=self.restart_s,
+            startup_s=self.startup_s,
+        )
         if not self.step_s:
             return found
         timed = replace(self.work(), batch=self.batch * self.step_gpus / self.gpus)
@@ -167,15 +180,21 @@ def answer(config: Config) -> Iterator[str]:
     cluster, found, error = config.cluster(), predict(config), band(config)
     share = scaling.efficiency(config.work(), cluster, config.plan())
     tokens = config.batch * config.seq / found.step_s
-    yield (f"{config.params:.3g} parameters on {config.gpus} x {config.gpu}: {error.seconds(found.step_s)} per step, "
-           f"{tokens:,.3g} tokens/s ({tokens / error.high:,.3g} to {tokens / error.low:,.3g}).")  # fmt: skip
-    yield (f"Each GPU does {band().efficiency(share)} of what one alone would do with its share of the batch; "
-           "the range is the model's error if one GPU's own step is known.")  # fmt: skip
+    yield (
+        f"{config.params:.3g} parameters on {config.gpus} x {config.gpu}: {error.seconds(found.step_s)} per step, "
+        f"{tokens:,.3g} tokens/s ({tokens / error.high:,.3g} to {tokens / error.low:,.3g})."
+    )
+    yield (
+        f"Each GPU does {band().efficiency(share)} of what one alone would do with its share of the batch; "
+        "the range is the model's error if one GPU's own step is known."
+    )
     yield f"The largest part of a step goes into {found.limit()}."
     if config.tokens:
         whole = scaling.training(config.work(), cluster, config.tokens / (config.batch * config.seq), config.plan())
-        yield (f"{config.tokens:.3g} tokens take {error.days(whole.total_s)}; saving and failures take "
-               f"{whole.lost_share:.1%} of it.")  # fmt: skip
+        yield (
+            f"{config.tokens:.3g} tokens take {error.days(whole.total_s)}; saving and failures take "
+            f"{whole.lost_share:.1%} of it."
+        )
     yield str(error)
 
 
@@ -185,19 +204,27 @@ def blind() -> Iterator[str]:
     perfect = blind_test.perfect_band()
     yield str(band())
     yield str(blind_test.band_across())
-    yield (f"Perfect scaling errs by {perfect.median_error:.0%} on the first ones, and {perfect.within_20:.0%} of them "
-           f"come within 20 %, where the model brings {band().within_20:.0%}.")  # fmt: skip
-    yield (f"On the {hard.rows} rows where it errs by more than {blind_test.HARD:.0%} its median is "
-           f"{ideal.median_error:.0%}, the model's {hard.median_error:.0%}; {hard.within_20:.0%} of them are within "
-           "20 %: a datasheet does not tell what a link reaches.")  # fmt: skip
+    yield (
+        f"Perfect scaling errs by {perfect.median_error:.0%} on the first ones, and {perfect.within_20:.0%} of them "
+        f"come within 20 %, where the model brings {band().within_20:.0%}."
+    )
+    yield (
+        f"On the {hard.rows} rows where it errs by more than {blind_test.HARD:.0%} its median is "
+        f"{ideal.median_error:.0%}, the model's {hard.median_error:.0%}; {hard.within_20:.0%} of them are within "
+        "20 %: a datasheet does not tell what a link reaches."
+    )
     two, same = blind_test.two_bands()
-    yield (f"If the next larger number of GPUs calibrates the link, too: on the {two.rows} hard rows that are left "
-           f"{two.within_20:.0%} are within 20 %, with one calibration row {same.within_20:.0%}.")  # fmt: skip
+    yield (
+        f"If the next larger number of GPUs calibrates the link, too: on the {two.rows} hard rows that are left "
+        f"{two.within_20:.0%} are within 20 %, with one calibration row {same.within_20:.0%}."
+    )
     held = ", ".join(f"{p.row.series} on {p.row.config} {p.error:+.0%}" for p in blind_test.judged(held_out=True))
     yield f"Held out while the model was built: {held}."
     worst, factor = blind_test.outlier()
-    yield (f"The row that stands out from both neighbours: {worst.row.table}, {worst.row.series} on "
-           f"{worst.row.config}, {factor:.2f} times what they suggest.")  # fmt: skip
+    yield (
+        f"The row that stands out from both neighbours: {worst.row.table}, {worst.row.series} on "
+        f"{worst.row.config}, {factor:.2f} times what they suggest."
+    )
 
 
 def table(config: Config) -> pandas.DataFrame:

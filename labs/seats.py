@@ -163,8 +163,10 @@ def _notes(plan: Plan, groups: list[Group]) -> Iterator[str]:
         yield f"Make the folder first: mkdir -p -m 1777 {shlex.quote(str(folder))}"
     if len(groups) < config.learners:
         kind = "GPUs and cores" if machine.gpus else "cores"
-        yield (f"{config.learners} seats share {len(groups)} set{'s' if len(groups) > 1 else ''} of {kind}: "
-               "the column \"shares with\" says who with whom.")  # fmt: skip
+        yield (
+            f"{config.learners} seats share {len(groups)} set{'s' if len(groups) > 1 else ''} of {kind}: "
+            'the column "shares with" says who with whom.'
+        )
     if machine.gpus and len(groups[0].gpus) < config.ranks:
         yield f"A seat has fewer GPUs than {config.ranks}: launches on more ranks than GPUs run on its cores."
     if not machine.pinned:
@@ -189,21 +191,29 @@ def _of_waiting(plan: Plan) -> str:
         return "Without --queue launches of different seats run at the same time and spoil each other's timings."
     waits = {scope: f"{plan.waiting_s(scope):.2g} s" for scope in launch_queue.SCOPES}
     other = next(s for s in launch_queue.SCOPES if s != plan.scope)
-    return (f"Expected wait of a launch for its turn: {waits[plan.scope]} with scope {plan.scope!r}, which is used; "
-            f"{waits[other]} with {other!r}. Modelled, for launches of {config.launch_s:g} s with {config.think_s:g} s "
-            "of thinking between them.")  # fmt: skip
+    return (
+        f"Expected wait of a launch for its turn: {waits[plan.scope]} with scope {plan.scope!r}, which is used; "
+        f"{waits[other]} with {other!r}. Modelled, for launches of {config.launch_s:g} s with {config.think_s:g} s "
+        "of thinking between them."
+    )
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain JSON values."""
     seats = [
         {
-            "name": s.name, "shares_with": list(s.shares_with), "port": s.port, "environment": s.environment,
-            "cuda_visible_devices": s.environment.get("CUDA_VISIBLE_DEVICES"), "command": s.command,
-            "cores": len(s.group.cores), "cpus": list(s.group.cpus) if s.pinned else None, "near": s.group.near,
+            "name": s.name,
+            "shares_with": list(s.shares_with),
+            "port": s.port,
+            "environment": s.environment,
+            "cuda_visible_devices": s.environment.get("CUDA_VISIBLE_DEVICES"),
+            "command": s.command,
+            "cores": len(s.group.cores),
+            "cpus": list(s.group.cpus) if s.pinned else None,
+            "near": s.group.near,
         }
         for s in plan.seats
-    ]  # fmt: skip
+    ]
     waits = {scope: plan.waiting_s(scope) for scope in launch_queue.SCOPES}
     return {"scope": plan.scope, "waiting_s": waits, "waiting_kind": "modelled", "notes": plan.notes, "seats": seats}
 
@@ -211,11 +221,16 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 def as_text(plan: Plan) -> str:
     """The plan as a table, notes and command lines."""
     rows = [
-        {"seat": s.name, "GPUs": ", ".join(g.entry for g in s.group.gpus) or "none", "cores": len(s.group.cores),
-         "CPUs": as_cpu_list(s.group.cpus) if s.pinned else "all", "port": s.port,
-         "shares with": ", ".join(s.shares_with) or "nobody"}
+        {
+            "seat": s.name,
+            "GPUs": ", ".join(g.entry for g in s.group.gpus) or "none",
+            "cores": len(s.group.cores),
+            "CPUs": as_cpu_list(s.group.cpus) if s.pinned else "all",
+            "port": s.port,
+            "shares with": ", ".join(s.shares_with) or "nobody",
+        }
         for s in plan.seats
-    ]  # fmt: skip
+    ]
     table = pandas.DataFrame(rows).to_string(index=False)
     return "\n".join([table, "", *plan.notes, "", *(s.command for s in plan.seats)])
 

@@ -116,8 +116,12 @@ def ways_to_save(
         alone.extend(measure.time_steps(step, ALONE, rank.device))
 
     saves = {mode: partial(save, mode) for mode in MODES} | {"alone": steps_alone}
-    measure.interleave(saves, measure.rounds_of(config, rank.slowest), rank.device,
-                       on_round=lambda done, total: rank.progress(done, total + 2, "saving"))  # fmt: skip
+    measure.interleave(
+        saves,
+        measure.rounds_of(config, rank.slowest),
+        rank.device,
+        on_round=lambda done, total: rank.progress(done, total + 2, "saving"),
+    )
     for mode, saves in found.items():
         yield rank.record("stall_s", "s", rank.slowest([s.stall_s for s in saves]), mode=mode)
         yield rank.record("total_s", "s", rank.slowest([s.total_s for s in saves]), mode=mode)
@@ -145,9 +149,14 @@ class Saved:
 
 
 def timed(
-    mode: str, module: nn.Module, optimizer: Optimizer, step: Callable, folder: Path, background: dist.ProcessGroup,
+    mode: str,
+    module: nn.Module,
+    optimizer: Optimizer,
+    step: Callable,
+    folder: Path,
+    background: dist.ProcessGroup,
     rank: Rank,
-) -> Saved:  # fmt: skip
+) -> Saved:
     """Save in one way to `folder`, which is deleted afterwards; train until it is done."""
     saved, futures = Saved(), []
 
@@ -283,13 +292,19 @@ NAMES = {"gathered": "gathered on rank 0", "save": "each rank its part", "async_
 def costs(run: Records) -> Iterator[str]:
     """For each way to save: the standstill, all that training loses, and when the save would survive a kill."""
     for mode, name in NAMES.items():
-        stall, lost, total = (measure.estimate(run.one(m, mode=mode).samples, "s") for m in
-                              ("stall_s", "lost_s", "total_s"))  # fmt: skip
+        stall, lost, total = (
+            measure.estimate(run.one(m, mode=mode).samples, "s") for m in ("stall_s", "lost_s", "total_s")
+        )
         slower = f", {lost} lost with what slows the steps meanwhile" if mode == "async_save" else ""
         yield f"{name.capitalize()}: training stands still for {stall}{slower}; on the disk after {total}."
     lost = measure.paired_ratio(run.one("lost_s", mode="async_save").samples, run.one("lost_s", mode="save").samples)
-    told = ("no difference that this run can show" if not measure.differs(lost) else
-            "it is cheaper" if lost.high < 1 else "it costs more")  # fmt: skip
+    told = (
+        "no difference that this run can show"
+        if not measure.differs(lost)
+        else "it is cheaper"
+        if lost.high < 1
+        else "it costs more"
+    )
     yield f"All that async saving costs training is {lost} the cost of waiting for the save: {told}."
 
 
@@ -301,9 +316,11 @@ def answer(run: Records) -> Iterator[str]:
     equal = [r.value for r in run.where("equal")]
     yield (f"Loaded by another number of ranks, {sum(equal):.0f} of {len(equal)} states are equal bit for bit.")
     found = {c: [r.value for r in run.where("noticed", checksums=c)] for c in (False, True)}
-    yield (f"Of {len(found[False])} damages torch.distributed.checkpoint notices {sum(found[False]):.0f}, with "
-           f"this course's "
-           f"checksums {sum(found[True]):.0f}.")  # fmt: skip
+    yield (
+        f"Of {len(found[False])} damages torch.distributed.checkpoint notices {sum(found[False]):.0f}, with "
+        f"this course's "
+        f"checksums {sum(found[True]):.0f}."
+    )
 
 
 if __name__ == "__main__":

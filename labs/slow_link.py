@@ -65,8 +65,10 @@ class Config:
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
         with naming("mb_s"):
             wire.require_rates(self.mb_s)
-        require(all(s >= 4 and s % 4 == 0 for s in self.sizes) and len(set(self.sizes)) == len(self.sizes),
-                f"sizes must be different multiples of 4 bytes, not {self.sizes}")  # fmt: skip
+        require(
+            all(s >= 4 and s % 4 == 0 for s in self.sizes) and len(set(self.sizes)) == len(self.sizes),
+            f"sizes must be different multiples of 4 bytes, not {self.sizes}",
+        )
         require(0 <= self.latency_ms <= 1000, f"latency_ms must be 0 to 1000, not {self.latency_ms:g}")
         require(self.bucket_cap_mb > 0, f"bucket_cap_mb must be positive, not {self.bucket_cap_mb}")
         measure.require_budget(self.seconds, self.rounds)
@@ -197,9 +199,11 @@ def ring_text(run: Records) -> str:
     near = sum(abs(p.error.value - 1) <= NEAR for p in points)
     worst = max(points, key=lambda p: abs(p.error.value - 1))
     rates = [p.mb_s for p in points]
-    return (f"Of {len(points)} all-reduces at {min(rates):g} to {max(rates):g} MB/s, up to half of what the wire "
-            f"reaches as it is, {near} are within {100 * NEAR:.0f} % of the ring's formula; the furthest takes "
-            f"{worst.error} of it, {worst.size / 1e6:.2g} MB at {worst.mb_s:g} MB/s.")  # fmt: skip
+    return (
+        f"Of {len(points)} all-reduces at {min(rates):g} to {max(rates):g} MB/s, up to half of what the wire "
+        f"reaches as it is, {near} are within {100 * NEAR:.0f} % of the ring's formula; the furthest takes "
+        f"{worst.error} of it, {worst.size / 1e6:.2g} MB at {worst.mb_s:g} MB/s."
+    )
 
 
 def pays_text(run: Records) -> str:

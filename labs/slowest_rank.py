@@ -109,9 +109,12 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         mine.clear()
     rounds = measure.rounds_of(config, rank.slowest, 1 - REAL_PART)
     seconds = measure.interleave(
-        steps, rounds, rank.device, between=rank.barrier,
+        steps,
+        rounds,
+        rank.device,
+        between=rank.barrier,
         on_round=lambda done, total: rank.progress(done, total, f"step {done} of {total}"),
-    )  # fmt: skip
+    )
     planted = rank.gather(drawn)
     for (kind, n), samples in seconds.items():
         last = [max(of_ranks) for of_ranks in zip(*(p[kind, n] for p in planted[:n]), strict=True)]
@@ -197,14 +200,18 @@ def answer(run: Records) -> Iterator[str]:
     for kind in KINDS:
         found, told, lots = measured(run, kind), formula(run, kind), planted(run, kind)
         n = max(found)
-        yield (f"{kind.capitalize()} delays, {run[0].config['mean_ms']:g} ms in the mean: a step of 1 rank takes "
-               f"{found[1]}, of {n} ranks {found[n]}. The formula says {1e3 * told[n]:.1f} ms, and "
-               f"{1e3 * lots[n]:.1f} ms for the delays that were drawn.")  # fmt: skip
+        yield (
+            f"{kind.capitalize()} delays, {run[0].config['mean_ms']:g} ms in the mean: a step of 1 rank takes "
+            f"{found[1]}, of {n} ranks {found[n]}. The formula says {1e3 * told[n]:.1f} ms, and "
+            f"{1e3 * lots[n]:.1f} ms for the delays that were drawn."
+        )
     ranks = len(run.where("real_step_s"))
     if ranks > 1:
         first, worst, told = real(run)
-        yield (f"Real steps: {first} on one rank, {worst} for the slowest of {ranks}. One rank's list of times alone "
-               f"would say {1e3 * told:.2f} ms.")  # fmt: skip
+        yield (
+            f"Real steps: {first} on one rank, {worst} for the slowest of {ranks}. One rank's list of times alone "
+            f"would say {1e3 * told:.2f} ms."
+        )
 
 
 if __name__ == "__main__":

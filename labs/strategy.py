@@ -166,19 +166,24 @@ class Config:
         """Every input of the cost model with its unit and its origin."""
         job, machine = self.job(), self.of_machine()
         rows = [
-            ("parameters", self.params, "", "given"), ("batch", self.batch, "sequences", "given"),
+            ("parameters", self.params, "", "given"),
+            ("batch", self.batch, "sequences", "given"),
             ("sequence", self.seq, "tokens", self._origin("seq")),
-            ("layers", job.layers, "", self._origin("layers")), ("hidden size", job.hidden, "", self._origin("hidden")),
-            ("vocabulary", self.vocabulary, "words", self._origin("vocabulary")), ("GPUs", self.gpus, "", "given"),
+            ("layers", job.layers, "", self._origin("layers")),
+            ("hidden size", job.hidden, "", self._origin("hidden")),
+            ("vocabulary", self.vocabulary, "words", self._origin("vocabulary")),
+            ("GPUs", self.gpus, "", "given"),
             ("memory of one", machine["memory_gb"][0], "GB", machine["memory_gb"][1]),
             ("of which not free", self.reserved_gb, "GB", self._origin("reserved_gb")),
             ("matrix multiplications", machine["tflops"][0], "TFLOP/s", machine["tflops"][1]),
             ("link, one direction", machine["link_gb_s"][0], "GB/s", machine["link_gb_s"][1]),
             ("GPUs in a node", self.gpus_per_node, "", self._origin("gpus_per_node")),
             ("network of one GPU, one direction", self.network_gb_s, "GB/s", self._origin("network_gb_s")),
-            *((f"latency {level} nodes", 1e6 * self.hop_s(level), "us", self._origin("latency_us"))
-              for level in ("inside", "between")),
-        ]  # fmt: skip
+            *(
+                (f"latency {level} nodes", 1e6 * self.hop_s(level), "us", self._origin("latency_us"))
+                for level in ("inside", "between")
+            ),
+        ]
         table = [(name, f"{value:,.6g} {unit}".strip(), origin) for name, value, unit, origin in rows]
         return pandas.DataFrame(table, columns=["input", "value", "origin"]).set_index("input")
 
@@ -246,11 +251,23 @@ class Advice:
 
     def _row(self, c: Cost, fits: str) -> dict[str, str]:
         lost = c.bubble_s + c.exposed_s + c.waiting_s
-        timed = {"s per step (band)": self.seconds(c), "speed-up": self.speed_ups(c),
-                 "waiting": f"{100 * lost / c.step_s:.2g} %"} if fits == "fits" else {}  # fmt: skip
+        timed = (
+            {
+                "s per step (band)": self.seconds(c),
+                "speed-up": self.speed_ups(c),
+                "waiting": f"{100 * lost / c.step_s:.2g} %",
+            }
+            if fits == "fits"
+            else {}
+        )
         blank = {"s per step (band)": "", "speed-up": "", "waiting": ""}
-        return {"plan": str(c.plan), "": fits, "GB per GPU": f"{c.memory_bytes / 1e9:.1f}",
-                "of it states": f"{c.states_bytes / 1e9:.1f}", **(timed or blank)}  # fmt: skip
+        return {
+            "plan": str(c.plan),
+            "": fits,
+            "GB per GPU": f"{c.memory_bytes / 1e9:.1f}",
+            "of it states": f"{c.states_bytes / 1e9:.1f}",
+            **(timed or blank),
+        }
 
     def reasons(self) -> list[str]:
         """What to use and why, in sentences."""
@@ -266,42 +283,59 @@ class Advice:
     def _of_none(self) -> list[str]:
         least = min(self.costs, key=lambda c: c.memory_bytes)
         enough = f"{self.enough_gpus} of these GPUs" if self.enough_gpus else "no number of them up to 1024"
-        said = [f"Nothing fits with Adam in FP32. Least memory: {least.plan}, {least.memory_bytes / 1e9:.3g} GB per "
-                f"GPU; {enough} would do."]  # fmt: skip
+        said = [
+            f"Nothing fits with Adam in FP32. Least memory: {least.plan}, {least.memory_bytes / 1e9:.3g} GB per "
+            f"GPU; {enough} would do."
+        ]
         for states, c in self.others:
             host = f" and {states.host_bytes * self.config.params / 1e9:.3g} GB of the host's memory"
-            said.append(f"Fits with {states.name}: {c.plan}, {c.memory_bytes / 1e9:.3g} GB per GPU"
-                        f"{host * bool(states.host_bytes)} ({states.source}).")  # fmt: skip
+            said.append(
+                f"Fits with {states.name}: {c.plan}, {c.memory_bytes / 1e9:.3g} GB per GPU"
+                f"{host * bool(states.host_bytes)} ({states.source})."
+            )
         if not self.others:
-            said.append("Neither 8-bit Adam, BF16 states, CPU offload nor LoRA would make it fit: take more GPUs, or "
-                        "shorter sequences.")  # fmt: skip
+            said.append(
+                "Neither 8-bit Adam, BF16 states, CPU offload nor LoRA would make it fit: take more GPUs, or "
+                "shorter sequences."
+            )
         return said
 
     def _of_choice(self, c: Cost) -> list[str]:
-        said = [f"Use {c.plan}: {c.memory_bytes / 1e9:.3g} GB per GPU, {self.seconds(c)} per step, {self.speed_ups(c)} "
-                f"one GPU with memory without limit. The range is the model's error: {self.error}"]  # fmt: skip
+        said = [
+            f"Use {c.plan}: {c.memory_bytes / 1e9:.3g} GB per GPU, {self.seconds(c)} per step, {self.speed_ups(c)} "
+            f"one GPU with memory without limit. The range is the model's error: {self.error}"
+        ]
         value, origin = self.config.of_machine()["tflops"]
         if origin.startswith("assumed"):
             said.append(f"That a GPU reaches {value:.3g} TFLOP/s is assumed, and the range does not cover that.")
         if c.plan.data > 1 and not c.plan.sharded:
             own = GRADIENT_BYTES * self.config.params / (c.plan.pipeline * c.plan.tensor) / 1e9
-            said.append(f"DDP is counted with gradient_as_bucket_view=True: by default it holds gradients twice, which "
-                        f"takes {own:.2g} GB more.")  # fmt: skip
+            said.append(
+                f"DDP is counted with gradient_as_bucket_view=True: by default it holds gradients twice, which "
+                f"takes {own:.2g} GB more."
+            )
         free = self.config.machine().memory_bytes
         rivals = [x for x in self.costs if x.memory_bytes <= free and x.plan.scheme != c.plan.scheme]
         near = dict.fromkeys(x.plan.scheme for x in rivals if x.step_s <= (1 + NEAR) * c.step_s)
         if near:
-            said.append(f"Within {NEAR:.0%} of it, which counts as equal here: {', '.join(near)}. None of them "
-                        "has fewer parts that can go wrong.")  # fmt: skip
+            said.append(
+                f"Within {NEAR:.0%} of it, which counts as equal here: {', '.join(near)}. None of them "
+                "has fewer parts that can go wrong."
+            )
         if self.fewer:
-            said.append(f"Fewer GPUs are faster: {self.fewer.plan} on {self.fewer.plan.ranks} of them, "
-                        f"{self.seconds(self.fewer)}. The others can do something else.")  # fmt: skip
+            said.append(
+                f"Fewer GPUs are faster: {self.fewer.plan} on {self.fewer.plan.ranks} of them, "
+                f"{self.seconds(self.fewer)}. The others can do something else."
+            )
         ideal = best(self.costs, float("inf"))
         if ideal and ideal.step_s * (1 + NEAR) < c.step_s:
             said.append(f"Faster if it fitted: {ideal.plan}, {self.seconds(ideal)}, {ideal.memory_bytes / 1e9:.3g} GB.")
-        lost = {"the pipeline's bubble": c.bubble_s, "communication": c.exposed_s,
-                "waiting for the slowest": c.waiting_s,
-                "recomputing": c.compute_s / 4 if c.plan.recompute else 0.0}  # fmt: skip
+        lost = {
+            "the pipeline's bubble": c.bubble_s,
+            "communication": c.exposed_s,
+            "waiting for the slowest": c.waiting_s,
+            "recomputing": c.compute_s / 4 if c.plan.recompute else 0.0,
+        }
         name = max(lost, key=lambda n: lost[n])
         if lost[name] >= 0.01 * c.step_s:
             said.append(f"Most of what is lost goes into {name}: {100 * lost[name] / c.step_s:.2g} % of the step.")

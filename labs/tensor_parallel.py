@@ -86,8 +86,11 @@ def check_layout(config: Config, world_size: int) -> None:
             share(half, 0, world_size)
     parts = math.lcm(world_size, MICRO_BATCHES)
     for rows in config.rows:
-        require(rows % parts == 0, f"rows {rows} cannot be split over {world_size} ranks and into {MICRO_BATCHES} "
-                f"micro-batches: take multiples of {parts}")  # fmt: skip
+        require(
+            rows % parts == 0,
+            f"rows {rows} cannot be split over {world_size} ranks and into {MICRO_BATCHES} "
+            f"micro-batches: take multiples of {parts}",
+        )
 
 
 def predict(half_blocks: int, vectors: int, width: int, ranks: int) -> dict[str, float]:
@@ -208,8 +211,11 @@ def memory(name: str, config: Config, mesh: DeviceMesh, rank: Rank) -> Iterator[
         case = {"model": name, "mode": mode}
         saved = saved_tensors.count(lambda m=module: m(x), list(module.parameters())).activations
         whole.loss(module(x), y).backward()
-        held = {"parameters": nbytes(*module.parameters()), "gradients": nbytes(*(p.grad for p in module.parameters())),
-                "activations": saved}  # fmt: skip
+        held = {
+            "parameters": nbytes(*module.parameters()),
+            "gradients": nbytes(*(p.grad for p in module.parameters())),
+            "activations": saved,
+        }
         for what, size in held.items():
             yield rank.record("bytes_per_rank", "B", max(rank.gather(size)), what=what, **case)
         if isinstance(whole.module, Mlp):
@@ -247,8 +253,10 @@ def bytes_cross_at(run: Records, width: int) -> float:
 
 def faster(run: Records, width: int) -> dict[int, measure.Estimate]:
     """{rows: time of DDP over that of tensor parallel}: above 1 tensor parallel is the faster one."""
-    steps = {m: {r.case["rows"]: r for r in run.where("step_s", mode=m, width=width) if r.kind == "measured"}
-             for m in ("tensor", "ddp")}  # fmt: skip
+    steps = {
+        m: {r.case["rows"]: r for r in run.where("step_s", mode=m, width=width) if r.kind == "measured"}
+        for m in ("tensor", "ddp")
+    }
     return {n: measure.paired_ratio(steps["ddp"][n].samples, steps["tensor"][n].samples) for n in sorted(steps["ddp"])}
 
 
@@ -265,15 +273,20 @@ def answer(run: Records) -> Iterator[str]:
     n = run[0].layout["world_size"]
     wrong = beyond(run)
     count = len(run.where("gradient_relative_error"))
-    yield (f"{count} gradients on {n} rank{'s' * (n > 1)}: " + (f"{len(wrong)} are WRONG." if wrong else "equal to one "
-           "process's up to rounding."))  # fmt: skip
+    yield (
+        f"{count} gradients on {n} rank{'s' * (n > 1)}: "
+        + (f"{len(wrong)} are WRONG." if wrong else "equal to one process's up to rounding.")
+    )
     for width in sorted({r.case["width"] for r in run.where("sent_bytes_per_step")}) if n > 1 else ():
         rows = bytes_cross_at(run, width)
         yield f"Width {width}: tensor parallel sends less than DDP up to {rows:,.0f} rows (closed form)."
         said = "; ".join(f"{m:,} rows {e}" for m, e in faster(run, width).items())
         crossing = times_cross_between(run, width)
-        between = (f"the order turns round between {crossing[0]:,} and {crossing[1]:,} rows" if crossing
-                   else "where the order turns round, this run cannot tell")  # fmt: skip
+        between = (
+            f"the order turns round between {crossing[0]:,} and {crossing[1]:,} rows"
+            if crossing
+            else "where the order turns round, this run cannot tell"
+        )
         yield f"Time of DDP over that of tensor parallel: {said}: {between}."
     refused = [r for r in run.where("refused") if r.value]
     if refused:

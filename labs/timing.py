@@ -149,9 +149,13 @@ def step_times(config: Config, rank: Rank) -> Iterator[Record]:
     inner = steps_per_sample(rank.slowest(warm.seconds[-5:]), config.least_s)
     rounds = 5 if config.smoke else measure.rounds_of(config, rank.slowest)
     seconds = measure.interleave(
-        steps, rounds, rank.device, inner=inner, between=rank.barrier,
+        steps,
+        rounds,
+        rank.device,
+        inner=inner,
+        between=rank.barrier,
         on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
-    )  # fmt: skip
+    )
     for mode, samples in seconds.items():
         case = {"mode": mode, "batch_per_rank": config.batch_size, "steps_per_sample": inner}
         yield rank.record("step_s", "s", rank.slowest(samples), **case)
@@ -285,8 +289,11 @@ def answer(run: Records) -> Iterator[str]:
     yield f"MFU is {found['mfu'].scaled(100, '%')} of the best rate that any kernel reached here{sheet}."
     if ranks > 1:
         shown = measure.differs(found["sync_s"], 0)
-        yield (f"Of this, exchanging gradients is {found['sync_share'].scaled(100, '%')}." if shown
-               else f"What exchanging gradients adds cannot be told: {found['sync_s']}.")  # fmt: skip
+        yield (
+            f"Of this, exchanging gradients is {found['sync_share'].scaled(100, '%')}."
+            if shown
+            else f"What exchanging gradients adds cannot be told: {found['sync_s']}."
+        )
     seen = {r.case["way"]: estimate(r.samples).scaled(100, "%") for r in run.where("seen_share")}
     if seen:
         queue = " of the emulated queue" if run.where("seen_share")[0].kind == "modelled" else ""

@@ -127,8 +127,9 @@ def run(config: Config, rank: Rank) -> Iterator[Record]:
         try:
             folder = stack.enter_context(guarded_folder(Path(config.folder) if config.folder else None))
         except OSError as e:
-            raise BadInput(f"cannot write to {config.folder or tempfile.gettempdir()} ({e.strerror}): choose another "
-                           "--folder") from None  # fmt: skip
+            raise BadInput(
+                f"cannot write to {config.folder or tempfile.gettempdir()} ({e.strerror}): choose another --folder"
+            ) from None
         for done, trial in enumerate(config.trials, start=1):
             (place := folder / trial).mkdir()
             if trial == "resume":
@@ -266,9 +267,12 @@ def full_disk(config: Config, rank: Rank, folder: Path) -> Iterator[Record]:
 
 
 TRIALS: dict[str, Callable[[Config, Rank, Path], Iterator[Record]]] = {
-    "save_time": save_time, "kills": kills, "corruptions": corruptions,
-    "two_writers": two_writers, "full_disk": full_disk,
-}  # fmt: skip
+    "save_time": save_time,
+    "kills": kills,
+    "corruptions": corruptions,
+    "two_writers": two_writers,
+    "full_disk": full_disk,
+}
 
 
 def answer(run: Records) -> Iterator[str]:
@@ -283,13 +287,17 @@ def answer(run: Records) -> Iterator[str]:
             yield f"Without {' or without '.join(silent)} it goes on with another result, and no error."
     for r in run.where("checkpoint_bytes", state="large", way="full"):
         save_s, load_s = (run.one(m, state="large", way=w) for m, w in (("save_s", "full"), ("load_s", "load")))
-        yield (f"A checkpoint of {r.value / 1e6:.3g} MB takes {measure.estimate(save_s.samples, 's')} to save "
-               f"durably and "
-               f"{measure.estimate(load_s.samples, 's')} to load with every byte checked.")  # fmt: skip
+        yield (
+            f"A checkpoint of {r.value / 1e6:.3g} MB takes {measure.estimate(save_s.samples, 's')} to save "
+            f"durably and "
+            f"{measure.estimate(load_s.samples, 's')} to load with every byte checked."
+        )
     for way, name in (("in place", "onto the old file"), ("full", "as labs.checkpoints does")):
         if run.where("lost", way=way):
-            yield (f"Given a kill during a save {name}, the last good checkpoint is gone in {lost_in(run, way)} "
-                   f"of the cases.")  # fmt: skip
+            yield (
+                f"Given a kill during a save {name}, the last good checkpoint is gone in {lost_in(run, way)} "
+                f"of the cases."
+            )
     if files := run.where("files", verdict="silent"):
         n = {k: int(sum(r.value for r in files if r.case["reader"] == k)) for k in ("torch.load", "load")}
         tried = int(sum(r.value for r in run.where("files", reader="load")))

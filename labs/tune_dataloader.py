@@ -63,8 +63,10 @@ class Config:
     """Tiny samples only, with at most one worker."""
 
     def __post_init__(self) -> None:
-        require(bool(self.workloads and self.workers and self.prefetch), "workloads, workers and prefetch must each "
-                "hold something")  # fmt: skip
+        require(
+            bool(self.workloads and self.workers and self.prefetch),
+            "workloads, workers and prefetch must each hold something",
+        )
         require(min(self.workers) >= 0, f"workers must not be negative: {min(self.workers)}")
         require(min(self.prefetch) >= 1, f"prefetch must be at least 1, not {min(self.prefetch)}")
         require(min(self.rounds, self.checks) >= 1, "rounds and checks must be at least 1")
@@ -140,8 +142,11 @@ def tune_own(config: Config, rank: Rank) -> Iterator[Record]:
         found = factory()
     good = isinstance(found, tuple) and len(found) in (2, 3) and callable(found[1])
     options = found[2] if good and len(found) == 3 else {}
-    require(good and isinstance(options, dict), f"dataset {config.dataset!r} must return (dataset, step) or (dataset, "
-            f"step, options of DataLoader as a dict), not {type(found).__name__}")  # fmt: skip
+    require(
+        good and isinstance(options, dict),
+        f"dataset {config.dataset!r} must return (dataset, step) or (dataset, "
+        f"step, options of DataLoader as a dict), not {type(found).__name__}",
+    )
     own = [name for name in ("batch_size", "budget_s", "max_workers", "device") if name in options]
     require(not own, f"dataset {config.dataset!r}: leave {', '.join(own)} out of the options of DataLoader")
     tuning = tune_dataloader(
@@ -158,8 +163,14 @@ def against_sweep(name: Name, config: Config, rank: Rank) -> Iterator[Record]:
     most, total = max(config.workers), 3 * len(config.workloads)
     done = 3 * config.workloads.index(name) if name in config.workloads else 0
     rank.progress(done, total, f"{name}: tuner")
-    tuning = tune_dataloader(dataset, step, batch_size=BATCH[name], budget_s=config.budget_s,
-                             max_workers=1 if config.smoke else most, device=rank.device)  # fmt: skip
+    tuning = tune_dataloader(
+        dataset,
+        step,
+        batch_size=BATCH[name],
+        budget_s=config.budget_s,
+        max_workers=1 if config.smoke else most,
+        device=rank.device,
+    )
     tuned = tuning.choice.setting
     yield rank.record("search_s", "s", tuning.seconds, rank=0, workload=name, by="tuner")
     case = {"workload": name, "prefetch": tuned.prefetch, "limit": tuning.limit, "sure": tuning.choice.sure}
@@ -220,8 +231,17 @@ def verdicts(records: Records) -> list[dict[str, Any]]:
         tuner_s, sweep_s = (records.one("search_s", workload=name, by=by).value for by in ("tuner", "sweep"))
         share: Estimate = ratio(shares, [1.0] * len(shares))
         tuned, best = (_setting(records.one("rate_per_s", workload=name, by=by)) for by in ("tuned", "best"))
-        rows.append({"workload": name, "workers": int(r.value), "limit": r.case["limit"], "share_of_best": share,
-                     "share_of_time": tuner_s / sweep_s, "best": str(best), "same": tuned == best})  # fmt: skip
+        rows.append(
+            {
+                "workload": name,
+                "workers": int(r.value),
+                "limit": r.case["limit"],
+                "share_of_best": share,
+                "share_of_time": tuner_s / sweep_s,
+                "best": str(best),
+                "same": tuned == best,
+            }
+        )
     return rows
 
 

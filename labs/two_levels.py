@@ -92,10 +92,15 @@ class Config:
 def check_layout(config: Config, world_size: int) -> None:
     """BadInput unless the ranks make nodes of two or more, and the system can pace."""
     least = 2 * config.nodes
-    require(world_size % config.nodes == 0 and world_size >= least, f"nproc={world_size} does not make {config.nodes} "
-            f"nodes of two ranks or more: use nproc={least}, with oversubscribe=True on few cores")  # fmt: skip
-    require(config.width % world_size == 0, f"width {config.width} cannot be cut into {world_size} equal parts: take "
-            f"a multiple of {world_size}")  # fmt: skip
+    require(
+        world_size % config.nodes == 0 and world_size >= least,
+        f"nproc={world_size} does not make {config.nodes} "
+        f"nodes of two ranks or more: use nproc={least}, with oversubscribe=True on few cores",
+    )
+    require(
+        config.width % world_size == 0,
+        f"width {config.width} cannot be cut into {world_size} equal parts: take a multiple of {world_size}",
+    )
     require(wire.can_pace(), "this system cannot pace a connection: labs.two_levels takes Linux")
 
 
@@ -116,9 +121,12 @@ def predict(way: str, size: float, nodes: Nodes, every: int = 1, gloo: bool = Tr
         "ring, in turn": [levels.in_turn(size, nodes)],
         "hierarchical": levels.hierarchical(size, nodes, gloo),
         "fsdp": [levels.over_all("all_gather", 2 * size, nodes), levels.over_all("reduce_scatter", size, nodes, gloo)],
-        "hsdp": [levels.within("all_gather", 2 * size, nodes), levels.within("reduce_scatter", size, nodes, gloo),
-                 levels.between(size, nodes)],
-    }  # fmt: skip
+        "hsdp": [
+            levels.within("all_gather", 2 * size, nodes),
+            levels.within("reduce_scatter", size, nodes, gloo),
+            levels.between(size, nodes),
+        ],
+    }
     same = {"ring, node by node": "flat", "ddp": "flat", "ddp, accumulated": "flat", "hsdp, by hand": "hsdp"}
     inside, across, seconds = levels.total(once[same.get(way, way)], nodes)
     share = every if way == "ddp, accumulated" else 1
@@ -223,9 +231,10 @@ def sums(nodes: Nodes, rank: Rank) -> Iterator[Record]:
     by_hand = {
         "ring, node by node": partial(ring_in_order, order=nodes.node_by_node()),
         "ring, in turn": partial(ring_in_order, order=nodes.in_turn()),
-        "hierarchical": partial(hierarchical_all_reduce, inside=mesh["inside"].get_group(),
-                                across=mesh["across"].get_group()),
-    }  # fmt: skip
+        "hierarchical": partial(
+            hierarchical_all_reduce, inside=mesh["inside"].get_group(), across=mesh["across"].get_group()
+        ),
+    }
     for way, reduce in by_hand.items():
         x = start.clone()
         reduce(x)
@@ -320,9 +329,13 @@ def beside_by_hand(run: Records) -> tuple[measure.Estimate, float, float] | None
 
 def over_formula(run: Records) -> dict[str, measure.Estimate]:
     """{way: measured time over the formula's}."""
-    return {way: measure.estimate([s / of(run, "step_s", "modelled", way=way).value
-                                   for s in of(run, "step_s", "measured", way=way).samples], "x")
-            for way in ways_of(run)}  # fmt: skip
+    return {
+        way: measure.estimate(
+            [s / of(run, "step_s", "modelled", way=way).value for s in of(run, "step_s", "measured", way=way).samples],
+            "x",
+        )
+        for way in ways_of(run)
+    }
 
 
 def counted_off(run: Records, tolerance: float = 0.02) -> list[str]:
@@ -345,8 +358,10 @@ def answer(run: Records) -> Iterator[str]:
     """The fastest and slowest exchange, what crosses, whether bytes and ranking are as predicted."""
     config, n = run[0].config, run[0].layout["world_size"]
     took = {way: measure.estimate(of(run, "step_s", "measured", way=way).samples, "s") for way in ways_of(run)}
-    yield (f"{config['nodes']} nodes of {n // config['nodes']} ranks, {config['inside_mb_s']:g} MB/s inside and "
-           f"{config['across_mb_s']:g} MB/s out of each node, {gradient_bytes(run) / 1e6:.1f} MB to sum.")  # fmt: skip
+    yield (
+        f"{config['nodes']} nodes of {n // config['nodes']} ranks, {config['inside_mb_s']:g} MB/s inside and "
+        f"{config['across_mb_s']:g} MB/s out of each node, {gradient_bytes(run) / 1e6:.1f} MB to sum."
+    )
     fast, slow = (f(took, key=lambda way: took[way].value) for f in (min, max))
     yield f"Fastest is {fast!r} with {took[fast]} per step, slowest {slow!r} with {took[slow]}."
     off, counted = counted_off(run), [r for r in run.where("sent_bytes") if r.kind != "modelled"]
@@ -355,8 +370,10 @@ def answer(run: Records) -> Iterator[str]:
         yield f"{len(counted)} counts of bytes by level, by the kernel: {word}."
     order = ranking(run)
     word = "" if not order.contradict else ": " + "; ".join(f"{a} before {b}" for a, b in order.contradict)
-    yield (f"Of the pairs of ways that the formula sets apart, {order.agree} are in its order, {order.open} cannot be "
-           f"told, {len(order.contradict)} are against it{word}.")  # fmt: skip
+    yield (
+        f"Of the pairs of ways that the formula sets apart, {order.agree} are in its order, {order.open} cannot be "
+        f"told, {len(order.contradict)} are against it{word}."
+    )
 
 
 if __name__ == "__main__":

@@ -72,8 +72,10 @@ class Config:
         for name in self.settings:
             require(name in settings.NAMES, f"settings must be among {', '.join(settings.NAMES)}, not {name!r}")
         require(self.steps >= 2, f"steps must be at least 2, not {self.steps}")
-        require(1 <= self.kill_at_step <= self.steps,
-                f"kill_at_step must be between 1 and {self.steps}, not {self.kill_at_step}")  # fmt: skip
+        require(
+            1 <= self.kill_at_step <= self.steps,
+            f"kill_at_step must be between 1 and {self.steps}, not {self.kill_at_step}",
+        )
         require(self.save_every >= 1, f"save_every must be at least 1, not {self.save_every}")
 
 
@@ -110,8 +112,16 @@ def environment(config: Config, machines: Machines, rank: Rank) -> Iterator[Reco
     for note in found:
         told = note["told"]
         for name, text in told.items():
-            yield rank.record("variable", "1", 1, rank=0, name=name, text=text, on_rank=int(told["RANK"]),
-                              node=int(told["GROUP_RANK"]))  # fmt: skip
+            yield rank.record(
+                "variable",
+                "1",
+                1,
+                rank=0,
+                name=name,
+                text=text,
+                on_rank=int(told["RANK"]),
+                node=int(told["GROUP_RANK"]),
+            )
         yield rank.record("sum", "1", note["sum"], rank=0, on_rank=int(told["RANK"]))
     yield from _facts(machines, rank)
 
@@ -207,8 +217,11 @@ def drill(wrong: settings.Wrong, machines: Machines) -> tuple[list[Torchrun], Pa
 def _outcome(wrong: settings.Wrong, jobs: list[Torchrun], folder: Path, rank: Rank) -> Iterator[Record]:
     """Who told first and what, and how many ranks computed on as if nothing were wrong."""
     case = {"setting": wrong.name, "what": wrong.what, "cure": wrong.cure, "waits": wrong.waits}
-    told = [(job.ended_s, node, line) for node, job in enumerate(jobs)
-            if job.code and job.code > 0 and (line := first_telling_line(job.text()))]  # fmt: skip
+    told = [
+        (job.ended_s, node, line)
+        for node, job in enumerate(jobs)
+        if job.code and job.code > 0 and (line := first_telling_line(job.text()))
+    ]
     if told:
         seconds, node, line = min(told)
         silent = [n for n, job in enumerate(jobs) if job.code is not None and job.code < 0]
@@ -244,8 +257,18 @@ def _train(config: Config, machines: Machines, folder: Path, die: bool) -> list[
     port = machines.new_port()
     variables = {"GLOO_SOCKET_IFNAME": machines.interface, **OWN_STORE}
     batch, epochs = 32, 2 if config.steps % 2 == 0 else 1
-    train = ["--folder", str(folder), "--samples", str(batch * len(NODES) * config.steps // epochs), "--epochs",
-             str(epochs), "--save-every", str(config.save_every), "--device", "cpu"]  # fmt: skip
+    train = [
+        "--folder",
+        str(folder),
+        "--samples",
+        str(batch * len(NODES) * config.steps // epochs),
+        "--epochs",
+        str(epochs),
+        "--save-every",
+        str(config.save_every),
+        "--device",
+        "cpu",
+    ]
     dying = ["--kill-rank", "1", "--kill-at-step", str(config.kill_at_step), "--kill-while", "machine"]
 
     def start(node: int, more: list[str]) -> Torchrun:
@@ -295,8 +318,11 @@ def join_and_leave(config: Config, machines: Machines, rank: Rank) -> Iterator[R
             jobs.append(start(1))
         if moment == "left":
             jobs[1].kill()
-        note = wait_for(lambda size=size, since=since: first.code is not None or _formed(folder, size, since),
-                        f"a group of {size} ({moment})", 90.0)  # fmt: skip
+        note = wait_for(
+            lambda size=size, since=since: first.code is not None or _formed(folder, size, since),
+            f"a group of {size} ({moment})",
+            90.0,
+        )
         if first.code is not None:
             raise RuntimeError(f"there was no group of {size} ({moment}): {_lines(jobs)}")
         yield rank.record("world_size", "ranks", size, rank=0, moment=moment)
@@ -329,9 +355,11 @@ def answer(run: Records) -> Iterator[str]:
             yield f"Ranks computed on in spite of: {', '.join(silent)}. Read the world size that they had."
     if len(run.where("state_equal")):
         equal = "equal bit for bit to" if run.one("state_equal").value else "DIFFERENT from"
-        yield (f"A machine killed before step {run.one('killed_at_step').value:.0f} was away for "
-               f"{run.one('away_s').value:.1f} s, {run.one('steps_redone').value:.0f} steps were done twice, and "
-               f"model, optimizer and losses are {equal} those of an undisturbed run.")  # fmt: skip
+        yield (
+            f"A machine killed before step {run.one('killed_at_step').value:.0f} was away for "
+            f"{run.one('away_s').value:.1f} s, {run.one('steps_redone').value:.0f} steps were done twice, and "
+            f"model, optimizer and losses are {equal} those of an undisturbed run."
+        )
     if len(changes := run.where("change_s")):
         words = ", ".join(f"{r.case['moment']} after {r.value:.1f} s" for r in changes)
         yield f"With --nnodes 1:2 the job went on through a machine that came and went: {words}."

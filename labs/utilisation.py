@@ -61,8 +61,9 @@ class Config:
         require(max(self.poll_s) <= lasts * (1 + 1e-9), too_long)
 
 
-def predict(work: Work, peak_flop_s: float, bandwidth_b_s: float, *, overhead_s: float = 0.0,
-            wait_s: float = 0.0) -> tuple[float, float]:  # fmt: skip
+def predict(
+    work: Work, peak_flop_s: float, bandwidth_b_s: float, *, overhead_s: float = 0.0, wait_s: float = 0.0
+) -> tuple[float, float]:
     """(busy share, FLOP/s) at best, of a job that does `work` after waiting for `wait_s`, again and again.
 
     The work takes what the roofline allows, but at least `overhead_s`, in which Python and torch get it under way.
@@ -169,8 +170,10 @@ def _alone(config: Config, rank: Rank, counter: Counter) -> Iterator[Record]:
 
 def answer(run: Records) -> Iterator[str]:
     """Which jobs look busy and are slow, whether a wait shows, and what the period of reading does, in sentences."""
-    busy, speed = ({r.case["job"]: measure.estimate(r.samples).scaled(100, "%") for r in run.where(metric)}
-                   for metric in ("busy_share", "share_of_peak"))  # fmt: skip
+    busy, speed = (
+        {r.case["job"]: measure.estimate(r.samples).scaled(100, "%") for r in run.where(metric)}
+        for metric in ("busy_share", "share_of_peak")
+    )
     first, counter = next(iter(busy)), run.where("busy_share")[0].case["counter"]
     slow = [job for job in busy if busy[job].value > 0.9 * busy[first].value and speed[job].high < 10]
     yield f"Counter read: {counter}. It shows {busy[first]} during {first}, the fastest job."

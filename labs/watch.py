@@ -46,9 +46,12 @@ PATIENCE_S = 60.0
 def options(args: list[str]) -> tuple[float, Path, list[str], str]:
     """Patience in s, folder, script with its own arguments, its name as a module or "". Bad input: one line, code 2."""
     parser = argparse.ArgumentParser(
-        PROG, f"{PROG} [--patience S] [--folder DIR] train.py ...", __doc__, allow_abbrev=False,
+        PROG,
+        f"{PROG} [--patience S] [--folder DIR] train.py ...",
+        __doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.error = _refuse
     told = f"seconds without any movement that are a hang (default {PATIENCE_S:g})"
     parser.add_argument("--patience", type=float, default=PATIENCE_S, help=told)

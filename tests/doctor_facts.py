@@ -10,8 +10,9 @@ STARVED = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.05}
 """Shares of a step."""
 
 
-def made(parts=None, modes=None, *, step_s=STEP_S, rank=0, ranks=1, rounds=8, noise=0.01, steps=30, script="train.py",
-         **more):  # fmt: skip
+def made(
+    parts=None, modes=None, *, step_s=STEP_S, rank=0, ranks=1, rounds=8, noise=0.01, steps=30, script="train.py", **more
+):
     """`parts`: shares of a step; `modes`: seconds of a step in each. All within `noise` of it, by a seed of its own."""
     draw = random.Random(f"{rank} {step_s} {parts} {modes}")
 
@@ -22,14 +23,31 @@ def made(parts=None, modes=None, *, step_s=STEP_S, rank=0, ranks=1, rounds=8, no
     spans = {kind: [about(step_s * parts.get(kind, 0.0)) for _ in range(steps)] for kind in KINDS}
     turns = {name: [[about(s)] for _ in range(rounds)] for name, s in {AS_IS: step_s, **(modes or {})}.items()}
     values = {
-        "ended": "done", "exit_code": 0, "stage": "done", "steps": 100, "wall_s": 30.0, "samples": 32.0,
+        "ended": "done",
+        "exit_code": 0,
+        "stage": "done",
+        "steps": 100,
+        "wall_s": 30.0,
+        "samples": 32.0,
         "loader": Loader(32, 0, 0, False, False, "Images", "RandomSampler", 1.0),
-        "training": {"models": ["Net"], "parameters": 1_000_000, "dtypes": ["float32"],
-                     "optimizers": [{"kind": "AdamW", "fused": False, "foreach": None}]},
+        "training": {
+            "models": ["Net"],
+            "parameters": 1_000_000,
+            "dtypes": ["float32"],
+            "optimizers": [{"kind": "AdamW", "fused": False, "foreach": None}],
+        },
         "memory": {"parameters": 4e6, "gradients": 4e6, "optimizer": 8e6, "peak": 3e8},
-        "machine": {"cores": 2, "threads": 1, "cpu_share": 1.0}, "cost": {"calls": 20.0, "call_s": 1e-6, "s": 2e-5},
-    }  # fmt: skip
+        "machine": {"cores": 2, "threads": 1, "cpu_share": 1.0},
+        "cost": {"calls": 20.0, "call_s": 1e-6, "s": 2e-5},
+    }
     return Facts(
-        script, [script, "--lr", "0.1"], rank=rank, ranks=ranks, local_ranks=ranks, spans_s=spans, turns_s=turns,
-        step_s=[sum(of[i] for of in spans.values()) for i in range(steps)], **values | more,
-    )  # fmt: skip
+        script,
+        [script, "--lr", "0.1"],
+        rank=rank,
+        ranks=ranks,
+        local_ranks=ranks,
+        spans_s=spans,
+        turns_s=turns,
+        step_s=[sum(of[i] for of in spans.values()) for i in range(steps)],
+        **values | more,
+    )

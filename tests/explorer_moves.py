@@ -29,8 +29,10 @@ def main() -> None:
             spent.append((time.perf_counter() - start, time.process_time() - cpu))
         clock, cpu = zip(*spent[len(values) :], strict=True)  # the first round fills caches
         slow = statistics.quantiles(clock, n=10)[-1]
-        print(f"{name:16} {1e3 * statistics.median(clock):4.0f} ms by the clock (nine in ten below {1e3 * slow:.0f}), "
-              f"{1e3 * statistics.median(cpu):4.0f} ms of CPU")  # fmt: skip
+        print(
+            f"{name:16} {1e3 * statistics.median(clock):4.0f} ms by the clock (nine in ten below {1e3 * slow:.0f}), "
+            f"{1e3 * statistics.median(cpu):4.0f} ms of CPU"
+        )
 
 
 if __name__ == "__main__":

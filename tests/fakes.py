@@ -19,10 +19,21 @@ def card(uuid: str = "GPU-0000", name: str = "NVIDIA H100 80GB HBM3", **changes)
     """A card that answers everything; `changes` override single answers."""
     bus = f"00000000:{uuid[-2:]}:00.0"
     facts = {
-        "uuid": uuid, "name": name, "bus": bus, "capability": (9, 0), "mig": (0, 0), "mig_uuids": [], "links": {},
-        "processes": [], "throttle": 1, "ecc": (1, 1), "persistence": 1, "lost": False, "mode": 0,
+        "uuid": uuid,
+        "name": name,
+        "bus": bus,
+        "capability": (9, 0),
+        "mig": (0, 0),
+        "mig_uuids": [],
+        "links": {},
+        "processes": [],
+        "throttle": 1,
+        "ecc": (1, 1),
+        "persistence": 1,
+        "lost": False,
+        "mode": 0,
         "mig_gib": 10,
-    }  # fmt: skip
+    }
     return SimpleNamespace(**(facts | changes))
 
 

@@ -20,9 +20,18 @@ from pathlib import Path
 
 from processes import free_port
 
-IMPORTED = ("numpy", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
-            "torch.distributed.tensor.parallel", "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
-            "torch.profiler", "torch.utils.checkpoint", "torch.utils.data")  # fmt: skip
+IMPORTED = (
+    "numpy",
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+    "torch.profiler",
+    "torch.utils.checkpoint",
+    "torch.utils.data",
+)
 
 
 class Forks:
@@ -34,8 +43,13 @@ class Forks:
 
     def __enter__(self) -> "Forks":
         self.server = subprocess.Popen(
-            [sys.executable, "-B", __file__], env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True)  # fmt: skip
+            [sys.executable, "-B", __file__],
+            env=self.env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,9 +97,16 @@ def _serve() -> None:
 
 def _places(ranks: int) -> list[dict[str, str]]:
     """What torchrun tells each rank on one machine; nothing to a script that runs by itself."""
-    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RESTART_COUNT": "0",
-           "TORCHELASTIC_USE_AGENT_STORE": "False"}  # fmt: skip
+    job = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
     return [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
 
 

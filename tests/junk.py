@@ -12,24 +12,56 @@ from hypothesis import strategies as st
 
 configuration.set_hypothesis_home_dir(Path(__file__).parents[1] / "build" / "hypothesis")
 settings.register_profile(
-    "course", deadline=None, derandomize=True, database=None, print_blob=False,
+    "course",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)  # fmt: skip
+)
 settings.load_profile("course")
 
 RAW = [
-    "null", "true", "0", "-0.0", "1e999", "-1e999", "NaN", "Infinity", "1e-400", "9" * 400, "9" * 5000, '""',
-    '"\\ud800"', '"\\u0000"', '"\\n"', '"\\u202e"', '"<script>"', '"$\\\\foo$"', '"' + "x" * 3000 + '"', "[]", "{}",
-    "[[]]", "[null]", '{"a": 1, "a": 2}', '{"value": 1}', "[" * 60 + "]" * 60, "[" * 990 + "]" * 990, "[" * 60_000,
-]  # fmt: skip
+    "null",
+    "true",
+    "0",
+    "-0.0",
+    "1e999",
+    "-1e999",
+    "NaN",
+    "Infinity",
+    "1e-400",
+    "9" * 400,
+    "9" * 5000,
+    '""',
+    '"\\ud800"',
+    '"\\u0000"',
+    '"\\n"',
+    '"\\u202e"',
+    '"<script>"',
+    '"$\\\\foo$"',
+    '"' + "x" * 3000 + '"',
+    "[]",
+    "{}",
+    "[[]]",
+    "[null]",
+    '{"a": 1, "a": 2}',
+    '{"value": 1}',
+    "[" * 60 + "]" * 60,
+    "[" * 990 + "]" * 990,
+    "[" * 60_000,
+]
 """JSON, or nearly, in the place of any value of a file."""
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=4,
-)  # fmt: skip
+)
 """What JSON can hold."""
 
 

@@ -123,9 +123,16 @@ def slurm(folder: Path, srun: str = SRUN, **more: str) -> dict[str, str]:
     for name, text in {"srun": srun, "scontrol": "#!/bin/bash\nprintf 'node-0\\nnode-1\\n'\n"}.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    return {**new_environment(PYTHON=PYTHON[0]), "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "ddp", "SLURM_NNODES": "2",
-            "SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_SUBMIT_DIR": str(HERE.parent),
-            "PATH": f"{commands}:{os.environ['PATH']}", **more}  # fmt: skip
+    return {
+        **new_environment(PYTHON=PYTHON[0]),
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "ddp",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node-[0-1]",
+        "SLURM_SUBMIT_DIR": str(HERE.parent),
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        **more,
+    }
 
 
 def quoted(command: list[str], path: Path) -> str:

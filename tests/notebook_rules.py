@@ -261,8 +261,11 @@ def strict_outputs_show_no_machine(nb: NotebookNode, path: Path) -> list[str]:
         if "nbval-ignore-output" in tags(cell):
             continue
         where = f"cell {cell.get('id')} is compared by nbval, and"
-        problems += [f"{where} its picture has no title that says where its numbers come from"
-                     for picture in pictures(cell) if not picture.title]  # fmt: skip
+        problems += [
+            f"{where} its picture has no title that says where its numbers come from"
+            for picture in pictures(cell)
+            if not picture.title
+        ]
         given = r"data:image/png;base64,[\w+/=]+|\brecorded on [^;\"']*"
         text = re.sub(given, "", "\n".join(map(str, cell.outputs)), flags=re.IGNORECASE)
         problems += [f"{where} shows {what}: {m[0]!r}" for what, form in shows.items() if (m := re.search(form, text))]

@@ -17,36 +17,94 @@ ROOT = Path(__file__).parents[1]
 
 # Unit: (what it measures, how many of the base unit it is). Sizes in bytes, rates in bytes per second.
 UNITS: dict[str, tuple[str, float]] = {
-    "%": ("ratio", 1e-2), "percent": ("ratio", 1e-2), "x": ("ratio", 1), "×": ("ratio", 1), "times": ("ratio", 1),
+    "%": ("ratio", 1e-2),
+    "percent": ("ratio", 1e-2),
+    "x": ("ratio", 1),
+    "×": ("ratio", 1),
+    "times": ("ratio", 1),
     "points": ("points", 1),
-    "ns": ("s", 1e-9), "us": ("s", 1e-6), "µs": ("s", 1e-6), "microseconds": ("s", 1e-6), "ms": ("s", 1e-3),
-    "milliseconds": ("s", 1e-3), "s": ("s", 1), "sec": ("s", 1), "second": ("s", 1), "seconds": ("s", 1),
-    "min": ("s", 60), "minute": ("s", 60), "minutes": ("s", 60), "h": ("s", 3600), "hours": ("s", 3600),
-    "bytes": ("B", 1), "kB": ("B", 1e3), "KB": ("B", 1e3), "MB": ("B", 1e6), "GB": ("B", 1e9), "TB": ("B", 1e12),
-    "KiB": ("B", 2**10), "MiB": ("B", 2**20), "GiB": ("B", 2**30),
-    "kB/s": ("B/s", 1e3), "MB/s": ("B/s", 1e6), "GB/s": ("B/s", 1e9), "TB/s": ("B/s", 1e12),
-    "MiB/s": ("B/s", 2**20), "GiB/s": ("B/s", 2**30),
-    "Mbit/s": ("B/s", 125e3), "Gbit/s": ("B/s", 125e6), "Gb/s": ("B/s", 125e6),
-    "FLOP/s": ("FLOP/s", 1), "GFLOP/s": ("FLOP/s", 1e9), "TFLOP/s": ("FLOP/s", 1e12), "TFLOPS": ("FLOP/s", 1e12),
-    "samples/s": ("samples/s", 1), "images/s": ("samples/s", 1), "tokens/s": ("tokens/s", 1),
-}  # fmt: skip
+    "ns": ("s", 1e-9),
+    "us": ("s", 1e-6),
+    "µs": ("s", 1e-6),
+    "microseconds": ("s", 1e-6),
+    "ms": ("s", 1e-3),
+    "milliseconds": ("s", 1e-3),
+    "s": ("s", 1),
+    "sec": ("s", 1),
+    "second": ("s", 1),
+    "seconds": ("s", 1),
+    "min": ("s", 60),
+    "minute": ("s", 60),
+    "minutes": ("s", 60),
+    "h": ("s", 3600),
+    "hours": ("s", 3600),
+    "bytes": ("B", 1),
+    "kB": ("B", 1e3),
+    "KB": ("B", 1e3),
+    "MB": ("B", 1e6),
+    "GB": ("B", 1e9),
+    "TB": ("B", 1e12),
+    "KiB": ("B", 2**10),
+    "MiB": ("B", 2**20),
+    "GiB": ("B", 2**30),
+    "kB/s": ("B/s", 1e3),
+    "MB/s": ("B/s", 1e6),
+    "GB/s": ("B/s", 1e9),
+    "TB/s": ("B/s", 1e12),
+    "MiB/s": ("B/s", 2**20),
+    "GiB/s": ("B/s", 2**30),
+    "Mbit/s": ("B/s", 125e3),
+    "Gbit/s": ("B/s", 125e6),
+    "Gb/s": ("B/s", 125e6),
+    "FLOP/s": ("FLOP/s", 1),
+    "GFLOP/s": ("FLOP/s", 1e9),
+    "TFLOP/s": ("FLOP/s", 1e12),
+    "TFLOPS": ("FLOP/s", 1e12),
+    "samples/s": ("samples/s", 1),
+    "images/s": ("samples/s", 1),
+    "tokens/s": ("tokens/s", 1),
+}
 WORDS = {
-    "half": 1 / 2, "twice": 2, "a third": 1 / 3, "a quarter": 1 / 4, "a tenth": 1 / 10, "two thirds": 2 / 3,
-    "two times": 2, "three times": 3, "four times": 4, "five times": 5, "ten times": 10, "a hundred times": 100,
-}  # fmt: skip
+    "half": 1 / 2,
+    "twice": 2,
+    "a third": 1 / 3,
+    "a quarter": 1 / 4,
+    "a tenth": 1 / 10,
+    "two thirds": 2 / 3,
+    "two times": 2,
+    "three times": 3,
+    "four times": 4,
+    "five times": 5,
+    "ten times": 10,
+    "a hundred times": 100,
+}
 COMPARED = (
     r"(?: as (?:fast|slow|long|quick|much|many|large|high)\w*"
     r"| (?:faster|slower|longer|shorter|more|less)\b| the (?:time|speed|memory)\b)"
 )
 # How names in code end that hold a quantity, without the underscore.
 SUFFIXES = {
-    "s": ("s", 1), "ms": ("s", 1e-3), "us": ("s", 1e-6), "seconds": ("s", 1),
-    "minutes": ("s", 60), "days": ("s", 86400),
-    "bytes": ("B", 1), "kb": ("B", 1e3), "mb": ("B", 1e6), "gb": ("B", 1e9),
-    "kib": ("B", 2**10), "mib": ("B", 2**20), "gib": ("B", 2**30),
-    "mb_s": ("B/s", 1e6), "gb_s": ("B/s", 1e9), "gbit_s": ("B/s", 125e6),
-    "percent": ("ratio", 1e-2), "share": ("ratio", 1), "factor": ("ratio", 1), "ratio": ("ratio", 1),
-}  # fmt: skip
+    "s": ("s", 1),
+    "ms": ("s", 1e-3),
+    "us": ("s", 1e-6),
+    "seconds": ("s", 1),
+    "minutes": ("s", 60),
+    "days": ("s", 86400),
+    "bytes": ("B", 1),
+    "kb": ("B", 1e3),
+    "mb": ("B", 1e6),
+    "gb": ("B", 1e9),
+    "kib": ("B", 2**10),
+    "mib": ("B", 2**20),
+    "gib": ("B", 2**30),
+    "mb_s": ("B/s", 1e6),
+    "gb_s": ("B/s", 1e9),
+    "gbit_s": ("B/s", 125e6),
+    "percent": ("ratio", 1e-2),
+    "share": ("ratio", 1),
+    "factor": ("ratio", 1),
+    "ratio": ("ratio", 1),
+}
 
 _number = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
 _unit = "|".join(sorted((re.escape(u) for u in UNITS), key=len, reverse=True))
@@ -117,8 +175,11 @@ def settings(tree: ast.AST) -> Iterator[tuple[str, float]]:
             pairs = [(a.arg, v) for a, v in zip(late, node.defaults, strict=True)]
             pairs += [(a.arg, v) for a, v in zip(node.kwonlyargs, node.kw_defaults, strict=True) if v]
         elif isinstance(node, ast.Dict):
-            pairs = [(k.value, v) for k, v in zip(node.keys, node.values, strict=True)
-                     if isinstance(k, ast.Constant) and isinstance(k.value, str)]  # fmt: skip
+            pairs = [
+                (k.value, v)
+                for k, v in zip(node.keys, node.values, strict=True)
+                if isinstance(k, ast.Constant) and isinstance(k.value, str)
+            ]
         for name, value in pairs:
             yield from _with_unit(name.lower(), value)
 

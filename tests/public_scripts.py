@@ -116,33 +116,85 @@ def _waves(folder: Path) -> None:
 
 
 WORDS = "--data words --use-optimizer --lr 0.001 --nhid 64 --emsize 64"
-NANO = ("--device=cpu --compile=False --dataset=made --n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=8 "
-        "--eval_iters=2 --gradient_accumulation_steps=4")  # fmt: skip
+NANO = (
+    "--device=cpu --compile=False --dataset=made --n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=8 "
+    "--eval_iters=2 --gradient_accumulation_steps=4"
+)
 MINGPT = "--model.model_type=gpt-nano --trainer.batch_size=8 --trainer.num_workers=1"
 ALONE = "--dummy -j 1 -b 8 --dist-backend gloo --world-size -1 --dist-url env://"
 """Without a GPU this script makes a process group, and no DistributedDataParallel."""
 SCRIPTS = [
     Script("pytorch/examples", "mnist/main.py", optimizers=("Adadelta",), dataset="MNIST"),
-    Script("pytorch/examples", "imagenet/main.py", "--dummy -j 2 -b 8 -p 1", optimizers=("SGD",), dataset="FakeData",
-           rules=(("save-not-atomic", 430),)),
-    Script("pytorch/examples", "imagenet/main.py", ALONE, ranks=2, apart=True, optimizers=("SGD",),
-           dataset="FakeData", rules=(("save-not-atomic", 430),)),
+    Script(
+        "pytorch/examples",
+        "imagenet/main.py",
+        "--dummy -j 2 -b 8 -p 1",
+        optimizers=("SGD",),
+        dataset="FakeData",
+        rules=(("save-not-atomic", 430),),
+    ),
+    Script(
+        "pytorch/examples",
+        "imagenet/main.py",
+        ALONE,
+        ranks=2,
+        apart=True,
+        optimizers=("SGD",),
+        dataset="FakeData",
+        rules=(("save-not-atomic", 430),),
+    ),
     Script("pytorch/examples", "word_language_model/main.py", WORDS, _words, optimizers=("AdamW",)),
-    Script("pytorch/examples", "dcgan/main.py", "--dataset fake --workers 1 --batchSize 8 --ngf 8 --ndf 8",
-           optimizers=("Adam", "Adam"), dataset="FakeData"),
+    Script(
+        "pytorch/examples",
+        "dcgan/main.py",
+        "--dataset fake --workers 1 --batchSize 8 --ngf 8 --ndf 8",
+        optimizers=("Adam", "Adam"),
+        dataset="FakeData",
+    ),
     Script("pytorch/examples", "vae/main.py", data=_results, optimizers=("Adam",), dataset="MNIST"),
-    Script("pytorch/examples", "time_sequence_prediction/train.py", "--steps 400", _waves, optimizers=("LBFGS",),
-           environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}),
-    Script("karpathy/nanoGPT", "train.py", NANO, _tokens, optimizers=("AdamW",),
-           rules=(("amp-old", 196), ("save-not-atomic", 286))),
-    Script("karpathy/minGPT", "projects/chargpt/chargpt.py", MINGPT, _text, optimizers=("AdamW",),
-           dataset="CharDataset"),
+    Script(
+        "pytorch/examples",
+        "time_sequence_prediction/train.py",
+        "--steps 400",
+        _waves,
+        optimizers=("LBFGS",),
+        environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
+    ),
+    Script(
+        "karpathy/nanoGPT",
+        "train.py",
+        NANO,
+        _tokens,
+        optimizers=("AdamW",),
+        rules=(("amp-old", 196), ("save-not-atomic", 286)),
+    ),
+    Script(
+        "karpathy/minGPT", "projects/chargpt/chargpt.py", MINGPT, _text, optimizers=("AdamW",), dataset="CharDataset"
+    ),
     Script("karpathy/makemore", "makemore.py", "-n 1", optimizers=("AdamW",), dataset="CharDataset"),
-    Script("milesial/Pytorch-UNet", "train.py", "--scale 1 -b 1", _images, optimizers=("RMSprop",), dataset="Subset",
-           rules=(("amp-old", 80),)),
+    Script(
+        "milesial/Pytorch-UNet",
+        "train.py",
+        "--scale 1 -b 1",
+        _images,
+        optimizers=("RMSprop",),
+        dataset="Subset",
+        rules=(("amp-old", 80),),
+    ),
     Script("weiaicunzai/pytorch-cifar100", "train.py", "-net squeezenet -b 8", optimizers=("SGD",), dataset="CIFAR100"),
-    Script("eriklindernoren/PyTorch-GAN", "implementations/wgan_gp/wgan_gp.py", optimizers=("Adam", "Adam"),
-           dataset="MNIST"),
-    Script("kubeflow/training-operator", "examples/pytorch/mnist/mnist.py", "--epochs 50", ranks=2,
-           optimizers=("SGD",), dataset="FashionMNIST", rules=(("save-all-ranks", 220), ("set-epoch-missing", 207))),
-]  # fmt: skip
+    Script(
+        "eriklindernoren/PyTorch-GAN",
+        "implementations/wgan_gp/wgan_gp.py",
+        optimizers=("Adam", "Adam"),
+        dataset="MNIST",
+    ),
+    Script(
+        "kubeflow/training-operator",
+        "examples/pytorch/mnist/mnist.py",
+        "--epochs 50",
+        ranks=2,
+        optimizers=("SGD",),
+        dataset="FashionMNIST",
+        rules=(("save-all-ranks", 220), ("set-epoch-missing", 207)),
+    ),
+]

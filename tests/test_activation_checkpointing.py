@@ -32,8 +32,11 @@ from labs.parts.models.large_models import BertShape, bert, tiny_resnet
 
 CPU = torch.device("cpu")
 SHAPE = BertShape(layers=4, hidden=64, heads=4, vocabulary=128, places=64)
-SMALL = {"bert": lambda: bert(SHAPE, 64), "thin": lambda: deep_models.thin_chain(12, 64),
-         "mlp": lambda: deep_models.deep_mlp(6, 64)}  # fmt: skip
+SMALL = {
+    "bert": lambda: bert(SHAPE, 64),
+    "thin": lambda: deep_models.thin_chain(12, 64),
+    "mlp": lambda: deep_models.deep_mlp(6, 64),
+}
 
 
 def equal_chain(n=12, kept=10, boundary=1, gradient=0):
@@ -219,8 +222,10 @@ def test_what_grows_with_the_square():
 # -- the lab
 
 
-@pytest.mark.parametrize("metric", ["peak_bytes", "saved_bytes", "predicted_peak_bytes", "flops", "gradients_equal",
-                                    "gradient_difference", "step_s"])  # fmt: skip
+@pytest.mark.parametrize(
+    "metric",
+    ["peak_bytes", "saved_bytes", "predicted_peak_bytes", "flops", "gradients_equal", "gradient_difference", "step_s"],
+)
 def test_every_policy_has_it(run, metric):
     policies = possible(deep_models.build("deep_mlp", 0).module)
     if metric.startswith("predicted"):
@@ -257,8 +262,13 @@ def test_price_and_forward_share():
     def record(metric, samples, **case):
         return Record("lab", metric, "s", samples, case={"part": "pareto", **case})
 
-    run = Records([record("step_s", (1.0, 2.0, 4.0), policy="none"), record("step_s", (1.5, 3.0, 6.0), policy="block"),
-                   record("forward_s", (0.4, 0.8, 1.6))])  # fmt: skip
+    run = Records(
+        [
+            record("step_s", (1.0, 2.0, 4.0), policy="none"),
+            record("step_s", (1.5, 3.0, 6.0), policy="block"),
+            record("forward_s", (0.4, 0.8, 1.6)),
+        ]
+    )
     assert report.price(run)["block"].value == 1.5
     assert report.forward_share(run).value == 0.4
     assert [r.value for r in report.published_prices()] == [20, 30, 35]
@@ -266,19 +276,32 @@ def test_price_and_forward_share():
 
 
 def test_two_ranks_and_a_model_of_your_own():
-    run = launch("activation_checkpointing", nproc=2, oversubscribe=True, smoke=True, parts=("pareto",),
-                 model="labs.parts.models.large_models:tiny_resnet", policies=("stage", "selective"),
-                 batch=4)  # fmt: skip
+    run = launch(
+        "activation_checkpointing",
+        nproc=2,
+        oversubscribe=True,
+        smoke=True,
+        parts=("pareto",),
+        model="labs.parts.models.large_models:tiny_resnet",
+        policies=("stage", "selective"),
+        batch=4,
+    )
     assert {r.case["policy"] for r in run.where("step_s")} == {"none", "stage", "selective"}
     assert all(r.value == 1 for r in run.where("gradients_equal"))
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"model": "labs.models:mlp", "policies": ("segments:9",)}, "segments:9 of 5 blocks"),
-    ({"model": "char_gtp"}, "there is no model 'char_gtp': take one of deep_mlp"),
-    ({"policies": ("segment:3",)}, "there is no policy 'segment:3'"), ({"rounds": 0}, "rounds must be"),
-    ({"batch": 0}, "batch must be"), ({"parts": ()}, "parts must name one"), ({"sequences": ()}, "sequences must hold"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": "labs.models:mlp", "policies": ("segments:9",)}, "segments:9 of 5 blocks"),
+        ({"model": "char_gtp"}, "there is no model 'char_gtp': take one of deep_mlp"),
+        ({"policies": ("segment:3",)}, "there is no policy 'segment:3'"),
+        ({"rounds": 0}, "rounds must be"),
+        ({"batch": 0}, "batch must be"),
+        ({"parts": ()}, "parts must name one"),
+        ({"sequences": ()}, "sequences must hold"),
+    ],
+)
 def test_bad_input_is_one_line(values, message):
     with pytest.raises(BadInput, match=message) as e:
         activation_checkpointing.check_layout(activation_checkpointing.Config(**values), 1)

@@ -77,10 +77,12 @@ def test_a_folded_table_takes_no_minutes(tmp_path):
         return nbformat.v4.new_output("display_data", {"text/html": markup})
 
     table = "<table><tr><td>1</td></tr></table>"
-    notebook = nbformat.v4.new_notebook(cells=[
-        nbformat.v4.new_code_cell("a()", outputs=[shows(table)]),
-        nbformat.v4.new_code_cell("b()", outputs=[shows(f"<details><summary>more</summary>{table}</details>")]),
-    ])  # fmt: skip
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell("a()", outputs=[shows(table)]),
+            nbformat.v4.new_code_cell("b()", outputs=[shows(f"<details><summary>more</summary>{table}</details>")]),
+        ]
+    )
     nbformat.write(notebook, path := tmp_path / "03_x.ipynb")
     assert [s.results for s in agenda.sections(path, {})] == [1]
 
@@ -97,9 +99,13 @@ def test_bad_input_names_the_fix(tmp_path):
         instructor.with_blocks("text", {"x": "y"})
 
 
-@pytest.mark.parametrize("text, first", [
-    ("2 ranks: 1.95 x as fast. DDP: 2 x.", "2 ranks: 1.95 x as fast."), ("One sentence.", "One sentence."),
-    ("Ends at 2.5 s. 3 more.", "Ends at 2.5 s."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, first",
+    [
+        ("2 ranks: 1.95 x as fast. DDP: 2 x.", "2 ranks: 1.95 x as fast."),
+        ("One sentence.", "One sentence."),
+        ("Ends at 2.5 s. 3 more.", "Ends at 2.5 s."),
+    ],
+)
 def test_first_sentence(text, first):
     assert instructor.first_sentence(text) == first

@@ -135,10 +135,15 @@ def around_the_scaler(module, loss, micro_batches, optimizer, name, scaler, max_
         scaler.step = step
 
 
-@pytest.mark.parametrize(("wrong", "name"), [
-    (clipped_before_unscaling, "fp16"), (around_the_scaler, "fp16"), (without_zero_grad, "bf16"),
-    (without_zero_grad, "fp32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        (clipped_before_unscaling, "fp16"),
+        (around_the_scaler, "fp16"),
+        (without_zero_grad, "bf16"),
+        (without_zero_grad, "fp32"),
+    ],
+)
 def test_the_tolerance_tells_a_wrong_order(case, wrong, name):
     found, data, wanted, _ = case
     change, _ = trained(found, data, name, wrong)
@@ -204,10 +209,16 @@ def test_backward_runs_outside_of_autocast_and_forward_inside(case):
     assert {p.dtype for p in module.parameters()} == {p.grad.dtype for p in module.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [
-    ("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16),
-    ("fp16, no scaling", torch.float16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("tf32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("fp16, no scaling", torch.float16),
+    ],
+)
 def test_products_run_in_the_format(name, dtype):
     with amp.precision(name, CPU):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

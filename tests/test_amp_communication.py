@@ -61,10 +61,14 @@ def test_predict_by_hand():
     assert lab.predict(800, "none", 1) == 0
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"batch_size": 0}, "batch_size must be"), ({"bucket_cap_mb": 0.0}, "bucket_cap_mb must be"),
-    ({"model": "gpt5"}, "there is no model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb must be"),
+        ({"model": "gpt5"}, "there is no model"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("amp_communication", nproc=2, oversubscribe=True, **values)

@@ -20,8 +20,14 @@ from labs.parts.models import Workload, large_models
 from labs.parts.models.large_models import TINY_BERT, BertShape
 from labs.parts.models.text_models import char_gpt
 
-SMALL = {"tiny_bert": large_models.tiny_bert, "tiny_resnet": large_models.tiny_resnet, "cnn": models.cnn,
-         "cnn_batchnorm": models.cnn_batchnorm, "mlp": models.mlp, "char_gpt": char_gpt}  # fmt: skip
+SMALL = {
+    "tiny_bert": large_models.tiny_bert,
+    "tiny_resnet": large_models.tiny_resnet,
+    "cnn": models.cnn,
+    "cnn_batchnorm": models.cnn_batchnorm,
+    "mlp": models.mlp,
+    "char_gpt": char_gpt,
+}
 SDPA = BertShape(attention="sdpa")
 
 
@@ -55,8 +61,10 @@ def test_a_view_keeps_its_whole_storage():
 
 
 def test_relu_in_place_keeps_no_more_and_no_less():
-    a, b = (saved(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace)), torch.randn(2, 3, 8, 8))
-            for inplace in (False, True))  # fmt: skip
+    a, b = (
+        saved(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace)), torch.randn(2, 3, 8, 8))
+        for inplace in (False, True)
+    )
     assert a == b
 
 
@@ -252,13 +260,19 @@ def test_records_of_the_large_model(run):
     assert {r.kind for r in run.where("measured_bytes")} == {"measured"}
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"sequences": (600,)}, "sequences must hold"), ({"batches": (0,)}, "batches must hold"),
-    ({"batches": (4, 4)}, "batches must be different"), ({"images": ()}, "images must hold"),
-    ({"batch": 0}, "batch must be at least 1"), ({"attention": ()}, "attention: name eager, sdpa or both"),
-    ({"models": ("bert",)}, "there is no model 'bert'"),
-    ({"optimizer": "lion"}, "optimizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"sequences": (600,)}, "sequences must hold"),
+        ({"batches": (0,)}, "batches must hold"),
+        ({"batches": (4, 4)}, "batches must be different"),
+        ({"images": ()}, "images must hold"),
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"attention": ()}, "attention: name eager, sdpa or both"),
+        ({"models": ("bert",)}, "there is no model 'bert'"),
+        ({"optimizer": "lion"}, "optimizer"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("amp_memory", nproc=1, **values)
@@ -289,10 +303,13 @@ def test_config_is_frozen():
         amp_memory.Config().batch = 3
 
 
-@pytest.mark.parametrize("loss", [
-    lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1),
-    lambda x, y: functional.cross_entropy(x, functional.one_hot(y, 8).float()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1),
+        lambda x, y: functional.cross_entropy(x, functional.one_hot(y, 8).float()),
+    ],
+)
 def test_losses_whose_bytes_are_not_known_are_refused(loss):
     x, y = torch.randn(4, 8, requires_grad=True), torch.arange(4)
     with saved_tensors.CudaRules(torch.bfloat16), pytest.raises(BadInput, match="class indices"):

@@ -39,9 +39,15 @@ def data():
 @pytest.fixture(scope="module")
 def run():
     return launch(
-        "amp_training", 2, smoke=True, samples=512, loss_exponents=(0, -14), gradient_models=("char_gpt",),
-        gradient_rows=4, oversubscribe=True,
-    )  # fmt: skip
+        "amp_training",
+        2,
+        smoke=True,
+        samples=512,
+        loss_exponents=(0, -14),
+        gradient_models=("char_gpt",),
+        gradient_rows=4,
+        oversubscribe=True,
+    )
 
 
 # -- trainings
@@ -128,8 +134,11 @@ def test_the_closed_form_is_what_a_cast_to_fp16_does(scale):
 def test_shares_follow_the_limits_of_fp16():
     g = torch.tensor([0.0, 2.0**-25, 2.0**-24, 2.0**-15, 2.0**-14, 1.0, 65504.0, -65505.0], dtype=torch.float64)
     assert sizes.fp16_shares(g) == {
-        "zero_share": 1 / 8, "below_subnormal_share": 1 / 8, "below_normal_share": 3 / 8, "above_largest_share": 1 / 8,
-    }  # fmt: skip
+        "zero_share": 1 / 8,
+        "below_subnormal_share": 1 / 8,
+        "below_normal_share": 3 / 8,
+        "above_largest_share": 1 / 8,
+    }
 
 
 def test_gradients_are_those_of_all_parameters_and_of_every_layers_output():
@@ -191,9 +200,10 @@ NOISE = [0.001, -0.001, 0.002, -0.002, 0.001, -0.001, 0.0, 0.0]
 
 def test_formats_are_compared_seed_by_seed():
     found = records(
-        fp32=BASE, bf16=[a + n for a, n in zip(BASE, NOISE, strict=True)],
+        fp32=BASE,
+        bf16=[a + n for a, n in zip(BASE, NOISE, strict=True)],
         fp16=[a - 0.01 + n for a, n in zip(BASE, NOISE, strict=True)],
-    )  # fmt: skip
+    )
     changes = lab.against_fp32(found)
     assert set(changes) == {("bf16", 0), ("fp16", 0)}
     assert not differs(changes["bf16", 0], 0.0) and differs(changes["fp16", 0], 0.0)
@@ -274,8 +284,15 @@ def test_the_answer_tells_formats_apart_only_with_enough_seeds():
             samples = tuple(
                 0.8 + 0.001 * i - (lost if f == "bf16" else 0) + 1e-5 * (i % 3) * (f == "bf16") for i in range(n)
             )
-            found.append(Record("amp_training", "test_accuracy", "1", samples,
-                                case={"model": "perceptron", "precision": f, "loss_exponent": 0}))  # fmt: skip
+            found.append(
+                Record(
+                    "amp_training",
+                    "test_accuracy",
+                    "1",
+                    samples,
+                    case={"model": "perceptron", "precision": f, "loss_exponent": 0},
+                )
+            )
         return " ".join(lab.answer(Records(found)))
 
     assert "Another accuracy than FP32's, seed by seed: bf16, loss x 2^0: -10.0 points" in made(8, 0.1)

@@ -67,9 +67,22 @@ def test_who_limits_is_read_from_the_timeline(waited, busy, words):
 
 def pinned(gain, device="cuda", kind="measured"):
     rates = {(p, n): 1000 * (gain if p and n else 1) for p in (False, True) for n in (False, True)}
-    return Records(make("dataloader", "images_per_s", [rate * k for k in NEAR], device=device, kind=kind, way="both",
-                        model="even", workers=4, batch=16, pin_memory=p, non_blocking=n)
-                   for (p, n), rate in rates.items())  # fmt: skip
+    return Records(
+        make(
+            "dataloader",
+            "images_per_s",
+            [rate * k for k in NEAR],
+            device=device,
+            kind=kind,
+            way="both",
+            model="even",
+            workers=4,
+            batch=16,
+            pin_memory=p,
+            non_blocking=n,
+        )
+        for (p, n), rate in rates.items()
+    )
 
 
 def test_pinned_memory_is_judged_by_a_gpu_or_not_at_all(shown, tmp_path):
@@ -99,8 +112,9 @@ def test_the_loaders_answer_turns_round():
 
 def formats(map_, worker, cold=None):
     rates = {"JPEG folder": 500, "tar shards": 500, "memory map": map_, "RAM cache": 900, "memory copy": 2000}
-    found = [make("dataset_formats", "images_per_s", [r * k for k in NEAR], format=f, cache="warm")
-             for f, r in rates.items()]  # fmt: skip
+    found = [
+        make("dataset_formats", "images_per_s", [r * k for k in NEAR], format=f, cache="warm") for f, r in rates.items()
+    ]
     for f, r in (("JPEG folder", 500), ("memory map", worker)):
         found.append(make("dataset_formats", "worker_images_per_s", [r * k for k in NEAR], format=f))
     found.append(make("dataset_formats", "disk_bytes", [1e6], "B", format="memory map"))
@@ -122,8 +136,11 @@ def test_a_format_is_judged_through_a_worker_and_from_this_disk_as_well(shown):
 
 
 def scaled(wait, compute, noise=NEAR):
-    return Records(make("loader_traps", "items_per_s", [300 * g * k for k in noise], source=s, workers=n)
-                   for s, gain in (("sleep", wait), ("compute", compute)) for n, g in ((0, 1), (8, gain)))  # fmt: skip
+    return Records(
+        make("loader_traps", "items_per_s", [300 * g * k for k in noise], source=s, workers=n)
+        for s, gain in (("sleep", wait), ("compute", compute))
+        for n, g in ((0, 1), (8, gain))
+    )
 
 
 def test_whether_waiting_gains_more_is_told_by_the_records():
@@ -155,10 +172,23 @@ def test_a_tuning_of_ones_own_has_told_its_answer_already():
 def test_a_hanging_worker_is_shown_with_the_timeout_that_was_set(monkeypatch):
     tables = []
     monkeypatch.setattr(figures_data, "show_table", tables.append)
-    figures_data.failures_table(Records(
-        make("loader_traps", "seconds_until_error", [0.5], "s", config={"loader_timeout_s": 0.4}, trap="failures",
-             failure="hangs", named=named, words="DataLoader timed out", names_item=False) for named in (False, True)
-    ))  # fmt: skip
+    figures_data.failures_table(
+        Records(
+            make(
+                "loader_traps",
+                "seconds_until_error",
+                [0.5],
+                "s",
+                config={"loader_timeout_s": 0.4},
+                trap="failures",
+                failure="hangs",
+                named=named,
+                words="DataLoader timed out",
+                names_item=False,
+            )
+            for named in (False, True)
+        )
+    )
     (name,) = tables[0].index
     assert "timeout=0.4 s" in name and "waits for ever" in name
 
@@ -174,15 +204,21 @@ def test_a_hanging_worker_is_shown_with_the_timeout_that_was_set(monkeypatch):
 def test_a_model_slower_than_its_loader_waits_or_not_as_the_records_say(loader, waits, words):
     shares = Records([make("dataloader", "wait_share", [waits * k for k in NEAR], model="heavy", workers=2)])
     rates = {"loader": (loader, {"workers": 2}), "model": (100.0, {"model": "heavy"})}
-    found = [make("dataloader", "images_per_s", [rate * k for k in NEAR], way=way, **case)
-             for way, (rate, case) in rates.items()]  # fmt: skip
+    found = [
+        make("dataloader", "images_per_s", [rate * k for k in NEAR], way=way, **case)
+        for way, (rate, case) in rates.items()
+    ]
     assert words in figures._fed_text(Records([*shares, *found]), list(shares))
 
 
-@pytest.mark.parametrize(("on_shared_cores", "words"), [
-    (1000, "this run's noise"), (960, "explain the smaller part of it; in CPU seconds, -17% remain"),
-    (840, "model and workers share the cores: that can explain it; in CPU seconds, -5% remain"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("on_shared_cores", "words"),
+    [
+        (1000, "this run's noise"),
+        (960, "explain the smaller part of it; in CPU seconds, -17% remain"),
+        (840, "model and workers share the cores: that can explain it; in CPU seconds, -5% remain"),
+    ],
+)
 def test_shared_cores_are_named_as_the_cause_only_where_they_explain_most(on_shared_cores, words):
     row = {
         "model": "light",

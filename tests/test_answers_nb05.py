@@ -47,11 +47,15 @@ def sizes(one_row, many, none=0.1, rows=(1, 1024)):
     return found
 
 
-@pytest.mark.parametrize(("records", "words"), [
-    (sizes(0.05, 3.0), "adds 50.0 ms [50.0, 50.0] to a step of 1 row, which has 1/1024 of the operations"),
-    (sizes(0.05, 3.0), "the rest grows with the rows"), (sizes(0.05, 0.05), "no more that this run can show"),
-    (sizes([-0.1, 0.1] * 3, 3.0), "a fixed price cannot be told in this run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (sizes(0.05, 3.0), "adds 50.0 ms [50.0, 50.0] to a step of 1 row, which has 1/1024 of the operations"),
+        (sizes(0.05, 3.0), "the rest grows with the rows"),
+        (sizes(0.05, 0.05), "no more that this run can show"),
+        (sizes([-0.1, 0.1] * 3, 3.0), "a fixed price cannot be told in this run"),
+    ],
+)
 def test_the_fixed_price_is_told_by_its_interval(records, words):
     assert words in " ".join(report.fixed_price(Records(records)))
 
@@ -65,10 +69,13 @@ def pareto(equal=1.0, again=1.0):
     found = []
     for policy, peak, times, k in (("none", 40e6, 1.0, 0), ("segments:4", 30e6, 1.4, 4)):
         case = {"part": "pareto", "policy": policy, "segments": k, "share": 1.0}
-        found += [make("peak_bytes", peak, **case), make("step_s", around(times), **case),
-                  make("flops", 4e9 if k else 3e9, **case),
-                  make("gradients_equal", equal if k else again, **case),
-                  make("gradient_difference", (1 - equal if k else 1 - again) * 1e-6, **case)]  # fmt: skip
+        found += [
+            make("peak_bytes", peak, **case),
+            make("step_s", around(times), **case),
+            make("flops", 4e9 if k else 3e9, **case),
+            make("gradients_equal", equal if k else again, **case),
+            make("gradient_difference", (1 - equal if k else 1 - again) * 1e-6, **case),
+        ]
     return found
 
 
@@ -78,8 +85,10 @@ def test_recomputation_says_what_the_least_memory_costs_and_whether_gradients_ar
     assert ": equal, bit for bit." in right and "NOT equal under 1 of 1 policies, by up to 1e-06" in wrong
     assert "bits cannot tell, for two runs of one step differ" in said(activation_checkpointing, pareto(0.0, 0.0))
     lost = [make("raised", 0, part="variants", scenario=s, variant="use_reentrant=False") for s in ("a", "b")]
-    lost += [make("parameters_without_gradient", n, part="variants", scenario=s, variant="use_reentrant=False")
-             for s, n in (("a", 0), ("b", 4))]  # fmt: skip
+    lost += [
+        make("parameters_without_gradient", n, part="variants", scenario=s, variant="use_reentrant=False")
+        for s, n in (("a", 0), ("b", 4))
+    ]
     assert "1 of 2 ways to call checkpoint() train all" in said(activation_checkpointing, lost)
 
 
@@ -98,8 +107,11 @@ def test_remedies_name_the_best_and_the_worst_of_each_model():
 def test_whether_growth_and_the_peak_tell_leaks_is_what_the_loops_show():
     def loops(larger, growth):
         found = []
-        for loop, leaky, peak, grows in (("none", False, 9.0, 0.0), ("large", False, larger, 0.0),
-                                         ("losses", True, 20.0, growth)):  # fmt: skip
+        for loop, leaky, peak, grows in (
+            ("none", False, 9.0, 0.0),
+            ("large", False, larger, 0.0),
+            ("losses", True, 20.0, growth),
+        ):
             case = {"part": "leaks", "loop": loop, "leaks": leaky}
             found += [make("growth_bytes", grows, **case), make("peak_so_far_bytes", [1.0, peak], **case)]
         return said(memory_remedies, found)
@@ -115,8 +127,12 @@ def kills(lost, saving):
     found = []
     for way in ("in place", "rename", "full"):
         gone = lost if way == "in place" else [0] * len(lost)
-        found += [make("lost", gone, way=way), make("killed_while_saving", saving, way=way),
-                  make("leftovers", [0] * len(lost), way=way), make("predicted_lost_share", 1.0, way=way)]  # fmt: skip
+        found += [
+            make("lost", gone, way=way),
+            make("killed_while_saving", saving, way=way),
+            make("leftovers", [0] * len(lost), way=way),
+            make("predicted_lost_share", 1.0, way=way),
+        ]
     return Records(found)
 
 
@@ -152,8 +168,11 @@ def costs(lost):
     found = []
     for mode, stall, total in (("gathered", 0.3, 0.3), ("save", 0.2, 0.2), ("async_save", 0.02, 0.4)):
         loses = lost if mode == "async_save" else stall
-        found += [make("stall_s", around(stall), mode=mode), make("total_s", around(total), mode=mode),
-                  make("lost_s", around(loses), mode=mode)]  # fmt: skip
+        found += [
+            make("stall_s", around(stall), mode=mode),
+            make("total_s", around(total), mode=mode),
+            make("lost_s", around(loses), mode=mode),
+        ]
     return found
 
 
@@ -168,10 +187,18 @@ def test_async_saving_is_judged_by_all_that_training_loses(lost, words):
 
 def restart(equal=1.0, left=0.0):
     case = {"run": "killed", "start": "torchrun"}
-    return said(elastic_restart, [
-        make("restart_s", 2.0, **case), make("steps_redone", 2, **case), make("killed_at_step", 23, **case),
-        make("state_equal", equal, **case), make("phase_s", 1.7, phase="import", **case),
-        make("phase_s", 0.3, phase="detect", **case), make("leftovers", left, what="processes")])  # fmt: skip
+    return said(
+        elastic_restart,
+        [
+            make("restart_s", 2.0, **case),
+            make("steps_redone", 2, **case),
+            make("killed_at_step", 23, **case),
+            make("state_equal", equal, **case),
+            make("phase_s", 1.7, phase="import", **case),
+            make("phase_s", 0.3, phase="detect", **case),
+            make("leftovers", left, what="processes"),
+        ],
+    )
 
 
 def test_a_restart_says_where_the_time_goes_and_what_differs():

@@ -30,13 +30,16 @@ def perceptrons(ratios: dict[int, float], width=256) -> Records:
     return Records(found)
 
 
-@pytest.mark.parametrize(("ratios", "between", "words"), [
-    ({32: 1.5, 512: 1.2, 2048: 0.8}, (512, 2048), "In time DDP overtakes between 512 and 2,048 rows"),
-    ({32: 1.5, 512: 1.2, 2048: 1.1}, None, "tensor parallel is shown to be faster with all of these rows"),
-    ({32: 0.5, 512: 0.6, 2048: 0.8}, None, "DDP is shown to be faster with all of these rows"),
-    ({32: 1.5, 512: 1.0, 2048: 1.0}, None, "this run cannot tell"),
-    ({32: 0.5, 512: 1.5}, None, "this run cannot tell"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ratios", "between", "words"),
+    [
+        ({32: 1.5, 512: 1.2, 2048: 0.8}, (512, 2048), "In time DDP overtakes between 512 and 2,048 rows"),
+        ({32: 1.5, 512: 1.2, 2048: 1.1}, None, "tensor parallel is shown to be faster with all of these rows"),
+        ({32: 0.5, 512: 0.6, 2048: 0.8}, None, "DDP is shown to be faster with all of these rows"),
+        ({32: 1.5, 512: 1.0, 2048: 1.0}, None, "this run cannot tell"),
+        ({32: 0.5, 512: 1.5}, None, "this run cannot tell"),
+    ],
+)
 def test_where_ddp_overtakes_is_told_by_the_intervals(ratios, between, words):
     run = perceptrons(ratios)
     assert tensor_parallel.times_cross_between(run, 256) == between
@@ -47,8 +50,10 @@ def test_where_ddp_overtakes_is_told_by_the_intervals(ratios, between, words):
 
 
 def test_a_wrong_gradient_is_told_in_every_answer():
-    wrong = [Record(**{**vars(r), "samples": (0.5,)}) if r.metric == "gradient_relative_error" else r
-             for r in perceptrons({32: 1.0})]  # fmt: skip
+    wrong = [
+        Record(**{**vars(r), "samples": (0.5,)}) if r.metric == "gradient_relative_error" else r
+        for r in perceptrons({32: 1.0})
+    ]
     assert "1 are WRONG" in next(tensor_parallel.answer(Records(wrong)))
     floor = [make("hybrid_parallel", METRIC, "1", [1e-7], world=4)]
     assert "up to rounding" in next(hybrid_parallel.answer(Records(hybrid() + floor)))
@@ -92,8 +97,10 @@ def test_the_pipeline_s_answer_names_the_fastest_and_its_share_of_the_ceiling():
 
 def cuts(chosen, seconds):
     """labs.pipeline_split: what was chosen, and {cut: seconds}."""
-    found = [make("pipeline_split", "chosen", "1", [c], kind="modelled", chain="mlp", by=by)
-             for by, c in (("cost model", chosen), ("equally many layers", 4))]  # fmt: skip
+    found = [
+        make("pipeline_split", "chosen", "1", [c], kind="modelled", chain="mlp", by=by)
+        for by, c in (("cost model", chosen), ("equally many layers", 4))
+    ]
     for i, (cut, s) in enumerate(seconds.items()):
         for phase in ("all", "finalists"):
             found.append(make("pipeline_split", "step_s", "s", around(s, i), chain="mlp", cuts=[cut], phase=phase))

@@ -56,22 +56,36 @@ def test_it_does_what_it_does_alone(here, what):
     assert "__main__" in found[0].stdout
 
 
-@pytest.mark.parametrize(("name", "told"), [
-    ("nothing", "no module nothing in this folder"), ("pkg.nothing", "no pkg.nothing to run"), ("pkg", "no pkg to run"),
-    ("empty", "no empty to run"), ("sys", "no sys to run"), ("", "no module "),
-    ("pkg.train.py", "no pkg.train.py to run"), ("pkg/train", "no module pkg/train"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nothing", "no module nothing in this folder"),
+        ("pkg.nothing", "no pkg.nothing to run"),
+        ("pkg", "no pkg to run"),
+        ("empty", "no empty to run"),
+        ("sys", "no sys to run"),
+        ("", "no module "),
+        ("pkg.train.py", "no pkg.train.py to run"),
+        ("pkg/train", "no module pkg/train"),
+    ],
+)
 def test_what_cannot_be_run_is_one_line_and_imports_nothing(here, name, told, capsys):
     with pytest.raises(BadInput, match=told) as error:
         as_main.module_file(name)
     assert "\n" not in str(error.value) and "imported" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("args", "expected"), [
-    (["--n", "2", "train.py", "-m", "x"], (2, ["train.py", "-m", "x"], "")),
-    (["--n", "2", "-m", "pkg.train", "--n", "3", "-m"], (2, ["{here}/pkg/train.py", "--n", "3", "-m"], "pkg.train")),
-    (["-m", "pkg.sub"], (1, ["{here}/pkg/sub/__main__.py"], "pkg.sub.__main__")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--n", "2", "train.py", "-m", "x"], (2, ["train.py", "-m", "x"], "")),
+        (
+            ["--n", "2", "-m", "pkg.train", "--n", "3", "-m"],
+            (2, ["{here}/pkg/train.py", "--n", "3", "-m"], "pkg.train"),
+        ),
+        (["-m", "pkg.sub"], (1, ["{here}/pkg/sub/__main__.py"], "pkg.sub.__main__")),
+    ],
+)
 def test_a_script_or_a_module_ends_the_options(here, args, expected):
     parser = argparse.ArgumentParser()
     parser.add_argument("--n", type=int, default=1)

@@ -148,8 +148,9 @@ def test_two_runs_give_the_same_table(run):
 
 def test_a_format_that_the_device_lacks_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(lab, "supported", lambda name, device: name != "bf16")
-    rank = SimpleNamespace(device=torch.device("cpu"), progress=lambda *_: None,
-                           record=lambda metric, unit, samples, kind="", **case: case)  # fmt: skip
+    rank = SimpleNamespace(
+        device=torch.device("cpu"), progress=lambda *_: None, record=lambda metric, unit, samples, kind="", **case: case
+    )
     cases = list(lab.run(lab.Config(models=("mlp",)), rank))
     assert {case["precision"] for case in cases if "precision" in case} == {"fp32", "fp16"}
     assert "bf16 is left out" in capsys.readouterr().out
@@ -158,8 +159,11 @@ def test_a_format_that_the_device_lacks_is_left_out(monkeypatch, capsys):
 # -- the rules
 
 
-MACROS = [("LOWER_PRECISION_FP", autocast_rules.LOWERED), ("FP32", autocast_rules.RAISED),
-          ("FP32_SET_OPT_DTYPE", autocast_rules.RAISED)]  # fmt: skip
+MACROS = [
+    ("LOWER_PRECISION_FP", autocast_rules.LOWERED),
+    ("FP32", autocast_rules.RAISED),
+    ("FP32_SET_OPT_DTYPE", autocast_rules.RAISED),
+]
 
 
 @pytest.mark.parametrize(("macro", "rule"), MACROS)
@@ -210,9 +214,13 @@ def test_layer_norm_and_the_loss_have_rules_although_the_trace_saw_no_cast(run):
 def test_the_answer_follows_the_records(run):
     told = " ".join(lab.answer(run))
     assert "mlp 5 of 7 (100% of its products' FLOPs), 8 casts" in told and "5 of 17 have another rule" in told
-    same = Records([r for r in run if r.metric != "has_rule"]
-                   + [Record("autocast_ops", "has_rule", "1", (1.0,), case={"op": "exp", "device": d, "rule": "x"})
-                      for d in ("cpu", "cuda")])  # fmt: skip
+    same = Records(
+        [r for r in run if r.metric != "has_rule"]
+        + [
+            Record("autocast_ops", "has_rule", "1", (1.0,), case={"op": "exp", "device": d, "rule": "x"})
+            for d in ("cpu", "cuda")
+        ]
+    )
     assert "all 1 are the same on a CPU and on CUDA" in " ".join(lab.answer(same))
 
 

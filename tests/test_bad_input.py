@@ -50,12 +50,20 @@ def test_what_cannot_be_there_is_told_without_an_import(modules, name, words):
 @pytest.mark.parametrize(
     ("lab", "option", "value"),
     [
-        (slow_link, "mb_s", (0.0,)), (slow_link, "mb_s", ()), (gradient_compression, "mb_s", (5.0, 5.0)),
-        (gradient_compression, "ways", ("fp32", "zip")), (bucket_overlap, "mb_s", 0.0), (ddp_overlap, "mb_s", -1.0),
-        (two_levels, "inside_mb_s", 0.0), (two_levels, "across_mb_s", 0.0), (scaling_model, "step_s", 1e-9),
-        (scaling_model, "gpu", "H10"), (strategy, "gpu", "H10"), (cost, "offers", ("H10:8",)),
+        (slow_link, "mb_s", (0.0,)),
+        (slow_link, "mb_s", ()),
+        (gradient_compression, "mb_s", (5.0, 5.0)),
+        (gradient_compression, "ways", ("fp32", "zip")),
+        (bucket_overlap, "mb_s", 0.0),
+        (ddp_overlap, "mb_s", -1.0),
+        (two_levels, "inside_mb_s", 0.0),
+        (two_levels, "across_mb_s", 0.0),
+        (scaling_model, "step_s", 1e-9),
+        (scaling_model, "gpu", "H10"),
+        (strategy, "gpu", "H10"),
+        (cost, "offers", ("H10:8",)),
     ],
-)  # fmt: skip
+)
 def test_what_shared_code_refuses_is_told_under_the_lab_s_own_name_once(lab, option, value):
     with pytest.raises(BadInput) as error:
         lab.Config(**{option: value})
@@ -83,11 +91,20 @@ finally:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["batch_size --model nosuch:thing",
-     *(pytest.param(a, marks=pytest.mark.long)
-       for a in ("mixed_precision --formats fp8", "pipeline_split --micro-batches 7",
-                 "profile_step --plant nowhere=3", "memory_timeline --loops leaky", "clinic --diagnose nosuch"))],
-)  # fmt: skip
+    [
+        "batch_size --model nosuch:thing",
+        *(
+            pytest.param(a, marks=pytest.mark.long)
+            for a in (
+                "mixed_precision --formats fp8",
+                "pipeline_split --micro-batches 7",
+                "profile_step --plant nowhere=3",
+                "memory_timeline --loops leaky",
+                "clinic --diagnose nosuch",
+            )
+        ),
+    ],
+)
 def test_a_bad_value_is_told_before_a_model_is_built_or_much_is_imported(arguments):
     command = [*PYTHON, "-c", AS_A_PROGRAM, *f"labs.{arguments}".split()]
     done = subprocess.run(command, env=new_environment(), cwd=HERE, text=True, capture_output=True)

@@ -265,8 +265,12 @@ def test_nothing_is_loaded_from_elsewhere(site):
 
 @built
 def test_every_figure_has_a_text(site):
-    without = [f"{path.name}: {p.get('src', '')[:40]}" for path, page in content(site).items() for p in page.pictures
-               if not (p.get("alt") or "").strip()]  # fmt: skip
+    without = [
+        f"{path.name}: {p.get('src', '')[:40]}"
+        for path, page in content(site).items()
+        for p in page.pictures
+        if not (p.get("alt") or "").strip()
+    ]
     assert without == []
     assert sum(len(page.pictures) for page in site.values()) > 100
 

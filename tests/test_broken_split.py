@@ -39,8 +39,10 @@ def test_both_halves_move_if_the_gradient_comes_back(records):
 
 
 def test_the_article_s_loss_starts_higher_and_learns_less(records):
-    right, wrong = ({m: records.one(m, way="gradient sent back", loss=name).value for m in ("test_accuracy",
-                    "first_loss")} for name in ("logits", "as probabilities"))  # fmt: skip
+    right, wrong = (
+        {m: records.one(m, way="gradient sent back", loss=name).value for m in ("test_accuracy", "first_loss")}
+        for name in ("logits", "as probabilities")
+    )
     assert right["first_loss"] == pytest.approx(math.log(10), abs=0.3)
     assert wrong["first_loss"] > right["first_loss"] + 1
     assert wrong["test_accuracy"] < right["test_accuracy"]

@@ -82,11 +82,16 @@ def test_the_switch_is_put_back(monkeypatch, before, fails):
     assert torch.backends.cudnn.benchmark is before
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"rounds": 0}, "rounds must be at least 1"), ({"width": 0}, "width must be at least 1"),
-    ({"channels": -1}, "channels must be"), ({"batch": 0}, "batch must be"),
-    ({"height": 62}, r"height must be above 62 for 30 rounds of new heights, not 62: raise height or lower rounds"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"rounds": 0}, "rounds must be at least 1"),
+        ({"width": 0}, "width must be at least 1"),
+        ({"channels": -1}, "channels must be"),
+        ({"batch": 0}, "batch must be"),
+        ({"height": 62}, r"height must be above 62 for 30 rounds of new heights, not 62: raise height or lower rounds"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("changing_shapes", nproc=1, **values)

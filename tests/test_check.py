@@ -176,9 +176,14 @@ def test_a_loop_that_swallows_every_error_is_stopped():
     assert outcome.state == "not yet" and "did not finish within 1.5 s" in outcome.text
 
 
-@pytest.mark.parametrize(("leaving", "words"), [
-    (lambda values: sys.exit(), "by exit() or SystemExit"), (lambda values: os._exit(3), "by os._exit(3)"),
-], ids=["sys.exit", "os._exit"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("leaving", "words"),
+    [
+        (lambda values: sys.exit(), "by exit() or SystemExit"),
+        (lambda values: os._exit(3), "by os._exit(3)"),
+    ],
+    ids=["sys.exit", "os._exit"],
+)
 def test_leaving_the_process_is_told_and_ends_no_kernel(leaving, words):
     real = os._exit
     outcome = examine("00.9", leaving)

@@ -104,8 +104,9 @@ def test_the_records_of_a_curve():
     points = rows.where("lost_share", method="simulation")
     assert len(points) == 5 and all(len(r.samples) == 8 for r in points)
     for r in points:
-        assert r.value == pytest.approx(rows.one("lost_share", method="formula", part="total",
-                                                 interval_s=r.case["interval_s"]).value, abs=0.02)  # fmt: skip
+        assert r.value == pytest.approx(
+            rows.one("lost_share", method="formula", part="total", interval_s=r.case["interval_s"]).value, abs=0.02
+        )
     assert not ci.curve(2.0, 1000.0, simulated=0).where(method="simulation")
 
 

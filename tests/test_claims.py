@@ -196,7 +196,7 @@ def test_functions_of_a_notebook_say_not_tried_when_there_is_no_evidence(noteboo
             or found.word.startswith("needs")
             or found.kind in ("", "modelled", "published")
         )
-        assert honest, f"{claim.id}: {found} without a single record"  # fmt: skip
+        assert honest, f"{claim.id}: {found} without a single record"
 
 
 def test_what_does_not_hold_comes_first_and_what_has_no_verdict_is_folded_away():
@@ -204,8 +204,10 @@ def test_what_does_not_hold_comes_first_and_what_has_no_verdict_is_folded_away()
     words = ("holds", "not tried yet", "does not hold", "needs 1 GPU", "depends")
     found = Table(tuple((c, Verdict(w, "because", "")) for c, w in zip(claims("02"), words, strict=False)))
     shown, _, folded = found._repr_html_().partition("<details>")
-    order = [[c.id for c in sorted(claims("02")[:5], key=lambda c: text.find(f">{c.id}<")) if f">{c.id}<" in text]
-             for text in (shown, folded)]  # fmt: skip
+    order = [
+        [c.id for c in sorted(claims("02")[:5], key=lambda c: text.find(f">{c.id}<")) if f">{c.id}<" in text]
+        for text in (shown, folded)
+    ]
     assert order == [[three.id, five.id, one.id], [four.id, two.id]]
     assert "<summary>2 more without a verdict here: 1 needs more GPUs, 1 not tried yet</summary>" in folded
     assert re.findall(r"^(\w\d\d)  ", repr(found), re.M) == [c.id for c in (three, five, one, four, two)]

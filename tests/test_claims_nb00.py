@@ -68,11 +68,13 @@ CASES = {
         "needs 2 GPUs": (build(CPU), [SUM]),
     },
     "B04": {
-        "does not hold": (as_it_is, []), "holds": (cards(**{"A100 40GB SXM": {"bandwidth_gb_s": 400}}), []),
+        "does not hold": (as_it_is, []),
+        "holds": (cards(**{"A100 40GB SXM": {"bandwidth_gb_s": 400}}), []),
     },
     "B05": {"does not hold": (as_it_is, []), "holds": (cards(**{"A100 80GB SXM": {"tensor_fp16": 624}}), [])},
     "B20": {
-        "depends": (as_it_is, []), "holds": (everywhere(bandwidth_gb_s=1555), []),
+        "depends": (as_it_is, []),
+        "holds": (everywhere(bandwidth_gb_s=1555), []),
         "does not hold": (everywhere(bandwidth_gb_s=2039), []),
     },
     "B22": {"does not hold": (as_it_is, []), "holds": (cards(**{"RTX 4090": {"bandwidth_gb_s": 936}}), [])},
@@ -81,7 +83,8 @@ CASES = {
     "B44": {"depends": (as_it_is, []), "holds": (kernels("ptx"), []), "does not hold": (kernels(None), [])},
     "C02": {"depends": (as_it_is, []), "holds": (kernels("ptx"), [])},
     "D01": {
-        "depends": (as_it_is, []), "holds": (everywhere(memory_gb=16), []),
+        "depends": (as_it_is, []),
+        "holds": (everywhere(memory_gb=16), []),
         "does not hold": (everywhere(memory_gb=80), []),
     },
     "D28": {"does not hold": (as_it_is, []), "holds": (accepts_anything, [])},
@@ -89,7 +92,7 @@ CASES = {
     "E03": {"does not hold": (build(CPU), [PRODUCT]), "not tried yet": (build(CPU), [])},
     "E04": {"depends": (kernels(None), []), "holds": (kernels("machine code"), [])},
     "E25": {"does not hold": (as_it_is, []), "holds": (without_utilization, [])},
-}  # fmt: skip
+}
 MINE = {c.id: c for c in claims() if c.notebook == "00"}
 
 

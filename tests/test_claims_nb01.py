@@ -25,12 +25,28 @@ def around(value: float, shift: int = 0) -> list[float]:
 
 def make(lab, metric, unit, samples, *, config=None, ranks=2, rank=None, device=CPU, kind="measured", **case):
     samples = samples if isinstance(samples, list) else [samples]
-    return Record(lab, metric, unit, samples, kind, case, config or {}, {"world_size": ranks, "rank": rank,
-                  "backend": "gloo", "device": device})  # fmt: skip
+    return Record(
+        lab,
+        metric,
+        unit,
+        samples,
+        kind,
+        case,
+        config or {},
+        {"world_size": ranks, "rank": rank, "backend": "gloo", "device": device},
+    )
 
 
-def timing(model="cnn", answers=(1.2, 0.1, 3, 1.5, 1.4), ranks=(1.0, 1.05), no_sync=1.0, mfu=0.02, device=CPU,
-           free=0.05, copying=0.9):  # fmt: skip
+def timing(
+    model="cnn",
+    answers=(1.2, 0.1, 3, 1.5, 1.4),
+    ranks=(1.0, 1.05),
+    no_sync=1.0,
+    mfu=0.02,
+    device=CPU,
+    free=0.05,
+    copying=0.9,
+):
     """A launch of labs.timing. `answers` by rung and `ranks` in ms; step of 1 ms; shares that an early clock sees."""
     queue = "modelled" if device == CPU else "measured"
 
@@ -38,8 +54,10 @@ def timing(model="cnn", answers=(1.2, 0.1, 3, 1.5, 1.4), ranks=(1.0, 1.05), no_s
         return make("timing", metric, unit, samples, config={"model": model}, ranks=len(ranks), device=device, **case)
 
     found = [rec("answer_s", "s", around(1e-3 * a, k), rung=RUNGS[k], kind=queue) for k, a in enumerate(answers)]
-    found += [rec("seen_share", "1", around(s), way=way, steps=10, kind=queue)
-              for way, s in (("data on the device", free), ("x.to(device)", copying))]  # fmt: skip
+    found += [
+        rec("seen_share", "1", around(s), way=way, steps=10, kind=queue)
+        for way, s in (("data on the device", free), ("x.to(device)", copying))
+    ]
     found += [rec("rank_step_s", "s", around(1e-3 * s, k), rank=k) for k, s in enumerate(ranks)]
     found += [rec("step_s", "s", around(1e-3), mode="train"), rec("warm_up_s", "s", [5e-3, 1e-3, 1e-3])]
     found += [rec("step_s", "s", around(1e-3 * no_sync, 3), mode="no_sync")] if len(ranks) > 1 else []
@@ -50,13 +68,20 @@ def timing(model="cnn", answers=(1.2, 0.1, 3, 1.5, 1.4), ranks=(1.0, 1.05), no_s
     ]
 
 
-def utilisation(speeds=(1, 0.06, 0.05, 1e-5, 0.3), busy=(0.99, 0.99, 0.97, 0.99, 0.3), slow=(0.5, 0.5), fast=(0, 1),
-                counter="CPU time of the process"):  # fmt: skip
+def utilisation(
+    speeds=(1, 0.06, 0.05, 1e-5, 0.3),
+    busy=(0.99, 0.99, 0.97, 0.99, 0.3),
+    slow=(0.5, 0.5),
+    fast=(0, 1),
+    counter="CPU time of the process",
+):
     jobs = ("large products", "small products", "memory traffic", "one number at a time", "waiting for data")
     found = []
     for job, speed, share in zip(jobs, speeds, busy, strict=True):
-        found += [make("utilisation", "busy_share", "1", around(share), job=job, counter=counter),
-                  make("utilisation", "share_of_peak", "1", around(speed), job=job)]  # fmt: skip
+        found += [
+            make("utilisation", "busy_share", "1", around(share), job=job, counter=counter),
+            make("utilisation", "share_of_peak", "1", around(speed), job=job),
+        ]
     for window_s, samples in ((0.05, fast), (1.0, slow)):
         found.append(make("utilisation", "polled_share", "1", list(samples), window_s=window_s, counter=counter))
     return found
@@ -67,8 +92,11 @@ def batch_size(steps=None, ddp=None, ranks=2):
     steps = steps or {4: 1.0, 32: 1.2, 256: 3.0, 2048: 20.0}
     ddp = ddp or {b: s + 1.0 for b, s in steps.items()}
     ways = {"single": steps, "ddp": ddp} if ranks > 1 else {"single": steps}
-    found = [make("batch_size", "step_s", "s", around(1e-3 * s, k), ranks=ranks, mode=mode, batch=b)
-             for k, (mode, by_batch) in enumerate(ways.items()) for b, s in by_batch.items()]  # fmt: skip
+    found = [
+        make("batch_size", "step_s", "s", around(1e-3 * s, k), ranks=ranks, mode=mode, batch=b)
+        for k, (mode, by_batch) in enumerate(ways.items())
+        for b, s in by_batch.items()
+    ]
     return found + [make("batch_size", "activation_bytes", "B", 1e3 * b, kind="modelled", batch=b) for b in steps]
 
 
@@ -84,8 +112,10 @@ def lr_scaling(same=(0.85, 0.84, 0.7), linear=(0.85, 0.86, 0.5), root=(0.85, 0.8
 
 def changing_shapes(off=(1.0, 2.0), on=(1.0, 2.0), device=CPU):
     times = {("fixed", False): off[0], ("changing", False): off[1], ("fixed", True): on[0], ("changing", True): on[1]}
-    return [make("changing_shapes", "step_s", "s", around(s, k), device=device, shapes=shapes, cudnn_benchmark=b)
-            for k, ((shapes, b), s) in enumerate(times.items())]  # fmt: skip
+    return [
+        make("changing_shapes", "step_s", "s", around(s, k), device=device, shapes=shapes, cudnn_benchmark=b)
+        for k, ((shapes, b), s) in enumerate(times.items())
+    ]
 
 
 def validation(timer=1.0, one_after_the_other=1.5, in_turn=1.0, scatter=0.3):
@@ -94,13 +124,17 @@ def validation(timer=1.0, one_after_the_other=1.5, in_turn=1.0, scatter=0.3):
 
     found = []
     for order, slower in (("one after the other", one_after_the_other), ("in turn", in_turn)):
-        found += [rec(around(s, k), part="neighbour", order=order, side=side)
-                  for k, (side, s) in enumerate({"A": 1.0, "B": slower}.items())]  # fmt: skip
+        found += [
+            rec(around(s, k), part="neighbour", order=order, side=side)
+            for k, (side, s) in enumerate({"A": 1.0, "B": slower}.items())
+        ]
     for k, arm in enumerate(("A", "A again")):
         found.append(rec([1.0 + scatter * k * (i % 2) for i in range(8)], part="planted", arm=arm, slower=0.0))
     for function in ("matrix product", "elementwise", "training step"):
-        found += [rec(around(1.0), part="timer", function=function, by="kit.measure"),
-                  rec(around(timer, 1), part="timer", function=function, by="torch Timer")]  # fmt: skip
+        found += [
+            rec(around(1.0), part="timer", function=function, by="kit.measure"),
+            rec(around(timer, 1), part="timer", function=function, by="torch Timer"),
+        ]
     return found
 
 
@@ -121,57 +155,109 @@ def no_more_kept(records):
 EFFICIENT_ALIKE = no_more_kept(batch_size({4: 1.0, 8: 2.0}, ddp={4: 2.0, 8: 4.0}))
 EVENLY = dict.fromkeys(("speeds", "busy"), (1,) * 5)
 BY_CLAIM = {
-    "A25": [("depends", utilisation()), ("holds", utilisation(**EVENLY)),
-            ("depends", utilisation(busy=(0.6, 0.6, 0.6, 0.6, 0.2))), ("holds", utilisation(busy=(0.99, *[0.1] * 4))),
-            ("depends", utilisation(speeds=(1, 1, UNCLEAR, 1, 1), busy=(1,) * 5))],
+    "A25": [
+        ("depends", utilisation()),
+        ("holds", utilisation(**EVENLY)),
+        ("depends", utilisation(busy=(0.6, 0.6, 0.6, 0.6, 0.2))),
+        ("holds", utilisation(busy=(0.99, *[0.1] * 4))),
+        ("depends", utilisation(speeds=(1, 1, UNCLEAR, 1, 1), busy=(1,) * 5)),
+    ],
     "C13": [("depends", utilisation()), ("holds", utilisation(**EVENLY))],
-    "E26": [("depends", utilisation()), ("holds", utilisation(speeds=(1, 1, 1, 1, 0.3))),
-            ("depends", utilisation(speeds=(1, 1, UNCLEAR, 1, 0.3))),
-            ("does not hold", utilisation(**EVENLY)), ("depends", utilisation(busy=(0.9, 0.9, 0.9, 0.9, 0.81)))],
-    "D33": [("depends", utilisation()), ("holds", utilisation(slow=(0, 1, 0.5))),
-            ("holds", utilisation(fast=(0.5, 0.52, 0.48))), ("depends", utilisation(slow=(0.5,))),
-            ("holds", utilisation(slow=(0.5, 0.5), fast=(*[0.5] * 58, 0.0, 1.0))),
-            ("depends", utilisation(slow=(0.5,) * 3, fast=(0.0, 0.3, 0.7, 1.0) * 15))],
-    "B39": [("needs 1 GPU", changing_shapes()), ("holds", changing_shapes(on=(0.5, 2), device=GPU)),
-            ("depends", changing_shapes(on=(0.5, 9), device=GPU)),
-            ("does not hold", changing_shapes(on=(1, 9), device=GPU)),
-            ("does not hold", changing_shapes(on=(1.5, 2), device=GPU)), ("depends", changing_shapes(device=GPU)),
-            ("depends", scattered(changing_shapes(on=(0.5, 2), device=GPU), shapes="changing", cudnn_benchmark=True))],
-    "B47": [("depends", validation() + batch_size()), ("does not hold", validation(timer=1.2) + batch_size()),
-            ("holds", validation() + batch_size({4: 1.0, 8: 2.0})),
-            ("depends", validation() + scattered(batch_size({4: 1.0, 8: 2.0}), batch=8))],
+    "E26": [
+        ("depends", utilisation()),
+        ("holds", utilisation(speeds=(1, 1, 1, 1, 0.3))),
+        ("depends", utilisation(speeds=(1, 1, UNCLEAR, 1, 0.3))),
+        ("does not hold", utilisation(**EVENLY)),
+        ("depends", utilisation(busy=(0.9, 0.9, 0.9, 0.9, 0.81))),
+    ],
+    "D33": [
+        ("depends", utilisation()),
+        ("holds", utilisation(slow=(0, 1, 0.5))),
+        ("holds", utilisation(fast=(0.5, 0.52, 0.48))),
+        ("depends", utilisation(slow=(0.5,))),
+        ("holds", utilisation(slow=(0.5, 0.5), fast=(*[0.5] * 58, 0.0, 1.0))),
+        ("depends", utilisation(slow=(0.5,) * 3, fast=(0.0, 0.3, 0.7, 1.0) * 15)),
+    ],
+    "B39": [
+        ("needs 1 GPU", changing_shapes()),
+        ("holds", changing_shapes(on=(0.5, 2), device=GPU)),
+        ("depends", changing_shapes(on=(0.5, 9), device=GPU)),
+        ("does not hold", changing_shapes(on=(1, 9), device=GPU)),
+        ("does not hold", changing_shapes(on=(1.5, 2), device=GPU)),
+        ("depends", changing_shapes(device=GPU)),
+        ("depends", scattered(changing_shapes(on=(0.5, 2), device=GPU), shapes="changing", cudnn_benchmark=True)),
+    ],
+    "B47": [
+        ("depends", validation() + batch_size()),
+        ("does not hold", validation(timer=1.2) + batch_size()),
+        ("holds", validation() + batch_size({4: 1.0, 8: 2.0})),
+        ("depends", validation() + scattered(batch_size({4: 1.0, 8: 2.0}), batch=8)),
+    ],
     "C03": [("does not hold", [])],
-    "C05": [("does not hold", timing(ARTICLE)), ("depends", timing(ARTICLE, mfu=0.5)),
-            ("not tried yet", timing("cnn"))],
-    "C06": [("needs 1 GPU", timing()), ("depends", timing(device=GPU)),
-            ("does not hold", timing(copying=0.4, device=GPU)),
-            ("depends", timing(free=0.95, copying=0.4, device=GPU)), ("holds", timing(free=0.99, device=GPU))],
-    "C07": [("does not hold", timing()), ("holds", timing(answers=(1,) * 5)),
-            ("does not hold", timing(answers=(1,) * 5) + timing(ARTICLE))],
+    "C05": [
+        ("does not hold", timing(ARTICLE)),
+        ("depends", timing(ARTICLE, mfu=0.5)),
+        ("not tried yet", timing("cnn")),
+    ],
+    "C06": [
+        ("needs 1 GPU", timing()),
+        ("depends", timing(device=GPU)),
+        ("does not hold", timing(copying=0.4, device=GPU)),
+        ("depends", timing(free=0.95, copying=0.4, device=GPU)),
+        ("holds", timing(free=0.99, device=GPU)),
+    ],
+    "C07": [
+        ("does not hold", timing()),
+        ("holds", timing(answers=(1,) * 5)),
+        ("does not hold", timing(answers=(1,) * 5) + timing(ARTICLE)),
+    ],
     "C08": [("depends", timing()), ("holds", timing(answers=(1,) * 5))],
-    "C09": [("does not hold", timing(ranks=(1.0, 1.2))), ("depends", timing(ranks=(1.0, 1.001))),
-            ("depends", timing(ranks=(1.0, 1.03))), ("depends", timing()),  # 3 % are no other result; 5.05 [4.37, 5.53]
-            ("not tried yet", timing(ranks=(1.0,)))],
+    "C09": [
+        ("does not hold", timing(ranks=(1.0, 1.2))),
+        ("depends", timing(ranks=(1.0, 1.001))),
+        ("depends", timing(ranks=(1.0, 1.03))),
+        ("depends", timing()),  # 3 % are no other result; 5.05 [4.37, 5.53]
+        ("not tried yet", timing(ranks=(1.0,))),
+    ],
     "C10": [("holds", batch_size()), ("depends", batch_size({4: 1.0, 256: 80.0}))],
-    "C12": [("depends", lr_scaling()), ("holds", lr_scaling(same=(0.85, 0.85, 0.851))),
-            ("not tried yet", lr_scaling(same=(0.85,)))],
-    "C15": [("depends", batch_size()), ("holds", batch_size({32: 1.2, 256: 3.0, 512: 6.0})),
-            ("does not hold", batch_size({32: 1.0, 256: 8.0, 512: 16.0})),
-            ("depends", scattered(batch_size({32: 1.2, 256: 3.0, 512: 6.0}), batch=512)),  # 1 x, but not shown
-            ("not tried yet", batch_size({32: 1.2, 256: 3.0})), ("not tried yet", batch_size({4: 1.0, 512: 3.0}))],
-    "C22": [("does not hold", timing() + batch_size() + validation()),
-            ("depends", validation(one_after_the_other=1.0, scatter=0.0))],
-    "E22": [("holds", batch_size() + lr_scaling()), ("depends", batch_size({4: 1.0, 8: 2.0}) + lr_scaling()),
-            ("does not hold", batch_size({4: 1.0, 8: 2.0}) + lr_scaling(same=(0.85, 0.85, 0.85))),
-            ("depends", scattered(batch_size({4: 1.0, 8: 2.0}), batch=8) + lr_scaling(same=(0.85, 0.85, 0.85))),
-            ("depends", batch_size({4: 1.0, 8: 2.0}) + scattered(lr_scaling(same=(0.85,) * 3), factor=64))],
-    "E23": [("holds", batch_size()), ("depends", batch_size(ddp={4: 1.0, 32: 1.2, 256: 3.0, 2048: 40.0})),
-            ("does not hold", EFFICIENT_ALIKE), ("depends", scattered(EFFICIENT_ALIKE, mode="ddp", batch=8)),
-            ("not tried yet", batch_size(ranks=1))],
-    "E24": [("depends", scattered(lr_scaling(same=(0.85, 0.9, 0.9)), rule="same")),
-            ("depends", lr_scaling(same=(0.85, 0.88, 0.7))), ("holds", lr_scaling()),
-            ("does not hold", lr_scaling(same=(0.85, 0.9, 0.9)))],
-}  # fmt: skip
+    "C12": [
+        ("depends", lr_scaling()),
+        ("holds", lr_scaling(same=(0.85, 0.85, 0.851))),
+        ("not tried yet", lr_scaling(same=(0.85,))),
+    ],
+    "C15": [
+        ("depends", batch_size()),
+        ("holds", batch_size({32: 1.2, 256: 3.0, 512: 6.0})),
+        ("does not hold", batch_size({32: 1.0, 256: 8.0, 512: 16.0})),
+        ("depends", scattered(batch_size({32: 1.2, 256: 3.0, 512: 6.0}), batch=512)),  # 1 x, but not shown
+        ("not tried yet", batch_size({32: 1.2, 256: 3.0})),
+        ("not tried yet", batch_size({4: 1.0, 512: 3.0})),
+    ],
+    "C22": [
+        ("does not hold", timing() + batch_size() + validation()),
+        ("depends", validation(one_after_the_other=1.0, scatter=0.0)),
+    ],
+    "E22": [
+        ("holds", batch_size() + lr_scaling()),
+        ("depends", batch_size({4: 1.0, 8: 2.0}) + lr_scaling()),
+        ("does not hold", batch_size({4: 1.0, 8: 2.0}) + lr_scaling(same=(0.85, 0.85, 0.85))),
+        ("depends", scattered(batch_size({4: 1.0, 8: 2.0}), batch=8) + lr_scaling(same=(0.85, 0.85, 0.85))),
+        ("depends", batch_size({4: 1.0, 8: 2.0}) + scattered(lr_scaling(same=(0.85,) * 3), factor=64)),
+    ],
+    "E23": [
+        ("holds", batch_size()),
+        ("depends", batch_size(ddp={4: 1.0, 32: 1.2, 256: 3.0, 2048: 40.0})),
+        ("does not hold", EFFICIENT_ALIKE),
+        ("depends", scattered(EFFICIENT_ALIKE, mode="ddp", batch=8)),
+        ("not tried yet", batch_size(ranks=1)),
+    ],
+    "E24": [
+        ("depends", scattered(lr_scaling(same=(0.85, 0.9, 0.9)), rule="same")),
+        ("depends", lr_scaling(same=(0.85, 0.88, 0.7))),
+        ("holds", lr_scaling()),
+        ("does not hold", lr_scaling(same=(0.85, 0.9, 0.9))),
+    ],
+}
 CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
 
 
@@ -247,9 +333,11 @@ def test_a_method_counts_only_what_was_tried():
     assert "see C06), repeats, the slowest rank;" in because, "3 % are no other result"
 
 
-UNTOLD = {"C15": scattered(batch_size({32: 1.2, 256: 3.0, 512: 6.0}), batch=512),
-          "E24": scattered(lr_scaling(same=(0.85, 0.9, 0.9)), rule="same"),
-          "A25": utilisation(speeds=(1, 1, UNCLEAR, 1, 1), busy=(1,) * 5)}  # fmt: skip
+UNTOLD = {
+    "C15": scattered(batch_size({32: 1.2, 256: 3.0, 512: 6.0}), batch=512),
+    "E24": scattered(lr_scaling(same=(0.85, 0.9, 0.9)), rule="same"),
+    "A25": utilisation(speeds=(1, 1, UNCLEAR, 1, 1), busy=(1,) * 5),
+}
 
 
 @pytest.mark.parametrize("claim", sorted(UNTOLD))

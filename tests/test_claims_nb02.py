@@ -50,15 +50,22 @@ def prediction(models=MODELS, loader=LOADER, shares=None, both=None, noise=1.0, 
 
 def bytes_sent(many=4.0, ratio=0.9):
     found = [make("dataloader", "batch_bytes", "B", [2.4e6 * k], send=s) for s, k in (("uint8", 1), ("float32", many))]
-    return [*found, *(rate(around(900 * k, i), way="both", model="light", workers=2, send=s)
-                      for i, (s, k) in enumerate((("uint8", 1), ("float32", ratio))))]  # fmt: skip
+    return [
+        *found,
+        *(
+            rate(around(900 * k, i), way="both", model="light", workers=2, send=s)
+            for i, (s, k) in enumerate((("uint8", 1), ("float32", ratio)))
+        ),
+    ]
 
 
 def transfer(pinned=1.3, overlap=1.5, gpu=True):
     """labs.dataloader, part transfer: rates with pin_memory, and with non_blocking too, over plain .to(device)."""
     ways = {(False, False): 1.0, (False, True): 1.0, (True, False): pinned, (True, True): overlap}
-    return [rate(around(1000 * v, i), way="both", model="even", workers=4, pin_memory=p, non_blocking=n, gpu=gpu)
-            for i, ((p, n), v) in enumerate(ways.items())]  # fmt: skip
+    return [
+        rate(around(1000 * v, i), way="both", model="even", workers=4, pin_memory=p, non_blocking=n, gpu=gpu)
+        for i, ((p, n), v) in enumerate(ways.items())
+    ]
 
 
 def trap(metric, unit, samples, name, kind="measured", **case):
@@ -68,9 +75,11 @@ def trap(metric, unit, samples, name, kind="measured", **case):
 def processes(workers=4, found=4, trainer=False):
     case = {"workers": workers}
     pids = [1000.0 + i for i in range(found)]
-    return [trap("worker_processes", "processes", [found], "workers", trainer_reads=trainer, children=True, **case),
-            trap("worker_pids", "pid", [*pids, *pids], "workers", **case),
-            trap("worker_private_bytes", "B", [1.1e7] * found, "workers", **case)]  # fmt: skip
+    return [
+        trap("worker_processes", "processes", [found], "workers", trainer_reads=trainer, children=True, **case),
+        trap("worker_pids", "pid", [*pids, *pids], "workers", **case),
+        trap("worker_private_bytes", "B", [1.1e7] * found, "workers", **case),
+    ]
 
 
 def scaling(sleep=8.0, compute=2.0, most=8, n=5):
@@ -84,9 +93,10 @@ def scaling(sleep=8.0, compute=2.0, most=8, n=5):
 
 
 def starts(slow=20.0, warning="This DataLoader will create", method="fork"):
-    found = [trap("suggested_max_workers", "workers", [2], "start", asked=3, cores=2, warning=warning),
-             trap("first_batch_s", "s", around(2e-3, n=3), "first_batch", workers=0, start_method="none",
-                  persistent=False)]  # fmt: skip
+    found = [
+        trap("suggested_max_workers", "workers", [2], "start", asked=3, cores=2, warning=warning),
+        trap("first_batch_s", "s", around(2e-3, n=3), "first_batch", workers=0, start_method="none", persistent=False),
+    ]
     for persistent, k in ((False, slow), (True, 1.0)):
         case = {"workers": 2, "start_method": method, "persistent": persistent}
         found.append(trap("first_batch_s", "s", around(2e-3 * k, 1, 3), "first_batch", **case))
@@ -132,49 +142,92 @@ FASTER = sweep(decode=1.8)
 QUICK = starts(slow=1.0)
 MAYBE_QUICK = [dataclasses.replace(r, samples=(1e-3, 2e-3, 9e-3)) if r.metric == "first_batch_s" else r for r in QUICK]
 BY_CLAIM = {
-    "A33": [("holds", prediction()), ("does not hold", prediction(shares=shares(0.01))),
-            ("depends", prediction(shares=shares(0.4, w1=0.01))), ("not tried yet", prediction(models=SLOW_MODELS)),
-            ("not tried yet", bytes_sent())],
-    "A34": [("needs 1 GPU", prediction()), ("depends", prediction(both=ALONE)), ("depends", sweep()),
-            ("needs 1 GPU", FASTER), ("needs 1 GPU", sweep(tiny=0.5)), ("depends", prediction() + sweep()),
-            ("depends", sweep() + transfer()), ("holds", FASTER + transfer()),
-            ("depends", FASTER + transfer(1.0, 1.0)), ("does not hold", sweep(tiny=0.5) + transfer(1.0, 0.8)),
-            ("depends", sweep(tiny=0.5) + transfer()), ("needs 1 GPU", FASTER + transfer(gpu=False)),
-            ("not tried yet", bytes_sent()), ("not tried yet", sweep(n=1))],
-    "D23": [("holds", prediction()), ("holds", prediction(models=FAST_MODELS)),
-            ("holds", prediction(models=SLOW_MODELS)),  # they wait without workers, if little
-            ("does not hold", prediction(models=FAST_MODELS, both=ALONE)),
-            ("depends", prediction(models=FAST_MODELS, shares=shares(0.01))),
-            ("depends", prediction(models=FAST_MODELS, both=ALONE, noise=1.5)),
-            ("holds", noisy_waits("heavy", prediction(both=ALONE_HEAVY))),  # not shown to wait: not counted
-            ("not tried yet", prediction(loader={0: 500, 1: 500})), ("not tried yet", transfer(gpu=False))],
-    "E05": [("does not hold", processes(0, 1, True) + processes()), ("holds", processes(4, 1, True)),
-            ("depends", processes(4, 3)), ("depends", processes(4, 4, True)), ("not tried yet", processes(0, 1, True))],
-    "E06": [("holds", scaling() + prediction()), ("depends", scaling() + prediction() + sweep()),
-            ("holds", scaling() + prediction() + FASTER),
-            ("holds", scaling() + prediction(shares=shares(0.01, w0=0.5))),
-            ("holds", scaling() + prediction(models={"heavy": 5})),  # its device never waits, with or without workers
-            ("holds", scaling() + noisy_waits("heavy", prediction())),
-            ("depends", scaling(compute=1.0) + prediction()),
-            ("depends", scaling() + prediction(shares=shares(0.5))),
-            ("does not hold", scaling(1.0, 1.0) + prediction(shares=shares(0.5))),
-            ("not tried yet", scaling()), ("not tried yet", prediction()),
-            ("not tried yet", scaling(n=1) + prediction()), ("not tried yet", scaling() + prediction(loader={1: 500}))],
+    "A33": [
+        ("holds", prediction()),
+        ("does not hold", prediction(shares=shares(0.01))),
+        ("depends", prediction(shares=shares(0.4, w1=0.01))),
+        ("not tried yet", prediction(models=SLOW_MODELS)),
+        ("not tried yet", bytes_sent()),
+    ],
+    "A34": [
+        ("needs 1 GPU", prediction()),
+        ("depends", prediction(both=ALONE)),
+        ("depends", sweep()),
+        ("needs 1 GPU", FASTER),
+        ("needs 1 GPU", sweep(tiny=0.5)),
+        ("depends", prediction() + sweep()),
+        ("depends", sweep() + transfer()),
+        ("holds", FASTER + transfer()),
+        ("depends", FASTER + transfer(1.0, 1.0)),
+        ("does not hold", sweep(tiny=0.5) + transfer(1.0, 0.8)),
+        ("depends", sweep(tiny=0.5) + transfer()),
+        ("needs 1 GPU", FASTER + transfer(gpu=False)),
+        ("not tried yet", bytes_sent()),
+        ("not tried yet", sweep(n=1)),
+    ],
+    "D23": [
+        ("holds", prediction()),
+        ("holds", prediction(models=FAST_MODELS)),
+        ("holds", prediction(models=SLOW_MODELS)),  # they wait without workers, if little
+        ("does not hold", prediction(models=FAST_MODELS, both=ALONE)),
+        ("depends", prediction(models=FAST_MODELS, shares=shares(0.01))),
+        ("depends", prediction(models=FAST_MODELS, both=ALONE, noise=1.5)),
+        ("holds", noisy_waits("heavy", prediction(both=ALONE_HEAVY))),  # not shown to wait: not counted
+        ("not tried yet", prediction(loader={0: 500, 1: 500})),
+        ("not tried yet", transfer(gpu=False)),
+    ],
+    "E05": [
+        ("does not hold", processes(0, 1, True) + processes()),
+        ("holds", processes(4, 1, True)),
+        ("depends", processes(4, 3)),
+        ("depends", processes(4, 4, True)),
+        ("not tried yet", processes(0, 1, True)),
+    ],
+    "E06": [
+        ("holds", scaling() + prediction()),
+        ("depends", scaling() + prediction() + sweep()),
+        ("holds", scaling() + prediction() + FASTER),
+        ("holds", scaling() + prediction(shares=shares(0.01, w0=0.5))),
+        ("holds", scaling() + prediction(models={"heavy": 5})),  # its device never waits, with or without workers
+        ("holds", scaling() + noisy_waits("heavy", prediction())),
+        ("depends", scaling(compute=1.0) + prediction()),
+        ("depends", scaling() + prediction(shares=shares(0.5))),
+        ("does not hold", scaling(1.0, 1.0) + prediction(shares=shares(0.5))),
+        ("not tried yet", scaling()),
+        ("not tried yet", prediction()),
+        ("not tried yet", scaling(n=1) + prediction()),
+        ("not tried yet", scaling() + prediction(loader={1: 500})),
+    ],
     "E07": [("does not hold", bare()), ("holds", bare(raised=0)), ("not tried yet", bare()[1:])],
-    "E08": [("depends", prediction() + scaling() + starts()), ("holds", prediction() + scaling() + QUICK),
-            ("depends", prediction() + scaling() + QUICK + sweep()),
-            ("depends", prediction() + scaling() + MAYBE_QUICK),
-            ("holds", prediction() + scaling() + QUICK + FASTER),
-            ("depends", prediction() + scaling(compute=1.0) + QUICK),
-            ("does not hold", prediction(loader=EVEN) + scaling(1.0, 1.0) + QUICK + sweep(tiny=0.5)),
-            ("not tried yet", prediction(loader={0: 500, 2: 1000}) + scaling() + starts()),
-            ("not tried yet", prediction() + scaling()), ("not tried yet", prediction() + starts())],
-    "E09": [("does not hold", bytes_sent()), ("depends", bytes_sent(ratio=1.0)), ("depends", bytes_sent(many=0.5)),
-            ("holds", bytes_sent(many=0.5, ratio=1.2)), ("not tried yet", prediction())],
+    "E08": [
+        ("depends", prediction() + scaling() + starts()),
+        ("holds", prediction() + scaling() + QUICK),
+        ("depends", prediction() + scaling() + QUICK + sweep()),
+        ("depends", prediction() + scaling() + MAYBE_QUICK),
+        ("holds", prediction() + scaling() + QUICK + FASTER),
+        ("depends", prediction() + scaling(compute=1.0) + QUICK),
+        ("does not hold", prediction(loader=EVEN) + scaling(1.0, 1.0) + QUICK + sweep(tiny=0.5)),
+        ("not tried yet", prediction(loader={0: 500, 2: 1000}) + scaling() + starts()),
+        ("not tried yet", prediction() + scaling()),
+        ("not tried yet", prediction() + starts()),
+    ],
+    "E09": [
+        ("does not hold", bytes_sent()),
+        ("depends", bytes_sent(ratio=1.0)),
+        ("depends", bytes_sent(many=0.5)),
+        ("holds", bytes_sent(many=0.5, ratio=1.2)),
+        ("not tried yet", prediction()),
+    ],
     "E10": [("holds", [])],
-    "E11": [("needs 1 GPU", prediction()), ("does not hold", transfer()), ("depends", transfer(0.8, 0.7)),
-            ("depends", transfer(1.0, 1.0)), ("needs 1 GPU", transfer(gpu=False)), ("not tried yet", [])],
-}  # fmt: skip
+    "E11": [
+        ("needs 1 GPU", prediction()),
+        ("does not hold", transfer()),
+        ("depends", transfer(0.8, 0.7)),
+        ("depends", transfer(1.0, 1.0)),
+        ("needs 1 GPU", transfer(gpu=False)),
+        ("not tried yet", []),
+    ],
+}
 CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
 
 

@@ -41,24 +41,42 @@ def memory(steps=None, copies=0.6e9, small=True):
     for (model, seq, batch), (states, fp32, lowered) in (BERT | RESNET if steps is None else steps).items():
         for precision, activations, more in (("fp32", fp32, 0.0), ("fp16", lowered, copies)):
             parts = dict.fromkeys(STATES, states / 3) | {"activations": activations, "weight copies": more}
-            found += [make("amp_memory", "predicted_bytes", "B", [size], kind="modelled", model=model, seq=seq,
-                           batch=batch, precision=precision, category=c) for c, size in parts.items()]  # fmt: skip
+            found += [
+                make(
+                    "amp_memory",
+                    "predicted_bytes",
+                    "B",
+                    [size],
+                    kind="modelled",
+                    model=model,
+                    seq=seq,
+                    batch=batch,
+                    precision=precision,
+                    category=c,
+                )
+                for c, size in parts.items()
+            ]
     for metric, size in (("predicted_bytes", 100.0), ("measured_bytes", 101.0)) if small else ():
-        found += [make("amp_memory", metric, "B", [v], model="cnn", seq=0, batch=8, precision="bf16", category=c)
-                  for c, v in (("activations", size), ("weight copies", 0.0))]  # fmt: skip
+        found += [
+            make("amp_memory", metric, "B", [v], model="cnn", seq=0, batch=8, precision="bf16", category=c)
+            for c, v in (("activations", size), ("weight copies", 0.0))
+        ]
     return found
 
 
 def traffic(lowered=1.0):
-    return [make("amp_communication", "bucket_bytes", "B", [1e6 * k], precision=p, hook="none")
-            for p, k in (("fp32", 1.0), ("bf16", lowered))]  # fmt: skip
+    return [
+        make("amp_communication", "bucket_bytes", "B", [1e6 * k], precision=p, hook="none")
+        for p, k in (("fp32", 1.0), ("bf16", lowered))
+    ]
 
 
 # -- accuracy
 
 
-def training(bf16=1.0, fp16=1.0, plain=0.6, n=8, flushed=(0.15, 0.001), formats=("fp32", "bf16", "fp16", PLAIN),
-             noisy=()):  # fmt: skip
+def training(
+    bf16=1.0, fp16=1.0, plain=0.6, n=8, flushed=(0.15, 0.001), formats=("fp32", "bf16", "fp16", PLAIN), noisy=()
+):
     """labs.amp_training: accuracy over FP32's by format, without scaling for the small factor alone; and what FP16
     makes 0 without and with a scale. Formats in `noisy` differ from FP32 by up to 10 % either way."""
     found = []
@@ -78,8 +96,15 @@ def training(bf16=1.0, fp16=1.0, plain=0.6, n=8, flushed=(0.15, 0.001), formats=
 
 # -- orders
 
-ORDERS = {"right": 4e-4, "right, overflow": 4e-4, "no zero_grad": 4e-4, "no zero_grad, overflow": 0.7,
-          "no zero_grad, bf16": 3.0, "clip before unscale_": 0.99, "scaler, no autocast": 0.0}  # fmt: skip
+ORDERS = {
+    "right": 4e-4,
+    "right, overflow": 4e-4,
+    "no zero_grad": 4e-4,
+    "no zero_grad, overflow": 0.7,
+    "no zero_grad, bf16": 3.0,
+    "clip before unscale_": 0.99,
+    "scaler, no autocast": 0.0,
+}
 ALL_FINE = dict.fromkeys(ORDERS, 4e-4)
 
 
@@ -88,12 +113,25 @@ def scaling(errors=None, lowered=0.0):
     found = []
     for optimizer, (order, error) in itertools.product(("sgd", "adamw"), (ORDERS | (errors or {})).items()):
         steps = 8 if "overflow" in order and error > 0.5 else 20
-        case = {"order": order, "optimizer": optimizer, "precision": "bf16" if "bf16" in order else "fp16",
-                "reference_steps": 20, "raised": "none", "warned": "none", "event": "none"}  # fmt: skip
+        case = {
+            "order": order,
+            "optimizer": optimizer,
+            "precision": "bf16" if "bf16" in order else "fp16",
+            "reference_steps": 20,
+            "raised": "none",
+            "warned": "none",
+            "event": "none",
+        }
         norm = [1e5, 2e5, 3e5] if order == "clip before unscale_" else [1.5, 1.6, 5.0]
-        values = {"parameter_error": [error], "update_ratio": [abs(1 - error)], "diverged": [0], "clip_norm": norm,
-                  "optimizer_steps": [steps], "last_scale": [65536.0],
-                  "lowered_share": [lowered if order == "scaler, no autocast" else 1.0]}  # fmt: skip
+        values = {
+            "parameter_error": [error],
+            "update_ratio": [abs(1 - error)],
+            "diverged": [0],
+            "clip_norm": norm,
+            "optimizer_steps": [steps],
+            "last_scale": [65536.0],
+            "lowered_share": [lowered if order == "scaler, no autocast" else 1.0],
+        }
         found += [make("loss_scaling", metric, "1", samples, **case) for metric, samples in values.items()]
     case = {"order": "no zero_grad, bf16"}
     return [*found, make("loss_scaling", "same_batch_norm_ratio", "1", [1.0, 2.0, 3.0], **case)]
@@ -151,57 +189,119 @@ WORSE = scaling({"right": 0.1})
 OLD = interfaces()
 WORKS = interfaces("", works=True)
 BY_CLAIM = {
-    "A30": [("depends", memory()), ("holds", memory(AT_20, copies=0.0)), ("does not hold", memory(RESNET)),
-            ("not tried yet", memory({})), ("not tried yet", training())],
-    "B07": [("depends", memory()), ("holds", memory(RESNET)), ("does not hold", memory(BERT)),
-            ("does not hold", memory({("resnet152", 0, 1): (1e9, 20e9, 8e9)})), ("not tried yet", traffic())],
-    "B10": [("does not hold", memory()), ("holds", memory(PERFECT, copies=0.0)),
-            ("depends", memory(PERFECT | {("bert_large", 128, 70): BERT["bert_large", 512, 10]})),
-            ("not tried yet", memory(RESNET)),
-            ("not tried yet", memory({k: v for k, v in BERT.items() if k[2] == 1}))],
-    "A31": [("holds", training()), ("does not hold", training(bf16=0.9, fp16=0.9)), ("depends", training(bf16=0.9)),
-            ("depends", training(noisy=BOTH)), ("depends", training(bf16=0.98, fp16=0.98, noisy=BOTH)),
-            ("not tried yet", training(n=4)), ("not tried yet", training(formats=("fp32", PLAIN))),
-            ("not tried yet", memory())],
-    "B11": [("holds", training()), ("holds", training(bf16=0.985, fp16=0.985)),
-            ("depends", training(bf16=0.98, fp16=0.98)), ("depends", training(bf16=0.97)),
-            ("does not hold", training(bf16=0.9, fp16=0.9)), ("depends", training(noisy=BOTH)),
-            ("not tried yet", training(n=4))],
-    "A32": [("depends", TRAINED), ("holds", scaling() + training(bf16=0.9)),
-            ("does not hold", scaling() + training(plain=1.0)), ("does not hold", scaling(lowered=1.0) + training()),
-            ("depends", scaling() + training(bf16=0.9, plain=0.97, noisy=(PLAIN,))),
-            ("depends", scaling() + training(plain=0.97, noisy=(PLAIN,))),
-            ("depends", scaling() + training(plain=1.0, noisy=("bf16",))),
-            ("not tried yet", training()), ("not tried yet", scaling()),
-            ("not tried yet", scaling() + training(formats=("fp32", "fp16", PLAIN))),
-            ("not tried yet", scaling() + training(formats=("fp32", "bf16", "fp16")))],
-    "E19": [("holds", TRAINED + traces()), ("depends", TRAINED + traces(skipped=(0, 0, 0))),
-            ("depends", TRAINED + traces(expected=(4.0, 4.0, 4.0))),
-            ("depends", scaling() + traces() + training(plain=1.0)),
-            ("depends", scaling() + traces() + training(flushed=(0.15, 0.1))),
-            ("does not hold", scaling() + traces(skipped=(0, 0, 0)) + training(plain=1.0, flushed=(0.15, 0.15))),
-            ("depends", scaling({"right, overflow": 0.9}) + traces() + training()),
-            ("not tried yet", TRAINED), ("not tried yet", TRAINED + traces(infinite=(0, 0, 0))),
-            ("not tried yet", scaling() + traces())],
-    "B08": [("does not hold", OLD), ("holds", WORKS), ("depends", interfaces("")), ("depends", OLD[:2] + WORKS[2:]),
-            ("does not hold", interfaces(works=True, gpu=True)), ("not tried yet", OLD[1:2]),
-            ("not tried yet", scaling())],
-    "B09": [("does not hold", scaling()), ("holds", FINE), ("depends", WORSE),
-            ("does not hold", scaling(ALL_FINE | {"no zero_grad, overflow": 0.7})),
-            ("not tried yet", [r for r in scaling() if r.case["order"] != "no zero_grad, bf16"]),
-            ("not tried yet", training())],
-    "E20": [("depends", TRAINED), ("holds", FINE + training()), ("does not hold", scaling() + training(fp16=0.9)),
-            ("not tried yet", scaling()), ("not tried yet", training())],
-    "D25": [("depends", scaling() + traces()), ("holds", FINE + traces(infinite=(0, 0, 0), start=(0, 0, 0))),
-            ("depends", FINE + traces()), ("depends", scaling() + traces(infinite=(0, 0, 0), start=(0, 0, 0))),
-            ("does not hold", WORSE + traces()), ("not tried yet", scaling()), ("not tried yet", traces())],
-    "E16": [("depends", speed()), ("holds", speed(2.0, gpu=True)), ("does not hold", speed(share=-0.1, gpu=True)),
-            ("depends", speed(share=-0.1)),  # of a CPU alone: the article is about GPUs
-            ("depends", speed(1.0)), ("depends", speed(1.1, noisy=True)),
-            ("depends", speed(0.95, share=-0.1, noisy=True)), ("depends", speed() + speed(2.0, gpu=True)),
-            ("does not hold", speed(share=-0.1, gpu=True, skip=("mlp",))), ("depends", speed(skip=("mlp",))),
-            ("not tried yet", speed(models=())), ("not tried yet", training())],
-}  # fmt: skip
+    "A30": [
+        ("depends", memory()),
+        ("holds", memory(AT_20, copies=0.0)),
+        ("does not hold", memory(RESNET)),
+        ("not tried yet", memory({})),
+        ("not tried yet", training()),
+    ],
+    "B07": [
+        ("depends", memory()),
+        ("holds", memory(RESNET)),
+        ("does not hold", memory(BERT)),
+        ("does not hold", memory({("resnet152", 0, 1): (1e9, 20e9, 8e9)})),
+        ("not tried yet", traffic()),
+    ],
+    "B10": [
+        ("does not hold", memory()),
+        ("holds", memory(PERFECT, copies=0.0)),
+        ("depends", memory(PERFECT | {("bert_large", 128, 70): BERT["bert_large", 512, 10]})),
+        ("not tried yet", memory(RESNET)),
+        ("not tried yet", memory({k: v for k, v in BERT.items() if k[2] == 1})),
+    ],
+    "A31": [
+        ("holds", training()),
+        ("does not hold", training(bf16=0.9, fp16=0.9)),
+        ("depends", training(bf16=0.9)),
+        ("depends", training(noisy=BOTH)),
+        ("depends", training(bf16=0.98, fp16=0.98, noisy=BOTH)),
+        ("not tried yet", training(n=4)),
+        ("not tried yet", training(formats=("fp32", PLAIN))),
+        ("not tried yet", memory()),
+    ],
+    "B11": [
+        ("holds", training()),
+        ("holds", training(bf16=0.985, fp16=0.985)),
+        ("depends", training(bf16=0.98, fp16=0.98)),
+        ("depends", training(bf16=0.97)),
+        ("does not hold", training(bf16=0.9, fp16=0.9)),
+        ("depends", training(noisy=BOTH)),
+        ("not tried yet", training(n=4)),
+    ],
+    "A32": [
+        ("depends", TRAINED),
+        ("holds", scaling() + training(bf16=0.9)),
+        ("does not hold", scaling() + training(plain=1.0)),
+        ("does not hold", scaling(lowered=1.0) + training()),
+        ("depends", scaling() + training(bf16=0.9, plain=0.97, noisy=(PLAIN,))),
+        ("depends", scaling() + training(plain=0.97, noisy=(PLAIN,))),
+        ("depends", scaling() + training(plain=1.0, noisy=("bf16",))),
+        ("not tried yet", training()),
+        ("not tried yet", scaling()),
+        ("not tried yet", scaling() + training(formats=("fp32", "fp16", PLAIN))),
+        ("not tried yet", scaling() + training(formats=("fp32", "bf16", "fp16"))),
+    ],
+    "E19": [
+        ("holds", TRAINED + traces()),
+        ("depends", TRAINED + traces(skipped=(0, 0, 0))),
+        ("depends", TRAINED + traces(expected=(4.0, 4.0, 4.0))),
+        ("depends", scaling() + traces() + training(plain=1.0)),
+        ("depends", scaling() + traces() + training(flushed=(0.15, 0.1))),
+        ("does not hold", scaling() + traces(skipped=(0, 0, 0)) + training(plain=1.0, flushed=(0.15, 0.15))),
+        ("depends", scaling({"right, overflow": 0.9}) + traces() + training()),
+        ("not tried yet", TRAINED),
+        ("not tried yet", TRAINED + traces(infinite=(0, 0, 0))),
+        ("not tried yet", scaling() + traces()),
+    ],
+    "B08": [
+        ("does not hold", OLD),
+        ("holds", WORKS),
+        ("depends", interfaces("")),
+        ("depends", OLD[:2] + WORKS[2:]),
+        ("does not hold", interfaces(works=True, gpu=True)),
+        ("not tried yet", OLD[1:2]),
+        ("not tried yet", scaling()),
+    ],
+    "B09": [
+        ("does not hold", scaling()),
+        ("holds", FINE),
+        ("depends", WORSE),
+        ("does not hold", scaling(ALL_FINE | {"no zero_grad, overflow": 0.7})),
+        ("not tried yet", [r for r in scaling() if r.case["order"] != "no zero_grad, bf16"]),
+        ("not tried yet", training()),
+    ],
+    "E20": [
+        ("depends", TRAINED),
+        ("holds", FINE + training()),
+        ("does not hold", scaling() + training(fp16=0.9)),
+        ("not tried yet", scaling()),
+        ("not tried yet", training()),
+    ],
+    "D25": [
+        ("depends", scaling() + traces()),
+        ("holds", FINE + traces(infinite=(0, 0, 0), start=(0, 0, 0))),
+        ("depends", FINE + traces()),
+        ("depends", scaling() + traces(infinite=(0, 0, 0), start=(0, 0, 0))),
+        ("does not hold", WORSE + traces()),
+        ("not tried yet", scaling()),
+        ("not tried yet", traces()),
+    ],
+    "E16": [
+        ("depends", speed()),
+        ("holds", speed(2.0, gpu=True)),
+        ("does not hold", speed(share=-0.1, gpu=True)),
+        ("depends", speed(share=-0.1)),  # of a CPU alone: the article is about GPUs
+        ("depends", speed(1.0)),
+        ("depends", speed(1.1, noisy=True)),
+        ("depends", speed(0.95, share=-0.1, noisy=True)),
+        ("depends", speed() + speed(2.0, gpu=True)),
+        ("does not hold", speed(share=-0.1, gpu=True, skip=("mlp",))),
+        ("depends", speed(skip=("mlp",))),
+        ("not tried yet", speed(models=())),
+        ("not tried yet", training()),
+    ],
+}
 BY_CLAIM |= {"E17": BY_CLAIM["B08"], "E18": BY_CLAIM["B09"]}
 CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
 EVERYTHING = [*memory(), *traffic(), *TRAINED, *traces(), *OLD, *speed()]
@@ -262,9 +362,13 @@ def test_numbers_of_the_sentences_are_those_of_the_records():
         assert len(because(c.id)) < 420, f"{c.id}: one or two short sentences"
 
 
-UNTOLD = {"A31": training(noisy=BOTH), "B11": training(noisy=BOTH), "E20": FINE + training(noisy=BOTH),
-          "A32": scaling() + training(plain=0.97, noisy=(PLAIN,)),
-          "E16": speed(0.95, share=0.4, noisy=True, gpu=True)}  # fmt: skip
+UNTOLD = {
+    "A31": training(noisy=BOTH),
+    "B11": training(noisy=BOTH),
+    "E20": FINE + training(noisy=BOTH),
+    "A32": scaling() + training(plain=0.97, noisy=(PLAIN,)),
+    "E16": speed(0.95, share=0.4, noisy=True, gpu=True),
+}
 
 
 @pytest.mark.parametrize("claim", sorted(UNTOLD))
@@ -274,8 +378,11 @@ def test_samples_that_show_nothing_are_no_case_that_differs(claim):
 
 
 def test_both_kinds_of_attention_are_steps_of_their_own():
-    both = [make("amp_memory", r.metric, r.unit, r.samples, kind="modelled", **(r.case | {"attention": a}))
-            for a in ("eager", "sdpa") for r in memory(BERT, small=False)]  # fmt: skip
+    both = [
+        make("amp_memory", r.metric, r.unit, r.samples, kind="modelled", **(r.case | {"attention": a}))
+        for a in ("eager", "sdpa")
+        for r in memory(BERT, small=False)
+    ]
     found = table("04", both, gpus=0, strict=True)
     assert (
         "BERT-large 33 % of activations, 23 % of all; BERT-large, fused attention 33 %" in found.verdict("B07").because
@@ -294,8 +401,10 @@ def test_what_is_not_said_where_it_is_not_so():
     assert "mlp 0.1 x the speed (modelled" in because("E16", speed(skip=("mlp",)))
     assert "DDP" not in because("B07", memory()) and "0.5 x the bytes" in because("B07", memory() + traffic(0.5))
     assert "real steps" not in because("A30", memory(small=False)) and "peak" not in because("A30", memory())
-    peak = [make("amp_memory", "peak_bytes", "B", [size], model="resnet152", seq=0, batch=64, precision=p)
-            for p, size in (("fp32", 20e9), ("fp16", 12e9))]  # fmt: skip
+    peak = [
+        make("amp_memory", "peak_bytes", "B", [size], model="resnet152", seq=0, batch=64, precision=p)
+        for p, size in (("fp32", 20e9), ("fp16", 12e9))
+    ]
     assert "On this GPU 40 % of the allocator's peak (ResNet-152, batch 64)" in because("A30", memory() + peak)
     assert "peak" not in because("A30", memory() + peak[:1])
     assert "But the right step differs from FP32, too" in because("B09", WORSE)
@@ -306,9 +415,14 @@ def test_what_is_not_said_where_it_is_not_so():
 def test_the_last_launch_with_enough_in_it_is_the_evidence():
     few = [make("amp_training", r.metric, r.unit, r.samples, config={"smoke": True}, **r.case) for r in training(n=2)]
     assert table("04", training() + few, gpus=0, strict=True).verdict("A31").word == "holds"
-    only = [make("loss_scaling", r.metric, r.unit, r.samples, config={"orders": ["right"]}, **r.case)
-            for r in scaling() if r.case["order"] == "right"]  # fmt: skip
+    only = [
+        make("loss_scaling", r.metric, r.unit, r.samples, config={"orders": ["right"]}, **r.case)
+        for r in scaling()
+        if r.case["order"] == "right"
+    ]
     assert table("04", scaling() + only + training(), gpus=0, strict=True).verdict("E20").word == "depends"
-    later = [make("mixed_precision", r.metric, r.unit, r.samples, config={"model": "cnn"}, **r.case)
-             for r in speed(2.0, models=("cnn",), side=0)]  # fmt: skip
+    later = [
+        make("mixed_precision", r.metric, r.unit, r.samples, config={"model": "cnn"}, **r.case)
+        for r in speed(2.0, models=("cnn",), side=0)
+    ]
     assert {g.model: round(g.speed.value, 1) for g in amp.gained(speed() + later)} == {"cnn": 2.0, "mlp": 0.1}

@@ -26,8 +26,14 @@ def make(lab, metric, unit, samples, *, kind="measured", gpu=False, config=None,
 
 # -- memory_oracle
 
-STEP = {"seq": 0, "optimizer": "momentum", "precision": "fp32", "micro_batches": 1, "target": "cuda",
-        "set_to_none": True}  # fmt: skip
+STEP = {
+    "seq": 0,
+    "optimizer": "momentum",
+    "precision": "fp32",
+    "micro_batches": 1,
+    "target": "cuda",
+    "set_to_none": True,
+}
 
 
 def steps(model, peaks, phase="backward", states=0.6e9, **given):
@@ -36,10 +42,17 @@ def steps(model, peaks, phase="backward", states=0.6e9, **given):
     for (policy, batch), peak in peaks.items():
         case = {**STEP, "part": model, "model": model, "policy": policy, "batch": batch, **given}
         fixed = min(states, peak)
-        parts = {"parameters": fixed / 2, "gradients": 0.0, "optimizer": fixed / 2, "temporaries": 0.0,
-                 "activations": peak - fixed, "inputs/buffers": 0.0}  # fmt: skip
-        found += [make("memory_oracle", "peak_bytes", "B", b, kind="modelled", category=c, **case)
-                  for c, b in parts.items()]  # fmt: skip
+        parts = {
+            "parameters": fixed / 2,
+            "gradients": 0.0,
+            "optimizer": fixed / 2,
+            "temporaries": 0.0,
+            "activations": peak - fixed,
+            "inputs/buffers": 0.0,
+        }
+        found += [
+            make("memory_oracle", "peak_bytes", "B", b, kind="modelled", category=c, **case) for c, b in parts.items()
+        ]
         found.append(make("memory_oracle", "peak_op", "1", 7, kind="modelled", phase=phase, op="add", **case))
         found.append(make("memory_oracle", "trace_s", "s", batch / 30, **case))
     return found
@@ -81,8 +94,17 @@ def real(off=1.001, workspace=0.0, models=("mlp", "cnn"), resident=True):
 # -- activation_checkpointing
 
 
-def again(times=(1.33, 1.2), flops=(4 / 3, 7 / 6), saved=(0.02, 0.5), n=8, noisy=False, model="deep_mlp", gpu=False,
-          policies=("segments:4", "segments:2:keep_last"), selective=True):  # fmt: skip
+def again(
+    times=(1.33, 1.2),
+    flops=(4 / 3, 7 / 6),
+    saved=(0.02, 0.5),
+    n=8,
+    noisy=False,
+    model="deep_mlp",
+    gpu=False,
+    policies=("segments:4", "segments:2:keep_last"),
+    selective=True,
+):
     """The part pareto: time, operations and saved bytes of two policies, over those of none; and selective."""
     rows = [("none", 0.0, 1.0, 1.0, 1.0), *zip(policies, (1.0, 0.5), times, flops, saved, strict=False)]
     rows += [("selective", 1.0, times[0], 1.0, 0.55)] * selective
@@ -91,8 +113,9 @@ def again(times=(1.33, 1.2), flops=(4 / 3, 7 / 6), saved=(0.02, 0.5), n=8, noisy
         case = {"part": "pareto", "model": model, "policy": policy, "segments": 4, "share": share}
         step_s = [0.1 * time * NOISE[(3 * i + k) % 8] * (WIDE[k] if noisy and i else 1.0) for k in range(n)]
         values = {"step_s": step_s, "flops": operations * 3e9, "saved_bytes": left * 20e6, "gradients_equal": 1.0}
-        found += [make("activation_checkpointing", m, "1", v, gpu=gpu, config=config, **case)
-                  for m, v in values.items()]  # fmt: skip
+        found += [
+            make("activation_checkpointing", m, "1", v, gpu=gpu, config=config, **case) for m, v in values.items()
+        ]
     return found
 
 
@@ -109,9 +132,11 @@ def variants(error="", missing=0, warned=True, repaired=True, scenarios=("first 
             texts = ["another warning", WARNING] if out and warned else []
             warnings = {"categories": ["UserWarning"][: len(texts)], "texts": texts}
             case = {"part": "variants", "scenario": scenario, "variant": variant}
-            rows = {"raised": (bool(error) and wrong, {"error": error if wrong else ""}),
-                    "parameters_without_gradient": ((missing if out else 4) * wrong, {}),
-                    "warnings": (len(texts), warnings)}  # fmt: skip
+            rows = {
+                "raised": (bool(error) and wrong, {"error": error if wrong else ""}),
+                "parameters_without_gradient": ((missing if out else 4) * wrong, {}),
+                "warnings": (len(texts), warnings),
+            }
             found += [make("activation_checkpointing", m, "1", v, **case, **more) for m, (v, more) in rows.items()]
     return found
 
@@ -133,10 +158,20 @@ def sequences(eager=1.7, sdpa=1.0, left=0.1, lengths=(1024, 2048)):
 
 # -- memory_remedies
 
-NO_HELP = {"half the batch": 1.0, "4 micro-batches": 1.0, "bf16 autocast": 1.0, "SGD with momentum": 0.5,
-           "Adam in 8 bits": 0.7}  # fmt: skip
-HELP = {"half the batch": 0.53, "4 micro-batches": 0.3, "bf16 autocast": 0.6, "SGD with momentum": 0.98,
-        "Adam in 8 bits": 0.97}  # fmt: skip
+NO_HELP = {
+    "half the batch": 1.0,
+    "4 micro-batches": 1.0,
+    "bf16 autocast": 1.0,
+    "SGD with momentum": 0.5,
+    "Adam in 8 bits": 0.7,
+}
+HELP = {
+    "half the batch": 0.53,
+    "4 micro-batches": 0.3,
+    "bf16 autocast": 0.6,
+    "SGD with momentum": 0.98,
+    "Adam in 8 bits": 0.97,
+}
 REMEDIES = "memory_remedies"
 
 
@@ -164,8 +199,11 @@ def accumulation(error=1e-7):
 def leaks(larger=50e6, answer="0", gpu=True):
     """Loops: the last peak of the one that does not leak; one that does, with 20 MB."""
     found = []
-    for loop, leaky, peak, growth in (("none", False, 9e6, 0.0), ("larger", False, larger, 0.0),
-                                      ("losses", True, 20e6, 1e6)):  # fmt: skip
+    for loop, leaky, peak, growth in (
+        ("none", False, 9e6, 0.0),
+        ("larger", False, larger, 0.0),
+        ("losses", True, 20e6, 1e6),
+    ):
         case = {"part": "leaks", "loop": loop, "leaks": leaky}
         found.append(make(REMEDIES, "peak_so_far_bytes", "B", [peak / 2, peak], gpu=gpu, **case))
         found.append(make(REMEDIES, "growth_bytes", "B", growth, gpu=gpu, **case))
@@ -190,8 +228,12 @@ def lengths(enough=(1.1, 1.04, 1.12), reserved=(3.3, 2.8, 3.4), calls=(0.0, 42.0
     for way, needs, gb, n in zip((PLAIN, EACH, EVERY_10), enough, reserved, calls, strict=True):
         for h in ("unlimited", *devices):
             case, fits = {"part": "lengths", "way": way, "headroom": h}, h == "unlimited" or h >= needs
-            values = {"fits": fits, "lasting_allocs": n, "reserved_peak_bytes": gb * 1e9,
-                      "num_alloc_retries": retries * (h != "unlimited")}  # fmt: skip
+            values = {
+                "fits": fits,
+                "lasting_allocs": n,
+                "reserved_peak_bytes": gb * 1e9,
+                "num_alloc_retries": retries * (h != "unlimited"),
+            }
             found += [make(REMEDIES, m, "1", v, kind="modelled", **case) for m, v in values.items()]
     return found
 
@@ -218,8 +260,10 @@ def summary(words="KeyError: 'x'"):
 def benchmark(first=1.5, last=1.0001):
     """Peaks by step, with cudnn.benchmark over without."""
     on = [first * 1e9, *[last * 1e9] * 5]
-    return [make(REMEDIES, "peak_bytes", "B", s, gpu=True, part="gpu", cudnn_benchmark=b)
-            for b, s in ((False, [1e9] * 6), (True, on))]  # fmt: skip
+    return [
+        make(REMEDIES, "peak_bytes", "B", s, gpu=True, part="gpu", cudnn_benchmark=b)
+        for b, s in ((False, [1e9] * 6), (True, on))
+    ]
 
 
 def near_limit(tight=None, noisy=False):
@@ -238,78 +282,187 @@ def near_limit(tight=None, noisy=False):
 NEVER = {1.1: (1, 0, 1.0), 2.0: (1, 0, 1.0)}
 SIZES = {32: 6e9, 60: 11.2e9}
 BY_CLAIM = {
-    "A27": [("holds", real() + resnet()), ("depends", real(off=(1.0, 1.2))), ("does not hold", real(off=1.2)),
-            ("does not hold", real(off=0.9)), ("does not hold", real(workspace=0.6)), ("holds", real(workspace=0.35)),
-            ("holds", real(resident=False)), ("not tried yet", resnet())],
-    "B15": [("depends", resnet(SIZES)), ("holds", resnet(SIZES, 0.62, 0.63)), ("does not hold", resnet(SIZES, 0.5)),
-            ("depends", resnet({58: 10.8e9, 60: 11.4e9}, 0.655, 0.58)), ("not tried yet", resnet({32: 6e9})),
-            ("not tried yet", resnet(SIZES, block=0)), ("not tried yet", resnet(SIZES, stage=0, block=0)),
-            ("not tried yet", bert())],
-    "D02": [("depends", resnet()), ("depends", resnet({32: 6e9})), ("does not hold", resnet(per_image=0.01e9)),
-            ("does not hold", resnet({60: 40e9}, states=20e9)), ("depends", resnet(per_image=0.0413e9)),
-            ("depends", resnet({32: 13e9, 60: 15e9}, states=10.7e9)),
-            ("holds", resnet({32: 11e9, 60: 11.01e9}, states=10.95e9)), ("not tried yet", bert()),
-            ("not tried yet", resnet(phase="optimizer"))],
-    "D03": [("depends", bert() + bert(0.5e9, seq=512)), ("does not hold", bert(0.05e9)), ("holds", bert(30e9)),
-            ("depends", bert(30e9) + bert(0.05e9, seq=8)), ("depends", bert() + bert(kept=True, states=6e9)),
-            ("depends", bert(30e9, seq=512) + bert()), ("not tried yet", resnet()),
-            ("not tried yet", bert(phase="optimizer"))],
-    "C28": [("holds", resnet() + limit()), ("does not hold", limit(more=None)), ("holds", limit(rows=0)),
-            ("depends", limit() + limit(more=None, policy="block")), ("not tried yet", resnet())],
-    "B12": [("depends", again()), ("holds", again((1.2, 1.21))), ("does not hold", again((1.4, 1.1))),
-            ("depends", again((1.2, 1.2), noisy=True)), ("depends", again((1.3, 1.12), noisy=True)),
-            ("depends", again((1.2, 1.2)) + again((1.4, 1.4), model="narrow_bert")),
-            ("depends", again((1.2, 1.2)) + again((1.4, 1.4), gpu=True)), ("not tried yet", again(n=2)),
-            ("not tried yet", again(policies=(), selective=False)), ("not tried yet", variants())],
-    "B13": [("depends", variants(missing=4)), ("holds", variants(warned=False)), ("holds", variants()),
-            ("depends", variants("RuntimeError: x", warned=False)), ("depends", variants(missing=4, repaired=False)),
-            ("does not hold", variants("RuntimeError: x", scenarios=("first layer",), warned=False)),
-            ("not tried yet", again())],
-    "B14": [("depends", again()), ("holds", again(saved=(1.0, 1.2))), ("does not hold", again(saved=(0.0, 0.0))),
-            ("holds", again(saved=(0.1, 1.0))),
-            ("not tried yet", again(policies=())), ("not tried yet", sequences())],
-    "B16": [("depends", sequences()), ("holds", sequences(eager=1.1)), ("does not hold", sequences(left=0.95)),
-            ("depends", sequences(2.0, 2.0)), ("depends", sequences(lengths=(512, 1024))),
-            ("not tried yet", sequences(lengths=(128, 256))),
-            ("not tried yet", sequences(lengths=(2048,))), ("not tried yet", again())],
-    "B41": [("depends", remedies()), ("holds", remedies(states=HELP)), ("does not hold", remedies(NO_HELP)),
-            ("depends", remedies({**HELP, "bf16 autocast": 0.95}, HELP)), ("not tried yet", remedies(without="states")),
-            ("not tried yet", remedies(without="bf16 autocast")), ("not tried yet", leaks())],
-    "D24": [("depends", remedies() + accumulation()), ("holds", remedies(states=HELP) + accumulation()),
-            ("does not hold", remedies(NO_HELP) + accumulation()),
-            ("depends", remedies(states=HELP) + accumulation(0.3)),
-            ("does not hold", remedies(NO_HELP) + accumulation(0.3)), ("not tried yet", remedies()),
-            ("not tried yet", accumulation()), ("not tried yet", remedies(without="activations") + accumulation())],
-    "B40": [("needs 1 GPU", leaks(gpu=False)), ("does not hold", leaks()), ("depends", leaks(larger=10e6)),
-            ("holds", leaks(larger=10e6, answer="the list of losses")), ("depends", leaks(answer="the losses")),
-            ("needs 1 GPU", leaks()[:-1]), ("needs 1 GPU", [r for r in leaks() if not r.case.get("leaks")]),
-            ("needs 1 GPU", remedies())],
-    "B30": [("does not hold", summary()), ("does not hold", in_use()), ("depends", in_use(device=2e9)),
-            ("does not hold", summary() + in_use()), ("does not hold", remedies())],
-    "B33": [("needs 1 GPU", pattern()), ("does not hold", pattern(between=0) + pattern(between=0, gpu=True)),
-            ("holds", pattern() + pattern(late=1, gpu=True)), ("depends", pattern(gpu=True)),
-            ("depends", pattern() + pattern(plain=1, gpu=True)),  # nothing ran short on a large card
-            ("needs 1 GPU", pattern(plain=1)), ("needs 1 GPU", lengths())],
-    "D22": [("needs 1 GPU", pattern() + lengths()), ("needs 1 GPU", pattern() + lengths() + emptying()),
-            ("holds", pattern(late=1, gpu=True) + emptying(1.0)), ("depends", pattern(late=1, gpu=True) + emptying()),
-            ("does not hold", pattern(between=0, gpu=True) + emptying()),
-            ("depends", pattern(late=1, gpu=True) + emptying(1.0, noisy=True)),
-            ("depends", pattern(gpu=True) + emptying(1.0)), ("depends", pattern(plain=1, gpu=True) + emptying(1.3)),
-            ("needs 1 GPU", lengths(devices=(1.0, 1.1, 1.3))), ("needs 1 GPU", pattern())],
-    "B38": [("does not hold", benchmark()), ("holds", benchmark(0.8, 0.8)), ("depends", benchmark(1.5, 0.8)),
-            ("does not hold", benchmark(1.0, 1.0)), ("needs 1 GPU", remedies()), ("needs 1 GPU", benchmark()[:0])],
-    "C26": [("needs 1 GPU", lengths()), ("holds", near_limit()),
-            ("does not hold", near_limit({1.1: (1, 9, 1.0), 2.0: (1, 0, 1.0)})),
-            ("does not hold", near_limit({1.1: (0, 1, 1.0), 2.0: (1, 0, 1.0)})),
-            ("depends", near_limit({1.1: (1, 9, 1.4), 1.2: (1, 1, 1.0), 2.0: (1, 0, 1.0)})),
-            ("depends", near_limit({1.1: (1, 9, 1.02), 2.0: (1, 0, 1.0)}, noisy=True)),
-            ("depends", near_limit(NEVER) + lengths()), ("depends", near_limit({2.0: (0, 1, 1.0)})),
-            ("needs 1 GPU", pattern())],
-}  # fmt: skip
+    "A27": [
+        ("holds", real() + resnet()),
+        ("depends", real(off=(1.0, 1.2))),
+        ("does not hold", real(off=1.2)),
+        ("does not hold", real(off=0.9)),
+        ("does not hold", real(workspace=0.6)),
+        ("holds", real(workspace=0.35)),
+        ("holds", real(resident=False)),
+        ("not tried yet", resnet()),
+    ],
+    "B15": [
+        ("depends", resnet(SIZES)),
+        ("holds", resnet(SIZES, 0.62, 0.63)),
+        ("does not hold", resnet(SIZES, 0.5)),
+        ("depends", resnet({58: 10.8e9, 60: 11.4e9}, 0.655, 0.58)),
+        ("not tried yet", resnet({32: 6e9})),
+        ("not tried yet", resnet(SIZES, block=0)),
+        ("not tried yet", resnet(SIZES, stage=0, block=0)),
+        ("not tried yet", bert()),
+    ],
+    "D02": [
+        ("depends", resnet()),
+        ("depends", resnet({32: 6e9})),
+        ("does not hold", resnet(per_image=0.01e9)),
+        ("does not hold", resnet({60: 40e9}, states=20e9)),
+        ("depends", resnet(per_image=0.0413e9)),
+        ("depends", resnet({32: 13e9, 60: 15e9}, states=10.7e9)),
+        ("holds", resnet({32: 11e9, 60: 11.01e9}, states=10.95e9)),
+        ("not tried yet", bert()),
+        ("not tried yet", resnet(phase="optimizer")),
+    ],
+    "D03": [
+        ("depends", bert() + bert(0.5e9, seq=512)),
+        ("does not hold", bert(0.05e9)),
+        ("holds", bert(30e9)),
+        ("depends", bert(30e9) + bert(0.05e9, seq=8)),
+        ("depends", bert() + bert(kept=True, states=6e9)),
+        ("depends", bert(30e9, seq=512) + bert()),
+        ("not tried yet", resnet()),
+        ("not tried yet", bert(phase="optimizer")),
+    ],
+    "C28": [
+        ("holds", resnet() + limit()),
+        ("does not hold", limit(more=None)),
+        ("holds", limit(rows=0)),
+        ("depends", limit() + limit(more=None, policy="block")),
+        ("not tried yet", resnet()),
+    ],
+    "B12": [
+        ("depends", again()),
+        ("holds", again((1.2, 1.21))),
+        ("does not hold", again((1.4, 1.1))),
+        ("depends", again((1.2, 1.2), noisy=True)),
+        ("depends", again((1.3, 1.12), noisy=True)),
+        ("depends", again((1.2, 1.2)) + again((1.4, 1.4), model="narrow_bert")),
+        ("depends", again((1.2, 1.2)) + again((1.4, 1.4), gpu=True)),
+        ("not tried yet", again(n=2)),
+        ("not tried yet", again(policies=(), selective=False)),
+        ("not tried yet", variants()),
+    ],
+    "B13": [
+        ("depends", variants(missing=4)),
+        ("holds", variants(warned=False)),
+        ("holds", variants()),
+        ("depends", variants("RuntimeError: x", warned=False)),
+        ("depends", variants(missing=4, repaired=False)),
+        ("does not hold", variants("RuntimeError: x", scenarios=("first layer",), warned=False)),
+        ("not tried yet", again()),
+    ],
+    "B14": [
+        ("depends", again()),
+        ("holds", again(saved=(1.0, 1.2))),
+        ("does not hold", again(saved=(0.0, 0.0))),
+        ("holds", again(saved=(0.1, 1.0))),
+        ("not tried yet", again(policies=())),
+        ("not tried yet", sequences()),
+    ],
+    "B16": [
+        ("depends", sequences()),
+        ("holds", sequences(eager=1.1)),
+        ("does not hold", sequences(left=0.95)),
+        ("depends", sequences(2.0, 2.0)),
+        ("depends", sequences(lengths=(512, 1024))),
+        ("not tried yet", sequences(lengths=(128, 256))),
+        ("not tried yet", sequences(lengths=(2048,))),
+        ("not tried yet", again()),
+    ],
+    "B41": [
+        ("depends", remedies()),
+        ("holds", remedies(states=HELP)),
+        ("does not hold", remedies(NO_HELP)),
+        ("depends", remedies({**HELP, "bf16 autocast": 0.95}, HELP)),
+        ("not tried yet", remedies(without="states")),
+        ("not tried yet", remedies(without="bf16 autocast")),
+        ("not tried yet", leaks()),
+    ],
+    "D24": [
+        ("depends", remedies() + accumulation()),
+        ("holds", remedies(states=HELP) + accumulation()),
+        ("does not hold", remedies(NO_HELP) + accumulation()),
+        ("depends", remedies(states=HELP) + accumulation(0.3)),
+        ("does not hold", remedies(NO_HELP) + accumulation(0.3)),
+        ("not tried yet", remedies()),
+        ("not tried yet", accumulation()),
+        ("not tried yet", remedies(without="activations") + accumulation()),
+    ],
+    "B40": [
+        ("needs 1 GPU", leaks(gpu=False)),
+        ("does not hold", leaks()),
+        ("depends", leaks(larger=10e6)),
+        ("holds", leaks(larger=10e6, answer="the list of losses")),
+        ("depends", leaks(answer="the losses")),
+        ("needs 1 GPU", leaks()[:-1]),
+        ("needs 1 GPU", [r for r in leaks() if not r.case.get("leaks")]),
+        ("needs 1 GPU", remedies()),
+    ],
+    "B30": [
+        ("does not hold", summary()),
+        ("does not hold", in_use()),
+        ("depends", in_use(device=2e9)),
+        ("does not hold", summary() + in_use()),
+        ("does not hold", remedies()),
+    ],
+    "B33": [
+        ("needs 1 GPU", pattern()),
+        ("does not hold", pattern(between=0) + pattern(between=0, gpu=True)),
+        ("holds", pattern() + pattern(late=1, gpu=True)),
+        ("depends", pattern(gpu=True)),
+        ("depends", pattern() + pattern(plain=1, gpu=True)),  # nothing ran short on a large card
+        ("needs 1 GPU", pattern(plain=1)),
+        ("needs 1 GPU", lengths()),
+    ],
+    "D22": [
+        ("needs 1 GPU", pattern() + lengths()),
+        ("needs 1 GPU", pattern() + lengths() + emptying()),
+        ("holds", pattern(late=1, gpu=True) + emptying(1.0)),
+        ("depends", pattern(late=1, gpu=True) + emptying()),
+        ("does not hold", pattern(between=0, gpu=True) + emptying()),
+        ("depends", pattern(late=1, gpu=True) + emptying(1.0, noisy=True)),
+        ("depends", pattern(gpu=True) + emptying(1.0)),
+        ("depends", pattern(plain=1, gpu=True) + emptying(1.3)),
+        ("needs 1 GPU", lengths(devices=(1.0, 1.1, 1.3))),
+        ("needs 1 GPU", pattern()),
+    ],
+    "B38": [
+        ("does not hold", benchmark()),
+        ("holds", benchmark(0.8, 0.8)),
+        ("depends", benchmark(1.5, 0.8)),
+        ("does not hold", benchmark(1.0, 1.0)),
+        ("needs 1 GPU", remedies()),
+        ("needs 1 GPU", benchmark()[:0]),
+    ],
+    "C26": [
+        ("needs 1 GPU", lengths()),
+        ("holds", near_limit()),
+        ("does not hold", near_limit({1.1: (1, 9, 1.0), 2.0: (1, 0, 1.0)})),
+        ("does not hold", near_limit({1.1: (0, 1, 1.0), 2.0: (1, 0, 1.0)})),
+        ("depends", near_limit({1.1: (1, 9, 1.4), 1.2: (1, 1, 1.0), 2.0: (1, 0, 1.0)})),
+        ("depends", near_limit({1.1: (1, 9, 1.02), 2.0: (1, 0, 1.0)}, noisy=True)),
+        ("depends", near_limit(NEVER) + lengths()),
+        ("depends", near_limit({2.0: (0, 1, 1.0)})),
+        ("needs 1 GPU", pattern()),
+    ],
+}
 CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
-EVERYTHING = [*resnet(SIZES), *bert(), *bert(kept=True, states=6e9), *limit(), *real(), *again(), *sequences(),
-              *variants(missing=4), *remedies(), *accumulation(), *leaks(gpu=False), *pattern(), *lengths(),
-              *summary()]  # fmt: skip
+EVERYTHING = [
+    *resnet(SIZES),
+    *bert(),
+    *bert(kept=True, states=6e9),
+    *limit(),
+    *real(),
+    *again(),
+    *sequences(),
+    *variants(missing=4),
+    *remedies(),
+    *accumulation(),
+    *leaks(gpu=False),
+    *pattern(),
+    *lengths(),
+    *summary(),
+]
 ON_GPU = ("B33", "B38", "B40", "C26", "D22")
 READ = ("B30",)  # decided by what torch documents
 TRACED = ("B15", "B16", "C28", "D02", "D03")
@@ -356,8 +509,12 @@ def test_on_a_gpu_the_pattern_and_the_price_are_measured():
     assert "not measured on a GPU" not in found.verdict("B33").because
 
 
-UNTOLD = {"B33": pattern(plain=1, gpu=True), "D22": pattern(plain=1, gpu=True) + emptying(1.3),
-          "C26": near_limit(NEVER), "B12": again((1.3, 1.12), noisy=True)}  # fmt: skip
+UNTOLD = {
+    "B33": pattern(plain=1, gpu=True),
+    "D22": pattern(plain=1, gpu=True) + emptying(1.3),
+    "C26": near_limit(NEVER),
+    "B12": again((1.3, 1.12), noisy=True),
+}
 
 
 @pytest.mark.parametrize("claim", sorted(UNTOLD))
@@ -439,14 +596,16 @@ def test_what_is_not_said_where_it_is_not_so():
     assert "1.35 x as much (cnn" in because("A27", real(off=(1.0, 1.03), workspace=0.32))
     assert " on a CPU and a GPU; of " in because("B12", again() + again(gpu=True))
     assert "1.0 GB become 1.5 GB in the first step, 1.0 GB become 800.0 MB in the last" in because(
-        "B38", benchmark(1.5, 0.8))  # fmt: skip
+        "B38", benchmark(1.5, 0.8)
+    )
     assert "3.0 GB of this GPU are in use, it knows of the 2.0 GB" in because("B30", in_use())
     assert "no run that fits retries" in because("C26", lengths(retries=0))
     assert "no device tried is enough" in because("D22", pattern() + lengths((1.1, 9.0, 1.04)))
     assert "nothing is cached" in because("B14", again(saved=(0.0, 0.0)))
     assert "no less than without" in because("B14", again(saved=(1.0, 1.2)))
     assert "1.02 x what tensors need: out of memory; 1.1 x what tensors need: 9 retries, 1.40 x" in because(
-        "C26", near_limit())  # fmt: skip
+        "C26", near_limit()
+    )
     assert "0 warn" in because("B13", variants(warned=False)) and '"' not in because("B13", variants(warned=False))
 
 
@@ -466,11 +625,18 @@ def test_the_last_launch_with_enough_in_it_is_the_evidence():
 @pytest.mark.long
 def test_the_labs_make_what_the_verdicts_ask_for():
     records = (
-        launch("activation_checkpointing", nproc=1, policies=("segments:4",), batch=16, rounds=5, sequences=(512, 1024),
-               parts=("variants", "pareto", "sequences"))
+        launch(
+            "activation_checkpointing",
+            nproc=1,
+            policies=("segments:4",),
+            batch=16,
+            rounds=5,
+            sequences=(512, 1024),
+            parts=("variants", "pareto", "sequences"),
+        )
         + launch("memory_remedies", nproc=1, rows=(8, 8), rounds=2, cuts=(1, 4), steps=3, lengths=2, batches=4)
         + launch("memory_oracle", nproc=1, model="mlp", memory_gb=(0.1,))
-    )  # fmt: skip
+    )
     found = table("05", records, gpus=0, strict=True)
     traced = {"A27", "B15", "D02", "D03"}  # of large models, which take longer to trace
     for c, v in found.rows:

@@ -40,30 +40,58 @@ TIMELINES = {("naive", 1): ((0, 1), (1, 2)), ("1f1b", 8): ((0, 1), (0.5, 1.5)), 
 
 def pipeline(chain="char_gpt", naive=0.97, best=1.75, idle=0.5, stages=(6e6, 6e6), error=2e-7, copies=1.9, world=2):
     """labs.pipeline_parallel of one model; `naive`, `best` and `copies` are speeds over one device."""
-    steps = {("single", "hand", 1): 1.0, ("naive", "hand", 1): 1 / naive, ("1f1b", "hand", 2): 1.2 / best,
-             ("1f1b", "hand", 8): 1 / best, ("gpipe", "hand", 8): 1.1 / best, ("1f1b", "torch", 8): 1.3 / best,
-             ("copies", "hand", 1): 2 / copies}  # fmt: skip
+    steps = {
+        ("single", "hand", 1): 1.0,
+        ("naive", "hand", 1): 1 / naive,
+        ("1f1b", "hand", 2): 1.2 / best,
+        ("1f1b", "hand", 8): 1 / best,
+        ("gpipe", "hand", 8): 1.1 / best,
+        ("1f1b", "torch", 8): 1.3 / best,
+        ("copies", "hand", 1): 2 / copies,
+    }
 
     def one(metric, unit, samples, **case):
         return make("pipeline_parallel", metric, unit, samples, world=world, chain=chain, **case)
 
-    found = [one("step_s", "s", around(t, i), schedule=s, by=by, micro_batches=m)
-             for i, ((s, by, m), t) in enumerate(steps.items())]  # fmt: skip
-    found += [one("gradient_relative_error", "1", [e], schedule="1f1b", cuts=c)
-              for c, e in (("even", 1e-8), ("uneven", error))]  # fmt: skip
-    found += [one("idle_share", "1", around(idle), schedule="naive", micro_batches=1),
-              one("idle_share", "1", [0.5], schedule="naive", micro_batches=1, kind="modelled")]  # fmt: skip
+    found = [
+        one("step_s", "s", around(t, i), schedule=s, by=by, micro_batches=m)
+        for i, ((s, by, m), t) in enumerate(steps.items())
+    ]
+    found += [
+        one("gradient_relative_error", "1", [e], schedule="1f1b", cuts=c)
+        for c, e in (("even", 1e-8), ("uneven", error))
+    ]
+    found += [
+        one("idle_share", "1", around(idle), schedule="naive", micro_batches=1),
+        one("idle_share", "1", [0.5], schedule="naive", micro_batches=1, kind="modelled"),
+    ]
     found += [one("saved_bytes", "B", [b], schedule="naive", micro_batches=1, stage=i) for i, b in enumerate(stages)]
-    return found + [one("timeline_s", "s", t, schedule=s, micro_batches=m, stage=i, action="forward", numbers=[0])
-                    for (s, m), both in TIMELINES.items() for i, t in enumerate(both)]  # fmt: skip
+    return found + [
+        one("timeline_s", "s", t, schedule=s, micro_batches=m, stage=i, action="forward", numbers=[0])
+        for (s, m), both in TIMELINES.items()
+        for i, t in enumerate(both)
+    ]
 
 
 def two_gpus(naive=0.95):
     """labs.pipeline_parallel --way two_gpus: times only."""
     steps = {("single", 1): 1.0, ("naive", 1): 1 / naive, ("gpipe", 8): 0.6}
-    return [make("pipeline_parallel", "step_s", "s", around(t, i), world=1, gpu=True, config={"way": "two_gpus"},
-                 chain="char_gpt", schedule=s, by="two_gpus", micro_batches=m)
-            for i, ((s, m), t) in enumerate(steps.items())]  # fmt: skip
+    return [
+        make(
+            "pipeline_parallel",
+            "step_s",
+            "s",
+            around(t, i),
+            world=1,
+            gpu=True,
+            config={"way": "two_gpus"},
+            chain="char_gpt",
+            schedule=s,
+            by="two_gpus",
+            micro_batches=m,
+        )
+        for i, ((s, m), t) in enumerate(steps.items())
+    ]
 
 
 # -- data, tensor and hybrid parallelism
@@ -73,8 +101,20 @@ def data(speed=1.8, model="cnn", world=2, noisy=False):
     """labs.data_parallel, weak scaling."""
     ddp = [2 / speed * w for w in (WIDE if noisy else around(1.0, 3))]
     rows = (("single", 1, around(1.0)), ("ddp", world, ddp))
-    return [make("data_parallel", "step_s", "s", t, world=world, config={"model": model, "split": "weak"}, mode=mode,
-                 ranks=n, batch_per_rank=64) for mode, n, t in rows]  # fmt: skip
+    return [
+        make(
+            "data_parallel",
+            "step_s",
+            "s",
+            t,
+            world=world,
+            config={"model": model, "split": "weak"},
+            mode=mode,
+            ranks=n,
+            batch_per_rank=64,
+        )
+        for mode, n, t in rows
+    ]
 
 
 def tensor(speed=1.6, ddp=1.7, share=0.6, world=2):
@@ -88,8 +128,10 @@ def tensor(speed=1.6, ddp=1.7, share=0.6, world=2):
         found.append(make("tensor_parallel", "step_s", "s", [9.0], kind="modelled", **case))
     for model, size in (("mlp", 1e5), ("char_gpt", 1e6)):
         for mode, s in (("single", 1.0), ("tensor", share)):
-            found += [make("tensor_parallel", "bytes_per_rank", "B", [s * size], what=w, model=model, mode=mode)
-                      for w in ("parameters", "activations")]  # fmt: skip
+            found += [
+                make("tensor_parallel", "bytes_per_rank", "B", [s * size], what=w, model=model, mode=mode)
+                for w in ("parameters", "activations")
+            ]
     return found
 
 
@@ -99,8 +141,10 @@ def sharded(ddp=1.0, fsdp=0.5):
     for way, share, form in (("ddp", ddp, 1.0), ("fsdp", fsdp, 0.5)):
         for what in ("parameters", "gradients", "optimizer"):
             case = {"what": what, "way": way, "model": "mlp"}
-            found += [make("fully_sharded", "bytes_per_rank", "B", [1e6 * s], kind=k, **case)
-                      for k, s in (("measured", share), ("modelled", form))]  # fmt: skip
+            found += [
+                make("fully_sharded", "bytes_per_rank", "B", [1e6 * s], kind=k, **case)
+                for k, s in (("measured", share), ("modelled", form))
+            ]
     return found
 
 
@@ -113,8 +157,10 @@ def hybrid(error=1e-7, errors=None, sent=1.0, held=(1.6e6, 1.7e6), dp=2, parts=2
         found.append(make("hybrid_parallel", "gradient_relative_error", "1", [e], **one))
         found.append(make("hybrid_parallel", "bytes_per_rank", "B", [*held] * dp, what="parameters", **one))
         for axis, size in (("rows", 2e5), ("columns", 1.6e6)):
-            found += [make("hybrid_parallel", "sent_bytes", "B", [size * f] * 4, kind=k, axis=axis, op="all_reduce",
-                           **one) for k, f in (("measured", sent), ("modelled", 1.0))]  # fmt: skip
+            found += [
+                make("hybrid_parallel", "sent_bytes", "B", [size * f] * 4, kind=k, axis=axis, op="all_reduce", **one)
+                for k, f in (("measured", sent), ("modelled", 1.0))
+            ]
     return found
 
 
@@ -133,23 +179,30 @@ def sums(root=2.0, ring=1.5, small=None, noisy=False, counted=True, world=2):
             found.append(make("point_to_point", "seconds", "s", t, world=world, way=way, size=size))
             if i:
                 found.append(make("point_to_point", "seconds", "s", [9.0], kind="modelled", way=way, size=size))
-            found += [make("point_to_point", "sent_bytes", "B", [b] * world, kind=k, way=way, size=size)
-                      for k, b in (("measured", size + (not counted)), ("modelled", size))]  # fmt: skip
+            found += [
+                make("point_to_point", "sent_bytes", "B", [b] * world, kind=k, way=way, size=size)
+                for k, b in (("measured", size + (not counted)), ("modelled", size))
+            ]
     return found
 
 
 def small_untold(records):
     """The same sums, where those by send and recv of the small vector tell nothing."""
     mine = [r.metric == "seconds" and r.case["size"] == 4096 and r.case["way"] != "all_reduce" for r in records]
-    return [dataclasses.replace(r, samples=tuple(WIDE[: len(r.samples)])) if yes and len(r.samples) > 1 else r
-            for r, yes in zip(records, mine, strict=True)]  # fmt: skip
+    return [
+        dataclasses.replace(r, samples=tuple(WIDE[: len(r.samples)])) if yes and len(r.samples) > 1 else r
+        for r, yes in zip(records, mine, strict=True)
+    ]
 
 
 def split(first=(0, 0, 0), right=(2, 2, 2), accuracy=(0.73, 0.83), wrong=(0.1, 0.17, 0.18), first_loss=9.8):
     """labs.broken_split: trained tensors of the first half in the article's way and in the right one; losses."""
     found = []
-    ways = {"own input": (first, accuracy[0]), "received": (first, accuracy[0]),
-            "gradient sent back": (right, accuracy[1])}  # fmt: skip
+    ways = {
+        "own input": (first, accuracy[0]),
+        "received": (first, accuracy[0]),
+        "gradient sent back": (right, accuracy[1]),
+    }
     for way, (trained, score) in ways.items():
         case = {"way": way, "loss": "logits"}
         for half, tensors in (("first", trained), ("second", (2, 2, 2))):
@@ -169,40 +222,88 @@ NONE_DOES = [*pipeline(best=0.9), *sharded(), *data()]
 HALVES_ON_BOTH = [*hybrid(), *BOTH]
 
 BY_CLAIM = {
-    "D04": [("depends", BOTH + MEMORY), ("holds", ALL_DO), ("does not hold", NONE_DOES),
-            ("holds", ALL_DO + tensor()), ("depends", ALL_DO + tensor(share=0.9)),
-            ("depends", BOTH + sharded() + tensor()), ("not tried yet", BOTH + sharded()), ("not tried yet", MEMORY),
-            ("not tried yet", BOTH + data()), ("not tried yet", MEMORY + without(BOTH, "saved_bytes")),
-            ("not tried yet", MEMORY + two_gpus())],
-    "D06": [("holds", BOTH + data()), ("depends", BOTH + data(1.4)), ("depends", BOTH + data(noisy=True)),
-            ("depends", BOTH + data(2.3)), ("holds", BOTH + tensor()), ("not tried yet", BOTH),
-            ("not tried yet", data()), ("not tried yet", data() + without(BOTH, "step_s", schedule="single")),
-            ("not tried yet", data() + pipeline(world=4)), ("not tried yet", BOTH + data(world=4))],
+    "D04": [
+        ("depends", BOTH + MEMORY),
+        ("holds", ALL_DO),
+        ("does not hold", NONE_DOES),
+        ("holds", ALL_DO + tensor()),
+        ("depends", ALL_DO + tensor(share=0.9)),
+        ("depends", BOTH + sharded() + tensor()),
+        ("not tried yet", BOTH + sharded()),
+        ("not tried yet", MEMORY),
+        ("not tried yet", BOTH + data()),
+        ("not tried yet", MEMORY + without(BOTH, "saved_bytes")),
+        ("not tried yet", MEMORY + two_gpus()),
+    ],
+    "D06": [
+        ("holds", BOTH + data()),
+        ("depends", BOTH + data(1.4)),
+        ("depends", BOTH + data(noisy=True)),
+        ("depends", BOTH + data(2.3)),
+        ("holds", BOTH + tensor()),
+        ("not tried yet", BOTH),
+        ("not tried yet", data()),
+        ("not tried yet", data() + without(BOTH, "step_s", schedule="single")),
+        ("not tried yet", data() + pipeline(world=4)),
+        ("not tried yet", BOTH + data(world=4)),
+    ],
     "D15": [("depends", [])],
-    "D16": [("does not hold", split()), ("holds", split(first=(2, 2, 2))), ("depends", split(first=(0, 2, 0))),
-            ("depends", split(right=(0, 2, 2))), ("not tried yet", BOTH),
-            ("not tried yet", without(split(), "moved", way="gradient sent back"))],
-    "D17": [("does not hold", split()), ("holds", split(wrong=(0.83, 0.835, 0.829), first_loss=2.3)),
-            ("depends", split(wrong=(0.83, 0.835, 0.829))), ("depends", split(wrong=(0.7, 0.9, 0.83), first_loss=2.3)),
-            ("not tried yet", [r for r in split() if r.case["loss"] == "logits"])],
-    "D18": [("does not hold", BOTH), ("holds", pipeline(idle=0.05)),
-            ("depends", pipeline() + pipeline("deep_mlp", idle=0.05)), ("depends", pipeline(idle=0.25)),
-            ("not tried yet", two_gpus()), ("not tried yet", pipeline(world=4))],
-    "D20": [("holds", hybrid()), ("does not hold", hybrid(0.4)), ("depends", hybrid(sent=2.0)),
-            ("depends", hybrid(errors={"data x pipeline": 1e-7, "data x tensor": 0.3})), ("not tried yet", BOTH),
-            ("not tried yet", hybrid(dp=1, parts=4)), ("not tried yet", without(hybrid(), "sent_bytes"))],
-    "D21": [("holds", sums()), ("does not hold", sums(0.5, 0.6)), ("depends", sums(1.0, 1.0, noisy=True)),
-            ("depends", sums(small=0.5)), ("depends", sums(root=0.5)), ("depends", sums(1.0, 1.0)),
-            ("depends", small_untold(sums())),
-            ("not tried yet", BOTH), ("not tried yet", [r for r in sums() if r.case["way"] == "all_reduce"]),
-            ("not tried yet", without(sums(), "sent_bytes"))],
-    "E12": [("holds", HALVES_ON_BOTH), ("depends", hybrid() + pipeline(error=0.1)),
-            ("depends", hybrid(held=(3e6, 3e5)) + BOTH), ("depends", hybrid() + pipeline(stages=(9e6, 1e6))),
-            ("does not hold", hybrid(held=(3e6, 3e5)) + pipeline(error=0.1, stages=(9e6, 1e6))),
-            ("not tried yet", hybrid()), ("not tried yet", BOTH),
-            ("not tried yet", hybrid() + without(BOTH, "gradient_relative_error"))],
+    "D16": [
+        ("does not hold", split()),
+        ("holds", split(first=(2, 2, 2))),
+        ("depends", split(first=(0, 2, 0))),
+        ("depends", split(right=(0, 2, 2))),
+        ("not tried yet", BOTH),
+        ("not tried yet", without(split(), "moved", way="gradient sent back")),
+    ],
+    "D17": [
+        ("does not hold", split()),
+        ("holds", split(wrong=(0.83, 0.835, 0.829), first_loss=2.3)),
+        ("depends", split(wrong=(0.83, 0.835, 0.829))),
+        ("depends", split(wrong=(0.7, 0.9, 0.83), first_loss=2.3)),
+        ("not tried yet", [r for r in split() if r.case["loss"] == "logits"]),
+    ],
+    "D18": [
+        ("does not hold", BOTH),
+        ("holds", pipeline(idle=0.05)),
+        ("depends", pipeline() + pipeline("deep_mlp", idle=0.05)),
+        ("depends", pipeline(idle=0.25)),
+        ("not tried yet", two_gpus()),
+        ("not tried yet", pipeline(world=4)),
+    ],
+    "D20": [
+        ("holds", hybrid()),
+        ("does not hold", hybrid(0.4)),
+        ("depends", hybrid(sent=2.0)),
+        ("depends", hybrid(errors={"data x pipeline": 1e-7, "data x tensor": 0.3})),
+        ("not tried yet", BOTH),
+        ("not tried yet", hybrid(dp=1, parts=4)),
+        ("not tried yet", without(hybrid(), "sent_bytes")),
+    ],
+    "D21": [
+        ("holds", sums()),
+        ("does not hold", sums(0.5, 0.6)),
+        ("depends", sums(1.0, 1.0, noisy=True)),
+        ("depends", sums(small=0.5)),
+        ("depends", sums(root=0.5)),
+        ("depends", sums(1.0, 1.0)),
+        ("depends", small_untold(sums())),
+        ("not tried yet", BOTH),
+        ("not tried yet", [r for r in sums() if r.case["way"] == "all_reduce"]),
+        ("not tried yet", without(sums(), "sent_bytes")),
+    ],
+    "E12": [
+        ("holds", HALVES_ON_BOTH),
+        ("depends", hybrid() + pipeline(error=0.1)),
+        ("depends", hybrid(held=(3e6, 3e5)) + BOTH),
+        ("depends", hybrid() + pipeline(stages=(9e6, 1e6))),
+        ("does not hold", hybrid(held=(3e6, 3e5)) + pipeline(error=0.1, stages=(9e6, 1e6))),
+        ("not tried yet", hybrid()),
+        ("not tried yet", BOTH),
+        ("not tried yet", hybrid() + without(BOTH, "gradient_relative_error")),
+    ],
     "E27": [("depends", [])],
-}  # fmt: skip
+}
 CASES = [(claim, word, records) for claim, cases in BY_CLAIM.items() for word, records in cases]
 EVERYTHING = [*BOTH, *MEMORY, *tensor(), *hybrid(), *sums(), *split()]
 
@@ -309,8 +410,12 @@ CASTS = "with torch.autocast('cuda'):\n    pass\n"
 
 def test_code_that_splits_a_model_would_be_seen(monkeypatch):
     assert parallel_fit.shown(parallel_fit.LISTINGS) == (["device"], ["64-66"], ["74-82"])
-    for listings, expected in (({"1": SPLIT, "2": CASTS}, "holds"), ({"1": SPLIT}, "depends"),
-                               ({"1": CASTS}, "depends"), ({"1": "pass\n"}, "does not hold")):  # fmt: skip
+    for listings, expected in (
+        ({"1": SPLIT, "2": CASTS}, "holds"),
+        ({"1": SPLIT}, "depends"),
+        ({"1": CASTS}, "depends"),
+        ({"1": "pass\n"}, "does not hold"),
+    ):
         monkeypatch.setattr(parallel_fit, "LISTINGS", listings)
         assert word("E27") == expected
 

@@ -20,18 +20,29 @@ DATASHEETS = {"B28", "B29"}
 
 
 def make(lab, metric, samples, unit="s", kind="measured", model="mlp", **case):
-    return Record(lab, metric, unit, samples, kind, case, {"model": model},
-                  {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"})  # fmt: skip
+    return Record(
+        lab,
+        metric,
+        unit,
+        samples,
+        kind,
+        case,
+        {"model": model},
+        {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"},
+    )
 
 
 def dialled(ddp_s, noise=STEADY, acted_out=False):
     """labs.slow_link: one rank takes 10 ms; DDP takes `ddp_s` by bandwidth, an all-reduce 5 ms less."""
     steps = [
         make("slow_link", "step_s", [s * k for k in (noise if way == "ddp" else STEADY)], way=way, mb_s=mb_s)
-        for mb_s, ddp in ddp_s.items() for way, s in (("single", 0.01), ("ddp", ddp))
-    ]  # fmt: skip
-    wires = [make("slow_link", "all_reduce_s", [(ddp - 0.005) * k for k in noise], mb_s=mb_s, size=10**6)
-             for mb_s, ddp in ddp_s.items()]  # fmt: skip
+        for mb_s, ddp in ddp_s.items()
+        for way, s in (("single", 0.01), ("ddp", ddp))
+    ]
+    wires = [
+        make("slow_link", "all_reduce_s", [(ddp - 0.005) * k for k in noise], mb_s=mb_s, size=10**6)
+        for mb_s, ddp in ddp_s.items()
+    ]
     formula = [make("slow_link", "all_reduce_s", [9.9], kind="modelled", mb_s=mb_s, size=10**6) for mb_s in ddp_s]
     return Records([*steps, *wires, *formula, *[make("slow_link", "acted_out", [1.0], "1")] * acted_out])
 
@@ -69,20 +80,27 @@ def between_gpus(nccl_s, gloo_s, noise=STEADY):
 
 
 NOISY_BACKENDS, NOISY_BUCKETS = between_gpus(1.0e-3, 1.1e-3, NOISY), overlapped(0.012, NOISY)
-BACKENDS = [(between_gpus(1e-4, 1e-2), "holds"), (between_gpus(1e-2, 1e-4), "does not hold"),
-            (NOISY_BACKENDS, "depends")]  # fmt: skip
+BACKENDS = [
+    (between_gpus(1e-4, 1e-2), "holds"),
+    (between_gpus(1e-2, 1e-4), "does not hold"),
+    (NOISY_BACKENDS, "depends"),
+]
 FLAT, STEEP = dialled({400.0: 0.010, 25.0: 0.010}), dialled({400.0: 0.011, 25.0: 0.050})
 UNCERTAIN = dialled({400.0: 0.010, 25.0: 0.012}, NOISY)
 WIRES = [(FLAT, "holds"), (STEEP, "does not hold"), (UNCERTAIN, "depends")]
 ONE_CHANGES = Records([*STEEP, *(dataclasses.replace(r, config={"model": "cnn"}) for r in UNCERTAIN)])
 WIRES.append((ONE_CHANGES, "does not hold"))  # of the other model this run cannot tell
 TURNED = {
-    "A19": WIRES, "B06": WIRES, "C14": [(FLAT, "depends"), *WIRES[1:]], "B17": BACKENDS, "D13": BACKENDS,
+    "A19": WIRES,
+    "B06": WIRES,
+    "C14": [(FLAT, "depends"), *WIRES[1:]],
+    "B17": BACKENDS,
+    "D13": BACKENDS,
     "B18": [(compressed(0.5), "does not hold"), (compressed(0.15), "depends")],
     "B19": [(compressed(), "does not hold"), (compressed(exists=1.0), "holds")],
     "C16": [(compressed(), "does not hold"), (compressed(autocast=0.5), "holds")],
     "C23": [(overlapped(0.015), "depends"), (overlapped(0.0101), "does not hold"), (NOISY_BUCKETS, "depends")],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("claim, records, word", [(c, *case) for c, cases in TURNED.items() for case in cases])

@@ -12,20 +12,41 @@ OWN = ("A03 A06 A23 A24 B35 C04 C11 C18 C19 C20 C21 C24 C25 D09 D10 D11 D14").sp
 FACTS = {
     "init without an address": (0, "ValueError: MASTER_ADDR"),
     "main(rank, world_size) without arguments": (0, "TypeError: missing"),
-    "python -m torch.multiprocessing": (0, "a package"), "spawn passes the rank first": (1, "0 and 1"),
-    "import torch brings torch.multiprocessing": (1, "imports it"), "torch.distributed.launch is current": (0, "old"),
-}  # fmt: skip
+    "python -m torch.multiprocessing": (0, "a package"),
+    "spawn passes the rank first": (1, "0 and 1"),
+    "import torch brings torch.multiprocessing": (1, "imports it"),
+    "torch.distributed.launch is current": (0, "old"),
+}
 EXPECTED = {
-    "A03": "does not hold", "A06": "does not hold", "A23": "depends", "A24": "depends", "B35": "does not hold",
-    "C04": "depends", "C11": "holds", "C18": "does not hold", "C19": "does not hold", "C20": "does not hold",
-    "C21": "depends", "C24": "does not hold", "C25": "holds", "D09": "does not hold", "D10": "holds", "D11": "holds",
+    "A03": "does not hold",
+    "A06": "does not hold",
+    "A23": "depends",
+    "A24": "depends",
+    "B35": "does not hold",
+    "C04": "depends",
+    "C11": "holds",
+    "C18": "does not hold",
+    "C19": "does not hold",
+    "C20": "does not hold",
+    "C21": "depends",
+    "C24": "does not hold",
+    "C25": "holds",
+    "D09": "does not hold",
+    "D10": "holds",
+    "D11": "holds",
     "D14": "depends",
-}  # fmt: skip
+}
 
 
 def record(metric, value, **case):
-    return Record("two_nodes", metric, "1", (value,), case=case, layout={"world_size": 1, "rank": 0, "backend": "gloo",
-                  "device": "cpu"})  # fmt: skip
+    return Record(
+        "two_nodes",
+        metric,
+        "1",
+        (value,),
+        case=case,
+        layout={"world_size": 1, "rank": 0, "backend": "gloo", "device": "cpu"},
+    )
 
 
 def evidence(turned=False, sums=3.0):

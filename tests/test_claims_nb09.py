@@ -15,8 +15,10 @@ def planted(error=0.0, places=("data", "forward")):
         case = {"place": place, "share": place, "ms": 10.0}
         spent = (0.0100, 0.0101, 0.0100, 0.0102, 0.0100, 0.0101)
         scale = 1 + error / 100 if place == places[-1] else 1.0
-        rows += [Record("profile_step", "spent_s", "s", spent, case=case),
-                 Record("profile_step", "found_s", "s", tuple(s * scale for s in spent), case=case)]  # fmt: skip
+        rows += [
+            Record("profile_step", "spent_s", "s", spent, case=case),
+            Record("profile_step", "found_s", "s", tuple(s * scale for s in spent), case=case),
+        ]
     return rows
 
 
@@ -26,8 +28,10 @@ def ranks(own=(0.060, 0.0601), late=(0.0, 0.030), steps=12):
     for rank, (timer, after) in enumerate(zip(own, late, strict=True)):
         case = {"of_rank": rank, "late": "one rank"}
         layout = {"world_size": len(own)}
-        rows += [Record("last_to_arrive", "own_step_s", "s", (timer,) * steps, case=case, layout=layout),
-                 Record("last_to_arrive", "late_s", "s", (after,) * steps, case=case, layout=layout)]  # fmt: skip
+        rows += [
+            Record("last_to_arrive", "own_step_s", "s", (timer,) * steps, case=case, layout=layout),
+            Record("last_to_arrive", "late_s", "s", (after,) * steps, case=case, layout=layout),
+        ]
     return rows
 
 

@@ -26,9 +26,11 @@ def searched(message=0, control=1, of_gpu=1):
 
 
 def ending(last, codes=(0, 0, 0), lines=0, left=0):
-    return [Record(LAB, "exit_code", "", codes, case={"last": last}),
-            Record(LAB, "lines_at_exit", "lines", (0, lines, 0), case={"last": last, "first": "Warning: leak"}),
-            Record(LAB, "left", "files", (left,), case={"last": last})]  # fmt: skip
+    return [
+        Record(LAB, "exit_code", "", codes, case={"last": last}),
+        Record(LAB, "lines_at_exit", "lines", (0, lines, 0), case={"last": last, "first": "Warning: leak"}),
+        Record(LAB, "left", "files", (left,), case={"last": last}),
+    ]
 
 
 def test_a_message_that_torch_does_not_hold():
@@ -48,9 +50,13 @@ def test_a_search_where_there_is_no_code_for_gpus_decides_nothing_about_it():
 
 @pytest.mark.parametrize(
     ("last", "verdict"),
-    [({}, "depends"), ({"lines": 3}, "depends"), ({"codes": (-6, -6, -6)}, "does not hold"),
-     ({"left": 1}, "does not hold")],
-)  # fmt: skip
+    [
+        ({}, "depends"),
+        ({"lines": 3}, "depends"),
+        ({"codes": (-6, -6, -6)}, "does not hold"),
+        ({"left": 1}, "does not hold"),
+    ],
+)
 def test_ranks_that_just_end(last, verdict):
     said = word("A10", *ending("destroy"), *ending("just end", **last))
     assert said.word == verdict and ("leak" in said.because) == (verdict == "depends")

@@ -13,10 +13,19 @@ from labs.parts.planning.parallel_cost import Cost, Plan
 from labs.pip_indexes import CASES
 
 HERE = {
-    "then": "1.13.1+cu116", "now": "2.4.1", "swapped": "2.4.1", "pinned": "1.13.1+cu116", "one_index": "1.13.1+cu116",
-    "first_build": "2.9.1", "second_build": "2.10.0", "constrained": "2.9.1", "other_cuda": "2.9.1+cu126",
-    "other_system": "2.10.0", "other_python": "2.4.1", "no_wheel": "",
-}  # fmt: skip
+    "then": "1.13.1+cu116",
+    "now": "2.4.1",
+    "swapped": "2.4.1",
+    "pinned": "1.13.1+cu116",
+    "one_index": "1.13.1+cu116",
+    "first_build": "2.9.1",
+    "second_build": "2.10.0",
+    "constrained": "2.9.1",
+    "other_cuda": "2.9.1+cu126",
+    "other_system": "2.10.0",
+    "other_python": "2.4.1",
+    "no_wheel": "",
+}
 
 
 def made(metric, *samples, **case):
@@ -37,10 +46,11 @@ def pip_took(same_file_on=(), **changed):
 
 def loaded(second=2.0, ended=False, runtimes=1.0, installers=("pip",)):
     rows = [made("packages", 90.0, installer=name) for name in installers]
-    rows += [made("openmp_runtimes", runtimes, files=["libgomp.so.1"]),
-             made("openmp_threads", 3.0, 3.0, copies=1, runtimes=1, ended=False),
-             made("openmp_threads", *((0.0,) if ended else (3.0, second)), copies=2, runtimes=2, ended=ended),
-    ]  # fmt: skip
+    rows += [
+        made("openmp_runtimes", runtimes, files=["libgomp.so.1"]),
+        made("openmp_threads", 3.0, 3.0, copies=1, runtimes=1, ended=False),
+        made("openmp_threads", *((0.0,) if ended else (3.0, second)), copies=2, runtimes=2, ended=ended),
+    ]
     return Records(rows)
 
 
@@ -50,11 +60,20 @@ BOTH = ("conda", "pip")
 TURNED = {
     "D30": [(pip_took(), "does not hold"), (FIRST_INDEX_WINS, "holds")],
     "D35": [(pip_took(), "does not hold"), (pip_took(second_build="2.9.1"), "holds")],
-    "E01": [(pip_took(), "depends"), (pip_took(no_wheel="2.10.0"), "holds"), (pip_took({"other_system"}), "depends"),
-            (ONE_WHEEL_FOR_ALL, "does not hold")],
-    "B45": [(loaded(), "depends"), (loaded(second=3.0), "does not hold"), (loaded(ended=True), "depends"),
-            (loaded(installers=BOTH), "depends"), (loaded(installers=BOTH, runtimes=2.0), "holds")],
-}  # fmt: skip
+    "E01": [
+        (pip_took(), "depends"),
+        (pip_took(no_wheel="2.10.0"), "holds"),
+        (pip_took({"other_system"}), "depends"),
+        (ONE_WHEEL_FOR_ALL, "does not hold"),
+    ],
+    "B45": [
+        (loaded(), "depends"),
+        (loaded(second=3.0), "does not hold"),
+        (loaded(ended=True), "depends"),
+        (loaded(installers=BOTH), "depends"),
+        (loaded(installers=BOTH, runtimes=2.0), "holds"),
+    ],
+}
 PUBLISHED = {"D27", "E02"}
 MODELLED = {"C01", "D34"}
 

@@ -30,11 +30,22 @@ NAMES = ("Ada", "Blaise", "Chien-Shiung", "Dorothy", "Emmy", "Fritz", "Grace", "
 
 def ddp_records(speed_up, machine, **config):
     """What launch("data_parallel", model="cnn") gives on a machine where DDP is so much faster."""
-    common = {"config": {"model": "cnn", "split": "weak", **config}, "provenance": {**machine, "utc": "2026-11-21"},
-              "layout": {"world_size": 2, "rank": None, "device": "cuda" if machine["gpus"] else "cpu"}}  # fmt: skip
-    steps = [Record("data_parallel", "step_s", "s", tuple(0.01 * 2 * n / g * k for k in (1, 1.1, 0.9)),
-                    case={"mode": mode, "ranks": n, "batch_per_rank": 128}, **common)
-             for mode, n, g in (("single", 1, 2.0), ("ddp", 2, 2 * speed_up))]  # fmt: skip
+    common = {
+        "config": {"model": "cnn", "split": "weak", **config},
+        "provenance": {**machine, "utc": "2026-11-21"},
+        "layout": {"world_size": 2, "rank": None, "device": "cuda" if machine["gpus"] else "cpu"},
+    }
+    steps = [
+        Record(
+            "data_parallel",
+            "step_s",
+            "s",
+            tuple(0.01 * 2 * n / g * k for k in (1, 1.1, 0.9)),
+            case={"mode": mode, "ranks": n, "batch_per_rank": 128},
+            **common,
+        )
+        for mode, n, g in (("single", 1, 2.0), ("ddp", 2, 2 * speed_up))
+    ]
     return Records([*steps, Record("data_parallel", "all_reduces_per_step", "1", (1,), **common)])
 
 
@@ -43,8 +54,17 @@ def write_lines(path, *rows):
 
 
 def pair(predicted, value, utc="2026-11-21T10:00:00+00:00", what=WHAT):
-    return {"what": what, "unit": "x", "predicted": predicted, "value": value, "low": None, "high": None,
-            "kind": "measured", "notebook": None, "utc": utc}  # fmt: skip
+    return {
+        "what": what,
+        "unit": "x",
+        "predicted": predicted,
+        "value": value,
+        "low": None,
+        "high": None,
+        "kind": "measured",
+        "notebook": None,
+        "utc": utc,
+    }
 
 
 def outcome(exercise, state, feedback="", utc="2026-11-21T10:00:00+00:00"):
@@ -67,12 +87,26 @@ def folder(tmp_path_factory):
         if k:
             late = "2026-11-21T11:00:00+00:00"
             write_lines(own / "predictions-1.jsonl", pair(9.0, 1.0), pair(k / 4, 1 + k / 10, late))
-        write_lines(own / "outcomes-1.jsonl", outcome("03.1", "not yet", "the shards overlap"),
-                    outcome("03.1", "passed" if k < 8 else "not yet", "" if k < 8 else "the shards overlap",
-                            "2026-11-21T12:00:00+00:00"))  # fmt: skip
-        report = {"schema": 1, "verdict": "GO" if k != 3 else "NO-GO", "reasons": ["shared memory: 64 MB"] * (k == 3),
-                  "warnings": 0, "course": "aaaaaaaaaaaa" if k != 5 else "bbbbbbbbbbbb", "machine": machine,
-                  "versions": {"python": "3.11.7", "torch": "2.13.0+cpu"}, "utc": "2026-11-21T09:00:00"}  # fmt: skip
+        write_lines(
+            own / "outcomes-1.jsonl",
+            outcome("03.1", "not yet", "the shards overlap"),
+            outcome(
+                "03.1",
+                "passed" if k < 8 else "not yet",
+                "" if k < 8 else "the shards overlap",
+                "2026-11-21T12:00:00+00:00",
+            ),
+        )
+        report = {
+            "schema": 1,
+            "verdict": "GO" if k != 3 else "NO-GO",
+            "reasons": ["shared memory: 64 MB"] * (k == 3),
+            "warnings": 0,
+            "course": "aaaaaaaaaaaa" if k != 5 else "bbbbbbbbbbbb",
+            "machine": machine,
+            "versions": {"python": "3.11.7", "torch": "2.13.0+cpu"},
+            "utc": "2026-11-21T09:00:00",
+        }
         if k < 10:
             (own / "preflight.json").write_text(json.dumps(report))
     return folder
@@ -226,7 +260,9 @@ def test_machines_are_compared_by_the_configuration_that_most_have(folder):
     (found,) = (c for c in comparisons(learners) if "speed-up" in c.title)
     assert (len(found.rows), found.left_out) == (11, 1)
     assert {r.machine: r.estimate.value for r in found.rows} == {
-        "AMD EPYC, 2 cores, 2 ranks": pytest.approx(1.5), "4 x NVIDIA L4, 2 ranks": pytest.approx(2.5)}  # fmt: skip
+        "AMD EPYC, 2 cores, 2 ranks": pytest.approx(1.5),
+        "4 x NVIDIA L4, 2 ranks": pytest.approx(2.5),
+    }
     rows, more = tables(learners)["data_parallel"]
     assert more == 0 and [r.learners for r in rows] == [11] * 3
     assert [r.ratio for r in rows if r.metric == "all_reduces_per_step"] == [1.0]
@@ -241,7 +277,11 @@ def test_headlines_are_of_labs_that_exist():
 def test_readiness_puts_first_who_needs_help(folder):
     rows = readiness(read_room(folder).learners)
     assert [(r.name, r.verdict) for r in rows[:4]] == [
-        ("Dorothy", "NO-GO"), ("Karen", "not run"), ("Lise", "not run"), ("Fritz", "GO")]  # fmt: skip
+        ("Dorothy", "NO-GO"),
+        ("Karen", "not run"),
+        ("Lise", "not run"),
+        ("Fritz", "GO"),
+    ]
     assert rows[0].reasons == ("shared memory: 64 MB",)
     assert rows[3].differs == ("course bbbbbbbbbbbb, most have aaaaaaaaaaaa",)
     assert not [r for r in rows[4:] if r.differs]
@@ -301,9 +341,12 @@ def test_instructor_reveals_and_hides(tmp_path, monkeypatch, capsys):
     assert command("--reveal", "all") == 0 and kept.revealed("00.1")
     assert command("--hide", "all") == 0 and not kept.revealed("00.1")
     capsys.readouterr()
-    for arguments, says in [(("--reveal", "03.9"), "there is no exercise '03.9'"), (("--watch", "-1"), "watch must be"),
-                            (("--wach", "1"), "did you mean '--watch'"),
-                            (("--out", str(tmp_path / "page")), "inside of the room")]:  # fmt: skip
+    for arguments, says in [
+        (("--reveal", "03.9"), "there is no exercise '03.9'"),
+        (("--watch", "-1"), "watch must be"),
+        (("--wach", "1"), "did you mean '--watch'"),
+        (("--out", str(tmp_path / "page")), "inside of the room"),
+    ]:
         with pytest.raises(SystemExit) as end:
             command(*arguments)
         error = capsys.readouterr().err

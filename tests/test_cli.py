@@ -61,8 +61,17 @@ def test_the_help_documents_everything(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert end.value.code == 0 and "What does it answer?" in text
     assert "    python -m labs.a_lab                       # code stays as it is\n" in text
-    for word in ("--batch-size INT", "Samples per rank.", "(default: 64)", "--mode {ddp,single}", "--nproc", "--smoke ",
-                 "--out", "--timeout-s", "--oversubscribe"):  # fmt: skip
+    for word in (
+        "--batch-size INT",
+        "Samples per rank.",
+        "(default: 64)",
+        "--mode {ddp,single}",
+        "--nproc",
+        "--smoke ",
+        "--out",
+        "--timeout-s",
+        "--oversubscribe",
+    ):
         assert word in text, word
     assert "--no-" not in text
 
@@ -234,8 +243,9 @@ raise SystemExit(code)
     read, write = os.pipe()
     os.close(read)
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=tmp_path, timeout=250,
-                          env=environment)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=tmp_path, timeout=250, env=environment
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
     assert (tmp_path / "kept.jsonl").is_file()

@@ -75,12 +75,18 @@ def test_an_illness_is_recognised_by_name_words_cause_and_line(illness):
 @pytest.mark.parametrize(
     ("said", "name"),
     [
-        ("the loader is slow, decode once", "slow_loader"), ("I think it is in double precision", "float64"),
-        ("checkpoints every step", "checkpoint"), ("stragler", "straggler"), ("It is healthy", "healthy"),
-        ("fsync of the log", "fsync"), ("anomaly detection", "anomaly"), ("", None), ("a broken heart", None),
+        ("the loader is slow, decode once", "slow_loader"),
+        ("I think it is in double precision", "float64"),
+        ("checkpoints every step", "checkpoint"),
+        ("stragler", "straggler"),
+        ("It is healthy", "healthy"),
+        ("fsync of the log", "fsync"),
+        ("anomaly detection", "anomaly"),
+        ("", None),
+        ("a broken heart", None),
         ("the loader or float64", None),
     ],
-)  # fmt: skip
+)
 def test_answers_in_other_words(said, name):
     assert illnesses.recognised(said) == name
 
@@ -95,19 +101,32 @@ def test_any_answer_is_a_known_name_or_none(said):
 
 
 PLAIN: dict[str, Findings] = {
-    "steps": {"growth": 1.02}, "shares": {"data": 0.04, "forward": 0.3, "backward": 0.5, "optimizer": 0.02,
-                                          "exposed communication": 0.13, "overhead": 0.01},
-    "ops": {"forwards per backward": 1.0, "share of aten::mm": 0.5}, "memory": {"growth MB per step": 0.05},
+    "steps": {"growth": 1.02},
+    "shares": {
+        "data": 0.04,
+        "forward": 0.3,
+        "backward": 0.5,
+        "optimizer": 0.02,
+        "exposed communication": 0.13,
+        "overhead": 0.01,
+    },
+    "ops": {"forwards per backward": 1.0, "share of aten::mm": 0.5},
+    "memory": {"growth MB per step": 0.05},
     "arrivals": {"rank 0 late": 0.0, "rank 1 late": 0.08},
     "cores": {"threads": 1, "cores": 1, "step over one thread per core": 1.02},
     "disk": {"read bytes per step": 10, "written bytes per step": 99, "fsyncs per step": 0, "share of waiting": 0},
     "census": {"float64 share of parameters": 0, "anomaly detection": 0, "share of step saved if plain": 0.01},
-    "traffic": {"buckets per step": 1, "other collectives per step": 0, "bytes over parameters": 1.0,
-                "share of other collectives": 0.0, "step over default buckets": 1.0},
+    "traffic": {
+        "buckets per step": 1,
+        "other collectives per step": 0,
+        "bytes over parameters": 1.0,
+        "share of other collectives": 0.0,
+        "step over default buckets": 1.0,
+    },
     "same_batch": {"gain if data were free": 1.05, "share of waiting for data": 0.02},
     "batch": {"gain of a batch 4 x as large": 1.6, "samples": 64},
     "alone": {"gain if the exchange were free": 1.3},
-}  # fmt: skip
+}
 ILL: dict[str, tuple[str, Findings, float]] = {
     "slow_loader": ("same_batch", {"gain if data were free": 1.5, "share of waiting for data": 0.3}, 1.5),
     "archive": ("disk", {"read bytes per step": 9e5, "share of waiting": 0.2}, 1.05),
@@ -120,13 +139,23 @@ ILL: dict[str, tuple[str, Findings, float]] = {
     "growing": ("memory", {"growth MB per step": 3.0}, 1 / 0.99),
     "fsync": ("disk", {"fsyncs per step": 10, "share of waiting": 0.25}, 4 / 3),
     "checkpoint": ("disk", {"written bytes per step": 5e6, "share of waiting": 0.5}, 2.0),
-    "sync_batchnorm": ("traffic", {"other collectives per step": 8,
-                                   "step over one without other collectives": 1.25}, 1.25),
-    "averaging": ("traffic", {"other collectives per step": 16, "bytes over parameters": 2.0,
-                              "step over one without other collectives": 2.0}, 2.0),
+    "sync_batchnorm": (
+        "traffic",
+        {"other collectives per step": 8, "step over one without other collectives": 1.25},
+        1.25,
+    ),
+    "averaging": (
+        "traffic",
+        {
+            "other collectives per step": 16,
+            "bytes over parameters": 2.0,
+            "step over one without other collectives": 2.0,
+        },
+        2.0,
+    ),
     "tiny_buckets": ("traffic", {"buckets per step": 16, "step over default buckets": 1.4}, 1.4),
     "straggler": ("arrivals", {"rank 1 late": 0.5}, 2.0),
-}  # fmt: skip
+}
 
 
 def with_illness(name: str) -> dict[str, Findings]:
@@ -176,8 +205,10 @@ GAIN = Estimate(1.6, 1.5, 1.7, 9, "x")
 
 def test_a_verdict_in_words():
     said = str(made(gain=GAIN, predicted=1.8))
-    assert said.startswith("You bought 2 measurements, 3.0 s; the cause is right; you predicted 1.8x, the cure gave "
-                           "1.60x [1.50, 1.70]. Score: ")  # fmt: skip
+    assert said.startswith(
+        "You bought 2 measurements, 3.0 s; the cause is right; you predicted 1.8x, the cure gave "
+        "1.60x [1.50, 1.70]. Score: "
+    )
     wrong = str(made(right=False))
     assert "the cause is wrong" in wrong and "nothing to put back" in wrong and "Score: 0 of 100" in wrong
 
@@ -203,12 +234,16 @@ def test_scores_are_points_and_a_price_never_helps(predicted, value, price_s):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"seed": -1}, "seed must be from 0"), ({"steps": 2}, "steps must be from 4"),
-        ({"gain": 1.5}, "say of which, diagnose"), ({"gain": 0.0, "diagnose": "float64"}, "gain must be from 0.1"),
-        ({"diagnose": "flaot"}, "no cause that is known here"), ({"kinds": ("ill",)}, "kinds: there is no ill"),
-        ({"measure": ("weather",)}, "measure of lab 'clinic' must be"), ({"examine": -1}, "examine must be from 0"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"steps": 2}, "steps must be from 4"),
+        ({"gain": 1.5}, "say of which, diagnose"),
+        ({"gain": 0.0, "diagnose": "float64"}, "gain must be from 0.1"),
+        ({"diagnose": "flaot"}, "no cause that is known here"),
+        ({"kinds": ("ill",)}, "kinds: there is no ill"),
+        ({"measure": ("weather",)}, "measure of lab 'clinic' must be"),
+        ({"examine": -1}, "examine must be from 0"),
     ],
-)  # fmt: skip
+)
 def test_bad_values_are_told_in_one_line(values, words):
     with pytest.raises(BadInput, match=words):
         make_config(clinic, values)
@@ -260,8 +295,9 @@ def test_cured_and_healthy_patients_train_alike():
 @pytest.fixture(scope="module")
 def float64():
     """A patient with a sign that no neighbour can disturb, two measurements, and the right diagnosis."""
-    return launch("clinic", seed=SEED_OF["float64"], measure=("census", "disk"), diagnose="double precision", gain=1.5,
-                  smoke=True)  # fmt: skip
+    return launch(
+        "clinic", seed=SEED_OF["float64"], measure=("census", "disk"), diagnose="double precision", gain=1.5, smoke=True
+    )
 
 
 def test_a_run_sells_measurements_and_applies_the_cure(float64):
@@ -341,8 +377,16 @@ def examined_run() -> Records:
         for m in MEASUREMENTS:
             read = consultant.signs(m, found[m])
             says = consultant.names(m, found[m])
-            records.append(Record("clinic", "signs", "signs", (len(read),), case=case | {"measure": m, "read": read,
-                           "says": says}, config=config))  # fmt: skip
+            records.append(
+                Record(
+                    "clinic",
+                    "signs",
+                    "signs",
+                    (len(read),),
+                    case=case | {"measure": m, "read": read, "says": says},
+                    config=config,
+                )
+            )
         said = consultant.diagnosed(found)
         ok = clinic.is_right(illness, said)
         records.append(Record("clinic", "right", "", (ok,), case=case | {"said": said}, config=config))
@@ -377,8 +421,10 @@ def test_figures_tell_what_the_records_say(shown):
 
 def test_an_examination_with_mistakes_names_them(shown):
     said = {"wide": "threads", "fsync": "fsync"}
-    run = Records(Record("clinic", "right", "", (name == word,), case={"patient": name, "of_seed": 0, "said": word})
-                  for name, word in said.items())  # fmt: skip
+    run = Records(
+        Record("clinic", "right", "", (name == word,), case={"patient": name, "of_seed": 0, "said": word})
+        for name, word in said.items()
+    )
     told = " ".join(clinic.examined(run))
     assert "right about 1 of 2" in told and "Healthy patients called ill: wide as threads" in told
 

@@ -42,8 +42,10 @@ def test_every_cause_that_is_listed_is_taken_and_none_is_left_out(monkeypatch):
     assert measurements.iloc[:, 1]["shares"] == "none: says where"
 
 
-@pytest.mark.parametrize(("gain", "told"), [((1.9, 2.0, 2.1), "more than that"), ((1.2, 1.3, 1.4), "less than that"),
-                                            ((1.4, 1.5, 1.6), "cannot be told")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gain", "told"),
+    [((1.9, 2.0, 2.1), "more than that"), ((1.2, 1.3, 1.4), "less than that"), ((1.4, 1.5, 1.6), "cannot be told")],
+)
 def test_what_a_share_promised_stands_beside_what_the_cure_gave(monkeypatch, gain, told):
     said = []
     monkeypatch.setattr(figures_clinic, "say", said.append)

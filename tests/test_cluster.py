@@ -92,9 +92,16 @@ def test_the_batch_file_starts_the_recipe_on_two_machines(machines, tmp_path):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(("codes", "starts", "ends"), [
-    ([0], 1, 0), ([1], 1, 1), ([137, 0], 2, 0), ([137, 1], 2, 1), ([139, 143, 137, 0], 3, 137),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codes", "starts", "ends"),
+    [
+        ([0], 1, 0),
+        ([1], 1, 1),
+        ([137, 0], 2, 0),
+        ([137, 1], 2, 1),
+        ([139, 143, 137, 0], 3, 137),
+    ],
+)
 def test_a_killed_step_is_started_again_and_a_failed_one_is_not(tmp_path, codes, starts, ends):
     (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
     (calls := tmp_path / "calls").touch()
@@ -104,10 +111,17 @@ def test_a_killed_step_is_started_again_and_a_failed_one_is_not(tmp_path, codes,
     assert calls.read_text().count("start") == starts
 
 
-@pytest.mark.parametrize(("program", "again"), [
-    ([], True), (["labs.x"], False), (["own.py", "--checkpoint=c.pt"], True), (["own.py", "--save", "c.pt"], False),
-    (["copies/my_train_ddp_resume.py"], True), (["labs.elastic_train"], True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "again"),
+    [
+        ([], True),
+        (["labs.x"], False),
+        (["own.py", "--checkpoint=c.pt"], True),
+        (["own.py", "--save", "c.pt"], False),
+        (["copies/my_train_ddp_resume.py"], True),
+        (["labs.elastic_train"], True),
+    ],
+)
 def test_when_time_is_up_the_step_ends_and_what_can_go_on_is_requeued(tmp_path, program, again):
     srun = f"#!/bin/bash\necho $$ >> {tmp_path}/steps\nexec sleep 60\n"
     environment = slurm(tmp_path, srun)
@@ -144,19 +158,29 @@ def test_the_batch_file_fills_in_what_slurm_gave(tmp_path):
     assert found["command"].endswith("labs/recipes/train_ddp_resume.py --checkpoint ddp-123456789.pt")
 
 
-@pytest.mark.parametrize(("args", "command"), [
-    (["labs.x", "--a", "b c"], "-m labs.x --a b c"), (["--lr", "0.1"], "ddp-4711.pt --lr 0.1"),
-    (["own.py", "--a"], "own.py --a"),
-    (["x/train_ddp_resume.py", "--a"], "x/train_ddp_resume.py --checkpoint ddp-4711.pt --a"),
-    (["x/train_ddp_resume.py", "--checkpoint=c.pt"], "x/train_ddp_resume.py --checkpoint=c.pt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "command"),
+    [
+        (["labs.x", "--a", "b c"], "-m labs.x --a b c"),
+        (["--lr", "0.1"], "ddp-4711.pt --lr 0.1"),
+        (["own.py", "--a"], "own.py --a"),
+        (["x/train_ddp_resume.py", "--a"], "x/train_ddp_resume.py --checkpoint ddp-4711.pt --a"),
+        (["x/train_ddp_resume.py", "--checkpoint=c.pt"], "x/train_ddp_resume.py --checkpoint=c.pt"),
+    ],
+)
 def test_the_batch_file_takes_another_lab_or_options(tmp_path, args, command):
     assert torchrun_options(tmp_path, *args)["command"].endswith(command)
 
 
-@pytest.mark.parametrize(("gpus", "args", "code"), [
-    ("2", ["own.py"], 2), ("2", ["own.py", "--cpu"], 0), ("2", ["labs.x", "--device", "cpu", "--a"], 0), ("0", [], 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "args", "code"),
+    [
+        ("2", ["own.py"], 2),
+        ("2", ["own.py", "--cpu"], 0),
+        ("2", ["labs.x", "--device", "cpu", "--a"], 0),
+        ("0", [], 0),
+    ],
+)
 def test_gpus_that_torch_does_not_see_end_the_job_at_once(tmp_path, gpus, args, code):
     if torch.cuda.is_available():
         pytest.skip("here torch sees GPUs")
@@ -167,8 +191,18 @@ def test_gpus_that_torch_does_not_see_end_the_job_at_once(tmp_path, gpus, args, 
     assert ("GPUs that torch does not see" in job.stderr) == (code == 2)
 
 
-KNOWN = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "requeue",
-         "open-mode", "output"}  # fmt: skip
+KNOWN = {
+    "job-name",
+    "nodes",
+    "ntasks-per-node",
+    "gpus-per-node",
+    "cpus-per-task",
+    "time",
+    "signal",
+    "requeue",
+    "open-mode",
+    "output",
+}
 
 
 def test_options_of_the_batch_file():
@@ -189,21 +223,45 @@ def as_the_operator_does(job: dict, machines: Machines, n: int) -> dict[str, str
     spec, policy = job["spec"], job["spec"]["elasticPolicy"]
     port = worker()[2]["ports"][0]["containerPort"]
     own = {e["name"]: e.get("value", machines.address(n)) for e in worker()[2]["env"]}
-    return {**own, "PET_RDZV_ENDPOINT": f"node-0:{port}", "PET_RDZV_BACKEND": policy["rdzvBackend"],
-            "PET_RDZV_ID": policy["rdzvId"], "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
-            "PET_MAX_RESTARTS": str(policy["maxRestarts"]), "PET_NPROC_PER_NODE": spec["nprocPerNode"],
-            "PET_LOG_DIR": str(machines.folder / "logs"),
-            # A machine that is silent for 15 s counts as dead by default. A test cannot wait that long.
-            "PET_RDZV_CONF": ",".join([*(f"{c['key']}={c['value']}" for c in policy["rdzvConf"]),
-                                       "keep_alive_interval=1", "keep_alive_max_attempt=3"])}  # fmt: skip
+    return {
+        **own,
+        "PET_RDZV_ENDPOINT": f"node-0:{port}",
+        "PET_RDZV_BACKEND": policy["rdzvBackend"],
+        "PET_RDZV_ID": policy["rdzvId"],
+        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+        "PET_NPROC_PER_NODE": spec["nprocPerNode"],
+        "PET_LOG_DIR": str(machines.folder / "logs"),
+        # A machine that is silent for 15 s counts as dead by default. A test cannot wait that long.
+        "PET_RDZV_CONF": ",".join(
+            [
+                *(f"{c['key']}={c['value']}" for c in policy["rdzvConf"]),
+                "keep_alive_interval=1",
+                "keep_alive_max_attempt=3",
+            ]
+        ),
+    }
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_pods_that_are_killed_come_back(machines, tmp_path):
     folder, job = tmp_path / "training", manifests()[1]
-    command = [*PYTHON, "-m", "torch.distributed.run", "-m", "labs.elastic_train", "--folder", str(folder),
-               "--samples", "256", "--save-every", "3", "--epochs", str(EPOCHS)]  # fmt: skip
+    command = [
+        *PYTHON,
+        "-m",
+        "torch.distributed.run",
+        "-m",
+        "labs.elastic_train",
+        "--folder",
+        str(folder),
+        "--samples",
+        "256",
+        "--save-every",
+        "3",
+        "--epochs",
+        str(EPOCHS),
+    ]
     assert worker()[2]["command"] == ["torchrun"]
     pods = [Pod(machines, n, command, as_the_operator_does(job, machines, n)) for n in (0, 1)]
     try:
@@ -253,10 +311,27 @@ def worker() -> tuple[dict, dict, dict]:
 
 # Fields and values of kubeflow/training-operator, pkg/apis/kubeflow.org/v1: pytorch_types.go and common_types.go.
 SPEC = {"runPolicy", "elasticPolicy", "pytorchReplicaSpecs", "nprocPerNode"}
-ELASTIC = {"minReplicas": int, "maxReplicas": int, "rdzvBackend": str, "rdzvPort": int, "rdzvHost": str, "rdzvId": str,
-           "rdzvConf": list, "standalone": bool, "nProcPerNode": int, "maxRestarts": int, "metrics": list}  # fmt: skip
-RUN = {"cleanPodPolicy": str, "ttlSecondsAfterFinished": int, "activeDeadlineSeconds": int, "backoffLimit": int,
-       "schedulingPolicy": dict, "suspend": bool}  # fmt: skip
+ELASTIC = {
+    "minReplicas": int,
+    "maxReplicas": int,
+    "rdzvBackend": str,
+    "rdzvPort": int,
+    "rdzvHost": str,
+    "rdzvId": str,
+    "rdzvConf": list,
+    "standalone": bool,
+    "nProcPerNode": int,
+    "maxRestarts": int,
+    "metrics": list,
+}
+RUN = {
+    "cleanPodPolicy": str,
+    "ttlSecondsAfterFinished": int,
+    "activeDeadlineSeconds": int,
+    "backoffLimit": int,
+    "schedulingPolicy": dict,
+    "suspend": bool,
+}
 
 
 def test_the_job_has_the_fields_of_the_api():
@@ -278,8 +353,12 @@ def test_the_job_keeps_its_promises():
     assert policy["minReplicas"] == policy["maxReplicas"] == replica["replicas"]
     assert job["spec"]["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
     user = re.search(r"^ARG UID=(\d+)", dockerfile(), re.MULTILINE)[1]
-    assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": int(user), "fsGroup": int(user),
-                                      "seccompProfile": {"type": "RuntimeDefault"}}  # fmt: skip
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": int(user),
+        "fsGroup": int(user),
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
     given = {e["name"]: e.get("value") for e in container["env"]}
     assert int(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     assert given["PET_LOG_DIR"].startswith("runs/"), "a path in the volume"

@@ -90,10 +90,15 @@ def test_neighbours_share_a_block_and_others_do_not():
     assert plain.index("def show_code") < plain.index("\n\n\ndef show_diff") < plain.index("class BadInput")
 
 
-@pytest.mark.parametrize(("part", "first", "last"), [
-    ("Loop.step", "def step(self, x):", "    return x + 1"), ("Loop.pair", "@staticmethod", "    return 1, 2"),
-    ("train", "@logged", "    return n"), ("Loop", "class Loop:", "        return 1, 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "first", "last"),
+    [
+        ("Loop.step", "def step(self, x):", "    return x + 1"),
+        ("Loop.pair", "@staticmethod", "    return 1, 2"),
+        ("train", "@logged", "    return n"),
+        ("Loop", "class Loop:", "        return 1, 2"),
+    ],
+)
 def test_methods_and_decorated_functions_are_dedented_and_whole(module, part, first, last):
     lines = code_shown(functools.reduce(getattr, part.split("."), module))["text/plain"].splitlines()
     assert lines[1] == first and lines[-1] == last
@@ -136,8 +141,14 @@ def test_a_difference_is_counted_and_has_no_line_numbers(recipes):
     shown = diff_shown("train_a", "train_b")
     assert shown["text/plain"].splitlines() == [
         "# labs/recipes/train_a.py -> labs/recipes/train_b.py: 2 lines added, 1 removed",
-        "@@", " import torch", " ", " print(1)", "-print(3)", "+print(2)", "+print(4)",
-    ]  # fmt: skip
+        "@@",
+        " import torch",
+        " ",
+        " print(1)",
+        "-print(3)",
+        "+print(2)",
+        "+print(4)",
+    ]
     assert '<a href="../labs/recipes/train_a.py">labs/recipes/train_a.py</a> → <a' in shown["text/html"]
     assert shown["text/html"].count("<span") == 4 and "text/markdown" not in shown  # JupyterLab shows one of the two
     assert diff_shown("train_a", "train_a")["text/plain"].endswith(": 0 lines added, 0 removed")
@@ -158,10 +169,16 @@ def test_comments_for_linters_are_left_out(module):
     assert code_shown(module.train)["text/plain"].splitlines()[2:5] == ["def train(", "    n,", "):"]
 
 
-@pytest.mark.parametrize(("part", "words"), [
-    (len, "cannot show len: it has no Python source"), (3, "an object of type int"), (code, "the module labs.kit.code"),
-    ("train_c", "there is no recipe 'train_c'; there are train.sbatch, train_a, train_b"), ("../x", "no recipe '../x'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (len, "cannot show len: it has no Python source"),
+        (3, "an object of type int"),
+        (code, "the module labs.kit.code"),
+        ("train_c", "there is no recipe 'train_c'; there are train.sbatch, train_a, train_b"),
+        ("../x", "no recipe '../x'"),
+    ],
+)
 def test_what_has_no_source_is_one_line(recipes, part, words):
     with pytest.raises(BadInput) as told:
         code_shown(part)
@@ -223,11 +240,16 @@ IMPORTS = "import torch\nfrom labs.kit import errors\nfrom labs.kit.code import 
 
 
 def test_what_cells_show_is_known_without_running_them(tmp_path):
-    book = cells(IMPORTS, "run = launch('x')", "show_code(errors.require)\nshow_code(errors.BadInput)",
-                 "show_diff(errors.require, errors.BadInput)")  # fmt: skip
+    book = cells(
+        IMPORTS,
+        "run = launch('x')",
+        "show_code(errors.require)\nshow_code(errors.BadInput)",
+        "show_diff(errors.require, errors.BadInput)",
+    )
     assert shown_now(book) == {
-        "c2": [code_shown(code.require), code_shown(BadInput)], "c3": [diff_shown(code.require, BadInput)]
-    }  # fmt: skip
+        "c2": [code_shown(code.require), code_shown(BadInput)],
+        "c3": [diff_shown(code.require, BadInput)],
+    }
     assert shown_now(cells("1 + 1")) == {}
     path = tmp_path / "a.ipynb"
     nbformat.write(book, path)
@@ -236,8 +258,16 @@ def test_what_cells_show_is_known_without_running_them(tmp_path):
     assert [o.data for o in kept] == shown_now(book)["c2"]
 
 
-@pytest.mark.parametrize("source", ["x = show_code(errors.require)", "show_code(gone)", "show_code(errors.gone)",
-                                    "run(1)\nshow_code(errors.require)", "show_code('no_such')"])  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = show_code(errors.require)",
+        "show_code(gone)",
+        "show_code(errors.gone)",
+        "run(1)\nshow_code(errors.require)",
+        "show_code('no_such')",
+    ],
+)
 def test_a_cell_that_cannot_be_known_is_named(source):
     with pytest.raises(ValueError, match="cell c1"):
         shown_now(cells(IMPORTS, source))

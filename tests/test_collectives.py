@@ -9,8 +9,10 @@ from labs.kit.errors import BadInput
 from labs.parts.timing.collectives import algbw_b_s, bus_factor, busbw_b_s, fit
 
 
-@pytest.mark.parametrize("op, n, factor", [("all_reduce", 1, 0), ("all_reduce", 2, 1), ("all_reduce", 8, 1.75),
-                                           ("all_gather", 4, 0.75), ("broadcast", 8, 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "op, n, factor",
+    [("all_reduce", 1, 0), ("all_reduce", 2, 1), ("all_reduce", 8, 1.75), ("all_gather", 4, 0.75), ("broadcast", 8, 1)],
+)
 def test_bus_factor(op, n, factor):
     assert bus_factor(op, n) == factor
 

@@ -122,12 +122,22 @@ def prepared(command, folder):
     return [w for w in words if not re.match(r"[A-Z_]+=", w)], variables
 
 
-TRIED = {"python -m labs.debug_cost --nproc 1", "python -m labs.hardware_probe --preflight",
-         "python -m labs.timing --nproc 1", "python -m labs.data_parallel",
-         "python -m labs.data_parallel --nproc 2", "python -m labs.data_parallel --seconds 30",
-         "make slides", 'make slides ARGS="--solutions 03.1 03.2"', "make course", "make lab", "make lab START=03",
-         'make lab LAB_ARGS="--allow-root"', 'make lab LAB_ARGS="--no-browser"',
-         "make lab START=notebooks/03_dataparallel_vs_ddp.ipynb"}  # fmt: skip
+TRIED = {
+    "python -m labs.debug_cost --nproc 1",
+    "python -m labs.hardware_probe --preflight",
+    "python -m labs.timing --nproc 1",
+    "python -m labs.data_parallel",
+    "python -m labs.data_parallel --nproc 2",
+    "python -m labs.data_parallel --seconds 30",
+    "make slides",
+    'make slides ARGS="--solutions 03.1 03.2"',
+    "make course",
+    "make lab",
+    "make lab START=03",
+    'make lab LAB_ARGS="--allow-root"',
+    'make lab LAB_ARGS="--no-browser"',
+    "make lab START=notebooks/03_dataparallel_vs_ddp.ipynb",
+}
 """Those of which another test of `make test` runs the same with other options, or as they are: test_room_preflight."""
 
 
@@ -203,8 +213,10 @@ def test_make_command(command, room):
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     cells = [new_markdown_cell("# Try"), new_code_cell("SOLUTIONS = False", metadata={"tags": ["parameters"]})]
     write(new_notebook(cells=[*cells, new_code_cell("print(1)")], metadata=kernel), room / "notebooks" / "00_try.ipynb")
-    own = {"course": f"--notebooks {room / 'notebooks'} --out {room / 'build'}",
-           "slides": f"01_timing --out {room / 'slides'}"}[target]  # fmt: skip
+    own = {
+        "course": f"--notebooks {room / 'notebooks'} --out {room / 'build'}",
+        "slides": f"01_timing --out {room / 'slides'}",
+    }[target]
     if "--source build" in given:
         given = f"--source {shlex.quote(str(ROOT / 'notebooks'))}"
     make = ["make", target, f"ARGS={own} {given}"]

@@ -73,8 +73,9 @@ def test_the_ring_by_hand_sums_like_torch(ranks, numbers):
 
 
 def this_rank() -> Rank:
-    return Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"),
-                "gloo", ())  # fmt: skip
+    return Rank(
+        dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", ()
+    )
 
 
 def paced_times(b_s: float, numbers: int) -> dict:
@@ -145,8 +146,9 @@ def test_an_interrupted_run_leaves_no_connection_paced(how, code):
         return "/187648000bps" in subprocess.run(["ss", "-tin"], capture_output=True, text=True, check=True).stdout
 
     command = [*PYTHON, "-m", "labs.slow_link", "--mb-s", "23.456", "--seconds", "600"]
-    with subprocess.Popen(command, cwd=HERE, env=new_environment(), stdout=subprocess.DEVNULL,
-                          stderr=subprocess.DEVNULL) as run:  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=HERE, env=new_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as run:
         assert soon(limited, 200 * SLOWER), "the run paces its connections"
         run.send_signal(how)
         assert run.wait(60 * SLOWER) == code
@@ -216,9 +218,13 @@ def delayed_times(mb_s: float, latency_s: float, delayed: bool) -> dict:
 
 @pytest.mark.parametrize(
     ("mb_s", "latency_s", "delayed", "least_s"),
-    [(10.0, 0.0, True, (0.105, 0.052)), (wire.NO_PACE, 0.05, False, (0.05, 0.05)), (10.0, 0.1, False, (0.2, 0.15)),
-     (10.0, 0.1, True, (0.205, 0.152))],
-)  # fmt: skip
+    [
+        (10.0, 0.0, True, (0.105, 0.052)),
+        (wire.NO_PACE, 0.05, False, (0.05, 0.05)),
+        (10.0, 0.1, False, (0.2, 0.15)),
+        (10.0, 0.1, True, (0.205, 0.152)),
+    ],
+)
 def test_an_exchange_over_an_emulated_wire_waits_as_long_as_the_formula_says(mb_s, latency_s, delayed, least_s):
     for found in run_on_ranks(delayed_times, 2, mb_s, latency_s, delayed):
         assert found["same"] and found["x"] == 2**4, "waiting changes no result"
@@ -254,21 +260,26 @@ def test_no_wire_has_that_bandwidth(b_s):
 @pytest.mark.parametrize(
     "module, arguments, told",
     [
-        (slow_link, {"mb_s": (-1.0,)}, "bandwidth must be"), (slow_link, {"mb_s": ()}, "mb_s: take different"),
+        (slow_link, {"mb_s": (-1.0,)}, "bandwidth must be"),
+        (slow_link, {"mb_s": ()}, "mb_s: take different"),
         (slow_link, {"sizes": (6,)}, "sizes must be"),
-        (slow_link, {"latency_ms": -1.0}, "latency_ms must be"), (gradient_compression, {"hidden": (0,)}, "hidden"),
+        (slow_link, {"latency_ms": -1.0}, "latency_ms must be"),
+        (gradient_compression, {"hidden": (0,)}, "hidden"),
         (gradient_compression, {"break_even": ("zip",)}, "break_even: unknown way"),
         (gradient_compression, {"train_mb_s": -1.0}, "train_mb_s: a bandwidth must be"),
-        (slow_link, {"mb_s": (5.0, 5.0)}, "different"), (slow_link, {"batch_size": 0}, "batch_size"),
+        (slow_link, {"mb_s": (5.0, 5.0)}, "different"),
+        (slow_link, {"batch_size": 0}, "batch_size"),
         (gradient_compression, {"ways": ("fp32", "zip")}, "unknown way to send gradients 'zip'"),
         (gradient_compression, {"ways": ("fp16",)}, "must hold 'fp32'"),
-        (gradient_compression, {"mb_s": (0.0,)}, "bandwidth must be"), (gradient_compression, {"lr": 0.0}, "lr must"),
+        (gradient_compression, {"mb_s": (0.0,)}, "bandwidth must be"),
+        (gradient_compression, {"lr": 0.0}, "lr must"),
         (bucket_overlap, {"bucket_cap_mb": (0.0,)}, "bucket_cap_mb must be positive"),
-        (bucket_overlap, {"bucket_cap_mb": ()}, "different sizes"), (bucket_overlap, {"layers": 0}, "layers"),
+        (bucket_overlap, {"bucket_cap_mb": ()}, "different sizes"),
+        (bucket_overlap, {"layers": 0}, "layers"),
         (all_reduce_anatomy, {"sizes": (4, 8)}, "three different sizes"),
         (all_reduce_anatomy, {"sizes": (4, 8, 9)}, "multiples of 4"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(module, arguments, told):
     with pytest.raises(BadInput, match=told) as error:
         module.Config(**arguments)
@@ -289,15 +300,23 @@ def test_one_rank_is_told_that_it_is_alone(lab):
     [
         ("slow_link", {"gradient_bytes", "latency_s", "all_reduce_s", "step_s"}),
         ("all_reduce_anatomy", {"max_error", "sent_bytes", "seconds", "busbw_b_s", "all_reduce_s"}),
-        ("bucket_overlap", {"forward_s", "gradient_ready_s", "gradient_bytes", "bucket_bytes", "latency_s", "step_s",
-                            "switch_step_s"}),
-        ("gradient_compression", {"sent_bytes", "step_s", "accuracy", "autocast_sent_bytes", "interface_exists",
-                                  "reached_mb_s"}),
+        (
+            "bucket_overlap",
+            {"forward_s", "gradient_ready_s", "gradient_bytes", "bucket_bytes", "latency_s", "step_s", "switch_step_s"},
+        ),
+        (
+            "gradient_compression",
+            {"sent_bytes", "step_s", "accuracy", "autocast_sent_bytes", "interface_exists", "reached_mb_s"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_smoke_run_has_every_part_and_answers(lab, metrics):
-    module = {"slow_link": slow_link, "all_reduce_anatomy": all_reduce_anatomy, "bucket_overlap": bucket_overlap,
-              "gradient_compression": gradient_compression}[lab]  # fmt: skip
+    module = {
+        "slow_link": slow_link,
+        "all_reduce_anatomy": all_reduce_anatomy,
+        "bucket_overlap": bucket_overlap,
+        "gradient_compression": gradient_compression,
+    }[lab]
     found = launch(lab, nproc=2, device="cpu", oversubscribe=True, smoke=True)
     assert {r.metric for r in found} == metrics
     sentences = list(module.answer(found))
@@ -391,16 +410,26 @@ def test_what_top_k_leaves_out_reaches_its_own_parameter():
 
 def step(lab, metric, seconds, **case):
     samples = [seconds * k for k in STEADY]
-    return Record(lab, metric, "s", samples, case.pop("kind", "measured"), case, {"model": "mlp", "batch_size": 64},
-                  {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"})  # fmt: skip
+    return Record(
+        lab,
+        metric,
+        "s",
+        samples,
+        case.pop("kind", "measured"),
+        case,
+        {"model": "mlp", "batch_size": 64},
+        {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"},
+    )
 
 
 def dialled(ddp_s: dict[float, float], alone_s: float = 0.010) -> Records:
     rows = [Record("slow_link", "gradient_bytes", "B", [1e6])]
     for mb_s, seconds in ddp_s.items():
-        rows += [step("slow_link", "step_s", alone_s, way="single", mb_s=mb_s),
-                 step("slow_link", "step_s", seconds, way="ddp", mb_s=mb_s),
-                 step("slow_link", "all_reduce_s", 1 / (mb_s or 1e3), mb_s=mb_s, size=1e6)]  # fmt: skip
+        rows += [
+            step("slow_link", "step_s", alone_s, way="single", mb_s=mb_s),
+            step("slow_link", "step_s", seconds, way="ddp", mb_s=mb_s),
+            step("slow_link", "all_reduce_s", 1 / (mb_s or 1e3), mb_s=mb_s, size=1e6),
+        ]
         if mb_s:
             rows.append(step("slow_link", "all_reduce_s", 1 / mb_s, mb_s=mb_s, size=1e6, kind="modelled"))
     return Records(rows[1:] + rows[:1])
@@ -433,8 +462,10 @@ def test_the_formula_is_judged_on_wires_well_below_what_there_is(measured_s, tol
     lab, size = "slow_link", 1e6
     rows = [step(lab, "all_reduce_s", 1e-3, mb_s=0.0, size=size)]
     for mb_s, seconds in measured_s.items():
-        rows += [step(lab, "all_reduce_s", 1 / mb_s, mb_s=mb_s, size=size, kind="modelled"),
-                 step(lab, "all_reduce_s", seconds, mb_s=mb_s, size=size)]  # fmt: skip
+        rows += [
+            step(lab, "all_reduce_s", 1 / mb_s, mb_s=mb_s, size=size, kind="modelled"),
+            step(lab, "all_reduce_s", seconds, mb_s=mb_s, size=size),
+        ]
     assert told in slow_link.ring_text(Records(rows))
 
 
@@ -449,10 +480,11 @@ def test_an_emulated_wire_tests_no_formula():
     [
         (0.005, 0.002, "powersgd_4", "fp16 has the best median: 2 x"),
         (0.005, 0.002, "", "powersgd_4 has the best median: 5.00 x"),
-        (0.005, 0.002, "both", "no way is surely faster"), (0.010, 0.012, "", "no way is surely faster"),
+        (0.005, 0.002, "both", "no way is surely faster"),
+        (0.010, 0.012, "", "no way is surely faster"),
         (0.002, 0.002, "", "It is not shown to be faster than powersgd_4: of ways not told apart"),
     ],
-)  # fmt: skip
+)
 def test_a_way_is_chosen_that_is_faster_and_learns_as_much(fp16, powersgd_4, lost, told):
     lab, rows = "gradient_compression", []
     for way, seconds in {"fp32": 0.010, "fp16": fp16, "powersgd_4": powersgd_4}.items():
@@ -483,9 +515,10 @@ def compressed(gain_s: dict[float, float], tried_s: dict[float, float], predicte
         ({0.5: 0.008, 2.0: 0.012}, 100, "predicted at 100 MB/s, found between 50 and 200"),
         ({0.5: 0.012, 2.0: 0.012}, 100, "found between 25 and 50"),
         ({0.5: 0.010, 2.0: 0.010}, 100, "cannot tell"),
-        ({}, 0.0, "never gains; but it did at 25 MB/s"), ({}, 1e9, "gains on every wire; it surely did at 25 MB/s"),
+        ({}, 0.0, "never gains; but it did at 25 MB/s"),
+        ({}, 1e9, "gains on every wire; it surely did at 25 MB/s"),
     ],
-)  # fmt: skip
+)
 def test_break_even_in_words(tried_s, predicted, told):
     run = compressed({0.0: 0.010, 25: 0.005}, tried_s, predicted)
     assert told in gradient_compression.tried_text(gradient_compression.crossings(run)["fp16"])
@@ -496,9 +529,10 @@ def test_break_even_in_words(tried_s, predicted, told):
     [
         ({"fp16": 1.0, "powersgd_4": 0.8}, {}, "powersgd_4 is 2.50 x"),
         ({"fp16": 1.0, "powersgd_4": 0.8}, {"powersgd_4": 0.1}, "fp16 is 2 x"),
-        ({"fp16": 1.0}, {"fp16": 0.1}, "no way is surely faster"), ({"fp16": 2.1}, {}, "no way is surely faster"),
+        ({"fp16": 1.0}, {"fp16": 0.1}, "no way is surely faster"),
+        ({"fp16": 2.1}, {}, "no way is surely faster"),
     ],
-)  # fmt: skip
+)
 def test_a_training_is_told_with_its_time_and_what_it_learned(seconds, worse, told):
     rows = []
     for way, s in {"fp32": 2.0, **seconds}.items():
@@ -515,8 +549,9 @@ def test_a_training_over_a_slow_wire_takes_the_time_of_its_bytes():
     run = launch("gradient_compression", nproc=2, device="cpu", oversubscribe=True, smoke=True, train_mb_s=4.0)
     plain, half = (run.one("train_s", way=way, mb_s=4.0) for way in ("fp32", "fp16"))
     assert len(plain.samples) == 2 and min(plain.samples) > 0.2 and min(half.samples) > 0.1
-    assert any(line.startswith("Trainings of the perceptron 784-128-10 at 4 MB/s") for line in
-               gradient_compression.answer(run))  # fmt: skip
+    assert any(
+        line.startswith("Trainings of the perceptron 784-128-10 at 4 MB/s") for line in gradient_compression.answer(run)
+    )
 
 
 @pytest.mark.parametrize(
@@ -545,10 +580,15 @@ def test_a_guess_is_held_against_what_the_wires_showed(ddp_s, guess, told):
 def test_the_fastest_way_is_named_beside_those_that_may_do_as_much(fp16_s, told, monkeypatch):
     steps = {"fp32": 0.040, "fp16": fp16_s, "top_1%": 0.010}
     run = Records(
-        Record("gradient_compression", "step_s", "s", [s * (1 + 0.1 * (k % 3) * (way != "fp32")) for k in range(9)],
-               case={"way": way, "mb_s": 25.0})
+        Record(
+            "gradient_compression",
+            "step_s",
+            "s",
+            [s * (1 + 0.1 * (k % 3) * (way != "fp32")) for k in range(9)],
+            case={"way": way, "mb_s": 25.0},
+        )
         for way, s in steps.items()
-    )  # fmt: skip
+    )
     shown = []
     monkeypatch.setattr(figures_wire, "say", lambda text: None)
     monkeypatch.setattr(figures_wire, "show", lambda fig, alt: shown.append(alt))
@@ -560,10 +600,16 @@ def test_the_fastest_way_is_named_beside_those_that_may_do_as_much(fp16_s, told,
 def test_a_line_is_off_only_where_the_noise_is_smaller(noise, told, monkeypatch):
     times = {1e3: 0.001, 1e6: 0.003, 1e7: 0.010}
     run = Records(
-        Record("all_reduce_anatomy", "all_reduce_s", "s", [t * (1 + noise * k) for k in (-1, 1, -0.9, 0.9, -0.8, 0.8)]
-               if noise else [t * k for k in STEADY], "measured", {"size": size})
+        Record(
+            "all_reduce_anatomy",
+            "all_reduce_s",
+            "s",
+            [t * (1 + noise * k) for k in (-1, 1, -0.9, 0.9, -0.8, 0.8)] if noise else [t * k for k in STEADY],
+            "measured",
+            {"size": size},
+        )
         for size, t in times.items()
-    )  # fmt: skip
+    )
     said = []
     monkeypatch.setattr(figures, "say", said.append)
     monkeypatch.setattr(figures, "show", lambda fig, alt: None)
@@ -580,22 +626,29 @@ def test_a_line_is_off_only_where_the_noise_is_smaller(noise, told, monkeypatch)
     ],
 )
 def test_bucket_sizes_that_may_be_best_are_told_by_the_shorter_list(seconds, told):
-    rows = [step("bucket_overlap", "step_s", s, synchronise=True, bucket_cap_mb=cap, mb_s=200)
-            for cap, s in seconds.items()]  # fmt: skip
+    rows = [
+        step("bucket_overlap", "step_s", s, synchronise=True, bucket_cap_mb=cap, mb_s=200) for cap, s in seconds.items()
+    ]
     assert bucket_overlap.best_text(Records(rows)) == told
 
 
 @pytest.mark.parametrize("worst, told", [(0.030, "with 8 MiB a step takes 1.50 x"), (0.020, "makes no difference")])
 def test_best_buckets_in_words(worst, told, monkeypatch):
     lab = "bucket_overlap"
-    rows = [step(lab, "step_s", 0.020, synchronise=True, bucket_cap_mb=1.0, mb_s=200),
-            step(lab, "step_s", worst, synchronise=True, bucket_cap_mb=8.0, mb_s=200),
-            step(lab, "step_s", 0.015, synchronise=False, mb_s=200),
-            step(lab, "switch_step_s", 0.02, switch="default"), step(lab, "switch_step_s", 0.04, switch="static_graph"),
-            Record(lab, "gradient_ready_s", "s", [0.010, 0.014]), Record(lab, "gradient_bytes", "B", [1e6, 1e6]),
-            Record(lab, "latency_s", "s", [0.001])]  # fmt: skip
-    rows += [Record(lab, "bucket_bytes", "B", sizes, "measured", {"bucket_cap_mb": cap, "step": "later"})
-             for cap, sizes in ((1.0, [1e6, 1e6]), (8.0, [2e6]))]  # fmt: skip
+    rows = [
+        step(lab, "step_s", 0.020, synchronise=True, bucket_cap_mb=1.0, mb_s=200),
+        step(lab, "step_s", worst, synchronise=True, bucket_cap_mb=8.0, mb_s=200),
+        step(lab, "step_s", 0.015, synchronise=False, mb_s=200),
+        step(lab, "switch_step_s", 0.02, switch="default"),
+        step(lab, "switch_step_s", 0.04, switch="static_graph"),
+        Record(lab, "gradient_ready_s", "s", [0.010, 0.014]),
+        Record(lab, "gradient_bytes", "B", [1e6, 1e6]),
+        Record(lab, "latency_s", "s", [0.001]),
+    ]
+    rows += [
+        Record(lab, "bucket_bytes", "B", sizes, "measured", {"bucket_cap_mb": cap, "step": "later"})
+        for cap, sizes in ((1.0, [1e6, 1e6]), (8.0, [2e6]))
+    ]
     sentences = " ".join(bucket_overlap.answer(Records(rows)))
     assert bucket_overlap.not_slower(Records(rows)) == ([1.0] if worst > 0.02 else [1.0, 8.0])
     said = []

@@ -94,9 +94,11 @@ MUTANTS = {
     "the first number of the output": (".findall(text)[-1:]", ".findall(text)[:1]"),
     "a point in place of an interval": ("low, high = interval(ratios)", "low = high = median(ratios)"),
     "upside down": ("a / b for a, b in zip(*values", "b / a for a, b in zip(*values"),
-    "all against all": ("[a / b for a, b in zip(*values, strict=True)][1:]",
-                        "[a / b for a in values[0][1:] for b in values[1][1:]]"),
-}  # fmt: skip
+    "all against all": (
+        "[a / b for a, b in zip(*values, strict=True)][1:]",
+        "[a / b for a in values[0][1:] for b in values[1][1:]]",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -139,8 +141,14 @@ def start(tmp_path):
 
     def start(*options):
         env, pipe = new_environment(), subprocess.PIPE
-        process = subprocess.Popen([sys.executable, str(RECIPE), *map(str, options)], stdout=pipe, stderr=pipe, env=env,
-                                   text=True, cwd=tmp_path)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, str(RECIPE), *map(str, options)],
+            stdout=pipe,
+            stderr=pipe,
+            env=env,
+            text=True,
+            cwd=tmp_path,
+        )
         process.mark = env[MARK]
         started.append(process)
         return process
@@ -194,22 +202,34 @@ def test_without_a_number_above_0_there_is_no_ratio(run):
     assert err.endswith(": no number above 0 for --metric\nloss 2\nloss nan\n\n")
 
 
-@pytest.mark.parametrize(("text", "found"), [
-    ("loss 3, loss 1,234.5", 1234.5), ("loss 2e-3", 0.002), ("", None), ("loss 0", None), ("loss -1", None),
-    ("loss inf", None), ("loss x", None), ("loss 1\nloss ", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("loss 3, loss 1,234.5", 1234.5),
+        ("loss 2e-3", 0.002),
+        ("", None),
+        ("loss 0", None),
+        ("loss -1", None),
+        ("loss inf", None),
+        ("loss x", None),
+        ("loss 1\nloss ", None),
+    ],
+)
 def test_the_last_number_counts(text, found):
     assert loaded().number(text, re.compile(r"loss (\S*)")) == found
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    (["true"], "arguments are required: COMMAND"),
-    (["--rounds", "5", "true", "true"], "--rounds from 6"),
-    (["--rounds", "x", "true", "true"], "invalid int value"),
-    (["--metric", "(", "true", "true"], "--metric '(':"),
-    (["--metric", "loss [0-9.]+", "true", "true"], "--metric needs one group"),
-    (["--metric", "(a) (b)", "true", "true"], "--metric needs one group"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["true"], "arguments are required: COMMAND"),
+        (["--rounds", "5", "true", "true"], "--rounds from 6"),
+        (["--rounds", "x", "true", "true"], "invalid int value"),
+        (["--metric", "(", "true", "true"], "--metric '(':"),
+        (["--metric", "loss [0-9.]+", "true", "true"], "--metric needs one group"),
+        (["--metric", "(a) (b)", "true", "true"], "--metric needs one group"),
+    ],
+)
 def test_what_cannot_work_is_one_line(run, options, told):
     code, out, err = run(*options)
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("compare_two.py: ") and told in err

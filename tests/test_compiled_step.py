@@ -87,9 +87,16 @@ def test_without_a_compiler_breaks_and_recompiles_are_still_counted():
     metrics = [metric for metric, _ in found]
     assert metrics.count("not_possible") == 1 and "step_s" not in metrics
     assert metrics.count("graph_breaks") == 4 and metrics.count("graphs") == 3
-    said = " ".join(compiled_step.answer(Records(
-        [Record("compiled_step", m, "1", (1.0,), case={k: v for k, v in case.items() if k != "rank"})
-         for m, case in found])))  # fmt: skip
+    said = " ".join(
+        compiled_step.answer(
+            Records(
+                [
+                    Record("compiled_step", m, "1", (1.0,), case={k: v for k, v in case.items() if k != "rank"})
+                    for m, case in found
+                ]
+            )
+        )
+    )
     assert said.startswith("Not compiled: torch.compile needs a C++ compiler")
 
 
@@ -121,8 +128,13 @@ def call(args):
     return (buf0, )
 '''
     kept = "torch.ops.aten.convolution_backward.default"
-    assert kernel_calls(code) == ["extern_kernels.mm", "cpp_fused_add_0", "extern_kernels.addmm", kept,
-                                  "triton_poi_fused_0"]  # fmt: skip
+    assert kernel_calls(code) == [
+        "extern_kernels.mm",
+        "cpp_fused_add_0",
+        "extern_kernels.addmm",
+        kept,
+        "triton_poi_fused_0",
+    ]
 
 
 @pytest.mark.parametrize("before", [None, "/mine"])

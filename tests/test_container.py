@@ -45,12 +45,17 @@ def test_usable_cores_respects_affinity_and_quota(cores, quota, usable):
 
 
 def test_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "0::/pod/app\n",
-        "sys/fs/cgroup/cpu.max": "max 100000",
-        "sys/fs/cgroup/pod/cpu.max": "200000 100000", "sys/fs/cgroup/pod/memory.max": "4294967296",
-        "sys/fs/cgroup/pod/app/cpu.max": "800000 100000", "sys/fs/cgroup/pod/app/memory.max": "max",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/app\n",
+            "sys/fs/cgroup/cpu.max": "max 100000",
+            "sys/fs/cgroup/pod/cpu.max": "200000 100000",
+            "sys/fs/cgroup/pod/memory.max": "4294967296",
+            "sys/fs/cgroup/pod/app/cpu.max": "800000 100000",
+            "sys/fs/cgroup/pod/app/memory.max": "max",
+        },
+    )
     assert host.cpu_quota(root) == 2.0
     assert host.memory_limit_bytes(root) == 2**32
 
@@ -59,12 +64,17 @@ def test_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
 def test_what_the_group_uses_is_not_available(tmp_path, names):
     """Files that can be dropped are; of two limits on the way up the one that leaves less counts."""
     limit, used, cache = names
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "4:memory:/pod/app\n0::/pod/app\n",
-        f"sys/fs/cgroup/memory/pod/{limit}": f"{2**32}", f"sys/fs/cgroup/memory/pod/{used}": f"{2**31}",
-        "sys/fs/cgroup/memory/pod/memory.stat": f"anon 5\n{cache} {2**29}\n",
-        f"sys/fs/cgroup/memory/pod/app/{limit}": f"{2**30}", f"sys/fs/cgroup/memory/pod/app/{used}": f"{2**30 - 7}",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/pod/app\n0::/pod/app\n",
+            f"sys/fs/cgroup/memory/pod/{limit}": f"{2**32}",
+            f"sys/fs/cgroup/memory/pod/{used}": f"{2**31}",
+            "sys/fs/cgroup/memory/pod/memory.stat": f"anon 5\n{cache} {2**29}\n",
+            f"sys/fs/cgroup/memory/pod/app/{limit}": f"{2**30}",
+            f"sys/fs/cgroup/memory/pod/app/{used}": f"{2**30 - 7}",
+        },
+    )
     assert host.memory_room_bytes(root) == 7
     assert host.container(root).memory_available_bytes == 7
     (root / f"sys/fs/cgroup/memory/pod/app/{limit}").unlink()
@@ -72,23 +82,30 @@ def test_what_the_group_uses_is_not_available(tmp_path, names):
 
 
 def test_v1_with_joint_controllers(tmp_path):
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n1:name=systemd:/\n",
-        "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "300000",
-        "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000",
-        "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "2147483648",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n1:name=systemd:/\n",
+            "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "300000",
+            "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000",
+            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "2147483648",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        },
+    )
     assert host.cpu_quota(root) == 3.0
     assert host.memory_limit_bytes(root) == 2**31
 
 
 def test_container_that_sees_only_the_top_of_its_tree(tmp_path):
     """Docker with v1: the path in /proc is the host's, and only the container's own group is mounted, as the top."""
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "2:cpu:/docker/0123abcd\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "2:cpu:/docker/0123abcd\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+        },
+    )
     assert host.cpu_quota(root) == 1.5
 
 

@@ -93,8 +93,10 @@ def test_pip_settings_of_the_host_reach_the_build(tmp_path):
     module = runpy.run_path(str(SCRIPT.parent / "host_pip.py"))
     text, mounts = module["configuration"](module["parse"](listing))
     assert mounts == {
-        str(wheels): str(wheels), str(simple.parent): str(simple.parent), str(certificate): "/etc/pip-cert.pem",
-    }  # fmt: skip
+        str(wheels): str(wheels),
+        str(simple.parent): str(simple.parent),
+        str(certificate): "/etc/pip-cert.pem",
+    }
     assert sorted(text.splitlines()) == [
         "cert = /etc/pip-cert.pem",
         f"extra-index-url = https://example.invalid/simple file://{simple}",

@@ -287,9 +287,13 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(real):
     shutil.rmtree(real / "my")
     limit = sizes[len(sizes) // 2]
     done = subprocess.run(
-        [sys.executable, "-m", "labs.kit.copies"], cwd=real, env=new_environment(PYTHONPATH=str(real)),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)), capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "labs.kit.copies"],
+        cwd=real,
+        env=new_environment(PYTHONPATH=str(real)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "cannot write in" in done.stderr
     for path in (real / "my").iterdir():
         assert path.suffix == ".ipynb" and not path.name.startswith(".")

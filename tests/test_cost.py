@@ -208,8 +208,13 @@ def test_two_divisions():
 
 
 def test_the_published_estimate_for_gpt_3_is_inside_the_band():
-    config = cost.Config(params=figures.GPT_3, tokens=figures.GPT_3_TOKENS, batch=1536, offers=("A100 80GB SXM:1024",),
-                         **figures.GPT_3_SHAPE)  # fmt: skip
+    config = cost.Config(
+        params=figures.GPT_3,
+        tokens=figures.GPT_3_TOKENS,
+        batch=1536,
+        offers=("A100 80GB SXM:1024",),
+        **figures.GPT_3_SHAPE,
+    )
     days = cost.bill(config, config.parsed()[0]).days
     for params in (1.7e11, 1.75e11, 1.8e11):
         near = cost.bill(replace(config, params=params), config.parsed()[0]).days

@@ -192,10 +192,18 @@ def strong(speedup, n=2):
     layout = {"world_size": n, "rank": None, "backend": "gloo", "device": "cpu"}
     rows = [("single", 1, 1.0, 128), ("ddp", n, 1 / speedup, 128 // n)]
     return Records(
-        Record("data_parallel", "step_s", "s", [t * k for k in WOBBLE], "measured",
-               {"mode": mode, "ranks": ranks, "batch_per_rank": batch}, {}, layout)
+        Record(
+            "data_parallel",
+            "step_s",
+            "s",
+            [t * k for k in WOBBLE],
+            "measured",
+            {"mode": mode, "ranks": ranks, "batch_per_rank": batch},
+            {},
+            layout,
+        )
         for mode, ranks, t, batch in rows
-    )  # fmt: skip
+    )
 
 
 def test_two_laws_from_one_share(monkeypatch):
@@ -208,8 +216,18 @@ def test_two_laws_from_one_share(monkeypatch):
     said, alts = [], []
     monkeypatch.setattr(figures, "say", said.append)
     monkeypatch.setattr(figures, "show", lambda fig, alt: alts.append(alt))
-    weak = Records([strong(1.0)[0], Record(**{**vars(strong(1.0)[1]), "samples": tuple(k * 2 / 1.75 for k in WOBBLE),
-                    "case": {"mode": "ddp", "ranks": 2, "batch_per_rank": 128}})])  # fmt: skip
+    weak = Records(
+        [
+            strong(1.0)[0],
+            Record(
+                **{
+                    **vars(strong(1.0)[1]),
+                    "samples": tuple(k * 2 / 1.75 for k in WOBBLE),
+                    "case": {"mode": "ddp", "ranks": 2, "batch_per_rank": 128},
+                }
+            ),
+        ]
+    )
     figures.two_laws(strong(1.6), weak, predict(1.8, "weak scaling", unit="x"))
     assert "then says 1.75 x" in said[0] and "within the interval" in said[0] and "25%" in alts[0]
 

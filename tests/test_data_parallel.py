@@ -66,10 +66,13 @@ def test_speedups_compare_samples_per_second():
 
 
 def test_modelled_speedup_adds_the_all_reduce_to_the_step():
-    records = Records([
-        step("single", 1, 64, (1.0,)), step("ddp", 2, 64, (1.3,)),
-        Record("data_parallel", "all_reduce_s", "s", (0.25,), layout={"world_size": 2}),
-    ])  # fmt: skip
+    records = Records(
+        [
+            step("single", 1, 64, (1.0,)),
+            step("ddp", 2, 64, (1.3,)),
+            Record("data_parallel", "all_reduce_s", "s", (0.25,), layout={"world_size": 2}),
+        ]
+    )
     assert data_parallel.modelled_speedup(records) == pytest.approx(2 / 1.25)
 
 

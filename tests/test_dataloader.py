@@ -75,11 +75,15 @@ def rate(way, samples, **case):
 def test_comparisons_put_both_predictions_beside_what_was_measured():
     records = Records(
         [
-            rate("loader", [50], workers=0), rate("loader", [90], workers=2), rate("model", [100], model="even"),
-            rate("both", [34], model="even", workers=0), rate("both", [60, 62, 64], model="even", workers=2),
-            rate("both", [70], model="even", workers=2, prefetch_factor=4), rate("sweep", [90], workers=2),
+            rate("loader", [50], workers=0),
+            rate("loader", [90], workers=2),
+            rate("model", [100], model="even"),
+            rate("both", [34], model="even", workers=0),
+            rate("both", [60, 62, 64], model="even", workers=2),
+            rate("both", [70], model="even", workers=2, prefetch_factor=4),
+            rate("sweep", [90], workers=2),
         ]
-    )  # fmt: skip
+    )
     rows = lab.comparisons(records, cores=2)
     assert [(r["model"], r["workers"], r["measured"].value) for r in rows] == [("even", 0, 34), ("even", 2, 62)]
     assert rows[0]["the slower one"] == pytest.approx(100 / 3) and rows[1]["the slower one"] == 90

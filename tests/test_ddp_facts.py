@@ -16,8 +16,15 @@ def go(lab, **parameters):
 
 @pytest.fixture(scope="module")
 def evidence():
-    runs = [go("data_parallel", model="cnn"), go("data_parallel", model="mlp"), go("ddp_parity"), go("crossover"),
-            go("ddp_training"), go("gradient_accumulation"), go("ddp_facts")]  # fmt: skip
+    runs = [
+        go("data_parallel", model="cnn"),
+        go("data_parallel", model="mlp"),
+        go("ddp_parity"),
+        go("crossover"),
+        go("ddp_training"),
+        go("gradient_accumulation"),
+        go("ddp_facts"),
+    ]
     return Records(r for run in runs for r in run)
 
 
@@ -54,11 +61,28 @@ def test_a_slow_rank_slows_all(evidence):
 
 
 EXPECTED = {
-    "A01": "does not hold", "A05": "does not hold", "A09": "does not hold", "A11": "holds", "A12": "does not hold",
-    "A14": "does not hold", "A16": "does not hold", "A17": "does not hold", "A18": "depends", "A26": "depends",
-    "B01": "depends", "B02": "depends", "B26": "depends", "B34": "depends", "B36": "does not hold", "B37": "depends",
-    "D07": "holds", "D08": "does not hold", "D12": "does not hold", "E13": "does not hold", "E15": "holds",
-}  # fmt: skip
+    "A01": "does not hold",
+    "A05": "does not hold",
+    "A09": "does not hold",
+    "A11": "holds",
+    "A12": "does not hold",
+    "A14": "does not hold",
+    "A16": "does not hold",
+    "A17": "does not hold",
+    "A18": "depends",
+    "A26": "depends",
+    "B01": "depends",
+    "B02": "depends",
+    "B26": "depends",
+    "B34": "depends",
+    "B36": "does not hold",
+    "B37": "depends",
+    "D07": "holds",
+    "D08": "does not hold",
+    "D12": "does not hold",
+    "E13": "does not hold",
+    "E15": "holds",
+}
 
 
 @pytest.mark.parametrize("claim", EXPECTED)

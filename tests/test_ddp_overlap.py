@@ -31,15 +31,28 @@ def overlapped(exposed=0.002, under_way=0.010, slowed=0.003, cost=0.005, step=0.
     def record(metric, samples, **case):
         return make(metric, samples, lab="ddp_overlap", world=world, **case)
 
-    spans = [make("timeline_s", s, lab="ddp_overlap", rank=rank, **case) for rank in range(world) for s, case in (
-        ((0.0, 0.01), {"part": "forward"}), ((0.01, 0.05), {"part": "backward"}), ((0.05, 0.06), {"part": "optimizer"}),
-        ((0.02, 0.03), {"part": "all-reduce", "bucket": 0}),
-        ((0.04, 0.05), {"part": "all-reduce", "bucket": 1}))]  # fmt: skip
-    return Records([
-        record("step_s", times(step + cost), mode="ddp"), record("step_s", times(step), mode="no_sync"),
-        record("gradients_s", times(0.03 + slowed), mode="ddp"), record("gradients_s", times(0.03), mode="no_sync"),
-        record("exposed_s", times(exposed)), record("under_way_s", times(under_way)), *spans,
-    ])  # fmt: skip
+    spans = [
+        make("timeline_s", s, lab="ddp_overlap", rank=rank, **case)
+        for rank in range(world)
+        for s, case in (
+            ((0.0, 0.01), {"part": "forward"}),
+            ((0.01, 0.05), {"part": "backward"}),
+            ((0.05, 0.06), {"part": "optimizer"}),
+            ((0.02, 0.03), {"part": "all-reduce", "bucket": 0}),
+            ((0.04, 0.05), {"part": "all-reduce", "bucket": 1}),
+        )
+    ]
+    return Records(
+        [
+            record("step_s", times(step + cost), mode="ddp"),
+            record("step_s", times(step), mode="no_sync"),
+            record("gradients_s", times(0.03 + slowed), mode="ddp"),
+            record("gradients_s", times(0.03), mode="no_sync"),
+            record("exposed_s", times(exposed)),
+            record("under_way_s", times(under_way)),
+            *spans,
+        ]
+    )
 
 
 def test_parts_of_a_made_up_step():
@@ -90,9 +103,12 @@ def test_the_lab_measures_every_part(nproc):
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [({"width": 0}, "width must be at least 1"), ({"bucket_cap_mb": 0.0}, "must be positive"),
-     ({"model": "resnet"}, "there is no model 'resnet'")],
-)  # fmt: skip
+    [
+        ({"width": 0}, "width must be at least 1"),
+        ({"bucket_cap_mb": 0.0}, "must be positive"),
+        ({"model": "resnet"}, "there is no model 'resnet'"),
+    ],
+)
 def test_bad_input_is_one_line(values, words):
     with pytest.raises(BadInput, match=words):
         launch("ddp_overlap", nproc=2, oversubscribe=True, **values)
@@ -106,13 +122,28 @@ def test_one_rank_has_no_wire_to_pace():
 # -- sentences on one launch of data_parallel, and on two
 
 
-def ways(single=0.05, copies=0.054, ddp=0.056, dp=0.07, reduce=0.004, exchange=0.001, split="weak", shape=NOISE,
-         sent=(1001.0, 1001.0)):  # fmt: skip
+def ways(
+    single=0.05,
+    copies=0.054,
+    ddp=0.056,
+    dp=0.07,
+    reduce=0.004,
+    exchange=0.001,
+    split="weak",
+    shape=NOISE,
+    sent=(1001.0, 1001.0),
+):
     rows = {"weak": 128, "strong": 64}[split]
     config, shapes = {"model": "mlp", "split": split}, {"single": NOISE}
-    found = [make("step_s", times(t, shapes.get(mode, shape)), config, mode=mode, ranks=n, batch_per_rank=b)
-             for mode, n, t, b in (("single", 1, single, 128), ("copies", 2, copies, rows), ("ddp", 2, ddp, rows),
-                                   ("dp", 2, dp, rows))]  # fmt: skip
+    found = [
+        make("step_s", times(t, shapes.get(mode, shape)), config, mode=mode, ranks=n, batch_per_rank=b)
+        for mode, n, t, b in (
+            ("single", 1, single, 128),
+            ("copies", 2, copies, rows),
+            ("ddp", 2, ddp, rows),
+            ("dp", 2, dp, rows),
+        )
+    ]
     found += [make("all_reduce_s", times(reduce), config), make("dp_exchange_s", times(exchange), config)]
     return Records(found + ([make("wire_bytes_per_step", sent, config, unit="B")] if sent else []))
 
@@ -120,13 +151,16 @@ def ways(single=0.05, copies=0.054, ddp=0.056, dp=0.07, reduce=0.004, exchange=0
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (ways(dp=0.052), "DataParallel is faster"), (ways(dp=0.052), "can explain a part of it"),
-        (ways(dp=0.0535), "explain the whole difference"), (ways(), "DDP is faster"), (ways(), "the longer steps"),
+        (ways(dp=0.052), "DataParallel is faster"),
+        (ways(dp=0.052), "can explain a part of it"),
+        (ways(dp=0.0535), "explain the whole difference"),
+        (ways(), "DDP is faster"),
+        (ways(), "the longer steps"),
         (ways(dp=0.056, shape=WIDE), "shorter, this run cannot show"),
         (ways(dp=0.052, exchange=0.01), "the cheaper exchange and the longer steps"),
         (ways(dp=0.056, shape=WIDE), "no difference shown"),
     ],
-)  # fmt: skip
+)
 def test_dataparallel_or_ddp_follows_the_records(run, words):
     assert words in figures.which_text({"MLP": run})
 
@@ -160,9 +194,10 @@ def test_the_wire_is_held_against_the_ring(monkeypatch):
         ({"ddp": 0.025, "copies": 0.025}, "it is not DDP's doing alone"),
         ({"ddp": 0.035, "copies": 0.033}, "it is not DDP's doing alone"),
         ({"ddp": 0.025, "copies": 0.027}, "do not tell why"),
-        ({"ddp": 0.035}, "Strong lies below weak"), ({"ddp": 0.028}, "cannot show"),
+        ({"ddp": 0.035}, "Strong lies below weak"),
+        ({"ddp": 0.028}, "cannot show"),
     ],
-)  # fmt: skip
+)
 def test_strong_beside_weak(strong, words):
     run = ways(split="strong", **({"copies": 0.027} | strong))
     assert words in figures_scaling.strong_beside_weak(run, ways())
@@ -197,8 +232,10 @@ def test_undecided_cells_of_the_map_are_counted():
 def test_answers_of_the_other_labs_turn_round():
     def cells(speedup, spread=NOISE):
         case = {"width": 64, "batch": 4, "gradient_bytes": 1000}
-        steps = [make("step_s", times(t, shape), lab="crossover", mode=mode, **case)
-                 for mode, t, shape in (("single", 0.01, NOISE), ("ddp", 0.02 / speedup, spread))]  # fmt: skip
+        steps = [
+            make("step_s", times(t, shape), lab="crossover", mode=mode, **case)
+            for mode, t, shape in (("single", 0.01, NOISE), ("ddp", 0.02 / speedup, spread))
+        ]
         return Records([*steps, *(make("all_reduce_s", 1e-4 + s / 1e9, size=s) for s in (2**12, 2**20))])
 
     assert "faster than one in 1 of 1" in next(crossover.answer(cells(1.5)))
@@ -218,8 +255,13 @@ def test_answers_of_the_other_labs_turn_round():
     assert "pass --dtypes" in next(ddp_parity.answer(Records(list(parity(1e-7))[:1])))
 
     def epoch(repeated):
-        signs = {"loss": (2.0, 1.0), "repeated_share": repeated, "distinct_share": 1 - repeated,
-                 "same_order_next_epoch": 0.0, "parameter_spread": 0.0}  # fmt: skip
+        signs = {
+            "loss": (2.0, 1.0),
+            "repeated_share": repeated,
+            "distinct_share": 1 - repeated,
+            "same_order_next_epoch": 0.0,
+            "parameter_spread": 0.0,
+        }
         return Records(make(metric, samples, case="no_sampler") for metric, samples in signs.items())
 
     assert "50% are repeats" in next(ddp_training.answer(epoch(0.5)))
@@ -227,8 +269,10 @@ def test_answers_of_the_other_labs_turn_round():
 
     def gain(every):
         errors = [make("gradient_relative_error", 1e-9, way="no_sync"), make("parameter_spread", 0.0, way="no_sync")]
-        steps = [make("step_s", times(t, WIDE if i else NOISE), way=way)
-                 for i, (way, t) in enumerate((("no_sync", 0.01), ("sync_every", every)))]  # fmt: skip
+        steps = [
+            make("step_s", times(t, WIDE if i else NOISE), way=way)
+            for i, (way, t) in enumerate((("no_sync", 0.01), ("sync_every", every)))
+        ]
         return Records([*steps, *errors])
 
     assert "no difference" in next(gradient_accumulation.answer(gain(0.011)))

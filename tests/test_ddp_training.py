@@ -54,10 +54,16 @@ def test_predicted_steps_are_those_of_the_samplers(run):
     assert {c: run.one("steps_per_epoch", case=c).value for c in expected} == expected
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"samples": 0}, "samples must be between"), ({"samples": 40}, "must be at least 64"),
-    ({"epochs": 0}, "epochs must be"), ({"lr": 0.0}, "lr must be positive"), ({"cases": ("sgd",)}, "cases"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"samples": 0}, "samples must be between"),
+        ({"samples": 40}, "must be at least 64"),
+        ({"epochs": 0}, "epochs must be"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"cases": ("sgd",)}, "cases"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("ddp_training", nproc=2, oversubscribe=True, **values)

@@ -93,9 +93,14 @@ class Started:
         command = [sys.executable, "-B", *torchrun, "-m", DOCTOR, *options, "train.py", *args]
         with heard():
             self.process = subprocess.Popen(
-                [*map(str, command)], cwd=self.work, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
+                [*map(str, command)],
+                cwd=self.work,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
 
     def end(self) -> "Started":
         """Wait for it. Nothing may be left."""
@@ -204,7 +209,9 @@ def test_let_it_write_lets_it_write(start, tmp_path):
     assert done.end().code == 0
 
 
-WORKERS = TRAINING.replace("def train(", "def unused(") + """
+WORKERS = (
+    TRAINING.replace("def train(", "def unused(")
+    + """
 from torch.utils.data import DataLoader, TensorDataset
 import multiprocessing as mp
 loader = DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=2, num_workers=2, persistent_workers=True,
@@ -221,7 +228,8 @@ if __name__ == "__main__":
     while True:
         for (x,) in loader:
             optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
-"""  # fmt: skip
+"""
+)
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.drill)])
@@ -258,27 +266,33 @@ def test_torch_compile_keeps_its_cache_where_it_would_be_without_the_doctor(monk
 ENDS = {
     "an exception in step 3": (
         "def at(number):\n    if number == 3: print('so \\x1b[1mfar'); raise RuntimeError('no \\x1b[0mmore')\ntrain()",
-        ("error", 1, 2, "RuntimeError: no more (train.py:21)"), ["so far", "RuntimeError: no more"],
+        ("error", 1, 2, "RuntimeError: no more (train.py:21)"),
+        ["so far", "RuntimeError: no more"],
     ),
     "an error of syntax": ("def x(:", ("error", 1, 0, "SyntaxError: invalid syntax"), ["def x(:"]),
     "sys.exit": ("train(3); sys.exit('enough of it')", ("exit", 1, 3, ""), ["enough of it"]),
     "os._exit in step 2": (
-        "def at(number):\n    if number == 2: os._exit(7)\ntrain()", ("exit", 7, 1, ""), [],
+        "def at(number):\n    if number == 2: os._exit(7)\ntrain()",
+        ("exit", 7, 1, ""),
+        [],
     ),
     "it ends by itself": ("train(2)", ("script ended", 0, 2, ""), []),
     "another program takes its place": (
         "train(2); os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])",
-        ("killed", 0, 2, "ended with exit code 0, before Python could say why"), ["1"],
+        ("killed", 0, 2, "ended with exit code 0, before Python could say why"),
+        ["1"],
     ),
     "memory is exhausted": (
         "import signal; train(2); os.kill(os.getpid(), signal.SIGKILL)",
-        ("killed", -9, 2, "ended by SIGKILL: the system does so when memory is exhausted"), [],
+        ("killed", -9, 2, "ended by SIGKILL: the system does so when memory is exhausted"),
+        [],
     ),
     "a crash below Python": (
         "import ctypes; train(2); print('here'); ctypes.string_at(0)",
-        ("killed", -11, 2, "ended by SIGSEGV"), ["here"],
+        ("killed", -11, 2, "ended by SIGSEGV"),
+        ["here"],
     ),
-}  # fmt: skip
+}
 QUICK = ("an exception in step 3",)
 
 
@@ -514,10 +528,16 @@ def test_a_script_that_a_signal_has_ended_was_stopped_from_outside():
 
 @pytest.mark.drill
 def test_nothing_survives_the_doctor_s_own_death(start):
-    one = start(ENDLESS.replace("train()", """
+    one = start(
+        ENDLESS.replace(
+            "train()",
+            """
 import subprocess
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
-train()"""), options=["--steps", "10000"])  # fmt: skip
+train()""",
+        ),
+        options=["--steps", "10000"],
+    )
     wait_for(lambda: at_work(one), LIMIT_S, "steps")
     one.process.kill()
     one.process.wait()
@@ -700,8 +720,9 @@ def test_the_page_is_printed_and_the_report_is_written(tmp_path):
     env = new_environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
     command = [sys.executable, "-B", "-m", "labs.doctor", "--steps", "10", "--seconds", "1", "train.py"]
     for more in ([], ["--compare", "doctor-report/report.json", "--out", "after"]):
-        done = subprocess.run([*command[:-1], *more, "train.py"], cwd=tmp_path, env=env, text=True, capture_output=True,
-                              timeout=LIMIT_S)  # fmt: skip
+        done = subprocess.run(
+            [*command[:-1], *more, "train.py"], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=LIMIT_S
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert_no_survivors(env[MARK])
         assert "A step takes" in done.stdout

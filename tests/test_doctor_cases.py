@@ -85,8 +85,15 @@ def losses(case, folder) -> list[float]:
     argv += ["--log-every", "4"] if case.base not in OWN else []
     port, ended = str(free_port()), []
     for rank in range(case.ranks):
-        ended.append(subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment(rank, case.ranks, port),
-                                      stdout=subprocess.PIPE, text=True))  # fmt: skip
+        ended.append(
+            subprocess.Popen(
+                [sys.executable, *argv],
+                cwd=folder,
+                env=environment(rank, case.ranks, port),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
     try:
         out = [process.communicate(timeout=LIMIT_S)[0] for process in ended]
     finally:

@@ -96,8 +96,10 @@ def test_hooks_cost_less_than_3_percent_of_a_step_of_20_ms(capfd):
     ratio, of_cpu = paired_ratio(with_hooks, without), paired_ratio(*zip(*cpu, strict=True))
     share = statistics.median(told)
     with capfd.disabled():
-        print(f"\na step of {1e3 * statistics.median(without):.1f} ms takes with hooks {ratio} the time, "
-              f"and {of_cpu} the processor's; the report tells {100 * share:.2g} % of a step")  # fmt: skip
+        print(
+            f"\na step of {1e3 * statistics.median(without):.1f} ms takes with hooks {ratio} the time, "
+            f"and {of_cpu} the processor's; the report tells {100 * share:.2g} % of a step"
+        )
     assert ratio.low < MOST, "the processor's time holds the thread that looks, too: it may have another core"
     assert ratio.low - 1 < share + 0.01, "the report tells less than they cost"
 

@@ -358,16 +358,35 @@ def test_a_batch_twice():
 
 
 def _seen(monkeypatch, **training):
-    facts = Facts("x", ["x"], training={"autocast": "", "dtypes": ["float32"], "compiled": False, "fsdp": False,
-                                        "data_parallel": False, **training})  # fmt: skip
+    facts = Facts(
+        "x",
+        ["x"],
+        training={
+            "autocast": "",
+            "dtypes": ["float32"],
+            "compiled": False,
+            "fsdp": False,
+            "data_parallel": False,
+            **training,
+        },
+    )
     facts.spans_s, facts.step_s = {"data": [0.0]}, [1.0]
     return facts
 
 
 def test_reasons_against_each(monkeypatch):
     model = classifier()
-    hooks = SimpleNamespace(torch=torch, loader=None, called={1}, roots={1: model}, optimizers={}, anomaly=False,
-                            unused_seen=False, last_batch=lambda: None, device=torch.device("cpu"))  # fmt: skip
+    hooks = SimpleNamespace(
+        torch=torch,
+        loader=None,
+        called={1},
+        roots={1: model},
+        optimizers={},
+        anomaly=False,
+        unused_seen=False,
+        last_batch=lambda: None,
+        device=torch.device("cpu"),
+    )
     facts = _seen(monkeypatch)
     reasons = {name: mode.why_not(hooks, facts) for name, mode in MODES.items()}
     can = {name for name, why in reasons.items() if not why}
@@ -510,9 +529,11 @@ def test_rounds_stand_side_by_side_the_most_promising_first(quick, monkeypatch):
     facts = look_at(training, [MODES["same batch again"], MODES["half precision"], MODES["larger batch"]])
     taken = {name: [bool(turn) for turn in of] for name, of in facts.turns_s.items()}
     assert taken == {
-        AS_IS: [True] * 6, "same batch again": [True] * 2 + [False] * 4,
-        "larger batch": [False] * 2 + [True] * 2 + [False] * 2, "half precision": [False] * 4 + [True] * 2,
-    }  # fmt: skip
+        AS_IS: [True] * 6,
+        "same batch again": [True] * 2 + [False] * 4,
+        "larger batch": [False] * 2 + [True] * 2 + [False] * 2,
+        "half precision": [False] * 4 + [True] * 2,
+    }
     assert facts.samples_factor["larger batch"] == 2 and not facts.trying
 
 
@@ -629,9 +650,13 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize(("steps", "named"), [
-    (7, ["same batch again", "compiled"]), pytest.param(120, ["compiled"], marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("steps", "named"),
+    [
+        (7, ["same batch again", "compiled"]),
+        pytest.param(120, ["compiled"], marks=pytest.mark.long),
+    ],
+)
 def test_what_a_script_ends_before_is_named_with_how_it_ended(tmp_path, steps, named):
     """Its 7 steps end while it is looked at as it is; its 120 steps in the rounds of what is harmless."""
     script = tmp_path / "train.py"

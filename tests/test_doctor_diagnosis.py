@@ -111,8 +111,10 @@ def test_torchs_own_choice_of_an_optimizer_without_a_fused_kernel_is_no_illness(
 def test_what_a_healthy_training_may_use_comes_after_what_holds_it_back():
     facts = made(modes=MODES | {"half precision": 0.025, "no printing": 0.041, "fused optimizer": 0.040})
     assert [(f.name, f.kind) for f in diagnose([facts])] == [
-        ("printing", HOLDS_BACK), ("half_precision", OPTION), ("fused_optimizer", OPTION),
-    ]  # fmt: skip
+        ("printing", HOLDS_BACK),
+        ("half_precision", OPTION),
+        ("fused_optimizer", OPTION),
+    ]
 
 
 @pytest.mark.parametrize(("share", "kind"), [(0.9, HOLDS_BACK), (0.4, OPTION)])
@@ -169,8 +171,13 @@ ENDS = {
 @pytest.mark.parametrize("ended", ENDS)
 def test_what_was_wanted_and_never_reached_is_named_with_how_the_run_ended(ended):
     wanted = ["same batch again", "no printing", "larger batch", "more workers"]
-    facts = made(modes={"same batch again": STEP_S}, ended=ended, stage="in turn", planned=wanted,
-                 left_out={"no printing": "9 s are too short for it: --seconds 12"})  # fmt: skip
+    facts = made(
+        modes={"same batch again": STEP_S},
+        ended=ended,
+        stage="in turn",
+        planned=wanted,
+        left_out={"no printing": "9 s are too short for it: --seconds 12"},
+    )
     (said,) = [text for text in unknown([facts]) if text.startswith("not tried")]
     assert "no printing (9 s are too short for it: --seconds 12)" in said
     assert "larger batch, more workers (" in said and ENDS[ended] in said and "same batch" not in said
@@ -267,10 +274,20 @@ def two_ranks(own=(0.030, 0.045), exchange_s=0.005):
     """Both take as long as the slower one; the other one waits in backward."""
     step = max(own) + exchange_s
     return [
-        made({"forward": (min(own) - 0.002) / step, "optimizer": 0.002 / step, "prepare": (s - min(own)) / step,
-              "backward": (step - s) / step}, {"no exchange": s}, step_s=step, rank=rank, ranks=2)
+        made(
+            {
+                "forward": (min(own) - 0.002) / step,
+                "optimizer": 0.002 / step,
+                "prepare": (s - min(own)) / step,
+                "backward": (step - s) / step,
+            },
+            {"no exchange": s},
+            step_s=step,
+            rank=rank,
+            ranks=2,
+        )
         for rank, s in enumerate(own)
-    ]  # fmt: skip
+    ]
 
 
 def test_a_straggler_is_named_by_rank_and_the_exchange_is_without_it():
@@ -304,10 +321,14 @@ def test_ranks_that_are_alike_have_no_straggler():
 
 @pytest.mark.parametrize(
     ("training", "exchange_s", "kind"),
-    [({"exchanges": 1, "bucket_bytes": 25 * 2**20}, 0.005, OPTION), ({"exchanges": 4}, 0.005, HOLDS_BACK),
-     ({"bucket_bytes": 100}, 0.005, HOLDS_BACK), ({"sync_batchnorm": True}, 0.005, HOLDS_BACK),
-     ({"exchanges": 1}, 0.030, OPTION)],
-)  # fmt: skip
+    [
+        ({"exchanges": 1, "bucket_bytes": 25 * 2**20}, 0.005, OPTION),
+        ({"exchanges": 4}, 0.005, HOLDS_BACK),
+        ({"bucket_bytes": 100}, 0.005, HOLDS_BACK),
+        ({"sync_batchnorm": True}, 0.005, HOLDS_BACK),
+        ({"exchanges": 1}, 0.030, OPTION),
+    ],
+)
 def test_exchange_is_an_illness_if_there_is_more_than_there_has_to_be(training, exchange_s, kind):
     facts = two_ranks((0.020, 0.020), exchange_s)
     for f in facts:
@@ -465,8 +486,9 @@ def test_what_is_switched_on_and_could_not_be_priced_is_read():
     facts = made(not_tried={"no anomaly detection": "40 s are too short for it"})
     facts.training |= {"anomaly": True, "dtypes": ["float64"]}
     assert [(f.name, f.kind, f.bound) for f in diagnose([facts])] == [
-        ("anomaly", READING, None), ("float64", READING, None),
-    ]  # fmt: skip
+        ("anomaly", READING, None),
+        ("float64", READING, None),
+    ]
     noisy = made(modes={"no anomaly detection": STEP_S}, noise=0.4)
     noisy.training["anomaly"] = True
     assert [f.name for f in diagnose([noisy])] == ["anomaly"]
@@ -495,8 +517,18 @@ def test_the_line_is_that_of_the_noted_call_or_of_the_source(tmp_path):
 
 
 def hit(rule, line=4):
-    return SimpleNamespace(rule=rule, file="/x/train.py", line=line, code="  print(loss)", why="It waits.", source="",
-                           cure="every 50", notebook="01", section="1", certainty="costs")  # fmt: skip
+    return SimpleNamespace(
+        rule=rule,
+        file="/x/train.py",
+        line=line,
+        code="  print(loss)",
+        why="It waits.",
+        source="",
+        cure="every 50",
+        notebook="01",
+        section="1",
+        certainty="costs",
+    )
 
 
 def test_hits_follow_with_what_was_measured_of_them():

@@ -104,9 +104,16 @@ def test_every_planted_second_is_in_its_part_of_the_step(clock, monkeypatch):
 
     seconds, hooks = seconds_of_steps(training)
     assert seconds == {
-        "data": 0.001, "prepare": 0.01, "forward": 0.002, "rest": 0.02, "backward": 0.003, "optimizer": 0.004,
-        "print": 0.05, "save": 0.06, "evaluation": pytest.approx(5 * (0.08 + 0.002)),
-    }  # fmt: skip
+        "data": 0.001,
+        "prepare": 0.01,
+        "forward": 0.002,
+        "rest": 0.02,
+        "backward": 0.003,
+        "optimizer": 0.004,
+        "print": 0.05,
+        "save": 0.06,
+        "evaluation": pytest.approx(5 * (0.08 + 0.002)),
+    }
     noted = {line.kind: line for line in hooks.noted_lines(11)}
     assert {kind: noted[kind].line for kind in lines} == lines
     assert noted["print"].ms == pytest.approx(50) and noted["save"].calls == 1
@@ -266,8 +273,15 @@ def test_a_closure_that_an_optimizer_is_given_is_the_scripts_own_code(clock, mon
             optimizer.step(closure=closure)
 
     seconds, hooks = seconds_of_steps(training)
-    assert seconds == {"data": 0.008, "prepare": 0.01, "forward": 0.001, "rest": 0.02, "backward": 0.002,
-                       "optimizer": 0.004, "print": 0.05}  # fmt: skip
+    assert seconds == {
+        "data": 0.008,
+        "prepare": 0.01,
+        "forward": 0.001,
+        "rest": 0.02,
+        "backward": 0.002,
+        "optimizer": 0.004,
+        "print": 0.05,
+    }
     assert {line.kind for line in hooks.noted_lines(1)} == {"print", "synchronise"}
 
 
@@ -611,8 +625,13 @@ def test_no_driver_is_asked_before_the_script_does_it(monkeypatch):
     def asked(*args):
         raise AssertionError("the driver was asked")
 
-    for owner, name in ((torch.cuda, "is_available"), (torch.cuda, "device_count"), (torch.accelerator, "is_available"),
-                        (torch._C, "_cuda_getDeviceCount"), (torch.cuda, "_lazy_init")):  # fmt: skip
+    for owner, name in (
+        (torch.cuda, "is_available"),
+        (torch.cuda, "device_count"),
+        (torch.accelerator, "is_available"),
+        (torch._C, "_cuda_getDeviceCount"),
+        (torch.cuda, "_lazy_init"),
+    ):
         monkeypatch.setattr(owner, name, asked, raising=False)
     with hooked(lambda seconds: None):
         pass
@@ -662,9 +681,15 @@ class OnGpu(torch.Tensor):
 
 @pytest.mark.parametrize(
     ("to", "kind"),
-    [("cpu", "synchronise"), (torch.device("cpu"), "synchronise"), ("cuda:1", "copy"), (torch.float16, "copy"),
-     (torch.ones(1).as_subclass(Unreadable), "synchronise"), (torch.ones(1).as_subclass(OnGpu), "copy")],
-)  # fmt: skip
+    [
+        ("cpu", "synchronise"),
+        (torch.device("cpu"), "synchronise"),
+        ("cuda:1", "copy"),
+        (torch.float16, "copy"),
+        (torch.ones(1).as_subclass(Unreadable), "synchronise"),
+        (torch.ones(1).as_subclass(OnGpu), "copy"),
+    ],
+)
 def test_a_copy_to_the_host_is_a_wait_and_the_text_of_a_tensor_is_never_asked_for(to, kind):
     hooks = Hooks(os.path.dirname(__file__), lambda seconds: None)
     hooks.torch, hooks.recording = torch, True

@@ -76,11 +76,14 @@ def gain(*ratios):
     return Records([Record("doctor", "gain", "x", ratios, case={"patient": "slow_loader", "cure": "other"})])
 
 
-@pytest.mark.parametrize(("ratios", "said"), [
-    ((1.9, 1.95, 2.0, 2.0, 2.0, 2.05, 2.1), "cannot tell from the bound"),
-    ((1.0, 1.0, 1.01, 1.02, 0.99, 1.0, 1.0), "leaves some of it"),
-    ((4.0, 4.0, 4.1, 4.0, 3.9, 4.0, 4.0), "more than the bound allows"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ((1.9, 1.95, 2.0, 2.0, 2.0, 2.05, 2.1), "cannot tell from the bound"),
+        ((1.0, 1.0, 1.01, 1.02, 0.99, 1.0, 1.0), "leaves some of it"),
+        ((4.0, 4.0, 4.1, 4.0, 3.9, 4.0, 4.0), "more than the bound allows"),
+    ],
+)
 def test_a_cure_is_held_against_what_was_promised(shown, ratios, said):
     told = shown(figures_visit.promised, visited(), predict(2, "g", unit="x"), gain(*ratios))
     assert (
@@ -256,8 +259,14 @@ def test_the_doctor_needs_what_the_notebook_says_and_nothing_else_of_the_course(
     (tmp_path / "sitecustomize.py").write_text(HIDE.replace("NAMES", repr(others)))
     (tmp_path / "train.py").write_text(TRAINING)
     env = {**environment(), "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run([sys.executable, "-m", "labs.doctor", "--steps", "12", "--seconds", "2", "train.py"], env=env,
-                          cwd=tmp_path, capture_output=True, text=True, timeout=250)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "labs.doctor", "--steps", "12", "--seconds", "2", "train.py"],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WHERE A STEP GOES" in done.stdout and "No module named" not in done.stdout + done.stderr
     page = (ROOT / "notebooks" / "12_your_own_training.ipynb").read_text()
@@ -276,8 +285,9 @@ def test_without_rounds_the_bound_by_arithmetic_is_drawn_and_without_any_bound_n
 
 
 def test_many_small_parts_leave_the_legend_in_the_figure():
-    fig, ax = figure("message", xlabel="mean step (ms)", ylabel="rank", records=gain(1.0), size=(7.8, 2.6),
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        "message", xlabel="mean step (ms)", ylabel="rank", records=gain(1.0), size=(7.8, 2.6), legend_below=True
+    )
     figures_visit._rows(ax, {0: {k: 10.0 if k == "data" else 0.1 for k in KINDS}}, ["data"])
     to_png(fig)
     assert ax.get_legend().get_window_extent().x1 <= fig.bbox.x1

@@ -57,8 +57,15 @@ def _examine(script: Script, folder: Path, tmp_path: Path) -> tuple[int, str]:
     root = str(tmp_path / "repository")  # minGPT is a package there
     environment["PYTHONPATH"] = os.pathsep.join([str(STAND_INS), root, environment["PYTHONPATH"]])
     try:
-        done = subprocess.run([*command, *shlex.split(script.args)], cwd=folder, env=environment, text=True,
-                              stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S * SLOWER)  # fmt: skip
+        done = subprocess.run(
+            [*command, *shlex.split(script.args)],
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=LIMIT_S * SLOWER,
+        )
         assert_no_survivors(environment[MARK])
     finally:
         for process in family(environment[MARK]):

@@ -27,8 +27,11 @@ def run(tmp_path, *argv, seconds=20, modes=None, ranks=2):
             environment() | {k: str(v) for k, v in mine.items()} | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         )
         command = [sys.executable, "-m", "labs.parts.doctor.patient", str(settings.save())]
-        started.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL,
-                                        stderr=subprocess.PIPE, text=True))  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+        )
         paths.append(settings.facts_path)
     try:
         said = [process.communicate(timeout=250)[1] for process in started]
@@ -120,8 +123,15 @@ def test_ranks_that_no_torchrun_has_started(tmp_path, by_srun):
     for rank in ("0", "1"):
         env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MY_RANK": rank, "OMP_NUM_THREADS": "1"}
         if by_srun:
-            env |= {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": rank,
-                    "SLURM_LOCALID": rank, "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1"}  # fmt: skip
+            env |= {
+                "SLURM_JOB_ID": "4711",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": rank,
+                "SLURM_LOCALID": rank,
+                "SLURM_NODEID": "0",
+                "SLURM_GTIDS": "0,1",
+            }
         started.append(subprocess.Popen(["sh", "-c", doctor], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True))
     first, second = (process.communicate(timeout=250)[0] for process in started)
     out = sorted(p.name for p in tmp_path.glob("out*"))

@@ -21,9 +21,18 @@ EVIL = 'print(f"<script>alert(1)</script> & {loss!r}") # {{ 7 * 7 }} \u2028 ]]>'
 
 def sick(**more):
     """It waits for data, prints, and has a line of each kind that is hard to write down."""
-    hit = SimpleNamespace(rule="evil", file="/x/train.py", line=3, code=EVIL, why=f"Because {EVIL}.", notebook="01",
-                          section="1", certainty="costs", source="https://example.org",
-                          cure=f"--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-{EVIL}\n+pass\n")  # fmt: skip
+    hit = SimpleNamespace(
+        rule="evil",
+        file="/x/train.py",
+        line=3,
+        code=EVIL,
+        why=f"Because {EVIL}.",
+        notebook="01",
+        section="1",
+        certainty="costs",
+        source="https://example.org",
+        cure=f"--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-{EVIL}\n+pass\n",
+    )
     noted = Line("print", "print", "/x/train.py", 3, EVIL, 1.0, 5.0)
     modes = {"same batch again": STEP_S / 2, "no printing": 0.9 * STEP_S, "half precision": STEP_S}
     facts = made(STARVED, modes, lines=[noted], not_tried={"compiled": "<b>no compiler</b>"}, **more)
@@ -117,8 +126,18 @@ def test_where_a_script_has_refused_its_options_nothing_is_said_of_steps(code):
 
 
 def test_what_is_wrong_in_the_source_is_told_at_the_top_even_if_nothing_ran():
-    wrong = SimpleNamespace(rule="x", file="/x/train.py", line=3, code="y", why="z", notebook="01", section="1",
-                            cure="", certainty="wrong", source="")  # fmt: skip
+    wrong = SimpleNamespace(
+        rule="x",
+        file="/x/train.py",
+        line=3,
+        code="y",
+        why="z",
+        notebook="01",
+        section="1",
+        cure="",
+        certainty="wrong",
+        source="",
+    )
     for facts in ([made()], [Facts("/x/train.py", ["/x/train.py"], ended="exit", exit_code=3)]):
         lines = report.page(report.make(facts, [wrong])).splitlines()
         assert any("wrong, see below: train.py:3" in line for line in lines[:4])
@@ -127,8 +146,18 @@ def test_what_is_wrong_in_the_source_is_told_at_the_top_even_if_nothing_ran():
 
 def test_lines_of_which_the_same_is_to_be_told_are_one_entry(tmp_path):
     def hit(line, cure="Read it later."):
-        return SimpleNamespace(rule="reads", file="/x/train.py", line=line, code=f"{line}.item()", why="It waits.",
-                               notebook="01", section="1", cure=cure, certainty="costs", source="")  # fmt: skip
+        return SimpleNamespace(
+            rule="reads",
+            file="/x/train.py",
+            line=line,
+            code=f"{line}.item()",
+            why="It waits.",
+            notebook="01",
+            section="1",
+            cure=cure,
+            certainty="costs",
+            source="",
+        )
 
     found = report.make([made()], [hit(3), hit(5), hit(7, "Another one.")])
     for told in (report.page(found), _html(found, tmp_path)):
@@ -162,8 +191,10 @@ def test_what_other_programs_took_is_told_with_what_it_means_for_the_bounds(tmp_
     assert "Other programs took 46 % of the CPU during this run" in busy and "Bounds, taken in turn, hold" in busy
     assert "perhaps" not in busy
     assert json.loads(report.write_json(found, tmp_path / "x.json").read_text())["facts"][0]["machine"] == {
-        "cores": 2, "threads": 1, "others_percent": 46.2,
-    }  # fmt: skip
+        "cores": 2,
+        "threads": 1,
+        "others_percent": 46.2,
+    }
     quiet = lines(others_percent=3.1)[1]
     assert "disturbed" not in quiet and "Steps scatter" in quiet and "other programs took 3 % of the CPU" in quiet
     assert "other programs on this machine, perhaps" in lines()[1]
@@ -317,11 +348,15 @@ def test_in_a_browser_it_fits_a_phone_follows_the_theme_and_asks_for_nothing(tmp
     assert asked == [path.as_uri()] * 2 and shades["light"] != shades["dark"]
 
 
-@pytest.mark.parametrize(("error", "let_it_write", "asked"), [
-    ("OSError: no terminal (train.py:3)", False, True), ("OSError: no terminal (train.py:3)", True, False),
-    ("ModuleNotFoundError: No module named 'timm' (train.py:3)", False, False),
-    ("EOFError: EOF when reading a line (train.py:3)", False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "let_it_write", "asked"),
+    [
+        ("OSError: no terminal (train.py:3)", False, True),
+        ("OSError: no terminal (train.py:3)", True, False),
+        ("ModuleNotFoundError: No module named 'timm' (train.py:3)", False, False),
+        ("EOFError: EOF when reading a line (train.py:3)", False, False),
+    ],
+)
 def test_only_what_the_scratch_folder_may_have_caused_is_asked_about(error, let_it_write, asked):
     facts, order = made(), SimpleNamespace(let_it_write=let_it_write)
     facts.ended, facts.error = "error", error

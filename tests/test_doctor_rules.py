@@ -104,17 +104,24 @@ MUTANTS = [
     ("train_ddp", "model = DistributedDataParallel(", "model = nn.DataParallel(", "data-parallel"),
     ("train_ddp", "model.module.state_dict(), args", "model.state_dict(), args", "save-wrapped"),
     ("train_ddp", "    dist.destroy_process_group()", "    pass", "destroy-missing"),
-    ("train_ddp", "            loss.backward()\n            optimizer.step()\n",
-     "            loss.backward()\n            if step % 4 == 0:\n                optimizer.step()\n",
-     "no-sync-missing"),
-    ("train_ddp", "            optimizer.zero_grad()\n",
-     "            optimizer.zero_grad()\n            torch.autograd.set_detect_anomaly(True)\n", "anomaly"),
+    (
+        "train_ddp",
+        "            loss.backward()\n            optimizer.step()\n",
+        "            loss.backward()\n            if step % 4 == 0:\n                optimizer.step()\n",
+        "no-sync-missing",
+    ),
+    (
+        "train_ddp",
+        "            optimizer.zero_grad()\n",
+        "            optimizer.zero_grad()\n            torch.autograd.set_detect_anomaly(True)\n",
+        "anomaly",
+    ),
     ("train_ddp_amp", "torch.amp.GradScaler(device.type, ", "torch.cuda.amp.GradScaler(", "amp-old"),
     ("train_ddp_amp", "            scaler.unscale_(optimizer)", "            pass", "clip-before-unscale"),
     ("train_ddp_amp", "            scaler.update()", "            pass", "scaler-update"),
     ("train_ddp_amp", "scaler.step(optimizer)", "optimizer.step()", "scaler-step-missing"),
     ("train_ddp_resume", "save(args.checkpoint, state)", "torch.save(state, args.checkpoint)", "save-not-atomic"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("recipe", "line", "instead", "rule"), MUTANTS, ids=[f"{m[0]}-{m[3]}" for m in MUTANTS])

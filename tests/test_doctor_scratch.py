@@ -51,8 +51,14 @@ def both(tmp_path):
             (tmp_path / name / "run" / "tmp").mkdir(parents=True)
             env = new_environment(TMPDIR=str(tmp_path / name / "run" / "tmp"), OMP_NUM_THREADS="1")
             to = [str(tmp_path / name / "run" / "scratch")] if name == "scratch" else []
-            done = subprocess.run([sys.executable, "-B", tmp_path / "program.py", *to], cwd=folder, env=env, text=True,
-                                  capture_output=True, timeout=240)  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, "-B", tmp_path / "program.py", *to],
+                cwd=folder,
+                env=env,
+                text=True,
+                capture_output=True,
+                timeout=240,
+            )
             assert done.returncode == 0, done.stdout + done.stderr
             assert_no_survivors(env[MARK])
             if name == "scratch":
@@ -323,12 +329,18 @@ def test_caches_are_written_where_they_are_and_nothing_else_is(tmp_path):
     for folder in (home / ".cache", tmp_path / "large", work, run):
         folder.mkdir(parents=True)
     (home / ".cache" / "linked").symlink_to(tmp_path / "large")
-    env = new_environment(HOME=str(home), DISK=str(disk), MY_CACHE_DIR=f"{disk}/named/by/MY_CACHE_DIR", USE_CACHE="1",
-                          X_CACHE=str(tmp_path / "own"))  # fmt: skip
+    env = new_environment(
+        HOME=str(home),
+        DISK=str(disk),
+        MY_CACHE_DIR=f"{disk}/named/by/MY_CACHE_DIR",
+        USE_CACHE="1",
+        X_CACHE=str(tmp_path / "own"),
+    )
     before = state(work)
     code = PRELUDE.replace("len(sys.argv) > 1", "False") + CACHES
-    done = subprocess.run([sys.executable, "-B", "-c", code, "", run / "scratch"], cwd=work, env=env, text=True,
-                          capture_output=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code, "", run / "scratch"], cwd=work, env=env, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True ['a'] True\n['b', 'c'] False ['c'] True\n"
     there = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file() and run not in p.parents)
@@ -386,14 +398,21 @@ def test_a_save_that_does_not_fit_is_refused_and_one_to_another_disk_is_told(tmp
     for folder in (work, run / "t"):
         folder.mkdir(parents=True)
     code = PRELUDE.replace("len(sys.argv) > 1", "False") + SAVES
-    done = subprocess.run([sys.executable, "-B", "-c", code, "", run / "scratch"], cwd=work, text=True,
-                          env=new_environment(TMPDIR=str(run / "t")), capture_output=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code, "", run / "scratch"],
+        cwd=work,
+        text=True,
+        env=new_environment(TMPDIR=str(run / "t")),
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stderr
     sizes, none, told, *refused, there = done.stdout.splitlines()
     assert (sizes, none, there) == ("640 672", "0", "False") and list(work.iterdir()) == []
     assert told.startswith("1 what saving costs on the script's own disk") and "than that of WORK" in told
-    said = (f"{errno.ENOSPC} the doctor's scratch folder in {tmp_path} has room for 6e-07 GB, and this save takes "
-            "6.4e-07 GB: --let-it-write saves where the script wants it")  # fmt: skip
+    said = (
+        f"{errno.ENOSPC} the doctor's scratch folder in {tmp_path} has room for 6e-07 GB, and this save takes "
+        "6.4e-07 GB: --let-it-write saves where the script wants it"
+    )
     assert refused == [said, said]
 
 
@@ -428,7 +447,13 @@ def test_reading_a_dataset_s_files_costs_little(tmp_path):
     print(min(seconds(open) - seconds(plain) for _ in range(30)) / len(names))
     """
     (tmp_path / "run").mkdir()
-    command = [sys.executable, "-B", "-c", PRELUDE.replace("len(sys.argv) > 1", "False") + textwrap.dedent(code), "",
-               tmp_path / "run" / "scratch"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-B",
+        "-c",
+        PRELUDE.replace("len(sys.argv) > 1", "False") + textwrap.dedent(code),
+        "",
+        tmp_path / "run" / "scratch",
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=new_environment(), text=True, capture_output=True, check=True)
     assert float(done.stdout) < 300e-6

@@ -54,14 +54,24 @@ def made() -> Records:
 
 def test_the_place_of_an_illness_is_counted_without_options_and_readings_by_themselves():
     places = {(r.case["patient"], r.case["run"]): r.value for r in made().where("place")}
-    assert places == {("slow_loader", 0): 1, ("slow_loader", 1): 2, ("threads", 0): 3, ("threads", 1): 0,
-                      ("no_set_epoch", 0): 1, ("no_set_epoch", 1): 0}  # fmt: skip
+    assert places == {
+        ("slow_loader", 0): 1,
+        ("slow_loader", 1): 2,
+        ("threads", 0): 3,
+        ("threads", 1): 0,
+        ("no_set_epoch", 0): 1,
+        ("no_set_epoch", 1): 0,
+    }
 
 
 def test_who_is_healthy_is_accused_by_what_holds_back_or_is_wrong_alone():
     accused = {(r.case["patient"], r.case["run"]): r.case["of"] for r in made().where("accused")}
-    assert accused == {("images", 0): [], ("images", 1): ["exchange"], ("train_ddp", 0): ["loss-kept"],
-                       ("train_ddp", 1): []}  # fmt: skip
+    assert accused == {
+        ("images", 0): [],
+        ("images", 1): ["exchange"],
+        ("train_ddp", 0): ["loss-kept"],
+        ("train_ddp", 1): [],
+    }
 
 
 def test_a_bound_is_compared_with_the_gain_of_the_cure():
@@ -87,8 +97,12 @@ def test_figures_say_in_words_what_they_show(capsys):
 
 
 def test_bad_values_are_refused_with_what_there_is():
-    for values, words in (({"cases": ("slow_loder",)}, "slow_loader"), ({"doctor_seconds": 0}, "doctor_seconds"),
-                          ({"runs": -1}, "negative"), ({"runs": 0, "healthy_runs": 0}, "nobody")):  # fmt: skip
+    for values, words in (
+        ({"cases": ("slow_loder",)}, "slow_loader"),
+        ({"doctor_seconds": 0}, "doctor_seconds"),
+        ({"runs": -1}, "negative"),
+        ({"runs": 0, "healthy_runs": 0}, "nobody"),
+    ):
         with pytest.raises(BadInput, match=words):
             Config(**values)
 
@@ -102,8 +116,14 @@ def test_how_long_it_takes_is_said_before_and_grows_with_what_is_asked():
 def run(tmp_path, *options: str) -> tuple[subprocess.CompletedProcess, Records]:
     """The command; its records."""
     env, out = new_environment(), tmp_path / "trial.jsonl"
-    done = subprocess.run([sys.executable, "-m", "labs.doctor_trial", *options, "--out", str(out)], cwd=tmp_path,
-                          env=env, capture_output=True, text=True, timeout=280)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "labs.doctor_trial", *options, "--out", str(out)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr
     assert_no_survivors(env["LABS_TEST_MARK"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trial.jsonl"]

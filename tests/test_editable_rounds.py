@@ -136,22 +136,34 @@ CLIP = "    norm = clip_grad_norm_(model.parameters(), editable.MAX_NORM)\n"
 STEP = "    scaler.step(optimizer)\n"
 
 
-@pytest.mark.parametrize(("edits", "words"), [
-    ([(UNSCALE + CLIP, CLIP + UNSCALE)], r"clipping saw is 6[\d.,e+]+ times what it is in FP32.*moved .* it is wrong"),
-    ([(UNSCALE + CLIP + STEP, CLIP + STEP + UNSCALE)], r"Your step stops: RuntimeError: unscale_\(\) "),
-    ([(UNSCALE, UNSCALE + UNSCALE)], r"Your step stops: RuntimeError: unscale_\(\) has already been called"),
-    ([(CLIP, "    norm = x.new_ones(())\n")], "and it is wrong|it is wrong"),
-    ([("    return norm\n", "")], "Your step stops: TypeError: the step must return the norm"),
-], ids=["below clipping", "below step", "twice", "no clipping", "no norm"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edits", "words"),
+    [
+        (
+            [(UNSCALE + CLIP, CLIP + UNSCALE)],
+            r"clipping saw is 6[\d.,e+]+ times what it is in FP32.*moved .* it is wrong",
+        ),
+        ([(UNSCALE + CLIP + STEP, CLIP + STEP + UNSCALE)], r"Your step stops: RuntimeError: unscale_\(\) "),
+        ([(UNSCALE, UNSCALE + UNSCALE)], r"Your step stops: RuntimeError: unscale_\(\) has already been called"),
+        ([(CLIP, "    norm = x.new_ones(())\n")], "and it is wrong|it is wrong"),
+        ([("    return norm\n", "")], "Your step stops: TypeError: the step must return the norm"),
+    ],
+    ids=["below clipping", "below step", "twice", "no clipping", "no norm"],
+)
 def test_04_a_moved_unscale_is_seen(edits, words):
     assert re.search(words, run("04", "edit-unscale", *edits)[0], re.DOTALL)
 
 
-@pytest.mark.parametrize(("line", "step"), [
-    ('    model.load_state_dict(state["model"])', 6), ('    scheduler.load_state_dict(state["scheduler"])', None),
-    ('    optimizer.load_state_dict(state["optimizer"])  # delete this line, or another', None),
-    ('    torch.set_rng_state(state["random"])', 6),
-], ids=["model", "scheduler", "optimizer", "random"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "step"),
+    [
+        ('    model.load_state_dict(state["model"])', 6),
+        ('    scheduler.load_state_dict(state["scheduler"])', None),
+        ('    optimizer.load_state_dict(state["optimizer"])  # delete this line, or another', None),
+        ('    torch.set_rng_state(state["random"])', 6),
+    ],
+    ids=["model", "scheduler", "optimizer", "random"],
+)
 def test_05_every_forgotten_piece_changes_the_losses(line, step):
     told, _ = run("05", "edit-state", without(line))
     found = re.match(r"The loss differs from step (\d+) on, and the parameters at the end by [\d.e+]+ % ", told)
@@ -201,16 +213,21 @@ def test_07_without_error_feedback_less_is_learned():
 RING = "levels.ring_in_order(x, [0, 1, 2, 3])"
 
 
-@pytest.mark.parametrize(("line", "inside", "out"), [
-    (RING, 1.5, 1.5), ("levels.ring_in_order(x, [0, 2, 1, 3])", 0.0, 3.0),
-    ("levels.hierarchical_all_reduce(x, inside, across)", 3.0, 1.0),
-    ("levels.hierarchical_all_reduce(x, across, inside)", 1.0, 3.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "inside", "out"),
+    [
+        (RING, 1.5, 1.5),
+        ("levels.ring_in_order(x, [0, 2, 1, 3])", 0.0, 3.0),
+        ("levels.hierarchical_all_reduce(x, inside, across)", 3.0, 1.0),
+        ("levels.hierarchical_all_reduce(x, across, inside)", 1.0, 3.0),
+    ],
+)
 def test_08_what_leaves_a_node_is_counted(line, inside, out):
     told, _ = run("08", "s2-12", (RING, line))
     assert told.splitlines() == [
-        "the sum is right on all ranks", f"inside each node {inside} vectors are sent, out of each node {out}",
-    ]  # fmt: skip
+        "the sum is right on all ranks",
+        f"inside each node {inside} vectors are sent, out of each node {out}",
+    ]
 
 
 def timers(told):
@@ -279,10 +296,12 @@ def judged_11(told):
 COMPARE_IN_TURN = "[a, b, b, a] * (rounds // 2)"
 FOOLED_11 = {
     "one after the other": ((COMPARE_IN_TURN, "[a] * rounds + [b] * rounds"), lambda said, truth: said > 1.1 * truth),
-    "best against median": (("statistics.median(ratios)  #", "min(seconds[b]) / statistics.median(seconds[a])  #"),
-                            lambda said, truth: said < 0.9 * truth),
+    "best against median": (
+        ("statistics.median(ratios)  #", "min(seconds[b]) / statistics.median(seconds[a])  #"),
+        lambda said, truth: said < 0.9 * truth,
+    ),
     "a pair or two": (("rounds=20", "rounds=2"), lambda said, truth: abs(said / truth - 1) > 0.1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.quiet

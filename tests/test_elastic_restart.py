@@ -78,8 +78,13 @@ def test_predict_by_hand():
 def test_same_sees_a_single_bit():
     a = {"x": [torch.ones(2), (1, "a")]}
     assert elastic_restart.same(a, {"x": [torch.ones(2), (1, "a")]})
-    for b in ({"x": [torch.tensor([1.0, 1.0 + 2**-23]), (1, "a")]}, {"x": [torch.ones(2), (1, "b")]}, {},
-              {"x": [torch.ones(2).double(), (1, "a")]}, {"x": [torch.ones(2)]}):  # fmt: skip
+    for b in (
+        {"x": [torch.tensor([1.0, 1.0 + 2**-23]), (1, "a")]},
+        {"x": [torch.ones(2), (1, "b")]},
+        {},
+        {"x": [torch.ones(2).double(), (1, "a")]},
+        {"x": [torch.ones(2)]},
+    ):
         assert not elastic_restart.same(a, b)
 
 
@@ -123,10 +128,15 @@ def test_it_goes_on_where_the_last_good_checkpoint_was_taken(reference, tmp_path
     assert elastic_restart.same(load_latest(tmp_path), load_latest(folder))
 
 
-@pytest.mark.parametrize(("ranks", "values", "words"), [
-    (2, {"lr": 0.3}, "with lr 0.05, not 0.3"), (1, {}, "with world_size 2, not 1"), (2, {"seed": 1}, "seed 0, not 1"),
-    (2, {"batch_size": 200}, "samples must be at least 400"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "values", "words"),
+    [
+        (2, {"lr": 0.3}, "with lr 0.05, not 0.3"),
+        (1, {}, "with world_size 2, not 1"),
+        (2, {"seed": 1}, "seed 0, not 1"),
+        (2, {"batch_size": 200}, "samples must be at least 400"),
+    ],
+)
 def test_another_training_does_not_go_on_from_here(reference, ranks, values, words):
     for losses, refused in run_on_ranks(trained, ranks, str(reference[1]), {"epochs": 5, **values}):
         assert losses == [] and words in refused
@@ -142,11 +152,31 @@ class Torchrun:
         self.folder, environment = folder, new_environment(TMPDIR=str(folder.parent))
         self.mark = environment[MARK]
         self.process = subprocess.Popen(
-            [*PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
-             "-m", "labs.elastic_train", "--folder", str(folder), "--samples", "256", "--save-every", "3", *args],
-            env=environment, cwd=HERE, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [
+                *PYTHON,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                "2",
+                "--max-restarts",
+                "2",
+                "-m",
+                "labs.elastic_train",
+                "--folder",
+                str(folder),
+                "--samples",
+                "256",
+                "--save-every",
+                "3",
+                *args,
+            ],
+            env=environment,
+            cwd=HERE,
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def history(self) -> History:
         """So far."""
@@ -213,8 +243,15 @@ def test_killing_the_lab_ends_all_processes_and_removes_its_folder(who, tmp_path
     temporary.mkdir()
     environment = new_environment(TMPDIR=str(temporary))
     command = [*PYTHON, "-m", "labs.elastic_restart", "--nproc", "1", "--epochs", "400", "--timeout-s", "60"]
-    launcher = subprocess.Popen(command, env=environment, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                text=True, start_new_session=True)  # fmt: skip
+    launcher = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=HERE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         wait_for(lambda: list(temporary.glob("labs-*/trainings/*/step-*.pt")), 60, "a checkpoint")
         agent = next(p for p in family(environment[MARK]) if "labs.parts.elastic.agent_process" in p.cmdline())
@@ -275,8 +312,13 @@ def test_a_fresh_store_does_not_hold_what_an_earlier_start_has_left(monkeypatch)
 
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent.set("0//cpu//0", "address of a rank that is dead")
-    for name, value in {SHARED: "True", "RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(agent.port), RESTART_COUNT: "1"}.items():  # fmt: skip
+    for name, value in {
+        SHARED: "True",
+        "RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port),
+        RESTART_COUNT: "1",
+    }.items():
         monkeypatch.setenv(name, value)
     use_fresh_store()
     port = int(os.environ["MASTER_PORT"])
@@ -287,12 +329,19 @@ def test_a_fresh_store_does_not_hold_what_an_earlier_start_has_left(monkeypatch)
     _kept.clear()
 
 
-@pytest.mark.parametrize(("args", "words"), [
-    (["--epochs", "0"], "epochs must be"), (["--lr", "0"], "lr must be"), (["--save-every", "0"], "save_every must"),
-    (["--kill-rank", "1", "--kill-while", "saving"], "only rank 0 saves"), ([], "start it with torchrun"),
-    (["--batch-size", "0"], "batch_size must be"), (["--samples", "0"], "samples must be"),
-    (["--seed", "-5"], "seed must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--epochs", "0"], "epochs must be"),
+        (["--lr", "0"], "lr must be"),
+        (["--save-every", "0"], "save_every must"),
+        (["--kill-rank", "1", "--kill-while", "saving"], "only rank 0 saves"),
+        ([], "start it with torchrun"),
+        (["--batch-size", "0"], "batch_size must be"),
+        (["--samples", "0"], "samples must be"),
+        (["--seed", "-5"], "seed must be"),
+    ],
+)
 def test_bad_input_of_the_training_is_one_line(args, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         train.entry(["--folder", str(tmp_path / "x"), *args])
@@ -313,8 +362,12 @@ def test_a_full_disk_ends_a_rank_in_one_line(monkeypatch, capsys):
     rank = SimpleNamespace(rank=0, device=torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    for name, value in (("place", lambda *_: [None]), ("process_group", lambda _: nullcontext(rank)),
-                        ("same_bits_every_time", lambda _: None), ("train_on", full)):  # fmt: skip
+    for name, value in (
+        ("place", lambda *_: [None]),
+        ("process_group", lambda _: nullcontext(rank)),
+        ("same_bits_every_time", lambda _: None),
+        ("train_on", full),
+    ):
         monkeypatch.setattr(loop, name, value)
     monkeypatch.setattr(loop.os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as end:
@@ -334,12 +387,18 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch, c
     assert end.value.code == 2 and "choose another --folder" in told and told.count("\n") == 1
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"epochs": 0}, "epochs must be"), ({"samples": 60}, "samples must be at least 64"),
-    ({"kill_at_step": 33}, "kill_at_step must be between 1 and 32"), ({"save_every": 0}, "save_every must be"),
-    ({"batch_size": 0}, "batch_size must be"), ({"kill_at_step": 0}, "kill_at_step must be between"),
-    ({"seed": -5}, "seed must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"epochs": 0}, "epochs must be"),
+        ({"samples": 60}, "samples must be at least 64"),
+        ({"kill_at_step": 33}, "kill_at_step must be between 1 and 32"),
+        ({"save_every": 0}, "save_every must be"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"kill_at_step": 0}, "kill_at_step must be between"),
+        ({"seed": -5}, "seed must be"),
+    ],
+)
 def test_bad_input_of_the_lab(values, words):
     with pytest.raises(BadInput, match=words):
         launch("elastic_restart", nproc=1, **values)

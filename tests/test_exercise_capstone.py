@@ -23,8 +23,13 @@ from labs.parts.doctor.in_turn import Block
 
 MS = {"data": 14, "evaluation": 40, "forward": 13, "backward": 18, "prepare": 7, "save": 4}
 WELL = {"data": 0.6, "evaluation": 0.0, "forward": 4.2, "backward": 6.5, "prepare": 0.3, "save": 0.0}
-KINDS = {"data": ["data"], "evaluation": ["evaluation"], "arithmetic": ["forward", "backward"],
-         "own lines": ["prepare"], "saving": ["save"]}  # fmt: skip
+KINDS = {
+    "data": ["data"],
+    "evaluation": ["evaluation"],
+    "arithmetic": ["forward", "backward"],
+    "own lines": ["prepare"],
+    "saving": ["save"],
+}
 
 
 def blocks(ms: dict[str, float], noise: float = 0.02) -> list[Block]:
@@ -72,8 +77,9 @@ def test_the_scripts_and_their_workers_share_one_core_and_afterwards_there_are_a
     before, seen = os.sched_getaffinity(0), []
 
     def take_turns(*_):
-        done = subprocess.run([sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"],
-                              capture_output=True, text=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"], capture_output=True, text=True
+        )
         seen.append(done.stdout)
         return taken()
 
@@ -107,8 +113,10 @@ def test_the_epoch_of_the_fast_script_is_that_of_the_original(original, found):
 
 @pytest.mark.long
 def test_what_costs_nothing_is_told_if_it_was_changed(original):
-    cured = {"zero_grad(set_to_none=False)": "zero_grad()",
-             "average + 0.02 * loss.item()": "average + 0.02 * float(loss.detach())"}  # fmt: skip
+    cured = {
+        "zero_grad(set_to_none=False)": "zero_grad()",
+        "average + 0.02 * loss.item()": "average + 0.02 * float(loss.detach())",
+    }
     found = watched(edited(fast_script(), cured))
     check_results(found, original)
     said = capstone.herrings_cured(found, original)
@@ -116,8 +124,14 @@ def test_what_costs_nothing_is_told_if_it_was_changed(original):
 
 
 OTHER = [n for n, (_, words) in MUTANTS["12.1"].items() if "left" not in words] + list(RARER)
-TRAINED = {"half of the data", "gradients are zeroed after backward", "a checkpoint without the optimizer", "no Python",
-           "an option is gone", "no file"}  # fmt: skip
+TRAINED = {
+    "half of the data",
+    "gradients are zeroed after backward",
+    "a checkpoint without the optimizer",
+    "no Python",
+    "an option is gone",
+    "no file",
+}
 """What no result shows: these are trained, or do not come so far."""
 QUICK = {"no Python", "an option is gone", "no file"}
 
@@ -157,11 +171,14 @@ def test_other_results_are_told_without_a_training(name, original, found):
     assert (MUTANTS["12.1"] | RARER)[name][1] in str(told.value)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"lr": [0.002, 0.004]}, "the learning rate of some parameters is 0.004, the original's 0.002"),
-    ({"decay": [0.01, 0.0]}, "the weight decay of some parameters is 0, the original's 0.01"),
-    ({"decay": [0.0]}, "the weight decay is 0, the original's 0.01"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lr": [0.002, 0.004]}, "the learning rate of some parameters is 0.004, the original's 0.002"),
+        ({"decay": [0.01, 0.0]}, "the weight decay of some parameters is 0, the original's 0.01"),
+        ({"decay": [0.0]}, "the weight decay is 0, the original's 0.01"),
+    ],
+)
 def test_a_group_of_parameters_that_is_trained_otherwise_is_told(change, words, original, found):
     with pytest.raises(Mistake, match=words):
         check_results(dataclasses.replace(found, **change), original)
@@ -181,9 +198,15 @@ def test_the_original_does_what_was_kept_of_it_and_its_illnesses_are_left():
     kept, found = capstone.original_results(), watched(SLOW.read_text())
     assert np.abs(np.array(kept.means) - found.means).max() < 1e-9
     assert (kept.samples, kept.parameters, kept.lr, kept.tested) == (
-        found.samples, found.parameters, found.lr, found.tested)  # fmt: skip
+        found.samples,
+        found.parameters,
+        found.lr,
+        found.tested,
+    )
     assert kept.loss == pytest.approx(found.loss, rel=0.05) and (kept.threads, kept.drops) == (1, True) == (
-        found.threads, found.drops)  # fmt: skip
+        found.threads,
+        found.drops,
+    )
 
 
 @pytest.mark.quiet

@@ -70,8 +70,11 @@ def with_objects(job):
             own = [(job.loss(job.model(x), y).item(), len(y)) for x, y in job.validation()]
         tested = [pair for part in gathered(own) for pair in part]
         if rank == 0:
-            job.log(epoch, sum(v for _, v, _ in rows) / sum(n for n, _, _ in rows),
-                    sum(v for v, _ in tested) / sum(n for _, n in tested))  # fmt: skip
+            job.log(
+                epoch,
+                sum(v for _, v, _ in rows) / sum(n for n, _, _ in rows),
+                sum(v for v, _ in tested) / sum(n for _, n in tested),
+            )
 
 
 @pytest.mark.parametrize("right", first(1, [with_ddp, with_objects, way()]))

@@ -29,8 +29,11 @@ def helps_and_its_median_is_enough(key):
     """A gain that is shown to be one, and a median of 1.05 or more."""
 
     def found(turns, samples):
-        gains = {n: paired_ratio([t * samples[n] / samples[AS_IS] for t in turns[AS_IS]], turns[n])
-                 for n in turns if n != AS_IS}  # fmt: skip
+        gains = {
+            n: paired_ratio([t * samples[n] / samples[AS_IS] for t in turns[AS_IS]], turns[n])
+            for n in turns
+            if n != AS_IS
+        }
         names = [n for n, gain in gains.items() if gain.low > 1 and gain.value >= 1.05]
         return sorted(names, key=lambda n: -getattr(gains[n], key))
 
@@ -50,18 +53,21 @@ def test_mistakes_are_named(name):
     assert words in str(found.value)
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    (by_name, "not surely worth it|leave it out"),
-    (lambda t, s: sorted(worth_it(t, s)), "right names, in another order|upside down|by the median"),
-    (lambda t, s: set(worth_it(t, s)), "not a list of names"),
-    (lambda t, s: [(n, 1.0) for n in worth_it(t, s)], "none of the names"),
-    (lambda t, s: [[n] for n in worth_it(t, s)], "none of the names"),
-    (lambda t, s: frozenset(worth_it(t, s)), "not a list of names"),
-    (helps_and_its_median_is_enough(key="low"), "shows that it helps, and not that it is"),
-    (helps_and_its_median_is_enough(key="value"), "shows that it helps, and not that it is"),
-    (lambda t, s: worth_it(t, s)[:2], "leave it out"),
-    (lambda t, s: worth_it(t, s) * 2, "twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (by_name, "not surely worth it|leave it out"),
+        (lambda t, s: sorted(worth_it(t, s)), "right names, in another order|upside down|by the median"),
+        (lambda t, s: set(worth_it(t, s)), "not a list of names"),
+        (lambda t, s: [(n, 1.0) for n in worth_it(t, s)], "none of the names"),
+        (lambda t, s: [[n] for n in worth_it(t, s)], "none of the names"),
+        (lambda t, s: frozenset(worth_it(t, s)), "not a list of names"),
+        (helps_and_its_median_is_enough(key="low"), "shows that it helps, and not that it is"),
+        (helps_and_its_median_is_enough(key="value"), "shows that it helps, and not that it is"),
+        (lambda t, s: worth_it(t, s)[:2], "leave it out"),
+        (lambda t, s: worth_it(t, s) * 2, "twice"),
+    ],
+)
 def test_other_answers_are_told_what_is_wrong_and_never_the_answer(wrong, words):
     with pytest.raises(Mistake, match=words) as found:
         check_worth_it(wrong)
@@ -73,8 +79,11 @@ def test_what_is_worth_it_is_clear_in_every_made_run_and_not_always_the_same():
     answers = set()
     for seed in SEEDS:
         turns, samples = case(seed)
-        low = {n: paired_ratio([samples[n] / samples[AS_IS] * t for t in turns[AS_IS]], turns[n]).low
-               for n in turns if n != AS_IS}  # fmt: skip
+        low = {
+            n: paired_ratio([samples[n] / samples[AS_IS] * t for t in turns[AS_IS]], turns[n]).low
+            for n in turns
+            if n != AS_IS
+        }
         ends = sorted([1.05, *(end for end in low.values() if end > 1)])
         assert min(b / a for a, b in itertools.pairwise(ends)) > 1.01, (seed, low)
         answers.add(tuple(worth_it(turns, samples)))

@@ -115,13 +115,18 @@ def test_no_feedback_names_the_right_way_of_a_report_that_is_judged_wrongly():
             assert one.way == "sound" or one.way not in words
 
 
-@pytest.mark.parametrize(("answer", "words"), [
-    (None, "you return None"), ("sound", "you return 'sound'"), ({1: "sound"}, "for report 1 you return 'sound'"),
-    ({k: ("lies", 1.0) for k in range(1, 7)}, "'lies' is no name of a way"),
-    ({k: ("sound", "1.2 x") for k in range(1, 7)}, "not a number"),
-    ({k: ("sound", True) for k in range(1, 7)}, "for report 1 you return True, not a number"),
-    ({k: ("sound", 1.0) for k in range(1, 6)}, "for report 6 you return None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "you return None"),
+        ("sound", "you return 'sound'"),
+        ({1: "sound"}, "for report 1 you return 'sound'"),
+        ({k: ("lies", 1.0) for k in range(1, 7)}, "'lies' is no name of a way"),
+        ({k: ("sound", "1.2 x") for k in range(1, 7)}, "not a number"),
+        ({k: ("sound", True) for k in range(1, 7)}, "for report 1 you return True, not a number"),
+        ({k: ("sound", 1.0) for k in range(1, 6)}, "for report 6 you return None"),
+    ],
+)
 def test_what_is_no_answer_is_told(answer, words):
     with pytest.raises(Mistake) as found:
         exercise.check_which_way(lambda reports: answer)

@@ -70,10 +70,20 @@ def test_right_judges_of_any_style_pass(right):
     check_judge(right)
 
 
-@pytest.mark.parametrize(("text", "value", "same"), [
-    ("1.7", 1.68, True), ("1.7", 1.76, False), ("1.70", 1.68, False), ("170 %", 1.704, True), ("70%", 1.7, True),
-    ("40 %", 0.6, True), ("2", 1.7, False), ("1.7e0", 1.74, True), ("1.705x", 1.7049, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "value", "same"),
+    [
+        ("1.7", 1.68, True),
+        ("1.7", 1.76, False),
+        ("1.70", 1.68, False),
+        ("170 %", 1.704, True),
+        ("70%", 1.7, True),
+        ("40 %", 0.6, True),
+        ("2", 1.7, False),
+        ("1.7e0", 1.74, True),
+        ("1.705x", 1.7049, True),
+    ],
+)
 def test_a_printed_number_is_a_ratio_rounded_as_it_is_printed(text, value, same):
     [found] = NUMBER.findall(text)
     assert Printed(*found).is_ratio(value) is same
@@ -88,19 +98,29 @@ def test_a_factor_and_a_range_may_be_written_in_several_ways(text):
     assert [number for number, _ in NUMBER.findall(text)] == ["1.70", "1.69", "1.71"]
 
 
-@pytest.mark.parametrize("said", [
-    "{data}: x{g.value:.2f} [x{g.low:.2f}, x{g.high:.2f}]", "{data}: {g.value:.2f} ({g.low:.2f}..{g.high:.2f})",
-    "{data}: {g}, level 0.95", "{data}: {g}, 2.5 % and 97.5 % of the resamples, against 105 %",
-    "{data}: {g}, means {a:.1f} ms and {b:.1f} ms",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "said",
+    [
+        "{data}: x{g.value:.2f} [x{g.low:.2f}, x{g.high:.2f}]",
+        "{data}: {g.value:.2f} ({g.low:.2f}..{g.high:.2f})",
+        "{data}: {g}, level 0.95",
+        "{data}: {g}, 2.5 % and 97.5 % of the resamples, against 105 %",
+        "{data}: {g}, means {a:.1f} ms and {b:.1f} ms",
+    ],
+)
 def test_right_reasons_in_other_words_pass(said):
     def told(records):
         word, _ = judge(records)
         counted = [gain for gain in pairs_of(records) if gain.counts]
         return word, "; ".join(
-            said.format(data=gain.data, g=gain.interval, a=1e3 * np.mean(in_seconds(gain.without)),
-                        b=1e3 * np.mean(in_seconds(gain.with_4))) for gain in counted
-        ) or "no pairs"  # fmt: skip
+            said.format(
+                data=gain.data,
+                g=gain.interval,
+                a=1e3 * np.mean(in_seconds(gain.without)),
+                b=1e3 * np.mean(in_seconds(gain.with_4)),
+            )
+            for gain in counted
+        ) or "no pairs"
 
     check_judge(told)
 

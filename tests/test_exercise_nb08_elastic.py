@@ -80,8 +80,11 @@ def test_each_mistake_has_its_name(name):
 
 def test_one_mistake_is_told_by_a_job_that_was_really_killed(tmp_path, monkeypatch):
     killed = []
-    monkeypatch.setattr(exercise_elastic, "_killed", lambda f, folder, real=exercise_elastic._killed: (
-        killed.append(real(f, folder)), killed[-1])[1])  # fmt: skip
+    monkeypatch.setattr(
+        exercise_elastic,
+        "_killed",
+        lambda f, folder, real=exercise_elastic._killed: (killed.append(real(f, folder)), killed[-1])[1],
+    )
     with pytest.raises(Mistake, match="the epoch begins again"):
         check_survive(WRONG["the epoch begins again"][0])
     assert killed == [8], "killed before its tenth step, saved every fourth"

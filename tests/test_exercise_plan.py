@@ -24,8 +24,10 @@ def in_pandas(options, steps, band, deadline_h, budget):
     """A table in place of a loop, and Daly's interval in place of the exact one."""
     t = pandas.DataFrame([vars(o) for o in options])
     t = t[t.needs_gb <= t.memory_gb].copy()
-    t["lost"] = [checkpoint_interval.lost_share(checkpoint_interval.daly(s, m), s, m, r)
-                 for s, m, r in zip(t.save_s, t.gpu_mtbf_h * 3600 / t.gpus, t.restart_s, strict=True)]  # fmt: skip
+    t["lost"] = [
+        checkpoint_interval.lost_share(checkpoint_interval.daly(s, m), s, m, r)
+        for s, m, r in zip(t.save_s, t.gpu_mtbf_h * 3600 / t.gpus, t.restart_s, strict=True)
+    ]
     t["hours"] = t.startup_h + band[1] * t.step_s * steps / 3600 / (1 - t.lost)
     t["money"] = t.hours * t.price * t.gpus
     t = t[(t.hours <= deadline_h) & (t.money <= budget)].sort_values("money")

@@ -44,8 +44,20 @@ def along_the_clock(dumps, groups):
 
 def with_pandas(dumps, groups):
     """A table of all entries, a group for each number."""
-    t = pd.DataFrame([{"rank": r, "group": e["process_group"][0], "n": e["collective_seq_id"], "what": what(e),
-                       "t": e["time_created_ns"], "line": line(e)} for r, es in dumps.items() for e in es])  # fmt: skip
+    t = pd.DataFrame(
+        [
+            {
+                "rank": r,
+                "group": e["process_group"][0],
+                "n": e["collective_seq_id"],
+                "what": what(e),
+                "t": e["time_created_ns"],
+                "line": line(e),
+            }
+            for r, es in dumps.items()
+            for e in es
+        ]
+    )
     found = []
     for (group, n), rows in t.groupby(["group", "n"]):
         usual, ranks = rows.what.mode()[0], set(groups[group]) & set(dumps)
@@ -93,8 +105,12 @@ def test_no_group_of_two_decides_by_majority():
     for case in dump_cases.cases():
         if case.answer and case.answer[1].startswith("other"):
             group, number = case.answer[2:4]
-            seen = [what(e) for es in case.dumps.values() for e in es
-                    if (e["process_group"][0], e["collective_seq_id"]) == (group, number)]  # fmt: skip
+            seen = [
+                what(e)
+                for es in case.dumps.values()
+                for e in es
+                if (e["process_group"][0], e["collective_seq_id"]) == (group, number)
+            ]
             assert 2 * max(map(seen.count, seen)) > len(seen) >= 3, case.name
 
 

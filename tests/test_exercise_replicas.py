@@ -53,8 +53,10 @@ def coarse_then_fine(module, rank, world):
         dist.all_gather(every, torch.tensor(number))
         return [r for r in range(world) if every[r] != every[0]]
 
-    tensors = [(name, zlib.crc32(bytes(t.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())))
-               for name, t in _named(module)]  # fmt: skip
+    tensors = [
+        (name, zlib.crc32(bytes(t.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())))
+        for name, t in _named(module)
+    ]
     if same(zlib.crc32(repr(tensors).encode())):
         for name, number in tensors:
             if others := same(number):

@@ -25,8 +25,15 @@ def by_hand(job):
     def plan(step):
         record = job.slow < step <= job.slow + job.active
         last = step == job.slow + job.active
-        return (ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD if record
-                else ProfilerAction.WARMUP if step == job.slow else ProfilerAction.NONE)  # fmt: skip
+        return (
+            ProfilerAction.RECORD_AND_SAVE
+            if last
+            else ProfilerAction.RECORD
+            if record
+            else ProfilerAction.WARMUP
+            if step == job.slow
+            else ProfilerAction.NONE
+        )
 
     prof, batches = profile(activities=CPU, schedule=plan), job.batches()
     prof.start()

@@ -41,8 +41,12 @@ def recursive(measure, healthy):
             return ()
         return ([name, max(well, other[1])], *cured([(name, well, well), other]))
 
-    return cured([("loader", measure("loader alone"), healthy["loader"]),
-                  ("training", measure("same batch"), healthy["training"])])  # fmt: skip
+    return cured(
+        [
+            ("loader", measure("loader alone"), healthy["loader"]),
+            ("training", measure("same batch"), healthy["training"]),
+        ]
+    )
 
 
 @pytest.mark.parametrize("answer", [exercise.treatment, right, by_cases, recursive])

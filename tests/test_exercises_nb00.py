@@ -132,11 +132,15 @@ def test_a_busy_machine_makes_no_right_answer_wrong():
     passes("00.3", beside_a_neighbour(0.03))
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    ({"unit": 2**-30}, "this is in GiB/s"), ({"wrong": 8}, "this is in Gbit/s"),
-    ({"wrong": 0.5}, "the factor (n - 1) / n is that of all-gather"),
-    ({"op": dist.ReduceOp.MIN}, "this is the fastest rank's time"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"unit": 2**-30}, "this is in GiB/s"),
+        ({"wrong": 8}, "this is in Gbit/s"),
+        ({"wrong": 0.5}, "the factor (n - 1) / n is that of all-gather"),
+        ({"op": dist.ReduceOp.MIN}, "this is the fastest rank's time"),
+    ],
+)
 def test_a_busy_machine_hides_no_mistake(wrong, words):
     assert words in examine("00.3", beside_a_neighbour(0.03, **wrong)).text
 

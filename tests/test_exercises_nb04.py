@@ -112,11 +112,16 @@ def test_every_slip_is_named(slip):
     assert outcome.state == "not yet" and slip.what in outcome.text
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    ({"article": True}, "torch.cuda.amp.autocast is deprecated"), ({"around": True}, "went around the scaler"),
-    ({"answer": lambda skipped: None}, "not a number"), ({"answer": lambda skipped: skipped + 1}, "you return 1"),
-    ({"dtype": torch.float32}, "outside of any autocast"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"article": True}, "torch.cuda.amp.autocast is deprecated"),
+        ({"around": True}, "went around the scaler"),
+        ({"answer": lambda skipped: None}, "not a number"),
+        ({"answer": lambda skipped: skipped + 1}, "you return 1"),
+        ({"dtype": torch.float32}, "outside of any autocast"),
+    ],
+)
 def test_what_is_seen_without_a_comparison(wrong, words):
     assert words in examine("04.1", mutants.epoch(**wrong)).text
 
@@ -160,18 +165,23 @@ def a_scaler_for_each_step(new):
         skipped = 0
         for i in range(0, len(batches), accumulate):
             group = batches[i : i + accumulate]
-            skipped += solution.train_epoch(model, optimizer, scheduler, new(scaler), group, loss_fn, accumulate,
-                                            max_norm)  # fmt: skip
+            skipped += solution.train_epoch(
+                model, optimizer, scheduler, new(scaler), group, loss_fn, accumulate, max_norm
+            )
         return skipped
 
     return train_epoch
 
 
-@pytest.mark.parametrize("new", [
-    lambda s: torch.amp.GradScaler("cpu", enabled=s.is_enabled()),
-    lambda s: torch.amp.GradScaler("cpu", init_scale=2.0**5, enabled=s.is_enabled()),
-    lambda s: type(s)("cpu", init_scale=s.get_scale(), enabled=s.is_enabled()),
-], ids=["whose first steps are skipped", "with the scale that was given", "of the same class"])  # fmt: skip
+@pytest.mark.parametrize(
+    "new",
+    [
+        lambda s: torch.amp.GradScaler("cpu", enabled=s.is_enabled()),
+        lambda s: torch.amp.GradScaler("cpu", init_scale=2.0**5, enabled=s.is_enabled()),
+        lambda s: type(s)("cpu", init_scale=s.get_scale(), enabled=s.is_enabled()),
+    ],
+    ids=["whose first steps are skipped", "with the scale that was given", "of the same class"],
+)
 def test_a_new_scaler_in_every_step_is_told(new):
     assert "2 new GradScalers in an epoch" in examine("04.1", a_scaler_for_each_step(new)).text
 
@@ -184,13 +194,16 @@ def test_a_scaler_that_only_looks_is_no_mistake():
     assert examine("04.1", train_epoch).state == "passed"
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    (mutants.epoch(answer=lambda skipped: skipped > 0), "you return True, and 2 steps were skipped"),
-    (with_the_batches(lambda batches: [batches.pop(0) for _ in range(len(batches))]), "4 batches 0 are left"),
-    (with_the_batches(lambda batches: [(x, StaysWhereItIs(y)) for x, y in batches]), "y stays on the CPU"),
-    (all_rows_of_a_group_at_once, "there are 4 batches, and model(x) ran 2 times"),
-    (a_scaler_of_its_own, "a new GradScaler in an epoch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (mutants.epoch(answer=lambda skipped: skipped > 0), "you return True, and 2 steps were skipped"),
+        (with_the_batches(lambda batches: [batches.pop(0) for _ in range(len(batches))]), "4 batches 0 are left"),
+        (with_the_batches(lambda batches: [(x, StaysWhereItIs(y)) for x, y in batches]), "y stays on the CPU"),
+        (all_rows_of_a_group_at_once, "there are 4 batches, and model(x) ran 2 times"),
+        (a_scaler_of_its_own, "a new GradScaler in an epoch"),
+    ],
+)
 def test_what_a_right_gradient_does_not_show_is_told(wrong, words):
     assert words in examine("04.1", wrong).text
 
@@ -234,12 +247,20 @@ def in_place(gradients):
     return share, scale
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    (lambda g: ((mutants._nonzero(g).abs() < 2**-25).float().mean(), mutants._scale(g)), "you do not count 2^-25"),
-    (lambda g: (mutants._share(g), next(2.0**p for p in range(60, -60, -1)
-                                        if 2.0**p * mutants._flat(g).abs().max() < 65504)), "just reaches 65504"),
-    (in_place, "the caller's gradients are others afterwards"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda g: ((mutants._nonzero(g).abs() < 2**-25).float().mean(), mutants._scale(g)), "you do not count 2^-25"),
+        (
+            lambda g: (
+                mutants._share(g),
+                next(2.0**p for p in range(60, -60, -1) if 2.0**p * mutants._flat(g).abs().max() < 65504),
+            ),
+            "just reaches 65504",
+        ),
+        (in_place, "the caller's gradients are others afterwards"),
+    ],
+)
 def test_what_is_off_at_one_number_only_is_told(wrong, words):
     assert words in examine("04.2", wrong).text
 
@@ -268,16 +289,29 @@ def by_what_changes(log):
     return "clip before unscale_" if max(row["norm"] for row in log if not row["skipped"]) > 1000 else "fine"
 
 
-@pytest.mark.parametrize("wrong", [
-    mutants._diagnose(stuck=lambda log: sum(row["skipped"] for row in log) > len(log) / 2),
-    mutants._diagnose(stuck=lambda log: log[0]["scale"] > 100 * log[-1]["scale"]),
-    mutants._diagnose(stuck=lambda log: log[8]["skipped"]),
-    lambda log: "new scaler every step" if all(r["skipped"] for r in log) else solution.diagnose(log),
-    lambda log: "fine" if "new" in (said := solution.diagnose(log)) and not all(r["skipped"] for r in log) else said,
-    lambda log: "clip before unscale_" if max(r["norm"] for r in log) > 500 else solution.diagnose(log),
-    lambda log: "fine" if "clip" in (said := solution.diagnose(log)) and not log[0]["norm"] > 500 else said,
-], ids=["how many are skipped", "how far it fell", "one row", "all are skipped", "not all are skipped",
-        "norms of skipped steps", "the first row"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        mutants._diagnose(stuck=lambda log: sum(row["skipped"] for row in log) > len(log) / 2),
+        mutants._diagnose(stuck=lambda log: log[0]["scale"] > 100 * log[-1]["scale"]),
+        mutants._diagnose(stuck=lambda log: log[8]["skipped"]),
+        lambda log: "new scaler every step" if all(r["skipped"] for r in log) else solution.diagnose(log),
+        lambda log: (
+            "fine" if "new" in (said := solution.diagnose(log)) and not all(r["skipped"] for r in log) else said
+        ),
+        lambda log: "clip before unscale_" if max(r["norm"] for r in log) > 500 else solution.diagnose(log),
+        lambda log: "fine" if "clip" in (said := solution.diagnose(log)) and not log[0]["norm"] > 500 else said,
+    ],
+    ids=[
+        "how many are skipped",
+        "how far it fell",
+        "one row",
+        "all are skipped",
+        "not all are skipped",
+        "norms of skipped steps",
+        "the first row",
+    ],
+)
 def test_a_sign_that_only_the_printed_logs_have_is_not_enough(wrong):
     assert "This one is" in examine("04.3", wrong).text
 

@@ -490,21 +490,29 @@ class DamagedOnesGetAnotherName(mutants.Files):
         return None
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    (OneMoreThanKeep, "step-11.pt is still there: three checkpoints stay"),
-    (OldOnesFirstWhereAnotherIsLeft, "a training with keep=2 has one left"),
-    (OldOnesBeforeTheNewName, "a training with keep=2 has one left"),
-    (OldOnesGiveTheirSpace, "of step 8 nothing is left"),
-    (NewestByTime, "step 11 is there and step 12 is gone"),
-    (AllThatBeginsAlike, "save() has deleted step-best.pt"),
-    (NumbersOfAllThatBeginsAlike, "notes.md and step-best.pt lie in the folder, and save() raises ValueError"),
-    (StepAmongTheState, "state['step'] is not what was saved"), (NoStepZero, "after save(0, state) load() gives None"),
-    (AnyFileIsACheckpoint, "load() from a folder with nothing but notes.md raises RuntimeError"),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        (OnlyTheTwoNewest, "steps 9 and 10 are damaged, step 8 is whole, and load() raises"),
-        (AnUnfinishedFileIsADamagedOne, "the very first save was killed"),
-        (DamagedOnesGetAnotherName, "gives None when it is called again, as a restart does"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (OneMoreThanKeep, "step-11.pt is still there: three checkpoints stay"),
+        (OldOnesFirstWhereAnotherIsLeft, "a training with keep=2 has one left"),
+        (OldOnesBeforeTheNewName, "a training with keep=2 has one left"),
+        (OldOnesGiveTheirSpace, "of step 8 nothing is left"),
+        (NewestByTime, "step 11 is there and step 12 is gone"),
+        (AllThatBeginsAlike, "save() has deleted step-best.pt"),
+        (NumbersOfAllThatBeginsAlike, "notes.md and step-best.pt lie in the folder, and save() raises ValueError"),
+        (StepAmongTheState, "state['step'] is not what was saved"),
+        (NoStepZero, "after save(0, state) load() gives None"),
+        (AnyFileIsACheckpoint, "load() from a folder with nothing but notes.md raises RuntimeError"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (OnlyTheTwoNewest, "steps 9 and 10 are damaged, step 8 is whole, and load() raises"),
+                (AnUnfinishedFileIsADamagedOne, "the very first save was killed"),
+                (DamagedOnesGetAnotherName, "gives None when it is called again, as a restart does"),
+            )
+        ),
+    ],
+)
 def test_what_the_text_names_and_the_example_does_not_show_is_told(wrong, words):
     assert words in examine("05.1", wrong).text
 
@@ -531,8 +539,12 @@ def test_rarer_mistakes_with_files_are_told(wrong, words):
 def all_subsets(blocks, x, kept_bytes, budget_bytes):
     """Every choice is tried, the smallest first; runs of blocks that go together are one segment."""
     n = len(blocks)
-    again = next(c for k in range(n + 1) for c in itertools.combinations(range(n), k)
-                 if sum(kept_bytes[i] for i in range(n) if i not in c) <= budget_bytes)  # fmt: skip
+    again = next(
+        c
+        for k in range(n + 1)
+        for c in itertools.combinations(range(n), k)
+        if sum(kept_bytes[i] for i in range(n) if i not in c) <= budget_bytes
+    )
     for twice, numbers in itertools.groupby(range(n), key=again.__contains__):
         segment = nn.Sequential(*(blocks[i] for i in numbers))
         x = checkpoint(segment, x, use_reentrant=False) if twice else segment(x)
@@ -632,11 +644,15 @@ def in_evaluation_mode(blocks, *rest):
     return solution.run_stack([block.eval() for block in blocks], *rest)
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    (takes_them_out_of_kept_bytes, "kept_bytes holds other numbers afterwards"),
-    (first_of_this_size, "two blocks of the same size: 49 kB are kept"),
-    (patched, "the caller's blocks are others afterwards"), (in_evaluation_mode, "a block is in another mode"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (takes_them_out_of_kept_bytes, "kept_bytes holds other numbers afterwards"),
+        (first_of_this_size, "two blocks of the same size: 49 kB are kept"),
+        (patched, "the caller's blocks are others afterwards"),
+        (in_evaluation_mode, "a block is in another mode"),
+    ],
+)
 def test_what_the_next_step_would_suffer_from_is_told(wrong, words):
     assert words in examine("05.2", wrong).text
 
@@ -778,20 +794,30 @@ class LoadedForEvaluation(mutants.Complete):
         self.model.eval()
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    (TakesTheStateApart, "load_state_dict(state) works once: a second one from the same state raises KeyError"),
-    (TakesWhatIsThere, "a second one from the same state does not bring back the parameters"),
-    (SavedInEvaluationMode, "state_dict() itself puts the model into evaluation mode"),
-    (LoadedForEvaluation, "load_state_dict() leaves the model in evaluation mode"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (TakesTheStateApart, "load_state_dict(state) works once: a second one from the same state raises KeyError"),
+        (TakesWhatIsThere, "a second one from the same state does not bring back the parameters"),
+        (SavedInEvaluationMode, "state_dict() itself puts the model into evaluation mode"),
+        (LoadedForEvaluation, "load_state_dict() leaves the model in evaluation mode"),
+    ],
+)
 def test_what_is_no_piece_of_the_state_is_told(wrong, words):
     assert words in examine("05.4", wrong).text
 
 
 def test_from_the_article_on_one_piece_after_the_other():
     parts = ["scheduler", "scaler", "sampler", "generator", "torch", "numpy", "python"]
-    words = ["the scheduler", "the loss scale", "the number of the epoch", "the sampler's generator",
-             "torch's random state", "NumPy's", "Python's"]  # fmt: skip
+    words = [
+        "the scheduler",
+        "the loss scale",
+        "the number of the epoch",
+        "the sampler's generator",
+        "torch's random state",
+        "NumPy's",
+        "Python's",
+    ]
     for i, word in enumerate(words):
         told = examine("05.4", mutants._without(*parts[i:]))
         assert word in told.text.splitlines()[0], told.text

@@ -75,8 +75,14 @@ def _random_order(draw, micro_batches, most):
     forward = backward = 0
     found = []
     while backward < micro_batches:
-        may = [k for k, can in (("forward", forward < micro_batches and forward - backward < most),
-                                ("backward", backward < forward)) if can]  # fmt: skip
+        may = [
+            k
+            for k, can in (
+                ("forward", forward < micro_batches and forward - backward < most),
+                ("backward", backward < forward),
+            )
+            if can
+        ]
         kind = draw.choice(may)
         found.append(Action(kind, forward if kind == "forward" else backward))
         forward, backward = forward + (kind == "forward"), backward + (kind == "backward")
@@ -89,8 +95,17 @@ def test_ranks_that_train_in_this_order_have_the_gradients_of_one_process():
     assert max(run_on_ranks(exercise_pipeline._train, p, orders)) < 1e-6
 
 
-@pytest.mark.parametrize("junk", [lambda *a: None, lambda *a: [1, 2], lambda *a: [("forward", "x")], lambda *a: "abc",
-                                  lambda *a: [("forwards", 0)], lambda *a: []])  # fmt: skip
+@pytest.mark.parametrize(
+    "junk",
+    [
+        lambda *a: None,
+        lambda *a: [1, 2],
+        lambda *a: [("forward", "x")],
+        lambda *a: "abc",
+        lambda *a: [("forwards", 0)],
+        lambda *a: [],
+    ],
+)
 def test_junk_for_an_order_is_told(junk):
     said = examine("06.1", junk)
     assert said.state == "not yet" and "your code raised" not in said.text
@@ -197,9 +212,7 @@ def by_tables(layer_s, stages):
     cost[0][0] = 0.0
     for p in range(1, stages + 1):
         for end in range(p, n + 1):
-            cost[p][end], begin[p][end] = min(
-                (max(cost[p - 1][k], sum(layer_s[k:end])), k) for k in range(p - 1, end)
-            )  # fmt: skip
+            cost[p][end], begin[p][end] = min((max(cost[p - 1][k], sum(layer_s[k:end])), k) for k in range(p - 1, end))
     cut, end = [], n
     for p in range(stages, 1, -1):
         end = begin[p][end]
@@ -218,9 +231,10 @@ def test_the_reference_cuts_as_well_as_any_way_and_as_the_lab():
         layer_s = [draw.choice([draw.uniform(0, 1), draw.randint(1, 9)]) for _ in range(draw.randint(1, 9))]
         stages = draw.randint(1, len(layer_s))
         ways = combinations(range(1, len(layer_s)), stages - 1)
-        best, mine = (max(sum(layer_s[a:b]) for a, b in pairwise([0, *cut, len(layer_s)]))
-                      for cut in (min(ways, key=lambda c: max(cuts_checks._sums(layer_s, c))),
-                                  solution.cuts(layer_s, stages)))  # fmt: skip
+        best, mine = (
+            max(sum(layer_s[a:b]) for a, b in pairwise([0, *cut, len(layer_s)]))
+            for cut in (min(ways, key=lambda c: max(cuts_checks._sums(layer_s, c))), solution.cuts(layer_s, stages))
+        )
         assert mine == pytest.approx(best)
         none = tuple(0.0 for _ in layer_s)
         lab = partition.choose(partition.Costs(tuple(layer_s), none, none), stages)

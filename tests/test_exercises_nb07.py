@@ -34,8 +34,10 @@ def everything_then_one_sum(x):
     while len(known) < ranks:
         few = min(len(known), ranks - len(known))
         arrive = torch.empty(few, len(x))
-        ops = [dist.P2POp(dist.isend, known[:few].contiguous(), (rank - len(known)) % ranks),
-               dist.P2POp(dist.irecv, arrive, (rank + len(known)) % ranks)]  # fmt: skip
+        ops = [
+            dist.P2POp(dist.isend, known[:few].contiguous(), (rank - len(known)) % ranks),
+            dist.P2POp(dist.irecv, arrive, (rank + len(known)) % ranks),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         known = torch.cat([known, arrive])

@@ -42,14 +42,23 @@ def gpu_cores_too(report):
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ({"overhead": lambda r: nb00._calls_in_ms(r) or r["pass: operators"] * r["host time of an operator (µs)"]
-          > r["pass: memory (µs)"]}, "limited by arithmetic"),
-        ({"tf32": lambda r: r["FP32 product (TFLOP/s)"] > 2 * (r["published FP32 peak (TFLOP/s)"] or 1e9)},
-         "above the card's published FP32 peak, 30.3"),
+        (
+            {
+                "overhead": lambda r: (
+                    nb00._calls_in_ms(r)
+                    or r["pass: operators"] * r["host time of an operator (µs)"] > r["pass: memory (µs)"]
+                )
+            },
+            "limited by arithmetic",
+        ),
+        (
+            {"tf32": lambda r: r["FP32 product (TFLOP/s)"] > 2 * (r["published FP32 peak (TFLOP/s)"] or 1e9)},
+            "above the card's published FP32 peak, 30.3",
+        ),
         ({"cache": lambda r: r["triad: its arrays together (MiB)"] < 40}, "45 MiB together, and the caches 50"),
         ({"busy": lambda r: r["busy before the run (%)"] > 90}, "60 % busy"),
     ],
-)  # fmt: skip
+)
 def test_a_rule_that_is_nearly_right_is_told(rule, words):
     told("00.1", nb00._diagnose(**rule), words)
 
@@ -78,14 +87,24 @@ def quota_by(no_quota, cores=len):
     ("wrong", "words"),
     [
         (quota_by(lambda text: text == "max 100000"), '"max 50000" ends in ValueError: you compare the whole text'),
-        (lambda affinity, cpu_max: {"max 100000": len(affinity)}.get(cpu_max) or cut(affinity, *cpu_max.replace(
-            "max", "100000").split()), '"max 50000" gives 2, not 4: you compare the whole text'),
+        (
+            lambda affinity, cpu_max: (
+                {"max 100000": len(affinity)}.get(cpu_max) or cut(affinity, *cpu_max.replace("max", "100000").split())
+            ),
+            '"max 50000" gives 2, not 4: you compare the whole text',
+        ),
         (quota_by(lambda text: "max" in text, lambda affinity: 4), 'affinity {5} and "max 100000" you return 4'),
         (lambda affinity, cpu_max: str(solutions_00.usable_cores(affinity, cpu_max)), "you return the text '4'"),
-        (lambda affinity, cpu_max: len(affinity) if "max" in cpu_max else
-         max(1, min(len(affinity), int(cpu_max.split()[0]) / int(cpu_max.split()[1]))), "2.7 cores stay 2.7"),
+        (
+            lambda affinity, cpu_max: (
+                len(affinity)
+                if "max" in cpu_max
+                else max(1, min(len(affinity), int(cpu_max.split()[0]) / int(cpu_max.split()[1])))
+            ),
+            "2.7 cores stay 2.7",
+        ),
     ],
-)  # fmt: skip
+)
 def test_cores_that_are_nearly_right_are_told(wrong, words):
     told("00.2", wrong, words)
 
@@ -395,21 +414,31 @@ def around_ddp(ddp, optimizer, micro_batches, loss_fn):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    first(4, [
-        (nb03._accumulate(weighed(ranks=2)), "the number of ranks is fixed"),
-        (nb03._accumulate(weighed(rows=16)), "the number of rows is fixed"),
-        (nb03._accumulate(weighed(ranks=2, rows=16)), "the number of ranks and of rows is fixed"),
-        (nb03._accumulate(syncs=lambda i, last: i >= 2), "the number of micro-batches is fixed"),
-        (nb03._accumulate(syncs=lambda i, last: i == 2), "what comes after the 3rd stays on each rank"),
-        (nb03._accumulate(lambda _: [12 / 16, 8 / 16, 4 / 16] if dist.get_rank() == 0 else [4 / 16, 2 / 16, 2 / 16]),
-         "it raises an error"),
-        (first_three, "those after the 3rd are left out"),
-        (one_forward, "12 rows went through the model at once"),
-        (around_ddp, "a forward of the module inside goes around DDP"),
-        (nb03._accumulate(lambda batches: [len(x) for x, _ in batches]), "nothing is divided by the number of all"),
-        (nb03._accumulate(lambda batches: [2 * w for w in nb03._weights(batches)]), "twice as large as it should be"),
-    ]),
-)  # fmt: skip
+    first(
+        4,
+        [
+            (nb03._accumulate(weighed(ranks=2)), "the number of ranks is fixed"),
+            (nb03._accumulate(weighed(rows=16)), "the number of rows is fixed"),
+            (nb03._accumulate(weighed(ranks=2, rows=16)), "the number of ranks and of rows is fixed"),
+            (nb03._accumulate(syncs=lambda i, last: i >= 2), "the number of micro-batches is fixed"),
+            (nb03._accumulate(syncs=lambda i, last: i == 2), "what comes after the 3rd stays on each rank"),
+            (
+                nb03._accumulate(
+                    lambda _: [12 / 16, 8 / 16, 4 / 16] if dist.get_rank() == 0 else [4 / 16, 2 / 16, 2 / 16]
+                ),
+                "it raises an error",
+            ),
+            (first_three, "those after the 3rd are left out"),
+            (one_forward, "12 rows went through the model at once"),
+            (around_ddp, "a forward of the module inside goes around DDP"),
+            (nb03._accumulate(lambda batches: [len(x) for x, _ in batches]), "nothing is divided by the number of all"),
+            (
+                nb03._accumulate(lambda batches: [2 * w for w in nb03._weights(batches)]),
+                "twice as large as it should be",
+            ),
+        ],
+    ),
+)
 def test_a_step_that_is_nearly_right_is_told(wrong, words):
     told("03.3", wrong, words)
 
@@ -417,9 +446,15 @@ def test_a_step_that_is_nearly_right_is_told(wrong, words):
 # -- 03.4
 
 
-def program(epoch_of=lambda epoch: epoch, adds_up=False, saved=lambda model: model.state_dict(), loads=True,
-            tested=lambda n, rank, ranks: range(rank, n, ranks), returned=lambda share, rank: share,
-            **sampled):  # fmt: skip
+def program(
+    epoch_of=lambda epoch: epoch,
+    adds_up=False,
+    saved=lambda model: model.state_dict(),
+    loads=True,
+    tested=lambda n, rank, ranks: range(rank, n, ranks),
+    returned=lambda share, rank: share,
+    **sampled,
+):
     """The program, repaired but for one thing."""
 
     def train(model, train_set, test_set, epochs, path):

@@ -44,10 +44,17 @@ from labs.parts.timing.roofline import training_step_work
 from labs.parts.tuning import rules
 
 EXPLORERS = {
-    "roofline": nb00.roofline, "batch": nb01.batch, "learning_rate": nb01.learning_rate, "workers": nb02.workers,
-    "speedup": nb03.speedup, "memory_formats": nb04.memory, "memory_policies": nb05.memory, "pipeline": nb06.pipeline,
-    "slow_link": nb07.step, "scale": nb08.scale,
-}  # fmt: skip
+    "roofline": nb00.roofline,
+    "batch": nb01.batch,
+    "learning_rate": nb01.learning_rate,
+    "workers": nb02.workers,
+    "speedup": nb03.speedup,
+    "memory_formats": nb04.memory,
+    "memory_policies": nb05.memory,
+    "pipeline": nb06.pipeline,
+    "slow_link": nb07.step,
+    "scale": nb08.scale,
+}
 
 
 def opened(cell, *args, **kwargs):
@@ -155,10 +162,12 @@ def test_the_counted_bytes_and_operations_are_straight_lines_over_the_batch():
 
 def test_a_run_of_ones_own_is_one_more_card_and_a_model_of_ones_own_one_more_model():
     here = {"cpu": "Xeon 8481C", "cores": 8, "gpus": [], "torch": "2.13.0", "utc": "2026-11-21T10:00:00+00:00"}
-    run = Records([
-        Record("hardware_probe", "matmul_flop_s", "FLOP/s", (9e10, 1e11), case={"dtype": "fp32"}, provenance=here),
-        Record("hardware_probe", "memory_b_s", "B/s", (1e10,), provenance=here),
-    ])  # fmt: skip
+    run = Records(
+        [
+            Record("hardware_probe", "matmul_flop_s", "FLOP/s", (9e10, 1e11), case={"dtype": "fp32"}, provenance=here),
+            Record("hardware_probe", "memory_b_s", "B/s", (1e10,), provenance=here),
+        ]
+    )
     draw, controls = opened(nb00.roofline, run, model="mlp")
     fig, _, sentence = draw(**{key: c.default for key, c in controls.items()})
     assert controls["model"].default == "yours" and "compute-bound above 9.5 FLOP per byte" in sentence
@@ -221,8 +230,10 @@ def test_the_speed_up_over_a_link():
 def test_a_link_of_ones_own_gives_back_the_times_it_was_fitted_to():
     sizes, n, latency, rate = (2**12, 2**20, 2**23), 4, 3e-5, 2e9
     times = [nb03.all_reduce_s(size, n, latency, rate) for size in sizes]
-    run = Records(Record("crossover", "all_reduce_s", "s", (t,), case={"size": s}, layout={"world_size": n})
-                  for s, t in zip(sizes, times, strict=True))  # fmt: skip
+    run = Records(
+        Record("crossover", "all_reduce_s", "s", (t,), case={"size": s}, layout={"world_size": n})
+        for s, t in zip(sizes, times, strict=True)
+    )
     assert nb03.own_link(run) == pytest.approx((latency, rate), rel=1e-3)
     draw, controls = opened(nb03.speedup, run)
     assert controls["link"].default == nb03.HERE and draw(**{k: c.default for k, c in controls.items()})
@@ -240,9 +251,14 @@ def test_the_memory_that_mixed_precision_saves_and_the_batch_that_fits():
 
 @pytest.mark.parametrize(
     ("count", "precision"),
-    [(2, "bf16"), *(pytest.param(*of, marks=pytest.mark.long) for of in
-                    ((0, "fp32"), (0, "bf16"), (2, "fp32"), (4, "fp32"), (4, "bf16")))],
-)  # fmt: skip
+    [
+        (2, "bf16"),
+        *(
+            pytest.param(*of, marks=pytest.mark.long)
+            for of in ((0, "fp32"), (0, "bf16"), (2, "fp32"), (4, "fp32"), (4, "bf16"))
+        ),
+    ],
+)
 def test_the_chain_of_a_bert_is_that_of_a_traced_step_but_for_what_lives_for_a_moment(precision, count):
     """The oracle follows every storage of a step; the formula is to be near it, and hardly above.
 
@@ -250,8 +266,9 @@ def test_the_chain_of_a_bert_is_that_of_a_traced_step_but_for_what_lives_for_a_m
     """
     shape, policy = BertShape(layers=4), {0: "none", 2: "segments:2", 4: "block"}[count]
     for rows, seq in ((32, 128), (8, 512)):
-        trace = oracle.step(lambda seq=seq: bert(shape, seq), rows, optimizer="adam", precision=precision,
-                            policy=policy, target="cuda")  # fmt: skip
+        trace = oracle.step(
+            lambda seq=seq: bert(shape, seq), rows, optimizer="adam", precision=precision, policy=policy, target="cuda"
+        )
         fullest = dict.fromkeys(("forward", "backward", "optimizer"), 0)
         for event, total in zip(trace.events, trace.timeline(), strict=True):
             if event.phase in fullest:

@@ -302,9 +302,14 @@ def command(*arguments: str, tmp: str, lab: str = FAULTY) -> tuple[subprocess.Po
     """`python -m lab ...` in the background, and the mark of its processes."""
     environment = new_environment(TMPDIR=tmp)
     process = subprocess.Popen(
-        [*PYTHON, "-m", lab, *arguments], env=environment, cwd=HERE, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        [*PYTHON, "-m", lab, *arguments],
+        env=environment,
+        cwd=HERE,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     return process, environment[MARK]
 
 
@@ -312,10 +317,12 @@ def command(*arguments: str, tmp: str, lab: str = FAULTY) -> tuple[subprocess.Po
 @pytest.mark.parametrize(
     ("number", "group", "code"),
     [
-        (signal.SIGINT, True, 130), (signal.SIGTERM, False, -signal.SIGTERM),
-        (signal.SIGKILL, False, -signal.SIGKILL), (signal.SIGKILL, True, -signal.SIGKILL),
+        (signal.SIGINT, True, 130),
+        (signal.SIGTERM, False, -signal.SIGTERM),
+        (signal.SIGKILL, False, -signal.SIGKILL),
+        (signal.SIGKILL, True, -signal.SIGKILL),
     ],
-)  # fmt: skip
+)
 def test_ending_a_lab_in_the_shell_ends_its_ranks(number, group, code, own_tmp):
     process, mark = command("--fault", "sleep", "--workers", "1", tmp=own_tmp)
     wait_for(lambda: len(family(mark)) >= 8, what="launcher, 3 helpers, 2 ranks, 2 workers")
@@ -351,8 +358,15 @@ def test_interrupts_at_any_moment(own_tmp):
         "        print('interrupted', flush=True)\n"
     )
     environment = new_environment(TMPDIR=own_tmp)
-    with subprocess.Popen([*PYTHON, "-c", code], env=environment, cwd=HERE, text=True, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, start_new_session=True) as process:  # fmt: skip
+    with subprocess.Popen(
+        [*PYTHON, "-c", code],
+        env=environment,
+        cwd=HERE,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
         for delay_s in (0.5, 0.0, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.3):  # the first one while torch is loading
             process.stdin.write("\n")
             process.stdin.flush()

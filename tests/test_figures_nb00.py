@@ -74,8 +74,9 @@ def test_the_tf32_switch(said):
 
 
 def ceilings(arithmetic, memory, spread=NARROW):
-    return Records(made("ceiling_speedup", v, "x", spread, job=j, ranks=2) for j, v in
-                   (("matmul", arithmetic), ("triad", memory)))  # fmt: skip
+    return Records(
+        made("ceiling_speedup", v, "x", spread, job=j, ranks=2) for j, v in (("matmul", arithmetic), ("triad", memory))
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,11 +116,13 @@ def test_copies_on_a_gpu_and_what_a_cpu_shows_in_their_place(said):
 def all_reduces(latency, rate, spread=NARROW):
     sizes = [1024 * 8**k for k in range(6)]
     return Records(
-        record for size in sizes for record in (
+        record
+        for size in sizes
+        for record in (
             made("all_reduce_s", latency + size / rate, "s", spread, bytes=size, ranks=2),
             made("busbw_b_s", size / (latency + size / rate), "B/s", spread, bytes=size, ranks=2),
         )
-    )  # fmt: skip
+    )
 
 
 def test_a_link_is_told_with_its_interval(said):
@@ -146,13 +149,19 @@ def test_a_link_that_this_run_cannot_tell(run, words, said):
 
 
 def passes(operator=5e-6, mlp=2e-3, small=2e-4, memory=4e10):
-    found = [made("convolution_flop_s", 2e11, "FLOP/s", dtype="fp32"), made("memory_b_s", memory, "B/s", op="triad"),
-             made("operator_s", operator, "s", of="pass"), made("operator_s", 1e-6, "s", of="add_")]  # fmt: skip
+    found = [
+        made("convolution_flop_s", 2e11, "FLOP/s", dtype="fp32"),
+        made("memory_b_s", memory, "B/s", op="triad"),
+        made("operator_s", operator, "s", of="pass"),
+        made("operator_s", 1e-6, "s", of="add_"),
+    ]
     for rows, flop, size, seconds in ((64, 1.9e8, 8.6e6, mlp), (1, 2.9e6, 5.8e6, small)):
         case = {"model": "mlp", "batch_size": rows}
         found += [made("model_flop_s", flop / seconds, "FLOP/s", **case)]
-        found += [made(f"model_{what}", value, kind="modelled", spread=(1,), **case)
-                  for what, value in (("flop", flop), ("bytes", size), ("operators", 20))]  # fmt: skip
+        found += [
+            made(f"model_{what}", value, kind="modelled", spread=(1,), **case)
+            for what, value in (("flop", flop), ("bytes", size), ("operators", 20))
+        ]
     return Records(found)
 
 
@@ -205,9 +214,18 @@ def test_operators_are_those_that_a_profiler_sees():
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
         step()
-    names = ("aten::addmm", "aten::mm", "aten::relu", "aten::threshold_backward", "aten::sum", "aten::_log_softmax",
-             "aten::nll_loss_forward", "aten::nll_loss_backward", "aten::_log_softmax_backward_data",
-             "aten::ones_like")  # fmt: skip
+    names = (
+        "aten::addmm",
+        "aten::mm",
+        "aten::relu",
+        "aten::threshold_backward",
+        "aten::sum",
+        "aten::_log_softmax",
+        "aten::nll_loss_forward",
+        "aten::nll_loss_backward",
+        "aten::_log_softmax_backward_data",
+        "aten::ones_like",
+    )
     seen = sum(e.count for e in trace.key_averages() if e.key in names)
     counted = training_step_work(probing.tiny_mlp(), 4).operators
     assert abs(counted - seen) <= 3, (counted, seen)  # detach and clones of gradients
@@ -250,10 +268,12 @@ def test_the_command_answers_with_what_its_records_hold():
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ([1.0] * 8, "So this is the speed of memory"), ([5.0] * 8, "Memory does not give that"),
-        ([0.2] * 8, "Memory gives more"), ([0.5, 2.0, 1.0, 1.5, 0.6, 1.9, 0.8, 1.7], "cannot tell"),
+        ([1.0] * 8, "So this is the speed of memory"),
+        ([5.0] * 8, "Memory does not give that"),
+        ([0.2] * 8, "Memory gives more"),
+        ([0.5, 2.0, 1.0, 1.5, 0.6, 1.9, 0.8, 1.7], "cannot tell"),
     ],
-)  # fmt: skip
+)
 def test_a_triad_is_called_memory_only_if_its_interval_says_so(own, words, monkeypatch, capsys):
     monkeypatch.setattr(editable, "run_on_ranks", lambda body, ranks, triad: [(own, [1.0] * 8)])
     editable.compare_with_memory(float, 1)

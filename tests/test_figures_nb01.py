@@ -48,8 +48,21 @@ WAITS = (
 def waits(device, free=0.1, copying=0.9):
     kind = "modelled" if device == "cpu" else "measured"
     shares = dict(WAITS) | {"data on the device": free, "x.to(device)": copying}
-    return Records(make("timing", "seen_share", "1", around(s), device=device, kind=kind, way=way, steps=10, batch=16,
-                        waits=way in ("x.to(device)", "loss.item()")) for way, s in shares.items())  # fmt: skip
+    return Records(
+        make(
+            "timing",
+            "seen_share",
+            "1",
+            around(s),
+            device=device,
+            kind=kind,
+            way=way,
+            steps=10,
+            batch=16,
+            waits=way in ("x.to(device)", "loss.item()"),
+        )
+        for way, s in shares.items()
+    )
 
 
 def test_hidden_waits(shown):
@@ -64,10 +77,15 @@ def test_hidden_waits(shown):
     assert "| some |" in large and "all but the last of 10 steps (its launches are seen: 94 %)" in large
 
 
-@pytest.mark.parametrize(("later", "words"), [
-    (1.0, "no drift that this run can show"), (1.03, "a drift, but a small one"),
-    (1.3, "**the timed part was not steady**"), (0.7, "**the timed part was not steady**"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        (1.0, "no drift that this run can show"),
+        (1.03, "a drift, but a small one"),
+        (1.3, "**the timed part was not steady**"),
+        (0.7, "**the timed part was not steady**"),
+    ],
+)
 def test_a_drift_of_the_timed_part_is_told(later, words, shown):
     run = [r for r in timing() if r.case.get("mode") != "train"]
     samples = [*around(1e-3), *around(1e-3 * later, 3)]
@@ -98,8 +116,11 @@ def test_blocked_and_interleaved(shown):
 
 def test_pairs_beside_the_square_law():
     def table(**needs):
-        return [{"slower": int(s[1:]) / 100, "pairs": p, "share": figures.Estimate(float(p >= n), 0, 1, 9)}
-                for s, n in needs.items() for p in figures.PAIRS]  # fmt: skip
+        return [
+            {"slower": int(s[1:]) / 100, "pairs": p, "share": figures.Estimate(float(p >= n), 0, 1, 9)}
+            for s, n in needs.items()
+            for p in figures.PAIRS
+        ]
 
     assert "that is 25 times, and here 4." in figures._growth_text(table(s10=10, s2=40))
     assert "cannot test that" in figures._growth_text(table(s10=5, s2=40))
@@ -121,12 +142,19 @@ def test_a_slow_reader_sees_means(shown):
         assert words in shown[-1]
 
 
-@pytest.mark.parametrize(("steps", "title", "words"), [
-    ({4: 1.0, 32: 1.2, 256: 3.0, 2048: 20.0}, "a batch of 117; beyond 256 there is 20 % to gain", "117 samples"),
-    ({32: 1.0, 256: 8.4, 2048: 64.0}, "no fixed part of a step to be seen", "a step costs whatever its batch"),
-    ({32: 2.0, 256: 1.9, 2048: 15.2}, "no cost per sample to be seen; beyond 256 no gain is shown", "a sample costs"),
-    ({32: 1.2, 256: 3.0}, "One device: half of the limit at a batch of 117.", "117 samples"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("steps", "title", "words"),
+    [
+        ({4: 1.0, 32: 1.2, 256: 3.0, 2048: 20.0}, "a batch of 117; beyond 256 there is 20 % to gain", "117 samples"),
+        ({32: 1.0, 256: 8.4, 2048: 64.0}, "no fixed part of a step to be seen", "a step costs whatever its batch"),
+        (
+            {32: 2.0, 256: 1.9, 2048: 15.2},
+            "no cost per sample to be seen; beyond 256 no gain is shown",
+            "a sample costs",
+        ),
+        ({32: 1.2, 256: 3.0}, "One device: half of the limit at a batch of 117.", "117 samples"),
+    ],
+)
 def test_two_batches_may_not_tell_where_half_of_the_limit_is(steps, title, words, shown):
     figures_batch.throughput(Records(batch_size(steps)), predict(117, "batch"))
     assert title in f"{shown[0].rpartition('. ')[0]}." and words in shown[1].partition("* 2 devices")[0]

@@ -28,26 +28,35 @@ def test_the_title_of_the_speeds_counts_what_is_shown():
     assert "0 are faster than FP32, 1 slower" in figures.speed_message({("cnn", "fp16"): about(0.1)})
 
 
-@pytest.mark.parametrize(("fused", "eager", "words"), [
-    (about(0.6), about(1.4), "fused attention gains less"), (about(1.4), about(0.6), "fused attention gains more"),
-    (about(1.0, 0.5), about(1.2, 0.5), "cannot be told from this run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fused", "eager", "words"),
+    [
+        (about(0.6), about(1.4), "fused attention gains less"),
+        (about(1.4), about(0.6), "fused attention gains more"),
+        (about(1.0, 0.5), about(1.2, 0.5), "cannot be told from this run"),
+    ],
+)
 def test_the_two_kinds_of_attention_decide_what_is_said_of_them(fused, eager, words):
     found = {("char_gpt", "bf16"): fused, (figures.EAGER_GPT, "bf16"): eager}
     assert words in figures.attention_text(found)
     assert figures.attention_text({("char_gpt", "bf16"): fused}) == ""
 
 
-@pytest.mark.parametrize(("plain", "cast", "words"), [
-    ((0.5, 2.0), (0.5, 2.0), "from side 64 on, with or without"),
-    ((2.0, 2.0), (0.5, 0.9), "with autocast's casts at no side"),
-    ((2.0, 2.0), (0.5, 2.0), "from side 32 on, with autocast's casts from side 64 on"),
-    ((0.5, 0.6), (0.5, 0.6), "slower than FP32 at every side tried"),
-    ((0.5, 1.0), (0.5, 0.6), "not shown to overtake FP32 at every side tried"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plain", "cast", "words"),
+    [
+        ((0.5, 2.0), (0.5, 2.0), "from side 64 on, with or without"),
+        ((2.0, 2.0), (0.5, 0.9), "with autocast's casts at no side"),
+        ((2.0, 2.0), (0.5, 2.0), "from side 32 on, with autocast's casts from side 64 on"),
+        ((0.5, 0.6), (0.5, 0.6), "slower than FP32 at every side tried"),
+        ((0.5, 1.0), (0.5, 0.6), "not shown to overtake FP32 at every side tried"),
+    ],
+)
 def test_the_title_of_the_ladder(plain, cast, words):
-    found = {("bf16", c): dict(zip((32, 64), map(about, ratios), strict=True))
-             for c, ratios in ((False, plain), (True, cast))}  # fmt: skip
+    found = {
+        ("bf16", c): dict(zip((32, 64), map(about, ratios), strict=True))
+        for c, ratios in ((False, plain), (True, cast))
+    }
     assert words in figures.ladder_message(found)
     assert "not measured" in figures.ladder_message({})
 
@@ -84,8 +93,10 @@ def test_the_accuracy_figure_says_what_its_intervals_say(capsys):
 def test_formats_with_the_same_bytes_share_a_row():
     def made(precision, hook, wire):
         case = {"precision": precision, "hook": hook}
-        return [Record("a", "bucket_bytes", "B", (4e6,), case={**case, "dtype": "float32", "buckets": 1}),
-                Record("a", "wire_bytes", "B", (wire,), case={**case, "dtype": "x"})]  # fmt: skip
+        return [
+            Record("a", "bucket_bytes", "B", (4e6,), case={**case, "dtype": "float32", "buckets": 1}),
+            Record("a", "wire_bytes", "B", (wire,), case={**case, "dtype": "x"}),
+        ]
 
     same = Records([r for p in ("fp32", "bf16") for h, w in (("none", 4e6), ("fp16", 2e6)) for r in made(p, h, w)])
     assert list(memory_figures.wire_table(same)["forward in"]) == ["FP32, BF16", "FP32, BF16"]
@@ -117,8 +128,11 @@ def test_what_fp16_cannot_hold_has_two_ends(capsys):
         found += [
             Record("amp_training", m, "1", (v[k],), case=one) for m, v in {**shares, "zero_share": (0, 0)}.items()
         ]
-        found.append(Record("amp_training", "gradient_exponent_count", "count", (1.0, 2.0),
-                            case={**one, "exponents": [-20, -19]}))  # fmt: skip
+        found.append(
+            Record(
+                "amp_training", "gradient_exponent_count", "count", (1.0, 2.0), case={**one, "exponents": [-20, -19]}
+            )
+        )
         for metric in ("zero_share", "expected_zero_share"):
             found.append(Record("amp_training", metric, "1", (0.1,), case={**one, "precision": "fp16"}))
     figures.gradients(Records(found), "m")
@@ -131,9 +145,14 @@ def test_steps_that_were_too_slow_are_named():
     assert figures.left_out_text(left).endswith("too long: CNN, FP16.") and figures.left_out_text(Records([])) == ""
 
 
-@pytest.mark.parametrize(("moved", "words"), [
-    (3e-5, "less than 1 %"), (0.97, "about as far"), (1.7, "1.7 times as far"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("moved", "words"),
+    [
+        (3e-5, "less than 1 %"),
+        (0.97, "about as far"),
+        (1.7, "1.7 times as far"),
+    ],
+)
 def test_how_far_parameters_move(moved, words):
     assert words in memory_figures.far(moved)
 

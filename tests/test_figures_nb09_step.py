@@ -29,8 +29,15 @@ def made(metric, samples, rank=None, unit="s", lab="profile_step", **case):
 
 
 def step_run(exposed=0.004, ddp=0.014, gpu=False):
-    parts = {"data": 0.001, "host-to-device": 0.0, "forward": 0.003, "backward": 0.002,
-             "exposed communication": exposed, "optimizer": 0.001, "overhead": 0.0}  # fmt: skip
+    parts = {
+        "data": 0.001,
+        "host-to-device": 0.0,
+        "forward": 0.003,
+        "backward": 0.002,
+        "exposed communication": exposed,
+        "optimizer": 0.001,
+        "overhead": 0.0,
+    }
     parts |= {"idle": 0.002} if gpu else {}
     found = []
     for rank in (0, 1):
@@ -50,7 +57,11 @@ def test_shares_are_stacked_and_named(shown):
     )
     assert kinds_in(drawn[0]) == {"measured"}
     assert [t.get_text() for t in drawn[0].axes[0].get_yticklabels()] == [
-        "healthy, rank 0", "healthy, rank 1", "late, rank 0", "late, rank 1"]  # fmt: skip
+        "healthy, rank 0",
+        "healthy, rank 1",
+        "late, rank 0",
+        "late, rank 1",
+    ]
     assert "You predicted 30 % for forward; it is 27 %" in said[0] and "99.0 %" in said[0]
     ends = [p.vertices[:, 0].max() for c in drawn[0].axes[0].collections for p in c.get_paths()]
     assert max(ends) == pytest.approx(31), "bars end where the step does, in ms"
@@ -113,8 +124,12 @@ def test_the_profilers_price_is_named_only_where_it_can_be_told(shown):
 def test_operations_and_columns(shown):
     _, _, said, tables = shown
     mm = {"op": "aten::mm", "calls": 6.0}
-    ops = [made("op_self_s", 0.002, 0, **mm), made("op_total_s", 0.003, 0, **mm),
-           made("ops_self_s", 0.009, 0), made("ops_total_s", 0.03, 0)]  # fmt: skip
+    ops = [
+        made("op_self_s", 0.002, 0, **mm),
+        made("op_total_s", 0.003, 0, **mm),
+        made("ops_self_s", 0.009, 0),
+        made("ops_total_s", 0.03, 0),
+    ]
     figures.operations(Records([*step_run(), *ops]))
     assert tables[0].loc["aten::mm"].tolist() == ["6", "2.000 ms", "3.000 ms"] and "totals 2.7" in said[0]
     figures.columns()
@@ -130,8 +145,10 @@ def memory_run(growth):
             case = {"loop": loop, "category": category, "lab": "memory_timeline"}
             found += [made("after_step_bytes", after, 0, "B", **case), made("curve_bytes", curve, 0, "B", **case)]
         peak = [6e6 + each * k for k in range(4)]
-        found += [made("curve_step", [0.5 * k for k in range(1, 9)], 0, "1", "memory_timeline", loop=loop),
-                  made("peak_bytes", peak, 0, "B", "memory_timeline", loop=loop)]  # fmt: skip
+        found += [
+            made("curve_step", [0.5 * k for k in range(1, 9)], 0, "1", "memory_timeline", loop=loop),
+            made("peak_bytes", peak, 0, "B", "memory_timeline", loop=loop),
+        ]
     return Records(found)
 
 

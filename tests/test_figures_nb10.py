@@ -22,15 +22,26 @@ def shown(monkeypatch):
 
 
 def made(metric, value, unit="1", lab="hang_clinic", **case):
-    return Record(lab, metric, unit, (value,), case=case, config={"patience_s": 1.0, "save_every": 12, "grace_s": 30.0},
-                  layout={"world_size": 2})  # fmt: skip
+    return Record(
+        lab,
+        metric,
+        unit,
+        (value,),
+        case=case,
+        config={"patience_s": 1.0, "save_every": 12, "grace_s": 30.0},
+        layout={"world_size": 2},
+    )
 
 
 def hung(name, line=1.0, cured=1.0):
     case = {"drill": name, "round": 0, "wrong": 1}
-    return [*(made("right", line if what == "line" else 1.0, what=what, **case) for what in figures_hang.lab.NAMED),
-            made("evidence_s", 1.1, "s", said="Rank 1 did not call it.", **case), made("reading_s", 0.002, "s", **case),
-            made("cured", cured, **case), made("leftovers", 0.0, what="processes", **case)]  # fmt: skip
+    return [
+        *(made("right", line if what == "line" else 1.0, what=what, **case) for what in figures_hang.lab.NAMED),
+        made("evidence_s", 1.1, "s", said="Rank 1 did not call it.", **case),
+        made("reading_s", 0.002, "s", **case),
+        made("cured", cured, **case),
+        made("leftovers", 0.0, what="processes", **case),
+    ]
 
 
 def test_a_wrong_diagnosis_is_marked(shown):

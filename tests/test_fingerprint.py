@@ -30,10 +30,18 @@ def test_outputs_come_from_these_cells_and_this_code(path):
     assert not why, f"{path.name}: {why}; `make notebooks` runs it again"
 
 
-@pytest.mark.parametrize("edit", [
-    ("  # why", ""), ('"""Doc."""', '"""Other."""'), ('"""m^2"""', '"""two\n    lines"""'), ("\n\n\n", "\n"),
-    ("\n", "\r\n"), ("math\n", "math   \n"),
-], ids=["comment", "docstring", "longer docstring", "blank lines", "line endings", "trailing blanks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("  # why", ""),
+        ('"""Doc."""', '"""Other."""'),
+        ('"""m^2"""', '"""two\n    lines"""'),
+        ("\n\n\n", "\n"),
+        ("\n", "\r\n"),
+        ("math\n", "math   \n"),
+    ],
+    ids=["comment", "docstring", "longer docstring", "blank lines", "line endings", "trailing blanks"],
+)
 def test_what_changes_no_output_does_not_count(edit):
     assert fingerprint.without_comments(CODE.replace(*edit)) == fingerprint.without_comments(CODE)
 

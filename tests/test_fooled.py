@@ -226,8 +226,10 @@ def test_latency_makes_a_small_message_s_rate_useless_for_a_large_one(clock):
 def made(way, fooled, honest, kind="measured", **case):
     case |= {"way": way} | ({"truth": WAYS[way].truth} if WAYS[way].truth else {})
     unit = WAYS[way].unit
-    return [Record("fooled", "fooled", unit, tuple(fooled), kind, case, layout={"world_size": 2}),
-            Record("fooled", "honest", unit, tuple(honest), "measured", case, layout={"world_size": 2})]  # fmt: skip
+    return [
+        Record("fooled", "fooled", unit, tuple(fooled), kind, case, layout={"world_size": 2}),
+        Record("fooled", "honest", unit, tuple(honest), "measured", case, layout={"world_size": 2}),
+    ]
 
 
 SURE = [2.0, 2.1, 1.9, 2.0, 2.05, 1.95]
@@ -318,10 +320,15 @@ def test_with_one_rank_the_figure_and_the_table_say_what_is_missing(shown):
     assert said[2].count("\n") == 9, "ten claims"
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"ways": ("block",)}, "ways: there is no 'block': did you mean"), ({"batch_size": 1}, "batch_size must be from 2"),
-    ({"seed": -1}, "seed must be from 0"), ({"seconds": 0.0}, "seconds must be a positive number, not 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"ways": ("block",)}, "ways: there is no 'block': did you mean"),
+        ({"batch_size": 1}, "batch_size must be from 2"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"seconds": 0.0}, "seconds must be a positive number, not 0"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         lab.Config(**values)
@@ -353,8 +360,10 @@ def test_a_neighbour_whose_starter_is_gone_before_it_begins_does_not_stay():
 
 @pytest.mark.drill
 def test_a_neighbour_ends_when_whoever_started_it_is_killed():
-    program = ("import os, torch\nfrom labs.parts.fooled.neighbour import neighbour_on\n"
-               "with neighbour_on(torch.device('cpu')):\n    os.kill(os.getpid(), 9)")  # fmt: skip
+    program = (
+        "import os, torch\nfrom labs.parts.fooled.neighbour import neighbour_on\n"
+        "with neighbour_on(torch.device('cpu')):\n    os.kill(os.getpid(), 9)"
+    )
     environment = new_environment()
     done = subprocess.run([*PYTHON, "-c", program], env=environment)
     assert done.returncode == -9

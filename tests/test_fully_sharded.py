@@ -63,8 +63,11 @@ def test_the_cost_model_counts_the_bytes_that_were_counted_here(run):
     """One accounting: what the advice of labs.strategy rests on is what Traffic saw, in both formats."""
     ranks = run[0].layout["world_size"]
     parameters = sum(p.numel() for p in models.make(WIDE).module.parameters())
-    for way, form in (("ddp", sent_per_parameter(ranks, False)), ("fsdp", sent_per_parameter(ranks, True, weight=4)),
-                      ("fsdp, bf16", sent_per_parameter(ranks, True))):  # fmt: skip
+    for way, form in (
+        ("ddp", sent_per_parameter(ranks, False)),
+        ("fsdp", sent_per_parameter(ranks, True, weight=4)),
+        ("fsdp, bf16", sent_per_parameter(ranks, True)),
+    ):
         assert fully_sharded.sent_per_step(run, way, WIDE) == pytest.approx(form * parameters, rel=0.01)
 
 

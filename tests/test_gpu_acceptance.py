@@ -53,29 +53,51 @@ def healthy(name) -> Evidence:
         "timing": {"timing": []},
         "utilisation": {"utilisation": []},
         "amp": {"amp": []},
-        "memory": {"memory": [*(rec("peak_bytes", n, category=c, **memory) for c, n in (("a", 60), ("b", 40))),
-                              rec("measured_bytes", 100, **memory)]},
-        "recompute": {"recompute": [rec("peak_bytes", 100, part="pareto", policy="none"),
-                                    rec("peak_bytes", 60, part="pareto", policy="block"),
-                                    rec("gradient_difference", 0.0, policy="none"),
-                                    rec("gradient_difference", 0.0, policy="block")]},
+        "memory": {
+            "memory": [
+                *(rec("peak_bytes", n, category=c, **memory) for c, n in (("a", 60), ("b", 40))),
+                rec("measured_bytes", 100, **memory),
+            ]
+        },
+        "recompute": {
+            "recompute": [
+                rec("peak_bytes", 100, part="pareto", policy="none"),
+                rec("peak_bytes", 60, part="pareto", policy="block"),
+                rec("gradient_difference", 0.0, policy="none"),
+                rec("gradient_difference", 0.0, policy="block"),
+            ]
+        },
         "loader": {"loader": []},
-        "nccl": {"nccl": [*sums(world_size=2), rec("busbw_b_s", 2e11, layout={"world_size": 2})],
-                 "ddp": [rec("gradient_relative_error", 1e-15, dtype="float64", sync_batchnorm=False, model="mlp")]},
+        "nccl": {
+            "nccl": [*sums(world_size=2), rec("busbw_b_s", 2e11, layout={"world_size": 2})],
+            "ddp": [rec("gradient_relative_error", 1e-15, dtype="float64", sync_batchnorm=False, model="mlp")],
+        },
         "pipeline": {"pipeline": [rec("gradient_relative_error", 1e-6, schedule="1f1b")]},
         "shared": {"shared": sums(**two)},
         "faults": {"again": [rec("sum", 256.0**3)]},
         "nvml": {"watched": sums()},
-    }[name]  # fmt: skip
+    }[name]
     facts = {
-        "launcher": {"cuda_initialized": False, "libcuda_mapped": False, "libcuda_mapped_by_torch": False,
-                     "holds_gpu": False},
+        "launcher": {
+            "cuda_initialized": False,
+            "libcuda_mapped": False,
+            "libcuda_mapped_by_torch": False,
+            "holds_gpu": False,
+        },
         "nccl": {"gpus": 2},
-        "faults": {"works_again": True, "faults": {
-            fault: {"raised": f"x: {words}", "seconds": 2.0, "left": 0, "held_bytes": 0}
-            for fault, words in (("oom", "CUDA out of memory"), ("assert", "device-side assert triggered"),
-                                 ("sigkill", "rank 0 was killed by SIGKILL"), ("timeout", "the run was stopped"))}},
-    }.get(name, {})  # fmt: skip
+        "faults": {
+            "works_again": True,
+            "faults": {
+                fault: {"raised": f"x: {words}", "seconds": 2.0, "left": 0, "held_bytes": 0}
+                for fault, words in (
+                    ("oom", "CUDA out of memory"),
+                    ("assert", "device-side assert triggered"),
+                    ("sigkill", "rank 0 was killed by SIGKILL"),
+                    ("timeout", "the run was stopped"),
+                )
+            },
+        },
+    }.get(name, {})
     return stand_in.complete(name, Evidence("cpu", {k: Records(v) for k, v in runs.items()}, facts))
 
 
@@ -235,9 +257,14 @@ def test_a_step_that_crashes_hangs_or_raises_is_its_own_failure_and_the_others_g
         listed = "labs_for_tests.acceptance_steps:STEPS"
         found = {o.step: o for o in attempts(list(steps), Setting("cpu"), root, steps, listed)}
     assert {name: o.word for name, o in found.items()} == {
-        "crashes": "fail", "killed": "fail", "hangs": "fail", "raises": "fail", "lacks": "cannot",
-        "unjudgeable": "fail", "fine": "pass",
-    }  # fmt: skip
+        "crashes": "fail",
+        "killed": "fail",
+        "hangs": "fail",
+        "raises": "fail",
+        "lacks": "cannot",
+        "unjudgeable": "fail",
+        "fine": "pass",
+    }
     reasons = {name: o.reason for name, o in found.items()}
     assert reasons["crashes"] == "its process ended with exit code 7 without a verdict: last words"
     assert "was killed by SIGKILL" in reasons["killed"] and reasons["hangs"] == "no answer after 6 s: it was stopped"
@@ -272,9 +299,13 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(["--only", "coppies"], "did you mean 'copies'?"), (["--only", "nvml", "nvml"], "each step once"),
-     (["--out", "/proc/1/x"], "cannot write to"), (["--lang"], "no option --lang: did you mean '--long'")],
-)  # fmt: skip
+    [
+        (["--only", "coppies"], "did you mean 'copies'?"),
+        (["--only", "nvml", "nvml"], "each step once"),
+        (["--out", "/proc/1/x"], "cannot write to"),
+        (["--lang"], "no option --lang: did you mean '--long'"),
+    ],
+)
 def test_bad_input_is_one_line(options, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_acceptance", *options])
     with pytest.raises(SystemExit) as ended:
@@ -345,8 +376,11 @@ def test_ranks_that_are_left_are_counted():
 
 # -- what is told and kept
 
-OUTCOMES = [Outcome("copies", "pass", "24 GB/s", 4.0, {}), Outcome("amp", "fail", "bf16 is not possible", 5.0, {}),
-            Outcome("pipeline", "cannot", "one GPU", 1.0, {})]  # fmt: skip
+OUTCOMES = [
+    Outcome("copies", "pass", "24 GB/s", 4.0, {}),
+    Outcome("amp", "fail", "bf16 is not possible", 5.0, {}),
+    Outcome("pipeline", "cannot", "one GPU", 1.0, {}),
+]
 
 
 def test_the_answer_comes_in_sentences():

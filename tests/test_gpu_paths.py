@@ -95,8 +95,11 @@ def test_same_bits_are_asked_for_a_while(monkeypatch):
 
 
 def stats(requested, allocated, reserved):
-    return {f"{k}_bytes.all.{w}": v for k, v in (("requested", requested), ("allocated", allocated),
-            ("reserved", reserved)) for w in ("current", "peak")}  # fmt: skip
+    return {
+        f"{k}_bytes.all.{w}": v
+        for k, v in (("requested", requested), ("allocated", allocated), ("reserved", reserved))
+        for w in ("current", "peak")
+    }
 
 
 def test_a_gpus_peak_is_what_was_asked_for_less_what_was_there():

@@ -16,8 +16,9 @@ APART = ("last_in_no_sync", "step_inside")
 SMALL = {"smoke": True, "micro_batch": 8, "accumulate": 3, "oversubscribe": True}
 
 
-@pytest.fixture(scope="module", params=[(1, "mlp"), pytest.param((2, "mlp"), marks=pytest.mark.long), (2, "cnn")],
-                ids=str)  # fmt: skip
+@pytest.fixture(
+    scope="module", params=[(1, "mlp"), pytest.param((2, "mlp"), marks=pytest.mark.long), (2, "cnn")], ids=str
+)
 def run(request):
     """The comparison in float64, where all that is left is mistakes."""
     nproc, model = request.param
@@ -29,8 +30,14 @@ def value(run, metric, way):
 
 
 def test_records_are_complete(run):
-    per_way = {"gradient_relative_error", "gradient_scale", "parameter_spread", "optimizer_steps",
-               "all_reduces_per_step", "bytes_per_step"}  # fmt: skip
+    per_way = {
+        "gradient_relative_error",
+        "gradient_scale",
+        "parameter_spread",
+        "optimizer_steps",
+        "all_reduces_per_step",
+        "bytes_per_step",
+    }
     assert all({r.metric for r in run.where(way=way)} >= per_way for way in lab.WAYS)
     assert {r.case["way"] for r in run.where("step_s")} == set(lab.TIMED)
     assert {r.case["effective_batch"] for r in run.where("step_s")} == {8 * 3 * run[0].layout["world_size"]}

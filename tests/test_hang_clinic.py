@@ -18,8 +18,11 @@ def all_right(run, drills, times):
     """Every drill was named right each time, its cure ended well, and no process or file is left."""
     table = lab.counts(run)
     assert set(table) == set(drills)
-    wrong = [(r.case["drill"], r.case["wrong"], r.case["said"]) for r in run.where("evidence_s")
-             if not all(x.value for x in run.where("right", drill=r.case["drill"], round=r.case["round"]))]  # fmt: skip
+    wrong = [
+        (r.case["drill"], r.case["wrong"], r.case["said"])
+        for r in run.where("evidence_s")
+        if not all(x.value for x in run.where("right", drill=r.case["drill"], round=r.case["round"]))
+    ]
     assert not wrong
     for row in table.values():
         assert {row[what] for what in lab.NAMED} == {(times, times)}
@@ -119,9 +122,14 @@ def test_the_answer_says_what_was_missed_and_what_is_left():
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [({"drills": ("dead_pear",)}, "dead_peer"), ({"drills": ()}, "drills"), ({"patience_s": 0.0}, "patience_s"),
-     ({"examine": -1}, "examine"), ({"seed": -1}, "seed")],
-)  # fmt: skip
+    [
+        ({"drills": ("dead_pear",)}, "dead_peer"),
+        ({"drills": ()}, "drills"),
+        ({"patience_s": 0.0}, "patience_s"),
+        ({"examine": -1}, "examine"),
+        ({"seed": -1}, "seed"),
+    ],
+)
 def test_bad_values_name_their_option(values, said):
     with pytest.raises(BadInput, match=said):
         make_config(lab_module("hang_clinic"), values)

@@ -95,12 +95,21 @@ def test_without_nvml_torch_counts(monkeypatch):
 
 @pytest.mark.parametrize(
     "capability, arch_list, how",
-    [((9, 0), ["sm_80", "sm_90"], "native"), ((8, 9), ["sm_80", "sm_86"], "native"), ((9, 0), ["sm_80"], None),
-     ((9, 0), ["sm_80", "compute_80"], "ptx"), ((7, 5), ["sm_80", "compute_80"], None), ((9, 0), ["sm_90a"], "native"),
-     ((10, 3), ["sm_100", "sm_90"], "native"), ((10, 3), ["sm_100a"], None),
-     ((12, 0), ["sm_100", "compute_120"], "ptx"), ((8, 0), ["sm_86"], None), ((9, 0), [], None),
-     ((9, 0), ["gfx90a"], None)],
-)  # fmt: skip
+    [
+        ((9, 0), ["sm_80", "sm_90"], "native"),
+        ((8, 9), ["sm_80", "sm_86"], "native"),
+        ((9, 0), ["sm_80"], None),
+        ((9, 0), ["sm_80", "compute_80"], "ptx"),
+        ((7, 5), ["sm_80", "compute_80"], None),
+        ((9, 0), ["sm_90a"], "native"),
+        ((10, 3), ["sm_100", "sm_90"], "native"),
+        ((10, 3), ["sm_100a"], None),
+        ((12, 0), ["sm_100", "compute_120"], "ptx"),
+        ((8, 0), ["sm_86"], None),
+        ((9, 0), [], None),
+        ((9, 0), ["gfx90a"], None),
+    ],
+)
 def test_kernels_for_a_card(capability, arch_list, how):
     assert runs_on(capability, arch_list) == how
 

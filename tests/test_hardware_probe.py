@@ -20,10 +20,18 @@ from labs.parts.timing import probe_report
 
 @pytest.mark.parametrize(
     "values, words",
-    [({"dtypes": ("fp12",)}, "fp12"), ({"matmul_sizes": (0,)}, "matmul_sizes"), ({"array_mib": -1}, "array_mib"),
-     ({"message_kib": (0.001,)}, "message_kib"), ({"batch_size": -1}, "batch_size"), ({"rounds": 1}, "rounds"),
-     ({"budget_s": 0}, "budget_s"), ({"models": ("resnet",)}, "resnet"), ({"parts": ("disk",)}, "disk")],
-)  # fmt: skip
+    [
+        ({"dtypes": ("fp12",)}, "fp12"),
+        ({"matmul_sizes": (0,)}, "matmul_sizes"),
+        ({"array_mib": -1}, "array_mib"),
+        ({"message_kib": (0.001,)}, "message_kib"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"rounds": 1}, "rounds"),
+        ({"budget_s": 0}, "budget_s"),
+        ({"models": ("resnet",)}, "resnet"),
+        ({"parts": ("disk",)}, "disk"),
+    ],
+)
 def test_bad_input_is_one_line_that_names_the_parameter(values, words):
     with pytest.raises(BadInput, match=words) as e:
         hardware_probe.Config(**values)
@@ -42,9 +50,22 @@ def run():
 
 def test_records_cover_every_part(run):
     metrics = {r.metric for r in run}
-    assert metrics == {"matmul_relative_error", "all_reduce_error", "matmul_flop_s", "convolution_flop_s",
-                       "memory_b_s", "operator_s", "model_flop_s", "model_flop", "model_bytes", "model_operators",
-                       "ceiling_rate", "ceiling_speedup", "all_reduce_s", "busbw_b_s"}  # fmt: skip
+    assert metrics == {
+        "matmul_relative_error",
+        "all_reduce_error",
+        "matmul_flop_s",
+        "convolution_flop_s",
+        "memory_b_s",
+        "operator_s",
+        "model_flop_s",
+        "model_flop",
+        "model_bytes",
+        "model_operators",
+        "ceiling_rate",
+        "ceiling_speedup",
+        "all_reduce_s",
+        "busbw_b_s",
+    }
     assert all(len(r.samples) == 3 for r in run if r.kind == "measured" and "error" not in r.metric)
     assert {r.kind for r in run.where("model_bytes")} == {"modelled"}
     assert len(run.where("matmul_relative_error")) == 2  # every rank answers for its own device
@@ -72,9 +93,12 @@ def test_one_rank_has_no_ceiling_and_no_all_reduce():
 
 def shell(*args, **environ):
     return subprocess.run(
-        [sys.executable, "-m", "labs.hardware_probe", *args], capture_output=True, text=True, timeout=250,
+        [sys.executable, "-m", "labs.hardware_probe", *args],
+        capture_output=True,
+        text=True,
+        timeout=250,
         env=os.environ | environ,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.long
@@ -146,8 +170,15 @@ def test_recorded_runs_are_labelled_and_their_absence_is_said(tmp_path, capsys, 
     assert "No recorded GPU run" in said[0]
     layout = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cuda"}
     origin = {"gpus": ["NVIDIA H200"], "utc": "2026-11-01T00:00:00+00:00"}
-    r = Record("hardware_probe", "matmul_flop_s", "FLOP/s", (7e14,), case={"dtype": "bf16", "side": 8192},
-               layout=layout, provenance=origin)  # fmt: skip
+    r = Record(
+        "hardware_probe",
+        "matmul_flop_s",
+        "FLOP/s",
+        (7e14,),
+        case={"dtype": "bf16", "side": 8192},
+        layout=layout,
+        provenance=origin,
+    )
     (tmp_path / "h200").mkdir()
     Records([r]).save(tmp_path / "h200" / "hardware_probe.jsonl")
     nb00.recorded_runs(tmp_path)

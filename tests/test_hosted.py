@@ -386,8 +386,14 @@ def test_the_cell_of_the_page_makes_labs_importable_in_its_kernel(machine, tmp_p
     """As on Colab: an IPython of the host's, another folder, a clone; only pip is ours."""
     (work := tmp_path / "content").mkdir()
     (origin := tmp_path / "origin").mkdir()
-    for name in ("pyproject.toml", "constraints.txt", "labs/__init__.py", "labs/hosted.py", "labs/kit/__init__.py",
-                 "labs/kit/requirements.py"):  # fmt: skip
+    for name in (
+        "pyproject.toml",
+        "constraints.txt",
+        "labs/__init__.py",
+        "labs/hosted.py",
+        "labs/kit/__init__.py",
+        "labs/kit/requirements.py",
+    ):
         (origin / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, origin / name)
     as_somebody = ["git", "-C", str(origin), "-c", "user.name=a", "-c", "user.email=a@example.org"]

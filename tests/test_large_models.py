@@ -12,10 +12,15 @@ def parameters(module):
     return sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize(("make", "count"), [
-    (large_models.Bert, 335_174_458), (large_models.ResNet, 60_192_808),
-    (lambda: large_models.ResNet((3, 4, 6, 3)), 25_557_032),
-], ids=["BERT-large", "ResNet-152", "ResNet-50"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (large_models.Bert, 335_174_458),
+        (large_models.ResNet, 60_192_808),
+        (lambda: large_models.ResNet((3, 4, 6, 3)), 25_557_032),
+    ],
+    ids=["BERT-large", "ResNet-152", "ResNet-50"],
+)
 def test_parameters_are_those_published(make, count):
     with torch.device("meta"):
         assert parameters(make()) == count

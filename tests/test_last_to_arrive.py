@@ -93,8 +93,12 @@ def found_and_timers_alike(run):
     [planted] = run.where("planted_s")
     found, own = lab.blame(run, "one rank"), lab.own_timers(run, "one rank", "backward")
     apart = abs(max(own.values()) - min(own.values()))
-    return (found.clear and found.rank == planted.case["of_rank"] and 0.6 < found.by.value / planted.value < 1.6
-            and apart < 0.3 * planted.value)  # fmt: skip
+    return (
+        found.clear
+        and found.rank == planted.case["of_rank"]
+        and 0.6 < found.by.value / planted.value < 1.6
+        and apart < 0.3 * planted.value
+    )
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (4, 1)])
@@ -157,9 +161,15 @@ def test_the_editable_round(capsys):
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [({"place": "lunch"}, "place"), ({"delay_ms": -1.0}, "delay_ms"), ({"rare_share": 0.0}, "rare_share"),
-     ({"late_rank": -1}, "late_rank"), ({"model": "nosuch"}, "nosuch"), ({"layers": 0}, "layers")],
-)  # fmt: skip
+    [
+        ({"place": "lunch"}, "place"),
+        ({"delay_ms": -1.0}, "delay_ms"),
+        ({"rare_share": 0.0}, "rare_share"),
+        ({"late_rank": -1}, "late_rank"),
+        ({"model": "nosuch"}, "nosuch"),
+        ({"layers": 0}, "layers"),
+    ],
+)
 def test_bad_values_name_their_option(values, said):
     for name in ("last_to_arrive", "rank_timeline"):
         if "rare_share" not in values or name == "last_to_arrive":
@@ -205,8 +215,14 @@ def timeline_records(late_ms):
         starts = [0.05 * k for k in range(3)]
         add("steps_s", [t for s in starts for t in (s, s + 0.05)], of_rank=r)
         came = 0.02 + 1e-3 * late_ms * r
-        for lane, a, b in (("data", 0, 0.002), ("forward", 0.002, 0.01), ("backward", 0.01, 0.049),
-                           ("all-reduce", came, 0.048), ("wait", came, 0.048), ("optimizer", 0.049, 0.05)):  # fmt: skip
+        for lane, a, b in (
+            ("data", 0, 0.002),
+            ("forward", 0.002, 0.01),
+            ("backward", 0.01, 0.049),
+            ("all-reduce", came, 0.048),
+            ("wait", came, 0.048),
+            ("optimizer", 0.049, 0.05),
+        ):
             add("spans_s", [t for s in starts for t in (s + a, s + b)], of_rank=r, lane=lane)
         add("late_s", [1e-3 * late_ms * r] * 3, of_rank=r)
     return Records(rows)

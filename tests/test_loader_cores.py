@@ -25,15 +25,26 @@ def test_the_rule_by_hand(model, one, workers):
 
 
 def record(metric, samples, unit="1/s", kind="measured", **case):
-    return Record("loader_cores", metric, unit, samples, kind, case, {}, {"world_size": 2, "device": "cpu"},
-                  {"cores": 2, "utc": "2026-11-22"})  # fmt: skip
+    return Record(
+        "loader_cores",
+        metric,
+        unit,
+        samples,
+        kind,
+        case,
+        {},
+        {"world_size": 2, "device": "cpu"},
+        {"cores": 2, "utc": "2026-11-22"},
+    )
 
 
 def made(shares=(0.6, 0.98, 0.99), noise=ROUNDS, two=1.9, augment=4.0, threads=0.3):
     """A run: share of the model's rate with 1, 2, 3 workers; gain of two ranks; ms of jitter; rate with 2 threads."""
-    found = [record("images_per_s", [500.0 * r for r in ROUNDS], way="one worker"),
-             record("predicted_workers", [2], "workers", "modelled", model_rate=1.6),
-             record("images_per_s", [800.0] * 6, way="model", model_rate=1.6)]  # fmt: skip
+    found = [
+        record("images_per_s", [500.0 * r for r in ROUNDS], way="one worker"),
+        record("predicted_workers", [2], "workers", "modelled", model_rate=1.6),
+        record("images_per_s", [800.0] * 6, way="model", model_rate=1.6),
+    ]
     for n, share in enumerate(shares, start=1):
         samples = [800 * share * r for r in noise]
         found.append(record("images_per_s", samples, way="both", workers=n, model_rate=1.6))
@@ -80,8 +91,11 @@ def test_without_noise_the_rule_succeeds_if_there_are_cores_for_it(monkeypatch, 
 @pytest.mark.parametrize("step", [None, print])
 def test_what_was_loaded_before_the_clock_starts_is_taken_by_the_step_and_not_counted(monkeypatch, step):
     called = []
-    monkeypatch.setattr(lab, "drive", lambda batches, step, timed, device, *, skip, **_: (
-        called.append((step, skip)), Feed((0.01,), (0.0,), 8))[1])  # fmt: skip
+    monkeypatch.setattr(
+        lab,
+        "drive",
+        lambda batches, step, timed, device, *, skip, **_: (called.append((step, skip)), Feed((0.01,), (0.0,), 8))[1],
+    )
     lab.rate(list(range(64)), 2, 8, step, lambda: called.append("before"))
     assert called == ["before", (step, 2 * 2 + 1)]  # all that can be in the queue after a pause, and one more
 
@@ -183,8 +197,7 @@ def test_a_bad_value_is_one_line(change, message):
 def test_a_smoke_run_has_every_part_and_an_answer():
     run = launch("loader_cores", nproc=2, smoke=True, oversubscribe=True)
     assert {r.case["way"] for r in run.where("images_per_s")} == {"one worker", "model", "both", "ranks"}
-    assert {(r.case["ranks"], r.case["workers"]) for r in run.where("images_per_s", way="ranks")} == {
-        (1, 2), (2, 2)}  # fmt: skip
+    assert {(r.case["ranks"], r.case["workers"]) for r in run.where("images_per_s", way="ranks")} == {(1, 2), (2, 2)}
     assert [r.case["stage"] for r in run.where("stage_s")] == list(augmentation.STAGES)
     assert run.one("predicted_workers").value == 2 and len(list(lab.answer(run))) == 4
     assert all(s > 0 for r in run for s in r.samples)

@@ -322,12 +322,21 @@ def test_unknown_interval_is_put_back():
     assert _utils.MP_STATUS_CHECK_INTERVAL == trap_failures.TORCH_INTERVAL_S
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"traps": ()}, "traps must"), ({"traps": ("fire",)}, "traps"), ({"workers": 0}, "workers must"),
-    ({"objects": 1}, "objects must"), ({"loader_timeout_s": 0.0}, "loader_timeout_s"), ({"hang_s": 0.1}, "hang_s must"),
-    ({"interval_s": 9.0}, "interval_s must"), ({"item_ms": 0.0}, "item_ms must"), ({"rounds": 0}, "rounds must"),
-    ({"failures": ("sleeps",)}, "failures"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"traps": ()}, "traps must"),
+        ({"traps": ("fire",)}, "traps"),
+        ({"workers": 0}, "workers must"),
+        ({"objects": 1}, "objects must"),
+        ({"loader_timeout_s": 0.0}, "loader_timeout_s"),
+        ({"hang_s": 0.1}, "hang_s must"),
+        ({"interval_s": 9.0}, "interval_s must"),
+        ({"item_ms": 0.0}, "item_ms must"),
+        ({"rounds": 0}, "rounds must"),
+        ({"failures": ("sleeps",)}, "failures"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("loader_traps", nproc=1, **values)

@@ -144,10 +144,13 @@ Pair = namedtuple("Pair", "x y")
 @pytest.mark.parametrize(
     "batch",
     [
-        torch.zeros(3, 2), [torch.zeros(3), 1], (["a"], {"name": "b", "x": torch.zeros(3)}),
-        Pair("a", torch.zeros(3, 1)), OrderedDict(scale=torch.tensor(2.0), x=torch.zeros(3)),
+        torch.zeros(3, 2),
+        [torch.zeros(3), 1],
+        (["a"], {"name": "b", "x": torch.zeros(3)}),
+        Pair("a", torch.zeros(3, 1)),
+        OrderedDict(scale=torch.tensor(2.0), x=torch.zeros(3)),
     ],
-)  # fmt: skip
+)
 def test_rows_of_a_batch_are_those_of_its_first_tensor(batch):
     assert rows(batch) == 3
 

@@ -217,8 +217,17 @@ def test_the_spike_overflows_fp16_only():
 
 
 def test_another_model_and_two_ranks():
-    run = launch("loss_scaling", nproc=2, model="char_gpt", micro_batch=1, steps=3, overflow_step=1, oversubscribe=True,
-                 orders=("right", "clip before unscale_"), smoke=True)  # fmt: skip
+    run = launch(
+        "loss_scaling",
+        nproc=2,
+        model="char_gpt",
+        micro_batch=1,
+        steps=3,
+        overflow_step=1,
+        oversubscribe=True,
+        orders=("right", "clip before unscale_"),
+        smoke=True,
+    )
     assert [row["outcome"] for row in lab.outcomes(run)] == ["as FP32", "wrong"]
     assert run.one("skipped", trace="planted overflow").samples == (0, 1, 0)
 
@@ -249,8 +258,9 @@ def test_bad_input_is_one_line(values, words):
 def test_the_answer_counts_outcomes_and_says_where_the_rule_is_broken(run):
     told = " ".join(lab.answer(run))
     assert "as its rule has it" in told and "NOT as" not in told and "Wrong without a word:" in told
-    broken = Records([dataclasses.replace(r, samples=tuple(2 * s for s in r.samples)) if r.metric == "scale" else r
-                      for r in run])  # fmt: skip
+    broken = Records(
+        [dataclasses.replace(r, samples=tuple(2 * s for s in r.samples)) if r.metric == "scale" else r for r in run]
+    )
     assert "NOT as its rule has it" in " ".join(lab.answer(broken))
 
 

@@ -29,8 +29,14 @@ def run():
     return launch("lr_scaling", 2, **SMALL)
 
 
-FINAL = {"same": 0.1, "linear": 1.6, "linear, warm-up": 1.6, "sqrt, warm-up": 0.4,
-         "AdamW, linear, warm-up": 1.6, "AdamW, sqrt, warm-up": 0.4}  # fmt: skip
+FINAL = {
+    "same": 0.1,
+    "linear": 1.6,
+    "linear, warm-up": 1.6,
+    "sqrt, warm-up": 0.4,
+    "AdamW, linear, warm-up": 1.6,
+    "AdamW, sqrt, warm-up": 0.4,
+}
 
 
 @pytest.mark.parametrize("rule", lab.RULES)
@@ -161,9 +167,15 @@ def wide(change):
 
 def test_a_rule_keeps_loses_or_cannot_be_told():
     found = records(
-        linear_1=BASE, linear_4=[a - 0.005 for a in BASE], linear_16=wide(0), linear_64=[a - 0.05 for a in BASE],
-        same_1=BASE, same_4=[a - 0.02 for a in BASE], same_16=BASE, same_64=BASE,
-    )  # fmt: skip
+        linear_1=BASE,
+        linear_4=[a - 0.005 for a in BASE],
+        linear_16=wide(0),
+        linear_64=[a - 0.05 for a in BASE],
+        same_1=BASE,
+        same_4=[a - 0.02 for a in BASE],
+        same_16=BASE,
+        same_64=BASE,
+    )
     assert lab.judged(found, "linear") == {4: "keeps", 16: "cannot be told", 64: "loses"}
     assert (lab.keeps_until(found, "linear"), lab.loses_from(found, "linear")) == (4, 64)
     assert (lab.keeps_until(found, "same"), lab.loses_from(found, "same")) == (1, 4)
@@ -179,8 +191,10 @@ def test_the_answer_says_keeps_loses_or_cannot_be_told():
         for r in records(linear_1=BASE, linear_4=BASE, linear_16=wide(0), linear_64=lost, same_1=BASE, same_64=lost)
     )
     first, second, best = lab.answer(found)
-    assert first == ("Rate linear: keeps all but a point of accuracy at batch 128; loses more than a point at 2048; "
-                     "6 seeds cannot tell at 512.")  # fmt: skip
+    assert first == (
+        "Rate linear: keeps all but a point of accuracy at batch 128; loses more than a point at 2048; "
+        "6 seeds cannot tell at 512."
+    )
     assert second == "Rate same: loses more than a point at 2048."
     assert "-5.00 points [-5.00, -5.00] of accuracy against batch 32" in best
 

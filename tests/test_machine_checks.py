@@ -15,8 +15,15 @@ from labs.kit.host import Container
 from labs.kit.preflight import GIB, Check, Facts
 from labs.kit.record import Record, Records
 
-BUILD = {"torch": "2.13.0+cu130", "cuda": "13.0", "rocm": None, "cudnn": 1, "nccl": "2.28.9", "gloo": True,
-         "arch_list": ["sm_80", "sm_90"]}  # fmt: skip
+BUILD = {
+    "torch": "2.13.0+cu130",
+    "cuda": "13.0",
+    "rocm": None,
+    "cudnn": 1,
+    "nccl": "2.28.9",
+    "gloo": True,
+    "arch_list": ["sm_80", "sm_90"],
+}
 CPU_BUILD = BUILD | {"torch": "2.13.0+cpu", "cuda": None, "nccl": None, "arch_list": []}
 ROOMY = Container(8, tuple(range(8)), None, None, 32 * GIB, 8 * GIB, 8 * GIB, 65536, None, 100 * GIB)
 
@@ -112,9 +119,10 @@ def rank_record(metric, value, backend="gloo", device="cpu"):
 NAN_ERROR = hardware_probe.relative_error(torch.tensor([math.nan, 1.0]), torch.ones(2))
 
 
-@pytest.mark.parametrize("product, reduced, failed", [(1e-7, 0, set()), (0.5, 0, {"matrix product"}),
-                                                      (NAN_ERROR, 0, {"matrix product"}),
-                                                      (1e-7, 3, {"all-reduce"})])  # fmt: skip
+@pytest.mark.parametrize(
+    "product, reduced, failed",
+    [(1e-7, 0, set()), (0.5, 0, {"matrix product"}), (NAN_ERROR, 0, {"matrix product"}), (1e-7, 3, {"all-reduce"})],
+)
 def test_a_wrong_answer_fails(product, reduced, failed):
     records = Records([rank_record("matmul_relative_error", product), rank_record("all_reduce_error", reduced)])
     found = preflight.rank_checks(records, 1.0, facts())

@@ -41,8 +41,9 @@ def test_rows_that_are_fewer_than_ranks_are_padded():
     """32 rows on 64 ranks: a rank sends as if there were 64."""
     few, many = (sum(t.sent for t in five_ways.predict(Job(SMALL, n, 8), "fsdp")) for n in (32, 1024))
     assert many > 7 * few
-    assert [sum(t.sent for t in five_ways.predict(Job(SMALL, n, 8), "hsdp") if t.kind != "all_reduce")
-            for n in (32, 1024)] == [pytest.approx(7 / 8 * _sharded())] * 2  # fmt: skip
+    assert [
+        sum(t.sent for t in five_ways.predict(Job(SMALL, n, 8), "hsdp") if t.kind != "all_reduce") for n in (32, 1024)
+    ] == [pytest.approx(7 / 8 * _sharded())] * 2
 
 
 def _sharded() -> float:
@@ -54,7 +55,8 @@ def _sharded() -> float:
 def test_shares_of_tensor_ranks_and_stages_hold_every_parameter():
     stages = five_ways.stages(SMALL, 4)
     assert [sum(p.numel() for p in s.parameters()) for s in stages] == [
-        five_ways.stage_parameters(SMALL, 4, i) for i in range(4)]  # fmt: skip
+        five_ways.stage_parameters(SMALL, 4, i) for i in range(4)
+    ]
     with fake_job(4):
         module = by_hand(five_ways.blocks.separated(gpt(SMALL).module), dist.group.WORLD)
     assert sum(p.numel() for p in module.parameters()) == five_ways.tensor_parameters(SMALL, 4)
@@ -246,11 +248,20 @@ def test_zero_by_hand():
 
 @pytest.mark.parametrize(
     "arguments, told",
-    [({"ways": ("magic",)}, "magic"), ({"ways": ()}, "ways may"), ({"ranks": ()}, "ranks must hold"),
-     ({"ranks": (1,)}, "at least 2"), ({"ranks": (12,)}, "do not fill nodes of 8"), ({"layers": 2}, "4 stages"),
-     ({"heads": 4}, "4 heads cannot be shared by 8"), ({"heads": 7}, "7 heads"), ({"rows": 0}, "at least 1"),
-     ({"ranks": (8, 8)}, "must be different"), ({"ways": ("ddp",), "width": 12288}, "make the model smaller")],
-)  # fmt: skip
+    [
+        ({"ways": ("magic",)}, "magic"),
+        ({"ways": ()}, "ways may"),
+        ({"ranks": ()}, "ranks must hold"),
+        ({"ranks": (1,)}, "at least 2"),
+        ({"ranks": (12,)}, "do not fill nodes of 8"),
+        ({"layers": 2}, "4 stages"),
+        ({"heads": 4}, "4 heads cannot be shared by 8"),
+        ({"heads": 7}, "7 heads"),
+        ({"rows": 0}, "at least 1"),
+        ({"ranks": (8, 8)}, "must be different"),
+        ({"ways": ("ddp",), "width": 12288}, "make the model smaller"),
+    ],
+)
 def test_bad_input_is_one_line(arguments, told):
     with pytest.raises(BadInput, match=told) as error:
         many_ranks.Config(**arguments)

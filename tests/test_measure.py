@@ -83,8 +83,9 @@ def test_a_95_percent_interval_holds_the_median_in_95_percent_of_all_cases(n):
 def test_intervals_are_bit_by_bit_those_of_scipy(samples):
     from scipy.stats import binomtest, bootstrap
 
-    found = bootstrap((samples,), np.median, confidence_level=measure._expanded(0.95, len(samples)), rng=0,
-                      method="percentile").confidence_interval  # fmt: skip
+    found = bootstrap(
+        (samples,), np.median, confidence_level=measure._expanded(0.95, len(samples)), rng=0, method="percentile"
+    ).confidence_interval
     assert (estimate(samples).low, estimate(samples).high) == (found.low, found.high)
     for count in (0, 1, len(samples)):
         shares = binomtest(count, len(samples)).proportion_ci(method="wilson")
@@ -247,9 +248,15 @@ def traced(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("steady from the start", 12), ("a slow first call", 15), ("faster from step 7", 21),
-                        ("decay to a plateau", 33), ("every second takes longer", 12)],
-)  # fmt: skip
+    ("name", "steps"),
+    [
+        ("steady from the start", 12),
+        ("a slow first call", 15),
+        ("faster from step 7", 21),
+        ("decay to a plateau", 33),
+        ("every second takes longer", 12),
+    ],
+)
 def test_warm_up_ends_when_steps_are_steady(traced, name, steps):
     trace, _ = TRACES[name]
     traced(trace)
@@ -297,9 +304,14 @@ def test_every_step_is_timed_once():
 def test_interleaving_takes_turns():
     order, done = [], []
     seconds = interleave(
-        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, CPU,
-        inner=2, between=lambda: order.append("|"), on_round=lambda *told: done.append(told), seed=None,
-    )  # fmt: skip
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")},
+        3,
+        CPU,
+        inner=2,
+        between=lambda: order.append("|"),
+        on_round=lambda *told: done.append(told),
+        seed=None,
+    )
     assert "".join(order) == "|aa|bb" * 3 and done == [(1, 3), (2, 3), (3, 3)]
     assert {name: len(s) for name, s in seconds.items()} == {"a": 3, "b": 3}
 

@@ -30,10 +30,15 @@ def samples(n, seed, slower=0.0, scatter=0.03):
 def planted(n=800, scatter=0.03):
     """Records as the lab makes them."""
     return Records(
-        Record("measure_validation", "step_s", "s", samples(n, seed, more / lab.UNITS, scatter),
-               case={"part": "planted", "arm": arm, "slower": more / lab.UNITS})
+        Record(
+            "measure_validation",
+            "step_s",
+            "s",
+            samples(n, seed, more / lab.UNITS, scatter),
+            case={"part": "planted", "arm": arm, "slower": more / lab.UNITS},
+        )
         for seed, (arm, more) in enumerate(lab.ARMS.items())
-    )  # fmt: skip
+    )
 
 
 def test_what_is_planted_is_found_and_nothing_else():
@@ -68,10 +73,15 @@ def test_power_grows_with_pairs_and_with_the_difference():
 
 def test_an_interval_of_the_wrong_sign_has_found_no_slowdown():
     records = Records(
-        Record("measure_validation", "step_s", "s", samples(400, seed, slower),
-               case={"part": "planted", "arm": arm, "slower": planted_})
+        Record(
+            "measure_validation",
+            "step_s",
+            "s",
+            samples(400, seed, slower),
+            case={"part": "planted", "arm": arm, "slower": planted_},
+        )
         for seed, (arm, slower, planted_) in enumerate((("A", 0, 0), ("A again", -0.1, 0), ("+10 %", -0.1, 0.1)))
-    )  # fmt: skip
+    )
     assert {r["arm"]: r["share"].value for r in lab.power(records, (20,))} == {"A again": 1.0, "+10 %": 0.0}
 
 
@@ -159,8 +169,12 @@ def run():
 def test_every_part_is_there(run):
     assert [len(r.samples) for r in run.where("step_s", part="planted")] == [12] * 5
     assert {r.case["arm"]: r.case["slower"] for r in run.where("step_s", part="planted")} == {
-        "A": 0.0, "A again": 0.0, "+2 %": 0.02, "+5 %": 0.05, "+10 %": 0.1,
-    }  # fmt: skip
+        "A": 0.0,
+        "A again": 0.0,
+        "+2 %": 0.02,
+        "+5 %": 0.05,
+        "+10 %": 0.1,
+    }
     counts = run.where("slowdowns_found") + run.where("intervals_with_1")
     assert [r.case["arm"] for r in counts] == ["+2 %", "+5 %", "+10 %", "A again"]
     assert all(0 <= r.value <= 2 and r.case["repetitions"] == 2 and r.case["pairs"] == 6 for r in counts)
@@ -176,11 +190,16 @@ def test_one_part_alone():
     assert {r.metric for r in run} == {"step_s", "timer_ratio"} and len(run) == 9
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"repetitions": 0}, "repetitions must be at least 1, not 0"), ({"pairs": -3}, "pairs must be at least 6, not -3"),
-    ({"step_ms": 0.0}, "step_ms must be between"), ({"step_ms": float("nan")}, "step_ms must be between"),
-    ({"parts": ("plant",)}, "parts may hold planted, neighbour, overhead, timer, not plant"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"repetitions": 0}, "repetitions must be at least 1, not 0"),
+        ({"pairs": -3}, "pairs must be at least 6, not -3"),
+        ({"step_ms": 0.0}, "step_ms must be between"),
+        ({"step_ms": float("nan")}, "step_ms must be between"),
+        ({"parts": ("plant",)}, "parts may hold planted, neighbour, overhead, timer, not plant"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("measure_validation", nproc=1, **values)

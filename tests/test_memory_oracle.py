@@ -18,8 +18,9 @@ def run():
 
 @pytest.fixture(scope="module")
 def own():
-    return launch("memory_oracle", nproc=1, model="char_gpt", batch=16, optimizer="adam", policy="block",
-                  memory_gb=(0.1,))  # fmt: skip
+    return launch(
+        "memory_oracle", nproc=1, model="char_gpt", batch=16, optimizer="adam", policy="block", memory_gb=(0.1,)
+    )
 
 
 def test_small_models_are_predicted(run):
@@ -73,14 +74,21 @@ def test_margins(own):
     assert margins["T4"].case["verdict"] == "fits"
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"images": ()}, "images must hold"), ({"sequences": ((600, 1),)}, "sequences must hold pairs"),
-    ({"small": ("mlp", "mlp"), "recomputed": ()}, "small must be different"),
-    ({"recomputed": ("cnn",)}, "must be of small"),
-    ({"batch": 2, "micro_batches": 3}, "batch must be at least micro_batches"), ({"memory_gb": (0.0,)}, "positive"),
-    ({"policies": ("all",)}, "no policy 'all'"), ({"model": "lenet"}, "no model 'lenet'"),
-    ({"model": "mlp", "policy": "stage"}, "has no stages"), ({"optimizer": "lion"}, "optimizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"images": ()}, "images must hold"),
+        ({"sequences": ((600, 1),)}, "sequences must hold pairs"),
+        ({"small": ("mlp", "mlp"), "recomputed": ()}, "small must be different"),
+        ({"recomputed": ("cnn",)}, "must be of small"),
+        ({"batch": 2, "micro_batches": 3}, "batch must be at least micro_batches"),
+        ({"memory_gb": (0.0,)}, "positive"),
+        ({"policies": ("all",)}, "no policy 'all'"),
+        ({"model": "lenet"}, "no model 'lenet'"),
+        ({"model": "mlp", "policy": "stage"}, "has no stages"),
+        ({"optimizer": "lion"}, "optimizer"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("memory_oracle", nproc=1, **values)

@@ -147,9 +147,11 @@ def test_conditions_and_categories():
 # -- leaks
 
 LINES = {
-    "losses": "loss = loss_of(module(x), y)", "outputs": "output = module(x)", "hook": "loss = loss_of(module(x), y)",
+    "losses": "loss = loss_of(module(x), y)",
+    "outputs": "output = module(x)",
+    "hook": "loss = loss_of(module(x), y)",
     "validation": "kept.append(loss_of(module(x), y))",
-}  # fmt: skip
+}
 
 
 @pytest.mark.long
@@ -373,21 +375,33 @@ def test_the_snapshot_names_the_outermost_line_of_ours():
         return {"size": size, "state": state, "frames": [{"filename": f, "line": n} for f, n in lines]}
 
     blocks = [
-        block(5, ("/torch/x.py", 1), ("/labs/a.py", 7)), block(4, ("/labs/a.py", 7)),
+        block(5, ("/torch/x.py", 1), ("/labs/a.py", 7)),
+        block(4, ("/labs/a.py", 7)),
         block(6, ("/labs/a.py", 3), ("/labs/a.py", 8), ("/usr/run.py", 2)),
-        block(100, ("/labs/a.py", 9), state="inactive"), block(50, ("/torch/x.py", 1)),
-    ]  # fmt: skip
+        block(100, ("/labs/a.py", 9), state="inactive"),
+        block(50, ("/torch/x.py", 1)),
+    ]
     assert on_gpu.largest_line({"segments": [{"blocks": blocks}]}, "/labs") == ("a.py:7", 9)
     assert on_gpu.largest_line({"segments": []}, "/labs") == ("", 0)
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"parts": ()}, "parts must"), ({"parts": ("magic",)}, "parts"), ({"rows": (8,)}, "one number for each of the 2"),
-    ({"rows": (2, 8)}, "rows must be at least 4"), ({"cuts": ()}, "cuts must"), ({"cuts": (2,)}, "cuts must hold 1"),
-    ({"cuts": (1, 64)}, "at most 32"), ({"rounds": 0}, "rounds must"), ({"steps": 2}, "steps must"),
-    ({"lengths": 1}, "lengths must"), ({"batches": 1}, "batches must"),
-    ({"models": ("nothing", "mlp")}, "no model 'nothing'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"parts": ()}, "parts must"),
+        ({"parts": ("magic",)}, "parts"),
+        ({"rows": (8,)}, "one number for each of the 2"),
+        ({"rows": (2, 8)}, "rows must be at least 4"),
+        ({"cuts": ()}, "cuts must"),
+        ({"cuts": (2,)}, "cuts must hold 1"),
+        ({"cuts": (1, 64)}, "at most 32"),
+        ({"rounds": 0}, "rounds must"),
+        ({"steps": 2}, "steps must"),
+        ({"lengths": 1}, "lengths must"),
+        ({"batches": 1}, "batches must"),
+        ({"models": ("nothing", "mlp")}, "no model 'nothing'"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("memory_remedies", nproc=1, **values)

@@ -166,5 +166,11 @@ def test_a_loop_of_ones_own_that_does_not_yield_each_step_is_one_line(loop, told
     """A function without yield gives None, and next(None) or StopIteration would tell nobody what to change."""
     batches = [(torch.zeros(1), torch.zeros(1))] * 3
     with pytest.raises(BadInput, match=told):
-        memory_steps.watch(SimpleNamespace(batches=batches, workload=models.make("mlp"), optimizer=torch.optim.SGD(
-            [torch.zeros(1, requires_grad=True)])), loop)  # fmt: skip
+        memory_steps.watch(
+            SimpleNamespace(
+                batches=batches,
+                workload=models.make("mlp"),
+                optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)]),
+            ),
+            loop,
+        )

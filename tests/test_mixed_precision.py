@@ -154,10 +154,16 @@ def test_a_gain_of_both():
     assert "\n" not in said
 
 
-@pytest.mark.parametrize(("speed", "saved", "words"), [
-    (1.0, 0.0, "AMP gains nothing here"), (0.5, -0.2, "AMP gains nothing here"), (2.0, -0.2, "AMP gains speed:"),
-    (0.5, 0.4, "AMP pays for memory with time"), (1.0, 0.4, "AMP gains memory only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("speed", "saved", "words"),
+    [
+        (1.0, 0.0, "AMP gains nothing here"),
+        (0.5, -0.2, "AMP gains nothing here"),
+        (2.0, -0.2, "AMP gains speed:"),
+        (0.5, 0.4, "AMP pays for memory with time"),
+        (1.0, 0.4, "AMP gains memory only"),
+    ],
+)
 def test_gains_follow_from_speed_and_bytes(speed, saved, words):
     assert words in advice({"bf16": effect(speed, saved)}, 0.5)
 
@@ -197,10 +203,14 @@ def step(samples, **case):
 
 
 def test_speed_ups_are_paired():
-    records = Records([
-        step((1.0, 10.0), model="mlp", precision="fp32"), step((0.5, 5.0), model="mlp", precision="bf16"),
-        step((2.0, 20.0), model="mlp", precision="fp16"), step((9.0,), part="matmul", precision="fp32"),
-    ])  # fmt: skip
+    records = Records(
+        [
+            step((1.0, 10.0), model="mlp", precision="fp32"),
+            step((0.5, 5.0), model="mlp", precision="bf16"),
+            step((2.0, 20.0), model="mlp", precision="fp16"),
+            step((9.0,), part="matmul", precision="fp32"),
+        ]
+    )
     found = amp_report.speed_ups(records)
     assert {key: e.value for key, e in found.items()} == {("mlp", "bf16"): 2.0, ("mlp", "fp16"): 0.5}
     assert amp_report.speed_ups(records, "bf16")["mlp", "fp32"].value == 0.5
@@ -272,8 +282,10 @@ def test_the_answer_has_every_model_and_turns_with_the_records(run):
     told = " ".join(mixed_precision.answer(run))
     assert "char_gpt_eager" in told and "% more bytes for backward" in told and "tried up to 64" in told
     product = {"part": "matmul", "side": 64}
-    fast = [Record("m", "step_s", "s", samples, case={**product, "precision": f, "casts": f != "fp32"})
-            for f, samples in (("fp32", (4.0,) * 8), ("bf16", (1.0,) * 8))]  # fmt: skip
+    fast = [
+        Record("m", "step_s", "s", samples, case={**product, "precision": f, "casts": f != "fp32"})
+        for f, samples in (("fp32", (4.0,) * 8), ("bf16", (1.0,) * 8))
+    ]
     assert "faster in BF16 from side 64 on" in " ".join(mixed_precision.answer(Records(fast)))
     slow = Records([fast[0], Record("m", "step_s", "s", (9.0,) * 8, case=fast[1].case)])
     assert "faster in BF16 at no size" in " ".join(mixed_precision.answer(slow))
@@ -359,21 +371,24 @@ def not_a_number_later():
     return Workload(nn.Linear(4, 4), lambda n: (torch.randn(n, 4), torch.randn(n, 4)), loss)
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"model": f"{__name__}:integers"}, "no parameter that requires a gradient"),
-    ({"model": f"{__name__}:halves"}, "has bfloat16 parameters: give it float32 ones"),
-    ({"model": f"{__name__}:not_a_number"}, "its first loss is nan"),
-    ({"model": f"{__name__}:not_a_number_later", "batch_size": 4}, "the loss in FP32 is nan"),
-    ({"models": ("resnet",)}, "there is no model 'resnet'"),
-    ({"models": ()}, "models must name some of"),
-    ({"formats": ("fp8",)}, "formats may hold fp32, tf32, bf16, fp16, not fp8"),
-    ({"formats": ("tf32",)}, "this cpu does not support tf32: take formats of fp32, bf16, fp16"),
-    ({"rounds": 1}, "rounds must be at least 2, not 1"),
-    ({"batch_size": -1}, "batch_size must be at least 1"),
-    ({"sides": (64, 0)}, "sides must be at least 1"),
-    ({"budget_s": 0.0}, "budget_s must be positive"),
-    ({"least_s": float("nan")}, "least_s must be positive"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model": f"{__name__}:integers"}, "no parameter that requires a gradient"),
+        ({"model": f"{__name__}:halves"}, "has bfloat16 parameters: give it float32 ones"),
+        ({"model": f"{__name__}:not_a_number"}, "its first loss is nan"),
+        ({"model": f"{__name__}:not_a_number_later", "batch_size": 4}, "the loss in FP32 is nan"),
+        ({"models": ("resnet",)}, "there is no model 'resnet'"),
+        ({"models": ()}, "models must name some of"),
+        ({"formats": ("fp8",)}, "formats may hold fp32, tf32, bf16, fp16, not fp8"),
+        ({"formats": ("tf32",)}, "this cpu does not support tf32: take formats of fp32, bf16, fp16"),
+        ({"rounds": 1}, "rounds must be at least 2, not 1"),
+        ({"batch_size": -1}, "batch_size must be at least 1"),
+        ({"sides": (64, 0)}, "sides must be at least 1"),
+        ({"budget_s": 0.0}, "budget_s must be positive"),
+        ({"least_s": float("nan")}, "least_s must be positive"),
+    ],
+)
 def test_bad_input_is_one_line(values, words):
     with pytest.raises(BadInput, match=words) as e:
         launch("mixed_precision", nproc=1, device="cpu", **values)

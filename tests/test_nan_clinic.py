@@ -115,8 +115,9 @@ def test_the_diagnosis_goes_by_what_tells_the_causes_apart():
     assert lab.numbers.diagnose(Signs("nowhere", clip_ratio=6e4)) == "clip before unscale_"
 
 
-@pytest.mark.parametrize(("losses", "steps"), [([2, 1.5, 1.2, 1.3], 0), ([2, 1, 2.9, 3.1, 40, 9e9], 3),
-                                               ([2, 1, 50, 1.1, 0.9], 0), ([], 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("losses", "steps"), [([2, 1.5, 1.2, 1.3], 0), ([2, 1, 2.9, 3.1, 40, 9e9], 3), ([2, 1, 50, 1.1, 0.9], 0), ([], 0)]
+)
 def test_rising_counts_only_what_is_not_taken_back(losses, steps):
     assert numbers.rising(losses) == steps
 
@@ -262,10 +263,14 @@ def test_replicas_differ_in_what_the_fault_says_and_hashes_agree_with_all_bytes(
     n, alike, differed = lab.compared(drifted)
     assert n == alike == sum(len(r.samples) for r in drifted.where("differed")) > 600
     assert {r.case["fault"] for r in drifted.where("check_right", kind_of="buffers")} == {
-        "batch norm", "batch norm, not sent"}, "a comparison of no tensors says nothing"  # fmt: skip
+        "batch norm",
+        "batch norm, not sent",
+    }, "a comparison of no tensors says nothing"
     ill = {(r.case["fault"], r.case["kind_of"]) for r in drifted.where("differ_step")}
-    assert differed > 100 and {(r.case["fault"], r.case["kind_of"]) for r in drifted.where("differed")
-                               if any(r.samples)} == ill  # fmt: skip
+    assert (
+        differed > 100
+        and {(r.case["fault"], r.case["kind_of"]) for r in drifted.where("differed") if any(r.samples)} == ill
+    )
     said = {r.case["fault"]: r.case["name"] for r in drifted.where("differ_step", kind_of="parameters")}
     assert said["in place"] == "2.weight" and said["added later"].startswith("3.")
     assert not {"none", "dropout", "other rounding", "batch norm"} & set(said)
@@ -519,10 +524,18 @@ def test_smoke_runs_take_less_and_the_answer_is_short():
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [({"parts": ()}, "parts"), ({"causes": ("bad smaple",)}, "did you mean 'bad sample'"),
-     ({"faults": ("gamma rays",)}, "faults"), ({"seeds": 0}, "seeds"), ({"every": (10, 1)}, "every"),
-     ({"every": ()}, "every"), ({"width": 1}, "width"), ({"check_mb": (0.0,)}, "check_mb"), ({"seed": -1}, "seed")],
-)  # fmt: skip
+    [
+        ({"parts": ()}, "parts"),
+        ({"causes": ("bad smaple",)}, "did you mean 'bad sample'"),
+        ({"faults": ("gamma rays",)}, "faults"),
+        ({"seeds": 0}, "seeds"),
+        ({"every": (10, 1)}, "every"),
+        ({"every": ()}, "every"),
+        ({"width": 1}, "width"),
+        ({"check_mb": (0.0,)}, "check_mb"),
+        ({"seed": -1}, "seed"),
+    ],
+)
 def test_bad_values_name_their_option(values, said):
     with pytest.raises(BadInput, match=said):
         make_config(lab_module("nan_clinic"), values)

@@ -13,11 +13,16 @@ from labs.parts.communication import nccl, nccl_samples
 
 TOLD = {
     "2xRTX4090": ("2 ranks on 1 machine.", "2 of 2 links go through the host's memory", "1 pair of GPUs: PHB"),
-    "8xA100": ("8 ranks on 1 machine.", "24 channels", "8 of 8 links go from GPU memory to GPU memory",
-               "28 pairs of GPUs: NV12", "12 links each"),
+    "8xA100": (
+        "8 ranks on 1 machine.",
+        "24 channels",
+        "8 of 8 links go from GPU memory to GPU memory",
+        "28 pairs of GPUs: NV12",
+        "12 links each",
+    ),
     "8xH100": ("8 ranks on 1 machine.", "P2P/CUMEM 8", "28 pairs of GPUs: NV18"),
     "2x8xH100": ("16 ranks on 2 machines.", "NET/IB/GDRDMA 2", "2 of 16 links go through a network card"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("sample", TOLD)
@@ -43,10 +48,12 @@ def words(*lines: str) -> str:
         ("Channel 00 : 2[a000] -> 3[b000] via direct shared memory", nccl.Link(2, 3, "SHM/direct")),
         ("Channel 03/0 : 13[5] -> 4[4] [receive] via NET/IB/3/GDRDMA", nccl.Link(13, 4, "NET/IB/GDRDMA")),
         ("Channel 03/0 : 13[5] -> 4[4] [send] via NET/IB/3(1)/GDRDMA/Shared", nccl.Link(13, 4, "NET/IB/GDRDMA/Shared")),
-        ("Channel 01/0 : 8[0] -> 0[0] [send] via NET/AWS Libfabric/1/GDRDMA",
-         nccl.Link(8, 0, "NET/AWS Libfabric/GDRDMA")),
+        (
+            "Channel 01/0 : 8[0] -> 0[0] [send] via NET/AWS Libfabric/1/GDRDMA",
+            nccl.Link(8, 0, "NET/AWS Libfabric/GDRDMA"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_links_as_versions_write_them(line, link):
     assert list(nccl.read([f"host-7:60725:60750 [2] NCCL INFO {line}"]).links) == [link]
 
@@ -62,14 +69,17 @@ def test_what_is_before_a_line_does_not_matter():
         (["Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0"], "The network is TCP", "GPUDirect"),
         (["Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0"], "without GPUDirect RDMA", "TCP"),
         (["Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA"], "NET", "without GPUDirect"),
-        (["Channel 00/0 : 0[0] -> 1[1] via P2P/IPC", "Channel 00/0 : 1[1] -> 2[2] via SHM/direct"], "slowest link",
-         "No pair of GPUs"),
+        (
+            ["Channel 00/0 : 0[0] -> 1[1] via P2P/IPC", "Channel 00/0 : 1[1] -> 2[2] via SHM/direct"],
+            "slowest link",
+            "No pair of GPUs",
+        ),
         (["NCCL_P2P_DISABLE set by environment to 1."], "NCCL_P2P_DISABLE=1 is set: it forbids", "NCCL_IB"),
         (["NCCL_IB_DISABLE set by environment to 0."], "NCCL_IB_DISABLE=0 is set.", "forbids"),
         (["NCCL_DEBUG set by environment to INFO."], "NCCL_DEBUG=INFO is set.", "forbids"),
         (["something new that no version wrote"], "1 of 1 lines of NCCL's were not understood", "links"),
     ],
-)  # fmt: skip
+)
 def test_findings(lines, told, untold):
     said = words(*lines)
     assert told in said and untold not in said

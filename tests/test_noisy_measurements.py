@@ -151,11 +151,14 @@ def between(ends: tuple[float, float], cases: tuple[int, ...]) -> dict[int, list
 def test_the_figure_of_batch_sizes(ends, said):
     found = between(ends, (8, 32, 256))
     run = Records(
-        [records("batch_size", "step_s", {"mode": m, "batch": b}, s) for m in ("single", "ddp", "no_sync")
-         for b, s in found.items()]
+        [
+            records("batch_size", "step_s", {"mode": m, "batch": b}, s)
+            for m in ("single", "ddp", "no_sync")
+            for b, s in found.items()
+        ]
         + [records("batch_size", "activation_bytes", {"batch": b}, [1e3 * b], "B") for b in found]
         + [records("batch_size", "all_reduce_s", {}, [1e-3]), records("batch_size", "gradient_bytes", {}, [1e6], "B")]
-    )  # fmt: skip
+    )
     nb01_batch.throughput(run, predict(100, "knee"))
     nb01_batch.communication(run, predict(10, "share", "%"))
     assert ("cannot tell" in " ".join(said)) == (ends[0] >= ends[1])
@@ -165,9 +168,11 @@ def test_the_figure_of_all_reduces(ends, said):
     found = between(ends, SIZES)
     run = Records(
         [records("hardware_probe", "all_reduce_s", {"bytes": b, "ranks": 2}, s) for b, s in found.items()]
-        + [records("hardware_probe", "busbw_b_s", {"bytes": b, "ranks": 2}, [b / t for t in s], "B/s")
-           for b, s in found.items()]
-    )  # fmt: skip
+        + [
+            records("hardware_probe", "busbw_b_s", {"bytes": b, "ranks": 2}, [b / t for t in s], "B/s")
+            for b, s in found.items()
+        ]
+    )
     nb00.all_reduce(run, predict(100, "half", "KiB"))
     assert ("cannot tell" in " ".join(said)) == (ends[0] >= ends[1])
 
@@ -176,10 +181,15 @@ def test_the_figure_of_micro_batches(ends, said):
     found = between(ends, (1, 2, 4, 8))
     case = {"chain": "mlp", "by": "hand"}
     run = Records(
-        [records("pipeline_parallel", "step_s", {**case, "schedule": "1f1b", "micro_batches": m}, s)
-         for m, s in found.items() if m > 1]
-        + [records("pipeline_parallel", "step_s", {**case, "schedule": s, "micro_batches": 1}, found[1])
-           for s in ("naive", "single", "copies")]
-    )  # fmt: skip
+        [
+            records("pipeline_parallel", "step_s", {**case, "schedule": "1f1b", "micro_batches": m}, s)
+            for m, s in found.items()
+            if m > 1
+        ]
+        + [
+            records("pipeline_parallel", "step_s", {**case, "schedule": s, "micro_batches": 1}, found[1])
+            for s in ("naive", "single", "copies")
+        ]
+    )
     nb06.speed(run, "mlp", predict(2, "speed-up", "x"))
     assert ("cannot tell" in said[0]) == (ends[0] > ends[1])

@@ -255,8 +255,11 @@ def took(seconds):
 def test_cells_are_timed_by_section(tmp_path):
     path = timed(tmp_path / "01_x.ipynb", 2.0, 40.0)
     assert [(s.section, s.seconds, s.cells) for s in notebook_report.sections(path)] == [
-        ("Title", 1.5, 1), ("Part 2", 2.0, 1), ("Part 3", 40.0, 1), ("End", 0, 0)
-    ]  # fmt: skip
+        ("Title", 1.5, 1),
+        ("Part 2", 2.0, 1),
+        ("Part 3", 40.0, 1),
+        ("End", 0, 0),
+    ]
     times = notebook_report.cell_times(path)
     assert [str(t) for t in notebook_report.slowest(times, 2)] == [
         "01_x cell [3]: 40.0 s  x = 3 ** 2",

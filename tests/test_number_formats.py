@@ -8,9 +8,9 @@ import torch
 from labs.parts.precision import number_formats as nf
 
 WITH_DTYPE = [name for name, f in nf.FORMATS.items() if f.dtype is not None]
-MANY = torch.cat([
-    torch.randn(20_000, generator=torch.Generator().manual_seed(1)) * 2.0**e for e in (-140, -40, -24, -14, 0, 8, 16)
-])  # fmt: skip
+MANY = torch.cat(
+    [torch.randn(20_000, generator=torch.Generator().manual_seed(1)) * 2.0**e for e in (-140, -40, -24, -14, 0, 8, 16)]
+)
 
 
 def every_value(dtype):
@@ -24,8 +24,11 @@ def every_value(dtype):
 def test_ranges_are_those_of_torch(name):
     f, info = nf.FORMATS[name], torch.finfo(nf.FORMATS[name].dtype)
     assert (f.storage_bits, f.largest, f.smallest_normal, f.spacing_at_1) == (
-        info.bits, info.max, info.smallest_normal, info.eps,
-    )  # fmt: skip
+        info.bits,
+        info.max,
+        info.smallest_normal,
+        info.eps,
+    )
     assert f.storage_bits == 1 + f.exponent_bits + f.mantissa_bits
 
 
@@ -48,8 +51,28 @@ def test_tf32_has_the_range_of_fp32_and_the_spacing_of_fp16():
 @pytest.mark.parametrize("name", WITH_DTYPE)
 def test_rounding_is_the_cast_bit_for_bit(name):
     dtype = nf.FORMATS[name].dtype
-    edges = torch.tensor([0.0, -0.0, 1.0, 464.0, 465.0, 480.0, 65504.0, 65519.0, 65520.0, -65520.0, math.inf, -math.inf,
-                          math.nan, 2**-25, 1.5 * 2**-25, 3 * 2**-25, 57344.0, 61440.0])  # fmt: skip
+    edges = torch.tensor(
+        [
+            0.0,
+            -0.0,
+            1.0,
+            464.0,
+            465.0,
+            480.0,
+            65504.0,
+            65519.0,
+            65520.0,
+            -65520.0,
+            math.inf,
+            -math.inf,
+            math.nan,
+            2**-25,
+            1.5 * 2**-25,
+            3 * 2**-25,
+            57344.0,
+            61440.0,
+        ]
+    )
     for x in (MANY, edges):
         # Beyond the largest FP8 number torch's versions differ: the standard leaves the choice.
         x = x if nf.FORMATS[name].infinity else x[x.abs() <= nf.FORMATS[name].largest]

@@ -9,8 +9,12 @@ from fakes import LIBRARY_NOT_FOUND, MISMATCH, NO_PERMISSION, FakeNvml, card
 
 from labs.kit import nvml
 
-OPTIONAL = [n for n in dir(FakeNvml) if n.startswith("nvmlDeviceGet") and n not in
-            ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID")]  # fmt: skip
+OPTIONAL = [
+    n
+    for n in dir(FakeNvml)
+    if n.startswith("nvmlDeviceGet")
+    and n not in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID")
+]
 
 
 def test_reads_a_card_and_closes_the_session():
@@ -47,9 +51,13 @@ def test_a_card_that_answers_nothing_is_all_none():
 
 @pytest.mark.parametrize(
     "code, words",
-    [(LIBRARY_NOT_FOUND, "no NVIDIA driver"), (NO_PERMISSION, "may not be read"), (MISMATCH, "different versions"),
-     (999, "NVML failed")],
-)  # fmt: skip
+    [
+        (LIBRARY_NOT_FOUND, "no NVIDIA driver"),
+        (NO_PERMISSION, "may not be read"),
+        (MISMATCH, "different versions"),
+        (999, "NVML failed"),
+    ],
+)
 def test_no_nvml_is_a_problem_with_a_remedy(code, words):
     found = nvml.report(FakeNvml([card()], init_error=code))
     assert found.gpus == () and words in found.problem and found.remedy
@@ -110,7 +118,9 @@ def test_topology_levels_nvlinks_and_switches():
     ancestors = {frozenset(("GPU-01", "GPU-03")): 30, frozenset(("GPU-02", "GPU-03")): 50}
     rows = nvml.report(FakeNvml([a, b, c], ancestors=ancestors)).topology
     assert rows == (("X", "NV3", "PHB"), ("NV3", "X", "SYS"), ("PHB", "SYS", "X"))
-    behind_switch = [card("GPU-01", links=dict.fromkeys(range(18), "switch")),
-                     card("GPU-02", links=dict.fromkeys(range(18), "switch"))]  # fmt: skip
+    behind_switch = [
+        card("GPU-01", links=dict.fromkeys(range(18), "switch")),
+        card("GPU-02", links=dict.fromkeys(range(18), "switch")),
+    ]
     assert nvml.report(FakeNvml(behind_switch, p2p=True)).topology[0][1] == "NV18"
     assert nvml.report(FakeNvml([card("GPU-01"), card("GPU-02")])).topology[0][1] == "?"

@@ -27,8 +27,9 @@ H200 = {"gpus": ["NVIDIA H200"], "torch": "2.11.0", "utc": "2026-11-26T00:00:00+
 
 def rec(metric, samples, lab="mixed_precision", device="cuda", kind="measured", **case):
     samples = samples if isinstance(samples, tuple) else (samples,)
-    return Record(lab, metric, "s", samples, case=case, kind=kind, layout={"device": device, "world_size": 1},
-                  provenance=H200)  # fmt: skip
+    return Record(
+        lab, metric, "s", samples, case=case, kind=kind, layout={"device": device, "world_size": 1}, provenance=H200
+    )
 
 
 def test_runs_of_cpus_are_none_of_gpus(tmp_path):
@@ -60,12 +61,15 @@ def test_a_gpu_keeps_the_bytes_that_are_traced_without_one():
         assert abs(traced.activations + traced.weight_copies - r.value) <= 64, r.case
 
 
-@pytest.mark.parametrize(("name", "make", "rows", "conditions"), [
-    ("bert_large", lambda: bert(None, 128), 16, {"optimizer": "adam"}),  # its peak is the optimizer's: rounds up
-    pytest.param("bert_large", lambda: bert(None, 128), 70, {"optimizer": "adam"}, marks=pytest.mark.long),
-    # cuDNN's workspace is not in the trace:
-    pytest.param("resnet152", resnet, 64, {"optimizer": "momentum"}, marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "make", "rows", "conditions"),
+    [
+        ("bert_large", lambda: bert(None, 128), 16, {"optimizer": "adam"}),  # its peak is the optimizer's: rounds up
+        pytest.param("bert_large", lambda: bert(None, 128), 70, {"optimizer": "adam"}, marks=pytest.mark.long),
+        # cuDNN's workspace is not in the trace:
+        pytest.param("resnet152", resnet, 64, {"optimizer": "momentum"}, marks=pytest.mark.long),
+    ],
+)
 def test_a_gpus_allocator_was_asked_for_what_the_oracle_traces(name, make, rows, conditions):
     (run,) = on_gpus.runs("memory_oracle")
     real = run.one("measured_bytes", model=name, batch=rows, set_to_none=True)
@@ -104,8 +108,13 @@ def test_sentences_turn_with_the_records():
             rec("step_s", low, model="cnn", precision="bf16"),
         ]
         sides = {"part": "matmul", "side": 8}
-        return Records([*models_, rec("step_s", base, precision="fp32", casts=False, **sides),
-                        *(rec("step_s", low, precision="bf16", casts=c, **sides) for c in (False, True))])  # fmt: skip
+        return Records(
+            [
+                *models_,
+                rec("step_s", base, precision="fp32", casts=False, **sides),
+                *(rec("step_s", low, precision="bf16", casts=c, **sides) for c in (False, True)),
+            ]
+        )
 
     assert "1 of these 1 models are faster than in FP32 and 0 slower" in precision_figures._speeds_text(speeds(2.0))
     assert "0 of these 1 models are faster than in FP32 and 1 slower" in precision_figures._speeds_text(speeds(0.5))
@@ -113,8 +122,12 @@ def test_sentences_turn_with_the_records():
     def peaks(predicted):
         case = {"part": "pareto", "policy": "segments:3", "segments": 3}
         of = {"optimizer's step": 7e6, "passing": 1e6, "parameters": predicted - 7e6}  # passing is backward's alone
-        return Records([rec("peak_bytes", 40e6, **case),
-                        *(rec("peak_part_bytes", size, of=name, **case) for name, size in of.items())])  # fmt: skip
+        return Records(
+            [
+                rec("peak_bytes", 40e6, **case),
+                *(rec("peak_part_bytes", size, of=name, **case) for name, size in of.items()),
+            ]
+        )
 
     assert "within 5.0% of the formula. From 3 segments on" in figures_recompute._peaks_text(peaks(42e6))
     far = figures_recompute._peaks_text(peaks(32e6))
@@ -122,8 +135,14 @@ def test_sentences_turn_with_the_records():
 
     def real(asked):
         case = {"model": "mlp", "batch": 2, "seq": 0}
-        return Records([rec("measured_bytes", asked, **case), rec("peak_bytes", 1e9, category="all", **case),
-                        rec("allocated_bytes", 1.1 * asked, **case), rec("reserved_bytes", 2e9, **case)])  # fmt: skip
+        return Records(
+            [
+                rec("measured_bytes", asked, **case),
+                rec("peak_bytes", 1e9, category="all", **case),
+                rec("allocated_bytes", 1.1 * asked, **case),
+                rec("reserved_bytes", 2e9, **case),
+            ]
+        )
 
     assert "off by 25.0% at most" in memory_figures._gpu_text(real(0.8e9))
     told = memory_figures._gpu_text(real(1e9))

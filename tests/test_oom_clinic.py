@@ -39,11 +39,15 @@ def signs(exit_code=-9, message="", steps=6, states=1.0, activations=1.0, left=N
 ERROR_12 = (
     "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000000 bytes. Error code 12"
 )
-NEW_CUDA = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
-            "23.69 GiB of which 1.10 GiB is free. Of the allocated memory 15.20 GiB is allocated by PyTorch, and {} is "
-            "reserved by PyTorch but unallocated.")  # fmt: skip
-OLD_CUDA = ("RuntimeError: CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 11.17 GiB total capacity; {} already "
-            "allocated; 300 MiB free; 10.50 GiB reserved in total by PyTorch)")  # fmt: skip
+NEW_CUDA = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+    "23.69 GiB of which 1.10 GiB is free. Of the allocated memory 15.20 GiB is allocated by PyTorch, and {} is "
+    "reserved by PyTorch but unallocated."
+)
+OLD_CUDA = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 11.17 GiB total capacity; {} already "
+    "allocated; 300 MiB free; 10.50 GiB reserved in total by PyTorch)"
+)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +62,31 @@ OLD_CUDA = ("RuntimeError: CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0
         ("outputs", signs(trainer=60, trainer_growth=10, left={"activations": 9.9}, tensors_left=1, nodes_left=12)),
         ("closure", signs(trainer=60, trainer_growth=10, left={"inputs/buffers": 9.9}, tensors_left=2)),
         ("python_objects", signs(trainer=60, trainer_growth=10, left={"activations": 0.1})),
-        ("worker_objects", signs(1, "DataLoader worker (pid 7) is killed by signal: Killed.", trainer=20, workers=60,
-                                 worker_growth=6)),
+        (
+            "worker_objects",
+            signs(1, "DataLoader worker (pid 7) is killed by signal: Killed.", trainer=20, workers=60, worker_growth=6),
+        ),
         ("worker_buffers", signs(trainer=20, workers=60, worker_growth=0.2)),
         ("prefetch", signs(trainer=20, workers=25, shared=70)),
-        ("shared_memory", signs(1, "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2_0>: No "
-                                   "space left on device (28)", steps=0, workers=20)),
-        ("shared_memory", signs(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is "
-                                   "possible that dataloader's workers are out of shared memory.", trainer=30)),
+        (
+            "shared_memory",
+            signs(
+                1,
+                "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2_0>: No "
+                "space left on device (28)",
+                steps=0,
+                workers=20,
+            ),
+        ),
+        (
+            "shared_memory",
+            signs(
+                1,
+                "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is "
+                "possible that dataloader's workers are out of shared memory.",
+                trainer=30,
+            ),
+        ),
         ("address_space", signs(1, ERROR_12, trainer=20, activations=15, limit_bytes=170)),
         ("address_space", signs(1, "OSError: [Errno 12] Cannot allocate memory", steps=0, trainer=1, limit_bytes=170)),
         ("batch", signs(1, "ValueError: too many values", activations=30, trainer=20, limit_bytes=170)),
@@ -74,7 +95,7 @@ OLD_CUDA = ("RuntimeError: CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0
         ("unknown", from_message(NEW_CUDA.format("150.00 MiB"))),
         ("unknown", from_message(OLD_CUDA.format("10.10 GiB"))),
     ],
-)  # fmt: skip
+)
 def test_every_cause_is_named_by_its_signs(planted, found):
     assert lab.name(found).cause == planted
 
@@ -151,8 +172,11 @@ def ended(cause, end, seed=0, size=1.0):
 def test_a_real_end_has_its_message_and_its_name_and_leaves_nothing(cause, end, nothing_stays):
     found = ended(cause, end)
     assert lab.name(found).cause == cause, found
-    words = {"data": ("can't allocate memory", "MemoryError"), "addresses": ("Cannot allocate memory",),
-             "shm": ("shared memory", "Bus error")}  # fmt: skip
+    words = {
+        "data": ("can't allocate memory", "MemoryError"),
+        "addresses": ("Cannot allocate memory",),
+        "shm": ("shared memory", "Bus error"),
+    }
     if end in words:
         assert found.exit_code == 1 and any(w in found.message for w in words[end]), found
     elif found.exit_code == -9:
@@ -228,8 +252,13 @@ def run():
         "detach()",
         "keep numbers only",
     )
-    return launch("oom_clinic", nproc=1, causes=("batch", "states", "graph", "outputs", "shared_memory", FRAGMENTATION),
-                  cures=cures, timeout_s=250)  # fmt: skip
+    return launch(
+        "oom_clinic",
+        nproc=1,
+        causes=("batch", "states", "graph", "outputs", "shared_memory", FRAGMENTATION),
+        cures=cures,
+        timeout_s=250,
+    )
 
 
 def test_the_right_cure_gives_memory_and_half_the_batch_gives_none_to_states_and_leaks(run):
@@ -290,9 +319,15 @@ def test_a_wrong_name_is_told():
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [({"causes": ("leak",)}, "there is no leak"), ({"cures": ("pray",)}, "there is no pray"),
-     ({"sizes": (0.0,)}, "sizes"), ({"at_once": 0}, "at_once"), ({"parts": ()}, "parts"), ({"seeds": ()}, "seeds")],
-)  # fmt: skip
+    [
+        ({"causes": ("leak",)}, "there is no leak"),
+        ({"cures": ("pray",)}, "there is no pray"),
+        ({"sizes": (0.0,)}, "sizes"),
+        ({"at_once": 0}, "at_once"),
+        ({"parts": ()}, "parts"),
+        ({"seeds": ()}, "seeds"),
+    ],
+)
 def test_bad_input_is_one_line(values, words):
     with pytest.raises(BadInput, match=words):
         make_config(lab_module("oom_clinic"), values)

@@ -32,22 +32,31 @@ def workload(module, loss=None):
 # -- against reality
 
 
-@pytest.mark.parametrize(("name", "conditions"), [
-    pytest.param("mlp", {}, marks=LONG), pytest.param("mlp", {"optimizer": "adam"}, marks=LONG),
-    pytest.param("mlp", {"set_to_none": False}, marks=LONG),
-    ("mlp", {"micro_batches": 4, "optimizer": "momentum", "max_norm": 1.0}),
-    ("cnn_batchnorm", {"precision": "bf16"}), pytest.param("tiny_bert", {}, marks=LONG),
-    ("char_gpt", {"optimizer": "adam"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "conditions"),
+    [
+        pytest.param("mlp", {}, marks=LONG),
+        pytest.param("mlp", {"optimizer": "adam"}, marks=LONG),
+        pytest.param("mlp", {"set_to_none": False}, marks=LONG),
+        ("mlp", {"micro_batches": 4, "optimizer": "momentum", "max_norm": 1.0}),
+        ("cnn_batchnorm", {"precision": "bf16"}),
+        pytest.param("tiny_bert", {}, marks=LONG),
+        ("char_gpt", {"optimizer": "adam"}),
+    ],
+)
 def test_the_trace_is_what_the_allocator_says(name, conditions):
     traced, real = oracle.step(source(name), 32, **conditions), oracle.measured(source(name), 32, **conditions)
     assert traced.peak_bytes == pytest.approx(real.tensor_bytes, rel=1e-4)  # a few numbers of GradScaler and others
 
 
-@pytest.mark.parametrize(("name", "policy"), [
-    ("char_gpt", "selective"), pytest.param("tiny_resnet", "stage", marks=pytest.mark.long),
-    *(pytest.param(name, "block", marks=pytest.mark.long) for name in ("char_gpt", "tiny_bert")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("char_gpt", "selective"),
+        pytest.param("tiny_resnet", "stage", marks=pytest.mark.long),
+        *(pytest.param(name, "block", marks=pytest.mark.long) for name in ("char_gpt", "tiny_bert")),
+    ],
+)
 def test_the_trace_of_a_checkpointed_step_is_what_the_allocator_says(name, policy):
     """But for 5056 bytes per checkpoint, the state of the CPU's random numbers."""
     traced, real = oracle.step(source(name), 32, policy=policy), oracle.measured(source(name), 32, policy=policy)
@@ -75,9 +84,15 @@ def test_peaks_by_hand():
     events = [
         {"name": "second step", "ts": 10.0, "dur": 100.0},
         {"name": "aten::add", "cat": "cpu_op", "ts": 20.0, "dur": 9.0},
-        memory(5.0, 1, 7), memory(21.0, 2, 100), memory(22.0, 3, 50), memory(23.0, 3, -50), memory(24.0, 9, -1000),
-        memory(50.0, 2, -100), memory(60.0, 2, 8), memory(200.0, 4, 10**6),
-    ]  # fmt: skip
+        memory(5.0, 1, 7),
+        memory(21.0, 2, 100),
+        memory(22.0, 3, 50),
+        memory(23.0, 3, -50),
+        memory(24.0, 9, -1000),
+        memory(50.0, 2, -100),
+        memory(60.0, 2, 8),
+        memory(200.0, 4, 10**6),
+    ]
     found = peaks(events)
     assert (found.peak_bytes, found.tensor_bytes) == (157, 107)
     assert Block(50, 22.0, (1,), 23.0, "aten::add") in list(blocks(events))
@@ -86,11 +101,16 @@ def test_peaks_by_hand():
 # -- against MemTracker
 
 
-@pytest.mark.parametrize(("name", "conditions"), [
-    ("cnn_batchnorm", {"optimizer": "adam"}), pytest.param("tiny_bert", {"optimizer": "momentum"}, marks=LONG),
-    pytest.param("mlp", {"precision": "bf16"}, marks=LONG), ("char_gpt", {"policy": "block"}),
-    pytest.param("tiny_resnet", {"policy": "block"}, marks=LONG),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "conditions"),
+    [
+        ("cnn_batchnorm", {"optimizer": "adam"}),
+        pytest.param("tiny_bert", {"optimizer": "momentum"}, marks=LONG),
+        pytest.param("mlp", {"precision": "bf16"}, marks=LONG),
+        ("char_gpt", {"policy": "block"}),
+        pytest.param("tiny_resnet", {"policy": "block"}, marks=LONG),
+    ],
+)
 def test_equal_to_memtracker(name, conditions):
     slow = oracle.memtracker(source(name), 8, **conditions)
     model = Model(source(name), **conditions)
@@ -113,10 +133,12 @@ def test_memtracker_counts_a_sum_of_gradients_that_is_made_in_place():
 @pytest.mark.long
 def test_resnet_152_in_a_fresh_process():
     """In less than five times what importing torch takes (it is twice), of processor time, and 1.5 GB."""
-    code = ("import resource, time; from labs.parts.models.large_models import resnet; imported = time.process_time(); "
-            "from labs.parts.oracle import step; t = step(resnet, 64, optimizer='momentum', target='cuda'); "
-            "rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
-            "print(t.peak_bytes, time.process_time() / imported - 1, rss)")  # fmt: skip
+    code = (
+        "import resource, time; from labs.parts.models.large_models import resnet; imported = time.process_time(); "
+        "from labs.parts.oracle import step; t = step(resnet, 64, optimizer='momentum', target='cuda'); "
+        "rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "print(t.peak_bytes, time.process_time() / imported - 1, rss)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=250)
     peak_bytes, imports, rss = map(float, done.stdout.split())
     assert 11.8e9 < peak_bytes < 12.2e9
@@ -134,8 +156,9 @@ def one_layer(bias=False):
 def test_by_hand():
     """y = W x, mean squared error; 10 rows: what is there before, what comes, what is left."""
     trace = oracle.step(one_layer(), 10, optimizer="adam")
-    before = {c: sum(e.change_bytes for e in trace.events if e.phase == "before" and e.category == c)
-              for c in CATEGORIES}  # fmt: skip
+    before = {
+        c: sum(e.change_bytes for e in trace.events if e.phase == "before" and e.category == c) for c in CATEGORIES
+    }
     assert before["parameters"] == before["gradients"] == 4 * 32
     assert before["optimizer"] == 8 * 32 + 4  # and the count of steps
     assert before["inputs/buffers"] == 4 * 10 * (8 + 4)
@@ -200,8 +223,12 @@ def test_cuda_rounds_and_takes_foreach_optimizers():
     assert all(e.change_bytes % 512 == 0 for e in cuda.events)
     assert cuda.peak["optimizer"] == 2 * 512  # and steps are counted on the CPU
     assert cuda.peak["parameters"] == 512 > cpu.peak["parameters"]
-    many = oracle.step(lambda: workload(nn.Sequential(*(nn.Linear(8, 8) for _ in range(50)), nn.Linear(8, 4))), 2,
-                       optimizer="adam", target="cuda")  # fmt: skip
+    many = oracle.step(
+        lambda: workload(nn.Sequential(*(nn.Linear(8, 8) for _ in range(50)), nn.Linear(8, 4))),
+        2,
+        optimizer="adam",
+        target="cuda",
+    )
     assert many.peak_event.phase == "optimizer"
     assert many.peak["temporaries"] >= many.peak["parameters"]  # a square root of all second moments at once
 
@@ -253,9 +280,15 @@ def test_the_curve_keeps_the_peak():
 
 
 def test_a_peak_by_hand():
-    trace = Trace((Event(0, "", "before", 5, "parameters"), Event(1, "mm", "forward", 7, "activations"),
-                   Event(2, "mm", "backward", 2, "gradients"), Event(2, "mm", "backward", -7, "activations")),
-                  rows=1)  # fmt: skip
+    trace = Trace(
+        (
+            Event(0, "", "before", 5, "parameters"),
+            Event(1, "mm", "forward", 7, "activations"),
+            Event(2, "mm", "backward", 2, "gradients"),
+            Event(2, "mm", "backward", -7, "activations"),
+        ),
+        rows=1,
+    )
     assert trace.timeline() == [5, 12, 14, 7]
     assert trace.timeline("activations") == [0, 7, 7, 0]
     assert (trace.peak_bytes, trace.peak_event.step) == (14, 2)
@@ -301,10 +334,14 @@ def test_gpts_parameters_are_those_of_the_module():
 # -- what fits
 
 
-@pytest.mark.parametrize(("name", "memory", "conditions"), [
-    ("mlp", 1e7, {}), ("mlp", 1e9, {"optimizer": "adam", "target": "cuda"}),
-    pytest.param("char_gpt", 3e8, {"micro_batches": 4}, marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "memory", "conditions"),
+    [
+        ("mlp", 1e7, {}),
+        ("mlp", 1e9, {"optimizer": "adam", "target": "cuda"}),
+        pytest.param("char_gpt", 3e8, {"micro_batches": 4}, marks=pytest.mark.long),
+    ],
+)
 def test_the_largest_batch_is_the_last_that_fits(name, memory, conditions):
     found = oracle.largest_batch(name, memory, **conditions)
     assert found.peak_bytes <= memory < found.next_bytes
@@ -374,13 +411,20 @@ def test_a_model_that_fails_is_one_line():
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(("given", "conditions", "words"), [
-    ("mlp", {"optimizer": "lion"}, "no optimizer 'lion'"), ("mlp", {"precision": "int8"}, "no format 'int8'"),
-    ("mlp", {"policy": "all"}, "no policy 'all'"), ("mlp", {"micro_batches": 3}, "2 rows cannot be cut into 3"),
-    ("mlp", {"target": "tpu"}, "target must be cpu or cuda"), ("lenet", {}, "no model 'lenet'"),
-    (lambda: 1 / 0, {}, "cannot be built: ZeroDivisionError"), (lambda: nn.Linear(2, 2), {}, "returned Linear, not a"),
-    (lambda: Workload(nn.ReLU(), None, None), {}, "no parameter that requires a gradient"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "conditions", "words"),
+    [
+        ("mlp", {"optimizer": "lion"}, "no optimizer 'lion'"),
+        ("mlp", {"precision": "int8"}, "no format 'int8'"),
+        ("mlp", {"policy": "all"}, "no policy 'all'"),
+        ("mlp", {"micro_batches": 3}, "2 rows cannot be cut into 3"),
+        ("mlp", {"target": "tpu"}, "target must be cpu or cuda"),
+        ("lenet", {}, "no model 'lenet'"),
+        (lambda: 1 / 0, {}, "cannot be built: ZeroDivisionError"),
+        (lambda: nn.Linear(2, 2), {}, "returned Linear, not a"),
+        (lambda: Workload(nn.ReLU(), None, None), {}, "no parameter that requires a gradient"),
+    ],
+)
 def test_bad_input(given, conditions, words):
     with pytest.raises(BadInput, match=words):
         oracle.step(given, 2, **conditions)

@@ -12,10 +12,16 @@ SECTION = re.search(r"^## Paths\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)[1
 PATHS = re.findall(r"^\* \*\*(.+?)\*\*(?: \((\d+) minutes\))?: (.+?)(?=^\* |\Z)", SECTION, re.DOTALL | re.MULTILINE)
 KNOWN = {s.key: s for s in agenda.course()}
 ASKED = {
-    "I have an hour": 60, "I have a day": 6 * 60, "I have two days": 12 * 60, "My GPU is idle 60 % of the time": 0,
-    "It does not fit": 0, "Two GPUs are not faster": 0, "It hangs": 0, "I read an article and doubt it": 0,
+    "I have an hour": 60,
+    "I have a day": 6 * 60,
+    "I have two days": 12 * 60,
+    "My GPU is idle 60 % of the time": 0,
+    "It does not fit": 0,
+    "Two GPUs are not faster": 0,
+    "It hangs": 0,
+    "I read an article and doubt it": 0,
     "My own script": 0,
-}  # fmt: skip
+}
 """Each path, and the most minutes that it may take; 0 where the reader has a trouble and no clock."""
 
 

@@ -22,10 +22,19 @@ from labs.parts.installing import runtimes
 from labs.parts.installing.indexes import INDEXES, Wheel
 
 TAKEN = {
-    "then": "1.13.1+cu116", "now": "2.4.1", "swapped": "2.4.1", "pinned": "1.13.1+cu116", "one_index": "1.13.1+cu116",
-    "first_build": "2.9.1", "second_build": "2.10.0", "constrained": "2.9.1", "other_cuda": "2.9.1+cu126",
-    "other_system": "2.10.0", "other_python": "2.4.1", "no_wheel": "",
-}  # fmt: skip
+    "then": "1.13.1+cu116",
+    "now": "2.4.1",
+    "swapped": "2.4.1",
+    "pinned": "1.13.1+cu116",
+    "one_index": "1.13.1+cu116",
+    "first_build": "2.9.1",
+    "second_build": "2.10.0",
+    "constrained": "2.9.1",
+    "other_cuda": "2.9.1+cu126",
+    "other_system": "2.10.0",
+    "other_python": "2.4.1",
+    "no_wheel": "",
+}
 NOW = lab.CASES["now"]
 
 
@@ -75,8 +84,7 @@ def test_the_claims_are_judged_and_told(run, shown):
 def test_a_pip_that_prefers_the_extra_index_is_seen(run, shown):
     """What the records would be if it did: the rule no longer explains them, and the verdict turns."""
     other = {"version": "1.13.1+cu116"}
-    swapped = [replace(r, case=r.case | other) if r.metric == "wheels" and r.case["asked"] == "now"
-               else r for r in run]  # fmt: skip
+    swapped = [replace(r, case=r.case | other) if r.metric == "wheels" and r.case["asked"] == "now" else r for r in run]
     assert "in 11 of 12 cases" in " ".join(lab.answer(Records(swapped)))
     assert table("11", swapped, gpus=0, strict=True).verdict("D30").word == "holds"
     figures_install.choices(Records(swapped))
@@ -93,11 +101,18 @@ def test_nobodys_settings_and_no_proxy_take_part(tmp_path, monkeypatch):
     (tmp_path / "pip.py").write_text("raise SystemExit('a pip.py of the user')")
     monkeypatch.chdir(tmp_path)
     for name, value in {
-        "HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config"), "http_proxy": "http://127.0.0.1:9",
-        "https_proxy": "http://127.0.0.1:9", "PIP_CONFIG_FILE": str(home / ".config" / "pip" / "pip.conf"),
-        "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_REQUIRE_VIRTUALENV": "1", "PIP_NO_INDEX": "1",
-        "PIP_CONSTRAINT": "/no/such/file", "PIP_PRE": "1", "PYTHONWARNINGS": "error",
-    }.items():  # fmt: skip
+        "HOME": str(home),
+        "XDG_CONFIG_HOME": str(home / ".config"),
+        "http_proxy": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+        "PIP_CONFIG_FILE": str(home / ".config" / "pip" / "pip.conf"),
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_REQUIRE_VIRTUALENV": "1",
+        "PIP_NO_INDEX": "1",
+        "PIP_CONSTRAINT": "/no/such/file",
+        "PIP_PRE": "1",
+        "PYTHONWARNINGS": "error",
+    }.items():
         monkeypatch.setenv(name, value)
     assert lab.choose(NOW) == lab.Choice("2.4.1", "main-2.9", "torch-2.4.1-cp38-cp38-manylinux1_x86_64.whl")
 
@@ -190,8 +205,11 @@ MAPS = """\
 
 def test_runtimes_are_counted_by_file_not_by_mapping():
     assert [Path(f).name for f in runtimes.openmp_files(MAPS)] == [
-        "libgomp-a34b3233.so.1.0.0", "libiomp5.so", "libomp.so (deleted)", "libgomp.so.1",
-    ]  # fmt: skip
+        "libgomp-a34b3233.so.1.0.0",
+        "libiomp5.so",
+        "libomp.so (deleted)",
+        "libgomp.so.1",
+    ]
 
 
 @pytest.mark.skipif(not runtimes.openmp_runtimes(), reason="no OpenMP runtime, or no Linux to tell")

@@ -98,8 +98,11 @@ def test_records_answer_the_questions_of_the_notebook(run):
 
 def test_predict_by_hand():
     assert pipeline_parallel.predict(2, 8) == {
-        "idle_share": pytest.approx(1 / 9), "speedup": pytest.approx(16 / 9), "kept by gpipe": 8, "kept by 1f1b": 2,
-    }  # fmt: skip
+        "idle_share": pytest.approx(1 / 9),
+        "speedup": pytest.approx(16 / 9),
+        "kept by gpipe": 8,
+        "kept by 1f1b": 2,
+    }
 
 
 @pytest.mark.parametrize(

@@ -129,14 +129,20 @@ def test_a_schedule_that_waits_for_itself_is_found():
 
 def test_the_time_before_a_neighbour_sends_is_idle_and_what_follows_is_receiving():
     events = [
-        schedules.Event(0, "forward", 0, 10.0, 12.0), schedules.Event(0, "send", 0, 12.0, 12.5, "activation"),
-        schedules.Event(1, "receive", 0, 10.5, 13.0, "activation"), schedules.Event(1, "forward", 0, 13.0, 14.0),
-    ]  # fmt: skip
+        schedules.Event(0, "forward", 0, 10.0, 12.0),
+        schedules.Event(0, "send", 0, 12.0, 12.5, "activation"),
+        schedules.Event(1, "receive", 0, 10.5, 13.0, "activation"),
+        schedules.Event(1, "forward", 0, 13.0, 14.0),
+    ]
     found = [(e.stage, e.kind, e.start_s, e.end_s) for e in schedules.with_idle(events, 2)]
     assert found == [
-        (0, "forward", 10.0, 12.0), (0, "send", 12.0, 12.5), (0, "idle", 12.5, 14.0),
-        (1, "idle", 10.0, 12.0), (1, "receive", 12.0, 13.0), (1, "forward", 13.0, 14.0),
-    ]  # fmt: skip
+        (0, "forward", 10.0, 12.0),
+        (0, "send", 12.0, 12.5),
+        (0, "idle", 12.5, 14.0),
+        (1, "idle", 10.0, 12.0),
+        (1, "receive", 12.0, 13.0),
+        (1, "forward", 13.0, 14.0),
+    ]
     assert schedules.idle_share(schedules.with_idle(events, 2), 2) == pytest.approx(3.5 / 8)
 
 
@@ -331,10 +337,14 @@ def test_the_fit_recovers_stage_and_cost_of_a_micro_batch():
 
 
 def test_speedups_and_the_share_of_the_ceiling_by_hand():
-    records = Records([
-        step("single", 1, 1.0, 2.0), step("copies", 1, 1.2, 2.4), step("naive", 1, 1.1, 2.2),
-        step("1f1b", 4, 0.75, 1.5),
-    ])  # fmt: skip
+    records = Records(
+        [
+            step("single", 1, 1.0, 2.0),
+            step("copies", 1, 1.2, 2.4),
+            step("naive", 1, 1.1, 2.2),
+            step("1f1b", 4, 0.75, 1.5),
+        ]
+    )
     assert analysis.speedups(records, "small")["1f1b", "hand", 4].value == pytest.approx(1.1 / 0.75)
     assert analysis.speedups(records, "small", "single")["naive", "hand", 1].value == pytest.approx(1 / 1.1)
     assert analysis.shares_of_ceiling(records, "small")["1f1b", "hand", 4].value == pytest.approx(0.6 / 0.8 / 0.75)

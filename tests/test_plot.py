@@ -118,9 +118,16 @@ def test_a_figure_of_models_needs_no_records():
 
 def test_a_long_source_stays_inside_the_figure():
     """Wide letters, as in addresses: a line of so many characters need not be a line of so many points."""
-    fig, ax = plot.figure("message", xlabel="GPUs", ylabel="GB/s", records=[
-        record("published", source="github.com/MOMMOMMOM/WWWWWWWW at c53741b8, NETWORK/BENCHMARKS/8xH200.md: GWMWGW")
-    ])  # fmt: skip
+    fig, ax = plot.figure(
+        "message",
+        xlabel="GPUs",
+        ylabel="GB/s",
+        records=[
+            record(
+                "published", source="github.com/MOMMOMMOM/WWWWWWWW at c53741b8, NETWORK/BENCHMARKS/8xH200.md: GWMWGW"
+            )
+        ],
+    )
     plot.points(ax, [1], [1.0], kind="published")
     plot.to_png(fig)
     [line] = [text for text in fig.texts if text.get_text() == fig.get_supxlabel()]
@@ -131,21 +138,29 @@ def test_a_long_source_stays_inside_the_figure():
     ("records", "line"),
     [
         ([record()], "measured here on Xeon 8481C, 2 of 8 cores, torch 2.13.0, 2026-11-21 UTC"),
-        ([record(), record(utc="2026-11-21T23:00:00+00:00")],
-         "measured here on Xeon 8481C, 2 of 8 cores, torch 2.13.0, 2026-11-21 UTC"),
-        ([record("recorded", gpus=["H200", "H200"], utc="2026-10-01T00")],
-         "recorded on 2 x H200, torch 2.13.0, 2026-10-01 UTC"),
+        (
+            [record(), record(utc="2026-11-21T23:00:00+00:00")],
+            "measured here on Xeon 8481C, 2 of 8 cores, torch 2.13.0, 2026-11-21 UTC",
+        ),
+        (
+            [record("recorded", gpus=["H200", "H200"], utc="2026-10-01T00")],
+            "recorded on 2 x H200, torch 2.13.0, 2026-10-01 UTC",
+        ),
         ([record(cores=1)], "measured here on Xeon 8481C, 2 ranks sharing 1 core, torch 2.13.0, 2026-11-21 UTC"),
         ([replace(record(), layout={})], "measured here on Xeon 8481C, 8 cores, torch 2.13.0, 2026-11-21 UTC"),
         # DataLoader workers beside one rank, which may run on every logical CPU of the 8 cores
-        ([replace(record(), layout={"world_size": 1, "cores": 16})],
-         "measured here on Xeon 8481C, 8 of 8 cores, torch 2.13.0, 2026-11-21 UTC"),
+        (
+            [replace(record(), layout={"world_size": 1, "cores": 16})],
+            "measured here on Xeon 8481C, 8 of 8 cores, torch 2.13.0, 2026-11-21 UTC",
+        ),
         ([record("published", source="Goyal 2017")], "published: Goyal 2017"),
-        ([record("modelled"), record("published", source="Goyal 2017")],
-         "modelled by this course; published: Goyal 2017"),
+        (
+            [record("modelled"), record("published", source="Goyal 2017")],
+            "modelled by this course; published: Goyal 2017",
+        ),
         ([], ""),
     ],
-)  # fmt: skip
+)
 def test_provenance_line(records, line):
     assert provenance_line(records) == line
 

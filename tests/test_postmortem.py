@@ -24,12 +24,26 @@ def call(name, number, line, size=4, dtype="Float", group="0", backend="gloo", *
         {"name": "<module>", "filename": TRAIN, "line": 99},
     ]
     return {
-        "record_id": number, "pg_id": 0, "process_group": (group, "default_pg"), "collective_seq_id": number,
-        "p2p_seq_id": 0, "op_id": number, "profiling_name": f"{backend}:{name}", "time_created_ns": number * 10**9,
-        "input_sizes": [[size]], "input_dtypes": [dtype], "output_sizes": [[size]], "output_dtypes": [dtype],
-        "state": "scheduled", "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
-        "retired": True, "timeout_ms": 1000, "is_p2p": False, "frames": frames,
-    } | more  # fmt: skip
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": (group, "default_pg"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"{backend}:{name}",
+        "time_created_ns": number * 10**9,
+        "input_sizes": [[size]],
+        "input_dtypes": [dtype],
+        "output_sizes": [[size]],
+        "output_dtypes": [dtype],
+        "state": "scheduled",
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": None,
+        "retired": True,
+        "timeout_ms": 1000,
+        "is_p2p": False,
+        "frames": frames,
+    } | more
 
 
 def steps(n, *lines):

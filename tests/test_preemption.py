@@ -25,13 +25,26 @@ LAYOUT = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cpu"}
 def test_the_parts_of_a_preemption_are_all_of_it():
     """Saved at step 4, stopped after step 6: steps 5 and 6 are done again, 7 is new."""
     before = Start(0.0, {5: 1.0, 6: 2.0}, signalled=2.5, ended=3.0)
-    events = [{"event": e, "time": t, "rank": r} for e, t, r in [
-        ("imported", 7.0, 0), ("imported", 8.0, 1), ("ready", 8.5, 0), ("ready", 8.5, 1), ("group", 9.0, 0),
-    ]]  # fmt: skip
+    events = [
+        {"event": e, "time": t, "rank": r}
+        for e, t, r in [
+            ("imported", 7.0, 0),
+            ("imported", 8.0, 1),
+            ("ready", 8.5, 0),
+            ("ready", 8.5, 1),
+            ("group", 9.0, 0),
+        ]
+    ]
     after = Start(3.1, {5: 11.0, 6: 12.0, 7: 13.5}, events=events)
     parts = dict(requeued.phases(before, after))
-    assert parts == {"end": 0.5, "start and import": 5.0, "data and checkpoint": 0.5, "rendezvous": 0.5,
-                     "model and first step": 2.0, "steps again": 2.5}  # fmt: skip
+    assert parts == {
+        "end": 0.5,
+        "start and import": 5.0,
+        "data and checkpoint": 0.5,
+        "rendezvous": 0.5,
+        "model and first step": 2.0,
+        "steps again": 2.5,
+    }
     assert sum(parts.values()) == 13.5 - 2.5
 
 
@@ -44,15 +57,24 @@ def test_the_formula_is_the_mean_over_when_it_comes():
     assert preemption.predict(0.1, 20, 3.0, handler=True) == 3.0 and preemption.steps_redone(19, 20, handler=True) == 0
 
 
-@pytest.mark.parametrize(("lab", "values", "words"), [
-    ("preemption", {"save_every": 1}, "save_every"), ("preemption", {"after_save": 1.0}, "after_save"),
-    ("preemption", {"steps": 20}, "steps must be at least"), ("preemption", {"batch_size": 3}, "even number"),
-    ("preemption", {"grace_s": 0.0}, "grace_s"), ("preemption", {"habits": ("hope",)}, "habits"),
-    ("preemption", {"large_bytes": 5}, "large_bytes"), ("preemption", {"seed": -1}, "seed"),
-    ("preemption", {"habits": ()}, "habits"),
-    ("debug_cost", {"block": 0}, "block"), ("debug_cost", {"batch_size": 3}, "even number"),
-    ("debug_cost", {"check_every": 0}, "check_every"), ("debug_cost", {"seconds": 0.0}, "seconds"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lab", "values", "words"),
+    [
+        ("preemption", {"save_every": 1}, "save_every"),
+        ("preemption", {"after_save": 1.0}, "after_save"),
+        ("preemption", {"steps": 20}, "steps must be at least"),
+        ("preemption", {"batch_size": 3}, "even number"),
+        ("preemption", {"grace_s": 0.0}, "grace_s"),
+        ("preemption", {"habits": ("hope",)}, "habits"),
+        ("preemption", {"large_bytes": 5}, "large_bytes"),
+        ("preemption", {"seed": -1}, "seed"),
+        ("preemption", {"habits": ()}, "habits"),
+        ("debug_cost", {"block": 0}, "block"),
+        ("debug_cost", {"batch_size": 3}, "even number"),
+        ("debug_cost", {"check_every": 0}, "check_every"),
+        ("debug_cost", {"seconds": 0.0}, "seconds"),
+    ],
+)
 def test_bad_values_are_told(lab, values, words):
     with pytest.raises(BadInput, match=words):
         make_config(lab_module(lab), values)
@@ -66,8 +88,9 @@ def test_more_ranks_are_refused_before_any_starts(lab):
 
 @pytest.fixture(scope="module")
 def preempted():
-    return launch("preemption", 1, device="cpu", save_every=4, steps=24, batch_size=200, large_bytes=50_000_000,
-                  timeout_s=250)  # fmt: skip
+    return launch(
+        "preemption", 1, device="cpu", save_every=4, steps=24, batch_size=200, large_bytes=50_000_000, timeout_s=250
+    )
 
 
 @pytest.mark.drill
@@ -119,11 +142,22 @@ def test_an_answer_does_not_hide_another_result():
     assert "0.20 s of steps are lost in the mean, at most 0.40 s" in said
 
 
-@pytest.mark.parametrize(("end", "again", "words"), [
-    (1.0, 3.0, "saved 3.00 s of steps, and the job took 0.50 s longer to end: by these two parts alone 2.50 s less"),
-    (2.5, 0.7, "saved 0.70 s of steps, and the job took 2.00 s longer to end: by these two parts alone 1.30 s more"),
-    (0.3, 0.1, "saved 0.10 s of steps, and the job took 0.20 s less to end: by these two parts alone 0.30 s less"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("end", "again", "words"),
+    [
+        (
+            1.0,
+            3.0,
+            "saved 3.00 s of steps, and the job took 0.50 s longer to end: by these two parts alone 2.50 s less",
+        ),
+        (
+            2.5,
+            0.7,
+            "saved 0.70 s of steps, and the job took 2.00 s longer to end: by these two parts alone 1.30 s more",
+        ),
+        (0.3, 0.1, "saved 0.10 s of steps, and the job took 0.20 s less to end: by these two parts alone 0.30 s less"),
+    ],
+)
 def test_whether_the_handler_pays_is_read_from_the_run(end, again, words):
     assert words in told(handler_end=end, again=again)
 
@@ -144,13 +178,29 @@ def test_the_second_file_is_removed(tmp_path):
 
 def cost_records(recorder=1.0, finite=1.0, replicas_s=0.0, n=12, noise=0.001):
     draw = random.Random(1)
-    means = {"none": 0.02, "recorder and watch": 0.02 * recorder, "finite loss": 0.02 * recorder * finite,
-             "replicas": 0.02 * recorder + replicas_s / 10, "memory": 0.02 * recorder}  # fmt: skip
-    return Records([
-        Record("debug_cost", "step_s", "s", tuple(s * (1 + noise * draw.gauss(0, 1)) for _ in range(n)), "measured",
-               {"guard": name}, {"block": 10, "check_every": 100}, LAYOUT, {})
-        for name, s in means.items()
-    ])  # fmt: skip
+    means = {
+        "none": 0.02,
+        "recorder and watch": 0.02 * recorder,
+        "finite loss": 0.02 * recorder * finite,
+        "replicas": 0.02 * recorder + replicas_s / 10,
+        "memory": 0.02 * recorder,
+    }
+    return Records(
+        [
+            Record(
+                "debug_cost",
+                "step_s",
+                "s",
+                tuple(s * (1 + noise * draw.gauss(0, 1)) for _ in range(n)),
+                "measured",
+                {"guard": name},
+                {"block": 10, "check_every": 100},
+                LAYOUT,
+                {},
+            )
+            for name, s in means.items()
+        ]
+    )
 
 
 def test_each_guard_has_its_own_price():

@@ -30,12 +30,24 @@ TORCH, OTHER_TORCH = {"torch": "2.13.0"}, {"numpy": "2.0", "torch": "2.9.0+cu128
 OUTCOMES = {
     "kernel answers": (jupyter_checks.kernel(Kernel(**GOOD_KERNEL), "/venv"), "pass", "1.0 s", ""),
     "kernel dies": (jupyter_checks.kernel(Kernel(problem="Kernel died")), "fail", "Kernel died", "rm -rf .venv"),
-    "kernel lacks labs": (jupyter_checks.kernel(Kernel(problem="ModuleNotFoundError: No module named 'labs'")), "fail",
-                          "labs", "make lab"),
-    "kernel has no place": (jupyter_checks.kernel(Kernel(problem=jupyter_checks.RUNTIME + " takes no files")), "fail",
-                            "runtime folder", "JUPYTER_RUNTIME_DIR"),
-    "kernel of another Python": (jupyter_checks.kernel(Kernel(**GOOD_KERNEL), "/other"), "fail", "another Python",
-                                 "JUPYTER_PREFER_ENV_PATH"),
+    "kernel lacks labs": (
+        jupyter_checks.kernel(Kernel(problem="ModuleNotFoundError: No module named 'labs'")),
+        "fail",
+        "labs",
+        "make lab",
+    ),
+    "kernel has no place": (
+        jupyter_checks.kernel(Kernel(problem=jupyter_checks.RUNTIME + " takes no files")),
+        "fail",
+        "runtime folder",
+        "JUPYTER_RUNTIME_DIR",
+    ),
+    "kernel of another Python": (
+        jupyter_checks.kernel(Kernel(**GOOD_KERNEL), "/other"),
+        "fail",
+        "another Python",
+        "JUPYTER_PREFER_ENV_PATH",
+    ),
     "kernel shows nothing": (jupyter_checks.kernel(Kernel(1.0, "/venv", False), "/venv"), "fail", "no table", "make"),
     "JupyterLab loads": (jupyter_checks.jupyterlab(""), "pass", "loaded", ""),
     "JupyterLab is broken": (jupyter_checks.jupyterlab("ImportError: jinja2"), "fail", "jinja2", "make lab"),
@@ -71,32 +83,72 @@ OUTCOMES = {
     "room is not mounted": (place_checks.room(True, "no folder /x here"), "warn", "no folder", "mount"),
     "all notebooks": (course_checks.notebooks(CourseFiles(7)), "pass", "7, as committed", ""),
     "no git": (course_checks.notebooks(CourseFiles(7, compared=False)), "pass", "number above", ""),
-    "a notebook is missing": (course_checks.notebooks(CourseFiles(7, missing=("notebooks/03.ipynb",))), "fail",
-                              "missing: 03.ipynb", "git checkout -- notebooks/03.ipynb"),
-    "a notebook is missing, no git": (course_checks.notebooks(CourseFiles(7, ("notebooks/03.ipynb",), compared=False)),
-                                      "fail", "missing: 03.ipynb", "copy"),
-    "a notebook is broken": (course_checks.notebooks(CourseFiles(7, unreadable=("notebooks/03.ipynb",))), "fail",
-                             "unreadable: 03", "git checkout"),
-    "a notebook was edited": (course_checks.notebooks(CourseFiles(7, modified=("notebooks/03.ipynb",))), "warn",
-                              "03.ipynb", "git checkout -- notebooks/03.ipynb (your answers"),
+    "a notebook is missing": (
+        course_checks.notebooks(CourseFiles(7, missing=("notebooks/03.ipynb",))),
+        "fail",
+        "missing: 03.ipynb",
+        "git checkout -- notebooks/03.ipynb",
+    ),
+    "a notebook is missing, no git": (
+        course_checks.notebooks(CourseFiles(7, ("notebooks/03.ipynb",), compared=False)),
+        "fail",
+        "missing: 03.ipynb",
+        "copy",
+    ),
+    "a notebook is broken": (
+        course_checks.notebooks(CourseFiles(7, unreadable=("notebooks/03.ipynb",))),
+        "fail",
+        "unreadable: 03",
+        "git checkout",
+    ),
+    "a notebook was edited": (
+        course_checks.notebooks(CourseFiles(7, modified=("notebooks/03.ipynb",))),
+        "warn",
+        "03.ipynb",
+        "git checkout -- notebooks/03.ipynb (your answers",
+    ),
     "a lab was edited": (course_checks.code(CourseFiles(7, code=("labs/ä.py",))), "warn", "ä.py", "-- labs/ä.py"),
-    "many labs were edited": (course_checks.code(CourseFiles(7, code=tuple(f"labs/{i}.py" for i in range(9)))), "warn",
-                              "and 6 more", "git checkout -- labs"),
+    "many labs were edited": (
+        course_checks.code(CourseFiles(7, code=tuple(f"labs/{i}.py" for i in range(9)))),
+        "warn",
+        "and 6 more",
+        "git checkout -- labs",
+    ),
     "labs as committed": (course_checks.code(CourseFiles(7)), "pass", "as committed", ""),
     "data": (course_checks.data((), 11), "pass", "11 files", ""),
     "damaged data": (course_checks.data(("labs/data/moby_dick.txt",), 11), "fail", "moby", "git checkout"),
     "packages": (course_checks.versions(Packages(PINS, PINS)), "pass", "2 as tested", ""),
-    "a package is missing": (course_checks.versions(Packages(PINS, {"numpy": None}, frozenset({"numpy"}))), "fail",
-                             "not installed in this Python: numpy", "make lab"),
-    "another Python": (course_checks.versions(Packages(PINS, {"numpy": None}, frozenset({"numpy"})), True), "fail",
-                       "not installed in this Python", ".venv/bin/python -m labs"),
-    "a package is another": (course_checks.versions(Packages(PINS, PINS | {"numpy": "1.26"})), "warn",
-                             "1 of 2 differ from constraints.txt: numpy 1.26 (tested 2.4.1)", "run: python -m pip"),
-    "a package and torch": (course_checks.versions(Packages(PINS | TORCH, PINS | OTHER_TORCH)), "warn",
-                            "numpy 2.0 (tested 2.4.1)", "go on"),
-    "ranks fail": (ranks_trial.failed(RuntimeError("Traceback\nRuntimeError: x\nrank 1 failed first.")), "fail",
-                   "rank 1 failed first.", "--smoke"),
-}  # fmt: skip
+    "a package is missing": (
+        course_checks.versions(Packages(PINS, {"numpy": None}, frozenset({"numpy"}))),
+        "fail",
+        "not installed in this Python: numpy",
+        "make lab",
+    ),
+    "another Python": (
+        course_checks.versions(Packages(PINS, {"numpy": None}, frozenset({"numpy"})), True),
+        "fail",
+        "not installed in this Python",
+        ".venv/bin/python -m labs",
+    ),
+    "a package is another": (
+        course_checks.versions(Packages(PINS, PINS | {"numpy": "1.26"})),
+        "warn",
+        "1 of 2 differ from constraints.txt: numpy 1.26 (tested 2.4.1)",
+        "run: python -m pip",
+    ),
+    "a package and torch": (
+        course_checks.versions(Packages(PINS | TORCH, PINS | OTHER_TORCH)),
+        "warn",
+        "numpy 2.0 (tested 2.4.1)",
+        "go on",
+    ),
+    "ranks fail": (
+        ranks_trial.failed(RuntimeError("Traceback\nRuntimeError: x\nrank 1 failed first.")),
+        "fail",
+        "rank 1 failed first.",
+        "--smoke",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", OUTCOMES)
@@ -117,9 +169,16 @@ def test_without_room_and_queue_nothing_is_said_of_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("gpus", "require", "plan"),
-    [(0, 0, [(2, "cpu")]), (0, 4, [(2, "cpu")]), (1, 0, [(2, "cpu"), (1, "cuda")]), (2, 0, [(2, "cuda")]),
-     (8, 0, [(2, "cuda")]), (8, 4, [(4, "cuda")]), (4, 8, [(4, "cuda")])],
-)  # fmt: skip
+    [
+        (0, 0, [(2, "cpu")]),
+        (0, 4, [(2, "cpu")]),
+        (1, 0, [(2, "cpu"), (1, "cuda")]),
+        (2, 0, [(2, "cuda")]),
+        (8, 0, [(2, "cuda")]),
+        (8, 4, [(4, "cuda")]),
+        (4, 8, [(4, "cuda")]),
+    ],
+)
 def test_ranks_start_on_what_there_is(gpus, require, plan):
     assert ranks_trial.plans(gpus, require) == plan
 
@@ -160,10 +219,13 @@ def report(*statuses: str) -> verdict.Report:
 
 @pytest.mark.parametrize(
     ("statuses", "sentence"),
-    [(["pass"] * 30, "GO: ready for the course"), (["pass", "warn"], "GO: ready for the course, with 1 warning"),
-     (["fail", "pass"], "NO-GO: 1 thing to mend: check 0"),
-     (["warn", "fail", "fail"], "NO-GO: 2 things to mend: check 1, check 2, with 1 warning")],
-)  # fmt: skip
+    [
+        (["pass"] * 30, "GO: ready for the course"),
+        (["pass", "warn"], "GO: ready for the course, with 1 warning"),
+        (["fail", "pass"], "NO-GO: 1 thing to mend: check 0"),
+        (["warn", "fail", "fail"], "NO-GO: 2 things to mend: check 1, check 2, with 1 warning"),
+    ],
+)
 @pytest.mark.parametrize("columns", [20, 80, 500])
 def test_the_verdict_comes_first_and_last_on_one_screen(statuses, sentence, columns):
     lines = verdict.as_text(report(*statuses), columns, saved="build/preflight.json").splitlines()

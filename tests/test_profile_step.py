@@ -37,8 +37,18 @@ WHOLE = ranges(data=(5, 15), host_to_device=(15, 16), forward=(20, 40), backward
 def test_bars_with_odd_values_are_read_or_left_out(tmp_path):
     step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 1e6, "tid": 1, "args": None}
     kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1e5, "dur": 5e5, "args": {"correlation": 7}}
-    odd = [kernel | more for more in ({"name": 5}, {"cat": 7}, {"args": {"correlation": [1]}}, {"args": "none"},
-                                      {"ts": float("nan")}, {"dur": -1.0}, {"dur": float("inf")})]  # fmt: skip
+    odd = [
+        kernel | more
+        for more in (
+            {"name": 5},
+            {"cat": 7},
+            {"args": {"correlation": [1]}},
+            {"args": "none"},
+            {"ts": float("nan")},
+            {"dur": -1.0},
+            {"dur": float("inf")},
+        )
+    ]
     (path := tmp_path / "ränk0.json").write_text(json.dumps({"traceEvents": [step, kernel, *odd]}), "utf-8")
     [found] = shares.of_steps(shares.read(path))
     assert found["overhead"] == pytest.approx(1.0) and sum(found.values()) == pytest.approx(1.0)
@@ -54,8 +64,15 @@ def test_the_kernels_of_a_cuda_graph_are_those_of_the_range_that_launched_it():
 
 def test_a_cpu_step_is_cut_by_its_ranges():
     found = shares.on_core([STEP, *WHOLE], STEP)
-    assert found == {"data": 10, "host-to-device": 1, "forward": 20, "backward": 40, "exposed communication": 0,
-                     "optimizer": 15, "overhead": 14}  # fmt: skip
+    assert found == {
+        "data": 10,
+        "host-to-device": 1,
+        "forward": 20,
+        "backward": 40,
+        "exposed communication": 0,
+        "optimizer": 15,
+        "overhead": 14,
+    }
 
 
 @pytest.mark.parametrize(
@@ -169,8 +186,15 @@ def test_a_trace_without_steps_says_what_is_missing(tmp_path):
 
 
 def planted(**parameters):
-    return launch("profile_step", nproc=parameters.pop("nproc", 1), model=TINY, batch_size=4, parts=("planted",),
-                  rounds=parameters.pop("rounds", 8), **parameters)  # fmt: skip
+    return launch(
+        "profile_step",
+        nproc=parameters.pop("nproc", 1),
+        model=TINY,
+        batch_size=4,
+        parts=("planted",),
+        rounds=parameters.pop("rounds", 8),
+        **parameters,
+    )
 
 
 @pytest.mark.timeout(200)
@@ -208,8 +232,15 @@ def test_a_late_rank_is_exposed_communication_of_the_one_that_waits():
 @pytest.mark.timeout(200)
 def test_shares_sum_to_the_step_and_the_clock_tells_the_same_exposure():
     def measured():
-        return launch("profile_step", nproc=2, model=TINY, batch_size=4, parts=("shares",), rounds=6,
-                      plant=("late=60", "forward=5"))  # fmt: skip
+        return launch(
+            "profile_step",
+            nproc=2,
+            model=TINY,
+            batch_size=4,
+            parts=("shares",),
+            rounds=6,
+            plant=("late=60", "forward=5"),
+        )
 
     def agrees(run):
         trace, clock = lab.exposed_two_ways(run)
@@ -322,10 +353,16 @@ def test_nobody_waits_for_the_only_rank():
 def records(**samples):
     """Of rank 0: share_s by share, step_s by mode."""
     layout = {"rank": 0, "world_size": 2}
-    found = [Record("profile_step", "share_s", "s", v, case={"share": k.replace("_", " ")}, layout=layout)
-             for k, v in samples.items() if k not in ("profiled", "ddp", "no_sync")]  # fmt: skip
-    found += [Record("profile_step", "step_s", "s", v, case={"mode": k}, layout=layout)
-              for k, v in samples.items() if k in ("profiled", "ddp", "no_sync")]  # fmt: skip
+    found = [
+        Record("profile_step", "share_s", "s", v, case={"share": k.replace("_", " ")}, layout=layout)
+        for k, v in samples.items()
+        if k not in ("profiled", "ddp", "no_sync")
+    ]
+    found += [
+        Record("profile_step", "step_s", "s", v, case={"mode": k}, layout=layout)
+        for k, v in samples.items()
+        if k in ("profiled", "ddp", "no_sync")
+    ]
     return Records(found)
 
 
@@ -357,8 +394,12 @@ def test_typical_shares_sum_to_a_step_where_medians_do_not():
 )
 def test_a_cost_is_found_or_not_or_cannot_be_told(rise, near):
     case = {"place": "data", "share": "data", "ms": 10.0}
-    run = Records([Record("profile_step", "spent_s", "s", [0.01] * 9, case=case),
-                   Record("profile_step", "found_s", "s", [0.01 * r for r in rise], case=case)])  # fmt: skip
+    run = Records(
+        [
+            Record("profile_step", "spent_s", "s", [0.01] * 9, case=case),
+            Record("profile_step", "found_s", "s", [0.01 * r for r in rise], case=case),
+        ]
+    )
     [found] = lab.planted_found(run)
     assert found.near is near
     said = lab.planted_text([found])

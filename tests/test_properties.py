@@ -28,10 +28,17 @@ from labs.kit.record import COLUMNS, KINDS, Record, Records, load, write_atomic
 
 cases = st.dictionaries(st.text(max_size=4).filter(lambda key: key not in COLUMNS), values, max_size=3)
 records = st.builds(
-    Record, lab=st.text(max_size=4), metric=st.text(max_size=4), unit=st.text(max_size=4),
+    Record,
+    lab=st.text(max_size=4),
+    metric=st.text(max_size=4),
+    unit=st.text(max_size=4),
     samples=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=4),
-    kind=st.sampled_from(KINDS), case=cases, config=cases, layout=cases, provenance=cases,
-)  # fmt: skip
+    kind=st.sampled_from(KINDS),
+    case=cases,
+    config=cases,
+    layout=cases,
+    provenance=cases,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +55,15 @@ def test_all_that_can_be_recorded_is_loaded_as_it_was_saved(file, some):
 
 
 junk = st.one_of(
-    values, st.floats(), st.integers(10**300, 10**310), st.binary(max_size=3), st.just("\ud800"), st.just(object()),
-    st.just([[]] * 3), st.dictionaries(st.integers() | st.just("value"), st.floats(), max_size=2),
-)  # fmt: skip
+    values,
+    st.floats(),
+    st.integers(10**300, 10**310),
+    st.binary(max_size=3),
+    st.just("\ud800"),
+    st.just(object()),
+    st.just([[]] * 3),
+    st.dictionaries(st.integers() | st.just("value"), st.floats(), max_size=2),
+)
 
 
 @settings(max_examples=100)
@@ -62,8 +75,19 @@ def test_a_record_that_could_not_be_loaded_cannot_be_made(file, name, value):
         assert load(run.save(file))[0].samples == run[0].samples
 
 
-GOOD = [Record("a", f"m{k}", "s", (k + 0.5, 2.0**k), case={"k": k, "deep": {"x": [1]}}, config={"n": 3},
-               layout={"rank": None}, provenance={"cpu": f"cpu {k // 2}"}) for k in range(4)]  # fmt: skip
+GOOD = [
+    Record(
+        "a",
+        f"m{k}",
+        "s",
+        (k + 0.5, 2.0**k),
+        case={"k": k, "deep": {"x": [1]}},
+        config={"n": 3},
+        layout={"rank": None},
+        provenance={"cpu": f"cpu {k // 2}"},
+    )
+    for k in range(4)
+]
 LINES = [line.rstrip("\n").encode() for line in Records(GOOD).lines()]
 EXPECTED = dict(zip([n for n in LINES if b"provenance" not in n], GOOD, strict=True))
 
@@ -89,10 +113,12 @@ def test_a_damaged_file_is_one_clear_line_and_never_another_number(file, data):
 
 @settings(max_examples=60)
 @given(
-    old=st.none() | st.text(), new=st.text() | st.just("half \ud800"),
+    old=st.none() | st.text(),
+    new=st.text() | st.just("half \ud800"),
     name=st.sampled_from(["a", "x" * 255, "é" * 127, "a\nb", "a\udcff"]),
-    fault=st.sampled_from([None, "os.fsync", "os.replace"]), error=st.sampled_from([OSError, KeyboardInterrupt]),
-)  # fmt: skip
+    fault=st.sampled_from([None, "os.fsync", "os.replace"]),
+    error=st.sampled_from([OSError, KeyboardInterrupt]),
+)
 def test_a_write_leaves_the_old_text_or_the_new_and_nothing_else(old, new, name, fault, error):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
@@ -131,8 +157,11 @@ path = st.sampled_from([".", "/tmp", "/no/folder", "/dev/null", "/dev/null/x", "
 PLAIN = {
     int: st.sampled_from([0, -1, 1, 2, 3, 7, 64, 10**6, 2**31, 2**63, -(2**63), 10**30, 10**400]) | st.integers(),
     float: st.sampled_from([0.0, -1.0, 1e-3, 1e300, 5e-324, math.inf, -math.inf, math.nan]) | st.floats(),
-    str: word, bool: st.booleans(), Path: path, type(None): st.none(),
-}  # fmt: skip
+    str: word,
+    bool: st.booleans(),
+    Path: path,
+    type(None): st.none(),
+}
 
 
 def _of_type(hint: object) -> st.SearchStrategy:
@@ -198,8 +227,9 @@ def _one_line(text: str, module: types.ModuleType) -> str:
     return "refused"
 
 
-AUTOCAST, STRATEGY, STATES = (importlib.import_module(f"labs.{n}") for n in
-                              ("autocast_ops", "strategy", "sharded_checkpoint"))  # fmt: skip
+AUTOCAST, STRATEGY, STATES = (
+    importlib.import_module(f"labs.{n}") for n in ("autocast_ops", "strategy", "sharded_checkpoint")
+)
 
 
 @pytest.mark.long

@@ -60,21 +60,60 @@ ROUND.append(ROUND)
 DEEP = functools.reduce(lambda inner, _: [inner], range(5000), [])
 
 MADE = [
-    lambda: None, lambda: True, lambda: 0, lambda: 1.0, lambda: -1, lambda: math.nan, lambda: math.inf, lambda: 10**400,
-    lambda: 10**5000, lambda: 1j, lambda: "x" * 10**5, lambda: "\ud800", lambda: [], lambda: (), lambda: {},
-    lambda: [*range(10**5)], lambda: ROUND, lambda: DEEP, lambda: (i for i in "abc"), itertools.count, Evil, Agreeable,
-    lambda: [Evil()] * 3, lambda: (Agreeable(),) * 2, lambda: (Agreeable(),) * 3, lambda: torch.randn(3),
-    lambda: torch.tensor(1.0), lambda: torch.full((2, 2), math.nan), lambda: torch.empty(3, device="meta"),
-    lambda: torch.eye(2).to_sparse(), lambda: torch.randn(2, dtype=torch.complex64), lambda: numpy.array([None, 1]),
-    lambda: numpy.float64("nan"), lambda: [torch.randn(2)] * 3, lambda: ("loader", math.nan), lambda: int, lambda: sys,
-    lambda: torch.nn.Linear(2, 2), lambda: range(10**12),
-]  # fmt: skip
+    lambda: None,
+    lambda: True,
+    lambda: 0,
+    lambda: 1.0,
+    lambda: -1,
+    lambda: math.nan,
+    lambda: math.inf,
+    lambda: 10**400,
+    lambda: 10**5000,
+    lambda: 1j,
+    lambda: "x" * 10**5,
+    lambda: "\ud800",
+    lambda: [],
+    lambda: (),
+    lambda: {},
+    lambda: [*range(10**5)],
+    lambda: ROUND,
+    lambda: DEEP,
+    lambda: (i for i in "abc"),
+    itertools.count,
+    Evil,
+    Agreeable,
+    lambda: [Evil()] * 3,
+    lambda: (Agreeable(),) * 2,
+    lambda: (Agreeable(),) * 3,
+    lambda: torch.randn(3),
+    lambda: torch.tensor(1.0),
+    lambda: torch.full((2, 2), math.nan),
+    lambda: torch.empty(3, device="meta"),
+    lambda: torch.eye(2).to_sparse(),
+    lambda: torch.randn(2, dtype=torch.complex64),
+    lambda: numpy.array([None, 1]),
+    lambda: numpy.float64("nan"),
+    lambda: [torch.randn(2)] * 3,
+    lambda: ("loader", math.nan),
+    lambda: int,
+    lambda: sys,
+    lambda: torch.nn.Linear(2, 2),
+    lambda: range(10**12),
+]
 """What random functions return, made anew each time."""
 
 ERRORS = [
-    ValueError(), Unspeakable(), Odd("odd"), GeneratorExit(), StopIteration(), MemoryError(), RecursionError(),
-    BaseExceptionGroup("several", [Odd()]), ValueError("\ud800\0"), ValueError("line\n" * 10_000 + "x" * 10**5),
-]  # fmt: skip
+    ValueError(),
+    Unspeakable(),
+    Odd("odd"),
+    GeneratorExit(),
+    StopIteration(),
+    MemoryError(),
+    RecursionError(),
+    BaseExceptionGroup("several", [Odd()]),
+    ValueError("\ud800\0"),
+    ValueError("line\n" * 10_000 + "x" * 10**5),
+]
 
 
 def _raises(error):
@@ -121,10 +160,31 @@ constant = values.map(lambda value: lambda *_, **__: value)
 several = st.lists(st.sampled_from(MADE), max_size=3).map(lambda many: lambda *_, **__: tuple(m() for m in many))
 functions = st.one_of(made, made, constant, several, st.sampled_from(ERRORS).map(_raises))
 THINGS = [
-    _each_the_cause_of_the_other, _calls_itself, _empties, _yields, _waits, BadSignature(), print, int, dict, len, max,
-    Evil(), Agreeable(), ROUND, DEEP, 10**5000, "x" * 10**5, torch.add, staticmethod(len), functools.partial(max, 1),
-    lambda: 1, 3.0, torch.zeros(2), ValueError,
-]  # fmt: skip
+    _each_the_cause_of_the_other,
+    _calls_itself,
+    _empties,
+    _yields,
+    _waits,
+    BadSignature(),
+    print,
+    int,
+    dict,
+    len,
+    max,
+    Evil(),
+    Agreeable(),
+    ROUND,
+    DEEP,
+    10**5000,
+    "x" * 10**5,
+    torch.add,
+    staticmethod(len),
+    functools.partial(max, 1),
+    lambda: 1,
+    3.0,
+    torch.zeros(2),
+    ValueError,
+]
 things = st.sampled_from(range(len(THINGS))).map(THINGS.__getitem__)  # hypothesis looks into what it samples from
 
 

@@ -26,12 +26,22 @@ def test_any_text_is_the_name_of_a_folder(text):
 
 # -- tickets of the queue
 
-TICKET = {"name": "anna", "what": "data_parallel", "on": "2 cores", "claims": ["machine"], "pid": os.getpid(),
-          "pids": launch_queue._pids()}  # fmt: skip
+TICKET = {
+    "name": "anna",
+    "what": "data_parallel",
+    "on": "2 cores",
+    "claims": ["machine"],
+    "pid": os.getpid(),
+    "pids": launch_queue._pids(),
+}
 
 
-CONTENTS = [*(with_junk(TICKET, name, raw) for name in TICKET for raw in [*RAW, "-1", "99999999999"]),
-            *(raw.encode() for raw in RAW), b"", b"\xff"]  # fmt: skip
+CONTENTS = [
+    *(with_junk(TICKET, name, raw) for name in TICKET for raw in [*RAW, "-1", "99999999999"]),
+    *(raw.encode() for raw in RAW),
+    b"",
+    b"\xff",
+]
 
 
 @pytest.mark.parametrize("state", ["waiting", "running"])
@@ -55,8 +65,10 @@ def test_whatever_a_ticket_holds_its_lock_decides(tmp_path, alive, state):
 
 # -- notebooks
 
-CELLS = [{"cell_type": "code", "source": ["1 + 1\n", "2"], "metadata": {"tags": ["a"]}},
-         {"cell_type": "markdown", "source": "# A", "metadata": {}}]  # fmt: skip
+CELLS = [
+    {"cell_type": "code", "source": ["1 + 1\n", "2"], "metadata": {"tags": ["a"]}},
+    {"cell_type": "markdown", "source": "# A", "metadata": {}},
+]
 
 
 @settings(max_examples=100)

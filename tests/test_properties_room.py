@@ -28,14 +28,24 @@ from labs.kit.errors import BadInput
 # -- a room of two, of whom one has a damaged file
 
 HEADER = {"provenance": MACHINES[1]}
-REPORT = {"schema": 1, "verdict": "NO-GO", "reasons": ["shared memory: 64 MB"], "warnings": 1, "course": "a" * 12,
-          "machine": MACHINES[0], "versions": {"python": "3.11.7"}, "utc": "2026-11-21T09:00:00"}  # fmt: skip
+REPORT = {
+    "schema": 1,
+    "verdict": "NO-GO",
+    "reasons": ["shared memory: 64 MB"],
+    "warnings": 1,
+    "course": "a" * 12,
+    "machine": MACHINES[0],
+    "versions": {"python": "3.11.7"},
+    "utc": "2026-11-21T09:00:00",
+}
 PAIRS = [pair(2.0, 1.5), pair(3.0, None, "2026-11-21T11:00:00"), pair(1, 2, what="steps")]
 OUTCOMES = [outcome("03.1", "not yet", "the shards overlap"), outcome("03.1", "passed"), outcome("04.2", "to do")]
 FILES = {
-    "predictions-1.jsonl": [HEADER, *PAIRS], "outcomes-1.jsonl": [HEADER, *OUTCOMES], "preflight.json": [REPORT],
+    "predictions-1.jsonl": [HEADER, *PAIRS],
+    "outcomes-1.jsonl": [HEADER, *OUTCOMES],
+    "preflight.json": [REPORT],
     "data_parallel-1.jsonl": [json.loads(x) for x in ddp_records(1.5, MACHINES[0]).lines()],
-}  # fmt: skip
+}
 LINES = {name: [json.dumps(row).encode() for row in rows] for name, rows in FILES.items()}
 ROWS = {"predictions-1.jsonl": "predictions", "outcomes-1.jsonl": "outcomes"}
 
@@ -111,8 +121,12 @@ def test_a_row_with_junk_in_any_field_costs_no_other(tmp_path, name):
 def test_junk_in_any_field_of_a_preflight_is_no_text_of_the_page(tmp_path):
     for k, raw in enumerate(RAW):
         machine = f'{{"cpu": {raw}, "gpus": [{raw}, {{"name": {raw}}}], "cores": {raw}}}'
-        fields = {**dict.fromkeys(["course", "utc", "warnings"], raw), "reasons": f"[{raw}]", "machine": machine,
-                  "versions": f'{{"torch": {raw}}}'}  # fmt: skip
+        fields = {
+            **dict.fromkeys(["course", "utc", "warnings"], raw),
+            "reasons": f"[{raw}]",
+            "machine": machine,
+            "versions": f'{{"torch": {raw}}}',
+        }
         for n, (name, junk) in enumerate([*fields.items(), ("machine", f'{{"cpu": {raw}}}')]):
             write(tmp_path / f"{k}-{n}" / "preflight.json", with_junk(REPORT, name, junk))
     html = render(read_room(tmp_path))
@@ -179,10 +193,15 @@ number = st.sampled_from([0.0, 1, -1.0, 1.5, 5e-324, 1e-300, 9e99, -9e99, 10**99
 word = st.sampled_from(
     ["w", "", "$", "$\\foo$", "a^{b}_", "<b>", "%s {x}", "\u202e", "\0", "\ud800", "x" * 3000, "CPU"]
 )
-rows = st.fixed_dictionaries({
-    "what": word, "unit": word, "kind": st.sampled_from(["measured", "modelled", "x" * 3000]), "utc": st.just(""),
-    **{name: st.none() | number for name in ("predicted", "value", "low", "high")},
-})  # fmt: skip
+rows = st.fixed_dictionaries(
+    {
+        "what": word,
+        "unit": word,
+        "kind": st.sampled_from(["measured", "modelled", "x" * 3000]),
+        "utc": st.just(""),
+        **{name: st.none() | number for name in ("predicted", "value", "low", "high")},
+    }
+)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # glyphs that no font has, labels that leave no room

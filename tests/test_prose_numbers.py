@@ -278,8 +278,13 @@ def _flat(node):
     return value if isinstance(value, tuple) else (value,)
 
 
-SETS = [(number, reason) for t in (PROSE, TOLD) for numbers in table(t).values() for number, reason in numbers.items()
-        if reason.startswith("set ")]  # fmt: skip
+SETS = [
+    (number, reason)
+    for t in (PROSE, TOLD)
+    for numbers in table(t).values()
+    for number, reason in numbers.items()
+    if reason.startswith("set ")
+]
 
 
 ENDINGS = {"_min": "min", "_gb_s": "GB/s", "bucket_cap_mb": "MiB"}  # of names, with their units; torch's MB are MiB

@@ -68,8 +68,11 @@ def take(folder):
         known = names(folder)
         child = subprocess.Popen(
             [*PYTHON, "-c", TAKE, str(folder), claims, str(head_start_s), str(silent_s)],
-            env=new_environment(COURSE_NAME=name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-        )  # fmt: skip
+            env=new_environment(COURSE_NAME=name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
         started.append(child)
         wait_for(lambda: names(folder) - known, what=f"{name}'s ticket")
         return child
@@ -145,11 +148,15 @@ def test_first_come_first_served_and_nothing_stays_behind(folder, take):
 @pytest.mark.parametrize(
     ("one", "other", "together"),
     [
-        (("machine",), ("machine",), False), (("machine",), ("core-0",), False), (("core-0",), ("machine",), False),
-        (("core-0", "core-1"), ("core-1", "core-2"), False), (("core-0", "core-1"), ("core-2",), True),
-        (("core-0", "gpu-a"), ("core-1", "gpu-a"), False), (("core-0", "gpu-a"), ("core-1", "gpu-b"), True),
+        (("machine",), ("machine",), False),
+        (("machine",), ("core-0",), False),
+        (("core-0",), ("machine",), False),
+        (("core-0", "core-1"), ("core-1", "core-2"), False),
+        (("core-0", "core-1"), ("core-2",), True),
+        (("core-0", "gpu-a"), ("core-1", "gpu-a"), False),
+        (("core-0", "gpu-a"), ("core-1", "gpu-b"), True),
     ],
-)  # fmt: skip
+)
 def test_what_excludes_what(folder, one, other, together):
     with Turn(folder, "lab", "1 core", one, 0).taken(impatient):
         assert free(folder, *other) is together
@@ -210,9 +217,13 @@ def meet(name: str, folder: str, seconds: float) -> tuple[bool, float, float]:
 def second(folder):
     """A process with ranks of its own."""
     child = subprocess.Popen(
-        [*PYTHON, "-c", SECOND], env=new_environment(COURSE_QUEUE=""), text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [*PYTHON, "-c", SECOND],
+        env=new_environment(COURSE_QUEUE=""),
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         assert child.stdout.readline() == "ready\n", child.stderr.read()
         yield child

@@ -26,8 +26,9 @@ def shape(records):
 )
 def test_the_same_records_however_it_is_started(start, tmp_path):
     environment, out = new_environment(), tmp_path / "run.jsonl"
-    done = subprocess.run([*start, EMPTY, "--out", out], env=environment, cwd=HERE, capture_output=True, text=True,
-                          timeout=250)  # fmt: skip
+    done = subprocess.run(
+        [*start, EMPTY, "--out", out], env=environment, cwd=HERE, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"saved to {out}" and "own_rank" in done.stdout
     assert done.stdout.count("median [95 %]") == 1, "rank 0 alone prints"

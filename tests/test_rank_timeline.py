@@ -63,9 +63,13 @@ def test_a_planted_lateness_is_drawn_on_the_right_rank(tmp_path, backend, ranks)
 
 @settings(max_examples=60, deadline=None)
 @given(
-    ahead=st.floats(-0.05, 0.05), late=st.floats(0, 0.05), who=st.integers(0, 1), seed=st.integers(0, 99),
-    backend=st.sampled_from(["gloo", "nccl"]), same=st.booleans(),
-)  # fmt: skip
+    ahead=st.floats(-0.05, 0.05),
+    late=st.floats(0, 0.05),
+    who=st.integers(0, 1),
+    seed=st.integers(0, 99),
+    backend=st.sampled_from(["gloo", "nccl"]),
+    same=st.booleans(),
+)
 def test_a_planted_offset_is_recovered_and_never_outside_of_what_is_called_certain(
     tmp_path_factory, ahead, late, who, seed, backend, same
 ):
@@ -169,9 +173,16 @@ def test_traces_without_facts_about_the_job_are_ranks_in_their_order(tmp_path):
 
 @pytest.mark.parametrize(
     ("times", "steps", "ranks", "told"),
-    [(6, 6, 2, True), (5, 5, 2, False), (4, 4, 2, False), (45, 100, 64, True), (50, 100, 2, False), (7, 20, 4, False),
-     (14, 20, 4, True)],
-)  # fmt: skip
+    [
+        (6, 6, 2, True),
+        (5, 5, 2, False),
+        (4, 4, 2, False),
+        (45, 100, 64, True),
+        (50, 100, 2, False),
+        (7, 20, 4, False),
+        (14, 20, 4, True),
+    ],
+)
 def test_chance_knows_how_many_ranks_there_are(times, steps, ranks, told):
     """Of two, each is last in half of the steps; of 64, in one of 64. 4 of 4 happens to one of two by 1 in 8."""
     assert (lab.by_chance(times, steps, ranks) <= 0.05) == told
@@ -187,8 +198,10 @@ def test_nobody_is_blamed_for_the_difference_of_two_clocks(tmp_path):
 
 
 def test_a_lateness_whose_interval_reaches_into_the_clocks_doubt_blames_nobody():
-    offsets = (clock.Offset(0, 0.0, 0.0, 0.0, 0.0, 0, "reference"),
-               clock.Offset(1, 0.0, -1.0, 1.0, 1e-3, 12, "collectives"))  # fmt: skip
+    offsets = (
+        clock.Offset(0, 0.0, 0.0, 0.0, 0.0, 0, "reference"),
+        clock.Offset(1, 0.0, -1.0, 1.0, 1e-3, 12, "collectives"),
+    )
     for few, told in ((5e-4, "cannot be told"), (4e-3, "up: rank 1 comes last in 12 of 12")):
         arrivals = [clock.Arrival(k, "allreduce", (0.0, few if k % 2 else 5e-3), 1.0) for k in range(12)]
         assert told in lab.blame(SimpleNamespace(last_arrivals=arrivals, ranks=(0, 1), offsets=offsets))
@@ -196,14 +209,24 @@ def test_a_lateness_whose_interval_reaches_into_the_clocks_doubt_blames_nobody()
 
 def test_short_collectives_between_a_gpus_kernels_are_exposed(tmp_path):
     """As in tensor parallelism: 100 us of all-reduce after each layer, and nothing else runs. No gap is closed."""
-    kernels = [{"ph": "X", "cat": "kernel", "tid": 7, "pid": 0, "ts": 300.0 * k, "dur": 200.0, "name": "gemm"}
-               for k in range(10)]  # fmt: skip
-    nccl = [e | {"ts": e["ts"] + 200, "dur": 100.0, "name": name, "tid": 20} for e, name in zip(kernels, [
-        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)",
-        "ncclSymDevKernel_AllReduce_AGxLL_R_sum_bf16(ncclSymDevArgs)",
-        "ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymkDevWorkArgs4K)",
-    ] * 3, strict=False)]  # fmt: skip
+    kernels = [
+        {"ph": "X", "cat": "kernel", "tid": 7, "pid": 0, "ts": 300.0 * k, "dur": 200.0, "name": "gemm"}
+        for k in range(10)
+    ]
+    nccl = [
+        e | {"ts": e["ts"] + 200, "dur": 100.0, "name": name, "tid": 20}
+        for e, name in zip(
+            kernels,
+            [
+                "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+                "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)",
+                "ncclSymDevKernel_AllReduce_AGxLL_R_sum_bf16(ncclSymDevArgs)",
+                "ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymkDevWorkArgs4K)",
+            ]
+            * 3,
+            strict=False,
+        )
+    ]
     path = tmp_path / "rank0.json"
     path.write_text(json.dumps({"traceEvents": kernels + nccl}))
     trace = traces.read(path)
@@ -211,11 +234,18 @@ def test_short_collectives_between_a_gpus_kernels_are_exposed(tmp_path):
     assert intervals.length(clock.lanes_of(trace)["wait"]) == pytest.approx(10 * 1e-4)
 
 
-@pytest.mark.parametrize(("written_as", "name"), [
-    ("_allgather_base_", "allgather"), ("_allgather_base", "allgather"), ("AllGather", "allgather"),
-    ("allgather_into_tensor_coalesced", "allgather"), ("reduce_scatter_tensor_coalesced", "reducescatter"),
-    ("all_to_allv", "alltoallv"), ("SendRecv", "sendrecv"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("written_as", "name"),
+    [
+        ("_allgather_base_", "allgather"),
+        ("_allgather_base", "allgather"),
+        ("AllGather", "allgather"),
+        ("allgather_into_tensor_coalesced", "allgather"),
+        ("reduce_scatter_tensor_coalesced", "reducescatter"),
+        ("all_to_allv", "alltoallv"),
+        ("SendRecv", "sendrecv"),
+    ],
+)
 def test_a_collective_has_one_name_however_it_is_written(written_as, name):
     assert traces._plain(written_as) == name
 
@@ -226,8 +256,9 @@ def test_a_gpus_step_lasts_from_its_first_stream_to_its_last(tmp_path):
     for trace in found:
         steps = [e for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")]
         for tid, share in ((7, 1.0), (20, 0.5), (30, 0.01)):
-            trace["traceEvents"] += [e | {"cat": "gpu_user_annotation", "tid": tid, "dur": share * e["dur"]}
-                                     for e in steps]  # fmt: skip
+            trace["traceEvents"] += [
+                e | {"cat": "gpu_user_annotation", "tid": tid, "dur": share * e["dur"]} for e in steps
+            ]
     merged = lab.read_traces(written(tmp_path, found))
     assert all(b - a > 0.02 for a, b in merged.steps[0].values())
     assert {c.step for c in merged.traces[0].collectives} == {*range(6)}
@@ -235,8 +266,11 @@ def test_a_gpus_step_lasts_from_its_first_stream_to_its_last(tmp_path):
 
 def test_torchs_own_ranges_stand_in_for_missing_ones(tmp_path):
     found = made(2)
-    names = {"data": "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
-             "forward": "DistributedDataParallel.forward", "optimizer": "Optimizer.step#SGD.step"}  # fmt: skip
+    names = {
+        "data": "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
+        "forward": "DistributedDataParallel.forward",
+        "optimizer": "Optimizer.step#SGD.step",
+    }
     for event in found[0]["traceEvents"]:
         event["name"] = names.get(event["name"], event["name"])
         if event["name"] == "backward":
@@ -260,12 +294,19 @@ def test_a_stream_is_what_json_reads(tmp_path, monkeypatch, piece, packed):
 
 
 BAD = {
-    "nothing": b"", "words": b"no trace", "number": b"17", "object": b"{}", "other": b'{"traceEvents": 3}',
-    "no events": b'{"traceEvents": []}', "half": b'{"traceEvents": [{"ph": "X", "ts": 1, "dur"',
+    "nothing": b"",
+    "words": b"no trace",
+    "number": b"17",
+    "object": b"{}",
+    "other": b'{"traceEvents": 3}',
+    "no events": b'{"traceEvents": []}',
+    "half": b'{"traceEvents": [{"ph": "X", "ts": 1, "dur"',
     "binary": bytes(range(256)),
     "base": b'{"baseTimeNanoseconds": "x", "traceEvents": [{"ph":"X","cat":"cpu_op","ts":1,"dur":1,"name":"a"}]}',
-    "gzip": gzip.compress(b'{"traceEvents": []}')[:-9], "deep": b"[" * 100_000, "colon": b'{"traceEvents" [1]}',
-}  # fmt: skip
+    "gzip": gzip.compress(b'{"traceEvents": []}')[:-9],
+    "deep": b"[" * 100_000,
+    "colon": b'{"traceEvents" [1]}',
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -310,8 +351,16 @@ def test_the_merged_chrome_trace_is_on_one_clock_with_a_process_for_each_rank(tm
     _, path = lab.write(lab.read_traces(paths), tmp_path / "out", paths[::-1])
     events = json.loads(path.read_text("utf-8"))["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1} and all(isinstance(e.get("tid", 0), int) for e in events)
-    ends = [[e["ts"] + e["dur"] for e in events if e["pid"] == r and "all_reduce" in e["name"].lower().replace(
-             "allreduce", "all_reduce") and e["cat"] != "cpu_op"] for r in (0, 1)]  # fmt: skip
+    ends = [
+        [
+            e["ts"] + e["dur"]
+            for e in events
+            if e["pid"] == r
+            and "all_reduce" in e["name"].lower().replace("allreduce", "all_reduce")
+            and e["cat"] != "cpu_op"
+        ]
+        for r in (0, 1)
+    ]
     assert ends[0] == pytest.approx(ends[1], abs=300)  # us
     assert min(e["ts"] for e in events if e["ph"] == "X") >= -1
     assert sum(e["ph"] == "X" for e in events) == sum(e["ph"] == "X" for t in found for e in t["traceEvents"])
@@ -351,8 +400,17 @@ def test_a_large_trace_is_opened_in_little_memory(tmp_path):
     """40 MB of operators, all beside each other, so that none can be joined with another: the worst case."""
     path, n = tmp_path / "large.json", 150_000
     op = '{"ph": "X", "cat": "cpu_op", "name": "aten::addmm", "pid": 5, "tid": 1, "ts": %d, "dur": 400, "args": %s},\n'
-    args = json.dumps({"External id": 1, "Input Dims": [[32, 256], [256, 256]], "Input type": ["float"] * 4,
-                       "Record function id": 0, "Sequence number": 123456, "Ev Idx": 1, "Fwd id": 0})  # fmt: skip
+    args = json.dumps(
+        {
+            "External id": 1,
+            "Input Dims": [[32, 256], [256, 256]],
+            "Input type": ["float"] * 4,
+            "Record function id": 0,
+            "Sequence number": 123456,
+            "Ev Idx": 1,
+            "Fwd id": 0,
+        }
+    )
     with path.open("w") as out:
         out.write('{"baseTimeNanoseconds": 1790857026000000000, "traceEvents": [\n')
         out.writelines(op % (1000 * k, args) for k in range(n))
@@ -373,16 +431,19 @@ def drawn_as_planted(run):
     late = {r.case["of_rank"]: statistics.median(r.samples) for r in run.where("late_s")}
     [delay] = run.where("planted_s")
     right = max(late, key=late.__getitem__) == delay.case["of_rank"]
-    return right and all(abs(offsets[r] - planted[r]) < 2e-3 for r in planted) and (
-        late[delay.case["of_rank"]] > 0.5 * delay.value
-    )  # fmt: skip
+    return (
+        right
+        and all(abs(offsets[r] - planted[r]) < 2e-3 for r in planted)
+        and (late[delay.case["of_rank"]] > 0.5 * delay.value)
+    )
 
 
 @pytest.mark.parametrize(("ranks", "shift_ms"), [(2, 50.0), (4, -50.0)])
 def test_real_traces_are_merged(ranks, shift_ms, tmp_path):
     def again():
-        return launch("rank_timeline", ranks, oversubscribe=True, device="cpu", steps=8, shift_ms=shift_ms,
-                      folder=str(tmp_path))  # fmt: skip
+        return launch(
+            "rank_timeline", ranks, oversubscribe=True, device="cpu", steps=8, shift_ms=shift_ms, folder=str(tmp_path)
+        )
 
     first = again()
     assert holds_soon(drawn_as_planted, first, again)
@@ -412,7 +473,7 @@ def test_one_rank_waits_for_nobody():
         (["--late-rank", "5"], "late_rank 5 needs more ranks"),
         (["--folder", "bad.json/x"], "is not a folder"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(tmp_path, words, said, monkeypatch, capsys):
     written(tmp_path, made(1))
     (tmp_path / "bad.json").write_text('{"traceEvents": [')

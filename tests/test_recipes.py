@@ -106,8 +106,15 @@ def start(home, tmp_path):
 
     def start(recipe: str, *options: object, env: dict[str, str] | None = None, **how) -> subprocess.Popen:
         pipe, env = subprocess.PIPE, environment(home, **(env or {}))
-        process = subprocess.Popen(command(home, recipe, *options, **how), stdout=pipe, stderr=pipe, text=True, env=env,
-                                   cwd=tmp_path, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command(home, recipe, *options, **how),
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            env=env,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
         process.mark = env[MARK]
         started.append(process)
         return process
@@ -287,12 +294,15 @@ def test_a_hook_with_plain_python(run, hook):
     assert len(run("train_ddp_hook", *FEW, "--hook", hook).losses) == 4
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    (["--bucket-mb", "0"], "--bucket-mb, --powersgd-rank: above 0"),
-    pytest.param(["--hook", "bf16", "--cpu"], "take --hook fp16", marks=pytest.mark.long),
-    pytest.param(["--hook", "fp16", "--float64"], "--float64 needs --hook none", marks=pytest.mark.long),
-    pytest.param(["--bucket-mb", "nan"], "--bucket-mb, --powersgd-rank: above 0", marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--bucket-mb", "0"], "--bucket-mb, --powersgd-rank: above 0"),
+        pytest.param(["--hook", "bf16", "--cpu"], "take --hook fp16", marks=pytest.mark.long),
+        pytest.param(["--hook", "fp16", "--float64"], "--float64 needs --hook none", marks=pytest.mark.long),
+        pytest.param(["--bucket-mb", "nan"], "--bucket-mb, --powersgd-rank: above 0", marks=pytest.mark.long),
+    ],
+)
 def test_a_hook_that_cannot_be_is_one_line(run, options, told):
     result = run("train_ddp_hook", *options, code=2)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1) and told in result.err
@@ -347,8 +357,9 @@ def test_sigterm_saves_and_ends(run, start, home, tmp_path, ranks, workers):
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 def test_torchrun_starts_again_and_goes_on(run, start, tmp_path, sign):
     whole, expected = whole_and(run, {"ranks": 2}, 40, tmp_path)
-    process = start("train_ddp_resume", *RUN, "--steps", 40, "--checkpoint", "e.pt", ranks=2,
-                    torchrun=("--max-restarts", "1"))  # fmt: skip
+    process = start(
+        "train_ddp_resume", *RUN, "--steps", 40, "--checkpoint", "e.pt", ranks=2, torchrun=("--max-restarts", "1")
+    )
     wait_for(lambda: process.stdout.readline().startswith("step 9/"), what="step 9")
     os.kill(max(ranks_of(process)), sign)
     out, err = process.communicate(timeout=250 * SLOWER)
@@ -381,9 +392,13 @@ train_ddp_resume.save(path, {{"step": torch.tensor(2)}})
     assert done.returncode == 9 and torch.load(tmp_path / "c.pt", weights_only=True)["step"] == 1
 
 
-@pytest.mark.parametrize(("content", "options", "told"), [
-    (b"PK half", (), "damaged"), ({"step": 1, "order": [64, 0]}, ("--seed", 5), "--batch-size, --seed [64, 0]: give"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "options", "told"),
+    [
+        (b"PK half", (), "damaged"),
+        ({"step": 1, "order": [64, 0]}, ("--seed", 5), "--batch-size, --seed [64, 0]: give"),
+    ],
+)
 @pytest.mark.long
 def test_a_checkpoint_that_cannot_be_used_is_refused(run, tmp_path, content, options, told):
     path = tmp_path / "c.pt"
@@ -392,11 +407,23 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(run, tmp_path, content, opt
     assert result.code == 2 and told in result.err and result.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("env", "recipe", "told"), [
-    ({"SLURM_STEP_NUM_TASKS": "8"}, "train_ddp", "8 processes, each alone: let srun or mpirun start torchrun"),
-    ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2",
-      "TORCHELASTIC_USE_AGENT_STORE": "True"}, "train_ddp_resume", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "recipe", "told"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "train_ddp", "8 processes, each alone: let srun or mpirun start torchrun"),
+        (
+            {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "4",
+                "GROUP_WORLD_SIZE": "2",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            },
+            "train_ddp_resume",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        ),
+    ],
+)
 def test_ranks_that_would_not_meet_are_refused(run, env, recipe, told):
     result = run(recipe, *FEW, env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **env}, code=2)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1) and told in result.err
@@ -430,10 +457,17 @@ def test_stages_train_what_a_single_process_trains(run, single, tmp_path, ranks)
     assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
 
 
-@pytest.mark.parametrize(("ranks", "change", "told"), [
-    pytest.param(7, ("Block(128, dropout)", "Block(128, dropout)"), "start at most 6", marks=pytest.mark.long),
-    (0, ("return nn.Sequential(", "return (lambda *layers: nn.ModuleList(layers))("), "must return an nn.Sequential"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "change", "told"),
+    [
+        pytest.param(7, ("Block(128, dropout)", "Block(128, dropout)"), "start at most 6", marks=pytest.mark.long),
+        (
+            0,
+            ("return nn.Sequential(", "return (lambda *layers: nn.ModuleList(layers))("),
+            "must return an nn.Sequential",
+        ),
+    ],
+)
 def test_a_model_without_enough_stages_is_refused(run, home, ranks, change, told):
     recipe = changed(home, "train_pipeline", "train_stages", change)
     result = run(recipe, *FEW, ranks=ranks, code=2)
@@ -473,8 +507,14 @@ def weights_in(folder: Path, file: Path) -> dict:
     return torch.load(file, weights_only=True)["model"]
 
 
-SHARDED = [("train_fsdp", 2, ()), ("train_tensor_parallel", 2, ()), ("train_fsdp", 0, ()), ("train_fsdp", 4, ()),
-           ("train_tensor_parallel", 0, ()), ("train_tensor_parallel", 4, ("--tensor", 2))]  # fmt: skip
+SHARDED = [
+    ("train_fsdp", 2, ()),
+    ("train_tensor_parallel", 2, ()),
+    ("train_fsdp", 0, ()),
+    ("train_fsdp", 4, ()),
+    ("train_tensor_parallel", 0, ()),
+    ("train_tensor_parallel", 4, ("--tensor", 2)),
+]
 
 
 @pytest.mark.parametrize(
@@ -487,8 +527,9 @@ def test_shards_train_what_a_single_process_trains(run, single, tmp_path, recipe
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("saver", "loader"), [(("train_fsdp", 2), ("train_fsdp", 0)),
-                                               (("train_tensor_parallel", 2), ("train_fsdp", 3))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("saver", "loader"), [(("train_fsdp", 2), ("train_fsdp", 0)), (("train_tensor_parallel", 2), ("train_fsdp", 3))]
+)
 def test_states_are_loaded_on_another_number_of_ranks(run, tmp_path, saver, loader):
     """Four steps, then the same four batches again. The states of Adam are loaded, too, or losses would differ."""
     options = (*EXACT, "--batch-size", 24)
@@ -552,8 +593,16 @@ def test_profile_step_tells_where_the_time_goes(run, tmp_path, ranks):
     out = outs[-1]  # of which the traces are
     for rank in range(max(ranks, 1)):
         mine = re.findall(rf"rank {rank}  ([a-z -]+?) +([\d.]+) ms", out)
-        assert [name for name, _ in mine] == ["data", "host-to-device", "forward", "backward", "exposed communication",
-                                              "optimizer", "overhead", "together"]  # fmt: skip
+        assert [name for name, _ in mine] == [
+            "data",
+            "host-to-device",
+            "forward",
+            "backward",
+            "exposed communication",
+            "optimizer",
+            "overhead",
+            "together",
+        ]
         *parts, whole = (float(ms) for _, ms in mine)
         assert sum(parts) == pytest.approx(whole, abs=0.01)
         assert parts[4] > 0 if ranks else parts[4] == 0, "with one rank nothing is exchanged"
@@ -571,17 +620,39 @@ def test_the_recipe_and_the_lab_cut_a_gpus_trace_alike(tmp_path, seed):
     """No GPU: bars as torch.profiler writes them, by lot. The two read them in different ways."""
     dice = random.Random(seed)
     step = {"name": "ProfilerStep#4", "cat": "user_annotation", "ts": 0, "dur": 100, "tid": 1}
-    rows = [step, *({"name": n, "cat": "user_annotation", "ts": a, "dur": b - a, "tid": 1}
-                    for n, (a, b) in RANGES.items())]  # fmt: skip
-    kinds = [("gemm", "kernel"), ("ncclDevKernel_AllReduce", "kernel"), ("Memcpy HtoD", "gpu_memcpy"),
-             ("Memset", "gpu_memset")]  # fmt: skip
+    rows = [
+        step,
+        *({"name": n, "cat": "user_annotation", "ts": a, "dur": b - a, "tid": 1} for n, (a, b) in RANGES.items()),
+    ]
+    kinds = [
+        ("gemm", "kernel"),
+        ("ncclDevKernel_AllReduce", "kernel"),
+        ("Memcpy HtoD", "gpu_memcpy"),
+        ("Memset", "gpu_memset"),
+    ]
     for number in range(dice.randint(1, 25)):
         name, kind = dice.choice(kinds)
         launch, wait = dice.randint(0, 95), dice.randint(0, 10)
-        rows.append({"name": name, "cat": kind, "ts": launch + wait, "dur": dice.randint(0, 15),
-                     "tid": 7 + number % 2, "args": {"correlation": number}})  # fmt: skip
-        rows.append({"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": launch, "dur": 1, "tid": 3,
-                     "args": {"correlation": number}})  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "cat": kind,
+                "ts": launch + wait,
+                "dur": dice.randint(0, 15),
+                "tid": 7 + number % 2,
+                "args": {"correlation": number},
+            }
+        )
+        rows.append(
+            {
+                "name": "cudaLaunchKernel",
+                "cat": "cuda_runtime",
+                "ts": launch,
+                "dur": 1,
+                "tid": 3,
+                "args": {"correlation": number},
+            }
+        )
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [{"ph": "X", **row} for row in rows]}))
     found, steps = recipe("profile_step").shares(json.loads(path.read_text()))
@@ -644,8 +715,13 @@ def test_a_bad_value_is_one_line(run, tmp_path, options, told):
     assert result.err.startswith("train_single.py: ") and told in result.err
 
 
-@pytest.mark.parametrize("recipe", ["check_gpu", *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES
-                                                   if r not in ("check_gpu", "compare_two", *TRAINING))])  # fmt: skip
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "check_gpu",
+        *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES if r not in ("check_gpu", "compare_two", *TRAINING)),
+    ],
+)
 def test_a_tool_tells_a_bad_value_in_one_line(run, recipe):
     result = run(recipe, "--seconds", 0, code=2)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
@@ -668,8 +744,9 @@ def first_part(err: str) -> str:
 @pytest.mark.long
 def test_without_its_data_a_recipe_says_what_to_pass(home, run, tmp_path):
     shutil.copy(home / "recipes" / "train_ddp.py", tmp_path)
-    done = subprocess.run([sys.executable, "train_ddp.py"], cwd=tmp_path, env=environment(home), capture_output=True,
-                          text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "train_ddp.py"], cwd=tmp_path, env=environment(home), capture_output=True, text=True
+    )
     assert done.returncode == 2 and "pass --data FILE" in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -722,8 +799,11 @@ def test_the_table_counts_lines():
 def test_each_recipe_is_named_in_other_words():
     """Notebooks say that the page names each setting in three libraries: a row each, a link where there is one."""
     other_words = (LABS / "recipes" / "README.md").read_text().partition("## In other words")[2]
-    rows = {row[0]: row[1:] for line in re.findall(r"^\| (\w+ \|.*)\|$", other_words, re.M)
-            for row in [[cell.strip() for cell in line.split(" | ")]]}  # fmt: skip
+    rows = {
+        row[0]: row[1:]
+        for line in re.findall(r"^\| (\w+ \|.*)\|$", other_words, re.M)
+        for row in [[cell.strip() for cell in line.split(" | ")]]
+    }
     names = {name for name in rows if name in RECIPES}
     assert names == {*RECIPES} - {"train_single", "compare_two"}
     for name in names:

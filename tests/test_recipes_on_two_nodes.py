@@ -34,8 +34,9 @@ def batch(machines, tmp_path: Path, name: str) -> dict[str, str]:  # noqa: F811
 
 
 def submit(environment, *args: object) -> subprocess.Popen:
-    return subprocess.Popen(["bash", BATCH, *map(str, args)], env=environment, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    return subprocess.Popen(
+        ["bash", BATCH, *map(str, args)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 @pytest.mark.drill
@@ -79,8 +80,19 @@ def test_fully_sharded_training_saves_and_goes_on_under_the_batch_file(machines,
 def test_pods_run_the_recipe_of_the_job(machines, tmp_path):  # noqa: F811
     args, job = worker()[2]["args"], manifests()[1]
     assert args[0] == "labs/recipes/train_ddp_resume.py" and "--checkpoint" in args
-    command = [machines.environment["PYTHON"], "-m", "torch.distributed.run", str(CLUSTER / "train_ddp_resume.py"),
-               "--checkpoint", str(tmp_path / "c.pt"), "--cpu", "--steps", "4", "--log-every", "2"]  # fmt: skip
+    command = [
+        machines.environment["PYTHON"],
+        "-m",
+        "torch.distributed.run",
+        str(CLUSTER / "train_ddp_resume.py"),
+        "--checkpoint",
+        str(tmp_path / "c.pt"),
+        "--cpu",
+        "--steps",
+        "4",
+        "--log-every",
+        "2",
+    ]
     pods = [Pod(machines, n, command, as_the_operator_does(job, machines, n)) for n in (0, 1)]
     try:
         for pod in pods:

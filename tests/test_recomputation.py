@@ -23,8 +23,13 @@ from labs.parts.models.large_models import BertLayer, BertShape, bert, resnet, t
 from labs.parts.models.text_models import char_gpt
 
 SHAPE = BertShape(layers=4, hidden=32, heads=2, vocabulary=64, places=16)
-MODELS = {"bert": lambda: bert(SHAPE, 16), "char_gpt": char_gpt, "resnet": lambda: resnet((1, 2, 1, 1), 8, 10, 32),
-          "mlp": models.mlp, "cnn_batchnorm": models.cnn_batchnorm}  # fmt: skip
+MODELS = {
+    "bert": lambda: bert(SHAPE, 16),
+    "char_gpt": char_gpt,
+    "resnet": lambda: resnet((1, 2, 1, 1), 8, 10, 32),
+    "mlp": models.mlp,
+    "cnn_batchnorm": models.cnn_batchnorm,
+}
 POLICIES = ["block", "segments:1", "segments:2", "segments:2:keep_last", "selective", "block:keep_last", "stage"]
 
 
@@ -107,8 +112,11 @@ def test_by_hand_is_torchs():
     layer = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8), nn.LayerNorm(8))
     for requires_grad in (True, False):
         found = []
-        for call in (lambda x: layer(x), lambda x: checkpoint(layer, x, use_reentrant=False),
-                     lambda x: by_hand(layer, x)):  # fmt: skip
+        for call in (
+            lambda x: layer(x),
+            lambda x: checkpoint(layer, x, use_reentrant=False),
+            lambda x: by_hand(layer, x),
+        ):
             torch.manual_seed(1)
             x = torch.linspace(-1, 1, 40).reshape(5, 8).requires_grad_(requires_grad)
             layer.zero_grad()
@@ -162,8 +170,15 @@ def test_two_ranks_of_ddp_agree_with_each_policy():
 # -- what is dropped, and when it is computed
 
 
-@pytest.mark.parametrize(("policy", "runs"), [("none", [1, 1, 1, 1]), ("block", [2, 2, 2, 2]),
-                         ("segments:2:keep_last", [2, 2, 1, 1]), ("block:keep_last", [2, 2, 2, 1])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "runs"),
+    [
+        ("none", [1, 1, 1, 1]),
+        ("block", [2, 2, 2, 2]),
+        ("segments:2:keep_last", [2, 2, 1, 1]),
+        ("block:keep_last", [2, 2, 2, 1]),
+    ],
+)
 def test_how_often_a_block_runs(policy, runs):
     workload, calls = bert(SHAPE, 16), [0] * 4
     for i, block in enumerate(blocks(workload.module)):
@@ -284,11 +299,17 @@ def test_segment_bounds():
     assert max(lengths) - min(lengths) == 1
 
 
-@pytest.mark.parametrize(("policy", "message"), [
-    ("all", "there is no policy 'all': take none, block, stage, segments:4"), ("segments:0", "there is no policy"),
-    ("segments", "there is no policy"), ("none:keep_last", "there is no policy"),
-    ("segments:5", r"segments:5 of 4 blocks in 1 chain\(s\): take 1 to 4"), ("stage", "has no stages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("all", "there is no policy 'all': take none, block, stage, segments:4"),
+        ("segments:0", "there is no policy"),
+        ("segments", "there is no policy"),
+        ("none:keep_last", "there is no policy"),
+        ("segments:5", r"segments:5 of 4 blocks in 1 chain\(s\): take 1 to 4"),
+        ("stage", "has no stages"),
+    ],
+)
 def test_a_policy_that_cannot_be_is_one_line(policy, message):
     with pytest.raises(BadInput, match=message) as e:
         recompute(bert(SHAPE, 16).module, policy)

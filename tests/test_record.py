@@ -61,8 +61,20 @@ def test_runs_of_two_machines_keep_their_provenance(tmp_path):
 
 def test_provenance_says_where_and_when():
     here = record.provenance()
-    assert {"utc", "cpu", "cores", "memory_bytes", "gpus", "driver", "torch", "cuda", "nccl", "python", "platform",
-            "commit"} <= here.keys()  # fmt: skip
+    assert {
+        "utc",
+        "cpu",
+        "cores",
+        "memory_bytes",
+        "gpus",
+        "driver",
+        "torch",
+        "cuda",
+        "nccl",
+        "python",
+        "platform",
+        "commit",
+    } <= here.keys()
     assert here["torch"] == torch.__version__ and here["utc"].endswith("+00:00")
     json.dumps(here, allow_nan=False)
 
@@ -105,8 +117,16 @@ def test_a_record_that_could_not_be_read_again_cannot_be_made(changes, told):
         Record(**{**values, **changes})
 
 
-GOOD = {"lab": "a", "metric": "m", "unit": "s", "samples": [1.0], "kind": "measured", "case": {}, "config": {},
-        "layout": {}}  # fmt: skip
+GOOD = {
+    "lab": "a",
+    "metric": "m",
+    "unit": "s",
+    "samples": [1.0],
+    "kind": "measured",
+    "case": {},
+    "config": {},
+    "layout": {},
+}
 HEADER = '{"provenance": {}}\n'
 SHORT = json.dumps({"provenance": {}, record.SHORT: True}) + "\n"
 

@@ -84,8 +84,15 @@ def full(*_):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("fault, says", [("missing", "is the share mounted"), ("relative", "no absolute path"),
-                                         ("full", "No space left"), ("file in the way", "File exists")])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        ("missing", "is the share mounted"),
+        ("relative", "no absolute path"),
+        ("full", "No space left"),
+        ("file in the way", "File exists"),
+    ],
+)
 def test_a_room_that_fails_is_one_line_and_no_failed_cell(folder, fault, says, monkeypatch, capsys):
     if fault == "missing":
         folder.rmdir()

@@ -86,9 +86,11 @@ def test_the_control_group_limits_processes(tmp_path):
 # -- the command
 
 ARGUMENTS = [
-    (["--rounds", "3"], "--rounds does not go with --preflight"), (["--require-gpus", "-1"], "at least 0"),
-    (["--require-gpus", "two"], "--require-gpus"), (["--report", "."], "--report"),
-]  # fmt: skip
+    (["--rounds", "3"], "--rounds does not go with --preflight"),
+    (["--require-gpus", "-1"], "at least 0"),
+    (["--require-gpus", "two"], "--require-gpus"),
+    (["--report", "."], "--report"),
+]
 
 
 @pytest.mark.parametrize(("arguments", "words"), ARGUMENTS)

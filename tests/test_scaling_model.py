@@ -40,8 +40,10 @@ def test_one_gpu_is_its_arithmetic_its_gaps_and_its_update():
     assert alone.arithmetic_s == pytest.approx(512 * 1024 * (6e9 + 12 * 20 * 2048 * 1024) / 1e14)
     assert alone.overhead_s == pytest.approx(45 * 20 * CLUSTER.gap_s + 30 * 1e9 / 1e12)
     assert alone.bubble_s == alone.exposed_s == alone.waiting_s == alone.starved_s == 0
-    assert alone.step_s == alone.arithmetic_s + alone.overhead_s and scaling.efficiency(
-        replace(WORK, batch=8), replace(CLUSTER, gpus=1)) == 1  # fmt: skip
+    assert (
+        alone.step_s == alone.arithmetic_s + alone.overhead_s
+        and scaling.efficiency(replace(WORK, batch=8), replace(CLUSTER, gpus=1)) == 1
+    )
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -140,8 +142,15 @@ def test_failures_take_their_share():
 
 # -- what must never go the wrong way
 
-PLANS = st.sampled_from([Plan(data=64), Plan(data=64, sharded=True), Plan(data=8, tensor=8), Plan(8, 2, 4, True, 4),
-                         Plan(data=16, pipeline=4, micro_batches=8)])  # fmt: skip
+PLANS = st.sampled_from(
+    [
+        Plan(data=64),
+        Plan(data=64, sharded=True),
+        Plan(data=8, tensor=8),
+        Plan(8, 2, 4, True, 4),
+        Plan(data=16, pipeline=4, micro_batches=8),
+    ]
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -175,8 +184,9 @@ def test_more_gpus_never_do_more_each(sharded):
 def test_in_other_units_of_time_nothing_changes(plan, k):
     """All rates times k, all times over k: a step takes 1/k."""
     links = {n: Link(getattr(CLUSTER, n).bytes_s * k, getattr(CLUSTER, n).latency_s / k) for n in ("inside", "between")}
-    other = replace(CLUSTER, flop_s=CLUSTER.flop_s * k, memory_bytes_s=CLUSTER.memory_bytes_s * k,
-                    gap_s=CLUSTER.gap_s / k, **links)  # fmt: skip
+    other = replace(
+        CLUSTER, flop_s=CLUSTER.flop_s * k, memory_bytes_s=CLUSTER.memory_bytes_s * k, gap_s=CLUSTER.gap_s / k, **links
+    )
     assert step(WORK, other, plan).step_s == pytest.approx(step(WORK, CLUSTER, plan).step_s / k)
 
 
@@ -228,8 +238,11 @@ def number(text: str) -> float:
 def wide(name: str, keys: int) -> dict[tuple, float]:
     """{(row's keys, column): value} of a table whose last columns are numbers of GPUs, or metrics."""
     columns, rows = second(name)
-    return {(*row[:keys], column): number(value)
-            for row in rows for column, value in zip(columns[keys:], row[keys:], strict=True)}  # fmt: skip
+    return {
+        (*row[:keys], column): number(value)
+        for row in rows
+        for column, value in zip(columns[keys:], row[keys:], strict=True)
+    }
 
 
 def _mlperf(r) -> tuple[int, int, float]:
@@ -240,41 +253,84 @@ def _mlperf(r) -> tuple[int, int, float]:
 
 
 COMPARED = {
-    "one_bit_adam": lambda: ({(r.case["network"].split()[-1], str(r.case["gpus"]), r.metric): r.value
-                              for r in published.table("one_bit_adam")},
-                             {(k[0], k[2], k[4]): v for k, v in wide("one_bit_adam", 4).items()}),
-    "pytorch_ddp": lambda: ({(r.case["model"], str(r.case["gpus"]) if r.case["ddp"] else "no_ddp"): r.value / 1e3
-                             for r in published.table("pytorch_ddp")}, wide("pytorch_ddp", 1)),
-    "pytorch_bert": lambda: ({(r.case["model"], str(r.case["gpus"])): r.value
-                              for r in published.table("pytorch_bert")}, wide("pytorch_bert", 1)),
-    "torchtitan": lambda: ({(r.case["way"].replace(" ", ""), str(r.case["gpus"])): r.value
-                            for r in published.table("torchtitan")}, wide("torchtitan", 1)),
-    "nvidia_resnet": lambda: ({(r.case["card"].split()[0], r.case["precision"], str(r.case["gpus"])): r.value
-                               for r in published.table("nvidia_resnet")}, wide("nvidia_resnet", 2)),
-    "rtx_3090": lambda: ({(r.case["model"], str(r.case["batch"]), str(r.case["gpus"])): r.value
-                          for r in published.table("rtx_3090")}, wide("rtx_3090", 2)),
-    "nccl_a100": lambda: ({r.case["size"]: r.value for r in published.table("nccl_a100")},
-                          {int(a): number(b) for a, b in second("nccl_a100")[1]}),
-    "nccl_b200": lambda: ({(r.case["size"], r.case["gpus"]): r.value for r in published.table("nccl_b200")},
-                          {(int(row[0]), g): number(v) for row in second("nccl_b200")[1]
-                           for g, v in zip((8, 32), row[1:], strict=True)}),
-    "megatron": lambda: ({(float(r.case["model"].split()[0]), r.case["gpus"]): r.value
-                          for r in published.table("megatron")},
-                         {(float(a), int(b)): number(c) for a, b, c in second("megatron")[1]}),
-    "rtx_4090_p2p": lambda: ({r.case["size"]: r.value for r in published.table("rtx_4090_p2p")},
-                             {int(a): number(b) for a, b in second("rtx_4090_p2p")[1]}),
-    "horovod": lambda: ({(r.case["gpus"], r.case["model"]): r.value for r in published.table("horovod")},
-                        {(int(a), b): number(c) for a, b, c in second("horovod")[1]}),
-    **{name: lambda name=name: ({r.case["gpus"]: r.value for r in published.table(name)},
-                                {int(a): number(b) for a, b in second(name)[1]})
-       for name in ("rtx_4090_ddp", "powersgd")},
-    "mlperf_gpt3": lambda: ({_mlperf(r): r.value for r in published.table("mlperf_gpt3")},
-                            {(int(g), int(b), float(n)): number(m) for g, b, n, m in second("mlperf_gpt3")[1]}),
+    "one_bit_adam": lambda: (
+        {
+            (r.case["network"].split()[-1], str(r.case["gpus"]), r.metric): r.value
+            for r in published.table("one_bit_adam")
+        },
+        {(k[0], k[2], k[4]): v for k, v in wide("one_bit_adam", 4).items()},
+    ),
+    "pytorch_ddp": lambda: (
+        {
+            (r.case["model"], str(r.case["gpus"]) if r.case["ddp"] else "no_ddp"): r.value / 1e3
+            for r in published.table("pytorch_ddp")
+        },
+        wide("pytorch_ddp", 1),
+    ),
+    "pytorch_bert": lambda: (
+        {(r.case["model"], str(r.case["gpus"])): r.value for r in published.table("pytorch_bert")},
+        wide("pytorch_bert", 1),
+    ),
+    "torchtitan": lambda: (
+        {(r.case["way"].replace(" ", ""), str(r.case["gpus"])): r.value for r in published.table("torchtitan")},
+        wide("torchtitan", 1),
+    ),
+    "nvidia_resnet": lambda: (
+        {
+            (r.case["card"].split()[0], r.case["precision"], str(r.case["gpus"])): r.value
+            for r in published.table("nvidia_resnet")
+        },
+        wide("nvidia_resnet", 2),
+    ),
+    "rtx_3090": lambda: (
+        {(r.case["model"], str(r.case["batch"]), str(r.case["gpus"])): r.value for r in published.table("rtx_3090")},
+        wide("rtx_3090", 2),
+    ),
+    "nccl_a100": lambda: (
+        {r.case["size"]: r.value for r in published.table("nccl_a100")},
+        {int(a): number(b) for a, b in second("nccl_a100")[1]},
+    ),
+    "nccl_b200": lambda: (
+        {(r.case["size"], r.case["gpus"]): r.value for r in published.table("nccl_b200")},
+        {(int(row[0]), g): number(v) for row in second("nccl_b200")[1] for g, v in zip((8, 32), row[1:], strict=True)},
+    ),
+    "megatron": lambda: (
+        {(float(r.case["model"].split()[0]), r.case["gpus"]): r.value for r in published.table("megatron")},
+        {(float(a), int(b)): number(c) for a, b, c in second("megatron")[1]},
+    ),
+    "rtx_4090_p2p": lambda: (
+        {r.case["size"]: r.value for r in published.table("rtx_4090_p2p")},
+        {int(a): number(b) for a, b in second("rtx_4090_p2p")[1]},
+    ),
+    "horovod": lambda: (
+        {(r.case["gpus"], r.case["model"]): r.value for r in published.table("horovod")},
+        {(int(a), b): number(c) for a, b, c in second("horovod")[1]},
+    ),
+    **{
+        name: lambda name=name: (
+            {r.case["gpus"]: r.value for r in published.table(name)},
+            {int(a): number(b) for a, b in second(name)[1]},
+        )
+        for name in ("rtx_4090_ddp", "powersgd")
+    },
+    "mlperf_gpt3": lambda: (
+        {_mlperf(r): r.value for r in published.table("mlperf_gpt3")},
+        {(int(g), int(b), float(n)): number(m) for g, b, n, m in second("mlperf_gpt3")[1]},
+    ),
     "llm_foundry": lambda: (
-        {(r.case["model"], r.case["gpus"], r.case["gpus"] * r.case["batch"], r.config["micro_batches"],
-          r.config["recompute"]): r.value for r in published.table("llm_foundry")},
-        {(m, int(g), int(b), int(a), again == "True"): number(t) for m, g, b, a, again, t in second("llm_foundry")[1]}),
-}  # fmt: skip
+        {
+            (
+                r.case["model"],
+                r.case["gpus"],
+                r.case["gpus"] * r.case["batch"],
+                r.config["micro_batches"],
+                r.config["recompute"],
+            ): r.value
+            for r in published.table("llm_foundry")
+        },
+        {(m, int(g), int(b), int(a), again == "True"): number(t) for m, g, b, a, again, t in second("llm_foundry")[1]},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in published.TABLES.glob("*.jsonl")))
@@ -351,8 +407,9 @@ def test_the_outlier_is_found_and_another_one_would_be():
     p, factor = blind_test.outlier()
     assert (p.row.table, p.row.series, p.row.cluster.gpus) == ("llm_foundry", "1b", 32) and factor > 1.2
     others = [r for r in blind_test.rows() if not (r.table == "llm_foundry" and r.series == "1b")]
-    spoiled = [replace(r, published_s=1.5 * r.published_s) if (r.series, r.cluster.gpus) == ("3b", 64) else r
-               for r in others]  # fmt: skip
+    spoiled = [
+        replace(r, published_s=1.5 * r.published_s) if (r.series, r.cluster.gpus) == ("3b", 64) else r for r in others
+    ]
     found = blind_test.outlier_of(blind_test.predict(spoiled))[0]
     assert (found.row.series, found.row.cluster.gpus) == ("3b", 64)
 
@@ -398,12 +455,16 @@ def test_a_wire_of_one_s_own_is_predicted_from_one_rank_one_all_reduce_and_its_b
         return Record("slow_link", metric, unit, (value,) * 6, case=case, layout=layout)
 
     wires = (100.0, 400.0)
-    run = Records([
-        record("gradient_bytes", "B", 8e6), record("all_reduce_s", "s", 0.004, mb_s=0.0),
-        record("step_s", "s", 0.02, way="single", mb_s=0.0), record("step_s", "s", 0.03, way="ddp", mb_s=0.0),
-        *(record("step_s", "s", 0.02, way="single", mb_s=m) for m in wires),
-        *(record("step_s", "s", 0.02 + 0.004 + 8e6 / (1e6 * m), way="ddp", mb_s=m) for m in wires),
-    ])  # fmt: skip
+    run = Records(
+        [
+            record("gradient_bytes", "B", 8e6),
+            record("all_reduce_s", "s", 0.004, mb_s=0.0),
+            record("step_s", "s", 0.02, way="single", mb_s=0.0),
+            record("step_s", "s", 0.03, way="ddp", mb_s=0.0),
+            *(record("step_s", "s", 0.02, way="single", mb_s=m) for m in wires),
+            *(record("step_s", "s", 0.02 + 0.004 + 8e6 / (1e6 * m), way="ddp", mb_s=m) for m in wires),
+        ]
+    )
     found = scaling_model.on_your_wire(run)
     assert set(found) == set(wires)
     for measured, modelled in found.values():
@@ -507,12 +568,19 @@ def test_a_timed_step_calibrates():
     assert 2.0 < more.step_s < 2.5, "eight nodes, the same batch per GPU"
 
 
-@pytest.mark.parametrize(("values", "told"), [
-    ({"gpus": 0}, "gpus must be at least 1"), ({"gpu": "H1000"}, "did you mean"),
-    ({"reached": 0.0}, "reached is a share"), ({"tensor": 3}, "must divide gpus"),
-    ({"step_s": -1.0}, "must not be negative"),
-    ({"network_gb_s": 0.0}, "must be positive"), ({"gpu": "RTX 3090"}, "no sourced"), ({"gpus": 10**9}, "at most 1e6"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"gpus": 0}, "gpus must be at least 1"),
+        ({"gpu": "H1000"}, "did you mean"),
+        ({"reached": 0.0}, "reached is a share"),
+        ({"tensor": 3}, "must divide gpus"),
+        ({"step_s": -1.0}, "must not be negative"),
+        ({"network_gb_s": 0.0}, "must be positive"),
+        ({"gpu": "RTX 3090"}, "no sourced"),
+        ({"gpus": 10**9}, "at most 1e6"),
+    ],
+)
 def test_bad_values_are_one_line(values, told):
     with pytest.raises(BadInput, match=told):
         Config(**values)
@@ -539,10 +607,18 @@ def test_whether_datasheets_help_is_computed(monkeypatch, model, said):
     assert said in told[0]
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("gpu_mtbf_s", 0.0), ("gpu_mtbf_s", math.nan), ("memory_bytes_s", 0.0), ("save_s", -1.0), ("startup_s", -1.0),
-    ("restart_s", -1.0), ("gap_s", -1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gpu_mtbf_s", 0.0),
+        ("gpu_mtbf_s", math.nan),
+        ("memory_bytes_s", 0.0),
+        ("save_s", -1.0),
+        ("startup_s", -1.0),
+        ("restart_s", -1.0),
+        ("gap_s", -1.0),
+    ],
+)
 def test_a_cluster_that_cannot_be_names_its_number(name, value):
     with pytest.raises(BadInput, match=name) as error:
         scaling.Cluster(8, 8, 1e14, scaling.INFINITE, scaling.INFINITE, **{name: value})

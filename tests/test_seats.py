@@ -254,12 +254,15 @@ def test_json_holds_everything_and_the_text_is_readable(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--learners", "0"], "learners must be 1 to 999, not 0"), (["--port", "80"], "port must be 1024 to 65535"),
-        (["--room", "room"], "room must be an absolute path"), (["--lerners", "3"], "did you mean '--learners'"),
+        (["--learners", "0"], "learners must be 1 to 999, not 0"),
+        (["--port", "80"], "port must be 1024 to 65535"),
+        (["--room", "room"], "room must be an absolute path"),
+        (["--lerners", "3"], "did you mean '--learners'"),
         (["--queue", "/dev/null"], "is no folder: make it with `mkdir -m 1777 /dev/null`"),
-        (["--ranks", "999"], "use fewer --ranks"), (["--scripts", "/dev/null"], "choose another folder with --scripts"),
+        (["--ranks", "999"], "use fewer --ranks"),
+        (["--scripts", "/dev/null"], "choose another folder with --scripts"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(seats, "machine_here", lambda: EIGHT)
     monkeypatch.setattr(sys, "argv", ["seats", *arguments])

@@ -145,10 +145,16 @@ def test_a_damaged_list_of_checksums_lets_nothing_pass_and_no_rank_waits_for_one
     assert "SHA256SUMS does not name __" in first[1] and "never written twice" in first[5]
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"width": 0}, "width must be"), ({"layers": 0}, "layers must be"), ({"rounds": 0}, "rounds must be"),
-    ({"batch_size": 0}, "batch_size must be"), ({"folder": Path("/nowhere")}, "cannot write to /nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"width": 0}, "width must be"),
+        ({"layers": 0}, "layers must be"),
+        ({"rounds": 0}, "rounds must be"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"folder": Path("/nowhere")}, "cannot write to /nowhere"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("sharded_checkpoint", nproc=1, **values)

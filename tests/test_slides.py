@@ -36,9 +36,13 @@ def test_question_and_prediction_on_one_slide_results_on_the_next():
         new_markdown_cell("Short remark."),
     ]
     assert shown(*cells) == [
-        ("slide", "## 1. How fast?\n\nGuess."), ("-", cells[1].source), ("fragment", cells[2].source),
-        ("subslide", "display_data"), ("fragment", "stream"), ("fragment", "Short remark."),
-    ]  # fmt: skip
+        ("slide", "## 1. How fast?\n\nGuess."),
+        ("-", cells[1].source),
+        ("fragment", cells[2].source),
+        ("subslide", "display_data"),
+        ("fragment", "stream"),
+        ("fragment", "Short remark."),
+    ]
 
 
 def test_set_up_and_hints_are_not_shown():
@@ -85,10 +89,17 @@ def test_of_a_folded_table_the_room_sees_its_summary():
     assert table_pages(folded + "<p>notes</p>") == ["<p>2 more</p><p>notes</p>"]
 
 
-@pytest.mark.parametrize("text, formulas", [
-    ("costs $3 and $4", 0), ("$n$ ranks, $2\\frac{n-1}{n}S$ bytes", 2), ("`$HOME` and `$x$`", 0), ("$$t = a + b$$", 1),
-    ("```\n$x$\n```", 0), ("\\$5 and 6\\$", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, formulas",
+    [
+        ("costs $3 and $4", 0),
+        ("$n$ ranks, $2\\frac{n-1}{n}S$ bytes", 2),
+        ("`$HOME` and `$x$`", 0),
+        ("$$t = a + b$$", 1),
+        ("```\n$x$\n```", 0),
+        ("\\$5 and 6\\$", 0),
+    ],
+)
 def test_formulas_are_told_from_prices_and_code(text, formulas):
     store = Formulas()
     page = store.put_back(store.take_out(text))

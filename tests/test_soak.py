@@ -167,8 +167,10 @@ def test_what_a_launch_would_leave_is_seen(soaked):
     found = after_all(before, launcher.mark, launcher.folder, patience_s=0.5)
     server = [line for line in found if "forkserver" in line]
     own = [line for line in found if "import test_soak" in line and line not in server]
-    for of, kinds in ((own, ("open files, among", "threads of", "listening ports", "MB of memory")),
-                      (server, ("open files, among ['/dev/null']", "MB of memory"))):  # fmt: skip
+    for of, kinds in (
+        (own, ("open files, among", "threads of", "listening ports", "MB of memory")),
+        (server, ("open files, among ['/dev/null']", "MB of memory")),
+    ):
         assert [sum(kind in line for line in of) for kind in kinds] == [1] * len(kinds), found
     things = [rf"process \d+ \({what}" for what in (".*sleep 61", ".*sleep 62", "zombie")]
     things += [f"file {SHM}/leak-", "file .*/left-"]

@@ -163,8 +163,12 @@ def test_independent_lists_are_seldom_called_dependent():
     for seed in range(100):
         times = 0.01 * (1 + 0.1 * np.random.default_rng(seed).exponential(size=(2, 400)))
         layout = {"world_size": 2, "rank": None, "backend": "gloo", "device": "cpu"}
-        run = Records([Record("slowest_rank", "real_step_s", "s", row.tolist(), "measured", {"of_rank": r}, {}, layout)
-                       for r, row in enumerate(times)])  # fmt: skip
+        run = Records(
+            [
+                Record("slowest_rank", "real_step_s", "s", row.tolist(), "measured", {"of_rank": r}, {}, layout)
+                for r, row in enumerate(times)
+            ]
+        )
         found = lab.beyond_one_list(run, resamples=200)
         called += not found.low <= 0 <= found.high
     assert called <= 12, f"{called} of 100"

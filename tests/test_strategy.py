@@ -133,9 +133,10 @@ def test_ddp_is_counted_without_its_second_copy_of_gradients_and_says_so():
     assert "bucket_view" not in " ".join(advise(Config(params=7e9, gpus=8, memory_gb=24)).reasons()), "FSDP2"
 
 
-@pytest.mark.parametrize(("card", "two", "eight"), [
-    ("A100 80GB PCIe", 300, 32), ("H100 PCIe", 300, 64), ("A100 80GB SXM", 300, 300), ("L4", 32, 32)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("card", "two", "eight"),
+    [("A100 80GB PCIe", 300, 32), ("H100 PCIe", 300, 64), ("A100 80GB SXM", 300, 300), ("L4", 32, 32)],
+)
 def test_a_bridge_joins_two_cards_and_more_talk_through_pcie(card, two, eight):
     for gpus, link in ((2, two), (8, eight)):
         assert Config(gpus=gpus, gpu=card).of_machine()["link_gb_s"][0] == pytest.approx(scaling.REACHED * link)
@@ -148,10 +149,17 @@ def test_a_bridge_joins_two_cards_and_more_talk_through_pcie(card, two, eight):
     assert pairs.cluster().between.bytes_s == pytest.approx(scaling.of_card(card, 8, 2).between.bytes_s)
 
 
-@pytest.mark.parametrize(("given", "inside", "between"), [
-    ({"gpu": "A100 80GB SXM"}, 3.4, 9.6), ({"gpu": "L4"}, 5.7, 9.6), ({}, 5.7, 9.6), ({"latency_us": 20.0}, 20, 20),
-    ({"gpu": "A100 80GB PCIe", "gpus": 2}, 3.4, 9.6), ({"gpu": "A100 80GB PCIe", "gpus": 8}, 5.7, 9.6),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "inside", "between"),
+    [
+        ({"gpu": "A100 80GB SXM"}, 3.4, 9.6),
+        ({"gpu": "L4"}, 5.7, 9.6),
+        ({}, 5.7, 9.6),
+        ({"latency_us": 20.0}, 20, 20),
+        ({"gpu": "A100 80GB PCIe", "gpus": 2}, 3.4, 9.6),
+        ({"gpu": "A100 80GB PCIe", "gpus": 8}, 5.7, 9.6),
+    ],
+)
 def test_a_hop_takes_what_nccl_reckons_with_unless_it_is_given(given, inside, between):
     config = Config(**{"gpus": 8, **given})
     assert config.cluster().inside.latency_s == pytest.approx(1e-6 * inside)
@@ -374,12 +382,20 @@ def test_adapters_are_counted_as_a_real_lora_would_have_them():
     assert states_bytes(job, Plan(), 1e6, lora) - 2e6 == 16 * real
 
 
-@pytest.mark.parametrize(("values", "told"), [
-    ({"params": 0}, "params must be at least 1"), ({"gpus": 0}, "gpus must be at least 1"),
-    ({"memory_gb": -1}, "memory_gb must not be negative"), ({"memory_gb": 0.5}, "lower it below 0.5"),
-    ({"gpu": "A100"}, "did you mean 'A10'"), ({"gpus": 5000}, "at most 4096"), ({"params": 1e20}, "at most 1e14"),
-    ({"params": math.inf}, "at most 1e14"), ({"params": math.nan}, "params must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"params": 0}, "params must be at least 1"),
+        ({"gpus": 0}, "gpus must be at least 1"),
+        ({"memory_gb": -1}, "memory_gb must not be negative"),
+        ({"memory_gb": 0.5}, "lower it below 0.5"),
+        ({"gpu": "A100"}, "did you mean 'A10'"),
+        ({"gpus": 5000}, "at most 4096"),
+        ({"params": 1e20}, "at most 1e14"),
+        ({"params": math.inf}, "at most 1e14"),
+        ({"params": math.nan}, "params must be"),
+    ],
+)
 def test_bad_values_are_one_line(values, told):
     with pytest.raises(BadInput, match=told):
         Config(**values)

@@ -129,10 +129,12 @@ NO_ANSWER = (
         (ILLEGAL + TIMED_OUT, "illegal memory access"),
         (KILLED + GONE, "killed by the kernel"),
         (NO_ANSWER, "first rank did not answer"),  # two rows in one line: neither is the other's cause
-        (TIMED_OUT + "exitcode : -6 (pid: 9)\ntraceback : Signal 6 (SIGABRT) received by PID 9\n",
-         "collective timed out (NCCL)"),
+        (
+            TIMED_OUT + "exitcode : -6 (pid: 9)\ntraceback : Signal 6 (SIGABRT) received by PID 9\n",
+            "collective timed out (NCCL)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_cause_comes_first_however_long_the_message_of_what_follows(text, row):
     assert chart.search(text)[0].row.name == row
 
@@ -142,10 +144,12 @@ def test_a_cause_comes_first_however_long_the_message_of_what_follows(text, row)
     ("text", "row"),
     [
         ("[rank0]: <[1;35m>KeyError<[0m>: <[35m>'LOCAL_RANK'<[0m>", "no address"),
-        ("[rank0]: <[1;35m>AttributeError<[0m>: <[35m>'DataParallel' object has no attribute 'x'<[0m>",
-         "attribute behind the wrapper"),
+        (
+            "[rank0]: <[1;35m>AttributeError<[0m>: <[35m>'DataParallel' object has no attribute 'x'<[0m>",
+            "attribute behind the wrapper",
+        ),
     ],
-)  # fmt: skip
+)
 def test_colours_of_a_terminal_hide_no_error(text, row, escape):
     """Python 3.13 puts them around the kind of an exception; a page or an editor may drop the escape alone."""
     found = chart.search(text.replace("<", escape).replace(">", ""))
@@ -160,15 +164,21 @@ def test_an_error_in_colour_that_no_row_knows_stays_unknown():
 @pytest.mark.parametrize(
     ("text", "row"),
     [
-        ("RuntimeError: Expected all tensors to be on the same device, but got mat2 is on cuda:1, different from other "
-         "tensors on cuda:0 (when checking argument in method wrapper_CUDA_addmm)", "tensors on two devices"),
+        (
+            "RuntimeError: Expected all tensors to be on the same device, but got mat2 is on cuda:1, different from "
+            "other tensors on cuda:0 (when checking argument in method wrapper_CUDA_addmm)",
+            "tensors on two devices",
+        ),
         ("NCCL WARN Cuda failure 1 'invalid argument'", "NCCL meets a CUDA error"),
         ("ibvwrap.c:160 NCCL WARN Call to ibv_modify_qp failed with error Connection timed out", "InfiniBand fails"),
-        ("[PG 0 Rank 1] Heartbeat monitor timed out! Process will be terminated after dumping debug info. "
-         "workMetaList_.size()=103", "collective timed out (NCCL)"),
+        (
+            "[PG 0 Rank 1] Heartbeat monitor timed out! Process will be terminated after dumping debug info. "
+            "workMetaList_.size()=103",
+            "collective timed out (NCCL)",
+        ),
         ("OSError: You are trying to access a gated repo.", "download fails"),
     ],
-)  # fmt: skip
+)
 def test_wordings_of_today_find_their_row(text, row):
     assert chart.search(text)[0].row.name == row
 

@@ -34,7 +34,12 @@ def test_more_ranks_send_more_not_less():
 
 def test_bytes_of_collectives():
     assert [sent_bytes(k, 80, 4) for k in ("all_reduce", "all_gather", "reduce_scatter", "send", "recv")] == [
-        120, 60, 60, 80, 0]  # fmt: skip
+        120,
+        60,
+        60,
+        80,
+        0,
+    ]
     assert sent_bytes("reduce_scatter", 80, 4, gloo=True) == 120
 
 
@@ -78,8 +83,12 @@ def test_block_made_of_halves_computes_the_same():
 def test_gradients_are_those_of_one_process(run):
     errors = run.where("gradient_relative_error")
     assert {(r.case["model"], r.case["split"]) for r in errors} == {
-        ("mlp", "even"), ("transformer", "even"), ("char_gpt", "even"), ("mlp", "uneven"), ("transformer", "uneven")
-    }  # fmt: skip
+        ("mlp", "even"),
+        ("transformer", "even"),
+        ("char_gpt", "even"),
+        ("mlp", "uneven"),
+        ("transformer", "uneven"),
+    }
     assert max(r.value for r in errors) <= 1e-6
 
 
@@ -102,10 +111,12 @@ def test_counted_is_the_closed_form(run, metric):
 
 def test_an_input_that_is_not_prepared_costs_two_more_sums_per_attention(run):
     calls = {
-        phase: [r.value for r in run.where("all_reduces", model="transformer", phase=phase,
-                                           way="dtensor, no prepared input")]
+        phase: [
+            r.value
+            for r in run.where("all_reduces", model="transformer", phase=phase, way="dtensor, no prepared input")
+        ]
         for phase in ("forward", "backward")
-    }  # fmt: skip
+    }
     assert calls == {"forward": [2, 2], "backward": [4, 2]}  # measured, modelled
 
 

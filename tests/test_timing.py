@@ -239,12 +239,18 @@ def test_the_time_limit_leaves_others_alarms_alone():
         signal.signal(signal.SIGALRM, old)
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"repeats": -1}, "repeats must be at least 0, not -1"), ({"rounds": -3}, "rounds must be at least 5"),
-    ({"batch_size": 0}, "batch_size must be at least 1"), ({"loop_steps": 1}, "loop_steps must be at least 2"),
-    ({"least_s": 0.0}, "least_s must be positive"), ({"least_s": float("nan")}, "least_s must be positive"),
-    ({"model": "resnet"}, "there is no model 'resnet'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"repeats": -1}, "repeats must be at least 0, not -1"),
+        ({"rounds": -3}, "rounds must be at least 5"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"loop_steps": 1}, "loop_steps must be at least 2"),
+        ({"least_s": 0.0}, "least_s must be positive"),
+        ({"least_s": float("nan")}, "least_s must be positive"),
+        ({"model": "resnet"}, "there is no model 'resnet'"),
+    ],
+)
 def test_bad_input_is_one_line_before_anything_starts(values, words):
     with pytest.raises(BadInput, match=words) as e:
         launch("timing", nproc=2, oversubscribe=True, **values)

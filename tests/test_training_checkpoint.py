@@ -229,14 +229,26 @@ def test_a_folder_that_cannot_be_written_to_is_named():
         list(training_checkpoint.run(config, SimpleNamespace(device=torch.device("cpu"))))
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"trials": ()}, "trials must"), ({"forgotten": ()}, "forgotten must"), ({"samples": 0}, "samples must"),
-    ({"batch_size": 1}, "batch_size must"), ({"interrupted_at": 160}, "interrupted_at must be from 1 to steps - 1"),
-    ({"kills": 0}, "kills must"), ({"rounds": 0}, "rounds must"), ({"corruptions": 0}, "corruptions must"),
-    ({"seeds": -1}, "seeds must"), ({"kill_bytes": 1}, "kill_bytes must"), ({"large_bytes": 1}, "large_bytes must"),
-    ({"folder": "/missing"}, "/missing is not a folder"), ({"samples": 40}, r"samples must be at least 64"),
-    ({"seed": -1}, "seed must be"), ({"seed": 2**31}, "seed must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"trials": ()}, "trials must"),
+        ({"forgotten": ()}, "forgotten must"),
+        ({"samples": 0}, "samples must"),
+        ({"batch_size": 1}, "batch_size must"),
+        ({"interrupted_at": 160}, "interrupted_at must be from 1 to steps - 1"),
+        ({"kills": 0}, "kills must"),
+        ({"rounds": 0}, "rounds must"),
+        ({"corruptions": 0}, "corruptions must"),
+        ({"seeds": -1}, "seeds must"),
+        ({"kill_bytes": 1}, "kill_bytes must"),
+        ({"large_bytes": 1}, "large_bytes must"),
+        ({"folder": "/missing"}, "/missing is not a folder"),
+        ({"samples": 40}, r"samples must be at least 64"),
+        ({"seed": -1}, "seed must be"),
+        ({"seed": 2**31}, "seed must be"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("training_checkpoint", nproc=2, **values)

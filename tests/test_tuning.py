@@ -613,11 +613,17 @@ def test_verdicts_put_the_share_of_rate_beside_that_of_time():
         return Record("tune_dataloader", metric, "", samples, case={"workload": "tiny", **case})
 
     rows = lab.verdicts(
-        Records([record("tuned_workers", [2], limit="loader"), record("share_of_best", [0.97, 0.99, 0.98]),
-                 record("search_s", [2.0], by="tuner"), record("search_s", [8.0], by="sweep"),
-                 record("rate_per_s", [9.0, 9.1], by="tuned", workers=2, prefetch=2),
-                 record("rate_per_s", [9.2, 9.1], by="best", workers=4, prefetch=2)])
-    )  # fmt: skip
+        Records(
+            [
+                record("tuned_workers", [2], limit="loader"),
+                record("share_of_best", [0.97, 0.99, 0.98]),
+                record("search_s", [2.0], by="tuner"),
+                record("search_s", [8.0], by="sweep"),
+                record("rate_per_s", [9.0, 9.1], by="tuned", workers=2, prefetch=2),
+                record("rate_per_s", [9.2, 9.1], by="best", workers=4, prefetch=2),
+            ]
+        )
+    )
     assert (rows[0]["best"], rows[0]["same"]) == ("num_workers=4", False)
     assert rows[0]["share_of_best"].value == 0.98 and rows[0]["share_of_time"] == 0.25
     assert (rows[0]["workload"], rows[0]["workers"], rows[0]["limit"]) == ("tiny", 2, "loader")
@@ -625,8 +631,14 @@ def test_verdicts_put_the_share_of_rate_beside_that_of_time():
 
 def test_a_setting_is_not_compared_with_itself():
     """Its ratio to itself is 1 [1, 1], which reads like a proof."""
-    row = {"workload": "tiny", "workers": 2, "limit": "loader", "share_of_time": 0.25, "best": "num_workers=2",
-           "share_of_best": Estimate(1.0, 1.0, 1.0, 6, "x")}  # fmt: skip
+    row = {
+        "workload": "tiny",
+        "workers": 2,
+        "limit": "loader",
+        "share_of_time": 0.25,
+        "best": "num_workers=2",
+        "share_of_best": Estimate(1.0, 1.0, 1.0, 6, "x"),
+    }
     assert "same setting" in lab.told(row | {"same": True}) and "100 %" not in lab.told(row | {"same": True})
     other = row | {"same": False, "best": "num_workers=4"}
     assert "in turn" in lab.told(other | {"share_of_best": Estimate(0.9, 0.85, 0.95, 6, "x")})

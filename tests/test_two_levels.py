@@ -67,8 +67,9 @@ def test_rings_cross_as_often_as_the_formula_says(nodes, per_node):
 
 
 def this_rank() -> Rank:
-    return Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"),
-                "gloo", ())  # fmt: skip
+    return Rank(
+        dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo", ()
+    )
 
 
 def by_hand(nodes: int, per_node: int) -> dict:
@@ -76,9 +77,11 @@ def by_hand(nodes: int, per_node: int) -> dict:
     rank, machines = this_rank(), Nodes(nodes, per_node, 1e8, 1e7)
     mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("across", "inside"))
     groups = mesh["inside"].get_group(), mesh["across"].get_group()
-    ways = {"node by node": lambda x: levels.ring_in_order(x, machines.node_by_node()),
-            "in turn": lambda x: levels.ring_in_order(x, machines.in_turn()),
-            "hierarchical": lambda x: levels.hierarchical_all_reduce(x, *groups)}  # fmt: skip
+    ways = {
+        "node by node": lambda x: levels.ring_in_order(x, machines.node_by_node()),
+        "in turn": lambda x: levels.ring_in_order(x, machines.in_turn()),
+        "hierarchical": lambda x: levels.hierarchical_all_reduce(x, *groups),
+    }
     found = {}
     for way, reduce in ways.items():
         x, right = (torch.arange(120_000.0) * (rank.rank + 1) for _ in range(2))
@@ -94,13 +97,13 @@ def by_hand(nodes: int, per_node: int) -> dict:
 @pytest.mark.parametrize("nodes, per_node", first(1, [(2, 2), (3, 1), (2, 3)]))
 def test_ways_by_hand_sum_like_torch_and_send_what_the_formula_says(nodes, per_node):
     machines, size, slack = Nodes(nodes, per_node, 1e8, 1e7), 480_000, 0.02 * 480_000
-    formula = {"node by node": levels.over_all("all_reduce", size, machines),
-               "in turn": levels.in_turn(size, machines)}  # fmt: skip
+    formula = {"node by node": levels.over_all("all_reduce", size, machines), "in turn": levels.in_turn(size, machines)}
     for found in run_on_ranks(by_hand, nodes * per_node, nodes, per_node):
         assert all(right for right, _ in found.values())
         for way, (_, (inside, across)) in found.items():
-            want = levels.total([formula[way]] if way in formula else levels.hierarchical(size, machines, gloo=True),
-                                machines)  # fmt: skip
+            want = levels.total(
+                [formula[way]] if way in formula else levels.hierarchical(size, machines, gloo=True), machines
+            )
             assert all(abs(b - want[0]) < slack for b in inside) and all(abs(b - want[1]) < slack for b in across), way
 
 
@@ -133,8 +136,9 @@ def test_the_lab_counts_the_bytes_of_the_formula_and_its_page_says_so(capsys):
     assert two_levels.counted_off(run) == [] and all(r.value == 0 for r in run.where("max_error"))
     assert {r.case["way"] for r in run.where("step_s")} == set(two_levels.WAYS)
     figures_levels.verdict_text(run)
-    assert capsys.readouterr().out == ("sums by hand: those of torch, bit for bit\n"
-                                       "bytes by level: those of the closed form\n")  # fmt: skip
+    assert capsys.readouterr().out == (
+        "sums by hand: those of torch, bit for bit\nbytes by level: those of the closed form\n"
+    )
     figures_levels.exchanges(run, predict(0.7, "share of the flat time", unit="x"))
     figures_levels.bytes_table(run)
     assert len(list(two_levels.answer(run))) == 4
@@ -145,9 +149,11 @@ def test_the_editable_round_tells_what_crosses_and_a_wrong_sum(capsys):
     editable.tell(run_on_ranks(editable.count, 4, levels.hierarchical_all_reduce))
     editable.tell(run_on_ranks(editable.count, 4, lambda x, inside, across: dist.all_reduce(x, group=inside)))
     assert capsys.readouterr().out.splitlines() == [
-        "the sum is right on all ranks", "inside each node 3.0 vectors are sent, out of each node 1.0",
-        "the sum is WRONG on ranks [0, 1, 2, 3]", "inside each node 2.0 vectors are sent, out of each node 0.0",
-    ]  # fmt: skip
+        "the sum is right on all ranks",
+        "inside each node 3.0 vectors are sent, out of each node 1.0",
+        "the sum is WRONG on ranks [0, 1, 2, 3]",
+        "inside each node 2.0 vectors are sent, out of each node 0.0",
+    ]
 
 
 # -- what the records are made to say
@@ -194,16 +200,27 @@ def test_a_close_pair_is_shown_and_not_judged():
 def test_hsdp_is_held_against_its_collectives_by_hand(hsdp_s, words):
     """What is more than the same messages take is FSDP2's; if nothing is, nothing is said of it."""
     seconds = {"hsdp": hsdp_s, "hsdp, by hand": 0.03}
-    run = Records(Record("two_levels", metric, "s", [s * k for k in STEADY], "measured", {"way": way})
-                  for way, s in seconds.items() for metric in ("step_s", "cpu_s"))  # fmt: skip
+    run = Records(
+        Record("two_levels", metric, "s", [s * k for k in STEADY], "measured", {"way": way})
+        for way, s in seconds.items()
+        for metric in ("step_s", "cpu_s")
+    )
     assert words in figures_levels._own_work(run)
     assert figures_levels._own_work(Records(r for r in run if r.case["way"] == "hsdp")) == ""
 
 
 def test_bytes_that_are_not_the_formulas_are_named():
     def sent(kind, b):
-        return Record("two_levels", "sent_bytes", "B", [b], kind, {"way": "flat", "level": "across"},
-                      {"width": 500, "layers": 1}, {"world_size": 4})  # fmt: skip
+        return Record(
+            "two_levels",
+            "sent_bytes",
+            "B",
+            [b],
+            kind,
+            {"way": "flat", "level": "across"},
+            {"width": 500, "layers": 1},
+            {"world_size": 4},
+        )
 
     assert two_levels.counted_off(Records([sent("modelled", 1.5e6), sent("measured", 1.51e6)])) == []
     assert two_levels.counted_off(Records([sent("modelled", 1.5e6), sent("measured", 2e6)])) == ["flat, across"]
@@ -214,9 +231,15 @@ def test_bytes_that_are_not_the_formulas_are_named():
 
 @pytest.mark.parametrize(
     "arguments, told",
-    [({"nodes": 1}, "nodes must be at least 2"), ({"across_mb_s": 0.0}, "bandwidth must"), ({"ways": ()}, "ways may"),
-     ({"ways": ("zigzag",)}, "not zigzag"), ({"every": 0}, "at least 1"), ({"seconds": 0.0}, "seconds")],
-)  # fmt: skip
+    [
+        ({"nodes": 1}, "nodes must be at least 2"),
+        ({"across_mb_s": 0.0}, "bandwidth must"),
+        ({"ways": ()}, "ways may"),
+        ({"ways": ("zigzag",)}, "not zigzag"),
+        ({"every": 0}, "at least 1"),
+        ({"seconds": 0.0}, "seconds"),
+    ],
+)
 def test_bad_input_is_one_line(arguments, told):
     with pytest.raises(BadInput, match=told) as error:
         two_levels.Config(**arguments)

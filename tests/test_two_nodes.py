@@ -24,8 +24,9 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 @pytest.fixture(scope="module")
 def run():
-    return launch("two_nodes", nproc=1, machines="loopback", parts=("environment", "wrong", "kill"),
-                  settings=("port taken",))  # fmt: skip
+    return launch(
+        "two_nodes", nproc=1, machines="loopback", parts=("environment", "wrong", "kill"), settings=("port taken",)
+    )
 
 
 def told(run, name):
@@ -95,25 +96,42 @@ def test_every_option_that_a_wrong_setting_changes_is_one_that_is_given():
         assert wrong.cure and wrong.waits
 
 
-@pytest.mark.parametrize(("text", "line"), [
-    ("Traceback (most recent call last):\n  File x\nValueError: no", "ValueError: no"),
-    ("E1122 api.py:836] torch.distributed.DistNetworkError: timed out\nValueError: later",
-     "DistNetworkError: timed out"),
-    ("torch.elastic.rendezvous.api.RendezvousConnectionError: see inner\nRuntimeError: x", "RuntimeError: x"),
-    ("a.b.RendezvousTimeoutError\n", "RendezvousTimeoutError"),
-    ("  traceback : RuntimeError: [enforce fail at /a/b/device.cc:84] ifa", "RuntimeError: [device.cc:84] ifa"),
-    ("torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /none/torchelastic/role_info/0, /none/x/1",
-     "DistStoreError: wait timeout after 3000ms"),
-    ("all is well\n", ""), ("", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("Traceback (most recent call last):\n  File x\nValueError: no", "ValueError: no"),
+        (
+            "E1122 api.py:836] torch.distributed.DistNetworkError: timed out\nValueError: later",
+            "DistNetworkError: timed out",
+        ),
+        ("torch.elastic.rendezvous.api.RendezvousConnectionError: see inner\nRuntimeError: x", "RuntimeError: x"),
+        ("a.b.RendezvousTimeoutError\n", "RendezvousTimeoutError"),
+        ("  traceback : RuntimeError: [enforce fail at /a/b/device.cc:84] ifa", "RuntimeError: [device.cc:84] ifa"),
+        (
+            "torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /none/torchelastic/role_info/0, "
+            "/none/x/1",
+            "DistStoreError: wait timeout after 3000ms",
+        ),
+        ("all is well\n", ""),
+        ("", ""),
+    ],
+)
 def test_the_first_telling_line(text, line):
     assert first_telling_line(text) == line
 
 
-@pytest.mark.parametrize("bad", [
-    {"parts": ()}, {"parts": ("kill", "kill")}, {"settings": ("nonsense",)}, {"steps": 1}, {"kill_at_step": 40},
-    {"kill_at_step": 0}, {"save_every": 0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"parts": ()},
+        {"parts": ("kill", "kill")},
+        {"settings": ("nonsense",)},
+        {"steps": 1},
+        {"kill_at_step": 40},
+        {"kill_at_step": 0},
+        {"save_every": 0},
+    ],
+)
 def test_bad_input_is_told_before_anything_starts(bad):
     with pytest.raises(BadInput):
         two_nodes.Config(**bad)
@@ -121,8 +139,9 @@ def test_bad_input_is_told_before_anything_starts(bad):
 
 def test_namespaces_take_root_and_tools(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert why_no_namespaces() == ("network namespaces take root" if os.uname().sysname == "Linux" else
-                                   "network namespaces are Linux's")  # fmt: skip
+    assert why_no_namespaces() == (
+        "network namespaces take root" if os.uname().sysname == "Linux" else "network namespaces are Linux's"
+    )
 
 
 @pytest.mark.drill
@@ -162,8 +181,14 @@ def test_killing_the_lab_leaves_no_process_no_folder_and_no_network(who):
     environment = new_environment(TMPDIR=str(temporary))
     before = set(psutil.net_if_addrs())
     command = [*PYTHON, "-m", "labs.two_nodes", "--nproc", "1", "--parts", "wrong", "kill"]
-    launcher = subprocess.Popen(command, env=environment, cwd=HERE.parent, stdout=subprocess.DEVNULL,
-                                stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    launcher = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=HERE.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         wait_for(lambda: list(temporary.glob("labs-*/torchrun-*-on-1.log")), 90, "a torchrun")
         server = next(p for p in family(environment[MARK]) if "labs.parts.nodes.node_server" in p.cmdline())

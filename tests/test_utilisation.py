@@ -148,13 +148,20 @@ def test_a_gpu_without_the_counter_is_one_line():
         busy.NvmlUtilization(FakeNvml([card()], unsupported=("nvmlDeviceGetUtilizationRates",)), card())
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"windows": 0}, "windows must be at least 1"), ({"window_s": 0.0}, "window_s must be above 0"),
-    ({"window_s": float("nan")}, "window_s"), ({"wait_ms": -1.0}, "wait_ms must be from 0"),
-    ({"burst_ms": 1.0}, "burst_ms must be from 10"), ({"bursts": 0}, "bursts must be at least 1"),
-    ({"poll_s": ()}, "poll_s must hold"), ({"poll_s": (0.0,)}, "poll_s must hold"),
-    ({"poll_s": (9.0,)}, "a window of 9 s does not fit into 3 s of bursts: raise bursts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"windows": 0}, "windows must be at least 1"),
+        ({"window_s": 0.0}, "window_s must be above 0"),
+        ({"window_s": float("nan")}, "window_s"),
+        ({"wait_ms": -1.0}, "wait_ms must be from 0"),
+        ({"burst_ms": 1.0}, "burst_ms must be from 10"),
+        ({"bursts": 0}, "bursts must be at least 1"),
+        ({"poll_s": ()}, "poll_s must hold"),
+        ({"poll_s": (0.0,)}, "poll_s must hold"),
+        ({"poll_s": (9.0,)}, "a window of 9 s does not fit into 3 s of bursts: raise bursts"),
+    ],
+)
 def test_bad_input(values, words):
     with pytest.raises(BadInput, match=words):
         launch("utilisation", nproc=1, **values)

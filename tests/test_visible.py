@@ -19,10 +19,22 @@ def seen(cards, **environ):
 
 @pytest.mark.parametrize(
     "wanted, indices",
-    [("2,0", [2, 0]), ("1", [1]), ("", []), ("-1", []), ("0,7,1", [0]), ("0,0", []), ("1gpu,2x", [1, 2]),
-     ("GPU-bb,GPU-aa", [1, 0]), ("GPU-b", []), ("GPU-bc03", [2]), ("GPU-zz,GPU-aa", []), ("GPU-aa,GPU-aa01", []),
-     (" 1 , 0 ", [1, 0])],
-)  # fmt: skip
+    [
+        ("2,0", [2, 0]),
+        ("1", [1]),
+        ("", []),
+        ("-1", []),
+        ("0,7,1", [0]),
+        ("0,0", []),
+        ("1gpu,2x", [1, 2]),
+        ("GPU-bb,GPU-aa", [1, 0]),
+        ("GPU-b", []),
+        ("GPU-bc03", [2]),
+        ("GPU-zz,GPU-aa", []),
+        ("GPU-aa,GPU-aa01", []),
+        (" 1 , 0 ", [1, 0]),
+    ],
+)
 def test_cuda_visible_devices_as_cuda_reads_it(wanted, indices):
     assert seen(SAME, CUDA_VISIBLE_DEVICES=wanted) == indices
 

@@ -87,24 +87,33 @@ HEALTHY = {
     import subprocess
     train(rank, lambda rank, step: subprocess.run([sys.executable, "-c",
           f"import time; e = time.monotonic() + {long}\\nwhile time.monotonic() < e: pass"]) if step == 3 else None)""",
-}  # fmt: skip
+}
 HANGS = {
     "a rank sleeps": ("train(rank, lambda rank, step: time.sleep(1000) if (rank, step) == (1, 3) else None)", 1),
-    "a rank waits for a file in a loop": ("""
+    "a rank waits for a file in a loop": (
+        """
     def wait(rank, step):
         while rank == 0 and step == 3 and not os.path.exists("never"):
             time.sleep(0.01)
-    train(rank, wait)""", 0),
-    "one collective too many": ("""
+    train(rank, wait)""",
+        0,
+    ),
+    "one collective too many": (
+        """
     train(rank)
     if rank == 1:
         dist.all_reduce(torch.ones(3))
-        dist.all_reduce(torch.ones(3))""", 1),
-    "an idle loader's workers are there": ("""
+        dist.all_reduce(torch.ones(3))""",
+        1,
+    ),
+    "an idle loader's workers are there": (
+        """
     loader = DataLoader(Data(), num_workers=1, persistent_workers=True)
     list(loader)
-    train(rank, lambda rank, step: time.sleep(1000) if (rank, step) == (1, 3) else None, loader)""", 1),
-}  # fmt: skip
+    train(rank, lambda rank, step: time.sleep(1000) if (rank, step) == (1, 3) else None, loader)""",
+        1,
+    ),
+}
 
 
 @pytest.fixture
@@ -119,8 +128,14 @@ def start(tmp_path):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         how = ["-m", "labs.watch", "--patience", str(patience)] if watched else []
         env = new_environment(OMP_NUM_THREADS="1")
-        process = subprocess.Popen([sys.executable, "-B", *torchrun, *how, "train.py", *map(str, args)], cwd=tmp_path,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-B", *torchrun, *how, "train.py", *map(str, args)],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
         process.mark = env[MARK]
         started.append(process)
         return process
@@ -195,7 +210,7 @@ ALIKE = {
     """,
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "interrupted": "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9)",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -211,12 +226,19 @@ def test_the_script_does_what_it_does_alone(run, tmp_path, what):
     assert bool(told) == ("Error" in err or code == -signal.SIGINT or "mine" in out) == (tmp_path / "debug").exists()
 
 
-@pytest.mark.parametrize(("args", "words"), [
-    (["--patience", "0", "x.py"], "--patience must be"), (["--patience", "nan", "x.py"], "--patience must be"),
-    (["--patience", "soon", "x.py"], "invalid float"), (["absent.py"], "there is no script absent.py"),
-    ([], "required: script"), (["-m", "absent.x"], "no module absent"),
-    (["--such", "x.py"], "arguments: --such"), (["--folder", "x.py", "x.py"], "not a folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--patience", "0", "x.py"], "--patience must be"),
+        (["--patience", "nan", "x.py"], "--patience must be"),
+        (["--patience", "soon", "x.py"], "invalid float"),
+        (["absent.py"], "there is no script absent.py"),
+        ([], "required: script"),
+        (["-m", "absent.x"], "no module absent"),
+        (["--such", "x.py"], "arguments: --such"),
+        (["--folder", "x.py", "x.py"], "not a folder"),
+    ],
+)
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text("")
@@ -230,7 +252,11 @@ def test_options_end_where_the_script_begins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text("")
     assert watch.options(["--patience", "9", "x.py", "--patience", "1", "--help"]) == (
-        9, tmp_path / "debug", ["x.py", "--patience", "1", "--help"], "")  # fmt: skip
+        9,
+        tmp_path / "debug",
+        ["x.py", "--patience", "1", "--help"],
+        "",
+    )
 
 
 # Ranks
@@ -443,29 +469,70 @@ def test_a_counted_method_is_not_in_the_traceback():
     assert counts.batches == 1
 
 
-BY_SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8",
-           "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_GTIDS": "4,5,6,7"}  # fmt: skip
-BY_MPIRUN = {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-             "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "PMIX_NAMESPACE": "prterun-7"}  # fmt: skip
+BY_SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_GTIDS": "4,5,6,7",
+}
+BY_MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "6",
+    "OMPI_COMM_WORLD_SIZE": "9",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+    "PMIX_NAMESPACE": "prterun-7",
+}
 
 
-@pytest.mark.parametrize(("environ", "place", "neighbours"), [
-    ({}, Place(), [0]),
-    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"},
-     Place(5, 8, 1, 4, 4, restart=2), [4, 5, 6, 7]),
-    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
-     Place(5, 8, 1, 4, 1), [4, 5, 6, 7]),
-    ({"RANK": "1", "WORLD_SIZE": "3"}, Place(1, 3, 1, 3), [0, 1, 2]),
-    (BY_SRUN, Place(5, 8, 1, 4, 1, start="4711.3", listed=(4, 5, 6, 7)), [4, 5, 6, 7]),
-    ({**BY_SRUN, "RANK": "5", "WORLD_SIZE": "8"},
-     Place(5, 8, 1, 4, 1, start="4711.3", listed=(4, 5, 6, 7)), [4, 5, 6, 7]),  # by a script
-    ({**BY_SRUN, "SLURM_LOCALID": "2", "SLURM_GTIDS": "1,3,5,7"},
-     Place(5, 8, 2, 4, 1, start="4711.3", listed=(1, 3, 5, 7)), [1, 3, 5, 7]),  # --distribution=cyclic
-    ({**BY_SRUN, "RANK": "1", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
-     Place(1, 16, 1, 2), [0, 1]),  # torchrun, started by srun
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0"}, Place(), [0]),  # by sbatch
-    ({**BY_SRUN, **BY_MPIRUN}, Place(6, 9, 0, 3, 6, start="prterun-7"), [6, 7, 8]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environ", "place", "neighbours"),
+    [
+        ({}, Place(), [0]),
+        (
+            {
+                "RANK": "5",
+                "WORLD_SIZE": "8",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "4",
+                "TORCHELASTIC_RESTART_COUNT": "2",
+            },
+            Place(5, 8, 1, 4, 4, restart=2),
+            [4, 5, 6, 7],
+        ),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
+            Place(5, 8, 1, 4, 1),
+            [4, 5, 6, 7],
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "3"}, Place(1, 3, 1, 3), [0, 1, 2]),
+        (BY_SRUN, Place(5, 8, 1, 4, 1, start="4711.3", listed=(4, 5, 6, 7)), [4, 5, 6, 7]),
+        (
+            {**BY_SRUN, "RANK": "5", "WORLD_SIZE": "8"},
+            Place(5, 8, 1, 4, 1, start="4711.3", listed=(4, 5, 6, 7)),
+            [4, 5, 6, 7],
+        ),  # by a script
+        (
+            {**BY_SRUN, "SLURM_LOCALID": "2", "SLURM_GTIDS": "1,3,5,7"},
+            Place(5, 8, 2, 4, 1, start="4711.3", listed=(1, 3, 5, 7)),
+            [1, 3, 5, 7],
+        ),  # --distribution=cyclic
+        (
+            {**BY_SRUN, "RANK": "1", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
+            Place(1, 16, 1, 2),
+            [0, 1],
+        ),  # torchrun, started by srun
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0"},
+            Place(),
+            [0],
+        ),  # by sbatch
+        ({**BY_SRUN, **BY_MPIRUN}, Place(6, 9, 0, 3, 6, start="prterun-7"), [6, 7, 8]),
+    ],
+)
 def test_a_rank_knows_its_place(environ, place, neighbours):
     assert Place.of(environ, one_machine=True) == place and [*place.neighbours] == neighbours
     alone = environ.keys() == {"RANK", "WORLD_SIZE"}

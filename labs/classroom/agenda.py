@@ -112,8 +112,11 @@ def seconds_of(path: Path) -> dict[tuple[str, str], float]:
 
 def table(found: list[Section]) -> str:
     """Minutes per section as a Markdown table, with a sum for each notebook."""
-    lines = ["| section | words | predictions | figures, tables | exercises | their minutes | machine s | alone | "
-             "in a room |", "| --- | --: | --: | --: | --: | --: | --: | --: | --: |"]  # fmt: skip
+    lines = [
+        "| section | words | predictions | figures, tables | exercises | their minutes | machine s | alone | "
+        "in a room |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
+    ]
     for name in dict.fromkeys(s.notebook for s in found):
         own = [s for s in found if s.notebook == name]
         lines.append(_row(f"**{name}**", own, "**"))

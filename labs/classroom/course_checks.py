@@ -52,20 +52,19 @@ def course_files(root: Path) -> CourseFiles:
         notebooks=len(expected),
         missing=tuple(sorted(expected - set(present))),
         unreadable=unreadable,
-        modified=tuple(
-            p for p in present if p in (changed or ()) and p not in unreadable and _other_cells(root, p)
-        ),
+        modified=tuple(p for p in present if p in (changed or ()) and p not in unreadable and _other_cells(root, p)),
         code=tuple(p for p in changed or () if p.startswith("labs/") and p.endswith(".py")),
         compared=changed is not None,
-    )  # fmt: skip
+    )
 
 
 def _git(root: Path, *arguments: str) -> str | None:
     """What git prints; None without git or outside of a checkout. It may not write into the checkout."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, timeout=GIT_LIMIT_S,
-                              env=environment, check=True)  # fmt: skip
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, timeout=GIT_LIMIT_S, env=environment, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", "replace")
@@ -222,11 +221,19 @@ def outside_of_venv(root: Path) -> bool:
 def versions(found: Packages, outside: bool = False) -> Check:
     """Nothing is missing, and versions are those of constraints.txt. `outside`: the course's own .venv has them."""
     if found.missing and outside:
-        return Check("packages", "fail", f"not installed in this Python: {some(tuple(found.missing))}",
-                     "run: .venv/bin/python -m labs.hardware_probe --preflight")  # fmt: skip
+        return Check(
+            "packages",
+            "fail",
+            f"not installed in this Python: {some(tuple(found.missing))}",
+            "run: .venv/bin/python -m labs.hardware_probe --preflight",
+        )
     if found.missing:
-        return Check("packages", "fail", f"not installed in this Python: {some(tuple(found.missing))}",
-                     f"run: make lab (or, in an environment of your own: {INSTALL})")  # fmt: skip
+        return Check(
+            "packages",
+            "fail",
+            f"not installed in this Python: {some(tuple(found.missing))}",
+            f"run: make lab (or, in an environment of your own: {INSTALL})",
+        )
     if different := found.different:
         named = tuple(f"{name} {have} (tested {want})" for name, (have, want) in different.items())
         detail = f"{len(different)} of {len(found.tested)} differ from constraints.txt: {some(named)}"

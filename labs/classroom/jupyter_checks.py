@@ -76,8 +76,9 @@ class KernelTrial:
         start = time.monotonic()
         with tempfile.TemporaryFile(prefix="labs-") as said:
             try:
-                self.manager = KernelManager(kernel_name="python3", transport_encryption="auto",
-                                             connection_file=str(self.connection))  # fmt: skip
+                self.manager = KernelManager(
+                    kernel_name="python3", transport_encryption="auto", connection_file=str(self.connection)
+                )
                 self.manager.start_kernel(cwd=str(self.root / "notebooks"), stdout=said, stderr=said)
                 return self._ask(start)
             except Exception as e:
@@ -157,8 +158,12 @@ def kernel(found: Kernel, prefix: str = sys.prefix) -> Check:
             return Check("kernel", "fail", detail, INSTALL)
         return Check("kernel", "fail", detail, ANEW)
     if not _same(found.prefix, prefix):
-        return Check("kernel", "fail", "python3 is a kernel of another Python than this one",
-                     "run: export JUPYTER_PREFER_ENV_PATH=1; unset JUPYTER_PATH (make lab does both)")  # fmt: skip
+        return Check(
+            "kernel",
+            "fail",
+            "python3 is a kernel of another Python than this one",
+            "run: export JUPYTER_PREFER_ENV_PATH=1; unset JUPYTER_PATH (make lab does both)",
+        )
     if not found.shown:
         return Check("kernel", "fail", "answers, but shows no table of records", ANEW)
     return Check("kernel", "pass", f"answers after {found.seconds:.1f} s, in this Python, and shows records")
@@ -201,8 +206,12 @@ def port(problem: str, number: int = PORT) -> Check:
     if not problem:
         return Check("port", "pass", f"{number} is free")
     if problem == "taken":
-        return Check("port", "warn", f"{number} is taken: JupyterLab takes the next one, and prints that link",
-                     f"open the printed link, or choose one: {OTHER_PORT}")  # fmt: skip
+        return Check(
+            "port",
+            "warn",
+            f"{number} is taken: JupyterLab takes the next one, and prints that link",
+            f"open the printed link, or choose one: {OTHER_PORT}",
+        )
     return Check("port", "warn", f"{number} cannot be used: {problem}", f"choose another: {OTHER_PORT}")
 
 

@@ -21,8 +21,12 @@ TEMPORARY_BYTES = 2**29  # checkpoints and caches of notebook 05, which has the 
 def course_place(root: Path, where: str = "") -> Check:
     """The course is on a file system of its own operating system."""
     if (where or system()) == "WSL" and re.match(r"/mnt/[a-z]/", f"{root}/"):
-        return Check("course folder", "warn", "on a Windows disk: reading it from WSL is many times slower",
-                     "copy it into WSL's own home: cp -r . ~/course && cd ~/course && make lab")  # fmt: skip
+        return Check(
+            "course folder",
+            "warn",
+            "on a Windows disk: reading it from WSL is many times slower",
+            "copy it into WSL's own home: cp -r . ~/course && cd ~/course && make lab",
+        )
     return Check("course folder", "pass", "on a disk of this system")
 
 
@@ -58,8 +62,14 @@ def room(asked: bool, problem: str) -> list[Check]:
     if not asked:
         return []
     if problem:
-        return [Check("room", "warn", f"COURSE_ROOM: {problem}",
-                      "mount the share, or ask your instructor to run: chmod 1777 THE_ROOM_FOLDER")]  # fmt: skip
+        return [
+            Check(
+                "room",
+                "warn",
+                f"COURSE_ROOM: {problem}",
+                "mount the share, or ask your instructor to run: chmod 1777 THE_ROOM_FOLDER",
+            )
+        ]
     return [Check("room", "pass", "your folder in it takes files")]
 
 
@@ -98,13 +108,17 @@ def machine(facts: Facts) -> dict[str, Any]:
 
     c = facts.container
     return {
-        "cpu": cpu_name(), "cores": c.cores, "memory_bytes": _total_memory(c.memory_limit_bytes),
-        "memory_available_bytes": c.memory_available_bytes, "shm_bytes": c.shm_bytes,
+        "cpu": cpu_name(),
+        "cores": c.cores,
+        "memory_bytes": _total_memory(c.memory_limit_bytes),
+        "memory_available_bytes": c.memory_available_bytes,
+        "shm_bytes": c.shm_bytes,
         "disk_free_bytes": c.disk_free_bytes,
         "gpus": [{"name": g.name, "memory_bytes": g.memory_total_bytes} for g in facts.report.gpus],
-        "gpus_for_torch": facts.gpus_for_torch, "driver": facts.report.driver,
+        "gpus_for_torch": facts.gpus_for_torch,
+        "driver": facts.report.driver,
         "platform": f"{system()} {platform.release()} {platform.machine()}",
-    }  # fmt: skip
+    }
 
 
 def _total_memory(limit: int | None) -> int:

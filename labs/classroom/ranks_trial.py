@@ -57,8 +57,15 @@ class RanksTrial:
         found: list[Check] = []
         for nproc, device in plans(facts.gpus_for_torch if facts else 0, require_gpus):
             with _alone():
-                run = launch(LAB, nproc, timeout_s=RANKS_LIMIT_S, device=device, oversubscribe=True, view=View(),
-                             parts=("correctness",))  # fmt: skip
+                run = launch(
+                    LAB,
+                    nproc,
+                    timeout_s=RANKS_LIMIT_S,
+                    device=device,
+                    oversubscribe=True,
+                    view=View(),
+                    parts=("correctness",),
+                )
             found += preflight.rank_checks(run, run.seconds, facts)
             layout = run[0].layout
             self.about |= {"n": nproc, "device": layout["device"], "backend": layout["backend"]}

@@ -155,8 +155,9 @@ class Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options that go with --preflight; any other is refused, since this measures nothing."""
-    parser = Parser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    allow_abbrev=False)  # fmt: skip
+    parser = Parser(
+        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--preflight", action="store_true", help="GO or NO-GO, in place of measuring speed limits")
     parser.add_argument("--report", type=Path, metavar="FILE", help="where the JSON report goes")
     parser.add_argument("--json", action="store_true", help="print the report in place of text")

@@ -27,9 +27,19 @@ CLOCK_TICK_S = 1e-5
 CLOCK_STEP_S = 0.5
 DAY_S = 86_400.0
 # What changes timings behind everybody's back. Only names are ever shown, never values.
-SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "LD_PRELOAD",
-            "CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE", "PYTORCH_NO_CUDA_MEMORY_CACHING",
-            "TORCH_DISTRIBUTED_DEBUG", "NCCL_DEBUG")  # fmt: skip
+SETTINGS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+    "LD_PRELOAD",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "NCCL_DEBUG",
+)
 TALK = """
 import socket, sys
 with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=float(sys.argv[2])) as s:
@@ -50,8 +60,12 @@ def quiet(percent: float) -> Check:
     """Cores are quiet enough to measure on."""
     if percent <= BUSY_PERCENT:
         return Check("quiet cores", "pass", f"others take {percent:.0f} %")
-    return Check("quiet cores", "warn", f"other programs take {percent:.0f} % of the usable cores: timings will suffer",
-                 "close other programs (top shows them), then run this again")  # fmt: skip
+    return Check(
+        "quiet cores",
+        "warn",
+        f"other programs take {percent:.0f} % of the usable cores: timings will suffer",
+        "close other programs (top shows them), then run this again",
+    )
 
 
 def connection_problem() -> str:
@@ -116,8 +130,12 @@ def clock(read: Clock, where: str = "") -> Check:
     if abs(read.moved_s) > CLOCK_STEP_S:
         return Check("clock", "warn", f"it was moved by {read.moved_s:+.1f} s during these checks", remedy)
     if read.tick_s > CLOCK_TICK_S:
-        return Check("clock", "warn", f"the timer ticks every {read.tick_s * 1e6:.0f} us: short timings are coarse",
-                     "measure on another machine")  # fmt: skip
+        return Check(
+            "clock",
+            "warn",
+            f"the timer ticks every {read.tick_s * 1e6:.0f} us: short timings are coarse",
+            "measure on another machine",
+        )
     return Check("clock", "pass", f"{date} UTC")
 
 
@@ -155,8 +173,12 @@ def processes(left: int | None) -> Check:
     if left is None or left >= THREADS_NEEDED:
         return Check("processes", "pass", "no limit" if left is None else f"{left} more threads allowed")
     status = "warn" if left >= THREADS_NEEDED // 4 else "fail"
-    return Check("processes", status, f"only {left} more threads allowed, {THREADS_NEEDED} are safe",
-                 "run: ulimit -u 4096 (in a container: start it with --pids-limit 4096)")  # fmt: skip
+    return Check(
+        "processes",
+        status,
+        f"only {left} more threads allowed, {THREADS_NEEDED} are safe",
+        "run: ulimit -u 4096 (in a container: start it with --pids-limit 4096)",
+    )
 
 
 def settings(environ: Mapping[str, str]) -> Check:
@@ -172,5 +194,9 @@ def first_launch(warm_s: float, launch_s: float) -> Check:
     detail = f"torch loaded in {warm_s:.1f} s, then ranks in {launch_s:.1f} s"
     if warm_s <= FIRST_LAUNCH_S:
         return Check("first launch", "pass", detail)
-    return Check("first launch", "warn", detail + ": the first launch of each notebook is that slow",
-                 "put .venv on a local disk, or close other programs")  # fmt: skip
+    return Check(
+        "first launch",
+        "warn",
+        detail + ": the first launch of each notebook is that slow",
+        "put .venv on a local disk, or close other programs",
+    )

@@ -87,8 +87,14 @@ def _in_full(check: Check, width: int) -> list[str]:
 
 def _in_short(passed: Sequence[Check], width: int) -> list[str]:
     items = [f"{c.name}: {c.detail}".replace(" ", "\N{NO-BREAK SPACE}") for c in passed]  # an item is not broken
-    lines = textwrap.wrap("  ".join(f"{i};" for i in items).removesuffix(";"), width, initial_indent="ok    ",
-                          subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    lines = textwrap.wrap(
+        "  ".join(f"{i};" for i in items).removesuffix(";"),
+        width,
+        initial_indent="ok    ",
+        subsequent_indent=" " * 6,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 

@@ -38,9 +38,14 @@ class Tiles:
 
 
 def tiles(
-    count: int = 1024, size: tuple[int, int] = (512, 384), *, quality: int = 87, seed: int = 0,
-    folder: Path | str | None = None, progress: Progress | None = None,
-) -> Tiles:  # fmt: skip
+    count: int = 1024,
+    size: tuple[int, int] = (512, 384),
+    *,
+    quality: int = 87,
+    seed: int = 0,
+    folder: Path | str | None = None,
+    progress: Progress | None = None,
+) -> Tiles:
     """Return `count` JPEG tiles of `size` (width, height), cut now if the cache does not hold them undamaged.
 
     Tile i depends on `seed` and i only, and has the same bytes wherever Pillow and its JPEG library are the same.

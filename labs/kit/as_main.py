@@ -27,8 +27,14 @@ def run(argv: list[str], module: str = "") -> None:
     spec = importlib.util.find_spec(module) if module else None  # imports the packages around it, as `python -m` does
     loader = spec.loader if spec else SourceFileLoader("__main__", path)
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__, __loader__=loader,
-                         __package__=spec.parent if spec else None, __spec__=spec, __cached__=None)  # fmt: skip
+    main.__dict__.update(
+        __file__=path,
+        __builtins__=__builtins__,
+        __loader__=loader,
+        __package__=spec.parent if spec else None,
+        __spec__=spec,
+        __cached__=None,
+    )
     sys.modules["__main__"] = main
     exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
 

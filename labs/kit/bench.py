@@ -57,10 +57,21 @@ def start_torchrun(options: cli.Launch) -> None:
     """The same lab on the same ranks, by a fresh torchrun. CalledProcessError if that fails."""
     flags = ["--device", options.device, *(["--oversubscribe"] if options.oversubscribe else [])]
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.nproc),
-         "-m", EMPTY, *flags],
-        check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(options.nproc),
+            "-m",
+            EMPTY,
+            *flags,
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def measure(config: Config, options: cli.Launch) -> Records:
@@ -85,8 +96,10 @@ def answer(records: Records) -> Iterator[str]:
         return
     first, warm = (records.one("start_s", by=by) for by in ("first launch", "launch"))
     ratio = records.one("ratio")
-    yield (f"Once torch is loaded, {warm.case['ranks']} ranks start, meet and end in {estimate(warm.samples, 's')}; "
-           f"the first launch of a process takes {first.value:.1f} s.")  # fmt: skip
+    yield (
+        f"Once torch is loaded, {warm.case['ranks']} ranks start, meet and end in {estimate(warm.samples, 's')}; "
+        f"the first launch of a process takes {first.value:.1f} s."
+    )
     yield f"A fresh torchrun takes {estimate(ratio.samples, 'x')} as long."
 
 

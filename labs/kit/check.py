@@ -174,8 +174,10 @@ def _run(exercise: Exercise, candidate: Callable[..., Any]) -> Any:
         return f"it did not finish within {exercise.timeout_s:g} s.\n    Hint: {TOO_LONG}"
     except (SystemExit, _Left) as end:
         how = str(end) if isinstance(end, _Left) else "exit() or SystemExit"
-        return (f"your code ends the whole process, by {how}: nothing after it would run.\n"
-                "    Hint: return the answer; for what cannot be done, raise an error that says why.")  # fmt: skip
+        return (
+            f"your code ends the whole process, by {how}: nothing after it would run.\n"
+            "    Hint: return the answer; for what cannot be done, raise an error that says why."
+        )
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a learner's own class may be no Exception
@@ -222,8 +224,10 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _signature_problem(candidate: Any, reference: Callable[..., Any]) -> str | None:
     if not callable(candidate):
-        return (f"check() needs the function itself, not {type(candidate).__name__} {brief(candidate)}.\n"
-                "    Hint: leave out the parentheses after the function's name.")  # fmt: skip
+        return (
+            f"check() needs the function itself, not {type(candidate).__name__} {brief(candidate)}.\n"
+            "    Hint: leave out the parentheses after the function's name."
+        )
     wanted = inspect.signature(reference)
     slots = [object() for p in wanted.parameters.values() if p.default is p.empty and p.kind in (0, 1)]
     try:

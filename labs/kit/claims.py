@@ -477,8 +477,9 @@ def _code(text: str) -> str:
     return CODE.sub(r"<code>\1</code>", html.escape(text, quote=False))
 
 
-def table(notebook: str | None = None, evidence: Iterable[Record] = (), *, gpus: int | None = None,
-          strict: bool = False) -> Table:  # fmt: skip
+def table(
+    notebook: str | None = None, evidence: Iterable[Record] = (), *, gpus: int | None = None, strict: bool = False
+) -> Table:
     """Every claim of `notebook` ("03"; all, if None) with its verdict from `evidence`; see `judge`.
 
     What needs GPUs that are not here has the verdict of a run recorded on one, if there is any; with `gpus`, as if so

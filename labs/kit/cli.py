@@ -99,8 +99,9 @@ def _parse(command: type, parts: tuple[type, ...], description: str, prog: str, 
     args = sys.argv[1:] if args is None else args
     try:
         with contextlib.redirect_stderr(complaint):
-            parsed = tyro.cli(command, args=args, prog=prog, description=description,
-                              config=(tyro.conf.FlagCreatePairsOff,))  # fmt: skip
+            parsed = tyro.cli(
+                command, args=args, prog=prog, description=description, config=(tyro.conf.FlagCreatePairsOff,)
+            )
         recordable(parsed.config if len(parts) > 1 else parsed)
         return parsed
     except CANNOT_BE_JUDGED as e:
@@ -203,8 +204,15 @@ def run_here(lab: str, command: Any) -> int:
 
     options, values = command.launch, _values(command.config)
     try:
-        run = launch(lab, options.nproc, timeout_s=options.timeout_s, device=options.device,
-                     oversubscribe=options.oversubscribe, view=TerminalView(lab), **values)  # fmt: skip
+        run = launch(
+            lab,
+            options.nproc,
+            timeout_s=options.timeout_s,
+            device=options.device,
+            oversubscribe=options.oversubscribe,
+            view=TerminalView(lab),
+            **values,
+        )
     except RankFailed as e:
         print(e, file=sys.stderr)
         return 1
@@ -295,9 +303,14 @@ def _table(records: record.Records) -> str:
     from labs.kit.measure import estimate
 
     rows = [
-        {"metric": r.metric, **r.case, "median [95 %]": str(estimate(r.samples, r.unit)), "n": len(r.samples),
-         "kind": r.kind}
+        {
+            "metric": r.metric,
+            **r.case,
+            "median [95 %]": str(estimate(r.samples, r.unit)),
+            "n": len(r.samples),
+            "kind": r.kind,
+        }
         for r in records
-    ]  # fmt: skip
+    ]
     table = pandas.DataFrame(rows).astype(object).fillna("")
     return table.to_string(index=False, max_colwidth=60) if rows else "no records"

@@ -254,8 +254,10 @@ def refresh(path: Path) -> list[str]:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m labs.kit.code", description="Write what show_code shows now into "
-                                     "the notebooks, without running them.")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m labs.kit.code",
+        description="Write what show_code shows now into the notebooks, without running them.",
+    )
     parser.add_argument("notebooks", nargs="*", type=Path, help="notebooks (default: all)")
     for path in parser.parse_args().notebooks or sorted((ROOT / "notebooks").glob("*.ipynb")):
         if changed := refresh(path):

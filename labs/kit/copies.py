@@ -260,8 +260,10 @@ def _cannot_write(my: Path, e: OSError) -> str:
     owner = my.stat().st_uid if my.is_dir() and hasattr(os, "getuid") else None
     whose = f"; it belongs to user {owner}, you are user {os.getuid()}" if owner not in (None, os.getuid()) else ""
     originals = command("labs.start", "notebooks/00_gpu_checks.ipynb")
-    return (f"cannot write in {my} ({e.strerror or e}{whose}): clone the course, or mount a folder, where you may "
-            f"write, or open the originals: {originals}")  # fmt: skip
+    return (
+        f"cannot write in {my} ({e.strerror or e}{whose}): clone the course, or mount a folder, where you may "
+        f"write, or open the originals: {originals}"
+    )
 
 
 def main() -> int:

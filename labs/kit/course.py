@@ -105,9 +105,12 @@ def own_parameters(sources: list[Path], given: dict[str, Any]) -> dict[Path, dic
 
 
 def run_course(
-    entries: dict[Path, Entry], parameters: dict[Path, dict[str, Any]], out: Path, timeout_s: int,
+    entries: dict[Path, Entry],
+    parameters: dict[Path, dict[str, Any]],
+    out: Path,
+    timeout_s: int,
     references_s: list[float] | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Run the notebooks one after the other, keep `out`/index.html up to date, return how many failed.
 
     What the machine's pace was before each and after the last goes to `references_s`.

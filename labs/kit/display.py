@@ -323,8 +323,10 @@ def _area(t_s: list[float], values: list[float | None], span: float, room: int, 
             bins.setdefault(min(points - 1, int(t / span * points)), []).append(v)
     if not bins:
         return ""
-    xy = [(round((b + 0.5) / points * room), round(LANE * (1 - min(100.0, sum(v) / len(v)) / 100)))
-          for b, v in sorted(bins.items())]  # fmt: skip
+    xy = [
+        (round((b + 0.5) / points * room), round(LANE * (1 - min(100.0, sum(v) / len(v)) / 100)))
+        for b, v in sorted(bins.items())
+    ]
     x0, y0 = xy[0]
     # A point between two of its own height adds bytes and no information: a steady lane is one line.
     inner = [b for a, b, c in zip(xy, xy[1:], xy[2:], strict=False) if not a[1] == b[1] == c[1]]

@@ -186,8 +186,17 @@ def _display(bundle: dict[str, Any], picture: str | None = None, update: bool = 
 
 def here(ax: Axes, x: float, y: float, label: str = "your knobs") -> None:
     """Mark the point that the controls say."""
-    (drawn,) = ax.plot([x], [y], marker="X", markersize=11, linestyle="", color="black", markeredgecolor="white",
-                       label=f"{label} (modelled)", zorder=5)  # fmt: skip
+    (drawn,) = ax.plot(
+        [x],
+        [y],
+        marker="X",
+        markersize=11,
+        linestyle="",
+        color="black",
+        markeredgecolor="white",
+        label=f"{label} (modelled)",
+        zorder=5,
+    )
     drawn.set_gid("kind:modelled")
 
 

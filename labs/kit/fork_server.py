@@ -85,9 +85,12 @@ class ForkServer:
         if self.guardian is None or self.guardian.poll() is not None:
             self.guardian = subprocess.Popen(
                 [sys.executable, "-I", "-S", guardian.__file__, str(self.root), str(self.owner)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True, cwd="/",
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
         self._ensure_fork_server()
 
     def _ensure_fork_server(self) -> None:
@@ -254,8 +257,12 @@ def guarded_folder(parent: Path | None = None, sockets: bool = False) -> Iterato
     root = tempfile.mkdtemp(prefix="labs-", dir=parent)
     watch = subprocess.Popen(
         [sys.executable, "-I", "-S", guardian.__file__, root, str(os.getpid())],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/",
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
     try:
         yield Path(root)
     finally:

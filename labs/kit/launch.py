@@ -60,9 +60,15 @@ class Run(record.Records):
 
 
 def launch(
-    lab: str, nproc: int = 2, *, timeout_s: float = 240.0, device: str = "auto", oversubscribe: bool = False,
-    view: View | None = None, **parameters: Any,
-) -> Run:  # fmt: skip
+    lab: str,
+    nproc: int = 2,
+    *,
+    timeout_s: float = 240.0,
+    device: str = "auto",
+    oversubscribe: bool = False,
+    view: View | None = None,
+    **parameters: Any,
+) -> Run:
     """Run `lab` on `nproc` ranks with the given parameters of its Config, and return its records.
 
     `lab` is the name of a module in labs/, or "package.module" for one of your own. What ranks print is shown
@@ -216,10 +222,18 @@ class Agent(threading.Thread):
     def run(self) -> None:
         """Start the ranks and wait until all are done or one has failed."""
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=self.ranks, max_restarts=0, run_id=self.folder.name,
-            start_method="forkserver", monitor_interval=0.02, local_addr=ADDRESS,
-            rdzv_backend=RENDEZVOUS, rdzv_endpoint=ADDRESS, logs_specs=NoLogs(),
-        )  # fmt: skip
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=self.ranks,
+            max_restarts=0,
+            run_id=self.folder.name,
+            start_method="forkserver",
+            monitor_interval=0.02,
+            local_addr=ADDRESS,
+            rdzv_backend=RENDEZVOUS,
+            rdzv_endpoint=ADDRESS,
+            logs_specs=NoLogs(),
+        )
         try:
             with _main_left_alone():
                 elastic_launch(config, as_rank)(*self.arguments)
@@ -276,8 +290,14 @@ class OneMachine(RendezvousHandler):
         listener = socket.create_server((ADDRESS, 0))  # not reachable from other machines
         self.port = listener.getsockname()[1]
         # The store closes the descriptor.
-        self.store = TCPStore(ADDRESS, self.port, is_master=True, timeout=timedelta(seconds=60),
-                              wait_for_workers=False, master_listen_fd=listener.detach())  # fmt: skip
+        self.store = TCPStore(
+            ADDRESS,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=60),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
     @property
     def use_agent_store(self) -> bool:

@@ -337,8 +337,16 @@ def _read(path: Path, name: re.Match) -> Ticket | None:
             return None
         text = json.loads(os.read(fd, LARGEST_BYTES))
         here = text["pid"] if text["pids"] == _pids() and type(text["pid"]) is int else None
-        return Ticket((int(name[3]), int(name[4])), name[1] == "running", facts.st_mtime, _clean(text["name"]),
-                      _clean(text["what"]), _clean(text["on"]), tuple(map(str, text["claims"])), here)  # fmt: skip
+        return Ticket(
+            (int(name[3]), int(name[4])),
+            name[1] == "running",
+            facts.st_mtime,
+            _clean(text["name"]),
+            _clean(text["what"]),
+            _clean(text["on"]),
+            tuple(map(str, text["claims"])),
+            here,
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not one of ours: the locks decide
         return None
     finally:

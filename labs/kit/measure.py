@@ -69,9 +69,14 @@ class WarmUp:
 
 
 def warm_up(
-    step: Callable[[], object], device: torch.device, *, window: int = 6, tolerance: float = 0.1,
-    max_steps: int = 40, agree: Callable[[bool], bool] = bool,
-) -> WarmUp:  # fmt: skip
+    step: Callable[[], object],
+    device: torch.device,
+    *,
+    window: int = 6,
+    tolerance: float = 0.1,
+    max_steps: int = 40,
+    agree: Callable[[bool], bool] = bool,
+) -> WarmUp:
     """Call `step` until `steady_from` finds a steady part that reaches to the last call, or `max_steps` times.
 
     With several ranks all must stop at the same step, or a collective waits for ever: `agree` turns this
@@ -212,10 +217,16 @@ def _resampled_medians(samples: Sequence[float], resamples: int) -> np.ndarray:
 
     values, generator = np.asarray(samples, float), np.random.default_rng(0)
     batch = max(1, 2_000_000 // len(values))  # some 16 MB at a time
-    return np.sort(np.concatenate([
-        np.median(values[generator.integers(0, len(values), (min(batch, resamples - done), len(values)))], axis=-1)
-        for done in range(0, resamples, batch)
-    ]))  # fmt: skip
+    return np.sort(
+        np.concatenate(
+            [
+                np.median(
+                    values[generator.integers(0, len(values), (min(batch, resamples - done), len(values)))], axis=-1
+                )
+                for done in range(0, resamples, batch)
+            ]
+        )
+    )
 
 
 def _quantile(rising: np.ndarray, share: float) -> float:
@@ -354,10 +365,15 @@ def within(items: Iterable[T], rounds: int | Budget) -> Iterator[T]:
 
 
 def interleave(
-    steps: Mapping[Any, Callable[[], object]], rounds: int | Budget, device: torch.device, *, inner: int = 1,
-    between: Callable[[], object] = lambda: None, on_round: Callable[[int, int], object] = lambda done, total: None,
+    steps: Mapping[Any, Callable[[], object]],
+    rounds: int | Budget,
+    device: torch.device,
+    *,
+    inner: int = 1,
+    between: Callable[[], object] = lambda: None,
+    on_round: Callable[[int, int], object] = lambda done, total: None,
     seed: int | None = 0,
-) -> dict[Any, list[float]]:  # fmt: skip
+) -> dict[Any, list[float]]:
     """Seconds per call of each step, timed as blocks of `inner` calls, in turn: `{name: [one per round]}`.
 
     Every round has each step once, in the order that `orders(..., seed)` draws, the same on all ranks; with `seed`

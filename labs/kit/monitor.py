@@ -112,9 +112,13 @@ class Monitor:
     """Context manager that samples from a thread every `period_s` seconds. It never raises into the run."""
 
     def __init__(
-        self, pids: Callable[[], dict[int, int]], period_s: float = 0.2, nvml: Any = None,
-        gpus: Collection[int] | None = None, cores: Collection[int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        pids: Callable[[], dict[int, int]],
+        period_s: float = 0.2,
+        nvml: Any = None,
+        gpus: Collection[int] | None = None,
+        cores: Collection[int] | None = None,
+    ) -> None:
         """`cores`: logical CPUs to watch, default those of this process; a rank that is pinned names all of its job's.
 
         `gpus`: CUDA indices of those that ranks use, default all; ranks on cores have none, and no idle lanes.

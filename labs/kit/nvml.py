@@ -49,7 +49,7 @@ PROBLEMS = {
         "the driver was upgraded while loaded: reboot, or reload the module",
     ),
     15: ("a GPU has fallen off the bus", "reboot; if it comes back, check power and seating"),
-}  # fmt: skip  keys are NVML_ERROR_* codes
+}  # keys are NVML_ERROR_* codes
 
 
 @dataclass(frozen=True)

@@ -41,19 +41,39 @@ DPI = 2 * CSS_DPI  # dots per inch: crisp on a high-density screen, and the lett
 LEGEND_ROW_IN = 0.26
 LEGEND_MARK_PT = 100  # a legend's mark and borders, and the label of the y axis beside which it begins
 STYLE = {
-    "figure.facecolor": "white", "savefig.facecolor": "white", "font.family": "DejaVu Sans", "font.size": 12,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 13,
-    "axes.titleweight": "bold", "axes.titlepad": 12, "axes.grid": True, "grid.color": "#E3E3E3",
-    "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.edgecolor": GREY, "legend.frameon": False,
-    "legend.fontsize": 11, "lines.linewidth": 2.0, "lines.markersize": 8, "mathtext.default": "regular",
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlepad": 12,
+    "axes.grid": True,
+    "grid.color": "#E3E3E3",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "axes.edgecolor": GREY,
+    "legend.frameon": False,
+    "legend.fontsize": 11,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 8,
+    "mathtext.default": "regular",
     "axes.prop_cycle": mpl.cycler(color=SERIES),
-}  # fmt: skip
+}
 
 
 def figure(
-    message: str, *, xlabel: str, ylabel: str, records: Any = None, size: tuple[float, float] = (7.0, 3.9),
+    message: str,
+    *,
+    xlabel: str,
+    ylabel: str,
+    records: Any = None,
+    size: tuple[float, float] = (7.0, 3.9),
     legend_below: bool = False,
-) -> tuple[Figure, Axes]:  # fmt: skip
+) -> tuple[Figure, Axes]:
     """A figure whose title is the one message it has; labels carry units. `size` is in inches.
 
     A legend of up to 3 entries goes where it covers least, longer ones and those of `bars` below; `legend_below` puts
@@ -246,9 +266,15 @@ KIND_STYLE = {
 
 
 def points(
-    ax: Axes, x: Sequence[Any], y: Iterable[Any], *, kind: str = "measured", label: str = "",
-    color: str | None = None, line: bool = False,
-) -> None:  # fmt: skip
+    ax: Axes,
+    x: Sequence[Any],
+    y: Iterable[Any],
+    *,
+    kind: str = "measured",
+    label: str = "",
+    color: str | None = None,
+    line: bool = False,
+) -> None:
     """Draw `y` against `x` with the mark of its kind; `line` joins the marks.
 
     An item of `y` is a number, an Estimate (or anything with `value`, `low` and `high`), or a Record, whose
@@ -262,17 +288,25 @@ def points(
     below = [max(0.0, v - bound) for v, bound in zip(value, low, strict=True)]
     above = [max(0.0, bound - v) for v, bound in zip(value, high, strict=True)]
     drawn = ax.errorbar(
-        a, value, yerr=(below, above) if any(below + above) else None, label=labelled(label, mark),
+        a,
+        value,
+        yerr=(below, above) if any(below + above) else None,
+        label=labelled(label, mark),
         linestyle=(mark.line if line or mark.marker is None else "") or "none",
         **_look(kind, color or mark.color or _next_color(ax)),
-    )  # fmt: skip
+    )
     drawn.lines[0].set_gid(f"kind:{kind}")
 
 
 def bars(
-    ax: Axes, names: Sequence[str], y: Iterable[Any], *, kind: str = "measured", label: str = "",
+    ax: Axes,
+    names: Sequence[str],
+    y: Iterable[Any],
+    *,
+    kind: str = "measured",
+    label: str = "",
     color: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """One horizontal row per name, best where the names are words; items of `y` as in `points`.
 
     A mark with its interval, not a filled bar: the eye compares positions, and the interval stays visible.
@@ -287,8 +321,9 @@ def bars(
             continue
         value, low, high = interval(item)
         error = [[max(0.0, value - low)], [max(0.0, high - value)]] if high > low else None
-        drawn = ax.errorbar([value], [row], xerr=error, linestyle="none",
-                            label=labelled(label, mark) if first else "_", **look)  # fmt: skip
+        drawn = ax.errorbar(
+            [value], [row], xerr=error, linestyle="none", label=labelled(label, mark) if first else "_", **look
+        )
         drawn.lines[0].set_gid(f"kind:{kind}")
         first = False
     ax.set_yticks(range(len(names)), names)
@@ -297,9 +332,14 @@ def bars(
 
 
 def curve(
-    ax: Axes, x: Sequence[float], y: Sequence[float], *, label: str, kind: str = "modelled",
+    ax: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    *,
+    label: str,
+    kind: str = "modelled",
     color: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """A line without marks: a formula (modelled, dashed), or measured samples too dense for marks (solid)."""
     mark = mark_of(kind)
     color = color or mark.color or _next_color(ax)
@@ -318,10 +358,17 @@ def prediction(ax: Axes, x: Any, guess: Any, label: str = "") -> None:
 
 
 def heat_map(
-    ax: Axes, values: Sequence[Sequence[float]], *, columns: Sequence[Any], rows: Sequence[Any],
-    kind: str = "measured", form: str = "{:.2f}", center: float | None = None, label: str = "",
+    ax: Axes,
+    values: Sequence[Sequence[float]],
+    *,
+    columns: Sequence[Any],
+    rows: Sequence[Any],
+    kind: str = "measured",
+    form: str = "{:.2f}",
+    center: float | None = None,
+    label: str = "",
     span: float | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """A table in colour, shape (rows, columns), with each value printed in its cell. NaN cells stay white.
 
     With `center` (for example a ratio of 1) the colours diverge from it; otherwise darker is more. Maps that are
@@ -349,9 +396,15 @@ def heat_map(
 
 
 def spans(
-    ax: Axes, row: int, intervals: Sequence[tuple[float, float]], *, kind: str = "measured", label: str = "",
-    color: str | None = None, hatch: str = "",
-) -> None:  # fmt: skip
+    ax: Axes,
+    row: int,
+    intervals: Sequence[tuple[float, float]],
+    *,
+    kind: str = "measured",
+    label: str = "",
+    color: str | None = None,
+    hatch: str = "",
+) -> None:
     """Bars from start to end in one row of a timeline, in the units of the x axis. Name the rows with set_yticks."""
     color = color or _next_color(ax)
     bars_ = [(start, end - start) for start, end in intervals]
@@ -361,9 +414,13 @@ def spans(
 
 
 def stack(
-    ax: Axes, x: Sequence[float], parts: Mapping[str, Sequence[float]], *, kind: str = "measured",
+    ax: Axes,
+    x: Sequence[float],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    kind: str = "measured",
     colors: Sequence[str] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Areas on top of each other, the first at the bottom: what a total consists of, over `x`. Keys are the labels."""
     mark = mark_of(kind)
     base = [0.0] * len(x)
@@ -376,9 +433,15 @@ def stack(
 
 
 def choice_map(
-    ax: Axes, cells: Sequence[Sequence[str]], *, columns: Sequence[Any], rows: Sequence[Any],
-    colors: Mapping[str, str], kind: str = "modelled", labels: bool = True,
-) -> None:  # fmt: skip
+    ax: Axes,
+    cells: Sequence[Sequence[str]],
+    *,
+    columns: Sequence[Any],
+    rows: Sequence[Any],
+    colors: Mapping[str, str],
+    kind: str = "modelled",
+    labels: bool = True,
+) -> None:
     """A table, shape (rows, columns), of names: one colour each, `colors` in the order of the legend."""
     from matplotlib.colors import ListedColormap
 
@@ -386,8 +449,9 @@ def choice_map(
     unknown = {name for row in cells for name in row} - set(names)
     require(not unknown, f"choice_map() needs a color for {', '.join(sorted(unknown))}")
     numbers = [[names.index(name) for name in row] for row in cells]
-    image = ax.imshow(numbers, cmap=ListedColormap(list(colors.values())), vmin=-0.5, vmax=len(names) - 0.5,
-                      aspect="auto")  # fmt: skip
+    image = ax.imshow(
+        numbers, cmap=ListedColormap(list(colors.values())), vmin=-0.5, vmax=len(names) - 0.5, aspect="auto"
+    )
     image.set_gid(f"kind:{kind}")
     ax.set_xticks(range(len(columns)), [str(c) for c in columns])
     ax.set_yticks(range(len(rows)), [str(r) for r in rows])
@@ -408,8 +472,14 @@ def name_points(ax: Axes, places: dict[str, tuple[float, float]], x: float, step
     above = math.inf
     for name, place in sorted(places.items(), key=lambda item: -item[1][1]):
         y = above = min(place[1], above / step)
-        ax.annotate(name, place, xytext=(x, y), va="center", fontsize=11,
-                    arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.8, "relpos": (0, 0.5)})  # fmt: skip
+        ax.annotate(
+            name,
+            place,
+            xytext=(x, y),
+            va="center",
+            fontsize=11,
+            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.8, "relpos": (0, 0.5)},
+        )
 
 
 def log_axes(ax: Axes, x: Sequence[float] | None = None, y: Sequence[float] | None = None) -> None:
@@ -461,12 +531,16 @@ def _is_there(item: Any) -> bool:
 def _look(kind: str, color: str) -> dict[str, Any]:
     mark, star = KIND_STYLE[kind], kind == "prediction"
     return {
-        "color": color, "marker": mark.marker, "markersize": 16 if star else 8, "capsize": 4,
+        "color": color,
+        "marker": mark.marker,
+        "markersize": 16 if star else 8,
+        "capsize": 4,
         "elinewidth": 1.8,
-        "markerfacecolor": color if mark.filled else "white", "markeredgecolor": "black" if star else color,
+        "markerfacecolor": color if mark.filled else "white",
+        "markeredgecolor": "black" if star else color,
         "markeredgewidth": 1.0 if mark.filled else 2.0,
         "zorder": 2.5 if star else 3,  # behind what was measured: its points show around a mark that it meets
-    }  # fmt: skip
+    }
 
 
 def _next_color(ax: Axes) -> str:

@@ -79,10 +79,11 @@ class Facts:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["visible"] = None if self.visible is None else [dataclasses.asdict(v) for v in self.visible]
         return values | {
-            "report": dataclasses.asdict(self.report), "container": dataclasses.asdict(self.container),
+            "report": dataclasses.asdict(self.report),
+            "container": dataclasses.asdict(self.container),
             "my_pids": sorted(self.my_pids),
             "known_pids": None,  # of no use to a reader
-        }  # fmt: skip
+        }
 
 
 def system() -> str:
@@ -147,8 +148,12 @@ def torch_version(facts: Facts) -> Check:
         detail, _, remedy = problem.partition(": ")
         return Check("torch", "fail", detail, remedy)
     if facts.torch_pin and have.partition("+")[0] != facts.torch_pin:
-        return Check("torch", "warn", f"{have}, tested with {facts.torch_pin}",
-                     f"go on; for the tested one: python -m pip install torch=={facts.torch_pin}")  # fmt: skip
+        return Check(
+            "torch",
+            "warn",
+            f"{have}, tested with {facts.torch_pin}",
+            f"go on; for the tested one: python -m pip install torch=={facts.torch_pin}",
+        )
     return Check("torch", "pass", have)
 
 
@@ -202,8 +207,12 @@ def shared_memory(facts: Facts) -> Check:
     detail = f"{free / GIB:.2f} of {size / GIB:.2f} GiB free"
     if free >= GIB / 2:
         return Check("/dev/shm", "pass", detail)
-    return Check("/dev/shm", "warn", detail + ": DataLoader workers may die of a bus error",
-                 "start the container with --shm-size 2g (or --ipc=host)")  # fmt: skip
+    return Check(
+        "/dev/shm",
+        "warn",
+        detail + ": DataLoader workers may die of a bus error",
+        "start the container with --shm-size 2g (or --ipc=host)",
+    )
 
 
 def open_files(facts: Facts) -> Check:
@@ -363,15 +372,17 @@ def architecture(where: str, capability: tuple[int, int], arch_list: list[str]) 
     if how == "native":
         return Check(where, "pass", f"kernels for {name} are in this torch")
     if how == "ptx":
-        return Check(where, "warn", f"no kernels for {name} in this torch: PTX is compiled at first use",
-                     "the first start is slow; a newer torch build avoids it")  # fmt: skip
+        return Check(
+            where,
+            "warn",
+            f"no kernels for {name} in this torch: PTX is compiled at first use",
+            "the first start is slow; a newer torch build avoids it",
+        )
     have = ", ".join(arch_list) or "none"
     return Check(where, "fail", f"no kernels for {name} in this torch (it has {have})", "install a torch for this card")
 
 
-def neighbours(
-    where: str, card: nvml.Gpu, mine: frozenset[int], known: frozenset[int] | None = None
-) -> Check:  # fmt: skip
+def neighbours(where: str, card: nvml.Gpu, mine: frozenset[int], known: frozenset[int] | None = None) -> Check:
     """Somebody else's job on the card takes memory and spoils timings.
 
     `known`: processes that can be seen from here, None for all. Any other may be one of ours under the host's number.

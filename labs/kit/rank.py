@@ -44,9 +44,15 @@ class Rank:
     on_progress: Callable[[int, int, str], None] = lambda done, total, message: None
 
     def record(
-        self, metric: str, unit: str, samples: Sequence[float] | float, *, kind: Kind = "measured",
-        rank: int | None = None, **case: Any,
-    ) -> Record:  # fmt: skip
+        self,
+        metric: str,
+        unit: str,
+        samples: Sequence[float] | float,
+        *,
+        kind: Kind = "measured",
+        rank: int | None = None,
+        **case: Any,
+    ) -> Record:
         """A Record of this run. `rank` None says that the samples speak for the whole job."""
         try:
             samples = tuple(samples)

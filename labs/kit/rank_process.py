@@ -132,9 +132,13 @@ def _reported(run: Path, local_rank: int) -> Iterator[None]:
 
 def _report(error: BaseException) -> dict[str, Any]:
     return {
-        "rank": int(os.environ["RANK"]), "host": socket.gethostname(), "time": time.time(),
-        "traceback": _own_frames(error), "error": str(error), "bad_input": isinstance(error, BadInput),
-    }  # fmt: skip
+        "rank": int(os.environ["RANK"]),
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "traceback": _own_frames(error),
+        "error": str(error),
+        "bad_input": isinstance(error, BadInput),
+    }
 
 
 def _own_frames(error: BaseException) -> str:

@@ -29,8 +29,16 @@ from labs.kit.errors import brief
 
 Kind = Literal["measured", "recorded", "modelled", "published"]
 KINDS: tuple[str, ...] = get_args(Kind)
-FIELDS = {"lab": str, "metric": str, "unit": str, "samples": list, "kind": str, "case": dict, "config": dict,
-          "layout": dict}  # fmt: skip
+FIELDS = {
+    "lab": str,
+    "metric": str,
+    "unit": str,
+    "samples": list,
+    "kind": str,
+    "case": dict,
+    "config": dict,
+    "layout": dict,
+}
 COLUMNS = {"lab", "metric", "value", "unit", "n", "kind"}
 SHORT = "repeated fields are left out"
 """The name in a provenance line, with the value true, that makes a file a short one."""
@@ -132,10 +140,17 @@ class Records(Sequence[Record]):
         import pandas
 
         rows = [
-            {"lab": r.lab, "metric": r.metric, **r.case, "value": r.value, "unit": r.unit, "n": len(r.samples),
-             "kind": r.kind}
+            {
+                "lab": r.lab,
+                "metric": r.metric,
+                **r.case,
+                "value": r.value,
+                "unit": r.unit,
+                "n": len(r.samples),
+                "kind": r.kind,
+            }
             for r in self
-        ]  # fmt: skip
+        ]
         return pandas.DataFrame(rows)
 
     @property
@@ -308,8 +323,12 @@ def _commit() -> str | None:
     try:
         out = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True,
-        )  # fmt: skip
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return out.stdout.strip() or None

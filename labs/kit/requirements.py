@@ -72,6 +72,8 @@ def torch_problem(version: str | None, root: Path = ROOT) -> str:
     if version is None:
         return "torch is not installed in this Python: run `make lab`, or `python labs/hosted.py`, which installs it"
     if numbers(version) < numbers(oldest):
-        return (f"torch {version} is older than {oldest}, the oldest that the course can use: take a newer image of "
-                f"this machine, or run `python -m pip install torch=={pin}`")  # fmt: skip
+        return (
+            f"torch {version} is older than {oldest}, the oldest that the course can use: take a newer image of "
+            f"this machine, or run `python -m pip install torch=={pin}`"
+        )
     return ""

@@ -56,9 +56,14 @@ def keep_records(records: Iterable[Record]) -> None:
 
 
 def keep_prediction(
-    what: str, unit: str, predicted: float, value: float | None = None, low: float | None = None,
-    high: float | None = None, kind: str = "measured",
-) -> None:  # fmt: skip
+    what: str,
+    unit: str,
+    predicted: float,
+    value: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    kind: str = "measured",
+) -> None:
     """Keep a prediction and, once it is known, what was found and its interval, all in `unit`; NaN is no prediction."""
     numbers = {"predicted": predicted, "value": value, "low": low, "high": high}
     finite = {k: None if v is None or not math.isfinite(v) else float(v) for k, v in numbers.items()}
@@ -109,8 +114,10 @@ def _keep(topic: str, row: dict[str, Any]) -> None:
     rows = here.rows.setdefault(topic, [])
     rows.append({**plain(row), "utc": datetime.now(UTC).isoformat(timespec="seconds")})
     lines = tuple(rows)
-    here.write(f"{topic}-{here.token}.jsonl", lambda: "".join(
-        json.dumps(line, allow_nan=False) + "\n" for line in ({"provenance": _machine()}, *lines)))  # fmt: skip
+    here.write(
+        f"{topic}-{here.token}.jsonl",
+        lambda: "".join(json.dumps(line, allow_nan=False) + "\n" for line in ({"provenance": _machine()}, *lines)),
+    )
 
 
 def _machine() -> dict[str, Any]:
@@ -176,9 +183,12 @@ class _Session:
         if self.problem:
             self._say("warning", f"{ROOM}: {self.problem}; the course goes on without it")
         else:
-            self._say("notice", f"{ROOM} is set: your measurements, predictions and exercise outcomes are kept in "
-                      f"{self.folder}, for your instructor and all who can read that folder. Nothing is sent anywhere "
-                      f"else. To stop: %env {ROOM}= in a cell, or unset {ROOM} before you start")  # fmt: skip
+            self._say(
+                "notice",
+                f"{ROOM} is set: your measurements, predictions and exercise outcomes are kept in "
+                f"{self.folder}, for your instructor and all who can read that folder. Nothing is sent anywhere "
+                f"else. To stop: %env {ROOM}= in a cell, or unset {ROOM} before you start",
+            )
         return not self.problem
 
     def _free(self, wait_s: float) -> bool:
@@ -189,8 +199,11 @@ class _Session:
             return True
         self.patience -= 1
         if time.monotonic() - self.began > SLOW_S:
-            self._say("warning", f"{ROOM}: {self.room} does not answer. The course goes on; what is not kept yet "
-                      "follows as soon as it does")  # fmt: skip
+            self._say(
+                "warning",
+                f"{ROOM}: {self.room} does not answer. The course goes on; what is not kept yet "
+                "follows as soon as it does",
+            )
         return False
 
     def make_folder(self) -> None:

@@ -18,8 +18,13 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
 import torch
 
-FORMATS = {"FP64": torch.float64, "FP32": torch.float32, "TF32": torch.float32, "BF16": torch.bfloat16,
-           "FP16": torch.float16}  # fmt: skip
+FORMATS = {
+    "FP64": torch.float64,
+    "FP32": torch.float32,
+    "TF32": torch.float32,
+    "BF16": torch.bfloat16,
+    "FP16": torch.float16,
+}
 
 
 def seconds(function, device, budget):
@@ -67,8 +72,10 @@ def main():
     if args.size < 0 or not 0 < args.seconds < 1e6:
         parser.error("--size must be 0 or more, --seconds above 0")
 
-    print(f"{platform.node()}: Python {platform.python_version()}, torch {torch.__version__}, "
-          f"built for CUDA {torch.version.cuda}")  # fmt: skip
+    print(
+        f"{platform.node()}: Python {platform.python_version()}, torch {torch.__version__}, "
+        f"built for CUDA {torch.version.cuda}"
+    )
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=index,name,driver_version,pstate,temperature.gpu", "--format=csv,noheader"]
         seen = subprocess.run(query, capture_output=True, text=True).stdout.rstrip() or "  nothing: nvidia-smi failed"
@@ -80,13 +87,17 @@ def main():
         speeds(torch.device("cpu"), args.size or 512, args.seconds)
         return
     print(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, cuDNN {torch.backends.cudnn.version()}")
-    print(f"TF32 in place of FP32: matmul precision {torch.get_float32_matmul_precision()!r} (\"high\" allows it), "
-          f"convolutions {torch.backends.cudnn.allow_tf32}")  # fmt: skip
+    print(
+        f'TF32 in place of FP32: matmul precision {torch.get_float32_matmul_precision()!r} ("high" allows it), '
+        f"convolutions {torch.backends.cudnn.allow_tf32}"
+    )
     gpus = range(torch.cuda.device_count())
     for i in gpus:
         p, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
-        print(f"GPU {i}: {p.name}, capability {p.major}.{p.minor}, {p.multi_processor_count} multiprocessors, "
-              f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free")  # fmt: skip
+        print(
+            f"GPU {i}: {p.name}, capability {p.major}.{p.minor}, {p.multi_processor_count} multiprocessors, "
+            f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        )
         direct = [j for j in gpus if j != i and torch.cuda.can_device_access_peer(i, j)]
         if len(gpus) > 1:
             print(f"  reaches without the host: {direct or 'no other GPU'} (which link: nvidia-smi topo -m)")

@@ -28,8 +28,14 @@ def run(command):
     """(seconds until it ended, exit code, what it printed) of a command, given as one types it into the shell."""
     with tempfile.TemporaryFile() as output:  # a pipe would have to be read meanwhile, on the cores being measured
         start = perf_counter()
-        process = subprocess.Popen(command, shell=True, stdin=subprocess.DEVNULL, stdout=output,
-                                   stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code, seconds = process.wait(), perf_counter() - start
         finally:

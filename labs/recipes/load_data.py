@@ -132,13 +132,24 @@ def main():
     print(f"rank {rank}  model alone, one batch again and again: {model_rate:,.0f} samples/s", flush=True)
     for workers in args.workers:
         # generator: the order, and the workers' seeds. pin_memory: the GPU reads it by itself; useless without one
-        loader = DataLoader(mine, args.batch_size, shuffle=True, drop_last=True, collate_fn=collate,
-                            num_workers=workers, persistent_workers=workers > 0, pin_memory=cuda,
-                            generator=torch.Generator().manual_seed(rank))  # fmt: skip
+        loader = DataLoader(
+            mine,
+            args.batch_size,
+            shuffle=True,
+            drop_last=True,
+            collate_fn=collate,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=cuda,
+            generator=torch.Generator().manual_seed(rank),
+        )
         loader_rate = rate(endless(loader), lambda x, y: None, device, args.seconds)
         both = rate(endless(loader), train, device, args.seconds)
-        print(f"rank {rank}  {workers} workers: loader alone {loader_rate:,.0f}, with the model {both:,.0f} samples/s, "
-              f"{both / model_rate:.0%} of the model alone", flush=True)  # fmt: skip
+        print(
+            f"rank {rank}  {workers} workers: loader alone {loader_rate:,.0f}, with the model {both:,.0f} samples/s, "
+            f"{both / model_rate:.0%} of the model alone",
+            flush=True,
+        )
         if workers == 1:
             needed = math.ceil(model_rate / loader_rate)
             print(f"rank {rank}  to keep up: {needed} workers, with a core for each", flush=True)

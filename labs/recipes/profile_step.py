@@ -88,8 +88,9 @@ def shares(trace):
     layers.insert(len(layers) if device else 0, ("data", named["data"]))
     layers += [("host-to-device", named["host-to-device"])]
     layers += [("idle" if device else name, named[name]) for name in order[:3]] + [("overhead", steps)]
-    edges = sorted((t, i, sign) for i, (_, of) in enumerate(layers) for bar in of
-                   for t, sign in ((bar[0], 1), (bar[1], -1)))  # fmt: skip
+    edges = sorted(
+        (t, i, sign) for i, (_, of) in enumerate(layers) for bar in of for t, sign in ((bar[0], 1), (bar[1], -1))
+    )
     open_bars, last, seconds = [0] * len(layers), 0, Counter()
     for t, i, sign in edges:
         if open_bars[-1]:  # inside of a step
@@ -123,8 +124,10 @@ def main():
     require(
         args.out.is_dir() and os.access(args.out, os.W_OK), f"--out {args.out}: there is no such folder to write to"
     )
-    rank, local_rank, ranks, local_ranks = (int(os.environ.get(name, d)) for name, d in (
-        ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))  # fmt: skip
+    rank, local_rank, ranks, local_ranks = (
+        int(os.environ.get(name, d))
+        for name, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
+    )
     cuda, gpus = torch.cuda.is_available() and not args.cpu, torch.cuda.device_count()
     require(not cuda or local_ranks <= gpus, f"{local_ranks} ranks need as many GPUs, here are {gpus}: or add --cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -149,10 +152,15 @@ def main():
     profiler.export_chrome_trace(str(path))
     seconds, steps = shares(json.loads(path.read_text()))
     whole = sum(seconds.values())
-    lines = [f"{name:22} {1e3 * seconds[name] / steps:9.3f} ms {seconds[name] / whole:7.1%}" for name in NEXT
-             if name != "idle" or cuda]  # fmt: skip
-    lines.append(f"{'together':22} {1e3 * whole / steps:9.3f} ms per step; by the host's clock "
-                 f"{1e3 * sum(clock[10:]) / steps:.3f} ms")  # fmt: skip
+    lines = [
+        f"{name:22} {1e3 * seconds[name] / steps:9.3f} ms {seconds[name] / whole:7.1%}"
+        for name in NEXT
+        if name != "idle" or cuda
+    ]
+    lines.append(
+        f"{'together':22} {1e3 * whole / steps:9.3f} ms per step; by the host's clock "
+        f"{1e3 * sum(clock[10:]) / steps:.3f} ms"
+    )
     largest = max(seconds, key=seconds.get)
     lines.append(f"largest: {largest}. Look at: {NEXT[largest]}")
     lines.append(f"{path}: open it at ui.perfetto.dev, which keeps it on your machine")

@@ -136,8 +136,15 @@ def main():
     # Data loader: what can be done once for all epochs is done in load_data; the rest belongs to workers
     sampler = DistributedSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples
     # drop_last: each step has the whole batch size, so that all samples weigh the same
-    loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda,
-                        num_workers=args.workers, persistent_workers=args.workers > 0)  # fmt: skip
+    loader = DataLoader(
+        train,
+        args.batch_size // ranks,
+        sampler=sampler,
+        drop_last=True,
+        pin_memory=cuda,
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,
+    )
 
     # Model
     torch.manual_seed(args.seed)

@@ -134,9 +134,11 @@ def main():
     # PowerSGD chains several collectives: over gloo those of two buckets could meet in another order on each rank
     one_bucket = args.hook == "powersgd" and not cuda
     model = DistributedDataParallel(
-        model, device_ids=[local_rank] if cuda else None, bucket_cap_mb=1e6 if one_bucket else args.bucket_mb,
+        model,
+        device_ids=[local_rank] if cuda else None,
+        bucket_cap_mb=1e6 if one_bucket else args.bucket_mb,
         gradient_as_bucket_view=True,  # .grad is a view into the bucket: gradients are in memory once, not twice
-    )  # fmt: skip
+    )
     if args.hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)  # divides by the ranks first: less overflow
     elif args.hook == "bf16":

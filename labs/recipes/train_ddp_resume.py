@@ -176,8 +176,9 @@ def main():
     # Data loader; for slow data add num_workers and persistent_workers, see load_data.py
     sampler = ResumableSampler(train, seed=args.seed, drop_last=True)  # every rank draws its own n-th of the samples
     # drop_last: each step has the whole batch size, so that all samples weigh the same
-    loader = DataLoader(train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda,
-                        worker_init_fn=ignore_sigterm)  # fmt: skip
+    loader = DataLoader(
+        train, args.batch_size // ranks, sampler=sampler, drop_last=True, pin_memory=cuda, worker_init_fn=ignore_sigterm
+    )
     loader.generator = torch.Generator()  # its own: it draws a number whenever an epoch begins, or begins again
 
     # Model

@@ -69,25 +69,52 @@ class Machine:
     """Another process keeps the first CPU busy."""
 
 
-SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-       "OPENBLAS_CORETYPE": "Nehalem"}  # fmt: skip
-AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "OPENBLAS_CORETYPE": "Haswell"}  # fmt: skip
+SSE = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "OPENBLAS_CORETYPE": "Nehalem",
+}
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "OPENBLAS_CORETYPE": "Haswell",
+}
 MACHINES = {
     "small": Machine(
         about="one usable core of four, no AVX, one GPU that torch does not see, nobody's user, German in Latin-1, "
         "Nepal, in 40 days",
-        days=40, zone="Asia/Kathmandu", locale="de_DE.ISO-8859-1", folder="GPU course", host="klein",
-        cpu="Imaginary Atom 330", isa=SSE, reported=4, usable=1, columns=40, gpus=("Tesla T4",),
+        days=40,
+        zone="Asia/Kathmandu",
+        locale="de_DE.ISO-8859-1",
+        folder="GPU course",
+        host="klein",
+        cpu="Imaginary Atom 330",
+        isa=SSE,
+        reported=4,
+        usable=1,
+        columns=40,
+        gpus=("Tesla T4",),
     ),
     "large": Machine(
         about="four usable cores of 64, AVX2, two GPUs that torch does not see, a fork server, a busy neighbour, "
         "Turkish, Newfoundland, in 400 days",
-        days=400, zone="America/St_Johns", locale="tr_TR.UTF-8", folder="ders & kurs", host="grande-01",
-        cpu="Imaginary Xeon 9999 @ 4.20GHz", isa=AVX2, reported=64, usable=4, columns=200,
-        gpus=("NVIDIA A100-SXM4-80GB",) * 2, start_method="forkserver", neighbour=True,
+        days=400,
+        zone="America/St_Johns",
+        locale="tr_TR.UTF-8",
+        folder="ders & kurs",
+        host="grande-01",
+        cpu="Imaginary Xeon 9999 @ 4.20GHz",
+        isa=AVX2,
+        reported=64,
+        usable=4,
+        columns=200,
+        gpus=("NVIDIA A100-SXM4-80GB",) * 2,
+        start_method="forkserver",
+        neighbour=True,
     ),
-}  # fmt: skip
+}
 
 # Run as root in a mount and host-name namespace of its own: nothing of it is seen outside, and it ends with the run.
 # Python may lie in a folder that only root may enter: in its place comes one that holds nothing else.
@@ -121,8 +148,12 @@ def main() -> int:
     parser.add_argument("machine", nargs="*", help=f"any of {', '.join(MACHINES)} (default: all, one after the other)")
     parser.add_argument("--full", action="store_true", help="notebooks at full length, and drills and long tests")
     parser.add_argument("--shell", action="store_true", help="start a shell there in place of the tests")
-    parser.add_argument("--share", action="store_true", help="all machines at once, each with its share of the files "
-                        "that follow --; each is a busy neighbour of the other")  # fmt: skip
+    parser.add_argument(
+        "--share",
+        action="store_true",
+        help="all machines at once, each with its share of the files "
+        "that follow --; each is a busy neighbour of the other",
+    )
     parser.add_argument("--alone", action="store_true", help="no busy process beside the large machine")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, pytest_args = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
@@ -189,8 +220,18 @@ def _workers(machine: Machine) -> int:
 
 def pytest(full: bool = False, args: Sequence[str] = ()) -> list[list[str]]:
     """Commands for tests and notebooks, with time for slow machines: those of `make test`, or one with `args`."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env",
-               f"--nbval-cell-timeout={90 * SLOWER}", "-o", f"timeout={120 * SLOWER}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--nbval",
+        "--nbval-current-env",
+        f"--nbval-cell-timeout={90 * SLOWER}",
+        "-o",
+        f"timeout={120 * SLOWER}",
+    ]
     if full:
         return [[*command, *args]]
     if args:
@@ -272,17 +313,33 @@ def copy_to(folder: Path) -> None:
 def environment(machine: Machine, desk: Path) -> dict[str, str]:
     """What processes there inherit. `inside/sitecustomize.py` does the rest in each Python process."""
     copy = desk / machine.folder
-    mask = {"days": machine.days, "here": cpus(), "usable": machine.usable, "gpus": machine.gpus,
-            "start_method": machine.start_method}  # fmt: skip
+    mask = {
+        "days": machine.days,
+        "here": cpus(),
+        "usable": machine.usable,
+        "gpus": machine.gpus,
+        "start_method": machine.start_method,
+    }
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "COURSE_", "PYTHON", "OMP_", "XDG_"))}
-    return kept | machine.isa | {
-        "ELSEWHERE": json.dumps(mask),
-        "PYTHONPATH": os.pathsep.join([str(copy / "tests" / "elsewhere" / "inside"), str(copy)]),
-        "HOME": str(desk / "home"), "TMPDIR": str(desk / "tmp"), "USER": "nobody", "LOGNAME": "nobody",
-        "TZ": machine.zone, "LOCPATH": str(desk / "locale"), "LANG": machine.locale, "LC_ALL": machine.locale,
-        "COLUMNS": str(machine.columns), "COURSE_TESTS_SLOWER": str(SLOWER),
-        **({"COURSE_OVERSUBSCRIBE": "1"} if machine.usable == 1 else {}),
-    }  # fmt: skip
+    return (
+        kept
+        | machine.isa
+        | {
+            "ELSEWHERE": json.dumps(mask),
+            "PYTHONPATH": os.pathsep.join([str(copy / "tests" / "elsewhere" / "inside"), str(copy)]),
+            "HOME": str(desk / "home"),
+            "TMPDIR": str(desk / "tmp"),
+            "USER": "nobody",
+            "LOGNAME": "nobody",
+            "TZ": machine.zone,
+            "LOCPATH": str(desk / "locale"),
+            "LANG": machine.locale,
+            "LC_ALL": machine.locale,
+            "COLUMNS": str(machine.columns),
+            "COURSE_TESTS_SLOWER": str(SLOWER),
+            **({"COURSE_OVERSUBSCRIBE": "1"} if machine.usable == 1 else {}),
+        }
+    )
 
 
 def become(machine: Machine, desk: Path) -> list[str]:
@@ -294,8 +351,14 @@ def become(machine: Machine, desk: Path) -> list[str]:
         return pinned
     needed = [Path(p).resolve() for p in (sys.prefix, sys.base_prefix)]
     closed = {a for p in needed for a in p.parents if not a.stat().st_mode & 0o001}
-    names = {"DESK": desk, "COPY": desk / machine.folder, "HOST_NAME": machine.host, "AS_USER": USER,
-             "CLOSED": " ".join(map(str, sorted(closed))), "NEEDED": " ".join(map(str, needed))}  # fmt: skip
+    names = {
+        "DESK": desk,
+        "COPY": desk / machine.folder,
+        "HOST_NAME": machine.host,
+        "AS_USER": USER,
+        "CLOSED": " ".join(map(str, sorted(closed))),
+        "NEEDED": " ".join(map(str, needed)),
+    }
     settings = [f"{k}={v}" for k, v in names.items()]
     return ["unshare", "--mount", "--uts", "env", *settings, "sh", "-c", BECOME, "elsewhere", *pinned]
 

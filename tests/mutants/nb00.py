@@ -87,21 +87,36 @@ def _rounds_up(affinity, cpu_max):
 MUTANTS = {
     "00.1": {
         "rates that are alike": (
-            _diagnose(tf32=lambda r: r["TF32 product (TFLOP/s)"] is not None
-                      and r["FP32 product (TFLOP/s)"] > 0.9 * r["TF32 product (TFLOP/s)"]),
-            "two peaks are equal"),
+            _diagnose(
+                tf32=lambda r: (
+                    r["TF32 product (TFLOP/s)"] is not None
+                    and r["FP32 product (TFLOP/s)"] > 0.9 * r["TF32 product (TFLOP/s)"]
+                )
+            ),
+            "two peaks are equal",
+        ),
         "slow when idle": (
-            _diagnose(overhead=lambda r: (r["SM clock when idle (MHz)"] or 1e9) < 300), "calls take 343"),
+            _diagnose(overhead=lambda r: (r["SM clock when idle (MHz)"] or 1e9) < 300),
+            "calls take 343",
+        ),
         "any use": (_diagnose(busy=lambda r: r["busy before the run (%)"] > 0), "1 % busy"),
-        "as many ranks as cores": (_diagnose(cores=lambda r: r["device"] == "cpu" and r["ranks"] >= r["usable cores"]),
-                                   "2 ranks have 2 usable cores"),
+        "as many ranks as cores": (
+            _diagnose(cores=lambda r: r["device"] == "cpu" and r["ranks"] >= r["usable cores"]),
+            "2 ranks have 2 usable cores",
+        ),
         "one array": (
             _diagnose(cache=lambda r: r["triad: its arrays together (MiB)"] < r["caches (MiB)"] / 3),
-            "24 MiB together"),
+            "24 MiB together",
+        ),
         "wrong unit": (_diagnose(overhead=_calls_in_ms), "20 operators of 7 µs"),
         "against arithmetic alone": (
-            _diagnose(overhead=lambda r: r["pass: operators"] * r["host time of an operator (µs)"]
-                      > r["pass: arithmetic (µs)"]), "limited by memory"),
+            _diagnose(
+                overhead=lambda r: (
+                    r["pass: operators"] * r["host time of an operator (µs)"] > r["pass: arithmetic (µs)"]
+                )
+            ),
+            "limited by memory",
+        ),
     },
     "00.2": {
         "max not handled": (_crashes_on_max, "no quota"),
@@ -121,4 +136,4 @@ MUTANTS = {
         "bytes taken for elements": (_busbw(elements=1), "torch.zeros(size_bytes // 4)"),
         "never waited for": (_busbw(wait=False), "never waited for"),
     },
-}  # fmt: skip
+}

@@ -155,8 +155,20 @@ def _five_percent_or_nothing(*arguments):
     return _say(_divide(second, first), lambda interval: differs(interval) and abs(interval.value - 1) > 0.05)
 
 
-def _epoch(model, optimizer, loss_of, batches, device, *, zero=True, non_blocking=True, move=True, weigh=True,
-           each=lambda loss: None, kept=lambda loss: loss.detach()):  # fmt: skip
+def _epoch(
+    model,
+    optimizer,
+    loss_of,
+    batches,
+    device,
+    *,
+    zero=True,
+    non_blocking=True,
+    move=True,
+    weigh=True,
+    each=lambda loss: None,
+    kept=lambda loss: loss.detach(),
+):
     """An epoch as it should be, unless a keyword says otherwise."""
     total, right, samples = torch.zeros(()), torch.zeros(()), sum(len(y) for _, y in batches)
     for x, y in batches:

@@ -230,4 +230,4 @@ MUTANTS = {
         "factors swapped": (_factors_swapped, "both read"),
         "shuffled by each": (_shuffled_by_each, "asked twice"),
     },
-}  # fmt: skip
+}

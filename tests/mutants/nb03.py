@@ -158,8 +158,17 @@ def _one_backward(ddp, optimizer, micro_batches, loss_fn):
     optimizer.step()
 
 
-def _program(init=True, sampled=True, set_epoch=True, through_ddp=True, savers=(0,), wrapped=False, waits=True,
-             accuracy="sums", ends=True):  # fmt: skip
+def _program(
+    init=True,
+    sampled=True,
+    set_epoch=True,
+    through_ddp=True,
+    savers=(0,),
+    wrapped=False,
+    waits=True,
+    accuracy="sums",
+    ends=True,
+):
     """The program of 03.4 with one of its faults left in it."""
 
     def train(model, train_set, test_set, epochs, path):
@@ -220,11 +229,13 @@ MUTANTS = {
         "each rank for itself": (_accumulate(_own_rows), "rank 0 has 12 rows and rank 1 has 4"),
         "world size forgotten": (_accumulate(_world_size_forgotten), "half as large as it should be"),
         "mean of means": (
-            _accumulate(lambda batches: [1 / len(batches)] * len(batches)), "every micro-batch weighs the same"
+            _accumulate(lambda batches: [1 / len(batches)] * len(batches)),
+            "every micro-batch weighs the same",
         ),
         "forward outside no_sync": (_accumulate(forward_outside=True), "DDP decides in the forward pass"),
         "last one inside no_sync": (
-            _accumulate(syncs=lambda i, last: False), "the parameters of the two ranks now differ"
+            _accumulate(syncs=lambda i, last: False),
+            "the parameters of the two ranks now differ",
         ),
         "zero_grad inside": (_accumulate(zero_inside=True), "only the last micro-batch is in the gradient"),
         "step inside": (_accumulate(step_inside=True), "made 3 optimizer steps, not 1"),
@@ -240,4 +251,4 @@ MUTANTS = {
         "own accuracy": (_program(accuracy="own"), "each one its own share's accuracy"),
         "no end": (_program(ends=False), "still exists when the program ends"),
     },
-}  # fmt: skip
+}

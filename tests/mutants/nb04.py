@@ -10,8 +10,20 @@ from torch.nn.utils import clip_grad_norm_
 FP16 = torch.float16
 
 
-def epoch(*, dtype=None, device="model", move=True, inside=False, around=False, article=False, weigh=True,
-           clip="after unscale_", always=False, last=True, answer=lambda skipped: skipped):  # fmt: skip
+def epoch(
+    *,
+    dtype=None,
+    device="model",
+    move=True,
+    inside=False,
+    around=False,
+    article=False,
+    weigh=True,
+    clip="after unscale_",
+    always=False,
+    last=True,
+    answer=lambda skipped: skipped,
+):
     """A right epoch, except for what a keyword says."""
 
     def train_epoch(model, optimizer, scheduler, scaler, batches, loss_fn, accumulate, max_norm):
@@ -96,8 +108,14 @@ def _diagnose(
     return diagnose
 
 
-def _round(rounding=round, bias=lambda e: 2 ** (e - 1) - 1, lowest=lambda b: 1 - b, bits=lambda m: m,
-           finish=lambda y, x, b, m: y if y < 2.0 ** (b + 1) else math.inf, log=math.floor):  # fmt: skip
+def _round(
+    rounding=round,
+    bias=lambda e: 2 ** (e - 1) - 1,
+    lowest=lambda b: 1 - b,
+    bits=lambda m: m,
+    finish=lambda y, x, b, m: y if y < 2.0 ** (b + 1) else math.inf,
+    log=math.floor,
+):
     def rounded(x, exponent_bits, mantissa_bits):
         b = bias(exponent_bits)
         exponent = max(log(math.log2(x)), lowest(b))

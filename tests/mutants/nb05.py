@@ -256,8 +256,12 @@ class Complete(Trainer):
             for key, item in value.items():
                 setattr(self.sampler, key, item)
         else:
-            {"generator": self.sampler.generator.set_state, "torch": torch.set_rng_state,
-             "numpy": np.random.set_state, "python": random.setstate}[name](value)  # fmt: skip
+            {
+                "generator": self.sampler.generator.set_state,
+                "torch": torch.set_rng_state,
+                "numpy": np.random.set_state,
+                "python": random.setstate,
+            }[name](value)
 
 
 def _without(*names):

@@ -194,9 +194,10 @@ MUTANTS = {
         "difference": (_least(lambda sums: max(sums) - min(sums)), "it only waits"),
         "without the last stage": (_least(lambda sums: max(sums[:-1], default=0)), "you leave the last stage out"),
         "from one": (_changed(lambda cut, *_: [c + 1 for c in cut]), "you count layers from 1"),
-        "the stages themselves": (_changed(lambda cut, layer_s, _: [layer_s[a:b] for a, b in
-                                                                    pairwise([0, *cut, len(layer_s)])]),
-                                  "these are the stages themselves"),
+        "the stages themselves": (
+            _changed(lambda cut, layer_s, _: [layer_s[a:b] for a, b in pairwise([0, *cut, len(layer_s)])]),
+            "these are the stages themselves",
+        ),
         "all ways tried": (_no_memory, "25 layers in 13 stages took more than 1 s"),
     },
     "06.4": {
@@ -209,4 +210,4 @@ MUTANTS = {
         "gradients of own rows of the batch": (layer(reduce="none"), "is not this rank's rows of the mean"),
         "no gradient of x": (layer(x_gradient=lambda g, w: None), "x gets no gradient"),
     },
-}  # fmt: skip
+}

@@ -117,7 +117,7 @@ MUTANTS = {
         "not in place": (_not_in_place, "nothing was written into it"),
         "each its own order": (_each_its_own_order, "differ in their last bits"),
     },
-}  # fmt: skip
+}
 
 
 def _done(result):
@@ -126,8 +126,16 @@ def _done(result):
     return done
 
 
-def _hook(feedback=True, scale=None, limit=127, mean=True, name=None, sum_bytes=False, sends_floats=False,
-          error=lambda wanted, sent, mean: wanted - sent):  # fmt: skip
+def _hook(
+    feedback=True,
+    scale=None,
+    limit=127,
+    mean=True,
+    name=None,
+    sum_bytes=False,
+    sends_floats=False,
+    error=lambda wanted, sent, mean: wanted - sent,
+):
     """A hook that is right by default, with as many mistakes as there are arguments."""
 
     def eight_bits(state, bucket):
@@ -193,8 +201,10 @@ def _of_the_step(timeline, latency_ms, right):
 
 
 def _late_starters(timeline, latency_ms, right):
-    return max(sum(b.end - b.start for b in r.buckets if b.start >= r.backward[1])
-               / sum(b.end - b.start for b in r.buckets) for r in timeline)  # fmt: skip
+    return max(
+        sum(b.end - b.start for b in r.buckets if b.start >= r.backward[1]) / sum(b.end - b.start for b in r.buckets)
+        for r in timeline
+    )
 
 
 def _slowest(timeline, latency_ms, right):

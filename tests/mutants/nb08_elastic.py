@@ -6,8 +6,20 @@ import torch
 import torch.distributed as dist
 
 
-def _way(look="one", load="all", save="zero", due=True, skip="steps", order="epoch", part="mine", agree="sum",
-         number="done", unit="all", end="last", put=True):  # fmt: skip
+def _way(
+    look="one",
+    load="all",
+    save="zero",
+    due=True,
+    skip="steps",
+    order="epoch",
+    part="mine",
+    agree="sum",
+    number="done",
+    unit="all",
+    end="last",
+    put=True,
+):
     """An entry point that is right by default, with as many mistakes as there are arguments."""
 
     def survive(job):

@@ -87,7 +87,7 @@ MUTANTS = {
         "inside is free": (_seconds(lambda s, k, m, i, a: _out(s, m, a)), "it is fast, not free"),
         "not put together": (_not_put_together, "were not put together again"),
     },
-}  # fmt: skip
+}
 
 # Rarer ones, of kinds that the eight above are near to
 MORE = {
@@ -101,4 +101,4 @@ MORE = {
         "the flat ring's time": (_seconds(lambda s, k, m, i, a: _out(s, m * k, min(i, a))), "of one flat ring"),
         "no number": (_seconds(lambda s, k, m, i, a: None), "not a number of seconds"),
     },
-}  # fmt: skip
+}

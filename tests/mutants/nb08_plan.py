@@ -5,8 +5,17 @@ from __future__ import annotations
 from labs.parts.checkpoints.checkpoint_interval import lost_share, optimum
 
 
-def planner(band=lambda b: b[1], startup=True, lost=True, ranks=lambda o: o.gpus, paid=lambda o: o.gpus, memory=True,
-            limits=True, least=lambda hours, money: money, hours_only=False):  # fmt: skip
+def planner(
+    band=lambda b: b[1],
+    startup=True,
+    lost=True,
+    ranks=lambda o: o.gpus,
+    paid=lambda o: o.gpus,
+    memory=True,
+    limits=True,
+    least=lambda hours, money: money,
+    hours_only=False,
+):
     """A plan that is right by default, with as many mistakes as there are arguments."""
 
     def plan(options, steps, given, deadline_h, budget):

@@ -108,7 +108,7 @@ MUTANTS = {
         "the range as computing": (_whole_backward, "the wait is in it"),
         "after the last operator": (_tail, "only what comes after backward's last operator"),
     },
-}  # fmt: skip
+}
 
 # Rarer ones
 MORE = {
@@ -120,4 +120,4 @@ MORE = {
         "half": (_half, "the exposed time in ms is"),
         "no number": (lambda events: None, "not a number"),
     },
-}  # fmt: skip
+}

@@ -32,8 +32,19 @@ def _number(e, place):
     return e["collective_seq_id"]
 
 
-def way(line=_own_line, what=_what, number=_number, only=None, files="last", usual="most", extra=True, pick="absent",
-        newest=False, first=min, who="own"):  # fmt: skip
+def way(
+    line=_own_line,
+    what=_what,
+    number=_number,
+    only=None,
+    files="last",
+    usual="most",
+    extra=True,
+    pick="absent",
+    newest=False,
+    first=min,
+    who="own",
+):
     """A post-mortem that is right by default, with as many mistakes as there are arguments."""
 
     def post_mortem(dumps, groups):

@@ -114,8 +114,10 @@ RARER = {
     "the random state": (_seeded, "torch's random state is no longer"),
     "a pair in place of None": (_pair_of_nothing, "you return (None, [])"),
     "true or false": (_truth, "you return True"),
-    "as numbers": (way(lambda t: hashlib.md5(t.detach().double().reshape(-1).add(0.0).numpy().tobytes()).hexdigest()),
-                   "an int64 above 2**53"),
+    "as numbers": (
+        way(lambda t: hashlib.md5(t.detach().double().reshape(-1).add(0.0).numpy().tobytes()).hexdigest()),
+        "an int64 above 2**53",
+    ),
     "buffers first": (way(of=lambda m: [*m.named_buffers(), *m.named_parameters()]), "parameters before buffers"),
-}  # fmt: skip
+}
 """More mistakes of other kinds, tried by tests/test_exercise_replicas.py."""

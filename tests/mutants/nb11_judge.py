@@ -22,9 +22,23 @@ def point(a, b):
     return Estimate(middle, middle, middle, len(a))
 
 
-def way(gain=paired_ratio, kinds=("measured", "recorded"), mixed=False, least=6, convert=True, flip=False, pick=None,
-        missing="not tried yet", worth=1.05, undecided=True, other="depends", reason=str, cut=False,
-        crash=False, why=str):  # fmt: skip
+def way(
+    gain=paired_ratio,
+    kinds=("measured", "recorded"),
+    mixed=False,
+    least=6,
+    convert=True,
+    flip=False,
+    pick=None,
+    missing="not tried yet",
+    worth=1.05,
+    undecided=True,
+    other="depends",
+    reason=str,
+    cut=False,
+    crash=False,
+    why=str,
+):
     """A judge that is right by default, with as many mistakes as there are arguments."""
 
     def judge(records):

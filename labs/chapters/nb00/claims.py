@@ -155,8 +155,10 @@ def _(evidence: Records) -> Verdict:
     if not len(found):
         raise LookupError("the probe's matrix product has not been run")
     where = "a CPU core" if all(r.layout["device"] == "cpu" for r in found) else "a GPU"
-    because = ("No installation makes sure of it: it needs a GPU and a driver, too. The command itself was not run; "
-               f"here a product of torch {hardware.build()['torch']} ran on {where}.")  # fmt: skip
+    because = (
+        "No installation makes sure of it: it needs a GPU and a driver, too. The command itself was not run; "
+        f"here a product of torch {hardware.build()['torch']} ran on {where}."
+    )
     return Verdict("does not hold", because, "")
 
 

@@ -114,8 +114,13 @@ class _MadeClock(_Clock):
 def replaced(function: Callable[..., Any], pairs: list[tuple[Any, Any]]) -> Iterator[None]:
     """Of each pair the second in place of the first, in time, in torch.distributed and under any name in `function`."""
     places = (vars(time), vars(dist), getattr(function, "__globals__", {}))
-    found = [(names, name, real, mine) for real, mine in pairs for names in places
-             for name, value in names.items() if value is real]  # fmt: skip
+    found = [
+        (names, name, real, mine)
+        for real, mine in pairs
+        for names in places
+        for name, value in names.items()
+        if value is real
+    ]
     for names, name, _, mine in found:
         names[name] = mine
     try:
@@ -222,24 +227,32 @@ def _judge(answers: list[float], logs: list[Log], ranks: int, size: int, near: f
     if not any(seen == size for log in logs for seen, *_ in log):
         sizes = sorted({seen for log in logs for seen, *_ in log})
         if 4 * size in sizes:
-            raise Mistake(f"you were asked for {size:,} bytes, and sent {4 * size:,}",
-                          "a float32 has 4 bytes: torch.zeros(size_bytes // 4)")  # fmt: skip
+            raise Mistake(
+                f"you were asked for {size:,} bytes, and sent {4 * size:,}",
+                "a float32 has 4 bytes: torch.zeros(size_bytes // 4)",
+            )
         sent = f"your all-reduces had {', '.join(f'{s:,}' for s in sizes)} bytes" if sizes else "no all-reduce was seen"
         raise Mistake(f"{case}: {sent}", "dist.all_reduce(torch.zeros(size_bytes // 4)) sends what is asked for")
     per_rank = _times(logs, size)
     if any(math.inf in times for times in per_rank):
-        raise Mistake("an all-reduce with async_op=True was never waited for: only its start was timed",
-                      "call wait() on what it returns, before you read the clock, or leave async_op out")  # fmt: skip
+        raise Mistake(
+            "an all-reduce with async_op=True was never waited for: only its start was timed",
+            "call wait() on what it returns, before you read the clock, or leave async_op out",
+        )
     if any(len(times) < 4 for times in per_rank):
-        raise Mistake(f"{case}: only {min(map(len, per_rank))} all-reduces of this size were run",
-                      "warm up with at least one, and time at least three")  # fmt: skip
+        raise Mistake(
+            f"{case}: only {min(map(len, per_rank))} all-reduces of this size were run",
+            "warm up with at least one, and time at least three",
+        )
     low, high = _right(logs, ranks, size)
     if not low / near <= min(answers) <= high * near and (slips := _slips(min(answers), per_rank, ranks, size, near)):
         return slips
     if max(answers) > 1.001 * min(answers):
         texts = ", ".join(f"{a:.3g}" for a in answers)
-        raise Mistake(f"{case}: the ranks answer {texts} GB/s, each with a time of its own",
-                      "take the largest time of all ranks: dist.all_reduce(seconds, op=dist.ReduceOp.MAX)")  # fmt: skip
+        raise Mistake(
+            f"{case}: the ranks answer {texts} GB/s, each with a time of its own",
+            "take the largest time of all ranks: dist.all_reduce(seconds, op=dist.ReduceOp.MAX)",
+        )
     if not low / near <= answers[0] <= high * near:
         hint = "size / time x 2 (n - 1) / n, in 10^9 bytes/s; time the calls alone, after a warm-up"
         raise Mistake(f"{case}: you answer {answers[0]:.3g} GB/s; the checker's clock says {high:.2g} GB/s", hint)
@@ -287,8 +300,11 @@ def _slips(got: float, per_rank: list[list[float]], ranks: int, size: int, near:
     factor = collectives.bus_factor("all_reduce", ranks)
     want, send_once = size / slow * factor / 1e9, "an all-reduce sends everything twice: 2 (n - 1) / n"
     slips = [
-        (size / max(map(statistics.fmean, per_rank)) * factor / 1e9,
-         "the first all-reduce, which makes the connections, is in the mean", "run one before the clock starts"),
+        (
+            size / max(map(statistics.fmean, per_rank)) * factor / 1e9,
+            "the first all-reduce, which makes the connections, is in the mean",
+            "run one before the clock starts",
+        ),
         (want * slow / fast, "this is the fastest rank's time", "the slowest rank counts: nobody goes on before it"),
         (want * slow / sum(medians), "this is the time of all ranks added up", "take the slowest rank's time: op=MAX"),
         (want * slow / statistics.fmean(medians), "this is the mean of the ranks' times", "take the slowest rank's"),
@@ -297,8 +313,11 @@ def _slips(got: float, per_rank: list[list[float]], ranks: int, size: int, near:
         (want * ranks, "2 (n - 1) is what all ranks send together", "divide by n: one link carries 2 (n - 1) / n"),
         (want * 2 / factor, "the factor 2 holds for infinitely many ranks only", "use 2 (n - 1) / n"),
         (want / factor**2, "the factor is upside down: n / (2 (n - 1))", "multiply by 2 (n - 1) / n"),
-        (want / factor * collectives.bus_factor("all_reduce", CASES[0][0]), "the number of ranks is fixed in your code",
-         "n is dist.get_world_size()"),
+        (
+            want / factor * collectives.bus_factor("all_reduce", CASES[0][0]),
+            "the number of ranks is fixed in your code",
+            "n is dist.get_world_size()",
+        ),
         (want / 4, "the size is taken in elements", "size_bytes is the size in bytes"),
         (slow, "these are the seconds of a call", "size / time x 2 (n - 1) / n"),
         (want / 1e3, "the time is taken in ms", "GB/s are 10^9 bytes per second"),
@@ -307,6 +326,6 @@ def _slips(got: float, per_rank: list[list[float]], ranks: int, size: int, near:
         (want * 1e3, "this is in MB/s", "divide by 10^9 to get GB/s"),
         (want / slow * 1e9 / size, "the size plays no part", "size / time x 2 (n - 1) / n"),
         *[(want / GIB, *IN_GIB)] * (near < GIB),
-    ]  # fmt: skip
+    ]
     fitting = [slip for slip in slips if math.isclose(got, slip[0], rel_tol=near - 1)]
     return {what: hint for _, what, hint in sorted(fitting, key=lambda slip: abs(math.log(got / slip[0])))}

@@ -34,8 +34,10 @@ def check_usable_cores(f: Function) -> None:
     other = _outcome(lambda: f({0, 1, 2, 3}, "max 50000"))
     if isinstance(other, Exception) or other != 4:
         ends = f"ends in {type(other).__name__}" if isinstance(other, Exception) else f"gives {other!r:.60}, not 4"
-        raise Mistake(f'"max 100000" is read rightly, and "max 50000" {ends}: you compare the whole text',
-                      'split it: only the quota is "max", and the second number is the period')  # fmt: skip
+        raise Mistake(
+            f'"max 100000" is read rightly, and "max 50000" {ends}: you compare the whole text',
+            'split it: only the quota is "max", and the second number is the period',
+        )
     if (got := f({5}, "400000 100000")) == 4:
         raise Mistake("a quota of 4 gave 4 cores to a process that may run on one", "take the smaller of the two")
     _same(got, 1, 'affinity {5} and "400000 100000"')
@@ -48,8 +50,10 @@ def check_usable_cores(f: Function) -> None:
     if (got := f(set(range(8)), "50000 100000")) == 0:
         raise Mistake("half a core became 0 cores", "something can always run: at least 1")
     if got == 8:
-        raise Mistake("half a core became 8 cores, as if there were no quota",
-                      "int(0.5) is 0, and `0 or other` is the other: max(1, ...)")  # fmt: skip
+        raise Mistake(
+            "half a core became 8 cores, as if there were no quota",
+            "int(0.5) is 0, and `0 or other` is the other: max(1, ...)",
+        )
     if got == 0.5:
         raise Mistake("half a core gives 0.5", "whole threads, at least 1")
     _same(got, 1, 'eight cores and "50000 100000"')

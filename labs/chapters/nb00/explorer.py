@@ -60,8 +60,9 @@ def roofline(run: Records | None = None, model: str | Factory | None = None) -> 
         if peak is None:
             raise BadInput(f"{card}: no sourced {number_format} peak, and none is guessed. Choose another format.")
         source = f"the roof from peak and bandwidth published in {spec.source}"
-        origin = Records([Record("datasheet", "flop_s", "FLOP/s", (peak * 1e12,), "modelled",
-                                 provenance={"source": source})])  # fmt: skip
+        origin = Records(
+            [Record("datasheet", "flop_s", "FLOP/s", (peak * 1e12,), "modelled", provenance={"source": source})]
+        )
         return _draw(where, number_format, peak * 1e12, bandwidth, model, lines[model](), int(batch), origin)
 
     explore(
@@ -105,9 +106,15 @@ def _key(number_format: str) -> str:
 
 
 def _draw(
-    where: str, number_format: str, peak: float, bandwidth: float, model: str, line: tuple[Work, Work], batch: int,
+    where: str,
+    number_format: str,
+    peak: float,
+    bandwidth: float,
+    model: str,
+    line: tuple[Work, Work],
+    batch: int,
     records: Records,
-) -> tuple:  # fmt: skip
+) -> tuple:
     """One roof and one point. `peak` in FLOP/s, `bandwidth` in bytes/s."""
     itemsize, ridge = ITEMSIZE[number_format], ridge_flop_per_byte(peak, bandwidth)
     intensity = at_batch(line, batch, itemsize).intensity
@@ -115,8 +122,9 @@ def _draw(
     limit = "arithmetic" if intensity > ridge else "memory"
     rows = f"{batch:,} row{'s' * (batch > 1)}"
     message = f"{model}, {rows}: {limit} allows {_rate(reach)}"
-    fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="TFLOP/s", records=records,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="TFLOP/s", records=records, legend_below=True
+    )
     roof = [attainable_flop_s(i, peak, bandwidth) / 1e12 for i in (INTENSITIES[0], ridge, INTENSITIES[-1])]
     curve(ax, (INTENSITIES[0], ridge, INTENSITIES[-1]), roof, label=f"roof: {where}")
     if any(r.kind == "measured" for r in records):
@@ -128,12 +136,19 @@ def _draw(
     ax.set_xlim(INTENSITIES[0] / 1.3, INTENSITIES[-1] * 1.3)
     ax.set_ylim(bottom, top)
     ax.axvline(ridge, color="black", linestyle=":", linewidth=1)
-    ax.annotate(f" ridge: {plain_number(float(f'{ridge:.3g}'))} ", (ridge, bottom), fontsize=10, va="bottom",
-                ha="left" if ridge < 100 else "right")  # fmt: skip
+    ax.annotate(
+        f" ridge: {plain_number(float(f'{ridge:.3g}'))} ",
+        (ridge, bottom),
+        fontsize=10,
+        va="bottom",
+        ha="left" if ridge < 100 else "right",
+    )
     least = first_compute_bound(line, itemsize, ridge)
     more = f"Compute-bound from batch {least:,} on." if least < math.inf else "No batch makes it compute-bound."
-    sentence = (f"{where}: compute-bound above {ridge:.1f} FLOP per byte. With {rows} this pass has "
-                f"{intensity:.1f}: limited by {limit}, to {reach / peak:.0%} of the peak. {more}")  # fmt: skip
+    sentence = (
+        f"{where}: compute-bound above {ridge:.1f} FLOP per byte. With {rows} this pass has "
+        f"{intensity:.1f}: limited by {limit}, to {reach / peak:.0%} of the peak. {more}"
+    )
     return fig, f"Roofline of {where}, ridge at {ridge:.1f} FLOP per byte. {message}.", sentence
 
 

@@ -83,8 +83,10 @@ def who_else(seconds: float = 0.6, trace: Trace | None = None) -> None:
     if math.isnan(share):
         return say("Nobody can say what other programs take here.")
     word = "timings will be disturbed, so close programs or wait" if share > DISTURBED_PERCENT else "little enough"
-    return say(f"Other programs take {share:.0f} % of the CPU time of this process's cores right now: {word}. `top` "
-               "or `htop` in a terminal names them; on a GPU `nvidia-smi` does.")  # fmt: skip
+    return say(
+        f"Other programs take {share:.0f} % of the CPU time of this process's cores right now: {word}. `top` "
+        "or `htop` in a terminal names them; on a GPU `nvidia-smi` does."
+    )
 
 
 def recorded_runs(folder: Path = on_gpus.RECORDS) -> None:
@@ -99,8 +101,10 @@ def _probe_text(run: Records) -> str:
 def _ratios(run: Records) -> Iterator[str]:
     """Shares of the datasheet, BF16 over FP32, memory over the link to the host."""
     best = limits.peaks(run)
-    of_peak = {r.case["dtype"]: max(s.value for s in run.where("matmul_share_of_peak", dtype=r.case["dtype"]))
-               for r in run.where("matmul_share_of_peak")}  # fmt: skip
+    of_peak = {
+        r.case["dtype"]: max(s.value for s in run.where("matmul_share_of_peak", dtype=r.case["dtype"]))
+        for r in run.where("matmul_share_of_peak")
+    }
     if of_peak:
         said = ", ".join(f"{FORMATS[d]} {share:.0%}" for d, share in of_peak.items())
         yield f"Of the datasheet's peaks (section 6) its products reach: {said}."
@@ -116,8 +120,9 @@ def formats(run: Records, guess: Prediction) -> None:
     best = limits.peaks(run)
     fastest, slowest = (pick(best, key=lambda d: best[d].value) for pick in (max, min))
     message = _order(best, fastest, slowest) + _bits(best)
-    fig, ax = figure(message, xlabel="GFLOP/s of one device", ylabel="number format", records=run,
-                     size=(7.0, 3.6), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="GFLOP/s of one device", ylabel="number format", records=run, size=(7.0, 3.6), legend_below=True
+    )
     for metric, label in (("matmul_flop_s", "best matrix product"), ("convolution_flop_s", "3x3 convolution")):
         rows = {d: max(run.where(metric, dtype=d), key=lambda r: r.value, default=None) for d in best}
         found = [estimate(r.samples).scaled(1e-9) if r else math.nan for r in rows.values()]
@@ -194,8 +199,10 @@ def published_ratios() -> None:
     over = {d: [s.tflops("bf16") / s.tflops(d) for s in cards] for d in ("tf32", "fp32")}
     ends = {d: dict.fromkeys((f"{min(v):.1f}", f"{max(v):.1f}")) for d, v in over.items()}  # one if they are the same
     tf32, fp32 = (" to ".join(found) for found in ends.values())
-    say(f"By the datasheets of the {len(cards)} cards in section 6 with both (published, dense), BF16 is {tf32} times "
-        f"as fast as TF32, and {fp32} times as fast as FP32 outside of the matrix units.")  # fmt: skip
+    say(
+        f"By the datasheets of the {len(cards)} cards in section 6 with both (published, dense), BF16 is {tf32} times "
+        f"as fast as TF32, and {fp32} times as fast as FP32 outside of the matrix units."
+    )
 
 
 def ceiling(run: Records, guess: Prediction) -> None:
@@ -207,8 +214,9 @@ def ceiling(run: Records, guess: Prediction) -> None:
     names = {"matmul": "arithmetic\n(matrix products)", "triad": "memory traffic\n(triad)"}
     found = {r.case["job"]: estimate(r.samples, "x") for r in rows}
     message = f"{n} ranks: {found['matmul'].value:.2f} x the arithmetic, {found['triad'].value:.2f} x the memory"
-    fig, ax = figure(message, xlabel=f"total rate of {n} ranks over that of one (x)", ylabel="job", records=run,
-                     size=(7.0, 3.2))  # fmt: skip
+    fig, ax = figure(
+        message, xlabel=f"total rate of {n} ranks over that of one (x)", ylabel="job", records=run, size=(7.0, 3.2)
+    )
     bars(ax, list(names.values()), [found[j] for j in names])
     prediction(ax, float(guess), 1)
     ax.axvline(n, linestyle=":", color="black")
@@ -235,8 +243,9 @@ def copies(run: Records) -> pandas.DataFrame | None:
     if not len(rows):
         cards = [s for s in hardware.specs() if s.link and s.link.startswith("PCIe")]
         links = {s.link: s.link_gb_s / 2 for s in sorted(cards, key=lambda s: s.link)}  # of both directions
-        times = ", ".join(f"{BATCH_BYTES / rate / 1e6:.2g} ms by {link} ({rate:g} GB/s each way)"
-                          for link, rate in links.items())  # fmt: skip
+        times = ", ".join(
+            f"{BATCH_BYTES / rate / 1e6:.2g} ms by {link} ({rate:g} GB/s each way)" for link, rate in links.items()
+        )
         return say(
             "A CPU core has no memory of its own, so nothing was measured: `.to(device)` returns the same tensor. For "
             f"comparison, a batch of {BATCH_BYTES / 1e6:.1f} MB (64 images of 3 x 224 x 224 in FP32) at the published "
@@ -283,14 +292,18 @@ def _all_reduce_text(link: limits.Link, guess: Prediction) -> str:
     if not math.isfinite(link.busbw_b_s):
         return f"By the fit a byte costs nothing, so that this run cannot tell the bandwidth. {again}"
     half, model = link.half, link.model
-    fit = (f"The fit: latency {model.latency_s * 1e6:.0f} µs, bandwidth {link.busbw_b_s / 1e9:.2g} GB/s (busbw); the "
-           f"point that it misses most is {link.misfit:.0%} away. ")  # fmt: skip
+    fit = (
+        f"The fit: latency {model.latency_s * 1e6:.0f} µs, bandwidth {link.busbw_b_s / 1e9:.2g} GB/s (busbw); the "
+        f"point that it misses most is {link.misfit:.0%} away. "
+    )
     if not link.told:
         top = _kib(half.high) if math.isfinite(half.high) else "any size"
         return f"{fit}Half of it is reached somewhere from {_kib(half.low)} to {top}: this run cannot tell. {again}"
-    return (f"{fit}Half of the bandwidth is reached at {half}. {guess.against(half)} By the fit, 10 KiB take "
-            f"{model.seconds(10 * 1024) * 1e3:.2f} ms and a hundred times as much takes "
-            f"{model.seconds(1000 * 1024) * 1e3:.2f} ms.")  # fmt: skip
+    return (
+        f"{fit}Half of the bandwidth is reached at {half}. {guess.against(half)} By the fit, 10 KiB take "
+        f"{model.seconds(10 * 1024) * 1e3:.2f} ms and a hundred times as much takes "
+        f"{model.seconds(1000 * 1024) * 1e3:.2f} ms."
+    )
 
 
 def _kib(kib: float) -> str:

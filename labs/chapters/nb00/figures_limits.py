@@ -29,8 +29,14 @@ def roofline(run: Records, guess: Prediction, guessed: str = "mlp, 64 rows") -> 
     rate = {name: p.work.flop / p.seconds.value / 1e9 for name, p in found.items()}
     share = {name: 1e9 * rate[name] / attainable_flop_s(p.work.intensity, peak, bandwidth) for name, p in found.items()}
     message = f"From {min(share.values()):.0%} to {max(share.values()):.0%} of the roof is reached"
-    fig, ax = figure(message, xlabel="arithmetic intensity (FLOP per byte)", ylabel="GFLOP/s", records=run,
-                     size=(7.0, 4.4), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="arithmetic intensity (FLOP per byte)",
+        ylabel="GFLOP/s",
+        records=run,
+        size=(7.0, 4.4),
+        legend_below=True,
+    )
     x = [p.work.intensity for p in found.values()]
     grid = [min(*x, ridge) / 2, ridge, 4 * max(*x, ridge)]
     curve(ax, grid, [attainable_flop_s(i, peak, bandwidth) / 1e9 for i in grid], label="roof")
@@ -42,8 +48,10 @@ def roofline(run: Records, guess: Prediction, guessed: str = "mlp, 64 rows") -> 
     text = ", ".join(f"{name} {value:.0%}" for name, value in share.items())
     show(fig, alt=f"{message}: {text}.")
     above = " More than 100% is noise, or bytes that came from a cache." if max(share.values()) > 1.005 else ""
-    say(f"The roof bends at {ridge:.1f} FLOP per byte ({peak / 1e9:.3g} GFLOP/s, {bandwidth / 1e9:.3g} GB/s). Of their "
-        f"roof the passes reach: {text}.{above} {guess.against(_gflop_s(found[guessed]))}")  # fmt: skip
+    say(
+        f"The roof bends at {ridge:.1f} FLOP per byte ({peak / 1e9:.3g} GFLOP/s, {bandwidth / 1e9:.3g} GB/s). Of their "
+        f"roof the passes reach: {text}.{above} {guess.against(_gflop_s(found[guessed]))}"
+    )
 
 
 def _gflop_s(p: Pass) -> Estimate:
@@ -56,8 +64,14 @@ def three_limits(run: Records) -> None:
     found = limits.passes(run)
     small = found[-1]
     message = _small_message(small)
-    fig, ax = figure(message, xlabel="time of a forward and backward pass (ms)", ylabel="pass", records=run,
-                     size=(7.0, 4.4), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="time of a forward and backward pass (ms)",
+        ylabel="pass",
+        records=run,
+        size=(7.0, 4.4),
+        legend_below=True,
+    )
     names = [p.name for p in found]
     for what, color in zip(("arithmetic", "memory", "overhead"), SERIES[1:], strict=False):
         bars(ax, names, [1e3 * p.limits[what] for p in found], kind="modelled", label=f"{what} alone", color=color)
@@ -90,12 +104,16 @@ def _small_text(found: list[Pass]) -> str:
     text = f"With {less:.0f} times less arithmetic *{small.name}* is {faster:.1f} times as fast as *{large.name}*."
     cached = [p for p in found if p.seconds.high < p.limits["memory"]]
     if cached:
-        text += (f" *{cached[0].name}* takes less than memory alone would: not all of its "
-                 f"{cached[0].work.bytes / 1e6:.1f} MB came from memory, some stayed in a cache.")  # fmt: skip
+        text += (
+            f" *{cached[0].name}* takes less than memory alone would: not all of its "
+            f"{cached[0].work.bytes / 1e6:.1f} MB came from memory, some stayed in a cache."
+        )
     beyond = [p for p in found if p.seconds.low > sum(p.limits.values())]
     if beyond:
-        text += (f" {len(beyond)} of {len(found)} passes take longer than the three together. The rest has another "
-                 "cause, perhaps kernels that are slower than the best one: this run does not tell.")  # fmt: skip
+        text += (
+            f" {len(beyond)} of {len(found)} passes take longer than the three together. The rest has another "
+            "cause, perhaps kernels that are slower than the best one: this run does not tell."
+        )
     return text
 
 
@@ -119,7 +137,7 @@ def on_cards(work: dict[str, Work], operator_s: float) -> pandas.DataFrame:
                 **{what: _time(s) for what, s in times.items()},
                 "longest": longest[where, model],
                 "bytes moved, and the L2 cache": _beside_cache(w.bytes / 2**20, card.l2_mib),
-            }  # fmt: skip
+            }
     counts = {m: sum(what == "overhead" for (_, model), what in longest.items() if model == m) for m in work}
     told = "; ".join(f"for *{m}* in {n} of {len(CARDS)} rows" for m, n in counts.items())
     say(f"At {_time(operator_s)} for an operator, as measured here, overhead is the longest {told}.")
@@ -140,10 +158,14 @@ def _time(seconds: float) -> str:
 def work_table(work: dict[str, Work]) -> pandas.DataFrame:
     """FLOPs, bytes, intensity and operators, counted without running anything."""
     rows = {
-        m: {"MFLOP": f"{w.flop / 1e6:,.2f}", "MB moved": f"{w.bytes / 1e6:,.2f}",
-            "FLOP per byte": f"{w.intensity:.2f}", "operators": w.operators or 1}
+        m: {
+            "MFLOP": f"{w.flop / 1e6:,.2f}",
+            "MB moved": f"{w.bytes / 1e6:,.2f}",
+            "FLOP per byte": f"{w.intensity:.2f}",
+            "operators": w.operators or 1,
+        }
         for m, w in work.items()
-    }  # fmt: skip
+    }
     return pandas.DataFrame(rows).T
 
 
@@ -152,10 +174,17 @@ def hardware_table() -> pandas.DataFrame:
     rows = []
     for s in hardware.specs():
         pins = hardware.bus_bandwidth_gb_s(s.bus_bits, s.pin_gbit_s) if s.bus_bits and s.pin_gbit_s else None
-        rows.append({
-            "GPU": s.gpu, "GB": s.memory_gb, "GB/s": s.bandwidth_gb_s, "bus x rate / 8": pins and round(pins),
-            **{FORMATS[d]: s.tflops(d) for d in FORMATS}, "link GB/s": s.link_gb_s, "W": s.tdp_w,
-        })  # fmt: skip
+        rows.append(
+            {
+                "GPU": s.gpu,
+                "GB": s.memory_gb,
+                "GB/s": s.bandwidth_gb_s,
+                "bus x rate / 8": pins and round(pins),
+                **{FORMATS[d]: s.tflops(d) for d in FORMATS},
+                "link GB/s": s.link_gb_s,
+                "W": s.tdp_w,
+            }
+        )
     return pandas.DataFrame(rows).set_index("GPU").map(lambda v: "" if pandas.isna(v) else f"{v:,g}")
 
 

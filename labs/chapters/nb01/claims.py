@@ -62,9 +62,11 @@ def _(evidence: Records) -> Verdict:
     ]
     n = len(readers[0].samples)
     slow, fast = (method.usual_range(r.samples, n) for r in (readers[0], readers[-1]))
-    because = (f"the same bursts of work, read {', '.join(said)} busy; {n} of them are usually "
-               f"{100 * slow:.0f} and {100 * fast:.0f} points apart {method.counter(run)}"
-               f"{only_on(run, 'one rhythm of bursts')}")  # fmt: skip
+    because = (
+        f"the same bursts of work, read {', '.join(said)} busy; {n} of them are usually "
+        f"{100 * slow:.0f} and {100 * fast:.0f} points apart {method.counter(run)}"
+        f"{only_on(run, 'one rhythm of bursts')}"
+    )
     if n < 2:
         return cannot_tell(because)
     return Verdict("depends" if fast > max(2 * slow, 0.1) else "holds", because)
@@ -103,8 +105,10 @@ def _(evidence: Records) -> Verdict:
     small, large = min(step), max(step)
     change = method.faster(step, large, small)
     agree = "is within 5 % of kit.measure" if all(map(within, apart.values())) else "is not shown to be 5 % off"
-    because = (f"on {len(apart)} functions Timer {agree}, at worst {worst}; batch {large} gives {change} the samples "
-               f"per second of batch {small}, which the small one alone does not tell")  # fmt: skip
+    because = (
+        f"on {len(apart)} functions Timer {agree}, at worst {worst}; batch {large} gives {change} the samples "
+        f"per second of batch {small}, which the small one alone does not tell"
+    )
     if within(change):
         return judged([within(r) for r in apart.values()], [False] * len(apart), because)
     return depends(differs(change), because)
@@ -136,8 +140,10 @@ def _(evidence: Records) -> Verdict:
 @verdict("C06")
 def _(evidence: Records) -> Verdict:
     found = method.seen_early(evidence)
-    said = [f"{free} of the work with the data on the device, {copied} if each of 100 steps copies its batch first{how}"
-            for free, copied, how in found.values()]  # fmt: skip
+    said = [
+        f"{free} of the work with the data on the device, {copied} if each of 100 steps copies its batch first{how}"
+        for free, copied, how in found.values()
+    ]
     if not method.on_gpu(evidence):
         return Verdict("needs N GPUs", f"on an emulated queue it sees {said[-1]}", "")
     shares = [share for *both, _ in found.values() for share in both]
@@ -174,9 +180,12 @@ def _(evidence: Records) -> Verdict:
     shown = f"cannot be told to {method.APART:.0f} %"
     if near or apart:
         shown = "any of them will do" if near else "it matters which of them is asked"
-    return Verdict("does not hold" if apart else "depends", f"with equal work the slowest rank prints {said} more than "
-                   f"the fastest: {shown}. The job takes what the slowest does; with unequal work see notebook 11, "
-                   "way 11")  # fmt: skip
+    return Verdict(
+        "does not hold" if apart else "depends",
+        f"with equal work the slowest rank prints {said} more than "
+        f"the fastest: {shown}. The job takes what the slowest does; with unequal work see notebook 11, "
+        "way 11",
+    )
 
 
 @verdict("C10")
@@ -241,8 +250,10 @@ def _(evidence: Records) -> Verdict:
     step = method.steps_alone(evidence)
     small, large = method.accuracy_at_ends(last(evidence, "lr_scaling", "test_accuracy", rule="same"))
     change, moved = method.faster(step, max(step), min(step)), gain(large, small)
-    because = (f"from batch {min(step)} to {max(step)}: {change} the samples per second; from {small.case['batch']} to "
-               f"{large.case['batch']}, equal epochs and learning rate: accuracy (for stability) {moved}")  # fmt: skip
+    because = (
+        f"from batch {min(step)} to {max(step)}: {change} the samples per second; from {small.case['batch']} to "
+        f"{large.case['batch']}, equal epochs and learning rate: accuracy (for stability) {moved}"
+    )
     right = [differs(change), differs(moved, 0)]
     return judged(right, [within(change), within(moved, method.POINT, 0.0)], because)
 
@@ -254,8 +265,10 @@ def _(evidence: Records) -> Verdict:
     low, high = (method.efficiency(run, b) for b in (batches[0], batches[-1]))
     kept = [run.one("activation_bytes", batch=b).value for b in (batches[0], batches[-1])]
     shares = [estimate([100 * s for s in samples], "%") for samples in (low, high)]
-    because = (f"batch {batches[0]} to {batches[-1]} per rank: scaling efficiency {shares[0]} to {shares[1]}, "
-               f"activations {kept[0] / 1e6:.2g} to {kept[1] / 1e6:.2g} MB")  # fmt: skip
+    because = (
+        f"batch {batches[0]} to {batches[-1]} per rank: scaling efficiency {shares[0]} to {shares[1]}, "
+        f"activations {kept[0] / 1e6:.2g} to {kept[1] / 1e6:.2g} MB"
+    )
     raised = paired_ratio(high, low)
     return judged([raised.low > 1, kept[1] > kept[0]], [raised.high < GAIN, kept[1] <= kept[0]], because)
 
@@ -276,6 +289,8 @@ def _(evidence: Records) -> Verdict:
         said.append(f"{k} x the batch: {gains[-1]} ({best.case['rule']})")
     big = max(run.where("test_accuracy", rule="linear, warm-up"), key=lambda r: r.case["factor"])
     lost = gain(big, small)
-    because = (f"SGD, accuracy with the best higher rate against the same one: {', '.join(said)}; how much higher is "
-               f"another question: linear with warm-up at {big.case['factor']} x the batch: {lost}")  # fmt: skip
+    because = (
+        f"SGD, accuracy with the best higher rate against the same one: {', '.join(said)}; how much higher is "
+        f"another question: linear with warm-up at {big.case['factor']} x the batch: {lost}"
+    )
     return judged([g.low > 0 for g in gains], [g.high < method.POINT for g in gains], because)

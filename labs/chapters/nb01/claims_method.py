@@ -86,8 +86,10 @@ def repaired(evidence: Records, rung: str, before: str = "") -> dict[str, Estima
     """{model and steps: the benchmark's answer after this repair over the one `before`; by default that without it}."""
     before = before or RUNGS[RUNGS.index(rung) - 1]
     found = runs(evidence, "timing", "answer_s", rung=rung)
-    names = [f"{model_of(r)}, {r[0].config['loop_steps']} steps" if "loop_steps" in r[0].config else model_of(r)
-             for r in found]  # fmt: skip
+    names = [
+        f"{model_of(r)}, {r[0].config['loop_steps']} steps" if "loop_steps" in r[0].config else model_of(r)
+        for r in found
+    ]
     both = (ratio(r.one("answer_s", rung=rung), r.one("answer_s", rung=before)) for r in found)
     return dict(zip(names, both, strict=True))
 

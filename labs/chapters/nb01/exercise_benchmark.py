@@ -250,9 +250,12 @@ def _explanations(answer: float, every: list[Interval]) -> list[Explanation]:
     """From which intervals, perhaps without the first ones, and by which statistic `answer` may have come."""
     suffixes = [every[-1:], *(every[skipped:] for skipped in range(min(50, len(every) - 1)))]
     one_of_many = every[-1].steps == every[-2].steps if len(every) > 1 else False
-    found = [(used, "last" if one_of_many and len(used) == 1 else name, (len(every) - len(used), place))
-             for used in suffixes for place, (name, value) in enumerate(_statistics(used))
-             if math.isclose(answer, value, rel_tol=1e-6)]  # fmt: skip
+    found = [
+        (used, "last" if one_of_many and len(used) == 1 else name, (len(every) - len(used), place))
+        for used in suffixes
+        for place, (name, value) in enumerate(_statistics(used))
+        if math.isclose(answer, value, rel_tol=1e-6)
+    ]
     late = [i for i in every if i.start.steps >= WARM_UP] or every
     if not found and any(math.isclose(answer, i.per_step, rel_tol=1e-6) for i in every):
         return [(late, "one of many", (0, 0))]
@@ -292,11 +295,16 @@ def _faults(used: list[Interval], statistic: str, device: SimulatedDevice) -> It
     yield from _not_waited_for(used, device)
     yield from _not_warm(used, statistic, device)
     if late := [k for k, i in enumerate(used, 1) if i.start.queued]:
-        yield (f"when sample {late[0]} began, {used[late[0] - 1].start.queued} earlier steps were still in the queue: "
-               "their time went into it", "synchronize() before the reading that starts a sample as well")  # fmt: skip
+        yield (
+            f"when sample {late[0]} began, {used[late[0] - 1].start.queued} earlier steps were still in the queue: "
+            "their time went into it",
+            "synchronize() before the reading that starts a sample as well",
+        )
     if made := sum(i.end.batches - i.start.batches for i in used):
-        yield (f"{made} batches were made while the clock ran",
-               "batch = make_batch() before the first reading: the question is how long a step takes")  # fmt: skip
+        yield (
+            f"{made} batches were made while the clock ran",
+            "batch = make_batch() before the first reading: the question is how long a step takes",
+        )
     yield from _few(used, statistic)
     yield from _not_the_median(used, statistic)
 
@@ -306,17 +314,25 @@ def _not_waited_for(used: list[Interval], device: SimulatedDevice) -> Iterator[F
     if not early:
         return
     if not device.waits:
-        yield ("synchronize() is never called: step() returns as soon as its work is queued, and you did not "
-               "wait for it", "synchronize() before the reading of the clock that ends a sample")  # fmt: skip
+        yield (
+            "synchronize() is never called: step() returns as soon as its work is queued, and you did not wait for it",
+            "synchronize() before the reading of the clock that ends a sample",
+        )
     elif n == 1:
-        yield (f"at the second reading of the clock {used[0].end.queued} steps were still in the queue",
-               "synchronize() between the last step and the second reading, not only before the first")  # fmt: skip
+        yield (
+            f"at the second reading of the clock {used[0].end.queued} steps were still in the queue",
+            "synchronize() between the last step and the second reading, not only before the first",
+        )
     elif device.waits - used[0].end.waits <= 1:
-        yield (f"synchronize() comes once, after the loop: at {early} of {n} readings the step was still running",
-               "synchronize() after each step(batch), before the reading that ends its sample")  # fmt: skip
+        yield (
+            f"synchronize() comes once, after the loop: at {early} of {n} readings the step was still running",
+            "synchronize() after each step(batch), before the reading that ends its sample",
+        )
     else:
-        yield (f"at {early} of the {n} readings that end a sample the step was still running",
-               "synchronize() before the first reading, and again between step(batch) and the second")  # fmt: skip
+        yield (
+            f"at {early} of the {n} readings that end a sample the step was still running",
+            "synchronize() before the first reading, and again between step(batch) and the second",
+        )
 
 
 def _not_warm(used: list[Interval], statistic: str, device: SimulatedDevice) -> Iterator[Finding]:
@@ -325,14 +341,21 @@ def _not_warm(used: list[Interval], statistic: str, device: SimulatedDevice) -> 
     if slow <= 0:
         return
     if statistic.endswith(" parts") and int(statistic.split()[0]) < steps:
-        yield (f"{steps} steps ran between your readings and you divide by {statistic.split()[0]}: the warm-up is "
-               "inside the clock", "read the clock for the first time after the warm-up")  # fmt: skip
+        yield (
+            f"{steps} steps ran between your readings and you divide by {statistic.split()[0]}: the warm-up is "
+            "inside the clock",
+            "read the clock for the first time after the warm-up",
+        )
     elif thrown == 0:
-        yield (f"no warm-up: the first {slow} steps of this device, up to 20 times slower, are in what you timed",
-               f"run {WARM_UP} steps before you time any, or throw their samples away")  # fmt: skip
+        yield (
+            f"no warm-up: the first {slow} steps of this device, up to 20 times slower, are in what you timed",
+            f"run {WARM_UP} steps before you time any, or throw their samples away",
+        )
     else:
-        yield (f"{thrown} steps of warm-up are too few: {slow} more were slow, and you timed them",
-               f"a device may need {WARM_UP} steps to settle")  # fmt: skip
+        yield (
+            f"{thrown} steps of warm-up are too few: {slow} more were slow, and you timed them",
+            f"a device may need {WARM_UP} steps to settle",
+        )
 
 
 def _few(used: list[Interval], statistic: str) -> Iterator[Finding]:
@@ -342,12 +365,16 @@ def _few(used: list[Interval], statistic: str) -> Iterator[Finding]:
     elif steps == 1:
         yield "you timed one step, and one in eight is an outlier", f"take at least {SAMPLES} samples"
     elif n == 1 and statistic in {"median", "mean"}:
-        yield (f"one interval around {steps} steps can only give their mean, and every outlier is in it",
-               "read the clock around each step, keep all samples, return their median")  # fmt: skip
+        yield (
+            f"one interval around {steps} steps can only give their mean, and every outlier is in it",
+            "read the clock around each step, keep all samples, return their median",
+        )
     elif n > 1 and (block := max(i.steps for i in used)) > LONGEST_BLOCK:
-        yield (f"your samples are blocks of {block} steps: one step in eight is an outlier, {1 - (7 / 8) ** block:.0%} "
-               f"of the blocks hold one, and so their median is no typical step",
-               f"read the clock around each step, or around {LONGEST_BLOCK} at most")  # fmt: skip
+        yield (
+            f"your samples are blocks of {block} steps: one step in eight is an outlier, {1 - (7 / 8) ** block:.0%} "
+            f"of the blocks hold one, and so their median is no typical step",
+            f"read the clock around each step, or around {LONGEST_BLOCK} at most",
+        )
     elif 1 < n < SAMPLES:
         yield f"{n} samples are too few", f"time at least {SAMPLES} steps, one by one"
 
@@ -363,9 +390,11 @@ def _not_the_median(used: list[Interval], statistic: str) -> Iterator[Finding]:
         "rate": ("these are steps per second", "return the seconds of a step"),
         "negative": ("these seconds are negative", "the later reading of the clock minus the earlier one"),
         "rounded": ("this is the median, rounded until little is left of it", "return it as it is, in seconds"),
-        "one of many": ("this is one of your samples, but not their median",
-                        "sort them before you take the middle one, or use np.median"),
-    }  # fmt: skip
+        "one of many": (
+            "this is one of your samples, but not their median",
+            "sort them before you take the middle one, or use np.median",
+        ),
+    }
     if statistic in known:
         yield known[statistic]
     elif statistic.endswith("percentile"):

@@ -22,11 +22,25 @@ ROWS = (16, 16, 16, 16, 5)
 """Samples of each batch: the last one is smaller, as in most epochs."""
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__array__", "__repr__", "__format__")
 """Methods of a tensor that need its numbers on the host."""
-SAID = {"__float__": "float(...)", "__int__": "int(...)", "__bool__": "if ...", "__array__": "numpy.asarray(...)",
-        "__repr__": "print(...)", "__format__": 'f"{...}"', "to_cpu": '.to("cpu")'}  # fmt: skip
-SIZED = {"nonzero": ".nonzero()", "index": "x[mask]", "masked_select": "masked_select()", "_unique2": "unique()",
-         "equal": "torch.equal(...)", "allclose": "torch.allclose(...)", "bincount": "torch.bincount(...)",
-         "_local_scalar_dense": "its use as a Python number"}  # fmt: skip
+SAID = {
+    "__float__": "float(...)",
+    "__int__": "int(...)",
+    "__bool__": "if ...",
+    "__array__": "numpy.asarray(...)",
+    "__repr__": "print(...)",
+    "__format__": 'f"{...}"',
+    "to_cpu": '.to("cpu")',
+}
+SIZED = {
+    "nonzero": ".nonzero()",
+    "index": "x[mask]",
+    "masked_select": "masked_select()",
+    "_unique2": "unique()",
+    "equal": "torch.equal(...)",
+    "allclose": "torch.allclose(...)",
+    "bincount": "torch.bincount(...)",
+    "_local_scalar_dense": "its use as a Python number",
+}
 """Operators whose result has a size, or is a truth, that only the device knows: the host waits for it."""
 
 
@@ -201,33 +215,48 @@ def _check_training(model: Model, twin: Model, watch: Watch, start: dict[str, Te
         nn.functional.cross_entropy(added(x), y).backward()
         optimizer.step()
     if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(after, added.layer.parameters(), strict=True)):
-        raise Mistake("the gradients are never set back: each step adds to those of all steps before it",
-                      "optimizer.zero_grad() in every step")  # fmt: skip
-    raise Mistake("after the epoch the parameters are not those of plain training on these batches, in this order",
-                  "zero_grad, forward, loss, backward, step: nothing else changes the parameters")  # fmt: skip
+        raise Mistake(
+            "the gradients are never set back: each step adds to those of all steps before it",
+            "optimizer.zero_grad() in every step",
+        )
+    raise Mistake(
+        "after the epoch the parameters are not those of plain training on these batches, in this order",
+        "zero_grad, forward, loss, backward, step: nothing else changes the parameters",
+    )
 
 
 def _check_waits(watch: Watch, batches: list[tuple[Tensor, Tensor]]) -> None:
     last = len(ROWS)
     if inside := [name for step, name in watch.reads if step < last]:
         if inside[0] == "synchronize":
-            raise Mistake("synchronize() was called while steps were still to come: it waits until the device has done "
-                          "all that is queued", "leave it out: reading the sums after the loop waits")  # fmt: skip
+            raise Mistake(
+                "synchronize() was called while steps were still to come: it waits until the device has done "
+                "all that is queued",
+                "leave it out: reading the sums after the loop waits",
+            )
         name = (SAID | SIZED).get(inside[0], f".{inside[0]}()")
-        raise Mistake(f"{len(inside)} times a tensor's number was needed while steps were still to come, first by "
-                      f"{name}: each waits until the device has done all that is queued",
-                      "add up tensors on the device; read the sum once, after the loop")  # fmt: skip
+        raise Mistake(
+            f"{len(inside)} times a tensor's number was needed while steps were still to come, first by "
+            f"{name}: each waits until the device has done all that is queued",
+            "add up tensors on the device; read the sum once, after the loop",
+        )
     x, y = (sum(_address(batch[k]) in watch.copied for batch in batches) for k in (0, 1))
     if x + y < 2 * last:
         left = "the loss would not find y, left on the host" if x == last else "the model would not find its input"
-        raise Mistake(f"{x + y} tensors were copied to the device, of {2 * last}: on a GPU {left}",
-                      "x.to(device, non_blocking=True), and y, too")  # fmt: skip
+        raise Mistake(
+            f"{x + y} tensors were copied to the device, of {2 * last}: on a GPU {left}",
+            "x.to(device, non_blocking=True), and y, too",
+        )
     if late := [step for step in watch.blocking if 0 < step < last]:
-        raise Mistake(f"{len(late)} copies were blocking while a step was in the queue: each waits until it is done",
-                      "the batches lie in pinned memory: .to(device, non_blocking=True)")  # fmt: skip
+        raise Mistake(
+            f"{len(late)} copies were blocking while a step was in the queue: each waits until it is done",
+            "the batches lie in pinned memory: .to(device, non_blocking=True)",
+        )
     if watch.kept > 2:
-        raise Mistake(f"{watch.kept} graphs of former steps were still alive: their activations fill the memory",
-                      "add up loss.detach(): a sum of losses with their graphs keeps them all")  # fmt: skip
+        raise Mistake(
+            f"{watch.kept} graphs of former steps were still alive: their activations fill the memory",
+            "add up loss.detach(): a sum of losses with their graphs keeps them all",
+        )
 
 
 def _check_numbers(answer: Any, want: tuple[float, float]) -> None:
@@ -241,14 +270,20 @@ def _check_numbers(answer: Any, want: tuple[float, float]) -> None:
         if math.isclose(loss, want[0] * rows, rel_tol=1e-4):
             raise Mistake("your loss is the sum over the samples", f"divide by the {rows} samples")
         if math.isclose(loss, want[0] * rows / len(ROWS), rel_tol=1e-4):
-            raise Mistake(f"your loss is the sum over the {rows} samples, divided by the {len(ROWS)} batches",
-                          f"divide by the {rows} samples")  # fmt: skip
-        raise Mistake(f"your mean loss is {loss:.4f}; over the {rows} samples of this epoch it is {want[0]:.4f}",
-                      "the last batch is smaller: weigh the mean loss of each batch by its samples")  # fmt: skip
+            raise Mistake(
+                f"your loss is the sum over the {rows} samples, divided by the {len(ROWS)} batches",
+                f"divide by the {rows} samples",
+            )
+        raise Mistake(
+            f"your mean loss is {loss:.4f}; over the {rows} samples of this epoch it is {want[0]:.4f}",
+            "the last batch is smaller: weigh the mean loss of each batch by its samples",
+        )
     if not math.isclose(accuracy, want[1], rel_tol=1e-4):
         if any(math.isclose(accuracy, want[1] * times, rel_tol=1e-4) for times in (100, rows, rows / len(ROWS))):
             raise Mistake(f"your accuracy is {accuracy:g}, not a share", "right ones over samples, from 0 to 1")
         if math.isclose(accuracy, 1 - want[1], rel_tol=1e-4):
             raise Mistake(f"your accuracy, {accuracy:.4f}, is the share of wrong answers", "count where they are equal")
-        raise Mistake(f"your accuracy is {accuracy:.4f}; of the {rows} samples of this epoch it is {want[1]:.4f}",
-                      "count the right ones of all batches, by the output before the step")  # fmt: skip
+        raise Mistake(
+            f"your accuracy is {accuracy:.4f}; of the {rows} samples of this epoch it is {want[1]:.4f}",
+            "count the right ones of all batches, by the output before the step",
+        )

@@ -41,9 +41,10 @@ def _check_counts(names: list[str], pairs: int) -> None:
         more = min(n) >= pairs
         raise Mistake(
             f"for pairs={pairs} you ran a {n[0]} and b {n[1]} times",
-            "each version runs once per pair and no more: who picks among runs picks the result" if more else
-            "each version runs once per pair, in all pairs that were asked for",
-        )  # fmt: skip
+            "each version runs once per pair and no more: who picks among runs picks the result"
+            if more
+            else "each version runs once per pair, in all pairs that were asked for",
+        )
 
 
 def _check_order(names: list[str], machine: DriftingMachine, slower: float) -> None:
@@ -51,16 +52,22 @@ def _check_order(names: list[str], machine: DriftingMachine, slower: float) -> N
         a, b = (statistics.median(r.seconds for r in machine.runs if r.name == name) for name in "ab")
         raise Mistake(
             f"all runs of {names[0]} came before all of {names[-1]}, and in between a neighbour arrived: the medians' "
-            f"ratio is {b / a:.2f}, in truth it is {slower:.2f}", "run a and b in turn: both see the same machine",
-        )  # fmt: skip
+            f"ratio is {b / a:.2f}, in truth it is {slower:.2f}",
+            "run a and b in turn: both see the same machine",
+        )
     firsts, pairs = names[::2], len(names) // 2
     if any(x == y for x, y in zip(firsts, names[1::2], strict=True)):
-        raise Mistake("a pair is not one run of a and one of b, one right after the other",
-                      "a b, b a, a b, ...: runs 1 and 2 are a pair, then 3 and 4")  # fmt: skip
+        raise Mistake(
+            "a pair is not one run of a and one of b, one right after the other",
+            "a b, b a, a b, ...: runs 1 and 2 are a pair, then 3 and 4",
+        )
     if min(firsts.count("a"), firsts.count("b")) < pairs / 8:
         late = "b" if firsts.count("a") > firsts.count("b") else "a"
-        raise Mistake(f"{late} was the second of its pair {max(map(firsts.count, 'ab'))} of {pairs} times, and whoever "
-                      f"comes second is slower on this machine", "let them take turns: a b, b a, a b, ...")  # fmt: skip
+        raise Mistake(
+            f"{late} was the second of its pair {max(map(firsts.count, 'ab'))} of {pairs} times, and whoever "
+            f"comes second is slower on this machine",
+            "let them take turns: a b, b a, a b, ...",
+        )
 
 
 def _two(answer: Any, slower: float) -> tuple[list[float], str]:
@@ -98,8 +105,11 @@ def _check_ratios(ratios: list[float], machine: DriftingMachine) -> None:
     for wrong, what, hint in RATIO_SLIPS:
         if _same(ratios, wrong(a, b, machine)):
             raise Mistake(what, hint)
-    raise Mistake(f"the first pair took {a[0]:.4f} s (a) and {b[0]:.4f} s (b): its ratio is {b[0] / a[0]:.4f}, your "
-                  f"first one is {ratios[0]:.4f}", "seconds of b / seconds of a, both of the same pair")  # fmt: skip
+    raise Mistake(
+        f"the first pair took {a[0]:.4f} s (a) and {b[0]:.4f} s (b): its ratio is {b[0] / a[0]:.4f}, your "
+        f"first one is {ratios[0]:.4f}",
+        "seconds of b / seconds of a, both of the same pair",
+    )
 
 
 def _same(x: Sequence[float], y: Sequence[float]) -> bool:
@@ -109,31 +119,62 @@ def _same(x: Sequence[float], y: Sequence[float]) -> bool:
 
 Seconds = list[float]
 RATIO_SLIPS: list[tuple[Callable[[Seconds, Seconds, DriftingMachine], Seconds], str, str]] = [
-    (lambda a, b, m: [x / y for x, y in zip(a, b, strict=True)], "your ratios are upside down: a over b",
-     "seconds of b / seconds of a, so that more than 1 means: b is slower"),
-    (lambda a, b, m: [y - x for x, y in zip(a, b, strict=True)], "these are differences, in seconds: they grow by half "
-     "when the neighbour comes, a ratio does not", "divide b's seconds by a's"),
-    (lambda a, b, m: [100 * (y / x - 1) for x, y in zip(a, b, strict=True)], "these are changes in percent",
-     "return the ratios themselves, such as 1.02"),
-    (lambda a, b, m: [100 * y / x for x, y in zip(a, b, strict=True)], "these are ratios in percent",
-     "return the ratios themselves, such as 1.02"),
-    (lambda a, b, m: [math.log(y / x) for x, y in zip(a, b, strict=True)], "these are logarithms of ratios",
-     "return the ratios themselves, such as 1.02"),
-    (lambda a, b, m: [y / x - 1 for x, y in zip(a, b, strict=True)], "these are relative changes, 0 if nothing differs",
-     "return the ratios themselves, such as 1.02"),
-    (lambda a, b, m: [second.seconds / first.seconds for first, second in _couples(m)],
-     "you divide the second run by the first: where b went first, the ratio is upside down",
-     "b over a, whoever of them went first"),
-    (lambda a, b, m: [y / x for x, y in zip(sorted(a), sorted(b), strict=True)],
-     "you sorted the runs before you paired them: a quick run now meets a quick one, not its neighbour in time",
-     "pair first; there is nothing to sort"),
-    (lambda a, b, m: [y / statistics.median(a) for y in b], "every run of b is divided by the median of all runs of a, "
-     "from before and after the neighbour came", "divide by the run of a in the same pair"),
-    (lambda a, b, m: [y / statistics.fmean(a) for y in b], "every run of b is divided by the mean of all runs of a, "
-     "from before and after the neighbour came", "divide by the run of a in the same pair"),
-    (lambda a, b, m: [y / a[0] for y in b], "every run of b is divided by the first run of a",
-     "divide by the run of a in the same pair: the machine does not stay as it was"),
-]  # fmt: skip
+    (
+        lambda a, b, m: [x / y for x, y in zip(a, b, strict=True)],
+        "your ratios are upside down: a over b",
+        "seconds of b / seconds of a, so that more than 1 means: b is slower",
+    ),
+    (
+        lambda a, b, m: [y - x for x, y in zip(a, b, strict=True)],
+        "these are differences, in seconds: they grow by half when the neighbour comes, a ratio does not",
+        "divide b's seconds by a's",
+    ),
+    (
+        lambda a, b, m: [100 * (y / x - 1) for x, y in zip(a, b, strict=True)],
+        "these are changes in percent",
+        "return the ratios themselves, such as 1.02",
+    ),
+    (
+        lambda a, b, m: [100 * y / x for x, y in zip(a, b, strict=True)],
+        "these are ratios in percent",
+        "return the ratios themselves, such as 1.02",
+    ),
+    (
+        lambda a, b, m: [math.log(y / x) for x, y in zip(a, b, strict=True)],
+        "these are logarithms of ratios",
+        "return the ratios themselves, such as 1.02",
+    ),
+    (
+        lambda a, b, m: [y / x - 1 for x, y in zip(a, b, strict=True)],
+        "these are relative changes, 0 if nothing differs",
+        "return the ratios themselves, such as 1.02",
+    ),
+    (
+        lambda a, b, m: [second.seconds / first.seconds for first, second in _couples(m)],
+        "you divide the second run by the first: where b went first, the ratio is upside down",
+        "b over a, whoever of them went first",
+    ),
+    (
+        lambda a, b, m: [y / x for x, y in zip(sorted(a), sorted(b), strict=True)],
+        "you sorted the runs before you paired them: a quick run now meets a quick one, not its neighbour in time",
+        "pair first; there is nothing to sort",
+    ),
+    (
+        lambda a, b, m: [y / statistics.median(a) for y in b],
+        "every run of b is divided by the median of all runs of a, from before and after the neighbour came",
+        "divide by the run of a in the same pair",
+    ),
+    (
+        lambda a, b, m: [y / statistics.fmean(a) for y in b],
+        "every run of b is divided by the mean of all runs of a, from before and after the neighbour came",
+        "divide by the run of a in the same pair",
+    ),
+    (
+        lambda a, b, m: [y / a[0] for y in b],
+        "every run of b is divided by the first run of a",
+        "divide by the run of a in the same pair: the machine does not stay as it was",
+    ),
+]
 
 
 def _couples(machine: DriftingMachine) -> Iterator[tuple[Run, Run]]:
@@ -144,13 +185,17 @@ def _check_verdict(verdict: str, interval: Estimate, slower: float) -> None:
     said = f"the interval of the median ratio is [{interval.low:.3f}, {interval.high:.3f}]"
     if not differs(interval):
         if verdict != "no difference" and slower == 1:
-            raise Mistake(f'{said}: it holds 1, yet you say "{verdict}", and in truth both versions are the same',
-                          'a median is never exactly 1; only an interval without 1 is a difference')  # fmt: skip
+            raise Mistake(
+                f'{said}: it holds 1, yet you say "{verdict}", and in truth both versions are the same',
+                "a median is never exactly 1; only an interval without 1 is a difference",
+            )
         return
     right = VERDICTS[interval.low > 1]
     if verdict == "no difference":
-        raise Mistake(f'{said}: it leaves out 1, yet you say "no difference"',
-                      "the interval decides, not how large the difference is")  # fmt: skip
+        raise Mistake(
+            f'{said}: it leaves out 1, yet you say "no difference"',
+            "the interval decides, not how large the difference is",
+        )
     if verdict != right:
         raise Mistake(f'{said}, yet you say "{verdict}"', "more than 1 means that b takes longer than a")
 

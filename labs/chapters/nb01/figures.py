@@ -38,8 +38,13 @@ def ladder(runs: dict[str, Records], guess: Prediction) -> None:
     first, (printed, early, *_) = next(iter(ratios.items()))
     message = f"{first}: the loop as printed {_says(printed)}; with its data outside it {_says(early)}"
     queue = ", emulated queue" if kind == "modelled" else ""
-    fig, ax = figure(message, xlabel=f"answer / repaired answer (x{queue})", ylabel="benchmark",
-                     records=[r for run in runs.values() for r in run], legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel=f"answer / repaired answer (x{queue})",
+        ylabel="benchmark",
+        records=[r for run in runs.values() for r in run],
+        legend_below=True,
+    )
     for k, (model, values) in enumerate(ratios.items()):
         inside = [e if e.value >= SMALLEST else None for e in values]
         bars(ax, list(RUNGS.values()), inside, label=model, kind=kind, color=SERIES[k])
@@ -52,8 +57,11 @@ def ladder(runs: dict[str, Records], guess: Prediction) -> None:
                 )
     prediction(ax, float(guess), 0, label=first)
     ax.axvline(1, linestyle=":", color="black")
-    ends = [SMALLEST, float(guess), *(max(v, SMALLEST) for values in ratios.values() for e in values
-                                      for v in (e.low, e.high))]  # fmt: skip
+    ends = [
+        SMALLEST,
+        float(guess),
+        *(max(v, SMALLEST) for values in ratios.values() for e in values for v in (e.low, e.high)),
+    ]
     log_axes(ax, [2.0**k for k in _octaves([v for v in ends if v > 0])])
     show(fig, alt=f"{message}. " + "; ".join(f"{m}: {', '.join(map(str, v))}" for m, v in ratios.items()))
     lines = [_repairs(model, answers) for model, answers in found.items()]
@@ -78,8 +86,10 @@ def hidden_waits(run: Records) -> None:
 def recorded_waits() -> None:
     """The same table of each model that was tried on a recorded GPU."""
     found = on_gpus.of_claims("01", "timing")
-    on_gpus.told([run for of_machine in found for run in launches(of_machine)],
-                 lambda run: f"{model_of(run)}\n\n{_waits_table(run)}")  # fmt: skip
+    on_gpus.told(
+        [run for of_machine in found for run in launches(of_machine)],
+        lambda run: f"{model_of(run)}\n\n{_waits_table(run)}",
+    )
 
 
 def _waits_table(run: Records) -> str:
@@ -91,10 +101,15 @@ def _waits_table(run: Records) -> str:
         lines.append(f"| `{r.case['way']}` | {waits} | {share} | {word} |")
     where = "on the emulated queue" if rows[0].kind == "modelled" else "on a GPU"
     steps = rows[0].case["steps"]
-    return "\n".join([
-        "| in every step | by its documentation | the clock sees | of the work |", "| --- | --- | --- | --- |", *lines,
-        "", f"Loops of {steps} steps with {rows[0].case['batch']} samples each, {where}. {_copy_text(run)}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "| in every step | by its documentation | the clock sees | of the work |",
+            "| --- | --- | --- | --- |",
+            *lines,
+            "",
+            f"Loops of {steps} steps with {rows[0].case['batch']} samples each, {where}. {_copy_text(run)}",
+        ]
+    )
 
 
 def _copy_text(run: Records) -> str:
@@ -107,8 +122,10 @@ def _copy_text(run: Records) -> str:
     wanted, near = 100 - (100 - free.value) / steps, 100 / steps / 3  # it sees the launches of the last step as well
     if share.low - near <= wanted <= share.high + near:
         launches = f" (its launches are seen: {wanted:.0f} %)" if free.low > 5 else ""
-        return (f"With blocking copies the clock sees {share}: all but the last of {steps} steps{launches}; "
-                "no copy waits for it.")  # fmt: skip
+        return (
+            f"With blocking copies the clock sees {share}: all but the last of {steps} steps{launches}; "
+            "no copy waits for it."
+        )
     return f"With blocking copies the clock sees {share}, and not {wanted:.0f} %, all but the last of {steps} steps."
 
 
@@ -123,8 +140,11 @@ def _ticks(values: list[float]) -> list[float]:
     low, high = min(values), max(values)
     if high / low > 16:
         return [2.0**k for k in _octaves(values)]
-    round_ones = [f * 10.0**k for k in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-                  for f in (1, 1.5, 2, 3, 4, 5, 7)]  # fmt: skip
+    round_ones = [
+        f * 10.0**k
+        for k in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+        for f in (1, 1.5, 2, 3, 4, 5, 7)
+    ]
     first = max(t for t in round_ones if t <= low)
     last = min((t for t in round_ones if t >= high), default=high)
     return [t for t in round_ones if first <= t <= last]
@@ -221,18 +241,23 @@ def _ranks_text(run: Records) -> str:
 
 
 MEANINGS = {
-    "step_s": "one step (of DDP): the slowest rank", "samples_per_s": "throughput of all ranks",
-    "mfu": "share of the best rate seen here", "mfu_datasheet": "share of the datasheet's peak",
-    "sync_s": "what synchronising gradients adds to a step", "sync_share": "the same, as a share of the step",
-    "iqr_share": "width of the middle half over the median", "p95_ratio": "95th percentile over the median",
+    "step_s": "one step (of DDP): the slowest rank",
+    "samples_per_s": "throughput of all ranks",
+    "mfu": "share of the best rate seen here",
+    "mfu_datasheet": "share of the datasheet's peak",
+    "sync_s": "what synchronising gradients adds to a step",
+    "sync_share": "the same, as a share of the step",
+    "iqr_share": "width of the middle half over the median",
+    "p95_ratio": "95th percentile over the median",
     "warm_up": "when the detector called it steady",
-}  # fmt: skip
+}
 
 
 def report(run: Records) -> pandas.DataFrame:
     """What `python -m labs.timing` says about a model: one row per quantity, with its meaning."""
-    rows = {k: {run[0].config["model"]: str(v), "what it is": MEANINGS.get(k, "")}
-            for k, v in timing.report(run).items()}  # fmt: skip
+    rows = {
+        k: {run[0].config["model"]: str(v), "what it is": MEANINGS.get(k, "")} for k, v in timing.report(run).items()
+    }
     return pandas.DataFrame(rows).T
 
 
@@ -247,8 +272,13 @@ def neighbour(run: Records, guess: Prediction) -> None:
     message = f"The same code, {blocked.value:.2g} times as slow: all of A first, then all of B"
     if not differs(blocked):
         message = "All of A first, then all of B: the neighbour is not seen this time"
-    fig, ax = figure(message, xlabel="time of B / time of A (x); A and B are the same function", ylabel="order",
-                     records=run, size=(7.0, 3.0))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="time of B / time of A (x); A and B are the same function",
+        ylabel="order",
+        records=run,
+        size=(7.0, 3.0),
+    )
     bars(ax, list(ORDERS.values()), list(ratios.values()))
     prediction(ax, float(guess), 0)
     ax.axvline(1, linestyle=":", color="black")
@@ -256,8 +286,10 @@ def neighbour(run: Records, guess: Prediction) -> None:
     show(fig, alt=f"{message}: {blocked}; in turn: {fair}. The truth is 1.")
     end = "finds a difference that is not there: one interval in twenty does"
     if not differs(fair):
-        end = ("finds no difference, as there is none: the two runs of a pair follow each other, nearly always with "
-               "the same neighbour")  # fmt: skip
+        end = (
+            "finds no difference, as there is none: the two runs of a pair follow each other, nearly always with "
+            "the same neighbour"
+        )
     say(
         f"Blocked: {blocked}, though A and B are one function. {guess.against(blocked)} Interleaved: {fair}, which "
         f"{end}."

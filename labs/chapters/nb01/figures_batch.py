@@ -43,8 +43,10 @@ def utilisation(run: Records, guess: Prediction) -> None:
     )
     show(fig, alt=f"{message}. {rows}.")
     wait = busy[jobs.index("waiting for data")]
-    say(f"* One number at a time: {guess.against(reached[slow])}\n* Waiting for data: busy {wait}. "
-        f"{_busy_text(jobs, busy, reached)}")  # fmt: skip
+    say(
+        f"* One number at a time: {guess.against(reached[slow])}\n* Waiting for data: busy {wait}. "
+        f"{_busy_text(jobs, busy, reached)}"
+    )
 
 
 def _busy_text(jobs: list[str], busy: list[Estimate], reached: list[Estimate]) -> str:
@@ -65,8 +67,11 @@ def polls(run: Records) -> None:
         low, high = min(r.samples), max(r.samples)
         lines.append(f"* read every {r.case['window_s']:g} s: {len(r.samples)} readings from {low:.0%} to {high:.0%}")
     slow, fast = (max(r.samples) - min(r.samples) for r in (readers[0], readers[-1]))
-    lines.append("* The slow reader sees means of work and rest, which a steady load of that height would give, too."
-                 if fast > 2 * slow else "* Reading more often shows no more here.")  # fmt: skip
+    lines.append(
+        "* The slow reader sees means of work and rest, which a steady load of that height would give, too."
+        if fast > 2 * slow
+        else "* Reading more often shows no more here."
+    )
     say("\n".join(lines))
 
 
@@ -105,8 +110,14 @@ def throughput(run: Records, guess: Prediction) -> None:
     else:
         half = f"no {'fixed part of a step' if fit.sample_s else 'cost per sample'} to be seen"
     message = f"One device: {half}{_more(run)}"
-    fig, ax = figure(message, xlabel="batch size of each device", ylabel="samples per second", records=run,
-                     size=(6.6, 3.5), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="batch size of each device",
+        ylabel="samples per second",
+        records=run,
+        size=(6.6, 3.5),
+        legend_below=True,
+    )
     for mode, label in (("single", "one device"), ("ddp", f"{n} devices, DDP")):
         if found[mode]:
             color, fit = SERIES[len(knees)], batch_size.fit_ends(run, mode)
@@ -132,8 +143,10 @@ def _throughput_text(run: Records, one: dict[int, Estimate], knees: dict, guess:
     for label, (fit, half) in knees.items():
         if not fit.sample_s or not fit.fixed_s or half is None:
             what = "a step costs whatever its batch" if fit.sample_s and half else "a sample costs"
-            lines.append(f"* {label}: batches {fit.small} and {fit.large} alone cannot tell in this run what {what}. "
-                         "Run the cell again, on a quiet machine or with more rounds.")  # fmt: skip
+            lines.append(
+                f"* {label}: batches {fit.small} and {fit.large} alone cannot tell in this run what {what}. "
+                "Run the cell again, on a quiet machine or with more rounds."
+            )
             continue
         said = f" {guess.against(half, 'modelled')}" if label == "one device" else ""
         lines.append(
@@ -141,9 +154,11 @@ def _throughput_text(run: Records, one: dict[int, Estimate], knees: dict, guess:
             f"per sample, by the medians; fitted round by round, half of the limit is at {half}.{said}"
         )
     small, large = min(one), max(one)
-    lines.append(f"* One device, from batch {small} to {large}: {one[large].value / one[small].value:.1f} times the "
-                 f"throughput, {times[large].value / times[small].value:.0f} times the time of a step, and activations "
-                 f"grow with the batch: {_bytes(run, small)} to {_bytes(run, large)}.")  # fmt: skip
+    lines.append(
+        f"* One device, from batch {small} to {large}: {one[large].value / one[small].value:.1f} times the "
+        f"throughput, {times[large].value / times[small].value:.0f} times the time of a step, and activations "
+        f"grow with the batch: {_bytes(run, small)} to {_bytes(run, large)}."
+    )
     return "\n".join(lines)
 
 
@@ -169,8 +184,10 @@ def _grid(low: float, high: float, steps: int = 60) -> list[float]:
 
 def activation_table(run: Records) -> pandas.DataFrame:
     """Bytes kept for backward, by batch: deterministic, counted not timed."""
-    rows = {r.case["batch"]: {"activations (kB)": r.value / 1e3, "per sample (kB)": r.value / 1e3 / r.case["batch"]}
-            for r in run.where("activation_bytes")}  # fmt: skip
+    rows = {
+        r.case["batch"]: {"activations (kB)": r.value / 1e3, "per sample (kB)": r.value / 1e3 / r.case["batch"]}
+        for r in run.where("activation_bytes")
+    }
     table = pandas.DataFrame(rows).T.round(2)
     table.index.name = "batch"
     return table
@@ -186,8 +203,14 @@ def communication(run: Records, guess: Prediction) -> None:
         f"Synchronising gradients: {found[small].value:.0f} % of a step at batch {small}, "
         f"{found[large].value:.0f} % at {large}"
     )
-    fig, ax = figure(message, xlabel="batch size of each rank", ylabel="share of the step (%)", records=run,
-                     size=(6.6, 3.5), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="batch size of each rank",
+        ylabel="share of the step (%)",
+        records=run,
+        size=(6.6, 3.5),
+        legend_below=True,
+    )
     points(ax, list(found), list(found.values()), label="synchronising gradients: 1 - no_sync / DDP", line=True)
     modelled = batch_size.modelled_share(run)
     curve(ax, list(modelled), [100 * v for v in modelled.values()], label="the same if nothing overlaps")
@@ -203,9 +226,14 @@ def communication(run: Records, guess: Prediction) -> None:
     )
 
 
-RULES = {"same": "same rate", "linear": "linear", "linear, warm-up": "linear, warm-up",
-         "sqrt, warm-up": "square root, warm-up", "AdamW, linear, warm-up": "AdamW: linear, warm-up",
-         "AdamW, sqrt, warm-up": "AdamW: square root, warm-up"}  # fmt: skip
+RULES = {
+    "same": "same rate",
+    "linear": "linear",
+    "linear, warm-up": "linear, warm-up",
+    "sqrt, warm-up": "square root, warm-up",
+    "AdamW, linear, warm-up": "AdamW: linear, warm-up",
+    "AdamW, sqrt, warm-up": "AdamW: square root, warm-up",
+}
 SAID = {"keeps": "keeps all but a point", "loses": "loses more than a point", "cannot be told": "cannot be told"}
 LEAST_POINTS = -12.0
 """Below, a change of accuracy is drawn at the edge of the figure."""
@@ -242,8 +270,14 @@ def lr_figure(run: Records, guess: Prediction) -> None:
     said = [f"keeps all but a point up to batch {kept}"] if kept > min(batches.values()) else []
     said += [f"loses more than {'one' if said else 'a point'} at {_lost_text(run, lost)}"] if lost else []
     message = f"Linear scaling with warm-up {', '.join(said) or 'cannot be judged by these seeds'}"
-    fig, ax = figure(message, xlabel="batch size", records=run, size=(7.0, 4.6), legend_below=True,
-                     ylabel=f"test accuracy against batch {min(batches.values())}\n(percentage points)")  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="batch size",
+        records=run,
+        size=(7.0, 4.6),
+        legend_below=True,
+        ylabel=f"test accuracy against batch {min(batches.values())}\n(percentage points)",
+    )
     ax.axhspan(-1, 1, color="#EFEFEF", zorder=0)
     below = []
     for k, rule in enumerate(rules):
@@ -280,8 +314,11 @@ def _lr_text(run: Records, batches: dict[int, int], lost: int | None, guess: Pre
     for rule in dict.fromkeys(r.case["rule"] for r in accuracies):
         first = run.one("test_accuracy", rule=rule, factor=1)
         words = lr_scaling.judged(run, rule)
-        said = [f"{SAID[w]} at {', '.join(str(batches[f]) for f in words if words[f] == w)}"
-                for w in SAID if w in words.values()]  # fmt: skip
+        said = [
+            f"{SAID[w]} at {', '.join(str(batches[f]) for f in words if words[f] == w)}"
+            for w in SAID
+            if w in words.values()
+        ]
         gone = sum(r.value for r in run.where("diverged", rule=rule))
         end = f"; {gone:.0f} trainings diverged" if gone else ""
         lines.append(f"* {RULES[rule]} (batch {base}: {_percent(first)}): {'; '.join(said)}{end}.")

@@ -50,9 +50,12 @@ def compare(
 
 
 def train_epoch(
-    model: nn.Module, optimizer: Optimizer, loss_of: Callable[[Tensor, Tensor], Tensor],
-    batches: Sequence[tuple[Tensor, Tensor]], device: torch.device,
-) -> tuple[float, float]:  # fmt: skip
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    device: torch.device,
+) -> tuple[float, float]:
     """(mean loss, accuracy) over the samples of an epoch. The host runs ahead; it waits once, at the end."""
     total, right = torch.zeros((), device=device), torch.zeros((), device=device)
     for x, y in batches:

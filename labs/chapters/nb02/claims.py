@@ -24,8 +24,10 @@ def _(evidence: Records) -> Verdict:
         raise LookupError("launch('dataloader') with workers that are slower than a model alone is needed")
     idle, busy = [s.low > WAITS for _, s, _ in slower], [s.high < WAITS for _, s, _ in slower]
     speed, share, case = slower[0]
-    because = (f"with a loader slower than the model {sum(idle)} of {len(idle)} runs wait for more than {WAITS:g} % of "
-               f"the time; the slowest, {case}: {speed} the model's rate, {share} waits{device(run)}")  # fmt: skip
+    because = (
+        f"with a loader slower than the model {sum(idle)} of {len(idle)} runs wait for more than {WAITS:g} % of "
+        f"the time; the slowest, {case}: {speed} the model's rate, {share} waits{device(run)}"
+    )
     return judged(idle, busy, because)
 
 
@@ -65,9 +67,11 @@ def _(evidence: Records) -> Verdict:
         nothing = "no model here is shown to wait for data, so there is nothing to cure"
         return cannot_tell(f"{nothing}: {max(said)[1]}{device(run)}")
     open_ = len(right) - sum(right) - sum(wrong)
-    because = (f"several workers are shown to be the cure for {sum(right)} of {len(right)} models that wait for data, "
-               f"shown not to be for {sum(wrong)}{f', and cannot be told for {open_}' if open_ else ''}: "
-               f"{max(said)[1]} ({NO_TURNS}){device(run)}")  # fmt: skip
+    because = (
+        f"several workers are shown to be the cure for {sum(right)} of {len(right)} models that wait for data, "
+        f"shown not to be for {sum(wrong)}{f', and cannot be told for {open_}' if open_ else ''}: "
+        f"{max(said)[1]} ({NO_TURNS}){device(run)}"
+    )
     return Verdict(word(right, wrong), because) if any(right) or any(wrong) else cannot_tell(because)
 
 
@@ -79,8 +83,10 @@ def _(evidence: Records) -> Verdict:
     if n < 1:
         raise LookupError("launch('loader_traps', traps=['workers']) with workers is needed")
     pids = sorted({int(pid) for pid in run.one("worker_pids", workers=n).samples})
-    because = (f"num_workers={n}: the items come from {found.value:.0f} process{'es' * (found.value != 1)} (pid "
-               f"{', '.join(map(str, pids))}), {'among them' if trainer else 'not from'} the trainer")  # fmt: skip
+    because = (
+        f"num_workers={n}: the items come from {found.value:.0f} process{'es' * (found.value != 1)} (pid "
+        f"{', '.join(map(str, pids))}), {'among them' if trainer else 'not from'} the trainer"
+    )
     threads, processes = trainer and found.value == 1, found.value == n and not trainer
     return Verdict("holds" if threads else "does not hold" if processes else "depends", because)
 
@@ -103,8 +109,10 @@ def _(evidence: Records) -> Verdict:
         jobs = {name: max(by.items()) for name, by in loading.swept(evidence).items() if by}
     trained, slower = loading.brings([g for _, g in jobs.values()])
     speeds = ", ".join(f"items that {source} {g} ({counted(n)})" for source, (n, g) in most.items())
-    because = (f"against no workers: {speeds}; the share of the time that waits for data falls for {sum(fell)} of "
-               f"{len(fell)} models that wait")  # fmt: skip
+    because = (
+        f"against no workers: {speeds}; the share of the time that waits for data falls for {sum(fell)} of "
+        f"{len(fell)} models that wait"
+    )
     if jobs:
         worst = min(jobs, key=lambda name: jobs[name][1].value)
         because += f"; of trainings the worst is {worst} with {jobs[worst][1]} the rate ({counted(jobs[worst][0])})"
@@ -134,8 +142,10 @@ def _(evidence: Records) -> Verdict:
     every = {"JPEG tiles": {4: tiles}} | {job: {4: by[4]} for job, by in others.items() if 4 in by}
     faster, same = loading.brings([by[4] for by in every.values()])
     slow = loading.first_batch(evidence)
-    because = (f"4 workers against none load {sum(faster)} of {len(faster)} sources faster: {loading.ends(every)}; "
-               f"with new workers the first batch of an epoch takes {slow} as long")  # fmt: skip
+    because = (
+        f"4 workers against none load {sum(faster)} of {len(faster)} sources faster: {loading.ends(every)}; "
+        f"with new workers the first batch of an epoch takes {slow} as long"
+    )
     found = judged(faster, same, because)
     if found.word != "holds" or slow.high < GAIN:
         return found
@@ -147,8 +157,10 @@ def _(evidence: Records) -> Verdict:
     run = last(evidence, "dataloader", "batch_bytes", send="float32")
     few, many = (run.one("batch_bytes", send=send).value for send in ("uint8", "float32"))
     rate = quotient(*(run.one("images_per_s", way="both", send=send) for send in ("float32", "uint8")))
-    because = (f"where workers also expand uint8 to float32, {few / 1e6:.3g} MB per batch become {many / 1e6:.3g} MB, "
-               f"and training has {rate} the images per second ({NO_TURNS}){device(run)}")  # fmt: skip
+    because = (
+        f"where workers also expand uint8 to float32, {few / 1e6:.3g} MB per batch become {many / 1e6:.3g} MB, "
+        f"and training has {rate} the images per second ({NO_TURNS}){device(run)}"
+    )
     if not differs(rate):
         because += ": what it costs in time this run cannot tell"
     return Verdict(word([many <= few, rate.low > 1], [many > few, rate.high < 1]), because)
@@ -175,8 +187,10 @@ def _(evidence: Records) -> Verdict:
         same = "the batch itself" if batch.to("cpu") is batch else "a copy"
         return Verdict("needs N GPUs", f'on a CPU nothing is sent: .to("cpu") gives {same}', "")
     overlap = quotient(rates[True, True], rates[False, False])
-    because = (f"with pin_memory and non_blocking the same bytes come at {overlap} the images per second of plain "
-               f".to(device) ({NO_TURNS})")  # fmt: skip
+    because = (
+        f"with pin_memory and non_blocking the same bytes come at {overlap} the images per second of plain "
+        f".to(device) ({NO_TURNS})"
+    )
     if not differs(overlap):
         return cannot_tell(because)
     return Verdict("does not hold" if overlap.low > 1 else "depends", because)  # fewer would show no saving either

@@ -119,22 +119,33 @@ def _check_reads(reads: Reads, shards: int, ranks: int, workers: int) -> None:
     rank_ignored = all(all(a == answers[0] for a in answers) for answers in by_workers)
     worker_ignored = workers > 1 and all(all(a == answers[0] for a in answers) for answers in by_ranks)
     if not any(reads.values()):
-        raise Mistake(f"{case}nobody reads anything", "every process must get its part"
-                      if workers else "without workers the main process reads what its rank has to read")  # fmt: skip
+        raise Mistake(
+            f"{case}nobody reads anything",
+            "every process must get its part"
+            if workers
+            else "without workers the main process reads what its rank has to read",
+        )
     if rank_ignored and worker_ignored:
-        raise Mistake(f"{case}all {len(reads)} processes read the same, {_list(reads[0, 0])}: each of these samples "
-                      f"comes {len(reads)} times in an epoch",
-                      "two numbers tell the processes apart: rank, and get_worker_info().id")  # fmt: skip
+        raise Mistake(
+            f"{case}all {len(reads)} processes read the same, {_list(reads[0, 0])}: each of these samples "
+            f"comes {len(reads)} times in an epoch",
+            "two numbers tell the processes apart: rank, and get_worker_info().id",
+        )
     if rank_ignored:
         reader = "worker 0 of each" if workers else "each"
-        raise Mistake(f"{case}the ranks read the same: {reader} reads {_list(reads[0, 0])}, so {ranks} GPUs train on "
-                      "the same samples",
-                      "a worker counts only the workers of its own rank: cut by rank as well" if workers else
-                      "get_worker_info() is None: this process is alone on its rank, not in the job")  # fmt: skip
+        raise Mistake(
+            f"{case}the ranks read the same: {reader} reads {_list(reads[0, 0])}, so {ranks} GPUs train on "
+            "the same samples",
+            "a worker counts only the workers of its own rank: cut by rank as well"
+            if workers
+            else "get_worker_info() is None: this process is alone on its rank, not in the job",
+        )
     if worker_ignored:
-        raise Mistake(f"{case}the workers of a rank read the same: on rank 0 each reads {_list(reads[0, 0])}, so their "
-                      f"samples come {workers} times", "share the rank's shards among its workers: "
-                      "get_worker_info() knows id and num_workers")  # fmt: skip
+        raise Mistake(
+            f"{case}the workers of a rank read the same: on rank 0 each reads {_list(reads[0, 0])}, so their "
+            f"samples come {workers} times",
+            "share the rank's shards among its workers: get_worker_info() knows id and num_workers",
+        )
     _check_once(reads, SHARDS[:shards], case)
     _check_fair(reads, ranks, case)
 
@@ -145,10 +156,13 @@ def _check_once(reads: Reads, shards: list[str], case: str) -> None:
     if twice:
         readers = [_who(p) for p, answer in reads.items() for name in answer if name == twice[0]]
         nobody = f", and nobody reads {missing[0]}" if missing else ""
-        raise Mistake(f"{case}{readers[0]} and {readers[1]} both read {twice[0]}{nobody}" if readers[0] != readers[1]
-                      else f"{case}{readers[0]} reads {twice[0]} twice{nobody}",
-                      f"give the {len(reads)} processes numbers of their own, made of rank and worker id; each takes "
-                      f"every {len(reads)}th shard, beginning at its number")  # fmt: skip
+        raise Mistake(
+            f"{case}{readers[0]} and {readers[1]} both read {twice[0]}{nobody}"
+            if readers[0] != readers[1]
+            else f"{case}{readers[0]} reads {twice[0]} twice{nobody}",
+            f"give the {len(reads)} processes numbers of their own, made of rank and worker id; each takes "
+            f"every {len(reads)}th shard, beginning at its number",
+        )
     if missing:
         hint = "with steps in place of blocks, such as shards[first::step], no rest is left"
         if missing == shards[-len(missing) :]:
@@ -163,13 +177,17 @@ def _check_fair(reads: Reads, ranks: int, case: str) -> None:
     for rank in range(ranks):
         own = [len(answer) for (r, _), answer in reads.items() if r == rank]
         if max(own) - min(own) > 1:
-            raise Mistake(f"{once}the workers of rank {rank} read {_numbers(own)} of them",
-                          "deal them out like cards: then no worker gets two more than another")  # fmt: skip
+            raise Mistake(
+                f"{once}the workers of rank {rank} read {_numbers(own)} of them",
+                "deal them out like cards: then no worker gets two more than another",
+            )
     by_rank = [sum(len(answer) for (r, _), answer in reads.items() if r == rank) for rank in range(ranks)]
     if max(by_rank) - min(by_rank) > 1:
-        raise Mistake(f"{once}the ranks read {_numbers(by_rank)}: the rank that is done first leaves the others "
-                      "waiting in all-reduce", "deal to the ranks first: shards[rank::world_size]; then each rank's "
-                      "part to its workers")  # fmt: skip
+        raise Mistake(
+            f"{once}the ranks read {_numbers(by_rank)}: the rank that is done first leaves the others "
+            "waiting in all-reduce",
+            "deal to the ranks first: shards[rank::world_size]; then each rank's part to its workers",
+        )
 
 
 def _numbers(counts: list[int]) -> str:

@@ -56,8 +56,10 @@ def check_limit(f: Function) -> None:
     }
     wider = (samples(0.100, 0.01, 15), samples(0.101, 0.2, 16))  # only who ignores the noise has a slower one here
     if named == by_size and _pair(f(*map(list, wider)))[0] == solution.limit(*map(sorted, wider))[0] == "neither":
-        raise Mistake("you sort the samples before you pair them: what the machine did in a round no longer cancels",
-                      "paired_ratio(loader_s, model_s), as they came")  # fmt: skip
+        raise Mistake(
+            "you sort the samples before you pair them: what the machine did in a round no longer cancels",
+            "paired_ratio(loader_s, model_s), as they came",
+        )
     for case in PAIRS:
         _check_name(case, named[case])
     _check_expected({case: expected_s for case, (_, expected_s) in answers.items()})
@@ -83,19 +85,38 @@ def _check_name(case: str, got: str) -> None:
     slower = sum(b > a for a, b in zip(model_s, loader_s, strict=True))
     answer = f'and you answer "{got}"'
     what, hint = {
-        "one outlier": (f"in {ROUNDS - slower} of {ROUNDS} rounds the model was slower, {answer}: one step in which "
-                        "the loader took 1.5 s turns it round", "medians, and ratios by round, survive an outlier"),
-        "alike": (f"the loader was slower in {slower} of {ROUNDS} rounds, the model in {ROUNDS - slower}, {answer}: "
-                  "these samples cannot show that", "name one only if differs(paired_ratio(loader_s, model_s))"),
-        "small and sure": (f"the loader was slower in every round, by 4 % with 0.3 % of noise, {answer}",
-                           "no fixed margin: let the samples' own interval decide what can be told apart"),
-        "slowing machine": (f"the loader was slower in every round, by 15 %, {answer}: after half of the rounds the "
-                            "machine took twice as long for both", "compare round by round: paired_ratio(loader_s, "
-                            "model_s); two separate intervals hold the machine's moods as well"),
-        "far and unsure": (f"the medians are 6 % apart, {answer}: the loader was slower in {slower} of {ROUNDS} "
-                           "rounds, the model in the others", "no fixed margin: let the samples' own interval decide"),
-    }.get(case, (f"model {_ms(model_s)}, loader {_ms(loader_s)} per step, with 3 % of noise, {answer}, "
-                 f'not "{want}"', "the slower one limits, if the interval of their ratio leaves out 1"))  # fmt: skip
+        "one outlier": (
+            f"in {ROUNDS - slower} of {ROUNDS} rounds the model was slower, {answer}: one step in which "
+            "the loader took 1.5 s turns it round",
+            "medians, and ratios by round, survive an outlier",
+        ),
+        "alike": (
+            f"the loader was slower in {slower} of {ROUNDS} rounds, the model in {ROUNDS - slower}, {answer}: "
+            "these samples cannot show that",
+            "name one only if differs(paired_ratio(loader_s, model_s))",
+        ),
+        "small and sure": (
+            f"the loader was slower in every round, by 4 % with 0.3 % of noise, {answer}",
+            "no fixed margin: let the samples' own interval decide what can be told apart",
+        ),
+        "slowing machine": (
+            f"the loader was slower in every round, by 15 %, {answer}: after half of the rounds the "
+            "machine took twice as long for both",
+            "compare round by round: paired_ratio(loader_s, "
+            "model_s); two separate intervals hold the machine's moods as well",
+        ),
+        "far and unsure": (
+            f"the medians are 6 % apart, {answer}: the loader was slower in {slower} of {ROUNDS} "
+            "rounds, the model in the others",
+            "no fixed margin: let the samples' own interval decide",
+        ),
+    }.get(
+        case,
+        (
+            f'model {_ms(model_s)}, loader {_ms(loader_s)} per step, with 3 % of noise, {answer}, not "{want}"',
+            "the slower one limits, if the interval of their ratio leaves out 1",
+        ),
+    )
     raise Mistake(what, hint)
 
 
@@ -120,18 +141,30 @@ def _check_expected(expected_s: dict[str, float]) -> None:
 
 
 SLIPS: list[tuple[Function, str, str]] = [
-    (lambda m, b: median(m) + median(b), "you add the two times, as if the model waited while workers decode",
-     "workers prepare the next batches during the step: the slower one alone sets the pace"),
-    (lambda m, b: min(median(m), median(b)), "you expect the time of the faster one, but it has to wait for the other",
-     "the larger of the two medians"),
-    (lambda m, b: max(mean(m), mean(b)), "you expect a mean, and a single step of 1.5 s moves it",
-     "the larger of the two medians"),
-    (lambda m, b: (median(m) + median(b)) / 2, "you expect the average of the two; the slower one sets the pace",
-     "the larger of the two medians"),
+    (
+        lambda m, b: median(m) + median(b),
+        "you add the two times, as if the model waited while workers decode",
+        "workers prepare the next batches during the step: the slower one alone sets the pace",
+    ),
+    (
+        lambda m, b: min(median(m), median(b)),
+        "you expect the time of the faster one, but it has to wait for the other",
+        "the larger of the two medians",
+    ),
+    (
+        lambda m, b: max(mean(m), mean(b)),
+        "you expect a mean, and a single step of 1.5 s moves it",
+        "the larger of the two medians",
+    ),
+    (
+        lambda m, b: (median(m) + median(b)) / 2,
+        "you expect the average of the two; the slower one sets the pace",
+        "the larger of the two medians",
+    ),
     (lambda m, b: max(*m, *b), "you expect the slowest step of all, not a typical one", "medians before the maximum"),
     (lambda m, b: max(median(m), median(b)) * 1e3, "you return milliseconds", "expected_s is in seconds"),
     (lambda m, b: 1 / max(median(m), median(b)), "you return steps per second", "expected_s is in seconds per step"),
-]  # fmt: skip
+]
 
 
 Setting = tuple[int, int | None]
@@ -194,13 +227,18 @@ def check_cheapest(f: Function) -> None:
         want = solution.cheapest(case.rates, case.tolerance)
         if got != want:
             if all(f(c.rates, c.tolerance) == _certainly_good(c) for c in SWEEPS):
-                raise Mistake(f"you choose {got}, the first that is shown to be good enough, by the low end of its "
-                              f"interval. {want} is cheaper, and nothing shows that it loses more than the tolerance",
-                              "a setting is out when even the high end of its interval is too low")  # fmt: skip
+                raise Mistake(
+                    f"you choose {got}, the first that is shown to be good enough, by the low end of its "
+                    f"interval. {want} is cheaper, and nothing shows that it loses more than the tolerance",
+                    "a setting is out when even the high end of its interval is too low",
+                )
             known = f", {case.known[got]}" if got in case.known else ""
             shown = ", ".join(f"{s}: {median(r):.3g}" for s, r in case.rates.items())
-            raise Mistake(f"{{{shown}}} images/s (medians), tolerance {100 * case.tolerance:g} %: you choose {got}"
-                          f"{known}. {_facts(case, got, want)}", case.hint)  # fmt: skip
+            raise Mistake(
+                f"{{{shown}}} images/s (medians), tolerance {100 * case.tolerance:g} %: you choose {got}"
+                f"{known}. {_facts(case, got, want)}",
+                case.hint,
+            )
 
 
 def _certainly_good(case: Sweep) -> Setting:

@@ -48,12 +48,25 @@ def together(run: Records, guess: Prediction, model: str = "even", workers: int 
     near = [r for r in fed if abs(r["measured"].value / r["the slower one"] - 1) <= 0.15]
     right = "The slower one decides" if 2 * len(near) > len(fed) else "The slower one does not decide alone"
     message = f"{right}: with workers, within 15 % of it in {len(near)} of {len(fed)} cases"
-    fig, ax = figure(message, xlabel="images per second (logarithmic)", ylabel="model, num_workers", records=run,
-                     size=(7.0, 5.0), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="images per second (logarithmic)",
+        ylabel="model, num_workers",
+        records=run,
+        size=(7.0, 5.0),
+        legend_below=True,
+    )
     names = [f"{r['model']}, {r['workers']}" for r in rows]
     bars(ax, names, [r["measured"] for r in rows], label="both together")
-    (mark,) = ax.plot([r["the slower one"] for r in rows], range(len(rows)), "|", color="black", markersize=17,
-                      markeredgewidth=2, label="predicted from each alone (modelled)")  # fmt: skip
+    (mark,) = ax.plot(
+        [r["the slower one"] for r in rows],
+        range(len(rows)),
+        "|",
+        color="black",
+        markersize=17,
+        markeredgewidth=2,
+        label="predicted from each alone (modelled)",
+    )
     mark.set_gid("kind:modelled")
     at = next((i for i, r in enumerate(rows) if (r["model"], r["workers"]) == (model, workers)), 0)
     prediction(ax, float(guess), at)
@@ -95,13 +108,25 @@ def waiting(run: Records) -> None:
     heavy = run.where("wait_share", model=models[-1])
     least = min(heavy, key=lambda r: r.value)
     message = f"The {models[-1]} model waits {least.value:.0%} of its time with {_workers(least.case['workers'])}"
-    fig, ax = figure(message, xlabel="num_workers", ylabel="share of the step\nspent waiting (%)", records=run,
-                     size=(6.6, 3.5), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="num_workers",
+        ylabel="share of the step\nspent waiting (%)",
+        records=run,
+        size=(6.6, 3.5),
+        legend_below=True,
+    )
     counts = sorted({r.case["workers"] for r in run.where("wait_share")})
     for k, model in enumerate(models):
         rows = [run.one("wait_share", model=model, workers=n) for n in counts]
-        points(ax, range(len(counts)), [estimate(r.samples).scaled(100, "%") for r in rows], label=MODELS[model],
-               line=True, color=SERIES[k])  # fmt: skip
+        points(
+            ax,
+            range(len(counts)),
+            [estimate(r.samples).scaled(100, "%") for r in rows],
+            label=MODELS[model],
+            line=True,
+            color=SERIES[k],
+        )
     ax.axhline(5, linestyle=":", color="black")
     ax.annotate("5 %", (-0.12, 5), ha="left", va="bottom", fontsize=10)
     ax.set_xticks(range(len(counts)), [str(n) for n in counts])
@@ -134,8 +159,14 @@ def timelines(run: Records) -> None:
         begin, end = found["trains"][0][0], found["trains"][-1][1]
         waited = sum(b - a for a, b in found["waits"] if a >= begin) / (end - begin)
         message = f"{MODELS[model].capitalize()}: waits {waited:.0%} of the time after its first batch"
-        fig, ax = figure(message, xlabel="time since the loader was made (s)", ylabel="process", records=run,
-                         size=(7.0, 2.9), legend_below=True)  # fmt: skip
+        fig, ax = figure(
+            message,
+            xlabel="time since the loader was made (s)",
+            ylabel="process",
+            records=run,
+            size=(7.0, 2.9),
+            legend_below=True,
+        )
         spans(ax, 0, found["waits"], label="waits", color="#BDBDBD")
         spans(ax, 0, found["trains"], label="trains", color=SERIES[0])
         for k, w in enumerate(workers):
@@ -185,8 +216,10 @@ def sweep_map(run: Records, guess: Prediction) -> None:
 
 def _sweep_text(run: Records, rows: dict, best: Record, tied: list[Record], guess: Prediction) -> str:
     cores, batch = cores_of(run), best.case["batch"]
-    lines = [f"* {cores} cores; the cell with the highest median has {counted(best.case['workers'])}. "
-             f"{guess.against(float(best.case['workers']))}"]  # fmt: skip
+    lines = [
+        f"* {cores} cores; the cell with the highest median has {counted(best.case['workers'])}. "
+        f"{guess.against(float(best.case['workers']))}"
+    ]
     if others := [r for r in tied if r is not best]:
         named = "; ".join(f"{counted(r.case['workers'])}, batches of {r.case['batch']}" for r in others)
         lines.append(f"* These samples cannot tell it from cells with {named}.")
@@ -240,11 +273,18 @@ def pinned(run: Records, folder: Path = on_gpus.RECORDS) -> None:
     gain = quotient(by[True, True], by[False, False])
     told = f"{gain} as fast as neither" if differs(gain) else f"no difference that this run can show, {gain}"
     message = f"Pinned memory with non_blocking: {told}"
-    fig, ax = figure(message, xlabel="images per second", ylabel="pin_memory,\nnon_blocking", records=Records(rows),
-                     size=(6.8, 2.9), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="images per second",
+        ylabel="pin_memory,\nnon_blocking",
+        records=Records(rows),
+        size=(6.8, 2.9),
+        legend_below=True,
+    )
     bars(ax, [f"{p}, {n}" for p, n in by], list(by.values()), kind=rows[0].kind, label="model and loader together")
-    return show(fig, alt=f"{message}. " + "; ".join(f"pin_memory={p}, non_blocking={n}: {_rate(r)}"
-                                                    for (p, n), r in by.items()))  # fmt: skip
+    return show(
+        fig, alt=f"{message}. " + "; ".join(f"pin_memory={p}, non_blocking={n}: {_rate(r)}" for (p, n), r in by.items())
+    )
 
 
 def first_batches(run: Records) -> pandas.DataFrame:

@@ -17,8 +17,14 @@ def needed(run: Records, guess: Prediction) -> None:
     times, workers = asked.case["model_rate"], int(asked.value)
     shares = {n: share.scaled(100, "%") for n, share in sorted(loader_cores.fed(run, times).items())}
     message = f"Predicted: {counted(workers)}. Measured: {loader_cores.enough_text(run, times)}"
-    fig, ax = figure(message, xlabel="num_workers", ylabel="share of the rate of\nthe model alone (%)", records=run,
-                     size=(6.6, 3.3), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="num_workers",
+        ylabel="share of the rate of\nthe model alone (%)",
+        records=run,
+        size=(6.6, 3.3),
+        legend_below=True,
+    )
     points(ax, list(shares), shares.values(), label="model and loader together", color=SERIES[0])
     rule = [100 * expected_share(n, times) for n in shares]
     curve(ax, list(shares), rule, label="rule: workers x rate of one, until the model is fed", color=SERIES[1])
@@ -28,8 +34,10 @@ def needed(run: Records, guess: Prediction) -> None:
     ax.set_ylim(0, max(115, 1.05 * float(guess)))
     show(fig, alt=f"{message}. " + "; ".join(f"{counted(n)}: {share}" for n, share in shares.items()))
     one = run.one("images_per_s", way="one worker").value
-    say(f"One worker gives {one:,.0f} images/s, the model takes {times:g} times as many. "
-        f"{guess.against(shares[workers])}{_why_short(run, times, workers)}")  # fmt: skip
+    say(
+        f"One worker gives {one:,.0f} images/s, the model takes {times:g} times as many. "
+        f"{guess.against(shares[workers])}{_why_short(run, times, workers)}"
+    )
 
 
 def expected_share(workers: int, times: float) -> float:
@@ -52,8 +60,9 @@ def _why_short(run: Records, times: float, workers: int) -> str:
     gain, hoped = paired_ratio(both[workers], both[few]), expected_share(workers, times) / expected_share(few, times)
     if few < workers and gain.high < hoped:
         said.append(f"{counted(workers)} over {counted(few)}: {gain}, where the rule expects {hoped:.3g} x.")
-    said.append(verdict(paired_ratio(both[workers + 1], both[workers]),
-                        f"{counted(workers + 1)} over {counted(workers)}") + ".")  # fmt: skip
+    said.append(
+        verdict(paired_ratio(both[workers + 1], both[workers]), f"{counted(workers + 1)} over {counted(workers)}") + "."
+    )
     return " " + " ".join(said)
 
 
@@ -69,13 +78,26 @@ def ranks(run: Records) -> None:
     found = {r.case["ranks"]: r for r in rows if r.case["workers"] == dear}
     told = f"Images/s of {most} ranks with {counted(dear)} each over one such rank"
     message = verdict(paired_ratio(found[most].samples, found[1].samples), told)
-    fig, ax = figure(message, xlabel="images per second of all ranks together", ylabel="ranks x workers", records=run,
-                     size=(6.8, 3.3), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="images per second of all ranks together",
+        ylabel="ranks x workers",
+        records=run,
+        size=(6.8, 3.3),
+        legend_below=True,
+    )
     names = [f"{r.case['ranks']} x {r.case['workers']}" for r in rows]
     bars(ax, names, rows, label="loaded")
     limits = [loader_traps.predict("compute", r.case["ranks"] * r.case["workers"], 1 / one, cores) for r in rows]
-    (mark,) = ax.plot(limits, range(len(rows)), "|", color="black", markersize=17, markeredgewidth=2,
-                      label=f"expected from {names[0]}, if {cores} cores are the limit (modelled)")  # fmt: skip
+    (mark,) = ax.plot(
+        limits,
+        range(len(rows)),
+        "|",
+        color="black",
+        markersize=17,
+        markeredgewidth=2,
+        label=f"expected from {names[0]}, if {cores} cores are the limit (modelled)",
+    )
     mark.set_gid("kind:modelled")
     ax.set_xlim(left=0)
     return show(fig, alt=f"{message}. " + "; ".join(f"{n}: {r.value:,.0f}" for n, r in zip(names, rows, strict=True)))
@@ -89,8 +111,9 @@ def augmentation(run: Records, guess: Prediction) -> None:
     rivals = [s for s in stages if paired_ratio(stages[s].samples, stages[longest].samples).high >= 1]
     most = f"the longest stage: {longest}" if rivals == [longest] else f"the longest: {' or '.join(rivals)}"
     message = f"Crop, flip and colour jitter: {share.value:.0f} % of an image's time; {most}"
-    fig, ax = figure(message, xlabel="time per image (ms)", ylabel="stage", records=run, size=(6.8, 3.3),
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="time per image (ms)", ylabel="stage", records=run, size=(6.8, 3.3), legend_below=True
+    )
     times = {s: [1e3 * t for t in r.samples] for s, r in stages.items()}
     bars(ax, list(times), [loader_cores.measure.estimate(t) for t in times.values()], label="one process")
     ax.set_xlim(left=0)
@@ -108,6 +131,8 @@ def threads(run: Records) -> None:
     most = rates[max(rates)]
     ratio = paired_ratio(most.samples, rates[1].samples)
     case = most.case
-    told = (f"{case['workers']} workers on {case['cores']} cores, {case['threads']} threads each against one each, "
-            "items per second")  # fmt: skip
+    told = (
+        f"{case['workers']} workers on {case['cores']} cores, {case['threads']} threads each against one each, "
+        "items per second"
+    )
     say(f"{verdict(ratio, told)}.")

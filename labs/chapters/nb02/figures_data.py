@@ -23,8 +23,9 @@ def scaling(run: Records, guess: Prediction, workers: int = 8) -> None:
     most = found["sleep"][-1].case["workers"]
     waits, computes = gain["sleep"].value, gain["compute"].value
     message = f"{most} workers: {waits:.1f} times the speed if items wait, {computes:.1f} if they compute"
-    fig, ax = figure(message, xlabel="num_workers", ylabel="items per second", records=run, size=(6.6, 3.5),
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="num_workers", ylabel="items per second", records=run, size=(6.6, 3.5), legend_below=True
+    )
     counts = [r.case["workers"] for r in found["sleep"]]
     for k, (source, label) in enumerate(sources.items()):
         points(ax, range(len(counts)), [estimate(r.samples) for r in found[source]], label=label, color=SERIES[k])
@@ -61,8 +62,13 @@ def formats(run: Records, guess: Prediction) -> None:
     worker = _through_a_worker(run)
     message = f"Memory map over JPEG folder: {times['memory map'].value:,.3g} x in one process"
     message += f", {worker:,.3g} x through a worker" if worker else ""
-    fig, ax = figure(message, xlabel="images per second of one process (logarithmic)", ylabel="format", records=run,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="images per second of one process (logarithmic)",
+        ylabel="format",
+        records=run,
+        legend_below=True,
+    )
     labels = [f if f != "memory copy" else "copy of the bytes\nin memory (limit)" for f in names]
     bars(ax, labels, [estimate(r.samples) for r in warm.values()], label="page cache")
     cold = [run.where("images_per_s", format=f, cache="cold") for f in names]
@@ -89,8 +95,10 @@ def _formats_text(run: Records, warm: dict[str, Record], times: dict, best: str,
     ]
     if worker := _through_a_worker(run):
         rate = run.one("worker_images_per_s", format="memory map").value
-        lines.append(f"* Through one worker, which hands every batch over, the map gives {rate:,.0f} images/s: "
-                     f"{worker:,.3g} x the folder's.")  # fmt: skip
+        lines.append(
+            f"* Through one worker, which hands every batch over, the map gives {rate:,.0f} images/s: "
+            f"{worker:,.3g} x the folder's."
+        )
     lines.append(f"* {_cold_text(run)}")
     whole, draft = (run.where("images_per_s", format=f, cache="warm") for f in ("photo", "photo, draft"))
     if len(whole) and len(draft):
@@ -108,10 +116,15 @@ def _cold_text(run: Records) -> str:
     if not {"memory map", "JPEG folder"} <= set(cold):
         return "From the disk: not measured, this system keeps the files in memory."
     speed = run.one("disk_bytes_per_s").value / 1e6
-    told = [f"{name} {paired_ratio(r.samples, cold['JPEG folder'].samples)}" for name, r in cold.items()
-            if name.startswith("memory map")]  # fmt: skip
-    return (f"From this disk, which gives {speed:,.0f} MB/s front to back, over the JPEG folder: {', '.join(told)}. "
-            "A faster or slower disk gives other ratios.")  # fmt: skip
+    told = [
+        f"{name} {paired_ratio(r.samples, cold['JPEG folder'].samples)}"
+        for name, r in cold.items()
+        if name.startswith("memory map")
+    ]
+    return (
+        f"From this disk, which gives {speed:,.0f} MB/s front to back, over the JPEG folder: {', '.join(told)}. "
+        "A faster or slower disk gives other ratios."
+    )
 
 
 def formats_table(run: Records) -> None:
@@ -178,22 +191,34 @@ def copy_on_write(run: Records, guess: Prediction) -> None:
     objects = run.where("private_growth_bytes")[0].case["objects"]
     text, array = grown["list of str"][-1], grown["NumPy array"][-1]
     message = f"Reading a list of str costs {text:.1f} MB per worker, an array {array:.1f}"
-    fig, ax = figure(message, xlabel="share of the items read (%)", ylabel="private memory\ngained (MB)", records=run,
-                     size=(6.6, 3.5), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="share of the items read (%)",
+        ylabel="private memory\ngained (MB)",
+        records=run,
+        size=(6.6, 3.5),
+        legend_below=True,
+    )
     for k, h in enumerate(held):
         share = [100 * i / (len(grown[h]) - 1) for i in range(len(grown[h]))]
         points(ax, share, grown[h], label=h, line=True, color=SERIES[k])
     prediction(ax, 100, guess, label="list of str")
     show(fig, alt=f"{message}. " + "; ".join(f"{h}: {v[-1]:.1f} MB" for h, v in grown.items()))
     modelled = run.one("predicted_growth_bytes", held="list of str").value / 1e6
-    say(f"{objects:,} objects. Closed form for the list of str: {modelled:.1f} MB, every page of it. "
-        f"{guess.against(grown['list of str'][-1])}")  # fmt: skip
+    say(
+        f"{objects:,} objects. Closed form for the list of str: {modelled:.1f} MB, every page of it. "
+        f"{guess.against(grown['list of str'][-1])}"
+    )
 
 
 FAILURES = {
-    "raises": "an item raises", "unreadable_jpeg": "a JPEG is damaged", "killed": "a worker is killed (SIGKILL)",
-    "exits": "a worker exits", "exits_with_0": "a worker exits with code 0", "hangs": "a worker hangs",
-}  # fmt: skip
+    "raises": "an item raises",
+    "unreadable_jpeg": "a JPEG is damaged",
+    "killed": "a worker is killed (SIGKILL)",
+    "exits": "a worker exits",
+    "exits_with_0": "a worker exits with code 0",
+    "hangs": "a worker hangs",
+}
 
 
 def failures_table(run: Records) -> None:

@@ -33,8 +33,10 @@ def _(evidence: Records) -> Verdict:
     facts = launched(evidence, "ddp_facts")
     losses, n = facts.one("learnable_loss").samples, facts.one("parameters", where="model").value
     start, end = estimate(losses[:8]), estimate(losses[-8:])
-    because = (f"labels that follow a rule: loss {start.value:.2f} to {end.value:.2f}; {n:,.0f} parameters, "
-               f"{4 * n / 1e6:.2f} MB of FP32 gradients per step")  # fmt: skip
+    because = (
+        f"labels that follow a rule: loss {start.value:.2f} to {end.value:.2f}; {n:,.0f} parameters, "
+        f"{4 * n / 1e6:.2f} MB of FP32 gradients per step"
+    )
     return judged([end.high < start.low], [end.low > start.high], because)
 
 
@@ -42,8 +44,11 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     r = launched(evidence, "ddp_facts").one("module_level_runs")
     word = "does not hold" if r.value > 1 else "holds"
-    return Verdict(word, f"with {r.case['workers']:.0f} spawned workers a line at module level ran in {r.value:.0f} "
-                         "processes. On GPUs each of them would put a model and a CUDA context on GPU 0")  # fmt: skip
+    return Verdict(
+        word,
+        f"with {r.case['workers']:.0f} spawned workers a line at module level ran in {r.value:.0f} "
+        "processes. On GPUs each of them would put a model and a CUDA context on GPU 0",
+    )
 
 
 @verdict("A08")
@@ -80,8 +85,11 @@ def _(evidence: Records) -> Verdict:
     facts = launched(evidence, "ddp_facts")
     losses, floor = facts.one("random_label_loss").samples, facts.one("random_label_floor").value
     last, falls = estimate(losses[len(losses) // 2 :], "nats"), floor - 0.05
-    return judged([last.high <= falls], [last.low > falls], f"random labels: median loss {last.value:.3f} over the "
-                  f"last half of {len(losses)} steps; ln 10 = {floor:.3f}")  # fmt: skip
+    return judged(
+        [last.high <= falls],
+        [last.low > falls],
+        f"random labels: median loss {last.value:.3f} over the last half of {len(losses)} steps; ln 10 = {floor:.3f}",
+    )
 
 
 @verdict("A15")
@@ -105,8 +113,11 @@ def _(evidence: Records) -> Verdict:
     else:
         word = "holds" if 1 <= cost.high < GAIN else "depends"
         free += " (this run cannot tell more)" if word == "depends" and cost.high >= 1 else ""
-    return Verdict(word, f"each rank prints the loss of its own rows: {', '.join(f'{x:.3f}' for x in local)}. "
-                         f"Reading it {free} on this device: steps take {cost} as long")  # fmt: skip
+    return Verdict(
+        word,
+        f"each rank prints the loss of its own rows: {', '.join(f'{x:.3f}' for x in local)}. "
+        f"Reading it {free} on this device: steps take {cost} as long",
+    )
 
 
 @verdict("A26")
@@ -121,9 +132,12 @@ def _(evidence: Records) -> Verdict:
     uneven = gathered or (on_gpus and documented("output_device"))
     word = "holds" if not even else "depends" if uneven else "does not hold"
     dp = " Under DataParallel all outputs and the optimizer's state are on device 0." if uneven else ""
-    return Verdict(word, f"counted, not weighed: under DDP each rank holds {held:,.0f} of {model:,.0f} parameters and "
-                         f"works on {'as many' if even else 'other numbers of'} rows.{dp} What is uneven beside that, "
-                         "nvidia-smi shows on GPUs")  # fmt: skip
+    return Verdict(
+        word,
+        f"counted, not weighed: under DDP each rank holds {held:,.0f} of {model:,.0f} parameters and "
+        f"works on {'as many' if even else 'other numbers of'} rows.{dp} What is uneven beside that, "
+        "nvidia-smi shows on GPUs",
+    )
 
 
 @verdict("B01")
@@ -134,9 +148,12 @@ def _(evidence: Records) -> Verdict:
     )
     sent = facts.one("broadcasts_per_step", model="cnn_batchnorm", sync_buffers=True).value
     word = "depends" if before > after == later == 0 else "does not hold"
-    return Verdict(word, f"parameters once: the ranks differ by {before:.2g} before DDP, {after:g} after its "
-                         f"constructor, {later:g} five steps later. In each step gradients, and {sent:g} broadcasts "
-                         "of buffers where a model has BatchNorm")  # fmt: skip
+    return Verdict(
+        word,
+        f"parameters once: the ranks differ by {before:.2g} before DDP, {after:g} after its "
+        f"constructor, {later:g} five steps later. In each step gradients, and {sent:g} broadcasts "
+        "of buffers where a model has BatchNorm",
+    )
 
 
 @verdict("B02")
@@ -145,9 +162,12 @@ def _(evidence: Records) -> Verdict:
     parts = [[r for r in held if r.case["gradient_as_bucket_view"] is view and r.value] for view in (False, True)]
     counts = {len(p) for p in parts}
     word = "holds" if counts == {3} else "does not hold" if 3 not in counts else "depends"
-    return Verdict(word, f"{ends([str(n) for n in sorted(counts)])} parts here, by gradient_as_bucket_view and "
-                   "optimizer (Adam without it, SGD with it; MB, the first): "
-                   + ", ".join(f"{r.case['part']} {r.value / 1e6:.2f}" for r in parts[0]))  # fmt: skip
+    return Verdict(
+        word,
+        f"{ends([str(n) for n in sorted(counts)])} parts here, by gradient_as_bucket_view and "
+        "optimizer (Adam without it, SGD with it; MB, the first): "
+        + ", ".join(f"{r.case['part']} {r.value / 1e6:.2f}" for r in parts[0]),
+    )
 
 
 @verdict("B26")
@@ -156,9 +176,12 @@ def _(evidence: Records) -> Verdict:
     even, slow = facts.where("step_s_of_fastest_rank")
     spread = facts.one("parameter_spread", when=f"slow {slow.case['slow_ms'] / 1e3:g}").value
     word = "depends" if spread == 0 else "holds"  # whether versions may differ, no run here tells
-    return Verdict(word, f"ranks of unequal speed train one model: beside one that is {slow.case['slow_ms']:.0f} ms "
-                   f"slower a step takes {1e3 * slow.value:.0f} ms ({1e3 * even.value:.0f} without), and replicas "
-                   f"differ by {spread:g}. Unequal cards and versions were not tried")  # fmt: skip
+    return Verdict(
+        word,
+        f"ranks of unequal speed train one model: beside one that is {slow.case['slow_ms']:.0f} ms "
+        f"slower a step takes {1e3 * slow.value:.0f} ms ({1e3 * even.value:.0f} without), and replicas "
+        f"differ by {spread:g}. Unequal cards and versions were not tried",
+    )
 
 
 @verdict("B34")
@@ -192,8 +215,10 @@ def _(evidence: Records) -> Verdict:
 @verdict("D07")
 def _(evidence: Records) -> Verdict:
     parity = launched(evidence, "ddp_parity")
-    plain, norm = (parity.one("gradient_relative_error", model=m, dtype="float64", sync_batchnorm=False).value
-                   for m in ("cnn", "cnn_batchnorm"))  # fmt: skip
+    plain, norm = (
+        parity.one("gradient_relative_error", model=m, dtype="float64", sync_batchnorm=False).value
+        for m in ("cnn", "cnn_batchnorm")
+    )
     word = "holds" if plain < 1e-6 else "does not hold"
     return Verdict(
         word, f"the averaged gradient is the whole batch's to {plain:.0e}; with BatchNorm to {norm:.0e} only"
@@ -216,8 +241,11 @@ def _(evidence: Records) -> Verdict:
     facts = launched(evidence, "ddp_facts")
     best, idle = (facts.one("relu_mse", output=o).value for o in ("the best possible, >= 0", "always 0"))
     word = "does not hold" if best > 0.1 * idle else "holds"
-    return Verdict(word, f"the best output without negative numbers has an error of {best:.2f}, one that is always 0 "
-                         f"of {idle:.2f}: {best / idle:.0%} of the error cannot be trained away")  # fmt: skip
+    return Verdict(
+        word,
+        f"the best output without negative numbers has an error of {best:.2f}, one that is always 0 "
+        f"of {idle:.2f}: {best / idle:.0%} of the error cannot be trained away",
+    )
 
 
 @verdict("E15")
@@ -229,12 +257,17 @@ def _(evidence: Records) -> Verdict:
         says = documented("replicated")
         if not says:
             raise LookupError("nothing counts bytes between GPUs, and torch's documentation speaks of no replicas")
-        return Verdict("holds", f'torch\'s documentation: "{says}". So at every step, not once; nothing counts bytes '
-                       "between GPUs here, a profile shows the broadcast", "published")  # fmt: skip
+        return Verdict(
+            "holds",
+            f'torch\'s documentation: "{says}". So at every step, not once; nothing counts bytes '
+            "between GPUs here, a profile shows the broadcast",
+            "published",
+        )
     moved = run.one("bytes_per_step", way="dp replicate")
-    return Verdict("holds" if moved.value > 0 else "does not hold",
-                   f"at every step, not once: {moved.value / 1e6:.2f} MB per step for the CNN (its algorithm, on CPU "
-                   "threads)")  # fmt: skip
+    return Verdict(
+        "holds" if moved.value > 0 else "does not hold",
+        f"at every step, not once: {moved.value / 1e6:.2f} MB per step for the CNN (its algorithm, on CPU threads)",
+    )
 
 
 def documented(term: str) -> str:

@@ -48,8 +48,11 @@ def _(evidence: Records) -> Verdict:
     stated = rtx_4090_epochs()[0].value
     ratio = stated / step.value
     word = "does not hold" if ratio > 100 else "depends"
-    return Verdict(word, f"an 'epoch' of the listing is one step: {1e3 * step.value:.1f} ms on one device here, "
-                         f"{ratio:,.0f} times less than the table's {stated} s")  # fmt: skip
+    return Verdict(
+        word,
+        f"an 'epoch' of the listing is one step: {1e3 * step.value:.1f} ms on one device here, "
+        f"{ratio:,.0f} times less than the table's {stated} s",
+    )
 
 
 @verdict("A13")
@@ -66,10 +69,13 @@ def _(evidence: Records) -> Verdict:
     if not readings:
         raise LookupError("launch('data_parallel', split='weak') of 'mlp' or 'cnn' has not been run")
     step, whole = (", ".join(f"{r} ({model})" for model, r in by.items()) for by in (steps, passes))
-    return judged([r.high < 1 for r in readings], [r.low > 1 for r in readings],
-                  f"with a batch of its own on each of {n} ranks a step takes {step} as long, and a step is what the "
-                  f"listing calls an epoch; a pass over a fixed dataset has {n} times fewer of them, and takes "
-                  f"{whole} as long")  # fmt: skip
+    return judged(
+        [r.high < 1 for r in readings],
+        [r.low > 1 for r in readings],
+        f"with a batch of its own on each of {n} ranks a step takes {step} as long, and a step is what the "
+        f"listing calls an epoch; a pass over a fixed dataset has {n} times fewer of them, and takes "
+        f"{whole} as long",
+    )
 
 
 @verdict("A17")
@@ -78,8 +84,11 @@ def _(evidence: Records) -> Verdict:
     flop = training_step_work(models.mlp(), step.case["batch_per_rank"]).flop
     stated = rtx_4090_epochs()[0].value
     word = "does not hold" if flop / step.value > 100 * flop / stated else "depends"
-    return Verdict(word, f"the listing's epoch is {flop / 1e6:.0f} MFLOP: {flop / stated / 1e6:.0f} MFLOP/s on a card, "
-                         f"if it took {stated} s; one device here reaches {flop / step.value / 1e6:,.0f}")  # fmt: skip
+    return Verdict(
+        word,
+        f"the listing's epoch is {flop / 1e6:.0f} MFLOP: {flop / stated / 1e6:.0f} MFLOP/s on a card, "
+        f"if it took {stated} s; one device here reaches {flop / step.value / 1e6:,.0f}",
+    )
 
 
 @verdict("A18")
@@ -91,10 +100,13 @@ def _(evidence: Records) -> Verdict:
     )
     gains = [a / b for a, b in itertools.pairwise(times)], [b.value / a.value for a, b in itertools.pairwise(rates)]
     every = [all(g > 1 for g in table) for table in gains]
-    return Verdict(word(every, [not e for e in every]),
-                   f"time: in that table the last card still gains {gains[0][-1]:.2f} x; in another, VGG-16 on RTX "
-                   f"3090, 8 cards do {gains[1][-1]:.2f} times the work of 4. Cost: {times[0]:.1f} to "
-                   f"{len(times) * times[-1]:.1f} GPU-seconds per epoch", "published")  # fmt: skip
+    return Verdict(
+        word(every, [not e for e in every]),
+        f"time: in that table the last card still gains {gains[0][-1]:.2f} x; in another, VGG-16 on RTX "
+        f"3090, 8 cards do {gains[1][-1]:.2f} times the work of 4. Cost: {times[0]:.1f} to "
+        f"{len(times) * times[-1]:.1f} GPU-seconds per epoch",
+        "published",
+    )
 
 
 @verdict("A20")
@@ -102,9 +114,12 @@ def _(evidence: Records) -> Verdict:
     run = mapped(evidence)
     cells = [r["measured"] for r in crossover.crossover_map(run)]
     least, most = (f(cells, key=lambda c: c.value) for f in (min, max))
-    return judged([c.low > 1 for c in cells], [c.high < 1 for c in cells],
-                  f"DDP on {ranks_of(run)} ranks trains {least} to {most} as fast as one rank, by model and batch"
-                  f"{only_on(run, 'MLPs')}")  # fmt: skip
+    return judged(
+        [c.low > 1 for c in cells],
+        [c.high < 1 for c in cells],
+        f"DDP on {ranks_of(run)} ranks trains {least} to {most} as fast as one rank, by model and batch"
+        f"{only_on(run, 'MLPs')}",
+    )
 
 
 @verdict("A21")
@@ -143,9 +158,10 @@ def _(evidence: Records) -> Verdict:
         if found.value and math.isfinite(found.value):
             said[-1] += f", and after 10 with a start of {start_s * 10 / found.value:.3g} s in place of {start_s:.2g} s"
     # our fork server has torch loaded, a start by torchrun takes longer: a short one of ours refutes nothing
-    return Verdict("holds" if all(e.low > 10 for e in epochs) else "depends",
-                   f"start-up is earned back on 60,000 samples after: {'; '.join(said)}"
-                   f"{only_on(run, 'two models')}")  # fmt: skip
+    return Verdict(
+        "holds" if all(e.low > 10 for e in epochs) else "depends",
+        f"start-up is earned back on 60,000 samples after: {'; '.join(said)}{only_on(run, 'two models')}",
+    )
 
 
 @verdict("B03")
@@ -154,9 +170,11 @@ def _(evidence: Records) -> Verdict:
     cells = [r["measured"] for r in crossover.crossover_map(run)]
     shares = [explained(run, *of) for of in ((True, True), (True, False), (False, True))]
     (both, *others), (alone, *_), (link, *_) = shares
-    because = (f"a step's computing and the link explain {both:.0%} of the differences between {len(cells)} speed-ups, "
-               f"{min(others):.0%} to {max(others):.0%} with one left out; without the link's bandwidth {alone:.0%}, "
-               f"without the computing {link:.0%}{only_on(run, 'MLPs')}")  # fmt: skip
+    because = (
+        f"a step's computing and the link explain {both:.0%} of the differences between {len(cells)} speed-ups, "
+        f"{min(others):.0%} to {max(others):.0%} with one left out; without the link's bandwidth {alone:.0%}, "
+        f"without the computing {link:.0%}{only_on(run, 'MLPs')}"
+    )
     if min(c.high for c in cells) >= max(c.low for c in cells):
         return cannot_tell(f"no speed-up of the map surely differs from another; {because}")
     right = [both > max(MOSTLY, alone + MORE, link + MORE) for both, alone, link in zip(*shares, strict=True)]
@@ -200,9 +218,12 @@ def _(evidence: Records) -> Verdict:
     n = ranks_of(run)
     cells = [r["measured"].scaled(100 / n) for r in crossover.crossover_map(mapped(evidence))]
     found = [data_parallel.speedups(run)["ddp", n].scaled(100 / n, "%"), *cells]
-    return in_general([e.low >= 90 for e in found], [e.high < 90 for e in found],
-                  f"scaling efficiency on {n} ranks: {found[0]} for the CNN, {min(e.value for e in cells):.0f} to "
-                  f"{max(e.value for e in cells):.0f} % over the map. Utilisation is another quantity")  # fmt: skip
+    return in_general(
+        [e.low >= 90 for e in found],
+        [e.high < 90 for e in found],
+        f"scaling efficiency on {n} ranks: {found[0]} for the CNN, {min(e.value for e in cells):.0f} to "
+        f"{max(e.value for e in cells):.0f} % over the map. Utilisation is another quantity",
+    )
 
 
 @verdict("C27")
@@ -217,8 +238,10 @@ def _(evidence: Records) -> Verdict:
     high = [small.high < half for small, _ in ends]
     grows = [unpaired_ratio(large, small) for small, large in ends]  # more speed-up: the rest is less of a step
     wrong = [small.low > half or g.high < 1 for (small, _), g in zip(ends, grows, strict=True)]
-    said = [f"{_beside(small, n)} with the smallest batch, {_beside(large, n)} with the largest (width {w})"
-            for w, (small, large) in zip(widths, ends, strict=True)]  # fmt: skip
+    said = [
+        f"{_beside(small, n)} with the smallest batch, {_beside(large, n)} with the largest (width {w})"
+        for w, (small, large) in zip(widths, ends, strict=True)
+    ]
     shown = all(high) and any(g.low > 1 for g in grows) and not any(g.high < 1 for g in grows)
     because = f"beside computing a DDP step spends {'; '.join(dict.fromkeys((said[0], said[-1])))}"
     if shown or all(wrong):

@@ -26,11 +26,15 @@ def tell_orders(read_by_rank: Sequence[Sequence[Sequence[int]]], count: int) -> 
     for number, ranks in enumerate(epochs):
         read = [i for rows in ranks for i in rows]
         shares = " + ".join(str(len(rows)) for rows in ranks)
-        print(f"epoch {number}: {shares} images read, {len(set(read))} of {count} different; "
-              f"rank 0 begins with {', '.join(map(str, ranks[0][:5]))}")  # fmt: skip
+        print(
+            f"epoch {number}: {shares} images read, {len(set(read))} of {count} different; "
+            f"rank 0 begins with {', '.join(map(str, ranks[0][:5]))}"
+        )
     orders = len({str(ranks) for ranks in epochs})
     if orders == len(epochs):
         print(f"{orders} orders in {len(epochs)} epochs: every epoch is shuffled anew.")
     else:
-        print(f"{orders} order{'s' if orders > 1 else ''} in {len(epochs)} epochs: "
-              "the model meets the same batches again, in the same order.")  # fmt: skip
+        print(
+            f"{orders} order{'s' if orders > 1 else ''} in {len(epochs)} epochs: "
+            "the model meets the same batches again, in the same order."
+        )

@@ -47,8 +47,10 @@ def check_shard(f: Function) -> None:
         )
     in_turn, in_blocks = [list(range(rank, 12, 3)) for rank in range(3)], [list(range(k, k + 4)) for k in (0, 4, 8)]
     if shards == [sorted(s) for s in shards] and shards not in (in_turn, in_blocks) and shards[0] != shards[1]:
-        raise Mistake(f"each rank's samples are sorted: with 12 samples rank 0 got {shards[0]}, rank 1 {shards[1]}",
-                      "leave them in the order that was drawn")  # fmt: skip
+        raise Mistake(
+            f"each rank's samples are sorted: with 12 samples rank 0 got {shards[0]}, rank 1 {shards[1]}",
+            "leave them in the order that was drawn",
+        )
     if shards == [sorted(s) for s in shards]:
         raise Mistake(
             f"nothing is shuffled: with 12 samples rank 0 got {shards[0]}, rank 1 {shards[1]}",
@@ -134,8 +136,9 @@ def _check_orders(f: Function) -> None:
             "shuffle all samples first and cut then; you cut first",
         )
     if same := _two_alike(seeds):
-        raise Mistake(f"seeds {7 + same[0]} and {7 + same[1]} give the same order",
-                      "the generator's seed must hold `seed` too")  # fmt: skip
+        raise Mistake(
+            f"seeds {7 + same[0]} and {7 + same[1]} give the same order", "the generator's seed must hold `seed` too"
+        )
 
 
 def _two_alike(orders: list[list[list[int]]]) -> tuple[int, int] | None:
@@ -179,16 +182,22 @@ def check_all_reduce_gradients(f: Function) -> None:
         found = on_ranks(_reduce, 3, f, when="in your all-reduce")
     except RankFailed as e:
         if "rocess group has not been initialized" in str(e):
-            raise Mistake("your code leaves the process group: the next step cannot talk to the other ranks any more",
-                          "destroy_process_group() comes once, at the end of the program") from e  # fmt: skip
+            raise Mistake(
+                "your code leaves the process group: the next step cannot talk to the other ranks any more",
+                "destroy_process_group() comes once, at the end of the program",
+            ) from e
         raise
     if any(r["not waited for"] for r in found):
-        raise Mistake("all_reduce(..., async_op=True) only starts, and your code reads p.grad before it is done",
-                      "work = dist.all_reduce(..., async_op=True), then work.wait() before p.grad is used")  # fmt: skip
+        raise Mistake(
+            "all_reduce(..., async_op=True) only starts, and your code reads p.grad before it is done",
+            "work = dist.all_reduce(..., async_op=True), then work.wait() before p.grad is used",
+        )
     if any(r["too early"] for r in found):
-        raise Mistake("your code changes p.grad while its all_reduce(..., async_op=True) still runs: some numbers are "
-                      "divided before they are sent, others after",
-                      "work.wait() first, then divide; all may be started before the first is waited for")  # fmt: skip
+        raise Mistake(
+            "your code changes p.grad while its all_reduce(..., async_op=True) still runs: some numbers are "
+            "divided before they are sent, others after",
+            "work.wait() first, then divide; all may be started before the first is waited for",
+        )
     names = list(found[0]["before"])
     if any(r["parameters changed"] for r in found):
         raise Mistake(
@@ -201,22 +210,31 @@ def check_all_reduce_gradients(f: Function) -> None:
     if all(right):
         return _check_unused(f)
     if all(map(torch.equal, before, after)):
-        raise Mistake("every rank still has its own gradients: nothing was written into p.grad",
-                      "all_reduce works in place: on a copy it leaves p.grad as it was")  # fmt: skip
+        raise Mistake(
+            "every rank still has its own gradients: nothing was written into p.grad",
+            "all_reduce works in place: on a copy it leaves p.grad as it was",
+        )
     if right[0]:
-        raise Mistake("rank 0 has the mean, the other ranks do not: their models will drift apart",
-                      "dist.reduce gives the sum to one rank; dist.all_reduce gives it to all")  # fmt: skip
+        raise Mistake(
+            "rank 0 has the mean, the other ranks do not: their models will drift apart",
+            "dist.reduce gives the sum to one rank; dist.all_reduce gives it to all",
+        )
     for rank, own_gradients in enumerate(before):
         if all(torch.equal(a, own_gradients) for a in after):
-            raise Mistake(f"all ranks have rank {rank}'s gradients: the other ranks' samples are lost",
-                          "broadcast copies; all_reduce adds")  # fmt: skip
+            raise Mistake(
+                f"all ranks have rank {rank}'s gradients: the other ranks' samples are lost",
+                "broadcast copies; all_reduce adds",
+            )
     for op, extreme in {"MAX": torch.stack(before).amax(0), "MIN": torch.stack(before).amin(0)}.items():
         if any(torch.allclose(a, extreme / k) for a in after for k in (1, 3)):
-            raise Mistake(f"each number is the {op.lower()}imum of the ranks' numbers, not their mean",
-                          f"leave out op=dist.ReduceOp.{op}: all_reduce adds, unless it is told otherwise")  # fmt: skip
+            raise Mistake(
+                f"each number is the {op.lower()}imum of the ranks' numbers, not their mean",
+                f"leave out op=dist.ReduceOp.{op}: all_reduce adds, unless it is told otherwise",
+            )
     if all(torch.allclose(a, b / 3) for a, b in zip(after, before, strict=True)):
-        raise Mistake("every rank has divided its own gradients by 3, and no sum came before or after",
-                      "dist.all_reduce(p.grad)")  # fmt: skip
+        raise Mistake(
+            "every rank has divided its own gradients by 3, and no sum came before or after", "dist.all_reduce(p.grad)"
+        )
     own = [n for n in names if all(torch.equal(r["after"][n], r["before"][n]) for r in found)]
     if own:
         raise Mistake(f"{', '.join(own)} still hold each rank's own gradients", "go through all model.parameters()")
@@ -227,8 +245,10 @@ def check_all_reduce_gradients(f: Function) -> None:
             + (": that is the sum, a learning rate 3 times too large" if abs(scale - 3) < 1e-3 else ""),
             "divide the sum by dist.get_world_size(), once, and in p.grad itself: g = g / n leaves p.grad as it was",
         )
-    raise Mistake(f"the gradients are {(after[0] - mean).norm() / mean.norm():.2g} of their size off the mean",
-                  "for each parameter: all_reduce p.grad, then divide it by the number of ranks")  # fmt: skip
+    raise Mistake(
+        f"the gradients are {(after[0] - mean).norm() / mean.norm():.2g} of their size off the mean",
+        "for each parameter: all_reduce p.grad, then divide it by the number of ranks",
+    )
 
 
 def _check_unused(f: Function) -> None:
@@ -237,18 +257,24 @@ def _check_unused(f: Function) -> None:
         found = on_ranks(_reduce_unused, 2, f, when=case)
     except RankFailed as e:
         if "NoneType" in str(e):
-            raise Mistake("a parameter that took no part in the loss has p.grad None, and your code fails on it",
-                          "let None stand for zeros: p.grad = torch.zeros_like(p)") from e  # fmt: skip
+            raise Mistake(
+                "a parameter that took no part in the loss has p.grad None, and your code fails on it",
+                "let None stand for zeros: p.grad = torch.zeros_like(p)",
+            ) from e
         raise
     want = found[0]["before"] / 2
     if all(r["after"] is not None and torch.allclose(r["after"], want * 2 / 3, rtol=1e-4) for r in found):
-        raise Mistake("on two ranks the sum is divided by 3: the number of ranks is fixed in your code",
-                      "divide by dist.get_world_size()")  # fmt: skip
+        raise Mistake(
+            "on two ranks the sum is divided by 3: the number of ranks is fixed in your code",
+            "divide by dist.get_world_size()",
+        )
     for rank, r in enumerate(found):
         if r["after"] is None or not torch.allclose(r["after"], want, rtol=1e-4, atol=1e-7):
             has = "no gradient" if r["after"] is None else "another gradient than half of rank 0's"
-            raise Mistake(f"{case}, rank {rank} ends with {has} for it",
-                          "a rank without a gradient contributes zeros, and receives the mean as well")  # fmt: skip
+            raise Mistake(
+                f"{case}, rank {rank} ends with {has} for it",
+                "a rank without a gradient contributes zeros, and receives the mean as well",
+            )
 
 
 @contextmanager
@@ -278,9 +304,13 @@ def _reduce(f: Function) -> dict[str, Any]:
     grads, parameters = _grads(model), _flat(model.parameters())
     with _works_noted() as works:
         f(model)
-    return {"before": grads, "after": _grads(model), "not waited for": any(not w.waited for w in works),
-            "too early": any(w.changed for w in works),
-            "parameters changed": not torch.equal(parameters, _flat(model.parameters()))}  # fmt: skip
+    return {
+        "before": grads,
+        "after": _grads(model),
+        "not waited for": any(not w.waited for w in works),
+        "too early": any(w.changed for w in works),
+        "parameters changed": not torch.equal(parameters, _flat(model.parameters())),
+    }
 
 
 class _Work:
@@ -348,8 +378,10 @@ def check_accumulate_step(f: Function) -> None:
     first, m = found[0], len(ROWS[0])
     idle = [rank for rank, r in enumerate(found) if not r["applied"]]
     if idle and len(idle) < len(found):
-        raise Mistake(f"rank {idle[0]} made no optimizer step, and the other did: the ranks' models drift apart",
-                      "every rank holds a copy of the model: optimizer.step() on all of them")  # fmt: skip
+        raise Mistake(
+            f"rank {idle[0]} made no optimizer step, and the other did: the ranks' models drift apart",
+            "every rank holds a copy of the model: optimizer.step() on all of them",
+        )
     if (steps := len(first["applied"])) != 1:
         raise Mistake(
             f"{m} micro-batches made {steps} optimizer steps, not 1",
@@ -365,26 +397,38 @@ def check_accumulate_step(f: Function) -> None:
         )
     _check_gradient(first["applied"][0], ROWS)
     if not _close(found[1]["applied"][0], first["applied"][0]):
-        raise Mistake("rank 0 has the gradient of the whole batch, rank 1 another: their models drift apart",
-                      "dist.all_reduce gives the sum to all ranks, dist.reduce to one")  # fmt: skip
+        raise Mistake(
+            "rank 0 has the gradient of the whole batch, rank 1 another: their models drift apart",
+            "dist.all_reduce gives the sum to all ranks, dist.reduce to one",
+        )
     gradient_bytes = first["parameters"].nbytes
     if first["own_bytes"] > gradient_bytes * (first["all_reduces"] == 0) + COUNTS_BYTES:
-        raise Mistake(f"the gradient is right, of {gradient_bytes} bytes, but you sent {first['own_bytes']} by hand",
-                      "all micro-batches but the last in ddp.no_sync(), and DDP's own all-reduce once")  # fmt: skip
+        raise Mistake(
+            f"the gradient is right, of {gradient_bytes} bytes, but you sent {first['own_bytes']} by hand",
+            "all micro-batches but the last in ddp.no_sync(), and DDP's own all-reduce once",
+        )
     if first["all_reduces"] > 1 and first["no_sync"] == 0:
-        raise Mistake(f"the gradient is right, but it was all-reduced {first['all_reduces']} times per step, not once",
-                      "with ddp.no_sync(): around forward and backward of all micro-batches but the last")  # fmt: skip
+        raise Mistake(
+            f"the gradient is right, but it was all-reduced {first['all_reduces']} times per step, not once",
+            "with ddp.no_sync(): around forward and backward of all micro-batches but the last",
+        )
     if first["all_reduces"] > 1:
-        raise Mistake(f"you entered no_sync(), yet there were {first['all_reduces']} all-reduces, not one",
-                      "DDP decides in the forward pass: ddp(x) must be inside the `with`, like backward()")  # fmt: skip
+        raise Mistake(
+            f"you entered no_sync(), yet there were {first['all_reduces']} all-reduces, not one",
+            "DDP decides in the forward pass: ddp(x) must be inside the `with`, like backward()",
+        )
     if "forward forward" in first["order"]:
-        raise Mistake(f"all {m} forward passes come before the first backward: their activations are in memory "
-                      "at once, as with the batch that did not fit",
-                      "call backward() for each micro-batch, and let .grad do the adding")  # fmt: skip
+        raise Mistake(
+            f"all {m} forward passes come before the first backward: their activations are in memory "
+            "at once, as with the batch that did not fit",
+            "call backward() for each micro-batch, and let .grad do the adding",
+        )
     if first["most rows"] > max(ROWS[0]):
-        raise Mistake(f"{first['most rows']} rows went through the model at once, and the largest micro-batch has "
-                      f"{max(ROWS[0])}: as with the batch that did not fit",
-                      "a forward and a backward for each micro-batch")  # fmt: skip
+        raise Mistake(
+            f"{first['most rows']} rows went through the model at once, and the largest micro-batch has "
+            f"{max(ROWS[0])}: as with the batch that did not fit",
+            "a forward and a backward for each micro-batch",
+        )
     _check_nothing_is_fixed(f)
 
 
@@ -448,24 +492,47 @@ def _check_gradient(got: Tensor, rows: Rows) -> None:
     whole, stale = mean(share), mean(lambda r, i: i == 0)
     weigh = "weigh each micro-batch's loss by its share of all rows of all ranks"
     known = [
-        (mean(lambda r, i: rows[r][i] / sum(rows[r])), "each rank's mean weighs the same, but rank 0 has 12 rows and "
-         "rank 1 has 4: a row of rank 1 counts three times as much as one of rank 0",
-         "all ranks must know how many rows there are in all: all_reduce that number"),
+        (
+            mean(lambda r, i: rows[r][i] / sum(rows[r])),
+            "each rank's mean weighs the same, but rank 0 has 12 rows and "
+            "rank 1 has 4: a row of rank 1 counts three times as much as one of rank 0",
+            "all ranks must know how many rows there are in all: all_reduce that number",
+        ),
         (mean(lambda r, i: 1), "the losses of the micro-batches were added, not averaged: the step is too long", weigh),
-        (mean(lambda r, i: 1 / len(rows[r])), "every micro-batch weighs the same, but they have 6, 4 and 2 rows: a row "
-         "of the small one counts three times as much as a row of the large one", weigh),
-        (mean(lambda r, i: last(r, i) * share(r, i)), "only the last micro-batch is in the gradient",
-         "zero_grad() empties .grad: call it once, before the loop"),
+        (
+            mean(lambda r, i: 1 / len(rows[r])),
+            "every micro-batch weighs the same, but they have 6, 4 and 2 rows: a row "
+            "of the small one counts three times as much as a row of the large one",
+            weigh,
+        ),
+        (
+            mean(lambda r, i: last(r, i) * share(r, i)),
+            "only the last micro-batch is in the gradient",
+            "zero_grad() empties .grad: call it once, before the loop",
+        ),
         (whole + stale, "the gradient of the step before is in it too", "optimizer.zero_grad() before the loop"),
-        (whole / 2, "the gradient is half as large as it should be",
-         "DDP divides the sum over ranks by their number: multiply by dist.get_world_size()"),
+        (
+            whole / 2,
+            "the gradient is half as large as it should be",
+            "DDP divides the sum over ranks by their number: multiply by dist.get_world_size()",
+        ),
         (whole * 2, "the gradient is twice as large as it should be", "multiply by dist.get_world_size() once"),
-        *((mean(lambda r, i, k=k: k * rows[r][i]), "each micro-batch is multiplied by its rows, but nothing is divided "
-           "by the number of all rows", weigh) for k in (1, len(rows))),
-    ]  # fmt: skip
-    known.append((mean(lambda r, i: (i == 0) * share(r, i)) + sum(share(0, i) * g[0][i]
-                  for i in range(1, m)), "only the first micro-batch was sent; what came after stays on each rank",
-                  "outside of no_sync() the last one, when all the others are in .grad"))  # fmt: skip
+        *(
+            (
+                mean(lambda r, i, k=k: k * rows[r][i]),
+                "each micro-batch is multiplied by its rows, but nothing is divided by the number of all rows",
+                weigh,
+            )
+            for k in (1, len(rows))
+        ),
+    ]
+    known.append(
+        (
+            mean(lambda r, i: (i == 0) * share(r, i)) + sum(share(0, i) * g[0][i] for i in range(1, m)),
+            "only the first micro-batch was sent; what came after stays on each rank",
+            "outside of no_sync() the last one, when all the others are in .grad",
+        )
+    )
     if _close(got, whole):
         return
     for gradient, what, hint in known:
@@ -523,9 +590,15 @@ def _accumulate(f: Function, rows: Rows) -> dict[str, Any]:
     with _bytes_sent_by_hand() as sent:
         f(ddp, optimizer, mine, loss_fn)
     own_bytes = sum(sent) - traffic["in hook"]  # the hook ends in dist.all_reduce, too
-    return {"own_bytes": own_bytes, "applied": applied, "all_reduces": traffic["all_reduces"],
-            "no_sync": traffic["no_sync"], "most rows": max(at_once, default=0),
-            "order": " ".join(order), "parameters": _flat(ddp.parameters())}  # fmt: skip
+    return {
+        "own_bytes": own_bytes,
+        "applied": applied,
+        "all_reduces": traffic["all_reduces"],
+        "no_sync": traffic["no_sync"],
+        "most rows": max(at_once, default=0),
+        "order": " ".join(order),
+        "parameters": _flat(ddp.parameters()),
+    }
 
 
 # -- 03.4: a whole program, on ranks that have joined no group yet
@@ -574,23 +647,31 @@ def check_train(f: Function) -> None:
         try:
             saved = torch.load(path, weights_only=True)
         except UnpicklingError:
-            raise Mistake("the file holds more than tensors: it cannot be read without this program's classes",
-                          "torch.save(model.state_dict(), path)") from None  # fmt: skip
+            raise Mistake(
+                "the file holds more than tensors: it cannot be read without this program's classes",
+                "torch.save(model.state_dict(), path)",
+            ) from None
     _check_what_is_read([r["read"] for r in found])
     model, *_ = _parts()
     if set(saved) != set(model.state_dict()):
         names = ", ".join(saved), ", ".join(model.state_dict())
-        raise Mistake(f"the file holds {names[0]}; a program without DDP looks for {names[1]}",
-                      "save model.state_dict(), not that of the wrapper")  # fmt: skip
+        raise Mistake(
+            f"the file holds {names[0]}; a program without DDP looks for {names[1]}",
+            "save model.state_dict(), not that of the wrapper",
+        )
     _check_trained(_flat(saved.values()), [r["read"] for r in found])
     if (writers := [rank for rank, r in enumerate(found) if r["saves"]]) != [0]:
-        raise Mistake(f"ranks {', '.join(map(str, writers))} wrote the same file, perhaps at the same time",
-                      "one rank saves: if rank == 0")  # fmt: skip
+        raise Mistake(
+            f"ranks {', '.join(map(str, writers))} wrote the same file, perhaps at the same time",
+            "one rank saves: if rank == 0",
+        )
     model.load_state_dict(saved)
     _check_accuracy(model, [r["returned"] for r in found])
     if any(r["group is left"] for r in found):
-        raise Mistake("the process group still exists when the program ends",
-                      "dist.destroy_process_group() at the end: otherwise torch warns of leaks")  # fmt: skip
+        raise Mistake(
+            "the process group still exists when the program ends",
+            "dist.destroy_process_group() at the end: otherwise torch warns of leaks",
+        )
 
 
 def _program(f: Function, path: str) -> dict[str, Any]:
@@ -605,9 +686,15 @@ def _program(f: Function, path: str) -> dict[str, Any]:
 
 def _on_ports(f: Function, path: str, rank: int, ranks: int, port: int, port_after: int) -> dict[str, Any]:
     """`f` with a group that meets at `port`; then the group that whoever started this rank expects, at `port_after`."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      TORCHELASTIC_USE_AGENT_STORE="False")  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="False",
+    )
     model, train_set, test_set = _parts()
     try:
         with _watched_program() as saves:
@@ -661,14 +748,21 @@ def _watched_program() -> Iterator[list[str]]:
 def _explained(text: str) -> Mistake | None:
     """What the error of a rank means, where it is one of the planted faults."""
     if "rocess group has not been initialized" in text:
-        return Mistake("the program uses a process group that nobody has made (torch: Default process group has not "
-                       "been initialized)", 'dist.init_process_group("gloo") comes first')  # fmt: skip
+        return Mistake(
+            "the program uses a process group that nobody has made (torch: Default process group has not "
+            "been initialized)",
+            'dist.init_process_group("gloo") comes first',
+        )
     if "FileNotFoundError" in text:
-        return Mistake("a rank looks for the file before it is there: writing takes a while",
-                       "dist.barrier() between the writing and the reading, on every rank")  # fmt: skip
+        return Mistake(
+            "a rank looks for the file before it is there: writing takes a while",
+            "dist.barrier() between the writing and the reading, on every rank",
+        )
     if "Error(s) in loading state_dict" in text:
-        return Mistake("the names in the file are not those of the model: DDP's wrapper puts module. before each",
-                       "save model.state_dict(), not that of the wrapper")  # fmt: skip
+        return Mistake(
+            "the names in the file are not those of the model: DDP's wrapper puts module. before each",
+            "save model.state_dict(), not that of the wrapper",
+        )
     return None
 
 
@@ -676,21 +770,30 @@ def _check_what_is_read(read: list[list[int]]) -> None:
     """Each epoch shows each sample once, to one rank, in a new order."""
     n = len(_parts()[1])
     if any(len(r) == EPOCHS * n for r in read):
-        raise Mistake(f"each rank reads all {n} samples in every epoch: two ranks do the work of one",
-                      "a DistributedSampler gives each rank its part: DataLoader(..., sampler=sampler)")  # fmt: skip
+        raise Mistake(
+            f"each rank reads all {n} samples in every epoch: two ranks do the work of one",
+            "a DistributedSampler gives each rank its part: DataLoader(..., sampler=sampler)",
+        )
     each = n // len(read)
     if any(len(r) != EPOCHS * each for r in read):
-        raise Mistake(f"in {EPOCHS} epochs the ranks read {' and '.join(str(len(r)) for r in read)} samples, not "
-                      f"{EPOCHS * each} each", "leave epochs and data as they are, without loader workers")  # fmt: skip
+        raise Mistake(
+            f"in {EPOCHS} epochs the ranks read {' and '.join(str(len(r)) for r in read)} samples, not "
+            f"{EPOCHS * each} each",
+            "leave epochs and data as they are, without loader workers",
+        )
     epochs = [[r[e * each : (e + 1) * each] for r in read] for e in range(EPOCHS)]
     for epoch, ranks in enumerate(epochs):
         seen = {i for r in ranks for i in r}
         if len(seen) < n:
-            raise Mistake(f"epoch {epoch} shows {len(seen)} of {n} samples: the ranks' parts overlap",
-                          "all ranks must draw the same order: one seed for the sampler")  # fmt: skip
+            raise Mistake(
+                f"epoch {epoch} shows {len(seen)} of {n} samples: the ranks' parts overlap",
+                "all ranks must draw the same order: one seed for the sampler",
+            )
     if epochs[0] == [list(range(rank, n, len(read))) for rank in range(len(read))]:
-        raise Mistake("nothing is shuffled: the ranks read the samples in the order in which they lie",
-                      "a DistributedSampler shuffles unless it is told shuffle=False")  # fmt: skip
+        raise Mistake(
+            "nothing is shuffled: the ranks read the samples in the order in which they lie",
+            "a DistributedSampler shuffles unless it is told shuffle=False",
+        )
     if same := _two_alike(epochs):
         which = "every epoch has" if same == (0, 1) else f"epochs {same[0]} and {same[1]} have"
         raise Mistake(f"{which} the same order", "sampler.set_epoch(epoch), before the epoch begins")
@@ -701,13 +804,19 @@ def _check_trained(saved: Tensor, read: list[list[int]]) -> None:
     if torch.allclose(saved, _trained(read), rtol=1e-3, atol=1e-5):
         return
     if torch.allclose(saved, _trained(read, adds_up=True), rtol=1e-3, atol=1e-5):
-        raise Mistake("the gradients are never set back: each step adds to those of all steps before it",
-                      "optimizer.zero_grad() in every step")  # fmt: skip
+        raise Mistake(
+            "the gradients are never set back: each step adds to those of all steps before it",
+            "optimizer.zero_grad() in every step",
+        )
     if torch.allclose(saved, _trained(read[:1]), rtol=1e-3, atol=1e-5):
-        raise Mistake("rank 0 has learned from its own samples only: nobody exchanged gradients",
-                      "call the wrapper, ddp(x): a forward of the module inside goes around DDP")  # fmt: skip
-    raise Mistake("the saved model is not what the samples that were read should make of it",
-                  f"leave batch size {BATCH}, SGD and its learning rate {LR} as they are")  # fmt: skip
+        raise Mistake(
+            "rank 0 has learned from its own samples only: nobody exchanged gradients",
+            "call the wrapper, ddp(x): a forward of the module inside goes around DDP",
+        )
+    raise Mistake(
+        "the saved model is not what the samples that were read should make of it",
+        f"leave batch size {BATCH}, SGD and its learning rate {LR} as they are",
+    )
 
 
 def _trained(read: list[list[int]], adds_up: bool = False) -> Tensor:
@@ -733,17 +842,25 @@ def _check_accuracy(model: nn.Module, returned: list[Any]) -> None:
         return
     said = " and ".join(f"{g:.3f}" for g in got)
     if np.allclose(got, own, atol=1e-4):
-        raise Mistake(f"the ranks return {said}: each one its own share's accuracy, not that of the test set",
-                      "all_reduce the number of right answers and the number of samples, then divide")  # fmt: skip
+        raise Mistake(
+            f"the ranks return {said}: each one its own share's accuracy, not that of the test set",
+            "all_reduce the number of right answers and the number of samples, then divide",
+        )
     if np.allclose(got, sum(own) / len(own), atol=1e-4):
-        raise Mistake(f"{said} is the mean of the ranks' accuracies, but rank 0 has tested 4 samples and rank 1 only 3",
-                      "all_reduce the two counts, then divide")  # fmt: skip
+        raise Mistake(
+            f"{said} is the mean of the ranks' accuracies, but rank 0 has tested 4 samples and rank 1 only 3",
+            "all_reduce the two counts, then divide",
+        )
     filled_up = torch.cat([right, right[: -len(right) % len(got)]])
     if np.allclose(got, filled_up.mean().item(), atol=1e-4):
-        raise Mistake(f"the ranks return {said}: {len(filled_up)} samples were counted, and the test set has "
-                      f"{len(right)}", "a DistributedSampler repeats some: give each rank every n-th")  # fmt: skip
-    raise Mistake(f"the ranks return {said}; the saved model gets {right.mean().item():.3f} of the test set right",
-                  "right answers of all ranks over samples of all ranks, on every rank")  # fmt: skip
+        raise Mistake(
+            f"the ranks return {said}: {len(filled_up)} samples were counted, and the test set has {len(right)}",
+            "a DistributedSampler repeats some: give each rank every n-th",
+        )
+    raise Mistake(
+        f"the ranks return {said}; the saved model gets {right.mean().item():.3f} of the test set right",
+        "right answers of all ranks over samples of all ranks, on every rank",
+    )
 
 
 EXERCISES = {

@@ -40,8 +40,9 @@ def speedup(run: Records | None = None) -> None:
         if records is None:
             told = f"speed-up without overlap; rate of the link from {source}"
             seconds = all_reduce_s(4e6 * parameters, int(ranks), latency_us / 1e6, b_s)
-            records = Records([Record("link", "all_reduce_s", "s", (seconds,), "modelled",
-                                      provenance={"source": told})])  # fmt: skip
+            records = Records(
+                [Record("link", "all_reduce_s", "s", (seconds,), "modelled", provenance={"source": told})]
+            )
         return draw_speedup(step_ms, parameters, (link, b_s), latency_us, int(ranks), records)
 
     explore(
@@ -87,8 +88,9 @@ def draw_speedup(
     exchange = all_reduce_s(size, ranks, latency_s, b_s)
     efficiency = found[ranks] / ranks
     message = f"{ranks} ranks: {found[ranks]:.2g} times as fast as one, {efficiency:.0%} of {ranks}"
-    fig, ax = figure(message, xlabel="ranks (a batch for each)", ylabel="speed-up (x)", records=records,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="ranks (a batch for each)", ylabel="speed-up (x)", records=records, legend_below=True
+    )
     ideal(ax, [1, *RANKS])
     curve(ax, [1, *RANKS], [1, *found.values()], label="DDP without overlap", color=SERIES[0])
     here(ax, ranks, found[ranks])

@@ -37,8 +37,14 @@ def ways(run: Records, guess: Prediction) -> None:
     labels = [NAMES["copies"], "DDP", f"DataParallel{threads}"]
     values = [found["copies", n], found["ddp", n], found["dp", n]]
     message = ways_message(n, values[1], values[0], share_of_ceiling(run))
-    fig, ax = figure(message, xlabel="samples per second, relative to one rank (x)", ylabel="way to train", records=run,
-                     size=(7.0, 3.1), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="samples per second, relative to one rank (x)",
+        ylabel="way to train",
+        records=run,
+        size=(7.0, 3.1),
+        legend_below=True,
+    )
     bars(ax, labels, values)
     prediction(ax, float(guess), 1)
     modelled = data_parallel.modelled_speedup(run)
@@ -85,8 +91,11 @@ def _ceiling_text(ceiling: Estimate, n: int, device: str) -> str:
 def _price_text(share: Estimate) -> str:
     if not differs(share, 100.0):
         return f"DDP reaches {share} of it: this run cannot show that DDP costs anything."
-    return f"DDP reaches {share} of it. " + ("What is missing there is the price of DDP." if share.high < 100 else
-           "That is more than the copies: this run does not say why.")  # fmt: skip
+    return f"DDP reaches {share} of it. " + (
+        "What is missing there is the price of DDP."
+        if share.high < 100
+        else "That is more than the copies: this run does not say why."
+    )
 
 
 def _against_model(ddp: Estimate, modelled: float) -> str:
@@ -154,9 +163,10 @@ def sizes_table(batches: dict[str, int]) -> pandas.DataFrame:
         size = models.gradient_bytes(workload.module)
         rows[f"{name}, batch {batch}"] = {
             "parameters": f"{sum(p.numel() for p in workload.module.parameters()):,}",
-            "MFLOP per step": f"{flop / 1e6:,.0f}", "gradients (MB)": f"{size / 1e6:.2f}",
+            "MFLOP per step": f"{flop / 1e6:,.0f}",
+            "gradients (MB)": f"{size / 1e6:.2f}",
             "FLOP per byte of gradients": f"{flop / size:,.0f}",
-        }  # fmt: skip
+        }
     return pandas.DataFrame(rows).T
 
 
@@ -172,8 +182,9 @@ def bytes_figure(run: Records, guess_ddp: Prediction, guess_dp: Prediction) -> N
     dp = [_through_device_0(forms[n]) / size for n in counts]
     ddp = [forms[n]["ddp sent"] / size for n in counts]
     message = "DataParallel's device 0 moves more with every device; a rank of a ring at most twice its gradients"
-    fig, ax = figure(message, xlabel="devices", ylabel="bytes per step /\nbytes of the gradients", records=run,
-                     size=(7.0, 3.3))  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="devices", ylabel="bytes per step /\nbytes of the gradients", records=run, size=(7.0, 3.3)
+    )
     curve(ax, counts, dp, label="DataParallel, through device 0", color=SERIES[1])
     curve(ax, counts, ddp, label="DDP, sent by each rank of a ring", color=SERIES[2])
     n, sent = ranks_of(run), run.where("wire_bytes_per_step")
@@ -199,17 +210,30 @@ def wire_text(run: Records) -> str:
     if n == 1:
         return "One rank has nobody to send to."
     if not sent:
-        return ("Nothing was counted: these ranks do not talk over TCP sockets whose bytes this system tells. The "
-                "closed form stays untested here.")  # fmt: skip
+        return (
+            "Nothing was counted: these ranks do not talk over TCP sockets whose bytes this system tells. The "
+            "closed form stays untested here."
+        )
     ring = data_parallel.predict(data_parallel.Config(**_config(run)), n)["ddp sent"]
     ranks = "; ".join(f"{b:,.0f}" for b in sent[0].samples)
     worst = max(abs(b / ring - 1) for b in sent[0].samples)
-    verdict = ("what the formula says, and small headers" if worst < 0.02 else
-               "not what the ring's formula says: another algorithm, or other traffic on these sockets")  # fmt: skip
-    two = (" With two ranks, sending everything to the other would take as many bytes; the course's tests count three"
-           " ranks as well.") if n == 2 and worst < 0.02 else ""  # fmt: skip
-    return (f"The kernel counted {ranks} bytes sent in a step, rank by rank; a ring sends {ring:,.0f}. "
-            f"They differ by up to {worst:.2%}: {verdict}.{two}")  # fmt: skip
+    verdict = (
+        "what the formula says, and small headers"
+        if worst < 0.02
+        else "not what the ring's formula says: another algorithm, or other traffic on these sockets"
+    )
+    two = (
+        (
+            " With two ranks, sending everything to the other would take as many bytes; the course's tests count three"
+            " ranks as well."
+        )
+        if n == 2 and worst < 0.02
+        else ""
+    )
+    return (
+        f"The kernel counted {ranks} bytes sent in a step, rank by rank; a ring sends {ring:,.0f}. "
+        f"They differ by up to {worst:.2%}: {verdict}.{two}"
+    )
 
 
 def _config(run: Records) -> dict:
@@ -247,11 +271,13 @@ def parity_table(run: Records) -> pandas.DataFrame:
     rows = []
     for model, synced, fp32, fp64 in ddp_parity.errors(run):
         rounded = ddp_parity.is_rounding(fp32, fp64)
-        rows.append({
-            "model": model + (" + SyncBatchNorm" if synced else ""),
-            "in FP64 the error": "shrinks as rounding does" if rounded else "stays",
-            "so": "the same gradient, rounded" if rounded else "another gradient",
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": model + (" + SyncBatchNorm" if synced else ""),
+                "in FP64 the error": "shrinks as rounding does" if rounded else "stays",
+                "so": "the same gradient, rounded" if rounded else "another gradient",
+            }
+        )
     return pandas.DataFrame(rows).set_index("model")
 
 
@@ -271,8 +297,9 @@ def loss_figure(fp32: Records, fp64: Records) -> None:
     floor = 1e-17
     same = max(loss_gap(fp64)) < 1e-9  # nats: a loss of about 1 has a spacing of 2e-16 in FP64
     message = "DDP follows one process as closely as rounding allows" if same else "DDP does not follow one process"
-    fig, ax = figure(message, xlabel="optimizer step", ylabel="|loss(DDP) - loss(one process)|\n(nats)",
-                     records=fp32 + fp64)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="optimizer step", ylabel="|loss(DDP) - loss(one process)|\n(nats)", records=fp32 + fp64
+    )
     worst = {}
     for name, run in (("FP32", fp32), ("FP64", fp64)):
         gap = loss_gap(run)
@@ -285,8 +312,10 @@ def loss_figure(fp32: Records, fp64: Records) -> None:
     ax.set_ylim(floor / 3, 10)
     show(fig, alt=f"{message}: at most {worst['FP32']:.0e} in FP32 and {worst['FP64']:.0e} in FP64.")
     steps = len(loss_gap(fp32))
-    say(f"Over {steps} steps the losses differ by at most {worst['FP32']:.0e} in FP32 and {worst['FP64']:.0e} in FP64."
-        + (" What vanishes with more bits was rounding, amplified." if same else " That is no rounding."))  # fmt: skip
+    say(
+        f"Over {steps} steps the losses differ by at most {worst['FP32']:.0e} in FP32 and {worst['FP64']:.0e} in FP64."
+        + (" What vanishes with more bits was rounding, amplified." if same else " That is no rounding.")
+    )
 
 
 def loss_gap(run: Records) -> list[float]:

@@ -20,12 +20,16 @@ def bug_table(run: Records) -> pandas.DataFrame:
         return run.one(metric, case=case).value
 
     rows = [
-        {"case": case, "steps per epoch": int(at("steps_per_epoch", case)),
-         "images seen": f"{at('distinct_share', case):.0%}", "repeated": f"{at('repeated_share', case):.0%}",
-         "next epoch": "same order" if at("same_order_next_epoch", case) else "new order",
-         "replicas": "differ" if at("parameter_spread", case) > 0 else "equal"}
+        {
+            "case": case,
+            "steps per epoch": int(at("steps_per_epoch", case)),
+            "images seen": f"{at('distinct_share', case):.0%}",
+            "repeated": f"{at('repeated_share', case):.0%}",
+            "next epoch": "same order" if at("same_order_next_epoch", case) else "new order",
+            "replicas": "differ" if at("parameter_spread", case) > 0 else "equal",
+        }
         for case in dict.fromkeys(r.case["case"] for r in run.where("loss"))
-    ]  # fmt: skip
+    ]
     return pandas.DataFrame(rows).set_index("case")
 
 
@@ -40,8 +44,10 @@ def errors_raised(run: Records) -> None:
 def seen_text(run: Records, guess: Prediction) -> None:
     """The share of the images that an epoch shows when ranks shuffle on their own. Deterministic."""
     n, seen = ranks_of(run), 100 * run.one("distinct_share", case="sampler_seed_per_rank").value
-    print(f"A sampler seed per rank, {n} ranks: {seen:.0f} % of the images are seen, 1 - (1 - 1/n)^n = "
-          f"{100 * (1 - (1 - 1 / n) ** n):.0f} % are expected. {guess.against(seen)}")  # fmt: skip
+    print(
+        f"A sampler seed per rank, {n} ranks: {seen:.0f} % of the images are seen, 1 - (1 - 1/n)^n = "
+        f"{100 * (1 - (1 - 1 / n) ** n):.0f} % are expected. {guess.against(seen)}"
+    )
 
 
 def saving_text(run: Records) -> None:
@@ -61,14 +67,18 @@ def saving_text(run: Records) -> None:
 
 
 SAID = {
-    "whole_batch": "one forward with everything", "no_sync": "right: the last backward alone synchronises",
-    "sync_every": "without no_sync", "forward_outside": "no_sync around backward only",
+    "whole_batch": "one forward with everything",
+    "no_sync": "right: the last backward alone synchronises",
+    "sync_every": "without no_sync",
+    "forward_outside": "no_sync around backward only",
     "loss_not_divided": "loss not divided by the number of micro-batches",
     "mean_of_means": "unequal micro-batches weighed equally",
-    "last_in_no_sync": "the last one inside no_sync, too", "zero_grad_inside": "zero_grad for every micro-batch",
-    "step_inside": "optimizer.step for every micro-batch", "clip_inside": "clipping for every micro-batch",
+    "last_in_no_sync": "the last one inside no_sync, too",
+    "zero_grad_inside": "zero_grad for every micro-batch",
+    "step_inside": "optimizer.step for every micro-batch",
+    "clip_inside": "clipping for every micro-batch",
     "batchnorm": "right, but a model with BatchNorm",
-}  # fmt: skip
+}
 
 
 def accumulation_table(run: Records) -> pandas.DataFrame:
@@ -107,8 +117,11 @@ def accumulation_figure(run: Records, guess: Prediction) -> None:
         message = f"With no_sync a step of {m} micro-batches is {gain.value:.2f} times as fast"
     else:
         message = f"This run shows no gain from no_sync in a step of {m} micro-batches"
-    labels = {"whole_batch": "one whole batch", "no_sync": f"{m} micro-batches,\nno_sync but for the last",
-              "sync_every": f"{m} micro-batches,\nwithout no_sync"}  # fmt: skip
+    labels = {
+        "whole_batch": "one whole batch",
+        "no_sync": f"{m} micro-batches,\nno_sync but for the last",
+        "sync_every": f"{m} micro-batches,\nwithout no_sync",
+    }
     fig, ax = figure(message, xlabel="optimizer step (ms)", ylabel="way", records=run)
     bars(ax, [labels[w] for w in steps], [estimate(r.samples, "s").scaled(1e3, "ms") for r in steps.values()])
     ax.set_xlim(left=0)
@@ -116,9 +129,12 @@ def accumulation_figure(run: Records, guess: Prediction) -> None:
     kept = {way: run.one("activation_bytes", way=way).value for way in ("whole_batch", "no_sync")}
     whole = paired_ratio(steps["whole_batch"].samples, steps["no_sync"].samples)
     beside = (
-        "this run cannot tell" if not differs(whole) else "accumulation is slower" if whole.high < 1 else
-        "accumulation is faster here"
-    )  # fmt: skip
+        "this run cannot tell"
+        if not differs(whole)
+        else "accumulation is slower"
+        if whole.high < 1
+        else "accumulation is faster here"
+    )
     say(
         f"The gain of no_sync: {gain}. {guess.against(gain)} Beside the whole batch at once, {beside}: {whole}. What "
         f"it buys is room: activations take {kept['no_sync'] / 1e3:.0f} kB in place of "

@@ -24,11 +24,16 @@ def table_fit() -> pandas.DataFrame:
     seconds = {r.case["ranks"]: r.value for r in published}
     fit = scaling.fit_amdahl(list(seconds), list(seconds.values()))
     rows = [
-        {"GPUs": n, "published s/epoch": t, "speed-up": round(seconds[1] / t, 3),
-         "efficiency %": round(100 * seconds[1] / t / n, 1), "GPU-seconds/epoch": round(n * t, 1),
-         "Amdahl's fit s": round(fit.time(n), 2)}
+        {
+            "GPUs": n,
+            "published s/epoch": t,
+            "speed-up": round(seconds[1] / t, 3),
+            "efficiency %": round(100 * seconds[1] / t / n, 1),
+            "GPU-seconds/epoch": round(n * t, 1),
+            "Amdahl's fit s": round(fit.time(n), 2),
+        }
         for n, t in seconds.items()
-    ]  # fmt: skip
+    ]
     return pandas.DataFrame(rows).set_index("GPUs")
 
 
@@ -177,14 +182,18 @@ def break_even_text(run: Records, samples: int = 60_000) -> None:
     epoch_1 = samples / single.case["batch_per_rank"] * single.value
     epoch_n = samples / (n * ddp.case["batch_per_rank"]) * ddp.value
     listed = ", ".join(f"{r.case['phase']} {r.value:.2f} s" for r in run.where("startup_s"))
-    said = (f"Start-up: {listed}. An epoch of {samples:,} samples takes {epoch_1:.1f} s on one rank and {epoch_n:.1f} s"
-            f" on {n}: {_earned_back(run, data_parallel.startup_s(run), samples)}. ")  # fmt: skip
+    said = (
+        f"Start-up: {listed}. An epoch of {samples:,} samples takes {epoch_1:.1f} s on one rank and {epoch_n:.1f} s"
+        f" on {n}: {_earned_back(run, data_parallel.startup_s(run), samples)}. "
+    )
     cold_s = data_parallel.cold_startup_s(run)
     if cold_s is None:
         say(f"{said}A torchrun from cold also imports torch in every rank; here it was there already.")
         return
-    say(f"{said}A torchrun from cold also imports torch in every rank, which took {run.one('import_torch_s').value:.1f}"
-        f" s here: {_earned_back(run, cold_s, samples)} with that in it.")  # fmt: skip
+    say(
+        f"{said}A torchrun from cold also imports torch in every rank, which took {run.one('import_torch_s').value:.1f}"
+        f" s here: {_earned_back(run, cold_s, samples)} with that in it."
+    )
 
 
 def _earned_back(run: Records, start_s: float, samples: int) -> str:

@@ -29,16 +29,20 @@ def _(evidence: Records) -> Verdict:
     run = amp.memory(evidence)
     steps = amp_memory.steps(run)
     near = [ABOUT_20[0] <= s.saved <= ABOUT_20[1] for s in steps]
-    because = (f"{sum(near)} of {len(near)} cases are between {ABOUT_20[0]:g} and {ABOUT_20[1]:g} %, from "
-               f"{ends_of([f'{s.saved:.0f} % ({s})' for s in steps])}.{amp.peaks(run)}{amp.checked(run)}")  # fmt: skip
+    because = (
+        f"{sum(near)} of {len(near)} cases are between {ABOUT_20[0]:g} and {ABOUT_20[1]:g} %, from "
+        f"{ends_of([f'{s.saved:.0f} % ({s})' for s in steps])}.{amp.peaks(run)}{amp.checked(run)}"
+    )
     return Verdict(word(near, [not n for n in near]), because, "modelled")
 
 
 @verdict("B07")
 def _(evidence: Records) -> Verdict:
     found = amp.most_of_activations(amp.memory(evidence))
-    said = "; ".join(f"{name} {of_activations:.0f} % of activations, {s.saved:.0f} % of all"
-                     for name, (of_activations, s) in found.items())  # fmt: skip
+    said = "; ".join(
+        f"{name} {of_activations:.0f} % of activations, {s.saved:.0f} % of all"
+        for name, (of_activations, s) in found.items()
+    )
     near = [ABOUT_50[0] <= of_activations <= ABOUT_50[1] for of_activations, _ in found.values()]
     because = f"At most: {said}.{amp.buckets(evidence)}"
     return Verdict(word(near, [not n for n in near]), because, "modelled")
@@ -55,9 +59,11 @@ def _(evidence: Records) -> Verdict:
     fixed = sum(amp.bytes_of(run, s, c, "fp16") for c in ("parameters", "gradients", "optimizer", "weight copies"))
     least = fixed + amp.bytes_of(run, s, "activations", "fp32") / 2
     both = "; ".join(f"{s}: {s.fp32 / 1e9:.1f} GB become {s.lowered / 1e9:.1f} GB" for s in steps)
-    because = (f"{both}. States and 16-bit copies take {fixed / 1e9:.1f} GB whatever the batch: with every activation "
-               f"halved {least / 1e9:.1f} GB would be left. All categories added up: with gradients dropped before "
-               "forward the peak is lower (D03).")  # fmt: skip
+    because = (
+        f"{both}. States and 16-bit copies take {fixed / 1e9:.1f} GB whatever the batch: with every activation "
+        f"halved {least / 1e9:.1f} GB would be left. All categories added up: with gradients dropped before "
+        "forward the peak is lower (D03)."
+    )
     return Verdict(word(halved, [not h for h in halved]), because, "modelled")
 
 
@@ -70,9 +76,11 @@ def _(evidence: Records) -> Verdict:
     wrong = [c.high < limit for c, limit in zip(found.values(), limits, strict=True)]
     shown = [key for key, c in found.items() if differs(c, 0.0)]
     (name, exponent), worst = min(found.items(), key=lambda item: item[1].low)
-    because = (f"At worst {worst} against FP32, seed by seed ({name.upper()}, loss x 2^{exponent}); {len(shown)} of "
-               f"{len(found)} show a difference{only_on(run, ONE)}. Between FP32's seeds: {-min(limits):.1f} "
-               "points.")  # fmt: skip
+    because = (
+        f"At worst {worst} against FP32, seed by seed ({name.upper()}, loss x 2^{exponent}); {len(shown)} of "
+        f"{len(found)} show a difference{only_on(run, ONE)}. Between FP32's seeds: {-min(limits):.1f} "
+        "points."
+    )
     return judged(right, wrong, because)
 
 
@@ -88,8 +96,10 @@ def _(evidence: Records) -> Verdict:
     bound = (
         "" if near or not all(right) else " As a bound it holds; a loss of 2 % was not seen, and would be a failure."
     )
-    because = (f"Relative to FP32's accuracy, seed by seed: {ends}{only_on(run, ONE)}. {sum(right)} of {len(found)} "
-               f"are shown to lose less than {TWO_PERCENT:g} %.{bound}")  # fmt: skip
+    because = (
+        f"Relative to FP32's accuracy, seed by seed: {ends}{only_on(run, ONE)}. {sum(right)} of {len(found)} "
+        f"are shown to lose less than {TWO_PERCENT:g} %.{bound}"
+    )
     return judged(right, wrong, because)
 
 
@@ -115,8 +125,10 @@ def _(evidence: Records) -> Verdict:
     fp16_free = all(g.high < NO_GAIN for g in gains.values())
     bf16_free = all(c.low > -amp.spread(run, e) for e, c in bf16.items())
     worst = min(bf16.values(), key=lambda c: c.low)
-    because = (f"A scaler without autocast runs {100 * without:.0f} % of the layers in 16 bits. To FP16 it adds "
-               f"{_added(gains)}; BF16 without one is at worst {worst} off FP32.")  # fmt: skip
+    because = (
+        f"A scaler without autocast runs {100 * without:.0f} % of the layers in 16 bits. To FP16 it adds "
+        f"{_added(gains)}; BF16 without one is at worst {worst} off FP32."
+    )
     if without == 0 and fp16_needs and bf16_needs:
         return Verdict("holds", because)
     if without > 0 or (fp16_free and bf16_free):
@@ -136,8 +148,10 @@ def _(evidence: Records) -> Verdict:
     right = [caught, gain.low > 0, *(scaled < plain / 2 for plain, scaled, _ in flushed)]
     wrong = [not caught, gain.high < NO_GAIN, *(scaled >= plain for plain, scaled, _ in flushed)]
     halved = [f"{a:.0f} to {b:.0f}" for a, b in pairwise(scales) if b < a]
-    underflow = [f"{model}: {plain:.2g} % of the activations' gradients become 0 without it, {scaled:.2g} % with it. "
-                 for plain, scaled, model in flushed[:1]]  # fmt: skip
+    underflow = [
+        f"{model}: {plain:.2g} % of the activations' gradients become 0 without it, {scaled:.2g} % with it. "
+        for plain, scaled, model in flushed[:1]
+    ]
     then = f"{sum(skipped):.0f} of {len(skipped)} steps and takes the scale from {' and '.join(halved) or 'nowhere'}"
     because = f"{''.join(underflow)}It adds {_added(gains)}; a planted overflow skips {then}."
     return judged(right, wrong, because)
@@ -150,9 +164,11 @@ def _(evidence: Records) -> Verdict:
     outdated = [any(w in c["categories"] for w in ("FutureWarning", "DeprecationWarning")) for c in old]
     right = [c["works"] and not o for c, o in zip(old, outdated, strict=True)]
     fine = [c["interface"] for c in new if c["works"] and not c["categories"]]
-    because = (f"{sum(outdated)} of {len(old)} calls of torch.cuda.amp are announced as deprecated; "
-               f"{sum(c['works'] for c in old)} do anything on the {kind} here. Without a warning: "
-               f"{', '.join(fine) or 'none of torch.amp'}.")  # fmt: skip
+    because = (
+        f"{sum(outdated)} of {len(old)} calls of torch.cuda.amp are announced as deprecated; "
+        f"{sum(c['works'] for c in old)} do anything on the {kind} here. Without a warning: "
+        f"{', '.join(fine) or 'none of torch.amp'}."
+    )
     return Verdict(word(right, outdated), because)
 
 
@@ -160,8 +176,11 @@ def _(evidence: Records) -> Verdict:
 @verdict("E18")
 def _(evidence: Records) -> Verdict:
     right = ("right", "right, overflow")
-    loops = {"no zero_grad": "FP16 with its scaler", "no zero_grad, overflow": "after one overflow",
-             "no zero_grad, bf16": "BF16"}  # fmt: skip
+    loops = {
+        "no zero_grad": "FP16 with its scaler",
+        "no zero_grad, overflow": "after one overflow",
+        "no zero_grad, bf16": "BF16",
+    }
     found = amp_step.tried(evidence, *right, *loops)
     said = "; ".join(f"{name} {amp_step.said(found[order])}" for order, name in loops.items())
     rest = "" if all(t.fine for o in right for t in found[o]) else " But the right step differs from FP32, too."
@@ -177,8 +196,10 @@ def _(evidence: Records) -> Verdict:
     worse = [c.high < -amp.spread(run, e) for e, c in plain.items()]
     clipped = all(t.fine for t in found[order])
     worst = min(plain.values(), key=lambda c: c.low)
-    because = (f"Without clipping FP16 is at worst {worst} away from FP32. Clipping "
-               f"after unscale_ {amp_step.said(found['right'])}, before it {amp_step.said(found[order])}.")  # fmt: skip
+    because = (
+        f"Without clipping FP16 is at worst {worst} away from FP32. Clipping "
+        f"after unscale_ {amp_step.said(found['right'])}, before it {amp_step.said(found[order])}."
+    )
     if all(worse) or (all(four) and clipped):
         return Verdict("does not hold" if all(worse) else "holds", because)
     return depends(not clipped or any(worse), because)  # clipping fails, or a factor does
@@ -195,10 +216,15 @@ def _(evidence: Records) -> Verdict:
             ended.append(not infinite[-1])
     last(evidence, "loss_scaling", "found_inf")
     right = all(t.fine for t in found["right"])
-    where = (f"not finite in {' and '.join(said)}, and a smaller scale ends it in {sum(ended)} of {len(ended)}" if said
-             else "all finite")  # fmt: skip
-    because = (f"At a learning rate with which FP32 trains, FP16's gradients are {where}. Clipping before unscale_: "
-               f"{amp_step.said(found['clip before unscale_'])}.")  # fmt: skip
+    where = (
+        f"not finite in {' and '.join(said)}, and a smaller scale ends it in {sum(ended)} of {len(ended)}"
+        if said
+        else "all finite"
+    )
+    because = (
+        f"At a learning rate with which FP32 trains, FP16's gradients are {where}. Clipping before unscale_: "
+        f"{amp_step.said(found['clip before unscale_'])}."
+    )
     wrong_order = not all(t.fine for t in found["clip before unscale_"])
     return Verdict("does not hold" if not right else "depends" if said or wrong_order else "holds", because)
 
@@ -209,14 +235,18 @@ def _(evidence: Records) -> Verdict:
     saved = [g.saved for g in found if g.saved is not None]
     right = [g.speed.low > 1 for g in found] + [s > 0 for s in saved]
     wrong = [g.speed.high < 1 for g in found] + [s <= 0 for s in saved]
-    said = [f"on a {kind} {ends_of([str(g) for g in found if g.device == kind])}"
-            for kind in dict.fromkeys(g.device for g in found)]  # fmt: skip
+    said = [
+        f"on a {kind} {ends_of([str(g) for g in found if g.device == kind])}"
+        for kind in dict.fromkeys(g.device for g in found)
+    ]
     with contextlib.suppress(LookupError):
         run = last(evidence, "mixed_precision", "step_s", part="matmul", precision="fp16", casts=True)
         ladder = matmul_ladder.ladder(run, "fp16", casts=True)
         side = matmul_ladder.crossing(ladder)
-        said.append(f"products with casts win {f'from side {side} on' if side else 'at no side'} "
-                    f"(tried up to {max(ladder)}, {amp.device(run)})")  # fmt: skip
+        said.append(
+            f"products with casts win {f'from side {side} on' if side else 'at no side'} "
+            f"(tried up to {max(ladder)}, {amp.device(run)})"
+        )
     if all(g.device == "CPU" for g in found):  # the article is about GPUs: a CPU alone cannot refute it
         gpu, ratio = published_speed.fp16()
         said += [_on_a_recorded_gpu(run) for run in on_gpus.runs("mixed_precision")]

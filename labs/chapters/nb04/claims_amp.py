@@ -143,9 +143,14 @@ def lost(run: Records) -> list[tuple[float, float, str]]:
     scale = max((r.case["scale"] for r in in_fp16), default=1.0)
     for r in in_fp16.where(scale=1.0):
         case = {"model": r.case["model"], "of": "activations"}
-        flushed = [100 * (run.one("zero_share", precision="fp16", scale=s, **case).value
-                          - run.one("zero_share", precision="fp32", scale=s, **case).value)
-                   for s in (1.0, scale)]  # fmt: skip
+        flushed = [
+            100
+            * (
+                run.one("zero_share", precision="fp16", scale=s, **case).value
+                - run.one("zero_share", precision="fp32", scale=s, **case).value
+            )
+            for s in (1.0, scale)
+        ]
         found.append((*flushed, r.case["model"]))
     if not found:
         raise LookupError("launch('amp_training') with gradients in fp16 is needed")

@@ -58,8 +58,9 @@ def _tried(run: Records) -> dict[str, list[Tried]]:
         for row in loss_scaling.outcomes(run, optimizer):
             moved = run.one("update_ratio", order=row["order"], optimizer=optimizer)
             steps = (row["optimizer_steps"], moved.case["reference_steps"])
-            one = Tried(row["order"], optimizer, row["outcome"], row["parameter_error"], *steps, moved.value,
-                        row["clip_norm"])  # fmt: skip
+            one = Tried(
+                row["order"], optimizer, row["outcome"], row["parameter_error"], *steps, moved.value, row["clip_norm"]
+            )
             found.setdefault(one.order, []).append(one)
     return found
 

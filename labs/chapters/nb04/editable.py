@@ -34,8 +34,10 @@ def compare_with_fp32(step: Step, ranks: int) -> None:
     if error < NEAR:
         print(f"After {STEPS} steps on {ranks} ranks the parameters are as in FP32: the step is right.")
     else:
-        print(f"After {STEPS} steps on {ranks} ranks the parameters have moved {moved:.3g} times as far as in FP32, "
-              f"and are {100 * error:.3g} % of that way off: the step runs, and it is wrong.")  # fmt: skip
+        print(
+            f"After {STEPS} steps on {ranks} ranks the parameters have moved {moved:.3g} times as far as in FP32, "
+            f"and are {100 * error:.3g} % of that way off: the step runs, and it is wrong."
+        )
 
 
 def fp32_step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, x: Tensor, y: Tensor) -> Tensor:

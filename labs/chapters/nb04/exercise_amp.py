@@ -43,8 +43,10 @@ class Job:
     def batches(self) -> list[Batch]:
         """No two alike; in those that overflow a target is far too large."""
         draw = torch.Generator().manual_seed(self.seed)
-        found = [(torch.randn(n, FEATURES, generator=draw), 3 * i + torch.randn(n, OUTPUTS, generator=draw))
-                 for i, n in enumerate(self.rows)]  # fmt: skip
+        found = [
+            (torch.randn(n, FEATURES, generator=draw), 3 * i + torch.randn(n, OUTPUTS, generator=draw))
+            for i, n in enumerate(self.rows)
+        ]
         for i in self.overflow:
             found[i][1][0, 0] = 1e8
         return found
@@ -151,8 +153,9 @@ def run(train_epoch: Function, job: Job) -> Seen:
         model = _Model(seen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    scaler = _Scaler("cpu", init_scale=job.scale or 1.0, enabled=job.scale is not None,
-                     growth_interval=job.growth_interval)  # fmt: skip
+    scaler = _Scaler(
+        "cpu", init_scale=job.scale or 1.0, enabled=job.scale is not None, growth_interval=job.growth_interval
+    )
 
     def note(*_: Any) -> None:
         seen.applied.append(torch.cat([_gradient(p) for p in model.parameters()]))
@@ -226,18 +229,28 @@ def _seen_at_once(seen: Seen, job: Job) -> Iterator[Finding]:
     other = [d for d in seen.forwards if d != job.dtype]
     if other:
         scaler = "on" if job.scale else "off"
-        yield (f"the scaler is {scaler}, and the forward pass ran in {str(other[0])[6:]}, not in {name}",
-               "dtype = torch.float16 if scaler.is_enabled() else torch.bfloat16")  # fmt: skip
+        yield (
+            f"the scaler is {scaler}, and the forward pass ran in {str(other[0])[6:]}, not in {name}",
+            "dtype = torch.float16 if scaler.is_enabled() else torch.bfloat16",
+        )
     if seen.backward_lowered:
-        yield ("backward() ran inside autocast; torch's documentation advises against it: backward takes the formats "
-               "that forward chose", "end the `with` block after the loss")  # fmt: skip
+        yield (
+            "backward() ran inside autocast; torch's documentation advises against it: backward takes the formats "
+            "that forward chose",
+            "end the `with` block after the loss",
+        )
     if job.scale and seen.new_scalers and (seen.around or not seen.scaler_stepped):
         new = "a new GradScaler" if seen.new_scalers == 1 else f"{seen.new_scalers} new GradScalers"
-        yield (f"you make {new} in an epoch: a new one begins at its first scale again, and knows of no overflow "
-               "before it", "scaler.step(optimizer), with the argument and no new scaler")  # fmt: skip
+        yield (
+            f"you make {new} in an epoch: a new one begins at its first scale again, and knows of no overflow "
+            "before it",
+            "scaler.step(optimizer), with the argument and no new scaler",
+        )
     if job.scale and seen.around:
-        yield ("optimizer.step() went around the scaler: nothing looks whether the gradients are finite",
-               "scaler.step(optimizer)")  # fmt: skip
+        yield (
+            "optimizer.step() went around the scaler: nothing looks whether the gradients are finite",
+            "scaler.step(optimizer)",
+        )
     elif job.scale and seen.error is None and not seen.scaler_stepped:
         yield "the scaler that was given made no step", "scaler.step(optimizer), with the argument and no new scaler"
 
@@ -245,12 +258,17 @@ def _seen_at_once(seen: Seen, job: Job) -> Iterator[Finding]:
 def _at_whose_cost(seen: Seen, job: Job) -> Iterator[Finding]:
     """What an epoch must not do for its right gradients."""
     if len(seen.forwards) < len(job.rows):
-        yield (f"there are {len(job.rows)} batches, and model(x) ran {len(seen.forwards)} times: a whole group at once "
-               "needs the memory that accumulation is there to save", "forward and backward of one batch after the "
-               "other")  # fmt: skip
+        yield (
+            f"there are {len(job.rows)} batches, and model(x) ran {len(seen.forwards)} times: a whole group at once "
+            "needs the memory that accumulation is there to save",
+            "forward and backward of one batch after the other",
+        )
     if seen.batches_left != len(job.rows):
-        yield (f"of the caller's {len(job.rows)} batches {seen.batches_left} are left in the list: the next epoch has "
-               "no more than these", "leave `batches` as it is: batches[i : i + accumulate]")  # fmt: skip
+        yield (
+            f"of the caller's {len(job.rows)} batches {seen.batches_left} are left in the list: the next epoch has "
+            "no more than these",
+            "leave `batches` as it is: batches[i : i + accumulate]",
+        )
 
 
 AUTOCAST = "with torch.autocast(device.type, dtype=...): around model(x) and loss_fn(...)"
@@ -266,41 +284,81 @@ class Slip:
 
 
 SLIPS = (
-    Slip("drop", "the last group has fewer than `accumulate` batches, and it never made its step",
-         "step also after the last batch"),
+    Slip(
+        "drop",
+        "the last group has fewer than `accumulate` batches, and it never made its step",
+        "step also after the last batch",
+    ),
     Slip("each", "each batch made a step of its own", "clip, step and update once for every `accumulate` batches"),
-    Slip("sum", "the losses of a group were added, not averaged: its gradient is as many times too large",
-         "weigh each loss by its share of the group's rows"),
-    Slip("equal", "every batch of a group counts the same, however many rows it has: that is no mean over rows",
-         "len(x) / rows, where rows is what the whole group holds"),
-    Slip("count", "each loss was divided by `accumulate`, also in a last group that holds fewer batches",
-         "weigh each loss by its share of the group's rows"),
-    Slip("clip early", "the gradients were clipped while they were still scaled: next to nothing of them is left",
-         "scaler.unscale_(optimizer) first"),
+    Slip(
+        "sum",
+        "the losses of a group were added, not averaged: its gradient is as many times too large",
+        "weigh each loss by its share of the group's rows",
+    ),
+    Slip(
+        "equal",
+        "every batch of a group counts the same, however many rows it has: that is no mean over rows",
+        "len(x) / rows, where rows is what the whole group holds",
+    ),
+    Slip(
+        "count",
+        "each loss was divided by `accumulate`, also in a last group that holds fewer batches",
+        "weigh each loss by its share of the group's rows",
+    ),
+    Slip(
+        "clip early",
+        "the gradients were clipped while they were still scaled: next to nothing of them is left",
+        "scaler.unscale_(optimizer) first",
+    ),
     Slip("no clip", "nothing has clipped the gradient", "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"),
     Slip("keep", "the gradients of the group before were still there", "optimizer.zero_grad() before each group"),
     Slip("forget", "the gradients were zeroed between the batches of a group", "optimizer.zero_grad() once per group"),
-    Slip("always", "scheduler.step() ran also after a step that the scaler skipped",
-         "the scale falls in update() when the step was skipped: compare get_scale() before and after"),
-    Slip("never", "the learning rate never changed: scheduler.step() is missing",
-         "after each optimizer step that was taken"),
-    Slip("none", "you took every step for a skipped one: scaler.step returns what optimizer.step returns, None "
-         "without a closure", "the scale falls in update() when the step was skipped"),
-    Slip("changed", "you took a step for a skipped one after which the scale grew: it doubles after 2,000 steps in a "
-         "row that were taken", "a skipped step makes the scale smaller: <, not !="),
+    Slip(
+        "always",
+        "scheduler.step() ran also after a step that the scaler skipped",
+        "the scale falls in update() when the step was skipped: compare get_scale() before and after",
+    ),
+    Slip(
+        "never",
+        "the learning rate never changed: scheduler.step() is missing",
+        "after each optimizer step that was taken",
+    ),
+    Slip(
+        "none",
+        "you took every step for a skipped one: scaler.step returns what optimizer.step returns, None "
+        "without a closure",
+        "the scale falls in update() when the step was skipped",
+    ),
+    Slip(
+        "changed",
+        "you took a step for a skipped one after which the scale grew: it doubles after 2,000 steps in a "
+        "row that were taken",
+        "a skipped step makes the scale smaller: <, not !=",
+    ),
     Slip("once", "scheduler.step() ran once, after all batches", "after each optimizer step that was taken"),
-    Slip("early", "scheduler.step() ran before the optimizer's step, whose learning rate was the next one's",
-         "after each optimizer step that was taken"),
+    Slip(
+        "early",
+        "scheduler.step() ran before the optimizer's step, whose learning rate was the next one's",
+        "after each optimizer step that was taken",
+    ),
     Slip("batchwise", "scheduler.step() ran after every batch", "after each optimizer step that was taken"),
     Slip("taken", "you return how many steps were taken", "those that the scaler skipped are asked for"),
-)  # fmt: skip
+)
 
 
 def _epoch(*slips: str) -> Function:
     """An epoch with these slips in it."""
 
-    def train_epoch(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, batches: Sequence[Batch],
-                    loss_fn: Function, accumulate: int, max_norm: float) -> Any:  # fmt: skip
+    def train_epoch(
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        scaler: Any,
+        batches: Sequence[Batch],
+        loss_fn: Function,
+        accumulate: int,
+        max_norm: float,
+    ) -> Any:
         size = 1 if "each" in slips else accumulate
         groups = [batches[i : i + size] for i in range(0, len(batches), size)]
         groups = [g for g in groups if len(g) == size or "drop" not in slips]
@@ -375,11 +433,17 @@ def _difference(seen: Seen, right: Seen, job: Job) -> Finding:
         return f"the optimizer took {len(seen.applied)} steps, and {len(right.applied)} are right", order
     for i, (a, b) in enumerate(zip(seen.applied, right.applied, strict=True), 1):
         if not _close(a, b):
-            return (f"step {i} of the optimizer used a gradient of norm {a.norm():.3g}; that of the group's mean over "
-                    f"rows, clipped to {job.max_norm:g}, has {b.norm():.3g}", order)  # fmt: skip
+            return (
+                f"step {i} of the optimizer used a gradient of norm {a.norm():.3g}; that of the group's mean over "
+                f"rows, clipped to {job.max_norm:g}, has {b.norm():.3g}",
+                order,
+            )
     if seen.lrs != right.lrs:
-        return (f"the learning rates of the steps, and the one after them, were {_list(seen.lrs)}; right is "
-                f"{_list(right.lrs)}", "scheduler.step() after each step that was taken")  # fmt: skip
+        return (
+            f"the learning rates of the steps, and the one after them, were {_list(seen.lrs)}; right is "
+            f"{_list(right.lrs)}",
+            "scheduler.step() after each step that was taken",
+        )
     if seen.scale != right.scale:
         return f"the scale ends at {seen.scale:g}, not at {right.scale:g}", "scaler.update() after every scaler.step"
     if not _same_number(seen.answer, right.answer):
@@ -403,8 +467,10 @@ def _check_device(f: Function) -> None:
     if seen.apart:
         raise Mistake("y stays on the CPU where model(x) is on a GPU", "x, y = x.to(device), y.to(device)")
     if any(seen.forwards):
-        raise Mistake('autocast is for "cpu", whatever the device of the model: on a GPU this trains in FP32',
-                      "device = next(model.parameters()).device, and then device.type")  # fmt: skip
+        raise Mistake(
+            'autocast is for "cpu", whatever the device of the model: on a GPU this trains in FP32',
+            "device = next(model.parameters()).device, and then device.type",
+        )
 
 
 @contextmanager

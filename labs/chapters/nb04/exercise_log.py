@@ -58,8 +58,12 @@ def training_log(
 
 def print_logs() -> None:
     """Four logs, one of each kind, in an order that says nothing."""
-    kinds = {"A": (CLIP_SCALED, {}), "B": (FINE, {}), "C": (NEW_SCALER, {"scale": TOO_LARGE, "overflow": None}),
-             "D": (NO_ZERO_GRAD, {})}  # fmt: skip
+    kinds = {
+        "A": (CLIP_SCALED, {}),
+        "B": (FINE, {}),
+        "C": (NEW_SCALER, {"scale": TOO_LARGE, "overflow": None}),
+        "D": (NO_ZERO_GRAD, {}),
+    }
     for letter, (diagnosis, settings) in kinds.items():
         print(f"log {letter}\nstep   loss     norm        scale  skipped")
         for row in training_log(diagnosis, seed=0, **settings)[3:11]:
@@ -68,21 +72,30 @@ def print_logs() -> None:
 
 
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    (FINE, {}), (FINE, {"overflow": None}), (FINE, {"scale": TOO_LARGE, "overflow": None}),
-    (FINE, {"factor": 30.0, "scale": 2.0**13, "overflow": None}), (FINE, {"overflow": 9}),
-    (NO_ZERO_GRAD, {}), (NO_ZERO_GRAD, {"overflow": 11}), (NO_ZERO_GRAD, {"overflow": 0}),
-    (CLIP_SCALED, {}), (CLIP_SCALED, {"scale": TOO_LARGE, "overflow": None}), (CLIP_SCALED, {"scale": 2.0**11}),
-    (NEW_SCALER, {"scale": TOO_LARGE, "overflow": None}), (NEW_SCALER, {"scale": 4 * TOO_LARGE}),
-    (NEW_SCALER, {}), (NEW_SCALER, {"overflow": 9}),
-)  # fmt: skip
+    (FINE, {}),
+    (FINE, {"overflow": None}),
+    (FINE, {"scale": TOO_LARGE, "overflow": None}),
+    (FINE, {"factor": 30.0, "scale": 2.0**13, "overflow": None}),
+    (FINE, {"overflow": 9}),
+    (NO_ZERO_GRAD, {}),
+    (NO_ZERO_GRAD, {"overflow": 11}),
+    (NO_ZERO_GRAD, {"overflow": 0}),
+    (CLIP_SCALED, {}),
+    (CLIP_SCALED, {"scale": TOO_LARGE, "overflow": None}),
+    (CLIP_SCALED, {"scale": 2.0**11}),
+    (NEW_SCALER, {"scale": TOO_LARGE, "overflow": None}),
+    (NEW_SCALER, {"scale": 4 * TOO_LARGE}),
+    (NEW_SCALER, {}),
+    (NEW_SCALER, {"overflow": 9}),
+)
 """How many steps are skipped, how far the scale falls and what the first step does are alike for different faults."""
 
 WHY = {
     (FINE, NO_ZERO_GRAD): "a step that is skipped is no fault: here the steps after it are taken again",
     (FINE, NEW_SCALER): "the scale may stay where it is: nothing has to change it while no step is skipped, and where "
-                        "one is, it falls",
+    "one is, it falls",
     (FINE, CLIP_SCALED): "a norm above max_norm is no fault, and that of a skipped step may be inf: in no step that "
-                         "was taken is it as large as the scale",
+    "was taken is it as large as the scale",
     (NO_ZERO_GRAD, FINE): "after the overflow no step is taken any more: the infinite gradient is still there",
     (NO_ZERO_GRAD, NEW_SCALER): "the scale falls from step to step: the scaler remembers",
     (NO_ZERO_GRAD, CLIP_SCALED): "the norms before the overflow are of ordinary size; after it they are not finite",
@@ -90,11 +103,11 @@ WHY = {
     (CLIP_SCALED, NO_ZERO_GRAD): "steps are taken again after the overflow, but look at the norms of those",
     (CLIP_SCALED, NEW_SCALER): "the scale falls where a step is skipped; look at the norms",
     (NEW_SCALER, FINE): "after a step that is skipped the scale is as large as before: what update() halves is thrown "
-                        "away",
+    "away",
     (NEW_SCALER, NO_ZERO_GRAD): "steps are skipped, yet the scale never falls: what update() halves is thrown away",
     (NEW_SCALER, CLIP_SCALED): "the norms of the steps that are taken, if any, are of ordinary size: look at the scale "
-                               "after a step that is skipped",
-}  # fmt: skip
+    "after a step that is skipped",
+}
 """By (what it was, what was said)."""
 
 
@@ -110,13 +123,17 @@ def check_diagnose(f: Callable[..., Any]) -> None:
         if not isinstance(said, str) or said not in DIAGNOSES:
             raise Mistake(f"you return {said!r:.60}", f"return one of {', '.join(map(repr, DIAGNOSES))}")
         if said != truth:
-            raise Mistake(f"{_facts(log)}. This one is {truth!r}, and you say {said!r}: {WHY[truth, said]}",
-                          "print_logs() shows one of each")  # fmt: skip
+            raise Mistake(
+                f"{_facts(log)}. This one is {truth!r}, and you say {said!r}: {WHY[truth, said]}",
+                "print_logs() shows one of each",
+            )
 
 
 def _facts(log: Log) -> str:
     skipped = sum(row["skipped"] for row in log)
     norms = [row["norm"] for row in log if not row["skipped"]]
     told = f", norm of the others {median(norms):.3g} in the middle" if norms else ""
-    return (f"a log with {skipped} of {len(log)} steps skipped{told}, scale from {log[0]['scale']:,.0f} to "
-            f"{log[-1]['scale']:,.0f}")  # fmt: skip
+    return (
+        f"a log with {skipped} of {len(log)} steps skipped{told}, scale from {log[0]['scale']:,.0f} to "
+        f"{log[-1]['scale']:,.0f}"
+    )

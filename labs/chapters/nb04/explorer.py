@@ -9,8 +9,13 @@ from labs.parts.memory.bert_memory import largest_batch, predict
 from labs.parts.models.large_models import BertShape
 from labs.parts.oracle.fits import memory_bytes
 
-COLORS = {"parameters": SERIES[0], "gradients": SERIES[2], "optimizer": SERIES[5], "activations": SERIES[1],
-          "weight copies": SERIES[4]}  # fmt: skip
+COLORS = {
+    "parameters": SERIES[0],
+    "gradients": SERIES[2],
+    "optimizer": SERIES[5],
+    "activations": SERIES[1],
+    "weight copies": SERIES[4],
+}
 FORMATS = {"FP32": "fp32", "BF16 or FP16": "bf16"}
 OPTIMIZERS = {"AdamW": "adam", "SGD with momentum": "momentum", "SGD": "sgd"}
 ATTENTION = {"written out": "eager", "fused (SDPA)": "sdpa"}
@@ -38,8 +43,9 @@ def draw(batch: float, seq: float, optimizer: str, attention: str, card: str) ->
     full, half = (m.total / GB for m in found.values())
     saved = 1 - half / full
     message = f"{batch:.0f} x {seq:.0f} tokens: {_gb(full)} GB, in mixed precision {_gb(half)} ({-saved:+.0%})"
-    fig, ax = figure(message, xlabel="memory of a step of BERT-large (GB)", ylabel="format", size=(7.0, 3.2),
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="memory of a step of BERT-large (GB)", ylabel="format", size=(7.0, 3.2), legend_below=True
+    )
     parts = {name: {c: size / GB for c, size in m.by_category().items()} for name, m in found.items()}
     stacked(ax, parts, COLORS)
     ax.set_xlim(0, 1.1 * max(full, half, limit))

@@ -22,8 +22,15 @@ from labs.parts.precision import amp_report, master_weights, matmul_ladder, numb
 from labs.parts.sources import on_gpus
 
 FORMATS_BELOW = ("tf32", "bf16", "fp16")
-NAMES = {"fp32": "FP32", "tf32": "TF32", "bf16": "BF16", "fp16": "FP16", "fp16, no scaling": "FP16, no scaling",
-         "fp8 e4m3": "FP8 e4m3", "fp8 e5m2": "FP8 e5m2"}  # fmt: skip
+NAMES = {
+    "fp32": "FP32",
+    "tf32": "TF32",
+    "bf16": "BF16",
+    "fp16": "FP16",
+    "fp16, no scaling": "FP16, no scaling",
+    "fp8 e4m3": "FP8 e4m3",
+    "fp8 e5m2": "FP8 e5m2",
+}
 
 
 def format_table() -> pandas.DataFrame:
@@ -59,8 +66,9 @@ def gradients(run: Records, model: str, scale: float = 65536.0, of: str = "activ
     small = {s: run.one("below_subnormal_share", scale=s, **case).value for s in scales}
     lost = {s: below + run.one("above_largest_share", scale=s, **case).value for s, below in small.items()}
     message = f"FP16 cannot hold {lost[1.0]:.1%} of these gradients; times {scale:,.0f}, {lost[scale]:.1%}"
-    fig, ax = figure(message, xlabel="exponent: size of a gradient is 2 to this power",
-                     ylabel="gradients (%)", records=run)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="exponent: size of a gradient is 2 to this power", ylabel="gradients (%)", records=run
+    )
     for k, s in enumerate(scales):
         r = run.one("gradient_exponent_count", scale=s, **case)
         low, high = r.case["exponents"]
@@ -71,8 +79,11 @@ def gradients(run: Records, model: str, scale: float = 65536.0, of: str = "activ
     fp16 = number_formats.FORMATS["fp16"]
     last = round(math.log2(fp16.smallest_subnormal))
     normal, end = fp16.lowest_exponent, fp16.highest_exponent + 1
-    areas = ((-60, last, "too small\nfor FP16", "#BDBDBD"), (last, normal, "subnormal:\nfewer digits", "#E3E3E3"),
-             (end, 40, "too large", "#BDBDBD"))  # fmt: skip
+    areas = (
+        (-60, last, "too small\nfor FP16", "#BDBDBD"),
+        (last, normal, "subnormal:\nfewer digits", "#E3E3E3"),
+        (end, 40, "too large", "#BDBDBD"),
+    )
     for start, end, word, color in areas:
         ax.axvspan(start, end, color=color, zorder=0, linewidth=0)
         ax.text((start + end) / 2, 0.98 * most, word, ha="center", va="top", fontsize=10)
@@ -82,8 +93,10 @@ def gradients(run: Records, model: str, scale: float = 65536.0, of: str = "activ
     show(fig, alt=f"{message}. Model {model}, gradients of its {of}; a further {narrow:.1%} are subnormal in FP16.")
     zeros = {p: run.one("zero_share", scale=1.0, **(case | {"precision": p})).value for p in ("fp32", "fp16")}
     expected = run.one("expected_zero_share", scale=1.0, model=model, of=of, precision="fp16").value
-    say(f"FP16 rounds what is below 2^{last} to 0 or up to 2^{last}. Calculated anew in FP16, {zeros['fp16']:.2%} of "
-        f"the gradients are 0; the histogram predicts {expected:.2%}. In FP32 {zeros['fp32']:.2%} are 0.")  # fmt: skip
+    say(
+        f"FP16 rounds what is below 2^{last} to 0 or up to 2^{last}. Calculated anew in FP16, {zeros['fp16']:.2%} of "
+        f"the gradients are 0; the histogram predicts {expected:.2%}. In FP32 {zeros['fp32']:.2%} are 0."
+    )
 
 
 def accuracy(run: Records, guess: Prediction) -> None:
@@ -96,8 +109,14 @@ def accuracy(run: Records, guess: Prediction) -> None:
     names = list(dict.fromkeys(name for name, _ in found))
     small = exponents[-1]
     rows = [(n, e) for e in exponents for n in names]
-    fig, ax = figure(_accuracy_message(found), xlabel="accuracy minus FP32's (points)",
-                     ylabel="format", records=run, legend_below=True, size=(7.0, 4.4))  # fmt: skip
+    fig, ax = figure(
+        _accuracy_message(found),
+        xlabel="accuracy minus FP32's (points)",
+        ylabel="format",
+        records=run,
+        legend_below=True,
+        size=(7.0, 4.4),
+    )
     words = [NAMES[n] + (", scaled" if n == "fp16" else "") + ("" if e == 0 else "; small loss") for n, e in rows]
     for row, (name, exponent) in enumerate(rows):
         points_ = [100 * change for change in amp_training.changes(run, name, exponent)]
@@ -156,8 +175,10 @@ def stored_weights() -> None:
         ROUNDED: (torch.float32, False, True),
     }
     found = {name: master_weights.train(*kind) for name, kind in kinds.items()}
-    rows = {name: {"last loss (nats)": f"{loss:.2f}", "weights that a step leaves as they are": f"{unmoved:.1%}"}
-            for name, (loss, unmoved) in found.items()}  # fmt: skip
+    rows = {
+        name: {"last loss (nats)": f"{loss:.2f}", "weights that a step leaves as they are": f"{unmoved:.1%}"}
+        for name, (loss, unmoved) in found.items()
+    }
     show_table(pandas.DataFrame(rows).T.rename_axis("parameters in"))
     say(stored_text(found))
 
@@ -197,8 +218,14 @@ def speed(run: Records, guess: Prediction) -> None:
     models = [m for m in MODELS if any(m == model for model, _ in found)]
     formats = list(dict.fromkeys(f for _, f in found))
     message = speed_message(found)
-    fig, ax = figure(message, xlabel="speed of the step, FP32 = 1 (x)", ylabel="model, format",
-                     records=run, legend_below=True, size=(7.0, 4.2))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="speed of the step, FP32 = 1 (x)",
+        ylabel="model, format",
+        records=run,
+        legend_below=True,
+        size=(7.0, 4.2),
+    )
     pairs = [(m, f) for m in models for f in formats if (m, f) in found]
     for name in formats:
         values = [found[pair] if pair[1] == name else None for pair in pairs]
@@ -216,8 +243,11 @@ def speed(run: Records, guess: Prediction) -> None:
 
 def left_out_text(run: Records) -> str:
     """Which steps were not timed, since they would take too long; "" if there are none."""
-    left = [f"{MODELS[r.case['model']]}, {NAMES[r.case['precision']]}" for r in run.where("skipped_step_s")
-            if r.case.get("model") in MODELS]  # fmt: skip
+    left = [
+        f"{MODELS[r.case['model']]}, {NAMES[r.case['precision']]}"
+        for r in run.where("skipped_step_s")
+        if r.case.get("model") in MODELS
+    ]
     return f" Left out, since they would take too long: {'; '.join(left)}." if left else ""
 
 
@@ -247,8 +277,10 @@ def attention_text(found: Speeds, name: str = "bf16") -> str:
 def published_speeds() -> None:
     """Table: published training speeds on GPUs, by format, with their sources."""
     show_table(pandas.DataFrame(published_speed.table()).set_index("GPU"))
-    say(f"Published: GPT by S. Raschka ([LLMs-from-scratch]({published_speed.RASCHKA})), ResNet-50 by NVIDIA "
-        f"([DeepLearningExamples]({published_speed.NVIDIA})).")  # fmt: skip
+    say(
+        f"Published: GPT by S. Raschka ([LLMs-from-scratch]({published_speed.RASCHKA})), ResNet-50 by NVIDIA "
+        f"([DeepLearningExamples]({published_speed.NVIDIA}))."
+    )
 
 
 def recorded_speeds() -> None:
@@ -283,9 +315,11 @@ def _speeds_text(run: Records) -> str:
     faster, slower = (sum(hit) for hit in ([e.low > 1 for e in found], [e.high < 1 for e in found]))
     large, cast = (matmul_ladder.ladder(run, "bf16", casts=casts) for casts in (False, True))
     side, least = max(large), min(large)
-    return (f"in BF16 {faster} of these {len(found)} models are faster than in FP32 and {slower} slower, while the "
-            f"product of side {side} runs at {large[side]} the speed. Where autocast casts first, it is {cast[side]}, "
-            f"and at side {least} {cast[least]} in place of {large[least]}.{_rows_text(run)}")  # fmt: skip
+    return (
+        f"in BF16 {faster} of these {len(found)} models are faster than in FP32 and {slower} slower, while the "
+        f"product of side {side} runs at {large[side]} the speed. Where autocast casts first, it is {cast[side]}, "
+        f"and at side {least} {cast[least]} in place of {large[least]}.{_rows_text(run)}"
+    )
 
 
 def _rows_text(run: Records) -> str:
@@ -295,8 +329,10 @@ def _rows_text(run: Records) -> str:
             one = {"model": "mlp", "batch_size": 1}
             seconds = probe.one("model_flop", **one).value / probe.one("model_flop_s", **one).value
             many = run.one("step_s", model="mlp", precision="fp32")
-            return (f" The MLP's step takes {_seconds(many)} with {many.case['batch']:,} rows, and notebook 00's pass "
-                    f"with one row {seconds * 1e3:.2f} ms.")  # fmt: skip
+            return (
+                f" The MLP's step takes {_seconds(many)} with {many.case['batch']:,} rows, and notebook 00's pass "
+                f"with one row {seconds * 1e3:.2f} ms."
+            )
     return ""
 
 
@@ -314,9 +350,16 @@ def _byte_rows(run: Records) -> list[dict[str, Any]]:
         if case["precision"] != "tf32":  # rounds inside of kernels, keeps what FP32 keeps
             traced = saved_tensors.trace(models.make(case["model"]), case["batch"], case["precision"], "cuda")
             size = traced.activations + traced.weight_copies
-            rows.append({"model": case["model"].rpartition(":")[2], "rows": case["batch"],
-                         "format": NAMES[case["precision"]], "traced": f"{size:,}", "kept": f"{r.value:,.0f}",
-                         "error": f"{size / r.value - 1:+.4%}"})  # fmt: skip
+            rows.append(
+                {
+                    "model": case["model"].rpartition(":")[2],
+                    "rows": case["batch"],
+                    "format": NAMES[case["precision"]],
+                    "traced": f"{size:,}",
+                    "kept": f"{r.value:,.0f}",
+                    "error": f"{size / r.value - 1:+.4%}",
+                }
+            )
     return rows
 
 
@@ -325,8 +368,14 @@ def ladder(run: Records) -> None:
     found = {(f, c): matmul_ladder.ladder(run, f, c) for f in ("bf16", "fp16") for c in (False, True)}
     found = {key: ratios for key, ratios in found.items() if ratios}
     message = ladder_message(found)
-    fig, ax = figure(message, xlabel="side of the square matrices", ylabel="speed, FP32 = 1 (x)", records=run,
-                     size=(6.8, 3.8), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="side of the square matrices",
+        ylabel="speed, FP32 = 1 (x)",
+        records=run,
+        size=(6.8, 3.8),
+        legend_below=True,
+    )
     for (name, casts), ratios in found.items():
         label = NAMES[name] + (" with casts" if casts else "")
         color = SERIES[0 if name == "bf16" else 1] if casts else (SERIES[5] if name == "bf16" else SERIES[4])
@@ -336,8 +385,11 @@ def ladder(run: Records) -> None:
     log_axes(ax, sides, [2.0**k for k in range(-6, 5, 2)])
     told = {k: ", ".join(f"{side}: {ratio.value:.3g}" for side, ratio in v.items()) for k, v in found.items()}
     show(fig, alt=f"{message}. " + "; ".join(f"{n}{', casts' if c else ''}, side {v}" for (n, c), v in told.items()))
-    left = [f"{NAMES[r.case['precision']]} at side {r.case['side']}" for r in run.where("skipped_step_s", part="matmul")
-            if not r.case["casts"]]  # fmt: skip
+    left = [
+        f"{NAMES[r.case['precision']]} at side {r.case['side']}"
+        for r in run.where("skipped_step_s", part="matmul")
+        if not r.case["casts"]
+    ]
     end = f" Left out, since they would take too long: {', '.join(left)}." if left else ""
     say(_casts_text(found) + end)
 
@@ -360,7 +412,12 @@ def ladder_message(found: dict[tuple[str, bool], dict[int, Estimate]]) -> str:
 def _casts_text(found: dict[tuple[str, bool], dict[int, Estimate]]) -> str:
     both = {c: found.get(("bf16", c), {}) for c in (False, True)}
     sides = sorted(set(both[False]) & set(both[True]))
-    return " ".join(
-        f"At side {side} BF16 runs at {both[False][side]} the speed of FP32, at {both[True][side]} if it casts first."
-        for side in dict.fromkeys((sides[0], sides[-1]))
-    ) if sides else ""  # fmt: skip
+    return (
+        " ".join(
+            f"At side {side} BF16 runs at {both[False][side]} the speed of FP32, "
+            f"at {both[True][side]} if it casts first."
+            for side in dict.fromkeys((sides[0], sides[-1]))
+        )
+        if sides
+        else ""
+    )

@@ -32,15 +32,25 @@ def saved(run: Records, guess: Prediction, seq: int = 512, batch: int = 10) -> N
         f"BERT-large, {batch} sequences of {seq}: AMP saves {shares['eager']:.0%} of the memory, "
         f"{shares['sdpa']:.0%} with fused attention"
     )
-    fig, ax = figure(message, xlabel="batch size", ylabel="memory saved by AMP (%)",
-                     records=[*run, *stated("A", "saved_share", "%", 20), *stated("B", "saved_share", "%", 50)],
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="batch size",
+        ylabel="memory saved by AMP (%)",
+        records=[*run, *stated("A", "saved_share", "%", 20), *stated("B", "saved_share", "%", 50)],
+        legend_below=True,
+    )
     for k, (attention, shape) in enumerate(SHAPES.items()):
         values = [100 * bert_memory.saved_share(b, seq, shape) for b in BATCHES]
         curve(ax, BATCHES, values, label=f"BERT-large, {ATTENTION[attention]}: formula", color=SERIES[k])
         traced = amp_memory.saved_shares(run, "bert_large", seq, attention=attention)
-        ax.plot(list(traced), [100 * v for v in traced.values()], "x", color=SERIES[k], markeredgewidth=2,
-                label="traced (modelled)")  # fmt: skip
+        ax.plot(
+            list(traced),
+            [100 * v for v in traced.values()],
+            "x",
+            color=SERIES[k],
+            markeredgewidth=2,
+            label="traced (modelled)",
+        )
     resnet = amp_memory.saved_shares(run, "resnet152")
     curve(ax, list(resnet), [100 * v for v in resnet.values()], label="ResNet-152, traced", color=SERIES[2])
     prediction(ax, batch, guess)
@@ -57,8 +67,10 @@ def _saved_text(guess: Prediction, seq: int, batch: int) -> str:
     for attention, shape in SHAPES.items():
         fp32, amp = (bert_memory.predict(batch, seq, p, shape).total / 1e9 for p in ("fp32", "fp16"))
         limit = bert_memory.largest_saved_share(seq, shape)
-        told.append(f"With {ATTENTION[attention]}, {fp32:.1f} GB become {amp:.1f} GB; however large the batch, at most "
-                    f"{limit:.0%} are saved.")  # fmt: skip
+        told.append(
+            f"With {ATTENTION[attention]}, {fp32:.1f} GB become {amp:.1f} GB; however large the batch, at most "
+            f"{limit:.0%} are saved."
+        )
     against = guess.against(100 * bert_memory.saved_share(batch, seq), "modelled")
     return f"{' '.join(told)} {against}"
 
@@ -114,8 +126,13 @@ def scaler_trace(run: Records, guess: Prediction, trace: str = "planted overflow
 
 
 STOPS = "stops with an error"
-OUTCOME = {"wrong": "silently wrong", "not finite": "NaN or infinite", "loses steps": "loses steps",
-           "as FP32": "as in FP32", STOPS: STOPS}  # fmt: skip
+OUTCOME = {
+    "wrong": "silently wrong",
+    "not finite": "NaN or infinite",
+    "loses steps": "loses steps",
+    "as FP32": "as in FP32",
+    STOPS: STOPS,
+}
 
 
 def orders_table(run: Records) -> None:
@@ -125,8 +142,12 @@ def orders_table(run: Records) -> None:
     """
     found = loss_scaling.outcomes(run)
     most = max(r["optimizer_steps"] for r in found)
-    wrong = [(OUTCOME[o], _order(r, most)) for o in ("wrong", "not finite", "loses steps") for r in found
-             if r["outcome"] == o]  # fmt: skip
+    wrong = [
+        (OUTCOME[o], _order(r, most))
+        for o in ("wrong", "not finite", "loses steps")
+        for r in found
+        if r["outcome"] == o
+    ]
     show_table(pandas.DataFrame(wrong, columns=["outcome", "the step"]).set_index("outcome"))
     fine = [_order(r, most) for r in found if r["outcome"] == "as FP32"]
     say(f"*As in FP32*, {len(fine)} orders:\n\n" + "\n".join(f"* {order}" for order in fine))
@@ -141,8 +162,10 @@ def optimizers_text(run: Records, order: str = "clip before unscale_") -> None:
     ends = f"With AdamW these end otherwise: {'; '.join(other)}." if other else "With AdamW all end alike."
     moved = {o: run.one("update_ratio", order=order, optimizer=o).value for o in ("sgd", "adamw")}
     told = [f"with {name} {far(moved[o])}" for o, name in (("sgd", "SGD"), ("adamw", "AdamW"))]
-    say(f"The tables are those of SGD. {ends} If {ORDERS[order].means}, parameters move {', '.join(told)}; "
-        f"with AdamW the outcome is *{OUTCOME[adamw[order]]}*.")  # fmt: skip
+    say(
+        f"The tables are those of SGD. {ends} If {ORDERS[order].means}, parameters move {', '.join(told)}; "
+        f"with AdamW the outcome is *{OUTCOME[adamw[order]]}*."
+    )
 
 
 def far(moved: float) -> str:
@@ -161,8 +184,10 @@ def _order(row: dict, most: int) -> str:
 def scaler_defaults() -> None:
     """What GradScaler does unless it is told otherwise, read from its signature."""
     default = {name: p.default for name, p in inspect.signature(torch.amp.GradScaler).parameters.items()}
-    say(f"`GradScaler` begins at {default['init_scale']:,.0f}, times {default['backoff_factor']:g} after an overflow, "
-        f"times {default['growth_factor']:g} after {default['growth_interval']:,} good steps in a row.")  # fmt: skip
+    say(
+        f"`GradScaler` begins at {default['init_scale']:,.0f}, times {default['backoff_factor']:g} after an overflow, "
+        f"times {default['growth_factor']:g} after {default['growth_interval']:,} good steps in a row."
+    )
 
 
 def same_batch_text(run: Records) -> None:
@@ -195,8 +220,10 @@ KINDS = {"cpu": "a CPU", "cuda": "CUDA"}
 
 def rules_table(run: Records) -> None:
     """torch's rules where a CPU and CUDA differ, and how many operations were asked for."""
-    by_op = {op: {f"on {name}": autocast_ops.rule_of(run, op, kind) for kind, name in KINDS.items()}
-             for op in dict.fromkeys(r.case["op"] for r in run.where("has_rule"))}  # fmt: skip
+    by_op = {
+        op: {f"on {name}": autocast_ops.rule_of(run, op, kind) for kind, name in KINDS.items()}
+        for op in dict.fromkeys(r.case["op"] for r in run.where("has_rule"))
+    }
     other = {op: rules for op, rules in by_op.items() if len(set(rules.values())) > 1}
     show_table(pandas.DataFrame(other).T)
     say(
@@ -207,10 +234,14 @@ def rules_table(run: Records) -> None:
 def lowered_shares(run: Records) -> pandas.DataFrame:
     """By model: operations of a forward pass, those with 16-bit inputs, casts, share of the FLOPs. Deterministic."""
     rows = {
-        name: {"operations": s.operations, "with BF16 inputs": s.lowered, "casts besides": s.casts,
-               "FLOPs of products in BF16": f"{s.flop:.0%}"}
+        name: {
+            "operations": s.operations,
+            "with BF16 inputs": s.lowered,
+            "casts besides": s.casts,
+            "FLOPs of products in BF16": f"{s.flop:.0%}",
+        }
         for name, s in autocast_ops.shares(run).items()
-    }  # fmt: skip
+    }
     return pandas.DataFrame(rows).T
 
 
@@ -222,8 +253,11 @@ def wire_table(run: Records) -> pandas.DataFrame:
         hook = {"none": "none", "fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook"}[r.case["hook"]]
         bucket = f"{r.case['dtype'].replace('float32', 'FP32')}, {r.value / 1e6:.2f} MB"
         names.setdefault((hook, bucket, f"{wire / 1e6:.2f} MB"), []).append(r.case["precision"].upper())
-    rows = [{"hook": hook, "forward in": ", ".join(precisions), "gradients in buckets": bucket, "on the wire": wire}
-            for (hook, bucket, wire), precisions in names.items() if hook != "bf16_compress_hook"]  # fmt: skip
+    rows = [
+        {"hook": hook, "forward in": ", ".join(precisions), "gradients in buckets": bucket, "on the wire": wire}
+        for (hook, bucket, wire), precisions in names.items()
+        if hook != "bf16_compress_hook"
+    ]
     return pandas.DataFrame(rows).set_index("hook")
 
 

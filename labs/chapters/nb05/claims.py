@@ -39,10 +39,12 @@ def _(evidence: Records) -> Verdict:
     took = f" and all of them {size(resident)} of memory" if math.isfinite(resident) else ""
     how = "too high" if any(c.together for c in found) else "off"
     less = f" above {size(memory.WORKSPACE)}" if any(c.together for c in found) else ""
-    because = (f"traces say what tensors take in {len(found)} real steps, {how} by at most "
-               f"{100 * off_by:.2g} % ({worst.name}); all that the allocator gave, workspace of kernels too{less}, "
-               f"was up to {most.beyond:.2f} x as much ({most.name}); a trace took at most {seconds:.1f} s{took}, for "
-               f"steps of up to {size(peak)}")  # fmt: skip
+    because = (
+        f"traces say what tensors take in {len(found)} real steps, {how} by at most "
+        f"{100 * off_by:.2g} % ({worst.name}); all that the allocator gave, workspace of kernels too{less}, "
+        f"was up to {most.beyond:.2f} x as much ({most.name}); a trace took at most {seconds:.1f} s{took}, for "
+        f"steps of up to {size(peak)}"
+    )
     return Verdict(word(right, [not r for r in right]), because)
 
 
@@ -54,9 +56,11 @@ def _(evidence: Records) -> Verdict:
         raise LookupError("launch('memory_oracle') with a batch of ResNet-152 that takes about 11 GB is needed")
     right = [memory.near(c.cut.peak, GB_7) for c in claimed]
     batch, row = min(cuts.items(), key=lambda item: abs(item[1][0].whole.peak - GB_11))
-    because = (f"batch {batch}: {size(row[0].whole.peak)} become {' or '.join(map(str, row))}; {sum(right)} of "
-               f"the {len(right)} that start near 11 GB end near 7 "
-               f"({claimed[0].whole.settings}, traced)")  # fmt: skip
+    because = (
+        f"batch {batch}: {size(row[0].whole.peak)} become {' or '.join(map(str, row))}; {sum(right)} of "
+        f"the {len(right)} that start near 11 GB end near 7 "
+        f"({claimed[0].whole.settings}, traced)"
+    )
     return Verdict(word(right, [not r for r in right]), because, "modelled")
 
 
@@ -69,8 +73,10 @@ def _(evidence: Records) -> Verdict:
     never = few > GB_11 + GB / 2 or many < GB_11 - GB / 2
     at = "no usual batch" if never else "any usual batch" if all(right) else f"batch {step.rows_in(GB_11):.0f}"
     said = ", ".join(f"{size(s.peak)} with batch {s.batch}" for s in steps)
-    because = (f"{said}: an image adds {step.per_row / GB:.3f} GB, so that it is 11 GB at {at} and {size(many)} at "
-               f"{USUAL[1]} ({step.settings}, traced)")  # fmt: skip
+    because = (
+        f"{said}: an image adds {step.per_row / GB:.3f} GB, so that it is 11 GB at {at} and {size(many)} at "
+        f"{USUAL[1]} ({step.settings}, traced)"
+    )
     return Verdict(word(right, [never, never]), because, "modelled")
 
 
@@ -78,8 +84,11 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     groups = [group[-1] for group in memory.plain(memory.traced(evidence, "bert_large"))]
     right, wrong = [s.line(USUAL[0]) > GB_24 for s in groups], [s.line(USUAL[1]) <= GB_24 for s in groups]
-    said = [f"{s.case['seq']} tokens{'' if s.case['set_to_none'] else ' (gradients kept in forward)'}: {size(s.peak)} "
-            f"with batch {s.batch}, {s.fitting(GB_12)}, {s.fitting(GB_24)}" for s in groups]  # fmt: skip
+    said = [
+        f"{s.case['seq']} tokens{'' if s.case['set_to_none'] else ' (gradients kept in forward)'}: {size(s.peak)} "
+        f"with batch {s.batch}, {s.fitting(GB_12)}, {s.fitting(GB_24)}"
+        for s in groups
+    ]
     because = f"{'; '.join(said)} ({groups[0].settings}, traced)"
     return Verdict(word(right, wrong), because, "modelled")
 
@@ -103,9 +112,11 @@ def _(evidence: Records) -> Verdict:
     right = [within(p.time, OFF, ABOUT_20) for p in found]
     wrong = [p.time.low > ABOUT_20 + OFF or p.time.high < ABOUT_20 - OFF for p in found]
     devices = " and a ".join(sorted({p.device for p in found}))
-    because = (f"a step takes longer by {' to '.join(dict.fromkeys((str(found[0]), str(found[-1]))))} on a {devices}; "
-               f"of {len(found)} policies {sum(right)} are shown to cost {ABOUT_20 - OFF:g} to {ABOUT_20 + OFF:g} %, "
-               f"{sum(wrong)} are shown not to{only_on(r for r in evidence if r.lab == recompute.LAB)}")  # fmt: skip
+    because = (
+        f"a step takes longer by {' to '.join(dict.fromkeys((str(found[0]), str(found[-1]))))} on a {devices}; "
+        f"of {len(found)} policies {sum(right)} are shown to cost {ABOUT_20 - OFF:g} to {ABOUT_20 + OFF:g} %, "
+        f"{sum(wrong)} are shown not to{only_on(r for r in evidence if r.lab == recompute.LAB)}"
+    )
     return judged(right, wrong, because)
 
 
@@ -114,8 +125,10 @@ def _(evidence: Records) -> Verdict:
     found = recompute.called(evidence)
     trains, repaired = [c.trains for c in found], sum(c.repaired for c in found)
     which = ", ".join(c.scenario for c in found if c.trains) or "none"
-    because = (f"without use_reentrant {sum(trains)} of {len(found)} uses train ({which}) and "
-               f"{recompute.announces(found)}; with use_reentrant=False {repaired} train, no warning")  # fmt: skip
+    because = (
+        f"without use_reentrant {sum(trains)} of {len(found)} uses train ({which}) and "
+        f"{recompute.announces(found)}; with use_reentrant=False {repaired} train, no warning"
+    )
     if found[0].torch and not all(trains):
         because += f"; this was torch {found[0].torch}"
     return Verdict(word(trains, [not t for t in trains]), because)
@@ -126,10 +139,17 @@ def _(evidence: Records) -> Verdict:
     found = recompute.kept(evidence)
     cut = [k for k in found if not k.selective]
     caches, drops = all(k.saved_bytes > 0 for k in cut), all(k.saved_bytes < k.none_bytes for k in cut)
-    because = (f"forward leaves {size(cut[0].none_bytes)} behind without it, and with it "
-               f"{' to '.join(dict.fromkeys(map(str, (cut[0], cut[-1]))))}: "
-               + ("inputs of segments are cached, what is inside is dropped" if caches and drops else
-                  "nothing is cached" if drops else "no less than without"))  # fmt: skip
+    because = (
+        f"forward leaves {size(cut[0].none_bytes)} behind without it, and with it "
+        f"{' to '.join(dict.fromkeys(map(str, (cut[0], cut[-1]))))}: "
+        + (
+            "inputs of segments are cached, what is inside is dropped"
+            if caches and drops
+            else "nothing is cached"
+            if drops
+            else "no less than without"
+        )
+    )
     return Verdict("depends" if caches and drops else word([caches], [drops]), because)
 
 
@@ -138,8 +158,10 @@ def _(evidence: Records) -> Verdict:
     found = recompute.longest(evidence)
     saves = [x.falls >= remedies.HELPS for x in found]
     right = [s and x.order <= LINEAR for s, x in zip(saves, found, strict=True)]
-    because = (f"a checkpoint per block takes the activations of {found[0].seq} tokens in BERT-large "
-               f"{'; '.join(map(str, found))} (traced){recompute.sdpa_alone(found)}")  # fmt: skip
+    because = (
+        f"a checkpoint per block takes the activations of {found[0].seq} tokens in BERT-large "
+        f"{'; '.join(map(str, found))} (traced){recompute.sdpa_alone(found)}"
+    )
     return Verdict(word(right, [not s for s in saves]), because, "modelled")
 
 
@@ -156,8 +178,10 @@ def _(evidence: Records) -> Verdict:
     found, said = remedies.advice(evidence, HALF, remedies.MICRO)
     error, time = remedies.accumulated(evidence)
     same = error <= SAME
-    because = (f"{said}. Gradients of 4 micro-batches are {'equal but for rounding' if same else 'not equal'}; they "
-               f"take {time} the time")  # fmt: skip
+    because = (
+        f"{said}. Gradients of 4 micro-batches are {'equal but for rounding' if same else 'not equal'}; they "
+        f"take {time} the time"
+    )
     return Verdict("depends" if found == "holds" and not same else found, because)
 
 
@@ -180,8 +204,10 @@ def _(evidence: Records) -> Verdict:
     with contextlib.suppress(LookupError):
         told, device = allocator.seen(evidence)
         missing = device > told
-        because = (f"{size(device)} of this GPU are in use, it knows of the {size(told)} of this process's allocator; "
-                   f"{documented}")  # fmt: skip
+        because = (
+            f"{size(device)} of this GPU are in use, it knows of the {size(told)} of this process's allocator; "
+            f"{documented}"
+        )
         return Verdict(word([not missing, not one], [missing, one]), because)
     if not one:
         return Verdict("needs N GPUs", documented, "")

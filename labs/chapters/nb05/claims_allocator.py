@@ -67,8 +67,10 @@ class Way(NamedTuple):
 
     def __str__(self) -> str:
         enough = "no device tried is" if math.isinf(self.headroom) else f"{self.headroom:g} x what tensors need is"
-        return (f"{enough} enough ({self.name}; {size(self.reserved)} reserved at most, {self.calls:.1f} calls of "
-                "cudaMalloc per step)")  # fmt: skip
+        return (
+            f"{enough} enough ({self.name}; {size(self.reserved)} reserved at most, {self.calls:.1f} calls of "
+            "cudaMalloc per step)"
+        )
 
 
 def ways(evidence: Records) -> dict[str, Way]:
@@ -161,7 +163,8 @@ def price(evidence: Records) -> str:
 def of_one_device() -> bool:
     """Whether torch documents memory_summary as that of one device."""
     return "device" in inspect.signature(torch.cuda.memory_summary).parameters and "given device" in (
-        inspect.getdoc(torch.cuda.memory_summary) or "")  # fmt: skip
+        inspect.getdoc(torch.cuda.memory_summary) or ""
+    )
 
 
 def seen(evidence: Records) -> tuple[float, float]:

@@ -132,13 +132,20 @@ def called(evidence: Records) -> list[Called]:
 
 
 def _called(run: Records, scenario: str) -> Called:
-    out, repaired = ({m: run.one(m, scenario=scenario, variant=v) for m in
-                      ("raised", "parameters_without_gradient", "warnings")}
-                     for v in ("left out", "use_reentrant=False"))  # fmt: skip
+    out, repaired = (
+        {m: run.one(m, scenario=scenario, variant=v) for m in ("raised", "parameters_without_gradient", "warnings")}
+        for v in ("left out", "use_reentrant=False")
+    )
     announced = next((t for t in out["warnings"].case["texts"] if "use_reentrant" in t), "")
     version = str(run[0].provenance.get("torch", "")).partition("+")[0]
-    return Called(scenario, out["raised"].case["error"], int(out["parameters_without_gradient"].value), announced,
-                  not any(r.value for r in repaired.values()), version)  # fmt: skip
+    return Called(
+        scenario,
+        out["raised"].case["error"],
+        int(out["parameters_without_gradient"].value),
+        announced,
+        not any(r.value for r in repaired.values()),
+        version,
+    )
 
 
 class Long(NamedTuple):
@@ -157,8 +164,10 @@ class Long(NamedTuple):
         return 100 * (1 - self.block / self.none)
 
     def __str__(self) -> str:
-        return (f"from {size(self.none)} to {size(self.block)} with {self.attention} attention, which then grow as "
-                f"length^{self.order:.2g}")  # fmt: skip
+        return (
+            f"from {size(self.none)} to {size(self.block)} with {self.attention} attention, which then grow as "
+            f"length^{self.order:.2g}"
+        )
 
 
 def sdpa_alone(found: list[Long]) -> str:

@@ -52,8 +52,10 @@ def filled(evidence: Records, *remedies: str) -> list[Full]:
     found = [_full(run, r.case["model"], r.case["full_of"]) for r in run.where("peak_bytes", remedy="none")]
     missing = [k for k in ("activations", "states") if k not in {m.full_of for m in found}]
     if missing or any(remedy not in m.falls for m in found for remedy in remedies):
-        raise LookupError(f"launch({LAB!r}) with {' and '.join(remedies)} on a model full of activations and on one "
-                          "full of states is needed")  # fmt: skip
+        raise LookupError(
+            f"launch({LAB!r}) with {' and '.join(remedies)} on a model full of activations and on one "
+            "full of states is needed"
+        )
     return found
 
 
@@ -106,8 +108,10 @@ class Leaks(NamedTuple):
         ends = " to ".join(dict.fromkeys(size(f(self.leaking_peaks)) for f in (min, max)))
         history = f", the history of allocations names {self.lines[0]}" if self.lines else ""
         answer = self.answer if self.names_a_place else "only bytes"
-        return (f"the peak {verbs[0]} loops that leak ({ends}) from others (up to {size(self.harmless_peak)}), growth "
-                f"{verbs[1]} them. {ASKED} answers {answer}{history}")  # fmt: skip
+        return (
+            f"the peak {verbs[0]} loops that leak ({ends}) from others (up to {size(self.harmless_peak)}), growth "
+            f"{verbs[1]} them. {ASKED} answers {answer}{history}"
+        )
 
 
 def leaks(evidence: Records) -> Leaks:

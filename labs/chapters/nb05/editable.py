@@ -27,13 +27,17 @@ def resume_and_compare(save: Callable[..., Any], load: Callable[..., Any], ranks
     first = min(step for step, _ in found)
     difference = max(error for _, error in found)
     if first > STEPS and difference == 0:
-        print(f"Stopped after step {SAVED_AT} of {STEPS}, resumed on {ranks} ranks: "
-              "all losses and parameters are equal, bit for bit.")  # fmt: skip
+        print(
+            f"Stopped after step {SAVED_AT} of {STEPS}, resumed on {ranks} ranks: "
+            "all losses and parameters are equal, bit for bit."
+        )
     elif first > STEPS:
         print(f"All losses are equal, and the parameters differ at the end by {100 * difference:.2g} %.")
     else:
-        print(f"The loss differs from step {first} on, and the parameters at the end by {100 * difference:.2g} % of "
-              "the way they went. No error was raised.")  # fmt: skip
+        print(
+            f"The loss differs from step {first} on, and the parameters at the end by {100 * difference:.2g} % of "
+            "the way they went. No error was raised."
+        )
 
 
 def _both(save: Callable[..., Any], load: Callable[..., Any]) -> tuple[int, float]:

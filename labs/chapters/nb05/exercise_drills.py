@@ -27,8 +27,20 @@ from labs.kit.guardian import end_with_parent
 
 LIMIT_S = 15.0
 """How long one act may take; saving the small states of this exercise takes milliseconds."""
-WRITES = {"open", "rename", "replace", "link", "symlink", "remove", "unlink", "mkdir", "rmdir", "fsync", "fdatasync",
-          "sync"}  # fmt: skip
+WRITES = {
+    "open",
+    "rename",
+    "replace",
+    "link",
+    "symlink",
+    "remove",
+    "unlink",
+    "mkdir",
+    "rmdir",
+    "fsync",
+    "fdatasync",
+    "sync",
+}
 
 
 @dataclass(frozen=True)
@@ -92,8 +104,10 @@ def in_child(act: Callable[[], Any], drill: Drill = Drill(), using: Iterable[dic
     if not text and os.WIFSIGNALED(status):
         return Ended(killed=True)
     if not text:
-        raise Mistake("your code ends the whole process with os._exit(): the training is gone, and nobody learns why",
-                      "raise, or let the OSError through")  # fmt: skip
+        raise Mistake(
+            "your code ends the whole process with os._exit(): the training is gone, and nobody learns why",
+            "raise, or let the OSError through",
+        )
     told = json.loads(text)
     return Ended(killed=False, error=told["error"], calls=[Call(w, tuple(p), f) for w, p, f in told["calls"]])
 
@@ -195,8 +209,10 @@ def _with_their_folders(args: tuple, kwargs: dict[str, Any]) -> tuple:
     folders = [kwargs.get("src_dir_fd", kwargs.get("dir_fd")), kwargs.get("dst_dir_fd")]
     if not any(isinstance(folder, int) for folder in folders) or not os.path.isdir("/proc/self/fd"):
         return args
-    named = [a if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(a))
-             for a, folder in zip(args, folders, strict=False)]  # fmt: skip
+    named = [
+        a if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(a))
+        for a, folder in zip(args, folders, strict=False)
+    ]
     return (*named, *args[len(named) :])
 
 

@@ -105,16 +105,20 @@ def _straight_onto_final_names(saved: Saved) -> Iterator[Finding]:
         copied = any(c.what in ("remove", "unlink") and saved.name(c.paths[0]) not in saved.before for c in saved.calls)
         how = "copied onto its final name, byte by byte" if copied else "written straight onto its final name"
         never = ", and it is never synced" * (not any(map(_is_sync, saved.calls)))
-        yield (f"{name} is {how}{never}: whoever looks there while save() runs, or after it was killed, finds half a "
-               "file", ORDER)  # fmt: skip
+        yield (
+            f"{name} is {how}{never}: whoever looks there while save() runs, or after it was killed, finds half a file",
+            ORDER,
+        )
 
 
 def _from_elsewhere(saved: Saved) -> Iterator[Finding]:
     for _, call in saved.renames():
         if not Path(call.paths[0]).is_relative_to(saved.folder):
-            yield (f"the file is made in {Path(call.paths[0]).parent} and moved: where that is another file system, "
-                   "os.replace() fails, and shutil.move() copies onto the final name byte by byte",
-                   "put the unfinished file into the folder of the checkpoints")  # fmt: skip
+            yield (
+                f"the file is made in {Path(call.paths[0]).parent} and moved: where that is another file system, "
+                "os.replace() fails, and shutil.move() copies onto the final name byte by byte",
+                "put the unfinished file into the folder of the checkpoints",
+            )
 
 
 def removed_first(saved: Saved, then: str) -> Iterator[Finding]:
@@ -123,8 +127,10 @@ def removed_first(saved: Saved, then: str) -> Iterator[Finding]:
         if call.what in ("remove", "unlink") and i < saved.there:
             name = saved.name(call.paths[0]) if call.paths else ""
             if any(name in (known, Path(known).name) for known in saved.before):
-                yield (f"{name} is deleted before the new checkpoint has its name: killed in between, {then}",
-                       "delete old ones at the very end of save()")  # fmt: skip
+                yield (
+                    f"{name} is deleted before the new checkpoint has its name: killed in between, {then}",
+                    "delete old ones at the very end of save()",
+                )
 
 
 def _not_on_disk(saved: Saved, name: str, inode: str, size: int) -> Iterator[Finding]:
@@ -132,20 +138,31 @@ def _not_on_disk(saved: Saved, name: str, inode: str, size: int) -> Iterator[Fin
         return
     moment, call = renamed
     if call.files[inode] < size:
-        yield (f"{name} gets its name before it is closed: {size - call.files[inode]} of its {size} bytes are still in "
-               "Python's buffer then", "leave the `with open(...)` block, then os.replace")  # fmt: skip
+        yield (
+            f"{name} gets its name before it is closed: {size - call.files[inode]} of its {size} bytes are still in "
+            "Python's buffer then",
+            "leave the `with open(...)` block, then os.replace",
+        )
     synced = [(i, c) for i, c in enumerate(saved.calls) if _is_sync(c, inode)]
     if not synced:
-        yield (f"{name} is renamed, but nothing has made sure that its bytes are on the disk: a power cut can keep the "
-               "name and lose the content", "file.flush(), os.fsync(file.fileno()), before os.replace")  # fmt: skip
+        yield (
+            f"{name} is renamed, but nothing has made sure that its bytes are on the disk: a power cut can keep the "
+            "name and lose the content",
+            "file.flush(), os.fsync(file.fileno()), before os.replace",
+        )
         return
     if synced[0][0] > moment:
-        yield (f"os.fsync comes after the rename of {name}: a power cut in between can keep the name and lose the "
-               "content", ORDER)  # fmt: skip
+        yield (
+            f"os.fsync comes after the rename of {name}: a power cut in between can keep the name and lose the content",
+            ORDER,
+        )
     on_disk = max((c.files.get(inode, size) for i, c in synced if i < moment), default=size)
     if on_disk < size:
-        yield (f"os.fsync of {name} comes too early: {size - on_disk} of its {size} bytes are still in Python's "
-               "buffer, and os.fsync sees only what the kernel has got", "file.flush() before os.fsync")  # fmt: skip
+        yield (
+            f"os.fsync of {name} comes too early: {size - on_disk} of its {size} bytes are still in Python's "
+            "buffer, and os.fsync sees only what the kernel has got",
+            "file.flush() before os.fsync",
+        )
 
 
 def _is_sync(call: Call, inode: str | None = None) -> bool:
@@ -158,12 +175,16 @@ def _folder_not_on_disk(saved: Saved) -> Iterator[Finding]:
     if any(_is_sync(c, folder) for c in saved.calls[saved.named + 1 :]):
         return
     if any(_is_sync(c, folder) for c in saved.calls):
-        yield ("the folder is synced before it has the new name, which is not on the disk then",
-               "os.replace first, then os.fsync of the folder")  # fmt: skip
+        yield (
+            "the folder is synced before it has the new name, which is not on the disk then",
+            "os.replace first, then os.fsync of the folder",
+        )
     else:
-        yield ("the file's bytes are on the disk, its new name may not be: the folder is never synced, and after a "
-               "power cut a checkpoint that save() had promised can be missing",
-               "after os.replace: fd = os.open(folder, os.O_RDONLY); os.fsync(fd); os.close(fd)")  # fmt: skip
+        yield (
+            "the file's bytes are on the disk, its new name may not be: the folder is never synced, and after a "
+            "power cut a checkpoint that save() had promised can be missing",
+            "after os.replace: fd = os.open(folder, os.O_RDONLY); os.fsync(fd); os.close(fd)",
+        )
 
 
 # -- damaged, foreign and malicious files in the folder
@@ -224,9 +245,10 @@ def _check_new_process(cls: Maker, folder: Path) -> None:
     step, error = on_ranks(_load_there, 1, cls, str(folder), when="")[0]
     if step != 10:
         what = f"raises {error}" if error else f"gives step {step}"
-        raise Mistake(f"the folder is whole, and load() in a new process {what}",
-                      "hash() of text and bytes differs from process to process; hashlib.sha256(data) does "
-                      "not")  # fmt: skip
+        raise Mistake(
+            f"the folder is whole, and load() in a new process {what}",
+            "hash() of text and bytes differs from process to process; hashlib.sha256(data) does not",
+        )
 
 
 def _load_there(cls: Maker, folder: str) -> tuple[Any, str]:
@@ -277,9 +299,11 @@ def _judge(cls: Maker, folder: Path, when: str) -> None:
     what = ""
     if isinstance(loaded, (tuple, list)) and len(loaded) == 2 and isinstance(loaded[1], dict):
         what = f", with another {difference(loaded[1], a_state(10))}"
-    raise Mistake(f"{when}: load() gives it as if it were good{what}",
-                  "keep a checksum of the bytes with them (hashlib.sha256), and compare it before you load; torch.load "
-                  "checks none")  # fmt: skip
+    raise Mistake(
+        f"{when}: load() gives it as if it were good{what}",
+        "keep a checksum of the bytes with them (hashlib.sha256), and compare it before you load; torch.load "
+        "checks none",
+    )
 
 
 def _check_two_damaged(cls: Maker, folder: Path, paths: list[Path]) -> None:
@@ -288,11 +312,15 @@ def _check_two_damaged(cls: Maker, folder: Path, paths: list[Path]) -> None:
     try:
         loaded = cls(folder, 3).load()
     except Exception as error:
-        raise Mistake(f"steps 9 and 10 are damaged, step 8 is whole, and load() raises {described(error)}",
-                      "go on to the one before until one is whole") from error  # fmt: skip
+        raise Mistake(
+            f"steps 9 and 10 are damaged, step 8 is whole, and load() raises {described(error)}",
+            "go on to the one before until one is whole",
+        ) from error
     if not same(loaded, (8, a_state(8))):
-        raise Mistake("steps 9 and 10 are damaged, step 8 is whole, and load() does not give step 8",
-                      "go on to the one before until one is whole")  # fmt: skip
+        raise Mistake(
+            "steps 9 and 10 are damaged, step 8 is whole, and load() does not give step 8",
+            "go on to the one before until one is whole",
+        )
 
 
 def _check_foreign_names(cls: Maker, folder: Path, name: str) -> None:
@@ -318,10 +346,18 @@ def _check_all_damaged(cls: Maker, folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    _check_raises(cls, folder, "load() gives None, as if there had never been one",
-                  "raise RuntimeError; None means that there are none")  # fmt: skip
-    _check_raises(cls, folder, "load() has raised, but gives None when it is called again, as a restart does",
-                  "leave damaged files there")  # fmt: skip
+    _check_raises(
+        cls,
+        folder,
+        "load() gives None, as if there had never been one",
+        "raise RuntimeError; None means that there are none",
+    )
+    _check_raises(
+        cls,
+        folder,
+        "load() has raised, but gives None when it is called again, as a restart does",
+        "leave damaged files there",
+    )
 
 
 def _check_raises(cls: Maker, folder: Path, what: str, hint: str) -> None:
@@ -331,8 +367,11 @@ def _check_raises(cls: Maker, folder: Path, what: str, hint: str) -> None:
     except Exception:
         return
     if loaded is None:
-        raise Mistake(f"all three checkpoints are damaged, and {what}: the training begins anew, and overwrites what "
-                      "could be repaired", hint)  # fmt: skip
+        raise Mistake(
+            f"all three checkpoints are damaged, and {what}: the training begins anew, and overwrites what "
+            "could be repaired",
+            hint,
+        )
     raise Mistake("all three checkpoints are cut in half, and load() gives one of them", "check before you load")
 
 
@@ -419,8 +458,10 @@ def _check_ordinary(cls: Maker, folder: Path) -> None:
         cls(folder, 2).save(step, a_state(step))
         loaded = cls(folder, 2).load()
         if step == 10 and same(loaded, (9, a_state(9))):
-            raise Mistake('after save(9, ...) and save(10, ...) load() gives step 9: as text, "9" comes after "10"',
-                          "compare steps as numbers, or write them with leading zeros")  # fmt: skip
+            raise Mistake(
+                'after save(9, ...) and save(10, ...) load() gives step 9: as text, "9" comes after "10"',
+                "compare steps as numbers, or write them with leading zeros",
+            )
         check_same(loaded, step, f"after save({step}, state)")
     _check_order_in_time(cls, folder)
     _check_keep(cls, folder)
@@ -447,8 +488,10 @@ def _check_order_in_time(cls: Maker, folder: Path) -> None:
     for path in sorted(folder.rglob("*")):  # step 9's files become the youngest
         os.utime(path, (1e9, 1e9 + (path.name.find("10") < 0)))
     if same(cls(folder, 2).load(), (9, a_state(9))):
-        raise Mistake("you take the file with the latest time: whoever copies or touches the files changes that",
-                      "the newest checkpoint is the one with the largest step")  # fmt: skip
+        raise Mistake(
+            "you take the file with the latest time: whoever copies or touches the files changes that",
+            "the newest checkpoint is the one with the largest step",
+        )
 
 
 def _check_keep(cls: Maker, folder: Path) -> None:
@@ -462,27 +505,35 @@ def _check_keep(cls: Maker, folder: Path) -> None:
         saves.append(_save(cls, folder, 2, 13))
     except Exception as error:
         others = " and ".join(path.name for path in foreign)
-        raise Mistake(f"{others} lie in the folder, and save() raises {described(error)}",
-                      "look only at names that save() makes: re.fullmatch") from error  # fmt: skip
+        raise Mistake(
+            f"{others} lie in the folder, and save() raises {described(error)}",
+            "look only at names that save() makes: re.fullmatch",
+        ) from error
     for path in foreign:
         if not path.exists():
             raise Mistake(f"save() has deleted {path.name}, which is not yours", "delete only names that save() makes")
     if len(files_in(folder)) > usual:
-        raise Mistake(f"after one more save with keep=2 there are {len(files_in(folder)) - len(foreign)} files, before "
-                      f"it there were {usual - len(foreign)}: old ones stay for ever",
-                      "delete all but the newest `keep`")  # fmt: skip
+        raise Mistake(
+            f"after one more save with keep=2 there are {len(files_in(folder)) - len(foreign)} files, before "
+            f"it there were {usual - len(foreign)}: old ones stay for ever",
+            "delete all but the newest `keep`",
+        )
     _check_which_stay(saves, files_in(folder))
     (folder / _largest(saves[-1])).unlink()
     loaded = None
     with contextlib.suppress(Exception):
         loaded = cls(folder, 2).load()
     if not same(loaded, (12, a_state(12))):
-        raise Mistake("with keep=2, and the newest checkpoint lost, load() does not give the one before",
-                      "keep the newest `keep` checkpoints, with all that load() needs of each")  # fmt: skip
+        raise Mistake(
+            "with keep=2, and the newest checkpoint lost, load() does not give the one before",
+            "keep the newest `keep` checkpoints, with all that load() needs of each",
+        )
     cls(folder, 1).save(14, a_state(14))
     if len(files_in(folder)) >= usual:
-        raise Mistake("with keep=1 there are as many checkpoints in the folder as with keep=2",
-                      "how many may stay is an argument: use keep")  # fmt: skip
+        raise Mistake(
+            "with keep=1 there are as many checkpoints in the folder as with keep=2",
+            "how many may stay is an argument: use keep",
+        )
 
 
 def _foreign_files(folder: Path, name: str) -> list[Path]:
@@ -508,12 +559,17 @@ def _check_which_stay(saves: list[Saved], now: Files) -> None:
     left = {checksum for _, _, checksum in now.values()}
     here = [[name for name in s.written if s.after[name][2] in left] for s in saves]
     if here[0] and not here[1]:
-        raise Mistake("after save(11, ...), save(12, ...) and save(13, ...) with keep=2 step 11 is there and step 12 "
-                      "is gone: step 11's file was touched since, and has the later time",
-                      "the newest are those with the largest steps, whatever their files' times")  # fmt: skip
+        raise Mistake(
+            "after save(11, ...), save(12, ...) and save(13, ...) with keep=2 step 11 is there and step 12 "
+            "is gone: step 11's file was touched since, and has the later time",
+            "the newest are those with the largest steps, whatever their files' times",
+        )
     if here[0]:
-        raise Mistake(f"after save(11, ...), save(12, ...) and save(13, ...) with keep=2 {here[0][0]} is still there: "
-                      "three checkpoints stay", "count the new one among the newest `keep`")  # fmt: skip
+        raise Mistake(
+            f"after save(11, ...), save(12, ...) and save(13, ...) with keep=2 {here[0][0]} is still there: "
+            "three checkpoints stay",
+            "count the new one among the newest `keep`",
+        )
 
 
 class _Drills:
@@ -536,8 +592,9 @@ class _Drills:
         shutil.copytree(like, folder) if like else folder.mkdir()
         return folder
 
-    def save(self, folder: Path, step: int, drill: Drill | None = None, state: dict[str, Any] | None = None,
-             keep: int = 1) -> Ended:  # fmt: skip
+    def save(
+        self, folder: Path, step: int, drill: Drill | None = None, state: dict[str, Any] | None = None, keep: int = 1
+    ) -> Ended:
         state = state or a_state(step)
         return in_child(lambda: self.cls(folder, keep).save(step, state), drill or Drill(), self.using)
 
@@ -594,8 +651,10 @@ class _Drills:
             raise Mistake(f"{when}: load() then raises {described(error)}", "step 9 has to be there still") from error
         if not same(loaded, (10, a_state(10))) and not same(loaded, (9, a_state(9))):
             gives = "None" if loaded is None else f"{loaded!r:.40}"
-            raise Mistake(f"{when}: load() then gives {gives}, neither step 9 nor step 10",
-                          "the old one stays until the new one is complete under its name")  # fmt: skip
+            raise Mistake(
+                f"{when}: load() then gives {gives}, neither step 9 nor step 10",
+                "the old one stays until the new one is complete under its name",
+            )
 
     def check_cleans_up(self, folder: Path, when: str) -> None:
         left = set(files_in(folder))
@@ -616,8 +675,10 @@ class _Drills:
                 self.check_saved_all_the_same(folder, drill, ended, when)
                 continue
             if new := sorted(set(files_in(folder)) - set(before)):
-                raise Mistake(f"{when}: save() raises, and leaves {new[0]} behind, on a disk without room",
-                              "remove the unfinished file in `finally`")  # fmt: skip
+                raise Mistake(
+                    f"{when}: save() raises, and leaves {new[0]} behind, on a disk without room",
+                    "remove the unfinished file in `finally`",
+                )
             self.check_survived(folder, f"{when} in save(10, state) with keep=1")
 
     def fulls(self) -> list[tuple[Drill, str]]:
@@ -644,15 +705,20 @@ class _Drills:
             with contextlib.suppress(Exception):
                 loaded = self.cls(folder, 2).load()
             if not same(loaded, (8, a_state(8))):
-                raise Mistake(f"{when} in save(10, state) with keep=2: steps 8 and 9 were there, and of step 8 nothing "
-                              "is left that load() can give", "delete old ones at the very end of save()")  # fmt: skip
+                raise Mistake(
+                    f"{when} in save(10, state) with keep=2: steps 8 and 9 were there, and of step 8 nothing "
+                    "is left that load() can give",
+                    "delete old ones at the very end of save()",
+                )
 
     def check_saved_all_the_same(self, folder: Path, drill: Drill, ended: Ended, when: str) -> None:
         """Mistake if a save that failed returns; it need not, if it never wrote so much, or never called os.fsync."""
         failed = drill.fsync_fails and any("fsync" in c.what or c.what == "fdatasync" for c in ended.calls)
         if failed or not same(self.cls(folder, 1).load(), (10, a_state(10))):
-            raise Mistake(f"{when}, and save() returns as if all were well: nobody learns that nothing is saved",
-                          "let the OSError through: `try ... finally`, not `except`")  # fmt: skip
+            raise Mistake(
+                f"{when}, and save() returns as if all were well: nobody learns that nothing is saved",
+                "let the OSError through: `try ... finally`, not `except`",
+            )
 
 
 def _words(call: Call) -> str:

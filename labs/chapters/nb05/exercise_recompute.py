@@ -166,8 +166,9 @@ class Run:
         self.blocks_changed |= given != blocks or any("forward" in vars(block) for block in blocks)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            raise Mistake(f"run_stack(...) gives {got}, not a tensor as the last block does",
-                          "return what the last block gives")  # fmt: skip
+            raise Mistake(
+                f"run_stack(...) gives {got}, not a tensor as the last block does", "return what the last block gives"
+            )
         there_anyway = set(self.between) | {p.untyped_storage()._cdata for b in blocks for p in b.parameters()}
         there_anyway |= {t.untyped_storage()._cdata for t in (x, y)}
         self.kept_bytes = allocated.alive(there_anyway)
@@ -216,9 +217,12 @@ def check_run_stack(f: Function) -> None:
 def _faults(own: Run, right: Run, budget: int) -> Iterator[Finding]:
     yield from _forward(own, right)
     if own.cut_off:
-        yield ("the output does not require grad: what runs under no_grad, or with use_reentrant=True on an x "
-               "that needs "
-               "no gradient, is cut off", "checkpoint(block, x, use_reentrant=False)")  # fmt: skip
+        yield (
+            "the output does not require grad: what runs under no_grad, or with use_reentrant=True on an x "
+            "that needs "
+            "no gradient, is cut off",
+            "checkpoint(block, x, use_reentrant=False)",
+        )
     yield from _errors(own)
     if own.error is None:
         yield from _again(own)
@@ -226,41 +230,56 @@ def _faults(own: Run, right: Run, budget: int) -> Iterator[Finding]:
         yield from _gradients(own, right)
         yield from _random(own, right)
         if own.kept_changed:
-            yield ("kept_bytes holds other numbers afterwards: the next step would get these, and run other blocks "
-                   "again", "left = list(kept_bytes), and change that")  # fmt: skip
+            yield (
+                "kept_bytes holds other numbers afterwards: the next step would get these, and run other blocks again",
+                "left = list(kept_bytes), and change that",
+            )
         if own.blocks_changed:
-            yield ("the caller's blocks are others afterwards, in the list or by a new forward: the next step would "
-                   "wrap them once more", "leave `blocks` as they are: call checkpoint() where they run")  # fmt: skip
+            yield (
+                "the caller's blocks are others afterwards, in the list or by a new forward: the next step would "
+                "wrap them once more",
+                "leave `blocks` as they are: call checkpoint() where they run",
+            )
         if own.flag_changed:
-            yield ("the caller's x requires a gradient now: requires_grad_() works in place, and this was not your "
-                   "tensor", "checkpoint(block, x, use_reentrant=False) needs no such thing")  # fmt: skip
+            yield (
+                "the caller's x requires a gradient now: requires_grad_() works in place, and this was not your tensor",
+                "checkpoint(block, x, use_reentrant=False) needs no such thing",
+            )
 
 
-LATE = ("backward runs another block than forward did: a lambda or a function looks `block` up when it is "
-        "called, and in "
-        "backward the loop is over", "checkpoint(block, x, use_reentrant=False): give the block itself")  # fmt: skip
+LATE = (
+    "backward runs another block than forward did: a lambda or a function looks `block` up when it is "
+    "called, and in "
+    "backward the loop is over",
+    "checkpoint(block, x, use_reentrant=False): give the block itself",
+)
 
 
 def _forward(own: Run, right: Run) -> Iterator[Finding]:
     ran, wanted = ([c.block for c in run.calls if not c.in_backward] for run in (own, right))
     if own.error is None and ran != wanted:
-        yield (f"in forward the blocks {ran} ran, one after the other {wanted} would do",
-               "each block once, in order")  # fmt: skip
+        yield (f"in forward the blocks {ran} ran, one after the other {wanted} would do", "each block once, in order")
     if own.output is not None and not torch.equal(own.output, right.output):
-        yield ("the output is not that of the blocks one after the other with the same seed: something drew random "
-               "numbers before, or a block is in another mode", "x = block(x), or x = checkpoint(block, x, "
-                                                                "...)")  # fmt: skip
+        yield (
+            "the output is not that of the blocks one after the other with the same seed: something drew random "
+            "numbers before, or a block is in another mode",
+            "x = block(x), or x = checkpoint(block, x, ...)",
+        )
 
 
 ERRORS = [
     (r"different metadata|different number of tensors", *LATE),
-    (r"does not require grad and does not have a grad_fn",
-     "the second run recorded nothing: use_reentrant=True gives no gradient where x needs none",
-     "use_reentrant=False"),
-    (r"backward through the graph a second time", "the second run goes on into the blocks before: its x still "
-                                                  "belongs to "
-     "the first graph", "x = x.detach().requires_grad_()"),
-]  # fmt: skip
+    (
+        r"does not require grad and does not have a grad_fn",
+        "the second run recorded nothing: use_reentrant=True gives no gradient where x needs none",
+        "use_reentrant=False",
+    ),
+    (
+        r"backward through the graph a second time",
+        "the second run goes on into the blocks before: its x still belongs to the first graph",
+        "x = x.detach().requires_grad_()",
+    ),
+]
 
 
 def _errors(own: Run) -> Iterator[Finding]:
@@ -280,8 +299,10 @@ def _again(own: Run) -> Iterator[Finding]:
             else (f"in backward blocks ran {dict(again)} times: once each is enough", "one second run for each use")
         )
     if any(c.in_backward and c.mask not in masks for c in own.calls):
-        yield ("dropout draws another mask in the second run: gradients belong to a pass that never was",
-               "leave preserve_rng_state as it is: True")  # fmt: skip
+        yield (
+            "dropout draws another mask in the second run: gradients belong to a pass that never was",
+            "leave preserve_rng_state as it is: True",
+        )
 
 
 def _budget(own: Run, budget: int) -> Iterator[Finding]:
@@ -289,13 +310,17 @@ def _budget(own: Run, budget: int) -> Iterator[Finding]:
     total, over = len(own.scene.hidden), own.scene.over
     if own.kept_bytes > budget + SLACK * max(1, len(again)):
         more = "no block runs again" if not again else f"blocks {sorted(again)} of 0 to {total - 1} run again"
-        yield (f"{own.kept_bytes / 1e3:.0f} kB are kept for backward, the budget is {budget / 1e3:.0f} kB: {more}",
-               "leave out the largest of kept_bytes until the rest fits")  # fmt: skip
+        yield (
+            f"{own.kept_bytes / 1e3:.0f} kB are kept for backward, the budget is {budget / 1e3:.0f} kB: {more}",
+            "leave out the largest of kept_bytes until the rest fits",
+        )
     if len(again) > over:
         exact = ". A budget that is met exactly is met: <=, not <" * (own.scene.room == 0 and len(again) == over + 1)
         all_of_them = "every block runs" if len(again) == total else f"{len(again)} blocks run"
-        yield (f"{all_of_them} a second time, and {over or 'none'} would be enough{exact}",
-               "the largest of kept_bytes first: the fewest blocks free the most")  # fmt: skip
+        yield (
+            f"{all_of_them} a second time, and {over or 'none'} would be enough{exact}",
+            "the largest of kept_bytes first: the fewest blocks free the most",
+        )
 
 
 def _gradients(own: Run, right: Run) -> Iterator[Finding]:
@@ -303,24 +328,33 @@ def _gradients(own: Run, right: Run) -> Iterator[Finding]:
     pairs = list(zip(names, [own.x_grad, *own.gradients], [right.x_grad, *right.gradients], strict=True))
     missing = [name for name, got, want in pairs if got is None and want is not None]
     if missing and missing[0] == "x":
-        yield ("x gets no gradient, and all layers before this stack would stay as they are: what runs under "
-               "no_grad, or "
-               "detached, is cut off", "checkpoint(block, x, use_reentrant=False)")  # fmt: skip
+        yield (
+            "x gets no gradient, and all layers before this stack would stay as they are: what runs under "
+            "no_grad, or "
+            "detached, is cut off",
+            "checkpoint(block, x, use_reentrant=False)",
+        )
     if missing:
-        yield (f"{len(missing)} parameters get no gradient: use_reentrant=True gives none where x needs none",
-               "use_reentrant=False")  # fmt: skip
+        yield (
+            f"{len(missing)} parameters get no gradient: use_reentrant=True gives none where x needs none",
+            "use_reentrant=False",
+        )
     for name, got, want in pairs:
         if want is not None and not torch.allclose(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item()):
             cosine = (got.flatten() @ want.flatten() / (got.norm() * want.norm())).item()
-            yield (f"the gradient of {'x' if name == 'x' else 'the parameters'} is wrong (cosine {cosine:.2f} "
-                   f"with that of "
-                   "the plain stack)", "the same blocks, in the same order, with the same dropout")  # fmt: skip
+            yield (
+                f"the gradient of {'x' if name == 'x' else 'the parameters'} is wrong (cosine {cosine:.2f} "
+                f"with that of "
+                "the plain stack)",
+                "the same blocks, in the same order, with the same dropout",
+            )
 
 
 def _random(own: Run, right: Run) -> Iterator[Finding]:
     if own.drawn != right.drawn:
-        yield ("after the stack torch draws other random numbers than after the plain one: the second run has "
-               "moved, or "
-               "set back, its random state", "with torch.random.fork_rng(devices=[]): around the second run; "
-                                             "checkpoint() "
-               "does it by itself")  # fmt: skip
+        yield (
+            "after the stack torch draws other random numbers than after the plain one: the second run has "
+            "moved, or "
+            "set back, its random state",
+            "with torch.random.fork_rng(devices=[]): around the second run; checkpoint() does it by itself",
+        )

@@ -83,17 +83,21 @@ def _check_at(cls: Maker, steps: int, steps_elsewhere: int) -> None:
     before = pieces(trainer)
     state = trainer.state_dict()
     if not trainer.model.training:
-        raise Mistake("state_dict() itself puts the model into evaluation mode: the training goes on without dropout",
-                      "look, do not change")  # fmt: skip
+        raise Mistake(
+            "state_dict() itself puts the model into evaluation mode: the training goes on without dropout",
+            "look, do not change",
+        )
     data = _written(state)
     if changed := _changed(before, pieces(trainer)):
         raise Mistake(f"state_dict() itself changes {changed[0]}", "look, do not draw")
     losses = [trainer.step() for _ in range(MORE)]
     after = pieces(trainer)
     if path := difference(_read(_written(state)), _read(data)):
-        raise Mistake(f"{when} gives {path}, and {MORE} steps later that has changed: it is the live object. A state "
-                      "that is saved in the background, or kept to go back to, is then a mixture of steps",
-                      "a copy: copy.deepcopy(...)")  # fmt: skip
+        raise Mistake(
+            f"{when} gives {path}, and {MORE} steps later that has changed: it is the live object. A state "
+            "that is saved in the background, or kept to go back to, is then a mixture of steps",
+            "a copy: copy.deepcopy(...)",
+        )
     decoy = cls(3)
     decoy.state_dict()
     other = cls(2)
@@ -101,9 +105,11 @@ def _check_at(cls: Maker, steps: int, steps_elsewhere: int) -> None:
         other.step()
     other.load_state_dict(_read(data))
     if same(list(other.model.parameters()), list(decoy.model.parameters())):
-        raise Mistake("load_state_dict(state) brings back what another trainer has saved last, not `state`: it is kept "
-                      "in the class or in a global variable, and a new process has neither",
-                      "all that load_state_dict() needs is in what state_dict() returns")  # fmt: skip
+        raise Mistake(
+            "load_state_dict(state) brings back what another trainer has saved last, not `state`: it is kept "
+            "in the class or in a global variable, and a new process has neither",
+            "all that load_state_dict() needs is in what state_dict() returns",
+        )
     _check_pieces(before, pieces(other), _read(data))
     _check_going_on(other, losses, after)
     _check_going_back(cls, before, _read(data))
@@ -132,8 +138,10 @@ def _written(state: Any) -> bytes:
         torch.save(state, file := io.BytesIO())
         _read(file.getvalue())
     except Exception as error:
-        raise Mistake(f"torch.save and torch.load(weights_only=True) refuse the state: {described(error)}",
-                      "tensors, numbers, text, dicts, lists and tuples") from error  # fmt: skip
+        raise Mistake(
+            f"torch.save and torch.load(weights_only=True) refuse the state: {described(error)}",
+            "tensors, numbers, text, dicts, lists and tuples",
+        ) from error
     return file.getvalue()
 
 
@@ -162,11 +170,14 @@ def _check_pieces(before: Pieces, now: Pieces, state: Any) -> None:
     if _holds(state, before[name]):
         what = f"{name} {_are(name)} saved, but after load_state_dict() not back{rest}"
         if "random" in name or "generator" in name:
-            raise Mistake(f"{what}: it was not set, or something has drawn from it since",
-                          "set random states at the very end, when nothing is left to draw")  # fmt: skip
+            raise Mistake(
+                f"{what}: it was not set, or something has drawn from it since",
+                "set random states at the very end, when nothing is left to draw",
+            )
         raise Mistake(what, "whatever state_dict() saves, load_state_dict() has to set")
-    raise Mistake(f"after load_state_dict() {name} {_are(name)} not what {_were(name)} when state_dict() ran{rest}",
-                  WHY[name])  # fmt: skip
+    raise Mistake(
+        f"after load_state_dict() {name} {_are(name)} not what {_were(name)} when state_dict() ran{rest}", WHY[name]
+    )
 
 
 def _are(name: str) -> str:
@@ -194,16 +205,21 @@ def _holds(state: Any, piece: Any) -> bool:
 def _check_going_on(trainer: Any, losses: list[float], after: Pieces) -> None:
     hint = "load into the objects that are there: model.load_state_dict, not a new model"
     if not trainer.model.training:
-        raise Mistake("load_state_dict() leaves the model in evaluation mode: the training goes on without dropout",
-                      "model.train(), or no model.eval()")  # fmt: skip
+        raise Mistake(
+            "load_state_dict() leaves the model in evaluation mode: the training goes on without dropout",
+            "model.train(), or no model.eval()",
+        )
     for i, want in enumerate(losses):
         try:
             got = f"gives the loss {loss:.6f}, not {want:.6f}" if (loss := trainer.step()) != want else ""
         except Exception as error:
             got = f"raises {described(error)}"
         if got:
-            raise Mistake(f"all is back as it was, and yet step {i + 1} after it {got}: something points to old "
-                          "objects, such as an optimizer to old parameters", hint)  # fmt: skip
+            raise Mistake(
+                f"all is back as it was, and yet step {i + 1} after it {got}: something points to old "
+                "objects, such as an optimizer to old parameters",
+                hint,
+            )
     if changed := _changed(after, pieces(trainer)):
         raise Mistake(f"the losses agree, but {MORE} steps later {changed[0]} {_are(changed[0])} different", hint)
 

@@ -46,8 +46,10 @@ def same(a: Any, b: Any) -> bool:
 def difference(a: Any, b: Any) -> str | None:
     """The path of the first leaf of b that a does not have, or has with another value; None if there is none."""
     own, wanted = dict(leaves(a)), dict(leaves(b))
-    return next((path for path in wanted if path not in own or not _equal(own[path], wanted[path])),
-                next((path for path in own if path not in wanted), None))  # fmt: skip
+    return next(
+        (path for path in wanted if path not in own or not _equal(own[path], wanted[path])),
+        next((path for path in own if path not in wanted), None),
+    )
 
 
 def _equal(a: Any, b: Any) -> bool:

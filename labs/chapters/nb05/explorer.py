@@ -49,8 +49,12 @@ def peak(batch: int, seq: int, precision: str, optimizer: str, count: int) -> di
     states = predict(0, seq, "fp32", SHAPE, optimizer)
     moment = at_peak(bert_chain(batch, seq, precision, SHAPE, optimizer), runs(count))
     kept = moment.total - moment.fixed - moment.gradients
-    in_backward = {"parameters": states.parameters, "gradients": moment.gradients, "optimizer": states.optimizer,
-                   "activations": kept}  # fmt: skip
+    in_backward = {
+        "parameters": states.parameters,
+        "gradients": moment.gradients,
+        "optimizer": states.optimizer,
+        "activations": kept,
+    }
     in_optimizer = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
     whole = optimizer_step_bytes(parameter_count(SHAPE), optimizer)
     in_optimizer["temporaries"] = whole - sum(in_optimizer.values())
@@ -75,8 +79,13 @@ def draw(batch: float, seq: float, number_format: str, optimizer: str, card: str
     found = {name: peak(*size, *own, count) for name, count in POLICIES.items()}
     most, *_, least = (sum(parts.values()) / GB for parts in found.values())
     message = f"{size[0]} x {size[1]} tokens: {_gb(most)} GB, or {_gb(least)} GB with each layer recomputed"
-    fig, ax = figure(message, xlabel="peak memory of a step of BERT-large (GB)", ylabel="recomputed",
-                     size=(7.0, 3.6), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="peak memory of a step of BERT-large (GB)",
+        ylabel="recomputed",
+        size=(7.0, 3.6),
+        legend_below=True,
+    )
     rows = {}
     for name, parts in found.items():
         more = time_ratio(share_again(SHAPE.layers, runs(POLICIES[name]))) - 1
@@ -91,8 +100,10 @@ def draw(batch: float, seq: float, number_format: str, optimizer: str, card: str
     in_optimizer = ""
     if "temporaries" in found["each layer recomputed"]:
         in_optimizer = " With each layer recomputed the optimizer's own step is the peak (foreach, usual on a GPU)."
-    sentence = (f"Largest batch that {card} holds: {told}.{in_optimizer} A closed form, from below: gradients of "
-                "activations and other tensors of a moment are left out.")  # fmt: skip
+    sentence = (
+        f"Largest batch that {card} holds: {told}.{in_optimizer} A closed form, from below: gradients of "
+        "activations and other tensors of a moment are left out."
+    )
     return fig, f"Peak memory of BERT-large by category and policy. {message}. {card} has {limit:g} GB.", sentence
 
 

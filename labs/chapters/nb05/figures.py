@@ -21,8 +21,14 @@ from labs.parts.remedies.ways_to_allocate import EACH, PLAIN
 from labs.parts.sources import on_gpus
 from labs.parts.sources.published import stated
 
-COLORS = {"parameters": SERIES[0], "gradients": SERIES[2], "optimizer": SERIES[5], "activations": SERIES[1],
-          "temporaries": SERIES[4], "inputs/buffers": SERIES[3]}  # fmt: skip
+COLORS = {
+    "parameters": SERIES[0],
+    "gradients": SERIES[2],
+    "optimizer": SERIES[5],
+    "activations": SERIES[1],
+    "temporaries": SERIES[4],
+    "inputs/buffers": SERIES[3],
+}
 FITS = {True: "fits", False: "out of memory"}
 POLICIES = {"none": "nothing", "stage": "each stage", "block": "each block"}
 RECOMPUTED = {"none": "nothing recomputed", "stage": "each stage recomputed", "block": "each block recomputed"}
@@ -42,8 +48,13 @@ def timeline(run: Records) -> None:
         f"BERT-large: {peaks['none']:.1f} GB, {kept:.0%} activations; {peaks['block']:.1f} GB with blocks recomputed"
     )
     drawn = [r for r in run if r.kind == "modelled"]  # nothing of it was allocated on this machine
-    fig, ax = figure(message, xlabel="calls of operators since the step began", ylabel="memory (GB)", records=drawn,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="calls of operators since the step began",
+        ylabel="memory (GB)",
+        records=drawn,
+        legend_below=True,
+    )
     parts = {c: [b / GB for b in line.bytes[c]] for c in CATEGORIES if max(line.bytes[c]) > 0.005 * GB}
     ops = [*line.operations, 1.03 * line.operations[-1]]  # the optimizer's step: one operation, the width of a line
     stack(ax, ops, {c: [*b, b[-1]] for c, b in parts.items()}, kind="modelled", colors=[COLORS[c] for c in parts])
@@ -62,17 +73,24 @@ def resnet(run: Records, guess: Prediction) -> None:
     """Figure: peak memory of ResNet-152 against the batch, for three policies, with the articles' 11 and 7 GB."""
     rows = run.where("peak_op", part="resnet152")
     batches = sorted({r.case["batch"] for r in rows})
-    found = {p: [oracle_report.peak(run, part="resnet152", policy=p, batch=b) / GB for b in batches]
-             for p in POLICIES if run.where("peak_op", part="resnet152", policy=p)}  # fmt: skip
+    found = {
+        p: [oracle_report.peak(run, part="resnet152", policy=p, batch=b) / GB for b in batches]
+        for p in POLICIES
+        if run.where("peak_op", part="resnet152", policy=p)
+    }
     at = {p: dict(zip(batches, values, strict=True)) for p, values in found.items()}
     few, many = batches[0], batches[-1]
     message = f"ResNet-152: {at['none'][few]:.0f} GB with {few} images, {at['none'][many]:.0f} with {many}"
-    fig, ax = figure(message, xlabel="images per step (224 x 224, FP32, SGD with momentum)", ylabel="peak memory (GB)",
-                     records=[*run, *stated("B", "peak", "GB", 11, 7)], legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="images per step (224 x 224, FP32, SGD with momentum)",
+        ylabel="peak memory (GB)",
+        records=[*run, *stated("B", "peak", "GB", 11, 7)],
+        legend_below=True,
+    )
     for k, (policy, values) in enumerate(found.items()):
         curve(ax, batches, values, label="" if k == 0 else "_", color=SERIES[k])
-        ax.annotate(f"{RECOMPUTED[policy]} ", (many, values[-1]), ha="right", va="bottom", fontsize=10,
-                    color=SERIES[k])  # fmt: skip
+        ax.annotate(f"{RECOMPUTED[policy]} ", (many, values[-1]), ha="right", va="bottom", fontsize=10, color=SERIES[k])
     article = "article: from 11 to 7, batch not given"
     curve(ax, [few, many, many, few, many], [11, 11, math.nan, 7, 7], kind="published", label=article, color="black")
     prediction(ax, 64, guess)
@@ -80,21 +98,27 @@ def resnet(run: Records, guess: Prediction) -> None:
     show(fig, alt=f"{message}. " + "; ".join(f"{RECOMPUTED[p]}: {v[-1]:.1f} GB" for p, v in found.items()))
     most = at["none"][64]
     near = min(batches, key=lambda b: abs(at["none"][b] - 11))
-    say(f"{guess.against(most, 'modelled')} The article's 11 GB are a batch of about {near}; with "
+    say(
+        f"{guess.against(most, 'modelled')} The article's 11 GB are a batch of about {near}; with "
         f"each stage recomputed that batch takes {at['stage'][near]:.1f} GB, with each block "
-        f"{at['block'][near]:.1f}.")  # fmt: skip
+        f"{at['block'][near]:.1f}."
+    )
 
 
 def chunked_loss(run: Records) -> None:
     """In words: the peak of GPT-2 with the logits of all tokens at once, and in chunks."""
-    sizes = {r.case["chunks"]: oracle_report.peak(run, part="gpt2", chunks=r.case["chunks"])
-             for r in run.where("peak_bytes", part="gpt2", category=CATEGORIES[0])}  # fmt: skip
+    sizes = {
+        r.case["chunks"]: oracle_report.peak(run, part="gpt2", chunks=r.case["chunks"])
+        for r in run.where("peak_bytes", part="gpt2", category=CATEGORIES[0])
+    }
     case = run.where("peak_bytes", part="gpt2")[0].case
     logits = case["batch"] * CONTEXT * WORDS * 4
     whole, parts = min(sizes), max(sizes)
-    say(f"GPT-2 small, {case['batch']} sequences of {CONTEXT:,} tokens, FP32, each block recomputed: the logits are "
+    say(
+        f"GPT-2 small, {case['batch']} sequences of {CONTEXT:,} tokens, FP32, each block recomputed: the logits are "
         f"{logits / GB:.2f} GB. The step takes **{sizes[whole] / GB:.1f} GB** with all of them at once, and "
-        f"**{sizes[parts] / GB:.1f} GB** with {parts} chunks (modelled).")  # fmt: skip
+        f"**{sizes[parts] / GB:.1f} GB** with {parts} chunks (modelled)."
+    )
 
 
 def checked(run: Records) -> pandas.DataFrame:
@@ -107,10 +131,16 @@ def checked(run: Records) -> pandas.DataFrame:
         case = {k: r.case[k] for k in ("model", "policy", "optimizer")}
         error = oracle_report.relative_error(run, part="small", **case)
         beside = oracle_report.workspace(run, part="small", **case)
-        rows.append({**case, "traced MB": round(oracle_report.peak(run, part="small", **case) / 1e6, 2),
-                     "real tensors MB": round(r.value / 1e6, 2), "error": f"{error:+.2%}",
-                     "real peak with workspace MB": round(r.value * (1 + beside) / 1e6, 2),
-                     "workspace on top": f"{beside:+.0%}"})  # fmt: skip
+        rows.append(
+            {
+                **case,
+                "traced MB": round(oracle_report.peak(run, part="small", **case) / 1e6, 2),
+                "real tensors MB": round(r.value / 1e6, 2),
+                "error": f"{error:+.2%}",
+                "real peak with workspace MB": round(r.value * (1 + beside) / 1e6, 2),
+                "workspace on top": f"{beside:+.0%}",
+            }
+        )
     return pandas.DataFrame(rows).set_index("model")
 
 
@@ -131,8 +161,12 @@ def _of_gpu(r: Record, traced: float) -> dict[str, Any]:
     c = r.case
     kept = "" if c["set_to_none"] else ", gradients kept"
     what = f"{c['batch']} sequences of {c['seq']}" if c["seq"] else f"{c['batch']} rows"
-    return {"step": f"{c['model']}, {what}, {c['optimizer']}{kept}", "traced GB": f"{traced / 1e9:.3f}",
-            "asked for GB": f"{r.value / 1e9:.3f}", "error": f"{traced / r.value - 1:+.2%}"}  # fmt: skip
+    return {
+        "step": f"{c['model']}, {what}, {c['optimizer']}{kept}",
+        "traced GB": f"{traced / 1e9:.3f}",
+        "asked for GB": f"{r.value / 1e9:.3f}",
+        "error": f"{traced / r.value - 1:+.2%}",
+    }
 
 
 def _gpu_text(run: Records) -> str:
@@ -141,8 +175,10 @@ def _gpu_text(run: Records) -> str:
     over = max(run.one("allocated_bytes", **r.case).value / r.value - 1 for r in real)
     largest = max(real, key=lambda r: r.value)
     reserved = run.one("reserved_bytes", **largest.case).value
-    return (f"the trace is off by {abs(worst):.1%} at most. Blocks handed out are up to {over:.1%} larger than what "
-            f"was asked for; for the largest step {reserved / 1e9:.1f} GB were taken from the driver.")  # fmt: skip
+    return (
+        f"the trace is off by {abs(worst):.1%} at most. Blocks handed out are up to {over:.1%} larger than what "
+        f"was asked for; for the largest step {reserved / 1e9:.1f} GB were taken from the driver."
+    )
 
 
 def conditions(run: Records) -> pandas.DataFrame:
@@ -154,14 +190,32 @@ def conditions(run: Records) -> pandas.DataFrame:
         kept = "" if case["set_to_none"] else ", gradients kept in forward"
         step = f"{case['batch']} sequences of {case['seq']} tokens{kept}"
         fused = " (fused=True)" * (r.case["optimizer"] == "fused_adam")
-        rows.append({"model": f"BERT-large, Adam{fused}, FP32", "step": step, "recomputed": POLICIES[case["policy"]],
-                     "peak GB": f"{size:.1f}"})  # fmt: skip
+        rows.append(
+            {
+                "model": f"BERT-large, Adam{fused}, FP32",
+                "step": step,
+                "recomputed": POLICIES[case["policy"]],
+                "peak GB": f"{size:.1f}",
+            }
+        )
     states, cluster = run.where("states_bytes")[0], run.where("cluster_bytes")[0]
     billions, cards = states.case["parameters"] / 1e9, f"{cluster.case['cards']} x {cluster.case['gpu']}"
-    rows.append({"model": "GPT-3, Adam, FP32 states", "step": f"{billions:.0f} billion parameters, no batch yet",
-                 "recomputed": "", "peak GB": f"{states.value / GB:,.0f}"})  # fmt: skip
-    rows.append({"model": cards, "step": "all their memory, as nvidia-smi prints it", "recomputed": "",
-                 "peak GB": f"{cluster.value / GB:,.0f}"})  # fmt: skip
+    rows.append(
+        {
+            "model": "GPT-3, Adam, FP32 states",
+            "step": f"{billions:.0f} billion parameters, no batch yet",
+            "recomputed": "",
+            "peak GB": f"{states.value / GB:,.0f}",
+        }
+    )
+    rows.append(
+        {
+            "model": cards,
+            "step": "all their memory, as nvidia-smi prints it",
+            "recomputed": "",
+            "peak GB": f"{cluster.value / GB:,.0f}",
+        }
+    )
     return pandas.DataFrame(rows).set_index("model")
 
 
@@ -173,9 +227,14 @@ def largest(run: Records) -> pandas.DataFrame:
         here, over = (
             run.one(m, part="resnet152", **case).value / GB for m in ("largest_batch_bytes", "next_batch_bytes")
         )
-        rows.append({"recomputed": POLICIES[case["policy"]], f"largest batch in {case['memory_gb']:g} x 10^9 "
-                                                             f"B": int(r.value),
-                     "its peak GB": round(here, 2), "with one image more": round(over, 2)})  # fmt: skip
+        rows.append(
+            {
+                "recomputed": POLICIES[case["policy"]],
+                f"largest batch in {case['memory_gb']:g} x 10^9 B": int(r.value),
+                "its peak GB": round(here, 2),
+                "with one image more": round(over, 2),
+            }
+        )
     return pandas.DataFrame(rows).set_index("recomputed")
 
 
@@ -186,9 +245,11 @@ def offload(run: Records) -> None:
     said = f"With `save_on_cpu` a step of {run.where('step_s', part='offload')[0].case['model']} takes "
     said += f"{paired_ratio(times[OFFLOAD], times['plain'])} the time. "
     if moved:
-        said += (f"{moved[0].value / MB:.1f} MB leave in forward and come back in backward; here they are "
-                 f"copied within one "
-                 "memory, on a GPU they would pass PCIe twice.")  # fmt: skip
+        said += (
+            f"{moved[0].value / MB:.1f} MB leave in forward and come back in backward; here they are "
+            f"copied within one "
+            "memory, on a GPU they would pass PCIe twice."
+        )
     say(said)
 
 
@@ -197,21 +258,31 @@ def remedies(run: Records, guess: Prediction) -> None:
     models = {r.case["model"]: r.case["full_of"] for r in run.where("predicted_bytes", part="remedies")}
     names = list(dict.fromkeys(r.case["remedy"] for r in run.where("predicted_bytes", part="remedies")))
     message = "What helps depends on what fills the memory"
-    fig, ax = figure(message, xlabel="peak memory of the step, none = 100 (%)", ylabel="remedy", records=run,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="peak memory of the step, none = 100 (%)", ylabel="remedy", records=run, legend_below=True
+    )
     alt = []
     for k, (model, full_of) in enumerate(models.items()):
         case = {"part": "remedies", "model": model}
         none = run.one("peak_bytes", remedy="none", **case).value
-        shares = {m: [next((100 * r.value / none for r in run.where(m, remedy=n, **case)), None) for n in names]
-                  for m in ("peak_bytes", "predicted_bytes")}  # fmt: skip
+        shares = {
+            m: [next((100 * r.value / none for r in run.where(m, remedy=n, **case)), None) for n in names]
+            for m in ("peak_bytes", "predicted_bytes")
+        }
         label = f"{model}, full of {full_of}"
         color = (SERIES[0], SERIES[4])[k]  # dark and light: they are told apart in grey, too
-        formula = [p if m is None else None for m, p in zip(shares["peak_bytes"], shares["predicted_bytes"],
-                   strict=True)]  # fmt: skip
+        formula = [
+            p if m is None else None for m, p in zip(shares["peak_bytes"], shares["predicted_bytes"], strict=True)
+        ]
         bars(ax, names, shares["peak_bytes"], label=label, color=color)
-        bars(ax, [n if m else f"{n} (modelled)" for n, m in zip(names, shares["peak_bytes"], strict=True)], formula,
-             kind="modelled", label="_", color=color)  # fmt: skip
+        bars(
+            ax,
+            [n if m else f"{n} (modelled)" for n, m in zip(names, shares["peak_bytes"], strict=True)],
+            formula,
+            kind="modelled",
+            label="_",
+            color=color,
+        )
         said = zip(names, shares["predicted_bytes"], strict=True)
         alt.append(f"{model}: " + ", ".join(f"{name} {share:.0f} %" for name, share in said))
     full = next(m for m, what in models.items() if what == "states")
@@ -231,9 +302,15 @@ def leaks(run: Records) -> pandas.DataFrame:
         loop = r.case["loop"]
         sites = run.where("site_share", part="leaks", loop=loop)
         peak = run.one("peak_so_far_bytes", loop=loop).samples[-1]
-        rows.append({"loop": loop, "leak": "yes" if r.case["leaks"] else "no", "last peak MB": round(peak / 1e6, 1),
-                     "growth per step": f"{r.value:,.0f} B", "made at": sites[0].case["code"] if sites else "",
-                     })  # fmt: skip
+        rows.append(
+            {
+                "loop": loop,
+                "leak": "yes" if r.case["leaks"] else "no",
+                "last peak MB": round(peak / 1e6, 1),
+                "growth per step": f"{r.value:,.0f} B",
+                "made at": sites[0].case["code"] if sites else "",
+            }
+        )
     return pandas.DataFrame(rows).set_index("loop")
 
 
@@ -243,8 +320,11 @@ def recorded_fragments(simulated: Records) -> None:
     ways = [r.case["way"] for r in simulated.where("fits", part="fragmentation")]
     columns = {"simulated": simulated, **{", ".join(run.provenance["gpus"]): run for run in runs}}
     parts = dict.fromkeys(columns, "gpu") | {"simulated": "fragmentation"}
-    rows = [{"way": way} | {name: FITS[bool(run.one("fits", part=parts[name], way=way).value)]
-                            for name, run in columns.items()} for way in ways]  # fmt: skip
+    rows = [
+        {"way": way}
+        | {name: FITS[bool(run.one("fits", part=parts[name], way=way).value)] for name, run in columns.items()}
+        for way in ways
+    ]
     show_table(pandas.DataFrame(rows).set_index("way"))
     on_gpus.told(runs, _fragments_text)
 
@@ -263,6 +343,12 @@ def fragments(run: Records) -> pandas.DataFrame:
         case = {"part": "lengths", "way": r.case["way"], "headroom": UNLIMITED}
         reserved, needed = (run.one(f"{m}_peak_bytes", **case).value for m in ("reserved", "allocated"))
         enough = f"{enough_headroom(run, r.case['way']):g} x"
-        rows.append({"way": r.case["way"], "reserved / needed": round(reserved / needed, 2),
-                     "cudaMalloc per step": round(r.value, 1), "memory to always fit": enough})  # fmt: skip
+        rows.append(
+            {
+                "way": r.case["way"],
+                "reserved / needed": round(reserved / needed, 2),
+                "cudaMalloc per step": round(r.value, 1),
+                "memory to always fit": enough,
+            }
+        )
     return pandas.DataFrame(rows).set_index("way")

@@ -15,8 +15,12 @@ from labs.parts.activation_memory import report
 from labs.parts.sources import on_gpus
 
 MB, GB = 1e6, 1e9
-WAYS = {("eager", "none"): "attention written out", ("sdpa", "none"): "fused attention",
-        ("eager", "block"): "written out, recomputed", ("sdpa", "block"): "fused, recomputed"}  # fmt: skip
+WAYS = {
+    ("eager", "none"): "attention written out",
+    ("sdpa", "none"): "fused attention",
+    ("eager", "block"): "written out, recomputed",
+    ("sdpa", "block"): "fused, recomputed",
+}
 
 
 def pareto(run: Records, guess: Prediction) -> None:
@@ -27,16 +31,22 @@ def pareto(run: Records, guess: Prediction) -> None:
     saved, longer = 1 - least["peak_bytes"] / MB / none, _percent(least["time_ratio"])
     price = f"for {longer} more time" if longer.low > 0 else "its price in time cannot be told in this run"
     message = f"{saved:.0%} less memory at the peak, {price}"
-    fig, ax = figure(message, xlabel="peak memory of the step (MB)", ylabel="step time, none = 1 (x)",
-                     records=run, legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="peak memory of the step (MB)", ylabel="step time, none = 1 (x)", records=run, legend_below=True
+    )
     points(ax, [none], [1.0], label="nothing recomputed", color=GREY)
     for k, (name, group) in enumerate(_groups(rows).items()):
         peaks = [r["peak_bytes"] / MB for r in group]
         points(ax, peaks, [r["time_ratio"] for r in group], label=name, color=SERIES[k])
     for r in rows:
         if r["policy"] in ("segments:1", "segments:2", "segments:4"):
-            ax.annotate(f"{r['segments']:.0f}", (r["peak_bytes"] / MB, r["time_ratio"].value), xytext=(7, 4),
-                        textcoords="offset points", fontsize=10)  # fmt: skip
+            ax.annotate(
+                f"{r['segments']:.0f}",
+                (r["peak_bytes"] / MB, r["time_ratio"].value),
+                xytext=(7, 4),
+                textcoords="offset points",
+                fontsize=10,
+            )
     flops = max(r["flops_ratio"] for r in rows)
     ax.axhline(flops, linestyle="--", color=GREY)
     ax.annotate(
@@ -49,9 +59,11 @@ def pareto(run: Records, guess: Prediction) -> None:
 
 
 def _groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    return {"segments: 1 to 24": [r for r in rows if r["policy"].count(":") == 1],
-            "last segment kept": [r for r in rows if r["policy"].endswith("keep_last")],
-            "selective": [r for r in rows if r["policy"] == "selective"]}  # fmt: skip
+    return {
+        "segments: 1 to 24": [r for r in rows if r["policy"].count(":") == 1],
+        "last segment kept": [r for r in rows if r["policy"].endswith("keep_last")],
+        "selective": [r for r in rows if r["policy"] == "selective"],
+    }
 
 
 def _percent(ratio: Estimate) -> Estimate:
@@ -98,8 +110,10 @@ def segments(run: Records) -> None:
     off = max(abs(r["predicted_peak_bytes"] / r["peak_bytes"] - 1) for r in rows)
     best = min(rows, key=lambda r: r["peak_bytes"])
     show(fig, alt=f"{message}. Measured least at {best['segments']:.0f}; the formula is off by at most {off:.0%}.")
-    say(f"Measured least: {best['segments']:.0f} segments, {best['peak_bytes'] / MB:.1f} of {none:.1f} MB. The formula "
-        f"is off by at most {off:.1%}.")  # fmt: skip
+    say(
+        f"Measured least: {best['segments']:.0f} segments, {best['peak_bytes'] / MB:.1f} of {none:.1f} MB. The formula "
+        f"is off by at most {off:.1%}."
+    )
 
 
 def recorded_peaks() -> None:
@@ -119,9 +133,11 @@ def _peaks_text(run: Records) -> str:
     stepping = [real[policy] for policy, of in parts.items() if of["optimizer's step"]]
     first = min(r.case["segments"] for r in stepping)
     floor = sorted({f"{r.value / 1e6:.1f}" for r in stepping}, key=float)
-    return (f"peaks of {len(parts)} policies are within {worst:.1%} of the formula. From {first} segments on they stay "
-            f"at {' to '.join(dict.fromkeys((floor[0], floor[-1])))} MB, however fine the cut: by the formula that is "
-            "the optimizer's step, where the activations are gone.")  # fmt: skip
+    return (
+        f"peaks of {len(parts)} policies are within {worst:.1%} of the formula. From {first} segments on they stay "
+        f"at {' to '.join(dict.fromkeys((floor[0], floor[-1])))} MB, however fine the cut: by the formula that is "
+        "the optimizer's step, where the activations are gone."
+    )
 
 
 def sizes(run: Records) -> None:
@@ -145,8 +161,10 @@ def same_gradients(run: Records) -> None:
     """In words: are all policies' gradients those without, and what do operations and kept bytes come to?"""
     rows = run.where("gradients_equal", part="pareto")
     flops = [run.one("flops", policy=r.case["policy"]).value for r in rows]
-    say(f"Gradients of all {len(rows)} policies, with dropout: **{report.same_gradients(run)}**. Operations: 1 to "
-        f"{max(flops) / min(flops):.2f} times those without.")  # fmt: skip
+    say(
+        f"Gradients of all {len(rows)} policies, with dropout: **{report.same_gradients(run)}**. Operations: 1 to "
+        f"{max(flops) / min(flops):.2f} times those without."
+    )
 
 
 def calls(run: Records) -> pandas.DataFrame:

@@ -14,8 +14,13 @@ from labs.sharded_checkpoint import costs
 from labs.training_checkpoint import lost_in
 
 WAYS = {"in place": "onto the old file", "rename": "beside it, then renamed", "full": "labs.checkpoints"}
-BROKEN = {"missing": "a part is missing", "truncated": "a part is cut short", "flipped": "a bit of a part is flipped",
-          "stale": "a part is from an older checkpoint", "no_metadata": "the metadata is missing"}  # fmt: skip
+BROKEN = {
+    "missing": "a part is missing",
+    "truncated": "a part is cut short",
+    "flipped": "a bit of a part is flipped",
+    "stale": "a part is from an older checkpoint",
+    "no_metadata": "the metadata is missing",
+}
 READERS = {"torch.load": "torch.load", "CRC-32, torch.load": "zip's own CRC-32 first", "load": "labs.checkpoints"}
 
 
@@ -24,14 +29,18 @@ def resumed(run: Records) -> pandas.DataFrame:
     rows = []
     for r in run.where("equal_losses"):
         name = r.case["forgotten"]
-        rows.append({
-            "forgotten": name, "steps until the loss differs": "never" if run.one("bitwise_equal", forgotten=name,
-            part="losses").value else int(r.value),
-            "parameters differ by": f"{run.one('parameter_difference', forgotten=name).value:.0%}",
-            "samples repeated": int(run.one("repeated_samples", forgotten=name).value),
-            "test loss at once": f"{run.one('test_loss', run='resumed', forgotten=name, at='resume').value:.2f}",
-            "labs.checkpoints": "refuses it" if run.one("refused", forgotten=name).value else "resumes",
-        })  # fmt: skip
+        rows.append(
+            {
+                "forgotten": name,
+                "steps until the loss differs": "never"
+                if run.one("bitwise_equal", forgotten=name, part="losses").value
+                else int(r.value),
+                "parameters differ by": f"{run.one('parameter_difference', forgotten=name).value:.0%}",
+                "samples repeated": int(run.one("repeated_samples", forgotten=name).value),
+                "test loss at once": f"{run.one('test_loss', run='resumed', forgotten=name, at='resume').value:.2f}",
+                "labs.checkpoints": "refuses it" if run.one("refused", forgotten=name).value else "resumes",
+            }
+        )
     return pandas.DataFrame(rows).set_index("forgotten")
 
 
@@ -49,9 +58,11 @@ def kills(run: Records, guess: Prediction) -> None:
     }
     show_table(pandas.DataFrame(rows).T.rename_axis("the file is written"))
     said = f"{guess.against(found['in place'])} " if found["in place"].n else ""
-    say(f"SIGKILLs at seeded random moments of a save; those that came when it had just returned do not count. {said}"
+    say(
+        f"SIGKILLs at seeded random moments of a save; those that came when it had just returned do not count. {said}"
         "Half-written files are cleared away by the next save of labs.checkpoints. A kill is not a power failure: what "
-        "fsync is for cannot be tried here.")  # fmt: skip
+        "fsync is for cannot be tried here."
+    )
 
 
 def damage_table(run: Records) -> pandas.DataFrame:
@@ -60,8 +71,10 @@ def damage_table(run: Records) -> pandas.DataFrame:
     for damage in dict.fromkeys(r.case["damage"] for r in run.where("files")):
         cells = {"damage": damage}
         for reader, name in READERS.items():
-            n = {v: int(run.one("files", damage=damage, reader=reader, verdict=v).value) for v in ("noticed", "silent",
-                 "harmless")}  # fmt: skip
+            n = {
+                v: int(run.one("files", damage=damage, reader=reader, verdict=v).value)
+                for v in ("noticed", "silent", "harmless")
+            }
             cells[name] = f"{n['silent']} of {sum(n.values())} loaded"
         used = run.one("previous_used", damage=damage).samples
         rows.append({**cells, "previous one used": f"{sum(used):.0f} of {len(used)}"})
@@ -76,8 +89,10 @@ def save_times(run: Records) -> None:
         size = run.one("checkpoint_bytes", state=state, way="full").value
         fsync = paired_ratio(seconds["fsync + rename"], seconds["rename"])
         rest = paired_ratio(seconds["full"], seconds["fsync + rename"])
-        said.append(f"* A file of {size / 1e6:.2g} MB takes {estimate(seconds['full'], 's')}. With fsync a save "
-                    f"takes {fsync} the time without; with SHA-256, lock and clearing away, {rest} that.")  # fmt: skip
+        said.append(
+            f"* A file of {size / 1e6:.2g} MB takes {estimate(seconds['full'], 's')}. With fsync a save "
+            f"takes {fsync} the time without; with SHA-256, lock and clearing away, {rest} that."
+        )
     say("\n".join(said))
 
 
@@ -88,8 +103,9 @@ def restart(run: Records, guess: Prediction) -> None:
     noted = {s: run.where("phase_s", run="killed", start=s) for s in starts}
     seconds = {s: dict.fromkeys(phases, 0.0) | {r.case["phase"]: r.value for r in noted[s]} for s in starts}
     total = {s: run.one("restart_s", run="killed", start=s).value for s in starts}
-    rows = {f"started by {s}, s": {p: f"{t:.2f}" for p, t in (seconds[s] | {"together": total[s]}).items()}
-            for s in starts}  # fmt: skip
+    rows = {
+        f"started by {s}, s": {p: f"{t:.2f}" for p, t in (seconds[s] | {"together": total[s]}).items()} for s in starts
+    }
     show_table(pandas.DataFrame(rows).rename_axis("after the kill"))
     if "torchrun" not in starts:
         return say("Without fresh interpreters (a smoke run) nothing can be said of torchrun.")
@@ -112,9 +128,13 @@ def restarts(run: Records) -> pandas.DataFrame:
         case = {k: r.case[k] for k in ("run", "start")}
         names = ("restarts", "processes", "killed_at_step", "resumed_at_step", "steps_redone")
         found = {n: [int(x.value) for x in run.where(n, **case)] for n in names}
-        rows.append({"run": case["run"],
-                     **{n.replace("_", " "): found[n][0] if found[n] else "" for n in names},
-                     "model and optimizer": "equal, bit for bit" if r.value else "DIFFER"})  # fmt: skip
+        rows.append(
+            {
+                "run": case["run"],
+                **{n.replace("_", " "): found[n][0] if found[n] else "" for n in names},
+                "model and optimizer": "equal, bit for bit" if r.value else "DIFFER",
+            }
+        )
     return pandas.DataFrame(rows).set_index("run")
 
 
@@ -130,9 +150,14 @@ def stalls(run: Records) -> None:
 
 def shards(run: Records) -> pandas.DataFrame:
     """A sharded checkpoint read by another number of ranks, and damaged on purpose."""
-    rows = [{"what": f"saved by {r.case['saved_by']}, loaded by {r.case['loaded_by']} ranks: {r.case['part']}",
-             "result": "equal, bit for bit" if r.value else "DIFFERS", "with checksums": ""}
-            for r in run.where("equal")]  # fmt: skip
+    rows = [
+        {
+            "what": f"saved by {r.case['saved_by']}, loaded by {r.case['loaded_by']} ranks: {r.case['part']}",
+            "result": "equal, bit for bit" if r.value else "DIFFERS",
+            "with checksums": "",
+        }
+        for r in run.where("equal")
+    ]
     for damage in dict.fromkeys(r.case["damage"] for r in run.where("noticed")):
         told = [bool(run.one("noticed", damage=damage, checksums=c).value) for c in (False, True)]
         words = ["noticed" if t else "loaded, silently wrong" for t in told]
@@ -152,8 +177,13 @@ def interval(run: Records, guess: Prediction) -> None:
     saves = {f"{disks:,} disks like this one": 405e9 * 12 / (rate * disks) for disks in (64, 2048)}
     best = {name: checkpoint_interval.optimum(s, mtbf_s) / 60 for name, s in saves.items()}
     message = "Saving too often costs as much as saving too rarely"
-    fig, ax = figure(message, xlabel="minutes of training between two saves", ylabel="share of the time lost (%)",
-                     records=run, legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="minutes of training between two saves",
+        ylabel="share of the time lost (%)",
+        records=run,
+        legend_below=True,
+    )
     for k, (name, save_s) in enumerate(saves.items()):
         rows = checkpoint_interval.curve(save_s, mtbf_s, simulated=9).where("lost_share", part="total")
         for method, draw in (("formula", True), ("simulation", False)):
@@ -172,7 +202,9 @@ def interval(run: Records, guess: Prediction) -> None:
     young = checkpoint_interval.young(saves[first], mtbf_s) / 60
     source, against = published[0].provenance["source"], guess.against(best[first], "modelled")
     hit = saves[first] / (60 * best[first] + saves[first])
-    say(f"One failure in {mtbf_s / 3600:.1f} hours: 54 days over {published[0].value:.0f} unexpected "
+    say(
+        f"One failure in {mtbf_s / 3600:.1f} hours: 54 days over {published[0].value:.0f} unexpected "
         f"interruptions ({source}). "
         f"With {first} the best interval is {best[first]:.0f} minutes; Young's rule says {young:.0f}. {against} Then "
-        f"{100 * hit:.0f} % of all kills come during a save: so much of the time goes into saves.")  # fmt: skip
+        f"{100 * hit:.0f} % of all kills come during a save: so much of the time goes into saves."
+    )

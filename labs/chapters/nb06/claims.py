@@ -68,11 +68,13 @@ def _(evidence: Records) -> Verdict:
     of_use = not middle.fits_one and len(middle.split) > 0
     one = f"one card of {fit.CARD_GB:g} GB is {'' if middle.fits_one else 'not '}enough"
     ways = f"two are enough ({', '.join(middle.ways)})" if middle.fitting else "two are not enough"
-    because = (f"GPT-3: {big.parameters / 1e9:.1f} x 10^9 parameters take {size(big.weights)} in 16 bits and "
-               f"{big.states / 1e12:.2f} TB with gradients and Adam's moments: {big.cards(fit.CARD_GB)} cards of "
-               f"{fit.CARD_GB:g} GB, {big.cards(big.largest_gb)} of {big.largest_gb:g} ({big.card}), before any "
-               f"activation. A transformer of {middle.parameters / 1e9:g} x 10^9 parameters takes at "
-               f"least {size(middle.alone)}: {one}, {ways}")  # fmt: skip
+    because = (
+        f"GPT-3: {big.parameters / 1e9:.1f} x 10^9 parameters take {size(big.weights)} in 16 bits and "
+        f"{big.states / 1e12:.2f} TB with gradients and Adam's moments: {big.cards(fit.CARD_GB)} cards of "
+        f"{fit.CARD_GB:g} GB, {big.cards(big.largest_gb)} of {big.largest_gb:g} ({big.card}), before any "
+        f"activation. A transformer of {middle.parameters / 1e9:g} x 10^9 parameters takes at "
+        f"least {size(middle.alone)}: {one}, {ways}"
+    )
     return Verdict(word([holds_gpt3, of_use], [not holds_gpt3, not of_use]), because, "modelled")
 
 
@@ -80,12 +82,14 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     by_way = parts.halves(evidence)
     article, right = by_way[parts.ARTICLE], by_way[parts.RIGHT]
-    because = (f"rebuilt in torch, with an input of its own for the second half, {max(article.first):.0f} of "
-               f"{max(right.first):.0f} parameter tensors of the first half get a gradient and it moves by "
-               f"{100 * article.moved:.2g} % (accuracy {100 * article.accuracy:.0f} %); a gradient that is sent back "
-               f"trains {max(right.first):.0f} and moves it by {100 * right.moved:.0f} % "
-               f"({100 * right.accuracy:.0f} %); published: Keras refuses to train such a model, "
-               f'"{KERAS_NOT_CONNECTED}"')  # fmt: skip
+    because = (
+        f"rebuilt in torch, with an input of its own for the second half, {max(article.first):.0f} of "
+        f"{max(right.first):.0f} parameter tensors of the first half get a gradient and it moves by "
+        f"{100 * article.moved:.2g} % (accuracy {100 * article.accuracy:.0f} %); a gradient that is sent back "
+        f"trains {max(right.first):.0f} and moves it by {100 * right.moved:.0f} % "
+        f"({100 * right.accuracy:.0f} %); published: Keras refuses to train such a model, "
+        f'"{KERAS_NOT_CONNECTED}"'
+    )
     if not right.all_train:  # then the wiring is not what is wrong
         return Verdict("depends", because)
     return Verdict(word([article.all_train], [not any(article.first)]), because)
@@ -96,9 +100,11 @@ def _(evidence: Records) -> Verdict:
     found = parts.losses(evidence)
     (wrong, right), (first_wrong, first_right) = found.accuracy, found.first
     same = abs(first_wrong / first_right - 1) <= TENTH
-    because = (f"the same logits in the first batch: {first_wrong:.2f} nats read as probabilities, {first_right:.2f} "
-               f"read as logits (all classes equally likely: {math.log(10):.2f}); trained so, accuracy "
-               f"{100 * wrong:.0f} % against {100 * right:.0f} %, seed by seed {found.change}")  # fmt: skip
+    because = (
+        f"the same logits in the first batch: {first_wrong:.2f} nats read as probabilities, {first_right:.2f} "
+        f"read as logits (all classes equally likely: {math.log(10):.2f}); trained so, accuracy "
+        f"{100 * wrong:.0f} % against {100 * right:.0f} %, seed by seed {found.change}"
+    )
     return Verdict(word([same and found.change.low > -POINT], [not same and found.change.high < -POINT]), because)
 
 
@@ -118,8 +124,10 @@ def _(evidence: Records) -> Verdict:
     mesh = f"{found[0].copies} copies x {found[0].parts} parts"
     error = max(m.error for m in found)
     equal = "as the closed forms say" if all(m.counted for m in found) else "not what the closed forms say"
-    because = (f"on {mesh} the gradients of {', '.join(m.name for m in found)} differ from one process's by at most "
-               f"{error:.1g}; the bytes along rows and columns are {equal}")  # fmt: skip
+    because = (
+        f"on {mesh} the gradients of {', '.join(m.name for m in found)} differ from one process's by at most "
+        f"{error:.1g}; the bytes along rows and columns are {equal}"
+    )
     return Verdict(word(right, [m.error > SAME for m in found]), because)
 
 
@@ -131,10 +139,12 @@ def _(evidence: Records) -> Verdict:
     most, by = max(bytes_sent.items())
     slower, faster = sum(s.slower for s in found), sum(s.faster for s in found)
     counted = "as counted" if parts.counted(evidence) else "other than counted"
-    because = (f"of {most} ranks a root sends {by['root']:g} lengths of the vector, each rank of all_reduce "
-               f"{by['all_reduce']:g}, of a ring by hand {by['hand ring']:g} (closed forms, {counted} on "
-               f"{found[0].ranks} ranks). With send and recv the sum is shown to take longer in {slower} and "
-               f"shorter in {faster} of {len(found)} comparisons ({found[0].ranks} ranks)")  # fmt: skip
+    because = (
+        f"of {most} ranks a root sends {by['root']:g} lengths of the vector, each rank of all_reduce "
+        f"{by['all_reduce']:g}, of a ring by hand {by['hand ring']:g} (closed forms, {counted} on "
+        f"{found[0].ranks} ranks). With send and recv the sum is shown to take longer in {slower} and "
+        f"shorter in {faster} of {len(found)} comparisons ({found[0].ranks} ranks)"
+    )
     largest = max(s.size for s in found)
     no_faster = all(s.time.low > 1 / GAIN for s in found)  # shown, not only not refuted
     if fewer and no_faster and all(s.slower for s in found if s.size == largest):
@@ -154,10 +164,12 @@ def _(evidence: Records) -> Verdict:
     wrong = [error > SAME, *(s > LIFTED for s in (*shares, *kept.values()))]
     speeds = [f"{n.speed} ({chain})" for chain, (n, _) in parallel.split_speeds(evidence).items()]
     held = " and ".join(f"{b / parts.MB:.2f}" for b in first.held)
-    because = (f"of {sum(first.held) / parts.MB:.2f} MB of parameters the ranks hold {held}, of the activations the "
-               f"fuller one has {', '.join(f'{100 * s:.0f} % ({chain})' for chain, s in kept.items())}, and the "
-               f"gradients are one process's within {error:.1g}. Without micro-batches the speed is "
-               f"{', '.join(speeds)} that of one device")  # fmt: skip
+    because = (
+        f"of {sum(first.held) / parts.MB:.2f} MB of parameters the ranks hold {held}, of the activations the "
+        f"fuller one has {', '.join(f'{100 * s:.0f} % ({chain})' for chain, s in kept.items())}, and the "
+        f"gradients are one process's within {error:.1g}. Without micro-batches the speed is "
+        f"{', '.join(speeds)} that of one device"
+    )
     return Verdict(word(right, wrong), because)
 
 

@@ -73,8 +73,10 @@ def split_speeds(evidence: Records) -> dict[str, tuple[Scheme, Scheme]]:
             raise LookupError(f"launch({PIPELINE!r}) with 1 and with more micro_batches is needed for {chain!r}")
         share = kept(evidence, chain)
         best = f"{_name(cut[0])} with {cut[0].case['micro_batches']} micro-batches"
-        found[chain] = (Scheme(NAIVE, chain, pairs(single, naive[0]), share),
-                        Scheme(best, chain, pairs(single, cut[0]), share))  # fmt: skip
+        found[chain] = (
+            Scheme(NAIVE, chain, pairs(single, naive[0]), share),
+            Scheme(best, chain, pairs(single, cut[0]), share),
+        )
     return found
 
 
@@ -111,8 +113,10 @@ class Idle(NamedTuple):
     def __str__(self) -> str:
         both = [f"{100 * s:.0f} % with {m}" for m, s in self.both.items()]
         idle = self.naive.scaled(100, "%")
-        return (f"a stage of the {NAIVE} is idle for {idle} of a step ({self.chain}); both compute during "
-                f"{', '.join(both)} micro-batch{'es' * (max(self.both, default=0) > 1)}")  # fmt: skip
+        return (
+            f"a stage of the {NAIVE} is idle for {idle} of a step ({self.chain}); both compute during "
+            f"{', '.join(both)} micro-batch{'es' * (max(self.both, default=0) > 1)}"
+        )
 
 
 def idle(evidence: Records) -> list[Idle]:
@@ -121,8 +125,11 @@ def idle(evidence: Records) -> list[Idle]:
     for chain, run in chains(evidence, "idle_share", schedule="naive").items():
         measured = [r for r in run.where("idle_share", schedule="naive") if r.kind != "modelled"]
         drawn = {(r.case["schedule"], r.case["micro_batches"]) for r in run.where("timeline_s")}
-        both = {m: together(run, chain, schedule, m) for schedule, m in sorted(drawn, key=lambda d: d[1])
-                if schedule != "gpipe"}  # fmt: skip
+        both = {
+            m: together(run, chain, schedule, m)
+            for schedule, m in sorted(drawn, key=lambda d: d[1])
+            if schedule != "gpipe"
+        }
         found.append(Idle(chain, estimate(measured[0].samples), both))
     return found
 
@@ -156,8 +163,7 @@ def perceptrons(evidence: Records, mode: str, name: str) -> Scheme:
     for r in run.where("step_s", mode=mode):
         if r.kind != "modelled" and r.layout.get("world_size") == 2:
             cell = {k: r.case[k] for k in ("width", "rows")}
-            cells[f"width {cell['width']}, {cell['rows']} rows"] = pairs(
-                run.one("step_s", mode="single", **cell), r)  # fmt: skip
+            cells[f"width {cell['width']}, {cell['rows']} rows"] = pairs(run.one("step_s", mode="single", **cell), r)
     if not cells:
         raise LookupError(f"launch({TENSOR!r}, nproc=2) is needed")
     best = max(cells, key=lambda c: cells[c].value)

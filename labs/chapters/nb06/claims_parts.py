@@ -149,8 +149,9 @@ def sums(evidence: Records) -> list[Sum]:
     others = [r for r in timed if r.case["way"] != "all_reduce"]
     if not others:
         raise LookupError(f"launch({SUMS!r}) timed no sum by send and recv")
-    return [Sum(r.case["way"], r.case["size"], r.layout.get("world_size", 0), pairs(r, by[r.case["size"]]))
-            for r in others]  # fmt: skip
+    return [
+        Sum(r.case["way"], r.case["size"], r.layout.get("world_size", 0), pairs(r, by[r.case["size"]])) for r in others
+    ]
 
 
 def counted(evidence: Records) -> bool:

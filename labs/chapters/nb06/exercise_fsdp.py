@@ -17,8 +17,15 @@ from labs.kit.check import Mistake
 
 Function = Callable[..., Any]
 ROWS, WIDTHS = 5, (8, 12, 6)  # of a rank; inputs and outputs of the two layers: 12 and 6 rows of weights are shared out
-KINDS = {"allreduce": "all_reduce", "all_reduce": "all_reduce", "allgather": "all_gather", "all_gather": "all_gather",
-         "reduce_scatter": "reduce_scatter", "broadcast": "broadcast", "alltoall": "all_to_all"}  # fmt: skip
+KINDS = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+}
 """By how the methods of a process group begin, in which all functions of torch.distributed end."""
 
 
@@ -46,8 +53,12 @@ def problem(ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 def reference(ranks: int) -> list[Seen]:
     """One process: each rank's output, its shards of the mean gradient over ranks, and its inputs' gradients."""
     alone = [of_rank(ranks, r) for r in range(ranks)]
-    return [a._replace(gradients=[*(_mean([o.gradients[k] for o in alone]).chunk(ranks)[r] for k in (0, 1)),
-                                  *a.gradients[2:]]) for r, a in enumerate(alone)]  # fmt: skip
+    return [
+        a._replace(
+            gradients=[*(_mean([o.gradients[k] for o in alone]).chunk(ranks)[r] for k in (0, 1)), *a.gradients[2:]]
+        )
+        for r, a in enumerate(alone)
+    ]
 
 
 def of_rank(ranks: int, rank: int) -> Seen:
@@ -127,8 +138,10 @@ def _faults(found: Sequence[Seen], want: Sequence[Seen]) -> Iterator[tuple[str, 
     n = len(found)
     for rank, (got, right) in enumerate(zip(found, want, strict=True)):
         if isinstance(got.output, str):
-            yield (f"you return {got.output}, where the output has shape {(ROWS, WIDTHS[1])}",
-                   "x @ whole.T: every rank has all outputs, for its own rows")  # fmt: skip
+            yield (
+                f"you return {got.output}, where the output has shape {(ROWS, WIDTHS[1])}",
+                "x @ whole.T: every rank has all outputs, for its own rows",
+            )
         if got.changed:
             yield "your code changed x or the shard", "give the collectives tensors of their own"
         if not _close(got.output, right.output):
@@ -151,14 +164,23 @@ def _faults(found: Sequence[Seen], want: Sequence[Seen]) -> Iterator[tuple[str, 
     if "broadcast" in forward:
         yield f"right, but by {forward.count('broadcast')} broadcasts: one all-gather does the same", GATHER
     if "all_gather" not in backward:
-        yield ("right, but the whole weight is kept from forward to backward: all layers' weights are then in memory "
-               "at once, as with DDP", "save x and shard only, and gather again in backward")  # fmt: skip
+        yield (
+            "right, but the whole weight is kept from forward to backward: all layers' weights are then in memory "
+            "at once, as with DDP",
+            "save x and shard only, and gather again in backward",
+        )
     if "all_reduce" in backward:
-        yield ("right, but backward sums whole gradients on all ranks, which sends twice as much: a rank needs the sum "
-               "of its own rows only", "dist.reduce_scatter(mine, list of the ranks' parts)")  # fmt: skip
+        yield (
+            "right, but backward sums whole gradients on all ranks, which sends twice as much: a rank needs the sum "
+            "of its own rows only",
+            "dist.reduce_scatter(mine, list of the ranks' parts)",
+        )
     if backward.count("all_gather") > forward.count("all_gather"):
-        yield ("right, but backward gathers more than the weights: all ranks' whole gradients, of which a rank needs "
-               "its own rows only", "dist.reduce_scatter(mine, list of the ranks' parts)")  # fmt: skip
+        yield (
+            "right, but backward gathers more than the weights: all ranks' whole gradients, of which a rank needs "
+            "its own rows only",
+            "dist.reduce_scatter(mine, list of the ranks' parts)",
+        )
 
 
 def _of_hidden(got: Tensor, n: int, rank: int) -> str:
@@ -174,10 +196,12 @@ def _of_hidden(got: Tensor, n: int, rank: int) -> str:
         (x @ sum(shards).repeat(n, 1).T, "the shards are added up, not put one after the other"),
         (_mean([x @ weights[0].T for x in xs]), "it is the mean over the ranks, and each has rows of its own"),
         (n * _mean([x @ weights[0].T for x in xs]), "it is the sum over the ranks, and each has rows of its own"),
-        *((x @ torch.cat([shards[r] for r in order]).T, f"the shards come in the order {list(order)} of the ranks")
-          for order in list(permutations(range(n)))[1:]),
+        *(
+            (x @ torch.cat([shards[r] for r in order]).T, f"the shards come in the order {list(order)} of the ranks")
+            for order in list(permutations(range(n)))[1:]
+        ),
         (x @ torch.stack(shards, 1).flatten(0, 1).T, "the ranks' rows take turns: torch.stack in place of torch.cat"),
-    ]  # fmt: skip
+    ]
     return next((f": {why}" for wrong, why in known if _close(got, wrong)), "")
 
 
@@ -196,22 +220,33 @@ def _of_shard(layer: int, got: Sequence[Tensor], want: Sequence[Tensor]) -> Iter
         return
     factor = _factor(got, want)
     if factor is not None and abs(factor - n) < 1e-3:
-        yield (f"the gradient of the {name} shard is {n} times that of the mean over the ranks: a sum, where DDP and "
-               "FSDP take the mean", "divide by the number of ranks")  # fmt: skip
+        yield (
+            f"the gradient of the {name} shard is {n} times that of the mean over the ranks: a sum, where DDP and "
+            "FSDP take the mean",
+            "divide by the number of ranks",
+        )
     if factor is not None and abs(factor - 1 / n) < 1e-3:
         yield f"the gradient of the {name} shard is divided by the number of ranks twice", "once"
     yield from _scaled(f"the {name} shard", factor)
     if all(g.shape == w.shape and _close(g, got[0]) for g, w in zip(got, want, strict=True)):
         yield f"all ranks have the same rows of the {name} layer's gradient", "rank r has the r-th part of the rows"
     if all(any(_close(g, w) for w in want) for g in got):
-        yield (f"the gradient of the {name} shard is that of another rank's rows", "the list for dist.reduce_scatter "
-               "is in rank order: list((gradient.T @ x).chunk(n))")  # fmt: skip
+        yield (
+            f"the gradient of the {name} shard is that of another rank's rows",
+            "the list for dist.reduce_scatter is in rank order: list((gradient.T @ x).chunk(n))",
+        )
     own = [of_rank(n, r).gradients[layer].chunk(n)[r] for r in range(n)]
     if all(map(_close, got, own)) or all(_close(g, o / n) for g, o in zip(got, own, strict=True)):
-        yield (f"the gradient of the {name} shard is not this rank's rows of the mean over all ranks, but of this "
-               "rank's own rows of the batch alone", "dist.reduce_scatter adds up what the ranks have")  # fmt: skip
-    yield (f"the gradient of the {name} shard is not this rank's rows of the mean over all ranks: each rank's own rows "
-           "of the batch count", "reduce-scatter gradient.T @ x over the ranks, divided by their number")  # fmt: skip
+        yield (
+            f"the gradient of the {name} shard is not this rank's rows of the mean over all ranks, but of this "
+            "rank's own rows of the batch alone",
+            "dist.reduce_scatter adds up what the ranks have",
+        )
+    yield (
+        f"the gradient of the {name} shard is not this rank's rows of the mean over all ranks: each rank's own rows "
+        "of the batch count",
+        "reduce-scatter gradient.T @ x over the ranks, divided by their number",
+    )
 
 
 def _scaled(name: str, factor: float | None) -> Iterator[tuple[str, str]]:
@@ -252,17 +287,27 @@ def _wrong_gradients_of_x(layer: int, want: Sequence[Tensor]) -> Iterator[tuple[
     own = [rows[r][r] @ shards[r] for r in range(n)]
     gather = f"the whole weight, as in forward: {GATHER}"
     yield own, "comes from this rank's own shard alone: the other ranks' rows of the weight have a part in it", gather
-    yield ([_mean(own) * n] * n, "is a sum over the ranks of what each makes with its own shard: each has rows of its "
-           "own, with a gradient of their own", gather)  # fmt: skip
-    yield ([g @ torch.cat([s] * n) for g, s in zip(gradients, shards, strict=True)],
-           "is made with this rank's own shard in every place", gather)  # fmt: skip
+    yield (
+        [_mean(own) * n] * n,
+        "is a sum over the ranks of what each makes with its own shard: each has rows of its "
+        "own, with a gradient of their own",
+        gather,
+    )
+    yield (
+        [g @ torch.cat([s] * n) for g, s in zip(gradients, shards, strict=True)],
+        "is made with this rank's own shard in every place",
+        gather,
+    )
     yield [g @ sum(shards).repeat(n, 1) for g in gradients], "is made with the shards added up", gather
     for order in list(permutations(range(n)))[1:]:
         whole = torch.cat([shards[r] for r in order])
         yield [g @ whole for g in gradients], f"is made with the shards in the order {list(order)} of the ranks", gather
     taking_turns = torch.stack(shards, 1).flatten(0, 1)
-    yield ([g @ taking_turns for g in gradients], "is made with a weight in which the ranks' rows take turns: "
-           "torch.stack in place of torch.cat", gather)  # fmt: skip
+    yield (
+        [g @ taking_turns for g in gradients],
+        "is made with a weight in which the ranks' rows take turns: torch.stack in place of torch.cat",
+        gather,
+    )
     yield [_mean(want)] * n, "is the mean over the ranks, and each has rows of its own", OF_X
     yield [_mean(want) * n] * n, "is the sum over the ranks, and each has rows of its own", OF_X
     for r in range(n):

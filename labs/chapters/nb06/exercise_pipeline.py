@@ -82,18 +82,26 @@ def _actions(case: Case, stage: int, order: Any) -> list[Action]:
         if strange := [k for k, _ in order if k not in (kind, other)]:
             raise Mistake(f"{strange[0]!r} is no action", '"forward" or "backward"')
         if outside := [i for i in found if i not in range(m)]:
-            raise Mistake(f"{_said(case, stage)}: there is a {kind} of micro-batch {max(outside)}",
-                          "micro-batches are counted from 0: min(..., micro_batches)")  # fmt: skip
+            raise Mistake(
+                f"{_said(case, stage)}: there is a {kind} of micro-batch {max(outside)}",
+                "micro-batches are counted from 0: min(..., micro_batches)",
+            )
         if missing := sorted(set(range(m)) - set(found)):
-            raise Mistake(f"{_said(case, stage)}: the {kind} of micro-batch {missing[0]} is missing",
-                          MISSING[kind, max(found, default=-1) < missing[0]])  # fmt: skip
+            raise Mistake(
+                f"{_said(case, stage)}: the {kind} of micro-batch {missing[0]} is missing",
+                MISSING[kind, max(found, default=-1) < missing[0]],
+            )
         if found != list(range(m)):
-            raise Mistake(f"{_said(case, stage)}: the {kind}s come in the order {found}",
-                          "each once, and in turn: activations and gradients arrive as they were sent")  # fmt: skip
+            raise Mistake(
+                f"{_said(case, stage)}: the {kind}s come in the order {found}",
+                "each once, and in turn: activations and gradients arrive as they were sent",
+            )
     for i in range(m):
         if order.index(("backward", i)) < order.index(("forward", i)):
-            raise Mistake(f"{_said(case, stage)}: micro-batch {i} goes backward before it went forward",
-                          "the last stage, too, begins with a forward")  # fmt: skip
+            raise Mistake(
+                f"{_said(case, stage)}: micro-batch {i} goes backward before it went forward",
+                "the last stage, too, begins with a forward",
+            )
     return [Action(*action) for action in order]
 
 
@@ -101,22 +109,28 @@ def _check(case: Case, orders: list[list[Action]]) -> None:
     p, m, most = case
     for stage, order in enumerate(orders):
         if (kept := schedules.in_flight(order)) > most:
-            raise Mistake(f"{_said(case, stage)}: you keep the activations of {kept} at once",
-                          "a backward frees those of its micro-batch: no forward while `most` are kept")  # fmt: skip
+            raise Mistake(
+                f"{_said(case, stage)}: you keep the activations of {kept} at once",
+                "a backward frees those of its micro-batch: no forward while `most` are kept",
+            )
     try:
         yours = _span_s(orders, m)
     except ValueError:
-        raise Mistake(f"{p} stages, {m} micro-batches, {most} kept: deadlock, every stage waits for another",
-                      "a stage cannot go backward before the stages after it went forward") from None  # fmt: skip
+        raise Mistake(
+            f"{p} stages, {m} micro-batches, {most} kept: deadlock, every stage waits for another",
+            "a stage cannot go backward before the stages after it went forward",
+        ) from None
     best = _span_s([[Action(*a) for a in solution.order(s, p, m, most)] for s in range(p)], m)
     if yours > best + 1e-9:
         alone = p > 1 and most > 1 and schedules.in_flight(orders[0]) == 1
         naive = "; stage 0 waits for each gradient before it goes on, as in the naive split"
         what = naive if alone else _first_forwards(case, orders)
-        raise Mistake(f"right, but slow: {p} stages, {m} micro-batches, {most} kept: the step takes {yours:g} s, and "
-                      f"{best:g} s is possible (forward {FORWARD_S:g} s, backward {BACKWARD_S:g} s){what}",
-                      "as many forwards as the limit allows until the first gradient can be back, then one backward, "
-                      "one forward; the last stage can go backward at once")  # fmt: skip
+        raise Mistake(
+            f"right, but slow: {p} stages, {m} micro-batches, {most} kept: the step takes {yours:g} s, and "
+            f"{best:g} s is possible (forward {FORWARD_S:g} s, backward {BACKWARD_S:g} s){what}",
+            "as many forwards as the limit allows until the first gradient can be back, then one backward, "
+            "one forward; the last stage can go backward at once",
+        )
 
 
 def _first_forwards(case: Case, orders: list[list[Action]]) -> str:

@@ -24,8 +24,16 @@ Function = Callable[..., Any]
 Timeline = tuple[tuple[solution.Event, ...], int]
 
 
-def _timeline(work: Sequence[float], micro_batches: int, message_s: float | Sequence[float], begin_s: float, *,
-              backward: Sequence[float] = (), gradients: float = 1.0, late_s: float = 0.0) -> Timeline:  # fmt: skip
+def _timeline(
+    work: Sequence[float],
+    micro_batches: int,
+    message_s: float | Sequence[float],
+    begin_s: float,
+    *,
+    backward: Sequence[float] = (),
+    gradients: float = 1.0,
+    late_s: float = 0.0,
+) -> Timeline:
     """(events, stages) of a 1F1B step whose stages compute for `work` seconds each; the clock does not begin at 0.
 
     `backward`: its share of the work, by default 2/3. `gradients`: how long their receives take beside their sends.
@@ -33,9 +41,13 @@ def _timeline(work: Sequence[float], micro_batches: int, message_s: float | Sequ
     """
     p, m = len(work), micro_batches
     shares = backward or [2 / 3] * p
-    found = schedules.simulate(schedules.one_f_one_b, m, [w / m * (1 - b) for w, b in zip(work, shares, strict=True)],
-                               [w / m * b for w, b in zip(work, shares, strict=True)],
-                               [message_s] * (p - 1) if isinstance(message_s, float) else message_s)  # fmt: skip
+    found = schedules.simulate(
+        schedules.one_f_one_b,
+        m,
+        [w / m * (1 - b) for w, b in zip(work, shares, strict=True)],
+        [w / m * b for w, b in zip(work, shares, strict=True)],
+        [message_s] * (p - 1) if isinstance(message_s, float) else message_s,
+    )
     events = []
     for e in sorted(found, key=lambda e: (e.stage, e.start_s)):  # rank by rank, as ranks hand them in
         start, end = e.start_s, e.end_s
@@ -49,8 +61,10 @@ def _timeline(work: Sequence[float], micro_batches: int, message_s: float | Sequ
 
 def _asked_for_early() -> Timeline:
     """A stage that has little to compute and receives while the other one works."""
-    spans = ("F 0 .2, S 0 .01, F 1 .2, S 1 .01, R 0 .01, B 0 .3, R 1 .01, B 1 .3",
-             "R 0 .21, F 0 .05, B 0 .08, S 0 .01, R 1 .07, F 1 .05, B 1 .08, S 1 .01")  # fmt: skip
+    spans = (
+        "F 0 .2, S 0 .01, F 1 .2, S 1 .01, R 0 .01, B 0 .3, R 1 .01, B 1 .3",
+        "R 0 .21, F 0 .05, B 0 .08, S 0 .01, R 1 .07, F 1 .05, B 1 .08, S 1 .01",
+    )
     kinds, events = {"F": "forward", "B": "backward", "S": "send", "R": "receive"}, []
     for stage, each in enumerate(spans):
         now = 30.0
@@ -106,8 +120,9 @@ def _beyond(seconds: Stages) -> float:
     return max(seconds) - _mean(seconds)
 
 
-def _rest(case: Timeline, step: Callable[[Timeline], float] = _step, *, mean: float = 1, cut: float = 1,
-          messages: float = 1) -> float:  # fmt: skip
+def _rest(
+    case: Timeline, step: Callable[[Timeline], float] = _step, *, mean: float = 1, cut: float = 1, messages: float = 1
+) -> float:
     """The rest of the step, each term so many times taken off."""
     work = _work(case)
     return step(case) - mean * _mean(work) - cut * _beyond(work) - messages * max(_sent(case))
@@ -134,31 +149,65 @@ WAYS = ("sent", "send"), ("received", "receive")
 
 BY_TERM: dict[str, list[Slip]] = {
     "cut": [
-        *(_slip(f"your work has the {kind} passes alone", PARTS, lambda c, kind=kind: _beyond(_seconds(c, kind)))
-          for kind in ("forward", "backward")),
-        _slip("your work has the messages in it", PARTS,
-              lambda c: _beyond([a + b for a, b in zip(_work(c), _sent(c), strict=True)])),
-        _slip("you take the slowest forward of one stage and the slowest backward of another", PARTS,
-              lambda c: max(_seconds(c, "forward")) + max(_seconds(c, "backward")) - _mean(_work(c))),
-        _slip("you take the fastest stage for the mean", "the mean over all stages",
-              lambda c: max(_work(c)) - min(_work(c))),
+        *(
+            _slip(f"your work has the {kind} passes alone", PARTS, lambda c, kind=kind: _beyond(_seconds(c, kind)))
+            for kind in ("forward", "backward")
+        ),
+        _slip(
+            "your work has the messages in it",
+            PARTS,
+            lambda c: _beyond([a + b for a, b in zip(_work(c), _sent(c), strict=True)]),
+        ),
+        _slip(
+            "you take the slowest forward of one stage and the slowest backward of another",
+            PARTS,
+            lambda c: max(_seconds(c, "forward")) + max(_seconds(c, "backward")) - _mean(_work(c)),
+        ),
+        _slip(
+            "you take the fastest stage for the mean",
+            "the mean over all stages",
+            lambda c: max(_work(c)) - min(_work(c)),
+        ),
         _slip("you take the median for the mean", "sum(...) / stages", lambda c: max(_work(c)) - median(_work(c))),
-        _slip("you take the sum over the stages for the mean", "sum(...) / stages",
-              lambda c: max(_work(c)) - sum(_work(c))),
-        _slip("your mean is over the passes, not over the stages", "sum(...) / stages", lambda c: max(_work(c)) -
-              sum(_work(c)) / sum(e[1] in ("forward", "backward") for e in c[0])),
-        _slip("this is the slowest stage's whole work, not what it has beyond the mean", "less it",
-              lambda c: max(_work(c))),
-        _slip("this is the mean work of a stage, not what the slowest has beyond it", "the slowest less it",
-              lambda c: _mean(_work(c))),
-        _slip("cut: the mean less the slowest stage is the right number with the wrong sign", "the slowest less the "
-              "mean", lambda c: -_beyond(_work(c))),
-        _slip("you compare the mean with the fastest stage", "the slowest less the mean",
-              lambda c: _mean(_work(c)) - min(_work(c))),
-        *(_slip(f"you take {place} for the slowest", "max()", lambda c, at=at: _work(c)[at(c)] - _mean(_work(c)))
-          for place, at in PLACES.items()),
-        _slip("cut is a ratio to the mean here", "seconds: the slowest less the mean",
-              lambda c: max(_work(c)) / _mean(_work(c))),
+        _slip(
+            "you take the sum over the stages for the mean",
+            "sum(...) / stages",
+            lambda c: max(_work(c)) - sum(_work(c)),
+        ),
+        _slip(
+            "your mean is over the passes, not over the stages",
+            "sum(...) / stages",
+            lambda c: max(_work(c)) - sum(_work(c)) / sum(e[1] in ("forward", "backward") for e in c[0]),
+        ),
+        _slip(
+            "this is the slowest stage's whole work, not what it has beyond the mean",
+            "less it",
+            lambda c: max(_work(c)),
+        ),
+        _slip(
+            "this is the mean work of a stage, not what the slowest has beyond it",
+            "the slowest less it",
+            lambda c: _mean(_work(c)),
+        ),
+        _slip(
+            "cut: the mean less the slowest stage is the right number with the wrong sign",
+            "the slowest less the mean",
+            lambda c: -_beyond(_work(c)),
+        ),
+        _slip(
+            "you compare the mean with the fastest stage",
+            "the slowest less the mean",
+            lambda c: _mean(_work(c)) - min(_work(c)),
+        ),
+        *(
+            _slip(f"you take {place} for the slowest", "max()", lambda c, at=at: _work(c)[at(c)] - _mean(_work(c)))
+            for place, at in PLACES.items()
+        ),
+        _slip(
+            "cut is a ratio to the mean here",
+            "seconds: the slowest less the mean",
+            lambda c: max(_work(c)) / _mean(_work(c)),
+        ),
         _slip("cut is a share of the mean here", "seconds", lambda c: _beyond(_work(c)) / _mean(_work(c))),
         _slip("these are shares of the step", "seconds", lambda c: _beyond(_work(c)) / _step(c)),
         _slip("these are milliseconds", "seconds", lambda c: 1e3 * _beyond(_work(c))),
@@ -167,64 +216,137 @@ BY_TERM: dict[str, list[Slip]] = {
         _slip("you add up the messages of all stages, which pass them at the same time", MOST, lambda c: sum(_sent(c))),
         _slip("you add up what all stages send, each message once", MOST, lambda c: sum(_seconds(c, "send"))),
         _slip("you take the mean over the stages", MOST, lambda c: _mean(_sent(c))),
-        _slip("you give the messages of the stage with the most work", MOST,
-              lambda c: max(zip(_work(c), _sent(c), strict=True))[1]),
-        _slip("you give the messages of the stage that waits least, by work and messages", MOST,
-              lambda c: min(zip(_idle(c), _sent(c), strict=True))[1]),
-        *(_slip(f"you give the messages of {place}", MOST, lambda c, at=at: _sent(c)[at(c)])
-          for place, at in (PLACES | {"stage 1": lambda c: 1}).items()),
+        _slip(
+            "you give the messages of the stage with the most work",
+            MOST,
+            lambda c: max(zip(_work(c), _sent(c), strict=True))[1],
+        ),
+        _slip(
+            "you give the messages of the stage that waits least, by work and messages",
+            MOST,
+            lambda c: min(zip(_idle(c), _sent(c), strict=True))[1],
+        ),
+        *(
+            _slip(f"you give the messages of {place}", MOST, lambda c, at=at: _sent(c)[at(c)])
+            for place, at in (PLACES | {"stage 1": lambda c: 1}).items()
+        ),
         _slip("you give the messages of the stage that spends least on them", "max()", lambda c: min(_sent(c))),
-        *(_slip(f"messages: you count what is {done}, not what is {other}", PARTS,
-                lambda c, kind=kind: max(_seconds(c, kind))) for (done, kind), (other, _) in permutations(WAYS)),
-        *(_slip(f"messages: you take twice what is {done}; a {other} need not last as long as a {kind}", PARTS,
-                lambda c, kind=kind: 2 * max(_seconds(c, kind))) for (done, kind), (_, other) in permutations(WAYS)),
-        _slip("messages: you take what one stage sends and what another receives", "add them up for each stage first",
-              lambda c: max(_seconds(c, "send")) + max(_seconds(c, "receive"))),
-        _slip("messages: this is the longest single one", "all of a stage's together",
-              lambda c: max([e[4] - e[3] for e in c[0] if e[1] in ("send", "receive")], default=0)),
-        _slip("you count messages", "their seconds", lambda c: max(
-            sum(e[0] == s and e[1] in ("send", "receive") for e in c[0]) for s in range(c[1]))),
-        _slip("messages: you take the mean over the stages off", "only the work is compared with its mean",
-              lambda c: _beyond(_sent(c))),
+        *(
+            _slip(
+                f"messages: you count what is {done}, not what is {other}",
+                PARTS,
+                lambda c, kind=kind: max(_seconds(c, kind)),
+            )
+            for (done, kind), (other, _) in permutations(WAYS)
+        ),
+        *(
+            _slip(
+                f"messages: you take twice what is {done}; a {other} need not last as long as a {kind}",
+                PARTS,
+                lambda c, kind=kind: 2 * max(_seconds(c, kind)),
+            )
+            for (done, kind), (_, other) in permutations(WAYS)
+        ),
+        _slip(
+            "messages: you take what one stage sends and what another receives",
+            "add them up for each stage first",
+            lambda c: max(_seconds(c, "send")) + max(_seconds(c, "receive")),
+        ),
+        _slip(
+            "messages: this is the longest single one",
+            "all of a stage's together",
+            lambda c: max([e[4] - e[3] for e in c[0] if e[1] in ("send", "receive")], default=0),
+        ),
+        _slip(
+            "you count messages",
+            "their seconds",
+            lambda c: max(sum(e[0] == s and e[1] in ("send", "receive") for e in c[0]) for s in range(c[1])),
+        ),
+        _slip(
+            "messages: you take the mean over the stages off",
+            "only the work is compared with its mean",
+            lambda c: _beyond(_sent(c)),
+        ),
         _slip("these are milliseconds", "seconds", lambda c: 1e3 * max(_sent(c))),
     ],
     "waiting": [
-        *(_slip(f"waiting: you forget to take off {' and '.join(TAKEN_OFF[term] for term in terms)}", REST,
-                lambda c, terms=terms: _rest(c, **dict.fromkeys(terms, 0)))
-          for terms in (*combinations(TAKEN_OFF, 1), *combinations(TAKEN_OFF, 2))),
+        *(
+            _slip(
+                f"waiting: you forget to take off {' and '.join(TAKEN_OFF[term] for term in terms)}",
+                REST,
+                lambda c, terms=terms: _rest(c, **dict.fromkeys(terms, 0)),
+            )
+            for terms in (*combinations(TAKEN_OFF, 1), *combinations(TAKEN_OFF, 2))
+        ),
         _slip("waiting: this is the whole step", REST, _step),
         _slip("waiting: you add the cut in place of taking it off", REST, lambda c: _rest(c, cut=-1)),
         _slip("waiting: you add the messages in place of taking them off", REST, lambda c: _rest(c, messages=-1)),
-        _slip("waiting: you take the cut off twice: the slowest stage's work has it in it", REST,
-              lambda c: _rest(c, cut=2)),
+        _slip(
+            "waiting: you take the cut off twice: the slowest stage's work has it in it",
+            REST,
+            lambda c: _rest(c, cut=2),
+        ),
         _slip("waiting: you take off the work of all stages, not its mean", REST, lambda c: _rest(c, mean=c[1])),
         _slip("waiting: the sign is wrong", REST, lambda c: -_rest(c)),
-        _slip("waiting: you give 0 where the rest is below it", "leave it below 0: a message that takes long while "
-              "another stage works costs the step nothing", lambda c: max(0.0, _rest(c))),
+        _slip(
+            "waiting: you give 0 where the rest is below it",
+            "leave it below 0: a message that takes long while another stage works costs the step nothing",
+            lambda c: max(0.0, _rest(c)),
+        ),
         _slip("waiting: the step itself is missing", REST, lambda c: _rest(c, lambda _: 0)),
         _slip("waiting: this is how long a stage does nothing, in the mean", REST, lambda c: _mean(_idle(c))),
-        *(_slip(f"waiting: this is how long {who} nothing", REST, lambda c, of=of: of(_idle(c)))
-          for who, of in (("all stages together do", sum), ("the stage that waits most does", max),
-                          ("the stage that waits least does", min), ("stage 0 does", itemgetter(0)))),
-        _slip("waiting: this is how long the stage with the most work does nothing", REST,
-              lambda c: max(zip(_work(c), _idle(c), strict=True))[1]),
-        _slip("your step lasts from 0 on the clock: it begins with its first event", STEP,
-              lambda c: _rest(c, lambda c: max(e[4] for e in c[0]))),
-        _slip("your step ends with the last event of the list, which need not be the last to end", STEP,
-              lambda c: _rest(c, lambda c: c[0][-1][4] - c[0][0][3])),
-        _slip("your step ends where its last event starts", STEP,
-              lambda c: _rest(c, lambda c: max(e[3] for e in c[0]) - min(e[3] for e in c[0]))),
-        _slip("your step begins where its first event ends", STEP,
-              lambda c: _rest(c, lambda c: max(e[4] for e in c[0]) - min(e[4] for e in c[0]))),
-        _slip("your step ends with stage 0 and its last backward: a message of another stage may end later", STEP,
-              lambda c: _rest(c, lambda c: _step(c, stage=0))),
-        _slip("your step is the longest of one stage, from its own first start to its own last end",
-              f"{STEP}, of all stages", lambda c: _rest(c, lambda c: max(_step(c, stage=s) for s in range(c[1])))),
-        _slip("your step is the sum of all events' seconds: stages work at the same time", STEP,
-              lambda c: _rest(c, lambda c: sum(e[4] - e[3] for e in c[0]))),
+        *(
+            _slip(f"waiting: this is how long {who} nothing", REST, lambda c, of=of: of(_idle(c)))
+            for who, of in (
+                ("all stages together do", sum),
+                ("the stage that waits most does", max),
+                ("the stage that waits least does", min),
+                ("stage 0 does", itemgetter(0)),
+            )
+        ),
+        _slip(
+            "waiting: this is how long the stage with the most work does nothing",
+            REST,
+            lambda c: max(zip(_work(c), _idle(c), strict=True))[1],
+        ),
+        _slip(
+            "your step lasts from 0 on the clock: it begins with its first event",
+            STEP,
+            lambda c: _rest(c, lambda c: max(e[4] for e in c[0])),
+        ),
+        _slip(
+            "your step ends with the last event of the list, which need not be the last to end",
+            STEP,
+            lambda c: _rest(c, lambda c: c[0][-1][4] - c[0][0][3]),
+        ),
+        _slip(
+            "your step ends where its last event starts",
+            STEP,
+            lambda c: _rest(c, lambda c: max(e[3] for e in c[0]) - min(e[3] for e in c[0])),
+        ),
+        _slip(
+            "your step begins where its first event ends",
+            STEP,
+            lambda c: _rest(c, lambda c: max(e[4] for e in c[0]) - min(e[4] for e in c[0])),
+        ),
+        _slip(
+            "your step ends with stage 0 and its last backward: a message of another stage may end later",
+            STEP,
+            lambda c: _rest(c, lambda c: _step(c, stage=0)),
+        ),
+        _slip(
+            "your step is the longest of one stage, from its own first start to its own last end",
+            f"{STEP}, of all stages",
+            lambda c: _rest(c, lambda c: max(_step(c, stage=s) for s in range(c[1]))),
+        ),
+        _slip(
+            "your step is the sum of all events' seconds: stages work at the same time",
+            STEP,
+            lambda c: _rest(c, lambda c: sum(e[4] - e[3] for e in c[0])),
+        ),
         _slip("these are milliseconds", "seconds", lambda c: 1e3 * _rest(c)),
     ],
-}  # fmt: skip
+}
 
 
 def check_lost_time(f: Function) -> None:
@@ -355,11 +477,15 @@ def _indices(found: list[Any] | None, text: str, stages: int) -> list[int]:
         raise Mistake(f"you return {text}, not a list of cuts", "for two stages such as [3]")
     lists = [isinstance(a, list | tuple | range) for a in found]
     if any(lists) and not (all(lists) and len(found) == stages):
-        raise Mistake(f"for {stages} stages you return {text}, not a list of numbers of layers",
-                      "the cuts alone, in one list, such as [3]")  # fmt: skip
+        raise Mistake(
+            f"for {stages} stages you return {text}, not a list of numbers of layers",
+            "the cuts alone, in one list, such as [3]",
+        )
     if any(lists):
-        raise Mistake(f"for {stages} stages you return {text}: these are the stages themselves",
-                      "the number of the layer with which each stage but the first begins")  # fmt: skip
+        raise Mistake(
+            f"for {stages} stages you return {text}: these are the stages themselves",
+            "the number of the layer with which each stage but the first begins",
+        )
     if not found and text != "[]":
         raise Mistake(f"{text} are no numbers of layers", "whole numbers, counted from 0")
     return found
@@ -409,8 +535,10 @@ def _told(case: Chain, cut: Sequence[int]) -> str:
     best = solution.cuts(*case)
     own, other = (" + ".join(f"{s:.4g}" for s in _sums(layer_s, c)) for c in (cut, best))
     slow, fast = (max(_sums(layer_s, c)) for c in (cut, best))
-    return (f"layers of {layers} s in {stages} stages: your cuts {list(cut)} make stages of {own} s, the slowest "
-            f"{slow:.4g} s; there is a way with {other} s, the slowest {fast:.4g} s")  # fmt: skip
+    return (
+        f"layers of {layers} s in {stages} stages: your cuts {list(cut)} make stages of {own} s, the slowest "
+        f"{slow:.4g} s; there is a way with {other} s, the slowest {fast:.4g} s"
+    )
 
 
 # 06.3, what typical mistakes give
@@ -466,20 +594,38 @@ SLIPS: list[tuple[Function, str, str]] = [
     (lambda c, p: [i + 1 for i in solution.cuts(c, p)], "you count layers from 1", BEGIN),
     (lambda c, p: [0, *solution.cuts(c, p)], "you begin with 0", "the first stage always begins there: leave it out"),
     (lambda c, p: [*solution.cuts(c, p), len(c)], "you end with the number of layers", "no stage begins there"),
-    (lambda c, p: [b - a for a, b in pairwise([0, *solution.cuts(c, p), len(c)])], "you return how many layers each "
-     "stage has", BEGIN),
-    (lambda c, p: [b - a for a, b in pairwise([0, *solution.cuts(c, p)])], "you return how many layers each stage but "
-     "the last has", BEGIN),
-    (lambda c, p: [0, *solution.cuts(c, p), len(c)], "you begin with 0 and end with the number of layers",
-     "only where a stage begins after another"),
-    (lambda c, p: [*(i - 1 for i in solution.cuts(c, p)), len(c) - 1], "you return the last layer of each stage, of "
-     "the last one, too", BEGIN),
+    (
+        lambda c, p: [b - a for a, b in pairwise([0, *solution.cuts(c, p), len(c)])],
+        "you return how many layers each stage has",
+        BEGIN,
+    ),
+    (
+        lambda c, p: [b - a for a, b in pairwise([0, *solution.cuts(c, p)])],
+        "you return how many layers each stage but the last has",
+        BEGIN,
+    ),
+    (
+        lambda c, p: [0, *solution.cuts(c, p), len(c)],
+        "you begin with 0 and end with the number of layers",
+        "only where a stage begins after another",
+    ),
+    (
+        lambda c, p: [*(i - 1 for i in solution.cuts(c, p)), len(c) - 1],
+        "you return the last layer of each stage, of the last one, too",
+        BEGIN,
+    ),
     (lambda c, p: [len(c) - i for i in solution.cuts(c, p)], "you count layers from the end", BEGIN),
     (lambda c, p: [i - len(c) for i in solution.cuts(c, p)], "you count layers from the end, below 0", BEGIN),
-    (lambda c, p: solution.cuts(c, max(p - 1, 1)), "you make one stage too few", "stages - 1 cuts make `stages` "
-     "stages"),
-    (lambda c, p: solution.cuts(c, min(p + 1, len(c))), "you make one stage too many", "stages - 1 cuts "
-     "make `stages` stages"),
+    (
+        lambda c, p: solution.cuts(c, max(p - 1, 1)),
+        "you make one stage too few",
+        "stages - 1 cuts make `stages` stages",
+    ),
+    (
+        lambda c, p: solution.cuts(c, min(p + 1, len(c))),
+        "you make one stage too many",
+        "stages - 1 cuts make `stages` stages",
+    ),
     (lambda c, p: solution.cuts(c, min(2, len(c))), "you always cut in two", "there are `stages` stages"),
     (lambda c, p: [k * len(c) // p for k in range(1, p)], EQUAL, SEARCH),
     (lambda c, p: [round(k * len(c) / p) for k in range(1, p)], EQUAL, SEARCH),
@@ -487,20 +633,29 @@ SLIPS: list[tuple[Function, str, str]] = [
     (lambda c, p: [k * (len(c) // p) for k in range(1, p)], EQUAL, SEARCH),
     (lambda c, p: [k * -(-len(c) // p) for k in range(1, p)], EQUAL, SEARCH),
     (_bisected, "you cut the slowest stage in two, again and again: an earlier cut may have to move", SEARCH),
-    (lambda c, p: sorted(sorted(range(1, len(c)), key=lambda k: -c[k])[: p - 1]), "you cut before the layers that cost "
-     "most", SEARCH),
+    (
+        lambda c, p: sorted(sorted(range(1, len(c)), key=lambda k: -c[k])[: p - 1]),
+        "you cut before the layers that cost most",
+        SEARCH,
+    ),
     (_greedy(before=False), f"{FILL}, and a bit over", SEARCH),
     (_greedy(before=True), f"{FILL}, and what never fitted ends up in the last one", SEARCH),
     (_nearest_to_shares, "you cut where the running sum is at its share of the total, as near as can be", SEARCH),
-    (lambda c, p: solution.cuts(sorted(c, reverse=True), p), "you sort the layers before you cut: a stage must hold "
-     "layers that follow each other in the model", SEARCH),
+    (
+        lambda c, p: solution.cuts(sorted(c, reverse=True), p),
+        "you sort the layers before you cut: a stage must hold layers that follow each other in the model",
+        SEARCH,
+    ),
     (_by(lambda sums: sum(s * s for s in sums)), "you minimise the sum of squares", SEARCH),
-    (_by(lambda sums: max(sums) - min(sums)), "you minimise the difference between slowest and fastest stage: a "
-     "faster stage costs nothing, it only waits", SEARCH),
+    (
+        _by(lambda sums: max(sums) - min(sums)),
+        "you minimise the difference between slowest and fastest stage: a faster stage costs nothing, it only waits",
+        SEARCH,
+    ),
     (_by(lambda sums: max(sums[:-1], default=0)), "you leave the last stage out of the comparison", SEARCH),
     (_by(lambda sums: -min(sums)), "you make the fastest stage as slow as can be", SEARCH),
     (_by(lambda sums: -max(sums)), "you make the slowest stage as slow as can be", "min(), not max(), of the ways"),
-]  # fmt: skip
+]
 
 
 EXERCISES = {

@@ -36,8 +36,13 @@ def stage_seconds(stages: int, micro_batches: int, slowest: float) -> list[float
 def simulate(schedule: str, stages: int, micro_batches: int, message_ms: float, slowest: float) -> list:
     """The events of one step, by the course's cost model of pipelines."""
     seconds = stage_seconds(stages, micro_batches, slowest)
-    return schedules.simulate(schedules.SCHEDULES[NAMES[schedule]], micro_batches, [FORWARD * s for s in seconds],
-                              [(1 - FORWARD) * s for s in seconds], [message_ms / 1e3] * (stages - 1))  # fmt: skip
+    return schedules.simulate(
+        schedules.SCHEDULES[NAMES[schedule]],
+        micro_batches,
+        [FORWARD * s for s in seconds],
+        [(1 - FORWARD) * s for s in seconds],
+        [message_ms / 1e3] * (stages - 1),
+    )
 
 
 def draw(schedule: str, stages: int, micro_batches: int, message_ms: float, slowest: float) -> tuple:
@@ -60,12 +65,17 @@ def draw(schedule: str, stages: int, micro_batches: int, message_ms: float, slow
     actions = [schedules.SCHEDULES[NAMES[schedule]](s, stages, micro_batches) for s in range(stages)]
     kept = max(schedules.in_flight(a) for a in actions)
     ratio = WORK_S / span_s
-    told = f"{ratio:.2f} times as fast as one device with {stages}." if ratio > 1 else (
-        f"{stages} devices, and no faster than one ({ratio:.2f} x).")  # fmt: skip
+    told = (
+        f"{ratio:.2f} times as fast as one device with {stages}."
+        if ratio > 1
+        else (f"{stages} devices, and no faster than one ({ratio:.2f} x).")
+    )
     bubble = schedules.bubble(stages, micro_batches)
     rest = "" if abs(idle - bubble) < 0.005 else f"; the rest is {_rest(message_ms, slowest)}"
-    sentence = (f"{told} A stage computes {1 - idle:.0%} of the time. The bubble alone leaves (p-1)/(m+p-1) = "
-                f"{bubble:.0%} idle{rest}. At most {_count(kept)} kept on a stage.")  # fmt: skip
+    sentence = (
+        f"{told} A stage computes {1 - idle:.0%} of the time. The bubble alone leaves (p-1)/(m+p-1) = "
+        f"{bubble:.0%} idle{rest}. At most {_count(kept)} kept on a stage."
+    )
     return fig, f"Timeline of a step: {message}. Forward and backward of each stage.", sentence
 
 

@@ -27,16 +27,25 @@ def halves(run: Records) -> pandas.DataFrame:
         case = {k: r.case[k] for k in ("way", "loss")}
         first, second = (run.one("trained_parameters", half=h, **case).value for h in ("first", "second"))
         moved = run.one("moved", half="first", **case).value
-        rows.append({"second half gets": case["way"], "loss of": case["loss"], "first half": _trains(first, moved),
-                     "second half": _trains(second, 1.0), "test accuracy": f"{estimate(r.samples).value:.0%}",
-                     "first loss": f"{run.one('first_loss', **case).value:.2f}"})  # fmt: skip
+        rows.append(
+            {
+                "second half gets": case["way"],
+                "loss of": case["loss"],
+                "first half": _trains(first, moved),
+                "second half": _trains(second, 1.0),
+                "test accuracy": f"{estimate(r.samples).value:.0%}",
+                "first loss": f"{run.one('first_loss', **case).value:.2f}",
+            }
+        )
     return pandas.DataFrame(rows).set_index("second half gets")
 
 
 def surprise(run: Records, guess: Prediction) -> None:
     """In words: the accuracy of the model whose first half never moves, against the guess and against the whole one."""
-    broken, whole = (estimate([100 * s for s in run.one("test_accuracy", way=w, loss="logits").samples], "%")
-                     for w in ("received", "gradient sent back"))  # fmt: skip
+    broken, whole = (
+        estimate([100 * s for s in run.one("test_accuracy", way=w, loss="logits").samples], "%")
+        for w in ("received", "gradient sent back")
+    )
     say(f"The first half at its random start: {broken}; both halves trained: {whole}. {guess.against(broken)}")
 
 
@@ -51,8 +60,14 @@ def timeline(run: Records, chain: str, micro_batches: int) -> None:
     length = {name: schedules.span_s(found) for name, found in events.items()}
     stages = run.where("timeline_s")[0].layout["world_size"]
     message = f"{micro_batches} micro-batches: {1000 * length['1F1B']:.0f} ms in place of {1000 * length['naive']:.0f}"
-    fig, ax = figure(message, xlabel="milliseconds since the step began", ylabel="rank", records=run, size=(7.4, 3.9),
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="milliseconds since the step began",
+        ylabel="rank",
+        records=run,
+        size=(7.4, 3.9),
+        legend_below=True,
+    )
     rows = [f"{name}, rank {s}" for name in events for s in range(stages)]
     for action, color in COLORS.items():
         lasts = sum(e.end_s - e.start_s for found in events.values() for e in found if e.kind == action)
@@ -106,10 +121,12 @@ def speed(run: Records, chain: str, guess: Prediction) -> None:
     )
     single = paired_ratio(naive.samples, next(r for r in run.where("step_s", chain=chain, schedule="single")).samples)
     best_way, cost_ms = f"{NAMES.get(key[0], key[0])} with {key[2]}", 1000 * fitted.per_micro_batch_s
-    say(f"* The naive split takes {single} the time of one device alone.\n* With 8 micro-batches: {found[8]}. "
+    say(
+        f"* The naive split takes {single} the time of one device alone.\n* With 8 micro-batches: {found[8]}. "
         f"{guess.against(found[8])}\n* The best of all, {best_way}, reaches {share} of the ceiling "
         f"that its bubble leaves. A micro-batch costs {cost_ms:.2g} ms beside its work; {fit_says}."
-        + _left_out(run, chain))  # fmt: skip
+        + _left_out(run, chain)
+    )
 
 
 def _left_out(run: Records, chain: str) -> str:
@@ -121,10 +138,16 @@ def _left_out(run: Records, chain: str) -> str:
 
 def idle(run: Records, chain: str) -> pandas.DataFrame:
     """Share of a step in which a rank waits: the bubble's closed form, what events say, a micro-batch's cost."""
-    rows = [{"schedule": NAMES[i.schedule], "micro-batches": i.micro_batches,
-             "bubble (p-1)/(m+p-1)": f"{i.predicted:.0%}", "idle, measured": f"{i.measured.value:.0%}",
-             "cost of a micro-batch / its work": f"{i.cost_share:.0%}"}
-            for i in sorted(analysis.idle_shares(run, chain), key=lambda i: i.micro_batches)]  # fmt: skip
+    rows = [
+        {
+            "schedule": NAMES[i.schedule],
+            "micro-batches": i.micro_batches,
+            "bubble (p-1)/(m+p-1)": f"{i.predicted:.0%}",
+            "idle, measured": f"{i.measured.value:.0%}",
+            "cost of a micro-batch / its work": f"{i.cost_share:.0%}",
+        }
+        for i in sorted(analysis.idle_shares(run, chain), key=lambda i: i.micro_batches)
+    ]
     return pandas.DataFrame(rows).set_index("schedule")
 
 
@@ -134,8 +157,15 @@ def kept(run: Records, chain: str) -> pandas.DataFrame:
     for r in run.where("kept_micro_batches", chain=chain):
         case = {k: r.case[k] for k in ("schedule", "micro_batches", "stage")}
         size = run.one("saved_bytes", chain=chain, **case).value
-        rows.append({"schedule": NAMES[case["schedule"]], "micro-batches": case["micro_batches"], "rank": case["stage"],
-                     "kept at once": int(r.value), "activations MB": round(size / 1e6, 1)})  # fmt: skip
+        rows.append(
+            {
+                "schedule": NAMES[case["schedule"]],
+                "micro-batches": case["micro_batches"],
+                "rank": case["stage"],
+                "kept at once": int(r.value),
+                "activations MB": round(size / 1e6, 1),
+            }
+        )
     return pandas.DataFrame(rows).set_index("schedule")
 
 
@@ -145,8 +175,10 @@ def parity(*runs: Records) -> None:
     names = sorted({str(r.case.get("schedule") or r.case.get("scheme") or r.case.get("way")) for r in errors})
     wrong = [r for run in runs for r in rounding.beyond(run)]
     word = "equal to one process's up to rounding" if not wrong else f"WRONG in {len(wrong)}"
-    say(f"Gradients of {len(errors)} cases ({', '.join(names)}): **{word}**. The limit is {rounding.TIMES} times the "
-        "distance of one process's gradient in FP32 from the same in FP64.")  # fmt: skip
+    say(
+        f"Gradients of {len(errors)} cases ({', '.join(names)}): **{word}**. The limit is {rounding.TIMES} times the "
+        "distance of one process's gradient in FP32 from the same in FP64."
+    )
 
 
 def cut_message(ratios: list[Estimate]) -> str:
@@ -163,8 +195,9 @@ def cuts(run: Records, guess: Prediction) -> None:
     chains = list(dict.fromkeys(r.case["chain"] for r in run.where("chosen")))
     ratios = {c: chosen_over_rival(run, c) for c in chains}
     message = cut_message(list(ratios.values()))
-    fig, ax = figure(message, xlabel="layers on the first rank", ylabel="time / best measured (x)",
-                     records=run, legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="layers on the first rank", ylabel="time / best measured (x)", records=run, legend_below=True
+    )
     for k, chain in enumerate(chains):
         rows = sweep(run, chain)
         least = min(measured for _, _, measured in rows)

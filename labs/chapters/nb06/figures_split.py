@@ -12,8 +12,13 @@ from labs.kit.plot import GREY, SERIES, TINTS, figure, log_axes, points, show
 from labs.kit.record import Records
 from labs.parts.planning.parallel_cost import sent_per_parameter
 
-WAYS = {"ddp": "DDP", "fsdp": "FSDP2", "fsdp, kept": "FSDP2, parameters kept", "fsdp, bf16": "FSDP2, BF16 parameters",
-        "fsdp, offload": "FSDP2, CPU offload"}  # fmt: skip
+WAYS = {
+    "ddp": "DDP",
+    "fsdp": "FSDP2",
+    "fsdp, kept": "FSDP2, parameters kept",
+    "fsdp, bf16": "FSDP2, BF16 parameters",
+    "fsdp, offload": "FSDP2, CPU offload",
+}
 MODES = {"ddp": "DDP", "tensor": "tensor parallel", "pipeline": "1F1B pipeline"}
 
 
@@ -24,8 +29,10 @@ def traffic(run: Records) -> pandas.DataFrame:
         case = {"model": model, "way": way, "split": "even"}
         cells = {"model": model, "way": way.replace("dtensor", "DTensor")}
         for phase in ("forward", "backward"):
-            count, closed = (next(r.value for r in run.where("all_reduces", phase=phase, **case) if r.kind == k)
-                             for k in ("measured", "modelled"))  # fmt: skip
+            count, closed = (
+                next(r.value for r in run.where("all_reduces", phase=phase, **case) if r.kind == k)
+                for k in ("measured", "modelled")
+            )
             cells[f"all-reduces, {phase}"] = f"{count:.0f}" + f", closed form {closed:.0f}" * (count != closed)
         sent = {
             k: sum(r.value for r in run.where("sent_bytes", **case) if r.kind == k) for k in ("measured", "modelled")
@@ -42,11 +49,18 @@ def where_it_wins(run: Records) -> None:
     rows = sorted({r.case["rows"] for r in run.where("step_s", width=width)})
     found = {m: {n: _speed(run, m, width, n) for n in rows} for m in MODES}
     few, many = (_fastest(run, width, n) for n in (rows[0], rows[-1]))
-    few, many = (name if max(found[m][n].low for m in MODES) > 1 else "none shown to beat one device"
-                 for name, n in ((few, rows[0]), (many, rows[-1])))  # fmt: skip
+    few, many = (
+        name if max(found[m][n].low for m in MODES) > 1 else "none shown to beat one device"
+        for name, n in ((few, rows[0]), (many, rows[-1]))
+    )
     message = f"Fastest with {rows[0]} rows: {few}; with {rows[-1]}: {many}"
-    fig, ax = figure(message, xlabel="rows in the batch of both ranks", ylabel="speed, one device = 1 (x)", records=run,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="rows in the batch of both ranks",
+        ylabel="speed, one device = 1 (x)",
+        records=run,
+        legend_below=True,
+    )
     for k, (mode, speeds) in enumerate(found.items()):
         points(ax, rows, list(speeds.values()), label=MODES[mode], line=True, color=SERIES[k])
     ax.axhline(1, linestyle=":", color=GREY)
@@ -57,9 +71,11 @@ def where_it_wins(run: Records) -> None:
     if crossing:
         ax.axvspan(*crossing, color=TINTS[1], zorder=0, label="DDP overtakes tensor parallel")
     log_axes(ax, rows)
-    show(fig, alt=f"{message}. Width {width}; bytes are equal at {equal:,.0f} rows. "
-         + "; ".join(f"{MODES[m]}, {n} rows: {e}" for m, v in found.items()
-                                                           for n, e in v.items()))  # fmt: skip
+    show(
+        fig,
+        alt=f"{message}. Width {width}; bytes are equal at {equal:,.0f} rows. "
+        + "; ".join(f"{MODES[m]}, {n} rows: {e}" for m, v in found.items() for n, e in v.items()),
+    )
     sent = {m: run.one("sent_bytes_per_step", mode=m, width=width, rows=rows[0]).value for m in MODES}
     more = {m: run.one("sent_bytes_per_step", mode=m, width=width, rows=rows[-1]).value for m in MODES}
     said = "; ".join(f"{MODES[m]} {sent[m] / 1e6:.2f} MB and {more[m] / 1e6:.2f} MB" for m in MODES)
@@ -73,8 +89,9 @@ def _crossing(run: Records, width: int) -> str:
     """A sentence on time: between which rows DDP overtakes tensor parallel, or that this run cannot tell."""
     found, crossing = tensor_parallel.faster(run, width), tensor_parallel.times_cross_between(run, width)
     if crossing:
-        return (f"In time DDP overtakes between {crossing[0]:,} and {crossing[1]:,} rows: equal bytes are not equal "
-                "times.")  # fmt: skip
+        return (
+            f"In time DDP overtakes between {crossing[0]:,} and {crossing[1]:,} rows: equal bytes are not equal times."
+        )
     said = "; ".join(f"{n:,} rows {e}" for n, e in found.items())
     if all(e.low > 1 for e in found.values()):
         return f"In time tensor parallel is shown to be faster with all of these rows: DDP's time over its is {said}."
@@ -88,15 +105,19 @@ def _crossing(run: Records, width: int) -> str:
 def _fastest(run: Records, width: int, rows: int) -> str:
     """The fastest way by name, and each whose time over its own has an interval that holds 1."""
     found = sorted(MODES, key=lambda m: -_speed(run, m, width, rows).value)
-    samples = {m: next(r for r in run.where("step_s", mode=m, width=width, rows=rows) if r.kind == "measured").samples
-               for m in found}  # fmt: skip
+    samples = {
+        m: next(r for r in run.where("step_s", mode=m, width=width, rows=rows) if r.kind == "measured").samples
+        for m in found
+    }
     near = [m for m in found[1:] if paired_ratio(samples[m], samples[found[0]]).low <= 1]
     return " or ".join(MODES[m] for m in (found[0], *near))
 
 
 def _speed(run: Records, mode: str, width: int, rows: int) -> Estimate:
-    single, other = (next(r for r in run.where("step_s", mode=m, width=width, rows=rows) if r.kind == "measured")
-                     for m in ("single", mode))  # fmt: skip
+    single, other = (
+        next(r for r in run.where("step_s", mode=m, width=width, rows=rows) if r.kind == "measured")
+        for m in ("single", mode)
+    )
     return paired_ratio(single.samples, other.samples)
 
 
@@ -124,12 +145,13 @@ def sharded(run: Records, model: str, guess: Prediction) -> None:
         ops = dict.fromkeys(r.case["op"] for r in run.where("sent_bytes", **case))
         sent = [_both(run, "sent_bytes", op=op, **case) for op in ops]
         whole = _both(run, "gathered_bytes", **case)
-        rows[WAYS[way]] = {"states held": f"{sum(a for a, _ in held) / 1e6:.1f} MB",
-                     "parameters whole at once": f"{whole[0] / 1e6:.1f} MB",
-                     "peak of the step": f"{run.one('peak_bytes', **case).value / 1e6:.1f} MB",
-                     "sent per step": f"{sum(a for a, _ in sent) / 1e6:.1f} MB",
-                     "closed forms": "exact" if all(a == b for a, b in [*held, *sent, whole]) else
-                     "NOT exact"}  # fmt: skip
+        rows[WAYS[way]] = {
+            "states held": f"{sum(a for a, _ in held) / 1e6:.1f} MB",
+            "parameters whole at once": f"{whole[0] / 1e6:.1f} MB",
+            "peak of the step": f"{run.one('peak_bytes', **case).value / 1e6:.1f} MB",
+            "sent per step": f"{sum(a for a, _ in sent) / 1e6:.1f} MB",
+            "closed forms": "exact" if all(a == b for a, b in [*held, *sent, whole]) else "NOT exact",
+        }
     show_table(pandas.DataFrame(rows).T)
     held = {w: fully_sharded.held_bytes(run, w, model) for w in ("ddp", "fsdp")}
     peak = {w: run.one("peak_bytes", way=w, model=model).value for w in ("ddp", "fsdp", "fsdp, kept")}
@@ -148,23 +170,34 @@ def sharded(run: Records, model: str, guess: Prediction) -> None:
             "held, not what the gathers themselves need, and this run does not tell the two apart."
         )
     off = run.one("bf16_parameter_relative_error", way="fsdp, bf16", model=model).value
-    say(f"FSDP2 holds {ratio.value:.0f} % of DDP's states. {guess.against(ratio)} At the peak of a step it has "
+    say(
+        f"FSDP2 holds {ratio.value:.0f} % of DDP's states. {guess.against(ratio)} At the peak of a step it has "
         f"{100 * peak['fsdp'] / peak['ddp']:.0f} % of DDP's bytes.{less} A step takes {took} as long: {word}. With "
-        f"BF16 the parameters differ from one process's in FP32 by {100 * off:.2g} % after these steps.")  # fmt: skip
+        f"BF16 the parameters differ from one process's in FP32 by {100 * off:.2g} % after these steps."
+    )
 
 
 def accounting(run: Records, model: str) -> pandas.DataFrame:
     """Bytes that FSDP2 sends over those of DDP, by the format in which each travels: closed form, and counted."""
     formats = {"FP32": 4, "16 bits": 2}
     rows = []
-    for weight, gradient, way in (("FP32", "FP32", "fsdp"), ("16 bits", "FP32", "fsdp, bf16"),
-                                  ("16 bits", "16 bits", None)):  # fmt: skip
+    for weight, gradient, way in (
+        ("FP32", "FP32", "fsdp"),
+        ("16 bits", "FP32", "fsdp, bf16"),
+        ("16 bits", "16 bits", None),
+    ):
         w, g = formats[weight], formats[gradient]
         ratio = sent_per_parameter(2, True, w, g) / sent_per_parameter(2, False, w, g)
         ddp = fully_sharded.sent_per_step(run, "ddp", model)
         counted = f"{fully_sharded.sent_per_step(run, way, model) / ddp:.2f}" if way and ddp else ""
-        rows.append({"FSDP2 gathers parameters in": weight, "both sum gradients in": gradient,
-                     "bytes of FSDP2 over DDP's": f"{ratio:.2f}", "counted above": counted})  # fmt: skip
+        rows.append(
+            {
+                "FSDP2 gathers parameters in": weight,
+                "both sum gradients in": gradient,
+                "bytes of FSDP2 over DDP's": f"{ratio:.2f}",
+                "counted above": counted,
+            }
+        )
     return pandas.DataFrame(rows).set_index("FSDP2 gathers parameters in")
 
 
@@ -184,8 +217,16 @@ def sums(*runs: Records) -> pandas.DataFrame:
             form = max(point_to_point.predict(way, size // 4, rank, n) for rank in range(n))
             cells[way] = f"{found / size:.2f}" + (f", closed form {form / size:.2f}" if found != form else "")
         rows.append({"ranks": n, **cells, "": "as the closed forms" if "closed" not in str(cells) else "NOT"})
-    rows.append({"ranks": 8, **{way: f"{max(point_to_point.predict(way, 840, r, 8) for r in range(8)) / 3360:.2f}"
-                                for way in point_to_point.WAYS}, "": "closed form only"})  # fmt: skip
+    rows.append(
+        {
+            "ranks": 8,
+            **{
+                way: f"{max(point_to_point.predict(way, 840, r, 8) for r in range(8)) / 3360:.2f}"
+                for way in point_to_point.WAYS
+            },
+            "": "closed form only",
+        }
+    )
     return pandas.DataFrame(rows).set_index("ranks")
 
 

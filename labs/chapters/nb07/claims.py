@@ -76,9 +76,14 @@ def exchanged(evidence: Records) -> tuple[list[bool], list[bool], str, str]:
 def _(evidence: Records) -> Verdict:
     changes, same, told, kind = exchanged(evidence)
     emulated = " The wire is an emulated one." if kind == "modelled" else ""
-    return in_general(same, changes, "An all-reduce between the same devices, with the same memory and arithmetic: "
-                      f"{told}.{emulated} For the speed-up of a whole step arithmetic counts, too. The same line also "
-                      "names the bandwidth between GPUs, rightly.", kind)  # fmt: skip
+    return in_general(
+        same,
+        changes,
+        "An all-reduce between the same devices, with the same memory and arithmetic: "
+        f"{told}.{emulated} For the speed-up of a whole step arithmetic counts, too. The same line also "
+        "names the bandwidth between GPUs, rightly.",
+        kind,
+    )
 
 
 @verdict("C14")
@@ -105,9 +110,10 @@ def _(evidence: Records) -> Verdict:
     forms = left_by_form()
     model, way = max(forms, key=lambda case: forms[case])
     least, most = min(forms.values()), forms[model, way]
-    because = (f"Of DDP's bytes for the {run[0].config['model']}, counted on the wire, are left: {told}. By the closed "
-               f"form it depends on rank and shapes: {least:.1f} to {most:.0f} % ({model}, {way}).{_price(run)}{more}"
-               )  # fmt: skip
+    because = (
+        f"Of DDP's bytes for the {run[0].config['model']}, counted on the wire, are left: {told}. By the closed "
+        f"form it depends on rank and shapes: {least:.1f} to {most:.0f} % ({model}, {way}).{_price(run)}{more}"
+    )
     if all(s > STATED for s in left.values()):
         return Verdict("does not hold", because)
     counted = all(s <= STATED for s in left.values())
@@ -147,8 +153,11 @@ def _counted(run: Records, way: str) -> tuple[float, ...]:
 def _(evidence: Records) -> Verdict:
     there = last(evidence, "gradient_compression", "interface_exists").one("interface_exists")
     word_ = "holds" if there.value else "does not hold"
-    return Verdict(word_, f"{there.case['name']} {'exists' if there.value else 'does not exist'} in this torch. "
-                   "PowerSGD is switched on by register_comm_hook.")  # fmt: skip
+    return Verdict(
+        word_,
+        f"{there.case['name']} {'exists' if there.value else 'does not exist'} in this torch. "
+        "PowerSGD is switched on by register_comm_hook.",
+    )
 
 
 @verdict("B28")
@@ -168,22 +177,33 @@ def _(evidence: Records) -> Verdict:
 def _(evidence: Records) -> Verdict:
     run = last(evidence, "gradient_compression", "autocast_sent_bytes")
     ratio = max(run.one("autocast_sent_bytes").samples) / max(_counted(run, "fp32"))
-    half = f" The FP16 hook: {max(_counted(run, 'fp16')) / max(_counted(run, 'fp32')):.2f} times." if len(
-        run.where("sent_bytes", way="fp16")) else ""  # fmt: skip
+    half = (
+        f" The FP16 hook: {max(_counted(run, 'fp16')) / max(_counted(run, 'fp32')):.2f} times."
+        if len(run.where("sent_bytes", way="fp16"))
+        else ""
+    )
     word_ = "holds" if ratio < 1 / SAME else "does not hold"
     return Verdict(word_, f"Under autocast DDP sends {ratio:.2f} times the bytes that it sends without.{half}")
 
 
 @verdict("C17")
 def _(evidence: Records) -> Verdict:
-    return Verdict("does not hold", "PyTorch's documentation: blocking wait makes the process wait for each collective "
-                   "and has a performance overhead; it is there to find errors.", "published")  # fmt: skip
+    return Verdict(
+        "does not hold",
+        "PyTorch's documentation: blocking wait makes the process wait for each collective "
+        "and has a performance overhead; it is there to find errors.",
+        "published",
+    )
 
 
 @verdict("B43")
 def _(evidence: Records) -> Verdict:
-    return Verdict("holds", "It reports the bus bandwidth of each collective by size and type, for GPUs over NCCL "
-                   "(its doc/PERFORMANCE.md). This notebook uses its definition.", "published")  # fmt: skip
+    return Verdict(
+        "holds",
+        "It reports the bus bandwidth of each collective by size and type, for GPUs over NCCL "
+        "(its doc/PERFORMANCE.md). This notebook uses its definition.",
+        "published",
+    )
 
 
 @verdict("C23")
@@ -219,8 +239,10 @@ def nccl_against_gloo(evidence: Records) -> Verdict | None:
     if not both:
         return None
     nccl, gloo = (estimate(of[max(both)].samples, "s") for of in by_size.values())
-    because = (f"An all-reduce of {size(max(both))} takes {nccl} with NCCL between GPUs, {gloo} with gloo "
-               "(two ranks on one GPU).")  # fmt: skip
+    because = (
+        f"An all-reduce of {size(max(both))} takes {nccl} with NCCL between GPUs, {gloo} with gloo "
+        "(two ranks on one GPU)."
+    )
     return judged([nccl.high < gloo.low], [gloo.high < nccl.low], because)
 
 
@@ -228,8 +250,12 @@ def nccl_against_gloo(evidence: Records) -> Verdict | None:
 def _(evidence: Records) -> Verdict:
     if found := nccl_against_gloo(evidence):
         return found
-    return Verdict("holds", "PyTorch's documentation of torch.distributed has it as a rule of thumb: NCCL for GPUs, "
-                   f"gloo for CPUs. To measure it on 2 GPUs: {NCCL_OR_GLOO}.", "published")  # fmt: skip
+    return Verdict(
+        "holds",
+        "PyTorch's documentation of torch.distributed has it as a rule of thumb: NCCL for GPUs, "
+        f"gloo for CPUs. To measure it on 2 GPUs: {NCCL_OR_GLOO}.",
+        "published",
+    )
 
 
 @verdict("D13")
@@ -246,6 +272,10 @@ def _(evidence: Records) -> Verdict:
         raise LookupError("labs/kit/gpus.toml names no link of an A100 of 80 GB")
     all_joined = [link.startswith("NVLink") and "bridge" not in link for link in links.values()]
     pairs = "" if all(all_joined) else " A bridge joins two cards (nvidia.com/data-center/nvlink): four are two pairs."
-    return Verdict(word(all_joined, [not joined for joined in all_joined]), "The name tells the memory, not the link: "
-                   f"{', '.join(f'{gpu}: {link}' for gpu, link in links.items())}.{pairs} What joins yours, "
-                   "nvidia-smi topo -m tells.", "published")  # fmt: skip
+    return Verdict(
+        word(all_joined, [not joined for joined in all_joined]),
+        "The name tells the memory, not the link: "
+        f"{', '.join(f'{gpu}: {link}' for gpu, link in links.items())}.{pairs} What joins yours, "
+        "nvidia-smi topo -m tells.",
+        "published",
+    )

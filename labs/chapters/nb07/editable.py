@@ -50,7 +50,9 @@ def train(shrink: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None, step
 def tell(mine: list[list[float]], everything: list[list[float]], last: int = 20) -> None:
     """Print the mean loss of the last steps, of the learner's way and of one that sends everything."""
     losses = [sum(run[0][-last:]) / last for run in (mine, everything)]
-    print(f"mean loss of the last {last} of {len(mine[0])} steps: {losses[0]:.2f} nats, with all gradients "
-          f"{losses[1]:.2f} nats")  # fmt: skip
+    print(
+        f"mean loss of the last {last} of {len(mine[0])} steps: {losses[0]:.2f} nats, with all gradients "
+        f"{losses[1]:.2f} nats"
+    )
     apart = losses[0] - losses[1]
     print(f"{abs(apart):.2f} nats {'more' if apart > 0 else 'less'} than with all gradients, from the same images.")

@@ -58,9 +58,11 @@ def check_diagnose(f: Callable[..., Any]) -> None:
         every = shares(timeline(seed))
         if not (0 <= rank < len(every) and every[rank] > max(every) - 1e-3):
             slowest = max(range(len(every)), key=lambda r, seed=seed: timeline(seed)[r].backward[1])
-            raise Mistake(f"{_facts(seed)}: you name rank {rank}"
-                          + (", whose backward ends last: the others show the waiting" if rank == slowest else ""),
-                          "the rank with the largest exposed share")  # fmt: skip
+            raise Mistake(
+                f"{_facts(seed)}: you name rank {rank}"
+                + (", whose backward ends last: the others show the waiting" if rank == slowest else ""),
+                "the rank with the largest exposed share",
+            )
     for seed, (_, _, remedy) in zip(SEEDS, got, strict=True):
         _check_remedy(seed, remedy)
 
@@ -96,8 +98,12 @@ def _check_remedy(seed: int, remedy: str) -> None:
     right, made = answer(job(seed)), job(seed)
     if remedy == right:
         return
-    gains = "" if "nothing" in (remedy, right) else (
-        f" In a model of this step it wins back {step_ms(made) - with_remedy(made, right):.1f} ms, yours "
-        f"{step_ms(made) - with_remedy(made, remedy):.1f} ms."
-    )  # fmt: skip
+    gains = (
+        ""
+        if "nothing" in (remedy, right)
+        else (
+            f" In a model of this step it wins back {step_ms(made) - with_remedy(made, right):.1f} ms, yours "
+            f"{step_ms(made) - with_remedy(made, remedy):.1f} ms."
+        )
+    )
     raise Mistake(f"{_facts(seed)}: you say {remedy!r}, and it is {right!r}.{gains}", WHY[right])

@@ -36,8 +36,9 @@ def step() -> None:
     )
 
 
-def draw(compute_ms: float, megabytes: float, gb_s: float, latency_us: float, ranks: float, hidden: float,
-         smaller: float) -> tuple:  # fmt: skip
+def draw(
+    compute_ms: float, megabytes: float, gb_s: float, latency_us: float, ranks: float, hidden: float, smaller: float
+) -> tuple:
     """Efficiency of `ranks` ranks against bandwidth, with and without overlap; axes are the same for all settings."""
     n, compute, size = int(ranks), compute_ms / 1e3, 1e6 * megabytes * smaller / 100
 
@@ -49,12 +50,23 @@ def draw(compute_ms: float, megabytes: float, gb_s: float, latency_us: float, ra
     exchange = exchange_s(size, n, latency_us / 1e6, 1e9 * gb_s)
     message = f"{n} ranks work at {now:.0f}% of n times one rank"
     records = Records([Record("link", "efficiency", "%", (now,), "modelled")])
-    fig, ax = figure(message, xlabel="bandwidth of a link, one direction (GB/s)",
-                     ylabel="efficiency (%)", records=records, legend_below=True)  # fmt: skip
-    curve(ax, BANDWIDTHS_GB_S, [efficiency(b, hidden / 100) for b in BANDWIDTHS_GB_S],
-          label=f"{hidden:g} % of backward hides communication", color=SERIES[0])  # fmt: skip
-    curve(ax, BANDWIDTHS_GB_S, [efficiency(b, 0.0) for b in BANDWIDTHS_GB_S], label="nothing is hidden",
-          color=SERIES[1])  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="bandwidth of a link, one direction (GB/s)",
+        ylabel="efficiency (%)",
+        records=records,
+        legend_below=True,
+    )
+    curve(
+        ax,
+        BANDWIDTHS_GB_S,
+        [efficiency(b, hidden / 100) for b in BANDWIDTHS_GB_S],
+        label=f"{hidden:g} % of backward hides communication",
+        color=SERIES[0],
+    )
+    curve(
+        ax, BANDWIDTHS_GB_S, [efficiency(b, 0.0) for b in BANDWIDTHS_GB_S], label="nothing is hidden", color=SERIES[1]
+    )
     ideal(ax, [BANDWIDTHS_GB_S[0], BANDWIDTHS_GB_S[-1]], [100, 100])
     here(ax, gb_s, now)
     log_axes(ax, (0.01, 0.1, 1, 10, 100))

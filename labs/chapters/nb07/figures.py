@@ -36,19 +36,36 @@ def draw_ring(ranks: float) -> tuple:
             for part in range(ranks):
                 n = len(step.holds[rank][part])
                 ax.add_patch(_cell(part, rank, n, ranks))
-                ax.text(part + 0.5, rank + 0.5, n, ha="center", va="center", fontsize=10 if ranks < 5 else 8,
-                        color="white" if n > ranks / 2 else "black")  # fmt: skip
+                ax.text(
+                    part + 0.5,
+                    rank + 0.5,
+                    n,
+                    ha="center",
+                    va="center",
+                    fontsize=10 if ranks < 5 else 8,
+                    color="white" if n > ranks / 2 else "black",
+                )
             if step.sent:
                 ax.add_patch(_frame(step.sent[rank], rank))
-        ax.set(xlim=(0, ranks), ylim=(ranks, 0), xticks=[], yticks=[], aspect="equal",
-               title=f"{step.step}\n{step.phase}" if step.step in (0, 1, ranks) else f"{step.step}\n")  # fmt: skip
+        ax.set(
+            xlim=(0, ranks),
+            ylim=(ranks, 0),
+            xticks=[],
+            yticks=[],
+            aspect="equal",
+            title=f"{step.step}\n{step.phase}" if step.step in (0, 1, ranks) else f"{step.step}\n",
+        )
         ax.title.set_fontsize(9)
     grid[0].set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)])
-    alt = (f"{message}. Columns of each small picture are parts, rows are ranks. A number says how many ranks' numbers "
-           "are in that part, a frame which part was sent.")  # fmt: skip
+    alt = (
+        f"{message}. Columns of each small picture are parts, rows are ranks. A number says how many ranks' numbers "
+        "are in that part, a frame which part was sent."
+    )
     sent = len(steps) - 1  # one part in every step
-    sentence = (f"Each rank sends {sent} parts, each 1/{ranks} of the vector: {sent / ranks:.2f} times the vector. "
-                "More ranks: more steps, shorter messages, and never twice the vector.")  # fmt: skip
+    sentence = (
+        f"Each rank sends {sent} parts, each 1/{ranks} of the vector: {sent / ranks:.2f} times the vector. "
+        "More ranks: more steps, shorter messages, and never twice the vector."
+    )
     return fig, alt, sentence
 
 
@@ -107,9 +124,11 @@ def busbw(run: Records, guess: Prediction) -> None:
 
 def _busbw_text(run: Records, gb: dict, guess: Prediction) -> str:
     ranks = run[0].layout["world_size"]
-    lines = [guess.against(gb["all_reduce"]),
-             f"The all-reduce's bus bandwidth is {gb['all_reduce']}: {bus_factor('all_reduce', ranks):g} times its "
-             f"algorithm bandwidth, on {ranks} ranks."]  # fmt: skip
+    lines = [
+        guess.against(gb["all_reduce"]),
+        f"The all-reduce's bus bandwidth is {gb['all_reduce']}: {bus_factor('all_reduce', ranks):g} times its "
+        f"algorithm bandwidth, on {ranks} ranks.",
+    ]
     counted = {r.case["op"]: max(r.samples) / r.case["size"] for r in run.where("sent_bytes") if r.kind != "modelled"}
     for op, sent in counted.items():
         needed = bus_factor(op, ranks) if op in gb else None
@@ -132,8 +151,9 @@ def two_sizes(run: Records, guess: Prediction) -> None:
     message = f"A line through two sizes is {abs(worst):.0f}% off at {_bytes(sizes[errors.index(worst)])}"
     if not shown:
         message = "How wrong a line through two sizes is, this run is too noisy to tell"
-    fig, ax = figure(message, xlabel="bytes of the buffer", ylabel="milliseconds of an all-reduce", records=run,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="bytes of the buffer", ylabel="milliseconds of an all-reduce", records=run, legend_below=True
+    )
     points(ax, sizes, [milliseconds(r) for r in run.where("all_reduce_s")], label="all-reduce")
     curve(ax, sizes, [1e3 * ends.seconds(s) for s in sizes], label="through the first and the last size")
     whole = fit(sizes, seconds)
@@ -174,8 +194,10 @@ def _fit_text(sizes: list[float], times: list[Estimate], whole: LatencyBandwidth
     errors = [abs(ms / t.value - 1) for ms, t in zip(fitted, times, strict=True)]
     outside = sum(not t.low <= ms <= t.high for ms, t in zip(fitted, times, strict=True))
     end = f"it misses the intervals of {outside} of {len(times)}" if outside else "all within the intervals"
-    return (f"Fitted to all sizes: {_link(whole)}. From the medians it is {100 * statistics.median(errors):.0f}% off "
-            f"in the middle and {100 * max(errors):.0f}% at most, {end}.")  # fmt: skip
+    return (
+        f"Fitted to all sizes: {_link(whole)}. From the medians it is {100 * statistics.median(errors):.0f}% off "
+        f"in the middle and {100 * max(errors):.0f}% at most, {end}."
+    )
 
 
 def _link(found: LatencyBandwidth) -> str:
@@ -199,8 +221,10 @@ def published_fit(guess: Prediction) -> None:
     worst = {name: _worst(line, seconds) for name, line in (("one", one), ("two", two))}
     message = f"On 8 H200 one line is {worst['one']:.0f}% off, one on each side of 1 MiB {worst['two']:.0f}%"
     fig, ax = figure(message, xlabel="bytes of the buffer", ylabel="line over published time (x)", records=run)
-    for label, line, color in (("one latency, one bandwidth", one, SERIES[1]),
-                               ("one of each on each side of 1 MiB", two, SERIES[2])):  # fmt: skip
+    for label, line, color in (
+        ("one latency, one bandwidth", one, SERIES[1]),
+        ("one of each on each side of 1 MiB", two, SERIES[2]),
+    ):
         curve(ax, sizes, [a / b for a, b in zip(line, seconds, strict=True)], label=label, color=color)
     points(ax, sizes, [1.0] * len(sizes), kind="published", label="NCCL on 8 H200")
     log_axes(ax, sizes[1::3])
@@ -227,8 +251,10 @@ def bert_on_two_nodes(network: str = "Ethernet") -> None:
     run = all_reduce_of_bert().where(network=network)
     start, largest = _with_two(run), max(run, key=_nodes)
     gpus = start.case["gpus_per_node"]
-    print(f"published: {1e3 * start.value:,.0f} ms over {network} with 2 nodes of {gpus} GPUs. "
-          f"How many ms with {_nodes(largest)} nodes?")  # fmt: skip
+    print(
+        f"published: {1e3 * start.value:,.0f} ms over {network} with 2 nodes of {gpus} GPUs. "
+        f"How many ms with {_nodes(largest)} nodes?"
+    )
 
 
 def which_algorithm(guess: Prediction) -> None:
@@ -241,9 +267,13 @@ def which_algorithm(guess: Prediction) -> None:
         run = all_reduce_of_bert().where(network=network)
         for record in sorted(run, key=_nodes):
             if _nodes(record) > 2:
-                rows.append({"network": network, "nodes": _nodes(record), "published (ms)": f"{1e3 * record.value:.0f}"}
-                            | {name: f"{1e3 * s:.0f} ({100 * (s / record.value - 1):+.0f}%)"
-                               for name, s in formulas(run, _nodes(record)).items()})  # fmt: skip
+                rows.append(
+                    {"network": network, "nodes": _nodes(record), "published (ms)": f"{1e3 * record.value:.0f}"}
+                    | {
+                        name: f"{1e3 * s:.0f} ({100 * (s / record.value - 1):+.0f}%)"
+                        for name, s in formulas(run, _nodes(record)).items()
+                    }
+                )
     show_table(pandas.DataFrame(rows).set_index(["network", "nodes"]))
     run = all_reduce_of_bert().where(network="Ethernet")
     largest = max(run, key=_nodes)
@@ -258,8 +288,10 @@ def formulas(run: Records, nodes: int) -> dict[str, float]:
     """Seconds with `nodes` nodes by each formula, both as published with two."""
     anchor = _with_two(run)
     gpus = anchor.case["gpus_per_node"]
-    return {"flat ring": anchor.value * _ring(nodes * gpus) / _ring(2 * gpus),
-            "ring of nodes": anchor.value * _ring(nodes) / _ring(2)}  # fmt: skip
+    return {
+        "flat ring": anchor.value * _ring(nodes * gpus) / _ring(2 * gpus),
+        "ring of nodes": anchor.value * _ring(nodes) / _ring(2),
+    }
 
 
 def _with_two(run: Records) -> Record:

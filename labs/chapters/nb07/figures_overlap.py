@@ -60,16 +60,21 @@ def buckets(run: Records, guess: Prediction) -> None:
 
 
 def _buckets_text(run: Records, predicted: dict[float, float], guess: Prediction, best: float, ratio: Estimate) -> str:
-    off = {r.case["bucket_cap_mb"]: 100 * (predicted[r.case["bucket_cap_mb"]] / r.value - 1)
-           for r in run.where("step_s", synchronise=True)}  # fmt: skip
+    off = {
+        r.case["bucket_cap_mb"]: 100 * (predicted[r.case["bucket_cap_mb"]] / r.value - 1)
+        for r in run.where("step_s", synchronise=True)
+    }
     worst = max(off, key=lambda cap: abs(off[cap]))
     chosen = min(predicted, key=predicted.get)
     tied = bucket_overlap.not_slower(run)
-    lines = [guess.against(Estimate(best, tied[0], tied[-1], len(run.one("step_s", synchronise=False).samples), "MiB")),
-             f"The prediction would choose {chosen:g} MiB. It is {abs(off[worst]):.0f}% "
-             f"{'above' if off[worst] > 0 else 'below'} the measurement at worst, with {worst:g} MiB.",
-             f"The slowest size against the fastest, round by round: {ratio}. Both were picked from these rounds, "
-             "which makes the ratio somewhat too large.", *wire.label(run)]  # fmt: skip
+    lines = [
+        guess.against(Estimate(best, tied[0], tied[-1], len(run.one("step_s", synchronise=False).samples), "MiB")),
+        f"The prediction would choose {chosen:g} MiB. It is {abs(off[worst]):.0f}% "
+        f"{'above' if off[worst] > 0 else 'below'} the measurement at worst, with {worst:g} MiB.",
+        f"The slowest size against the fastest, round by round: {ratio}. Both were picked from these rounds, "
+        "which makes the ratio somewhat too large.",
+        *wire.label(run),
+    ]
     return "\n".join(f"* {line}" for line in lines)
 
 
@@ -82,8 +87,9 @@ def switches(run: Records) -> None:
         if told
         else "No switch makes a difference that this run can show"
     )
-    fig, ax = figure(message, xlabel="step, default = 1 (x)", ylabel="DDP's switch", records=run, size=(7.0, 3.3),
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="step, default = 1 (x)", ylabel="DDP's switch", records=run, size=(7.0, 3.3), legend_below=True
+    )
     bars(ax, list(found), found.values())
     ax.axvline(1, linestyle=":", color="black")
     show(fig, alt=f"{message}. " + ", ".join(f"{name}: {ratio}" for name, ratio in found.items()) + ".")

@@ -25,10 +25,16 @@ RECORDED = Path(__file__).parents[3] / "records" / "amd-epyc-2-cores-2026-11"
 def ring_table(*runs: Records) -> pandas.DataFrame:
     """The ring's formula against the paced wire, for the gradients of every run, and how many are near in words."""
     rows = [
-        {"model": run[0].config["model"], "MB": f"{p.size / 1e6:.2f}", "MB/s": f"{p.mb_s:g}",
-         "formula": f"{1e3 * p.formula_s:.1f} ms", "measured / formula": f"{p.error}{'' if p.in_reach else ' *'}"}
-        for run in runs for p in slow_link.ring_points(run)
-    ]  # fmt: skip
+        {
+            "model": run[0].config["model"],
+            "MB": f"{p.size / 1e6:.2f}",
+            "MB/s": f"{p.mb_s:g}",
+            "formula": f"{1e3 * p.formula_s:.1f} ms",
+            "measured / formula": f"{p.error}{'' if p.in_reach else ' *'}",
+        }
+        for run in runs
+        for p in slow_link.ring_points(run)
+    ]
     for run in runs:
         print(f"{run[0].config['model']}: {slow_link.ring_text(run)}")
     if any("*" in row["measured / formula"] for row in rows):
@@ -49,8 +55,13 @@ def dial(runs: dict[str, Records], guess: Prediction) -> None:
     message = "; ".join(f"{name}: {slow_link.pays_text(run)}" for name, run in runs.items())
     ranks = next(iter(runs.values()))[0].layout["world_size"]
     every = sum(runs.values(), Records())
-    fig, ax = figure(message, xlabel=f"bandwidth of the {wire.named(every)}, each direction (MB/s)",
-                     ylabel="samples/s, one rank = 1 (x)", records=every, legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel=f"bandwidth of the {wire.named(every)}, each direction (MB/s)",
+        ylabel="samples/s, one rank = 1 (x)",
+        records=every,
+        legend_below=True,
+    )
     for color, (name, run) in zip(SERIES, runs.items(), strict=False):
         found = {mb_s: e for mb_s, e in slow_link.speedups(run).items() if mb_s != NO_PACE}
         points(ax, list(found), found.values(), label=f"{name}, DDP on {ranks} ranks", color=color)
@@ -123,8 +134,13 @@ def compression(run: Records, guess: Prediction) -> None:
         message += f"; {' or '.join(rivals)} may do as much"
     if not shown:
         message = "No way makes a step faster that this run can show"
-    fig, ax = figure(message, xlabel=f"bandwidth of the {wire.named(run)}, each direction (MB/s)",
-                     ylabel="speed of a step, FP32 = 1 (x)", records=run, legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel=f"bandwidth of the {wire.named(run)}, each direction (MB/s)",
+        ylabel="speed of a step, FP32 = 1 (x)",
+        records=run,
+        legend_below=True,
+    )
     for color, (way, by) in zip(SERIES, found.items(), strict=False):
         wires = sorted(m for m in by if m != NO_PACE)
         points(ax, wires, [by[m] for m in wires], label=way, color=color, line=True)
@@ -174,8 +190,11 @@ def choice(run: Records) -> pandas.DataFrame | None:
     """What to take on a wire of 100 MB/s: speed against DDP as it is, accuracy against FP32, and which is best."""
     mb_s = gradient_compression.CHOICE_MB_S
     lost = gradient_compression.losses(run)
-    rows = {way: {"speed, FP32 = 1": str(by[mb_s]), "accuracy, FP32 = 0": str(lost[way])}
-            for way, by in gradient_compression.gains(run).items() if mb_s in by}  # fmt: skip
+    rows = {
+        way: {"speed, FP32 = 1": str(by[mb_s]), "accuracy, FP32 = 0": str(lost[way])}
+        for way, by in gradient_compression.gains(run).items()
+        if mb_s in by
+    }
     print(gradient_compression.choice_text(run, mb_s) if rows else f"This run had no wire of {mb_s:g} MB/s.")
     return pandas.DataFrame(rows).T if rows else None
 
@@ -186,8 +205,14 @@ def accuracy(run: Records) -> None:
     found = gradient_compression.losses(run)
     lost = [way for way, e in found.items() if e.high < 0]
     message = f"Less is learned with {' and '.join(lost)}" if lost else "No way learns less that this run can show"
-    fig, ax = figure(message, xlabel="accuracy, FP32 = 0 (percentage points)", ylabel="what is sent", records=run,
-                     size=(7.0, 3.4), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="accuracy, FP32 = 0 (percentage points)",
+        ylabel="what is sent",
+        records=run,
+        size=(7.0, 3.4),
+        legend_below=True,
+    )
     bars(ax, list(found), found.values())
     ax.axvline(0, linestyle=":", color="black")
     n = len(plain.samples)
@@ -200,5 +225,7 @@ def _training_text(run: Records) -> str:
     config = run[0].config
     rows = config["batch_size"] * run[0].layout["world_size"]
     steps = config["epochs"] * (gradient_compression.TRAINED_ROWS // rows)
-    return (f"Each training has {steps} steps, all with the learning rate {config['lr']:g}: what a longer one, or "
-            "a rate for each way, would reach is not told.")  # fmt: skip
+    return (
+        f"Each training has {steps} steps, all with the learning rate {config['lr']:g}: what a longer one, or "
+        "a rate for each way, would reach is not told."
+    )

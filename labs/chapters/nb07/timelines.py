@@ -124,8 +124,14 @@ def job(seed: int) -> Job:
         slow = draw.uniform(1.4, 1.8) if wanted == "mend the straggler" else 1.0
         straggler = draw.randrange(ranks)
         every = tuple(backward * draw.uniform(1, 1.04) * (slow if r == straggler else 1) for r in range(ranks))
-        found = Job(draw.uniform(20, 60), every, draw.uniform(50, 400), draw.choice((1, 2, 3, 4, 6, 8, 12, 24)),
-                    draw.choice((0.05, 0.1, 1.0, 3.0, 6.0)), draw.uniform(0.5, 25))  # fmt: skip
+        found = Job(
+            draw.uniform(20, 60),
+            every,
+            draw.uniform(50, 400),
+            draw.choice((1, 2, 3, 4, 6, 8, 12, 24)),
+            draw.choice((0.05, 0.1, 1.0, 3.0, 6.0)),
+            draw.uniform(0.5, 25),
+        )
         if answer(found) == wanted and _one_rank_is_worst(found):
             return found
 
@@ -138,10 +144,11 @@ def _one_rank_is_worst(found: Job) -> bool:
 def timeline(seed: int) -> list[RankTimeline]:
     """One RankTimeline for each rank, in ms, to a thousandth."""
     return [
-        RankTimeline(tuple(round(t, 3) for t in rank.backward),
-                     tuple(Bucket(*(round(t, 3) for t in b)) for b in rank.buckets))
+        RankTimeline(
+            tuple(round(t, 3) for t in rank.backward), tuple(Bucket(*(round(t, 3) for t in b)) for b in rank.buckets)
+        )
         for rank in simulate(job(seed))
-    ]  # fmt: skip
+    ]
 
 
 def show(found: Sequence[RankTimeline]) -> None:

@@ -15,9 +15,22 @@ from torch import Tensor
 from labs.kit import answers
 
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce", "send")
-TWO_BUFFERS = ("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "gather",
-               "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall",
-               "alltoall_base", "all_gather_single", "reduce_scatter_single", "all_to_all_single")  # fmt: skip
+TWO_BUFFERS = (
+    "allgather",
+    "_allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_to_all_single",
+)
 """Methods of ProcessGroup by the place of the tensors that a rank gives: the first argument, or the second."""
 Event = tuple
 """("send", message, to, tag, numbers), ("sent", message) when it was waited for, ("got", from, tag)."""

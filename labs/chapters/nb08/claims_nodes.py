@@ -41,32 +41,47 @@ def met(evidence: Records) -> tuple[int, set[str]]:
 
 @verdict("A03")
 def _(evidence: Records) -> Verdict:
-    return Verdict("does not hold", "Read in article A: the name mp stands in its import alone (line 13), and nothing "
-                   "calls setup or train from outside. Run as it is, the listing starts no process, and no rank "
-                   "exists.", "published")  # fmt: skip
+    return Verdict(
+        "does not hold",
+        "Read in article A: the name mp stands in its import alone (line 13), and nothing "
+        "calls setup or train from outside. Run as it is, the listing starts no process, and no rank "
+        "exists.",
+        "published",
+    )
 
 
 @verdict("A06")
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "init without an address")
-    return Verdict("holds" if works else "does not hold", f"With rank and world size only, init_process_group ends: "
-                   f"{line}." if not works else "It worked here without an address.")  # fmt: skip
+    return Verdict(
+        "holds" if works else "does not hold",
+        f"With rank and world size only, init_process_group ends: {line}."
+        if not works
+        else "It worked here without an address.",
+    )
 
 
 @verdict("D09")
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "init without an address")
-    return Verdict("holds" if works else "does not hold", f"What spawn calls passes a rank and sets no address: {line}."
-                   if not works else "It worked here without an address.")  # fmt: skip
+    return Verdict(
+        "holds" if works else "does not hold",
+        f"What spawn calls passes a rank and sets no address: {line}."
+        if not works
+        else "It worked here without an address.",
+    )
 
 
 @verdict("A23")
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "spawn passes the rank first")
     ranks, _ = met(evidence)
-    return Verdict("depends" if works else "does not hold", f"What spawn calls works on one machine ({line}). On two "
-                   f"machines made out of this one {ranks} ranks met under a torchrun each, which also starts ranks "
-                   "again.")  # fmt: skip
+    return Verdict(
+        "depends" if works else "does not hold",
+        f"What spawn calls works on one machine ({line}). On two "
+        f"machines made out of this one {ranks} ranks met under a torchrun each, which also starts ranks "
+        "again.",
+    )
 
 
 @verdict("A24")
@@ -74,16 +89,22 @@ def _(evidence: Records) -> Verdict:
     ranks, _ = met(evidence)
     run = last(evidence, "two_nodes", "variable")
     backend = run[0].layout["backend"]
-    return Verdict("depends", f"{ranks} ranks met here over gloo on CPU cores: gloo sets no limit. NCCL takes one rank "
-                   f"per GPU (this run: {backend}).")  # fmt: skip
+    return Verdict(
+        "depends",
+        f"{ranks} ranks met here over gloo on CPU cores: gloo sets no limit. NCCL takes one rank "
+        f"per GPU (this run: {backend}).",
+    )
 
 
 @verdict("B35")
 def _(evidence: Records) -> Verdict:
     _, line = drilled(evidence, "no such interface")
-    return Verdict("does not hold", "NCCL's documentation: the variable filters its interfaces by name, and replaces "
-                   f"a choice that favours names with ib ({NCCL}). A wrong name for gloo's: {line or 'no error'}.",
-                   "published")  # fmt: skip
+    return Verdict(
+        "does not hold",
+        "NCCL's documentation: the variable filters its interfaces by name, and replaces "
+        f"a choice that favours names with ib ({NCCL}). A wrong name for gloo's: {line or 'no error'}.",
+        "published",
+    )
 
 
 @verdict("C04")
@@ -92,15 +113,19 @@ def _(evidence: Records) -> Verdict:
     if went_on.value > 0:
         return Verdict("holds", "A taken port did no harm here.")
     why = line or "no rank computed on, and none said why"
-    return Verdict("depends", f"A fixed port works until a second job wants it: {why}. And to another machine "
-                              "localhost is itself.")  # fmt: skip
+    return Verdict(
+        "depends", f"A fixed port works until a second job wants it: {why}. And to another machine localhost is itself."
+    )
 
 
 @verdict("C11")
 def _(evidence: Records) -> Verdict:
-    return Verdict("holds", "PyTorch's documentation asks every process to call destroy_process_group near the end of "
-                   f"main ({SHUTDOWN}). With NCCL, ranks that leave it out may hang as they end.",
-                   "published")  # fmt: skip
+    return Verdict(
+        "holds",
+        "PyTorch's documentation asks every process to call destroy_process_group near the end of "
+        f"main ({SHUTDOWN}). With NCCL, ranks that leave it out may hang as they end.",
+        "published",
+    )
 
 
 @verdict("C18")
@@ -108,23 +133,30 @@ def _(evidence: Records) -> Verdict:
     ranks, _ = met(evidence)
     run = last(evidence, "two_nodes", "variable")
     nodes = run.one("variable", name="GROUP_WORLD_SIZE", on_rank=0).case["text"]
-    return Verdict("does not hold", f"They name the ranks of one machine and no address. Here {nodes} torchruns with "
-                   f"--nnodes and one --rdzv-endpoint made {ranks} ranks meet.")  # fmt: skip
+    return Verdict(
+        "does not hold",
+        f"They name the ranks of one machine and no address. Here {nodes} torchruns with "
+        f"--nnodes and one --rdzv-endpoint made {ranks} ranks meet.",
+    )
 
 
 @verdict("C19")
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "python -m torch.multiprocessing")
-    return Verdict("holds" if works else "does not hold", f"It cannot be run: {line}." if not works else
-                   "This torch can run it.")  # fmt: skip
+    return Verdict(
+        "holds" if works else "does not hold", f"It cannot be run: {line}." if not works else "This torch can run it."
+    )
 
 
 @verdict("C20")
 def _(evidence: Records) -> Verdict:
     works, line = fact(evidence, "main(rank, world_size) without arguments")
     _, names = met(evidence)
-    return Verdict("holds" if works else "does not hold", f"A launcher passes no arguments: {line}. RANK, WORLD_SIZE "
-                   f"are {'in' if {'RANK', 'WORLD_SIZE'} <= names else 'NOT in'} the environment.")  # fmt: skip
+    return Verdict(
+        "holds" if works else "does not hold",
+        f"A launcher passes no arguments: {line}. RANK, WORLD_SIZE "
+        f"are {'in' if {'RANK', 'WORLD_SIZE'} <= names else 'NOT in'} the environment.",
+    )
 
 
 @verdict("C21")
@@ -132,14 +164,20 @@ def _(evidence: Records) -> Verdict:
     sums = last(evidence, "two_nodes", "sum").where("sum")
     ranks, found = len(sums), {r.value for r in sums}
     if found != {ranks * (ranks + 1) / 2}:
-        return Verdict("does not hold", f"{ranks} ranks know their number, and an all-reduce over them gives "
-                       f"{' and '.join(f'{s:g}' for s in sorted(found))}: the numbers do not show it.")  # fmt: skip
+        return Verdict(
+            "does not hold",
+            f"{ranks} ranks know their number, and an all-reduce over them gives "
+            f"{' and '.join(f'{s:g}' for s in sorted(found))}: the numbers do not show it.",
+        )
     told = f"{ranks} ranks know their number, and an all-reduce over them gives the right sum.{_alone(evidence)}"
     if not connects_late():
         return Verdict("holds", told)
-    return Verdict("depends", f"{told} That ranks know their number does not verify that they can exchange: with NCCL "
-                   "torch connects them at the first collective, by its documentation, unless device_id is given. Only "
-                   "a collective shows it.")  # fmt: skip
+    return Verdict(
+        "depends",
+        f"{told} That ranks know their number does not verify that they can exchange: with NCCL "
+        "torch connects them at the first collective, by its documentation, unless device_id is given. Only "
+        "a collective shows it.",
+    )
 
 
 def _alone(evidence: Records) -> str:
@@ -149,8 +187,11 @@ def _alone(evidence: Records) -> str:
     except LookupError:
         return ""
     alone = int(went_on.case["of"])
-    return f" With a clock that is off, {alone} of 2 ranks was the whole world: only the number shows it." if (
-        0 < alone < 2) else ""  # fmt: skip
+    return (
+        f" With a clock that is off, {alone} of 2 ranks was the whole world: only the number shows it."
+        if (0 < alone < 2)
+        else ""
+    )
 
 
 def connects_late() -> bool:
@@ -162,17 +203,24 @@ def connects_late() -> bool:
 def _(evidence: Records) -> Verdict:
     current, line = fact(evidence, "torch.distributed.launch is current")
     line = line.partition(" Note ")[0].rstrip(".")
-    return Verdict("holds" if current else "does not hold", "torch marks it as deprecated"
-                   f"{f': {line}' if line else ''}." if not current else "This torch does not mark it.")  # fmt: skip
+    return Verdict(
+        "holds" if current else "does not hold",
+        f"torch marks it as deprecated{f': {line}' if line else ''}."
+        if not current
+        else "This torch does not mark it.",
+    )
 
 
 @verdict("C25")
 def _(evidence: Records) -> Verdict:
     ranks, names = met(evidence)
     there = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= names
-    return Verdict("holds" if there else "does not hold", f"torchrun told each of {ranks} ranks {len(names)} things "
-                   "that nobody set by hand. For several ranks it also sets OMP_NUM_THREADS=1, unless it is set (read "
-                   "in torch/distributed/run.py).")  # fmt: skip
+    return Verdict(
+        "holds" if there else "does not hold",
+        f"torchrun told each of {ranks} ranks {len(names)} things "
+        "that nobody set by hand. For several ranks it also sets OMP_NUM_THREADS=1, unless it is set (read "
+        "in torch/distributed/run.py).",
+    )
 
 
 @verdict("D10")
@@ -189,7 +237,10 @@ def _(evidence: Records) -> Verdict:
 
 @verdict("D14")
 def _(evidence: Records) -> Verdict:
-    return Verdict("depends", "CUDA's documentation: it decides which GPUs a program sees, and in which order "
-                   f"({CUDA}). torch keeps the number of GPUs once CUDA has started (torch/cuda): set it before. "
-                   f"torchrun needs none: a rank takes the GPU of its LOCAL_RANK ({TORCHRUN}).",
-                   "published")  # fmt: skip
+    return Verdict(
+        "depends",
+        "CUDA's documentation: it decides which GPUs a program sees, and in which order "
+        f"({CUDA}). torch keeps the number of GPUs once CUDA has started (torch/cuda): set it before. "
+        f"torchrun needs none: a rank takes the GPU of its LOCAL_RANK ({TORCHRUN}).",
+        "published",
+    )

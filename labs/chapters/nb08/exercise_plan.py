@@ -51,27 +51,45 @@ def plan(
 
 
 SLIPS = {
-    "middle": ("you plan with the middle of the band, and the model says itself that it may be wrong",
-               "multiply the modelled seconds by band[1], the upper end"),
-    "lower": ("you plan with the lower end of the band: that is the hope, not the promise",
-              "band[1] is the upper end: seconds can be more, not only less"),
-    "startup": ("you forget the start-up: GPUs are paid from the first hour on, also while they wait",
-                "add startup_h to the hours before money and deadline are looked at"),
-    "failures": ("you forget checkpoints and failures: part of the wall clock brings training no further",
-                 "divide the running time by 1 minus checkpoint_interval.lost_share(...)"),
-    "one GPU's failures": ("you let the whole job fail as rarely as one GPU does",
-                           "any GPU stops the job: its mean time between failures is that of a GPU over the GPUs"),
-    "one GPU's price": ("you pay for one GPU only: the price is that of one GPU for one hour",
-                        "money = hours x GPUs x price"),
-    "memory": ("you book options whose memory is too small: that training ends in its first step",
-               "leave out options with needs_gb above memory_gb"),
+    "middle": (
+        "you plan with the middle of the band, and the model says itself that it may be wrong",
+        "multiply the modelled seconds by band[1], the upper end",
+    ),
+    "lower": (
+        "you plan with the lower end of the band: that is the hope, not the promise",
+        "band[1] is the upper end: seconds can be more, not only less",
+    ),
+    "startup": (
+        "you forget the start-up: GPUs are paid from the first hour on, also while they wait",
+        "add startup_h to the hours before money and deadline are looked at",
+    ),
+    "failures": (
+        "you forget checkpoints and failures: part of the wall clock brings training no further",
+        "divide the running time by 1 minus checkpoint_interval.lost_share(...)",
+    ),
+    "one GPU's failures": (
+        "you let the whole job fail as rarely as one GPU does",
+        "any GPU stops the job: its mean time between failures is that of a GPU over the GPUs",
+    ),
+    "one GPU's price": (
+        "you pay for one GPU only: the price is that of one GPU for one hour",
+        "money = hours x GPUs x price",
+    ),
+    "memory": (
+        "you book options whose memory is too small: that training ends in its first step",
+        "leave out options with needs_gb above memory_gb",
+    ),
     "deadline": ("you book the cheapest, whatever the deadline", "leave out what takes longer than deadline_h"),
     "budget": ("you book options that cost more than there is", "return None if nothing is certain: that is an answer"),
-    "fastest": ("you book the fastest that is possible: nobody pays for being early",
-                "least money of those that are certain"),
-    "cheapest hour": ("you make the price of an hour small, not that of the result: slow GPUs take more hours",
-                      "compare hours x GPUs x price"),
-}  # fmt: skip
+    "fastest": (
+        "you book the fastest that is possible: nobody pays for being early",
+        "least money of those that are certain",
+    ),
+    "cheapest hour": (
+        "you make the price of an hour small, not that of the result: slow GPUs take more hours",
+        "compare hours x GPUs x price",
+    ),
+}
 
 
 def check_plan(f: Callable[..., Any]) -> None:

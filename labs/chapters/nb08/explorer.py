@@ -16,12 +16,14 @@ NODES = powers(1, 1024)
 PRICES = (0.25, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12)
 
 
-def setting(card: str, billions: float, sequences: float, per_node: float, nodes: float, network_gb_s: float,
-            way: str) -> tuple[Work, Cluster, Plan, float]:  # fmt: skip
+def setting(
+    card: str, billions: float, sequences: float, per_node: float, nodes: float, network_gb_s: float, way: str
+) -> tuple[Work, Cluster, Plan, float]:
     """What the knobs mean, and the steps of a training; `sequences` is per GPU: the batch grows with the nodes."""
     gpus = int(per_node * nodes)
-    config = cost.Config(params=1e9 * billions, batch=int(sequences * gpus), gpus_per_node=int(per_node),
-                         network_gb_s=network_gb_s)  # fmt: skip
+    config = cost.Config(
+        params=1e9 * billions, batch=int(sequences * gpus), gpus_per_node=int(per_node), network_gb_s=network_gb_s
+    )
     cluster = cost.cluster_of(config, cost.Offer(card, gpus))
     return Work.of(config.job()), cluster, Plan(data=gpus, sharded=way == "FSDP2" and gpus > 1), config.steps
 
@@ -43,8 +45,16 @@ def scale() -> None:
     )
 
 
-def draw(card: str, billions: float, sequences: float, per_node: float, nodes: float, network_gb_s: float,
-         way: str, price: float) -> tuple:  # fmt: skip
+def draw(
+    card: str,
+    billions: float,
+    sequences: float,
+    per_node: float,
+    nodes: float,
+    network_gb_s: float,
+    way: str,
+    price: float,
+) -> tuple:
     """Efficiency of each GPU against nodes, for this network and one four times as slow; time, cost, what limits."""
 
     def share(count: float, gb_s: float) -> float:
@@ -54,17 +64,20 @@ def draw(card: str, billions: float, sequences: float, per_node: float, nodes: f
     now = share(nodes, network_gb_s)
     message = f"{cluster.gpus:,} GPUs work at {blind_test.band().efficiency(now / 100)} of one"
     records = Records([Record("scaling_model", "efficiency", "%", (now,), "modelled")])
-    fig, ax = figure(message, xlabel="nodes", ylabel="efficiency (%)", records=records,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(message, xlabel="nodes", ylabel="efficiency (%)", records=records, legend_below=True)
     for gb_s, color in ((network_gb_s, SERIES[0]), (network_gb_s / 4, SERIES[1])):
         curve(ax, NODES, [share(n, gb_s) for n in NODES], label=f"network of {gb_s:.3g} GB/s", color=color)
     ideal(ax, [NODES[0], NODES[-1]], [100, 100])
     here(ax, nodes, now)
     log_axes(ax, NODES[::2])
     ax.set_ylim(0, 110)
-    sentence = " ".join((limits(scaling.step(work, cluster, plan)), bill(work, cluster, plan, steps, price),
-                         "Ranges hold eight in ten published runs. Memory is not looked at here: labs.strategy says "
-                         "what fits."))  # fmt: skip
+    sentence = " ".join(
+        (
+            limits(scaling.step(work, cluster, plan)),
+            bill(work, cluster, plan, steps, price),
+            "Ranges hold eight in ten published runs. Memory is not looked at here: labs.strategy says what fits.",
+        )
+    )
     return fig, f"Efficiency against nodes. {message}, on {nodes:g} nodes of {per_node:g} {card}.", sentence
 
 
@@ -73,16 +86,20 @@ def limits(step: scaling.Step) -> str:
     lost = {name: s for name, s in step.parts().items() if name != "arithmetic"}
     worst = max(lost, key=lambda name: lost[name])
     tail = f" ({level(step.between_s > step.inside_s)})" if worst == "exposed communication" else ""
-    return (f"A step takes {blind_test.band_across().seconds(step.step_s)}. The largest part of it is {step.limit()}; "
-            f"besides arithmetic the largest is {worst}{tail}: {100 * lost[worst] / step.step_s:.2g} %.")  # fmt: skip
+    return (
+        f"A step takes {blind_test.band_across().seconds(step.step_s)}. The largest part of it is {step.limit()}; "
+        f"besides arithmetic the largest is {worst}{tail}: {100 * lost[worst] / step.step_s:.2g} %."
+    )
 
 
 def bill(work: Work, cluster: Cluster, plan: Plan, steps: float, price: float) -> str:
     """Days, GPU-hours and money of 20 tokens for each parameter, with start-up, checkpoints and failures."""
     seconds = cost.with_band(scaling.training(work, cluster, steps, plan), blind_test.band_across())
     hours = seconds.times(cluster.gpus / cost.HOUR_S)
-    return (f"Trained on {cost.TOKENS_PER_PARAMETER} tokens for each parameter: {seconds.times(1 / cost.DAY_S)} days, "
-            f"{hours} GPU-hours; at {price:g} for each, {hours.times(price)}.")  # fmt: skip
+    return (
+        f"Trained on {cost.TOKENS_PER_PARAMETER} tokens for each parameter: {seconds.times(1 / cost.DAY_S)} days, "
+        f"{hours} GPU-hours; at {price:g} for each, {hours.times(price)}."
+    )
 
 
 def level(between: bool) -> str:

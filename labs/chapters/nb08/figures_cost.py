@@ -28,8 +28,15 @@ GPT_3_FLOP = 3.14e23
 """Of the whole training: Brown et al. 2020, arXiv:2005.14165, table D.1."""
 NARAYANAN, NARAYANAN_TFLOPS = (1024, 34.0), 140
 """A100 80GB and days that Narayanan et al. 2021, arXiv:2104.04473, section 5.1, estimate from 140 TFLOP/s."""
-EXAMPLE = ("A100 80GB SXM:64:1.5", "A100 80GB SXM:256:1.5", "H100 SXM:64:3", "H100 SXM:128:3", "H100 SXM:256:3",
-           "H200 SXM:128:3.8", "L40S:256:0.9")  # fmt: skip
+EXAMPLE = (
+    "A100 80GB SXM:64:1.5",
+    "A100 80GB SXM:256:1.5",
+    "H100 SXM:64:3",
+    "H100 SXM:128:3",
+    "H100 SXM:256:3",
+    "H200 SXM:128:3.8",
+    "L40S:256:0.9",
+)
 """Offers with prices that are made up: examples, in no currency."""
 
 
@@ -43,12 +50,18 @@ def card_table() -> pandas.DataFrame:
         for card in cards:
             row = hardware.spec(card)
             pins = hardware.bus_bandwidth_gb_s(row.bus_bits, row.pin_gbit_s)
-            rows.append({
-                "card": card, "the article says": f"{name}: {memory}, {bandwidth} GB/s, {use}",
-                "GB/s": f"{row.bandwidth_gb_s:,.0f}", "pins x rate / 8": f"{pins:,.0f}",
-                "TFLOP/s, 16 bits, dense": f"{row.tflops('fp16'):g}", "link": f"{row.link}, {row.link_gb_s:g} GB/s",
-                "W": f"{row.tdp_w:g}", "parameters, Adam": f"{largest_alone(card) / 1e9:.1f} B",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "card": card,
+                    "the article says": f"{name}: {memory}, {bandwidth} GB/s, {use}",
+                    "GB/s": f"{row.bandwidth_gb_s:,.0f}",
+                    "pins x rate / 8": f"{pins:,.0f}",
+                    "TFLOP/s, 16 bits, dense": f"{row.tflops('fp16'):g}",
+                    "link": f"{row.link}, {row.link_gb_s:g} GB/s",
+                    "W": f"{row.tdp_w:g}",
+                    "parameters, Adam": f"{largest_alone(card) / 1e9:.1f} B",
+                }
+            )
     return pandas.DataFrame(rows).set_index("card")
 
 
@@ -59,8 +72,9 @@ def largest_alone(card: str) -> float:
 
 def sources_table() -> pandas.DataFrame:
     """Where each card's row comes from."""
-    rows = {s.gpu: {"source": s.source, "address": s.url} for name in ARTICLE for c in name[4]
-            if (s := hardware.spec(c))}  # fmt: skip
+    rows = {
+        s.gpu: {"source": s.source, "address": s.url} for name in ARTICLE for c in name[4] if (s := hardware.spec(c))
+    }
     return pandas.DataFrame(rows).T.rename_axis("card")
 
 
@@ -111,8 +125,9 @@ def gpt_3_text(guess: Prediction, gpus: int = 8) -> None:
     """The guess, and the model's own answer for the published cluster."""
     days = published_days(gpus)
     many, stated = NARAYANAN
-    config = cost.Config(params=GPT_3, tokens=GPT_3_TOKENS, batch=1536, offers=(f"A100 80GB SXM:{many}",),
-                         **GPT_3_SHAPE)  # fmt: skip
+    config = cost.Config(
+        params=GPT_3, tokens=GPT_3_TOKENS, batch=1536, offers=(f"A100 80GB SXM:{many}",), **GPT_3_SHAPE
+    )
     found = cost.bill(config, config.parsed()[0])
     inside = found.days.low <= stated <= found.days.high
     say(
@@ -140,16 +155,27 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     message = "At the band's upper end no offer keeps the limits"
     if kept:
         message = f"The cheapest at the band's upper end that keeps the limits there: {kept.offer}"
-    fig, ax = figure(message, xlabel="days until it is done", ylabel="money (unit of the prices)",
-                     records=_records(found), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="days until it is done",
+        ylabel="money (unit of the prices)",
+        records=_records(found),
+        legend_below=True,
+    )
     cards = list(dict.fromkeys(b.offer.card for b in found))
     for card, color in zip(cards, SERIES, strict=False):
         own = [b for b in found if b.offer.card == card]
         for b in own:
             ax.plot([b.days.low, b.days.high], [b.money.low, b.money.high], "-", color=color, alpha=0.4)
-            ax.annotate(f"{b.offer.gpus}", (b.days.value, b.money.value), textcoords="offset points",
-                        xytext=(6, -12) if cards.index(card) % 2 == 0 else (-6, 6), fontsize=10, color=color,
-                        ha="left" if cards.index(card) % 2 == 0 else "right")  # fmt: skip
+            ax.annotate(
+                f"{b.offer.gpus}",
+                (b.days.value, b.money.value),
+                textcoords="offset points",
+                xytext=(6, -12) if cards.index(card) % 2 == 0 else (-6, 6),
+                fontsize=10,
+                color=color,
+                ha="left" if cards.index(card) % 2 == 0 else "right",
+            )
         ax.plot([], [], "o", color=color, label=f"{card}, modelled")  # the legend's: full, whatever its offers are
         for b in own:
             face = color if cost.within(b, config.deadline_days, config.budget) else "white"
@@ -161,8 +187,10 @@ def offers_figure(config: cost.Config, guess: Prediction) -> None:
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     show(fig, alt=f"{message}. " + "; ".join(f"{b.offer}: {b.days} days for {b.money}" for b in found) + ".")
-    said = ["Lines are the band of the model; an offer whose dot is hollow does not keep the limits at its upper end. "
-            f"{config.error}"]  # fmt: skip
+    said = [
+        "Lines are the band of the model; an offer whose dot is hollow does not keep the limits at its upper end. "
+        f"{config.error}"
+    ]
     if kept:
         said.append(f"{kept.offer} takes {kept.days} days and {kept.money}; {_share(kept)}")
         said.append(guess.against(kept.money.value, "modelled"))
@@ -181,8 +209,10 @@ def _undecided(found: list[cost.Bill], kept: cost.Bill, config: cost.Config) -> 
         return "No other offer keeps the limits at its upper end."
     if not near:
         return "No other offer that keeps the limits comes near it: the bands do not touch."
-    return (f"Whether it is the cheapest the model cannot tell for certain: the bands of {', '.join(near)} overlap its "
-            "own. It is the one to ask about first.")  # fmt: skip
+    return (
+        f"Whether it is the cheapest the model cannot tell for certain: the bands of {', '.join(near)} overlap its "
+        "own. It is the one to ask about first."
+    )
 
 
 def _hoped(b: cost.Bill) -> cost.Bill:
@@ -192,8 +222,10 @@ def _hoped(b: cost.Bill) -> cost.Bill:
 
 def _share(b: cost.Bill) -> str:
     running = b.training.total_s
-    return (f"start-up is {b.training.startup_s / running:.1%} of it, checkpoints and failures "
-            f"{b.training.lost_share:.1%} of the rest, the largest part of a step is {b.step.limit()}.")  # fmt: skip
+    return (
+        f"start-up is {b.training.startup_s / running:.1%} of it, checkpoints and failures "
+        f"{b.training.lost_share:.1%} of the rest, the largest part of a step is {b.step.limit()}."
+    )
 
 
 def _records(found: list[cost.Bill]) -> Records:
@@ -209,9 +241,16 @@ def largest_table(config: cost.Config) -> pandas.DataFrame:
             rows.append({"offer": str(offer), "parameters": "none"})
             continue
         params, b = found
-        rows.append({"offer": str(offer), "parameters": f"{params / 1e9:.2g} B",
-                     "tokens": f"{20 * params / 1e9:,.0f} B", "days (band)": str(b.days), "money": str(b.money),
-                     "limited by": _limited(config, offer, params)})  # fmt: skip
+        rows.append(
+            {
+                "offer": str(offer),
+                "parameters": f"{params / 1e9:.2g} B",
+                "tokens": f"{20 * params / 1e9:,.0f} B",
+                "days (band)": str(b.days),
+                "money": str(b.money),
+                "limited by": _limited(config, offer, params),
+            }
+        )
     return pandas.DataFrame(rows).set_index("offer").fillna("")
 
 

@@ -64,22 +64,35 @@ def steps_figure(run: Records, guess: Prediction) -> None:
     by, (fewest, batch) = critical_batch.steps(run), critical_batch.critical(run)
     told, target = critical_batch.noise(run), run[0].config["target"]
     message = f"At a batch of about {batch.value:.0f} the steps are twice the fewest"
-    fig, ax = figure(message, xlabel="samples per step", ylabel=f"steps to a loss of {target:g}", records=run,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="samples per step", ylabel=f"steps to a loss of {target:g}", records=run, legend_below=True
+    )
     points(ax, list(by), by.values(), label="median of all seeds")
     xs = [min(by) * 2 ** (k / 4) for k in range(4 * int(math.log2(max(by) / min(by))) + 1)]
-    curve(ax, xs, [critical_batch.predict_steps(b, fewest.value, batch.value) for b in xs],
-          label="fewest x (1 + critical / batch)", color=SERIES[0])  # fmt: skip
+    curve(
+        ax,
+        xs,
+        [critical_batch.predict_steps(b, fewest.value, batch.value) for b in xs],
+        label="fewest x (1 + critical / batch)",
+        color=SERIES[0],
+    )
     if told:
         ax.axvspan(min(told.values()), max(told.values()), color=TINTS[1], zorder=0)
-        ax.annotate("noise scale\nalong the way", (min(told.values()), max(e.value for e in by.values())), va="top",
-                    fontsize=10, color=GREY)  # fmt: skip
+        ax.annotate(
+            "noise scale\nalong the way",
+            (min(told.values()), max(e.value for e in by.values())),
+            va="top",
+            fontsize=10,
+            color=GREY,
+        )
     log_axes(ax, list(by), [2**k for k in range(4, 13) if 0.7 * fewest.value < 2**k < 1.5 * by[min(by)].value])
     ax.axvline(batch.value, linestyle=":", color="black")
     prediction(ax, float(guess), 2 * fewest.value)
     show(fig, alt=f"{message}. " + ", ".join(f"batch {b}: {e}" for b, e in by.items()) + ".")
-    say(f"{guess.against(batch)} The fewest steps are {fewest}; the fit is within "
-        f"{100 * critical_batch.fit_error(run):.0f} % of every median. {noise_text(run)}")  # fmt: skip
+    say(
+        f"{guess.against(batch)} The fewest steps are {fewest}; the fit is within "
+        f"{100 * critical_batch.fit_error(run):.0f} % of every median. {noise_text(run)}"
+    )
 
 
 def noise_text(run: Records) -> str:
@@ -109,8 +122,15 @@ def two_efficiencies(run: Records) -> pandas.DataFrame:
     rows = []
     for batch, seconds in critical_batch.time_to_target(run).items():
         hardware, statistical = batch / step_s[batch] / most, 1 / (1 + batch / critical.value)
-        rows.append({"batch": batch, "hardware": f"{hardware:.0%}", "statistical": f"{statistical:.0%}",
-                     "both": f"{hardware * statistical:.0%}", "time to the loss": str(seconds)})  # fmt: skip
+        rows.append(
+            {
+                "batch": batch,
+                "hardware": f"{hardware:.0%}",
+                "statistical": f"{statistical:.0%}",
+                "both": f"{hardware * statistical:.0%}",
+                "time to the loss": str(seconds),
+            }
+        )
     return pandas.DataFrame(rows).set_index("batch")
 
 
@@ -120,8 +140,7 @@ def time_figure(run: Records, guess: Prediction) -> None:
     best, seconds = critical_batch.quickest(run)
     n, target = run[0].layout["world_size"], run[0].config["target"]
     message = f"One rank is quickest at a loss of {target:g} with batch {_or(_near(ways['one rank']))}"
-    fig, ax = figure(message, xlabel="samples per step, over all ranks", ylabel="time of all steps (s)",
-                     records=run)  # fmt: skip
+    fig, ax = figure(message, xlabel="samples per step, over all ranks", ylabel="time of all steps (s)", records=run)
     for color, (way, found) in zip(SERIES, ways.items(), strict=False):
         label = way if way == "one rank" else f"{n} ranks, DDP"
         points(ax, list(found), found.values(), label=label, color=color, line=True)
@@ -130,15 +149,21 @@ def time_figure(run: Records, guess: Prediction) -> None:
     ticks = [m * 10.0**k for k in range(-4, 4) for m in (1, 3) if min(values) / 2 < m * 10.0**k < 2 * max(values)]
     log_axes(ax, batches, ticks)
     prediction(ax, float(guess), seconds.value)
-    show(fig, alt=f"{message}. " + "; ".join(f"{w}: " + ", ".join(f"{b}: {e}" for b, e in f.items())
-                                              for w, f in ways.items()) + ".")  # fmt: skip
+    show(
+        fig,
+        alt=f"{message}. "
+        + "; ".join(f"{w}: " + ", ".join(f"{b}: {e}" for b, e in f.items()) for w, f in ways.items())
+        + ".",
+    )
     said = [f"Quickest on one rank: batch {best}, {seconds}{_tied(ways['one rank'])}; you predicted {float(guess):g}."]
     if "all ranks" in ways:
         other, together = critical_batch.quickest(run, "all ranks")
         gain = seconds.value / together.value
         verdict = f"{gain:.1f} times as fast" if gain > 1 else f"{1 / gain:.1f} times as slow"
-        said.append(f"On {n} ranks: batch {other}, {together}{_tied(ways['all ranks'])}, {verdict} by the medians. The "
-                    "steps are the same on both; what differs is the time of one.")  # fmt: skip
+        said.append(
+            f"On {n} ranks: batch {other}, {together}{_tied(ways['all ranks'])}, {verdict} by the medians. The "
+            "steps are the same on both; what differs is the time of one."
+        )
     say(" ".join(said))
 
 
@@ -170,8 +195,9 @@ def waiting(run: Records, guess: Prediction) -> None:
     )
     if kinds["rare"][n].low <= kinds["exponential"][n].high:
         message = f"Whether rare long delays cost {n} ranks more, so few steps cannot tell"
-    fig, ax = figure(message, xlabel="ranks that wait for each other", ylabel="mean step (ms)", records=run,
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="ranks that wait for each other", ylabel="mean step (ms)", records=run, legend_below=True
+    )
     for color, (kind, found) in zip(SERIES, kinds.items(), strict=False):
         name = "in every step, small" if kind == "exponential" else f"in {config['rare_share']:.0%} of steps, long"
         points(ax, list(found), [e.scaled(1e3, "ms") for e in found.values()], label=name, color=color)
@@ -209,9 +235,11 @@ def real_waiting(run: Records, guess: Prediction) -> None:
         why = "more than one list makes it; a guess: a rank is slower than the one whose times were taken"
     else:
         why = "what independent delays make it, as far as this run can tell"
-    return say(f"{guess.against(100 * extra)} One rank takes {first}, the slowest of {n} "
-               f"{worst}: {100 * extra:.1f} % more. One rank's list of times foretells "
-               f"{100 * said:.1f} %. That is {why}.")  # fmt: skip
+    return say(
+        f"{guess.against(100 * extra)} One rank takes {first}, the slowest of {n} "
+        f"{worst}: {100 * extra:.1f} % more. One rank's list of times foretells "
+        f"{100 * said:.1f} %. That is {why}."
+    )
 
 
 SAVE_S, RESTART_S = 60.0, 600.0
@@ -264,9 +292,14 @@ def failures_table() -> pandas.DataFrame:
     rows = []
     for gpus in (8, 128, 1024, 16_384, 131_072):
         mtbf_s = of_one / gpus
-        rows.append({"GPUs": f"{gpus:,}", "a failure every": _span(mtbf_s),
-                     "save every": _span(checkpoint_interval.optimum(SAVE_S, mtbf_s)),
-                     "lost": f"{100 * _least_lost(SAVE_S, mtbf_s):.1f} %"})  # fmt: skip
+        rows.append(
+            {
+                "GPUs": f"{gpus:,}",
+                "a failure every": _span(mtbf_s),
+                "save every": _span(checkpoint_interval.optimum(SAVE_S, mtbf_s)),
+                "lost": f"{100 * _least_lost(SAVE_S, mtbf_s):.1f} %",
+            }
+        )
     return pandas.DataFrame(rows).set_index("GPUs")
 
 

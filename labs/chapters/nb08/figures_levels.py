@@ -24,8 +24,10 @@ def who_talks(nodes: int = 2, per_node: int = 4) -> None:
         "the same ring,\nin turn": machines.in_turn(),
     }
     crossing = [crossings(order, machines) for order in rings.values()]
-    message = (f"The order of a ring decides whether {crossing[0]} or {crossing[1]} of its {machines.ranks} links "
-               "leave a node; a mesh splits the work by level")  # fmt: skip
+    message = (
+        f"The order of a ring decides whether {crossing[0]} or {crossing[1]} of its {machines.ranks} links "
+        "leave a node; a mesh splits the work by level"
+    )
     fig, first = figure(message, xlabel="place in the node", ylabel="node", size=(7.6, 2.9))
     first.remove()
     grid = fig.subplots(1, 3, sharey=True)
@@ -40,8 +42,15 @@ def who_talks(nodes: int = 2, per_node: int = 4) -> None:
     grid[2].set_title("hierarchical: rings in the rows,\nthe columns, the rows again", fontsize=10)
     for ax in grid:
         for rank in range(machines.ranks):
-            ax.text(rank % per_node, machines.node(rank), rank, ha="center", va="center", fontsize=10,
-                    bbox={"boxstyle": "circle,pad=0.25", "facecolor": "white", "edgecolor": "black"})  # fmt: skip
+            ax.text(
+                rank % per_node,
+                machines.node(rank),
+                rank,
+                ha="center",
+                va="center",
+                fontsize=10,
+                bbox={"boxstyle": "circle,pad=0.25", "facecolor": "white", "edgecolor": "black"},
+            )
         ax.set(xlim=(-0.6, per_node - 0.4), ylim=(nodes - 0.4, -0.6), xticks=range(per_node))
         ax.grid(False)
         ax.set_xlabel("place in the node")
@@ -55,9 +64,19 @@ def _arrow(ax, machines: Nodes, one: int, other: int, bend: float) -> None:
     (x, y), (to_x, to_y) = ((r % machines.per_node, machines.node(r)) for r in (one, other))
     same = machines.same(one, other)
     bend = 0.45 if same and abs(x - to_x) > 1 else bend
-    ax.annotate("", xy=(to_x, to_y), xytext=(x, y),
-                arrowprops={"arrowstyle": "->", "color": SERIES[0] if same else SERIES[1], "linewidth": 1.8,
-                            "shrinkA": 11, "shrinkB": 11, "connectionstyle": f"arc3,rad={bend}"})  # fmt: skip
+    ax.annotate(
+        "",
+        xy=(to_x, to_y),
+        xytext=(x, y),
+        arrowprops={
+            "arrowstyle": "->",
+            "color": SERIES[0] if same else SERIES[1],
+            "linewidth": 1.8,
+            "shrinkA": 11,
+            "shrinkB": 11,
+            "connectionstyle": f"arc3,rad={bend}",
+        },
+    )
 
 
 def bytes_table(run: Records) -> pandas.DataFrame:
@@ -84,10 +103,23 @@ def exchanges(run: Records, guess: Prediction) -> None:
     modelled = [1e3 * two_levels.of(run, "step_s", "modelled", way=way).value for way in ways]
     slow, fast = (f(took, key=lambda way: took[way].value) for f in (max, min))
     message = f"From {fast!r} to {slow!r}: {took[slow].value / took[fast].value:.0f} times the time"
-    fig, ax = figure(message, xlabel="time of a step over two speeds (ms)", ylabel="way (vectors that leave a node)",
-                     records=run, size=(7.4, 4.6), legend_below=True)  # fmt: skip
-    (mark,) = ax.plot(modelled, range(len(ways)), "|", color="black", markersize=17, markeredgewidth=2,
-                      label="two-level formula (modelled)")  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="time of a step over two speeds (ms)",
+        ylabel="way (vectors that leave a node)",
+        records=run,
+        size=(7.4, 4.6),
+        legend_below=True,
+    )
+    (mark,) = ax.plot(
+        modelled,
+        range(len(ways)),
+        "|",
+        color="black",
+        markersize=17,
+        markeredgewidth=2,
+        label="two-level formula (modelled)",
+    )
     mark.set_gid("kind:modelled")
     names = [f"{way} ({across[way]:.2f})" for way in ways]
     bars(ax, names, [took[way].scaled(1e3, "ms") for way in ways], label="step")
@@ -108,17 +140,21 @@ def _exchange_text(run: Records, guess: Prediction) -> list[str]:
     worst = max(errors, key=lambda way: abs(errors[way].value - 1))
     lines.append(f"The formula is furthest off for {worst!r}: a step takes {errors[worst]} what it says.")
     order = two_levels.ranking(run)
-    lines.append(f"It sets {order.agree + order.open + len(order.contradict)} pairs of ways apart by more than "
-                 f"{100 * two_levels.APART - 100:.0f} %: {order.agree} are measured in that order, {order.open} cannot "
-                 f"be told.")  # fmt: skip
+    lines.append(
+        f"It sets {order.agree + order.open + len(order.contradict)} pairs of ways apart by more than "
+        f"{100 * two_levels.APART - 100:.0f} %: {order.agree} are measured in that order, {order.open} cannot "
+        f"be told."
+    )
     if order.contradict:
         pairs = "; ".join(f"{fast!r} before {slow!r}" for fast, slow in order.contradict)
         lines.append(f"Measured the other way round: {pairs}. Latency and arithmetic are not in the formula.")
     if near := two_levels.close(run, "hsdp", "ddp"):
         formula, ratio = near
         told = "" if two_levels.measure.differs(ratio) else " The interval holds 1: no difference can be told."
-        lines.append(f"Closer pairs it does not decide: HSDP should take {formula:.2f} times DDP's time, and took "
-                     f"{ratio}.{told}{_own_work(run)}")  # fmt: skip
+        lines.append(
+            f"Closer pairs it does not decide: HSDP should take {formula:.2f} times DDP's time, and took "
+            f"{ratio}.{told}{_own_work(run)}"
+        )
     return lines
 
 
@@ -129,9 +165,11 @@ def _own_work(run: Records) -> str:
     ratio, more_s, cpu_s = beside
     if ratio.low <= 1:
         return f" Its collectives by hand, without FSDP2: it took {ratio} of their time."
-    return (f" It took {ratio} of the time of the same collectives by hand: {1e3 * more_s:.0f} ms are no links but "
-            f"FSDP2's own work and the step's arithmetic, {1e3 * cpu_s:.0f} ms of CPU time over all ranks, which share "
-            "the cores.")  # fmt: skip
+    return (
+        f" It took {ratio} of the time of the same collectives by hand: {1e3 * more_s:.0f} ms are no links but "
+        f"FSDP2's own work and the step's arithmetic, {1e3 * cpu_s:.0f} ms of CPU time over all ranks, which share "
+        "the cores."
+    )
 
 
 def verdict_text(run: Records) -> None:

@@ -43,8 +43,10 @@ def places(run: Records) -> None:
     sums = {r.value for r in run.where("sum")}
     ranks = len(run.where("sum"))
     met = "all ranks met" if sums == {ranks * (ranks + 1) / 2} else "the ranks did NOT meet"
-    say(f"{next(iter(two_nodes.answer(run)))} The sum of rank + 1 over {ranks} ranks is "
-        f"{' and '.join(f'{s:g}' for s in sorted(sums))} on each of them: {met}.")  # fmt: skip
+    say(
+        f"{next(iter(two_nodes.answer(run)))} The sum of rank + 1 over {ranks} ranks is "
+        f"{' and '.join(f'{s:g}' for s in sorted(sums))} on each of them: {met}."
+    )
 
 
 def wrong_settings(run: Records) -> pandas.DataFrame:
@@ -61,8 +63,17 @@ def wrong_settings(run: Records) -> pandas.DataFrame:
             seen = f"{went_on.value:.0f} rank(s) compute on, world size {case['of']}. Then {seen}"
         cured = "yes" if run.one("cured", setting=case["setting"]).value else "NO"
         after = f"{told[0].value:.1f} s" if len(told) else "never"
-        rows.append({"setting": case["setting"], "wrong": case["what"], "what the user sees": seen, "after": after,
-                     "by default after": case["waits"], "cure": case["cure"], "cure worked": cured})  # fmt: skip
+        rows.append(
+            {
+                "setting": case["setting"],
+                "wrong": case["what"],
+                "what the user sees": seen,
+                "after": after,
+                "by default after": case["waits"],
+                "cure": case["cure"],
+                "cure worked": cured,
+            }
+        )
     return pandas.DataFrame(rows).set_index("setting")
 
 
@@ -71,8 +82,10 @@ def unnoticed(run: Records, guess: Prediction) -> None:
     quiet = [r.case["setting"] for r in run.where("went_on") if r.value]
     lines = [guess.against(len(quiet))]
     if quiet:
-        lines.append(f"No error kept ranks from computing with: {', '.join(quiet)}. A loss is printed as always; "
-                     "only the world size is another.")  # fmt: skip
+        lines.append(
+            f"No error kept ranks from computing with: {', '.join(quiet)}. A loss is printed as always; "
+            "only the world size is another."
+        )
     say("\n".join(f"* {line}" for line in lines))
 
 
@@ -83,10 +96,13 @@ def absence(run: Records, guess: Prediction) -> None:
     final = [run.one("final_loss", run=which).value for which in ("undisturbed", "killed")]
     equal = bool(run.one("state_equal").value)
     same = "the same bit for bit as those" if equal else "NOT the same as those"
-    lines = [guess.against(away), f"It was killed before step {killed:.0f} of {len(whole)}; {redone:.0f} steps were "
-             "done twice: those since the last checkpoint.",
-             f"Weights, optimizer and the losses of all steps are {same} of a training that nobody disturbed: the last "
-             f"loss is {final[1]:.6f}, there {final[0]:.6f}."]  # fmt: skip
+    lines = [
+        guess.against(away),
+        f"It was killed before step {killed:.0f} of {len(whole)}; {redone:.0f} steps were "
+        "done twice: those since the last checkpoint.",
+        f"Weights, optimizer and the losses of all steps are {same} of a training that nobody disturbed: the last "
+        f"loss is {final[1]:.6f}, there {final[0]:.6f}.",
+    ]
     say("\n".join(f"* {line}" for line in lines))
 
 
@@ -94,6 +110,9 @@ def changes(run: Records) -> None:
     """World sizes while a machine comes and goes, and the seconds until ranks computed again."""
     words = {"alone": "Node 0 begins alone", "joined": "node 1 joins", "left": "node 1 is killed"}
     size = {r.case["moment"]: r.value for r in run.where("world_size")}
-    told = [f"{words[m]}: {size[m]:.0f} {'rank computes' if size[m] == 1 else 'ranks compute'} after {r.value:.1f} s"
-            for r in run.where("change_s") if (m := r.case["moment"])]  # fmt: skip
+    told = [
+        f"{words[m]}: {size[m]:.0f} {'rank computes' if size[m] == 1 else 'ranks compute'} after {r.value:.1f} s"
+        for r in run.where("change_s")
+        if (m := r.case["moment"])
+    ]
     say(f"{'; '.join(told)}.")

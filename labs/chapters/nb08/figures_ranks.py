@@ -53,16 +53,20 @@ def _level_text(run: Records, guess: Prediction) -> list[str]:
     across = {way: many_ranks.levels(run, way, most)["across"] for way in _ways(run)}
     if "fsdp" in across:
         if guess == guess:  # NaN where nothing was predicted
-            lines.append(f"You predicted {float(guess):g} MB out of the node for FSDP2 on {most:,} ranks; counted from "
-                         f"the calls of a fake rank it is {across['fsdp'] / 1e6:.1f} MB.")  # fmt: skip
+            lines.append(
+                f"You predicted {float(guess):g} MB out of the node for FSDP2 on {most:,} ranks; counted from "
+                f"the calls of a fake rank it is {across['fsdp'] / 1e6:.1f} MB."
+            )
         pad = padding(run, most)
         lines.append(
             f"FSDP2 cuts the rows of each parameter and sends equally many for every rank: on {most:,} ranks it sends "
             f"{pad:.1f} times what the parameters themselves would need; the rest is padding."
         )
     if {"fsdp", "hsdp"} <= set(across):
-        lines.append(f"HSDP, with shards inside a node only, sends {across['hsdp'] / across['fsdp']:.2f} times FSDP2's "
-                     "bytes out of a node there.")  # fmt: skip
+        lines.append(
+            f"HSDP, with shards inside a node only, sends {across['hsdp'] / across['fsdp']:.2f} times FSDP2's "
+            "bytes out of a node there."
+        )
     return lines
 
 
@@ -84,8 +88,11 @@ def checks_text(run: Records) -> None:
         equal = all(r.value for r in run.where("equal", way=way))
         forms = "the bytes of the closed form" if equal else "NOT the bytes of the closed form"
         same = run.where("same_calls", way=way)
-        real = "no real ranks here" if not same else (
-            "the calls of two real ranks" if same[0].value else "NOT the calls of two real ranks")  # fmt: skip
+        real = (
+            "no real ranks here"
+            if not same
+            else ("the calls of two real ranks" if same[0].value else "NOT the calls of two real ranks")
+        )
         print(f"{NAMES[way]}: {forms}; {real}")
 
 
@@ -120,8 +127,11 @@ def zero_table(parameters: int = 7_000_000_000, ranks: int = 64) -> None:
     rows = {}
     for stage, (states, sent) in many_ranks.zero_bytes(parameters, ranks).items():
         row = {what: f"{size / 1e9:.2f} GB" for what, size in states.items()}
-        rows[BY_NAME[stage]] = row | {"together": f"{sum(states.values()) / 1e9:.2f} GB",
-                                      "sent per step": f"{sent / 1e9:.1f} GB", "pays when": PAYS[stage]}  # fmt: skip
+        rows[BY_NAME[stage]] = row | {
+            "together": f"{sum(states.values()) / 1e9:.2f} GB",
+            "sent per step": f"{sent / 1e9:.1f} GB",
+            "pays when": PAYS[stage],
+        }
     table = pandas.DataFrame(rows).T
     table.columns.name = f"modelled, {parameters / 1e9:g} billion parameters, {ranks} ranks"
     show_table(table)

@@ -17,19 +17,33 @@ from labs.parts.planning.blind_test import HARD, Predicted
 from labs.parts.sources import published
 
 NAMES = {
-    "one_bit_adam": "BERT, slow networks", "pytorch_ddp": "CNNs, V100, DDP",
-    "llm_foundry": "GPTs, A100, FSDP", "torchtitan": "Llama 8B, H100, FSDP2",
-    "nvidia_resnet": "ResNet-50, one node", "megatron": "GPT-2, V100, tensor",
-    "mlperf_gpt3": "GPT-3, H100", "rtx_3090": "CNNs, RTX 3090, PCIe",
-}  # fmt: skip
+    "one_bit_adam": "BERT, slow networks",
+    "pytorch_ddp": "CNNs, V100, DDP",
+    "llm_foundry": "GPTs, A100, FSDP",
+    "torchtitan": "Llama 8B, H100, FSDP2",
+    "nvidia_resnet": "ResNet-50, one node",
+    "megatron": "GPT-2, V100, tensor",
+    "mlperf_gpt3": "GPT-3, H100",
+    "rtx_3090": "CNNs, RTX 3090, PCIe",
+}
 NEAR = (1 / 1.2, 1 / 0.8)
 """Published over modelled seconds of a prediction that errs by 20 %."""
 
 
 def _records(names: tuple[str, ...] = blind_test.STEPS) -> Records:
     """For the line under a figure: one entry, not one per source."""
-    return Records([Record("published", "step_s", "s", (1.0,), "published",
-                           provenance={"source": f"{len(names)} tables of records/published"})])  # fmt: skip
+    return Records(
+        [
+            Record(
+                "published",
+                "step_s",
+                "s",
+                (1.0,),
+                "published",
+                provenance={"source": f"{len(names)} tables of records/published"},
+            )
+        ]
+    )
 
 
 def ratio(p: Predicted) -> float:
@@ -47,19 +61,37 @@ def errors(guess: Prediction | None = None) -> None:
         f"Within 20%: {band.within_20:.0%} of {band.rows} predictions, {perfect:.0%} of perfect scaling's; "
         f"{also} of the {len(held)} held out"
     )
-    fig, ax = figure(message, xlabel="published over modelled time (x)", ylabel="table", records=_records(),
-                     size=(7.2, 4.8), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="published over modelled time (x)",
+        ylabel="table",
+        records=_records(),
+        size=(7.2, 4.8),
+        legend_below=True,
+    )
     ax.axvspan(*NEAR, color="#E8EEF4", zorder=0)
     for row, name in enumerate(NAMES):
         its = [p for p in _of(name) if not p.row.held_out]
         label = "over the model (published)" if row == 0 else "_"
         points(ax, [ratio(p) for p in its], [row - 0.17] * len(its), kind="published", label=label, color=SERIES[0])
         ideal = [p.row.published_s / p.perfect_s for p in its]
-        points(ax, ideal, [row + 0.17] * len(its), kind="published", color=GREY,
-               label="over perfect scaling (published)" if row == 0 else "_")  # fmt: skip
+        points(
+            ax,
+            ideal,
+            [row + 0.17] * len(its),
+            kind="published",
+            color=GREY,
+            label="over perfect scaling (published)" if row == 0 else "_",
+        )
     rows = list(NAMES)
-    points(ax, [ratio(p) for p in held], [rows.index(p.row.table) - 0.17 for p in held], kind="published",
-           label="held out (published)", color=SERIES[1])  # fmt: skip
+    points(
+        ax,
+        [ratio(p) for p in held],
+        [rows.index(p.row.table) - 0.17 for p in held],
+        kind="published",
+        label="held out (published)",
+        color=SERIES[1],
+    )
     curve(ax, [1, 1], [-0.6, len(NAMES) - 0.4], label="the model")
     log_axes(ax, (0.75, 1, 1.5, 2, 3, 4, 6))
     ax.set_yticks(range(len(NAMES)), NAMES.values())
@@ -68,8 +100,10 @@ def errors(guess: Prediction | None = None) -> None:
     told = "; ".join(f"{NAMES[t]} {r['median error']}" for t, r in blind_test.by_table().iterrows())
     show(fig, alt=f"{message}. Median errors: {told}. The shaded band is 20 % to both sides of the model.")
     if guess is not None and not math.isnan(float(guess)):
-        say(f"Your guess: {float(guess):.3g} % within 20 %; it is {band.within_20:.0%}, and {perfect:.0%} for perfect "
-            "scaling, which knows no link.")  # fmt: skip
+        say(
+            f"Your guess: {float(guess):.3g} % within 20 %; it is {band.within_20:.0%}, and {perfect:.0%} for perfect "
+            "scaling, which knows no link."
+        )
 
 
 def _of(name: str) -> list[Predicted]:
@@ -95,8 +129,13 @@ def every_row() -> None:
         seconds = f"{p.row.published_s:>10.4g} s{p.modelled_s:>10.4g} s"
         lines.append(f"  {p.row.config:22}{seconds}{error:>18}  {p.step.limit()}")
     told = html.escape("\n".join(lines))
-    display({"text/html": f"<details><summary>Every row, predicted and published</summary><pre>{told}</pre></details>",
-             "text/plain": "[Every row: python -m labs.scaling_model --blind]"}, raw=True)  # fmt: skip
+    display(
+        {
+            "text/html": f"<details><summary>Every row, predicted and published</summary><pre>{told}</pre></details>",
+            "text/plain": "[Every row: python -m labs.scaling_model --blind]",
+        },
+        raw=True,
+    )
 
 
 def by_table() -> pandas.DataFrame:
@@ -134,14 +173,18 @@ def suspect(guess: Prediction | None = None) -> None:
         prediction(ax, gpus[k], rate[k])
     log_axes(ax, gpus)
     ax.set_ylim(0, 1.25 * max(rate))
-    show(fig, alt=f"{message}: {', '.join(f'{r:.2f} on {g}' for g, r in zip(gpus, rate, strict=True))} "
-                   "sequences/s of one GPU.")  # fmt: skip
+    show(
+        fig,
+        alt=f"{message}: {', '.join(f'{r:.2f} on {g}' for g, r in zip(gpus, rate, strict=True))} "
+        "sequences/s of one GPU.",
+    )
     band = blind_test.band()
     passes = band.low <= ratio(odd) <= band.high
-    say("The source says nothing of it: was that run disturbed, or is the entry wrong? The model finds the row, not "
+    say(
+        "The source says nothing of it: was that run disturbed, or is the entry wrong? The model finds the row, not "
         f"the reason. Alone, without neighbours, it {'would not' if passes else 'would'} have stood out: it took "
         f"{ratio(odd):.2f} times the modelled time, and eight rows in ten take {band.low:.2f} to {band.high:.2f} times."
-        )  # fmt: skip
+    )
 
 
 def own(run: Records) -> None:
@@ -149,12 +192,17 @@ def own(run: Records) -> None:
     found = scaling_model.on_your_wire(run)
     misses = {mb_s: modelled / measured.value - 1 for mb_s, (measured, modelled) in found.items()}
     inside = sum(abs(m) <= 0.2 for m in misses.values())
-    rows = [f"{x:g} MB/s: modelled {1e3 * modelled:.3g} ms, measured {measured}" for x in sorted(found)
-            for measured, modelled in [found[x]]]  # fmt: skip
+    rows = [
+        f"{x:g} MB/s: modelled {1e3 * modelled:.3g} ms, measured {measured}"
+        for x in sorted(found)
+        for measured, modelled in [found[x]]
+    ]
     worst = max(misses, key=lambda x: abs(misses[x]))
-    say(f"A step of DDP. {'; '.join(rows)}. Within 20 %: {inside} of {len(found)}; furthest off at {worst:g} MB/s, "
+    say(
+        f"A step of DDP. {'; '.join(rows)}. Within 20 %: {inside} of {len(found)}; furthest off at {worst:g} MB/s, "
         f"{misses[worst]:+.0%}. The model knew one rank's step, one all-reduce, and the wire's bandwidth, which no "
-        "datasheet of a published run tells.")  # fmt: skip
+        "datasheet of a published run tells."
+    )
 
 
 def hard_text() -> None:
@@ -163,9 +211,11 @@ def hard_text() -> None:
     two, one = blind_test.two_bands()
     perfect = blind_test.perfect_band().within_20
     helps = "help" if hard.median_error < 0.8 * ideal.median_error else "hardly help"
-    say(f"> *Perfect scaling* comes within 20 % of {perfect:.0%} of the published rows. Ask a model about the others: "
+    say(
+        f"> *Perfect scaling* comes within 20 % of {perfect:.0%} of the published rows. Ask a model about the others: "
         f"{hard.rows} that perfect scaling misses by more than {HARD:.0%}. There the model's median error is "
         f"{hard.median_error:.0%}, perfect scaling's {ideal.median_error:.0%}: links by their datasheets {helps}. "
         f"One more measured row, on the next number of GPUs, brings {two.within_20:.0%} of "
         f"the {two.rows} hard rows that are left within 20 %, where one row brings {one.within_20:.0%}. **Time two "
-        "sizes, the second across the slow link, before you trust a number for 64.**")  # fmt: skip
+        "sizes, the second across the slow link, before you trust a number for 64.**"
+    )

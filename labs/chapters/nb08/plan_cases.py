@@ -145,13 +145,20 @@ def _drawn(dice: random.Random) -> Case:
     for card, speed, memory, price in CARDS:
         for gpus in dice.sample((16, 64, 128, 512, 2048), 2):
             efficiency = dice.uniform(0.75, 1.0) / (1 + gpus / 8000)
-            options.append(Option(
-                f"{gpus} x {card}", gpus, round(price * dice.uniform(0.7, 1.4), 2),
-                float(f"{work_s / steps / gpus / speed / efficiency:.3g}"),
-                float(dice.choice((30, 45, 60, 75))), float(memory - 2), dice.choice((0.2, 0.5, 1.0, 4.0)),
-                float(dice.choice((5_000, 20_000, 50_000))),
-                float(dice.choice((30, 60, 120))), float(dice.choice((300, 600, 1200))),
-            ))  # fmt: skip
+            options.append(
+                Option(
+                    f"{gpus} x {card}",
+                    gpus,
+                    round(price * dice.uniform(0.7, 1.4), 2),
+                    float(f"{work_s / steps / gpus / speed / efficiency:.3g}"),
+                    float(dice.choice((30, 45, 60, 75))),
+                    float(memory - 2),
+                    dice.choice((0.2, 0.5, 1.0, 4.0)),
+                    float(dice.choice((5_000, 20_000, 50_000))),
+                    float(dice.choice((30, 60, 120))),
+                    float(dice.choice((300, 600, 1200))),
+                )
+            )
     band = (round(dice.uniform(0.8, 0.95), 2), round(dice.uniform(1.15, 1.6), 2))
     made = Case(tuple(options), steps, band, 0.0, 0.0)
     promised = [promise(made, o) for o in options if fits(o)]
@@ -171,8 +178,12 @@ def _is_clear(found: Case) -> bool:
 def show(found: Case) -> None:
     """Print a case: a line for each option."""
     low, high = found.band
-    print(f"{found.steps:,} steps within {found.deadline_h:g} h and for {found.budget:,.0f}; "
-          f"a step takes {low:g} to {high:g} times the modelled seconds")  # fmt: skip
+    print(
+        f"{found.steps:,} steps within {found.deadline_h:g} h and for {found.budget:,.0f}; "
+        f"a step takes {low:g} to {high:g} times the modelled seconds"
+    )
     for o in found.options:
-        print(f"  {o.name:>8}: {o.step_s:6.3g} s per step, {o.price:.2f} per GPU and hour, needs {o.needs_gb:g} of "
-              f"{o.memory_gb:g} GB, starts in {o.startup_h:g} h, a GPU fails every {o.gpu_mtbf_h:,.0f} h")  # fmt: skip
+        print(
+            f"  {o.name:>8}: {o.step_s:6.3g} s per step, {o.price:.2f} per GPU and hour, needs {o.needs_gb:g} of "
+            f"{o.memory_gb:g} GB, starts in {o.startup_h:g} h, a GPU fails every {o.gpu_mtbf_h:,.0f} h"
+        )

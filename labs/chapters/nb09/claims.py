@@ -46,6 +46,8 @@ def _and_late(told: str, run: Records) -> Verdict:
         return Verdict("depends", f"{told}. Whether a late rank shows, this run cannot tell")
     if shows:
         return Verdict("holds", f"{told}. A late rank shows on the ranks' own clocks, {apart} apart")
-    late = (f"a rank that is {1e3 * blamed.by.value:.0f} ms late shows on no rank's own clock, {apart} apart at most: "
-            "it takes all ranks, and when each came")  # fmt: skip
+    late = (
+        f"a rank that is {1e3 * blamed.by.value:.0f} ms late shows on no rank's own clock, {apart} apart at most: "
+        "it takes all ranks, and when each came"
+    )
     return Verdict("depends", f"{told}. But {late}")

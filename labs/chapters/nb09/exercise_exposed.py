@@ -78,33 +78,64 @@ def _is_operator(e: Event) -> bool:
 SLIPS: list[Slip] = [
     _slip(lambda ev: [(1000 * a, 1000 * b) for a, b in _right(ev)], "this is in microseconds", "1000 of them are 1 ms"),
     _slip(lambda ev: [(a / 1000, b / 1000) for a, b in _right(ev)], "this is in seconds", "1 ms is 1000 microseconds"),
-    _slip(_every, "this is the sum of all all-reduces' durations, with what backward hides and with what two of them "
-          "share", "take out the time in which an operator of the main thread runs"),
-    _slip(lambda ev: union(_every(ev)), "this is all the time in which an all-reduce is under way, with what backward "
-          "hides",
-          "take out the time in which an operator of the main thread runs"),
-    _slip(lambda ev: minus(_every(ev)[-1:], [span(e) for e in computing(ev)]), "this is what the last all-reduce alone "
-          "leaves exposed", "others are under way in gaps of backward, or after it"),
-    _slip(_after_last_operator, "this is only what comes after backward's last operator",
-          "between two operators the main thread waits, too, if an all-reduce is under way"),
-    _slip(_one_by_one, "where two all-reduces are under way at the same time, you count the time twice",
-          "join the spans of the all-reduces first"),
-    _slip(_without(lambda e, main: _is_operator(e)), "an operator of another thread hides nothing here: you take out "
-          "the time in which the loader's thread works", "only the operators whose tid is that of ProfilerStep#"),
-    _slip(_without(lambda e, main: e["cat"] == "cpu_op" and e["tid"] == main), "a call of c10d:: counts as computing "
-          "with you: it only hands a bucket over", "leave out the names that begin with c10d::"),
-    _slip(_without(lambda e, main: e["name"] == "backward" or (_is_operator(e) and e["tid"] == main)),
-          "you take out all of the range `backward`: it lasts until the gradients are averaged, the wait is in it",
-          "only operators compute, of category cpu_op; a range of record_function says what the rank is at"),
-    _slip(lambda ev: minus([span(e) for e in computing(ev)], minus([span(e) for e in computing(ev)], _every(ev))),
-          "this is the hidden part, where an all-reduce and an operator run together",
-          "the exposed one is where the all-reduce is alone"),
-    _slip(lambda ev: minus([next(span(e) for e in bars(ev) if e["name"] == "backward")],
-                           [span(e) for e in computing(ev)]), "this is all of backward in which no operator runs, also "
-          "where no all-reduce is under way", "both must hold: an all-reduce is under way, and no operator runs"),
-    (_nested_twice, "an operator that runs within another one is taken out twice",
-     "join the spans of the operators first: aten::mm runs within evaluate_function"),
-]  # fmt: skip
+    _slip(
+        _every,
+        "this is the sum of all all-reduces' durations, with what backward hides and with what two of them share",
+        "take out the time in which an operator of the main thread runs",
+    ),
+    _slip(
+        lambda ev: union(_every(ev)),
+        "this is all the time in which an all-reduce is under way, with what backward hides",
+        "take out the time in which an operator of the main thread runs",
+    ),
+    _slip(
+        lambda ev: minus(_every(ev)[-1:], [span(e) for e in computing(ev)]),
+        "this is what the last all-reduce alone leaves exposed",
+        "others are under way in gaps of backward, or after it",
+    ),
+    _slip(
+        _after_last_operator,
+        "this is only what comes after backward's last operator",
+        "between two operators the main thread waits, too, if an all-reduce is under way",
+    ),
+    _slip(
+        _one_by_one,
+        "where two all-reduces are under way at the same time, you count the time twice",
+        "join the spans of the all-reduces first",
+    ),
+    _slip(
+        _without(lambda e, main: _is_operator(e)),
+        "an operator of another thread hides nothing here: you take out the time in which the loader's thread works",
+        "only the operators whose tid is that of ProfilerStep#",
+    ),
+    _slip(
+        _without(lambda e, main: e["cat"] == "cpu_op" and e["tid"] == main),
+        "a call of c10d:: counts as computing with you: it only hands a bucket over",
+        "leave out the names that begin with c10d::",
+    ),
+    _slip(
+        _without(lambda e, main: e["name"] == "backward" or (_is_operator(e) and e["tid"] == main)),
+        "you take out all of the range `backward`: it lasts until the gradients are averaged, the wait is in it",
+        "only operators compute, of category cpu_op; a range of record_function says what the rank is at",
+    ),
+    _slip(
+        lambda ev: minus([span(e) for e in computing(ev)], minus([span(e) for e in computing(ev)], _every(ev))),
+        "this is the hidden part, where an all-reduce and an operator run together",
+        "the exposed one is where the all-reduce is alone",
+    ),
+    _slip(
+        lambda ev: minus(
+            [next(span(e) for e in bars(ev) if e["name"] == "backward")], [span(e) for e in computing(ev)]
+        ),
+        "this is all of backward in which no operator runs, also where no all-reduce is under way",
+        "both must hold: an all-reduce is under way, and no operator runs",
+    ),
+    (
+        _nested_twice,
+        "an operator that runs within another one is taken out twice",
+        "join the spans of the operators first: aten::mm runs within evaluate_function",
+    ),
+]
 
 
 def _facts(which: int | str) -> str:

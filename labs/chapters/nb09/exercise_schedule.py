@@ -228,42 +228,62 @@ def _check_run(seen: Seen, job: Job) -> None:
     if seen.kind != "profile":
         raise Mistake(f"you return a {seen.kind}, not the profiler", "return prof, the torch.profiler.profile")
     if seen.done != job.steps:
-        raise Mistake(f"{seen.done} of {job.steps} steps were trained",
-                      "the training goes on when nothing is recorded any more")  # fmt: skip
+        raise Mistake(
+            f"{seen.done} of {job.steps} steps were trained", "the training goes on when nothing is recorded any more"
+        )
     if seen.running:
-        raise Mistake("the profiler is still running when you return it: there is no trace yet",
-                      "`with profile(...) as prof:` around the loop, or prof.stop() after it")  # fmt: skip
+        raise Mistake(
+            "the profiler is still running when you return it: there is no trace yet",
+            "`with profile(...) as prof:` around the loop, or prof.stop() after it",
+        )
 
 
 def _check_schedule(seen: Seen, job: Job) -> None:
     if not seen.scheduled:
-        raise Mistake(f"without a schedule all {job.steps} steps are in the trace, the {job.slow} slow ones too",
-                      "profile(..., schedule=schedule(wait=..., warmup=..., active=..., repeat=1))")  # fmt: skip
+        raise Mistake(
+            f"without a schedule all {job.steps} steps are in the trace, the {job.slow} slow ones too",
+            "profile(..., schedule=schedule(wait=..., warmup=..., active=..., repeat=1))",
+        )
     if seen.stepped == 0:
-        raise Mistake("prof.step() is never called, so the profiler stays in the first state of its schedule",
-                      "call prof.step() at the end of every step of the loop")  # fmt: skip
+        raise Mistake(
+            "prof.step() is never called, so the profiler stays in the first state of its schedule",
+            "call prof.step() at the end of every step of the loop",
+        )
     if abs(seen.stepped - job.steps) > 1:
-        raise Mistake(f"prof.step() was called {seen.stepped} times in {job.steps} steps",
-                      "once per step of the training: the schedule counts these calls")  # fmt: skip
+        raise Mistake(
+            f"prof.step() was called {seen.stepped} times in {job.steps} steps",
+            "once per step of the training: the schedule counts these calls",
+        )
     states, recorded = seen.states, sorted({step for step, _ in seen.marks()})
     planned = [k for k, state in enumerate(states) if state.startswith("RECORD")]
     if not recorded:
-        raise Mistake(f"the trace is empty: by your schedule the loop of {job.steps} steps ends before anything is "
-                      "recorded", "wait + warmup + active must fit into job.steps")  # fmt: skip
+        raise Mistake(
+            f"the trace is empty: by your schedule the loop of {job.steps} steps ends before anything is recorded",
+            "wait + warmup + active must fit into job.steps",
+        )
     if slow := [k for k in recorded if k < job.slow]:
-        raise Mistake(f"step {slow[0]} is in the trace, and it is one of the first {job.slow}, which are slow",
-                      "wait + warmup must be job.slow at least")  # fmt: skip
+        raise Mistake(
+            f"step {slow[0]} is in the trace, and it is one of the first {job.slow}, which are slow",
+            "wait + warmup must be job.slow at least",
+        )
     if "WARMUP" not in states[: planned[0]]:
-        raise Mistake("the profiler has no warm-up: what its own start costs is in the first step of the trace",
-                      "warmup=1 or more: the profiler runs then, and what it sees is thrown away")  # fmt: skip
+        raise Mistake(
+            "the profiler has no warm-up: what its own start costs is in the first step of the trace",
+            "warmup=1 or more: the profiler runs then, and what it sees is thrown away",
+        )
     cycles = sum(a.startswith("RECORD") and not b.startswith("RECORD") for a, b in zip(states, (*states[1:], "NONE")))  # noqa: B905
     if cycles > 1:
-        raise Mistake(f"your schedule starts again: it records {cycles} times in {job.steps} steps, and each trace "
-                      "takes the place of the one before", "repeat=1")  # fmt: skip
+        raise Mistake(
+            f"your schedule starts again: it records {cycles} times in {job.steps} steps, and each trace "
+            "takes the place of the one before",
+            "repeat=1",
+        )
     if len(recorded) != job.active:
-        raise Mistake(f"{len(recorded)} steps are in the trace, and {job.active} were asked for"
-                      + (": a trace grows with every step" if len(recorded) > job.active else ""),
-                      "active=job.active, and as many steps of the loop must be left for it")  # fmt: skip
+        raise Mistake(
+            f"{len(recorded)} steps are in the trace, and {job.active} were asked for"
+            + (": a trace grows with every step" if len(recorded) > job.active else ""),
+            "active=job.active, and as many steps of the loop must be left for it",
+        )
 
 
 WHY = {
@@ -281,15 +301,18 @@ def _check_range(seen: Seen, job: Job, part: str) -> None:
     for (step, of), (a, b) in marks.items():
         inside = any(start <= a and b <= end for start, end in ranges)
         if of == part and not inside:
-            raise Mistake(f"{job.ms[part]:g} ms were planted in each step's {part!r}, and your range shows "
-                          f"{shown_ms:.1f} ms: the work of step {step} is not in it",
-                          WHY.get(part, f"the range must be around the whole call of job.{part}()"))  # fmt: skip
+            raise Mistake(
+                f"{job.ms[part]:g} ms were planted in each step's {part!r}, and your range shows "
+                f"{shown_ms:.1f} ms: the work of step {step} is not in it",
+                WHY.get(part, f"the range must be around the whole call of job.{part}()"),
+            )
         if of != part and inside:
             total = sum(end - start for name in PARTS for start, end in seen.ranges(name))
             step_us = statistics.fmean(_step_us(seen))
             together = f"the five ranges together are {total / job.active / step_us:.2f} of a step"
-            raise Mistake(f"your range {part!r} also holds the work of {of!r}: {together}",
-                          "end one range before the next begins")  # fmt: skip
+            raise Mistake(
+                f"your range {part!r} also holds the work of {of!r}: {together}", "end one range before the next begins"
+            )
 
 
 def _step_us(seen: Seen) -> list[float]:

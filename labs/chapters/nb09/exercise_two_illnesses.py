@@ -52,8 +52,12 @@ class Ward:
 
     def reading(self, name: str) -> float:
         """What a measurement finds, without noise."""
-        return {"step": self.step, "same batch": self.training, "loader alone": self.loader,
-                "wait for data": max(0.0, self.loader - self.training)}[name]  # fmt: skip
+        return {
+            "step": self.step,
+            "same batch": self.training,
+            "loader alone": self.loader,
+            "wait for data": max(0.0, self.loader - self.training),
+        }[name]
 
 
 CASES = (
@@ -109,8 +113,9 @@ def _ill(w: Ward) -> list[str]:
 
 
 def _after(w: Ward, cured: Sequence[str]) -> float:
-    return max(w.healthy_loader if "loader" in cured else w.loader,
-               w.healthy_training if "training" in cured else w.training)  # fmt: skip
+    return max(
+        w.healthy_loader if "loader" in cured else w.loader, w.healthy_training if "training" in cured else w.training
+    )
 
 
 def _one_by_one(w: Ward, order: Sequence[str], after: Callable[[Ward, Sequence[str]], float] = _after) -> Plan:
@@ -139,39 +144,52 @@ SLIPS: dict[str, tuple[Way, str, str]] = {
         lambda w: _one_by_one(w, _alone(w)),
         "you try each cure by itself and drop it if it gives nothing: two illnesses that hide each other are both "
         "called healthy",
-        "a cure that gives nothing may have uncovered the other side: keep it, and measure again"),
+        "a cure that gives nothing may have uncovered the other side: keep it, and measure again",
+    ),
     "first only": (
         lambda w: _one_by_one(w, [c for c, _ in right(w)][:1]),
         "you stop after the first cure: what it has uncovered is now the slower side, and it is ill, too",
-        "after each cure ask again which side is the slower one, until that one is healthy"),
+        "after each cure ask again which side is the slower one, until that one is healthy",
+    ),
     "hidden first": (
         lambda w: _one_by_one(w, [c for c, _ in right(w)][::-1]),
         "you cure the hidden side first: nobody sees any gain, and the cure is taken back",
-        "begin with the slower side: it decides how long a step takes"),
+        "begin with the slower side: it decides how long a step takes",
+    ),
     "all that is ill": (
         lambda w: _one_by_one(w, _ill(w)),
         "you cure all that is ill, also where a healthy side is the slower one: the step stays as long as it was",
-        "stop when the slower side is healthy"),
+        "stop when the slower side is healthy",
+    ),
     "sums": (
         lambda w: _one_by_one(w, [c for c, _ in right(w)], _sums),
         "you subtract what each cure saves on its own side: the two sides run at the same time, so their seconds do "
         "not add up",
-        "after each cure a step takes as long as the slower side then does"),
+        "after each cure a step takes as long as the slower side then does",
+    ),
     "added sides": (
-        lambda w: _one_by_one(w, [c for c, _ in right(w)], lambda w, cured:
-                              (w.healthy_loader if "loader" in cured else w.loader)
-                              + (w.healthy_training if "training" in cured else w.training)),
+        lambda w: _one_by_one(
+            w,
+            [c for c, _ in right(w)],
+            lambda w, cured: (
+                (w.healthy_loader if "loader" in cured else w.loader)
+                + (w.healthy_training if "training" in cured else w.training)
+            ),
+        ),
         "you add the seconds of the loader and of the training: the loader works ahead while the device trains",
-        "a step takes the longer of the two"),
+        "a step takes the longer of the two",
+    ),
     "waits": (
         lambda w: _one_by_one(w, _waits(w)),
         "you look at the wait for data alone: it is zero behind a slow training, however slow the loader is",
-        "measure the loader without the training, and the training without the loader"),
+        "measure the loader without the training, and the training without the loader",
+    ),
     "own seconds": (
         lambda w: [(c, w.healthy_loader if c == "loader" else w.healthy_training) for c, _ in right(w)],
         "after each cure you promise the seconds of the side that was cured, and the other side is still slower",
-        "max(loader, training), with what is cured so far"),
-}  # fmt: skip
+        "max(loader, training), with what is cured so far",
+    ),
+}
 
 
 def check_treatment(f: Callable[..., Any]) -> None:
@@ -183,8 +201,10 @@ def check_treatment(f: Callable[..., Any]) -> None:
         got.append(_plan(answer))
         if till.spent > PURSE_S:
             many = ", ".join(till.bought)
-            raise Mistake(f"you spend {till.spent:g} s on {many}; you have {PURSE_S:g} s",
-                          "two measurements tell all there is to know here")  # fmt: skip
+            raise Mistake(
+                f"you spend {till.spent:g} s on {many}; you have {PURSE_S:g} s",
+                "two measurements tell all there is to know here",
+            )
     wants = [right(ward) for ward in CASES]
     if all(_alike(g, w) for g, w in zip(got, wants, strict=True)):
         return
@@ -217,8 +237,10 @@ def _alike(a: Sequence[tuple[str, float]], b: Sequence[tuple[str, float]]) -> bo
 
 
 def _facts(w: Ward) -> str:
-    return (f"a loader of {1e3 * w.loader:g} ms (healthy {1e3 * w.healthy_loader:g}) beside a training of "
-            f"{1e3 * w.training:g} ms (healthy {1e3 * w.healthy_training:g})")  # fmt: skip
+    return (
+        f"a loader of {1e3 * w.loader:g} ms (healthy {1e3 * w.healthy_loader:g}) beside a training of "
+        f"{1e3 * w.training:g} ms (healthy {1e3 * w.healthy_training:g})"
+    )
 
 
 def _attack(w: Ward, got: Plan, want: Plan) -> str:
@@ -230,8 +252,10 @@ def _attack(w: Ward, got: Plan, want: Plan) -> str:
     if cures != [c for c, _ in want]:
         return f"you cure {', '.join(cures)}; right is {', '.join(c for c, _ in want)}"
     k = next(k for k, (g, x) in enumerate(zip(got, want, strict=True)) if not _alike([g], [x]))
-    return (f"after the cure of the {want[k][0]} you promise {1e3 * got[k][1]:.3g} ms, and a step takes "
-            f"{1e3 * want[k][1]:.3g} ms")  # fmt: skip
+    return (
+        f"after the cure of the {want[k][0]} you promise {1e3 * got[k][1]:.3g} ms, and a step takes "
+        f"{1e3 * want[k][1]:.3g} ms"
+    )
 
 
 EXERCISE = Exercise("two illnesses that hide each other", check_treatment, treatment)
@@ -263,9 +287,12 @@ def seconds_per_step(loader_s: float, training_s: float, steps: int) -> float:
 
 def in_real_time(ward: Ward = CASES[0], steps: int = 12, rounds: int = 5) -> dict[str, float]:
     """Median seconds of a step, measured in turn: as it is, with each cure alone, and with both."""
-    ways = {"as it is": (ward.loader, ward.training), "loader cured": (ward.healthy_loader, ward.training),
-            "training cured": (ward.loader, ward.healthy_training),
-            "both cured": (ward.healthy_loader, ward.healthy_training)}  # fmt: skip
+    ways = {
+        "as it is": (ward.loader, ward.training),
+        "loader cured": (ward.healthy_loader, ward.training),
+        "training cured": (ward.loader, ward.healthy_training),
+        "both cured": (ward.healthy_loader, ward.healthy_training),
+    }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, sides in ways.items():

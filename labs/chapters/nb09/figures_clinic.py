@@ -56,10 +56,10 @@ def matrix(run: Records) -> None:
     ill = [(name, row) for name, row in zip(names, cells, strict=True) if BY_NAME[name] in ILLNESSES]
     few = naming(run)
     message = f"Most illnesses are named by {few:g} of {len(MEASUREMENTS)} measurements: ask for the right one"
-    fig, ax = figure(message, xlabel="measurement", ylabel="patient", records=run,
-                     size=(8.4, 1.9 + 0.27 * len(names)))  # fmt: skip
-    choice_map(ax, cells, columns=list(MEASUREMENTS), rows=[n.replace("_", " ") for n in names], colors=COLORS,
-               kind=_kind(run))  # fmt: skip
+    fig, ax = figure(message, xlabel="measurement", ylabel="patient", records=run, size=(8.4, 1.9 + 0.27 * len(names)))
+    choice_map(
+        ax, cells, columns=list(MEASUREMENTS), rows=[n.replace("_", " ") for n in names], colors=COLORS, kind=_kind(run)
+    )
     ax.xaxis.tick_top()
     ax.set_xticks(range(len(MEASUREMENTS)), [m.replace("_", "\n") for m in MEASUREMENTS], fontsize=9)
     told = "; ".join(
@@ -74,12 +74,20 @@ def before_and_after(run: Records) -> None:
     names = [i.name for i in ILLNESSES + WELL if run.where("gain", patient=i.name)]
     gains = {n: _middle([measure.estimate(r.samples, "x") for r in run.where("gain", patient=n)]) for n in names}
     names.sort(key=lambda n: -gains[n].value)
-    promised = {n: statistics.median(r.value for r in rows) if (rows := run.where("promised", patient=n)) else None
-                for n in names}  # fmt: skip
+    promised = {
+        n: statistics.median(r.value for r in rows) if (rows := run.where("promised", patient=n)) else None
+        for n in names
+    }
     top = names[0]
     message = f"Cures of one line: {top.replace('_', ' ')} is worth the most, {gains[top].value:.1f} times the speed"
-    fig, ax = figure(message, xlabel="speed with the cure / without (x)", ylabel="patient", records=run,
-                     size=(7.6, 1.9 + 0.27 * len(names)), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="speed with the cure / without (x)",
+        ylabel="patient",
+        records=run,
+        size=(7.6, 1.9 + 0.27 * len(names)),
+        legend_below=True,
+    )
     rows = [n.replace("_", " ") for n in names]
     bars(ax, rows, [promised[n] for n in names], kind="modelled", label="promised by the measurements", color=ORANGE)
     for line in ax.lines[:]:
@@ -100,9 +108,13 @@ def half_given(run: Records, longer: Records) -> None:
     ill = {i.name for i in ILLNESSES}
     lines = [line for line in clinic.cures(run) if line.partition(":")[0] in ill]
     enough = [line for line in lines if line.endswith("at least half of it")]
-    say("\n".join([f"* {len(enough)} of {len(lines)} cures gave at least half of what was promised."]
-                  + [f"* {line}." for line in lines if line not in enough]
-                  + [f"* With eight times as long turns: {line}." for line in clinic.cures(longer)]))  # fmt: skip
+    say(
+        "\n".join(
+            [f"* {len(enough)} of {len(lines)} cures gave at least half of what was promised."]
+            + [f"* {line}." for line in lines if line not in enough]
+            + [f"* With eight times as long turns: {line}." for line in clinic.cures(longer)]
+        )
+    )
 
 
 def longer_turns() -> Records:
@@ -124,8 +136,10 @@ def told(run: Records, guess: Prediction | None = None) -> None:
 
 def beside(patients: dict[str, Records]) -> None:
     """Shares of a step of several patients, a column for each: what has grown shows beside one who is well."""
-    columns = {name: {r.case["what"]: 100 * r.value for r in run.where("finding", measure="shares")}
-               for name, run in patients.items()}  # fmt: skip
+    columns = {
+        name: {r.case["what"]: 100 * r.value for r in run.where("finding", measure="shares")}
+        for name, run in patients.items()
+    }
     table = pandas.DataFrame(columns).map(lambda percent: f"{percent:.0f} %")
     table.columns.name = "share of a step"
     show_table(table)
@@ -141,8 +155,10 @@ def promise(run: Records, found: clinic.Verdict, share: str) -> None:
     apart = "less than that" if gain.high < promised else "more than that"
     if gain.low <= promised <= gain.high:
         apart = "a difference cannot be told"
-    say(f"* {share.capitalize()} was {100 * size:.0f} % of a step: had only that gone, 1 / (1 - {size:.2f}) = "
-        f"{promised:.2f}x. The cure gave {gain.value:.2f}x [{gain.low:.2f}, {gain.high:.2f}]: {apart}.")  # fmt: skip
+    say(
+        f"* {share.capitalize()} was {100 * size:.0f} % of a step: had only that gone, 1 / (1 - {size:.2f}) = "
+        f"{promised:.2f}x. The cure gave {gain.value:.2f}x [{gain.low:.2f}, {gain.high:.2f}]: {apart}."
+    )
 
 
 def scores(found: list[clinic.Verdict]) -> None:
@@ -152,8 +168,14 @@ def scores(found: list[clinic.Verdict]) -> None:
         return
     total = sum(v.score for v in found)
     message = f"{total} points for {len(found)} patient{'s' if len(found) != 1 else ''}"
-    fig, ax = figure(message, xlabel=f"points (of {clinic.CAUSE + clinic.GAIN})", ylabel="patient", records=_as_records(
-                     found), size=(7.0, 1.9 + 0.4 * len(found)), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel=f"points (of {clinic.CAUSE + clinic.GAIN})",
+        ylabel="patient",
+        records=_as_records(found),
+        size=(7.0, 1.9 + 0.4 * len(found)),
+        legend_below=True,
+    )
     rows = [f"{v.seed}: {draw(v.seed).name.replace('_', ' ') if v.right else '?'}" for v in found]
     bars(ax, rows, [v.score for v in found])
     ax.set_xlim(-3, clinic.CAUSE + clinic.GAIN + 3)

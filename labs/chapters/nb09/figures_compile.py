@@ -41,9 +41,15 @@ def break_even(run: Records, guess: Prediction) -> None:
             steps = found[cache].value
             ax.plot([steps], [steps * eager], marker="o", markersize=11, markerfacecolor="none", color="black")
             low = cache == "full"  # near the origin, where there is room to the right only
-            ax.annotate(f"paid, {CACHES[cache].split(',')[0]}", (steps, steps * eager), fontsize=9, va="center",
-                        xytext=(10, -3) if low else (-8, 16), textcoords="offset points",
-                        ha="left" if low else "right")  # fmt: skip
+            ax.annotate(
+                f"paid, {CACHES[cache].split(',')[0]}",
+                (steps, steps * eager),
+                fontsize=9,
+                va="center",
+                xytext=(10, -3) if low else (-8, 16),
+                textcoords="offset points",
+                ha="left" if low else "right",
+            )
     ax.set_xlim(-0.02 * last, last)
     ax.xaxis.set_major_formatter(lambda steps, _: f"{steps:,.0f}")
     ax.set_ylim(bottom=0)
@@ -64,17 +70,21 @@ def _break_even_text(run: Records, guess: Prediction) -> list[str]:
     full = compiled_step.in_steps(compiled_step.break_even(run, "full"))
     eager = 1e3 * estimate(run.one("step_s", way="eager").samples).value
     compiled = eager * compiled_step.gain(run).value
-    lines = [f"On this CPU, for this block: t_eager {eager:.2f} ms, t_compiled {compiled:.2f} ms (by the ratio below), "
-             f"T_start {start['empty']:.1f} s with an empty cache.",
-             verdict(compiled_step.gain(run), f"A compiled step ({backend}) against an eager one, in turn") + ".",
-             f"Start-up takes {start['empty']:.1f} s with an empty cache and {start['full']:.1f} s with a full one in "
-             f"the same process, each taken once; {run.one('import_s').value:.1f} s of both are the import of the "
-             "compiler. What a new process takes with a full cache was not measured.",
-             f"Break-even with a full cache: {full}. Intervals are of the steps, not of the start-up."]  # fmt: skip
+    lines = [
+        f"On this CPU, for this block: t_eager {eager:.2f} ms, t_compiled {compiled:.2f} ms (by the ratio below), "
+        f"T_start {start['empty']:.1f} s with an empty cache.",
+        verdict(compiled_step.gain(run), f"A compiled step ({backend}) against an eager one, in turn") + ".",
+        f"Start-up takes {start['empty']:.1f} s with an empty cache and {start['full']:.1f} s with a full one in "
+        f"the same process, each taken once; {run.one('import_s').value:.1f} s of both are the import of the "
+        "compiler. What a new process takes with a full cache was not measured.",
+        f"Break-even with a full cache: {full}. Intervals are of the steps, not of the start-up.",
+    ]
     if guess == guess and math.isfinite(empty.high):
         inside = empty.low <= float(guess) <= empty.high
-        lines.append(f"You predicted {float(guess):,.0f} steps with an empty cache, "
-                     f"{'inside' if inside else 'outside'} of the interval.")  # fmt: skip
+        lines.append(
+            f"You predicted {float(guess):,.0f} steps with an empty cache, "
+            f"{'inside' if inside else 'outside'} of the interval."
+        )
     error = run.one("gradient_error").value
     lines.append(f"Largest difference of a gradient: {error:.0e} of the largest gradient.")
     return lines
@@ -86,20 +96,29 @@ def fused(run: Records) -> None:
     if "compiled" not in kernels:
         say("Nothing was compiled to machine code in this run, so there are no kernels to count.")
         return
-    names = Counter("fused loops" if n.startswith(("cpp_fused", "triton_")) else "calls of a library (matrix products)"
-                    for n in kernels["compiled"].case["names"])  # fmt: skip
+    names = Counter(
+        "fused loops" if n.startswith(("cpp_fused", "triton_")) else "calls of a library (matrix products)"
+        for n in kernels["compiled"].case["names"]
+    )
     longest = max(kernels["compiled"].case["names"], key=len)
     what = " and ".join(f"{n} {name}" for name, n in names.items())
-    say(f"In forward and backward of the model, {kernels['eager'].value:.0f} operations of torch became "
+    say(
+        f"In forward and backward of the model, {kernels['eager'].value:.0f} operations of torch became "
         f"{kernels['compiled'].value:.0f} kernels: {what}. The loss is not compiled. "
-        f"The name of a loop lists what is in it, for example `{longest}`.")  # fmt: skip
+        f"The name of a loop lists what is in it, for example `{longest}`."
+    )
 
 
 def habits(run: Records) -> pandas.DataFrame:
     """Graph breaks of four small functions, and dynamo's reason."""
-    rows = {r.case["habit"]: {"graphs": str(int(r.case["graphs"])), "breaks": f"{r.value:.0f}",
-                              "reason that dynamo gives": "; ".join(r.case["why"]) or "none"}
-            for r in run.where("graph_breaks")}  # fmt: skip
+    rows = {
+        r.case["habit"]: {
+            "graphs": str(int(r.case["graphs"])),
+            "breaks": f"{r.value:.0f}",
+            "reason that dynamo gives": "; ".join(r.case["why"]) or "none",
+        }
+        for r in run.where("graph_breaks")
+    }
     table = pandas.DataFrame(rows).T
     table.columns.name = "counted"
     return table
@@ -114,8 +133,14 @@ def recompiles(run: Records, guess: Prediction) -> None:
     shapes = len(made["static"])
     counts = ", ".join(f"{made[k][-1]:.0f} {ASKED[k]}" for k in made)
     message = f"Compilations for {shapes} batch sizes: {counts}"
-    fig, ax = figure(message, xlabel="different batch sizes so far", ylabel="compilations so far", records=run,
-                     size=(7.0, 3.2), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="different batch sizes so far",
+        ylabel="compilations so far",
+        records=run,
+        size=(7.0, 3.2),
+        legend_below=True,
+    )
     for k, samples in made.items():
         points(ax, range(1, shapes + 1), samples, label=ASKED[k], line=True)
     prediction(ax, shapes, guess)
@@ -124,7 +149,9 @@ def recompiles(run: Records, guess: Prediction) -> None:
     lines = [guess.against(made["static"][-1])] if guess == guess else []
     if made["static"][-1] < shapes:
         limit = made["static"][-1]
-        lines.append(f"With `dynamic=False` torch gave up after {limit:.0f} compilations: later sizes ran eagerly, "
-                     "with a warning in the log (`torch._dynamo.config.recompile_limit`).")  # fmt: skip
+        lines.append(
+            f"With `dynamic=False` torch gave up after {limit:.0f} compilations: later sizes ran eagerly, "
+            "with a warning in the log (`torch._dynamo.config.recompile_limit`)."
+        )
     if lines:
         say("\n".join(f"* {line}" for line in lines))

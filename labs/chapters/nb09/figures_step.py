@@ -18,8 +18,14 @@ from labs.parts.oracle.trace import CATEGORIES
 from labs.parts.profiling.shares import SHARES
 
 COLORS = dict(zip(SHARES, (*(SERIES[k] for k in (2, 3, 5, 0, 1, 4)), GREY, TINTS[2]), strict=True))
-MEMORY = {"parameters": SERIES[0], "optimizer": SERIES[5], "inputs/buffers": SERIES[3], "gradients": SERIES[2],
-          "temporaries": SERIES[4], "activations": SERIES[1]}  # fmt: skip
+MEMORY = {
+    "parameters": SERIES[0],
+    "optimizer": SERIES[5],
+    "inputs/buffers": SERIES[3],
+    "gradients": SERIES[2],
+    "temporaries": SERIES[4],
+    "activations": SERIES[1],
+}
 """From the bottom to the top: what changes least lies lowest."""
 MARKS = "osD^vP"
 MB = 1e6
@@ -28,16 +34,24 @@ MB = 1e6
 def shares(runs: Records | Mapping[str, Records], guess: Prediction | None = None, of: str = "backward") -> None:
     """A stacked bar for every rank of every run, by name; `guess`: the share of `of` on rank 0 of the first, in %."""
     named = {"": runs} if isinstance(runs, Records) else dict(runs)
-    rows = [(f"{name}, rank {rank}" if name else f"rank {rank}", run, rank)
-            for name, run in named.items() for rank in profile_step.ranks(run)]  # fmt: skip
+    rows = [
+        (f"{name}, rank {rank}" if name else f"rank {rank}", run, rank)
+        for name, run in named.items()
+        for rank in profile_step.ranks(run)
+    ]
     label, first, rank = rows[0]
     found, _ = profile_step.typical(first, rank)
     most = max(found, key=found.__getitem__)
     percent = {name: 100 * seconds / sum(found.values()) for name, seconds in found.items()}
     message = f"{label.capitalize()}: {percent[most]:.0f} % of a step is {most}"
     joined = [r for run in named.values() for r in run]
-    fig, ax = figure(message, xlabel="time of a step under the profiler (ms, measured)", ylabel="rank",
-                     records=joined, size=(7.6, 2.3 + 0.5 * len(rows)))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="time of a step under the profiler (ms, measured)",
+        ylabel="rank",
+        records=joined,
+        size=(7.6, 2.3 + 0.5 * len(rows)),
+    )
     used = [s for s in SHARES if any(s in profile_step.typical(r, k)[0] for _, r, k in rows)]
     told = []
     for row, (name, run, of_rank) in enumerate(rows):
@@ -52,8 +66,11 @@ def shares(runs: Records | Mapping[str, Records], guess: Prediction | None = Non
     ax.grid(axis="y", visible=False)
     _one_legend(fig, used)
     show(fig, alt=f"{message}. {'; '.join(told)}.")
-    lines = [] if guess is None or guess != guess else [
-        f"You predicted {float(guess):g} % for {of}; it is {percent.get(of, 0.0):.0f} %."]  # fmt: skip
+    lines = (
+        []
+        if guess is None or guess != guess
+        else [f"You predicted {float(guess):g} % for {of}; it is {percent.get(of, 0.0):.0f} %."]
+    )
     say("\n".join(f"* {line}" for line in [*lines, *share_text(first)]))
 
 
@@ -66,8 +83,15 @@ def _one_legend(fig: Figure, names: list[str], columns: int = 4) -> None:
     width, height = fig.get_size_inches()
     room = 0.2 + 0.2 * -(-len(names) // columns)  # inches
     fig.set_size_inches(width, height + room)
-    legend = fig.legend(handles, names, loc="lower left", ncols=columns, fontsize=9, frameon=False,
-                        bbox_to_anchor=(0.005, 0.22 / (height + room)))  # fmt: skip
+    legend = fig.legend(
+        handles,
+        names,
+        loc="lower left",
+        ncols=columns,
+        fontsize=9,
+        frameon=False,
+        bbox_to_anchor=(0.005, 0.22 / (height + room)),
+    )
     legend.set_in_layout(False)
     for ax in fig.axes:
         ax.set_xlabel(ax.get_xlabel() + "\n" * (round(room / 0.19)), linespacing=1.0)  # the legend's place
@@ -85,9 +109,11 @@ def share_text(run: Records) -> list[str]:
     if run.where("step_s", mode="no_sync"):
         trace, clock = profile_step.exposed_two_ways(run)
         agree = trace.low <= clock.high and clock.low <= trace.high
-        lines.append(f"Exposed communication on rank 0, medians: {trace} in the trace; by the clock, without a "
-                     f"profiler, a step takes {clock} more than under no_sync. "
-                     + ("The intervals meet: no difference can be told." if agree else "They differ."))  # fmt: skip
+        lines.append(
+            f"Exposed communication on rank 0, medians: {trace} in the trace; by the clock, without a "
+            f"profiler, a step takes {clock} more than under no_sync. "
+            + ("The intervals meet: no difference can be told." if agree else "They differ.")
+        )
     return lines
 
 
@@ -104,16 +130,26 @@ def planted(run: Records, guess: Prediction | None = None) -> None:
     """Found against planted, a mark for each place; `guess`: ms that the trace finds for 20 ms in the first place."""
     told = profile_step.planted_found(run)
     message = profile_step.planted_text(told)
-    fig, ax = figure(message, xlabel="planted: what it took at its place (ms; places side by side)",
-                     ylabel="rise of its share (ms, measured)", records=run, size=(7.2, 4.4))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="planted: what it took at its place (ms; places side by side)",
+        ylabel="rise of its share (ms, measured)",
+        records=run,
+        size=(7.2, 4.4),
+    )
     most = 1.1e3 * max(f.spent.value for f in told)
     ideal(ax, [0, most], label="found = planted")
     for k, place in enumerate(dict.fromkeys(f.place for f in told)):
         of_place = [f for f in told if f.place == place]
         label = f"{place} in {of_place[0].share}" if place != of_place[0].share else place
         shift = 0.008 * most * (k - 2.5)  # places lie beside each other, not on top
-        points(ax, [1e3 * f.spent.value + shift for f in of_place], [f.found.scaled(1e3, "ms") for f in of_place],
-               label=label, color=SERIES[k])  # fmt: skip
+        points(
+            ax,
+            [1e3 * f.spent.value + shift for f in of_place],
+            [f.found.scaled(1e3, "ms") for f in of_place],
+            label=label,
+            color=SERIES[k],
+        )
         ax.containers[-1][0].set_marker(MARKS[k])
     if guess is not None:
         prediction(ax, 20, guess)
@@ -124,8 +160,10 @@ def planted(run: Records, guess: Prediction | None = None) -> None:
     alt = ", ".join(f"{f.ms:g} ms in {f.place}: {f.found}" for f in told)
     show(fig, alt=f"{message}. {alt}.")
     worst = max(told, key=lambda f: abs(f.error.value))
-    say(f"* Furthest off by the median: {worst.ms:g} ms in {worst.place}, {worst.found} found for {worst.spent} "
-        f"({worst.error} off).")  # fmt: skip
+    say(
+        f"* Furthest off by the median: {worst.ms:g} ms in {worst.place}, {worst.found} found for {worst.spent} "
+        f"({worst.error} off)."
+    )
     if text := missed_text(told):
         say(f"* {text}")
 
@@ -158,8 +196,13 @@ def cost(run: Records, guess: Prediction | None = None) -> None:
     if told:
         most = max(told, key=lambda name: price[name].value)
         message = f"A step takes {price[most].value:.2f} times as long while the profiler notes {NOTES[most]}"
-    fig, ax = figure(message, xlabel="time of a step over one without a profiler (x)", ylabel="noted of each operation",
-                     records=run, size=(7.4, 3.4))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="time of a step over one without a profiler (x)",
+        ylabel="noted of each operation",
+        records=run,
+        size=(7.4, 3.4),
+    )
     kb = {name: run.one("trace_bytes", profiler=name).value / 1e3 for name in price}
     names = [f"{NOTES[name]}\n{kb[name]:.0f} kB of trace a step" for name in price]
     bars(ax, names, list(price.values()), label="step")
@@ -183,14 +226,18 @@ def cost_text(run: Records, guess: Prediction | None = None) -> list[str]:
     events = run.one("trace_events", profiler="on").value
     if differs(by_cpu):
         each = sorted((b - a) / events for a, b in zip(off, on, strict=True))[len(off) // 2]
-        lines.append(f"A step has {events:.0f} bars in its trace: noting one costs {1e6 * each:.1f} µs of CPU time "
-                     f"in the mean ({by_cpu} of that of a step in all).")  # fmt: skip
+        lines.append(
+            f"A step has {events:.0f} bars in its trace: noting one costs {1e6 * each:.1f} µs of CPU time "
+            f"in the mean ({by_cpu} of that of a step in all)."
+        )
     else:
         lines.append(f"A step has {events:.0f} bars in its trace; what noting one costs, this run cannot show.")
     size = run.one("trace_bytes", profiler="on").value
     active = run[0].config["active"]
-    lines.append(f"500 steps in one trace would be {500 * size / MB:.0f} MB; with active={active} a file has "
-                 f"{active * size / MB:.2f} MB.")  # fmt: skip
+    lines.append(
+        f"500 steps in one trace would be {500 * size / MB:.0f} MB; with active={active} a file has "
+        f"{active * size / MB:.2f} MB."
+    )
     stop = estimate(run.one("cost_stop_s", profiler="stacks").samples, "s")
     lines.append(
         f"Not in this bill: `stop()` takes {stop} after {active + 1} steps with stacks, and then comes the file."
@@ -220,8 +267,14 @@ def operations(run: Records) -> None:
     for r in run.where("op_self_s"):
         if r.layout["rank"] == 0:
             total = next(t for t in run.where("op_total_s", op=r.case["op"]) if t.layout["rank"] == 0)
-            rows.append({"operation": r.case["op"], "calls": f"{r.case['calls']:g}", "self": f"{1e3 * r.value:.3f} ms",
-                         "total": f"{1e3 * total.value:.3f} ms"})  # fmt: skip
+            rows.append(
+                {
+                    "operation": r.case["op"],
+                    "calls": f"{r.case['calls']:g}",
+                    "self": f"{1e3 * r.value:.3f} ms",
+                    "total": f"{1e3 * total.value:.3f} ms",
+                }
+            )
     show_table(pandas.DataFrame(rows).set_index("operation"))
     say(f"* {profile_step.trap_text(run)}")
 
@@ -236,8 +289,9 @@ def memory(run: Records, guess: Prediction | None = None) -> None:
     fig, first = figure(message, xlabel="steps", ylabel="MB", records=run, size=(7.6, 4.2))
     first.remove()
     axes = fig.subplots(1, len(loops), sharey=True, squeeze=False)[0]
-    used = [c for c in MEMORY if any(max(run.one("curve_bytes", loop=lo, category=c).samples) > 0.005 * MB
-                                         for lo in loops)]  # fmt: skip
+    used = [
+        c for c in MEMORY if any(max(run.one("curve_bytes", loop=lo, category=c).samples) > 0.005 * MB for lo in loops)
+    ]
     for ax, loop in zip(axes, loops, strict=True):  # what comes and goes lies on top
         _areas(ax, run, loop, used)
         ax.set_title(loop, fontsize=10)
@@ -245,8 +299,10 @@ def memory(run: Records, guess: Prediction | None = None) -> None:
     _one_legend(fig, [*used, "left after a step"])
     axes[0].set_ylim(0, 1.05 * max(max(r.samples) for r in run.where("peak_bytes")) / MB)
     axes[0].set_ylabel("tensors alive (MB, measured)")
-    told = "; ".join(f"{loop}: " + (", ".join(f"{memory_timeline.size_text(b)} of {c} a step" for c, b in g.items())
-                                    or "nothing") for loop, g in grown.items())  # fmt: skip
+    told = "; ".join(
+        f"{loop}: " + (", ".join(f"{memory_timeline.size_text(b)} of {c} a step" for c, b in g.items()) or "nothing")
+        for loop, g in grown.items()
+    )
     show(fig, alt=f"{message}. Left behind in each step: {told}.")
     lines = list(memory_timeline.answer(run))
     if guess is not None and guess == guess:
@@ -259,9 +315,15 @@ def _areas(ax: Axes, run: Records, loop: str, used: list[str]) -> None:
     moments = [0.0, *run.one("curve_step", loop=loop).samples[:-1]]  # each stands for the stretch that ends there
     parts = {c: [b / MB for b in run.one("curve_bytes", loop=loop, category=c).samples] for c in used}
     last = run.one("curve_step", loop=loop).samples[-1]
-    stack(ax, [*moments, last], {c: [*values, values[-1]] for c, values in parts.items()},
-          colors=[MEMORY[c] for c in used])  # fmt: skip
-    after = [sum(run.one("after_step_bytes", loop=loop, category=c).samples[k] for c in CATEGORIES) / MB
-             for k in range(int(last))]  # fmt: skip
+    stack(
+        ax,
+        [*moments, last],
+        {c: [*values, values[-1]] for c, values in parts.items()},
+        colors=[MEMORY[c] for c in used],
+    )
+    after = [
+        sum(run.one("after_step_bytes", loop=loop, category=c).samples[k] for c in CATEGORIES) / MB
+        for k in range(int(last))
+    ]
     curve(ax, list(range(1, len(after) + 1)), after, kind="measured", label="left after a step", color="black")
     ax.lines[-1].set(marker="o", markersize=4)

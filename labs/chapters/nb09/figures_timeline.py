@@ -31,8 +31,11 @@ def timeline(run: Records) -> None:
     fig = step_timeline.two_rows({r: _parts(lanes) for r, lanes in one_step(run).items()}, message, run)
     _mark_planted(fig.axes[0], run)
     told = ", ".join(f"rank {r} {e.value:.1f} ms" for r, e in found.items()) or "there is one rank"
-    show(fig, alt=f"{message}. Each rank has a row of data, forward, backward and optimizer and a row of all-reduces "
-                  f"with the waiting in them. After the first to arrive: {told}.")  # fmt: skip
+    show(
+        fig,
+        alt=f"{message}. Each rank has a row of data, forward, backward and optimizer and a row of all-reduces "
+        f"with the waiting in them. After the first to arrive: {told}.",
+    )
     lines = [
         "All-reduce (dark orange) and wait (pink) are one exchange: hidden behind computing, and exposed.",
         "The white arrow is as long as what was planted; it is drawn in the middle of its part of the step.",
@@ -84,10 +87,13 @@ def _parts(lanes: dict[str, list[Span]]) -> dict[str, list[Span]]:
 
 def timers_and_arrivals(run: Records, guess: Prediction) -> None:
     """What each rank's own timer says of a step, beside when each rank came to its last all-reduce."""
-    own = {r.case["of_rank"]: estimate([1e3 * s for s in r.samples], "ms")
-           for r in run.where("own_step_s", late="one rank")}  # fmt: skip
-    late = {r.case["of_rank"]: estimate([1e3 * s for s in r.samples], "ms")
-            for r in run.where("late_s", late="one rank")}  # fmt: skip
+    own = {
+        r.case["of_rank"]: estimate([1e3 * s for s in r.samples], "ms")
+        for r in run.where("own_step_s", late="one rank")
+    }
+    late = {
+        r.case["of_rank"]: estimate([1e3 * s for s in r.samples], "ms") for r in run.where("late_s", late="one rank")
+    }
     message = message_of(run)
     fig, first = figure(
         message, xlabel="own timer: ms of a step", ylabel="rank", records=run, size=(7.4, 3.2), legend_below=True
@@ -95,11 +101,15 @@ def timers_and_arrivals(run: Records, guess: Prediction) -> None:
     first.remove()
     axes = fig.subplots(1, 2, sharey=True)
     names, planted = [str(rank) for rank in own], run.where("planted_s")[0].case["of_rank"]
-    for ax, found, label in zip(axes, (own, late), ("own timer: ms of a step", "arrival: ms after the first"),
-                                strict=True):  # fmt: skip
+    for ax, found, label in zip(
+        axes, (own, late), ("own timer: ms of a step", "arrival: ms after the first"), strict=True
+    ):
         bars(ax, names, found.values(), label="" if ax is axes[0] else "_")
-        ax.set_xlim(0, 1.25 * max(1.0, float(guess) if guess == guess and ax is axes[0] else 1.0,
-                                  *(e.high for e in found.values())))  # fmt: skip
+        ax.set_xlim(
+            0,
+            1.25
+            * max(1.0, float(guess) if guess == guess and ax is axes[0] else 1.0, *(e.high for e in found.values())),
+        )
         ax.set_xlabel(label)
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="x", color="#E3E3E3")
@@ -147,8 +157,11 @@ def costs(run: Records) -> pandas.DataFrame:
         formula, drawn = last_to_arrive.predicted(run, case)
         added = last_to_arrive.added(run, case)
         apart = "" if added.low <= formula <= added.high else "; the formula is outside"
-        rows[f"late: {case}"] = {"formula": f"{1e3 * formula:.1f} ms", "for the delays drawn": f"{1e3 * drawn:.1f} ms",
-                                 "by the clock": _if_shown(added) + apart}  # fmt: skip
+        rows[f"late: {case}"] = {
+            "formula": f"{1e3 * formula:.1f} ms",
+            "for the delays drawn": f"{1e3 * drawn:.1f} ms",
+            "by the clock": _if_shown(added) + apart,
+        }
     noting = _if_shown(last_to_arrive.cost(run))
     rows["noting the wait"] = {"formula": "", "for the delays drawn": "", "by the clock": noting}
     table = pandas.DataFrame(rows).T

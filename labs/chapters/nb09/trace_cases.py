@@ -35,8 +35,10 @@ def case(which: int | str) -> list[Event]:
 def made(seed: int) -> list[Event]:
     """A step as torch.profiler writes it, in no order: two gloo threads, operators within operators, a loader."""
     draw = random.Random(seed)
-    rows: list[Event] = [{"ph": "M", "name": "thread_name", "pid": 9, "tid": MAIN, "args": {"name": "python"}},
-                         {"ph": "i", "name": "Record Window End", "pid": 9, "tid": MAIN, "ts": 1.0}]  # fmt: skip
+    rows: list[Event] = [
+        {"ph": "M", "name": "thread_name", "pid": 9, "tid": MAIN, "args": {"name": "python"}},
+        {"ph": "i", "name": "Record Window End", "pid": 9, "tid": MAIN, "ts": 1.0},
+    ]
     start = draw.uniform(1e3, 9e5)
     now = start + draw.uniform(400, 1500)
     forward = now
@@ -44,8 +46,13 @@ def made(seed: int) -> list[Event]:
     rows.append(_bar("forward", "user_annotation", forward, now))
     backward, ready = now, []
     for _ in range(draw.randint(3, 5)):
-        now = _operators(rows, now + draw.uniform(50, 300), draw.randint(1, 3),
-                         "autograd::engine::evaluate_function: AddmmBackward0", draw)  # fmt: skip
+        now = _operators(
+            rows,
+            now + draw.uniform(50, 300),
+            draw.randint(1, 3),
+            "autograd::engine::evaluate_function: AddmmBackward0",
+            draw,
+        )
         rows.append(_bar("c10d::allreduce_", "cpu_op", now + 5, now + draw.uniform(200, 900)))
         ready.append(now + 20)
         now = rows[-1]["ts"] + rows[-1]["dur"]

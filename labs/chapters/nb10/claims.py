@@ -53,9 +53,11 @@ def _(evidence: Records) -> Verdict:
     printed, printed_with = (run.one("lines_at_exit", last=last) for last in ("just end", "destroy"))
     left = int(run.one("left", last="just end").value)
     well, well_with = codes.count(0), codes_with.count(0)
-    said = (f"of {len(codes)} pairs of gloo ranks that just end, {well} ended with exit code 0 on both ranks, of "
-            f"{len(codes_with)} with the call {well_with}; at most {max(printed.samples):.0f} lines on stderr against "
-            f"{max(printed_with.samples):.0f}; {left} files left{only_on(run)}")  # fmt: skip
+    said = (
+        f"of {len(codes)} pairs of gloo ranks that just end, {well} ended with exit code 0 on both ranks, of "
+        f"{len(codes_with)} with the call {well_with}; at most {max(printed.samples):.0f} lines on stderr against "
+        f"{max(printed_with.samples):.0f}; {left} files left{only_on(run)}"
+    )
     if left or _by_chance(codes, codes_with) <= BY_CHANCE:
         return Verdict("does not hold", said)
     if well / len(codes) < well_with / len(codes_with):
@@ -124,8 +126,12 @@ def _(evidence: Records) -> Verdict:
     said = f"{found.case['variable']} (its name today) chooses what happens when a collective fails: {modes}"
     if found.value:
         return Verdict("depends", f"{said}; torch's header speaks of speed, too", "published")
-    return Verdict("does not hold", f"{said}. torch's header says nothing of speed; step times under gloo, which "
-                                    "does not read it, would say nothing of NCCL", "published")  # fmt: skip
+    return Verdict(
+        "does not hold",
+        f"{said}. torch's header says nothing of speed; step times under gloo, which "
+        "does not read it, would say nothing of NCCL",
+        "published",
+    )
 
 
 @verdict("D26")

@@ -36,9 +36,15 @@ Answer = tuple[int, str, str, int, str] | None
 
 FILE = Path(__file__).with_name("flight_dumps.json")
 FIELDS = (
-    "process_group", "collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "state", "time_created_ns",
+    "process_group",
+    "collective_seq_id",
+    "profiling_name",
+    "input_sizes",
+    "input_dtypes",
+    "state",
+    "time_created_ns",
     "frames",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,14 @@ def _record() -> None:
             number = next(i for i, line in enumerate(text, 1) if line.strip() == what[4])
             answer = [*what[:4], f"{program.name}:{number}"]
         dumps = {rank: entries for rank, entries in enumerate(each) if entries is not None}
-        found.append({"name": f"recorded: {fault}", "answer": answer, "dumps": dumps,
-                      "groups": {"0": [0, 1, 2, 3], "1": [0, 1], "2": [2, 3]}})  # fmt: skip
+        found.append(
+            {
+                "name": f"recorded: {fault}",
+                "answer": answer,
+                "dumps": dumps,
+                "groups": {"0": [0, 1, 2, 3], "1": [0, 1], "2": [2, 3]},
+            }
+        )
     machine = f"{os.cpu_count()} cores of an {hardware.cpu_name()}"
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     origin = {"torch": torch.__version__, "date": today, "backend": "gloo", "machine": machine}
@@ -116,8 +128,15 @@ def _record() -> None:
 @functools.cache
 def _from_file() -> list[Case]:
     rows = json.loads(FILE.read_text())["cases"]
-    return [Case(row["name"], {int(rank): entries for rank, entries in row["dumps"].items()}, row["groups"],
-                 tuple(row["answer"]) if row["answer"] else None) for row in rows]  # fmt: skip
+    return [
+        Case(
+            row["name"],
+            {int(rank): entries for rank, entries in row["dumps"].items()},
+            row["groups"],
+            tuple(row["answer"]) if row["answer"] else None,
+        )
+        for row in rows
+    ]
 
 
 def about() -> str:
@@ -212,8 +231,9 @@ def _what(call: Call) -> tuple[str, int, str]:
 Change = Callable[[list[Rank]], None]
 
 
-def _made(name: str, seed: int, change: Change, answer: Answer, ranks: int = 4, keep: int = 17,
-          lost: tuple[int, ...] = ()) -> Case:  # fmt: skip
+def _made(
+    name: str, seed: int, change: Change, answer: Answer, ranks: int = 4, keep: int = 17, lost: tuple[int, ...] = ()
+) -> Case:
     """A job that `change` did something to; each rank keeps its last `keep` entries, the files of `lost` are lost."""
     dice = random.Random(seed)
     program, groups = _program(ranks)
@@ -250,10 +270,15 @@ def _frames(call: Call, line: int) -> list[dict[str, Any]]:
 def _entry(rank: int, group: str, number: int, call: Call, at_ns: int) -> Entry:
     line = call.line_of_rank_0 if rank == 0 and call.line_of_rank_0 else call.line
     return {
-        "process_group": [group, "default_pg" if group == "0" else "undefined"], "collective_seq_id": number,
-        "profiling_name": f"gloo:{call.name}", "input_sizes": [[call.size]], "input_dtypes": [call.dtype],
-        "state": "scheduled", "time_created_ns": at_ns, "frames": _frames(call, line),
-    }  # fmt: skip
+        "process_group": [group, "default_pg" if group == "0" else "undefined"],
+        "collective_seq_id": number,
+        "profiling_name": f"gloo:{call.name}",
+        "input_sizes": [[call.size]],
+        "input_dtypes": [call.dtype],
+        "state": "scheduled",
+        "time_created_ns": at_ns,
+        "frames": _frames(call, line),
+    }
 
 
 def _number(place: int, of: str) -> int:
@@ -319,34 +344,82 @@ REDUCE, GATHER, PAIR, LOSS = LAST + 3, LAST + 5, LAST + 2, LAST + 6
 def _all() -> list[Case]:
     return [
         *_from_file(),
-        _made("a gradient is missing", 1, _stops(3, REDUCE),
-              (3, "missing", "0", _number(REDUCE, "all"), "train.py:47")),
+        _made(
+            "a gradient is missing", 1, _stops(3, REDUCE), (3, "missing", "0", _number(REDUCE, "all"), "train.py:47")
+        ),
         _made("a slow step", 2, _end(GATHER), None),
         _made("a broadcast is missing", 3, _stops(2, LAST), (2, "missing", "0", _number(LAST, "all"), "train.py:31")),
-        _made("a pair's partner is missing", 4, _stops(4, PAIR),
-              (4, "missing", "3", _number(PAIR, "pair"), "train.py:40"), ranks=6),
-        _made("a smaller tensor", 5, _calls(1, REDUCE, SMALL),
-              (1, "other size", "0", _number(REDUCE, "all"), "train.py:47")),
-        _made("another dtype", 6, _calls(0, GATHER, HALF),
-              (0, "other size", "0", _number(GATHER, "all"), "train.py:52")),
-        _made("one leaves out a collective", 7, _skips((2,), GATHER),
-              (2, "other collective", "0", _number(GATHER, "all"), "train.py:66")),
-        _made("three leave out a collective", 8, _skips((0, 1, 3), GATHER),
-              (2, "other collective", "0", _number(GATHER, "all"), "train.py:52")),
-        _made("one more at the end", 9, _calls(0, END, EXTRA),
-              (0, "extra", "0", _number(END - 1, "all") + 1, "train.py:71")),
-        _made("one more on the way", 10, _calls(3, REDUCE, EXTRA, instead=False),
-              (3, "other size", "0", _number(REDUCE, "all"), "train.py:71")),
-        _made("a file is missing, and its rank is dead", 11, _stops(1, GATHER),
-              (1, "dead", "0", _number(GATHER, "all"), "train.py:52"), lost=(1,)),
-        _made("a file is missing, and another rank is to blame", 12, _stops(0, GATHER),
-              (0, "missing", "0", _number(GATHER, "all"), "train.py:52"), lost=(3,)),
+        _made(
+            "a pair's partner is missing",
+            4,
+            _stops(4, PAIR),
+            (4, "missing", "3", _number(PAIR, "pair"), "train.py:40"),
+            ranks=6,
+        ),
+        _made(
+            "a smaller tensor",
+            5,
+            _calls(1, REDUCE, SMALL),
+            (1, "other size", "0", _number(REDUCE, "all"), "train.py:47"),
+        ),
+        _made(
+            "another dtype", 6, _calls(0, GATHER, HALF), (0, "other size", "0", _number(GATHER, "all"), "train.py:52")
+        ),
+        _made(
+            "one leaves out a collective",
+            7,
+            _skips((2,), GATHER),
+            (2, "other collective", "0", _number(GATHER, "all"), "train.py:66"),
+        ),
+        _made(
+            "three leave out a collective",
+            8,
+            _skips((0, 1, 3), GATHER),
+            (2, "other collective", "0", _number(GATHER, "all"), "train.py:52"),
+        ),
+        _made(
+            "one more at the end",
+            9,
+            _calls(0, END, EXTRA),
+            (0, "extra", "0", _number(END - 1, "all") + 1, "train.py:71"),
+        ),
+        _made(
+            "one more on the way",
+            10,
+            _calls(3, REDUCE, EXTRA, instead=False),
+            (3, "other size", "0", _number(REDUCE, "all"), "train.py:71"),
+        ),
+        _made(
+            "a file is missing, and its rank is dead",
+            11,
+            _stops(1, GATHER),
+            (1, "dead", "0", _number(GATHER, "all"), "train.py:52"),
+            lost=(1,),
+        ),
+        _made(
+            "a file is missing, and another rank is to blame",
+            12,
+            _stops(0, GATHER),
+            (0, "missing", "0", _number(GATHER, "all"), "train.py:52"),
+            lost=(3,),
+        ),
         _made("a slow step, two lines of code", 13, _end(LOSS), None, ranks=6),
-        _made("a pair's partner and a file are missing", 14, _stops(1, PAIR),
-              (1, "missing", "1", _number(PAIR, "pair"), "train.py:40"), ranks=6, lost=(4,)),
-        _made("a broadcast is missing, and the ring is short", 15, _stops(1, LAST),
-              (1, "missing", "0", _number(LAST, "all"), "train.py:31"), keep=9),
-    ]  # fmt: skip
+        _made(
+            "a pair's partner and a file are missing",
+            14,
+            _stops(1, PAIR),
+            (1, "missing", "1", _number(PAIR, "pair"), "train.py:40"),
+            ranks=6,
+            lost=(4,),
+        ),
+        _made(
+            "a broadcast is missing, and the ring is short",
+            15,
+            _stops(1, LAST),
+            (1, "missing", "0", _number(LAST, "all"), "train.py:31"),
+            keep=9,
+        ),
+    ]
 
 
 def cases() -> list[Case]:

@@ -220,10 +220,12 @@ SLIPS = {
         "you average over the ranks that have a batch: a sample in a small batch counts more than one in a large batch",
         "divide the sum of gradients by the number of samples that all ranks have in this step",
     ),
-    "full": ("you divide by the samples of full batches, also where batches are small or missing",
-             "divide by the number of samples that all ranks have in this step"),
+    "full": (
+        "you divide by the samples of full batches, also where batches are small or missing",
+        "divide by the number of samples that all ranks have in this step",
+    ),
     "sum": ("the gradients are added up over samples and never divided", "the mean over the step's samples is asked"),
-}  # fmt: skip
+}
 """Ways to train on something else than the mean over all samples, each simulated by `trained`."""
 
 
@@ -278,10 +280,24 @@ def _collectives(own: str, write: Callable[..., None]) -> Iterator[None]:
 
 
 NAMES = (
-    "all_reduce", "broadcast", "barrier", "all_gather", "reduce", "gather", "scatter", "monitored_barrier",
-    "all_gather_object", "broadcast_object_list", "gather_object", "all_gather_into_tensor", "reduce_scatter",
-    "all_to_all", "reduce_scatter_tensor", "send", "recv",
-)  # fmt: skip
+    "all_reduce",
+    "broadcast",
+    "barrier",
+    "all_gather",
+    "reduce",
+    "gather",
+    "scatter",
+    "monitored_barrier",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "all_to_all",
+    "reduce_scatter_tensor",
+    "send",
+    "recv",
+)
 
 
 # -- the checks
@@ -463,8 +479,11 @@ def _alike(a: list[float], b: list[float], rtol: float = RTOL) -> bool:
 def shown_splits() -> str:
     """What the check trains on: samples and batches of each rank."""
     rows = ["ranks  training samples  batches in an epoch  validation samples"]
-    rows += [f"{ranks:5}  {_row(s.train):16}  {_row(s.batches):19}  {_row(s.valid)}"
-             for ranks, splits in SPLITS.items() for s in splits]  # fmt: skip
+    rows += [
+        f"{ranks:5}  {_row(s.train):16}  {_row(s.batches):19}  {_row(s.valid)}"
+        for ranks, splits in SPLITS.items()
+        for s in splits
+    ]
     return "\n".join(rows)
 
 

@@ -151,13 +151,17 @@ def _wrong_deed(case: Case, got: tuple) -> None:
             "list, whose beginning may be overwritten",
         )
     if got[1] != kind:
-        raise Mistake(f"{you}, with number {number} of group {group!r}; {_why(case)}: {kind!r}, not {got[1]!r}",
-                      "compare its entry of that number with the others': is there one, its name, its sizes and "
-                      "dtypes; has it a file?")  # fmt: skip
+        raise Mistake(
+            f"{you}, with number {number} of group {group!r}; {_why(case)}: {kind!r}, not {got[1]!r}",
+            "compare its entry of that number with the others': is there one, its name, its sizes and "
+            "dtypes; has it a file?",
+        )
     named = got[4].rpartition(":")[0]
     if "torch/" in named or named.endswith(("distributed_c10d.py", "c10d_logger.py")):
-        raise Mistake(f"{you}, and {got[4]} is a line of torch itself", "frames come innermost first: take the first "
-                      "one whose file is not torch's")  # fmt: skip
+        raise Mistake(
+            f"{you}, and {got[4]} is a line of torch itself",
+            "frames come innermost first: take the first one whose file is not torch's",
+        )
     raise Mistake(
         f"{you}, and the line is {where}, not {got[4]}",
         "the line of the others, who have called it: the innermost frame that is not torch's"
@@ -197,8 +201,10 @@ def last_entries(which: int = 0, count: int = 2) -> str:
     rows = [f"groups: {case.groups}"]
     for rank in case.groups["0"]:
         for e in case.dumps.get(rank, [])[-count:]:
-            rows.append(f"rank {rank}: group {e['process_group'][0]!r} number {e['collective_seq_id']:2}  "
-                        f"{e['profiling_name']:16} {e['input_sizes']!s:7} {e['state']}  {line(e)}")  # fmt: skip
+            rows.append(
+                f"rank {rank}: group {e['process_group'][0]!r} number {e['collective_seq_id']:2}  "
+                f"{e['profiling_name']:16} {e['input_sizes']!s:7} {e['state']}  {line(e)}"
+            )
     return "\n".join(rows)
 
 

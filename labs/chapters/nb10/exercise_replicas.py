@@ -298,8 +298,10 @@ def _only_rank_1(seen: dict[int, list[Seen]]) -> Mistake | None:
     beyond = [k for k in right if CASES[k].answer and 2 in CASES[k].answer[1]]
     if all(ok for k, ok in right.items() if k not in beyond) and not any(right[k] for k in beyond):
         case = CASES[beyond[0]]
-        return Mistake(f"{case.words}, and you return {_said(seen[beyond[0]][0].answer)}; what differs on rank 1 you "
-                       "find", "compare every rank with rank 0, however many there are")  # fmt: skip
+        return Mistake(
+            f"{case.words}, and you return {_said(seen[beyond[0]][0].answer)}; what differs on rank 1 you find",
+            "compare every rank with rank 0, however many there are",
+        )
     return None
 
 
@@ -308,9 +310,11 @@ def _check_right(case: Case, one: Seen) -> None:
         return
     if case.answer is None:
         nan = one.answer and one.answer[0] == "mixed.bias"
-        raise Mistake(f"{case.words} ({case.ranks} ranks), and you return {_said(one.answer)}"
-                      + (", in which one number is NaN" if nan else ""),
-                      NAN if nan else "the same bytes must give the same digest in every process")  # fmt: skip
+        raise Mistake(
+            f"{case.words} ({case.ranks} ranks), and you return {_said(one.answer)}"
+            + (", in which one number is NaN" if nan else ""),
+            NAN if nan else "the same bytes must give the same digest in every process",
+        )
     if one.answer is not None and one.answer[0] == case.answer[0] and set(one.answer[1]) == set(case.answer[1]):
         raise Mistake(f"{case.words}: you return {_said(one.answer)}", "each rank once, in ascending order")
     raise Mistake(f"{case.words}: {_said(case.answer)}, and you return {_said(one.answer)}", case.hint)
@@ -323,8 +327,12 @@ def _said(answer: Answer) -> str:
 def shown_model() -> str:
     """What the model holds: name, kind, dtype, shape, bytes of each tensor."""
     kinds = (("parameter", model().named_parameters()), ("buffer", model().named_buffers()))
-    rows = [f"{name:26} {kind:10} {str(t.dtype)[6:]:9} {tuple(t.shape)!s:12} {t.nbytes:9,} bytes"
-            + ("" if t.is_contiguous() else "  not contiguous") for kind, of in kinds for name, t in of]  # fmt: skip
+    rows = [
+        f"{name:26} {kind:10} {str(t.dtype)[6:]:9} {tuple(t.shape)!s:12} {t.nbytes:9,} bytes"
+        + ("" if t.is_contiguous() else "  not contiguous")
+        for kind, of in kinds
+        for name, t in of
+    ]
     return "\n".join(rows)
 
 

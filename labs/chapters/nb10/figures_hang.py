@@ -59,9 +59,10 @@ def diagnoses(run: Records) -> None:
         wrong = [w for w in lab.NAMED if w not in right]
         cured = [x.value for x in run.where("cured", **case)]
         rows[case["drill"]] = {
-            "drawn": f"rank {r.case['wrong']}", "the files say": r.case["said"],
+            "drawn": f"rank {r.case['wrong']}",
+            "the files say": r.case["said"],
             **({"but": f"WRONG: {', '.join(wrong)}"} if wrong else {}),
-        }  # fmt: skip
+        }
         well += all(cured)
     show_table(pandas.DataFrame.from_dict(rows, orient="index").fillna(""))
     whole = sum("but" not in row for row in rows.values())
@@ -69,32 +70,50 @@ def diagnoses(run: Records) -> None:
     say(f"* Rank, collective and line right: {whole} of {len(rows)}{cured}.")
     reading = statistics.median(r.value for r in run.where("reading_s"))
     patience = run[0].config["patience_s"]
-    say(f"* From the last progress to the files it took {max(r.value for r in run.where('evidence_s')):.1f} s at most, "
-        f"with a patience of {patience:g} s; to read them {1e3 * reading:.0f} ms.")  # fmt: skip
+    say(
+        f"* From the last progress to the files it took {max(r.value for r in run.where('evidence_s')):.1f} s at most, "
+        f"with a patience of {patience:g} s; to read them {1e3 * reading:.0f} ms."
+    )
     if left := sum(r.value for r in run.where("leftovers")):
         say(f"* {left:g} processes or folders are left of them.")
 
 
 def who_names_the_rank(diagnosed: Records, asked: Records, guess: Prediction | None = None) -> None:
     """Drills against ways to ask: torch's own two checks, and the recorders of all ranks."""
-    names = [name for name in dict.fromkeys(r.case["drill"] for r in diagnosed.where("right", what="rank"))
-             if asked.where("names", drill=name)]  # fmt: skip
+    names = [
+        name
+        for name in dict.fromkeys(r.case["drill"] for r in diagnosed.where("right", what="rank"))
+        if asked.where("names", drill=name)
+    ]
     cells = {tool: [_told(asked, tool, name) for name in names] for tool in lab.TOOLS}
     files = "files of all ranks"
     cells[files] = [RANK if diagnosed.one("right", drill=name, what="rank").value else SPEAKS for name in names]
     named = {tool: column.count(RANK) for tool, column in cells.items()}
-    message = f"Which rank? DETAIL names it in {named[DETAIL]} of {len(names)} and shows both calls in " \
-              f"{cells[DETAIL].count(BOTH)}; the files of all ranks name it in {named[files]}"  # fmt: skip
-    fig, ax = figure(message, xlabel="what is asked", ylabel="what was planted", size=(7.8, 2.1 + 0.27 * len(names)),
-                     records=Records([*diagnosed.where("right", what="rank"), *asked.where("names", what="rank")]),
-                     legend_below=True)  # fmt: skip
+    message = (
+        f"Which rank? DETAIL names it in {named[DETAIL]} of {len(names)} and shows both calls in "
+        f"{cells[DETAIL].count(BOTH)}; the files of all ranks name it in {named[files]}"
+    )
+    fig, ax = figure(
+        message,
+        xlabel="what is asked",
+        ylabel="what was planted",
+        size=(7.8, 2.1 + 0.27 * len(names)),
+        records=Records([*diagnosed.where("right", what="rank"), *asked.where("names", what="rank")]),
+        legend_below=True,
+    )
     heads = [
         "TORCH_DISTRIBUTED_\nDEBUG=DETAIL",
         "monitored_barrier\nbefore each call",
         "recorder, stacks and\nend of all ranks",
     ]
-    choice_map(ax, list(zip(*cells.values(), strict=True)), columns=heads, rows=[n.replace("_", " ") for n in names],
-               colors=COLORS, kind="measured")  # fmt: skip
+    choice_map(
+        ax,
+        list(zip(*cells.values(), strict=True)),
+        columns=heads,
+        rows=[n.replace("_", " ") for n in names],
+        colors=COLORS,
+        kind="measured",
+    )
     ax.xaxis.tick_top()
     told = "; ".join(f"{tool}: {n} of {len(names)}" for tool, n in named.items())
     show(fig, alt=f"{message}. Table of hangs against ways to ask. Named right: {told}.")
@@ -111,5 +130,14 @@ def _told(asked: Records, tool: str, name: str) -> str:
     of = {what: asked.one("names", tool=tool, drill=name, what=what).value for what in (*lab.SAID, "crashed")}
     if not of["asked"]:
         return NOT_ASKED
-    return (RANK if of["rank"] else BOTH if of["both"] else CRASHES if of["crashed"] else
-            SPEAKS if of["anything"] else SILENT)  # fmt: skip
+    return (
+        RANK
+        if of["rank"]
+        else BOTH
+        if of["both"]
+        else CRASHES
+        if of["crashed"]
+        else SPEAKS
+        if of["anything"]
+        else SILENT
+    )

@@ -19,8 +19,14 @@ def preemption(run: Records, guess: Prediction | None = None) -> None:
     message = "The habit decides: steps done again cost more than a start"
     if most < (least := min(starting.values())):
         message = f"Steps done again cost at most {most:.1f} s here, everything else at least {least:.1f} s"
-    fig, ax = figure(message, xlabel="since the signal (s)", ylabel="what the job does", records=run.where("part_s"),
-                     size=(7.8, 1.9 + 0.5 * len(lost)), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="since the signal (s)",
+        ylabel="what the job does",
+        records=run.where("part_s"),
+        size=(7.8, 1.9 + 0.5 * len(lost)),
+        legend_below=True,
+    )
     seconds = {p: [run.one("part_s", habit=habit, part=p).value for habit in lost] for p in parts}
     longest = {p: s.index(max(s)) if max(s) > 0.01 * max(lost.values()) else None for p, s in seconds.items()}
     for row in range(len(lost)):

@@ -15,14 +15,27 @@ from labs.parts.faults.memory_faults import CURES, FRAGMENTATION, TRIM, WHAT
 
 HALF = "half the batch"
 SHORT = {
-    "batch": "batch too large", "states": "parameters + Adam", "graph": "kept graph", "outputs": "kept outputs",
-    "closure": "batch in a closure", "python_objects": "Python objects", "worker_objects": "objects in workers",
-    "worker_buffers": "too many workers", "prefetch": "prefetched batches", "shared_memory": "/dev/shm too small",
-    "address_space": "limit on addresses", FRAGMENTATION: "fragmentation",
-}  # fmt: skip
+    "batch": "batch too large",
+    "states": "parameters + Adam",
+    "graph": "kept graph",
+    "outputs": "kept outputs",
+    "closure": "batch in a closure",
+    "python_objects": "Python objects",
+    "worker_objects": "objects in workers",
+    "worker_buffers": "too many workers",
+    "prefetch": "prefetched batches",
+    "shared_memory": "/dev/shm too small",
+    "address_space": "limit on addresses",
+    FRAGMENTATION: "fragmentation",
+}
 
-TWO_LINES = {"checkpointing": "check-\npointing", "set_to_none": "set_to_\nnone", TRIM: "malloc_\ntrim",
-             "prefetch_factor=1": "prefetch_\nfactor=1", "4 micro-batches": "4 micro-\nbatches"}  # fmt: skip
+TWO_LINES = {
+    "checkpointing": "check-\npointing",
+    "set_to_none": "set_to_\nnone",
+    TRIM: "malloc_\ntrim",
+    "prefetch_factor=1": "prefetch_\nfactor=1",
+    "4 micro-batches": "4 micro-\nbatches",
+}
 
 
 def cures(run: Records) -> None:
@@ -33,11 +46,21 @@ def cures(run: Records) -> None:
     origin = Records(r for r in run.where("needed_bytes") if r.case["cause"] in cells)
     message = _message({cause: row[HALF] for cause, row in cells.items() if HALF in row})
     note = f"cure ({TRIM}: {lab.INSTEAD})" if TRIM in columns else "cure"
-    fig, ax = figure(message, xlabel=note, ylabel="what fills the memory", records=origin,
-                     size=(9.6, 2.4 + 0.36 * len(cells)))  # fmt: skip
+    fig, ax = figure(
+        message, xlabel=note, ylabel="what fills the memory", records=origin, size=(9.6, 2.4 + 0.36 * len(cells))
+    )
     names = [f"{SHORT[cause]}, {next(iter(row.values())).needed / 1e6:.0f} MB" for cause, row in cells.items()]
-    heat_map(ax, shares, columns=columns, rows=names, kind=origin[0].kind, form="", center=0.0, span=1.0,
-             label="MB saved; darker: a larger share; empty: nothing to change")  # fmt: skip
+    heat_map(
+        ax,
+        shares,
+        columns=columns,
+        rows=names,
+        kind=origin[0].kind,
+        form="",
+        center=0.0,
+        span=1.0,
+        label="MB saved; darker: a larger share; empty: nothing to change",
+    )
     for i, row in enumerate(cells.values()):
         for j, cure in enumerate(columns):
             if cure in row:
@@ -50,8 +73,15 @@ def cures(run: Records) -> None:
         if c in row and lab.is_later(row[c])
     ]
     if later:
-        ax.plot(*zip(*[(j + 0.36, i - 0.28) for j, i in later], strict=True), linestyle="", marker="^", markersize=6,
-                color=ORANGE, markeredgecolor="black", label="grows on: it runs out later")  # fmt: skip
+        ax.plot(
+            *zip(*[(j + 0.36, i - 0.28) for j, i in later], strict=True),
+            linestyle="",
+            marker="^",
+            markersize=6,
+            color=ORANGE,
+            markeredgecolor="black",
+            label="grows on: it runs out later",
+        )
         ax.legend(loc="upper right")  # where no cell is
     ax.set_xticks(range(len(columns)), [TWO_LINES.get(c, c.replace(" ", "\n")) for c in columns], fontsize=9)
     told = "; ".join(f"{SHORT[cause]}: {_best(run, cause)}" for cause in cells)
@@ -69,12 +99,16 @@ def half_the_batch(run: Records, guess: Prediction | None = None) -> None:
     tried = {c: row[HALF] for c, row in lab.given(run).items() if c != FRAGMENTATION and HALF in row}
     helps = [c for c, g in tried.items() if g.saved > 0 and not g.is_nothing and not g.postpones]
     others = ", ".join(SHORT[c] for c in tried if c not in helps)
-    say(f"* Half the batch helps against {len(helps)} of {len(tried)}: {', '.join(SHORT[c] for c in helps) or 'none'}. "
-        f"It does not against: {others}.")  # fmt: skip
+    say(
+        f"* Half the batch helps against {len(helps)} of {len(tried)}: {', '.join(SHORT[c] for c in helps) or 'none'}. "
+        f"It does not against: {others}."
+    )
     if leaks := [c for c in tried if c in lab.LEAKS]:
         rest = [c for c in tried if c not in leaks]
-        say(f"* For the {len(leaks)} leaks of the trainer that is by definition: {lab.SAME_SAMPLES}. Of the "
-            f"{len(rest)} that are no such leaks it helps against {len([c for c in helps if c in rest])}.")  # fmt: skip
+        say(
+            f"* For the {len(leaks)} leaks of the trainer that is by definition: {lab.SAME_SAMPLES}. Of the "
+            f"{len(rest)} that are no such leaks it helps against {len([c for c in helps if c in rest])}."
+        )
     if guess is not None:
         say(f"* {guess.against(float(len([c for c in helps if c not in lab.LEAKS])))}")
 
@@ -108,8 +142,10 @@ def cure_table(run: Records) -> None:
     table.columns.name = "MB saved with"
     show_table(table)
     if TRIM in columns:
-        say(f"* {TRIM} is tried {lab.INSTEAD}" +
-            ("; empty_cache is in the modelled row." if FRAGMENTATION in cells else "."))  # fmt: skip
+        say(
+            f"* {TRIM} is tried {lab.INSTEAD}"
+            + ("; empty_cache is in the modelled row." if FRAGMENTATION in cells else ".")
+        )
 
 
 def _in_table(given: lab.Given) -> str:
@@ -128,7 +164,7 @@ def messages(run: Records) -> None:
             "last words": _short(told.case["message"]) or "(none)",
             "because": told.case["sentence"],
             "found": f"WRONG: {', '.join(sorted(wrong))}" if wrong else "right" + ", by a guess" * _guessed(told),
-        }  # fmt: skip
+        }
     show_table(pandas.DataFrame.from_dict(rows, orient="index"))
     named(run)
 
@@ -139,9 +175,13 @@ def _short(message: str) -> str:
 
 
 ENDED_BY = {
-    "none": "came to its end", "data": "limit on data", "addresses": "limit on addresses", "killer": "killer",
-    "shm": "a small /dev/shm", "modelled": "simulated allocator",
-}  # fmt: skip
+    "none": "came to its end",
+    "data": "limit on data",
+    "addresses": "limit on addresses",
+    "killer": "killer",
+    "shm": "a small /dev/shm",
+    "modelled": "simulated allocator",
+}
 
 
 def named(run: Records) -> None:
@@ -162,10 +202,14 @@ def _guessed(end: Record) -> bool:
 def foretold(run: Records) -> None:
     """How far formulas are off what the kernel counted, for the causes that have one."""
     errors = lab.prediction_errors(run)
-    say("* Formulas: for batch and states the peak of a step, as labs.memory_oracle traces it; for loaders the batches "
-        "under way. Measured against them:")  # fmt: skip
+    say(
+        "* Formulas: for batch and states the peak of a step, as labs.memory_oracle traces it; for loaders the batches "
+        "under way. Measured against them:"
+    )
     for cause in dict.fromkeys(cause for cause, _ in errors):
         off = {cure: error for (c, cure), error in errors.items() if c == cause}
         worst = max(off, key=lambda cure: abs(off[cure]))
-        say(f"* {SHORT[cause]}: the formula is off by {100 * off[lab.NOBODY]:+.0f} % as it is, at worst by "
-            f"{100 * off[worst]:+.0f} % ({worst}).".replace("-0 %", "0 %"))  # fmt: skip
+        say(
+            f"* {SHORT[cause]}: the formula is off by {100 * off[lab.NOBODY]:+.0f} % as it is, at worst by "
+            f"{100 * off[worst]:+.0f} % ({worst}).".replace("-0 %", "0 %")
+        )

@@ -32,8 +32,10 @@ def timeline(run: Records, guess: Prediction | None = None, causes: Sequence[str
     axes, told = fig.subplots(1, len(causes), sharey=True, squeeze=False)[0], []
     for ax, cause in zip(axes, causes, strict=True):
         bad = _first(run, "bad_step", cause)
-        for metric, label, color in (("loss", "loss (nats)", SERIES[0]),
-                                     ("gradient_norm", "norm of the gradient", SERIES[1])):  # fmt: skip
+        for metric, label, color in (
+            ("loss", "loss (nats)", SERIES[0]),
+            ("gradient_norm", "norm of the gradient", SERIES[1]),
+        ):
             found = _first(run, metric, cause)
             curve(ax, found.case["steps"], list(found.samples), kind="measured", label=label, color=color)
         ax.axvline(bad.value, color="black", linestyle=":", linewidth=1.5)
@@ -42,8 +44,10 @@ def timeline(run: Records, guess: Prediction | None = None, causes: Sequence[str
         ax.set_xlabel("step")
         ax.set_xlim(-0.5, numbers.STEPS)
         ax.set_yscale("log")
-        told.append(f"{cause}: not finite from step {bad.value:.0f} on, first in {where}, after {rising[cause]} steps "
-                    "with a loss of more than three times its lowest")  # fmt: skip
+        told.append(
+            f"{cause}: not finite from step {bad.value:.0f} on, first in {where}, after {rising[cause]} steps "
+            "with a loss of more than three times its lowest"
+        )
     axes[0].set_ylabel("value, the last finite ones (log)")
     if guess is not None:
         bad = _first(run, "bad_step", causes[-1])
@@ -91,8 +95,10 @@ def silent(run: Records, causes: Sequence[str] = ("clip before unscale_", "skipp
         curve(ax, range(len(well)), list(well), kind="measured", label="cured", color=SERIES[0])
         ax.set_title(cause, fontsize=10)
         ax.set_xlabel("step")
-        told.append(f"{cause}: {ill[0]:.2f} to {ill[-1]:.2f} nats, cured to {well[-1]:.2f}"
-                    + f"; {without} of {numbers.STEPS + 1} steps without a finite loss" * (without > 0))  # fmt: skip
+        told.append(
+            f"{cause}: {ill[0]:.2f} to {ill[-1]:.2f} nats, cured to {well[-1]:.2f}"
+            + f"; {without} of {numbers.STEPS + 1} steps without a finite loss" * (without > 0)
+        )
     axes[0].set_ylabel("loss (nats)")
     for ax in axes[1:]:
         for line in ax.lines:
@@ -112,8 +118,10 @@ def matrix(run: Records) -> None:
     table.columns.name = "planted \\ named"
     show_table(table)
     wrong = [r for r in run.where("cause_right") if not r.value]
-    say(f"* Named right: {nan_clinic.share(r.value for r in run.where('cause_right'))}, healthy look-alikes included."
-        + "".join(f" {r.case['planted']!r} was called {r.case['named']!r}." for r in wrong))  # fmt: skip
+    say(
+        f"* Named right: {nan_clinic.share(r.value for r in run.where('cause_right'))}, healthy look-alikes included."
+        + "".join(f" {r.case['planted']!r} was called {r.case['named']!r}." for r in wrong)
+    )
 
 
 def where_it_began(run: Records) -> None:
@@ -126,23 +134,28 @@ def where_it_began(run: Records) -> None:
         trials = next((t.value for t in run.where("trials", **case)), None)
         torchs = f"{r.case['anomaly']} in {r.case['anomaly_in']}" if r.case["anomaly_in"] else r.case["anomaly"]
         rows[case["planted"] + (f", seed {case['of_seed']}" if run[0].config["seeds"] > 1 else "")] = {
-            "first bad module": r.case["module"] or "the input", "step": f"{r.value:.0f}",
+            "first bad module": r.case["module"] or "the input",
+            "step": f"{r.value:.0f}",
             "trials for the sample": "-" if trials is None else f"{trials:.0f}",
             "detect_anomaly names": torchs or "nothing",
-        }  # fmt: skip
+        }
     show_table(pandas.DataFrame.from_dict(rows, orient="index"))
     right = {m: nan_clinic.share(r.value for r in run.where(f"{m}_right")) for m in ("cause", "module", "sample")}
     steps = nan_clinic.share(nan_clinic.steps_right(run))
-    say(f"* Right, of those that have one: module {right['module']}, step {steps}, sample {right['sample']}; the cause "
-        f"by the signs alone {right['cause']}, healthy ones included.")  # fmt: skip
+    say(
+        f"* Right, of those that have one: module {right['module']}, step {steps}, sample {right['sample']}; the cause "
+        f"by the signs alone {right['cause']}, healthy ones included."
+    )
 
 
 def trials(run: Records, guess: Prediction | None = None) -> None:
     """How many trials the bisections took, beside the closed form."""
     took = sorted({int(r.value) for r in run.where("trials")})
     least = sorted({int(r.value) for r in run.where("predicted_trials")})
-    say(f"* Bisection took {' or '.join(map(str, took))} trials; the formula, log2 of the samples rounded up, says "
-        f"{' or '.join(map(str, least))}.")  # fmt: skip
+    say(
+        f"* Bisection took {' or '.join(map(str, took))} trials; the formula, log2 of the samples rounded up, says "
+        f"{' or '.join(map(str, least))}."
+    )
     if guess is not None and took:
         say(f"* {guess.against(float(took[-1]))}")
 
@@ -165,8 +178,13 @@ def finder_cost(run: Records, guess: Prediction | None = None) -> None:
     if shown:
         words = {"hooks": "with hooks", "anomaly": "under detect_anomaly"}
         message = "A step takes " + ", ".join(f"{r.value:.1f} times as long {words[n]}" for n, r in shown.items())
-    fig, ax = figure(message, xlabel="time of a step over a plain one (x)", ylabel="finder", records=run.where(
-                     "finder_step_s"), size=(7.2, 2.8))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="time of a step over a plain one (x)",
+        ylabel="finder",
+        records=run.where("finder_step_s"),
+        size=(7.2, 2.8),
+    )
     bars(ax, list(names.values()), list(ratios.values()), label="step")
     if guess is not None:
         prediction(ax, float(guess), 0)
@@ -189,13 +207,18 @@ def drifts(run: Records) -> None:
         found = run.where("found_step", kind_of=of.case["kind_of"], **case) if of else []
         late = {f"every {f.case['every']}": f"{f.value:.0f}" for f in found}
         rows[case["fault"]] = {
-            "what": FAULTS[case["fault"]].what, "ranks differ in": ", ".join(kinds) or "nothing",
-            "first": of.case["name"] if of else "-", "after steps": f"{of.value:.0f}" if of else "-", **late,
-        }  # fmt: skip
+            "what": FAULTS[case["fault"]].what,
+            "ranks differ in": ", ".join(kinds) or "nothing",
+            "first": of.case["name"] if of else "-",
+            "after steps": f"{of.value:.0f}" if of else "-",
+            **late,
+        }
     show_table(pandas.DataFrame.from_dict(rows, orient="index").fillna("-"))
     n, alike, differed = nan_clinic.compared(run)
-    say(f"* Hashes and a comparison of all bytes name the same tensors in {alike} of {n} comparisons, of which "
-        f"{differed} differed.")  # fmt: skip
+    say(
+        f"* Hashes and a comparison of all bytes name the same tensors in {alike} of {n} comparisons, of which "
+        f"{differed} differed."
+    )
 
 
 def damage(run: Records, guess: Prediction | None = None, of_rank: int = 0) -> None:
@@ -206,9 +229,14 @@ def damage(run: Records, guess: Prediction | None = None, of_rank: int = 0) -> N
     if shown:
         worst = max(shown, key=lambda fault: shown[fault].value)
         message = f"Unnoticed, {worst!r} costs {shown[worst].value:.1f} points of accuracy"
-    fig, ax = figure(message, xlabel=f"accuracy lost on rank {of_rank}, healthy less faulty (points)",
-                     ylabel="fault on the last rank", records=run.where("accuracy"), legend_below=True,
-                     size=(7.2, 2.2 + 0.4 * len(points_lost)))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel=f"accuracy lost on rank {of_rank}, healthy less faulty (points)",
+        ylabel="fault on the last rank",
+        records=run.where("accuracy"),
+        legend_below=True,
+        size=(7.2, 2.2 + 0.4 * len(points_lost)),
+    )
     bars(ax, list(points_lost), list(points_lost.values()), label="seed by seed")
     if guess is not None:
         prediction(ax, float(guess), 0)
@@ -237,9 +265,14 @@ def price(run: Records, guess: Prediction | None = None) -> None:
         if len(shown) < len(ks):
             rest = next(k for k in ks if k not in shown)
             message += f"; from k = {rest} on it cannot be told" if all(x not in shown for x in ks if x >= rest) else ""
-    fig, ax = figure(message, xlabel="k: steps between two checks", ylabel="added to a step (%)", size=(7.2, 4.6),
-                     legend_below=True,
-                     records=[*run.where("step_s"), *run.where("predicted_added_s")])  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="k: steps between two checks",
+        ylabel="added to a step (%)",
+        size=(7.2, 4.6),
+        legend_below=True,
+        records=[*run.where("step_s"), *run.where("predicted_added_s")],
+    )
     curve(ax, ks, list(formula.values()), label="(bytes / bandwidth + latency) / k")
     points(ax, ks, list(found.values()), label="steps with and without, in turn")
     if guess is not None:
@@ -258,13 +291,19 @@ def price_text(run: Records) -> list[str]:
     lines = []
     for check in run.where("check_s"):
         took = estimate(check.samples, "s")
-        model_s, hash_s, read_s, gather_s = (run.one(metric, of=check.case["of"]).value for metric in (
-                                             "predicted_check_s", "hash_s", "read_s", "gather_s"))  # fmt: skip
-        lines.append(f"{check.case['bytes'] / 1e6:.3g} MB: a check takes {took}, {took.value / model_s:.1f} times the "
-                     f"model's {1e3 * model_s:.2g} ms. Timed alone, the hashes take {100 * hash_s / took.value:.0f} % "
-                     f"of it, {hash_s / read_s:.1f} times as long as a sum that reads the bytes once; the gather "
-                     f"{100 * gather_s / took.value:.0f} %.")  # fmt: skip
-    lines.append("The model reads each byte once, at the speed of that sum, and gathers the hashes, in the shortest "
-                 "time measured for any size. What the hash computes is not in it. Pieces timed alone need not add up "
-                 "to the check.")  # fmt: skip
+        model_s, hash_s, read_s, gather_s = (
+            run.one(metric, of=check.case["of"]).value
+            for metric in ("predicted_check_s", "hash_s", "read_s", "gather_s")
+        )
+        lines.append(
+            f"{check.case['bytes'] / 1e6:.3g} MB: a check takes {took}, {took.value / model_s:.1f} times the "
+            f"model's {1e3 * model_s:.2g} ms. Timed alone, the hashes take {100 * hash_s / took.value:.0f} % "
+            f"of it, {hash_s / read_s:.1f} times as long as a sum that reads the bytes once; the gather "
+            f"{100 * gather_s / took.value:.0f} %."
+        )
+    lines.append(
+        "The model reads each byte once, at the speed of that sum, and gathers the hashes, in the shortest "
+        "time measured for any size. What the hash computes is not in it. Pieces timed alone need not add up "
+        "to the check."
+    )
     return lines

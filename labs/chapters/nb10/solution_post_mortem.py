@@ -9,8 +9,11 @@ def post_mortem(dumps, groups):
     """(rank, kind, group, number, line) of what went wrong first, or None if all ranks came equally far."""
     found = []
     for group, members in groups.items():
-        calls = {r: {e["collective_seq_id"]: e for e in dumps[r] if e["process_group"][0] == group}
-                 for r in members if r in dumps}  # fmt: skip
+        calls = {
+            r: {e["collective_seq_id"]: e for e in dumps[r] if e["process_group"][0] == group}
+            for r in members
+            if r in dumps
+        }
         last = {r: max(entries, default=0) for r, entries in calls.items()}
         for n in range(1, max(last.values(), default=0) + 1):
             here = {r: entries[n] for r, entries in calls.items() if n in entries}  # not where it was overwritten

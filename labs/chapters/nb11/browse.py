@@ -22,8 +22,10 @@ def browse(docket: Docket) -> None:
     except ImportError:
         print(NO_WIDGETS)
         return display(docket)
-    menus = {name: ipywidgets.Dropdown(options=options, description=name, value=ALL)
-             for name, options in choices(docket).items()}  # fmt: skip
+    menus = {
+        name: ipywidgets.Dropdown(options=options, description=name, value=ALL)
+        for name, options in choices(docket).items()
+    }
     shown = ipywidgets.Output()
 
     def redraw(_change: Any = None) -> None:

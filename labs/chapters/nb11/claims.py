@@ -41,8 +41,11 @@ def version(case: dict[str, Any]) -> str:
 def _(evidence: Records) -> Verdict:
     then, now, pinned, one_index = taken(evidence, "then", "now", "pinned", "one_index")
     word = "holds" if now["version"].endswith("+cu116") else "does not hold"
-    before = (f" Before 1.13.1 was overtaken the same line took {version(then)}."
-              if then["version"].endswith("+cu116") else "")  # fmt: skip
+    before = (
+        f" Before 1.13.1 was overtaken the same line took {version(then)}."
+        if then["version"].endswith("+cu116")
+        else ""
+    )
     return Verdict(
         word,
         f"Beside a main index that has newer versions pip takes {version(now)}; pinned "
@@ -55,8 +58,11 @@ def _(evidence: Records) -> Verdict:
     first, second, constrained = taken(evidence, "first_build", "second_build", "constrained")
     changed = first["version"] != second["version"]
     kept = " With a constraints file the second takes" if changed else " A constraints file gives"
-    return Verdict("does not hold" if changed else "holds", f"One line, two builds: {version(first)}, then, with a "
-                   f"newer wheel on the index, {version(second)}.{kept} {version(constrained)}. {INDEXES}")  # fmt: skip
+    return Verdict(
+        "does not hold" if changed else "holds",
+        f"One line, two builds: {version(first)}, then, with a "
+        f"newer wheel on the index, {version(second)}.{kept} {version(constrained)}. {INDEXES}",
+    )
 
 
 @verdict("E01")
@@ -67,9 +73,12 @@ def _(evidence: Records) -> Verdict:
     matter = [name for name, case in differ.items() if case["file"] != usual["file"]]
     by_hand = no_wheel["version"] != ""  # pip took a wheel for another Python: then it is the reader who must choose
     word = "does not hold" if not matter else "holds" if by_hand and len(matter) == len(differ) else "depends"
-    return Verdict(word, f"Another wheel is taken for another {_listed(matter)}; for Python {no_wheel['python']} "
-                   f"{version(no_wheel)}. System and Python pip reads off a wheel's name; CUDA only the index or the "
-                   f"version tells. {INDEXES}")  # fmt: skip
+    return Verdict(
+        word,
+        f"Another wheel is taken for another {_listed(matter)}; for Python {no_wheel['python']} "
+        f"{version(no_wheel)}. System and Python pip reads off a wheel's name; CUDA only the index or the "
+        f"version tells. {INDEXES}",
+    )
 
 
 def _listed(words: list[str]) -> str:
@@ -83,12 +92,18 @@ def _(evidence: Records) -> Verdict:
     installers = sorted(r.case["installer"] for r in run.where("packages"))
     mixed = "conda" in installers and len(installers) > 1
     harms = two.case["ended"] or len(set(two.samples)) > 1
-    effect = "ends the process" if two.case["ended"] else (
-        f"keeps {two.samples[-1]:.0f} threads when the first is told to use {two.samples[0]:.0f}")  # fmt: skip
+    effect = (
+        "ends the process"
+        if two.case["ended"]
+        else (f"keeps {two.samples[-1]:.0f} threads when the first is told to use {two.samples[0]:.0f}")
+    )
     word = "does not hold" if not harms else "holds" if mixed and n > 1 else "depends"
-    return Verdict(word, f"What harms is one library in two copies: a second OpenMP runtime {effect}. Here packages "
-                   f"come from {' and '.join(installers)}, and a process with torch has {n:.0f} such runtime"
-                   f"{'s' * (n != 1)}.")  # fmt: skip
+    return Verdict(
+        word,
+        f"What harms is one library in two copies: a second OpenMP runtime {effect}. Here packages "
+        f"come from {' and '.join(installers)}, and a process with torch has {n:.0f} such runtime"
+        f"{'s' * (n != 1)}.",
+    )
 
 
 LAST_ON_CHANNEL = "2.5.1"
@@ -97,9 +112,13 @@ LAST_ON_CHANNEL = "2.5.1"
 @verdict("E02")
 def _(evidence: Records) -> Verdict:
     newer = Version(torch.__version__) > Version(LAST_ON_CHANNEL)
-    return Verdict("does not hold" if newer else "depends", f"The channel pytorch ends with {LAST_ON_CHANNEL} "
-                   f"(github.com/pytorch/pytorch/issues/138506); this torch is {Version(torch.__version__).public}. "
-                   "PyTorch's page of previous versions names cudatoolkit=11.3 up to 1.12.1.", "published")  # fmt: skip
+    return Verdict(
+        "does not hold" if newer else "depends",
+        f"The channel pytorch ends with {LAST_ON_CHANNEL} "
+        f"(github.com/pytorch/pytorch/issues/138506); this torch is {Version(torch.__version__).public}. "
+        "PyTorch's page of previous versions names cudatoolkit=11.3 up to 1.12.1.",
+        "published",
+    )
 
 
 @verdict("D27")
@@ -107,9 +126,13 @@ def _(evidence: Records) -> Verdict:
     brings = ""
     for r in evidence.where("cuda_packages"):
         brings = f" torch {r.case['torch']} brings CUDA in {r.value:.0f} packages of its own." if r.value else ""
-    return Verdict("does not hold", "NVIDIA supports a CUDA version's last point release only, which 11.6.0 is not, "
-                   "and deletes tags half a year after support for their driver ends (gitlab.com/nvidia/container-"
-                   f"images/cuda, issue 177). A base image holds no toolkit.{brings}", "published")  # fmt: skip
+    return Verdict(
+        "does not hold",
+        "NVIDIA supports a CUDA version's last point release only, which 11.6.0 is not, "
+        "and deletes tags half a year after support for their driver ends (gitlab.com/nvidia/container-"
+        f"images/cuda, issue 177). A base image holds no toolkit.{brings}",
+        "published",
+    )
 
 
 # -- which plan to begin with, by the cost model of labs.strategy
@@ -126,9 +149,7 @@ WHERE = f"models of {SIZES[0] / 1e9:g} to {SIZES[-1] / 1e9:g} billion on {' or '
 @cache
 def plans(parameters: float, cards: int, network_gb_s: float) -> tuple[tuple[Cost, ...], Cost | None]:
     """All plans that fit and use all cards, and the one that labs.strategy advises; None if nothing fits."""
-    config = strategy.Config(
-        params=parameters, batch=CLUSTERS[cards], gpus=cards, gpu=CARD, network_gb_s=network_gb_s
-    )  # fmt: skip
+    config = strategy.Config(params=parameters, batch=CLUSTERS[cards], gpus=cards, gpu=CARD, network_gb_s=network_gb_s)
     advice = strategy.advise(config)
     free = config.machine().memory_bytes
     return tuple(c for c in advice.costs if c.memory_bytes <= free and c.plan.ranks == cards), advice.choice
@@ -148,8 +169,12 @@ def _(evidence: Records) -> Verdict:
     advised = Counter(best.plan.scheme for _, best in cases())
     word = "holds" if set(advised) == {"DDP"} else "depends" if advised["DDP"] else "does not hold"
     told = ", ".join(f"{scheme} {n} times" for scheme, n in advised.most_common())
-    return Verdict(word, "What is mainstream no run tells; what is to be taken, a cost model. Of "
-                   f"{advised.total()} cases, {WHERE}: {told}.", "modelled")  # fmt: skip
+    return Verdict(
+        word,
+        "What is mainstream no run tells; what is to be taken, a cost model. Of "
+        f"{advised.total()} cases, {WHERE}: {told}.",
+        "modelled",
+    )
 
 
 @verdict("D34")
@@ -161,9 +186,13 @@ def _(evidence: Records) -> Verdict:
         near += close
         said.append(f"in {sum(close)} of {len(close)} cases with {network}")
     word = "holds" if all(near) else "depends" if any(near) else "does not hold"
-    return Verdict(word, f"DDP or FSDP2 alone fits, and comes within {NEAR:.0%} of the fastest plan, "
-                   f"{', '.join(said)}: {WHERE}. In the others the complex modes pay: start simple, then try. By a "
-                   "cost model that lets computing hide messages.", "modelled")  # fmt: skip
+    return Verdict(
+        word,
+        f"DDP or FSDP2 alone fits, and comes within {NEAR:.0%} of the fastest plan, "
+        f"{', '.join(said)}: {WHERE}. In the others the complex modes pay: start simple, then try. By a "
+        "cost model that lets computing hide messages.",
+        "modelled",
+    )
 
 
 def data_parallel_behind(fitting: Iterable[Cost]) -> float | None:

@@ -36,15 +36,28 @@ class Case:
     """What somebody did who gives this other verdict, where it is known."""
 
 
-def _record(data: str, workers: int, seconds: Sequence[float], kind: str = "measured", unit: str = "s",
-            metric: str = METRIC) -> Record:  # fmt: skip
+def _record(
+    data: str, workers: int, seconds: Sequence[float], kind: str = "measured", unit: str = "s", metric: str = METRIC
+) -> Record:
     scale = {"s": 1, "ms": 1e3}[unit]
-    return Record("dataloader", metric, unit, [scale * s for s in seconds], kind, {"data": data, "workers": workers},
-                  provenance=HERE if kind == "measured" else ELSEWHERE)  # fmt: skip
+    return Record(
+        "dataloader",
+        metric,
+        unit,
+        [scale * s for s in seconds],
+        kind,
+        {"data": data, "workers": workers},
+        provenance=HERE if kind == "measured" else ELSEWHERE,
+    )
 
 
-def _pair(data: str, gains: Sequence[float], base_s: Sequence[float] = (), kinds: tuple[str, str] = ("measured",) * 2,
-          units: tuple[str, str] = ("s", "s")) -> list[Record]:  # fmt: skip
+def _pair(
+    data: str,
+    gains: Sequence[float],
+    base_s: Sequence[float] = (),
+    kinds: tuple[str, str] = ("measured",) * 2,
+    units: tuple[str, str] = ("s", "s"),
+) -> list[Record]:
     """Times per batch without workers and with 4, round by round; the gain is the former divided by the latter."""
     draw = random.Random(f"{data} {gains}")
     base = base_s or [0.04 * draw.uniform(0.99, 1.01) for _ in gains]
@@ -91,81 +104,192 @@ def cases() -> tuple[Case, ...]:
     counted = dict.fromkeys(WORDS[:3], MODEL)
     few = dict.fromkeys(WORDS[:3], ROUND)
     made = [
-        ("photos load 1.7 times as fast with 4 workers, in each of 12 rounds", _pair("photos", fast), "holds",
-         hint_ratio, {"does not hold": "your ratio is upside down"}),
-        ("arrays load 0.6 times as fast with 4 workers, in each of 12 rounds", _pair("arrays", slow), "does not hold",
-         hint_ratio, {"holds": "your ratio is upside down"}),
-        ("arrays load 0.6 times as fast, photos 1.7 times", _pair("arrays", slow) + _pair("photos", fast), "depends",
-         BOTH, {"holds": "you take one data set for all of them", "does not hold": "you take one data set for all"}),
-        ("photos load 1.7 times as fast, arrays 0.6 times", _pair("photos", fast) + _pair("arrays", slow), "depends",
-         BOTH, {"holds": "you take the first data set for all of them", "does not hold": "you take one data set for "
-                "all of them"}),
-        ("photos and texts load 1.7 and 1.3 times as fast", _pair("photos", fast) + _pair("texts", _about(1.3)),
-         "holds", "every data set that was compared shows it", {}),
-        ("photos load faster in 6 rounds of 12 and slower in 6, 1.12 times as fast by the median",
-         _pair("photos", _mixed(WIDE)), "depends", "the interval decides: here it holds 1.05, so neither is shown",
-         {"holds": POINT, "does not hold": "not shown is not refuted: the interval reaches well above 1.05, too"}),
-        ("arrays load faster in 6 rounds of 12 and slower in 6, 0.97 times as fast by the median",
-         _pair("arrays", _mixed(LOW_AND_WIDE)), "depends",
-         "the interval decides: here it holds 1.05, so neither is shown", {"does not hold": POINT, "holds": POINT}),
-        ("texts load 1.02 times as fast in each of 12 rounds", _pair("texts", _about(1.02, 0.006)), "does not hold",
-         "the statement says at least 1.05 times: the whole interval is below that",
-         {"holds": "you ask for any gain at all, not for one of 1.05", "depends": "the interval holds neither 1.05 nor "
-          "anything above it"}),
-        ("photos load 1.7 times as fast, and the rounds of texts scatter around 1.12",
-         _pair("photos", fast) + _pair("texts", _mixed(WIDE)), "depends",
-         "it holds if every compared data set shows it, and one shows nothing",
-         {"holds": "you leave out the data set that shows nothing"}),
-        ("photos load 1.15 times as fast in every round, while times grow threefold during the run, of both alike",
-         _pair("photos", _about(1.15, 0.01), rising), "holds", hint_pairs,
-         {"depends": "you compare all times of one with all times of the other: unpaired medians see the machine slow "
-          "down, and nothing else", "does not hold": "you compare other things than the two times of one round"}),
-        ("arrays load 0.97 times as fast in every round, and in half of the rounds both take twice as long",
-         _pair("arrays", _about(0.97, 0.01), spells), "does not hold", hint_pairs,
-         {"depends": "you compare all times of one with all times of the other: unpaired medians see slow spells, and "
-          "nothing else"}),
-        ("arrays load 0.6 times as fast; without workers it is noted in ms, with 4 in s",
-         _pair("arrays", slow, units=("ms", "s")), "does not hold", "look at each record's unit before you divide",
-         {"holds": "you divide milliseconds by seconds"}),
-        ("photos load 1.7 times as fast; without workers it is noted in s, with 4 in ms",
-         _pair("photos", fast, units=("s", "ms")), "holds", "look at each record's unit before you divide",
-         {"does not hold": "you divide seconds by milliseconds"}),
+        (
+            "photos load 1.7 times as fast with 4 workers, in each of 12 rounds",
+            _pair("photos", fast),
+            "holds",
+            hint_ratio,
+            {"does not hold": "your ratio is upside down"},
+        ),
+        (
+            "arrays load 0.6 times as fast with 4 workers, in each of 12 rounds",
+            _pair("arrays", slow),
+            "does not hold",
+            hint_ratio,
+            {"holds": "your ratio is upside down"},
+        ),
+        (
+            "arrays load 0.6 times as fast, photos 1.7 times",
+            _pair("arrays", slow) + _pair("photos", fast),
+            "depends",
+            BOTH,
+            {"holds": "you take one data set for all of them", "does not hold": "you take one data set for all"},
+        ),
+        (
+            "photos load 1.7 times as fast, arrays 0.6 times",
+            _pair("photos", fast) + _pair("arrays", slow),
+            "depends",
+            BOTH,
+            {
+                "holds": "you take the first data set for all of them",
+                "does not hold": "you take one data set for all of them",
+            },
+        ),
+        (
+            "photos and texts load 1.7 and 1.3 times as fast",
+            _pair("photos", fast) + _pair("texts", _about(1.3)),
+            "holds",
+            "every data set that was compared shows it",
+            {},
+        ),
+        (
+            "photos load faster in 6 rounds of 12 and slower in 6, 1.12 times as fast by the median",
+            _pair("photos", _mixed(WIDE)),
+            "depends",
+            "the interval decides: here it holds 1.05, so neither is shown",
+            {"holds": POINT, "does not hold": "not shown is not refuted: the interval reaches well above 1.05, too"},
+        ),
+        (
+            "arrays load faster in 6 rounds of 12 and slower in 6, 0.97 times as fast by the median",
+            _pair("arrays", _mixed(LOW_AND_WIDE)),
+            "depends",
+            "the interval decides: here it holds 1.05, so neither is shown",
+            {"does not hold": POINT, "holds": POINT},
+        ),
+        (
+            "texts load 1.02 times as fast in each of 12 rounds",
+            _pair("texts", _about(1.02, 0.006)),
+            "does not hold",
+            "the statement says at least 1.05 times: the whole interval is below that",
+            {
+                "holds": "you ask for any gain at all, not for one of 1.05",
+                "depends": "the interval holds neither 1.05 nor anything above it",
+            },
+        ),
+        (
+            "photos load 1.7 times as fast, and the rounds of texts scatter around 1.12",
+            _pair("photos", fast) + _pair("texts", _mixed(WIDE)),
+            "depends",
+            "it holds if every compared data set shows it, and one shows nothing",
+            {"holds": "you leave out the data set that shows nothing"},
+        ),
+        (
+            "photos load 1.15 times as fast in every round, while times grow threefold during the run, of both alike",
+            _pair("photos", _about(1.15, 0.01), rising),
+            "holds",
+            hint_pairs,
+            {
+                "depends": "you compare all times of one with all times of the other: unpaired medians see the machine "
+                "slow down, and nothing else",
+                "does not hold": "you compare other things than the two times of one round",
+            },
+        ),
+        (
+            "arrays load 0.97 times as fast in every round, and in half of the rounds both take twice as long",
+            _pair("arrays", _about(0.97, 0.01), spells),
+            "does not hold",
+            hint_pairs,
+            {
+                "depends": "you compare all times of one with all times of the other: unpaired medians see slow "
+                "spells, and nothing else"
+            },
+        ),
+        (
+            "arrays load 0.6 times as fast; without workers it is noted in ms, with 4 in s",
+            _pair("arrays", slow, units=("ms", "s")),
+            "does not hold",
+            "look at each record's unit before you divide",
+            {"holds": "you divide milliseconds by seconds"},
+        ),
+        (
+            "photos load 1.7 times as fast; without workers it is noted in s, with 4 in ms",
+            _pair("photos", fast, units=("s", "ms")),
+            "holds",
+            "look at each record's unit before you divide",
+            {"does not hold": "you divide seconds by milliseconds"},
+        ),
         ("there is no record at all", [], none, NO_RUN, guessed),
         ("photos were loaded with 4 workers, and never without", _pair("photos", fast)[1:], none, NO_RUN, guessed),
         ("photos were loaded without workers, and never with 4", _pair("photos", fast)[:1], none, NO_RUN, guessed),
-        ("photos were loaded without workers, texts with 4", _pair("photos", fast)[:1] + _pair("texts", fast)[1:], none,
-         "only times of the same data can be compared", dict.fromkeys(WORDS[:3], "you compare photos with texts")),
+        (
+            "photos were loaded without workers, texts with 4",
+            _pair("photos", fast)[:1] + _pair("texts", fast)[1:],
+            none,
+            "only times of the same data can be compared",
+            dict.fromkeys(WORDS[:3], "you compare photos with texts"),
+        ),
         ("one round of photos, 1.9 times as fast", _pair("photos", [1.9]), none, "at least 6 rounds", few),
-        ("three rounds of photos, 1.5 to 1.7 times as fast", _pair("photos", [1.5, 1.6, 1.7]), none,
-         "at least 6 rounds", few),
-        ("12 rounds of photos without workers, 11 with 4",
-         [_pair("photos", fast)[0], _record("photos", 4, [0.04] * (ROUNDS - 1))], none,
-         "one is missing, and nobody knows which: they are no pairs",
-         dict.fromkeys(WORDS[:3], "you pair times although one of them is missing")),
-        ("both numbers of photos are a model's", _pair("photos", fast, kinds=("modelled",) * 2), none, hint_kind,
-         counted),
-        ("both numbers of photos are published ones", _pair("photos", fast, kinds=("published",) * 2), none, hint_kind,
-         counted),
-        ("photos without workers are measured, with 4 a model's number",
-         _pair("photos", fast, kinds=("measured", "modelled")), none, hint_kind, counted),
-        ("arrays are measured, 0.6 times as fast, and modelled, 1.7 times as fast",
-         _pair("arrays", slow) + _pair("arrays", fast, kinds=("modelled",) * 2), "does not hold", hint_kind,
-         {"holds": MODEL, "depends": MODEL, none: "a model's number beside it does not undo a measurement"}),
-        ("photos were recorded on another machine, 1.7 times as fast in 12 rounds",
-         _pair("photos", fast, kinds=("recorded",) * 2), "holds", "a recorded pair was measured, by somebody else",
-         {none: "you leave out what was recorded"}),
-        ("photos without workers were recorded on another machine, and are measured here with 4",
-         _pair("photos", fast, kinds=("recorded", "measured")), none, hint_kind,
-         dict.fromkeys(WORDS[:3], "you compare two machines, not 4 workers with none")),
-        ("photos load 1.7 times as fast; of texts there are only times with 4 workers",
-         _pair("photos", fast) + _pair("texts", fast)[1:], "holds",
-         "a data set without a comparison says nothing: the others decide",
-         {none: "you give up although photos were compared"}),
-        ("arrays load 0.6 times as fast; of photos there is one round, 1.9 times as fast",
-         _pair("arrays", slow) + _pair("photos", [1.9]), "does not hold",
-         "a data set with fewer than 6 rounds says nothing: the others decide",
-         {"depends": ROUND, none: "you give up although arrays were compared"}),
-    ]  # fmt: skip
+        (
+            "three rounds of photos, 1.5 to 1.7 times as fast",
+            _pair("photos", [1.5, 1.6, 1.7]),
+            none,
+            "at least 6 rounds",
+            few,
+        ),
+        (
+            "12 rounds of photos without workers, 11 with 4",
+            [_pair("photos", fast)[0], _record("photos", 4, [0.04] * (ROUNDS - 1))],
+            none,
+            "one is missing, and nobody knows which: they are no pairs",
+            dict.fromkeys(WORDS[:3], "you pair times although one of them is missing"),
+        ),
+        (
+            "both numbers of photos are a model's",
+            _pair("photos", fast, kinds=("modelled",) * 2),
+            none,
+            hint_kind,
+            counted,
+        ),
+        (
+            "both numbers of photos are published ones",
+            _pair("photos", fast, kinds=("published",) * 2),
+            none,
+            hint_kind,
+            counted,
+        ),
+        (
+            "photos without workers are measured, with 4 a model's number",
+            _pair("photos", fast, kinds=("measured", "modelled")),
+            none,
+            hint_kind,
+            counted,
+        ),
+        (
+            "arrays are measured, 0.6 times as fast, and modelled, 1.7 times as fast",
+            _pair("arrays", slow) + _pair("arrays", fast, kinds=("modelled",) * 2),
+            "does not hold",
+            hint_kind,
+            {"holds": MODEL, "depends": MODEL, none: "a model's number beside it does not undo a measurement"},
+        ),
+        (
+            "photos were recorded on another machine, 1.7 times as fast in 12 rounds",
+            _pair("photos", fast, kinds=("recorded",) * 2),
+            "holds",
+            "a recorded pair was measured, by somebody else",
+            {none: "you leave out what was recorded"},
+        ),
+        (
+            "photos without workers were recorded on another machine, and are measured here with 4",
+            _pair("photos", fast, kinds=("recorded", "measured")),
+            none,
+            hint_kind,
+            dict.fromkeys(WORDS[:3], "you compare two machines, not 4 workers with none"),
+        ),
+        (
+            "photos load 1.7 times as fast; of texts there are only times with 4 workers",
+            _pair("photos", fast) + _pair("texts", fast)[1:],
+            "holds",
+            "a data set without a comparison says nothing: the others decide",
+            {none: "you give up although photos were compared"},
+        ),
+        (
+            "arrays load 0.6 times as fast; of photos there is one round, 1.9 times as fast",
+            _pair("arrays", slow) + _pair("photos", [1.9]),
+            "does not hold",
+            "a data set with fewer than 6 rounds says nothing: the others decide",
+            {"depends": ROUND, none: "you give up although arrays were compared"},
+        ),
+    ]
     return tuple(Case(words, _with_others(r), verdict, hint, slips) for words, r, verdict, hint, slips in made)
 
 

@@ -41,8 +41,14 @@ def votes_figure(votes: Votes, docket: Docket) -> None:
     rows.sort(key=lambda row: -abs(row[1] - 100 * (row[2].word == "holds")))
     score, held = votes.brier(docket), sum(v.word == "holds" for *_, v in rows)
     message = f"{held} of {len(rows)} statements hold as they are written; your Brier score is {score:.2f}"
-    fig, ax = figure(message, xlabel="how sure that it holds (%)", ylabel="claim", records=evidence_of(docket),
-                     size=(7.0, 1.9 + 0.27 * len(rows)), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="how sure that it holds (%)",
+        ylabel="claim",
+        records=evidence_of(docket),
+        size=(7.0, 1.9 + 0.27 * len(rows)),
+        legend_below=True,
+    )
     for i, (_, sure, v) in enumerate(rows):
         ax.plot([sure, 100 * (v.word == "holds")], [i, i], color=GREY, linewidth=1, zorder=1)
     for word in SIGNS:
@@ -80,8 +86,9 @@ def by_article(docket: Docket) -> None:
     total = Counter(kind_of(v) for _, v in docket.rows)
     judged = sum(total[word] for word in SIGNS)
     message = f"{total['holds']} of {judged} statements with a verdict hold as they are written"
-    fig, ax = figure(message, xlabel="claims", ylabel="article", records=evidence_of(docket), size=(7.4, 3.3),
-                     legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message, xlabel="claims", ylabel="article", records=evidence_of(docket), size=(7.4, 3.3), legend_below=True
+    )
     stacked(ax, counts)
     ax.set_yticks(range(len(counts)), list(counts))
     told = "; ".join(f"{a}: " + ", ".join(f"{n[w]} {w}" for w in WORDS if n[w]) for a, n in counts.items())
@@ -110,8 +117,10 @@ def own_text(mine: Docket, docket: Docket) -> None:
         )
     notebooks = ", ".join(sorted({c.notebook for c, _ in mine.rows}))
     other = [(c, v, docket.verdict(c.id)) for c, v in mine.rows if v.word != docket.verdict(c.id).word]
-    lines = [f"Of {len(mine.rows)} claims (notebooks {notebooks}), {len(mine.rows) - len(other)} have the verdict that "
-             f"was recorded."]  # fmt: skip
+    lines = [
+        f"Of {len(mine.rows)} claims (notebooks {notebooks}), {len(mine.rows) - len(other)} have the verdict that "
+        f"was recorded."
+    ]
     lines += [f"**{c.id}**: {v.word} here, {then.word} as recorded. Here: {v.because}" for c, v, then in other]
     return say("\n".join(f"* {line}" for line in lines))
 
@@ -123,8 +132,15 @@ def stacked(ax, counts: dict[str, Counter[str]]) -> None:  # type: ignore[no-unt
         for word in WORDS:
             if found[word]:
                 spans(ax, row, [(start, start + found[word])], kind="recorded", color=COLORS[word], hatch=HATCH[word])
-                ax.text(start + found[word] / 2, row, str(found[word]), ha="center", va="center", fontsize=11,
-                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})  # fmt: skip
+                ax.text(
+                    start + found[word] / 2,
+                    row,
+                    str(found[word]),
+                    ha="center",
+                    va="center",
+                    fontsize=11,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+                )
             start += found[word]
     for word in WORDS:  # a legend of all, in the order of the parts
         if any(found[word] for found in counts.values()):
@@ -154,9 +170,15 @@ def reading_against_trial(docket: Docket, guess: Prediction) -> None:
     same = sum(EXPECTED[c.paper] == v.word for c, v in judged)
     message = f"Reading alone foresaw {same} of {len(judged)} verdicts"
     fig, ax = figure(message, xlabel="the trial", ylabel="reading alone", records=evidence_of(docket), size=(6.8, 3.5))
-    heat_map(ax, [[counts[p][w] or math.nan for w in columns] for p in rows], rows=rows,
-             columns=[word.replace(" ", "\n", 1) for word in columns], kind="recorded", form="{:.0f}",
-             label="number of claims")  # fmt: skip
+    heat_map(
+        ax,
+        [[counts[p][w] or math.nan for w in columns] for p in rows],
+        rows=rows,
+        columns=[word.replace(" ", "\n", 1) for word in columns],
+        kind="recorded",
+        form="{:.0f}",
+        label="number of claims",
+    )
     told = "; ".join(f"{p}: " + ", ".join(f"{counts[p][w]} {w}" for w in columns if counts[p][w]) for p in rows)
     show(fig, alt=f"{message}. Claims by what reading said: {told}.")
     say(f"* {guess.against(100 * same / len(judged), 'found')}")
@@ -164,8 +186,7 @@ def reading_against_trial(docket: Docket, guess: Prediction) -> None:
 
 def surprises(docket: Docket) -> None:
     """Where reading and the trial contradict each other outright."""
-    rows = [(c, v) for c, v in docket.rows
-            if {EXPECTED[c.paper], v.word} == {"holds", "does not hold"}]  # fmt: skip
+    rows = [(c, v) for c, v in docket.rows if {EXPECTED[c.paper], v.word} == {"holds", "does not hold"}]
     if not rows:
         return say(
             "Reading and trial never say the opposite of each other: no claim is true to one and refuted by the other."
@@ -181,5 +202,8 @@ def need_gpus(docket: Docket) -> None:
     rows = [(c, v) for c, v in docket.rows if kind_of(v) == NEEDS]
     if not rows:
         return say("No claim needs a GPU that is not here.")
-    show_table(pandas.DataFrame([{"claim": f"{c.id}: {c.claim}", "needs": v.word[6:], "decided by": c.command}
-                                 for c, v in rows]).set_index("claim"))  # fmt: skip
+    show_table(
+        pandas.DataFrame(
+            [{"claim": f"{c.id}: {c.claim}", "needs": v.word[6:], "decided by": c.command} for c, v in rows]
+        ).set_index("claim")
+    )

@@ -36,8 +36,14 @@ def overview(run: Records, guess: Prediction | None = None) -> None:
     if max((r.gap.n for r in here), default=0) < fewest():
         message = "Each way was followed too seldom to tell how much it fools"
     names = [f"{title}  {k:2}" for k, title in enumerate((way.title for way in WAYS.values()), start=1)]
-    fig, ax = figure(message, xlabel="answer / truth (logarithmic)", ylabel="way to measure", size=(7.6, 5.6),
-                     records=run, legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="answer / truth (logarithmic)",
+        ylabel="way to measure",
+        size=(7.6, 5.6),
+        records=run,
+        legend_below=True,
+    )
     for what, index, color in (("honest", 1, BLUE), ("fooling", 0, VERMILION)):
         answers = {key: (r.fooled, r.honest)[index] for key, r in found.items()}
         for kind in KIND_STYLE:
@@ -81,8 +87,15 @@ def _numbers(ax, found: dict[str, lab.Row], left_out: dict[str, str]) -> None:  
         if not _inside(found[key].fooled):
             edge, mark, side, shift = (EDGE, ">", "right", -9) if value > 1 else (1 / EDGE, "<", "left", 9)
             ax.plot([edge], [k], mark, color=VERMILION, markersize=9, gid=f"kind:{kind}")
-            ax.annotate(f"beyond ({KIND_STYLE[kind].word})", (edge, k), xytext=(shift, 0), textcoords="offset points",
-                        ha=side, color=VERMILION, **look)  # fmt: skip
+            ax.annotate(
+                f"beyond ({KIND_STYLE[kind].word})",
+                (edge, k),
+                xytext=(shift, 0),
+                textcoords="offset points",
+                ha=side,
+                color=VERMILION,
+                **look,
+            )
 
 
 def _inside(ratio: Estimate) -> bool:
@@ -114,12 +127,16 @@ def sentences(run: Records, guess: Prediction | None = None) -> list[str]:
     if known:
         right = [sum(not differs(of(r)) for r in known) for of in (lambda r: r.honest, lambda r: r.fooled)]
         which = ", ".join(r.way.title for r in known)
-        said.append(f"Where the same code is held against itself ({which}), the interval of the honest answer holds 1 "
-                    f"in {right[0]} of {len(known)} rows, that of the fooling answer in {right[1]}.")  # fmt: skip
+        said.append(
+            f"Where the same code is held against itself ({which}), the interval of the honest answer holds 1 "
+            f"in {right[0]} of {len(known)} rows, that of the fooling answer in {right[1]}."
+        )
     if "single_pair" in found:
         share = lab.unsteady_pairs(run).scaled(100, "%")
-        said.append(f"Of single pairs of runs of the same code, {share} differ by more than 5 %. Such a factor is "
-                    "taken as 1 or more, so its honest value lies above 1.")  # fmt: skip
+        said.append(
+            f"Of single pairs of runs of the same code, {share} differ by more than 5 %. Such a factor is "
+            "taken as 1 or more, so its honest value lies above 1."
+        )
     said += [*_padding(found), *_learning(run, found), *_busy(found)]
     little = [r.way.title for r in found.values() if r.fools and not r.fools_much]
     unclear = [r.way.title for r in found.values() if not r.fools]
@@ -133,8 +150,10 @@ def _padding(found: dict[str, lab.Row]) -> list[str]:
         return []
     row = found["two_units"]
     words = f"in words per second {row.said}, {_shown(row.said)}"
-    return [f"Sentences sorted by length need less padding. In tokens per second, padding counted, training runs "
-            f"{row.told} as fast, which is {_shown(row.told)}; {words}."]  # fmt: skip
+    return [
+        f"Sentences sorted by length need less padding. In tokens per second, padding counted, training runs "
+        f"{row.told} as fast, which is {_shown(row.told)}; {words}."
+    ]
 
 
 def _shown(gain: Estimate) -> str:
@@ -153,11 +172,14 @@ def _learning(run: Records, found: dict[str, lab.Row]) -> list[str]:
         learnt = f"whether the loss is reached sooner cannot be told ({row.said})"
     else:
         learnt = f"the loss is reached {'sooner' if row.said.value > 1 else 'later'}: {row.said} as fast"
-    rates = " and ".join(f"{rate:g} (batch {batch})" for batch, rate in zip(case["batches"], case["learning_rates"],
-                                                                            strict=True))  # fmt: skip
+    rates = " and ".join(
+        f"{rate:g} (batch {batch})" for batch, rate in zip(case["batches"], case["learning_rates"], strict=True)
+    )
     how = "searched here for each, with other seeds" if case["searched"] else "not searched in this short run"
-    return [f"A batch {lab.LARGER} times as large trains {row.told} as many samples per second; {learnt}. "
-            f"Learning rates: {rates}, {how}."]  # fmt: skip
+    return [
+        f"A batch {lab.LARGER} times as large trains {row.told} as many samples per second; {learnt}. "
+        f"Learning rates: {rates}, {how}."
+    ]
 
 
 def _busy(found: dict[str, lab.Row]) -> list[str]:
@@ -165,8 +187,10 @@ def _busy(found: dict[str, lab.Row]) -> list[str]:
     if "busy_as_useful" not in found:
         return []
     row = found["busy_as_useful"]
-    return [f"Training with small batches, the device is busy for {row.told_text} of the time, and reaches "
-            f"{row.said_text} of the FLOP/s of a product of large matrices."]  # fmt: skip
+    return [
+        f"Training with small batches, the device is busy for {row.told_text} of the time, and reaches "
+        f"{row.said_text} of the FLOP/s of a product of large matrices."
+    ]
 
 
 def table(run: Records) -> None:

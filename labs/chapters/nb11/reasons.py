@@ -80,8 +80,11 @@ class Gain:
 
     def has(self, number: Printed) -> bool:
         """Whether the number is of these ratios: their middle, an end of their interval, the least or the greatest."""
-        return (self.has_middle(number) or any(self.has_end(number, which) for which in ("low", "high"))
-                or any(number.is_ratio(extreme(self.ratios)) for extreme in (min, max)))  # fmt: skip
+        return (
+            self.has_middle(number)
+            or any(self.has_end(number, which) for which in ("low", "high"))
+            or any(number.is_ratio(extreme(self.ratios)) for extreme in (min, max))
+        )
 
 
 def in_seconds(record: Record) -> list[float]:
@@ -96,8 +99,10 @@ def check_numbers(reason: str, records: Records, words: str, decided: bool) -> N
     printed = [Printed(*found) for found in NUMBER.findall(reason)]
     pairs = list(pairs_of(records))
     if decided and not printed:
-        raise Mistake(f"{words}: your verdict is right, and its reason holds no number: {reason!r:.60}",
-                      "give the ratio it rests on, with its interval")  # fmt: skip
+        raise Mistake(
+            f"{words}: your verdict is right, and its reason holds no number: {reason!r:.60}",
+            "give the ratio it rests on, with its interval",
+        )
     for gain in pairs:
         if decided and gain.counts:
             _require(gain, printed, pairs, words)
@@ -126,13 +131,17 @@ def _require(gain: Gain, printed: Sequence[Printed], pairs: Sequence[Gain], word
     if not any(map(gain.has_middle, printed)):
         other = [n for n in printed if not any(map(n.is_near, STATED)) and not any(g.has(n) for g in pairs if g.counts)]
         why = _what(other[0], [gain, *pairs]) if other else ""
-        raise Mistake(f"{told} does not give the ratio of {gain.data}. {why}".rstrip(),
-                      "the median over the rounds of seconds without workers / seconds with 4")  # fmt: skip
+        raise Mistake(
+            f"{told} does not give the ratio of {gain.data}. {why}".rstrip(),
+            "the median over the rounds of seconds without workers / seconds with 4",
+        )
     ends = [any(gain.has_end(number, which) for number in printed) for which in ("low", "high")]
     if not all(ends) or sum(map(gain.has, printed)) < 3:
         missing = ("the upper end of " if ends[0] else "the lower end of ") if ends[0] != ends[1] else ""
-        raise Mistake(f"{told} gives the ratio of {gain.data} without {missing}its interval: the verdict rests on it",
-                      f'as text, measure.paired_ratio gives "{gain.interval}"')  # fmt: skip
+        raise Mistake(
+            f"{told} gives the ratio of {gain.data} without {missing}its interval: the verdict rests on it",
+            f'as text, measure.paired_ratio gives "{gain.interval}"',
+        )
 
 
 def _facts(records: Records, pairs: Sequence[Gain]) -> Iterator[float]:

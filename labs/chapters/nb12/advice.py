@@ -26,7 +26,13 @@ TRIED: dict[str, tuple[str, str]] = {
 def show() -> None:
     """A row for each statement: the notebook that tried it here, and what tries it on a script of your own."""
     by_id = {claim.id: claim for claim in claims()}
-    rows = [{"claim": f"{name} ({by_id[name].source})", "statement": by_id[name].claim,
-             "tried in": by_id[name].notebook, "on your script": f"{how}: {what}"}
-            for name, (how, what) in TRIED.items()]  # fmt: skip
+    rows = [
+        {
+            "claim": f"{name} ({by_id[name].source})",
+            "statement": by_id[name].claim,
+            "tried in": by_id[name].notebook,
+            "on your script": f"{how}: {what}",
+        }
+        for name, (how, what) in TRIED.items()
+    ]
     show_table(pandas.DataFrame(rows).set_index("claim"), folded=f"{len(rows)} pieces of advice, and what tries them")

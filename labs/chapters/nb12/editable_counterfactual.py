@@ -45,8 +45,11 @@ class Job:
 
     def state(self) -> tuple[Any, ...]:
         """Copies of what a step changes: weights, the optimizer's state, random numbers."""
-        return (copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict()),
-                torch.get_rng_state())  # fmt: skip
+        return (
+            copy.deepcopy(self.model.state_dict()),
+            copy.deepcopy(self.optimizer.state_dict()),
+            torch.get_rng_state(),
+        )
 
     def put_back(self, state: tuple[Any, ...]) -> None:
         """As if the steps since then had not been."""

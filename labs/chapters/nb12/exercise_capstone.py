@@ -66,16 +66,33 @@ def watched(text: str, seed: int = 0) -> Results:
         folder = Path(name)
         script, results, run = folder / "script.py", folder / "results.json", folder / "run"
         script.write_text(text)
-        argv = [sys.executable, "-m", "labs.chapters.nb12.watched", str(results), str(STEPS), str(DATA), "--",
-                str(script), "--data", str(DATA), "--epochs", "1", "--seed", str(seed), 
-                "--folder", str(run)]  # fmt: skip
+        argv = [
+            sys.executable,
+            "-m",
+            "labs.chapters.nb12.watched",
+            str(results),
+            str(STEPS),
+            str(DATA),
+            "--",
+            str(script),
+            "--data",
+            str(DATA),
+            "--epochs",
+            "1",
+            "--seed",
+            str(seed),
+            "--folder",
+            str(run),
+        ]
         code, said = run_alone(argv, folder, EPOCH_S)
         if code is None:
             raise Mistake(f"one epoch of your script did not end within {EPOCH_S:g} s", "look for a loop without end")
         if code or not results.is_file():
             last = (said.strip().splitlines() or ["it said nothing"])[-1]
-            raise Mistake(f"your script failed with exit code {code}: {last}",
-                          "run it: python my_script.py --epochs 1, with the options of the original")  # fmt: skip
+            raise Mistake(
+                f"your script failed with exit code {code}: {last}",
+                "run it: python my_script.py --epochs 1, with the options of the original",
+            )
         seen = json.loads(results.read_text())
         least = {"last.pt": 3 * seen["parameters"], "model.pt": seen["parameters"]}  # Adam's two means for each weight
         files = [name for name in FILES if (run / name).is_file() and _holds(run / name) >= least.get(name, 1)]
@@ -104,63 +121,92 @@ def _holds(path: Path) -> int:
 def check_results(found: Results, original: Results) -> None:
     """Mistake that says which result was changed."""
     if not found.samples or not found.means:
-        raise Mistake("no training was seen: no module was called with gradients before an optimizer's step",
-                      "keep a model that is called, and an optimizer of torch.optim that steps")  # fmt: skip
+        raise Mistake(
+            "no training was seen: no module was called with gradients before an optimizer's step",
+            "keep a model that is called, and an optimizer of torch.optim that steps",
+        )
     if found.parameters != original.parameters:
-        raise Mistake(f"your model has {found.parameters:,} parameters, the original {original.parameters:,}",
-                      "a smaller model is faster, and another model")  # fmt: skip
+        raise Mistake(
+            f"your model has {found.parameters:,} parameters, the original {original.parameters:,}",
+            "a smaller model is faster, and another model",
+        )
     if found.optimizer != original.optimizer:
-        raise Mistake(f"the optimizer is {found.optimizer}, the original's {original.optimizer}: another training",
-                      "what is asked is the same training in less time")  # fmt: skip
+        raise Mistake(
+            f"the optimizer is {found.optimizer}, the original's {original.optimizer}: another training",
+            "what is asked is the same training in less time",
+        )
     if found.threads > original.threads:
-        raise Mistake(f"torch computes with {found.threads} threads, in the original with {original.threads}: what is "
-                      "faster by that is so on a colleague's cores", "torch.set_num_threads(1) stays")  # fmt: skip
+        raise Mistake(
+            f"torch computes with {found.threads} threads, in the original with {original.threads}: what is "
+            "faster by that is so on a colleague's cores",
+            "torch.set_num_threads(1) stays",
+        )
     _check_batches(found, original)  # first: what is looked at after so many steps is not there after fewer
     _check_images(found, original)
     if original.drops and found.drops is False:
-        raise Mistake("two training passes over the same images give the same: the original's dropout is gone, or the "
-                      "model trains in evaluation mode", "what is asked is the same model, in less time")  # fmt: skip
+        raise Mistake(
+            "two training passes over the same images give the same: the original's dropout is gone, or the "
+            "model trains in evaluation mode",
+            "what is asked is the same model, in less time",
+        )
     for name, mine, theirs in (("learning rate", found.lr, original.lr), ("weight decay", found.decay, original.decay)):
         # Not ==: a learning rate in a tensor, as a compiled or captured optimizer wants it, is rounded to FP32
         if odd := [x for x in mine if not math.isclose(x, theirs[0], rel_tol=1e-6)]:
             some = "" if len(odd) == len(mine) else " of some parameters"
-            raise Mistake(f"the {name}{some} is {odd[0]:g}, the original's {theirs[0]:g}: another training",
-                          "what is asked is the same training in less time")  # fmt: skip
+            raise Mistake(
+                f"the {name}{some} is {odd[0]:g}, the original's {theirs[0]:g}: another training",
+                "what is asked is the same training in less time",
+            )
     if found.tested < TEST:
-        raise Mistake(f"after the last step the model sees {found.tested} of the {TEST} test images: what is printed "
-                      "is no longer the original's result", "validate less often, and on all of them")  # fmt: skip
+        raise Mistake(
+            f"after the last step the model sees {found.tested} of the {TEST} test images: what is printed "
+            "is no longer the original's result",
+            "validate less often, and on all of them",
+        )
     for name in sorted(set(FILES) - set(found.files)):
-        raise Mistake(f"after an epoch {name} is missing or does not hold all: {FILES[name]}",
-                      "write it less often; do not leave it out")  # fmt: skip
+        raise Mistake(
+            f"after an epoch {name} is missing or does not hold all: {FILES[name]}",
+            "write it less often; do not leave it out",
+        )
     if not LOSS[0] <= found.loss <= LOSS[1]:
         way = "worse" if not found.loss <= LOSS[1] else "better"
-        raise Mistake(f"after {STEPS} steps the test loss is {found.loss:.3f} nats: {way} than the seeds of the "
-                      f"original make likely, {LOSS[0]:.3f} to {LOSS[1]:.3f}",
-                      "look at zero_grad, train() and eval(), dropout, the optimizer")  # fmt: skip
+        raise Mistake(
+            f"after {STEPS} steps the test loss is {found.loss:.3f} nats: {way} than the seeds of the "
+            f"original make likely, {LOSS[0]:.3f} to {LOSS[1]:.3f}",
+            "look at zero_grad, train() and eval(), dropout, the optimizer",
+        )
 
 
 def _check_batches(found: Results, original: Results) -> None:
     usual = statistics.mode(found.samples)
     if usual != BATCH:
-        raise Mistake(f"a step takes {usual} images, the original's {BATCH}: {found.steps} optimizer steps for "
-                      f"{original.steps}, which is another training",
-                      "a larger batch needs another learning rate, and gives other results")  # fmt: skip
+        raise Mistake(
+            f"a step takes {usual} images, the original's {BATCH}: {found.steps} optimizer steps for "
+            f"{original.steps}, which is another training",
+            "a larger batch needs another learning rate, and gives other results",
+        )
     if sum(found.samples) != sum(original.samples):
-        raise Mistake(f"an epoch trains on {sum(found.samples):,} images, the original's on {sum(original.samples):,}",
-                      "drop_last leaves some out; a subset is another data set")  # fmt: skip
+        raise Mistake(
+            f"an epoch trains on {sum(found.samples):,} images, the original's on {sum(original.samples):,}",
+            "drop_last leaves some out; a subset is another data set",
+        )
 
 
 def _check_images(found: Results, original: Results) -> None:
     for name in ("means", "deviations"):
         mine, theirs = np.array(getattr(found, name)), np.array(getattr(original, name))
         if mine.shape != theirs.shape or np.abs(mine - theirs).max() > CLOSE:
-            raise Mistake("the images that the model is given are not the original's: their "
-                          f"{name} over the pixels differ", "resize and normalise as before, once for each image; "
-                          "each image once in an epoch")  # fmt: skip
+            raise Mistake(
+                f"the images that the model is given are not the original's: their {name} over the pixels differ",
+                "resize and normalise as before, once for each image; each image once in an epoch",
+            )
     first, in_file = np.array(found.first), np.array(original.first)
     if len(first) == len(in_file) and np.abs(first - in_file).max() <= CLOSE:
-        raise Mistake("the first step takes the first images of the file, in their order: they are no longer shuffled, "
-                      "which is another training", "shuffle=True, or torch.randperm anew in each epoch")  # fmt: skip
+        raise Mistake(
+            "the first step takes the first images of the file, in their order: they are no longer shuffled, "
+            "which is another training",
+            "shuffle=True, or torch.randperm anew in each epoch",
+        )
 
 
 # Speed
@@ -234,10 +280,12 @@ def judged(taken: Mapping[str, list[Block]]) -> Speed:
 
     medians = {who: statistics.median(s) for who, s in step.items()}
     return Speed(
-        measure.paired_ratio(step["original"], step["yours"]), measure.paired_ratio(step["yours"], step["reference"]),
-        medians, {part: beyond("yours", part) for part in PARTS},
+        measure.paired_ratio(step["original"], step["yours"]),
+        measure.paired_ratio(step["yours"], step["reference"]),
+        medians,
+        {part: beyond("yours", part) for part in PARTS},
         {part: medians["reference"] * beyond("original", part).value for part in PARTS},
-    )  # fmt: skip
+    )
 
 
 def check_speed(speed: Speed, herrings: str) -> None:
@@ -271,8 +319,10 @@ def herrings_cured(found: Results, original: Results) -> str:
         cured.append("values are no longer read in each step")
     if not cured:
         return ""
-    return (f"; {' and '.join(cured)}: no illness here, the fast script does it as the original did "
-            "(reading a value waits for a GPU's queue, and a CPU has none)")  # fmt: skip
+    return (
+        f"; {' and '.join(cured)}: no illness here, the fast script does it as the original did "
+        "(reading a value waits for a GPU's queue, and a CPU has none)"
+    )
 
 
 def workers_here(found: Results) -> str:
@@ -283,8 +333,10 @@ def workers_here(found: Results) -> str:
     if not found.workers:
         return ""
     some = "its worker shares" if found.workers == 1 else f"its {found.workers} workers share"
-    return (f"; {some} the one core with the training, as the others are your colleague's, and what is done there may "
-            "show in any part of a step")  # fmt: skip
+    return (
+        f"; {some} the one core with the training, as the others are your colleague's, and what is done there may "
+        "show in any part of a step"
+    )
 
 
 def script_of(f: Callable[[], Any]) -> str:

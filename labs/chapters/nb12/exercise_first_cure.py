@@ -69,15 +69,29 @@ def shown_case(seed: int = 0) -> None:
     from labs.kit.display import show_table
 
     turns, samples = case(seed)
-    rows = [{"name": name, "samples": samples[name], "median step (ms)": round(1e3 * statistics.median(s)),
-             "first four rounds (ms)": ", ".join(f"{1e3 * t:.0f}" for t in s[:4])}
-            for name, s in turns.items()]  # fmt: skip
+    rows = [
+        {
+            "name": name,
+            "samples": samples[name],
+            "median step (ms)": round(1e3 * statistics.median(s)),
+            "first four rounds (ms)": ", ".join(f"{1e3 * t:.0f}" for t in s[:4]),
+        }
+        for name, s in turns.items()
+    ]
     show_table(pandas.DataFrame(rows).set_index("name"))
     print(f"{ROUNDS} rounds")
 
 
-def _by(turns: Turns, samples: Mapping[str, int], of: Callable[[measure.Estimate], float], *, sort: Any = None,
-        per_sample: bool = True, flip: bool = False, worth: float = WORTH) -> list[str]:  # fmt: skip
+def _by(
+    turns: Turns,
+    samples: Mapping[str, int],
+    of: Callable[[measure.Estimate], float],
+    *,
+    sort: Any = None,
+    per_sample: bool = True,
+    flip: bool = False,
+    worth: float = WORTH,
+) -> list[str]:
     """Names whose gain is enough by `of`, in the order of `sort`, by default the same: an answer with a slip."""
     found = {}
     for name in turns.keys() - {AS_IS}:
@@ -109,36 +123,63 @@ def _least(turns: Turns, samples: Mapping[str, int]) -> list[str]:
 
 
 SLIPS: tuple[tuple[Callable[[Turns, Mapping[str, int]], list[str]], str, str], ...] = (
-    (lambda t, s: _by(t, s, _low, per_sample=False),
-     "you compare steps, though a step of the larger batch holds twice as many samples",
-     "seconds per sample: a step's seconds by its samples"),
-    (lambda t, s: _by(t, s, _low, sort=_value),
-     "you sort by the median: what has the highest one here has a wide interval, and is not the surest",
-     "by the lower end of the interval"),
-    (lambda t, s: _by(t, s, _value),
-     "you take what its median says, though its interval holds 1: this run cannot show that it helps",
-     "the lower end of the interval decides"),
-    (lambda t, s: _by(t, s, _value, sort=_low),
-     "you take what its median says, though its interval holds 1: this run cannot show that it helps",
-     "the lower end of the interval decides"),
-    (lambda t, s: _by(t, s, _low)[::-1],
-     "the order is upside down", "the surest comes first"),
-    (lambda t, s: _by(t, s, _low, worth=1.0),
-     f"you take what is surely faster at all: asked is {WORTH:g} times as fast, surely", f"low >= {WORTH:g}"),
-    *((lambda t, s, sort=sort: _by(t, s, _median_of_what_helps, sort=sort),
-       f"an interval that begins above 1 shows that it helps, and not that it is {WORTH:g} times as fast",
-       f"low >= {WORTH:g}") for sort in (_low, _value)),
-    (lambda t, s: _by(t, s, _low, flip=True),
-     "you return what makes it slower: the ratio is upside down", "as it is / changed"),
-    (lambda t, s: _by(t, s, _low, flip=True, per_sample=False),
-     "you return what makes it slower: the ratio is upside down; and a step of the larger batch holds twice as many "
-     "samples", "as it is / changed, per sample"),
-    (lambda t, s: _by(t, s, _value, per_sample=False),
-     "you take medians of steps, though an interval may hold 1, and a step of the larger batch holds twice as many "
-     "samples", "the lower end of the interval of seconds per sample decides"),
-    (_least, "you go by the worst rounds: some bad rounds do not spoil the interval of the median",
-     "measure.paired_ratio gives that interval"),
-)  # fmt: skip
+    (
+        lambda t, s: _by(t, s, _low, per_sample=False),
+        "you compare steps, though a step of the larger batch holds twice as many samples",
+        "seconds per sample: a step's seconds by its samples",
+    ),
+    (
+        lambda t, s: _by(t, s, _low, sort=_value),
+        "you sort by the median: what has the highest one here has a wide interval, and is not the surest",
+        "by the lower end of the interval",
+    ),
+    (
+        lambda t, s: _by(t, s, _value),
+        "you take what its median says, though its interval holds 1: this run cannot show that it helps",
+        "the lower end of the interval decides",
+    ),
+    (
+        lambda t, s: _by(t, s, _value, sort=_low),
+        "you take what its median says, though its interval holds 1: this run cannot show that it helps",
+        "the lower end of the interval decides",
+    ),
+    (lambda t, s: _by(t, s, _low)[::-1], "the order is upside down", "the surest comes first"),
+    (
+        lambda t, s: _by(t, s, _low, worth=1.0),
+        f"you take what is surely faster at all: asked is {WORTH:g} times as fast, surely",
+        f"low >= {WORTH:g}",
+    ),
+    *(
+        (
+            lambda t, s, sort=sort: _by(t, s, _median_of_what_helps, sort=sort),
+            f"an interval that begins above 1 shows that it helps, and not that it is {WORTH:g} times as fast",
+            f"low >= {WORTH:g}",
+        )
+        for sort in (_low, _value)
+    ),
+    (
+        lambda t, s: _by(t, s, _low, flip=True),
+        "you return what makes it slower: the ratio is upside down",
+        "as it is / changed",
+    ),
+    (
+        lambda t, s: _by(t, s, _low, flip=True, per_sample=False),
+        "you return what makes it slower: the ratio is upside down; and a step of the larger batch holds twice as many "
+        "samples",
+        "as it is / changed, per sample",
+    ),
+    (
+        lambda t, s: _by(t, s, _value, per_sample=False),
+        "you take medians of steps, though an interval may hold 1, and a step of the larger batch holds twice as many "
+        "samples",
+        "the lower end of the interval of seconds per sample decides",
+    ),
+    (
+        _least,
+        "you go by the worst rounds: some bad rounds do not spoil the interval of the median",
+        "measure.paired_ratio gives that interval",
+    ),
+)
 
 
 def check_worth_it(f: Callable[..., Any]) -> None:

@@ -28,10 +28,18 @@ def shares(run: Records, guess: Prediction | None = None) -> None:
     }
     of = {name: trial.share(run, right) for name, right in rows.items() if right}
     percent = {name: Estimate(100 * e.value, 100 * e.low, 100 * e.high, e.n, "%") for name, e in of.items()}
-    message = (f"Named first or second: {sum(1 <= r.value <= 2 for r in places)} of {len(places)} illnesses. "
-               f"Accused: {sum(bool(r.value) for r in accused)} of {len(accused)} healthy visits")  # fmt: skip
-    fig, ax = figure(message, xlabel="share of visits (%)", ylabel="visits", records=run.where("visit_s"),
-                     size=(7.4, 2.9), legend_below=True)  # fmt: skip
+    message = (
+        f"Named first or second: {sum(1 <= r.value <= 2 for r in places)} of {len(places)} illnesses. "
+        f"Accused: {sum(bool(r.value) for r in accused)} of {len(accused)} healthy visits"
+    )
+    fig, ax = figure(
+        message,
+        xlabel="share of visits (%)",
+        ylabel="visits",
+        records=run.where("visit_s"),
+        size=(7.4, 2.9),
+        legend_below=True,
+    )
     bars(ax, list(percent), percent.values(), kind=run[0].kind, label="share")
     if guess is not None and "healthy: accused" in percent:
         prediction(ax, float(guess), list(percent).index("healthy: accused"))
@@ -66,18 +74,38 @@ def confusion(run: Records) -> None:
     wrong = [(row, s) for row in rows for s in said if table[row][s] and not _right(row, s)]
     total, off = sum(c.total() for c in table.values()), sum(table[row][s] for row, s in wrong)
     message = f"What the doctor says first is right in {total - off} of {total} visits"
-    fig, ax = figure(message, xlabel="said first", ylabel="patients (how many)", records=run.where("visit_s"),
-                     size=(3.2 + 0.3 * len(said), 2.5 + 0.24 * len(rows)))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="said first",
+        ylabel="patients (how many)",
+        records=run.where("visit_s"),
+        size=(3.2 + 0.3 * len(said), 2.5 + 0.24 * len(rows)),
+    )
     shares_of = [[100 * n / table[row].total() for n in cells] for row, cells in zip(rows, counts, strict=True)]
-    heat_map(ax, shares_of, columns=[s.replace("_", " ") for s in said], form="{:.0f}", kind=run[0].kind,
-             rows=[f"{row.replace('_', ' ')} ({patients[row]})" for row in rows],
-             label="number of visits; colour: share of its row")  # fmt: skip
+    heat_map(
+        ax,
+        shares_of,
+        columns=[s.replace("_", " ") for s in said],
+        form="{:.0f}",
+        kind=run[0].kind,
+        rows=[f"{row.replace('_', ' ')} ({patients[row]})" for row in rows],
+        label="number of visits; colour: share of its row",
+    )
     for text in ax.texts:  # never said: an empty cell is easier to read than a zero
         j, i = map(round, text.get_position())
         text.set_text(str(counts[i][j] or ""))
     for row, s in wrong:
-        ax.add_patch(Rectangle((said.index(s) - 0.5, rows.index(row) - 0.5), 1, 1, fill=False, linewidth=2.5,
-                               edgecolor="#D55E00", zorder=3))  # fmt: skip
+        ax.add_patch(
+            Rectangle(
+                (said.index(s) - 0.5, rows.index(row) - 0.5),
+                1,
+                1,
+                fill=False,
+                linewidth=2.5,
+                edgecolor="#D55E00",
+                zorder=3,
+            )
+        )
     ax.tick_params(axis="x", rotation=90)
     told = ", ".join(f"{row} as {s} ({table[row][s]})" for row, s in wrong) or "none"
     show(fig, alt=f"{message}. Illnesses against what was said first. Wrong, framed: {told}.")
@@ -112,20 +140,40 @@ def bounds_against_gains(run: Records) -> None:
         say("No cure of a patient that was given a bound has been measured.")
         return
     kept, more = [p for p in found if p.kept], [p for p in found if p.exceeded]
-    message = (f"Of {len(found)} gains {len(more) or 'none'} {'are' if len(more) > 1 else 'is'} surely more than "
-               f"promised at most; {len(kept)} are near it ({100 * trial.NEAR:.0f} %, or their interval)")  # fmt: skip
-    fig, ax = figure(message, xlabel="measured gain of the cure (x)", ylabel="promised at most (x)",
-                     records=Records([*run.where("bound"), *run.where("gain")]), size=(6.8, 4.6))  # fmt: skip
+    message = (
+        f"Of {len(found)} gains {len(more) or 'none'} {'are' if len(more) > 1 else 'is'} surely more than "
+        f"promised at most; {len(kept)} are near it ({100 * trial.NEAR:.0f} %, or their interval)"
+    )
+    fig, ax = figure(
+        message,
+        xlabel="measured gain of the cure (x)",
+        ylabel="promised at most (x)",
+        records=Records([*run.where("bound"), *run.where("gain")]),
+        size=(6.8, 4.6),
+    )
     most = max(max(p.bound.high, p.gain.high) for p in found)
     ticks = [t for t in TICKS if t <= 1.4 * most]
     log_axes(ax, ticks, ticks)
-    ax.fill_between([0.8, 2 * most], [0.8 * (1 - trial.NEAR), 2 * most * (1 - trial.NEAR)],
-                    [0.8 * (1 + trial.NEAR), 2 * most * (1 + trial.NEAR)], color="#E3E3E3", linewidth=0)  # fmt: skip
+    ax.fill_between(
+        [0.8, 2 * most],
+        [0.8 * (1 - trial.NEAR), 2 * most * (1 - trial.NEAR)],
+        [0.8 * (1 + trial.NEAR), 2 * most * (1 + trial.NEAR)],
+        color="#E3E3E3",
+        linewidth=0,
+    )
     ax.plot([0.8, 2 * most], [0.8, 2 * most], color=GREY, linewidth=1)
     points(ax, [p.gain.value for p in found], [p.bound for p in found], kind=run[0].kind, label="a cure")
-    ax.errorbar([p.gain.value for p in found], [p.bound.value for p in found], fmt="none", ecolor=GREY, elinewidth=1,
-                xerr=[[max(0.0, p.gain.value - p.gain.low) for p in found],
-                      [max(0.0, p.gain.high - p.gain.value) for p in found]])  # fmt: skip
+    ax.errorbar(
+        [p.gain.value for p in found],
+        [p.bound.value for p in found],
+        fmt="none",
+        ecolor=GREY,
+        elinewidth=1,
+        xerr=[
+            [max(0.0, p.gain.value - p.gain.low) for p in found],
+            [max(0.0, p.gain.high - p.gain.value) for p in found],
+        ],
+    )
     ax.set_xlim(0.85, 5 * most)
     ax.set_ylim(0.85, 1.4 * most)
     apart = [p for p in found if not p.kept or p.exceeded]

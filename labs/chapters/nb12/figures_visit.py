@@ -22,7 +22,7 @@ from labs.kit.plot import (
     prediction,
     show,
     spans,
-)  # fmt: skip
+)
 from labs.kit.record import Record, Records
 from labs.parts.doctor import bounds
 from labs.parts.doctor.causes import PARTS
@@ -30,8 +30,17 @@ from labs.parts.doctor.diagnosis import FROM_PARTS
 from labs.parts.doctor.facts import AS_IS, KINDS
 from labs.parts.doctor.report import Report
 
-COLORS = {"data": BLUE, "prepare": VERMILION, "forward": SKY, "backward": GREEN, "exchange": ORANGE,
-          "optimizer": PURPLE, "rest": VERMILION, "evaluation": ORANGE, "save": ORANGE}  # fmt: skip
+COLORS = {
+    "data": BLUE,
+    "prepare": VERMILION,
+    "forward": SKY,
+    "backward": GREEN,
+    "exchange": ORANGE,
+    "optimizer": PURPLE,
+    "rest": VERMILION,
+    "evaluation": ORANGE,
+    "save": ORANGE,
+}
 """The same in each figure; other parts are grey."""
 HATCHED = ("rest", "evaluation", "save")
 SMALL = 0.02
@@ -44,9 +53,18 @@ def records_of(found: Report) -> Records:
 
     Without world_size: the doctor pins nobody, and a rank may use all cores.
     """
-    rows = [Record("doctor", "part_s", "s", tuple(seconds), case={"rank": f.rank, "part": kind},
-                   layout={"rank": f.rank, "device": f.device})
-            for f in found.seen for kind, seconds in f.spans_s.items()]  # fmt: skip
+    rows = [
+        Record(
+            "doctor",
+            "part_s",
+            "s",
+            tuple(seconds),
+            case={"rank": f.rank, "part": kind},
+            layout={"rank": f.rank, "device": f.device},
+        )
+        for f in found.seen
+        for kind, seconds in f.spans_s.items()
+    ]
     for without, ratios in ratios_of(found).items():
         rows.append(
             Record(
@@ -79,8 +97,14 @@ def step(found: Report, guess: Prediction | None = None, *, of: str = "data") ->
     longest = max(sum(p.values()) for p in part_ms.values())
     named = [k for k in KINDS if k in COLORS and max(p[k] for p in part_ms.values()) > SMALL * longest]
     message = _where(part_ms, named)
-    fig, ax = figure(message, xlabel="mean step (ms)", ylabel="rank", records=records_of(found).where("part_s"),
-                     size=(7.8, 2.1 + 0.5 * len(facts)), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="mean step (ms)",
+        ylabel="rank",
+        records=records_of(found).where("part_s"),
+        size=(7.8, 2.1 + 0.5 * len(facts)),
+        legend_below=True,
+    )
     _rows(ax, part_ms, named)
     share = 100 * part_ms[0][of] / sum(part_ms[0].values())
     if guess is not None:
@@ -94,8 +118,10 @@ def step(found: Report, guess: Prediction | None = None, *, of: str = "data") ->
         say(f"* {guess.against(share)}")
     if len(facts) == 1:
         own = sum(part_ms[0][k] for k in OWN)
-        say(f"* Own code, with the log, `.item()`, the loss and `zero_grad`: {own:.1f} ms, "
-            f"{100 * own / longest:.0f} % of a step.")  # fmt: skip
+        say(
+            f"* Own code, with the log, `.item()`, the loss and `zero_grad`: {own:.1f} ms, "
+            f"{100 * own / longest:.0f} % of a step."
+        )
 
 
 OWN = ("prepare", "rest", "synchronise", "print")
@@ -129,8 +155,14 @@ def _rows(ax, part_ms: Mapping[int, Mapping[str, float]], named: list[str]) -> N
         at = 0.0
         for k in (k for k in KINDS if parts[k]):
             label = names.get(k, "") if row == _longest_row(part_ms, k) else ""
-            spans(ax, row, [(at, at + parts[k])], color=COLORS[k] if k in named else "#BBBBBB", label=label,
-                  hatch="//" if k in HATCHED else "")  # fmt: skip
+            spans(
+                ax,
+                row,
+                [(at, at + parts[k])],
+                color=COLORS[k] if k in named else "#BBBBBB",
+                label=label,
+                hatch="//" if k in HATCHED else "",
+            )
             at += parts[k]
     ax.set_yticks(range(len(part_ms)), [str(rank) for rank in part_ms])
     ax.set_ylim(len(part_ms) - 0.5, -0.5)
@@ -147,12 +179,14 @@ def _longest_row(part_ms: Mapping[int, Mapping[str, float]], kind: str) -> int:
 DATA = "same batch again"
 
 
-def promised(found: Report, guess: Prediction | None = None, cured: Records | None = None, *,
-             of: str = DATA) -> None:  # fmt: skip
+def promised(found: Report, guess: Prediction | None = None, cured: Records | None = None, *, of: str = DATA) -> None:
     """A row for each counterfactual, and for each cure that was tried; `guess`: x, of row `of`."""
     at_most = {name: bounds.of_ratios(ratios, bounds.looks(found.seen)) for name, ratios in ratios_of(found).items()}
-    by_parts = {f"{DATA}, from the parts": f.bound for f in found.findings
-                if f.name == "slow_loader" and f.bound and f.by == FROM_PARTS}  # fmt: skip
+    by_parts = {
+        f"{DATA}, from the parts": f.bound
+        for f in found.findings
+        if f.name == "slow_loader" and f.bound and f.by == FROM_PARTS
+    }
     at_most = by_parts | dict(sorted(at_most.items(), key=lambda item: -item[1].value))
     bound = next(iter(by_parts.values()), at_most.get(DATA))
     given = {f"cure: {r.case['cure']}": estimate(r.samples, "x") for r in cured or ()}
@@ -162,8 +196,14 @@ def promised(found: Report, guess: Prediction | None = None, cured: Records | No
         say("No counterfactual was taken in the time there was, and no cure: nothing to draw.")
         return
     records = [*records_of(found), *(cured or ())]
-    fig, ax = figure(message, xlabel="samples per second, as it is = 1 (x)", ylabel="what is otherwise",
-                     records=Records(records), size=(7.8, 2.0 + 0.42 * len(rows)), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="samples per second, as it is = 1 (x)",
+        ylabel="what is otherwise",
+        records=Records(records),
+        size=(7.8, 2.0 + 0.42 * len(rows)),
+        legend_below=True,
+    )
     bars(ax, rows, [*at_most.values(), *(None for _ in given)], label="without it, or with it otherwise", color=BLUE)
     if given:
         bars(ax, rows, [*(None for _ in at_most), *given.values()], label="a cure", color=VERMILION)
@@ -188,8 +228,15 @@ def _axis(ax, shown: list[Estimate], guess: Prediction | None) -> None:
     ax.set_xlim(low, high)
 
 
-TRIED = {"larger batch", "half precision", "single precision", "fused optimizer", "fewer threads",
-         "one thread per core", "compiled"}  # fmt: skip
+TRIED = {
+    "larger batch",
+    "half precision",
+    "single precision",
+    "fused optimizer",
+    "fewer threads",
+    "one thread per core",
+    "compiled",
+}
 """Counterfactuals that are trials of one setting, not bounds of all that could be gained there."""
 
 
@@ -242,8 +289,10 @@ def late(found: Report, guess: Prediction | None = None) -> None:
     first = min(own_ms, key=lambda rank: own_ms[rank])
     last = max(own_ms, key=lambda rank: own_ms[rank])
     waits = 100 * min(1.0, (own_ms[last] - own_ms[first]) / mean_ms[first])
-    say(f"* Outside of backward and exchange, rank {first} needs {own_ms[first]:.1f} ms and rank {last} "
-        f"{own_ms[last]:.1f} ms. So about {waits:.0f} % of rank {first}'s step is a wait for rank {last}.")  # fmt: skip
+    say(
+        f"* Outside of backward and exchange, rank {first} needs {own_ms[first]:.1f} ms and rank {last} "
+        f"{own_ms[last]:.1f} ms. So about {waits:.0f} % of rank {first}'s step is a wait for rank {last}."
+    )
     if guess is not None:
         say(f"* {guess.against(waits)}")
     for finding in found.findings:

@@ -54,8 +54,14 @@ def question_figure(question: Question, where: str) -> Drawn:
     message += " (medians)" if len(question.answers) > 1 else ""
     names = [_short(a.name) for a in question.answers]
     label = f"{what} ({unit})" if unit else what
-    fig, ax = figure(message, xlabel=label, ylabel="learner", size=_size(len(names)), legend_below=True,
-                     records=_origin(where, *_found(question)))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel=label,
+        ylabel="learner",
+        size=_size(len(names)),
+        legend_below=True,
+        records=_origin(where, *_found(question)),
+    )
     _rows(ax, question)
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
@@ -70,14 +76,21 @@ def _rows(ax: Axes, question: Question) -> None:
     answers = list(enumerate(question.answers))
     guessed, found = ([(k, a) for k, a in answers if getattr(a, name) is not None] for name in ("predicted", "value"))
     both = [(k, a) for k, a in guessed if a.value is not None]
-    ax.hlines([k for k, _ in both], [a.predicted for _, a in both], [a.value for _, a in both], GREY, linewidth=1,
-              zorder=1)  # fmt: skip
+    ax.hlines(
+        [k for k, _ in both], [a.predicted for _, a in both], [a.value for _, a in both], GREY, linewidth=1, zorder=1
+    )
     if question.kind == "measured" and found:
         _marks(ax, [k for k, _ in found], [Estimate(a.value, a.low, a.high, 1) for _, a in found])
     elif found:
         rows = [k for k, _ in found]
-        drawn = ax.vlines([a.value for _, a in found], [k - 0.4 for k in rows], [k + 0.4 for k in rows], BLUE,
-                          linewidth=2.5, label=question.kind)  # fmt: skip
+        drawn = ax.vlines(
+            [a.value for _, a in found],
+            [k - 0.4 for k in rows],
+            [k + 0.4 for k in rows],
+            BLUE,
+            linewidth=2.5,
+            label=question.kind,
+        )
         drawn.set_gid("kind:modelled")
     points(ax, [a.predicted for _, a in guessed], [k for k, _ in guessed], kind="prediction")
     for container in ax.containers:
@@ -89,9 +102,19 @@ def _marks(ax: Axes, rows: Sequence[float], found: Sequence[Estimate], small: bo
     """A mark with its interval per row, as marks.bars draws them, but all at once: a room has many rows."""
     values = [e.value for e in found]
     spread = [[max(0.0, e.value - e.low) for e in found], [max(0.0, e.high - e.value) for e in found]]
-    drawn = ax.errorbar(values, rows, xerr=spread, color=BLUE, marker="s", markersize=4 if small else 7,
-                        capsize=0 if small else 3, linestyle="none", elinewidth=1.2, label="measured, recorded",
-                        zorder=3)  # fmt: skip
+    drawn = ax.errorbar(
+        values,
+        rows,
+        xerr=spread,
+        color=BLUE,
+        marker="s",
+        markersize=4 if small else 7,
+        capsize=0 if small else 3,
+        linestyle="none",
+        elinewidth=1.2,
+        label="measured, recorded",
+        zorder=3,
+    )
     drawn.lines[0].set_gid("kind:recorded")
 
 
@@ -114,11 +137,17 @@ def machines_figure(comparison: Comparison, where: str) -> Drawn:
     n, step = len(comparison.rows), 1.0 if len(comparison.rows) <= 12 else 0.6
     bands = [max(BAND, step * len(group)) for group in groups.values()]
     starts = [sum(bands[:k]) + k for k in range(len(bands))]
-    fig, ax = figure(message, xlabel=comparison.label, ylabel="machine", size=_size(sum(bands) + len(bands), 0.2),
-                     records=_origin(where, _measured(n, len(groups))))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel=comparison.label,
+        ylabel="machine",
+        size=_size(sum(bands) + len(bands), 0.2),
+        records=_origin(where, _measured(n, len(groups))),
+    )
     centers = [start + band / 2 for start, band in zip(starts, bands, strict=True)]
-    rows = [c + step * (i - (len(g) - 1) / 2) for c, g in zip(centers, groups.values(), strict=True)
-            for i in range(len(g))]  # fmt: skip
+    rows = [
+        c + step * (i - (len(g) - 1) / 2) for c, g in zip(centers, groups.values(), strict=True) for i in range(len(g))
+    ]
     _marks(ax, rows, [e for group in groups.values() for e in group], small=n > 12)
     ax.set_yticks(centers, [_label(m, len(g)) for m, g in groups.items()])
     ax.set_ylim(starts[-1] + bands[-1] + 0.5, -0.5)
@@ -133,8 +162,14 @@ def progress_figure(rows: tuple[Progress, ...], where: str) -> Drawn:
     """One bar per exercise: learners by the state of their latest check."""
     passed, not_yet, to_do = (sum(getattr(p, name) for p in rows) for name in ("passed", "not_yet", "to_do"))
     message = f"Of {passed + not_yet + to_do} checks {passed} passed, {not_yet} have not yet, {to_do} are to do"
-    fig, ax = figure(message, xlabel="learners", ylabel="exercise", size=_size(len(rows)), legend_below=True,
-                     records=_origin(where, "by the latest check of each learner"))  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="learners",
+        ylabel="exercise",
+        size=_size(len(rows)),
+        legend_below=True,
+        records=_origin(where, "by the latest check of each learner"),
+    )
     looks = {"passed": (GREEN, ""), "not yet": (ORANGE, "//"), "to do": ("#BDBDBD", "..")}
     drawn: set[str] = set()
     for row, p in enumerate(rows):

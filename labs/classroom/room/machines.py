@@ -162,8 +162,9 @@ HEADLINES = (
     Headline("03", "speed-up of DDP, CNN, a batch each", "speed-up (x)", "data_parallel", _ddp),
     Headline("03", "all-reduce of the CNN's gradients", "time (ms)", "data_parallel", _all_reduce),
     Headline("04", "BF16 against FP32, step of the GPT", "speed, FP32 = 1 (x)", "mixed_precision", _bf16),
-    Headline("05", "every block computed again", "time, nothing recomputed = 1 (x)", "activation_checkpointing",
-             _recompute),
+    Headline(
+        "05", "every block computed again", "time, nothing recomputed = 1 (x)", "activation_checkpointing", _recompute
+    ),
     Headline("06", "pipeline with 8 micro-batches", "speed, naive split = 1 (x)", "pipeline_parallel", _pipeline),
     Headline("06", "FSDP2 against DDP, step of the GPT", "time, DDP = 1 (x)", "fully_sharded", _fsdp),
     Headline("07", "all-reduce of 8 MiB", "bus bandwidth (GB/s)", "all_reduce_anatomy", _anatomy),
@@ -174,7 +175,7 @@ HEADLINES = (
     Headline("10", "a job killed at once, until it is back", "time (s)", "preemption", _killed),
     Headline("11", "exchange of 40 MB, told by the rate of 40 kB", "told over taken (x)", "fooled", _told),
     Headline("12", "images decoded once and kept", "speed, decoded in each step = 1 (x)", "doctor", _kept),
-)  # fmt: skip
+)
 
 
 def comparisons(learners: list[Learner]) -> list[Comparison]:
@@ -245,15 +246,24 @@ def tables(learners: list[Learner]) -> dict[str, tuple[list[Row], int]]:
     for found in values.values():
         if len(found) > 1:
             labs[next(iter(found.values())).lab].append(_row(list(found.values())))
-    return {lab: (sorted(rows, key=lambda r: -r.ratio)[:MAX_ROWS], max(0, len(rows) - MAX_ROWS))
-            for lab, rows in sorted(labs.items())}  # fmt: skip
+    return {
+        lab: (sorted(rows, key=lambda r: -r.ratio)[:MAX_ROWS], max(0, len(rows) - MAX_ROWS))
+        for lab, rows in sorted(labs.items())
+    }
 
 
 def _row(found: list[Record]) -> Row:
     first, numbers = found[0], [r.value for r in found]
     case = ", ".join(f"{k} {v}" for k, v in first.case.items())
-    return Row(first.metric, case if len(case) < 100 else case[:97] + "...", first.unit, len(numbers), min(numbers),
-               statistics.median(numbers), max(numbers))  # fmt: skip
+    return Row(
+        first.metric,
+        case if len(case) < 100 else case[:97] + "...",
+        first.unit,
+        len(numbers),
+        min(numbers),
+        statistics.median(numbers),
+        max(numbers),
+    )
 
 
 def kinds_of_machines(learners: list[Learner]) -> Counter[str]:

@@ -29,9 +29,16 @@ def slides_page(path: Path, solved: set[str] = frozenset()) -> str:
     formulas.take_out_of(notebook)
     notebook.cells = parts_of(notebook.cells, solved)
     exporter = SlidesExporter(
-        template_name="template", extra_template_basedirs=[str(HERE)], embed_images=True, reveal_url_prefix="reveal",
-        reveal_theme="course", require_js_url="", jquery_url="", mathjax_url="", mermaid_js_url="",
-    )  # fmt: skip
+        template_name="template",
+        extra_template_basedirs=[str(HERE)],
+        embed_images=True,
+        reveal_url_prefix="reveal",
+        reveal_theme="course",
+        require_js_url="",
+        jquery_url="",
+        mathjax_url="",
+        mermaid_js_url="",
+    )
     resources = {"metadata": {"name": Entry.of(path).title, "path": str(path.parent)}}
     page, _ = exporter.from_notebook_node(notebook, resources=resources)
     return re.sub(r'href="(?:\./)?([\w-]+)\.ipynb(#[^"]*)?"', r'href="\1.html"', formulas.put_back(page))

@@ -22,9 +22,11 @@ SECONDS = {"brief": 1.0, "full": 5.0}
 MONITOR_COST = 0.02  # of one core
 LEFT_BYTES = 300e6  # what a GPU may hold more after a fault than before: other processes come and go
 RAISED = {
-    "oom": r"out of memory", "assert": r"device-side assert", "sigkill": r"killed by SIGKILL|died without a word",
+    "oom": r"out of memory",
+    "assert": r"device-side assert",
+    "sigkill": r"killed by SIGKILL|died without a word",
     "timeout": r"the run was stopped",
-}  # fmt: skip
+}
 
 
 def _elsewhere(e: Evidence) -> str:

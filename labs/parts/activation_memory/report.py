@@ -17,8 +17,11 @@ OPENAI = "README of github.com/cybertronai/gradient-checkpointing; huggingface.c
 
 def published_prices() -> Records:
     """What others say that checkpointing adds to a step's time, in %; a range has two samples."""
-    rows = (("OpenAI's repository, Hugging Face", (20.0,), OPENAI), ("Chen et al. 2016", (30.0,), CHEN_2016),
-            ("Korthikanti et al. 2022", (30.0, 40.0), KORTHIKANTI_2022))  # fmt: skip
+    rows = (
+        ("OpenAI's repository, Hugging Face", (20.0,), OPENAI),
+        ("Chen et al. 2016", (30.0,), CHEN_2016),
+        ("Korthikanti et al. 2022", (30.0, 40.0), KORTHIKANTI_2022),
+    )
     return Records(
         Record("paper", "time_overhead", "%", samples, "published", {"by": by}, provenance={"source": source})
         for by, samples, source in rows
@@ -49,8 +52,10 @@ def same_gradients(records: Records) -> str:
     if equal["none"]:
         other = list(equal.values()).count(False)
         return f"NOT equal under {other} of {len(equal) - 1} policies, by up to {most:.0e} of the largest gradient"
-    return (f"bits cannot tell, for two runs of one step differ on this device by {off['none']:.0e} of the largest "
-            f"gradient; the policies differ by up to {most:.0e}")  # fmt: skip
+    return (
+        f"bits cannot tell, for two runs of one step differ on this device by {off['none']:.0e} of the largest "
+        f"gradient; the policies differ by up to {most:.0e}"
+    )
 
 
 def pareto(records: Records, part: str = "pareto") -> list[dict[str, Any]]:
@@ -63,11 +68,16 @@ def pareto(records: Records, part: str = "pareto") -> list[dict[str, Any]]:
             return next((r.value for r in records.where(metric, **case)), None)
 
         flops, none = value("flops"), next((r.value for r in records.where("flops", part=part, policy="none")), None)
-        found.append({
-            **{k: peak.case[k] for k in ("policy", "segments", "share")}, "peak_bytes": peak.value,
-            "predicted_peak_bytes": value("predicted_peak_bytes"), "saved_bytes": value("saved_bytes"),
-            "flops_ratio": flops / none if flops and none else None, "time_ratio": times.get(peak.case["policy"]),
-        })  # fmt: skip
+        found.append(
+            {
+                **{k: peak.case[k] for k in ("policy", "segments", "share")},
+                "peak_bytes": peak.value,
+                "predicted_peak_bytes": value("predicted_peak_bytes"),
+                "saved_bytes": value("saved_bytes"),
+                "flops_ratio": flops / none if flops and none else None,
+                "time_ratio": times.get(peak.case["policy"]),
+            }
+        )
     return found
 
 
@@ -114,6 +124,7 @@ def fixed_price(records: Records) -> Iterator[str]:
             )
         if many > few:
             grows = whole.low > fixed.high
-            said += (f". With {many} rows it adds {whole}: " +
-                     ("the rest grows with the rows" if grows else "no more that this run can show"))  # fmt: skip
+            said += f". With {many} rows it adds {whole}: " + (
+                "the rest grows with the rows" if grows else "no more that this run can show"
+            )
         yield f"{said}."

@@ -165,8 +165,11 @@ def trace_chain(workload: Workload, x: Tensor, y: Tensor, fixed: int = 0) -> Cha
         ledger.kept[t.untyped_storage()._cdata] = (THERE, 0)
     hooks: list[torch.utils.hooks.RemovableHandle] = []
     for i, block in enumerate(found):
-        hooks.append(block.register_forward_pre_hook(
-            lambda m, args, named, i=i: ledger.enter(i, (*args, *named.values())), with_kwargs=True))  # fmt: skip
+        hooks.append(
+            block.register_forward_pre_hook(
+                lambda m, args, named, i=i: ledger.enter(i, (*args, *named.values())), with_kwargs=True
+            )
+        )
         hooks.append(block.register_forward_hook(lambda m, args, out: ledger.leave()))
     try:
         with torch.autograd.graph.saved_tensors_hooks(ledger.save, lambda saved: saved):
@@ -177,8 +180,15 @@ def trace_chain(workload: Workload, x: Tensor, y: Tensor, fixed: int = 0) -> Cha
     del loss
     places, state = range(len(found)), torch.get_rng_state().nbytes if x.device.type == "cpu" else 0
     borrowed = tuple(map(ledger.borrowed_by, (*places, None)))
-    return Chain(tuple(map(ledger.of, places)), tuple(ledger.inputs[i] for i in places),
-                 tuple(map(_gradient_bytes, found)), ledger.of(None), fixed, state, borrowed)  # fmt: skip
+    return Chain(
+        tuple(map(ledger.of, places)),
+        tuple(ledger.inputs[i] for i in places),
+        tuple(map(_gradient_bytes, found)),
+        ledger.of(None),
+        fixed,
+        state,
+        borrowed,
+    )
 
 
 def _gradient_bytes(module: nn.Module) -> int:

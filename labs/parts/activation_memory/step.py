@@ -59,8 +59,11 @@ class Step:
     def fixed(self) -> dict[str, int]:
         """Bytes that are there before a step begins, once the optimizer has its state."""
         state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-        there = {"parameters": [*self.module.parameters(), *self.module.buffers()], "optimizer state": state,
-                 "batch": [self.x, self.y]}  # fmt: skip
+        there = {
+            "parameters": [*self.module.parameters(), *self.module.buffers()],
+            "optimizer state": state,
+            "batch": [self.x, self.y],
+        }
         return {name: sum(t.nbytes for t in tensors) for name, tensors in there.items()}
 
     def stepping(self) -> int:
@@ -86,8 +89,15 @@ def possible(module: nn.Module) -> list[str]:
     """Policies to compare that `module` can have: segments of several lengths, the last one kept or not, and others."""
     n = len(blocks(module))
     counts = sorted({k for k in COUNTS if n % k == 0 or (k < n and n not in COUNTS)} | {n})
-    asked = ["none", *(f"segments:{k}" for k in counts), "block", "stage", "segments:2:keep_last",
-             "segments:4:keep_last", "selective"]  # fmt: skip
+    asked = [
+        "none",
+        *(f"segments:{k}" for k in counts),
+        "block",
+        "stage",
+        "segments:2:keep_last",
+        "segments:4:keep_last",
+        "selective",
+    ]
     if can(module, f"segments:{n}"):
         asked.remove("block")  # the same
     return [p for p in asked if can(module, p)]

@@ -18,8 +18,10 @@ from labs.parts.memory.recomputation import recompute
 from labs.parts.models.text_models import CharGPT
 
 VARIANTS: dict[str, dict[str, bool]] = {
-    "left out": {}, "use_reentrant=True": {"use_reentrant": True}, "use_reentrant=False": {"use_reentrant": False},
-}  # fmt: skip
+    "left out": {},
+    "use_reentrant=True": {"use_reentrant": True},
+    "use_reentrant=False": {"use_reentrant": False},
+}
 
 
 class TwoLayers(nn.Module):
@@ -51,8 +53,11 @@ class Outcome:
 
 def outcomes(x: Tensor) -> dict[tuple[str, str], Outcome]:
     """By (scenario, variant), for a batch `x` of shape (rows, 16) that requires no gradient, as data does not."""
-    return {(name, variant): _try(scenario, x, how)
-            for name, scenario in SCENARIOS.items() for variant, how in VARIANTS.items()}  # fmt: skip
+    return {
+        (name, variant): _try(scenario, x, how)
+        for name, scenario in SCENARIOS.items()
+        for variant, how in VARIANTS.items()
+    }
 
 
 def _try(scenario: Callable[[TwoLayers, Tensor, dict], object], x: Tensor, how: dict[str, bool]) -> Outcome:
@@ -101,9 +106,13 @@ def _ddp(model: TwoLayers, x: Tensor, how: dict) -> None:
 
 
 SCENARIOS = {
-    "a later layer": _later_layer, "first layer, on data": _first_layer, "whole model, on data": _whole_model,
-    "torch.autograd.grad": _autograd_grad, "keyword argument": _keyword, "DDP, find_unused_parameters": _ddp,
-}  # fmt: skip
+    "a later layer": _later_layer,
+    "first layer, on data": _first_layer,
+    "whole model, on data": _whole_model,
+    "torch.autograd.grad": _autograd_grad,
+    "keyword argument": _keyword,
+    "DDP, find_unused_parameters": _ddp,
+}
 
 
 def gradient_error(x: Tensor, preserve_rng_state: bool) -> float:

@@ -99,9 +99,15 @@ def first_order(interval_s: float, save_s: float, mtbf_s: float, restart_s: floa
 
 
 def simulate(
-    interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0,
-    *, failures: int = 20_000, repeats: int = 8, seed: int = 0,
-) -> list[float]:  # fmt: skip
+    interval_s: float,
+    save_s: float,
+    mtbf_s: float,
+    restart_s: float = 0.0,
+    *,
+    failures: int = 20_000,
+    repeats: int = 8,
+    seed: int = 0,
+) -> list[float]:
     """Lost share in each of `repeats` simulated trainings with `failures` failures at random moments.
 
     Nothing of the formula is in it: between two failures there is first the restart, then as many whole rounds of
@@ -121,9 +127,15 @@ def intervals(save_s: float, mtbf_s: float, points: int = 61, decades: float = 1
 
 
 def curve(
-    save_s: float, mtbf_s: float, restart_s: float = 0.0, *, points: int = 61, simulated: int = 7, seed: int = 0,
+    save_s: float,
+    mtbf_s: float,
+    restart_s: float = 0.0,
+    *,
+    points: int = 61,
+    simulated: int = 7,
+    seed: int = 0,
     **case: object,
-) -> Records:  # fmt: skip
+) -> Records:
     """Records of one curve of lost share over interval, for a figure; all `modelled`.
 
     lost_share: case `interval_s`, method "formula" or "simulation" (every few points), and `part` "saving",
@@ -141,8 +153,9 @@ def curve(
     for interval in steps:
         found = lost(interval, save_s, mtbf_s, restart_s)
         for part in ("saving", "redone", "restart", "total"):
-            rows.append(row("lost_share", "1", [getattr(found, part)], interval_s=interval, part=part,
-                            method="formula"))  # fmt: skip
+            rows.append(
+                row("lost_share", "1", [getattr(found, part)], interval_s=interval, part=part, method="formula")
+            )
     for interval in steps[:: max(1, (points - 1) // max(1, simulated - 1))] if simulated else []:
         samples = simulate(interval, save_s, mtbf_s, restart_s, seed=seed)
         rows.append(row("lost_share", "1", samples, interval_s=interval, part="total", method="simulation"))

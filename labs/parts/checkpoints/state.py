@@ -15,9 +15,15 @@ from labs.kit.errors import require
 
 
 def training_state(
-    model: Any, optimizer: Any, scheduler: Any = None, scaler: Any = None, data: Any = None, *,
-    random: list[dict] | None = None, **more: Any,
-) -> dict[str, Any]:  # fmt: skip
+    model: Any,
+    optimizer: Any,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    *,
+    random: list[dict] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
     """The state of everything that training depends on, as tensors and plain values: what `save` takes.
 
     A part is anything with `state_dict` and `load_state_dict`, or a random generator of torch or NumPy; `more` are
@@ -31,9 +37,16 @@ def training_state(
 
 
 def restore(
-    state: dict[str, Any], model: Any, optimizer: Any, scheduler: Any = None, scaler: Any = None, data: Any = None, *,
-    rank: int = 0, **more: Any,
-) -> None:  # fmt: skip
+    state: dict[str, Any],
+    model: Any,
+    optimizer: Any,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    *,
+    rank: int = 0,
+    **more: Any,
+) -> None:
     """Put a state back into the parts it was taken from, made anew as when training began; call it last.
 
     A rank that the saved job did not have keeps its own random state. BadInput if the state lacks a part, or holds

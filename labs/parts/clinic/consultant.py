@@ -30,8 +30,7 @@ def _steps(f: Findings) -> dict[str, bool]:
 
 
 def _shares(f: Findings) -> dict[str, bool]:
-    return {"data": f["data"] > 0.22, "overhead": f["overhead"] > 0.25,
-            "exchange": f["exposed communication"] > 0.4}  # fmt: skip
+    return {"data": f["data"] > 0.22, "overhead": f["overhead"] > 0.25, "exchange": f["exposed communication"] > 0.4}
 
 
 def _ops(f: Findings) -> dict[str, bool]:
@@ -62,8 +61,11 @@ def _cores(f: Findings) -> dict[str, bool]:
 
 
 def _disk(f: Findings) -> dict[str, bool]:
-    return {"fsync": f["fsyncs per step"] >= 1, "writes": f["written bytes per step"] > 2e5,
-            "reads": f["read bytes per step"] > 2e5}  # fmt: skip
+    return {
+        "fsync": f["fsyncs per step"] >= 1,
+        "writes": f["written bytes per step"] > 2e5,
+        "reads": f["read bytes per step"] > 2e5,
+    }
 
 
 def _census(f: Findings) -> dict[str, bool]:
@@ -71,8 +73,11 @@ def _census(f: Findings) -> dict[str, bool]:
 
 
 def _traffic(f: Findings) -> dict[str, bool]:
-    return {"bytes": f["bytes over parameters"] > 1.5, "buckets": f["buckets per step"] > 6,
-            "collectives": f["other collectives per step"] >= 1 and f["bytes over parameters"] <= 1.5}  # fmt: skip
+    return {
+        "bytes": f["bytes over parameters"] > 1.5,
+        "buckets": f["buckets per step"] > 6,
+        "collectives": f["other collectives per step"] >= 1 and f["bytes over parameters"] <= 1.5,
+    }
 
 
 def _same_batch(f: Findings) -> dict[str, bool]:
@@ -87,11 +92,37 @@ def _alone(f: Findings) -> dict[str, bool]:
     return {"exchange": f["gain if the exchange were free"] > 2}
 
 
-RULES = {"steps": _steps, "shares": _shares, "ops": _ops, "memory": _memory, "arrivals": _arrivals, "cores": _cores,
-         "disk": _disk, "census": _census, "traffic": _traffic, "same_batch": _same_batch, "batch": _batch,
-         "alone": _alone}  # fmt: skip
-ORDER = ("threads", "float64", "anomaly", "tiny_batches", "checkpoint", "fsync", "archive", "validation", "growing",
-         "statistics", "averaging", "sync_batchnorm", "tiny_buckets", "straggler", "slow_loader")  # fmt: skip
+RULES = {
+    "steps": _steps,
+    "shares": _shares,
+    "ops": _ops,
+    "memory": _memory,
+    "arrivals": _arrivals,
+    "cores": _cores,
+    "disk": _disk,
+    "census": _census,
+    "traffic": _traffic,
+    "same_batch": _same_batch,
+    "batch": _batch,
+    "alone": _alone,
+}
+ORDER = (
+    "threads",
+    "float64",
+    "anomaly",
+    "tiny_batches",
+    "checkpoint",
+    "fsync",
+    "archive",
+    "validation",
+    "growing",
+    "statistics",
+    "averaging",
+    "sync_batchnorm",
+    "tiny_buckets",
+    "straggler",
+    "slow_loader",
+)
 """Which key sign counts first: settings and counts, which no neighbour disturbs, before times."""
 
 

@@ -43,13 +43,74 @@ Admit = Callable[..., Patient]
 """Makes another training of the same patient, with instruments."""
 WARM, STEPS = 3, 16
 OF_TRAINING = (
-    "accumulate", "add", "alias", "argmax", "as_strided", "batch_norm", "bitwise", "bmm", "cat", "chunk", "clamp",
-    "clone", "contiguous", "conv", "copy", "cross_entropy", "detach", "div", "empty", "eq", "expand", "fill", "flatten",
-    "fused_adam", "index", "is_", "item", "lerp", "lift", "linear", "local_scalar", "log_softmax", "max_pool", "mean",
-    "mkldnn_conv", "mm", "mul", "narrow", "native_batch_norm", "new_", "nll", "ones", "optimizer", "random", "randperm",
-    "relu", "reshape", "resize", "result", "rsqrt", "select", "set_", "slice", "slow_conv", "split", "square", "stack",
-    "sub", "sum", "thnn_conv", "threshold", "to", "transpose", "unbind", "unsqueeze", "view", "zero",
-)  # fmt: skip
+    "accumulate",
+    "add",
+    "alias",
+    "argmax",
+    "as_strided",
+    "batch_norm",
+    "bitwise",
+    "bmm",
+    "cat",
+    "chunk",
+    "clamp",
+    "clone",
+    "contiguous",
+    "conv",
+    "copy",
+    "cross_entropy",
+    "detach",
+    "div",
+    "empty",
+    "eq",
+    "expand",
+    "fill",
+    "flatten",
+    "fused_adam",
+    "index",
+    "is_",
+    "item",
+    "lerp",
+    "lift",
+    "linear",
+    "local_scalar",
+    "log_softmax",
+    "max_pool",
+    "mean",
+    "mkldnn_conv",
+    "mm",
+    "mul",
+    "narrow",
+    "native_batch_norm",
+    "new_",
+    "nll",
+    "ones",
+    "optimizer",
+    "random",
+    "randperm",
+    "relu",
+    "reshape",
+    "resize",
+    "result",
+    "rsqrt",
+    "select",
+    "set_",
+    "slice",
+    "slow_conv",
+    "split",
+    "square",
+    "stack",
+    "sub",
+    "sum",
+    "thnn_conv",
+    "threshold",
+    "to",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+    "zero",
+)
 """How operators begin that a training of this kind needs, without aten:: and leading underscores; and aten::t."""
 
 
@@ -99,8 +160,11 @@ def shares(admit: Admit, rank: Rank, n: int) -> Findings:
         p.go(WARM)
         trace = Path(folder) / "trace.json"
         plan = schedule(wait=0, warmup=1, active=n)
-        with profile(activities=[ProfilerActivity.CPU], schedule=plan,
-                     on_trace_ready=lambda done: done.export_chrome_trace(str(trace))) as profiler:  # fmt: skip
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            schedule=plan,
+            on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
+        ) as profiler:
             for _ in range(1 + n):
                 p.go()
                 profiler.step()
@@ -143,8 +207,21 @@ def memory(admit: Admit, rank: Rank, n: int) -> Findings:
 class _Mallinfo(ctypes.Structure):
     """struct mallinfo2 of malloc.h (glibc 2.33 and later)."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
-                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]  # fmt: skip
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 def held_bytes() -> int:
@@ -220,8 +297,10 @@ def disk(admit: Admit, rank: Rank, n: int) -> Findings:
         before, start = _io(), time.perf_counter()
         p.go(n)
         after, seconds = _io(), time.perf_counter() - start
-    found = {f"{name} bytes per step": max(0.0, (b - a) / n) for name, a, b in zip(("read", "written"), before, after,
-             strict=True)}  # fmt: skip
+    found = {
+        f"{name} bytes per step": max(0.0, (b - a) / n)
+        for name, a, b in zip(("read", "written"), before, after, strict=True)
+    }
     found |= {"fsyncs per step": spent["fsyncs"] / n, "share of waiting": spent["seconds"] / seconds}
     return rank.gather(found)[0]
 
@@ -261,9 +340,13 @@ def census(admit: Admit, rank: Rank, n: int) -> Findings:
             call()
         seconds = measure.interleave(both, max(3, n // 2), rank.device)
     as_is, plain = (statistics.median(seconds[name]) for name in both)
-    found = {"float64 share of parameters": wide / total, "anomaly detection": float(anomaly), "batch": p.batch,
-             "default is float64": float(default == torch.float64),
-             "share of step saved if plain": max(0.0, as_is - plain) / step_s}  # fmt: skip
+    found = {
+        "float64 share of parameters": wide / total,
+        "anomaly detection": float(anomaly),
+        "batch": p.batch,
+        "default is float64": float(default == torch.float64),
+        "share of step saved if plain": max(0.0, as_is - plain) / step_s,
+    }
     return rank.gather(found)[0]
 
 
@@ -288,9 +371,12 @@ def traffic(admit: Admit, rank: Rank, n: int) -> Findings:
         p.go(n)
         step_s = sum(p.steps[WARM:])
         size = sum(v.nbytes for v in p.models[0].parameters())
-    found = {"buckets per step": watch.buckets / n, "other collectives per step": others["calls"] / n,
-             "bytes over parameters": (watch.bytes + others["bytes"]) / n / size,
-             "share of other collectives": others["seconds"] / step_s}  # fmt: skip
+    found = {
+        "buckets per step": watch.buckets / n,
+        "other collectives per step": others["calls"] / n,
+        "bytes over parameters": (watch.bytes + others["bytes"]) / n / size,
+        "share of other collectives": others["seconds"] / step_s,
+    }
     with patients(admit(), admit(DistributedDataParallel=default_buckets)) as (p, q):
         found["step over default buckets"] = _in_turn(p, q, rank, n)
     if others["calls"]:
@@ -390,6 +476,6 @@ def in_turn(p: Patient, q: Patient, rank: Rank, rounds: int | measure.Budget, bl
 
 
 MEASUREMENTS: dict[str, Callable[[Admit, Rank, int], Findings]] = {
-    f.__name__: f for f in (steps, shares, ops, memory, arrivals, cores, disk, census, traffic, same_batch, batch,
-                            alone)
-}  # fmt: skip
+    f.__name__: f
+    for f in (steps, shares, ops, memory, arrivals, cores, disk, census, traffic, same_batch, batch, alone)
+}

@@ -30,8 +30,12 @@ def part(name: str) -> AbstractContextManager[object]:
 def build_model(width: int = 8) -> nn.Module:
     """(batch, 1, 28, 28) images -> (batch, 10) logits: four convolutions with BatchNorm, then two linear layers."""
     layers: list[nn.Module] = []
-    for inputs, outputs, stride in ((1, width, 2), (width, 2 * width, 2), (2 * width, 2 * width, 1),
-                                    (2 * width, 4 * width, 1)):  # fmt: skip
+    for inputs, outputs, stride in (
+        (1, width, 2),
+        (width, 2 * width, 2),
+        (2 * width, 2 * width, 1),
+        (2 * width, 4 * width, 1),
+    ):
         layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * width * 49, 256), nn.ReLU(), nn.Linear(256, 10))
 

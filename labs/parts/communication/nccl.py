@@ -33,9 +33,11 @@ COMMUNICATOR = re.compile(r"n[rR]anks (?P<ranks>\d+) .*commId (?P<name>0x[0-9a-f
 SET = re.compile(r"(?P<name>NCCL_\w+) set by environment to (?P<value>.*?)\.?$")
 NETWORK = re.compile(r"Using network (?P<name>.+)")
 VERSION = re.compile(r"NCCL version (?P<version>[\d.]+)")
-PASSED = re.compile(r"Connected all|Init START|Init COMPLETE|Setting affinity|Chunksize|threadThresholds|coll channels|"
-                    r"Bootstrap|NET/|Plugin|PLUGIN|Proxy|Check P2P|TUNER|comm 0x|cudaDriver|Ring \d+ :|Tree \d+ :|"
-                    r"Trees|isAllDirectP2p|NVLS|CollNet")  # fmt: skip
+PASSED = re.compile(
+    r"Connected all|Init START|Init COMPLETE|Setting affinity|Chunksize|threadThresholds|coll channels|"
+    r"Bootstrap|NET/|Plugin|PLUGIN|Proxy|Check P2P|TUNER|comm 0x|cudaDriver|Ring \d+ :|Tree \d+ :|"
+    r"Trees|isAllDirectP2p|NVLS|CollNet"
+)
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,11 @@ def read(lines: Iterable[str]) -> Log:
             if found["level"] == "WARN":
                 log.warnings[found["text"]] += 1
             log.known += _take(found["text"].rstrip(), log) or found["level"] == "WARN"
-    require(log.lines > 0 or bool(log.version), "no line of NCCL's is in it: start the job with NCCL_DEBUG=INFO and "
-            "keep what it prints, or let NCCL write it with NCCL_DEBUG_FILE=nccl-%h-%p.log")  # fmt: skip
+    require(
+        log.lines > 0 or bool(log.version),
+        "no line of NCCL's is in it: start the job with NCCL_DEBUG=INFO and "
+        "keep what it prints, or let NCCL write it with NCCL_DEBUG_FILE=nccl-%h-%p.log",
+    )
     return log
 
 
@@ -143,11 +148,13 @@ MEANING = {
     "SHM": "through the host's memory: this pair does not read each other's memory",
     "NET": "through a network card",
 }
-DECIDES = {"NCCL_P2P_DISABLE": "forbids GPUs to read each other's memory: everything goes through the host",
-                "NCCL_IB_DISABLE": "forbids InfiniBand and RoCE: ranks of other machines are reached over TCP",
-                "NCCL_SHM_DISABLE": "forbids the host's memory: what cannot go from GPU to GPU takes the network",
-                "NCCL_ALGO": "fixes the algorithm for all sizes: NCCL's own choice depends on the size",
-                "NCCL_PROTO": "fixes the protocol for all sizes: NCCL's own choice depends on the size"}  # fmt: skip
+DECIDES = {
+    "NCCL_P2P_DISABLE": "forbids GPUs to read each other's memory: everything goes through the host",
+    "NCCL_IB_DISABLE": "forbids InfiniBand and RoCE: ranks of other machines are reached over TCP",
+    "NCCL_SHM_DISABLE": "forbids the host's memory: what cannot go from GPU to GPU takes the network",
+    "NCCL_ALGO": "fixes the algorithm for all sizes: NCCL's own choice depends on the size",
+    "NCCL_PROTO": "fixes the protocol for all sizes: NCCL's own choice depends on the size",
+}
 """Variables that decide what is used; others that were set are listed, as are those that say 0."""
 
 
@@ -160,8 +167,10 @@ def in_words(log: Log) -> Iterator[str]:
     if len(log.communicators) > 1:
         sizes = Counter(log.communicators.values())
         named = ", ".join(f"{n} of {size}" for size, n in sorted(sizes.items(), reverse=True))
-        yield f"{len(log.communicators)} communicators ({named} ranks): each numbers its ranks from 0, so the rings " \
-              "are of the largest and the links of all together."  # fmt: skip
+        yield (
+            f"{len(log.communicators)} communicators ({named} ranks): each numbers its ranks from 0, so the rings "
+            "are of the largest and the links of all together."
+        )
     if log.channels:
         orders = Counter(log.channels.values())
         order, times = orders.most_common(1)[0]
@@ -176,8 +185,10 @@ def in_words(log: Log) -> Iterator[str]:
     yield from _findings(log)
     if log.trees:
         roots = sorted({rank for tree in log.trees.values() for rank, above in tree.items() if above == -1})
-        yield f"{len(log.trees)} trees, with rank {' or '.join(map(str, roots))} at the top. NCCL picks ring or tree " \
-              "by message size; the log does not say which ran."  # fmt: skip
+        yield (
+            f"{len(log.trees)} trees, with rank {' or '.join(map(str, roots))} at the top. NCCL picks ring or tree "
+            "by message size; the log does not say which ran."
+        )
     for name, value in log.variables.items():
         decides = name in DECIDES and value != "0"
         yield f"{name}={value} is set: it {DECIDES[name]}." if decides else f"{name}={value} is set."
@@ -194,19 +205,29 @@ def _findings(log: Log) -> Iterator[str]:
         if any("Socket" in kind for kind in kinds):
             yield "The network is TCP, not InfiniBand or RoCE: its bytes pass the CPU. Is that the card you paid for?"
         elif any("GDRDMA" not in kind for kind in kinds):
-            yield "Some network links are without GPUDirect RDMA (no GDRDMA in the line): their bytes take a detour " \
-                  "through the host's memory."  # fmt: skip
+            yield (
+                "Some network links are without GPUDirect RDMA (no GDRDMA in the line): their bytes take a detour "
+                "through the host's memory."
+            )
     if families["SHM"] and not families["P2P"]:
-        yield "No pair of GPUs talks directly. On consumer cards without peer-to-peer that is as good as it gets; on " \
-              "cards with NVLink it is a finding."  # fmt: skip
+        yield (
+            "No pair of GPUs talks directly. On consumer cards without peer-to-peer that is as good as it gets; on "
+            "cards with NVLink it is a finding."
+        )
     elif families["SHM"]:
         yield "Some pairs talk directly, others through the host: a ring is as fast as its slowest link."
     if nodes <= 1 and families["NET"]:
         yield "Ranks of one machine use a network card to reach each other: are P2P and SHM switched off?"
 
 
-WAYS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "several PCIe switches", "PHB": "the CPU's PCIe bridge",
-        "NODE": "two PCIe bridges of one NUMA node", "SYS": "the link between NUMA nodes"}  # fmt: skip
+WAYS = {
+    "NV": "NVLink",
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "the CPU's PCIe bridge",
+    "NODE": "two PCIe bridges of one NUMA node",
+    "SYS": "the link between NUMA nodes",
+}
 """What `nvidia-smi topo -m` abbreviates, from its own legend, fastest first."""
 
 
@@ -225,8 +246,10 @@ def read_topology(text: str) -> dict[tuple[str, str], str]:
             for other, way in zip(head, row[1:], strict=False):
                 if other.startswith("GPU") and other > row[0] and way != "X":
                     found[row[0], other] = way
-    require(bool(found) or head == ["GPU0"] or len([h for h in head if h.startswith("GPU")]) <= 1,
-            "the table of GPUs could not be read: it should hold what `nvidia-smi topo -m` prints")  # fmt: skip
+    require(
+        bool(found) or head == ["GPU0"] or len([h for h in head if h.startswith("GPU")]) <= 1,
+        "the table of GPUs could not be read: it should hold what `nvidia-smi topo -m` prints",
+    )
     return found
 
 

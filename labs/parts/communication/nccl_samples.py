@@ -22,8 +22,11 @@ def log(ranks: int, nodes: int, channels: int, inside: str, between: str = "", v
 
     for rank in range(ranks):
         say(rank, f"Using network {between.split('/')[1] if between else 'Socket'}")
-        say(rank, f"comm 0x{0xB94000 + rank:x} rank {rank} nRanks {ranks} nNodes {nodes} localRanks {each} "
-                  f"localRank {rank % each} MNNVL 0")  # fmt: skip
+        say(
+            rank,
+            f"comm 0x{0xB94000 + rank:x} rank {rank} nRanks {ranks} nNodes {nodes} localRanks {each} "
+            f"localRank {rank % each} MNNVL 0",
+        )
     order = "   ".join(map(str, range(ranks)))
     for channel in range(channels):
         say(0, f"Channel {channel:02}/{channels:02} :    {order}")

@@ -124,9 +124,15 @@ def slowed(rank: Rank, mb_s: float, latency_s: float = 0.0, delayed: bool = Fals
 
 
 def in_turn(
-    steps: Mapping[Any, Callable[[], object]], config: Any, rank: Rank, part: float = 1.0, mb_s: float = NO_PACE,
-    between: Callable[[], object] | None = None, latency_s: float = 0.0, delayed: bool = False,
-) -> dict[Any, list[float]]:  # fmt: skip
+    steps: Mapping[Any, Callable[[], object]],
+    config: Any,
+    rank: Rank,
+    part: float = 1.0,
+    mb_s: float = NO_PACE,
+    between: Callable[[], object] | None = None,
+    latency_s: float = 0.0,
+    delayed: bool = False,
+) -> dict[Any, list[float]]:
     """Seconds of each step on the slowest rank, taken in turn, over a wire of `mb_s` (10^6 byte/s); see `slowed`.
 
     As many rounds as `config` says, in `part` of its seconds. `between` runs before each step; by default a barrier.

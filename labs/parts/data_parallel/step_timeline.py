@@ -9,8 +9,16 @@ from matplotlib.figure import Figure
 from labs.kit.plot import SERIES, figure, spans
 from labs.kit.record import Record, Records
 
-COLORS = {"data": SERIES[2], "forward": SERIES[5], "gradients": SERIES[0], "backward": SERIES[0],
-          "backward waits": SERIES[3], "optimizer": SERIES[4], "all-reduce": SERIES[1], "wait": SERIES[3]}  # fmt: skip
+COLORS = {
+    "data": SERIES[2],
+    "forward": SERIES[5],
+    "gradients": SERIES[0],
+    "backward": SERIES[0],
+    "backward waits": SERIES[3],
+    "optimizer": SERIES[4],
+    "all-reduce": SERIES[1],
+    "wait": SERIES[3],
+}
 """Of each part of a step. Parts of one colour do not stand in one picture."""
 EXCHANGED = ("all-reduce", "wait")
 
@@ -26,8 +34,14 @@ def two_rows(
     of_ranks: Mapping[int, Mapping[str, Sequence[tuple[float, float]]]], message: str, records: Records
 ) -> Figure:
     """Two rows for each rank: what it computes above, what it exchanges below. {rank: {part: spans in s}}."""
-    fig, ax = figure(message, xlabel="milliseconds since the step began", ylabel="rank", records=records,
-                     size=(7.4, 2.2 + 0.6 * len(of_ranks)), legend_below=True)  # fmt: skip
+    fig, ax = figure(
+        message,
+        xlabel="milliseconds since the step began",
+        ylabel="rank",
+        records=records,
+        size=(7.4, 2.2 + 0.6 * len(of_ranks)),
+        legend_below=True,
+    )
     for row, parts in enumerate(of_ranks.values()):
         for part, color in COLORS.items():
             if part in parts:

@@ -131,8 +131,9 @@ def gains(step_s: Mapping[str, Sequence[float]], samples_factor: float = 1.0) ->
     before = step_s[AS_IS]
     return {
         cure: tuple(samples_factor * a / b for a, b in zip(before, after, strict=True))
-        for cure, after in step_s.items() if cure != AS_IS
-    }  # fmt: skip
+        for cure, after in step_s.items()
+        if cure != AS_IS
+    }
 
 
 @cache
@@ -159,10 +160,18 @@ def _step(more: str) -> Change:
 def _recipes() -> Iterator[Case]:
     """As they are."""
     yield Case(SINGLE, SINGLE, options=LONG)
-    for name, more in ((DDP, ()), ("train_ddp_amp", ("--precision", "fp32", "--clip", "1")), ("train_fsdp", ()),
-                       ("train_recompute", ("--batch-size", "1000")), ("train_ddp_resume", ()), ("train_ddp_debug", ()),
-                       ("train_ddp_hook", ("--hook", "none")), ("train_pipeline", ()),
-                       ("train_tensor_parallel", ()), ("train_ddp_fast", ())):  # fmt: skip
+    for name, more in (
+        (DDP, ()),
+        ("train_ddp_amp", ("--precision", "fp32", "--clip", "1")),
+        ("train_fsdp", ()),
+        ("train_recompute", ("--batch-size", "1000")),
+        ("train_ddp_resume", ()),
+        ("train_ddp_debug", ()),
+        ("train_ddp_hook", ("--hook", "none")),
+        ("train_pipeline", ()),
+        ("train_tensor_parallel", ()),
+        ("train_ddp_fast", ()),
+    ):
         yield Case(name, name, ranks=2, options=(*LONG, *more))
 
 
@@ -170,26 +179,52 @@ def _well() -> Iterator[Case]:
     """Some look ill."""
     yield Case("images", IMAGES)
     yield Case("images_2", IMAGES, ranks=2)
-    yield Case("slow_model", IMAGES, looks="steps take long, all cores are busy",
-               well=(WIDE,))  # fmt: skip
-    yield Case("big_batch", IMAGES, looks="a step takes many times as long as a colleague's",
-               well=(Change("batch_size=64", "batch_size=512"),))  # fmt: skip
+    yield Case("slow_model", IMAGES, looks="steps take long, all cores are busy", well=(WIDE,))
+    yield Case(
+        "big_batch",
+        IMAGES,
+        looks="a step takes many times as long as a colleague's",
+        well=(Change("batch_size=64", "batch_size=512"),),
+    )
     yield Case(
         "workers",
         IMAGES,
         looks="each image is decoded when it is asked for, but workers do it in time",
         well=(SLOW_FILES, Change("workers = 0", "workers = 2"), WIDE),
     )
-    yield Case("rare_checkpoint", IMAGES, looks="a checkpoint is written within the steps that are looked at",
-               well=(Change("500, 1000", "500, 20"), WIDE))  # fmt: skip
-    yield Case("rare_validation", IMAGES, looks="it is validated within the steps that are looked at",
-               well=(Change("500, 1000", "40, 1000"), WIDE))  # fmt: skip
-    yield Case("items", SINGLE, options=LONG, looks=".item() in each step: a CPU has no queue to wait for",
-               well=(_step("losses = [loss.item(), x.mean().item(), y.max().item()]"),))  # fmt: skip
-    yield Case("prints", SINGLE, options=LONG, looks="it prints in each step, into a file, which costs nothing",
-               well=(_step('print("step", step, flush=True)'),))  # fmt: skip
-    yield Case("zeroed", SINGLE, options=LONG, looks="gradients are zeroed in place of being dropped",
-               well=(Change("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),))  # fmt: skip
+    yield Case(
+        "rare_checkpoint",
+        IMAGES,
+        looks="a checkpoint is written within the steps that are looked at",
+        well=(Change("500, 1000", "500, 20"), WIDE),
+    )
+    yield Case(
+        "rare_validation",
+        IMAGES,
+        looks="it is validated within the steps that are looked at",
+        well=(Change("500, 1000", "40, 1000"), WIDE),
+    )
+    yield Case(
+        "items",
+        SINGLE,
+        options=LONG,
+        looks=".item() in each step: a CPU has no queue to wait for",
+        well=(_step("losses = [loss.item(), x.mean().item(), y.max().item()]"),),
+    )
+    yield Case(
+        "prints",
+        SINGLE,
+        options=LONG,
+        looks="it prints in each step, into a file, which costs nothing",
+        well=(_step('print("step", step, flush=True)'),),
+    )
+    yield Case(
+        "zeroed",
+        SINGLE,
+        options=LONG,
+        looks="gradients are zeroed in place of being dropped",
+        well=(Change("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),),
+    )
     yield Case("accumulate", "train_accumulate", ranks=2, looks="four backward passes for one step")
     yield Case("plain", "train_plain", looks="it has no DataLoader")
     yield Case("text", "train_text", looks="torch.compile, and sentences of all lengths: padded to one")
@@ -200,55 +235,134 @@ def _sick() -> Iterator[Case]:
     yield Case("slow_loader", IMAGES, SLOW_FILES, ("slow_loader",))
     yield Case("slow_loader_2", IMAGES, SLOW_FILES, ("slow_loader",), ranks=2)
     yield Case("archive", IMAGES, Change(DATASET, "dataset = Archive(images, labels, args.data)"), ("slow_loader",))
-    yield Case("tiny_batches", SINGLE, Change('default=128, help="samples', 'default=4, help="samples'),
-               ("tiny_batches",), options=LONG, samples_factor=32)  # fmt: skip
-    yield Case("tiny_batches_images", IMAGES, Change("batch_size=64", "batch_size=4"), ("tiny_batches",),
-               samples_factor=16)  # fmt: skip
+    yield Case(
+        "tiny_batches",
+        SINGLE,
+        Change('default=128, help="samples', 'default=4, help="samples'),
+        ("tiny_batches",),
+        options=LONG,
+        samples_factor=32,
+    )
+    yield Case(
+        "tiny_batches_images", IMAGES, Change("batch_size=64", "batch_size=4"), ("tiny_batches",), samples_factor=16
+    )
     yield Case("float64", SINGLE, Change("if args.float64:", "if not args.float64:"), ("float64",), options=LONG)
     yield Case("float64_images", IMAGES, Change("torch.float32)\n", "torch.float64)\n"), ("float64",))
-    yield Case("threads", DDP, Change("torch.set_num_threads(1)", "torch.set_num_threads(2 * os.cpu_count())"),
-               ("threads", "too-many-threads"), ranks=2, options=LONG)  # fmt: skip
-    yield Case("threads_images", IMAGES, Change("set_num_threads(1)", "set_num_threads(4 * os.cpu_count())"),
-               ("threads", "too-many-threads"))  # fmt: skip
+    yield Case(
+        "threads",
+        DDP,
+        Change("torch.set_num_threads(1)", "torch.set_num_threads(2 * os.cpu_count())"),
+        ("threads", "too-many-threads"),
+        ranks=2,
+        options=LONG,
+    )
+    yield Case(
+        "threads_images",
+        IMAGES,
+        Change("set_num_threads(1)", "set_num_threads(4 * os.cpu_count())"),
+        ("threads", "too-many-threads"),
+    )
     yield Case("anomaly", IMAGES, Change("set_detect_anomaly(False)", "set_detect_anomaly(True)"), ("anomaly",))
-    yield Case("anomaly_recipe", SINGLE, Change("    torch.set_num_threads(1)", "    torch.set_anomaly_enabled(True); "
-               "torch.set_num_threads(1)"), ("anomaly",), options=LONG)  # fmt: skip
+    yield Case(
+        "anomaly_recipe",
+        SINGLE,
+        Change("    torch.set_num_threads(1)", "    torch.set_anomaly_enabled(True); torch.set_num_threads(1)"),
+        ("anomaly",),
+        options=LONG,
+    )
     yield Case("validation", IMAGES, Change("500, 1000", "1, 1000"), ("validation",))
     yield Case("checkpoint", IMAGES, Change("500, 1000", "500, 1"), ("checkpoint",))
-    yield Case("checkpoint_recipe", SINGLE, _step("torch.save(optimizer.state_dict(), 'last.pt')"),
-               ("checkpoint",), options=LONG)  # fmt: skip
+    yield Case(
+        "checkpoint_recipe",
+        SINGLE,
+        _step("torch.save(optimizer.state_dict(), 'last.pt')"),
+        ("checkpoint",),
+        options=LONG,
+    )
     yield Case("printing", SINGLE, _step("print([p.data for p in model.parameters()])"), ("printing",), options=LONG)
-    yield Case("lists", SINGLE, _step("signs = [p.grad.sign().tolist() for p in model.parameters()]"),
-               ("synchronise", "own_code"), options=LONG)  # fmt: skip
+    yield Case(
+        "lists",
+        SINGLE,
+        _step("signs = [p.grad.sign().tolist() for p in model.parameters()]"),
+        ("synchronise", "own_code"),
+        options=LONG,
+    )
     yield Case("statistics", IMAGES, Change(HISTORY, "history.append(statistics(model))"), ("own_code", "synchronise"))
     yield Case("growing", IMAGES, Change(HISTORY, "history = quality(history, output)"), ("growing", "own_code"))
     yield Case("averaging", IMAGES, Change(HISTORY, "average_weights(model, ranks)"), ("exchange",), ranks=2)
     yield Case("tiny_buckets", IMAGES, Change("bucket_cap_mb=25", "bucket_cap_mb=0.0001"), ("exchange",), ranks=2)
-    yield Case("straggler", IMAGES, Change(HISTORY, "history.append(rank and largest_singular_values(model))"),
-               ("straggler",), ranks=2)  # fmt: skip
-    yield Case("straggler_recipe", DDP, _step("rank and [torch.linalg.svdvals(p) for p in model.parameters() "
-               "if p.dim() > 1]"),
-               ("straggler",), ranks=2, options=LONG)  # fmt: skip
-    yield Case("no_no_sync", "train_accumulate", Change("nullcontext() if last else model.no_sync()", "nullcontext()"),
-               ("exchange", "no-sync-missing"), ranks=2)  # fmt: skip
+    yield Case(
+        "straggler",
+        IMAGES,
+        Change(HISTORY, "history.append(rank and largest_singular_values(model))"),
+        ("straggler",),
+        ranks=2,
+    )
+    yield Case(
+        "straggler_recipe",
+        DDP,
+        _step("rank and [torch.linalg.svdvals(p) for p in model.parameters() if p.dim() > 1]"),
+        ("straggler",),
+        ranks=2,
+        options=LONG,
+    )
+    yield Case(
+        "no_no_sync",
+        "train_accumulate",
+        Change("nullcontext() if last else model.no_sync()", "nullcontext()"),
+        ("exchange", "no-sync-missing"),
+        ranks=2,
+    )
     yield Case("recompiles", "train_text", Change("LENGTH + 1, dtype", "max(map(len, pieces)), dtype"), ("recompiles",))
 
 
 def _read() -> Iterator[Case]:
     """One line changed, and no step is slower for it: what is read in the source says so."""
     read = {"by": BY_READING, "options": LONG}
-    yield Case("find_unused", DDP, Change("device_ids=[local_rank] if cuda else None)", "device_ids=[local_rank] if "
-               "cuda else None, find_unused_parameters=True)"), ("find_unused", "find-unused"), ranks=2,
-               **read)  # fmt: skip
-    yield Case("no_set_epoch", DDP, Change("sampler.set_epoch(step // len(loader))", "pass"), ("set-epoch-missing",),
-               ranks=2, **read)  # fmt: skip
-    yield Case("zero_grad_order", SINGLE, Change("            loss.backward()\n", "            loss.backward(); "
-               "optimizer.zero_grad()\n"), ("zero-grad-order", "zero-grad-missing"), learns=False, **read)  # fmt: skip
+    yield Case(
+        "find_unused",
+        DDP,
+        Change(
+            "device_ids=[local_rank] if cuda else None)",
+            "device_ids=[local_rank] if cuda else None, find_unused_parameters=True)",
+        ),
+        ("find_unused", "find-unused"),
+        ranks=2,
+        **read,
+    )
+    yield Case(
+        "no_set_epoch",
+        DDP,
+        Change("sampler.set_epoch(step // len(loader))", "pass"),
+        ("set-epoch-missing",),
+        ranks=2,
+        **read,
+    )
+    yield Case(
+        "zero_grad_order",
+        SINGLE,
+        Change("            loss.backward()\n", "            loss.backward(); optimizer.zero_grad()\n"),
+        ("zero-grad-order", "zero-grad-missing"),
+        learns=False,
+        **read,
+    )
     yield Case("kept_graph", IMAGES, Change(HISTORY, "history.append(loss)"), ("loss-kept",), by=BY_READING)
-    yield Case("clip_before_unscale", "train_ddp_amp", Change("            scaler.unscale_(optimizer)",
-               "            pass"), ("clip-before-unscale",), ranks=2, **read)  # fmt: skip
-    yield Case("all_ranks_save", DDP, Change("if args.save and rank == 0:", "if args.save:"), ("save-all-ranks",),
-               ranks=2, **read)  # fmt: skip
+    yield Case(
+        "clip_before_unscale",
+        "train_ddp_amp",
+        Change("            scaler.unscale_(optimizer)", "            pass"),
+        ("clip-before-unscale",),
+        ranks=2,
+        **read,
+    )
+    yield Case(
+        "all_ranks_save",
+        DDP,
+        Change("if args.save and rank == 0:", "if args.save:"),
+        ("save-all-ranks",),
+        ranks=2,
+        **read,
+    )
 
 
 HEALTHY: tuple[Case, ...] = (*_recipes(), *_well())

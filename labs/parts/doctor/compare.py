@@ -60,9 +60,15 @@ def compare(before: Report, after: Report) -> Comparison:
     names = {name for f in before.findings for name in (f.name, MILDER.get(f.name))}
     new = [f for f in after.findings if f.name not in names]
     return Comparison(
-        gain, "samples/s" if counted else "steps/s", cured, [f for f in absent if f not in cured], left, new,
-        together([f.bound for f in cured]), list(_warnings(before, after, counted)),
-    )  # fmt: skip
+        gain,
+        "samples/s" if counted else "steps/s",
+        cured,
+        [f for f in absent if f not in cured],
+        left,
+        new,
+        together([f.bound for f in cured]),
+        list(_warnings(before, after, counted)),
+    )
 
 
 def _now(finding: Finding, before: Report, after: Report) -> Finding | None:
@@ -180,8 +186,10 @@ def sentence(before: Report, after: Report, found: Comparison) -> str:
     """The one sentence that comes first."""
     was, now = (f"{statistics.median(rates(r.seen, found.unit == 'samples/s')):,.4g}" for r in (before, after))
     if not differs(found.gain):
-        return (f"{after.script}: no difference that these two runs can show: {was} {found.unit} before, {now} now "
-                f"({found.gain}).")  # fmt: skip
+        return (
+            f"{after.script}: no difference that these two runs can show: {was} {found.unit} before, {now} now "
+            f"({found.gain})."
+        )
     how = f"{found.gain} as fast as before" if found.gain.value > 1 else f"slower than before, {found.gain} as fast"
     return f"{after.script} is {how}: {was} {found.unit}, now {now}."
 

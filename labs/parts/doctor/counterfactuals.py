@@ -410,8 +410,9 @@ class SinglePrecision(Counterfactual):
     def enter(self, hooks: Hooks) -> None:
         torch = hooks.torch
         tensors = [t for root in hooks.roots.values() for t in (*root.parameters(), *root.buffers())]
-        tensors += [v for o in hooks.optimizers.values() for s in o.state.values() for v in s.values()
-                    if torch.is_tensor(v)]  # fmt: skip
+        tensors += [
+            v for o in hooks.optimizers.values() for s in o.state.values() for v in s.values() if torch.is_tensor(v)
+        ]
         self.before = [(t, t.data) for t in {id(t): t for t in tensors}.values() if t.dtype == torch.float64]
         for tensor, data in self.before:
             _become(tensor, data.float())

@@ -234,16 +234,26 @@ def numbers(cause: Cause, facts: Sequence[Facts], of: Facts) -> dict[str, Any]:
     half = of.training.get("half", "bfloat16")
     return {
         "part": ms(statistics.fmean(bounds.lost_s(of, *cause.parts) or [0.0])),
-        "half": half, "scaler": ", and a torch.amp.GradScaler for the gradients" if half == "float16" else "",
-        "calls": f"{sum(n.calls for n in noted):.3g}", "gpu": of.machine.get("gpu_percent"),
-        "often": _often(of, cause.parts[0]) if cause.parts else "", "mean": ms(mean_step_s(facts)),
-        "loader": _loader(of), "loader_cure": _loader_cure(of, fair), "exchange_cure": _exchange_cure(of),
+        "half": half,
+        "scaler": ", and a torch.amp.GradScaler for the gradients" if half == "float16" else "",
+        "calls": f"{sum(n.calls for n in noted):.3g}",
+        "gpu": of.machine.get("gpu_percent"),
+        "often": _often(of, cause.parts[0]) if cause.parts else "",
+        "mean": ms(mean_step_s(facts)),
+        "loader": _loader(of),
+        "loader_cure": _loader_cure(of, fair),
+        "exchange_cure": _exchange_cure(of),
         "exposed": str(exposed) if exposed and exposed.low > 0 else _seen_exchange(of),  # noise may hide it in turn
-        "threads": count(threads, "thread"), "cores": count(cores, "core"), "fair_threads": fair,
-        "local_ranks": count(of.local_ranks, "rank"), "factor": f"{factor:g}", "device": of.device,
-        "batch": batch or "its size", "larger_batch": round(batch * factor) if batch else f"{factor:g} * batch_size",
+        "threads": count(threads, "thread"),
+        "cores": count(cores, "core"),
+        "fair_threads": fair,
+        "local_ranks": count(of.local_ranks, "rank"),
+        "factor": f"{factor:g}",
+        "device": of.device,
+        "batch": batch or "its size",
+        "larger_batch": round(batch * factor) if batch else f"{factor:g} * batch_size",
         "optimizer": optimizers[0]["kind"],
-    }  # fmt: skip
+    }
 
 
 def _seen_exchange(facts: Facts) -> str:
@@ -279,8 +289,10 @@ def _loader_cure(facts: Facts, fair: int) -> str:
         # Workers load while the rest of a step runs: that is what their time is held against, and not the time without
         beside = statistics.fmean(facts.step_s) - part_s(facts, "data")
         times = f"the loader alone then takes {ms(tried[best])} for a batch, the rest of a step {ms(beside)}"
-        return (f"DataLoader(..., num_workers={best}, persistent_workers=True) if there are cores for them ({times}), "
-                "or decode once and keep it")  # fmt: skip
+        return (
+            f"DataLoader(..., num_workers={best}, persistent_workers=True) if there are cores for them ({times}), "
+            "or decode once and keep it"
+        )
     alone = 0 in tried and now and tried[0] * bounds.WORTH < tried.get(now, 0.0)
     if alone and tried[0] + _without_waiting_s(facts) < mean_step_s([facts]):  # then nothing is loaded beside a step
         times = f"the loader alone then takes {ms(tried[0])} for a batch, now {ms(tried[now])}"
@@ -367,14 +379,19 @@ def _late(facts: Sequence[Facts], own: bounds.Own | None) -> Late | None:
     others = [max(of) for of in zip(*(o for r, o in enumerate(own.ranks) if r != slow), strict=True)]
     excess = [max(0.0, a - b) for a, b in zip(mine, others, strict=True)]
     gains = [s / (s - min(e, 0.99 * s)) for s, e in zip(own.job, excess, strict=True) if s > 0]
-    differs = {k: part_s(facts[slow], k) - max(part_s(f, k) for r, f in enumerate(facts) if r != slow)
-               for k in facts[slow].spans_s}  # fmt: skip
+    differs = {
+        k: part_s(facts[slow], k) - max(part_s(f, k) for r, f in enumerate(facts) if r != slow)
+        for k in facts[slow].spans_s
+    }
     return Late(
-        facts[slow], statistics.median(mine), statistics.median(others),
+        facts[slow],
+        statistics.median(mine),
+        statistics.median(others),
         bounds.of_ratios([a / b for a, b in zip(mine, others, strict=True) if b > 0] or [1.0], bounds.looks(facts)),
-        bounds.of_ratios(gains or [1.0], bounds.looks(facts)), IN_TURN if own.in_turn else FROM_PARTS,
+        bounds.of_ratios(gains or [1.0], bounds.looks(facts)),
+        IN_TURN if own.in_turn else FROM_PARTS,
         max(differs, key=differs.__getitem__, default="rest"),
-    )  # fmt: skip
+    )
 
 
 def _straggler(facts: Sequence[Facts]) -> Iterator[Finding]:
@@ -518,8 +535,16 @@ def _recompiles(facts: Sequence[Facts]) -> Iterator[Finding]:
             how = f"in {count(len(at), 'step')}" if goes_on else "one-off"
             what += f"; {how}: {ms(sum(longer))} in all"
         cure = "batches of one shape (drop_last=True), or torch.compile(dynamic=True)"
-        yield Finding("recompiles", what, bound if gain else None, called(f.script, ["compile"]), cure,
-                      SECTIONS["recompiles"], FROM_PARTS, HOLDS_BACK if gain else READING)  # fmt: skip
+        yield Finding(
+            "recompiles",
+            what,
+            bound if gain else None,
+            called(f.script, ["compile"]),
+            cure,
+            SECTIONS["recompiles"],
+            FROM_PARTS,
+            HOLDS_BACK if gain else READING,
+        )
         return
 
 
@@ -550,21 +575,41 @@ def _switched_on(facts: Sequence[Facts], named: set[str]) -> Iterator[Finding]:
     """What the running training has, and no counterfactual has priced."""
     f = facts[0]
     has = {
-        "anomaly": f.training.get("anomaly"), "find_unused": f.training.get("find_unused_parameters"),
-        "float64": "float64" in f.training.get("dtypes", ()), "threads": oversubscribed(f),
+        "anomaly": f.training.get("anomaly"),
+        "find_unused": f.training.get("find_unused_parameters"),
+        "float64": "float64" in f.training.get("dtypes", ()),
+        "threads": oversubscribed(f),
         "exchange": len(facts) > 1 and _needless_exchange(f) and not bounds.split(facts),
-    }  # fmt: skip
+    }
     harmless = {cause.name for cause, bound, by, _ in _judged(facts) if _standing(bound, by) == "fine"}
     for cause in CAUSES:
         if has.get(cause.name) and cause.name not in named | harmless:
             named.add(cause.name)
             words = numbers(cause, facts, f)
-            yield Finding(cause.name, cause.what.format(**words), None, _where(cause, f, words),
-                          cause.cure.format(**words), cause.notebook, BY_READING, READING, RUNNING)  # fmt: skip
+            yield Finding(
+                cause.name,
+                cause.what.format(**words),
+                None,
+                _where(cause, f, words),
+                cause.cure.format(**words),
+                cause.notebook,
+                BY_READING,
+                READING,
+                RUNNING,
+            )
     if f.training.get("data_parallel"):
         what, cure = "DataParallel copies the model in each step", "DistributedDataParallel, a process for each device"
-        yield Finding("data_parallel", what, None, called(f.script, ["DataParallel"]), cure, SECTIONS["data_parallel"],
-                      BY_READING, READING, RUNNING)  # fmt: skip
+        yield Finding(
+            "data_parallel",
+            what,
+            None,
+            called(f.script, ["DataParallel"]),
+            cure,
+            SECTIONS["data_parallel"],
+            BY_READING,
+            READING,
+            RUNNING,
+        )
 
 
 def _prices(facts: Sequence[Facts], found: Sequence[Finding]) -> dict[str, str]:
@@ -659,8 +704,10 @@ def _models(facts: Facts) -> Iterator[str]:
     lines = [n for n in facts.lines if n.kind == "model"]
     if lines:
         where = next((f" ({os.path.basename(n.file)}:{n.line})" for n in lines if n.line), "")
-        yield (f"what models cost that no optimizer trains, or whose forward() is called by name{where}: "
-               f"{ms(sum(n.ms for n in lines) / 1e3)} of '{causes.PARTS['prepare']}'")  # fmt: skip
+        yield (
+            f"what models cost that no optimizer trains, or whose forward() is called by name{where}: "
+            f"{ms(sum(n.ms for n in lines) / 1e3)} of '{causes.PARTS['prepare']}'"
+        )
 
 
 def _beside_the_device(facts: Sequence[Facts]) -> Iterator[str]:
@@ -690,8 +737,10 @@ def _unclear(facts: Sequence[Facts]) -> Iterator[str]:
     for f in facts:
         if _fills(f) and _not_by_tensors(f):
             whose = f" of rank {f.rank}" if len(facts) > 1 else ""
-            yield (f"why the process{whose} grows by {memory_growth(f)} with each step: its tensors do not. It may be "
-                   "the C library, which settles: --steps 300 tells more")  # fmt: skip
+            yield (
+                f"why the process{whose} grows by {memory_growth(f)} with each step: its tensors do not. It may be "
+                "the C library, which settles: --steps 300 tells more"
+            )
             break
     cost = hooks_cost(facts[0])
     if cost is not None and cost > COST_SAID:

@@ -8,8 +8,21 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-KINDS = ("data", "copy", "prepare", "forward", "backward", "exchange", "optimizer", "evaluation", "synchronise",
-         "print", "save", "rest", "device")  # fmt: skip
+KINDS = (
+    "data",
+    "copy",
+    "prepare",
+    "forward",
+    "backward",
+    "exchange",
+    "optimizer",
+    "evaluation",
+    "synchronise",
+    "print",
+    "save",
+    "rest",
+    "device",
+)
 """Parts of a step. Each instant of the script's main thread belongs to one:
 data: in the DataLoader's `next`; copy: in `.to`, `.cuda`; prepare: the script's own, from a step's start to its first
 forward; forward, backward, optimizer: in these calls; exchange: in collectives that the script calls, waits for what

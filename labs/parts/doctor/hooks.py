@@ -37,10 +37,28 @@ from labs.parts.doctor.facts import KINDS, Facts, Line, Loader
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 COPIES = ("to", "cuda")
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "barrier", "broadcast",
-               "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "send", "recv",
-               "all_gather_object", "broadcast_object_list", "gather_object", "batch_isend_irecv",
-               "all_gather_single", "reduce_scatter_single")  # fmt: skip
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce",
+    "reduce_scatter",
+    "barrier",
+    "broadcast",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "batch_isend_irecv",
+    "all_gather_single",
+    "reduce_scatter_single",
+)
 """Those that this torch has; FSDP calls the last two. Not isend and irecv: torch compares functions that it is given
 with its own. What they take is the wait for them."""
 OPAQUE = {"optimizer", "data", "save", "copy", "synchronise", "print", "exchange", "evaluation", "device"}
@@ -796,8 +814,11 @@ def _mapped(change: Callable[[Any], Any], tree: Any, torch: Any) -> Any:
 
 def _own_copy(value: Any) -> Any:
     """A tensor or array may be written into by whoever gets it."""
-    return value.copy() if hasattr(value, "__array__") and hasattr(value, "copy") else (
-        value.clone() if hasattr(value, "clone") else value)  # fmt: skip
+    return (
+        value.copy()
+        if hasattr(value, "__array__") and hasattr(value, "copy")
+        else (value.clone() if hasattr(value, "clone") else value)
+    )
 
 
 def _checksum(parameters: Iterable[Any], torch: Any) -> float:
@@ -855,10 +876,15 @@ def describe(hooks: Hooks, facts: Facts) -> None:
         one = hooks.loader
         batch_size = one.batch_size or getattr(one.batch_sampler, "batch_size", None)
         facts.loader = Loader(
-            batch_size, one.num_workers, (one.prefetch_factor or 0) if one.num_workers else 0,
-            bool(one.pin_memory), bool(one.persistent_workers), type(one.dataset).__name__, type(one.sampler).__name__,
+            batch_size,
+            one.num_workers,
+            (one.prefetch_factor or 0) if one.num_workers else 0,
+            bool(one.pin_memory),
+            bool(one.persistent_workers),
+            type(one.dataset).__name__,
+            type(one.sampler).__name__,
             0.0,
-        )  # fmt: skip
+        )
     if not hooks.called:
         where = "a compiled function calls the models" if hooks.traced else "no call of a model was seen"
         facts.unseen.append(f"{where}: forward is part of '{PARTS['prepare']}'")

@@ -66,8 +66,9 @@ class Block:
     """Per step and rank."""
 
 
-def take_turns(scripts: Mapping[str, Script], block: int, rounds: int | measure.Budget, folder: Path
-               ) -> dict[str, list[Block]]:  # fmt: skip
+def take_turns(
+    scripts: Mapping[str, Script], block: int, rounds: int | measure.Budget, folder: Path
+) -> dict[str, list[Block]]:
     """A block of `block` steps of each script, round after round: `{name: [one per round]}`.
 
     Scripts run in folders below `folder`. ScriptFailed if one does not come to its end; none is left behind.
@@ -90,8 +91,9 @@ def take_turns(scripts: Mapping[str, Script], block: int, rounds: int | measure.
 class _Running:
     """The processes of one script, one for each rank, and pipes to and from them."""
 
-    def __init__(self, name: str, processes: list[subprocess.Popen], asks: list[int], answers: list[Any],
-                 errors: Path) -> None:  # fmt: skip
+    def __init__(
+        self, name: str, processes: list[subprocess.Popen], asks: list[int], answers: list[Any], errors: Path
+    ) -> None:
         self.name, self.processes, self.asks, self.answers, self.errors = name, processes, asks, answers, errors
 
     def turn(self) -> Block:
@@ -133,10 +135,15 @@ def _started(name: str, script: Script, block: int, folder: Path) -> Iterator[_R
             argv = [sys.executable, "-m", "labs.parts.doctor.in_turn", f"{child_in},{child_out}", str(block), "--"]
             with errors.open("ab") as err:
                 process = subprocess.Popen(
-                    [*argv, *script.argv], cwd=folder, pass_fds=(child_in, child_out), start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=err,
+                    [*argv, *script.argv],
+                    cwd=folder,
+                    pass_fds=(child_in, child_out),
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=err,
                     env=environment(rank, script.ranks, port),
-                )  # fmt: skip
+                )
             os.close(child_in), os.close(child_out)
             processes.append(process), asks.append(ask), answers.append(os.fdopen(answer))
         yield _Running(name, processes, asks, answers, errors)
@@ -161,12 +168,23 @@ def free_port() -> int:
 def environment(rank: int, ranks: int, port: str) -> dict[str, str]:
     """Of one rank, as torchrun would make it; nothing of a job that this process may be part of."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    mine = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR", "MASTER_PORT") and not k.startswith("TORCHELASTIC")}  # fmt: skip
+    mine = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        and not k.startswith("TORCHELASTIC")
+    }
     mine |= {"PYTHONPATH": path}
     if ranks > 1:
-        mine |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}  # fmt: skip
+        mine |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
     return mine
 
 
@@ -184,8 +202,15 @@ def run_alone(command: Sequence[str], folder: Path, limit_s: float) -> tuple[int
     A command that is ended gets SIGTERM first, and some seconds to end what it has started elsewhere.
     """
     with (folder / "stderr.txt").open("w+", errors="replace") as err:
-        process = subprocess.Popen(command, cwd=folder, env=environment(0, 1, "0"), stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(0, 1, "0"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=err,
+            start_new_session=True,
+        )
         code = None
         try:
             with suppress(subprocess.TimeoutExpired):

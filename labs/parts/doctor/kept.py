@@ -33,8 +33,10 @@ class Kept:
             self.copies = [_copied(t, to_host) for t in self.tensors]
         optimizers = list(hooks.optimizers.values())
         # The dicts themselves, and what was in them: tensors, lists (LBFGS) and numbers
-        dicts = [*(s for o in optimizers for s in o.state.values() if isinstance(s, dict)),
-                 *(g for o in optimizers for g in o.param_groups)]  # fmt: skip
+        dicts = [
+            *(s for o in optimizers for s in o.state.values() if isinstance(s, dict)),
+            *(g for o in optimizers for g in o.param_groups),
+        ]
         self.dicts = [(d, _own_lists(d)) for d in dicts]
         self.schedules = [
             (s, {k: copy.copy(v) for k, v in vars(s).items() if isinstance(v, PLAIN)}) for s in found.schedules

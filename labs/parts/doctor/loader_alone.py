@@ -89,11 +89,15 @@ def seconds_per_batch(loader: Any, workers: int, seconds: float) -> float:
     order = _Endless(loader.batch_sampler if batches else loader.sampler)
     prefetch = (loader.prefetch_factor or 2) if workers else None
     alone = DataLoader(
-        loader.dataset, **({"batch_sampler": order} if batches else {"sampler": order, "batch_size": None}),
-        num_workers=workers, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn,
-        prefetch_factor=prefetch, timeout=30 if workers else 0,
+        loader.dataset,
+        **({"batch_sampler": order} if batches else {"sampler": order, "batch_size": None}),
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=prefetch,
+        timeout=30 if workers else 0,
         multiprocessing_context=loader.multiprocessing_context if workers and loader.num_workers else None,
-    )  # fmt: skip
+    )
     iterator = iter(alone)
     try:
         for _ in islice(iterator, workers * (prefetch or 0) + 1):

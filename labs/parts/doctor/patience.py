@@ -45,6 +45,8 @@ class Patience:
     def words(self, now: float, stands: str) -> str:
         """For whoever looks at a terminal in which nothing happens."""
         where = f"; the script stands in {stands}" if stands else ""
-        return (f"no step of an optimizer for {now - self.begun:.0f} s, the first is waited for up to "
-                f"{self.limit_s:g} s (--patience){where}; steps of ranks that it starts itself (mp.spawn) are "
-                "not seen: then end this, and start them by torchrun")  # fmt: skip
+        return (
+            f"no step of an optimizer for {now - self.begun:.0f} s, the first is waited for up to "
+            f"{self.limit_s:g} s (--patience){where}; steps of ranks that it starts itself (mp.spawn) are "
+            "not seen: then end this, and start them by torchrun"
+        )

@@ -164,11 +164,15 @@ def _no_verdict(facts: Facts) -> str:
     rank, ranks = group_of(facts)
     told = f"{many(facts.ranks, 'rank')} by what started them"
     if ranks < facts.ranks:
-        return (f"No verdict: there are {told}, and torch.distributed joins {many(ranks, 'rank')}. They train several "
-                "models, and each number below is of all of them together.")  # fmt: skip
-    return (f"No verdict: torch.distributed joins {ranks} ranks, and the doctor was told of {told}: this page is of "
-            f"rank {rank} alone, which waits for the others. Start them by torchrun (-m labs.doctor {facts.script}), "
-            "srun or mpirun.")  # fmt: skip
+        return (
+            f"No verdict: there are {told}, and torch.distributed joins {many(ranks, 'rank')}. They train several "
+            "models, and each number below is of all of them together."
+        )
+    return (
+        f"No verdict: torch.distributed joins {ranks} ranks, and the doctor was told of {told}: this page is of "
+        f"rank {rank} alone, which waits for the others. Start them by torchrun (-m labs.doctor {facts.script}), "
+        "srun or mpirun."
+    )
 
 
 def _nothing_seen(report: Report) -> str:
@@ -242,8 +246,10 @@ def summary(report: Report) -> list[str]:
     low, _, high = statistics.quantiles(bounds.even_s(facts), n=4) if len(f.step_s) > 1 else (step.value,) * 3
     others = others_percent(facts)
     if busy := Trace(neighbours_percent=others).disturbance():
-        lines.append(f"{busy} Bounds, taken in turn, hold for the machine as it was: their intervals are wider, and "
-                     "some may be others where it is quiet.")  # fmt: skip
+        lines.append(
+            f"{busy} Bounds, taken in turn, hold for the machine as it was: their intervals are wider, and "
+            "some may be others where it is quiet."
+        )
     if high - low > SCATTER * step.value:
         by = "" if busy else f": other programs took {others:.0f} % of the CPU"
         by = ": other programs on this machine, perhaps" if math.isnan(others) else by
@@ -299,8 +305,13 @@ def machine(facts: Sequence[Facts]) -> list[tuple[str, str]]:
         rows.append(("on its stream", ", ".join(f"{k} {ms(sum(s) / len(s))}" for k, s in f.device_s.items() if s)))
     if (cost := hooks_cost(f)) is not None:
         often = f"{f.cost.get('calls', 0):.0f} calls in a step"
-        rows.append(("the doctor's own cost", f"{100 * cost:.2g} % of a step ({often})"
-                     + (": too much for parts to be exact" if cost > COST_SAID else "")))  # fmt: skip
+        rows.append(
+            (
+                "the doctor's own cost",
+                f"{100 * cost:.2g} % of a step ({often})"
+                + (": too much for parts to be exact" if cost > COST_SAID else ""),
+            )
+        )
     return rows
 
 
@@ -419,8 +430,18 @@ def priced(finding: Finding) -> str:
     return f"as tried {finding.bound}" if finding.name in ONE_SETTING else f"at most {finding.bound}"
 
 
-ONE_SETTING = {"larger_batch", "tiny_batches", "half_precision", "float64", "fused_optimizer", "optimizer_loop",
-               "compile", "python_overhead", "threads", "more_threads"}  # fmt: skip
+ONE_SETTING = {
+    "larger_batch",
+    "tiny_batches",
+    "half_precision",
+    "float64",
+    "fused_optimizer",
+    "optimizer_loop",
+    "compile",
+    "python_overhead",
+    "threads",
+    "more_threads",
+}
 """What was tried is a cure itself, with one batch, one precision, one number of threads: another may give more."""
 
 
@@ -476,12 +497,23 @@ def write_html(report: Report, path: Path) -> Path:
     header, ranks = rank_table(facts) if facts else ([], [])
     most = max([2.0, *(f.bound.high for f in report.findings if f.bound)])
     text = environment.from_string(TEMPLATE.read_text("utf-8")).render(
-        report=report, answer=answer(report), summary=summary(report), parts=rows, ms=ms,
+        report=report,
+        answer=answer(report),
+        summary=summary(report),
+        parts=rows,
+        ms=ms,
         rank=slowest.rank if slowest else 0,
-        many=len(facts) > 1, rank_header=header, rank_rows=ranks, colors=_colors(rows), titles=TITLES, most=most,
-        place=lambda x: _place_on_axis(x, most), machine=machine(facts) if facts else [], method=method(report),
+        many=len(facts) > 1,
+        rank_header=header,
+        rank_rows=ranks,
+        colors=_colors(rows),
+        titles=TITLES,
+        most=most,
+        place=lambda x: _place_on_axis(x, most),
+        machine=machine(facts) if facts else [],
+        method=method(report),
         command=shlex.join(report.facts[0].argv) if report.facts else "",
-    )  # fmt: skip
+    )
     return write_atomic(Path(path), text)
 
 

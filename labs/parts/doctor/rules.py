@@ -75,9 +75,17 @@ def _hit(rule: Rule, found: Found) -> Hit:
     file, line = found.node.file, found.node.lineno
     cure = (found.change.diff() if found.change else "") or rule.cure
     return Hit(
-        rule.name, str(file.path), line, file.lines[line - 1].strip(), found.why or rule.why, cure, rule.notebook,
-        rule.section, found.certainty or rule.certainty, rule.source,
-    )  # fmt: skip
+        rule.name,
+        str(file.path),
+        line,
+        file.lines[line - 1].strip(),
+        found.why or rule.why,
+        cure,
+        rule.notebook,
+        rule.section,
+        found.certainty or rule.certainty,
+        rule.source,
+    )
 
 
 def _failure(error: Exception) -> str:

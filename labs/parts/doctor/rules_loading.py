@@ -271,8 +271,21 @@ JOINED = (
 LEFT = ('main("n', 'import atexit\natexit.register(torch.distributed.destroy_process_group)\nmain("n')
 FINITE = re.compile(r"\b(open|iglob|glob|listdir|read_csv|readlines|splitlines|loadtxt)\(|(iter\(|yield from )range\(")
 """What gives the same samples to each process that reads it. A queue, or a client of a server, may give others."""
-DRAWS = {"rand", "randn", "randint", "random", "choice", "choices", "sample", "normal", "uniform", "integers",
-         "shuffle", "permutation", "randperm"}  # fmt: skip
+DRAWS = {
+    "rand",
+    "randn",
+    "randint",
+    "random",
+    "choice",
+    "choices",
+    "sample",
+    "normal",
+    "uniform",
+    "integers",
+    "shuffle",
+    "permutation",
+    "randperm",
+}
 """Of these, each worker gets others: an endless stream in an order of its own in each is as good as a shared one."""
 SHARES = {"get_worker_info", "split_dataset_by_node", "DistributedSampler"}
 SHARING = ("datasets", "webdataset", "torchdata", "streaming", "litdata", "dali", "ffcv", "tensorflow_datasets")
@@ -295,8 +308,10 @@ SHARING = ("datasets", "webdataset", "torchdata", "streaming", "litdata", "dali"
         changed(
             NOT_SHARED,
             ("        with open(self.path) as file:\n            for number, line in enumerate(file):\n", ""),
-            ("                if number:\n                    yield torch.tensor([float(x) for x in line.split()])",
-             "        return iter(range(9))"),
+            (
+                "                if number:\n                    yield torch.tensor([float(x) for x in line.split()])",
+                "        return iter(range(9))",
+            ),
         ),
     ),
     healthy=(
@@ -311,11 +326,14 @@ SHARING = ("datasets", "webdataset", "torchdata", "streaming", "litdata", "dali"
         changed(HEALTHY_LINES, ONE_PROCESS, JOINED, LEFT, ("if number", "if number % 2 == self.rank")),
         changed(HEALTHY_LINES, ONE_PROCESS, JOINED, LEFT, ("Lines(path)", 'Lines(f"{path}.{get_rank()}")')),
         changed(
-            HEALTHY_LINES, ONE_PROCESS, JOINED, LEFT,
+            HEALTHY_LINES,
+            ONE_PROCESS,
+            JOINED,
+            LEFT,
             ("Lines(path)", "split_dataset_by_node(Lines(path), 0, 2)"),
         ),
     ),
-)  # fmt: skip
+)
 def iterable_not_shared(program: Program, training: Training) -> Iterator[Found]:
     """A class that reads something finite, knows of no worker and draws nothing; and several processes for certain."""
     if program.mentions(*SHARES) or program.imports(*SHARING) or managed(program):
@@ -443,8 +461,21 @@ def copy_not_pinned(program: Program, training: Training) -> Iterator[Found]:
                 yield Found(loader, with_argument(loader, "pin_memory", "True"))
 
 
-DECODES = {"open", "imread", "imdecode", "read_image", "decode_image", "decode_jpeg", "ImageFolder", "read_video",
-           "VideoReader", "torchaudio.load", "RandomResizedCrop", "ColorJitter", "RandAugment"}  # fmt: skip
+DECODES = {
+    "open",
+    "imread",
+    "imdecode",
+    "read_image",
+    "decode_image",
+    "decode_jpeg",
+    "ImageFolder",
+    "read_video",
+    "VideoReader",
+    "torchaudio.load",
+    "RandomResizedCrop",
+    "ColorJitter",
+    "RandAugment",
+}
 
 
 @rule(

@@ -77,7 +77,11 @@ def dtype_of(program: Program, call: ast.Call) -> str:
         return ""
     if given is not None:
         names = {last(n) for o in program.origins(given) for n in program.full(o)} & {
-            "float16", "half", "bfloat16", "float32"}  # fmt: skip
+            "float16",
+            "half",
+            "bfloat16",
+            "float32",
+        }
         unknown = [o for o in program.origins(given) if not dotted(o) and not isinstance(o, ast.IfExp)]
         plain = dotted(given) and len(names) == 1 and not unknown
         return names.pop().replace("half", "float16") if plain else ""

@@ -229,10 +229,13 @@ def _begun(program: Program, node: ast.BinOp) -> ast.stmt | None:
     statement, name = statement_of(node), dotted(node.right)
     function = function_of(node)
     starts = [
-        n for n in node.file.nodes
-        if isinstance(n, ast.Assign) and function_of(n) is function
-        and any(dotted(t) == name for t in n.targets) and _is_clock(program, n.value)
-    ]  # fmt: skip
+        n
+        for n in node.file.nodes
+        if isinstance(n, ast.Assign)
+        and function_of(n) is function
+        and any(dotted(t) == name for t in n.targets)
+        and _is_clock(program, n.value)
+    ]
     same = [s for s in starts if s.parent is statement.parent and s.lineno < statement.lineno]
     return same[0] if len(starts) == 1 and same else None
 

@@ -274,8 +274,9 @@ class Scratch:
 
     def is_plain(self, place: str) -> bool:
         """Whether nothing of this folder was written or removed."""
-        return self.is_untouched(place) or not (self._lexists(self.written + place) or self.is_gone(place)
-                                                or self._lexists(self._gone_of(place)))  # fmt: skip
+        return self.is_untouched(place) or not (
+            self._lexists(self.written + place) or self.is_gone(place) or self._lexists(self._gone_of(place))
+        )
 
     # Instead of Python's own functions
 
@@ -299,8 +300,23 @@ class Scratch:
         for name in CHANGES:
             if hasattr(os, name):
                 put(os, name, functools.partial(self._changing, getattr(true, name), name not in OF_A_LINK))
-        for name in ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "symlink", "listdir", "scandir",
-                     "chdir", "getcwd", "getcwdb", "putenv", "system"):  # fmt: skip
+        for name in (
+            "open",
+            "mkdir",
+            "rmdir",
+            "unlink",
+            "rename",
+            "replace",
+            "link",
+            "symlink",
+            "listdir",
+            "scandir",
+            "chdir",
+            "getcwd",
+            "getcwdb",
+            "putenv",
+            "system",
+        ):
             put(os, name, getattr(self, name))
         put(os, "remove", self.unlink)
         start = self._starting(subprocess.Popen.__init__)
@@ -436,14 +452,20 @@ class Scratch:
             return
         folder, onto = self.kind(old) == stat.S_IFDIR, self.kind(new)
         wrong = (
-            errno.ENOENT if self.kind(os.path.dirname(new)) != stat.S_IFDIR
-            else errno.ENOTEMPTY if old.startswith(new + os.sep)
-            else errno.ENOTEMPTY if folder and onto == stat.S_IFDIR and self._is_full(new)
-            else (errno.EINVAL if folder else errno.ENOTDIR) if new.startswith(old + os.sep)
-            else errno.EISDIR if onto == stat.S_IFDIR and not folder
-            else errno.ENOTDIR if onto not in (0, stat.S_IFDIR) and folder
+            errno.ENOENT
+            if self.kind(os.path.dirname(new)) != stat.S_IFDIR
+            else errno.ENOTEMPTY
+            if old.startswith(new + os.sep)
+            else errno.ENOTEMPTY
+            if folder and onto == stat.S_IFDIR and self._is_full(new)
+            else (errno.EINVAL if folder else errno.ENOTDIR)
+            if new.startswith(old + os.sep)
+            else errno.EISDIR
+            if onto == stat.S_IFDIR and not folder
+            else errno.ENOTDIR
+            if onto not in (0, stat.S_IFDIR) and folder
             else 0
-        )  # fmt: skip
+        )
         if wrong:
             raise OSError(wrong, os.strerror(wrong), src, None, dst)
         if self.is_untouched(old):

@@ -131,8 +131,13 @@ def in_use(hooks: Hooks) -> int:
 
 def _memory(hooks: Hooks, facts: Facts) -> None:
     parameters = {id(p): p for root in hooks.roots.values() for p in root.parameters()}.values()
-    states = [t for o in hooks.optimizers.values() for s in o.state.values() for t in s.values()
-              if isinstance(t, hooks.torch.Tensor)]  # fmt: skip
+    states = [
+        t
+        for o in hooks.optimizers.values()
+        for s in o.state.values()
+        for t in s.values()
+        if isinstance(t, hooks.torch.Tensor)
+    ]
     facts.memory["free"] = _free(hooks)
     facts.memory |= {
         "parameters": sum(_bytes(p) for p in parameters),

@@ -144,9 +144,13 @@ def run_folder(place: Place) -> Iterator[tuple[Path, str]]:
     caretaker.sign(folder, place.local_rank, os.getpid())
     mark = uuid.uuid4().hex
     keeper = subprocess.Popen(
-        [sys.executable, "-I", caretaker.__file__, mark, str(folder), str(place.local_rank)], stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/",
-    )  # fmt: skip
+        [sys.executable, "-I", caretaker.__file__, mark, str(folder), str(place.local_rank)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
     try:
         yield folder, mark
     finally:
@@ -162,9 +166,18 @@ class Run:
         self.order, self.place, self.folder, self.mark, self.stop = order, place, folder, mark, stop
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         self.settings = Settings(
-            order.argv, str(folder), "" if order.let_it_write else str(folder / "scratch"), place.rank, place.ranks,
-            place.local_ranks, order.steps, order.seconds, order.modes, parent, order.module,
-        )  # fmt: skip
+            order.argv,
+            str(folder),
+            "" if order.let_it_write else str(folder / "scratch"),
+            place.rank,
+            place.ranks,
+            place.local_ranks,
+            order.steps,
+            order.seconds,
+            order.modes,
+            parent,
+            order.module,
+        )
         self.output = folder / f"output-{place.rank}.txt"
         self.how, self.why = "killed", ""  # as in Facts; `why` is empty unless we end the patient
         self.tail, self._cut, self._shown = b"", b"", 0
@@ -190,8 +203,9 @@ class Run:
         command = [sys.executable, *flags, "-c", BOOT, ROOT, str(self.settings.save())]
         stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
         with self.output.open("ab") as output:  # appended to, so that it can be cut
-            self.process = subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, env=env,
-                                            start_new_session=True)  # fmt: skip
+            self.process = subprocess.Popen(
+                command, stdin=stdin, stdout=output, stderr=output, env=env, start_new_session=True
+            )
 
     def __exit__(self, *error: object) -> None:
         self._end()

@@ -13,11 +13,34 @@ READS = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxatt
 """Functions of os that look at a path, which comes first."""
 CHANGES = ("chmod", "chown", "lchown", "truncate", "utime", "setxattr", "removexattr", "mkfifo", "mknod")
 """Functions of os that change a file in place, or make one."""
-true = types.SimpleNamespace(open_file=io.open, FileIO=io.FileIO, **{
-    name: getattr(os, name)
-    for name in (*READS, *CHANGES, "open", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink",
-                 "listdir", "scandir", "chdir", "getcwd", "getcwdb", "putenv", "system") if hasattr(os, name)
-})  # fmt: skip
+true = types.SimpleNamespace(
+    open_file=io.open,
+    FileIO=io.FileIO,
+    **{
+        name: getattr(os, name)
+        for name in (
+            *READS,
+            *CHANGES,
+            "open",
+            "mkdir",
+            "rmdir",
+            "unlink",
+            "remove",
+            "rename",
+            "replace",
+            "link",
+            "symlink",
+            "listdir",
+            "scandir",
+            "chdir",
+            "getcwd",
+            "getcwdb",
+            "putenv",
+            "system",
+        )
+        if hasattr(os, name)
+    },
+)
 """Python's own functions. Those of os.path call what is replaced, so that none of them is used here but for names."""
 
 

@@ -253,8 +253,9 @@ class _InTurn:
         self.facts.gone += [name for name, why in reasons.items() if isinstance(why, Gone)]
         if not Kept.room(self.hooks, self.facts.local_ranks):
             mine = "no memory is left for copies of model and optimizer, to put them back after it"
-            reasons |= {mode.name: mine for mode in modes
-                        if getattr(mode, "needs_restore", False) and mode.name not in reasons}  # fmt: skip
+            reasons |= {
+                mode.name: mine for mode in modes if getattr(mode, "needs_restore", False) and mode.name not in reasons
+            }
         for of_rank in self.ranks.each_says(reasons):
             self.facts.not_tried |= of_rank | self.facts.not_tried
         return [mode for mode in modes if mode.name not in self.facts.not_tried]
@@ -367,9 +368,8 @@ class _InTurn:
         factor = SLOWER if over else MUCH_SLOWER
         as_is = [of[0] for of in self.facts.turns_s[AS_IS][-2:]]
         return [
-            name for name in names
-            if all(s > factor * a for s, a in zip(self.fastest_s[name][-2:], as_is, strict=True))
-        ]  # fmt: skip
+            name for name in names if all(s > factor * a for s, a in zip(self.fastest_s[name][-2:], as_is, strict=True))
+        ]
 
     def _all_narrow(self, names: Iterable[str]) -> bool:
         """Whether further rounds would tell little more, by this rank's clock."""

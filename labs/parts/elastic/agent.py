@@ -26,18 +26,43 @@ class Agent:
         self.root, self.process = root, process
 
     def train(
-        self, name: str, args: list[str], *, forked: bool = True, ranks: int = 2, max_restarts: int = 2,
+        self,
+        name: str,
+        args: list[str],
+        *,
+        forked: bool = True,
+        ranks: int = 2,
+        max_restarts: int = 2,
         timeout_s: float = 60.0,
-    ) -> journal.History:  # fmt: skip
+    ) -> journal.History:
         """Run labs.elastic_train with `args`, restarted up to `max_restarts` times, and return its history.
 
         `forked`: ranks come from a fork server that has loaded torch; otherwise they are fresh interpreters, as with
         torchrun. RuntimeError says what a training that failed, or took too long, printed last.
         """
         folder = self.folder(name)
-        flags = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", name, "--nnodes", "1",
-                 "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts), "--local-addr", "127.0.0.1",
-                 "--log-dir", str(folder / "log"), "--redirects", "3", "--master-port", "0"]  # fmt: skip
+        flags = [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "127.0.0.1:0",
+            "--rdzv-id",
+            name,
+            "--nnodes",
+            "1",
+            "--nproc-per-node",
+            str(ranks),
+            "--max-restarts",
+            str(max_restarts),
+            "--local-addr",
+            "127.0.0.1",
+            "--log-dir",
+            str(folder / "log"),
+            "--redirects",
+            "3",
+            "--master-port",
+            "0",
+        ]
         request = {"folder": str(folder), "forked": forked, "torchrun": flags, "args": ["--folder", str(folder), *args]}
         with suppress(BrokenPipeError):  # it has ended: told below
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -74,15 +99,22 @@ def elastic_agent(rank: Rank) -> Iterator[Agent]:
         (announced := root / "run-0").mkdir()
         outside = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RANK)}
         environment = {
-            **outside, lifeline.ANNOUNCE: str(announced), "TMPDIR": str(root), "OMP_NUM_THREADS": "1",
+            **outside,
+            lifeline.ANNOUNCE: str(announced),
+            "TMPDIR": str(root),
+            "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]),
-        }  # fmt: skip
+        }
         with unpinned(rank), (root / "agent.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "labs.parts.elastic.agent_process", str(root)], env=environment,
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", "labs.parts.elastic.agent_process", str(root)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         try:
             yield Agent(root, process)
         finally:

@@ -42,8 +42,14 @@ class Journal:
 
     def __call__(self, event: str, *, at: float | None = None, **values: Any) -> None:
         """Note `event` with the time (of the wall clock, which hosts share), and values."""
-        row = {"event": event, "time": time.time() if at is None else at, "rank": self.rank,
-               "restart": self.restart, "pid": os.getpid(), **values}  # fmt: skip
+        row = {
+            "event": event,
+            "time": time.time() if at is None else at,
+            "rank": self.rank,
+            "restart": self.restart,
+            "pid": os.getpid(),
+            **values,
+        }
         self.file.write(json.dumps(row) + "\n")
 
 

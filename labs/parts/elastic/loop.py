@@ -68,8 +68,11 @@ class Settings(dict):
     def load_state_dict(self, state: dict) -> None:
         """Change nothing: BadInput if the checkpoint is of another training."""
         for name, value in state.items():
-            require(self[name] == value, f"the checkpoint is of a training with {name} {value}, not {self[name]}: "
-                    f"give another --folder, or the same {name}")  # fmt: skip
+            require(
+                self[name] == value,
+                f"the checkpoint is of a training with {name} {value}, not {self[name]}: "
+                f"give another --folder, or the same {name}",
+            )
 
 
 class Training:

@@ -66,8 +66,14 @@ def parse(args: list[str] | None = None) -> Config:
     """The command line. Bad input is told once, not by every rank at every start; exit code 2."""
     import tyro
 
-    config = tyro.cli(Config, args=args, prog=PROG, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,),
-                      console_outputs=is_spokesman())  # fmt: skip
+    config = tyro.cli(
+        Config,
+        args=args,
+        prog=PROG,
+        description=__doc__,
+        config=(tyro.conf.FlagCreatePairsOff,),
+        console_outputs=is_spokesman(),
+    )
     config.check()
     return config
 

@@ -27,8 +27,9 @@ class Job:
     def __init__(self, root: Path, armed: bool, batch_size: int, seed: int, rank: Rank) -> None:
         from torch.distributed import TCPStore
 
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
-                              timeout=timedelta(seconds=LONGEST_S))  # fmt: skip
+        self.store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LONGEST_S)
+        )
         self.log = root / f"armed-{armed}.log"
         settings = json.dumps(
             {"armed": armed, "batch": batch_size // RANKS, "seed": seed, "folder": str(root / "debug")}
@@ -36,10 +37,17 @@ class Job:
         command = [sys.executable, "-m", "labs.parts.faults.armed", settings]
         with unpinned(rank), self.log.open("w") as log:
             self.ranks = [
-                subprocess.Popen(command, env=environment(r, self.store.port, root / "run-0"), text=True, cwd=root,
-                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+                subprocess.Popen(
+                    command,
+                    env=environment(r, self.store.port, root / "run-0"),
+                    text=True,
+                    cwd=root,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                )
                 for r in range(RANKS)
-            ]  # fmt: skip
+            ]
 
     def steps(self, n: int, guards: tuple[str, ...] = ()) -> list[float]:
         """Take n steps with these guards; the loss of the last on each rank. RuntimeError if a rank has gone."""

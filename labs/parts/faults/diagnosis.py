@@ -314,16 +314,19 @@ def _told_apart(job: Job, calls: dict[int, Call]) -> Diagnosis:
     who, rest = _ranks(astray), _ranks(others, "r")
     if kind == "skipped":
         line = _line_apart(theirs, its) or job.line(usual, theirs)
-        said = (f"{who} did not call {_named(theirs)} {at_theirs}, where {rest} {_be(others)}.",
-                f"{who} {_be(astray)} already in {its.name} {at_its}, which came after it in earlier "
-                "steps.")  # fmt: skip
+        said = (
+            f"{who} did not call {_named(theirs)} {at_theirs}, where {rest} {_be(others)}.",
+            f"{who} {_be(astray)} already in {its.name} {at_its}, which came after it in earlier steps.",
+        )
         return Diagnosis(kind, tuple(astray), theirs.name, line, said, True)
     meet = f"Both are number {its.number} of group {its.group}, so they meet"
     if kind == "group":
         meet = "Each waits in its group for the other"
     line = _line_apart(its, theirs) or job.line(astray[0], its)
-    said = (f"{who} called {_described(its, theirs)} {at_its}; {rest} called {_described(theirs, its)} "
-            f"{at_theirs}.", f"{meet}; the second is what {how}.")  # fmt: skip
+    said = (
+        f"{who} called {_described(its, theirs)} {at_its}; {rest} called {_described(theirs, its)} {at_theirs}.",
+        f"{meet}; the second is what {how}.",
+    )
     return Diagnosis(kind, tuple(astray), its.name, line, said, True)
 
 
@@ -331,11 +334,20 @@ def _either(job: Job, calls: dict[int, Call]) -> Diagnosis:
     """Calls that differ, with nothing to say which is the right one."""
     r, a = next(iter(calls.items()))
     s, b = next((s, c) for s, c in calls.items() if _sign(c) != _sign(a))
-    said = (f"Rank {r} called {_described(a, b)} {job.at(r, a, b)}, rank {s} called {_described(b, a)} "
-            f"{job.at(s, b, a)}: number {a.number} of group {a.group} is not the same on all ranks.",
-            "Which of them is in the wrong cannot be told: no earlier step and no third rank says it.")  # fmt: skip
-    return Diagnosis(_kind(job, a, b, s), (r, s), a.name, job.line(r, a), said, False,
-                     "more steps (TORCH_FR_BUFFER_SIZE above 2000), or a run on 3 ranks.")  # fmt: skip
+    said = (
+        f"Rank {r} called {_described(a, b)} {job.at(r, a, b)}, rank {s} called {_described(b, a)} "
+        f"{job.at(s, b, a)}: number {a.number} of group {a.group} is not the same on all ranks.",
+        "Which of them is in the wrong cannot be told: no earlier step and no third rank says it.",
+    )
+    return Diagnosis(
+        _kind(job, a, b, s),
+        (r, s),
+        a.name,
+        job.line(r, a),
+        said,
+        False,
+        "more steps (TORCH_FR_BUFFER_SIZE above 2000), or a run on 3 ranks.",
+    )
 
 
 def _kind(job: Job, theirs: Call, its: Call, rank: int) -> str:
@@ -369,19 +381,34 @@ def _crashed(job: Job) -> Diagnosis | None:
         return _crashed_elsewhere(job, crashed, call, alive)
     earlier = [c for c in job.calls[rank] if call.own and _where(c) == where and c.record < call.record]
     if not earlier:
-        said = (f"{_ranks([*crashed, *alive])} called {name} {_at_line(here)}; {_ranks(crashed, 'r')} crashed there.",
-                f"{why} Whose size is wrong cannot be told.")  # fmt: skip
-        return Diagnosis("shape", tuple(sorted({*crashed, *alive})), call.name, here, said, False,
-                         "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL, which prints both sizes.")  # fmt: skip
+        said = (
+            f"{_ranks([*crashed, *alive])} called {name} {_at_line(here)}; {_ranks(crashed, 'r')} crashed there.",
+            f"{why} Whose size is wrong cannot be told.",
+        )
+        return Diagnosis(
+            "shape",
+            tuple(sorted({*crashed, *alive})),
+            call.name,
+            here,
+            said,
+            False,
+            "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL, which prints both sizes.",
+        )
     usual = earlier[-1]
     if _content(usual) != _content(call):
         astray = [r for r, c in alive.items() if _content(c) == _content(call)]
         kind = "shape" if usual.sizes != call.sizes else "dtype"
-        said = (f"{_ranks(astray)} called {_described(call, usual)} at {_line(call)}; earlier it was "
-                f"{_described(usual, call)}.", f"{_ranks(crashed)} met it there and crashed: {why}")  # fmt: skip
+        said = (
+            f"{_ranks(astray)} called {_described(call, usual)} at {_line(call)}; earlier it was "
+            f"{_described(usual, call)}.",
+            f"{_ranks(crashed)} met it there and crashed: {why}",
+        )
         return Diagnosis(kind, tuple(astray), call.name, _line(call), said, True)
-    said = (f"{_ranks(crashed)} called {name} at {here} with another size or type than {_ranks(alive, 'r')}, whose "
-            f"{_size(call)} are those of earlier steps.", f"{_ranks(crashed)} crashed there: {why}")  # fmt: skip
+    said = (
+        f"{_ranks(crashed)} called {name} at {here} with another size or type than {_ranks(alive, 'r')}, whose "
+        f"{_size(call)} are those of earlier steps.",
+        f"{_ranks(crashed)} crashed there: {why}",
+    )
     return Diagnosis("shape", tuple(crashed), call.name, here, said, True)
 
 
@@ -408,9 +435,15 @@ def _crashed_elsewhere(job: Job, crashed: list[int], call: Call, alive: dict[int
             f"{why} In earlier steps the call of {_ranks(list(alive) if wrong is crashed else crashed, 'r')} came here."
         )
         return Diagnosis(kind, tuple(wrong), what, line, (*both, why), True)
-    return Diagnosis("another collective", tuple(sorted({*crashed, *alive})), name, here,
-                     (*both, f"{why} Which of them is in the wrong cannot be told."), False,
-                     "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL.")  # fmt: skip
+    return Diagnosis(
+        "another collective",
+        tuple(sorted({*crashed, *alive})),
+        name,
+        here,
+        (*both, f"{why} Which of them is in the wrong cannot be told."),
+        False,
+        "the same run with TORCH_DISTRIBUTED_DEBUG=DETAIL.",
+    )
 
 
 def _died(job: Job) -> Diagnosis | None:
@@ -436,8 +469,15 @@ def _died(job: Job) -> Diagnosis | None:
         why = f"{why} If it was SIGKILL: {WHO_KILLED}"
         return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), True)
     why = "Whether it was killed, stands still or was never collected from cannot be told: nobody lost a connection."
-    return Diagnosis("died", tuple(dead), name, line, (f"{_ranks(dead)} {how}{at}.", why), False,
-                     f"files and exit code of {_ranks(dead, 'r')}, dmesg there, whether it runs.")  # fmt: skip
+    return Diagnosis(
+        "died",
+        tuple(dead),
+        name,
+        line,
+        (f"{_ranks(dead)} {how}{at}.", why),
+        False,
+        f"files and exit code of {_ranks(dead, 'r')}, dmesg there, whether it runs.",
+    )
 
 
 def _crossed(job: Job) -> Diagnosis | None:
@@ -479,13 +519,21 @@ def _waiting(job: Job) -> Diagnosis | None:
     waits = [r for r, c in waiting.items() if _sign(c)[0] == call.group and c.number == call.number]
     at = next((r for r in waits if job.line(r, waiting[r])), waits[0])
     line, who = job.line(at, waiting[at]), _ranks(late)
-    first = f"{who} did not call {_named(call)}, in which {_ranks(waits, 'r')} {_verb(waits)} " \
-            f"{job.at(at, waiting[at])}."  # fmt: skip
+    first = (
+        f"{who} did not call {_named(call)}, in which {_ranks(waits, 'r')} {_verb(waits)} {job.at(at, waiting[at])}."
+    )
     kind, why, sure = _instead(job, late)
     if kind == "point to point":
         return _nobody_sends(job)
-    return Diagnosis(kind, tuple(late), call.name, line, (first, why), sure,
-                     "" if sure else f"where {who} is: its stack, while it hangs.")  # fmt: skip
+    return Diagnosis(
+        kind,
+        tuple(late),
+        call.name,
+        line,
+        (first, why),
+        sure,
+        "" if sure else f"where {who} is: its stack, while it hangs.",
+    )
 
 
 def _instead(job: Job, late: list[int]) -> tuple[str, str, bool]:
@@ -544,8 +592,11 @@ def _nobody_sends(job: Job) -> Diagnosis | None:
             where = f"{_be(busy)} {_at_line(job.stack_line(busy[0]))}"
             why = f"{_ranks(busy)} {where} and may still come: it cannot be told."
             return Diagnosis("point to point", tuple(inside), way, line, (first, why), False, "the stacks, later.")
-        why = "Each waits for the other, for ever: one of the two must do the opposite first." if len(inside) > 1 else (
-            f"{_ranks(rest)} wait elsewhere or have ended, so it waits for ever.")  # fmt: skip
+        why = (
+            "Each waits for the other, for ever: one of the two must do the opposite first."
+            if len(inside) > 1
+            else (f"{_ranks(rest)} wait elsewhere or have ended, so it waits for ever.")
+        )
         return Diagnosis("point to point", tuple(inside), way, line, (first, why), True)
     return None
 
@@ -554,8 +605,10 @@ def _unclear(job: Job) -> Diagnosis:
     lines = {r: job.stack_line(r) or (c and _line(c)) for r in job.of if (c := job.last(r)) or job.of[r].stack}
     where = "; ".join(f"rank {r}: {line}" for r, line in lines.items() if line)
     if job.numbered and not any(e.calls is None for e in job.of.values()):
-        said = (f"All ranks have made the same calls, and wait in none that another lacks ({where}).",
-                "Which rank is at fault cannot be told: it may be slow, or hang below Python.")  # fmt: skip
+        said = (
+            f"All ranks have made the same calls, and wait in none that another lacks ({where}).",
+            "Which rank is at fault cannot be told: it may be slow, or hang below Python.",
+        )
         return Diagnosis(
             "unclear", (), "", None, said, False, "a second dump some seconds later, py-spy dump --native."
         )

@@ -34,26 +34,47 @@ class Fault:
     """Those that differ on some processors, early or late, for good or not: their kernels decide how they round."""
 
 
-FAULTS = {fault.name: fault for fault in (
-    Fault("none", what="nothing is planted"),
-    Fault("dropout", what="each rank draws other dropout masks: gradients differ, their average does not"),
-    Fault("other rounding", what="one rank sums its batch in another order: gradients differ by rounding before they "
-          "are averaged"),
-    Fault("batch norm", ("buffers",), "running statistics are those of each rank's own batch, by design; DDP sends "
-          "rank 0's before the next forward"),
-    Fault("batch norm, not sent", ("buffers",), "forward_sync_buffers=False: running statistics go their own ways, by "
-          "design, and so does evaluation"),
-    Fault("other weights", ("parameters",), "one rank loads other weights after DDP was made"),
-    Fault("in place", ("parameters",), "one rank changes a parameter in place"),
-    Fault("added later", ("parameters", "optimizer"), "a layer that was added after DDP was made: nobody averages its "
-          "gradient"),
-    Fault("optimizer state", ("parameters", "optimizer"), "one rank goes on without the optimizer's state"),
-    Fault("no_sync", ("parameters", "optimizer"), "one optimizer step under no_sync: each rank takes its own gradient"),
-    Fault("skipped step", ("parameters", "optimizer"), "one rank skips a step by itself"),
-    Fault("other kernel", (), "one rank's optimizer computes in another order of rounding: fused on one, not on the "
-          "other", may=("parameters", "optimizer")),
-    Fault("never averaged", ("parameters", "optimizer"), "no_sync in every step from one on"),
-)}  # fmt: skip
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("none", what="nothing is planted"),
+        Fault("dropout", what="each rank draws other dropout masks: gradients differ, their average does not"),
+        Fault(
+            "other rounding",
+            what="one rank sums its batch in another order: gradients differ by rounding before they are averaged",
+        ),
+        Fault(
+            "batch norm",
+            ("buffers",),
+            "running statistics are those of each rank's own batch, by design; DDP sends "
+            "rank 0's before the next forward",
+        ),
+        Fault(
+            "batch norm, not sent",
+            ("buffers",),
+            "forward_sync_buffers=False: running statistics go their own ways, by design, and so does evaluation",
+        ),
+        Fault("other weights", ("parameters",), "one rank loads other weights after DDP was made"),
+        Fault("in place", ("parameters",), "one rank changes a parameter in place"),
+        Fault(
+            "added later",
+            ("parameters", "optimizer"),
+            "a layer that was added after DDP was made: nobody averages its gradient",
+        ),
+        Fault("optimizer state", ("parameters", "optimizer"), "one rank goes on without the optimizer's state"),
+        Fault(
+            "no_sync", ("parameters", "optimizer"), "one optimizer step under no_sync: each rank takes its own gradient"
+        ),
+        Fault("skipped step", ("parameters", "optimizer"), "one rank skips a step by itself"),
+        Fault(
+            "other kernel",
+            (),
+            "one rank's optimizer computes in another order of rounding: fused on one, not on the other",
+            may=("parameters", "optimizer"),
+        ),
+        Fault("never averaged", ("parameters", "optimizer"), "no_sync in every step from one on"),
+    )
+}
 
 
 def build(fault: str, seed: int, width: int = HIDDEN) -> nn.Module:
@@ -77,8 +98,9 @@ def data(device: torch.device) -> tuple[Tensor, ...]:
 class Replica:
     """This rank's part of a DDP training in which `fault` is planted in step `at`, counted from 0, on `bad_rank`."""
 
-    def __init__(self, fault: str, seed: int, device: torch.device, at: int = 0, bad_rank: int = 1,
-                 width: int = HIDDEN) -> None:  # fmt: skip
+    def __init__(
+        self, fault: str, seed: int, device: torch.device, at: int = 0, bad_rank: int = 1, width: int = HIDDEN
+    ) -> None:
         self.rank, self.ranks, self.device = dist.get_rank(), dist.get_world_size(), device
         self.fault, self.seed, self.at, self.bad = fault, seed, at, self.rank == bad_rank
         self.model = build(fault, seed, width).to(device)
@@ -136,8 +158,12 @@ class Replica:
         """Named "parameters", "buffers", or the state of the "optimizer"."""
         if kind == "optimizer":
             named = {p: name for name, p in self.model.named_parameters()}
-            return {f"{key} of {named[p]}": v for p, state in self.optimizer.state.items() for key, v in state.items()
-                    if key != "step"}  # fmt: skip
+            return {
+                f"{key} of {named[p]}": v
+                for p, state in self.optimizer.state.items()
+                for key, v in state.items()
+                if key != "step"
+            }
         return dict(self.model.named_parameters() if kind == "parameters" else self.model.named_buffers())
 
     @torch.no_grad()

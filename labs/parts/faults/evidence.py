@@ -62,9 +62,14 @@ def arm(folder: Path, rank: int) -> None:
 
 
 def write_end(
-    folder: Path, rank: int, exit_code: int | None = None, signal: str = "", error: str = "", traceback: str = "",
+    folder: Path,
+    rank: int,
+    exit_code: int | None = None,
+    signal: str = "",
+    error: str = "",
+    traceback: str = "",
     step: int | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """How the rank ended. exit_code None: it still ran when this was written. error is "Type: message"."""
     end = {"exit_code": exit_code, "signal": signal, "error": error, "traceback": traceback, "step": step}
     return _write_json(folder / f"rank{rank}.end.json", end)
@@ -308,13 +313,19 @@ def _calls(entries: list[dict[str, Any]]) -> Iterator[Call]:
             peers = peers[::-1]
         p2p = bool(peers) or bool(e.get("is_p2p"))
         yield Call(
-            group=str(e["process_group"][0]), backend=backend, name=name, peers=peers,
-            number=int(e["p2p_seq_id"] if p2p else e["collective_seq_id"]), record=place,
-            sizes=_plain_tuple(e["input_sizes"]), dtypes=tuple(map(str, e.get("input_dtypes", ()))),
-            done=e["state"] == "completed" or bool(e.get("retired")), state=str(e["state"]),
+            group=str(e["process_group"][0]),
+            backend=backend,
+            name=name,
+            peers=peers,
+            number=int(e["p2p_seq_id"] if p2p else e["collective_seq_id"]),
+            record=place,
+            sizes=_plain_tuple(e["input_sizes"]),
+            dtypes=tuple(map(str, e.get("input_dtypes", ()))),
+            done=e["state"] == "completed" or bool(e.get("retired")),
+            state=str(e["state"]),
             created_s=1e-9 * int(e.get("time_created_ns") or 0),
             frames=tuple(Frame(str(f["filename"]), int(f["line"]), str(f["name"])) for f in e.get("frames", ())),
-        )  # fmt: skip
+        )
 
 
 def _plain_tuple(values: Any) -> Any:

@@ -70,12 +70,14 @@ def server() -> Iterator[Callable[..., Drilled]]:
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", __spec__.name, str(os.getpid())]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                               env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
     assert process.stdin is not None and process.stdout is not None
 
-    def drill(name: str, ranks: int, wrong: int, cured: bool, folder: Path, patience_s: float,
-              way: Way = "evidence") -> Drilled:  # fmt: skip
+    def drill(
+        name: str, ranks: int, wrong: int, cured: bool, folder: Path, patience_s: float, way: Way = "evidence"
+    ) -> Drilled:
         folder.mkdir(parents=True, exist_ok=True)
         print(json.dumps([name, ranks, wrong, cured, str(folder), patience_s, way]), file=process.stdin, flush=True)
         answer = process.stdout.readline()

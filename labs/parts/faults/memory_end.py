@@ -113,8 +113,10 @@ class Meter(Tracker):
         self.board, self.pid, self.updating = board, os.getpid(), False
         self.now = dict.fromkeys(CATEGORIES, 0)
         self.parameters: list[nn.Parameter] = []
-        self.hooks = [register_optimizer_step_pre_hook(lambda *_: setattr(self, "updating", True)),
-                      register_optimizer_step_post_hook(lambda *_: setattr(self, "updating", False))]  # fmt: skip
+        self.hooks = [
+            register_optimizer_step_pre_hook(lambda *_: setattr(self, "updating", True)),
+            register_optimizer_step_post_hook(lambda *_: setattr(self, "updating", False)),
+        ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Called in place of each operation, with this mode switched off."""
@@ -248,10 +250,16 @@ class Job:
         """From a DataLoader whose workers end with this process."""
         changed = {"workers": workers, "prefetch": prefetch, **self.trial.cure.loader}
         size = batch_size and max(1, round(batch_size * self.trial.cure.rows))
-        return iter(DataLoader(
-            dataset, size, num_workers=changed["workers"], prefetch_factor=changed["prefetch"],
-            worker_init_fn=partial(_end_with, os.getpid()), multiprocessing_context="fork",
-        ))  # fmt: skip
+        return iter(
+            DataLoader(
+                dataset,
+                size,
+                num_workers=changed["workers"],
+                prefetch_factor=changed["prefetch"],
+                worker_init_fn=partial(_end_with, os.getpid()),
+                multiprocessing_context="fork",
+            )
+        )
 
     def train(self, x: Tensor, y: Tensor) -> None:
         """One training step under the conditions of the cure."""
@@ -424,8 +432,15 @@ class Signs:
 def from_message(text: str) -> Signs:
     """Of somebody who has nothing but a message."""
     nothing = dict.fromkeys((f.name for f in fields(Signs)), 0)
-    return Signs(**{**nothing, "message": text, "exit_code": 1,
-                    "live": dict.fromkeys(CATEGORIES, 0.0), "live_growth": dict.fromkeys(CATEGORIES, 0.0)})  # fmt: skip
+    return Signs(
+        **{
+            **nothing,
+            "message": text,
+            "exit_code": 1,
+            "live": dict.fromkeys(CATEGORIES, 0.0),
+            "live_growth": dict.fromkeys(CATEGORIES, 0.0),
+        }
+    )
 
 
 def run_until_end(trials: Sequence[Trial], at_once: int = 1, method: str = "fork") -> Iterator[Signs]:
@@ -517,16 +532,22 @@ def _seen(trial: Trial, board: Board, said: str, code: int, watched: dict[str, f
     most = {name: max(float(history[name].max(initial=0)), found) for name, found in watched.items()}
     resident = max(0.0, board["largest_resident"] - board["started"])
     return Signs(
-        message=said, exit_code=code, steps=steps,
+        message=said,
+        exit_code=code,
+        steps=steps,
         live=dict(zip(CATEGORIES, map(float, board.at_peak), strict=True)),
         live_growth={c: _slope(history[c]) for c in CATEGORIES},
-        tensors_left=_slope(history["tensors"]), nodes_left=_slope(history["nodes"]),
-        trainer=max(most["trainer"], resident), trainer_growth=_slope(history["trainer"]),
-        workers=most["workers"], worker_growth=_rise(history["workers"]),
-        shared=most["shared"], limit_bytes=float(trial.limit_bytes),
+        tensors_left=_slope(history["tensors"]),
+        nodes_left=_slope(history["nodes"]),
+        trainer=max(most["trainer"], resident),
+        trainer_growth=_slope(history["trainer"]),
+        workers=most["workers"],
+        worker_growth=_rise(history["workers"]),
+        shared=most["shared"],
+        limit_bytes=float(trial.limit_bytes),
         resident_peak=resident,
         addresses=max(0.0, board["addresses"] - board["addresses_at_start"]),
-    )  # fmt: skip
+    )
 
 
 def warm_up(folder: Path, *cures: Cure) -> None:

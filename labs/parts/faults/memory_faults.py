@@ -124,8 +124,9 @@ def worker_objects(job: Job) -> Iterator[None]:
     data = Objects(parts=4, held="list of str", objects=int(150_000 * job.size))  # <-
     job.build(width=32)
     every_worker_reads_all = [part for part in range(2, 6) for _ in range(2)]
-    for _, (x, y) in zip(job.load(Chosen(data, every_worker_reads_all), None, workers=2, prefetch=1),
-                         job.batches(rows=FEW), strict=False):  # fmt: skip
+    for _, (x, y) in zip(
+        job.load(Chosen(data, every_worker_reads_all), None, workers=2, prefetch=1), job.batches(rows=FEW), strict=False
+    ):
         job.train(x, y)
         yield
 
@@ -215,20 +216,34 @@ class WithTable(Items):
 
 
 PROGRAMS: dict[str, Callable[[Job], Iterator[None]]] = {
-    "batch": batch, "states": states, "graph": graph, "outputs": outputs, "closure": closure,
-    "python_objects": python_objects, "worker_objects": worker_objects, "worker_buffers": worker_buffers,
-    "prefetch": prefetch, "shared_memory": shared_memory, "address_space": address_space,
-}  # fmt: skip
+    "batch": batch,
+    "states": states,
+    "graph": graph,
+    "outputs": outputs,
+    "closure": closure,
+    "python_objects": python_objects,
+    "worker_objects": worker_objects,
+    "worker_buffers": worker_buffers,
+    "prefetch": prefetch,
+    "shared_memory": shared_memory,
+    "address_space": address_space,
+}
 End = Literal["none", "data", "addresses", "killer", "shm"]
 """What ends the process: nothing, RLIMIT_DATA, RLIMIT_AS, the watcher, a small /dev/shm."""
 TRAINER: tuple[End, ...] = ("data", "killer")
 ENDS: dict[str, tuple[tuple[End, ...], int]] = {
-    "batch": (TRAINER, 22 * MIB), "states": (TRAINER, 30 * MIB), "graph": (TRAINER, 54 * MIB),
-    "outputs": (TRAINER, 32 * MIB), "closure": (TRAINER, 40 * MIB), "python_objects": (TRAINER, 48 * MIB),
-    "worker_objects": (("killer",), 32 * MIB), "worker_buffers": (("killer",), 24 * MIB),
-    "prefetch": (("killer",), 50 * MIB), "shared_memory": (("shm",), 4 * MIB),
+    "batch": (TRAINER, 22 * MIB),
+    "states": (TRAINER, 30 * MIB),
+    "graph": (TRAINER, 54 * MIB),
+    "outputs": (TRAINER, 32 * MIB),
+    "closure": (TRAINER, 40 * MIB),
+    "python_objects": (TRAINER, 48 * MIB),
+    "worker_objects": (("killer",), 32 * MIB),
+    "worker_buffers": (("killer",), 24 * MIB),
+    "prefetch": (("killer",), 50 * MIB),
+    "shared_memory": (("shm",), 4 * MIB),
     "address_space": (("addresses",), 120 * MIB),
-}  # fmt: skip
+}
 """How a program can end, and at how many bytes above its start, for size 1 and without what is below."""
 FROM_THE_START = {"worker_objects": 20 * MIB, "worker_buffers": 30 * MIB, "prefetch": 20 * MIB}
 """What forked workers have for themselves before they have done anything, some 9 MB each, at any size."""
@@ -292,25 +307,33 @@ CURES: dict[str, Cure] = {
     "checkpointing": Cure({"policy": "block"}),
     "SGD, no momentum": Cure({"optimizer": "sgd"}),
     "set_to_none": Cure({"set_to_none": True}),
-    "detach()": Cure(lines={
-        "graph": ("total + loss", "total + loss.detach()"),
-        "outputs": ("kept.append(output)", "kept.append(output.detach())"),
-        "closure": ("lambda x=x:", "lambda x=x.detach():"),
-    }),
-    NUMBER: Cure(lines={
-        "graph": ("total + loss", "total + loss.item()"),
-        "outputs": ("kept.append(output)", "kept.append(output.argmax(1).eq(y).sum().item())"),
-        "closure": ("lambda x=x: x.mean().item()", "lambda mean=x.mean().item(): mean"),
-        "python_objects": ("log.append(x.tolist())", "log.append(x.mean().item())"),
-    }),
+    "detach()": Cure(
+        lines={
+            "graph": ("total + loss", "total + loss.detach()"),
+            "outputs": ("kept.append(output)", "kept.append(output.detach())"),
+            "closure": ("lambda x=x:", "lambda x=x.detach():"),
+        }
+    ),
+    NUMBER: Cure(
+        lines={
+            "graph": ("total + loss", "total + loss.item()"),
+            "outputs": ("kept.append(output)", "kept.append(output.argmax(1).eq(y).sum().item())"),
+            "closure": ("lambda x=x: x.mean().item()", "lambda mean=x.mean().item(): mean"),
+            "python_objects": ("log.append(x.tolist())", "log.append(x.mean().item())"),
+        }
+    ),
     "one worker": Cure(loader={"workers": 1}),
     "prefetch_factor=1": Cure(loader={"prefetch": 1}),
     "array, no list": Cure(lines={"worker_objects": ('"list of str"', '"NumPy array"')}),
-    "no memory map": Cure(lines={
-        "address_space": ('np.memmap(job.folder / "tokens.bin", np.uint8, "w+", shape=int(160 * MIB * job.size))',
-                          "np.zeros(6_000, np.uint8)"),
-    }),
-}  # fmt: skip
+    "no memory map": Cure(
+        lines={
+            "address_space": (
+                'np.memmap(job.folder / "tokens.bin", np.uint8, "w+", shape=int(160 * MIB * job.size))',
+                "np.zeros(6_000, np.uint8)",
+            ),
+        }
+    ),
+}
 
 
 def run_out(cause: str, cure: Cure | None = None) -> Callable[[Job], Iterator[None]]:

@@ -156,12 +156,19 @@ class Net(nn.Module):
 
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
-    "eps inside": right_norm, "eps outside": RootNorm, "over the batch": BatchNormByHand, "none": nn.Identity,
-}  # fmt: skip
+    "eps inside": right_norm,
+    "eps outside": RootNorm,
+    "over the batch": BatchNormByHand,
+    "none": nn.Identity,
+}
 ACTS: dict[str, Callable[[], nn.Module]] = {
-    "gelu": nn.GELU, "log": LogMagnitude, "log1p": LogOfOneMore, "squared relu": SquaredReLU,
-    "root": ChosenRoot, "clamped root": ClampedRoot,
-}  # fmt: skip
+    "gelu": nn.GELU,
+    "log": LogMagnitude,
+    "log1p": LogOfOneMore,
+    "squared relu": SquaredReLU,
+    "root": ChosenRoot,
+    "clamped root": ClampedRoot,
+}
 ATTENTIONS = {"torch's": Attention, "by hand": AttentionByHand}
 
 
@@ -211,34 +218,91 @@ class Cause:
     advice: str = ""
 
 
-CAUSES = {cause.name: cause for cause in (
-    Cause("bad sample", PLAIN, {"check_data": True}, planted="nan pixel",
-          advice="refuse samples that are not finite where the data is read"),
-    Cause("log of zero", Plan(act="log"), {"act": "log1p"}, "blank", "mlp.act",
-          advice="log1p, or a lower limit before the log or the division"),
-    Cause("root of zero", Plan(norm="eps outside"), {"norm": "eps inside"}, "blank", "norm",
-          advice="put eps inside of the root: its slope at 0 is infinite"),
-    Cause("row all masked", Plan(attention="by hand"), {"attention": "torch's"}, "masked", "attention",
-          advice="scaled_dot_product_attention, or show at least one token"),
-    Cause("batch of one", Plan(norm="over the batch"), {"drop_last": True}, part="norm",
-          advice="drop_last=True, or a norm that does not look across the batch"),
-    Cause("FP16 overflow", Plan(precision=amp.NO_SCALING, act="squared relu", norm="none"), {"precision": "bf16"},
-          "raw camera", "mlp.act", advice="BF16, or values below 65,504; a GradScaler only skips the step"),
-    Cause("learning rate", Plan(last_norm=False, lr_growth=LR_GROWTH, max_norm=math.inf), {"lr_growth": 1.0},
-          advice="a smaller learning rate: look at its schedule; clipping"),
-    Cause("clip before unscale_", Plan(precision="fp16", init_scale=2.0**16, clip_first=True), {"clip_first": False},
-          advice="scaler.unscale_(optimizer), then clip"),
-    Cause("skipped for ever", Plan(precision="fp16", act="root"), {"act": "clamped root"}, part="mlp.act",
-          advice="watch the scale; then mend the module that makes the NaN"),
-)}  # fmt: skip
-HEALTHY = {cause.name: cause for cause in (
-    Cause("healthy", PLAIN, {}),
-    Cause("healthy, blank image", Plan(act="log1p"), {}, planted="blank"),
-    Cause("healthy, row all masked", PLAIN, {}, planted="masked"),
-    Cause("healthy, large values in BF16", Plan(precision="bf16", act="squared relu", norm="none"), {},
-          planted="raw camera"),
-    Cause("healthy, scale too large at first", Plan(precision="fp16", init_scale=2.0**26), {}),
-)}  # fmt: skip
+CAUSES = {
+    cause.name: cause
+    for cause in (
+        Cause(
+            "bad sample",
+            PLAIN,
+            {"check_data": True},
+            planted="nan pixel",
+            advice="refuse samples that are not finite where the data is read",
+        ),
+        Cause(
+            "log of zero",
+            Plan(act="log"),
+            {"act": "log1p"},
+            "blank",
+            "mlp.act",
+            advice="log1p, or a lower limit before the log or the division",
+        ),
+        Cause(
+            "root of zero",
+            Plan(norm="eps outside"),
+            {"norm": "eps inside"},
+            "blank",
+            "norm",
+            advice="put eps inside of the root: its slope at 0 is infinite",
+        ),
+        Cause(
+            "row all masked",
+            Plan(attention="by hand"),
+            {"attention": "torch's"},
+            "masked",
+            "attention",
+            advice="scaled_dot_product_attention, or show at least one token",
+        ),
+        Cause(
+            "batch of one",
+            Plan(norm="over the batch"),
+            {"drop_last": True},
+            part="norm",
+            advice="drop_last=True, or a norm that does not look across the batch",
+        ),
+        Cause(
+            "FP16 overflow",
+            Plan(precision=amp.NO_SCALING, act="squared relu", norm="none"),
+            {"precision": "bf16"},
+            "raw camera",
+            "mlp.act",
+            advice="BF16, or values below 65,504; a GradScaler only skips the step",
+        ),
+        Cause(
+            "learning rate",
+            Plan(last_norm=False, lr_growth=LR_GROWTH, max_norm=math.inf),
+            {"lr_growth": 1.0},
+            advice="a smaller learning rate: look at its schedule; clipping",
+        ),
+        Cause(
+            "clip before unscale_",
+            Plan(precision="fp16", init_scale=2.0**16, clip_first=True),
+            {"clip_first": False},
+            advice="scaler.unscale_(optimizer), then clip",
+        ),
+        Cause(
+            "skipped for ever",
+            Plan(precision="fp16", act="root"),
+            {"act": "clamped root"},
+            part="mlp.act",
+            advice="watch the scale; then mend the module that makes the NaN",
+        ),
+    )
+}
+HEALTHY = {
+    cause.name: cause
+    for cause in (
+        Cause("healthy", PLAIN, {}),
+        Cause("healthy, blank image", Plan(act="log1p"), {}, planted="blank"),
+        Cause("healthy, row all masked", PLAIN, {}, planted="masked"),
+        Cause(
+            "healthy, large values in BF16",
+            Plan(precision="bf16", act="squared relu", norm="none"),
+            {},
+            planted="raw camera",
+        ),
+        Cause("healthy, scale too large at first", Plan(precision="fp16", init_scale=2.0**26), {}),
+    )
+}
 """Each looks like an ill one: the same data through the right line, or steps that a scaler skips as it should."""
 
 

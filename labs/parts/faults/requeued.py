@@ -62,9 +62,15 @@ class Start:
 
 
 def train(
-    root: Path, name: str, options: dict[str, Any], rank: Rank, stop_after: int | None = None,
-    sent: signal.Signals | None = None, handler: bool = True, grace_s: float = 30.0,
-) -> Start:  # fmt: skip
+    root: Path,
+    name: str,
+    options: dict[str, Any],
+    rank: Rank,
+    stop_after: int | None = None,
+    sent: signal.Signals | None = None,
+    handler: bool = True,
+    grace_s: float = 30.0,
+) -> Start:
     """Start the recipe on two ranks; if asked to, send all of them a signal when a step was printed; wait for the end.
 
     RuntimeError, with what rank 0 said last, for a training that ended in another way.
@@ -127,21 +133,42 @@ def environment(rank: int, port: int, announced: Path) -> dict[str, str]:
     announced.mkdir(exist_ok=True)
     outside = {key: value for key, value in os.environ.items() if not key.startswith(OF_THIS_RANK)}
     return outside | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1", lifeline.ANNOUNCE: str(announced),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+        lifeline.ANNOUNCE: str(announced),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
+    }
 
 
 def _rank(root: Path, name: str, rank: int, port: int, options: dict[str, Any], handler: bool) -> subprocess.Popen:
     flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "labs.parts.faults.requeued", str(root / f"{name}-{rank}.jsonl"),
-               str(int(handler)), str(RECIPE), *flags, "--cpu"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "labs.parts.faults.requeued",
+        str(root / f"{name}-{rank}.jsonl"),
+        str(int(handler)),
+        str(RECIPE),
+        *flags,
+        "--cpu",
+    ]
     with (root / f"{name}-{rank}.log").open("w") as log:
-        return subprocess.Popen(command, env=environment(rank, port, root / "run-0"), text=True, cwd=root, stderr=log,
-                                stdout=subprocess.PIPE if rank == 0 else log)  # fmt: skip
+        return subprocess.Popen(
+            command,
+            env=environment(rank, port, root / "run-0"),
+            text=True,
+            cwd=root,
+            stderr=log,
+            stdout=subprocess.PIPE if rank == 0 else log,
+        )
 
 
 # In the process of a rank
@@ -198,9 +225,14 @@ def phases(before: Start, after: Start) -> Iterator[tuple[str, float]]:
     """From the signal until the first step that is new: each part's name, and its s."""
     last = max(before.steps)
     first = min(after.steps)
-    marks = [("end", before.ended), ("start and import", after.last("imported")),
-             ("data and checkpoint", after.last("ready")), ("rendezvous", after.last("group")),
-             ("model and first step", after.steps[first]), ("steps again", after.steps[last + 1])]  # fmt: skip
+    marks = [
+        ("end", before.ended),
+        ("start and import", after.last("imported")),
+        ("data and checkpoint", after.last("ready")),
+        ("rendezvous", after.last("group")),
+        ("model and first step", after.steps[first]),
+        ("steps again", after.steps[last + 1]),
+    ]
     since = before.signalled or before.ended
     for name, until in marks:
         yield name, max(0.0, until - since)

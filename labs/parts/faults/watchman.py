@@ -55,8 +55,13 @@ class Board:
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if not (by_agent or distributed.is_initialized()):
             return None  # rank 0 has not opened it yet
-        return distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                                    wait_for_workers=False, timeout=timedelta(seconds=STORE_S))  # fmt: skip
+        return distributed.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=STORE_S),
+        )
 
 
 class Watchman:

@@ -78,9 +78,14 @@ def together(first: str, second: str) -> Together | None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     command = [sys.executable, "-I", "-c", TWO, first, str(ASKED), second]
     done = subprocess.run(
-        command, env=clean | {"OMP_NUM_THREADS": str(DEFAULT)}, stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, errors="replace", timeout=60,
-    )  # fmt: skip
+        command,
+        env=clean | {"OMP_NUM_THREADS": str(DEFAULT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=60,
+    )
     if done.returncode < 0:
         return Together(2, ())
     if done.returncode:

@@ -53,8 +53,13 @@ def to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
-STAGES = {"decode": read, "crop and resize": random_crop, "flip": random_flip, "colour jitter": colour_jitter,
-          "to a tensor": to_tensor}  # fmt: skip
+STAGES = {
+    "decode": read,
+    "crop and resize": random_crop,
+    "flip": random_flip,
+    "colour jitter": colour_jitter,
+    "to a tensor": to_tensor,
+}
 """What happens to one image, in this order; each takes what the one before returns."""
 
 

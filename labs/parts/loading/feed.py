@@ -59,9 +59,18 @@ _END = object()
 
 
 def drive(
-    batches: Iterable[Any], step: Step | None, timed: int, device: torch.device, *, skip: int = 1, wave: int = 1,
-    every_step: bool = True, least_s: float = 0.0, deadline: float = math.inf, size: int | None = None,
-) -> Feed:  # fmt: skip
+    batches: Iterable[Any],
+    step: Step | None,
+    timed: int,
+    device: torch.device,
+    *,
+    skip: int = 1,
+    wave: int = 1,
+    every_step: bool = True,
+    least_s: float = 0.0,
+    deadline: float = math.inf,
+    size: int | None = None,
+) -> Feed:
     """Pull `skip` batches and then time `timed` of them, in whole waves and for at least `least_s` seconds.
 
     Each goes through `step`, after which the device is synchronised or, where copies are to overlap with computing,

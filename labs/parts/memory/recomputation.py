@@ -32,11 +32,18 @@ from labs.kit.errors import BadInput, require
 # What "selective" keeps. Not bmm: attention's own products grow with the square of the sequence and are cheap to
 # compute again (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
 aten = torch.ops.aten
-KEPT = [op.default for op in (
-    aten.mm, aten.addmm, aten.convolution, aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-)]  # fmt: skip
+KEPT = [
+    op.default
+    for op in (
+        aten.mm,
+        aten.addmm,
+        aten.convolution,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+    )
+]
 
 
 def by_hand(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -138,8 +145,9 @@ def _parse(policy: str) -> tuple[str, int, bool]:
     """(name, number of segments or 0, whether the last one is left alone)."""
     found = re.fullmatch(r"(none|(?:block|stage|selective|segments:([1-9]\d*))(:keep_last)?)", policy)
     if not found:
-        raise BadInput(f"there is no policy {policy!r}: take none, block, stage, segments:4 (or another number) or "
-                       "selective")  # fmt: skip
+        raise BadInput(
+            f"there is no policy {policy!r}: take none, block, stage, segments:4 (or another number) or selective"
+        )
     return policy.split(":")[0], int(found[2] or 0), bool(found[3])
 
 
@@ -150,8 +158,11 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     plain layers in a row gives these. BadInput if there are none.
     """
     found = [block for chain in _chains(module) for block in _flat(chain)]
-    require(len(found) > 0, f"{type(module).__name__} has no chain of blocks to recompute: its blocks must be in an "
-            "nn.Sequential or nn.ModuleList")  # fmt: skip
+    require(
+        len(found) > 0,
+        f"{type(module).__name__} has no chain of blocks to recompute: its blocks must be in an "
+        "nn.Sequential or nn.ModuleList",
+    )
     return found
 
 
@@ -159,9 +170,10 @@ def stages(module: nn.Module) -> list[nn.Module]:
     """The Sequentials that hold the blocks, in order. BadInput if there are no two."""
     blocks(module)
     found = [stage for chain in _chains(module) for stage in _stages(chain)]
-    require(len(found) >= 2 and all(isinstance(s, nn.Sequential) for s in found),
-            f"{type(module).__name__} has no stages, which are several nn.Sequential of blocks: take block or "
-            "segments:2")  # fmt: skip
+    require(
+        len(found) >= 2 and all(isinstance(s, nn.Sequential) for s in found),
+        f"{type(module).__name__} has no stages, which are several nn.Sequential of blocks: take block or segments:2",
+    )
     return found
 
 
@@ -220,11 +232,15 @@ def segments(module: nn.Module, policy: str) -> list[tuple[int, int, bool]]:
 def _shared_out(module: nn.Module, count: int, total: int) -> list[tuple[int, int]]:
     """`count` segments, shared out among the model's chains so that they are about equally long."""
     chains = _chains(module)
-    require(all(isinstance(c, nn.Sequential) for c in chains),
-            f"{type(module).__name__} calls its blocks one by one (nn.ModuleList), so segments cannot be cut: take "
-            "block or selective")  # fmt: skip
-    require(len(chains) <= count <= total, f"segments:{count} of {total} blocks in {len(chains)} chain(s): take "
-            f"{len(chains)} to {total}")  # fmt: skip
+    require(
+        all(isinstance(c, nn.Sequential) for c in chains),
+        f"{type(module).__name__} calls its blocks one by one (nn.ModuleList), so segments cannot be cut: take "
+        "block or selective",
+    )
+    require(
+        len(chains) <= count <= total,
+        f"segments:{count} of {total} blocks in {len(chains)} chain(s): take {len(chains)} to {total}",
+    )
     lengths, shares = [len(_flat(c)) for c in chains], [1] * len(chains)
     for _ in range(count - len(chains)):
         longest = max(range(len(chains)), key=lambda i: lengths[i] / shares[i])

@@ -26,10 +26,36 @@ CAST_OR_VIEW = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteB
 
 # What CUDA's autocast runs in 16 bit and in FP32, of the operations that the course's models call.
 # Source: "CUDA Ops that can autocast to float16 / float32", docs.pytorch.org/docs/stable/amp.html
-LOWERED = {"linear", "matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d",
-           "scaled_dot_product_attention"}  # fmt: skip
-RAISED = {"softmax", "log_softmax", "layer_norm", "group_norm", "nll_loss", "mse_loss", "sum", "pow", "prod", "cumsum",
-          "exp", "log", "norm", "softplus", "smooth_l1_loss"}  # fmt: skip
+LOWERED = {
+    "linear",
+    "matmul",
+    "__matmul__",
+    "bmm",
+    "mm",
+    "addmm",
+    "baddbmm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "scaled_dot_product_attention",
+}
+RAISED = {
+    "softmax",
+    "log_softmax",
+    "layer_norm",
+    "group_norm",
+    "nll_loss",
+    "mse_loss",
+    "sum",
+    "pow",
+    "prod",
+    "cumsum",
+    "exp",
+    "log",
+    "norm",
+    "softplus",
+    "smooth_l1_loss",
+}
 
 Source = Workload | Callable[[], Workload]
 
@@ -194,9 +220,15 @@ class CudaRules(TorchFunctionMode):
 
 
 def _cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, size_average: None = None, ignore_index: int = -100,
-    reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """As CUDA's autocast has it: the logarithm of softmax in the format of the logits, the rest in FP32; both stay.
 
     cross_entropy has no rule for CUDA (it has one for CPUs), and names its input's format to log_softmax, whose rule

@@ -102,8 +102,12 @@ def char_gpt() -> Workload:
 
 
 MODELS: dict[str, Callable[[], Workload]] = {
-    "mlp": mlp, "cnn": cnn, "cnn_batchnorm": cnn_batchnorm, "fashion_cnn": fashion_cnn, "char_gpt": char_gpt,
-}  # fmt: skip
+    "mlp": mlp,
+    "cnn": cnn,
+    "cnn_batchnorm": cnn_batchnorm,
+    "fashion_cnn": fashion_cnn,
+    "char_gpt": char_gpt,
+}
 
 
 def build(name: str, seed: int = 0) -> Workload:

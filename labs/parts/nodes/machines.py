@@ -31,8 +31,17 @@ READY_S = 90.0
 POLL_S = 0.02
 TOOLS = ("ip", "unshare", "nsenter")
 OF_THIS_RANK = (
-    "TORCHELASTIC_", "TORCH_NCCL_", "PET_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "GLOO_",
-)  # fmt: skip
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "PET_",
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "GLOO_",
+)
 
 
 class NoMachines(OSError):
@@ -89,14 +98,25 @@ class Machines:
         self.interface = "eth0" if kind == "namespaces" else ("lo0" if sys.platform == "darwin" else "lo")
 
     def start(
-        self, node: int, flags: list[str], entry: str, args: list[str], environment: dict[str, str] | None = None,
+        self,
+        node: int,
+        flags: list[str],
+        entry: str,
+        args: list[str],
+        environment: dict[str, str] | None = None,
         clock_off_s: float = 0.0,
-    ) -> Torchrun:  # fmt: skip
+    ) -> Torchrun:
         """Start torchrun with `flags` on machine `node`; its ranks call `entry`, "module:function", with `args`."""
         self.count += 1
         log = self.root / f"torchrun-{self.count}-on-{node}.log"
-        request = {"flags": flags, "entry": entry, "args": args, "environment": environment or {}, "log": str(log),
-                   "clock_off_s": clock_off_s}  # fmt: skip
+        request = {
+            "flags": flags,
+            "entry": entry,
+            "args": args,
+            "environment": environment or {},
+            "log": str(log),
+            "clock_off_s": clock_off_s,
+        }
         found = Torchrun(log)
         server = self.servers[node]
         server.stdin.write(json.dumps(request).encode() + b"\n")
@@ -181,8 +201,11 @@ class Machines:
     def wait_until_ready(self) -> None:
         """Until both servers have loaded torch."""
         for node, server in enumerate(self.servers):
-            wait_for(lambda n=node, s=server: (self.root / f"node{n}-ready").exists() or s.poll() is not None,
-                     "import torch on both machines", READY_S)  # fmt: skip
+            wait_for(
+                lambda n=node, s=server: (self.root / f"node{n}-ready").exists() or s.poll() is not None,
+                "import torch on both machines",
+                READY_S,
+            )
             if server.poll() is not None:
                 last = (self.root / f"node{node}.log").read_text(errors="replace").splitlines()[-1:]
                 raise RuntimeError(f"machine {node} has ended with exit code {server.returncode}: {''.join(last)}")
@@ -249,14 +272,23 @@ def _server(root: Path, node: int, space: list[str], core: int) -> subprocess.Po
     one = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
     environment = {
-        **outside, **one, lifeline.ANNOUNCE: str(root / "run-0"), "TMPDIR": str(root), "PYTHONUNBUFFERED": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": os.pathsep.join(p for p in path if p),
-    }  # fmt: skip
+        **outside,
+        **one,
+        lifeline.ANNOUNCE: str(root / "run-0"),
+        "TMPDIR": str(root),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join(p for p in path if p),
+    }
     with (root / f"node{node}.log").open("ab") as log:
         server = subprocess.Popen(
-            [*space, sys.executable, "-m", "labs.parts.nodes.node_server", str(root), f"node{node}"], env=environment,
-            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            [*space, sys.executable, "-m", "labs.parts.nodes.node_server", str(root), f"node{node}"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     (root / "run-0" / f"rank-node{node}-{server.pid}").touch()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(server.pid, {core})

@@ -23,11 +23,23 @@ class Launcher:
 
 LAUNCHERS = (
     Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-             "", ("PMIX_NAMESPACE",)),
-    Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS", "SLURM_NODEID",
-             ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-)  # fmt: skip
+    Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "",
+        ("PMIX_NAMESPACE",),
+    ),
+    Launcher(
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_GTIDS",
+        "SLURM_NODEID",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+)
 """torchrun and those who follow it, Open MPI's mpirun, srun. The first that speaks is the innermost: mpirun starts its
 daemons by srun. Of a job's SLURM_NTASKS a batch script and an interactive shell hear as well, which are one process;
 SLURM_STEP_NUM_TASKS is of the step. SLURM_GTIDS lists the ranks of this machine: "0,1,2,3" (man srun)."""

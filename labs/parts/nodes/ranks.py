@@ -19,9 +19,18 @@ from torch.distributed import launch
 from labs.parts.elastic import lifeline, loop  # noqa: F401  (loop: loaded before the training that uses it is forked)
 
 VARIABLES = (
-    "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
-    "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
-)  # fmt: skip
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+)
 """What torchrun tells each rank, in the order in which it is explained."""
 GROUP_S = 6.0
 """Seconds that ranks wait for each other here; torch's own default is 30 minutes."""

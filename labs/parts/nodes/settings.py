@@ -11,8 +11,16 @@ STATIC_S = 3
 """Seconds in --rdzv-conf timeout=... of the static rendezvous; torch's own default is 600."""
 
 
-def meet_at(node: int, addresses: tuple[str, str], port: int, *, nodes: int = 2, ranks: int = 2, job: str = "job",
-            conf: dict[str, int] | None = None) -> dict[str, str]:  # fmt: skip
+def meet_at(
+    node: int,
+    addresses: tuple[str, str],
+    port: int,
+    *,
+    nodes: int = 2,
+    ranks: int = 2,
+    job: str = "job",
+    conf: dict[str, int] | None = None,
+) -> dict[str, str]:
     """torchrun's options on machine `node`. Only two of them differ between machines."""
     is_host = int(node == 0)  # the store is on the first machine, and nobody has to guess it
     conf = {"is_host": is_host, **(SHORT if conf is None else conf)}
@@ -77,31 +85,90 @@ class Wrong:
 CONNECT = "60 s (read_timeout)"
 JOIN = "600 s (join_timeout)"
 WRONG = (
-    Wrong("wrong address", "node 1 is sent to an address that nobody has", "the first node's address, as seen from "
-          "the others", CONNECT, flags={1: {"--rdzv-endpoint": "{nobody}:{port}"}}),
-    Wrong("wrong port", "node 1 is sent to a port where nobody listens", "the same endpoint on all nodes", CONNECT,
-          flags={1: {"--rdzv-endpoint": "{first}:{closed}"}}),
-    Wrong("firewall", "what node 1 sends to the port is dropped", "open the port between the nodes, and those of the "
-          "ranks: all above 1024", CONNECT, port="closed", namespaces=True),
-    Wrong("port taken", "another program has the port", "a port of its own for each job, or ':0' on one machine",
-          "at once", port="taken"),
-    Wrong("no such interface", "GLOO_SOCKET_IFNAME names an interface that is not there", "a name from `ip addr`, or "
-          "no such variable", "at once", environment={1: {"GLOO_SOCKET_IFNAME": "eth9"}}),
-    Wrong("wrong interface", "GLOO_SOCKET_IFNAME is one that leads to nobody else", "the interface that has the "
-          "address under which the others reach this node", "at once", environment={n: {"GLOO_SOCKET_IFNAME": "lo"}
-          for n in (0, 1)}, namespaces=True),
-    Wrong("another nnodes", "node 0 waits for 2 nodes, node 1 for 3", "one number on all nodes",
-          JOIN, flags={1: {"--nnodes": "3"}}, later=True),
-    Wrong("another rdzv-id", "the nodes name two jobs", "one id for all nodes of a job, another for each job",
-          JOIN, flags={1: {"--rdzv-id": "another"}}),
-    Wrong("missing node", "node 1 is never started", "start it, or --nnodes 1:2 if the training can do with fewer",
-          JOIN, missing=True),
-    Wrong("node rank twice", "both nodes have --node-rank 0", "0 and 1; or the c10d rendezvous, which gives the "
-          "numbers itself", "600 s (timeout)", static=True, flags={1: {"--node-rank": "0"}},
-          namespaces=True),  # on one machine the second store finds the port taken
-    Wrong("clock off", "node 1's clock is 5 minutes slow", "let the nodes keep time by NTP (chrony)", JOIN,
-          clock_off_s=-300.0, later=True),
-)  # fmt: skip
+    Wrong(
+        "wrong address",
+        "node 1 is sent to an address that nobody has",
+        "the first node's address, as seen from the others",
+        CONNECT,
+        flags={1: {"--rdzv-endpoint": "{nobody}:{port}"}},
+    ),
+    Wrong(
+        "wrong port",
+        "node 1 is sent to a port where nobody listens",
+        "the same endpoint on all nodes",
+        CONNECT,
+        flags={1: {"--rdzv-endpoint": "{first}:{closed}"}},
+    ),
+    Wrong(
+        "firewall",
+        "what node 1 sends to the port is dropped",
+        "open the port between the nodes, and those of the ranks: all above 1024",
+        CONNECT,
+        port="closed",
+        namespaces=True,
+    ),
+    Wrong(
+        "port taken",
+        "another program has the port",
+        "a port of its own for each job, or ':0' on one machine",
+        "at once",
+        port="taken",
+    ),
+    Wrong(
+        "no such interface",
+        "GLOO_SOCKET_IFNAME names an interface that is not there",
+        "a name from `ip addr`, or no such variable",
+        "at once",
+        environment={1: {"GLOO_SOCKET_IFNAME": "eth9"}},
+    ),
+    Wrong(
+        "wrong interface",
+        "GLOO_SOCKET_IFNAME is one that leads to nobody else",
+        "the interface that has the address under which the others reach this node",
+        "at once",
+        environment={n: {"GLOO_SOCKET_IFNAME": "lo"} for n in (0, 1)},
+        namespaces=True,
+    ),
+    Wrong(
+        "another nnodes",
+        "node 0 waits for 2 nodes, node 1 for 3",
+        "one number on all nodes",
+        JOIN,
+        flags={1: {"--nnodes": "3"}},
+        later=True,
+    ),
+    Wrong(
+        "another rdzv-id",
+        "the nodes name two jobs",
+        "one id for all nodes of a job, another for each job",
+        JOIN,
+        flags={1: {"--rdzv-id": "another"}},
+    ),
+    Wrong(
+        "missing node",
+        "node 1 is never started",
+        "start it, or --nnodes 1:2 if the training can do with fewer",
+        JOIN,
+        missing=True,
+    ),
+    Wrong(
+        "node rank twice",
+        "both nodes have --node-rank 0",
+        "0 and 1; or the c10d rendezvous, which gives the numbers itself",
+        "600 s (timeout)",
+        static=True,
+        flags={1: {"--node-rank": "0"}},
+        namespaces=True,
+    ),  # on one machine the second store finds the port taken
+    Wrong(
+        "clock off",
+        "node 1's clock is 5 minutes slow",
+        "let the nodes keep time by NTP (chrony)",
+        JOIN,
+        clock_off_s=-300.0,
+        later=True,
+    ),
+)
 """In the order in which a user meets them."""
 
 NAMES = tuple(w.name for w in WRONG)

@@ -43,8 +43,10 @@ def made(source: Source, seed: int = 0) -> Workload:
         raise
     except Exception as e:
         raise BadInput(f"model {name_of(source)!r} cannot be built: {one_line(e)}") from e
-    require(isinstance(workload, Workload),
-            f"model {name_of(source)!r} returned {type(workload).__name__}, not a labs.models.Workload")  # fmt: skip
+    require(
+        isinstance(workload, Workload),
+        f"model {name_of(source)!r} returned {type(workload).__name__}, not a labs.models.Workload",
+    )
     return workload
 
 
@@ -101,8 +103,10 @@ def _like(t: Tensor) -> Tensor:
 def batch_of(workload: Workload, rows: int, mode: FakeTensorMode) -> tuple[Tensor, Tensor]:
     """Input and target of `rows` rows without memory, from a real batch of 2."""
     small = workload.make_batch(2)
-    require(all(isinstance(t, Tensor) and t.dim() > 0 and len(t) == 2 for t in small) and len(small) == 2,
-            "make_batch(2) must return two tensors of 2 rows")  # fmt: skip
+    require(
+        all(isinstance(t, Tensor) and t.dim() > 0 and len(t) == 2 for t in small) and len(small) == 2,
+        "make_batch(2) must return two tensors of 2 rows",
+    )
     with mode:
         x, y = (_with_rows(t, rows) for t in small)
     return x, y

@@ -24,8 +24,10 @@ try:
 
     from labs.parts.memory.saved_tensors import CudaRules
 except ImportError as e:
-    raise BadInput(f"the memory oracle uses private parts of torch that torch {torch.__version__} has moved "
-                   f"({e.name}): use the version in constraints.txt") from e  # fmt: skip
+    raise BadInput(
+        f"the memory oracle uses private parts of torch that torch {torch.__version__} has moved "
+        f"({e.name}): use the version in constraints.txt"
+    ) from e
 
 # What an operation raises whose result, or whose shape, depends on numbers that no fake tensor has.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -47,8 +49,9 @@ __all__ = [
 
 def backward(loss: torch.Tensor) -> None:
     """`loss.backward()`, which leaves TorchFunctionModes on: what is computed again in backward is under them, too."""
-    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
-                         accumulate_grad=True)  # fmt: skip
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def in_backward() -> bool:

@@ -54,8 +54,10 @@ def timeline(records: Records, **case: object) -> Timeline:
     if not phases:
         raise LookupError(f"no record of 'timeline_op' with {case}")
     parts = [records.one("timeline_op", phase=p, **case).samples for p in phases]
-    found = {c: [b for p in phases for b in records.one("timeline_bytes", phase=p, category=c, **case).samples]
-             for c in CATEGORIES}  # fmt: skip
+    found = {
+        c: [b for p in phases for b in records.one("timeline_bytes", phase=p, category=c, **case).samples]
+        for c in CATEGORIES
+    }
     names = [p for p, samples in zip(phases, parts, strict=True) for _ in samples]
     return Timeline([op for samples in parts for op in samples], names, found)
 
@@ -95,8 +97,10 @@ def _on_batch(records: Records, case: dict) -> str:
 
 
 def _on_cards(records: Records) -> str:
-    verdicts = {v: [r.case["gpu"] for r in records.where("margin_bytes", part="model", verdict=v)]
-                for v in ("fits", "tight", "does not fit")}  # fmt: skip
+    verdicts = {
+        v: [r.case["gpu"] for r in records.where("margin_bytes", part="model", verdict=v)]
+        for v in ("fits", "tight", "does not fit")
+    }
     lines = [f"{verdict}: {', '.join(gpus)}" for verdict, gpus in verdicts.items() if gpus]
     unknown = [r.case["gpu"] for r in records.where("unknown_memory")]
     lines += [f"memory not known: {', '.join(unknown)}"] if unknown else []

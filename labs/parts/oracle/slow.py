@@ -17,8 +17,15 @@ from labs.parts.oracle.trace import CATEGORIES
 from labs.parts.oracle.tracker import Tracker
 
 # MemTracker's categories by ours. It has one for all that a forward pass makes, and one for all else of backward.
-NAMES = {"Parameter": "parameters", "Buffer": "inputs/buffers", "Gradient": "gradients", "Optstate": "optimizer",
-         "Activation": "activations", "Temp": "temporaries", "Other": "inputs/buffers"}  # fmt: skip
+NAMES = {
+    "Parameter": "parameters",
+    "Buffer": "inputs/buffers",
+    "Gradient": "gradients",
+    "Optstate": "optimizer",
+    "Activation": "activations",
+    "Temp": "temporaries",
+    "Other": "inputs/buffers",
+}
 
 
 def memtracker(source: fake.Source, rows: int, **conditions: Any) -> dict[str, int]:
@@ -31,8 +38,10 @@ def memtracker(source: fake.Source, rows: int, **conditions: Any) -> dict[str, i
     try:
         from torch.distributed._tools.mem_tracker import MemTracker
     except ImportError as e:
-        raise BadInput(f"MemTracker is a private part of torch that torch {torch.__version__} does not have: use the "
-                       "version in constraints.txt") from e  # fmt: skip
+        raise BadInput(
+            f"MemTracker is a private part of torch that torch {torch.__version__} does not have: use the "
+            "version in constraints.txt"
+        ) from e
     model = Model(source, **{**conditions, "target": "cpu"})
     x, y = fake.batch_of(model.workload, rows, model.mode)
     with model.mode:

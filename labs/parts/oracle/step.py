@@ -50,10 +50,14 @@ class Conditions:
     """False: zero_grad fills gradients with 0 and keeps them, so that they are there in forward, too."""
 
     def __post_init__(self) -> None:
-        require(self.optimizer in OPTIMIZERS,
-                f"there is no optimizer {self.optimizer!r}: take one of {', '.join(OPTIMIZERS)}")  # fmt: skip
-        require(self.precision in amp.FORMATS,
-                f"there is no format {self.precision!r}: take one of {', '.join(amp.FORMATS)}")  # fmt: skip
+        require(
+            self.optimizer in OPTIMIZERS,
+            f"there is no optimizer {self.optimizer!r}: take one of {', '.join(OPTIMIZERS)}",
+        )
+        require(
+            self.precision in amp.FORMATS,
+            f"there is no format {self.precision!r}: take one of {', '.join(amp.FORMATS)}",
+        )
         require(self.micro_batches >= 1, f"micro_batches must be at least 1, not {self.micro_batches}")
         require(self.target in ("cpu", "cuda"), f"target must be cpu or cuda, not {self.target!r}")
 
@@ -93,8 +97,10 @@ class Model:
         self.workload = fake.made(source)
         self.module = fake.without_memory(self.workload.module, self.mode)
         recompute(self.module, self.conditions.policy)
-        require(any(p.requires_grad for p in self.module.parameters()),
-                f"the module of {self.name!r} has no parameter that requires a gradient")  # fmt: skip
+        require(
+            any(p.requires_grad for p in self.module.parameters()),
+            f"the module of {self.name!r} has no parameter that requires a gradient",
+        )
         self.optimizer: torch.optim.Optimizer | None = None  # made with the first step
         self.sums_in_place = True
         self.peaks: dict[int, int] = {}  # bytes by rows, of the steps that were traced

@@ -101,9 +101,12 @@ def in_turn(
                 del once[name]
     steps = {name: steps[name] for name in once}
     seconds = measure.interleave(
-        steps, rounds, rank.device, between=rank.barrier,
+        steps,
+        rounds,
+        rank.device,
+        between=rank.barrier,
         on_round=lambda done, total: rank.progress(done, total, f"round {done} of {total}"),
-    )  # fmt: skip
+    )
     return {name: rank.slowest(samples) for name, samples in seconds.items()}
 
 

@@ -203,5 +203,9 @@ def convnet() -> Chain:
 UNBALANCED = ("funnel_mlp", "word_gpt", "convnet")
 
 CHAINS: dict[str, Callable[[], Chain]] = {
-    "deep_mlp": deep_mlp, "char_gpt": char_gpt, "funnel_mlp": funnel_mlp, "word_gpt": word_gpt, "convnet": convnet,
-}  # fmt: skip
+    "deep_mlp": deep_mlp,
+    "char_gpt": char_gpt,
+    "funnel_mlp": funnel_mlp,
+    "word_gpt": word_gpt,
+    "convnet": convnet,
+}

@@ -172,7 +172,7 @@ class Mailbox:
 
     def __init__(
         self, carries: str, incoming: dist.ProcessGroup | None, outgoing: dist.ProcessGroup | None, pipeline: Pipeline
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`incoming` and `outgoing` are the groups of the two links; None at the pipeline's end."""
         self.carries, self.incoming, self.outgoing, self.pipeline = carries, incoming, outgoing, pipeline
         self.place = _place()

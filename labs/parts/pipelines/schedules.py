@@ -100,9 +100,12 @@ class Event:
 
 
 def simulate(
-    schedule: Schedule, micro_batches: int, forward_s: Sequence[float], backward_s: Sequence[float],
+    schedule: Schedule,
+    micro_batches: int,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
     message_s: Sequence[float] = (),
-) -> list[Event]:  # fmt: skip
+) -> list[Event]:
     """When each stage does what, for one micro-batch's seconds per stage: the cost model of pipelines.
 
     `message_s[s]` is what a message between stages s and s+1 takes, of the sender's time and again of the receiver's
@@ -129,9 +132,16 @@ def _needs(stage: int, action: Action, stages: int) -> tuple[int, Action] | None
 
 
 def _act(
-    s: int, action: Action, need: tuple | None, stages: int, free: list[float], sent: dict, links: list[float],
-    forward_s: Sequence[float], backward_s: Sequence[float],
-) -> list[Event]:  # fmt: skip
+    s: int,
+    action: Action,
+    need: tuple | None,
+    stages: int,
+    free: list[float],
+    sent: dict,
+    links: list[float],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+) -> list[Event]:
     """Advance stage `s` by one action: receive, compute, send."""
     forward, i = action.kind == "forward", action.micro_batch
     source, to = (s - 1, s + 1) if forward else (s + 1, s - 1)

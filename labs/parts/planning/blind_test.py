@@ -48,8 +48,16 @@ HELD_OUT = (
     {"table": "rtx_3090", "model": "VGG-16", "batch": 128, "gpus": 8},
     {"table": "llm_foundry", "model": "70b", "gpus": 128},
 )
-STEPS = ("one_bit_adam", "pytorch_ddp", "llm_foundry", "torchtitan", "nvidia_resnet", "megatron", "mlperf_gpt3",
-         "rtx_3090")  # fmt: skip
+STEPS = (
+    "one_bit_adam",
+    "pytorch_ddp",
+    "llm_foundry",
+    "torchtitan",
+    "nvidia_resnet",
+    "megatron",
+    "mlperf_gpt3",
+    "rtx_3090",
+)
 """Tables of training steps that say all that a prediction needs."""
 COLLECTIVES = ("nccl_a100", "nccl_b200")
 """Tables of all-reduces by size: the model's communication alone."""
@@ -114,8 +122,10 @@ def rows() -> list[Row]:
 def _rows(name: str) -> list[Row]:
     records = table(name)
     if name == "one_bit_adam":  # its step is the sum of four parts, one after the other
-        records = Records(replace(r, metric="step", samples=(sum(
-            part.value for part in records.where(**r.case)),)) for r in records.where("forward"))  # fmt: skip
+        records = Records(
+            replace(r, metric="step", samples=(sum(part.value for part in records.where(**r.case)),))
+            for r in records.where("forward")
+        )
     return [_row(name, r) for r in records]
 
 
@@ -151,8 +161,14 @@ def _work(name: str, r: Record) -> tuple[Work, Plan]:
     gpus, config = r.case["gpus"], r.config
     if r.case["model"] in CNNS:
         parameters, giga, convolutions = CNNS[r.case["model"]]
-        return Work(parameters, 6e9 * giga, r.case["batch"] * gpus, KERNELS_PER_CONVOLUTION * convolutions,
-                    convolutions, update_bytes=SGD_BYTES), Plan(data=gpus)  # fmt: skip
+        return Work(
+            parameters,
+            6e9 * giga,
+            r.case["batch"] * gpus,
+            KERNELS_PER_CONVOLUTION * convolutions,
+            convolutions,
+            update_bytes=SGD_BYTES,
+        ), Plan(data=gpus)
     if name == "one_bit_adam":  # gradients travel in FP16, after backward; sequences of 128
         job = Job(336e6, 16 * gpus, 128, 24, 1024, 30522)
         return replace(Work.of(job), gradient_bytes=2.0, overlap=False), Plan(data=gpus)
@@ -168,8 +184,9 @@ def _work(name: str, r: Record) -> tuple[Work, Plan]:
         parameters = 1e9 * float(r.case["model"].split()[0])
         return Work.of(Job(parameters, 8, config["seq"], *shape(parameters), 50257)), Plan(tensor=gpus, recompute=True)
     data = gpus // (config["tensor"] * config["pipeline"])
-    return Work.of(Job(batch=data * micro, seq=config["seq"], **GPT3)), Plan(data, config["pipeline"], config["tensor"],
-                                                                            micro_batches=micro)  # fmt: skip
+    return Work.of(Job(batch=data * micro, seq=config["seq"], **GPT3)), Plan(
+        data, config["pipeline"], config["tensor"], micro_batches=micro
+    )
 
 
 def _cluster(r: Record) -> Cluster:
@@ -177,8 +194,14 @@ def _cluster(r: Record) -> Cluster:
     link = r.config.get("link_gb_s") or card.link_gb_s
     network = r.config.get("network_gb_s")
     between = Link(REACHED * network * 1e9) if network else INFINITE  # without a network there is one node
-    return Cluster(r.case["gpus"], r.config["gpus_per_node"], 1.0, Link(REACHED * link / 2 * 1e9), between,
-                   REACHED * card.bandwidth_gb_s * 1e9)  # fmt: skip
+    return Cluster(
+        r.case["gpus"],
+        r.config["gpus_per_node"],
+        1.0,
+        Link(REACHED * link / 2 * 1e9),
+        between,
+        REACHED * card.bandwidth_gb_s * 1e9,
+    )
 
 
 def predict(rows: Iterable[Row], two: bool = False) -> list[Predicted]:
@@ -254,8 +277,9 @@ class Band:
         ratios = list(ratios)
         errors = [abs(1 / r - 1) for r in ratios]
         low, high = np.quantile(ratios, [0.1, 0.9])
-        return cls(float(low), float(high), statistics.median(errors), sum(e <= 0.2 for e in errors) / len(errors),
-                   len(ratios))  # fmt: skip
+        return cls(
+            float(low), float(high), statistics.median(errors), sum(e <= 0.2 for e in errors) / len(errors), len(ratios)
+        )
 
     def seconds(self, modelled_s: float) -> str:
         """Seconds with the band, for example "2.4 s (2.2 to 3.0)"."""
@@ -271,9 +295,11 @@ class Band:
         return f"{days:.2g} days ({days * self.low:.2g} to {days * self.high:.2g})"
 
     def __str__(self) -> str:
-        return (f"Calibrated on {self.of}, the model erred by {self.median_error:.0%} in the median of {self.rows} "
-                f"published rows; {self.within_20:.0%} came within 20 %, eight in ten took {self.low:.2f} to "
-                f"{self.high:.2f} times its seconds.")  # fmt: skip
+        return (
+            f"Calibrated on {self.of}, the model erred by {self.median_error:.0%} in the median of {self.rows} "
+            f"published rows; {self.within_20:.0%} came within 20 %, eight in ten took {self.low:.2f} to "
+            f"{self.high:.2f} times its seconds."
+        )
 
 
 @cache
@@ -312,17 +338,20 @@ def perfect_band() -> Band:
 def hard_bands() -> tuple[Band, Band]:
     """(the model's, perfect scaling's) band of the HARD rows: those where scaling costs something."""
     hard = [p for p in predictions() if not p.calibrates and abs(p.perfect_s / p.row.published_s - 1) > HARD]
-    return (Band.over(p.row.published_s / p.modelled_s for p in hard),
-            Band.over(p.row.published_s / p.perfect_s for p in hard))  # fmt: skip
+    return (
+        Band.over(p.row.published_s / p.modelled_s for p in hard),
+        Band.over(p.row.published_s / p.perfect_s for p in hard),
+    )
 
 
 def two_bands() -> tuple[Band, Band]:
     """Hard rows that neither of two calibration rows used: (band with the link calibrated, with one row only)."""
     one = {_key(p.row): p for p in predictions()}
-    left = [p for p in predictions(two=True)
-            if not p.calibrates and abs(p.perfect_s / p.row.published_s - 1) > HARD]  # fmt: skip
-    return (Band.over(p.row.published_s / p.modelled_s for p in left),
-            Band.over(p.row.published_s / one[_key(p.row)].modelled_s for p in left))  # fmt: skip
+    left = [p for p in predictions(two=True) if not p.calibrates and abs(p.perfect_s / p.row.published_s - 1) > HARD]
+    return (
+        Band.over(p.row.published_s / p.modelled_s for p in left),
+        Band.over(p.row.published_s / one[_key(p.row)].modelled_s for p in left),
+    )
 
 
 def _key(row: Row) -> tuple[str, str, str]:
@@ -334,11 +363,19 @@ def by_table() -> pandas.DataFrame:
     found = []
     for name in STEPS:
         its = [p for p in predictions() if p.row.table == name and not p.calibrates]
-        own, ideal = (Band.over(p.row.published_s / s(p) for p in its)
-                      for s in (lambda p: p.modelled_s, lambda p: p.perfect_s))  # fmt: skip
-        found.append({"table": name, "rows": own.rows, "median error": f"{own.median_error:.1%}",
-                      "within 20 %": f"{own.within_20:.0%}", "perfect scaling errs by": f"{ideal.median_error:.1%}",
-                      "perfect scaling within 20 %": f"{ideal.within_20:.0%}"})  # fmt: skip
+        own, ideal = (
+            Band.over(p.row.published_s / s(p) for p in its) for s in (lambda p: p.modelled_s, lambda p: p.perfect_s)
+        )
+        found.append(
+            {
+                "table": name,
+                "rows": own.rows,
+                "median error": f"{own.median_error:.1%}",
+                "within 20 %": f"{own.within_20:.0%}",
+                "perfect scaling errs by": f"{ideal.median_error:.1%}",
+                "perfect scaling within 20 %": f"{ideal.within_20:.0%}",
+            }
+        )
     return pandas.DataFrame(found).set_index("table")
 
 
@@ -389,9 +426,17 @@ def collectives() -> pandas.DataFrame:
             group = Group(r.case["gpus"], r.config["gpus_per_node"])
             modelled = sum(all_reduce_s(r.case["size"], group, inside, between))
             published = _all_reduce_s(r)
-            found.append({"table": name, "GPUs": r.case["gpus"], "bytes": r.case["size"],
-                          "published us": 1e6 * published, "modelled us": 1e6 * modelled,
-                          "error": modelled / published - 1, "calibrates": r is first})  # fmt: skip
+            found.append(
+                {
+                    "table": name,
+                    "GPUs": r.case["gpus"],
+                    "bytes": r.case["size"],
+                    "published us": 1e6 * published,
+                    "modelled us": 1e6 * modelled,
+                    "error": modelled / published - 1,
+                    "calibrates": r is first,
+                }
+            )
     return pandas.DataFrame(found)
 
 
@@ -402,8 +447,16 @@ def _all_reduce_s(r: Record) -> float:
 
 def row_by_row() -> pandas.DataFrame:
     """Every published step, its prediction, its error; the calibration rows and the two held out are marked."""
-    found = [{"table": p.row.table, "series": p.row.series, "configuration": p.row.config,
-              "published s": f"{p.row.published_s:.4g}", "modelled s": f"{p.modelled_s:.4g}",
-              "error": "calibrates" if p.calibrates else f"{p.error:+.1%}" + " held out" * p.row.held_out,
-              "limit": p.step.limit()} for p in predictions()]  # fmt: skip
+    found = [
+        {
+            "table": p.row.table,
+            "series": p.row.series,
+            "configuration": p.row.config,
+            "published s": f"{p.row.published_s:.4g}",
+            "modelled s": f"{p.modelled_s:.4g}",
+            "error": "calibrates" if p.calibrates else f"{p.error:+.1%}" + " held out" * p.row.held_out,
+            "limit": p.step.limit(),
+        }
+        for p in predictions()
+    ]
     return pandas.DataFrame(found).set_index(["table", "series", "configuration"])

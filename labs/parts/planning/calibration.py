@@ -76,13 +76,17 @@ def _megatron() -> Table:
     """Tensor parallel: the model grows with the GPUs."""
     rows = ((1.2e9, 1, 1.288), (2.0e9, 2, 1.242), (4.2e9, 4, 1.357), (8.7e9, 8, 1.508))
     return Table(
-        "Megatron-LM, tensor parallel", "V100 SXM2", 125e12,
+        "Megatron-LM, tensor parallel",
+        "V100 SXM2",
+        125e12,
         "nv-adlr.github.io/MegatronLMV1 (2020), table 1: DGX-2H, batch 8; 1,024 tokens and recomputed activations are "
         "our reading: with them the first row comes within a tenth of the 62.4 TFLOP/s that the page states; shapes "
         "are guessed from the sizes",
-        tuple(Run(f"{n / 1e9:.1f} B on {g}", _job(n, 8, 1024), Plan(tensor=g, recompute=True), 150e9, s)
-              for n, g, s in rows),
-    )  # fmt: skip
+        tuple(
+            Run(f"{n / 1e9:.1f} B on {g}", _job(n, 8, 1024), Plan(tensor=g, recompute=True), 150e9, s)
+            for n, g, s in rows
+        ),
+    )
 
 
 GPT3 = {"parameters": 174.6e9, "layers": 96, "hidden": 12288, "vocabulary": 50257}
@@ -98,14 +102,16 @@ def _mlperf() -> Table:
         steps = config["tokens"] / (job.batch * job.seq)
         found.append(Run(f"175 B on {gpus:,}", job, plan, 450e9, 60 * row.value / steps))
     return Table(
-        "MLPerf GPT-3, pipeline x tensor x data", "H100 SXM", 1979e12,
+        "MLPerf GPT-3, pipeline x tensor x data",
+        "H100 SXM",
+        1979e12,
         "MLPerf Training v3.0, NVIDIA and CoreWeave, from the logs in github.com/mlcommons/training_results_v3.0: "
         "minutes, batch and tokens to the target of the median of three; 8 stages x 4 tensor; FP8",
         tuple(found),
         "the model has one link for all messages. NVLink's 450 GB/s, which tensor parallel uses, was chosen after "
         "the ratios with the 50 GB/s between machines had been seen",
         50e9,
-    )  # fmt: skip
+    )
 
 
 MPT = {  # layers, hidden: scripts/train/yamls of the same repository
@@ -128,12 +134,14 @@ def _foundry() -> Table:
         job = _job(parameters, batch, 2048, layers, hidden)
         runs.append(Run(f"{name} on {gpus}", job, plan, link, batch * 2048 / gpus / tokens_s))
     return Table(
-        "llm-foundry, FSDP", "A100 40GB SXM", 312e12,
+        "llm-foundry, FSDP",
+        "A100 40GB SXM",
+        312e12,
         "github.com/mosaicml/llm-foundry at 061f2c7c, scripts/train/benchmarking/README.md: all rows of A100 40 GB "
         "with 2,048 tokens, 1600 Gb/s per 8; shapes from scripts/train/yamls there; it is our choice that 7b on 8 "
         "calibrates",
         tuple(runs),
-    )  # fmt: skip
+    )
 
 
 def _titan() -> Table:
@@ -144,13 +152,15 @@ def _titan() -> Table:
         link = 450e9 if gpus <= 8 else 50e9
         runs.append(Run(f"8B on {gpus}", job, Plan(data=gpus, sharded=True), link, 2 * 8192 / tokens_s))
     return Table(
-        "torchtitan, FSDP2", "H100 SXM", 989.4e12,
+        "torchtitan, FSDP2",
+        "H100 SXM",
+        989.4e12,
         "github.com/pytorch/torchtitan at 31a17bfd, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, "
         "without torch.compile: H100 of 500 W with HBM2e, whose peak the page does not know, so the share is of an "
         "H100 SXM's; 8,192 tokens as in the repository's llama3_8b.toml; some activations are recomputed, which the "
         "model leaves out",
         tuple(runs),
-    )  # fmt: skip
+    )
 
 
 def _foundry_h100() -> Table:
@@ -158,11 +168,13 @@ def _foundry_h100() -> Table:
     parameters, layers, hidden = MPT["7b"]
     job = _job(parameters, 48, 2048, layers, hidden)
     return Table(
-        "llm-foundry on H100, FSDP", "H100 SXM", 989.4e12,
+        "llm-foundry on H100, FSDP",
+        "H100 SXM",
+        989.4e12,
         "github.com/mosaicml/llm-foundry at 061f2c7c, scripts/train/benchmarking/README.md: 7b on 8 H100 80 GB, BF16, "
         "2,048 tokens, one micro-batch of 6, nothing recomputed: its MFU and its HFU are the same 46.44 %",
         (Run("7b on 8", job, Plan(data=8, sharded=True), 450e9, 6 * 2048 / 10643),),
-    )  # fmt: skip
+    )
 
 
 def _foundry_a100() -> Table:
@@ -170,11 +182,13 @@ def _foundry_a100() -> Table:
     parameters, layers, hidden = MPT["7b"]
     job = _job(parameters, 96, 2048, layers, hidden)
     return Table(
-        "llm-foundry on A100 80GB, FSDP", "A100 80GB SXM", 312e12,
+        "llm-foundry on A100 80GB, FSDP",
+        "A100 80GB SXM",
+        312e12,
         "github.com/mosaicml/llm-foundry at 061f2c7c, scripts/train/benchmarking/README.md: 7b on 8 A100 80 GB, BF16, "
         "2,048 tokens, two micro-batches of 6, nothing recomputed: its MFU and its HFU are the same 64.23 %",
         (Run("7b on 8", job, Plan(data=8, sharded=True, micro_batches=2), 300e9, 12 * 2048 / 4641),),
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -279,8 +279,10 @@ def undivided(batch: int, gpus: int) -> str:
     """Why data parallelism over all GPUs is in none of the `plans`, and the batch with which it is; "" if it is."""
     if batch % gpus == 0:
         return ""
-    return (f"{gpus:,} GPUs cannot share a batch of {batch:,} sequences evenly, so neither DDP nor FSDP2 over all of "
-            f"them was considered: a batch of {gpus * math.ceil(batch / gpus):,} allows both.")  # fmt: skip
+    return (
+        f"{gpus:,} GPUs cannot share a batch of {batch:,} sequences evenly, so neither DDP nor FSDP2 over all of "
+        f"them was considered: a batch of {gpus * math.ceil(batch / gpus):,} allows both."
+    )
 
 
 def costs(job: Job, machine: Machine) -> list[Cost]:
@@ -313,8 +315,12 @@ def best(costs: Iterable[Cost], memory_bytes: float) -> Cost | None:
 def otherwise(job: Job, machine: Machine) -> Iterator[tuple[States, Cost]]:
     """For each way of OTHERWISE that fits, the plan with the fewest mechanisms: bytes; its time is not modelled."""
     for states in OTHERWISE:
-        found = [cost(job, machine, p, states) for g in {1, machine.gpus} for p in plans(job, g)
-                 if not states.host_bytes or p.sharded or p.ranks == 1]  # fmt: skip
+        found = [
+            cost(job, machine, p, states)
+            for g in {1, machine.gpus}
+            for p in plans(job, g)
+            if not states.host_bytes or p.sharded or p.ranks == 1
+        ]
         fitting = [c for c in found if c.memory_bytes <= machine.memory_bytes]
         if fitting:
             yield states, min(fitting, key=lambda c: (c.plan.ranks < machine.gpus, complexity(c.plan)))

@@ -119,8 +119,9 @@ class Work:
     @classmethod
     def of(cls, job: Job) -> Work:
         """A transformer of `parallel_cost`; a sample is a sequence. We count 45 kernels a layer, backward too."""
-        return cls(job.parameters, job.flop / job.batch, job.batch, 45.0 * job.layers, job.layers,
-                   2.0 * job.hidden * job.seq)  # fmt: skip
+        return cls(
+            job.parameters, job.flop / job.batch, job.batch, 45.0 * job.layers, job.layers, 2.0 * job.hidden * job.seq
+        )
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,14 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """{what the time is spent on: seconds}; they add up to the step."""
-        return {"arithmetic": self.arithmetic_s, "overhead": self.overhead_s, "bubble": self.bubble_s,
-                "exposed communication": self.exposed_s, "waiting for the slowest": self.waiting_s,
-                "starved of input": self.starved_s}  # fmt: skip
+        return {
+            "arithmetic": self.arithmetic_s,
+            "overhead": self.overhead_s,
+            "bubble": self.bubble_s,
+            "exposed communication": self.exposed_s,
+            "waiting for the slowest": self.waiting_s,
+            "starved of input": self.starved_s,
+        }
 
     def limit(self) -> str:
         """What takes most of the step; of exposed communication, the level that it waits for."""
@@ -239,8 +245,16 @@ def step(work: Work, cluster: Cluster, plan: Plan | None = None) -> Step:
     own_pace = busy + update + bubble + exposed + sum(tensor) + stages
     waiting = cluster.spread * expected_maximum(plan.ranks) * (busy + update)
     fed = work.batch / cluster.nodes / cluster.feed_samples_s
-    return Step(arithmetic, gaps + update, bubble, exposed + sum(tensor) + stages, waiting,
-                max(0.0, fed - own_pace - waiting), data[0] + tensor[0], data[1] + tensor[1] + stages)  # fmt: skip
+    return Step(
+        arithmetic,
+        gaps + update,
+        bubble,
+        exposed + sum(tensor) + stages,
+        waiting,
+        max(0.0, fed - own_pace - waiting),
+        data[0] + tensor[0],
+        data[1] + tensor[1] + stages,
+    )
 
 
 def _tensor(work: Work, cluster: Cluster, plan: Plan, layers: int) -> tuple[float, float]:
@@ -292,8 +306,13 @@ def _data(work: Work, cluster: Cluster, plan: Plan, own: float, busy: float) -> 
 def timed(cost: Cost, work: Work, cluster: Cluster) -> Cost:
     """`cost`, whose bytes stay, with this model's seconds."""
     found = step(work, cluster, cost.plan)
-    return replace(cost, compute_s=found.arithmetic_s + found.overhead_s, bubble_s=found.bubble_s,
-                   exposed_s=found.exposed_s, waiting_s=found.waiting_s + found.starved_s)  # fmt: skip
+    return replace(
+        cost,
+        compute_s=found.arithmetic_s + found.overhead_s,
+        bubble_s=found.bubble_s,
+        exposed_s=found.exposed_s,
+        waiting_s=found.waiting_s + found.starved_s,
+    )
 
 
 def alone(work: Work, cluster: Cluster, samples: float) -> Step:
@@ -318,8 +337,11 @@ def calibrated(work: Work, cluster: Cluster, plan: Plan | None, measured_s: floa
     BadInput if the other terms alone take longer: then no FLOP/s explains the measurement, and a link or gap is wrong.
     """
     floor = step(work, replace(cluster, flop_s=1e24), plan).step_s
-    require(floor < measured_s, f"{measured_s:.3g} s per step cannot be: without any arithmetic the model has "
-            f"{floor:.3g} s; give faster links or shorter gaps")  # fmt: skip
+    require(
+        floor < measured_s,
+        f"{measured_s:.3g} s per step cannot be: without any arithmetic the model has "
+        f"{floor:.3g} s; give faster links or shorter gaps",
+    )
     low, high = 1e3, 1e24
     for _ in range(120):
         middle = math.sqrt(low * high)
@@ -347,9 +369,12 @@ class Training:
 def training(work: Work, cluster: Cluster, steps: float, plan: Plan | None = None) -> Training:
     """`steps` optimizer steps with checkpoints at the best interval (labs.parts.checkpoints.checkpoint_interval)."""
     share = lost_share(cluster)
-    require(share < 1 - 1e-9, f"{cluster.gpus:,} GPUs fail every {cluster.gpu_mtbf_s / cluster.gpus:.3g} s, so with "
-            f"{cluster.save_s:g} s to save and {cluster.restart_s:g} s to restart nothing is ever finished: take fewer "
-            "GPUs, or shorten these")  # fmt: skip
+    require(
+        share < 1 - 1e-9,
+        f"{cluster.gpus:,} GPUs fail every {cluster.gpu_mtbf_s / cluster.gpus:.3g} s, so with "
+        f"{cluster.save_s:g} s to save and {cluster.restart_s:g} s to restart nothing is ever finished: take fewer "
+        "GPUs, or shorten these",
+    )
     return Training(step(work, cluster, plan).step_s, steps, cluster.startup_s, share)
 
 
@@ -369,11 +394,13 @@ def without_peer_to_peer(card: str) -> str:
     """What to know of the links of a card whose driver joins no two of them; "" of every other card."""
     if card not in ("RTX 3090", "RTX 4090"):
         return ""
-    return (f"NVIDIA's driver gives cards such as the {card} no peer-to-peer (seen on the RTX 3090: "
-            "github.com/NVIDIA/nccl/issues/1127, and the RTX 4090: cortwave.github.io/posts/multi-gpu): messages go "
-            "through the host's memory, and get less than PCIe promises. Over a changed driver, 4 RTX 4090 "
-            "reach 26 GB/s (github.com/tinygrad/open-gpu-kernel-modules/issues/36): the best case. So time it: "
-            "all_reduce_perf of nccl-tests prints busbw.")  # fmt: skip
+    return (
+        f"NVIDIA's driver gives cards such as the {card} no peer-to-peer (seen on the RTX 3090: "
+        "github.com/NVIDIA/nccl/issues/1127, and the RTX 4090: cortwave.github.io/posts/multi-gpu): messages go "
+        "through the host's memory, and get less than PCIe promises. Over a changed driver, 4 RTX 4090 "
+        "reach 26 GB/s (github.com/tinygrad/open-gpu-kernel-modules/issues/36): the best case. So time it: "
+        "all_reduce_perf of nccl-tests prints busbw."
+    )
 
 
 def of_card(card: str, gpus: int, gpus_per_node: int = 8, network_gb_s: float = 25.0, reached: float = 0.5) -> Cluster:

@@ -99,9 +99,13 @@ def fp16_step(
 
 
 def whole_batch_step(
-    name: str, model: nn.Module, loss_fn: Loss, batch: Sequence[Tensor], optimizer: torch.optim.Optimizer,
+    name: str,
+    model: nn.Module,
+    loss_fn: Loss,
+    batch: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
     scaler: GradScaler,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One step in the format `name` of FORMATS on all rows of `batch`, (x, y), without clipping."""
     if name == "bf16":
         return bf16_step(model, loss_fn, *batch, optimizer)
@@ -111,9 +115,14 @@ def whole_batch_step(
 
 
 def train_step(
-    module: nn.Module, loss: Loss, micro_batches: Sequence[tuple[Tensor, Tensor]],
-    optimizer: torch.optim.Optimizer, name: str, scaler: GradScaler, max_norm: float | None = None,
-) -> Tensor:  # fmt: skip
+    module: nn.Module,
+    loss: Loss,
+    micro_batches: Sequence[tuple[Tensor, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    scaler: GradScaler,
+    max_norm: float | None = None,
+) -> Tensor:
     """One optimizer step on all rows of `micro_batches`; returns their mean loss, a scalar on the device.
 
     `loss(output, target)` is a mean over rows. The gradient's norm is clipped to `max_norm`, unless that is None.

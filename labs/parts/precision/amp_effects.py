@@ -106,8 +106,10 @@ class Agreement:
 def agreement(found: tuple[float, Tensor], reference: tuple[float, Tensor]) -> Agreement:
     """Compare two (loss, flat gradient). BadInput if the reference has no gradient or no finite one."""
     (loss, g), (loss32, g32) = found, reference
-    require(bool(g32.isfinite().all()) and abs(loss32) < float("inf"),
-            f"the loss in FP32 is {loss32:g}, its gradient not finite: there is nothing to compare")  # fmt: skip
+    require(
+        bool(g32.isfinite().all()) and abs(loss32) < float("inf"),
+        f"the loss in FP32 is {loss32:g}, its gradient not finite: there is nothing to compare",
+    )
     require(bool(g32.any()), "the gradient in FP32 is 0 everywhere: there is nothing to compare")
     return Agreement(
         loss_error=abs(loss - loss32) / max(abs(loss32), 1e-12),

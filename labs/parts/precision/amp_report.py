@@ -68,8 +68,10 @@ def _on_gain(lowered: Mapping[str, Effect], baseline: str) -> str:
         return f"No 16-bit format was compared with {baseline.upper()}."
     name, best = max(usable.items(), key=lambda item: item[1].speed_up.value)
     faster, smaller = best.speed_up.low > 1 + WORTH, max(e.saved_share for e in usable.values()) > WORTH
-    kept = ", ".join(f"{n.upper()} keeps {_percent(abs(e.saved_share))} {'less' if e.saved_share >= 0 else 'more'}"
-                     for n, e in usable.items())  # fmt: skip
+    kept = ", ".join(
+        f"{n.upper()} keeps {_percent(abs(e.saved_share))} {'less' if e.saved_share >= 0 else 'more'}"
+        for n, e in usable.items()
+    )
     told = f"{name.upper()} runs at {best.speed_up} the speed of {baseline.upper()}; for backward {kept}."
     if faster:
         return f"AMP gains speed{' and memory' if smaller else ''}: {told}"

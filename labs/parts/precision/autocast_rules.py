@@ -49,8 +49,10 @@ def rule(call: Call, kind: str) -> str:
     """
     device = torch.device(kind)
     with FakeTensorMode(), _autocast(kind):
-        wide, narrow = (call(lambda *shape, d=d: torch.empty(shape, dtype=d, device=device), device).dtype
-                        for d in (torch.float32, torch.float16))  # fmt: skip
+        wide, narrow = (
+            call(lambda *shape, d=d: torch.empty(shape, dtype=d, device=device), device).dtype
+            for d in (torch.float32, torch.float16)
+        )
     if wide == torch.float16:
         return LOWERED
     return RAISED if narrow == torch.float32 else FOLLOWS

@@ -32,9 +32,12 @@ def interfaces(device: torch.device) -> list[dict[str, Any]]:
             made = make()
             with made if interface in autocasts else nullcontext():
                 works = (a @ a).dtype == torch.float16 if interface in autocasts else made.is_enabled()
-        rows.append({
-            "interface": interface, "works": works,
-            "categories": "; ".join(w.category.__name__ for w in caught),
-            "words": "; ".join(" ".join(str(w.message).split()) for w in caught),
-        })  # fmt: skip
+        rows.append(
+            {
+                "interface": interface,
+                "works": works,
+                "categories": "; ".join(w.category.__name__ for w in caught),
+                "words": "; ".join(" ".join(str(w.message).split()) for w in caught),
+            }
+        )
     return rows

@@ -217,9 +217,15 @@ def bf16_with_scaler(t: Training, micro_batches: MicroBatches) -> None:
 def fp16_parameters(t: Training, micro_batches: MicroBatches) -> None:
     """The model in FP16 as a whole, in place of autocast: its gradients are FP16 too."""
     t.module.half()  # <-
-    amp.train_step(t.module, lambda output, y: t.loss(output.float(), y),
-                   [(x.half() if x.is_floating_point() else x, y) for x, y in micro_batches],
-                   t.optimizer, "fp32", t.scaler, t.max_norm)  # fmt: skip
+    amp.train_step(
+        t.module,
+        lambda output, y: t.loss(output.float(), y),
+        [(x.half() if x.is_floating_point() else x, y) for x, y in micro_batches],
+        t.optimizer,
+        "fp32",
+        t.scaler,
+        t.max_norm,
+    )
 
 
 def scheduler_always(t: Training, micro_batches: MicroBatches) -> None:

@@ -128,9 +128,18 @@ class Seen:
 class Trial:
     """A model in training from a given start, watched: its optimizer steps, norms and the layers' formats."""
 
-    def __init__(self, model: str, seed: int, device: torch.device, optimizer: str = "sgd", name: str = "fp16",
-                 scheduled: int = 0, max_norm: float = math.inf, lr: float | None = None,
-                 **scaler: float) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: str,
+        seed: int,
+        device: torch.device,
+        optimizer: str = "sgd",
+        name: str = "fp16",
+        scheduled: int = 0,
+        max_norm: float = math.inf,
+        lr: float | None = None,
+        **scaler: float,
+    ) -> None:
         """`scheduled`: steps until the learning rate is 0, or 0 for none. `scaler`: GradScaler's own settings."""
         self.workload, self.seen = models.make(model, seed), Seen()
         module = self.workload.module.to(device)

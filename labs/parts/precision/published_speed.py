@@ -47,8 +47,10 @@ def table() -> list[dict[str, str]]:
     """One row per speed, with its ratio to the FP32 and TF32 rows of the same GPU that stand before it."""
     rows, base = [], {}
     for s in SPEEDS:
-        ratios = {f"over {name}": f"{s.rate / base[s.gpu, name]:.2f} x" if (s.gpu, name) in base else ""
-                  for name in ("FP32", "TF32")}  # fmt: skip
+        ratios = {
+            f"over {name}": f"{s.rate / base[s.gpu, name]:.2f} x" if (s.gpu, name) in base else ""
+            for name in ("FP32", "TF32")
+        }
         rows.append({"GPU": s.gpu, "model": s.model, "in": s.how, "speed": f"{s.rate:,} {s.unit}", **ratios})
         if s.baseline:
             base[s.gpu, s.baseline] = s.rate

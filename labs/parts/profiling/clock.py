@@ -71,8 +71,10 @@ def offset_of(reference: RankTrace, other: RankTrace) -> Offset:
     low = max(b.start - a.end for a, b in pairs)
     high = min(b.end - a.start for a, b in pairs)
     if low > high:
-        raise BadInput(f"{other.path} and {reference.path} contradict each other: in no order of two clocks can their "
-                       "collectives be the same ones. Give traces of one run, with the same steps")  # fmt: skip
+        raise BadInput(
+            f"{other.path} and {reference.path} contradict each other: in no order of two clocks can their "
+            "collectives be the same ones. Give traces of one run, with the same steps"
+        )
     seen, spread = shorter_half([b.end - a.end for a, b in pairs])
     seen, spread = min(max(seen, low), high), min(spread, (high - low) / 2)
     alike = bool(reference.host) and reference.host == other.host
@@ -192,8 +194,10 @@ class Merged:
     @cached_property
     def steps(self) -> tuple[dict[int, Span], ...]:
         """For each rank {number: (start, end)} of the profiler's steps, in s since `start`."""
-        return tuple({n: (a - o.s - self.start, b - o.s - self.start) for n, (a, b) in t.steps.items()}
-                     for t, o in zip(self.traces, self.offsets, strict=True))  # fmt: skip
+        return tuple(
+            {n: (a - o.s - self.start, b - o.s - self.start) for n, (a, b) in t.steps.items()}
+            for t, o in zip(self.traces, self.offsets, strict=True)
+        )
 
     @cached_property
     def arrivals(self) -> list[Arrival]:
@@ -241,7 +245,9 @@ def merge(traces: Sequence[RankTrace]) -> Merged:
     for a, b in pairwise(traces):
         require(a.rank != b.rank, f"{a.path} and {b.path} are both of rank {a.rank}: give one file for each rank")
     sizes = {t.world_size: t.path for t in traces if t.world_size}
-    require(len(sizes) < 2, "these are traces of different jobs: " + ", ".join(f"{p} has {n} ranks" for n, p in
-            sizes.items()))  # fmt: skip
+    require(
+        len(sizes) < 2,
+        "these are traces of different jobs: " + ", ".join(f"{p} has {n} ranks" for n, p in sizes.items()),
+    )
     first = Offset(traces[0].rank, 0.0, 0.0, 0.0, 0.0, 0, "reference")
     return Merged(tuple(traces), (first, *(offset_of(traces[0], t) for t in traces[1:])))

@@ -78,9 +78,13 @@ class Training:
     BUCKET_MB = 0.25
 
     def __init__(
-        self, workload: models.Workload, batch_size: int, device: torch.device,
-        hook: Callable | None = None, state: object = None,
-    ) -> None:  # fmt: skip
+        self,
+        workload: models.Workload,
+        batch_size: int,
+        device: torch.device,
+        hook: Callable | None = None,
+        state: object = None,
+    ) -> None:
         self.workload, self.batch_size, self.device = workload, batch_size, device
         self.late: Mapping[str, float] = {}
         self.ddp = DistributedDataParallel(workload.module.to(device), bucket_cap_mb=self.BUCKET_MB)

@@ -55,8 +55,10 @@ class StepHistory(History):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """With the mode on, and told by every optimizer when it begins and ends its step."""
-        hooks = [register_optimizer_step_pre_hook(lambda *_: setattr(self, "updating", True)),
-                 register_optimizer_step_post_hook(lambda *_: setattr(self, "updating", False))]  # fmt: skip
+        hooks = [
+            register_optimizer_step_pre_hook(lambda *_: setattr(self, "updating", True)),
+            register_optimizer_step_post_hook(lambda *_: setattr(self, "updating", False)),
+        ]
         try:
             with self:
                 yield
@@ -106,8 +108,10 @@ def watch(job: Job, loop: Loop) -> Watched:
 def started(loop: Loop, job: Job) -> Generator[None]:
     """What does a step of `loop` each time that it is asked. BadInput if that does not yield."""
     running = loop(job)
-    require(isgenerator(running), f"{getattr(loop, '__name__', loop)}(job) must yield after each step: it returned "
-            f"{type(running).__name__}")  # fmt: skip
+    require(
+        isgenerator(running),
+        f"{getattr(loop, '__name__', loop)}(job) must yield after each step: it returned {type(running).__name__}",
+    )
     return running
 
 

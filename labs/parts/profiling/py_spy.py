@@ -26,8 +26,9 @@ def stack(pid: int) -> tuple[str, str]:
     if found := problem():
         return "", found
     try:
-        done = subprocess.run(["py-spy", "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True,
-                              timeout=LOOK_S)  # fmt: skip
+        done = subprocess.run(
+            ["py-spy", "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=LOOK_S
+        )
     except (OSError, subprocess.TimeoutExpired) as e:
         return "", f"py-spy gave no answer: {e}"
     if done.returncode:

@@ -23,8 +23,10 @@ def require_recipe(path: Path) -> None:
     require(path.suffix == ".py" and path.is_file(), f"recipe {path}: there is no such Python file")
     text = path.read_text("utf-8", "replace")
     for name in NEEDED:
-        require(f"def {name}(" in text, f"recipe {path} has no function {name}: see the two places marked YOUR in "
-                "labs/recipes/train_ddp.py")  # fmt: skip
+        require(
+            f"def {name}(" in text,
+            f"recipe {path} has no function {name}: see the two places marked YOUR in labs/recipes/train_ddp.py",
+        )
 
 
 def workload_of(path: Path, seed: int) -> Workload:

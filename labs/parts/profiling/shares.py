@@ -63,9 +63,13 @@ def _event(row: dict[str, Any]) -> Event:
     start, args, thread = 1e-6 * float(row["ts"]), row.get("args"), row.get("tid", 0)
     shared = args.get("correlation") if isinstance(args, dict) else None
     return Event(
-        str(row["name"]), str(row.get("cat") or ""), start, start + 1e-6 * float(row.get("dur", 0)),
-        thread if isinstance(thread, int) else 0, shared if isinstance(shared, int) else None,
-    )  # fmt: skip
+        str(row["name"]),
+        str(row.get("cat") or ""),
+        start,
+        start + 1e-6 * float(row.get("dur", 0)),
+        thread if isinstance(thread, int) else 0,
+        shared if isinstance(shared, int) else None,
+    )
 
 
 def steps(events: Sequence[Event]) -> list[Event]:
@@ -93,8 +97,10 @@ def _launched_in(events: Sequence[Event], threads: Container[int]) -> dict[int, 
 
     A call outside of the ranges counts as overhead.
     """
-    own = {name: union(e.span for e in events if e.name == name and e.kind == "user_annotation" and e.thread in threads)
-           for name in RANGES}  # fmt: skip
+    own = {
+        name: union(e.span for e in events if e.name == name and e.kind == "user_annotation" and e.thread in threads)
+        for name in RANGES
+    }
 
     def at(moment: float) -> str:
         for name, spans in own.items():
@@ -142,8 +148,10 @@ def on_gpu(events: Sequence[Event], step: Event, launched: Mapping[int | None, s
     next kernel yet.
     """
     ranges = _ranges(events, step)
-    runs: dict[str, list[Span]] = {name: [] for name in ("forward", "backward", "optimizer", "data", "overhead",
-                                                         "host-to-device", "exposed communication")}  # fmt: skip
+    runs: dict[str, list[Span]] = {
+        name: []
+        for name in ("forward", "backward", "optimizer", "data", "overhead", "host-to-device", "exposed communication")
+    }
     for e in events:
         if e.kind == "kernel" and "nccl" in e.name.lower():
             runs["exposed communication"].append(e.span)

@@ -26,17 +26,25 @@ def write(merged: Merged, path: str | Path) -> Path:
     steps = {n: span for n, span in merged.steps[0].items() if span[1] <= cut_s}
     data = {
         "lanes": LANES,
-        "ranks": [{"name": f"rank {r}", "spans": [_flat(of[lane]) for lane in LANES]}
-                  for r, of in zip(merged.ranks, lanes, strict=True)],
-        "steps": _flat(list(steps.values())), "numbers": list(steps),
-    }  # fmt: skip
+        "ranks": [
+            {"name": f"rank {r}", "spans": [_flat(of[lane]) for lane in LANES]}
+            for r, of in zip(merged.ranks, lanes, strict=True)
+        ],
+        "steps": _flat(list(steps.values())),
+        "numbers": list(steps),
+    }
     page = jinja2.Environment(autoescape=True).from_string(TEMPLATE.read_text("utf-8"))
     text = page.render(
-        ranks=len(merged.ranks), files=[Path(t.path).name for t in merged.traces], lanes=LANES, data=data,
-        clocks=merged.offsets, cut_s=None if cut_s == float("inf") else cut_s,
-        rows=[(r, [1e3 * length(of[lane]) for lane in LANES])
-              for r, of in zip(merged.ranks, merged.lanes, strict=True)],
-    )  # fmt: skip
+        ranks=len(merged.ranks),
+        files=[Path(t.path).name for t in merged.traces],
+        lanes=LANES,
+        data=data,
+        clocks=merged.offsets,
+        cut_s=None if cut_s == float("inf") else cut_s,
+        rows=[
+            (r, [1e3 * length(of[lane]) for lane in LANES]) for r, of in zip(merged.ranks, merged.lanes, strict=True)
+        ],
+    )
     return write_atomic(Path(path), text)
 
 

@@ -282,14 +282,22 @@ def read(path: str | Path, rank: int | None = None) -> RankTrace:
         lanes["backward"] = packed(*kept.autograd)
     steps = {n: _seconds(span, base_s) for n, span in sorted((kept.gpu_steps or kept.steps).items())}
     found = RankTrace(
-        str(path), about.get("rank", -1 if rank is None else rank), about.get("world_size", 0),
-        about.get("backend", ""), str(file.facts.get("host_name", "")), steps,
+        str(path),
+        about.get("rank", -1 if rank is None else rank),
+        about.get("world_size", 0),
+        about.get("backend", ""),
+        str(file.facts.get("host_name", "")),
+        steps,
         {lane: [_seconds(s, base_s) for s in union(spans)] for lane, spans in lanes.items()},
         [_seconds(s, base_s) for s in packed(*(kept.kernels if kept.on_gpu else kept.ops))],
-        list(_collectives(kept, base_s, steps)), kept.events, kept.on_gpu,
-    )  # fmt: skip
-    require(bool(found.span[1]), f"{path} holds no operator, range or collective: profile some steps with "
-            "activities=[ProfilerActivity.CPU]")  # fmt: skip
+        list(_collectives(kept, base_s, steps)),
+        kept.events,
+        kept.on_gpu,
+    )
+    require(
+        bool(found.span[1]),
+        f"{path} holds no operator, range or collective: profile some steps with activities=[ProfilerActivity.CPU]",
+    )
     return found
 
 

@@ -93,9 +93,13 @@ def hook(job: Job) -> Iterator[None]:
 
 LARGER = "one larger batch"
 LOOPS: dict[str, Callable[[Job], Iterator[None]]] = {
-    "none": clean, LARGER: clean, "losses": losses, "outputs": outputs, "validation": validation,
+    "none": clean,
+    LARGER: clean,
+    "losses": losses,
+    "outputs": outputs,
+    "validation": validation,
     "hook": hook,
-}  # fmt: skip
+}
 LEAKS = tuple(LOOPS)[2:]
 
 

@@ -61,9 +61,12 @@ def _allocator_settings(text: str) -> None:
 
 @contextmanager
 def limited(
-    budget_bytes: int, device: torch.device, expandable: bool = False, cuda: Any = torch.cuda,
+    budget_bytes: int,
+    device: torch.device,
+    expandable: bool = False,
+    cuda: Any = torch.cuda,
     set_up: Callable[[str], object] = _allocator_settings,
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Let the allocator take only so much more, as on a smaller card; everything is put back afterwards."""
     cuda.empty_cache()
     total = cuda.mem_get_info(device)[1]

@@ -18,9 +18,15 @@ HALF, LEAN, OFFLOAD = "half the batch", "Adam in 8 bits", "save_on_cpu"
 
 # What each remedy changes about a step in FP32 with Adam: conditions of labs.parts.oracle.step, or its rows.
 REMEDIES: dict[str, dict[str, object]] = {
-    "none": {}, HALF: {ROWS: 0.5}, "4 micro-batches": {"micro_batches": 4}, "bf16 autocast": {"precision": "bf16"},
-    "recompute blocks": {"policy": "block"}, OFFLOAD: {}, "SGD with momentum": {"optimizer": "momentum"}, LEAN: {},
-}  # fmt: skip
+    "none": {},
+    HALF: {ROWS: 0.5},
+    "4 micro-batches": {"micro_batches": 4},
+    "bf16 autocast": {"precision": "bf16"},
+    "recompute blocks": {"policy": "block"},
+    OFFLOAD: {},
+    "SGD with momentum": {"optimizer": "momentum"},
+    LEAN: {},
+}
 SMOKE = ("none", HALF, "4 micro-batches", "SGD with momentum", LEAN)
 EIGHT_BIT = (1 + 4 / 2048) / 4  # bytes per byte of FP32: one each, and a scale per 2048 (Dettmers et al., 2110.02861)
 

@@ -71,8 +71,13 @@ def separate(block: text_models.Block) -> TransformerBlock:
     """
     width = block.qkv.in_features
     ours = TransformerBlock(width, width // block.heads, block.heads)
-    pairs = [(ours.norm1, block.norm1), (ours.norm2, block.norm2), (ours.attention.out, block.out),
-             (ours.mlp.up, block.mlp[0]), (ours.mlp.down, block.mlp[2])]  # fmt: skip
+    pairs = [
+        (ours.norm1, block.norm1),
+        (ours.norm2, block.norm2),
+        (ours.attention.out, block.out),
+        (ours.mlp.up, block.mlp[0]),
+        (ours.mlp.down, block.mlp[2]),
+    ]
     for mine, theirs in pairs:
         mine.load_state_dict(theirs.state_dict())
     with torch.no_grad():

@@ -41,8 +41,9 @@ def fake_job(ranks: int, rank: int = 0) -> Iterator[None]:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as e:
-        raise BadInput(f"torch {torch.__version__} has moved its fake process group ({e}): use the version in "
-                       "constraints.txt") from e  # fmt: skip
+        raise BadInput(
+            f"torch {torch.__version__} has moved its fake process group ({e}): use the version in constraints.txt"
+        ) from e
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield

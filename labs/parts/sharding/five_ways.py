@@ -48,8 +48,10 @@ class Job:
 
     def __post_init__(self) -> None:
         require(self.ranks >= 2, f"ranks must be at least 2, not {self.ranks}: one has nobody to talk to")
-        require(self.ranks <= self.per_node or self.ranks % self.per_node == 0,
-                f"{self.ranks} ranks do not fill nodes of {self.per_node}")  # fmt: skip
+        require(
+            self.ranks <= self.per_node or self.ranks % self.per_node == 0,
+            f"{self.ranks} ranks do not fill nodes of {self.per_node}",
+        )
         require(self.ranks % self.deep == 0, f"{self.ranks} ranks cannot be {self.deep} stages of equally many")
         require(self.shape.layers >= self.deep, f"{self.shape.layers} layers are not enough for {self.deep} stages")
         require(self.shape.heads % self.near == 0, f"{self.shape.heads} heads cannot be shared by {self.near} ranks")
@@ -147,8 +149,13 @@ def pipeline(job: Job, mode: Mode) -> Step:
     return step
 
 
-WAYS: dict[str, Callable[[Job, Mode], Step]] = {"ddp": ddp, "fsdp": fsdp, "hsdp": hsdp, "tensor": tensor,
-                                          "pipeline": pipeline}  # fmt: skip
+WAYS: dict[str, Callable[[Job, Mode], Step]] = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "tensor": tensor,
+    "pipeline": pipeline,
+}
 
 
 def _mesh(far: int, near: int) -> DeviceMesh:
@@ -195,12 +202,16 @@ def predict(job: Job, way: str) -> list[Term]:
         if way == "hsdp":
             found.append(ring("all_reduce", sum(groups) / near, n // near, near))
     elif way == "tensor":  # a sum at the end of each half of a block forward, one at its start backward
-        found = [ring("all_reduce", 4 * shape.layers * activation, near),
-                 ring("all_reduce", 4 * tensor_parameters(shape, near), n // near, near)]  # fmt: skip
+        found = [
+            ring("all_reduce", 4 * shape.layers * activation, near),
+            ring("all_reduce", 4 * tensor_parameters(shape, near), n // near, near),
+        ]
     else:
         own = 4 * stage_parameters(shape, job.deep, job.deep // 2)
-        found = [Term("send", job.deep, block, len(job.peers) * job.micro_batches * activation),
-                 ring("all_reduce", own, n // job.deep)]  # fmt: skip
+        found = [
+            Term("send", job.deep, block, len(job.peers) * job.micro_batches * activation),
+            ring("all_reduce", own, n // job.deep),
+        ]
     return [term for term in found if term.sent]
 
 
@@ -213,8 +224,10 @@ def block_rows(shape: GptShape) -> list[tuple[int, int]]:
 def _padded(shape: GptShape, ranks: int) -> list[int]:
     """Bytes that are gathered for each block, and last for the rest: every rank sends ceil(rows / n) rows."""
     rest = [(shape.vocabulary, shape.width), (shape.places, shape.width), (shape.width, 1), (shape.width, 1)]
-    return [sum(4 * -(-rows // ranks) * ranks * numbers for rows, numbers in parameters)
-            for parameters in [block_rows(shape)] * shape.layers + [rest]]  # fmt: skip
+    return [
+        sum(4 * -(-rows // ranks) * ranks * numbers for rows, numbers in parameters)
+        for parameters in [block_rows(shape)] * shape.layers + [rest]
+    ]
 
 
 def tensor_parameters(shape: GptShape, ranks: int) -> int:

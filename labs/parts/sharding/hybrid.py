@@ -45,12 +45,15 @@ def predict(on: int, back: int, micro_batches: int, gradients: int, dp: int) -> 
     `on` is the bytes of one micro-batch for the stage after (0 if there is none), `back` those for the stage before,
     `gradients` those of all parameters of this stage.
     """
-    return {("rows", "send"): micro_batches * (on + back),
-            ("columns", "all_reduce"): ring_all_reduce_bytes(gradients, dp)}  # fmt: skip
+    return {
+        ("rows", "send"): micro_batches * (on + back),
+        ("columns", "all_reduce"): ring_all_reduce_bytes(gradients, dp),
+    }
 
 
-def pipeline_step(stage: nn.Module, loss: Callable, micro: Micro, template: Tensor | None,
-                  pipe: dist.ProcessGroup) -> None:  # fmt: skip
+def pipeline_step(
+    stage: nn.Module, loss: Callable, micro: Micro, template: Tensor | None, pipe: dist.ProcessGroup
+) -> None:
     """All micro-batches forward, then backward, through the stages of one copy of the model: one rank's share of it.
 
     The first stage reads the inputs, the last the targets. `template` is a tensor like what comes in from the stage
@@ -185,8 +188,10 @@ def tensor(config: Layout, mesh: DeviceMesh, rank: Rank) -> Scheme:
 
     widths = [getattr(half, half.ROW).out_features for half in map(whole.get_submodule, halves(whole))]
     sums = 2 * sum(ring_all_reduce_bytes(4 * x.numel() * width, shares.size()) for width in widths)
-    sent = {("rows", "all_reduce"): sums,
-            ("columns", "all_reduce"): ring_all_reduce_bytes(gradient_bytes(module), copies.size())}  # fmt: skip
+    sent = {
+        ("rows", "all_reduce"): sums,
+        ("columns", "all_reduce"): ring_all_reduce_bytes(gradient_bytes(module), copies.size()),
+    }
     return Scheme(module, backward, [gradients[n] for n, _ in module.named_parameters()], sent)
 
 

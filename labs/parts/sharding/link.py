@@ -18,8 +18,11 @@ MESSAGES = (2**12, 2**16, 2**20, 2**23)  # bytes, from latency-bound to bandwidt
 
 def require_messages(rank: Rank) -> None:
     """BadInput where ranks share a GPU: gloo, which they then talk through, sends no message from one."""
-    require(rank.device.type == "cpu" or "nccl" in rank.backend, "ranks that share a GPU cannot send each other "
-            'messages, since gloo sends those of the host only: use device="cpu"')  # fmt: skip
+    require(
+        rank.device.type == "cpu" or "nccl" in rank.backend,
+        "ranks that share a GPU cannot send each other "
+        'messages, since gloo sends those of the host only: use device="cpu"',
+    )
 
 
 def as_in_training(rank: Rank) -> Callable[[], None]:

@@ -25,11 +25,18 @@ from labs.parts.data_parallel.wire import sent_by
 # Names of torch's operations, without the underscores around: in place, of torch.distributed and FSDP2 (c10d), and
 # functional, of DTensor (_c10d_functional).
 KINDS = {
-    "allreduce": "all_reduce", "all_reduce": "all_reduce", "allgather_base": "all_gather", "allgather": "all_gather",
-    "all_gather_into_tensor": "all_gather", "reduce_scatter_base": "reduce_scatter", "reduce_scatter":
-    "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter", "broadcast": "broadcast", "send": "send",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather_base": "all_gather",
+    "allgather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast": "broadcast",
+    "send": "send",
     "recv": "recv",
-}  # fmt: skip
+}
 HEADER_BYTES = 48  # of each message of gloo: every wire total is a closed form plus a multiple of it
 
 
@@ -59,8 +66,14 @@ def sent_bytes(kind: str, size: float, ranks: int, gloo: bool = False) -> float:
     share = (ranks - 1) / ranks
     if kind == "reduce_scatter" and gloo:
         kind = "all_reduce"
-    factors = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "broadcast": share, "send": 1.0,
-               "recv": 0.0}  # fmt: skip
+    factors = {
+        "all_reduce": 2 * share,
+        "all_gather": share,
+        "reduce_scatter": share,
+        "broadcast": share,
+        "send": 1.0,
+        "recv": 0.0,
+    }
     return factors[kind] * size
 
 

@@ -26,10 +26,17 @@ def rtx_4090_epochs() -> Records:
     """Seconds per epoch on 1 to 4 RTX 4090 as an article states them; it gives no script, batch or data size."""
     table = {1: 12.5, 2: 7.8, 3: 6.2, 4: 5.1}
     return Records(
-        Record("article", "epoch_s", "s", (seconds,), "published", {"ranks": ranks},
-               provenance={"source": RTX_4090_ARTICLE})
+        Record(
+            "article",
+            "epoch_s",
+            "s",
+            (seconds,),
+            "published",
+            {"ranks": ranks},
+            provenance={"source": RTX_4090_ARTICLE},
+        )
         for ranks, seconds in table.items()
-    )  # fmt: skip
+    )
 
 
 SERVER_GEAR = (
@@ -48,11 +55,17 @@ def stated(article: str, metric: str, unit: str, *values: float) -> Records:
 def rtx_3090_images() -> Records:
     """Images per second of 1, 2, 4 and 8 RTX 3090 in one server, by model and batch per card."""
     return Records(
-        Record("server-gear", "images_per_s", "images/s", r.samples, "published",
-               {"model": r.case["model"], "batch": r.case["batch"], "ranks": r.case["gpus"]},
-               provenance={"source": SERVER_GEAR})
+        Record(
+            "server-gear",
+            "images_per_s",
+            "images/s",
+            r.samples,
+            "published",
+            {"model": r.case["model"], "batch": r.case["batch"], "ranks": r.case["gpus"]},
+            provenance={"source": SERVER_GEAR},
+        )
         for r in table("rtx_3090")
-    )  # fmt: skip
+    )
 
 
 GOYAL_2017 = "P. Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677 (2017), Table 1 and section 5.1"
@@ -60,13 +73,24 @@ GOYAL_2017 = "P. Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677 (
 
 def imagenet_batches() -> Records:
     """Top-1 error in % of ResNet-50 on ImageNet (mean of 5 runs), SGD, learning rate 0.1 x batch / 256."""
-    rows = ((256, "none", 23.60, 0.12), (8192, "gradual", 23.74, 0.09), (8192, "none", 24.84, 0.37),
-            (8192, "constant", 25.88, 0.56))  # fmt: skip
+    rows = (
+        (256, "none", 23.60, 0.12),
+        (8192, "gradual", 23.74, 0.09),
+        (8192, "none", 24.84, 0.37),
+        (8192, "constant", 25.88, 0.56),
+    )
     return Records(
-        Record("paper", "top_1_error", "%", (error,), "published",
-               {"batch": batch, "warm_up": warm_up, "plus_minus": spread}, provenance={"source": GOYAL_2017})
+        Record(
+            "paper",
+            "top_1_error",
+            "%",
+            (error,),
+            "published",
+            {"batch": batch, "warm_up": warm_up, "plus_minus": spread},
+            provenance={"source": GOYAL_2017},
+        )
         for batch, warm_up, error, spread in rows
-    )  # fmt: skip
+    )
 
 
 PYTORCH_DDP = (
@@ -78,10 +102,18 @@ PYTORCH_DDP = (
 def ddp_on_v100() -> Records:
     """Seconds per iteration on one V100 without DDP, and on two of one machine with it, as PyTorch publishes them."""
     return Records(
-        Record("pytorch", "step_s", "s", (r.value / 1e3,), "published",
-               {"model": r.case["model"], "gpus": r.case["gpus"]}, provenance={"source": PYTORCH_DDP})
-        for r in table("pytorch_ddp") if (r.case["gpus"], r.case["ddp"]) in ((1, False), (2, True))
-    )  # fmt: skip
+        Record(
+            "pytorch",
+            "step_s",
+            "s",
+            (r.value / 1e3,),
+            "published",
+            {"model": r.case["model"], "gpus": r.case["gpus"]},
+            provenance={"source": PYTORCH_DDP},
+        )
+        for r in table("pytorch_ddp")
+        if (r.case["gpus"], r.case["ddp"]) in ((1, False), (2, True))
+    )
 
 
 PYTORCH_SPLIT = (
@@ -94,10 +126,17 @@ def resnet50_split() -> Records:
     """Seconds of 3 batches of ResNet-50 on one GPU, and split over two by the number of micro-batches."""
     table = {("one GPU", 1): 3.75, ("naive", 1): 4.02, ("pipeline", 6): 2.51, ("pipeline", 10): 2.43}
     return Records(
-        Record("pytorch", "run_s", "s", (seconds,), "published", {"schedule": schedule, "micro_batches": m},
-               provenance={"source": PYTORCH_SPLIT})
+        Record(
+            "pytorch",
+            "run_s",
+            "s",
+            (seconds,),
+            "published",
+            {"schedule": schedule, "micro_batches": m},
+            provenance={"source": PYTORCH_SPLIT},
+        )
         for (schedule, m), seconds in table.items()
-    )  # fmt: skip
+    )
 
 
 H200_SWEEP = (
@@ -112,13 +151,40 @@ def all_reduce_on_8_h200() -> Records:
     The same page says that NCCL ran a ring with its low-latency protocol up to 1 MiB, and NVLS, which adds up in the
     switch, from 2 MiB on.
     """
-    busbw = (1.44, 2.93, 5.73, 11.74, 23.94, 39.93, 64.53, 107.16, 155.53, 219.89, 275.84, 346.51, 401.93, 436.15,
-             450.29, 463.58, 469.17, 473.10, 477.45, 482.26)  # fmt: skip
+    busbw = (
+        1.44,
+        2.93,
+        5.73,
+        11.74,
+        23.94,
+        39.93,
+        64.53,
+        107.16,
+        155.53,
+        219.89,
+        275.84,
+        346.51,
+        401.93,
+        436.15,
+        450.29,
+        463.58,
+        469.17,
+        473.10,
+        477.45,
+        482.26,
+    )
     return Records(
-        Record("ml-engineering", "all_reduce_s", "s", (2 * 7 / 8 * size / (1e9 * gb_s),), "published",
-               {"size": size, "ranks": 8}, provenance={"source": H200_SWEEP})
+        Record(
+            "ml-engineering",
+            "all_reduce_s",
+            "s",
+            (2 * 7 / 8 * size / (1e9 * gb_s),),
+            "published",
+            {"size": size, "ranks": 8},
+            provenance={"source": H200_SWEEP},
+        )
         for size, gb_s in zip((2**k for k in range(15, 35)), busbw, strict=True)
-    )  # fmt: skip
+    )
 
 
 ONE_BIT_ADAM = "H. Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888, Table 1: BERT-Large, V100, NCCL"
@@ -130,11 +196,21 @@ def all_reduce_of_bert() -> Records:
     40 Gbit/s Ethernet with 4 V100 in a node, and 100 Gbit/s InfiniBand with 8.
     """
     return Records(
-        Record("paper", "all_reduce_s", "s", (r.value / 1e3,), "published",
-               {"network": r.case["network"].split()[-1], "gpus_per_node": r.config["gpus_per_node"],
-                "nodes": r.case["gpus"] // r.config["gpus_per_node"]}, provenance={"source": ONE_BIT_ADAM})
+        Record(
+            "paper",
+            "all_reduce_s",
+            "s",
+            (r.value / 1e3,),
+            "published",
+            {
+                "network": r.case["network"].split()[-1],
+                "gpus_per_node": r.config["gpus_per_node"],
+                "nodes": r.case["gpus"] // r.config["gpus_per_node"],
+            },
+            provenance={"source": ONE_BIT_ADAM},
+        )
         for r in table("one_bit_adam").where("all_reduce")
-    )  # fmt: skip
+    )
 
 
 # Raised by Function._run_through_graph (github.com/keras-team/keras, keras/src/ops/function.py, pull request 20705),

@@ -68,8 +68,10 @@ class Pass:
 def modelled(work: Work, flop_s: float, bytes_s: float, operator_s: float) -> dict[str, float]:
     """Seconds that a pass would take if nothing but this one thing took time."""
     return {
-        "arithmetic": work.flop / flop_s, "memory": work.bytes / bytes_s, "overhead": work.operators * operator_s,
-    }  # fmt: skip
+        "arithmetic": work.flop / flop_s,
+        "memory": work.bytes / bytes_s,
+        "overhead": work.operators * operator_s,
+    }
 
 
 def operator_s(run: Records) -> float:
@@ -132,7 +134,8 @@ def link(run: Records, resamples: int = 200) -> Link:
     ]
     low, high = np.quantile([f.half_bytes / 1024 for f in again], (0.025, 0.975), method="nearest")
     half = model.half_bytes / 1024
-    misfit = max(abs(t / model.seconds(s) - 1) if model.seconds(s) else math.inf
-                 for s, t in zip(sizes, medians, strict=True))  # fmt: skip
+    misfit = max(
+        abs(t / model.seconds(s) - 1) if model.seconds(s) else math.inf for s, t in zip(sizes, medians, strict=True)
+    )
     interval = Estimate(half, min(half, float(low)), max(half, float(high)), len(rows[0].samples), "KiB")
     return Link(model, rows[0].case["ranks"], interval, misfit)

@@ -28,9 +28,7 @@ from labs.kit.record import Records
 
 def as_json(found: list[Check], facts: Facts, records: Records) -> str:
     """The same for a program, with the inventory and the measured speed limits."""
-    speeds = [
-        {"metric": r.metric, "unit": r.unit, "value": r.value, "kind": r.kind, **r.case} for r in records
-    ]  # fmt: skip
+    speeds = [{"metric": r.metric, "unit": r.unit, "value": r.value, "kind": r.kind, **r.case} for r in records]
     return json.dumps(
         {
             "ready": exit_code(found) == 0,
@@ -78,8 +76,15 @@ def _measure(lab: str, parameters: dict[str, Any], options: cli.Launch) -> tuple
     from labs.kit.display import View
     from labs.kit.launch import launch
 
-    run = launch(lab, options.nproc, timeout_s=options.timeout_s, device=options.device,
-                 oversubscribe=options.oversubscribe, view=View(), **parameters)  # fmt: skip
+    run = launch(
+        lab,
+        options.nproc,
+        timeout_s=options.timeout_s,
+        device=options.device,
+        oversubscribe=options.oversubscribe,
+        view=View(),
+        **parameters,
+    )
     return run, run.seconds
 
 

@@ -36,9 +36,15 @@ ITERABLE = (
 
 
 def tune_dataloader(
-    dataset: Dataset, step: Step, *, batch_size: int, budget_s: float = 20.0, max_workers: int | None = None,
-    device: torch.device | str | None = None, **loader_options: Any,
-) -> Tuning:  # fmt: skip
+    dataset: Dataset,
+    step: Step,
+    *,
+    batch_size: int,
+    budget_s: float = 20.0,
+    max_workers: int | None = None,
+    device: torch.device | str | None = None,
+    **loader_options: Any,
+) -> Tuning:
     """Search for the cheapest num_workers (and prefetch_factor) within noise of the best, and say what limits.
 
     The model alone (on one stored batch) and the loader alone, with more and more workers, tell which settings can

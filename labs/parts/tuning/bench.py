@@ -97,8 +97,11 @@ def blame(what: str) -> Iterator[None]:
         raise BadInput(f"{what} raised {in_one_line(e)}") from e
 
 
-UNEQUAL = ("stack expects each tensor to be equal size", "each element in list of batch should be of equal size",
-           "default_collate: batch must contain")  # fmt: skip
+UNEQUAL = (
+    "stack expects each tensor to be equal size",
+    "each element in list of batch should be of equal size",
+    "default_collate: batch must contain",
+)
 
 
 def in_one_line(error: Exception) -> str:
@@ -124,9 +127,14 @@ class Bench:
     """Takes turns of the model alone, the loader alone and both together, until the time is over."""
 
     def __init__(
-        self, dataset: Dataset, step: Step, batch_size: int, device: torch.device,
-        options: dict[str, Any] | None = None, deadline: float = math.inf,
-    ) -> None:  # fmt: skip
+        self,
+        dataset: Dataset,
+        step: Step,
+        batch_size: int,
+        device: torch.device,
+        options: dict[str, Any] | None = None,
+        deadline: float = math.inf,
+    ) -> None:
         self.dataset, self.user_step, self.device, self.options = dataset, step, device, options or {}
         self.batch_size, self.start, self.deadline, self.round = batch_size, time.perf_counter(), deadline, 0
         self.order = iter(Forever(len(dataset)))  # goes on from turn to turn: no file is in memory because of us
@@ -174,9 +182,15 @@ class Bench:
             self.evidence.append(Turn(arm, self.round, feed))
 
     def in_turn(
-        self, arms: Sequence[Arm], is_clear: Callable[[], bool], *, fewest: int = FEWEST, most: int = MOST_ROUNDS,
-        share: float = 1.0, batches: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        arms: Sequence[Arm],
+        is_clear: Callable[[], bool],
+        *,
+        fewest: int = FEWEST,
+        most: int = MOST_ROUNDS,
+        share: float = 1.0,
+        batches: int = 0,
+    ) -> None:
         """Rounds of all `arms`, until it is clear, `most` are done or that share of the budget is spent."""
         for done, shuffled in enumerate(orders(arms, most)):
             if self.is_over(share) or (done >= fewest and is_clear()):

@@ -96,8 +96,17 @@ class Tuning:
             e, setting = estimate(r.samples, "1/s"), _setting(r)
             turns = self.evidence.of(("together", setting)) if r.case["way"] == NAMES["together"] else []
             wait = statistics.median(t.wait for t in turns) if turns else None
-            rows.append({"way": r.case["way"], "setting": str(setting or ""), "samples_per_s": e.value,
-                         "low": e.low, "high": e.high, "n": e.n, "wait_share": wait})  # fmt: skip
+            rows.append(
+                {
+                    "way": r.case["way"],
+                    "setting": str(setting or ""),
+                    "samples_per_s": e.value,
+                    "low": e.low,
+                    "high": e.high,
+                    "n": e.n,
+                    "wait_share": wait,
+                }
+            )
         return pandas.DataFrame(rows)
 
     @property
@@ -147,8 +156,10 @@ class Tuning:
     def _certainty(self) -> list[str]:
         """Evidence against each other setting that was compared, and whether it is enough."""
         if self.choice.share is None:
-            return [f"Not sure: the {self.budget_s:g} s were over before settings could be compared with model and "
-                    "loader together, and this follows from their rates alone. Raise budget_s."]  # fmt: skip
+            return [
+                f"Not sure: the {self.budget_s:g} s were over before settings could be compared with model and "
+                "loader together, and this follows from their rates alone. Raise budget_s."
+            ]
         others = {t.arm for t in self.evidence if t.arm[0] == "together"} - {self._together}
         said = [verdict(self.evidence.ratio(o, self._together), f"{o[1]} against it") for o in sorted(others)]
         reached = self.evidence.ratio(self._together, MODEL)
@@ -170,13 +181,16 @@ class Tuning:
             return ["What limits was not measured: raise budget_s."]
         loader, model = (statistics.median(self.evidence.samples(arm)) for arm in (("loader", setting), MODEL))
         name = "Neither limits by more than noise" if self.limit.startswith("neither") else f"The {self.limit} limits"
-        said = [f"{name}: alone the loader gives {plain(loader)} samples/s, the model takes {plain(model)} "
-                f"({self.loader_to_model})."]  # fmt: skip
+        said = [
+            f"{name}: alone the loader gives {plain(loader)} samples/s, the model takes {plain(model)} "
+            f"({self.loader_to_model})."
+        ]
         if self.wait_share:
             said.append(f"{told(self.wait_share.scaled(100, '%'))} of each step waits for data.")
             if self._in_each_others_way():
-                said.append(f"Together they reach {100 * self._reached():.0f} % of the slower one. A guess: "
-                            "they share cores.")  # fmt: skip
+                said.append(
+                    f"Together they reach {100 * self._reached():.0f} % of the slower one. A guess: they share cores."
+                )
         return said
 
     def _reached(self) -> float:
