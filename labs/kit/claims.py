@@ -69,6 +69,13 @@ class Claim:
     command: str = ""
     subject: str = ""
     """What it is about, for example "data parallelism": its notebook's, unless claims.toml gives the claim its own."""
+    verdict: str = ""
+    """One of WORDS, where the course no longer runs what decided it; such a claim has no verdict function."""
+    because: str = ""
+    decided: str = ""
+    """How `verdict` was reached: "a run of labs.lr_scaling, 2026-11-27", "documentation", "arithmetic"."""
+    kind: str = ""
+    """Which kind of number `verdict` rests on, one of KINDS; empty if on none."""
 
     @property
     def source(self) -> str:
@@ -301,6 +308,8 @@ def judge(claim: Claim, evidence: Iterable[Record] = (), gpus: int | None = None
     Missing evidence gives "not tried yet" or "needs N GPUs", never a guess. A function that fails in another
     way gives "not tried yet" with the error; with `strict`, for tests, it raises.
     """
+    if claim.verdict:
+        return Verdict(claim.verdict, f"{claim.because} (decided by {claim.decided})", claim.kind)
     function = judge_of(claim)
     if function is None:
         return _untried(claim, gpus, "no lab of this course tests it yet")
