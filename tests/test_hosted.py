@@ -16,7 +16,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from fakes import FakeNvml, card
 from processes import SLOWER
@@ -24,7 +23,6 @@ from test_machine_checks import BUILD, facts, one, trouble
 
 from labs import hosted, start
 from labs.kit import hardware, requirements
-from labs.parts.remedies import on_gpu
 
 ROOT = Path(__file__).parents[1]
 COURSE = requirements.project()["tool"]["course"]
@@ -213,15 +211,6 @@ def test_the_preflight_goes_on_with_another_torch_and_ends_with_one_too_old():
 def test_ranks_get_a_t4_each(monkeypatch):
     monkeypatch.setattr(hardware, "visible_gpu_names", lambda: ["Tesla T4"] * 2)
     assert [(d.kind, d.index) for d in hardware.place(2, "auto", False)] == [("cuda", 0), ("cuda", 1)]
-
-
-def test_a_torch_of_before_takes_the_allocators_settings_by_their_older_name(monkeypatch):
-    """2.8 and 2.9 have no name for all accelerators yet."""
-    given = []
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)
-    on_gpu._allocator_settings("expandable_segments:True")
-    assert given == ["expandable_segments:True"]
 
 
 # -- the program itself, with a pip that writes down what it is asked for
