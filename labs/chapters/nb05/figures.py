@@ -194,24 +194,6 @@ def conditions(run: Records) -> pandas.DataFrame:
                 "peak GB": f"{size:.1f}",
             }
         )
-    states, cluster = run.where("states_bytes")[0], run.where("cluster_bytes")[0]
-    billions, cards = states.case["parameters"] / 1e9, f"{cluster.case['cards']} x {cluster.case['gpu']}"
-    rows.append(
-        {
-            "model": "GPT-3, Adam, FP32 states",
-            "step": f"{billions:.0f} billion parameters, no batch yet",
-            "recomputed": "",
-            "peak GB": f"{states.value / GB:,.0f}",
-        }
-    )
-    rows.append(
-        {
-            "model": cards,
-            "step": "all their memory, as nvidia-smi prints it",
-            "recomputed": "",
-            "peak GB": f"{cluster.value / GB:,.0f}",
-        }
-    )
     return pandas.DataFrame(rows).set_index("model")
 
 
