@@ -80,9 +80,9 @@ PLANS: dict[str, list[list[str | Break]]] = {
     "more": [
         [
             WELCOME,
-            "07/Introduction, 1, 2, 3",
+            "07/Introduction, 1, 2",
             COFFEE,
-            "07/4, 5, 07.3",
+            "07/3, 4, 07.2",
             LUNCH,
             "08/Introduction, 1, A machine dies, 2, 5",
             COFFEE,
