@@ -29,7 +29,7 @@ from labs.parts.sharding import five_ways
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 REASONS = {"work", "defined", "given", "arithmetic", "datasheet", "question", "rule", "quoted", "set"}
 
-# notebook, cell: numbers: reason. How long the work takes is not listed: tests/test_agenda.py holds those minutes.
+# notebook, cell: numbers: reason. How long the work takes is not listed.
 PROSE = """
 00 0d2ca74b: 95 %: defined
 00 544c27a6: twice: quoted
