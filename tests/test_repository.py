@@ -248,13 +248,6 @@ def test_readme_table_lists_the_notebooks_with_their_minutes():
     assert {(n, n, *m.groups()) for n, m in minutes.items() if m} == set(rows)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
-def test_a_notebooks_head_adds_up_the_minutes_of_its_exercises(path):
-    text = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "markdown"]
-    stated = re.findall(r"^### \d\d\.\d.*?\bAbout (\d+) minutes", "\n".join(text), re.DOTALL | re.MULTILINE)
-    assert int(re.search(r"(\d+)\s+more\s+for\s+the\s+exercises", text[0])[1]) == sum(map(int, stated))
-
-
 @pytest.mark.parametrize("path", [p for p in tracked() if p.suffix == ".md"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_resolve(path):
     targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
