@@ -20,7 +20,7 @@ from processes import SLOWER, new_environment, wait_for
 from labs.kit import host
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "INSTRUCTOR.md")
+PAGES = ("README.md", "INSTRUCTOR.md", "docs/INSTALL.md", "docs/COMMANDS.md", "docs/TROUBLESHOOTING.md")
 WORDS = "make|python|torchrun|docker|conda|pip|jupyter|git|ssh|source|mkdir|sudo|sbatch|kubectl|rm"
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{WORDS}) \S.*")
 
