@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from processes import SLOWER, new_environment, wait_for
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "INSTRUCTOR.md")
+PAGES = ("README.md", "INSTRUCTOR.md", "docs/INSTALL.md", "docs/COMMANDS.md", "docs/TROUBLESHOOTING.md")
 WORDS = "make|python|torchrun|docker|conda|pip|jupyter|git|ssh|source|mkdir|sudo|sbatch|kubectl|rm"
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{WORDS}) \S.*")
 

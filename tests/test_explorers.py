@@ -7,9 +7,7 @@ import importlib
 import itertools
 import math
 import re
-import statistics
 import sys
-import time
 import weakref
 
 import pytest
@@ -100,7 +98,7 @@ def test_every_setting_can_be_drawn_and_read(name, data):
     assert ax.get_xlabel() and ax.get_ylabel() and sentence.strip() == sentence and sentence.endswith(".")
     assert "nan" not in f"{alt} {sentence}" and not re.search(r"\binf\b", f"{alt} {sentence}")
     assert plot.kinds_in(fig) == {"modelled"}
-    explore.quick_jpeg(fig)
+    plot.to_png(fig)
     assert fig._course_caption.startswith("modelled")
     title = fig._suptitle.get_window_extent(FigureCanvasAgg(fig).get_renderer())
     assert title.x0 >= 0 and title.x1 <= fig.bbox.x1, "the title is cut"
@@ -111,7 +109,7 @@ def test_every_knob_moves_the_figure(name):
     """One of its other values gives another picture or another sentence, where cores are scarce at least."""
     others_are = {"cores": 4} if name == "workers" else {}
     first = drawn(name, **others_are)
-    told = (explore.quick_jpeg(first[0]), *first[1:])
+    told = (plot.to_png(first[0]), *first[1:])
     for key, control in OPENED[name][1].items():
         others = []
         for value in control.values:
@@ -120,7 +118,7 @@ def test_every_knob_moves_the_figure(name):
                     fig, *texts = drawn(name, **{**others_are, key: value})
                 except BadInput:
                     continue
-                others.append((explore.quick_jpeg(fig), *texts))
+                others.append((plot.to_png(fig), *texts))
             if others and others[-1] != told:
                 break
         assert others[-1] != told, f"{name}: {key} changes nothing"
@@ -171,7 +169,7 @@ def test_a_run_of_ones_own_is_one_more_card_and_a_model_of_ones_own_one_more_mod
     draw, controls = opened(nb00.roofline, run, model="mlp")
     fig, _, sentence = draw(**{key: c.default for key, c in controls.items()})
     assert controls["model"].default == "yours" and "compute-bound above 9.5 FLOP per byte" in sentence
-    explore.quick_jpeg(fig)
+    plot.to_png(fig)
     assert "measured here on Xeon 8481C" in fig._course_caption
     with pytest.raises(BadInput, match="there is no model 'nonsense'"):
         nb00.roofline(model="nonsense")
@@ -405,47 +403,10 @@ def test_a_default_must_be_one_of_the_values():
         explore.explore(lambda name: None, name=Menu("name", ["a", "a"], "a"))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["roofline", "pipeline"])
-def test_a_knob_is_followed_faster_than_a_figure_is_made(name):
-    """In seconds of CPU time, beside the same figure as other cells draw it: no limit that a slow machine breaks."""
-    spent = {}
-    for way in (explore.quick_jpeg, plot.to_png) * 5:
-        start = time.process_time()
-        way(drawn(name)[0])
-        spent.setdefault(way, []).append(time.process_time() - start)
-    assert statistics.median(spent[explore.quick_jpeg]) < 0.9 * statistics.median(spent[plot.to_png])
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.long if n != "scale" else ()) for n in EXPLORERS],
-)
-def test_a_redraw_costs_little_more_than_a_figure_of_one_line(name):
-    """Median CPU time of five each, in turn: axes, texts and layout are most of it, whatever the machine."""
-
-    def plain():
-        fig, ax = plot.figure("A figure of one line", xlabel="x (s)", ylabel="y (s)")
-        plot.curve(ax, [0, 1], [0, 1], label="a line")
-        return fig
-
-    def moved():
-        return drawn(name)[0]
-
-    spent = {plain: [], moved: []}
-    for make in (plain, moved) * 6:
-        with explore.no_full_collection():
-            start = time.process_time()
-            explore.quick_jpeg(make())
-            spent[make].append(time.process_time() - start)
-    # Measured 1.2 to 1.5; 2.1 with an axis of ten ticks to each power of ten. What is made once is not counted.
-    assert statistics.median(spent[moved][1:]) < 1.85 * statistics.median(spent[plain][1:])
-
-
 def test_a_moved_knob_leaves_no_figure_behind_and_asks_for_no_full_collection(monkeypatch):
     """A full collection goes through all that torch has, which takes longer than several redraws."""
-    page, figures, generations, draw = Page(monkeypatch), [], [], explore.quick_jpeg
-    monkeypatch.setattr(explore, "quick_jpeg", lambda fig: figures.append(weakref.ref(fig)) or draw(fig))
+    page, figures, generations, draw = Page(monkeypatch), [], [], plot.to_png
+    monkeypatch.setattr(plot, "to_png", lambda fig: figures.append(weakref.ref(fig)) or draw(fig))
     nb01.batch()
     figures.clear()
     told = lambda phase, about: generations.append(about["generation"]) if phase == "start" else None  # noqa: E731
@@ -460,20 +421,6 @@ def test_a_moved_knob_leaves_no_figure_behind_and_asks_for_no_full_collection(mo
         gc.callbacks.remove(told)
     assert len(figures) == 3 and [ref() for ref in figures] == [None] * 3
     assert gc.isenabled()
-
-
-def test_an_answer_of_the_scaling_model_takes_less_than_its_picture():
-    """What is computed and laid out, in CPU time beside what drawing it takes: no plan is searched at each move."""
-    drawn("scale")  # the blind test, once
-    answers, pictures = [], []
-    for nodes in (1, 4, 16, 64, 256):
-        start = time.process_time()
-        figure = drawn("scale", nodes=nodes)[0]
-        answers.append(time.process_time() - start)
-        start = time.process_time()
-        explore.quick_jpeg(figure)
-        pictures.append(time.process_time() - start)
-    assert statistics.median(answers) < 1.5 * statistics.median(pictures)
 
 
 CELL = "from labs.chapters.nb01 import explorer\nexplorer.batch()"
