@@ -306,6 +306,14 @@ def test_zeros_and_signs_have_no_logarithm_but_a_readable_axis(monkeypatch):
     question_figure(Question("w", "", "modelled", None, answers(2), 0), "modelled")
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # glyphs that no font has, labels that leave no room
+@pytest.mark.parametrize("text", ["$", "$\\foo$", "a^{b}_", "%s {x}", "x" * 3000])
+@pytest.mark.parametrize("value", [9e99, 5e-324])
+def test_whatever_learners_wrote_can_be_drawn(text, value):
+    question = Question(text, text, "measured", None, (Answer(text, *[value] * 4), *answers(1)), 2)
+    assert len(question_figure(question, text).src) > 1000
+
+
 # -- solutions
 
 

@@ -48,13 +48,3 @@ def test_any_file_is_a_notebook_with_its_number_or_is_none(tmp_path_factory, dat
 
 
 WHOLE = fingerprint._hash([json.dumps([["code", "1 + 1\n2", ["a"]], ["markdown", "# A", []]])])
-
-
-@given(st.lists(st.text(".*?[!]-0134all", max_size=8) | st.text(max_size=4), max_size=3))
-@example(["[", "[!", "*" * 3000, "[z-a]"])
-@example(["all"])
-def test_any_patterns_match_or_do_not(patterns):
-    found = room.matches("03.1", patterns)
-    assert found == any(room.matches("03.1", [p]) for p in patterns)
-    plain = [p for p in patterns if not set(p) & set("*?[")]
-    assert not (plain == patterns and found != bool({"all", "03.1"} & set(plain)))
