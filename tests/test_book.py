@@ -22,7 +22,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from playwright.sync_api import sync_playwright
-from processes import SLOWER
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "book"))
@@ -218,7 +217,7 @@ def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("book") / "site"
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONWARNINGS", "BOOK_REPOSITORY")}
     command = [python, ROOT / "book", "--out", out]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280 * SLOWER)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return {path: Page(path) for path in out.rglob("*.html")}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from nbformat import write
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from processes import SLOWER, new_environment, wait_for
+from processes import new_environment, wait_for
 
 from labs.kit import host
 
@@ -191,9 +191,7 @@ SMOKE = {f"labs.{p.stem}" for p in (ROOT / "labs").glob("*.py") if re.search(r"^
 def test_torchrun_command(command, room):
     words, _ = prepared(command, room)
     torchrun = [sys.executable, "-m", "torch.distributed.run", *words[1:], "--smoke"]
-    done = subprocess.run(
-        torchrun, cwd=room, env=new_environment(), capture_output=True, text=True, timeout=250 * SLOWER
-    )
+    done = subprocess.run(torchrun, cwd=room, env=new_environment(), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0 and "step_s" in done.stdout, done.stderr
 
 
@@ -220,7 +218,7 @@ def test_make_command(command, room):
     if "--source build" in given:
         given = f"--source {shlex.quote(str(ROOT / 'notebooks'))}"
     make = ["make", target, f"ARGS={own} {given}"]
-    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250 * SLOWER)
+    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (room / "build" / "index.html").exists() or (room / "slides" / "01_timing.html").exists()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from doctor_facts import made
-from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
 from labs import doctor
 from labs.kit.errors import BadInput
@@ -104,7 +104,7 @@ class Started:
 
     def end(self) -> "Started":
         """Wait for it. Nothing may be left."""
-        self.said, self.errors = self.process.communicate(timeout=LIMIT_S * SLOWER)
+        self.said, self.errors = self.process.communicate(timeout=LIMIT_S)
         self.code = self.process.returncode
         assert_no_survivors(self.env[MARK])
         assert state(self.work) == self.before
@@ -202,7 +202,7 @@ def test_a_script_runs_as_it_would_alone(run, tmp_path):
 @pytest.mark.drill
 def test_let_it_write_lets_it_write(start, tmp_path):
     done = start(TRAINING + "open('mine.txt', 'w').write('x')\ntrain()", options=["--let-it-write"])
-    done.process.wait(LIMIT_S * SLOWER)
+    done.process.wait(LIMIT_S)
     assert (tmp_path / "work" / "mine.txt").read_text() == "x"
     (tmp_path / "work" / "mine.txt").unlink()
     done.before["."] = state(tmp_path / "work")["."]

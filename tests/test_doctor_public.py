@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import MARK, SLOWER, assert_no_survivors, family, new_environment
+from processes import MARK, assert_no_survivors, family, new_environment
 from public_scripts import COMMITS, SCRIPTS, STAND_INS, VARIABLE, Script, lay_out, scripts_folder
 from test_doctor import state
 
@@ -64,7 +64,7 @@ def _examine(script: Script, folder: Path, tmp_path: Path) -> tuple[int, str]:
             text=True,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=LIMIT_S * SLOWER,
+            timeout=LIMIT_S,
         )
         assert_no_survivors(environment[MARK])
     finally:

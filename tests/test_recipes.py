@@ -20,7 +20,7 @@ import pytest
 import torch
 from again import holds_soon
 from forked import Forks
-from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from labs.parts.profiling import shares
@@ -138,11 +138,11 @@ def run(start, forks, home, tmp_path):
         """Run a recipe in an empty folder, as a fork of a process that has torch, or by a `fresh` interpreter."""
         if not fresh and not how.get("torchrun"):
             argv, env = command(home, recipe, *options)[2:], environment(home, **(how.get("env") or {}))
-            result = Result(*forks.run(argv, how.get("ranks", 0), env, tmp_path, 250 * SLOWER))
+            result = Result(*forks.run(argv, how.get("ranks", 0), env, tmp_path, 250))
             assert (result.code == 0) == (code == 0), result.err
             return result
         process = start(recipe, *options, **how)
-        out, err = process.communicate(timeout=250 * SLOWER)
+        out, err = process.communicate(timeout=250)
         assert (process.returncode == 0) == (code == 0), err
         assert_no_survivors(process.mark)
         return Result(process.returncode, out, err)
@@ -166,7 +166,7 @@ def single(home, forks, tmp_path_factory):
     """(result, weights) of train_single.py in FP64."""
     folder = tmp_path_factory.mktemp("single")
     argv = command(home, "train_single", *EXACT, "--save", folder / "w.pt")[2:]
-    result = Result(*forks.run(argv, 0, environment(home), folder, 250 * SLOWER))
+    result = Result(*forks.run(argv, 0, environment(home), folder, 250))
     assert result.code == 0, result.err
     return result, torch.load(folder / "w.pt", weights_only=True)
 
@@ -214,7 +214,7 @@ def test_any_number_of_ranks_trains_what_one_process_trains(run, single, tmp_pat
 @pytest.fixture(scope="module")
 def losses_in_fp32(home, forks, tmp_path_factory):
     argv, folder = command(home, "train_ddp", *FEW)[2:], tmp_path_factory.mktemp("ddp")
-    return Result(*forks.run(argv, 2, environment(home), folder, 250 * SLOWER))
+    return Result(*forks.run(argv, 2, environment(home), folder, 250))
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
@@ -362,7 +362,7 @@ def test_torchrun_starts_again_and_goes_on(run, start, tmp_path, sign):
     )
     wait_for(lambda: process.stdout.readline().startswith("step 9/"), what="step 9")
     os.kill(max(ranks_of(process)), sign)
-    out, err = process.communicate(timeout=250 * SLOWER)
+    out, err = process.communicate(timeout=250)
     assert process.returncode == 0, err
     assert f"step 40/40  loss {whole.losses[-1]:.10f}" in out and whole.tested in out
     assert same(torch.load(tmp_path / "e.pt", weights_only=True), expected)

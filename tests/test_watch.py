@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
 from labs import watch
 from labs.kit.errors import BadInput
@@ -151,7 +151,7 @@ def start(tmp_path):
 def run(start):
     def run(*args, **how) -> tuple[int, str, str]:
         process = start(*args, **how)
-        out, err = process.communicate(timeout=250 * SLOWER)
+        out, err = process.communicate(timeout=250)
         assert_no_survivors(process.mark)
         return process.returncode, out, err
 
