@@ -50,7 +50,7 @@ book: $(BOOK_READY)
 LINT = $(PY) -m ruff check . && $(PY) -m ruff format --check .
 # tests/strict holds no test: it is named so that tests/conftest.py is read, while thousands of tests are not.
 # Strict outputs must be the same in another time zone and locale and with another instruction set than they were made in.
-OTHER_PLACE = TZ=Asia/Kathmandu LC_ALL=C ATEN_CPU_CAPABILITY=default
+OTHER_PLACE = TZ=Asia/Kathmandu LC_ALL=C ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 NOTEBOOKS = $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=270 -m notebook notebooks tests/strict
 QUICK = $(PY) -m pytest -m "not drill and not long and not quiet"
 QUIET = $(PY) -m pytest -m "quiet and not drill and not long"
