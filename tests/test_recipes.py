@@ -1,7 +1,6 @@
 """Each recipe runs alone, where the course cannot be imported, and trains what the recipe before it trains."""
 
 import ast
-import difflib
 import importlib.util
 import json
 import os
@@ -186,12 +185,6 @@ def numbers(line: str) -> list[float]:
     return [float(word) for word in re.findall(r"\d+\.\d+", line)]
 
 
-def test_the_course_is_really_hidden(home):
-    code = "import torch, numpy\nimport labs.data"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(home), cwd=home, capture_output=True, text=True)
-    assert "ModuleNotFoundError: No module named 'labs" in done.stderr
-
-
 def test_single_learns(single):
     assert single[0].losses[-1] < single[0].losses[0] and "accuracy" in single[0].tested
 
@@ -258,12 +251,6 @@ def test_without_a_compiler_compile_is_refused_in_one_line(run):
 
 
 # A communication hook
-
-
-@pytest.mark.long
-def test_without_a_hook_the_losses_are_those_of_ddp(run, single, tmp_path):
-    result = run("train_ddp_hook", *EXACT, "--hook", "none", "--bucket-mb", 0.5, "--save", "w.pt", ranks=2)
-    assert_trains_the_same(result, torch.load(tmp_path / "w.pt", weights_only=True), single)
 
 
 @pytest.mark.long
@@ -741,23 +728,6 @@ def first_part(err: str) -> str:
     return err.partition("failed (exitcode")[0]
 
 
-@pytest.mark.long
-def test_without_its_data_a_recipe_says_what_to_pass(home, run, tmp_path):
-    shutil.copy(home / "recipes" / "train_ddp.py", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "train_ddp.py"], cwd=tmp_path, env=environment(home), capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "pass --data FILE" in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_help_is_the_documentation(run, recipe):
-    out = run(recipe, "--help").out
-    options = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', (LABS / "recipes" / f"{recipe}.py").read_text()))
-    assert options - {"--float64"} == set(re.findall(r"^  (--[\w-]+)", out, re.M))
-
-
 # Ctrl-C
 
 
@@ -773,42 +743,6 @@ def test_ctrl_c_ends_all_processes(start, recipe, ranks):
 
 
 # The page about them
-
-
-def code_lines(recipe: str) -> list[str]:
-    """Lines without comments, docstrings and blank ones."""
-    text = (LABS / "recipes" / f"{recipe}.py").read_text()
-    kinds = (ast.Module, ast.FunctionDef, ast.ClassDef)
-    found = [node.body[0] for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and ast.get_docstring(node)]
-    left_out = {line for d in found for line in range(d.lineno, d.end_lineno + 1)}
-    lines = enumerate(text.splitlines(), 1)
-    return [s for n, s in lines if n not in left_out and s.strip() and not s.strip().startswith("#")]
-
-
-def test_the_table_counts_lines():
-    lines = (LABS / "recipes" / "README.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if re.match(r"\| \[\w+\.py\]", line)]
-    found = {re.search(r"\w+", row[0])[0]: (row[2].removesuffix(".py"), row[3], row[4]) for row in rows}
-    assert sorted(found) == RECIPES
-    for name, (base, added, total) in found.items():
-        own = code_lines(name)
-        new = sum(line.startswith("+ ") for line in difflib.ndiff(code_lines(base), own)) if base else ""
-        assert (added, total) == (str(new), str(len(own))), f"{name}: {new} lines added, {len(own)} in all"
-
-
-def test_each_recipe_is_named_in_other_words():
-    """Notebooks say that the page names each setting in three libraries: a row each, a link where there is one."""
-    other_words = (LABS / "recipes" / "README.md").read_text().partition("## In other words")[2]
-    rows = {
-        row[0]: row[1:]
-        for line in re.findall(r"^\| (\w+ \|.*)\|$", other_words, re.M)
-        for row in [[cell.strip() for cell in line.split(" | ")]]
-    }
-    names = {name for name in rows if name in RECIPES}
-    assert names == {*RECIPES} - {"train_single", "compare_two"}
-    for name in names:
-        assert len(rows[name]) == 3, name
-        assert [c for c in rows[name] if "](https://" not in c and not c.startswith("none")] == [], name
 
 
 def test_the_table_names_commands_that_exist():
