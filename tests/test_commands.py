@@ -1,10 +1,9 @@
-"""Every command in README.md and INSTRUCTOR.md is run, as it stands there, or says who runs it and why not here.
+"""Every `python -m` command in README.md and INSTRUCTOR.md is run as it stands there, but for those that cannot be.
 
 Commands of labs run in this process: their ranks then come from its warm fork server. They get a `--smoke` where the
 lab has one, a model that exists for `my_package...`, and folders of the test for /srv/room and /srv/queue.
 """
 
-import os
 import re
 import runpy
 import shlex
@@ -13,28 +12,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from nbformat import write
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from processes import new_environment, wait_for
+from processes import new_environment
 
 from labs.kit import host
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "INSTRUCTOR.md")
-WORDS = "make|python|torchrun|docker|conda|pip|jupyter|git|ssh|source|mkdir|sudo|sbatch|kubectl|rm"
-COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{WORDS}) \S.*")
-
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*python -m \S.*")
 # Commands that are not run here: they need a network, a GPU or another machine, or have tests of their own.
 ELSEWHERE = (
-    r"(COURSE_\w+=1 )?make (test|drills|book|notebooks|constraints)\b",
-    r"make lab (PYTHON|PIP_ARGS)=",
     r"python -m labs.(start|hosted|gpu_acceptance|classroom.instructor|kit.copies)\b",
     r"python -m labs.kit.course$",
-    r"python labs/hosted.py",
-    r"(python|torchrun --nproc-per-node 2) labs/recipes/",
-    r"(python|torchrun --nproc-per-node 2) -m labs.doctor train.py",
+    r"python -m labs.doctor train.py",
     r"python -m labs.postmortem FOLDER",
-    r"(docker|conda|pip|sbatch|kubectl|ssh|sudo|rm|git|source)\b",
 )
 
 
@@ -45,16 +35,15 @@ def blocks(text):
 
 
 def commands():
-    """(page, command) of every line in a code block and every piece of inline code that is a command."""
+    """Every line in a code block and every piece of inline code that is a command."""
     for page in PAGES:
         text = (ROOT / page).read_text()
         inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
         lines = [line.split("  #")[0].strip() for block in blocks(text) for line in block.splitlines()]
-        yield from ((page, line) for line in dict.fromkeys([*lines, *inline]) if COMMAND.fullmatch(line))
+        yield from (line for line in dict.fromkeys([*lines, *inline]) if COMMAND.fullmatch(line))
 
 
-COMMANDS = list(dict.fromkeys(command for _, command in commands()))
-HERE = [c for c in COMMANDS if not any(re.match(pattern, c) for pattern in ELSEWHERE)]
+HERE = [c for c in dict.fromkeys(commands()) if not any(re.match(pattern, c) for pattern in ELSEWHERE)]
 
 
 @pytest.fixture
@@ -82,26 +71,12 @@ TRIED = {
     "python -m labs.data_parallel",
     "python -m labs.data_parallel --nproc 2",
     "python -m labs.data_parallel --seconds 30",
-    "make slides",
-    'make slides ARGS="--solutions 03.1 03.2"',
-    "make course",
-    "make lab",
-    "make lab START=03",
-    'make lab LAB_ARGS="--allow-root"',
-    'make lab LAB_ARGS="--no-browser"',
-    "make lab START=notebooks/03_dataparallel_vs_ddp.ipynb",
 }
 """Those of which another test of `make test` runs the same with other options, or as they are: test_room_preflight."""
 
 
-def here(pattern):
-    """Commands that begin with it, after their variables."""
-    found = [c for c in HERE if re.match(rf"(?:[A-Z_]+=\S+ )*{pattern}", c)]
-    return [pytest.param(c, marks=pytest.mark.long if c in TRIED else ()) for c in found]
-
-
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", here("python -m "))
+@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.long if c in TRIED else ()) for c in HERE])
 def test_python_command(command, room, monkeypatch, capsys):
     words, variables = prepared(command, room)
     module, arguments = words[2], words[3:]
@@ -137,47 +112,3 @@ def run(module, monkeypatch):
 
 
 SMOKE = {f"labs.{p.stem}" for p in (ROOT / "labs").glob("*.py") if re.search(r"^    smoke: bool", p.read_text(), re.M)}
-
-
-@pytest.mark.parametrize("command", here("make (course|slides|lab)"))
-def test_make_command(command, room):
-    """`make course` on a course of one cell, `make slides` of one notebook, `make lab` until it answers."""
-    if not (ROOT / ".venv" / ".ready").exists():
-        pytest.skip("make has not set up .venv in this checkout")
-    words, variables = prepared(command, room)
-    given = next((w.removeprefix("ARGS=") for w in shlex.split(command) if w.startswith("ARGS=")), "")
-    environment = new_environment(**{k: v for k, v in variables.items() if k.startswith("COURSE_")})
-    environment = {k: v for k, v in environment.items() if not k.startswith(("MAKE", "MFLAGS"))}
-    target = words[1]
-    if target == "lab":
-        return answers(variables, environment, room)
-    (room / "notebooks").mkdir()
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    cells = [new_markdown_cell("# Try"), new_code_cell("SOLUTIONS = False", metadata={"tags": ["parameters"]})]
-    write(new_notebook(cells=[*cells, new_code_cell("print(1)")], metadata=kernel), room / "notebooks" / "00_try.ipynb")
-    own = {
-        "course": f"--notebooks {room / 'notebooks'} --out {room / 'build'}",
-        "slides": f"01_timing --out {room / 'slides'}",
-    }[target]
-    if "--source build" in given:
-        given = f"--source {shlex.quote(str(ROOT / 'notebooks'))}"
-    make = ["make", target, f"ARGS={own} {given}"]
-    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (room / "build" / "index.html").exists() or (room / "slides" / "01_timing.html").exists()
-
-
-def answers(variables, environment, room):
-    """JupyterLab starts, with a token, and ends when it is told to."""
-    options = "--no-browser --port 0 --allow-root" + (" " + variables["LAB_ARGS"] if "LAB_ARGS" in variables else "")
-    options = options.replace("--port 9000", "")
-    environment |= {"JUPYTER_RUNTIME_DIR": str(room / "runtime"), "LAB_ARGS": options}
-    environment |= {"START": variables["START"]} if "START" in variables else {}
-    with open(room / "log", "w+") as log:
-        streams = {"stdout": log, "stderr": log}
-        lab = subprocess.Popen(["make", "lab"], cwd=ROOT, env=environment, start_new_session=True, **streams)
-        try:
-            wait_for(lambda: re.search(r"http://\S+\?token=\w+", (room / "log").read_text()), what="JupyterLab's link")
-        finally:
-            os.killpg(lab.pid, 15)
-            lab.wait(20)

@@ -202,9 +202,7 @@ def test_renamed_or_deleted_is_started_again(course):
     ("text", "told"),
     [
         ("", "cannot be read"),
-        ("<<<<<<< HEAD\n", "cannot be read"),
         ('{"cells": [], "metadata": {}}', "other cells"),
-        ('{"cells": [], "metadata": {"course_copy": ["00_a"]}}', "other cells"),
         ('{"cells": [], "metadata": {"course_copy": {"of": 3, "cells": null}}}', "other cells"),
         ('{"cells": [], "metadata": {"course_copy": {"of": "00_a", "cells": "0"}}}', "older version"),
     ],

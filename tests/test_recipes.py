@@ -287,7 +287,6 @@ def test_a_hook_with_plain_python(run, hook):
         (["--bucket-mb", "0"], "--bucket-mb, --powersgd-rank: above 0"),
         pytest.param(["--hook", "bf16", "--cpu"], "take --hook fp16", marks=pytest.mark.long),
         pytest.param(["--hook", "fp16", "--float64"], "--float64 needs --hook none", marks=pytest.mark.long),
-        pytest.param(["--bucket-mb", "nan"], "--bucket-mb, --powersgd-rank: above 0", marks=pytest.mark.long),
     ],
 )
 def test_a_hook_that_cannot_be_is_one_line(run, options, told):
@@ -602,7 +601,7 @@ def test_profile_step_tells_where_the_time_goes(run, tmp_path, ranks):
 RANGES = {"data": (5, 15), "host-to-device": (15, 16), "forward": (20, 40), "backward": (40, 80), "optimizer": (82, 97)}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_recipe_and_the_lab_cut_a_gpus_trace_alike(tmp_path, seed):
     """No GPU: bars as torch.profiler writes them, by lot. The two read them in different ways."""
     dice = random.Random(seed)
@@ -682,21 +681,16 @@ if __name__ == "__main__":
 WRONG = [
     (["--batch-size", "0"], "1 or more"),
     (["--batch-size", "20000"], "10000 samples"),
-    (["--steps", "x"], "invalid int value: 'x'"),
     (["--lr", "nan"], "--lr must be above 0"),
-    (["--dropout", "1"], "--dropout from 0 to below 1"),
     (["--data", "absent.npz"], "absent.npz cannot be read"),
-    (["--data", "empty.npz"], "empty.npz cannot be read"),
     (["--save", "no/such/w.pt"], "there is no such folder"),
-    (["--such"], "unrecognized arguments: --such"),
 ]
 
 
 @pytest.mark.parametrize(
     ("options", "told"), [WRONG[0], *(pytest.param(*w, marks=pytest.mark.long) for w in WRONG[1:])]
 )
-def test_a_bad_value_is_one_line(run, tmp_path, options, told):
-    (tmp_path / "empty.npz").write_bytes(b"")
+def test_a_bad_value_is_one_line(run, options, told):
     result = run("train_single", *options, code=2)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
     assert result.err.startswith("train_single.py: ") and told in result.err

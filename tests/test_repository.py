@@ -98,7 +98,7 @@ def imported(tree: ast.AST) -> set[str]:
 def test_dependencies_are_those_that_the_code_imports():
     files = [*(ROOT / "labs").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     modules = {m.partition(".")[0] for f in files for m in imported(ast.parse(f.read_text()))}
-    own = {"labs"} | {p.stem for folder in ("tests", "tests/stand_ins", "book") for p in (ROOT / folder).iterdir()}
+    own = {"labs"} | {p.stem for folder in ("tests", "book") for p in (ROOT / folder).iterdir()}
     owners = importlib.metadata.packages_distributions()
     third_party = modules - own - set(sys.stdlib_module_names)
     needed = {canonicalize_name(owners[m][0]) for m in third_party if m in owners}
