@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "book"))
 
 import claim_table  # noqa: E402
 import notebook_map  # noqa: E402
-from pages import BadLink, Book  # noqa: E402
+from pages import NAMED, BadLink, Book  # noqa: E402
 from reading import Notebook, notebooks  # noqa: E402
 
 NOTEBOOKS = notebooks(ROOT)
@@ -39,15 +39,16 @@ PNG = "iVBORw0KGgo="
 
 @pytest.fixture
 def book(tmp_path):
-    """A repository with a notebook, a recipe and a README in two parts, ready to be written."""
+    """A repository with a notebook, a recipe and a README, ready to be written."""
     root = tmp_path / "course"
     for folder in ("notebooks", "labs/kit", "labs/recipes"):
         (root / folder).mkdir(parents=True)
-    (root / "README.md").write_text("# Course\n\n[mend](#mend-it)\n\n## From a shell\n\nLater.\n\n## Mend it\n\nSo.\n")
+    (root / "README.md").write_text("# Course\n\n[fix](#fix-it)\n\n## Fix it\n\nSo.\n")
     (root / "GLOSSARY.md").write_text("# Glossary\n\n**rank** [03](notebooks/03_b.ipynb): A process.\n")
     (root / "labs/recipes/train.py").write_text("print('```')\n")
     (root / "labs/kit/claims.toml").write_text("claim = []\n[articles]\n")
-    for name in ("INSTRUCTOR.md", "labs/recipes/README.md", "labs/recipes/CLUSTER.md"):
+    for name in NAMED[1:]:
+        (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("# Page\n")
     figure = f'<img alt="Time" src="data:image/png;base64,{PNG}"><a href="../labs/recipes/train.py">x</a>'
     shown = new_output("display_data", data={"text/html": figure, "text/plain": "Time"})
@@ -67,7 +68,7 @@ def book(tmp_path):
         ("[a](../labs/recipes/train.py)", "[a](../code/labs/recipes/train.py.md)"),
         ("[`a`](../labs/recipes)", "[`a`](../labs/recipes/README.md)"),
         ("[a](../labs)", "a"),
-        ("[a](../README.md#mend-it)", "[a](../run.md#mend-it)"),
+        ("[a](../README.md#fix-it)", "[a](../index.md#fix-it)"),
         ("[a](https://x.org/a.md)", "[a](https://x.org/a.md)"),
         ("`[a](gone.py)`", "`[a](gone.py)`"),
         ("[![Run](https://x.org/run.svg)](https://x.org)", "[Run](https://x.org)"),
@@ -87,13 +88,13 @@ def test_all_pages_are_written_and_a_figure_that_comes_twice_is_one_file(book):
     pages = {str(p.relative_to(book.source)) for p in book.source.rglob("*.*")}
     assert {
         "index.md",
-        "run.md",
+        "docs/INSTALL.md",
         "map.md",
         "claims.md",
         "notebooks/03_b.ipynb",
         "code/labs/recipes/train.py.md",
     } <= pages
-    assert "[mend](run.md#mend-it)" in (book.source / "index.md").read_text()
+    assert "[fix](#fix-it)" in (book.source / "index.md").read_text()
     assert "````python\nprint('```')\n````" in (book.source / "code/labs/recipes/train.py.md").read_text()
     assert "[1. Who waits?](notebooks/03_b.ipynb#1-who-waits)" in (book.source / "GLOSSARY.md").read_text()
     cells = json.loads((book.source / "notebooks/03_b.ipynb").read_text())["cells"]

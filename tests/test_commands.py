@@ -17,14 +17,15 @@ from processes import new_environment
 from labs.kit import host
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "INSTRUCTOR.md")
+PAGES = ("README.md", "INSTRUCTOR.md", "docs/INSTALL.md", "docs/COMMANDS.md", "docs/TROUBLESHOOTING.md")
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*python -m \S.*")
 # Commands that are not run here: they need a network, a GPU or another machine, or have tests of their own.
 ELSEWHERE = (
     r"python -m labs.(start|hosted|gpu_acceptance|classroom.instructor|kit.copies)\b",
     r"python -m labs.kit.course$",
-    r"python -m labs.doctor train.py",
+    r"python -m labs.(doctor|watch) train.py",
     r"python -m labs.postmortem FOLDER",
+    r"python -m labs.symptom",
 )
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
 from labs.chapters.nb07 import figures, figures_overlap, figures_wire
-from labs.kit import explore
+from labs.kit import plot
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
@@ -50,7 +50,7 @@ def test_the_picture_ends_with_every_sum_on_every_rank(ranks):
 @pytest.mark.parametrize("ranks", first(1, [3, 2, 4, 5]))
 def test_every_setting_of_the_ring_s_picture_can_be_drawn(ranks):
     fig, alt, sentence = figures.draw_ring(ranks)
-    explore.quick_jpeg(fig)
+    plot.to_png(fig)
     assert len(fig.axes) == 2 * ranks - 1 and f"the sum of all {ranks}" in alt
     assert f"{bus_factor('all_reduce', ranks):.2f} times the vector" in sentence
 

@@ -98,7 +98,7 @@ def test_every_setting_can_be_drawn_and_read(name, data):
     assert ax.get_xlabel() and ax.get_ylabel() and sentence.strip() == sentence and sentence.endswith(".")
     assert "nan" not in f"{alt} {sentence}" and not re.search(r"\binf\b", f"{alt} {sentence}")
     assert plot.kinds_in(fig) == {"modelled"}
-    explore.quick_jpeg(fig)
+    plot.to_png(fig)
     assert fig._course_caption.startswith("modelled")
     title = fig._suptitle.get_window_extent(FigureCanvasAgg(fig).get_renderer())
     assert title.x0 >= 0 and title.x1 <= fig.bbox.x1, "the title is cut"
@@ -149,7 +149,7 @@ def test_a_run_of_ones_own_is_one_more_card_and_a_model_of_ones_own_one_more_mod
     draw, controls = opened(nb00.roofline, run, model="mlp")
     fig, _, sentence = draw(**{key: c.default for key, c in controls.items()})
     assert controls["model"].default == "yours" and "compute-bound above 9.5 FLOP per byte" in sentence
-    explore.quick_jpeg(fig)
+    plot.to_png(fig)
     assert "measured here on Xeon 8481C" in fig._course_caption
     with pytest.raises(BadInput, match="there is no model 'nonsense'"):
         nb00.roofline(model="nonsense")
@@ -345,8 +345,8 @@ def test_a_default_must_be_one_of_the_values():
 
 def test_a_moved_knob_leaves_no_figure_behind_and_asks_for_no_full_collection(monkeypatch):
     """A full collection goes through all that torch has, which takes longer than several redraws."""
-    page, figures, generations, draw = Page(monkeypatch), [], [], explore.quick_jpeg
-    monkeypatch.setattr(explore, "quick_jpeg", lambda fig: figures.append(weakref.ref(fig)) or draw(fig))
+    page, figures, generations, draw = Page(monkeypatch), [], [], plot.to_png
+    monkeypatch.setattr(plot, "to_png", lambda fig: figures.append(weakref.ref(fig)) or draw(fig))
     nb01.batch()
     figures.clear()
     told = lambda phase, about: generations.append(about["generation"]) if phase == "start" else None  # noqa: E731

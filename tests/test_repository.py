@@ -171,11 +171,11 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_readme_commands_exist():
-    readme = (ROOT / "README.md").read_text()
-    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE))
+def test_commands_of_the_pages_exist():
+    pages = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/COMMANDS.md"))
+    targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", pages, re.MULTILINE))
     assert {"lab", "course", "test", "test-all"} <= targets <= makefile_targets()
-    modules = set(re.findall(r"-m (labs\.[\w.]+)", readme))
+    modules = set(re.findall(r"-m (labs\.[\w.]+)", pages))
     assert modules and [m for m in modules if importlib.util.find_spec(m) is None] == []
 
 
