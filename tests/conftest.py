@@ -43,7 +43,7 @@ def pytest_configure(config):
     # An example that takes 0.2 s on a busy machine is no failure.
     hypothesis.settings.register_profile("course", deadline=None)
     hypothesis.settings.load_profile("course")
-    for name in ("COURSE_ROOM", "COURSE_NAME", "COURSE_QUEUE", "COURSE_QUEUE_SCOPE"):  # tests are no learner in a room
+    for name in ("COURSE_ROOM", "COURSE_NAME"):  # tests are no learner in a room
         os.environ.pop(name, None)
     # A shell without job control starts `make test &` with SIGINT ignored, and all that tests start inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,11 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from labs.chapters.nb12 import advice, figures_visit, reading, visit
 from labs.chapters.nb12 import editable_counterfactual as editable
-from labs.classroom.room.machines import HEADLINES
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.plot import to_png
-from labs.kit.record import Records
 from labs.parts.doctor import rules
 from labs.parts.doctor.cases import BY_NAME
 from labs.parts.doctor.counterfactuals import MODES
@@ -52,16 +50,6 @@ def test_cures_change_the_patient_and_one_takes_the_bad_line_away():
     texts = visit.cured_texts(case)
     assert texts[visit.FIRST_CURE["slow_loader"]] == case.cured != case.text
     assert len({case.text, *texts.values()}) == 3
-
-
-def test_the_room_compares_the_cure():
-    (headline,) = [h for h in HEADLINES if h.notebook == "12"]
-    step_s = {
-        "as it is": [2.0, 2.2, 2.1],
-        **{cure: [1.0, 1.1, 1.0] for cure in visit.cured_texts(BY_NAME["slow_loader"])},
-    }
-    kept = Records(visit._gains(step_s, "slow_loader"))
-    assert headline.find(kept).value == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_doctor_without_a_report_is_told(monkeypatch):
