@@ -5,7 +5,6 @@ that takes an environment which `make book` has made, .venv-book, or Sphinx and 
 """
 
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -22,16 +21,14 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from playwright.sync_api import sync_playwright
-from processes import SLOWER
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "book"))
 
 import claim_table  # noqa: E402
-import glossary  # noqa: E402
 import notebook_map  # noqa: E402
 from pages import NAMED, BadLink, Book  # noqa: E402
-from reading import Notebook, notebooks, slug  # noqa: E402
+from reading import Notebook, notebooks  # noqa: E402
 
 NOTEBOOKS = notebooks(ROOT)
 PNG = "iVBORw0KGgo="
@@ -131,27 +128,6 @@ def test_the_map_says_what_is_needed_and_what_only_helps():
     assert notebook_map.drawn({("00", "01"): False, ("01", "02"): True, ("00", "02"): True})["00", "02"]
 
 
-def test_the_glossary_keeps_what_stands_around_its_words():
-    page = glossary.page(
-        "# Glossary\n\n**a** [00](x): A.\n\n**b** [00](x): B.\n\nThen.\n\n**c** [00](x): C.\n\nEnd.\n", []
-    )
-    directive = "````{glossary}\n"
-    assert page.count(directive) == 2 and page.count("````\n") == 2
-    assert page.index("b\n  [00](x): B.") < page.index("Then.") < page.index("c\n  [00](x): C.") < page.index("End.")
-
-
-def test_a_word_is_found_in_its_forms():
-    def found(word, text):
-        return glossary.pattern(word).search(text) is not None
-
-    assert (
-        found("rank", "two ranks")
-        and found("copy-on-write", "Copy on\nwrite")
-        and found("synchronise", "synchronising")
-    )
-    assert not found("rank", "franking") and not found("pass", "password") and not found("AMP", "ramp, amp")
-
-
 def test_verdicts_are_those_of_the_committed_run():
     from labs.kit.claims import Table, Verdict, claims
 
@@ -219,7 +195,7 @@ def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("book") / "site"
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONWARNINGS", "BOOK_REPOSITORY")}
     command = [python, ROOT / "book", "--out", out]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280 * SLOWER)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return {path: Page(path) for path in out.rglob("*.html")}
 
@@ -277,14 +253,6 @@ def test_every_figure_has_a_text(site):
 
 
 @built
-def test_headings_come_in_order(site):
-    for path, page in content(site).items():
-        levels = page.headings
-        assert levels[0] == 1 and levels.count(1) == 1, path.name
-        assert all(b <= a + 1 for a, b in itertools.pairwise(levels)), f"{path.name}: {levels}"
-
-
-@built
 def test_next_leads_through_all_notebooks(site):
     path, seen = top(site) / "index.html", []
     while site[path].next:
@@ -294,31 +262,6 @@ def test_next_leads_through_all_notebooks(site):
     names = [p.stem for p in seen if p.parent.name == "notebooks"]
     assert names == [n.path.stem for n in NOTEBOOKS]
     assert {"GLOSSARY", "claims", "map", "INSTRUCTOR"} <= {p.stem for p in seen}
-
-
-@built
-def test_search_finds_a_word_of_notebook_03(site):
-    index = (top(site) / "searchindex.js").read_text()
-    content = json.loads(index[index.index("{") : index.rindex("}") + 1])
-    number = content["docnames"].index("notebooks/03_dataparallel_vs_ddp")
-    found = content["terms"]["distributedsampl"]  # its stem
-    assert number in (found if isinstance(found, list) else [found])
-
-
-@built
-def test_formulas_are_drawn_and_outputs_are_there(site):
-    page = (top(site) / "notebooks" / "03_dataparallel_vs_ddp.html").read_text()
-    assert "<math" in page and "$S$" not in page
-    assert "<details" in page and "show_code" in page and "figures/" in page
-
-
-@built
-def test_pages_are_light(site):
-    assert {p.name: p.stat().st_size for p in site if p.stat().st_size > 1_000_000} == {}
-
-
-def test_slugs_of_links_and_headings_agree():
-    assert slug("4. When does it pay?") == slug("4.-When-does-it-pay?") == "4-when-does-it-pay"
 
 
 # -- in a browser
@@ -347,31 +290,6 @@ def test_no_page_scrolls_sideways_on_a_phone_or_asks_the_network(site, browser, 
         wrong += [f"{path.name} is {width} pixels wide"] if width > 390 else []
     context.close()
     assert wrong == []
-
-
-@built
-def test_a_table_that_is_wider_than_a_phone_says_on_which_side_there_is_more(site, browser):
-    tab = browser.new_page(viewport={"width": 390, "height": 844})
-    tab.goto((top(site) / "labs/recipes/README.html").as_uri())
-    table = tab.locator(".table-wrapper.more-right").first
-    assert "linear-gradient" in table.evaluate("box => getComputedStyle(box).maskImage")
-    table.focus()  # by keyboard, too
-    table.evaluate("box => { box.scrollLeft = box.scrollWidth }")
-    tab.wait_for_selector(".table-wrapper.more-left:not(.more-right)", timeout=60_000)
-    tab.set_viewport_size({"width": 2600, "height": 844})
-    tab.goto((top(site) / "GLOSSARY.html").as_uri())
-    assert tab.locator(".more-left, .more-right").count() == 0, "what fits has no faded edge"
-    tab.close()
-
-
-@built
-@pytest.mark.parametrize(("scheme", "shown"), [("light", "none"), ("dark", "brightness(0.86)")])
-def test_figures_are_less_bright_on_a_dark_page_and_keep_their_colours(site, browser, scheme, shown):
-    tab = browser.new_page(color_scheme=scheme)
-    tab.goto((top(site) / "notebooks" / "03_dataparallel_vs_ddp.html").as_uri())
-    filters = tab.eval_on_selector_all("article img", "all => all.map(img => getComputedStyle(img).filter)")
-    assert len(filters) > 5 and set(filters) == {shown}
-    tab.close()
 
 
 @built

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from processes import HERE, PYTHON, SLOWER, new_environment
+from processes import HERE, PYTHON, new_environment
 from speeds import first
 from torch import nn
 
@@ -149,9 +149,9 @@ def test_an_interrupted_run_leaves_no_connection_paced(how, code):
     with subprocess.Popen(
         command, cwd=HERE, env=new_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as run:
-        assert soon(limited, 200 * SLOWER), "the run paces its connections"
+        assert soon(limited, 200), "the run paces its connections"
         run.send_signal(how)
-        assert run.wait(60 * SLOWER) == code
+        assert run.wait(60) == code
     assert soon(lambda: not limited(), 5)
 
 
