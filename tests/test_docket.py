@@ -35,7 +35,7 @@ def test_the_docket_says_what_the_committed_notebooks_say():
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         number = path.name[:2]
         rows = [row for row in trial.rows if row[0].notebook == number]
-        if not rows or number == "11":
+        if number == "11" or all(claim.verdict for claim, _ in rows):
             continue
         outputs = [o for c in json.loads(path.read_text())["cells"] for o in c.get("outputs", [])]
         texts = ["".join(o.get("data", {}).get("text/plain", "")) for o in outputs]
