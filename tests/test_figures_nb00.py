@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pandas
 import pytest
 import torch
 
@@ -193,18 +192,6 @@ def test_the_roofline_reports_shares_of_the_one_peak(said):
     figures_limits.roofline(passes(), predict(50, "rate", "GFLOP/s"))
     assert "The roof bends at 5.0 FLOP per byte (200 GFLOP/s, 40 GB/s)" in said[-1]
     assert "mlp, 64 rows 48%" in said[-1]  # 1.9e8 / 2e-3 of 2e11, and 47.5 is rounded up
-
-
-def test_overhead_on_cards_follows_what_an_operator_takes(said):
-    work = {"mlp, 64 rows": training_step_work(hardware_probe.models.build("mlp"), 64)}
-    slow, fast = (figures_limits.on_cards(work, s) for s in (5e-6, 1e-12))
-    assert isinstance(slow, pandas.DataFrame) and set(slow["longest"]) == {"overhead"}
-    assert "in 4 of 4 rows" in said[0] and "in 0 of 4 rows" in said[1]
-    assert slow.loc[("H100 SXM, FP32", "mlp, 64 rows"), "arithmetic"] == "2.77 µs"
-    moved = fast["bytes moved, and the L2 cache"]
-    assert moved["RTX 4090, FP32", "mlp, 64 rows"] == "8 MiB, fits 72 MiB"
-    assert moved["T4, FP32", "mlp, 64 rows"] == "8 MiB; no size found"
-    assert figures_limits._beside_cache(51, 50) == "51 MiB, more than 50 MiB"
 
 
 def test_operators_are_those_that_a_profiler_sees():
