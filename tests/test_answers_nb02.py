@@ -85,19 +85,6 @@ def pinned(gain, device="cuda", kind="measured"):
     )
 
 
-def test_pinned_memory_is_judged_by_a_gpu_or_not_at_all(shown, tmp_path):
-    figures.pinned(pinned(1.5), tmp_path)
-    assert "Pinned memory with non_blocking: 1.50 x" in shown[0]
-    figures.pinned(pinned(1.0), tmp_path)
-    assert "no difference that this run can show" in shown[1]
-    figures.pinned(sweep(1, 2, 3, 4), tmp_path)
-    assert "does nothing but warn" in shown[2] and "no number is shown" in shown[3]
-    (tmp_path / "card" / "claims").mkdir(parents=True)
-    pinned(2.0).save(tmp_path / "card" / "claims" / "02.jsonl")
-    figures.pinned(sweep(1, 2, 3, 4), tmp_path)
-    assert "no GPU" in shown[4] and "Pinned memory with non_blocking: 2.00 x" in shown[5]
-
-
 def models(together, noise=NEAR):
     return Records([rate(1000, way="model", model="even"), rate(together, noise, way="both", model="even", workers=2)])
 
