@@ -42,6 +42,7 @@ PROSE = """
 01 m3: 3 %: rule
 01 ex2: 95 %: defined
 01 ex4: 2 % | 4 times | 20 %: given
+02 code-pinned-text: 0.15 MB: arithmetic
 02 explore-workers-text: 800 images/s: question
 02 needed: 1.4 times: set labs/loader_cores.py model_rates
 02 needed: 90 %: set labs/loader_cores.py ENOUGH
@@ -49,6 +50,7 @@ PROSE = """
 02 m9: 4 MiB: set labs/parts/traps/shm.py LIMIT_BYTES
 02 r5: twice: rule
 02 m11: 5 %: set labs/parts/tuning/rules.py TOLERANCE
+02 ex3: 3 %: given
 03 title: half: question
 03 r1: twice: defined
 03 explore-speedup-text: 20 ms | 90 %: question
