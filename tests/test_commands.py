@@ -123,7 +123,6 @@ def prepared(command, folder):
 
 
 TRIED = {
-    "python -m labs.debug_cost --nproc 1",
     "python -m labs.hardware_probe --preflight",
     "python -m labs.timing --nproc 1",
     "python -m labs.data_parallel",

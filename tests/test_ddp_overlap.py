@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labs import crossover, data_parallel, ddp_facts, ddp_overlap, ddp_parity, ddp_training, gradient_accumulation
+from labs import crossover, data_parallel, ddp_overlap, ddp_parity, ddp_training, gradient_accumulation
 from labs.chapters.nb03 import figures, figures_overlap, figures_scaling
 from labs.kit.check import predict
 from labs.kit.errors import BadInput
@@ -128,7 +128,6 @@ def ways(
     ddp=0.056,
     dp=0.07,
     reduce=0.004,
-    exchange=0.001,
     split="weak",
     shape=NOISE,
     sent=(1001.0, 1001.0),
@@ -144,25 +143,8 @@ def ways(
             ("dp", 2, dp, rows),
         )
     ]
-    found += [make("all_reduce_s", times(reduce), config), make("dp_exchange_s", times(exchange), config)]
+    found.append(make("all_reduce_s", times(reduce), config))
     return Records(found + ([make("wire_bytes_per_step", sent, config, unit="B")] if sent else []))
-
-
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        (ways(dp=0.052), "DataParallel is faster"),
-        (ways(dp=0.052), "can explain a part of it"),
-        (ways(dp=0.0535), "explain the whole difference"),
-        (ways(), "DDP is faster"),
-        (ways(), "the longer steps"),
-        (ways(dp=0.056, shape=WIDE), "shorter, this run cannot show"),
-        (ways(dp=0.052, exchange=0.01), "the cheaper exchange and the longer steps"),
-        (ways(dp=0.056, shape=WIDE), "no difference shown"),
-    ],
-)
-def test_dataparallel_or_ddp_follows_the_records(run, words):
-    assert words in figures.which_text({"MLP": run})
 
 
 @pytest.mark.parametrize(
@@ -206,18 +188,6 @@ def test_strong_beside_weak(strong, words):
 @pytest.mark.parametrize(("copies", "words"), [(0.054, "this much from each other"), (0.05, "cannot show")])
 def test_the_ceiling(copies, words):
     assert words in figures._ceiling_text(data_parallel.speedups(ways(copies=copies))["copies", 2], 2, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("ddp", "shape", "words"),
-    [(0.06, NOISE, "after 0.03"), (0.2, NOISE, "never earned back"), (0.1, WIDE, "cannot tell")],
-)
-def test_break_even_follows_the_interval(monkeypatch, ddp, shape, words):
-    told = []
-    monkeypatch.setattr(figures_scaling, "say", told.append)
-    run = Records([*ways(ddp=ddp, shape=shape), make("startup_s", 0.3, phase="process start")])
-    figures_scaling.break_even_text(run)
-    assert words in told[0]
 
 
 def test_undecided_cells_of_the_map_are_counted():
@@ -277,8 +247,3 @@ def test_answers_of_the_other_labs_turn_round():
 
     assert "no difference" in next(gradient_accumulation.answer(gain(0.011)))
     assert "no difference" not in next(gradient_accumulation.answer(gain(0.1)))
-
-
-def test_facts_in_sentences():
-    run = launch("ddp_facts", nproc=1, smoke=True)
-    assert "Parameters: the ranks differ by up to 0 before DDP" in " ".join(ddp_facts.answer(run))

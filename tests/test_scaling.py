@@ -64,9 +64,3 @@ def test_data_parallel_bytes_by_hand():
     four = scaling.data_parallel_bytes(parameters=1000, buffers=10, inputs=400, outputs=40, ranks=4)
     assert four == {"replicate": 3030, "scatter": 300, "gather": 30, "scatter gradients": 30, "reduce gradients": 3000}
     assert set(scaling.data_parallel_bytes(1000, 10, 400, 40, ranks=1).values()) == {0}
-
-
-def test_break_even():
-    assert scaling.break_even_epochs(10, EPOCH_S[1], EPOCH_S[2]) == pytest.approx(2.13, abs=5e-3)
-    assert scaling.break_even_epochs(10, 5.0, 5.0) == math.inf
-    assert scaling.break_even_epochs(10, 5.0, 6.0) == math.inf
