@@ -8,7 +8,6 @@ import pytest
 
 from labs.chapters.nb02 import claims_loading as loading
 from labs.kit.claims import claims, table
-from labs.kit.claims import word as word_of
 from labs.kit.record import Record, Records
 
 NOISE = (0.995, 1.0, 1.004, 0.998, 1.003)
@@ -206,25 +205,6 @@ def test_no_word_without_evidence_of_each_lab(claim):
     assert found.word == "not tried yet" and "launch('" in found.because
 
 
-def test_numbers_of_the_sentences_are_those_of_the_records():
-    records = [*prediction(), *processes(), *scaling(), *starts(), *bare(), *sweep()]
-    found = table("02", records, gpus=0)
-
-    def because(claim):
-        return found.verdict(claim).because
-
-    assert "with a loader slower than the model 4 of 4 runs wait" in because("A33")
-    assert "the slowest, light, 1 worker: 0.125 x" in because("A33") and "87.5 % [" in because("A33")
-    assert "the cure for 3 of 3 models that wait for data, shown not to be for 0" in because("D23")
-    assert "4 workers give 4.5" in because("D23")
-    assert "light waits 88.9 %" in because("D23") and "cannot be told" not in because("D23")
-    assert "from 4 processes (pid 1000, 1001, 1002, 1003), not from the trainer" in because("E05")
-    assert "sleep 8.0" in because("E06") and "falls for 3 of 3 models that wait" in because("E06")
-    assert "TypeError at construction, no Bare; with a length only: NotImplemented at first batch" in because("E07")
-    assert "takes 20" in because("E08") and "0.50" in because("E08")
-    assert "5 of 6 sources" in because("E08")
-
-
 def test_what_ten_noisy_batches_cannot_tell_is_no_verdict_against_more_workers():
     """1.6 x [0.9, 3] is no proof that more workers cure nothing."""
     both = {("light", n): 490 * (1.6 if n > 1 else 1) for n in LOADER}
@@ -243,28 +223,12 @@ def test_what_ten_noisy_batches_cannot_tell_is_no_verdict_against_more_workers()
     )
 
 
-def test_what_is_not_said_where_it_is_not_so():
-    for gpu in (False, True):
-        because = table("02", prediction(gpu=gpu), gpus=1).verdict("A33").because
-        assert ("the device is a CPU" in because) is not gpu
-    assert "among them the trainer" in table("02", processes(4, 1, True), gpus=0).verdict("E05").because
-
-
 def test_runs_that_took_no_turns_are_as_uncertain_as_both_together():
     a, b = (make("lab", "rate", "1/s", samples) for samples in ([1.0, 1.2, 1.4], [0.5, 0.6, 0.7]))
     found = loading.quotient(a, b)
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 1.0 / 0.7, 1.4 / 0.5))
     with pytest.raises(LookupError, match="one sample"):
         loading.quotient(a, make("lab", "rate", "1/s", [0.5]))
-
-
-def test_words():
-    assert word_of([True, True], [False, False]) == "holds"
-    assert word_of([False, False], [True, True]) == "does not hold"
-    assert word_of([True, False], [False, True]) == "depends"
-    assert word_of([False, False], [False, False]) == "depends"  # samples that show nothing
-    with pytest.raises(LookupError):
-        word_of([], [])
 
 
 def test_settings_of_other_parts_are_not_taken_for_the_plain_run():

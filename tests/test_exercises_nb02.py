@@ -81,12 +81,6 @@ def by_global_number(shards, rank, world_size):
     return [s for i, s in enumerate(shards) if i % (world_size * workers) == worker * world_size + rank]
 
 
-def rank_by_rank(shards, rank, world_size):
-    mine = [s for i, s in enumerate(shards) if i % world_size == rank]
-    info = get_worker_info()
-    return iter(mine) if info is None else mine[info.id :: info.num_workers]
-
-
 @pytest.mark.parametrize("right", [by_global_number])
 def test_other_ways_to_share_shards_pass(right):
     passes("02.4", right)

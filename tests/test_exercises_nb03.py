@@ -121,12 +121,6 @@ def test_a_rank_that_synchronises_alone_is_told():
     assert "wait for each other for ever" in examine("03.3", alone).text
 
 
-def test_sending_the_first_micro_batch_only_is_told():
-    assert (
-        "only the first micro-batch was sent" in examine("03.3", mutants._accumulate(syncs=lambda i, last: i == 0)).text
-    )
-
-
 # -- 03.4
 
 

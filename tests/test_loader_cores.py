@@ -97,15 +97,6 @@ def test_what_was_loaded_before_the_clock_starts_is_taken_by_the_step_and_not_co
     assert called == [(step, 2 * 2 + 1)]  # all that can be in the queue after a pause, and one more
 
 
-def test_the_answer_turns_round_with_the_records():
-    said = " ".join(lab.answer(made()))
-    assert "should need 2 workers; 2 workers are enough" in said
-    assert "threads each on 2 cores, over one each: 0.30" in said
-    other = " ".join(lab.answer(made(shares=(0.5, 0.6, 0.6), threads=1.0)))
-    assert "none of those tried are enough" in other
-    assert other.count("no difference that this run can show") == 1
-
-
 def test_the_share_of_augmentation_by_hand():
     share = lab.augmentation_share(made(augment=4.0))
     assert share.value == pytest.approx((0.5 + 0.5 + 4.0) / (2.0 + 0.5 + 0.5 + 4.0 + 0.5))
@@ -117,27 +108,6 @@ def shown(monkeypatch):
     monkeypatch.setattr(figures_cores, "show", lambda fig, alt: found.append(alt))
     monkeypatch.setattr(figures_cores, "say", found.append)
     return found
-
-
-def test_the_figures_say_what_the_records_hold(shown):
-    figures_cores.needed(made(), Prediction(100, "share", "%"))
-    assert "Measured: 2 workers are enough" in shown[0] and "not enough" not in shown[1]
-    figures_cores.needed(made(shares=(0.625, 0.7, 0.7)), Prediction(100, "share", "%"))  # the second worker has no core
-    assert "Here 2 workers are not enough" in shown[3] and "gave less than before" not in shown[3]
-    assert "2 workers over 1 worker: 1.12 x" in shown[3] and "the rule expects 1.6 x" in shown[3]
-    assert "3 workers over 2 workers: no difference" in shown[3]
-    figures_cores.needed(made(shares=(0.4, 0.64, 0.8)), Prediction(100, "share", "%"))  # all slower than when alone
-    assert "40.0 % [39.2, 40.8] in place of 62%" in shown[5] and "the rule expects" not in shown[5]
-    assert "3 workers over 2 workers: 1.25 x" in shown[5]
-
-
-def test_the_longest_stage_is_that_of_the_records(shown):
-    figures_cores.augmentation(made(augment=4.0), Prediction(20, "share", "%"))
-    assert "67 % of an image's time; the longest stage: colour jitter" in shown[0]
-    figures_cores.augmentation(made(augment=0.1), Prediction(20, "share", "%"))
-    assert "the longest stage: decode" in shown[2] and "0.600 x" in shown[3]  # flip 0.5 and jitter 0.1, over 1 ms
-    figures_cores.threads(made(threads=1.0))
-    assert "no difference that this run can show" in shown[4]
 
 
 def test_augmentation_changes_what_it_should_and_draws_from_torch_alone():
@@ -184,3 +154,15 @@ def test_a_smoke_run_has_every_part_and_an_answer():
     assert [r.case["stage"] for r in run.where("stage_s")] == list(augmentation.STAGES)
     assert run.one("predicted_workers").value == 2 and len(list(lab.answer(run))) == 3
     assert all(s > 0 for r in run for s in r.samples)
+
+
+def test_the_figures_say_what_the_records_hold(shown):
+    figures_cores.needed(made(), Prediction(100, "share", "%"))
+    assert "Measured: 2 workers are enough" in shown[0] and "not enough" not in shown[1]
+    figures_cores.needed(made(shares=(0.625, 0.7, 0.7)), Prediction(100, "share", "%"))  # the second worker has no core
+    assert "Here 2 workers are not enough" in shown[3] and "gave less than before" not in shown[3]
+    assert "2 workers over 1 worker: 1.12 x" in shown[3] and "the rule expects 1.6 x" in shown[3]
+    assert "3 workers over 2 workers: no difference" in shown[3]
+    figures_cores.needed(made(shares=(0.4, 0.64, 0.8)), Prediction(100, "share", "%"))  # all slower than when alone
+    assert "40.0 % [39.2, 40.8] in place of 62%" in shown[5] and "the rule expects" not in shown[5]
+    assert "3 workers over 2 workers: 1.25 x" in shown[5]

@@ -291,12 +291,6 @@ def test_a_death_while_the_trainer_writes_to_a_queue_does_not_block_it_for_ever(
     assert found["error"] == ("ItemFailed" if named else "RuntimeError") and found["batches"] >= 1
 
 
-def test_words_are_one_line():
-    error = ValueError("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback:\n  x\nValueError: y\n")
-    assert trap_failures.words(error) == "ValueError: y" and trap_failures.words(EOFError()) == "EOFError"
-    assert len(trap_failures.words(ValueError("x" * 999))) == trap_failures.WORDS
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -5,13 +5,8 @@ import math
 import pytest
 
 from labs.parts.data_parallel import scaling
-from labs.parts.sources import published
 
 EPOCH_S = {1: 12.5, 2: 7.8, 3: 6.2, 4: 5.1}  # the article's table, seconds per epoch
-
-
-def test_the_published_table_is_the_articles():
-    assert {r.case["ranks"]: r.value for r in published.rtx_4090_epochs()} == EPOCH_S
 
 
 @pytest.mark.parametrize(("ranks", "speedup", "serial"), [(2, 1.603, 0.248), (3, 2.016, 0.244), (4, 2.451, 0.211)])
