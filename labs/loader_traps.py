@@ -35,7 +35,6 @@ Trap = Literal[
     "sampler",
     "copy_on_write",
     "shm",
-    "bare_dataset",
     "failures",
 ]
 StartMethod = Literal["fork", "forkserver", "spawn"]
@@ -213,12 +212,6 @@ def shm(config: Config, rank: Rank) -> Iterator[Record]:
             yield rank.record("seconds_until_error", "s", seconds, rank=0, **case)
 
 
-def bare_dataset(config: Config, rank: Rank) -> Iterator[Record]:
-    """(E07) A Dataset without methods."""
-    for case in trap_failures.bare_datasets():
-        yield rank.record("raised", "errors", int(case["error"] != "none"), rank=0, trap="bare_dataset", **case)
-
-
 def failures(config: Config, rank: Rank) -> Iterator[Record]:
     """What reaches the trainer and after how long, with torch alone and with labs.parts.loading.named_items."""
     for how in config.failures:
@@ -240,7 +233,6 @@ TRAPS: dict[str, Callable[[Config, Rank], Iterator[Record]]] = {
     "sampler": sampler,
     "copy_on_write": copy_on_write,
     "shm": shm,
-    "bare_dataset": bare_dataset,
     "failures": failures,
 }
 

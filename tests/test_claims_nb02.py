@@ -89,14 +89,6 @@ def starts(slow=20.0, method="fork"):
     return found
 
 
-def bare(raised=1):
-    found = []
-    for dataset, at, error in (("Bare", "construction", "TypeError"), ("OnlyLength", "first batch", "NotImplemented")):
-        case = {"dataset": dataset, "shuffle": True, "workers": 0, "at": at, "error": error, "words": f"no {dataset}"}
-        found.append(trap("raised", "errors", [raised], "bare_dataset", **case))
-    return found
-
-
 def sweep(n=3, **gains):
     """labs.tune_dataloader: gains of 4 workers by workload."""
     found = []
@@ -167,7 +159,6 @@ BY_CLAIM = {
         ("not tried yet", scaling(n=1) + prediction()),
         ("not tried yet", scaling() + prediction(loader={1: 500})),
     ],
-    "E07": [("does not hold", bare()), ("holds", bare(raised=0)), ("not tried yet", bare()[1:])],
     "E08": [
         ("depends", prediction() + scaling() + starts()),
         ("holds", prediction() + scaling() + QUICK),
@@ -193,7 +184,7 @@ def test_the_records_decide(claim, word, records):
 
 def test_every_claim_that_the_records_decide_is_tried():
     assert set(BY_CLAIM) == {c.id for c in claims("02") if not c.verdict}
-    everything = [*prediction(), *processes(), *scaling(), *starts(), *bare(), *sweep()]
+    everything = [*prediction(), *processes(), *scaling(), *starts(), *sweep()]
     found = table("02", everything, gpus=0, strict=True)
     assert found.counts.get("not tried yet", 0) == 0
     assert all(v.kind == "measured" for c, v in found.rows if c.id in BY_CLAIM)

@@ -96,16 +96,6 @@ def test_the_sampler_repeats_items_and_orders(run):
     assert padded.case["twice"] == [order(0, True)[0][0]], "the first item of the shuffled order fills the last step"
 
 
-def test_a_dataset_without_methods(run):
-    rows = [(r.case["dataset"], r.case["at"], r.case["error"]) for r in run.where("raised", workers=0)]
-    assert rows == [
-        ("Bare", "construction", "TypeError"),
-        ("Bare", "first batch", "TypeError"),
-        ("OnlyLength", "first batch", "NotImplementedError"),
-    ]
-    assert "has no len()" in run.where("raised", dataset="Bare")[0].case["words"]
-
-
 def test_first_batches_and_rates_are_there(run):
     cases = [(r.case["workers"], r.case["start_method"], r.case["persistent"]) for r in run.where("first_batch_s")]
     assert cases == [(0, "none", False), (2, "fork", False), (2, "fork", True)]

@@ -99,19 +99,6 @@ def _(evidence: Records) -> Verdict:
     return judged(right + fell + trained, wrong + slower, because)
 
 
-@verdict("E07")
-def _(evidence: Records) -> Verdict:
-    case = {"dataset": "Bare", "shuffle": True, "workers": 0}
-    run = last(evidence, "loader_traps", "raised", **case)
-    bare = run.one("raised", **case)
-    if not bare.value:
-        return Verdict("holds", "a Dataset without methods gives batches: nothing is raised")
-    said = [f"a Dataset without methods: {bare.case['error']} at {bare.case['at']}, {bare.case['words']}"]
-    for r in run.where("raised", dataset="OnlyLength", workers=0)[:1]:
-        said.append(f"with a length only: {r.case['error']} at {r.case['at']}, {r.case['words']}")
-    return Verdict("does not hold", "; ".join(said))
-
-
 @verdict("E08")
 def _(evidence: Records) -> Verdict:
     run = last(evidence, "dataloader", "images_per_s", way="loader", workers=4)

@@ -1,11 +1,10 @@
-"""What a learner sees when a DataLoader fails: an item that raises, a worker that dies or hangs, a bare Dataset."""
+"""What a learner sees when a DataLoader fails: an item that raises, a worker that dies or hangs."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from labs.data import photos
-from labs.parts.loading.named_items import ItemFailed, NamedItems, end_workers, loader_error, release_queues
-from labs.parts.traps.datasets import Bare, Fails, Failure, OnlyLength, last_line, no_worker_left, print_to, workers_now
+from labs.parts.loading.named_items import ItemFailed, NamedItems, loader_error, release_queues
+from labs.parts.traps.datasets import Fails, Failure, last_line, no_worker_left, print_to, workers_now
 
 # Item BAD is in a worker's first batch: of that worker nothing is on its way while it dies. Otherwise torch says, by
 # chance, "[Errno 104] Connection reset by peer" (the batch's memory is fetched from a worker that is gone) instead of
@@ -88,19 +87,3 @@ def caught(loader: DataLoader, guard: Any = None, step_s: float = 0.0) -> dict[s
         sys.unraisablehook = hook
     seconds = time.perf_counter() - start
     return {**found, "seconds": seconds, "batches": batches, "left": len(set(workers_now()) - set(before))}
-
-
-def bare_datasets() -> Iterator[dict[str, Any]]:
-    """(E07) What a Dataset without methods, or with a length only, raises: when and in which words."""
-    for cls, shuffle, workers in ((Bare, True, 0), (Bare, False, 0), (OnlyLength, True, 0), (OnlyLength, True, 1)):
-        case = {"dataset": cls.__name__, "shuffle": shuffle, "workers": workers, "at": "construction"}
-        with no_worker_left():
-            try:
-                loader = DataLoader(cls(), shuffle=shuffle, num_workers=workers)
-                case["at"] = "first batch"
-                next(iter(loader))
-            except (TypeError, NotImplementedError) as e:
-                yield {**case, "error": type(e).__name__, "words": words(e)}
-                end_workers(e)
-            else:
-                yield {**case, "error": "none", "words": ""}
