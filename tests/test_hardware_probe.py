@@ -13,8 +13,7 @@ from labs import hardware_probe
 from labs.chapters.nb00 import figures as nb00
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch
-from labs.kit.record import Record, Records, load
-from labs.parts.sources import on_gpus
+from labs.kit.record import load
 from labs.parts.timing import probe_report
 
 
@@ -153,28 +152,6 @@ def test_bad_input_in_a_shell_is_one_line_and_exit_code_2(args, words, command, 
     monkeypatch.delenv("COURSE_OVERSUBSCRIBE", raising=False)
     code, said, errors = command(*args)
     assert (code, said) == (2, "") and words in errors and len(errors.strip().splitlines()) == 1
-
-
-def test_recorded_runs_are_labelled_and_their_absence_is_said(tmp_path, capsys, monkeypatch):
-    said = []
-    monkeypatch.setattr(on_gpus, "say", said.append)
-    nb00.recorded_runs(tmp_path)
-    assert "No recorded GPU run" in said[0]
-    layout = {"world_size": 1, "rank": 0, "backend": "gloo", "device": "cuda"}
-    origin = {"gpus": ["NVIDIA H200"], "utc": "2026-11-01T00:00:00+00:00"}
-    r = Record(
-        "hardware_probe",
-        "matmul_flop_s",
-        "FLOP/s",
-        (7e14,),
-        case={"dtype": "bf16", "side": 8192},
-        layout=layout,
-        provenance=origin,
-    )
-    (tmp_path / "h200").mkdir()
-    Records([r]).save(tmp_path / "h200" / "hardware_probe.jsonl")
-    nb00.recorded_runs(tmp_path)
-    assert said[1].startswith("Recorded on NVIDIA H200, 2026-11-01 UTC: ") and "BF16 700 TFLOP/s" in said[1]
 
 
 def test_two_ranks_share_a_single_core_with_a_warning(monkeypatch):
