@@ -55,7 +55,7 @@ class Book:
         self.notebooks = notebooks(root)
         readme = (root / "README.md").read_text("utf-8")
         front, begins, rest = readme.partition(f"\n{RUN_BEGINS}\n")
-        self.readme = {FRONT: front, RUN: f"# Install, run and mend\n{begins}{rest}"} if begins else {FRONT: front}
+        self.readme = {FRONT: front, RUN: f"# Run and mend\n{begins}{rest}"} if begins else {FRONT: front}
         self.anchors = {slug(plain(h)): page for page, text in self.readme.items() for h in headings(text)}
         self.written: set[Path] = set()
         self.markdown_linked: set[Path] = set()

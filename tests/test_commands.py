@@ -1,4 +1,4 @@
-"""Every command in README.md and INSTRUCTOR.md is run, as it stands there, or says who runs it and why not here.
+"""Every command in README.md, INSTRUCTOR.md and docs/INSTALL.md is run as it stands there, or says who runs it instead.
 
 Commands of labs run in this process: their ranks then come from its warm fork server. They get a `--smoke` where the
 lab has one, a model that exists for `my_package...`, and folders of the test for /srv/room and /srv/queue.
@@ -20,7 +20,7 @@ from processes import SLOWER, new_environment, wait_for
 from labs.kit import host
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "INSTRUCTOR.md")
+PAGES = ("README.md", "INSTRUCTOR.md", "docs/INSTALL.md")
 WORDS = "make|python|torchrun|docker|conda|pip|jupyter|git|ssh|source|mkdir|sudo|sbatch|kubectl|rm"
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{WORDS}) \S.*")
 
@@ -58,10 +58,6 @@ ELSEWHERE = {
     r"python -m labs.postmortem FOLDER": (
         "a hang's dumps",
         "tests/test_postmortem.py::test_the_command_answers_first_and_its_exit_code_says_whether_it_knows",
-    ),
-    r"python (labs/hosted.py|-m labs.hosted)": (
-        "a machine with a torch of its own",
-        "tests/test_hosted.py::test_one_line_says_what_is_done_and_pip_may_not_touch_torch",
     ),
     r"ssh ": ("another machine", "tests/test_browser.py::server"),
     r"python -m labs.classroom.instructor": (

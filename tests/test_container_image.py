@@ -21,9 +21,9 @@ def commands(text: str) -> list[str]:
     return re.findall(r"^[# ]*(docker (?:build|run) .+)$", text, re.MULTILINE)
 
 
-def test_readme_and_dockerfile_give_the_same_commands():
+def test_the_page_and_dockerfile_give_the_same_commands():
     assert len(commands(DOCKERFILE)) >= 3
-    assert commands((ROOT / "README.md").read_text()) == commands(DOCKERFILE)
+    assert commands((ROOT / "docs" / "INSTALL.md").read_text()) == commands(DOCKERFILE)
 
 
 def test_every_build_argument_is_explained_and_has_a_default():

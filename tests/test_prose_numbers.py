@@ -174,7 +174,6 @@ clinic.py: 0.1 times | 1000 times: rule
 critical_batch.py: twice: defined
 doctor_trial.py: 15 %: set labs/parts/doctor/diagnosis.py ILL
 fooled.py: 5 %: rule
-hosted.py: some minutes: work
 loader_cores.py: 0.1 times | 16 times: rule
 measure_validation.py: 2 % | 5 % | 10 %: question
 measure_validation.py: 95 %: defined

@@ -266,7 +266,19 @@ def test_no_word_of_a_registry_or_of_one_machine():
 
 
 def test_top_level_is_as_designed():
-    allowed = {"notebooks", "labs", "records", "tests", "book", ".ci", ".github", "README.md", "LICENSE", "Makefile"}
+    allowed = {
+        "notebooks",
+        "labs",
+        "records",
+        "tests",
+        "book",
+        "docs",
+        ".ci",
+        ".github",
+        "README.md",
+        "LICENSE",
+        "Makefile",
+    }
     allowed |= {
         "INSTRUCTOR.md",
         "GLOSSARY.md",
