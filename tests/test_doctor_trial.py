@@ -88,11 +88,10 @@ def test_the_answer_names_those_that_went_wrong():
 
 
 def test_figures_say_in_words_what_they_show(capsys):
-    for draw in (figures.shares, figures.confusion, figures.bounds_against_gains):
+    for draw in (figures.shares, figures.bounds_against_gains):
         draw(made())
     said = capsys.readouterr().out
     assert "Not always named: no_set_epoch, threads" in said and "Accused at least once: images, train_ddp" in said
-    assert "slow_loader as own_code (1)" in said and "healthy as exchange (1)" in said
     assert "slow_loader 2.30 promised, 2.10 given" in said
 
 

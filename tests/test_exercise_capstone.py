@@ -10,8 +10,8 @@ import sys
 
 import numpy as np
 import pytest
-from mutants import nb12_capstone as m
-from mutants.nb12_capstone import ILLNESSES, MUTANTS, RARER, left
+from mutants import nb12 as m
+from mutants.nb12 import ILLNESSES, MUTANTS, RARER, left
 from processes import assert_no_survivors, new_environment
 
 from labs.chapters.nb12 import exercise_capstone as capstone

@@ -129,14 +129,10 @@ PROSE = """
 11 s4-03: 40 kB | 40 MB: arithmetic
 11 s4-09: 20 %: given
 11 take: 5 %: rule
-11 ex1-00: 1.05 times: given
-11 ex1-00: 95 %: defined
 12 s5-00: 15 %: set labs/parts/doctor/diagnosis.py ILL
 12 take-home: 40 s: set labs/doctor.py --seconds
 12 take-home-b: 1.05 x: rule
 12 ex1-00b: two minutes: work
-12 ex2-00: half | 1.05 times: given
-12 ex2-00: 95 %: defined
 """
 
 # Texts of figures, verdicts, explorers and labs; names of cards are left out. File below labs: numbers: reason.
@@ -165,7 +161,6 @@ chapters/nb08/figures_efficiency.py: 60 s | 6 s: question
 chapters/nb08/figures_ranks.py: half: arithmetic
 chapters/nb08/figures_scaling.py: 20 %: rule
 chapters/nb10/figures_memory.py: 0 %: defined
-chapters/nb11/claims.py: 200 Gbit/s: quoted
 chapters/nb11/figures.py: 50 %: defined
 chapters/nb11/figures_fooled.py: 5 %: rule
 chapters/nb11/vote.py: 50 %: defined

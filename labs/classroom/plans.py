@@ -96,7 +96,7 @@ PLANS: dict[str, list[list[str | Break]]] = {
             LUNCH,
             "11/Introduction, 1, 2, 3, 4",
             COFFEE,
-            "12/Introduction, 1, 2, 3, 12.2",
+            "12/Introduction, 1, 2, 3",
             CLOSE,
         ],
     ],
