@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 import pytest
-from processes import MARK, SLOWER, assert_no_survivors, family, new_environment, wait_for
+from processes import MARK, assert_no_survivors, family, new_environment, wait_for
 
 from labs.kit.measure import estimate
 
@@ -164,7 +164,7 @@ def start(tmp_path):
 def run(start):
     def run(*options):
         process = start(*options)
-        out, err = process.communicate(timeout=250 * SLOWER)
+        out, err = process.communicate(timeout=250)
         assert_no_survivors(process.mark)
         return process.returncode, out, err
 
@@ -242,7 +242,7 @@ def test_stopped_it_leaves_no_child(start, tmp_path, sign):
     wait_for((tmp_path / "begun").exists, what="the second command")
     wait_for(lambda: len(family(process.mark)) >= 4, what="its children")
     os.kill(process.pid, sign)  # to the recipe alone: its commands are in sessions of their own
-    _, err = process.communicate(timeout=250 * SLOWER)
+    _, err = process.communicate(timeout=250)
     assert process.returncode == 128 + sign and err == ""
     assert_no_survivors(process.mark)
 
@@ -260,7 +260,7 @@ def test_stopped_it_leaves_no_rank_of_torchrun(start):
 
     wait_for(ranks, what="two ranks")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=250 * SLOWER)
+    process.communicate(timeout=250)
     assert process.returncode == 130
     assert_no_survivors(process.mark)
 
@@ -282,4 +282,4 @@ def test_what_does_not_end_when_asked_is_killed(monkeypatch):
         monkeypatch.setattr(recipe, "range", lambda n: itertools.islice(itertools.count(), int(n)), raising=False)
         begun = time.monotonic()
         recipe.end(ignores)
-        assert ignores.wait(timeout=100 * SLOWER) == -signal.SIGKILL and time.monotonic() - begun >= 0.2
+        assert ignores.wait(timeout=100) == -signal.SIGKILL and time.monotonic() - begun >= 0.2
