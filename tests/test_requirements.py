@@ -18,7 +18,7 @@ from processes import SLOWER
 from test_machine_checks import BUILD, facts, one, trouble
 
 from labs import start
-from labs.kit import hardware, requirements
+from labs.kit import requirements
 from labs.parts.remedies import on_gpu
 
 ROOT = Path(__file__).parents[1]
@@ -77,11 +77,6 @@ def test_the_preflight_accepts_another_torch_and_refuses_one_too_old():
     assert trouble(facts(two_t4[1], build(PIN), require_gpus=2)) == {}
     status, detail = one(facts(two_t4[2], build("2.0.1+cu118"), require_gpus=2))
     assert status == "fail" and "is older than" in detail
-
-
-def test_ranks_get_a_t4_each(monkeypatch):
-    monkeypatch.setattr(hardware, "visible_gpu_names", lambda: ["Tesla T4"] * 2)
-    assert [(d.kind, d.index) for d in hardware.place(2, "auto", False)] == [("cuda", 0), ("cuda", 1)]
 
 
 def test_a_torch_of_before_takes_the_allocators_settings_by_their_older_name(monkeypatch):

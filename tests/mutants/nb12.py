@@ -64,24 +64,3 @@ MUTANTS = {
         "no checkpoint any more": (but({'torch.save(state, args.folder / "last.pt")': "pass"}), "last.pt is missing"),
     },
 }
-RARER = {
-    "images are not normalised": (
-        but({"/ 255.0 - 0.286) / 0.353).float()": "/ 255.0).float()", "((np.stack(small)": "(np.stack(small)"}),
-        "the images that the model is given",
-    ),
-    "the last batch is dropped": (
-        but({"args.batch_size, shuffle=True)": "args.batch_size, shuffle=True, drop_last=True)"}),
-        "9,984 images",
-    ),
-    "two threads": (but({"torch.set_num_threads(1)": "torch.set_num_threads(2)"}), "torch computes with 2 threads"),
-    "no dropout": (but({"nn.ReLU(), nn.Dropout(0.1), nn.Linear(160": "nn.ReLU(), nn.Linear(160"}), "dropout is gone"),
-    "another learning rate": (but({"default=2e-3": "default=4e-3"}), "learning rate"),
-    "a checkpoint without the optimizer": (
-        but({', "optimizer": optimizer.state_dict()}': "}"}),
-        "last.pt is missing or does not hold all",
-    ),
-    "another optimizer": (but({"torch.optim.AdamW(": "torch.optim.Adam("}), "the optimizer is Adam"),
-    "no Python": (lambda: "def f(:\n", "is no Python"),
-    "an option is gone": (but({'    parser.add_argument("--seed", type=int, default=0)\n': ""}), "seed"),
-    "no file": (lambda: "no_such_script.py", "there is no file"),
-}
