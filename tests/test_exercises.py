@@ -20,8 +20,8 @@ def mutants(exercise_id: str) -> dict:
 
 START_PROCESSES = "00.3 02.1 02.4 03.4 05.1 06.3 07.1 07.2 08.1 08.2 10.1 10.2".split()
 """Exercises whose check takes a second or more: `make test` tries the first mistake, `make test-all` each."""
-ONLY: dict[str, list[str]] = {"12.1": [], "12.2": []}
-"""Exercises whose checks train: `make test` tries mistakes in test_exercise_capstone and test_exercise_first_cure."""
+ONLY: dict[str, list[str]] = {"12.1": []}
+"""Exercises whose checks train: `make test` tries mistakes in test_exercise_capstone."""
 
 ALONE = {"12.1"}
 """It is timed: `make test` checks its reference in test_exercise_capstone, with nothing beside it."""

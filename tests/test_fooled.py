@@ -115,12 +115,6 @@ def test_a_batch_that_grows_with_the_ranks_looks_like_a_speed_up(clock):
     assert (told, so) == (pytest.approx(1.6), pytest.approx(1.0))
 
 
-def test_the_slowest_rank_counts_in_both_kinds_of_scaling(clock):
-    steps = {"alone": clock.costs(1.0), "a batch each": clock.costs(1.0), "one batch shared": clock.costs(0.5)}
-    told, so = lab.weak_told_as_strong(steps, 4, rank(slowest=lambda samples: [2 * s for s in samples]))
-    assert (told, so) == (pytest.approx(2.0), pytest.approx(2.0)), "a factor on all of them cancels"
-
-
 def test_padding_that_is_counted_hides_what_sorting_by_length_gains(clock):
     long, short = torch.ones(20, dtype=torch.int64), torch.ones(5, dtype=torch.int64)
     pad = lambda *rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # noqa: E731
@@ -202,11 +196,6 @@ def test_a_counter_that_looks_back_is_not_asked_about_the_product_before(clock):
     assert told == 0.0
 
 
-def test_a_block_is_counted_with_all_its_operations(clock):
-    work = lab.block_of(clock.costs(0.001), 5.0, rank())
-    assert work.rate(CPU) == pytest.approx(5000.0)
-
-
 def test_the_clock_of_a_rank_with_little_work_is_not_the_job_s(clock):
     told, so = lab.one_clock_of_many(clock.costs(1.0), rank(slowest=lambda samples: [max(*samples, 2.0)]))
     assert (told, so) == (1.0, 2.0)
@@ -250,11 +239,6 @@ def test_an_answer_is_held_against_the_truth_where_it_is_known_and_against_the_h
 def test_a_factor_counts_in_either_direction():
     [found] = lab.rows(Records(made("early_clock", [0.01] * 6, EVEN)))
     assert found.gap.value == pytest.approx(0.01, rel=0.03) and found.factor == pytest.approx(100, rel=0.03)
-
-
-def test_the_share_of_pairs_that_mislead_is_counted():
-    run = Records(made("single_pair", [1.0, 1.04, 1.06, 1.2], [1.0] * 4))
-    assert lab.unsteady_pairs(run).value == 0.5
 
 
 @pytest.mark.parametrize(
@@ -321,12 +305,6 @@ def test_every_way_runs_and_nothing_is_left(ranks):
     assert not neighbours()
 
 
-@pytest.mark.quiet
-def test_one_way_can_be_asked_for_as_often_as_one_likes():
-    run = launch("fooled", 1, ways=("single_pair",), rounds=9)
-    assert [(r.metric, len(r.samples)) for r in run] == [("fooled", 9), ("honest", 9)]
-
-
 CELL = """
 def compare(a, b, seconds_of, rounds=20):
     seconds = {a: [], b: []}
@@ -383,12 +361,3 @@ def test_a_comparison_that_never_ends_is_told():
 
     with pytest.raises(RuntimeError, match="does its loop end"):
         editable_compare.moving_in(compare)
-
-
-@pytest.mark.quiet
-def test_the_editable_comparison_runs_beside_a_real_neighbour_and_tells_both_questions(capsys):
-    editable_compare.try_out(comparison())
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all(line.endswith(" of 6") for line in lines)
-    assert "truth 1.00" in lines[0] and "truth 1.20" in lines[1]
-    assert not neighbours()
