@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from labs.kit.errors import BadInput, require
+from labs.kit.errors import BadInput
 
 
 def ring_all_reduce_bytes(size: int, ranks: int) -> float:
@@ -70,16 +70,6 @@ def fit_amdahl(ranks: Sequence[int], times: Sequence[float]) -> Amdahl:
     design = np.stack([np.ones(len(ranks)), 1 / np.asarray(ranks, float)], axis=1)
     serial, parallel = nnls(design, np.asarray(times, float))[0]
     return Amdahl(float(serial), float(parallel))
-
-
-def gustafson(serial_share: float, ranks: float) -> float:
-    """Speed-up if the work grows with the ranks: s + (1 - s) n, s the share of one rank's step that is not shared.
-
-    Amdahl's question keeps the work and asks for time (strong scaling), Gustafson's keeps the time and asks for work
-    (weak scaling). Source: Gustafson 1988, "Reevaluating Amdahl's law", CACM 31(5).
-    """
-    require(0 <= serial_share <= 1, f"a serial share is between 0 and 1, not {serial_share:g}")
-    return serial_share + (1 - serial_share) * ranks
 
 
 def karp_flatt(speedup: float, ranks: int) -> float:
