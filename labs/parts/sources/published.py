@@ -165,32 +165,6 @@ def all_reduce_on_8_h200() -> Records:
     )
 
 
-ONE_BIT_ADAM = "H. Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888, Table 1: BERT-Large, V100, NCCL"
-
-
-def all_reduce_of_bert() -> Records:
-    """Seconds to all-reduce the gradients of BERT-Large on two clusters, by number of nodes.
-
-    40 Gbit/s Ethernet with 4 V100 in a node, and 100 Gbit/s InfiniBand with 8.
-    """
-    return Records(
-        Record(
-            "paper",
-            "all_reduce_s",
-            "s",
-            (r.value / 1e3,),
-            "published",
-            {
-                "network": r.case["network"].split()[-1],
-                "gpus_per_node": r.config["gpus_per_node"],
-                "nodes": r.case["gpus"] // r.config["gpus_per_node"],
-            },
-            provenance={"source": ONE_BIT_ADAM},
-        )
-        for r in table("one_bit_adam").where("all_reduce")
-    )
-
-
 # Raised by Function._run_through_graph (github.com/keras-team/keras, keras/src/ops/function.py, pull request 20705),
 # with the path of the output between the backticks: none if the model has a single output.
 KERAS_NOT_CONNECTED = "Output with path `` is not connected to `inputs`"
