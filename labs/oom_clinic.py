@@ -363,17 +363,6 @@ def confusion(run: Records) -> dict[tuple[str, str], int]:
     return found
 
 
-def prediction_errors(run: Records) -> dict[tuple[str, str], float]:
-    """{(cause, cure): needed / predicted - 1}."""
-    rows = run.where("predicted_bytes")
-    return {
-        (r.case["cause"], r.case["cure"]): run.one("needed_bytes", **{k: r.case[k] for k in ("cause", "cure")}).value
-        / r.value
-        - 1
-        for r in rows
-    }
-
-
 def answer(run: Records) -> Iterator[str]:
     """How often the cause was named, what it looked like, and which cure gave most for each."""
     if rows := run.where("named"):

@@ -162,15 +162,6 @@ def who_reads(run: Records) -> pandas.DataFrame:
     return pandas.DataFrame(rows).set_index("num_workers")
 
 
-def worker_memory(run: Records) -> None:
-    """Process ids and private memory of the workers, in words."""
-    r = max(run.where("worker_processes"), key=lambda r: r.case["workers"])
-    n = r.case["workers"]
-    pids = sorted({int(p) for p in run.one("worker_pids", workers=n).samples})
-    own = estimate(run.one("worker_private_bytes", workers=n).samples, "B")
-    say(f"Process ids: {', '.join(map(str, pids))}. Private memory of each: {own}, before any data.")
-
-
 def random_table(run: Records) -> None:
     """Share of draws that another worker, or the former epoch, drew too. Deterministic."""
     ways = list(dict.fromkeys(r.case["way"] for r in run.where("duplicate_share", across="workers")))
@@ -263,19 +254,3 @@ def shm_table(run: Records) -> None:
     if not rows:
         return say("Here /dev/shm cannot be limited for one process, so this trap was not run.")
     return show_table(pandas.DataFrame(rows).T)
-
-
-def sampler_table(run: Records) -> pandas.DataFrame:
-    """Eleven items on two ranks: who reads what, epoch by epoch, with and without set_epoch. Deterministic."""
-    rows = {}
-    for r in run.where("sampler_order"):
-        name = ("with" if r.case["set_epoch"] else "without") + " set_epoch, rank " + str(r.case["of_rank"])
-        rows.setdefault(name, {})[f"epoch {r.case['epoch']}"] = " ".join(f"{int(i)}" for i in r.samples)
-    return pandas.DataFrame(rows).T
-
-
-def sampler_text(run: Records) -> None:
-    """Which item is read twice, and which one never with drop_last. Deterministic."""
-    for r in run.where("items_read"):
-        told = f"twice: {r.case['twice'] or 'none'}, never: {r.case['never'] or 'none'}"
-        print(f"drop_last={r.case['drop_last']}: {r.value:.0f} items read of {r.case['items']}; {told}")

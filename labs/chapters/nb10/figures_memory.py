@@ -169,19 +169,3 @@ def named(run: Records) -> None:
 
 def _guessed(end: Record) -> bool:
     return lab.GUESSED in end.case["sentence"]
-
-
-def foretold(run: Records) -> None:
-    """How far formulas are off what the kernel counted, for the causes that have one."""
-    errors = lab.prediction_errors(run)
-    say(
-        "* Formulas: for batch and states the peak of a step, as labs.memory_oracle traces it; for loaders the batches "
-        "under way. Measured against them:"
-    )
-    for cause in dict.fromkeys(cause for cause, _ in errors):
-        off = {cure: error for (c, cure), error in errors.items() if c == cause}
-        worst = max(off, key=lambda cure: abs(off[cure]))
-        say(
-            f"* {SHORT[cause]}: the formula is off by {100 * off[lab.NOBODY]:+.0f} % as it is, at worst by "
-            f"{100 * off[worst]:+.0f} % ({worst}).".replace("-0 %", "0 %")
-        )

@@ -39,12 +39,6 @@ def rtx_4090_epochs() -> Records:
     )
 
 
-SERVER_GEAR = (
-    "server-gear.com/blog/post/rtx3090-x8-exhaustive-tf-cnn-benchmarks: tf_cnn_benchmarks (container "
-    "tensorflow:20.12-tf1), FP16"
-)
-
-
 def stated(article: str, metric: str, unit: str, *values: float) -> Records:
     """What one of the five articles ("A" to "E") states, with its title as the source."""
     told = articles()[article]
@@ -52,45 +46,7 @@ def stated(article: str, metric: str, unit: str, *values: float) -> Records:
     return Records([Record("article", metric, unit, values, "published", provenance={"source": source})])
 
 
-def rtx_3090_images() -> Records:
-    """Images per second of 1, 2, 4 and 8 RTX 3090 in one server, by model and batch per card."""
-    return Records(
-        Record(
-            "server-gear",
-            "images_per_s",
-            "images/s",
-            r.samples,
-            "published",
-            {"model": r.case["model"], "batch": r.case["batch"], "ranks": r.case["gpus"]},
-            provenance={"source": SERVER_GEAR},
-        )
-        for r in table("rtx_3090")
-    )
-
-
 GOYAL_2017 = "P. Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677 (2017), Table 1 and section 5.1"
-
-
-def imagenet_batches() -> Records:
-    """Top-1 error in % of ResNet-50 on ImageNet (mean of 5 runs), SGD, learning rate 0.1 x batch / 256."""
-    rows = (
-        (256, "none", 23.60, 0.12),
-        (8192, "gradual", 23.74, 0.09),
-        (8192, "none", 24.84, 0.37),
-        (8192, "constant", 25.88, 0.56),
-    )
-    return Records(
-        Record(
-            "paper",
-            "top_1_error",
-            "%",
-            (error,),
-            "published",
-            {"batch": batch, "warm_up": warm_up, "plus_minus": spread},
-            provenance={"source": GOYAL_2017},
-        )
-        for batch, warm_up, error, spread in rows
-    )
 
 
 PYTORCH_DDP = (
