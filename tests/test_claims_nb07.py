@@ -158,8 +158,3 @@ def test_a_step_may_scale_alike_while_its_all_reduce_follows_the_wire():
     assert (found.verdict("A19").word, found.verdict("B06").word) == ("holds", "does not hold")
     acted = dialled({400.0: 0.011, 25.0: 0.050}, acted_out=True)
     assert table("07", acted, gpus=0).verdict("B06").kind == "modelled"
-
-
-def test_slower_steps_are_told_beside_fewer_bytes():
-    told = [table("07", compressed(slower=s), gpus=0).verdict("B18").because for s in (True, False)]
-    assert ["slower on some wires" in text for text in told] == [True, False]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import shutil
 import signal
@@ -19,9 +18,8 @@ from speeds import first
 from torch import nn
 
 from labs import all_reduce_anatomy, bucket_overlap, gradient_compression, slow_link
-from labs.chapters.nb07 import figures, figures_overlap, figures_wire
+from labs.chapters.nb07 import figures
 from labs.kit import plot
-from labs.kit.check import predict
 from labs.kit.errors import BadInput
 from labs.kit.launch import launch, run_on_ranks
 from labs.kit.rank import Rank
@@ -458,12 +456,6 @@ def test_the_formula_is_judged_on_wires_well_below_what_there_is(measured_s, tol
     assert told in slow_link.ring_text(Records(rows))
 
 
-def test_an_emulated_wire_tests_no_formula():
-    run = dialled({0.0: 0.01, 100: 0.02})
-    acted = Records([*run, Record("slow_link", "acted_out", "1", [1.0])])
-    assert "not tested" in slow_link.ring_text(acted) and "not tested" not in slow_link.ring_text(run)
-
-
 @pytest.mark.parametrize(
     ("fp16", "powersgd_4", "lost", "told"),
     [
@@ -513,26 +505,6 @@ def test_break_even_in_words(tried_s, predicted, told):
     assert told in gradient_compression.tried_text(gradient_compression.crossings(run)["fp16"])
 
 
-@pytest.mark.parametrize(
-    ("seconds", "worse", "told"),
-    [
-        ({"fp16": 1.0, "powersgd_4": 0.8}, {}, "powersgd_4 is 2.50 x"),
-        ({"fp16": 1.0, "powersgd_4": 0.8}, {"powersgd_4": 0.1}, "fp16 is 2 x"),
-        ({"fp16": 1.0}, {"fp16": 0.1}, "no way is surely faster"),
-        ({"fp16": 2.1}, {}, "no way is surely faster"),
-    ],
-)
-def test_a_training_is_told_with_its_time_and_what_it_learned(seconds, worse, told):
-    rows = []
-    for way, s in {"fp32": 2.0, **seconds}.items():
-        rows.append(step("gradient_compression", "train_s", s, way=way, mb_s=100.0))
-        shares = [0.8 + k / 100 - worse.get(way, 0.0) for k in range(6)]
-        rows.append(Record("gradient_compression", "accuracy", "1", shares, "measured", {"way": way}))
-    run = Records([dataclasses.replace(r, config={"hidden": [512, 256]}) for r in rows])
-    said = gradient_compression.trained_text(run)
-    assert told in said and said.startswith("Trainings of the perceptron 784-512-256-10 at 100 MB/s")
-
-
 def test_a_training_over_a_slow_wire_takes_the_time_of_its_bytes():
     """Three steps of 0.41 MB on two ranks, and each rank sends as much: at 4 MB/s they cannot end before 0.3 s."""
     run = launch("gradient_compression", nproc=2, device="cpu", oversubscribe=True, smoke=True, train_mb_s=4.0)
@@ -541,85 +513,3 @@ def test_a_training_over_a_slow_wire_takes_the_time_of_its_bytes():
     assert any(
         line.startswith("Trainings of the perceptron 784-128-10 at 4 MB/s") for line in gradient_compression.answer(run)
     )
-
-
-@pytest.mark.parametrize(
-    "ddp_s, guess, told",
-    [
-        ({400: 0.012, 100: 0.018, 25: 0.050}, 60, "within what was measured"),
-        ({400: 0.012, 100: 0.018, 25: 0.050}, 125, "above what was measured"),
-        ({400: 0.032, 25: 0.050}, 125, "at 400 MB/s DDP is still slower"),
-        ({400: 0.032, 25: 0.050}, 800, "cannot tell"),
-        ({400: 0.011, 25: 0.012}, 125, "at 25 MB/s DDP is faster than one rank already"),
-        ({400: 0.020, 25: 0.020}, 125, "cannot tell"),
-    ],
-)
-def test_a_guess_is_held_against_what_the_wires_showed(ddp_s, guess, told):
-    found = figures_wire._guess_text(dialled(ddp_s), predict(guess, "bandwidth", unit="MB/s"))
-    assert told in found
-
-
-@pytest.mark.parametrize(
-    "fp16_s, told",
-    [
-        (0.020, "top_1% makes a step 3.6 times as fast at 25 MB/s. "),
-        (0.0101, "top_1% makes a step 3.6 times as fast at 25 MB/s; fp16 may do as much. "),
-    ],
-)
-def test_the_fastest_way_is_named_beside_those_that_may_do_as_much(fp16_s, told, monkeypatch):
-    steps = {"fp32": 0.040, "fp16": fp16_s, "top_1%": 0.010}
-    run = Records(
-        Record(
-            "gradient_compression",
-            "step_s",
-            "s",
-            [s * (1 + 0.1 * (k % 3) * (way != "fp32")) for k in range(9)],
-            case={"way": way, "mb_s": 25.0},
-        )
-        for way, s in steps.items()
-    )
-    shown = []
-    monkeypatch.setattr(figures_wire, "say", lambda text: None)
-    monkeypatch.setattr(figures_wire, "show", lambda fig, alt: shown.append(alt))
-    figures_wire.compression(run, predict(4, "gain", unit="x"))
-    assert shown[0].startswith(told), shown
-
-
-@pytest.mark.parametrize(
-    "seconds, told",
-    [
-        ({1.0: 0.02, 2.0: 0.03, 8.0: 0.03}, "buckets of 1 MiB are best"),
-        ({1.0: 0.02, 2.0: 0.02, 4.0: 0.03, 8.0: 0.03}, "buckets of 1 or 2 MiB may be best"),
-        ({0.25: 0.03, 1.0: 0.02, 2.0: 0.02}, "any buckets but those of 0.25 MiB may be best"),
-    ],
-)
-def test_bucket_sizes_that_may_be_best_are_told_by_the_shorter_list(seconds, told):
-    rows = [
-        step("bucket_overlap", "step_s", s, synchronise=True, bucket_cap_mb=cap, mb_s=200) for cap, s in seconds.items()
-    ]
-    assert bucket_overlap.best_text(Records(rows)) == told
-
-
-@pytest.mark.parametrize("worst, told", [(0.030, "with 8 MiB a step takes 1.50 x"), (0.020, "makes no difference")])
-def test_best_buckets_in_words(worst, told, monkeypatch):
-    lab = "bucket_overlap"
-    rows = [
-        step(lab, "step_s", 0.020, synchronise=True, bucket_cap_mb=1.0, mb_s=200),
-        step(lab, "step_s", worst, synchronise=True, bucket_cap_mb=8.0, mb_s=200),
-        step(lab, "step_s", 0.015, synchronise=False, mb_s=200),
-        Record(lab, "gradient_ready_s", "s", [0.010, 0.014]),
-        Record(lab, "gradient_bytes", "B", [1e6, 1e6]),
-        Record(lab, "latency_s", "s", [0.001]),
-    ]
-    rows += [
-        Record(lab, "bucket_bytes", "B", sizes, "measured", {"bucket_cap_mb": cap, "step": "later"})
-        for cap, sizes in ((1.0, [1e6, 1e6]), (8.0, [2e6]))
-    ]
-    sentences = " ".join(bucket_overlap.answer(Records(rows)))
-    assert bucket_overlap.not_slower(Records(rows)) == ([1.0] if worst > 0.02 else [1.0, 8.0])
-    said = []
-    monkeypatch.setattr(figures_overlap, "say", said.append)
-    monkeypatch.setattr(figures_overlap, "show", lambda fig, alt: None)
-    figures_overlap.buckets(Records(rows), predict(8, "best bucket size", unit="MiB"))
-    assert ("above what was measured" if worst > 0.02 else "within what was measured") in said[0]
-    assert told in sentences

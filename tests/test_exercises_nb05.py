@@ -327,23 +327,6 @@ def test_what_is_no_piece_of_the_state_is_told(wrong, words):
     assert words in examine("05.4", wrong).text
 
 
-def test_from_the_article_on_one_piece_after_the_other():
-    parts = ["scheduler", "scaler", "sampler", "generator", "torch", "numpy", "python"]
-    words = [
-        "the scheduler",
-        "the loss scale",
-        "the number of the epoch",
-        "the sampler's generator",
-        "torch's random state",
-        "NumPy's",
-        "Python's",
-    ]
-    for i, word in enumerate(words):
-        told = examine("05.4", mutants._without(*parts[i:]))
-        assert word in told.text.splitlines()[0], told.text
-    assert f"({len(parts[1:]) + 2} more after it)" in examine("05.4", mutants._without(*parts)).text
-
-
 def test_every_piece_of_the_trainer_changes_and_matters():
     trainer = Trainer(1)
     before = pieces(trainer)
@@ -376,13 +359,3 @@ def test_a_chunk_that_is_looked_up_in_backward_is_named():
         return total / (labels != -100).sum()
 
     assert "the gradient of the last chunk's" in examine("05.3", chunked_loss).text
-
-
-def test_torch_has_a_loss_without_all_logits():
-    def chunked_loss(hidden, weight, labels, chunk_tokens):
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)
-        return nn.functional.linear_cross_entropy(hidden, weight, labels, options=options)
-
-    if not hasattr(nn, "LinearCrossEntropyOptions"):
-        pytest.skip("before torch 2.13")
-    passes("05.3", chunked_loss)

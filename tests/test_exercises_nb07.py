@@ -129,34 +129,6 @@ def test_everybody_to_everybody_is_told():
     says("07.1", all_reduce_small, "every rank sends to every other")
 
 
-def test_parts_of_the_sum_made_by_halving_and_handed_round_by_doubling_are_told():
-    """Rabenseifner's all-reduce: few bytes, twice as many rounds."""
-
-    def all_reduce_small(x):
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        if ranks & (ranks - 1):
-            return solution.all_reduce_small(x)
-        own, done, step = slice(0, len(x)), [], ranks // 2
-        while step:
-            middle = (own.start + own.stop) // 2
-            keep, leave = slice(own.start, middle), slice(middle, own.stop)
-            if rank & step:
-                keep, leave = leave, keep
-            arrives, leaves = torch.empty_like(x[keep]), dist.isend(x[leave].clone(), rank ^ step)
-            dist.recv(arrives, rank ^ step)
-            leaves.wait()
-            x[keep] += arrives
-            done.append((rank ^ step, keep, leave))
-            own, step = keep, step // 2
-        for partner, keep, leave in reversed(done):
-            arrives, leaves = torch.empty_like(x[leave]), dist.isend(x[keep].clone(), partner)
-            dist.recv(arrives, partner)
-            leaves.wait()
-            x[leave] = arrives
-
-    says("07.1", all_reduce_small, "in half of the rounds parts of the sum are made")
-
-
 @pytest.mark.parametrize(("ranks", "words"), [(2, "both send first"), (3, "must be below 3"), (4, "both send first")])
 def test_the_hint_of_a_hang_knows_whether_ranks_are_a_power_of_two(monkeypatch, ranks, words):
     def hangs(*args, **kwargs):

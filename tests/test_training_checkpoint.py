@@ -49,16 +49,6 @@ def equal(run, forgotten):
     return {r.case["part"] for r in run.where("bitwise_equal", forgotten=forgotten) if r.value == 1}
 
 
-# -- closed forms
-
-
-def test_predict_by_hand():
-    config = Config(samples=100, batch_size=10, interrupted_at=23)
-    assert training_checkpoint.predict(config, 1)["repeated_samples"] == 30
-    assert training_checkpoint.predict(config, 2)["repeated_samples"] == 3 * 20
-    assert training_checkpoint.predict(config, 1)["lost_share"] == 1
-
-
 # -- resuming
 
 
