@@ -1,4 +1,4 @@
-"""Checkers of notebook 04: right answers of another shape pass, and the reference agrees with PyTorch's own formats."""
+"""Checkers of notebook 04: right answers of another shape pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from labs.chapters.nb04 import exercise_amp, exercise_log
 from labs.chapters.nb04 import solutions as solution
-from labs.chapters.nb04.exercises import CASES
 from labs.kit.check import examine
 
 # -- 04.1
@@ -217,54 +216,6 @@ def test_an_error_of_torch_shows_the_learners_line():
     assert "shapes cannot be multiplied" in text and "model(torch.ones(2, 2))" in text
 
 
-# -- 04.2
-
-
-def test_a_scale_is_the_largest_that_keeps_every_gradient_finite():
-    for largest in (1.0, 0.01, 65504.0, 3e5, 2.0**-3 * (1 - 2.0**-13)):
-        g = [torch.tensor([largest, -1e-3, 0.0]), torch.tensor([[-largest]])]
-        _, scale = solution.loss_scale(g)
-        assert torch.tensor(largest * scale).half().isfinite() and torch.tensor(2 * largest * scale).half().isinf()
-
-
-def test_by_threshold_is_as_good_as_by_conversion():
-    def loss_scale(gradients):
-        sizes = [abs(x) for t in gradients for x in t.flatten().tolist() if x != 0]
-        scale = 1.0
-        while max(sizes) * scale > 65504:
-            scale /= 2
-        while max(sizes) * scale * 2 <= 65504:
-            scale *= 2
-        return sum(s <= 2**-25 for s in sizes) / len(sizes), torch.tensor(scale)
-
-    assert examine("04.2", loss_scale).state == "passed"
-
-
-def in_place(gradients):
-    share, scale = solution.loss_scale(gradients)
-    for t in gradients:
-        t *= scale
-    return share, scale
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (lambda g: ((mutants._nonzero(g).abs() < 2**-25).float().mean(), mutants._scale(g)), "you do not count 2^-25"),
-        (
-            lambda g: (
-                mutants._share(g),
-                next(2.0**p for p in range(60, -60, -1) if 2.0**p * mutants._flat(g).abs().max() < 65504),
-            ),
-            "just reaches 65504",
-        ),
-        (in_place, "the caller's gradients are others afterwards"),
-    ],
-)
-def test_what_is_off_at_one_number_only_is_told(wrong, words):
-    assert words in examine("04.2", wrong).text
-
-
 # -- 04.3
 
 
@@ -335,48 +286,3 @@ def test_the_logs_are_what_their_names_say():
     assert all(row["skipped"] for row in endless[5:]) and endless[-1]["scale"] < 100
     assert all(row["norm"] > 1000 for row in scaled if not row["skipped"])
     assert all(row["skipped"] for row in forgetful) and len({row["scale"] for row in forgetful}) == 1
-
-
-# -- 04.4
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits"),
-    [(torch.float16, (5, 10)), (torch.bfloat16, (8, 7)), (torch.float8_e5m2, (5, 2)), (torch.float32, (8, 23))],
-)
-def test_the_reference_rounds_as_pytorch_does(dtype, bits):
-    # multiples of 2^-20 in every binade: FP32 holds each exactly, so that PyTorch rounds once
-    tiny = 2 - 2 ** (bits[0] - 1) - bits[1]
-    draw = torch.Generator().manual_seed(0)
-    for exponent in range(max(tiny - 1, -140), 2 ** (bits[0] - 1)):
-        for part in (0, 2**19, *torch.randint(2**20, (4,), generator=draw).tolist()):
-            x = math.ldexp(1 + part / 2**20, exponent)
-            exact = torch.tensor(x, dtype=torch.float32)
-            if exact.item() == x:
-                assert solution.round_to(x, *bits) == exact.to(dtype).double().item(), (x, bits)
-
-
-def test_every_rule_has_a_case():
-    values = {solution.round_to(*case) for case in CASES if case[1:] == (5, 10)}
-    assert {0.0, 2.0**-24, 65504.0, math.inf} <= values
-    assert {x for x, *bits in CASES if bits == [5, 10] and 65504 < x < 65536}
-
-
-def test_decimal_arithmetic_is_as_good():
-    def round_to(x, exponent_bits, mantissa_bits):
-        bias = (1 << exponent_bits - 1) - 1
-        exponent = max(math.frexp(x)[1] - 1, 1 - bias)
-        steps = round(math.ldexp(x, mantissa_bits - exponent))
-        value = math.ldexp(steps, exponent - mantissa_bits)
-        return torch.tensor(value if value <= (2 - 2.0**-mantissa_bits) * 2.0**bias else torch.inf, dtype=torch.float64)
-
-    assert examine("04.4", round_to).state == "passed"
-
-
-def test_nan_for_inf_is_named():
-    def round_to(x, exponent_bits, mantissa_bits):
-        right = solution.round_to(x, exponent_bits, mantissa_bits)
-        return right if math.isfinite(right) else math.nan
-
-    text = examine("04.4", round_to).text
-    assert "you return nan" in text and "what is too large is math.inf" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -12,8 +11,6 @@ from mutants import nb06 as mutants06
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from labs.chapters.nb04 import exercises as nb04
-from labs.chapters.nb04 import solutions as solution04
 from labs.chapters.nb06 import solutions as solution06
 from labs.kit.check import examine
 
@@ -22,139 +19,6 @@ def refused(exercise_id, wrong, words):
     said = examine(exercise_id, wrong)
     assert said.state == "not yet", "let through"
     assert words in said.text, said.text
-
-
-# -- 04.2
-
-
-def power(ratio, rounded=math.floor):
-    return 2.0 ** rounded(math.log2(ratio))
-
-
-def flat(gradients):
-    return torch.cat([t.flatten() for t in gradients])
-
-
-def scaled(scale):
-    """The right share, and a scale made from the gradients, the right scale and the largest element."""
-
-    def loss_scale(gradients):
-        share, right = solution04.loss_scale(gradients)
-        return share, scale(gradients, right, flat(gradients).abs().max().item())
-
-    return loss_scale
-
-
-@pytest.mark.parametrize(
-    ("words", "scale"),
-    [
-        ("one too small", lambda g, s, top: s / 2),
-        ("two too small", lambda g, s, top: s / 4),
-        ("two too large", lambda g, s, top: 4 * s),
-        ("you round the exponent", lambda g, s, top: power(65504 / top, round)),
-        ("int() cuts a negative exponent", lambda g, s, top: power(65504 / top, int)),
-        ("the sign of the exponent", lambda g, s, top: 1 / s),
-        ("by 65504", lambda g, s, top: power(top / 65504)),
-        ("16 - floor", lambda g, s, top: 2.0 ** (16 - math.floor(math.log2(top)))),
-        ("15 - floor", lambda g, s, top: 2.0 ** (15 - math.floor(math.log2(top)))),
-        ("65535 for 65504", lambda g, s, top: power(65535 / top)),
-        ("14 - floor", lambda g, s, top: 2.0 ** (14 - math.floor(math.log2(top)))),
-        ("to 2^15 at most", lambda g, s, top: power(32768 / top)),
-        ("to 1, and", lambda g, s, top: power(1 / top)),
-        ("a power of ten", lambda g, s, top: 10.0 ** math.floor(math.log10(65504 / top))),
-        ("a natural logarithm", lambda g, s, top: 2.0 ** math.floor(math.log(65504 / top))),
-        ("a decimal logarithm", lambda g, s, top: 2.0 ** math.floor(math.log10(65504 / top))),
-        ("with the wrong sign", lambda g, s, top: -math.log2(s)),
-        ("ends at 65536", lambda g, s, top: min(65536.0, s)),
-        ("the last tensor only", lambda g, s, top: power(65504 / g[-1].abs().max().item())),
-    ],
-)
-def test_other_scales_are_named(words, scale):
-    refused("04.2", scaled(scale), words)
-
-
-@pytest.mark.parametrize(
-    ("words", "lost"),
-    [
-        ("negative elements as lost", lambda t: (t < 2.0**-25).float().mean()),
-        ("all below 1e-07", lambda t: (t.abs() < 1e-7).float().mean()),
-        ("those that survive", lambda t: (t.half() == 0).sum() / (t.half() != 0).sum()),
-        ("how many are lost", lambda t: (t.half() == 0).sum()),
-        ("all that FP16 rounds", lambda t: (t.half().float() != t).float().mean()),
-    ],
-)
-def test_other_shares_are_named(words, lost):
-    refused("04.2", lambda g: (lost(flat(g)[flat(g) != 0]), solution04.loss_scale(g)[1]), words)
-
-
-def test_no_slip_of_notebook_04_is_another_one_or_right():
-    tables = (
-        (nb04.GRADIENTS, nb04.SHARES, lambda g: solution04.loss_scale(g)[0]),
-        (nb04.GRADIENTS, nb04.SCALES, lambda g: solution04.loss_scale(g)[1]),
-        (nb04.CASES, nb04.ROUNDINGS, lambda case: solution04.round_to(*case)),
-    )
-    for cases, slips, right in tables:
-        seen = {tuple(map(right, cases)): "right"}
-        for wrong, what, _ in slips:
-            made = tuple(float(wrong(case)) for case in cases)
-            assert seen.get(made, what) == what, f"{what!r} is {seen[made]!r}"
-            seen[made] = what
-
-
-# -- 04.4
-
-
-def rounding(
-    *,
-    bias=lambda e: 2 ** (e - 1) - 1,
-    lowest=1,
-    digits=0,
-    rounded=round,
-    log=math.floor,
-    ends=lambda y, x, b: y < 2.0 ** (b + 1),
-):
-    def round_to(x, exponent_bits, mantissa_bits):
-        b = bias(exponent_bits)
-        spacing = 2.0 ** (max(log(math.log2(x)), lowest - b) - mantissa_bits - digits)
-        y = rounded(x / spacing) * spacing
-        return y if ends(y, x, b) else math.inf
-
-    return round_to
-
-
-@pytest.mark.parametrize(
-    ("words", "wrong"),
-    [
-        ("bias is one too large", rounding(bias=lambda e: 2 ** (e - 1))),
-        ("bias is one too small", rounding(bias=lambda e: 2 ** (e - 1) - 2)),
-        ("one exponent bit more", rounding(bias=lambda e: 2**e - 1)),
-        ("one exponent bit fewer", rounding(bias=lambda e: 2 ** (e - 2) - 1)),
-        ("127 for every format", rounding(bias=lambda e: 127)),
-        ("15 for every format", rounding(bias=lambda e: 15)),
-        ("one digit too many", rounding(digits=1)),
-        ("one digit too few", rounding(digits=-1)),
-        ("ceil in place of the nearest", rounding(rounded=math.ceil)),
-        ("you cut digits off", rounding(rounded=int)),
-        ("you go down, always", rounding(rounded=lambda q: math.ceil(q - 0.5))),
-        ("int(log2(x)) cuts towards 0", rounding(log=int)),
-        ("ceil(log2(x))", rounding(log=math.ceil)),
-        ("smallest exponent is one too high", rounding(lowest=2)),
-        ("exponent is two too low", rounding(lowest=-1)),
-        ("largest exponent is one too low", rounding(ends=lambda y, x, b: y < 2.0**b)),
-        ("largest exponent is one too high", rounding(ends=lambda y, x, b: y < 2.0 ** (b + 2))),
-        ("you look before you round", rounding(ends=lambda y, x, b: x < 2.0 ** (b + 1))),
-        ("ends at 65504", rounding(ends=lambda y, x, b: y <= 65504)),
-        ("exponent_bits for mantissa_bits", lambda x, e, m: solution04.round_to(x, m, e)),
-        ("always keep 10", lambda x, e, m: solution04.round_to(x, e, 10)),
-        ("always round to BF16", lambda x, e, m: solution04.round_to(x, 8, 7)),
-        (
-            "the same everywhere",
-            lambda x, e, m: round(x * 2**m) / 2**m if solution04.round_to(x, e, m) < math.inf else math.inf,
-        ),
-    ],
-)
-def test_other_roundings_are_named(words, wrong):
-    refused("04.4", wrong, words)
 
 
 # -- 05.3

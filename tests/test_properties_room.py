@@ -39,7 +39,7 @@ REPORT = {
     "utc": "2026-11-21T09:00:00",
 }
 PAIRS = [pair(2.0, 1.5), pair(3.0, None, "2026-11-21T11:00:00"), pair(1, 2, what="steps")]
-OUTCOMES = [outcome("03.1", "not yet", "the shards overlap"), outcome("03.1", "passed"), outcome("04.2", "to do")]
+OUTCOMES = [outcome("03.1", "not yet", "the shards overlap"), outcome("03.1", "passed"), outcome("04.3", "to do")]
 FILES = {
     "predictions-1.jsonl": [HEADER, *PAIRS],
     "outcomes-1.jsonl": [HEADER, *OUTCOMES],
