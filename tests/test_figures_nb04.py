@@ -90,20 +90,6 @@ def test_the_accuracy_figure_says_what_its_intervals_say(capsys):
     assert "one run could not tell" in few and "loses 50" in few
 
 
-def test_formats_with_the_same_bytes_share_a_row():
-    def made(precision, hook, wire):
-        case = {"precision": precision, "hook": hook}
-        return [
-            Record("a", "bucket_bytes", "B", (4e6,), case={**case, "dtype": "float32", "buckets": 1}),
-            Record("a", "wire_bytes", "B", (wire,), case={**case, "dtype": "x"}),
-        ]
-
-    same = Records([r for p in ("fp32", "bf16") for h, w in (("none", 4e6), ("fp16", 2e6)) for r in made(p, h, w)])
-    assert list(memory_figures.wire_table(same)["forward in"]) == ["FP32, BF16", "FP32, BF16"]
-    other = Records([*made("fp32", "none", 4e6), *made("bf16", "none", 2e6)])
-    assert list(memory_figures.wire_table(other)["forward in"]) == ["FP32", "BF16"]
-
-
 def test_defaults_are_those_of_the_scaler(capsys):
     memory_figures.scaler_defaults()
     scaler = torch.amp.GradScaler("cpu")

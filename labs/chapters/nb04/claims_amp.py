@@ -68,17 +68,6 @@ def checked(run: Records) -> str:
     return f" {len(small)} real steps of small models differ from such a count by at most {100 * worst:.2g} %."
 
 
-def buckets(evidence: Records) -> str:
-    """What autocast does to DDP's buckets; empty where that was not run."""
-    with contextlib.suppress(LookupError):
-        run = last(evidence, "amp_communication", "bucket_bytes", precision="fp32", hook="none")
-        plain = run.one("bucket_bytes", precision="fp32", hook="none").value
-        others = [r.value for r in run.where("bucket_bytes", hook="none") if r.case["precision"] != "fp32"]
-        if others:
-            return f" The gradients that DDP sends have {max(others) / plain:.3g} x the bytes."
-    return ""
-
-
 # -- labs.amp_training: accuracy by format, seed by seed
 
 
